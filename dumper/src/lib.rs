@@ -1,0 +1,1 @@
+//! The recorder that lives inside a rank of a training job.

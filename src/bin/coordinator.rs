@@ -1,0 +1,2 @@
+//! The coordinator.
+fn main() {}

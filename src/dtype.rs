@@ -1,0 +1,108 @@
+//! Element types as they lie on disk: a tag and a width, never a conversion.
+
+use serde::{Deserialize, Serialize};
+
+/// Element type of a tensor. The bits of every one of them pass through
+/// backtape unchanged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)] // The variants are their own documentation.
+pub enum Dtype {
+    Bool,
+    U8,
+    I8,
+    U16,
+    I16,
+    U32,
+    I32,
+    U64,
+    I64,
+    F8E4m3,
+    F8E5m2,
+    F16,
+    Bf16,
+    F32,
+    F64,
+}
+
+/// Dtype, backtape's name, safetensors' name, numpy's or ml_dtypes' name, width in bytes.
+const TABLE: [(Dtype, &str, &str, &str, usize); 15] = [
+    (Dtype::Bool, "bool", "BOOL", "bool", 1),
+    (Dtype::U8, "u8", "U8", "uint8", 1),
+    (Dtype::I8, "i8", "I8", "int8", 1),
+    (Dtype::U16, "u16", "U16", "uint16", 2),
+    (Dtype::I16, "i16", "I16", "int16", 2),
+    (Dtype::U32, "u32", "U32", "uint32", 4),
+    (Dtype::I32, "i32", "I32", "int32", 4),
+    (Dtype::U64, "u64", "U64", "uint64", 8),
+    (Dtype::I64, "i64", "I64", "int64", 8),
+    (Dtype::F8E4m3, "f8e4m3", "F8_E4M3", "float8_e4m3fn", 1),
+    (Dtype::F8E5m2, "f8e5m2", "F8_E5M2", "float8_e5m2", 1),
+    (Dtype::F16, "f16", "F16", "float16", 2),
+    (Dtype::Bf16, "bf16", "BF16", "bfloat16", 2),
+    (Dtype::F32, "f32", "F32", "float32", 4),
+    (Dtype::F64, "f64", "F64", "float64", 8),
+];
+
+impl Dtype {
+    fn row(self) -> &'static (Dtype, &'static str, &'static str, &'static str, usize) {
+        &TABLE[self as usize]
+    }
+
+    /// Bytes of one element.
+    pub fn width(self) -> usize {
+        self.row().4
+    }
+
+    /// The name that people and JSON see: `bf16`.
+    pub fn name(self) -> &'static str {
+        self.row().1
+    }
+
+    /// The name in a safetensors header: `BF16`.
+    pub fn safetensors_name(self) -> &'static str {
+        self.row().2
+    }
+
+    /// The name numpy or ml_dtypes knows it by: `bfloat16`.
+    pub fn numpy_name(self) -> &'static str {
+        self.row().3
+    }
+
+    /// Finds a dtype by the name that a safetensors header carries.
+    pub fn from_safetensors(name: &str) -> Option<Dtype> {
+        TABLE.iter().find(|row| row.2 == name).map(|row| row.0)
+    }
+
+    /// Finds a dtype by the name that numpy or ml_dtypes gives it.
+    pub fn from_numpy(name: &str) -> Option<Dtype> {
+        TABLE.iter().find(|row| row.3 == name).map(|row| row.0)
+    }
+
+    /// True for the floating-point types.
+    pub fn is_float(self) -> bool {
+        self >= Dtype::F8E4m3
+    }
+}
+
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_the_order_of_the_variants_and_every_name_finds_its_way_back() {
+        for (index, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.0 as usize, index);
+            assert_eq!(Dtype::from_safetensors(row.2), Some(row.0));
+            assert_eq!(Dtype::from_numpy(row.3), Some(row.0));
+            let json = serde_json::to_string(&row.0).unwrap();
+            assert_eq!(json, format!("\"{}\"", row.1));
+        }
+    }
+}

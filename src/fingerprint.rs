@@ -1,0 +1,179 @@
+//! The position-sensitive fingerprint: proof that bytes are where they belong.
+//!
+//! A byte hash cannot tell two swapped shards apart. The fingerprint mixes each
+//! element's bits with its *global* index, and sums over elements modulo 2³² in
+//! two lanes. The sum does not depend on how the tensor was cut: the sum over
+//! its shards is the fingerprint of the whole. The framework computes it on the
+//! sharded array with its own idea of global indices (python/backtape/jax.py);
+//! this module computes it again from the box that the record claims.
+//!
+//! For the element with bits `w` at `(i_0, …, i_{n-1})`, all arithmetic modulo 2³²:
+//!
+//! ```text
+//! h    = SEED;  h = fmix(h + (i_d + 1)·STRIDE)        for d = 0 … n-1
+//! a    = fmix(h ^ w·WORD);  b = fmix(a ^ LANE)
+//! ```
+//!
+//! `fmix` is murmur3's 32-bit finaliser. An element wider than 32 bits counts as
+//! one more dimension of 32-bit words, least significant first; a narrower one
+//! is zero-extended. 32-bit arithmetic because that is what jit has without x64.
+
+use serde::{Deserialize, Serialize};
+
+use crate::dtype::Dtype;
+use crate::index_box::IndexBox;
+
+const SEED: u32 = 0x9747_b28c;
+const STRIDE: u32 = 0x9e37_79b1;
+const WORD: u32 = 0x85eb_ca77;
+const LANE: u32 = 0xc2b2_ae3d;
+
+/// Two 32-bit sums over the elements of a box or of a tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint(pub u32, pub u32);
+
+impl Fingerprint {
+    /// The fingerprint of two disjoint sets of elements together.
+    #[must_use]
+    pub fn plus(self, other: Fingerprint) -> Fingerprint {
+        Fingerprint(self.0.wrapping_add(other.0), self.1.wrapping_add(other.1))
+    }
+
+    /// The fingerprint of `bytes`, the row-major contents of `place` inside its
+    /// global tensor. `bytes.len()` must be the box's size in bytes.
+    pub fn of(dtype: Dtype, place: &IndexBox, bytes: &[u8]) -> Fingerprint {
+        let mut ranges = place.0.clone();
+        if dtype.width() == 8 {
+            ranges.push((0, 2));
+        }
+        let word = dtype.width().min(4);
+        let Some((&(lo, hi), leading)) = ranges.split_last() else {
+            return row(position(SEED, &[]), None, bytes, word);
+        };
+        let row_bytes = (hi - lo) as usize * word;
+        if row_bytes == 0 {
+            return Fingerprint::default();
+        }
+        let mut index: Vec<u64> = leading.iter().map(|range| range.0).collect();
+        let mut sum = Fingerprint::default();
+        for chunk in bytes.chunks_exact(row_bytes) {
+            sum = sum.plus(row(position(SEED, &index), Some(lo), chunk, word));
+            for (i, range) in index.iter_mut().zip(leading).rev() {
+                *i += 1;
+                if *i < range.1 {
+                    break;
+                }
+                *i = range.0;
+            }
+        }
+        sum
+    }
+}
+
+impl std::fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:08x}{:08x}", self.0, self.1)
+    }
+}
+
+#[inline(always)]
+fn fmix(mut h: u32) -> u32 {
+    h ^= h >> 16;
+    h = h.wrapping_mul(0x85eb_ca6b);
+    h ^= h >> 13;
+    h = h.wrapping_mul(0xc2b2_ae35);
+    h ^ (h >> 16)
+}
+
+#[inline(always)]
+fn step(h: u32, index: u32) -> u32 {
+    fmix(h.wrapping_add(index.wrapping_add(1).wrapping_mul(STRIDE)))
+}
+
+fn position(seed: u32, index: &[u64]) -> u32 {
+    index.iter().fold(seed, |h, &i| step(h, i as u32))
+}
+
+/// One run of elements along the last dimension, from index `start`; `None`
+/// for a scalar, which has no dimension to mix in.
+fn row(h: u32, start: Option<u64>, bytes: &[u8], word: usize) -> Fingerprint {
+    let place = |i: usize| start.map_or(h, |lo| step(h, (lo as u32).wrapping_add(i as u32)));
+    let mix = |sum: Fingerprint, (i, w): (usize, u32)| {
+        let a = fmix(place(i) ^ w.wrapping_mul(WORD));
+        sum.plus(Fingerprint(a, fmix(a ^ LANE)))
+    };
+    let zero = Fingerprint::default();
+    match word {
+        1 => bytes
+            .iter()
+            .map(|&b| u32::from(b))
+            .enumerate()
+            .fold(zero, mix),
+        2 => {
+            let words = bytes
+                .chunks_exact(2)
+                .map(|b| u32::from(u16::from_le_bytes([b[0], b[1]])));
+            words.enumerate().fold(zero, mix)
+        }
+        _ => {
+            let words = bytes
+                .chunks_exact(4)
+                .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            words.enumerate().fold(zero, mix)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn whole(shape: &[u64]) -> IndexBox {
+        IndexBox::whole(shape)
+    }
+
+    #[test]
+    fn the_sum_over_shards_is_the_fingerprint_of_the_whole_however_it_is_cut() {
+        let bytes: Vec<u8> = (0..6 * 10 * 2).map(|i| (i * 37 % 251) as u8).collect();
+        let all = Fingerprint::of(Dtype::Bf16, &whole(&[6, 10]), &bytes);
+        let cut = |ranges: Vec<(u64, u64)>| {
+            let part = IndexBox(ranges);
+            let mut out = Vec::new();
+            for i in part.0[0].0..part.0[0].1 {
+                let at = |j: u64| ((i * 10 + j) * 2) as usize;
+                out.extend(&bytes[at(part.0[1].0)..at(part.0[1].1)]);
+            }
+            Fingerprint::of(Dtype::Bf16, &part, &out)
+        };
+        let by_rows = cut(vec![(0, 2), (0, 10)]).plus(cut(vec![(2, 6), (0, 10)]));
+        let by_columns = cut(vec![(0, 6), (0, 3)]).plus(cut(vec![(0, 6), (3, 10)]));
+        assert_eq!(by_rows, all);
+        assert_eq!(by_columns, all);
+    }
+
+    #[test]
+    fn swapping_two_equal_sized_shards_changes_it() {
+        let (a, b): (Vec<u8>, Vec<u8>) = ((0..40).collect(), (100..140).collect());
+        let top = IndexBox(vec![(0, 2), (0, 5)]);
+        let bottom = IndexBox(vec![(2, 4), (0, 5)]);
+        let of = |place: &IndexBox, bytes: &[u8]| Fingerprint::of(Dtype::F32, place, bytes);
+        assert_ne!(
+            of(&top, &a).plus(of(&bottom, &b)),
+            of(&top, &b).plus(of(&bottom, &a))
+        );
+    }
+
+    /// The values that python/tests/test_fingerprint.py holds for JAX: the two
+    /// definitions can only change together.
+    #[test]
+    fn known_values_tie_the_definition_to_the_one_inside_jit() {
+        let ramp: Vec<u8> = (0u16..12).flat_map(|i| (i * 1000).to_le_bytes()).collect();
+        let found = [
+            Fingerprint::of(Dtype::Bf16, &whole(&[3, 4]), &ramp),
+            Fingerprint::of(Dtype::F32, &whole(&[]), &1.5f32.to_le_bytes()),
+            Fingerprint::of(Dtype::F64, &whole(&[2]), &ramp[..16]),
+        ];
+        let text: Vec<_> = found.iter().map(ToString::to_string).collect();
+        assert_eq!(text, ["ba525846ab4c17c3", "0b7bb7b0ec119ab4", "c8edd5c944923f1d"]);
+    }
+}

@@ -1,0 +1,28 @@
+//! The shared nouns of backtape: what a shard is, how it is named, hashed and
+//! laid out on disk, and the coordinator that commits steps.
+//!
+//! Everything the dumper and the replayer agree on is here and only here; the
+//! two never see each other. This crate knows nothing of Python, of numerics or
+//! of the terminal.
+//!
+//! The dependency direction is `proto <- backtape <- {dumper, replayer} <- python`.
+
+pub mod coordinator;
+pub mod dtype;
+pub mod fingerprint;
+pub mod hash;
+pub mod head;
+pub mod identity;
+pub mod index_box;
+pub mod manifest;
+pub mod placement;
+pub mod role;
+pub mod shard;
+pub mod store;
+
+/// Version of backtape itself, as every answer and every `run.json` carries it.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Major version of the on-disk format. A reader refuses a newer one by name:
+/// guessing at unknown fields could turn into a wrong verdict.
+pub const FORMAT_VERSION: u32 = 1;

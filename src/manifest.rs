@@ -1,0 +1,147 @@
+//! The manifest: the list of every shard of a step. A step is committed when
+//! its manifest stands at its final name and is complete.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::FORMAT_VERSION;
+use crate::hash::TrustHash;
+use crate::head::HeadDeclaration;
+use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
+use crate::placement::Mesh;
+use crate::shard::ShardRecord;
+
+/// One durable file of one rank and the shards in it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// Name below the step's directory.
+    pub name: Name,
+    /// The rank that wrote it.
+    pub rank: Rank,
+    /// Bytes, header included.
+    pub length: u64,
+    /// blake3 of its safetensors header: length prefix, JSON and padding.
+    pub header_hash: TrustHash,
+    /// The shards, in the order of their bytes.
+    pub shards: Vec<ShardRecord>,
+}
+
+/// What a rank should have recorded and did not, with its reason.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Omission {
+    /// Who.
+    pub rank: Rank,
+    /// What.
+    pub tensor: String,
+    /// Of which microbatch.
+    pub microbatch: Option<Microbatch>,
+    /// Why.
+    pub reason: String,
+}
+
+/// The list of every shard of a step: domain type and on-disk schema in one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`FORMAT_VERSION`] of the writer.
+    pub format_version: u32,
+    /// Version of backtape that wrote it.
+    pub version: String,
+    /// Which run.
+    pub run: Name,
+    /// Which launch of it.
+    pub attempt: Attempt,
+    /// Which step.
+    pub step: Step,
+    /// Every rank below this closed its part.
+    pub world_size: u32,
+    /// The job's mesh, where it has one.
+    pub mesh: Mesh,
+    /// The loss head, where the job declared one.
+    pub head: Option<HeadDeclaration>,
+    /// Every file of the step, by rank and name.
+    pub files: Vec<FileRecord>,
+    /// What was given up on, so that nothing is silently absent.
+    pub omissions: Vec<Omission>,
+}
+
+/// The manifest as it stands on disk, sealed by its own hash.
+#[derive(Serialize, Deserialize)]
+struct Sealed {
+    blake3: TrustHash,
+    manifest: serde_json::Value,
+}
+
+/// Why a manifest cannot be trusted.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// Not JSON of this shape.
+    #[error("it is not a manifest: {0}")]
+    Syntax(#[from] serde_json::Error),
+    /// Written by a newer backtape.
+    #[error(
+        "it has format version {0}, this backtape reads up to {FORMAT_VERSION}: install a newer one"
+    )]
+    Newer(u64),
+    /// Its bytes changed since it was written.
+    #[error("its contents do not match its own hash: it was altered after it was written")]
+    Altered,
+}
+
+impl Manifest {
+    /// The bytes that stand at the final name.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let manifest = serde_json::to_value(self).expect("a manifest is plain data");
+        let blake3 = TrustHash::of(manifest.to_string().as_bytes());
+        let mut bytes = serde_json::to_vec(&Sealed { blake3, manifest }).expect("plain data");
+        bytes.push(b'\n');
+        bytes
+    }
+
+    /// Reads a manifest back; refuses an altered one and one of a newer format.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Manifest, ManifestError> {
+        let sealed: Sealed = serde_json::from_slice(bytes)?;
+        let version = sealed
+            .manifest
+            .get("format_version")
+            .and_then(serde_json::Value::as_u64);
+        match version {
+            Some(found) if found > u64::from(FORMAT_VERSION) => {
+                return Err(ManifestError::Newer(found));
+            }
+            _ => {}
+        }
+        if TrustHash::of(sealed.manifest.to_string().as_bytes()) != sealed.blake3 {
+            return Err(ManifestError::Altered);
+        }
+        Ok(serde_json::from_value(sealed.manifest)?)
+    }
+
+    /// Every shard with the file that holds it.
+    pub fn shards(&self) -> impl Iterator<Item = (&FileRecord, &ShardRecord)> {
+        self.files
+            .iter()
+            .flat_map(|file| file.shards.iter().map(move |shard| (file, shard)))
+    }
+}
+
+/// `run.json`: who, when, on what.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunRecord {
+    /// [`FORMAT_VERSION`] of the writer.
+    pub format_version: u32,
+    /// Version of backtape that wrote it.
+    pub version: String,
+    /// The run's name.
+    pub run: Name,
+    /// Which launch.
+    pub attempt: Attempt,
+    /// Ranks in the job.
+    pub world_size: u32,
+    /// The job's mesh, where it has one.
+    pub mesh: Mesh,
+    /// Seconds since the epoch, by the coordinator's clock.
+    pub started: u64,
+    /// Versions of the job's software, as the first rank gave them.
+    pub versions: BTreeMap<String, String>,
+}

@@ -1,0 +1,73 @@
+//! The parts that tensors play in a loss head.
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! roles {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal,)*) => {
+        /// The part that a tensor plays in the loss head (NUMERICS: stages).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        pub enum Role { $($(#[$doc])* #[serde(rename = $name)] $variant,)* }
+
+        impl Role {
+            /// Every role, in the order of the stages.
+            pub const ALL: &'static [Role] = &[$(Role::$variant,)*];
+
+            /// The role's name, as `record` and `--compare` take it.
+            pub fn name(self) -> &'static str {
+                match self { $(Role::$variant => $name,)* }
+            }
+        }
+    };
+}
+
+roles! {
+    /// Hidden states that enter the head, `[T, D]`.
+    Q = "q",
+    /// The unembedding, `[V, D]` (or `[D, V]`).
+    K = "k",
+    /// Target ids, `[T]`.
+    Labels = "labels",
+    /// Token weights, `[T]`.
+    Weights = "weights",
+    /// Bias of the logits, `[V]`.
+    Bias = "bias",
+    /// `q kᵀ (+ bias)` after scale, softcap and mask, `[T, V]`.
+    Logits = "logits",
+    /// Log of the softmax denominator, `[T]`.
+    Lse = "lse",
+    /// The logit of each token's label, `[T]`.
+    LabelLogits = "label_logits",
+    /// The loss: one number.
+    Loss = "loss",
+    /// Gradient of the logits, `[T, V]`.
+    Dlogits = "dlogits",
+    /// The log-sum-exp part of dq.
+    DqLse = "dq_lse",
+    /// The label part of dq.
+    DqLabel = "dq_label",
+    /// Gradient of q, `[T, D]`.
+    Dq = "dq",
+    /// The log-sum-exp part of dk.
+    DkLse = "dk_lse",
+    /// The label part of dk.
+    DkLabel = "dk_label",
+    /// Gradient of k, in k's layout.
+    Dk = "dk",
+    /// Gradient of the bias, `[V]`.
+    Dbias = "dbias",
+    /// Norm over all gradients: one number.
+    GradNorm = "grad_norm",
+}
+
+impl Role {
+    /// Finds a role by its name.
+    pub fn from_name(name: &str) -> Option<Role> {
+        Role::ALL.iter().copied().find(|role| role.name() == name)
+    }
+}
+
+impl std::fmt::Display for Role {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}

@@ -1,0 +1,114 @@
+//! Making files durable: write, fsync, link to the final name, fsync the directory.
+//!
+//! A rename before the data is synced leaves an empty file after a power cut;
+//! a rename without the directory's fsync can be lost (both seen on ext4). A
+//! failed fsync is never tried again on the same descriptor: the kernel may
+//! have dropped the dirty pages and would report success (fsyncgate).
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Opens a new file that only its owner can read, and never an existing one:
+/// a link planted at the name is not followed.
+pub fn create_private(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+}
+
+/// A name beside `target` that no other process or thread uses.
+pub fn scratch_beside(target: &Path) -> PathBuf {
+    static COUNTER: AtomicU64 = AtomicU64::new(0);
+    let n = COUNTER.fetch_add(1, Ordering::Relaxed);
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    target.with_file_name(format!(".{name}.{}-{n}.tmp", std::process::id()))
+}
+
+/// Creates a directory and its parents, each entry durable in its parent.
+pub fn create_directory(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    if let Some(parent) = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+    {
+        create_directory(parent)?;
+    }
+    match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    sync_parent(path)
+}
+
+/// Makes the directory entry of `path` durable.
+pub fn sync_parent(path: &Path) -> io::Result<()> {
+    let parent = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+/// Gives a finished, synced scratch file its final name, if that name is free;
+/// true when this call created it. A hard link, because a rename would replace
+/// what another committer put there first.
+pub fn publish(scratch: &Path, target: &Path) -> io::Result<bool> {
+    let created = match std::fs::hard_link(scratch, target) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+        Err(error) => return Err(error),
+    };
+    std::fs::remove_file(scratch)?;
+    sync_parent(target)?;
+    Ok(created)
+}
+
+/// Creates `target` with these bytes, whole or not at all; false when it was there.
+pub fn create(target: &Path, bytes: &[u8]) -> io::Result<bool> {
+    let scratch = write_scratch(target, bytes)?;
+    publish(&scratch, target)
+}
+
+/// Replaces `target` with these bytes, whole or not at all.
+pub fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
+    let scratch = write_scratch(target, bytes)?;
+    std::fs::rename(&scratch, target)?;
+    sync_parent(target)
+}
+
+fn write_scratch(target: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
+    let scratch = scratch_beside(target);
+    let written = create_private(&scratch).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()
+    });
+    match written {
+        Ok(()) => Ok(scratch),
+        Err(error) => {
+            let _ = std::fs::remove_file(&scratch);
+            Err(error)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_second_creator_loses_and_leaves_nothing_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("manifest.json");
+        assert!(create(&target, b"first").unwrap());
+        assert!(!create(&target, b"second").unwrap());
+        assert_eq!(std::fs::read(&target).unwrap(), b"first");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+}

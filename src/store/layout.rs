@@ -1,0 +1,130 @@
+//! Names and places below a run's directory.
+//!
+//! ```text
+//! <run>/run.json                                   attempt 0
+//! <run>/journal.jsonl                              the coordinator's record of it
+//! <run>/step-00000000/rank-00003-mb-0001.safetensors
+//! <run>/step-00000000/rank-00003.safetensors
+//! <run>/step-00000000/manifest.json                last, by one atomic create
+//! <run>/attempt-0001/...                           the same for the first restart
+//! ```
+//!
+//! The first launch lies where people look; every restart has a directory of
+//! its own, so that attempts cannot mix.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
+
+/// File that seals a step.
+pub const MANIFEST: &str = "manifest.json";
+/// File that describes an attempt.
+pub const RUN_RECORD: &str = "run.json";
+/// The coordinator's own record of an attempt.
+pub const JOURNAL: &str = "journal.jsonl";
+/// Where the ranks of an embedded job find their coordinator.
+pub const RENDEZVOUS: &str = "coordinator.json";
+
+/// Directory of one attempt of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttemptDir {
+    /// Which attempt.
+    pub attempt: Attempt,
+    /// Where it lies.
+    pub path: PathBuf,
+}
+
+/// Directory of one step of an attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepDir {
+    /// Which step.
+    pub step: Step,
+    /// Where it lies.
+    pub path: PathBuf,
+}
+
+impl AttemptDir {
+    /// The directory of `attempt` below a run's directory.
+    pub fn of(run: &Path, attempt: Attempt) -> AttemptDir {
+        let path = match attempt.0 {
+            0 => run.to_path_buf(),
+            n => run.join(format!("attempt-{n:04}")),
+        };
+        AttemptDir { attempt, path }
+    }
+
+    /// Every attempt of a run that has a journal or a run record, oldest first.
+    pub fn list(run: &Path) -> io::Result<Vec<AttemptDir>> {
+        let mut attempts = vec![AttemptDir::of(run, Attempt(0))];
+        let numbers = numbered(run, "attempt-")?
+            .into_iter()
+            .filter_map(|n| u32::try_from(n).ok());
+        attempts.extend(
+            numbers
+                .filter(|&n| n > 0)
+                .map(|n| AttemptDir::of(run, Attempt(n))),
+        );
+        attempts
+            .retain(|dir| dir.path.join(RUN_RECORD).exists() || dir.path.join(JOURNAL).exists());
+        Ok(attempts)
+    }
+
+    /// The directory of a step.
+    pub fn step(&self, step: Step) -> StepDir {
+        StepDir {
+            step,
+            path: self.path.join(format!("step-{:08}", step.0)),
+        }
+    }
+
+    /// Every step with a directory, in order.
+    pub fn steps(&self) -> io::Result<Vec<StepDir>> {
+        let numbers = numbered(&self.path, "step-")?;
+        Ok(numbers.into_iter().map(|n| self.step(Step(n))).collect())
+    }
+}
+
+impl StepDir {
+    /// Where the manifest stands once the step is committed.
+    pub fn manifest(&self) -> PathBuf {
+        self.path.join(MANIFEST)
+    }
+}
+
+/// Name of the file that holds one rank's shards of a microbatch, or of none.
+pub fn file_name(rank: Rank, microbatch: Option<Microbatch>) -> Name {
+    let text = match microbatch {
+        Some(mb) => format!("rank-{:05}-mb-{:04}.safetensors", rank.0, mb.0),
+        None => format!("rank-{:05}.safetensors", rank.0),
+    };
+    Name::new(text).expect("digits and dashes")
+}
+
+/// Directories below a store that look like runs.
+pub fn runs(store: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(store)? {
+        let path = entry?.path();
+        if path.join(RUN_RECORD).is_file() || path.join(JOURNAL).is_file() {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn numbered(directory: &Path, prefix: &str) -> io::Result<Vec<u64>> {
+    let entries = match std::fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let mut numbers = Vec::new();
+    for entry in entries {
+        let name = entry?.file_name();
+        let digits = name.to_str().and_then(|text| text.strip_prefix(prefix));
+        numbers.extend(digits.and_then(|digits| digits.parse::<u64>().ok()));
+    }
+    numbers.sort_unstable();
+    Ok(numbers)
+}

@@ -1,0 +1,12 @@
+//! The store on disk: where things lie, how they become durable, how a shard
+//! file is written and read. The only contract between dumper and replayer.
+
+pub mod durable;
+pub mod header;
+pub mod layout;
+pub mod shard_file;
+pub mod shard_writer;
+
+pub use layout::{AttemptDir, StepDir};
+pub use shard_file::{ShardFile, ShardFileError};
+pub use shard_writer::{FinishedFile, ShardWriter};

@@ -1,0 +1,205 @@
+//! Reads a shard file through a memory map: header checked before anything is
+//! believed, bytes handed out as they lie.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+
+use super::header::{FileSelf, MAX_HEADER, METADATA_KEY};
+use crate::FORMAT_VERSION;
+use crate::hash::TrustHash;
+use crate::shard::{RecordError, ShardRecord};
+
+/// An open shard file.
+pub struct ShardFile {
+    path: PathBuf,
+    map: Mmap,
+    data: usize,
+    about: FileSelf,
+    offsets: Vec<(usize, usize)>,
+}
+
+/// Every way in which a shard file can lie.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ShardFileError {
+    #[error("{path} cannot be read", path = path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path} is truncated: {found} bytes, {wanted} expected", path = path.display())]
+    Truncated {
+        path: PathBuf,
+        found: u64,
+        wanted: u64,
+    },
+    #[error("{path} has a header of {found} bytes: more than {MAX_HEADER} are not read", path = path.display())]
+    HeaderTooLarge { path: PathBuf, found: u64 },
+    #[error("{path} is not a safetensors file: {detail}", path = path.display())]
+    Malformed { path: PathBuf, detail: String },
+    #[error("{path} carries no shard records: another program wrote it", path = path.display())]
+    Foreign { path: PathBuf },
+    #[error("{path} has format version {found}, this backtape reads up to {FORMAT_VERSION}: install a newer one", path = path.display())]
+    Newer { path: PathBuf, found: u64 },
+    #[error("{path} contradicts itself: {detail}", path = path.display())]
+    Contradiction { path: PathBuf, detail: String },
+}
+
+impl ShardFile {
+    /// Opens a file and checks its header against itself. The bytes of the
+    /// shards are not hashed here: see [`ShardFile::bytes`].
+    pub fn open(path: &Path) -> Result<ShardFile, ShardFileError> {
+        let read = |source| ShardFileError::Read {
+            path: path.into(),
+            source,
+        };
+        let file = File::open(path).map_err(read)?;
+        // SAFETY: a shard file is written once under another name and never
+        // changed under its own; a file that shrinks while mapped faults this
+        // process, which holds nothing that could be lost.
+        let map = unsafe { Mmap::map(&file) }.map_err(read)?;
+        let (header, data) = split_header(path, &map)?;
+        let about = read_self(path, header)?;
+        let offsets = locate(path, header, &about, map.len() - data)?;
+        Ok(ShardFile {
+            path: path.into(),
+            map,
+            data,
+            about,
+            offsets,
+        })
+    }
+
+    /// What the file says of itself.
+    pub fn about(&self) -> &FileSelf {
+        &self.about
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its length in bytes.
+    pub fn length(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    /// blake3 of the header, as the manifest holds it.
+    pub fn header_hash(&self) -> TrustHash {
+        TrustHash::of(&self.map[..self.data])
+    }
+
+    /// Its shards, in the order of their bytes.
+    pub fn shards(&self) -> &[ShardRecord] {
+        &self.about.shards
+    }
+
+    /// The bytes of the shard at this position of [`ShardFile::shards`].
+    pub fn bytes(&self, index: usize) -> &[u8] {
+        let (start, end) = self.offsets[index];
+        &self.map[self.data + start..self.data + end]
+    }
+}
+
+/// The header with its length prefix, and where the data starts.
+fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), ShardFileError> {
+    let found = map.len() as u64;
+    let truncated = |wanted| ShardFileError::Truncated {
+        path: path.into(),
+        found,
+        wanted,
+    };
+    let prefix = map.first_chunk::<8>().ok_or_else(|| truncated(8))?;
+    let length = u64::from_le_bytes(*prefix);
+    if length > MAX_HEADER as u64 {
+        return Err(ShardFileError::HeaderTooLarge {
+            path: path.into(),
+            found: length,
+        });
+    }
+    let data = 8 + length as usize;
+    let header = map.get(..data).ok_or_else(|| truncated(data as u64))?;
+    Ok((header, data))
+}
+
+fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
+    let malformed = |detail: String| ShardFileError::Malformed {
+        path: path.into(),
+        detail,
+    };
+    let json: serde_json::Value =
+        serde_json::from_slice(&header[8..]).map_err(|error| malformed(error.to_string()))?;
+    let Some(text) = json
+        .pointer(&format!("/__metadata__/{METADATA_KEY}"))
+        .and_then(|v| v.as_str())
+    else {
+        return Err(ShardFileError::Foreign { path: path.into() });
+    };
+    let value: serde_json::Value =
+        serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+    match value
+        .get("format_version")
+        .and_then(serde_json::Value::as_u64)
+    {
+        Some(found) if found > u64::from(FORMAT_VERSION) => {
+            return Err(ShardFileError::Newer {
+                path: path.into(),
+                found,
+            });
+        }
+        _ => {}
+    }
+    serde_json::from_value(value).map_err(|error| malformed(error.to_string()))
+}
+
+/// Finds every shard's bytes; the safetensors crate has checked that the
+/// entries lie inside the data without holes or overlaps.
+fn locate(
+    path: &Path,
+    header: &[u8],
+    about: &FileSelf,
+    data: usize,
+) -> Result<Vec<(usize, usize)>, ShardFileError> {
+    let contradiction = |detail: String| ShardFileError::Contradiction {
+        path: path.into(),
+        detail,
+    };
+    let (_, metadata) =
+        SafeTensors::read_metadata(header).map_err(|error| ShardFileError::Malformed {
+            path: path.into(),
+            detail: error.to_string(),
+        })?;
+    let wanted = metadata.data_len();
+    if wanted != data {
+        let (found, wanted) = ((header.len() + data) as u64, (header.len() + wanted) as u64);
+        return Err(if found < wanted {
+            ShardFileError::Truncated {
+                path: path.into(),
+                found,
+                wanted,
+            }
+        } else {
+            contradiction(format!("{} bytes follow its last shard", found - wanted))
+        });
+    }
+    let one = |shard: &ShardRecord| {
+        shard
+            .check()
+            .map_err(|error: RecordError| contradiction(error.to_string()))?;
+        let missing = || contradiction(format!("{} has no entry {:?}", shard.key, shard.entry));
+        let info = metadata.info(&shard.entry).ok_or_else(missing)?;
+        let (start, end) = info.data_offsets;
+        let shape: Vec<u64> = info.shape.iter().map(|&n| n as u64).collect();
+        let length = (end - start) as u64;
+        if length != shard.length || shape != shard.place.extent() {
+            return Err(contradiction(format!(
+                "entry {:?} is not box {}",
+                shard.entry, shard.place
+            )));
+        }
+        Ok((start, end))
+    };
+    about.shards.iter().map(one).collect()
+}
