@@ -2,6 +2,8 @@
 
     python train_jax.py --launch 4      # four processes on loopback, log lines prefixed
     RANK=0 WORLD_SIZE=4 COORDINATOR_ADDRESS=host:port python train_jax.py     # one rank by hand
+
+Not a job scheduler: one machine, no restarts.
 """
 
 import os
@@ -11,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 
 # A rank that waits in a collective does not notice SIGTERM (jax turns it into a preemption
 # notice), so it gets this long before SIGKILL.
@@ -23,7 +26,28 @@ def add_arguments(parser):
     parser.add_argument("--launch", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument("--rank", type=int, default=int(env("RANK", 0)))
     parser.add_argument("--world-size", type=int, default=int(env("WORLD_SIZE", 1)))
-    parser.add_argument("--coordinator-address", default=env("COORDINATOR_ADDRESS"), metavar="HOST:PORT")
+    address = env("COORDINATOR_ADDRESS")
+    parser.add_argument("--coordinator-address", default=address, metavar="HOST:PORT")
+
+
+def run(train, args):
+    """Runs `train(args)` as this rank; the process ends at once when it fails.
+
+    At an ordinary exit jax waits up to five minutes for the other ranks to shut down too, and they
+    wait in a collective for this one.
+    """
+    try:
+        train(args)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    else:
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def launch(world_size, arguments):

@@ -48,17 +48,13 @@ def init_parameters(shape):
     jax's generator takes longer than training a few steps.
     """
     n, d = shape.layers, shape.width
-    sizes = {
-        "embed": (shape.vocab, d),
-        "position": (shape.length, d),
-        "qkv": (n, d, 3 * d),
-        "attention_out": (n, d, d),
-        "mlp_in": (n, d, 4 * d),
-        "mlp_out": (n, 4 * d, d),
-        "unembed": (shape.vocab, d),
-    }
+    tables = {"embed": shape.vocab, "position": shape.length, "unembed": shape.vocab}
+    matrices = {"qkv": (d, 3 * d), "attention_out": (d, d)}
+    matrices |= {"mlp_in": (d, 4 * d), "mlp_out": (4 * d, d)}
     draw = np.random.default_rng(0).standard_normal
-    params = {name: np.float32(0.02) * draw(size, np.float32) for name, size in sizes.items()}
+    params = {name: np.float32(0.02) * draw((rows, d), np.float32) for name, rows in tables.items()}
+    for name, (fan_in, fan_out) in matrices.items():
+        params[name] = np.float32(fan_in**-0.5) * draw((n, fan_in, fan_out), np.float32)
     ones = {"attention_norm": (n, d), "mlp_norm": (n, d), "final_norm": (d,)}
     return params | {name: np.ones(size, np.float32) for name, size in ones.items()}
 
@@ -89,11 +85,11 @@ def backbone(params, tokens, heads):
     """Hidden states q [B*S, D] in bf16 of tokens [B, S]: all of the model but the unembedding."""
     # FSDP: a table is brought together before it is read. Left split along D, every activation
     # would have to change from split by row to split by column and back.
-    embed, position = (jax.lax.with_sharding_constraint(params[n], P()) for n in ("embed", "position"))
+    whole = lambda name: jax.lax.with_sharding_constraint(params[name], P())
+    embed, position = whole("embed"), whole("position")
     # Gathered from the f32 master and rounded after: the transpose, a scatter-add over tokens,
     # then accumulates in f32. Gathering from a bf16 copy would be the label-gather bug again.
     x = embed[tokens] + position[: tokens.shape[1]]
     layers = {name: params[name] for name in BLOCK_WEIGHTS}
-    step = lambda x, layer: (block(x, layer, heads), None)
-    x, _ = jax.lax.scan(step, x.astype(COMPUTE), layers)
+    x, _ = jax.lax.scan(lambda x, layer: (block(x, layer, heads), None), x.astype(COMPUTE), layers)
     return rms_norm(x, params["final_norm"]).reshape(-1, x.shape[-1])

@@ -67,11 +67,12 @@ pub enum MicrobatchReduction {
 }
 
 /// Tile sizes of a fused path, where the job declares them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 #[allow(missing_docs)]
 pub struct DeclaredTiles {
-    pub tokens: u32,
-    pub vocab: u32,
+    pub tokens: Option<u32>,
+    pub vocab: Option<u32>,
 }
 
 /// Layout of k.

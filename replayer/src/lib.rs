@@ -1,4 +1,17 @@
-//! Reassembles dumped shards, replays the loss backward stage by stage and says
-//! where the gradients diverge.
+//! Reassembles dumped shards, proves the round trip, replays the loss backward
+//! stage by stage against an f64 reference and says where the gradients diverge.
+//!
+//! Layers, each knowing only those before it: `dump` (what lies on disk),
+//! `assemble`, `verify`, `head` (stage graph and options), `kernels` (arithmetic,
+//! no I/O), `compare` (errors against what rounding explains), `replay` (stages
+//! in order), `report` (plain data to text or JSON), `cli`.
 
+pub mod assemble;
+pub mod cli;
+pub mod compare;
+pub mod dump;
+pub mod head;
 pub mod kernels;
+pub mod replay;
+pub mod report;
+pub mod verify;

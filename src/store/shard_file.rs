@@ -3,10 +3,11 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
 
 use super::header::{FileSelf, MAX_HEADER, METADATA_KEY};
 use crate::FORMAT_VERSION;
@@ -44,6 +45,55 @@ pub enum ShardFileError {
     Newer { path: PathBuf, found: u64 },
     #[error("{path} contradicts itself: {detail}", path = path.display())]
     Contradiction { path: PathBuf, detail: String },
+}
+
+/// What a shard file says of itself, read without mapping it: an error of the
+/// disk comes back as an error, where a map would kill the process that looks.
+pub struct Description {
+    /// Its own words, checked against its entries and its length.
+    pub about: FileSelf,
+    /// blake3 of the header.
+    pub header_hash: TrustHash,
+    /// Bytes, header included.
+    pub length: u64,
+    /// Where in the file each shard starts and ends.
+    pub spans: Vec<(u64, u64)>,
+}
+
+/// Reads and checks the header of an open file; `path` only names it.
+pub fn describe(path: &Path, file: &File) -> Result<Description, ShardFileError> {
+    let read = |source| ShardFileError::Read {
+        path: path.into(),
+        source,
+    };
+    let length = file.metadata().map_err(read)?.len();
+    let truncated = |wanted| ShardFileError::Truncated {
+        path: path.into(),
+        found: length,
+        wanted,
+    };
+    if length < 8 {
+        return Err(truncated(8));
+    }
+    let mut prefix = [0; 8];
+    file.read_exact_at(&mut prefix, 0).map_err(read)?;
+    let data = header_end(path, prefix)?;
+    if length < data as u64 {
+        return Err(truncated(data as u64));
+    }
+    let mut header = vec![0; data];
+    file.read_exact_at(&mut header, 0).map_err(read)?;
+    let about = read_self(path, &header)?;
+    let offsets = locate(path, &header, &about, (length as usize) - data)?;
+    let spans = offsets
+        .iter()
+        .map(|&(start, end)| ((data + start) as u64, (data + end) as u64));
+    Ok(Description {
+        header_hash: TrustHash::of(&header),
+        length,
+        spans: spans.collect(),
+        about,
+    })
 }
 
 impl ShardFile {
@@ -103,6 +153,18 @@ impl ShardFile {
     }
 }
 
+/// Where the data starts, by the length prefix; bounded before it is believed.
+fn header_end(path: &Path, prefix: [u8; 8]) -> Result<usize, ShardFileError> {
+    let found = u64::from_le_bytes(prefix);
+    if found > MAX_HEADER as u64 {
+        return Err(ShardFileError::HeaderTooLarge {
+            path: path.into(),
+            found,
+        });
+    }
+    Ok(8 + found as usize)
+}
+
 /// The header with its length prefix, and where the data starts.
 fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), ShardFileError> {
     let found = map.len() as u64;
@@ -112,14 +174,7 @@ fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), Sha
         wanted,
     };
     let prefix = map.first_chunk::<8>().ok_or_else(|| truncated(8))?;
-    let length = u64::from_le_bytes(*prefix);
-    if length > MAX_HEADER as u64 {
-        return Err(ShardFileError::HeaderTooLarge {
-            path: path.into(),
-            found: length,
-        });
-    }
-    let data = 8 + length as usize;
+    let data = header_end(path, *prefix)?;
     let header = map.get(..data).ok_or_else(|| truncated(data as u64))?;
     Ok((header, data))
 }
@@ -166,8 +221,8 @@ fn locate(
         path: path.into(),
         detail,
     };
-    let (_, metadata) =
-        SafeTensors::read_metadata(header).map_err(|error| ShardFileError::Malformed {
+    let metadata: Metadata =
+        serde_json::from_slice(&header[8..]).map_err(|error| ShardFileError::Malformed {
             path: path.into(),
             detail: error.to_string(),
         })?;

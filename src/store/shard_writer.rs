@@ -4,7 +4,7 @@
 //! reserved for it. A header that outgrows its room costs one copy of the file.
 
 use std::fs::File;
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -39,8 +39,7 @@ impl ShardWriter {
     pub fn create(directory: &Path, name: Name, about: FileSelf) -> io::Result<ShardWriter> {
         durable::create_directory(directory)?;
         let scratch = durable::scratch_beside(&directory.join(name.as_str()));
-        let mut file = durable::create_private(&scratch)?;
-        file.seek(SeekFrom::Start(HEADER_ROOM as u64))?;
+        let file = durable::create_private(&scratch)?;
         Ok(ShardWriter {
             name,
             scratch,
@@ -68,7 +67,10 @@ impl ShardWriter {
         record
             .check()
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        self.file.write_all(bytes)?;
+        // At its own offset: a shard that failed half-way (a full disk) is
+        // overwritten by the next one, and the file stays sound.
+        self.file
+            .write_all_at(bytes, HEADER_ROOM as u64 + self.data)?;
         self.data += bytes.len() as u64;
         self.about.shards.push(record);
         Ok(())
@@ -82,6 +84,7 @@ impl ShardWriter {
     /// Writes the header and makes the contents durable.
     pub fn finish(mut self) -> io::Result<FinishedFile> {
         let header = header::encode(&self.about, HEADER_ROOM)?;
+        self.file.set_len(HEADER_ROOM as u64 + self.data)?;
         if header.len() > HEADER_ROOM {
             self.move_data(header.len())?;
         }

@@ -1,1 +1,24 @@
-//! x
+//! The arithmetic of the loss head: a reference in f64, and the policies (plain
+//! and fused) that emulate what a training job may have computed.
+//!
+//! It is not a tensor library: it knows one head, softmax cross-entropy on q and
+//! k. Kernels do no I/O, know no dump and no head options, and give the same bits
+//! whatever the number of rayon threads. The caller has validated the shapes;
+//! a wrong shape here is a programming error and panics.
+//!
+//! `reference` and `policy` share the data types of this module and no arithmetic:
+//! an oracle that shares code with what it judges agrees with its bugs.
+
+pub mod matrix;
+pub mod policy;
+pub mod reference;
+pub mod round;
+pub mod tiles;
+
+#[cfg(test)]
+mod fixture;
+
+pub use matrix::{HeadInputs, IGNORED, Matrix, Values};
+pub use policy::Policy;
+pub use round::Precision;
+pub use tiles::{NoProgress, Progress, Tiles};

@@ -1,0 +1,110 @@
+//! Why a tensor cannot be put together, and what is missing of it.
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+
+use crate::dump::{Disagreement, name_ranks};
+
+/// Boxes and faults named in one sentence; the rest is counted.
+const NAMED: usize = 4;
+
+/// Why there is no such tensor in memory.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum AssembleError {
+    #[error("{key} was not dumped: the step holds {}", some(held))]
+    Absent {
+        key: TensorKey,
+        held: Vec<TensorKey>,
+    },
+    #[error(
+        "{key} is held as addends, one per rank, and has no value of its own: ask for one rank's addend"
+    )]
+    Addends { key: TensorKey },
+    #[error("{key} is held as values, not as addends: assemble it")]
+    Values { key: TensorKey },
+    #[error("{key} has no one meaning: {disagreement}")]
+    Disagreement {
+        key: TensorKey,
+        disagreement: Disagreement,
+    },
+    #[error("box {place} lies outside of {key}, whose shape is {shape:?}")]
+    Outside {
+        key: TensorKey,
+        place: IndexBox,
+        shape: Vec<u64>,
+    },
+    #[error("{0}")]
+    Incomplete(Box<Incomplete>),
+    #[error(
+        "{key} needs {bytes} bytes of memory, which this machine does not give: ask for a part of it"
+    )]
+    Memory { key: TensorKey, bytes: u64 },
+    #[error("rank {rank} holds no addend of {key}: {} do", name_ranks(ranks))]
+    NoAddend {
+        key: TensorKey,
+        rank: Rank,
+        ranks: Vec<Rank>,
+    },
+    #[error("the addend of {key} on rank {rank} is in {boxes} separate boxes: ask for its parts")]
+    Scattered {
+        key: TensorKey,
+        rank: Rank,
+        boxes: usize,
+    },
+}
+
+/// What a tensor lacks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Incomplete {
+    /// Which tensor.
+    pub key: TensorKey,
+    /// The parts that no intact shard holds.
+    pub gaps: Vec<IndexBox>,
+    /// Ranks whose records claim to hold something of the gaps. Empty when no
+    /// record does.
+    pub ranks: Vec<Rank>,
+    /// Ranks of the job of which no file is there: any of them may have held it.
+    pub missing_ranks: Vec<Rank>,
+    /// What is wrong with the shards that should fill the gaps.
+    pub faults: Vec<String>,
+}
+
+impl std::fmt::Display for Incomplete {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} is incomplete: nothing intact holds {}",
+            self.key,
+            some(&self.gaps)
+        )?;
+        if !self.ranks.is_empty() {
+            write!(f, ", which {} should", name_ranks(&self.ranks))?;
+        } else if !self.missing_ranks.is_empty() {
+            write!(f, ", and {} left no file", name_ranks(&self.missing_ranks))?;
+        } else {
+            f.write_str(", and no rank recorded it")?;
+        }
+        if !self.faults.is_empty() {
+            write!(
+                f,
+                " ({})",
+                self.faults[..self.faults.len().min(NAMED)].join("; ")
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// A few of many, in words.
+fn some<T: std::fmt::Display>(values: &[T]) -> String {
+    if values.is_empty() {
+        return "nothing".into();
+    }
+    let mut shown: Vec<String> = values.iter().take(NAMED).map(T::to_string).collect();
+    if values.len() > NAMED {
+        shown.push(format!("{} more", values.len() - NAMED));
+    }
+    shown.join(", ")
+}

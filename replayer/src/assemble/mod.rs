@@ -1,0 +1,329 @@
+//! Puts tensors together from the boxes that ranks held.
+//!
+//! Every shard is hashed before it is used: what comes out is what the job
+//! held, or an error that names what is missing, never other bytes. A replica
+//! stands in for a shard that is lost or damaged. Whether the boxes are the
+//! right ones is not proved here; see [`crate::verify`].
+//!
+//! ```text
+//! assemble(&dump, "q microbatch 1")
+//!   -> q microbatch 1 is incomplete: nothing intact holds [512:1024, 0:768],
+//!      which rank 3 should (rank-00003-mb-0001.safetensors of rank 3 is missing)
+//! ```
+
+mod buffer;
+mod error;
+mod region;
+mod tensor;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use backtape::dtype::Dtype;
+use backtape::identity::Rank;
+use backtape::index_box::{IndexBox, gaps};
+use backtape::shard::TensorKey;
+use rayon::prelude::*;
+
+use crate::dump::{ShardRef, StepDump, StepState, TensorInfo};
+use buffer::Buffer;
+
+pub use buffer::ALIGNMENT;
+pub use error::{AssembleError, Incomplete};
+pub(crate) use region::{extract, intersect, pieces};
+pub use tensor::Tensor;
+
+/// The whole of a tensor that the ranks hold as values.
+pub fn assemble(dump: &StepDump, key: &TensorKey) -> Result<Tensor, AssembleError> {
+    let info = values(dump, key)?;
+    let place = IndexBox::whole(&info.shape);
+    fill(dump, key, info.dtype, &info.shards, place)
+}
+
+/// One box of a tensor that the ranks hold as values, from the shards that
+/// reach into it alone.
+pub fn assemble_box(
+    dump: &StepDump,
+    key: &TensorKey,
+    place: &IndexBox,
+) -> Result<Tensor, AssembleError> {
+    let info = values(dump, key)?;
+    place
+        .check(&info.shape)
+        .map_err(|error| AssembleError::Outside {
+            key: key.clone(),
+            place: error.found,
+            shape: error.shape,
+        })?;
+    fill(dump, key, info.dtype, &info.shards, place.clone())
+}
+
+/// One rank's addend of a partial tensor: the box that its shards fill, which
+/// is the whole tensor unless the tensor is also cut over ranks.
+pub fn addend(dump: &StepDump, key: &TensorKey, rank: Rank) -> Result<Tensor, AssembleError> {
+    let (info, held) = addends_of(dump, key, rank)?;
+    let boxes = distinct_boxes(dump, &held);
+    let around = IndexBox(
+        (0..info.shape.len())
+            .map(|dim| {
+                let ranges = boxes.iter().map(|place| place.0[dim]);
+                ranges.fold((u64::MAX, 0), |a, b| (a.0.min(b.0), a.1.max(b.1)))
+            })
+            .collect(),
+    );
+    let open = gaps(&around.extent(), &shifted(&boxes, &around));
+    if !open.is_empty() {
+        return Err(AssembleError::Scattered {
+            key: key.clone(),
+            rank,
+            boxes: boxes.len(),
+        });
+    }
+    fill(dump, key, info.dtype, &held, around)
+}
+
+/// One rank's addend of a partial tensor, box by box in the order of their
+/// places: for layouts whose boxes do not fill one (strided, zigzag).
+pub fn addend_parts(
+    dump: &StepDump,
+    key: &TensorKey,
+    rank: Rank,
+) -> Result<Vec<Tensor>, AssembleError> {
+    let (info, held) = addends_of(dump, key, rank)?;
+    let parts = distinct_boxes(dump, &held).into_iter();
+    parts
+        .map(|place| fill(dump, key, info.dtype, &held, place))
+        .collect()
+}
+
+/// Ranks that hold an addend of a partial tensor (or a shard of any other).
+pub fn holders(dump: &StepDump, key: &TensorKey) -> Vec<Rank> {
+    let shards = dump.tensors().get(key).map(|info| info.shards.as_slice());
+    let ranks = shards
+        .unwrap_or_default()
+        .iter()
+        .map(|at| dump.record(at).rank);
+    let mut ranks: Vec<Rank> = ranks.collect();
+    ranks.dedup();
+    ranks
+}
+
+fn known<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, AssembleError> {
+    let Some(info) = dump.tensors().get(key) else {
+        return Err(AssembleError::Absent {
+            key: key.clone(),
+            held: dump.tensors().keys().cloned().collect(),
+        });
+    };
+    match info.disagreements.iter().find(|d| d.spoils_bytes()) {
+        Some(disagreement) => Err(AssembleError::Disagreement {
+            key: key.clone(),
+            disagreement: disagreement.clone(),
+        }),
+        None => Ok(info),
+    }
+}
+
+fn values<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, AssembleError> {
+    match known(dump, key)? {
+        info if info.partial.is_none() => Ok(info),
+        _ => Err(AssembleError::Addends { key: key.clone() }),
+    }
+}
+
+fn addends_of<'a>(
+    dump: &'a StepDump,
+    key: &TensorKey,
+    rank: Rank,
+) -> Result<(&'a TensorInfo, Vec<ShardRef>), AssembleError> {
+    let info = known(dump, key)?;
+    if info.partial.is_none() {
+        return Err(AssembleError::Values { key: key.clone() });
+    }
+    let own = info.shards.iter().filter(|at| dump.record(at).rank == rank);
+    let held: Vec<ShardRef> = own.copied().collect();
+    if held.is_empty() {
+        return Err(AssembleError::NoAddend {
+            key: key.clone(),
+            rank,
+            ranks: holders(dump, key),
+        });
+    }
+    Ok((info, held))
+}
+
+fn distinct_boxes(dump: &StepDump, shards: &[ShardRef]) -> Vec<IndexBox> {
+    let places = shards.iter().map(|at| dump.record(at).place.clone());
+    let mut boxes: Vec<IndexBox> = places.collect();
+    boxes.sort();
+    boxes.dedup();
+    boxes
+}
+
+/// Boxes as seen from the first corner of `place`, cut to what lies in it.
+fn shifted(boxes: &[IndexBox], place: &IndexBox) -> Vec<IndexBox> {
+    let inside = boxes.iter().filter_map(|one| one.intersection(place));
+    let shift = |one: IndexBox| {
+        let pairs = one.0.iter().zip(&place.0);
+        IndexBox(pairs.map(|(a, b)| (a.0 - b.0, a.1 - b.0)).collect())
+    };
+    inside.map(shift).collect()
+}
+
+/// An intact shard that will be copied from.
+struct Source<'a> {
+    place: &'a IndexBox,
+    bytes: &'a [u8],
+}
+
+fn fill(
+    dump: &StepDump,
+    key: &TensorKey,
+    dtype: Dtype,
+    shards: &[ShardRef],
+    place: IndexBox,
+) -> Result<Tensor, AssembleError> {
+    let sources = choose(dump, shards, &place);
+    let boxes: Vec<IndexBox> = sources.iter().map(|source| source.place.clone()).collect();
+    let open = gaps(&place.extent(), &shifted(&boxes, &place));
+    let width = dtype.width();
+    let wanted = place.elements().and_then(|n| n.checked_mul(width as u64));
+    // The boxes cover the tensor, so their bytes bound it: no record can make
+    // us allocate more than lies on disk.
+    let held: u128 = sources
+        .iter()
+        .map(|source| source.bytes.len() as u128)
+        .sum();
+    let (true, Some(bytes)) = (open.is_empty(), wanted.filter(|&n| u128::from(n) <= held)) else {
+        let incomplete = incomplete(dump, key, shards, &place, open);
+        return Err(AssembleError::Incomplete(Box::new(incomplete)));
+    };
+    let memory = || AssembleError::Memory {
+        key: key.clone(),
+        bytes,
+    };
+    let length = usize::try_from(bytes).map_err(|_| memory())?;
+    let mut buffer = Buffer::zeroed(length).ok_or_else(memory)?;
+    copy_all(&place, &sources, buffer.bytes_mut(), width);
+    Ok(Tensor {
+        key: key.clone(),
+        dtype,
+        shape: place.extent(),
+        place,
+        buffer,
+    })
+}
+
+/// One intact holder for every distinct box that reaches into `place`: the
+/// lowest replica whose bytes are there and hash right.
+fn choose<'a>(dump: &'a StepDump, shards: &[ShardRef], place: &IndexBox) -> Vec<Source<'a>> {
+    let reaching = shards
+        .iter()
+        .filter(|at| intersect(&dump.record(at).place, place));
+    let mut reaching: Vec<ShardRef> = reaching.copied().collect();
+    // A file that is whole before one that is not, though both would do.
+    reaching.sort_by_cached_key(|at| {
+        let record = dump.record(at);
+        let faulty = dump.file_of(at).faulty();
+        (
+            record.place.clone(),
+            faulty,
+            record.replica,
+            record.rank,
+            *at,
+        )
+    });
+    let same_box = |a: &ShardRef, b: &ShardRef| dump.record(a).place == dump.record(b).place;
+    let replicas: Vec<&[ShardRef]> = reaching.chunk_by(same_box).collect();
+    let first_intact = |replicas: &&[ShardRef]| {
+        replicas.iter().find_map(|at| {
+            let (place, bytes) = (&dump.record(at).place, dump.intact_bytes(at)?);
+            Some(Source { place, bytes })
+        })
+    };
+    replicas.par_iter().filter_map(first_intact).collect()
+}
+
+/// Copies in parallel over pieces of the target. Each piece takes its sources
+/// in one fixed order, so that the result cannot depend on the thread count
+/// even where boxes overlap.
+fn copy_all(place: &IndexBox, sources: &[Source<'_>], mut target: &mut [u8], width: usize) {
+    let mut work = Vec::new();
+    if target.is_empty() {
+        return;
+    }
+    for piece in pieces(place, width) {
+        let elements: u64 = piece.0.iter().map(|(lo, hi)| hi - lo).product();
+        let (own, rest) = target.split_at_mut(elements as usize * width);
+        work.push((piece, own));
+        target = rest;
+    }
+    work.into_par_iter().for_each(|(piece, own)| {
+        for source in sources {
+            if !intersect(source.place, &piece) {
+                continue;
+            }
+            if let Some(shared) = source.place.intersection(&piece) {
+                region::copy(&shared, (source.place, source.bytes), (&piece, own), width);
+            }
+        }
+    });
+}
+
+/// What no intact shard holds of a tensor that is held as values; `None` when
+/// [`assemble`] would give all of it.
+pub(crate) fn missing(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Option<Incomplete> {
+    let place = IndexBox::whole(&info.shape);
+    let sources = choose(dump, &info.shards, &place);
+    let open = gaps(&info.shape, sources.iter().map(|source| source.place));
+    (!open.is_empty()).then(|| incomplete(dump, key, &info.shards, &place, open))
+}
+
+/// Says what is missing, who should have it, and what became of it.
+fn incomplete(
+    dump: &StepDump,
+    key: &TensorKey,
+    shards: &[ShardRef],
+    place: &IndexBox,
+    open: Vec<IndexBox>,
+) -> Incomplete {
+    let back = |gap: IndexBox| {
+        let pairs = gap.0.iter().zip(&place.0);
+        IndexBox(pairs.map(|(a, b)| (a.0 + b.0, a.1 + b.0)).collect())
+    };
+    let open: Vec<IndexBox> = open.into_iter().map(back).collect();
+    let lost: Vec<&ShardRef> = shards
+        .iter()
+        .filter(|at| {
+            open.iter()
+                .any(|gap| intersect(gap, &dump.record(at).place))
+        })
+        .collect();
+    let mut ranks: Vec<Rank> = lost.iter().map(|at| dump.record(at).rank).collect();
+    ranks.dedup();
+    let mut faults: Vec<String> = lost.iter().map(|at| why_lost(dump, at)).collect();
+    faults.sort();
+    faults.dedup();
+    let missing_ranks = match &dump.state {
+        StepState::Committed => Vec::new(),
+        StepState::Partial { missing_ranks, .. } => missing_ranks.clone(),
+    };
+    Incomplete {
+        key: key.clone(),
+        gaps: open,
+        ranks,
+        missing_ranks,
+        faults,
+    }
+}
+
+/// Why a shard's bytes cannot be used.
+fn why_lost(dump: &StepDump, at: &ShardRef) -> String {
+    let path = dump.file_of(at).path();
+    match dump.faults().iter().find(|fault| fault.file == path) {
+        Some(fault) => fault.sentence.clone(),
+        None => {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            format!("its bytes in {name} do not hash to what the job hashed")
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Moving boxes of row-major bytes: cutting a box into pieces that lie in one
+//! run of memory, and copying what two boxes share.
+//!
+//! Callers have checked every box against its bytes (`ShardRecord::check`):
+//! nothing here allocates by what a record claims.
+
+use std::ops::Range;
+
+use backtape::index_box::IndexBox;
+
+/// Bytes of one piece of parallel work: large enough to hide the bookkeeping,
+/// small enough that every core has some.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Cuts a box into pieces of about a MiB that follow each other in memory.
+pub(crate) fn pieces(place: &IndexBox, width: usize) -> Vec<IndexBox> {
+    let mut found = Vec::new();
+    cut(place.clone(), 0, width as u64, &mut found);
+    found
+}
+
+fn cut(place: IndexBox, dim: usize, width: u64, found: &mut Vec<IndexBox>) {
+    let inner = |from: usize| {
+        place.0[from..]
+            .iter()
+            .map(|(lo, hi)| hi - lo)
+            .product::<u64>()
+    };
+    if dim == place.0.len() || inner(dim) * width <= PIECE_BYTES {
+        found.push(place);
+        return;
+    }
+    let (lo, hi) = place.0[dim];
+    let row = inner(dim + 1) * width;
+    let rows = (PIECE_BYTES / row).max(1);
+    let mut start = lo;
+    while start < hi {
+        let end = hi.min(start.saturating_add(rows));
+        let mut piece = place.clone();
+        piece.0[dim] = (start, end);
+        // A row that is too large on its own is cut along the next dimension.
+        match end - start == 1 {
+            true => cut(piece, dim + 1, width, found),
+            false => found.push(piece),
+        }
+        start = end;
+    }
+}
+
+/// True when two boxes of the same rank share an element. Allocates nothing:
+/// it is asked for every pair of a piece and a shard.
+pub(crate) fn intersect(a: &IndexBox, b: &IndexBox) -> bool {
+    let mut pairs = a.0.iter().zip(&b.0);
+    pairs.all(|(a, b)| a.0.max(b.0) < a.1.min(b.1))
+}
+
+/// Copies `region` from the bytes of box `from` into the bytes of box `to`.
+/// The region lies in both.
+pub(crate) fn copy(
+    region: &IndexBox,
+    (from, source): (&IndexBox, &[u8]),
+    (to, target): (&IndexBox, &mut [u8]),
+    width: usize,
+) {
+    // Both sides must be cut into the same runs: a row that is whole in one
+    // box and a part of a longer row in the other ends there in both.
+    let merged = whole_dims(region, from).min(whole_dims(region, to));
+    let (read, written) = (
+        runs(region, from, merged, width),
+        runs(region, to, merged, width),
+    );
+    for (there, here) in read.zip(written) {
+        target[here].copy_from_slice(&source[there]);
+    }
+}
+
+/// The bytes of `region` out of a box's bytes.
+pub(crate) fn extract(region: &IndexBox, from: &IndexBox, source: &[u8], width: usize) -> Vec<u8> {
+    let mut out = Vec::new();
+    for run in runs(region, from, whole_dims(region, from), width) {
+        out.extend_from_slice(&source[run]);
+    }
+    out
+}
+
+/// How many of the last dimensions the region spans from end to end.
+fn whole_dims(region: &IndexBox, place: &IndexBox) -> usize {
+    let pairs = region.0.iter().zip(&place.0).rev();
+    pairs.take_while(|(a, b)| a == b).count()
+}
+
+/// Where `region` lies in the row-major bytes of `place`, run by run in order.
+/// The last `merged` dimensions are whole in `place`, so that a run goes on
+/// through them and through the region's range of the dimension before.
+fn runs<'a>(
+    region: &'a IndexBox,
+    place: &'a IndexBox,
+    merged: usize,
+    width: usize,
+) -> impl Iterator<Item = Range<usize>> + 'a {
+    let dims = place.0.len();
+    let mut strides = vec![width; dims];
+    for dim in (1..dims).rev() {
+        let (lo, hi) = place.0[dim];
+        strides[dim - 1] = strides[dim] * (hi - lo) as usize;
+    }
+    let (outer, inner) = region.0.split_at(dims.saturating_sub(merged + 1));
+    let extents = |ranges: &[(u64, u64)]| ranges.iter().map(|(lo, hi)| hi - lo).product::<u64>();
+    let (count, length) = (extents(outer), extents(inner) as usize * width);
+    let mut index: Vec<u64> = region.0.iter().map(|(lo, _)| *lo).collect();
+    (0..count).map(move |_| {
+        let steps = index.iter().zip(&place.0).zip(&strides);
+        let start: usize = steps
+            .map(|((&i, &(lo, _)), stride)| (i - lo) as usize * stride)
+            .sum();
+        for (i, &(lo, hi)) in index[..outer.len()].iter_mut().zip(outer).rev() {
+            *i += 1;
+            if *i < hi {
+                break;
+            }
+            *i = lo;
+        }
+        start..start + length
+    })
+}

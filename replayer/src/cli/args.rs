@@ -1,0 +1,83 @@
+//! Arguments as typed, before anything is looked at.
+
+use std::path::PathBuf;
+
+use backtape::role::Role;
+use clap::{Args, Parser, Subcommand};
+
+/// Says where, by how much and why the gradients of a dumped step diverge.
+///
+/// Exit codes: 0 agreed, 1 diverged, 2 wrong usage or environment, 3 the dump is
+/// incomplete or corrupt.
+#[derive(Debug, Parser)]
+#[command(name = "replay", version, args_conflicts_with_subcommands = true)]
+pub(super) struct Arguments {
+    #[command(subcommand)]
+    pub(super) command: Option<Command>,
+    #[command(flatten)]
+    pub(super) replay: ReplayArguments,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Proves the round trip: hashes, fingerprints, coverage, replicas.
+    Verify(DumpArguments),
+    /// Lists what a step holds: tensors, shapes, dtypes, microbatches, ranks.
+    Inspect(DumpArguments),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ReplayArguments {
+    /// The run to replay, or a store that holds it.
+    #[arg(long, value_name = "DIR", required = true)]
+    pub(super) dump: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) which: WhichArguments,
+    /// Roles to compare, with every stage that leads to them; all by default.
+    #[arg(long, value_name = "ROLES", value_delimiter = ',', value_parser = role)]
+    pub(super) compare: Vec<Role>,
+    /// Another run of the same step to compare with.
+    #[arg(long, value_name = "DIR")]
+    pub(super) against: Option<PathBuf>,
+    /// Writes the report as JSON; `-` for standard output.
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+    /// Threads to use; all cores by default. Results do not depend on it.
+    #[arg(long, value_name = "N")]
+    pub(super) threads: Option<usize>,
+    /// No progress bar.
+    #[arg(long)]
+    pub(super) quiet: bool,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct DumpArguments {
+    /// The run, or a store that holds it.
+    #[arg(long, value_name = "DIR")]
+    pub(super) dump: PathBuf,
+    #[command(flatten)]
+    pub(super) which: WhichArguments,
+    /// Writes the result as JSON; `-` for standard output.
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub(super) struct WhichArguments {
+    /// Which run, where the store holds several.
+    #[arg(long)]
+    pub(super) run: Option<String>,
+    /// Which launch of the run, where several dumped the step.
+    #[arg(long)]
+    pub(super) attempt: Option<u32>,
+    /// Which step; may be left out when only one was dumped.
+    #[arg(long)]
+    pub(super) step: Option<u64>,
+}
+
+fn role(name: &str) -> Result<Role, String> {
+    Role::from_name(name).ok_or_else(|| {
+        let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
+        format!("{name:?} is not a role; known: {}", known.join(", "))
+    })
+}

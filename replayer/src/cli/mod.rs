@@ -1,0 +1,50 @@
+//! The command line of `replay`: arguments in, an exit code out.
+//!
+//! Libraries below this never touch the terminal; this module does nothing else.
+
+mod args;
+mod progress;
+mod run;
+
+use std::ffi::OsString;
+use std::io::Write;
+
+use clap::Parser;
+
+pub use run::{RunError, replay_report};
+
+/// Exit codes of replay.
+pub mod exit {
+    /// Everything compared agreed.
+    pub const AGREED: i32 = 0;
+    /// Something diverged.
+    pub const DIVERGED: i32 = 1;
+    /// Wrong usage or environment.
+    pub const USAGE: i32 = 2;
+    /// The dump is incomplete or corrupt: no verdict on what depends on it.
+    pub const INCOMPLETE: i32 = 3;
+}
+
+/// Runs `replay` with these arguments, the program's name first.
+pub fn main(arguments: impl IntoIterator<Item = OsString>) -> i32 {
+    let parsed = match args::Arguments::try_parse_from(arguments) {
+        Ok(parsed) => parsed,
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { exit::USAGE } else { exit::AGREED };
+        }
+    };
+    match run::run(&parsed) {
+        Ok((text, code)) => {
+            // A closed pipe (`| head`) is the reader's choice, not a failure.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            code
+        }
+        Err(error) => {
+            let code = error.exit_code();
+            let mut stderr = anstream::stderr();
+            let _ = writeln!(stderr, "replay: {:#}", anyhow::Error::new(error));
+            code
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! How much rounding can produce, at a stated false-alarm probability.
+//!
+//! Every element of a stage may err in three ways: on its own (variance `v`),
+//! alike along its row (`ρ`: one rounded scalar that multiplies a whole row), and
+//! alike everywhere (`c`: a constant such as 1/N that rounds the same for every
+//! token). Three statistics are bounded, each at `exp(-x)`:
+//!
+//! - energy: `Σ a Z²` of independent normal `Z` stays below
+//!   `Σa + 2√(x Σa²) + 2x max a` (Laurent and Massart 2000, lemma 1). In a row
+//!   the `a` are its `v` and, as one, the sum of its `ρ`; in a stage the rows'
+//!   sums of `ρ` are independent of each other;
+//! - one element: `√(2x (v + ρ))`, the normal tail;
+//! - slope `⟨e, ref⟩/⟨ref, ref⟩`: a normal whose variance is `Σ v ref²` and,
+//!   for each row, `(Σ √ρ |ref|)²`, over `⟨ref, ref⟩²`.
+//!
+//! `c` is the rounding of one number: it is never beyond half a spacing, which
+//! is √3 of its standard deviation, so it adds `√(3c)` and no tail.
+//!
+//! Rounding errors are bounded, so their tails are lighter than the normal's:
+//! the bounds hold with room, and the room is not tuned.
+
+/// Probability that a clean run is called diverged, for a whole report.
+pub const FALSE_ALARM: f64 = 1e-4;
+
+/// The square of the largest error of one rounding, over its variance: half a
+/// spacing is √3 standard deviations of a uniform error.
+pub const ONE_ROUNDING: f64 = 3.0;
+
+/// The exponents that share one false-alarm probability out over every test of
+/// a report (union bound).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bound {
+    /// For statistics of a whole stage.
+    pub stage: f64,
+    /// For statistics of one row.
+    pub row: f64,
+    /// For one element.
+    pub element: f64,
+}
+
+impl Bound {
+    /// For a report that looks at `comparisons` stages of units, one of which
+    /// has this many rows and elements. Four statistics share the probability;
+    /// normal tails have two sides.
+    pub fn new(comparisons: usize, rows: usize, elements: usize) -> Bound {
+        let share = |tests: usize| {
+            (8.0 * comparisons.max(1) as f64 * tests.max(1) as f64 / FALSE_ALARM).ln()
+        };
+        Bound { stage: share(1), row: share(rows), element: share(elements) }
+    }
+}
+
+/// Allowed variance of one element.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Allowed {
+    /// Of the error that is its own.
+    pub own: f64,
+    /// Of the error that its row shares.
+    pub row: f64,
+    /// Of the error that the whole stage shares.
+    pub shared: f64,
+}
+
+impl Allowed {
+    /// The variance of the element's error.
+    pub fn total(&self) -> f64 {
+        self.own + self.row + self.shared
+    }
+
+    /// The error that is exceeded with probability `exp(-x)` at most.
+    pub fn reach(&self, x: f64) -> f64 {
+        (2.0 * x * (self.own + self.row)).sqrt() + (ONE_ROUNDING * self.shared).sqrt()
+    }
+}
+
+impl std::ops::Add for Allowed {
+    type Output = Allowed;
+    fn add(self, other: Allowed) -> Allowed {
+        Allowed {
+            own: self.own + other.own,
+            row: self.row + other.row,
+            shared: self.shared + other.shared,
+        }
+    }
+}
+
+/// Variances of independent errors, summed as the energy bound needs them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Independent {
+    sum: f64,
+    squares: f64,
+    largest: f64,
+}
+
+impl Independent {
+    fn add(&mut self, variance: f64) {
+        self.sum += variance;
+        self.squares += variance * variance;
+        self.largest = self.largest.max(variance);
+    }
+
+    fn merge(&mut self, other: &Independent) {
+        self.sum += other.sum;
+        self.squares += other.squares;
+        self.largest = self.largest.max(other.largest);
+    }
+
+    fn energy(&self, x: f64) -> f64 {
+        self.sum + 2.0 * (x * self.squares).sqrt() + 2.0 * x * self.largest
+    }
+}
+
+/// What rounding may make of a group of rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Budget {
+    own: Independent,
+    rows: Independent,
+    shared: f64,
+}
+
+impl Budget {
+    /// The budget of one row.
+    pub fn of_row(elements: impl Iterator<Item = Allowed>) -> Budget {
+        let (mut budget, mut row) = (Budget::default(), 0.0);
+        for allowed in elements {
+            budget.own.add(allowed.own);
+            budget.shared += allowed.shared;
+            row += allowed.row;
+        }
+        budget.rows.add(row);
+        budget
+    }
+
+    /// Adds other rows.
+    pub fn merge(&mut self, other: &Budget) {
+        self.own.merge(&other.own);
+        self.rows.merge(&other.rows);
+        self.shared += other.shared;
+    }
+
+    /// The expected energy: what the floor is when it is not emulated.
+    pub fn expected(&self) -> f64 {
+        self.own.sum + self.rows.sum + self.shared
+    }
+
+    /// The energy that is exceeded with probability `exp(-x)` at most. Errors of
+    /// different kinds may align: amplitudes add, not energies.
+    pub fn energy(&self, x: f64) -> f64 {
+        let amplitude = |energy: f64| energy.max(0.0).sqrt();
+        let shared = ONE_ROUNDING * self.shared;
+        (amplitude(self.own.energy(x)) + amplitude(self.rows.energy(x)) + amplitude(shared)).powi(2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own(variance: f64) -> Allowed {
+        Allowed { own: variance, ..Allowed::default() }
+    }
+
+    #[test]
+    fn the_bound_tightens_to_the_expectation_for_many_equal_elements() {
+        let budget = Budget::of_row((0..1_000_000).map(|_| own(1.0)));
+        let excess = budget.energy(20.0) / budget.expected();
+        assert!((1.0..1.02).contains(&excess), "{excess}");
+    }
+
+    #[test]
+    fn one_element_may_err_by_several_standard_deviations() {
+        assert!(Budget::of_row([own(1.0)].into_iter()).energy(16.0) > 32.0);
+    }
+
+    #[test]
+    fn a_row_that_errs_as_one_may_err_more_and_many_such_rows_may_not() {
+        let alike = Allowed { row: 1.0, ..Allowed::default() };
+        let row = || Budget::of_row((0..100).map(|_| alike));
+        assert!(row().energy(16.0) > 40.0 * row().expected());
+        let mut many = Budget::default();
+        (0..100_000).for_each(|_| many.merge(&row()));
+        assert!(many.energy(16.0) < 1.1 * many.expected());
+    }
+
+    #[test]
+    fn the_more_is_tested_the_more_a_single_test_must_exceed() {
+        let (few, many) = (Bound::new(1, 10, 10), Bound::new(50, 10_000, 10_000));
+        assert!(many.element > few.element && many.stage > few.stage);
+    }
+}

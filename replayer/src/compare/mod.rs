@@ -1,0 +1,8 @@
+//! Captured values against the reference: how large the error is, how large it
+//! may be, and where it is worst. Plain numbers in, plain numbers out.
+
+pub mod bound;
+pub mod tally;
+
+pub use bound::{Allowed, Bound};
+pub use tally::{Rows, Tally, Worst};

@@ -1,0 +1,302 @@
+//! One pass over captured and reference values of a stage: error, energy, slope,
+//! worst element, worst rows. NaN is counted before anything is compared and
+//! can pass no bound: every test is `!(error <= bound)`.
+
+use rayon::prelude::*;
+
+use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
+use crate::kernels::matrix::Matrix;
+
+/// Rows that one worker takes at a time: fixed, so that sums do not depend on
+/// the thread count.
+const CHUNK: usize = 64;
+/// Rows remembered as the worst: enough to name, few enough to print.
+const KEPT: usize = 16;
+
+/// One element that stands out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Worst {
+    /// Row and column.
+    pub index: (u64, u64),
+    /// The value in the dump.
+    pub captured: f64,
+    /// The value recomputed in f64.
+    pub reference: f64,
+    /// |captured - reference| over the allowed standard deviation.
+    pub score: f64,
+}
+
+/// One row whose error is larger than rounding can explain.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowExcess {
+    /// Row index in the tensor.
+    pub row: u64,
+    /// Relative error of the row.
+    pub error: f64,
+    /// Error over what is expected of the declared precision.
+    pub ratio: f64,
+}
+
+/// The rows that one call compares.
+pub struct Rows<'a> {
+    /// Captured values.
+    pub captured: Matrix<'a>,
+    /// Reference values, the same shape.
+    pub reference: &'a [f64],
+    /// The tensor's row index of each row here.
+    pub index: &'a (dyn Fn(usize) -> u64 + Sync),
+}
+
+/// What is known of a stage after its values were compared.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tally {
+    /// Elements compared.
+    pub elements: u64,
+    /// Rows compared.
+    pub rows: u64,
+    /// Captured values that are not finite, or whose reference is not.
+    pub nonfinite: u64,
+    /// The first of them.
+    pub first_nonfinite: Option<Worst>,
+    /// Sum of squared errors.
+    pub error_energy: f64,
+    /// Sum of squared reference values.
+    pub reference_energy: f64,
+    /// Sum of squared captured values.
+    pub captured_energy: f64,
+    /// Largest absolute error.
+    pub max_abs: f64,
+    /// What rounding may make of the whole.
+    pub budget: Budget,
+    /// The element of the largest score.
+    pub worst: Option<Worst>,
+    /// The first element above its bound.
+    pub first: Option<Worst>,
+    /// Elements above their bound.
+    pub exceeding: u64,
+    /// Rows above their bound.
+    pub exceeding_rows: u64,
+    /// The worst of them.
+    pub worst_rows: Vec<RowExcess>,
+    slope_variance: f64,
+    slope_shared: f64,
+    dot: f64,
+}
+
+impl Tally {
+    /// Compares rows; `allowed(row, column, reference)` is the variance that the
+    /// declared precision explains.
+    pub fn of(
+        rows: &Rows<'_>,
+        allowed: impl Fn(usize, usize, f64) -> Allowed + Sync,
+        bound: &Bound,
+    ) -> Tally {
+        let count = rows.captured.rows;
+        let chunks: Vec<Tally> = (0..count.div_ceil(CHUNK))
+            .into_par_iter()
+            .map(|chunk| {
+                let mut tally = Tally::default();
+                for row in chunk * CHUNK..((chunk + 1) * CHUNK).min(count) {
+                    tally.add_row(rows, row, &allowed, bound);
+                }
+                tally
+            })
+            .collect();
+        let mut total = Tally::default();
+        chunks.into_iter().for_each(|chunk| total.merge(chunk));
+        total
+    }
+
+    fn add_row(
+        &mut self,
+        rows: &Rows<'_>,
+        row: usize,
+        allowed: &impl Fn(usize, usize, f64) -> Allowed,
+        bound: &Bound,
+    ) {
+        let columns = rows.captured.cols;
+        let at = |column: usize| allowed(row, column, rows.reference[row * columns + column]);
+        let budget = Budget::of_row((0..columns).map(at));
+        let (mut energy, mut norm, mut alike) = (0.0, 0.0, 0.0);
+        for column in 0..columns {
+            let index = row * columns + column;
+            let (captured, reference) = (rows.captured.get_f64(index), rows.reference[index]);
+            let allowed = at(column);
+            let error = captured - reference;
+            let score = if error == 0.0 { 0.0 } else { error.abs() / allowed.total().sqrt() };
+            let here = || Worst {
+                index: ((rows.index)(row), column as u64),
+                captured,
+                reference,
+                score,
+            };
+            if !(captured.is_finite() && reference.is_finite()) {
+                self.nonfinite += 1;
+                self.first_nonfinite.get_or_insert_with(here);
+                continue;
+            }
+            energy += error * error;
+            norm += reference * reference;
+            self.captured_energy += captured * captured;
+            self.max_abs = self.max_abs.max(error.abs());
+            self.dot += error * reference;
+            self.slope_variance += allowed.own * reference * reference;
+            alike += allowed.row.sqrt() * reference.abs();
+            self.slope_shared += allowed.shared.sqrt() * reference.abs();
+            if !(error.abs() <= allowed.reach(bound.element)) {
+                self.exceeding += 1;
+                self.first.get_or_insert_with(here);
+            }
+            if self.worst.as_ref().is_none_or(|worst| score > worst.score) {
+                self.worst = Some(here());
+            }
+        }
+        self.slope_variance += alike * alike;
+        self.elements += rows.captured.cols as u64;
+        self.rows += 1;
+        self.error_energy += energy;
+        self.reference_energy += norm;
+        if !(energy <= budget.energy(bound.row)) {
+            self.exceeding_rows += 1;
+            let expected = budget.expected();
+            self.worst_rows.push(RowExcess {
+                row: (rows.index)(row),
+                error: (energy / norm).sqrt(),
+                ratio: (energy / expected).sqrt(),
+            });
+        }
+        self.budget.merge(&budget);
+    }
+
+    /// Adds what another part of the same stage found.
+    pub fn merge(&mut self, other: Tally) {
+        self.elements += other.elements;
+        self.rows += other.rows;
+        self.nonfinite += other.nonfinite;
+        self.first_nonfinite = self.first_nonfinite.take().or(other.first_nonfinite);
+        self.error_energy += other.error_energy;
+        self.reference_energy += other.reference_energy;
+        self.captured_energy += other.captured_energy;
+        self.max_abs = self.max_abs.max(other.max_abs);
+        self.budget.merge(&other.budget);
+        self.dot += other.dot;
+        self.slope_variance += other.slope_variance;
+        self.slope_shared += other.slope_shared;
+        self.first = self.first.take().or(other.first);
+        self.exceeding += other.exceeding;
+        self.exceeding_rows += other.exceeding_rows;
+        if let Some(theirs) = other.worst {
+            if self.worst.as_ref().is_none_or(|ours| theirs.score > ours.score) {
+                self.worst = Some(theirs);
+            }
+        }
+        self.worst_rows.extend(other.worst_rows);
+        self.worst_rows.sort_by(|a, b| b.ratio.total_cmp(&a.ratio).then(a.row.cmp(&b.row)));
+        self.worst_rows.truncate(KEPT);
+    }
+
+    /// Relative error in the Frobenius norm; absolute when the reference is zero.
+    pub fn error(&self) -> f64 {
+        relative(self.error_energy, self.reference_energy)
+    }
+
+    /// The relative error that the declared precision is expected to have.
+    pub fn expected(&self) -> f64 {
+        relative(self.budget.expected(), self.reference_energy)
+    }
+
+    /// `⟨captured, ref⟩/⟨ref, ref⟩ - 1`: negative when addends were swallowed.
+    pub fn slope(&self) -> f64 {
+        if self.reference_energy > 0.0 { self.dot / self.reference_energy } else { 0.0 }
+    }
+
+    /// The largest slope that rounding can produce.
+    pub fn allowed_slope(&self, bound: &Bound) -> f64 {
+        if self.reference_energy == 0.0 {
+            return 0.0;
+        }
+        let random = (2.0 * bound.stage * self.slope_variance).sqrt();
+        (random + ONE_ROUNDING.sqrt() * self.slope_shared) / self.reference_energy
+    }
+
+    /// Why the stage is more wrong than rounding can explain, if it is.
+    pub fn excess(&self, bound: &Bound) -> Option<String> {
+        if self.nonfinite > 0 {
+            return Some(format!("{} values are not finite", self.nonfinite));
+        }
+        if self.exceeding > 0 {
+            let (n, of) = (self.exceeding, self.elements);
+            return Some(format!("{n} of {of} elements are further off than rounding can bring them"));
+        }
+        if self.exceeding_rows > 0 {
+            let (n, of) = (self.exceeding_rows, self.rows);
+            return Some(format!("{n} of {of} rows have more error than rounding can explain"));
+        }
+        if !(self.error_energy <= self.budget.energy(bound.stage)) {
+            return Some("the error as a whole is larger than rounding can explain".into());
+        }
+        if !(self.slope().abs() <= self.allowed_slope(bound)) {
+            let (found, allowed) = (self.slope(), self.allowed_slope(bound));
+            return Some(format!("the scale is off by {found:+.2e}, rounding allows {allowed:.1e}"));
+        }
+        None
+    }
+}
+
+/// `√(error/norm)`; the absolute error where there is no norm to relate it to.
+pub fn relative(error_energy: f64, reference_energy: f64) -> f64 {
+    if reference_energy > 0.0 { (error_energy / reference_energy).sqrt() } else { error_energy.sqrt() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::matrix::Values;
+
+    fn tally(captured: &[f64], reference: &[f64], sigma: f64) -> (Tally, Bound) {
+        let bound = Bound::new(10, captured.len(), captured.len());
+        let rows = Rows {
+            captured: Matrix { rows: captured.len() / 4, cols: 4, values: Values::F64(captured) },
+            reference,
+            index: &|row| row as u64 + 100,
+        };
+        let allowed = |_, _, _| Allowed { own: sigma * sigma, ..Allowed::default() };
+        (Tally::of(&rows, allowed, &bound), bound)
+    }
+
+    #[test]
+    fn nan_never_passes_on_either_side() {
+        for (captured, reference) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, f64::INFINITY)] {
+            let (found, bound) = tally(&[captured, 1.0, 1.0, 1.0], &[reference, 1.0, 1.0, 1.0], 1e9);
+            assert!(found.excess(&bound).is_some(), "{captured} {reference}");
+        }
+    }
+
+    #[test]
+    fn any_difference_fails_where_no_rounding_is_possible() {
+        let (found, bound) = tally(&[1.0, 0.0, 0.0, 1e-30], &[1.0, 0.0, 0.0, 0.0], 0.0);
+        assert_eq!(found.exceeding, 1);
+        assert!(found.excess(&bound).is_some());
+        assert_eq!(found.worst.unwrap().index, (100, 3));
+    }
+
+    #[test]
+    fn a_small_common_scale_shows_as_slope_though_every_element_passes() {
+        let reference: Vec<f64> = (0..40_000).map(|i| 1.0 + f64::from(i % 7)).collect();
+        let captured: Vec<f64> = reference.iter().map(|x| x * 0.9990).collect();
+        let (found, bound) = tally(&captured, &reference, 0.02);
+        assert_eq!((found.exceeding, found.exceeding_rows), (0, 0));
+        assert!(found.excess(&bound).unwrap().contains("scale"));
+    }
+
+    #[test]
+    fn the_result_does_not_depend_on_the_thread_count() {
+        let reference: Vec<f64> = (0..4_000).map(|i| f64::from(i).sin()).collect();
+        let captured: Vec<f64> = reference.iter().map(|x| x * 1.001 + 1e-3).collect();
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| tally(&captured, &reference, 1e-4).0)
+        };
+        assert_eq!(run(1), run(3));
+    }
+}

@@ -1,0 +1,195 @@
+//! Is a file the one that was recorded? Its length, its header, and whether
+//! the manifest and the header tell one story. No byte of a shard is read.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+
+use backtape::identity::Name;
+use backtape::manifest::{FileRecord, Manifest};
+use backtape::shard::ShardRecord;
+use backtape::store::{ShardFile, ShardFileError};
+
+use super::FaultKind;
+
+/// Which record each header belongs to: tells an exchanged file from a changed one.
+pub(super) type NamesByHeader = BTreeMap<[u8; 32], Name>;
+
+pub(super) fn names_by_header(manifest: &Manifest) -> NamesByHeader {
+    let named = manifest.files.iter();
+    named
+        .map(|file| (file.header_hash.0, file.name.clone()))
+        .collect()
+}
+
+/// A fault, before it is known what it hits.
+pub(super) type Found = (FaultKind, String);
+
+/// Which records of the list can be true at all. A sealed list can still have
+/// been written by a program with a fault of its own.
+pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, Vec<Found>) {
+    let mut found = Vec::new();
+    let mut one = |shard: &ShardRecord| {
+        let wrong = match shard.check() {
+            Err(error) => Some(error.to_string()),
+            Ok(()) if shard.rank != record.rank => Some(format!(
+                "{} claims rank {}, the file is rank {}'s",
+                shard.key, shard.rank, record.rank
+            )),
+            Ok(()) if shard.attempt != manifest.attempt => Some(format!(
+                "{} claims attempt {}, the step is of attempt {}",
+                shard.key, shard.attempt, manifest.attempt
+            )),
+            Ok(()) => None,
+        };
+        let believed = wrong.is_none();
+        let sentence = |wrong| format!("the record of {} contradicts itself: {wrong}", record.name);
+        found.extend(wrong.map(|wrong| (FaultKind::Disagrees, sentence(wrong))));
+        believed
+    };
+    let believed = record.shards.iter().map(&mut one).collect();
+    (believed, found)
+}
+
+/// The file, when it is exactly the one that was recorded.
+pub(super) fn judge(
+    path: &Path,
+    record: &FileRecord,
+    manifest: &Manifest,
+    others: &NamesByHeader,
+) -> Result<ShardFile, Vec<Found>> {
+    let name = &record.name;
+    let length = match std::fs::metadata(path) {
+        Ok(meta) if meta.is_file() => meta.len(),
+        Ok(_) => {
+            return Err(vec![(
+                FaultKind::Unreadable,
+                format!("{name} is not a file"),
+            )]);
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let sentence = format!("{name} of rank {} is missing", record.rank);
+            return Err(vec![(FaultKind::Missing, sentence)]);
+        }
+        Err(error) => return Err(vec![(FaultKind::Unreadable, format!("{name}: {error}"))]),
+    };
+    let mut found = Vec::new();
+    if length != record.length {
+        let (kind, verb) = match length < record.length {
+            true => (FaultKind::Truncated, "truncated"),
+            false => (FaultKind::Extended, "extended"),
+        };
+        let wanted = record.length;
+        found.push((
+            kind,
+            format!("{name} was {verb}: {length} bytes, {wanted} were written"),
+        ));
+    }
+    match ShardFile::open(path) {
+        Ok(file) if file.header_hash() != record.header_hash => {
+            found.push(altered(&file, record, others));
+        }
+        Ok(file) => {
+            found.extend(disagreements(&file, record, manifest));
+            if found.is_empty() {
+                return Ok(file);
+            }
+        }
+        // A wrong length says all that the reader can say of it.
+        Err(ShardFileError::Truncated { .. }) if !found.is_empty() => {}
+        Err(ShardFileError::Contradiction { .. }) if !found.is_empty() => {}
+        Err(error @ ShardFileError::Read { .. }) => {
+            found.push((
+                FaultKind::Unreadable,
+                format!("{name} cannot be read: {}", chain(&error)),
+            ));
+        }
+        Err(error) => {
+            let sentence = format!("the header of {name} was altered: {}", chain(&error));
+            found.push((FaultKind::AlteredHeader, sentence));
+        }
+    }
+    Err(found)
+}
+
+fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Found {
+    let name = &record.name;
+    match others.get(&file.header_hash().0) {
+        Some(other) => (
+            FaultKind::Misplaced,
+            format!("{name} holds what belongs in {other}: the files were exchanged"),
+        ),
+        None => {
+            let about = file.about();
+            let whose = format!(
+                "rank {} step {} of run {}",
+                about.rank, about.step, about.run
+            );
+            let sentence =
+                format!("the header of {name} is not the one that was committed: it says {whose}");
+            (FaultKind::AlteredHeader, sentence)
+        }
+    }
+}
+
+/// Where the list and the file's own header tell different stories.
+fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> Vec<Found> {
+    let (about, name) = (file.about(), &record.name);
+    let mut found = Vec::new();
+    let mut differ = |what: &str, listed: String, own: String| {
+        if listed != own {
+            let sentence = format!(
+                "the manifest and the header of {name} disagree on {what}: {listed} in the manifest, {own} in the header"
+            );
+            found.push((FaultKind::Disagrees, sentence));
+        }
+    };
+    differ("the run", manifest.run.to_string(), about.run.to_string());
+    differ(
+        "the attempt",
+        manifest.attempt.to_string(),
+        about.attempt.to_string(),
+    );
+    differ(
+        "the step",
+        manifest.step.to_string(),
+        about.step.to_string(),
+    );
+    differ("the rank", record.rank.to_string(), about.rank.to_string());
+    differ(
+        "the number of shards",
+        record.shards.len().to_string(),
+        about.shards.len().to_string(),
+    );
+    for (listed, own) in record.shards.iter().zip(&about.shards) {
+        if listed == own {
+            continue;
+        }
+        // Field by field, so that a new field of the record cannot be forgotten.
+        let (a, b) = (fields(listed), fields(own));
+        for (field, value) in &a {
+            let what = format!("the {field} of {}", listed.key);
+            let other = b.get(field).map(ToString::to_string);
+            differ(&what, value.to_string(), other.unwrap_or_default());
+        }
+    }
+    found
+}
+
+fn fields(record: &ShardRecord) -> serde_json::Map<String, serde_json::Value> {
+    match serde_json::to_value(record) {
+        Ok(serde_json::Value::Object(fields)) => fields,
+        _ => serde_json::Map::new(),
+    }
+}
+
+/// An error with its causes, on one line.
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

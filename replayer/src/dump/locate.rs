@@ -1,0 +1,233 @@
+//! Finds the one step that a path and a selection mean. Never guesses: where
+//! several fit, the error lists them with the flag that chooses.
+//!
+//! It looks at names only; what lies in the step is read elsewhere.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use backtape::identity::{Attempt, Step};
+use backtape::store::layout::{JOURNAL, RUN_RECORD};
+use backtape::store::{AttemptDir, StepDir};
+
+use super::error::{AttemptState, OpenError};
+use super::{Selection, run_record};
+
+/// The directories that were meant.
+pub(super) struct Located {
+    pub(super) run: PathBuf,
+    pub(super) attempt: AttemptDir,
+    pub(super) step: StepDir,
+}
+
+pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, OpenError> {
+    let run = find_run(path, selection.run.as_deref())?;
+    let attempts = choose_attempts(&run, selection.attempt.map(Attempt))?;
+    let mut held = Vec::new();
+    for attempt in attempts {
+        let steps = attempt.steps().map_err(read(&attempt.path))?;
+        // `step-5` parses as step 5 but is not where step 5 lies.
+        let steps = steps.into_iter().filter(|step| step.path.is_dir());
+        held.extend(steps.map(|step| (attempt.clone(), step)));
+    }
+    let step = choose_step(&run, &held, selection.step.map(Step))?;
+    held.retain(|(_, dir)| dir.step == step);
+    match <[_; 1]>::try_from(held) {
+        Ok([(attempt, step)]) => Ok(Located { run, attempt, step }),
+        Err(several) => Err(OpenError::SeveralAttempts {
+            path: run,
+            step,
+            attempts: several
+                .iter()
+                .map(|(attempt, step)| AttemptState {
+                    attempt: attempt.attempt,
+                    committed: step.manifest().is_file(),
+                })
+                .collect(),
+        }),
+    }
+}
+
+fn find_run(path: &Path, wanted: Option<&str>) -> Result<PathBuf, OpenError> {
+    let not_a_dump = |found: &str| OpenError::NotADump {
+        path: path.into(),
+        found: found.into(),
+    };
+    if !path.exists() {
+        return Err(not_a_dump("nothing is there"));
+    }
+    if !path.is_dir() {
+        return Err(not_a_dump("it is a file"));
+    }
+    refuse_inside_of_a_run(path)?;
+    if looks_like_run(path).map_err(read(path))? {
+        return choose_run(path, vec![path.into()], wanted);
+    }
+    let mut runs = Vec::new();
+    for directory in directories(path).map_err(read(path))? {
+        // One unreadable neighbour must not hide the runs beside it.
+        if looks_like_run(&directory).unwrap_or(false) {
+            runs.push(directory);
+        }
+    }
+    if runs.is_empty() {
+        return Err(not_a_dump("no run lies in it"));
+    }
+    choose_run(path, runs, wanted)
+}
+
+fn choose_run(
+    path: &Path,
+    mut runs: Vec<PathBuf>,
+    wanted: Option<&str>,
+) -> Result<PathBuf, OpenError> {
+    let names: Vec<String> = runs.iter().map(|run| directory_name(run)).collect();
+    if let Some(wanted) = wanted {
+        let by_directory = names.iter().position(|name| name == wanted);
+        let recorded = || {
+            let says = |run: &PathBuf| run_record(run).is_some_and(|r| r.run.as_str() == wanted);
+            let same: Vec<usize> = (0..runs.len()).filter(|&i| says(&runs[i])).collect();
+            (same.len() == 1).then(|| same[0])
+        };
+        return match by_directory.or_else(recorded) {
+            Some(index) => Ok(runs.swap_remove(index)),
+            None => Err(OpenError::NoSuchRun {
+                path: path.into(),
+                wanted: wanted.into(),
+                runs: names,
+            }),
+        };
+    }
+    match <[_; 1]>::try_from(runs) {
+        Ok([run]) => Ok(run),
+        Err(_) => Err(OpenError::SeveralRuns {
+            path: path.into(),
+            runs: names,
+        }),
+    }
+}
+
+/// A step's or a restart's own directory holds no run, and opened as one it
+/// would be taken for attempt 0 of something else.
+fn refuse_inside_of_a_run(path: &Path) -> Result<(), OpenError> {
+    let Some(parent) = path
+        .canonicalize()
+        .ok()
+        .and_then(|p| p.parent().map(PathBuf::from))
+    else {
+        return Ok(());
+    };
+    let name = directory_name(path);
+    for (prefix, part, flag) in [
+        ("step-", "one step", "--step"),
+        ("attempt-", "one attempt", "--attempt"),
+    ] {
+        let Some(number) = name
+            .strip_prefix(prefix)
+            .and_then(|n| n.parse::<u64>().ok())
+        else {
+            continue;
+        };
+        if looks_like_run(&parent).unwrap_or(false) {
+            return Err(OpenError::InsideARun {
+                path: path.into(),
+                part,
+                run: parent,
+                flag: format!("{flag} {number}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Also without run.json: a run that was copied in part can still be salvaged.
+fn looks_like_run(path: &Path) -> io::Result<bool> {
+    if path.join(RUN_RECORD).is_file() || path.join(JOURNAL).is_file() {
+        return Ok(true);
+    }
+    let inside = directories(path)?;
+    Ok(inside.iter().any(|directory| {
+        let name = directory_name(directory);
+        numbered(&name, "step-").is_some() || numbered(&name, "attempt-").is_some()
+    }))
+}
+
+/// The attempts to look in. Unlike [`AttemptDir::list`] it keeps those whose
+/// run.json and journal are lost: their shards are self-describing.
+fn choose_attempts(run: &Path, wanted: Option<Attempt>) -> Result<Vec<AttemptDir>, OpenError> {
+    let inside = directories(run).map_err(read(run))?;
+    let names: Vec<String> = inside.iter().map(|path| directory_name(path)).collect();
+    let mut attempts: Vec<Attempt> = names
+        .iter()
+        .filter_map(|name| numbered(name, "attempt-"))
+        .filter_map(|n| u32::try_from(n).ok().map(Attempt))
+        .filter(|attempt| AttemptDir::of(run, *attempt).path.is_dir() && attempt.0 > 0)
+        .collect();
+    attempts.push(Attempt(0));
+    attempts.sort_unstable();
+    attempts.dedup();
+    match wanted {
+        Some(wanted) if !attempts.contains(&wanted) => Err(OpenError::NoSuchAttempt {
+            path: run.into(),
+            wanted,
+            attempts,
+        }),
+        Some(wanted) => Ok(vec![AttemptDir::of(run, wanted)]),
+        None => Ok(attempts.iter().map(|&a| AttemptDir::of(run, a)).collect()),
+    }
+}
+
+fn choose_step(
+    run: &Path,
+    held: &[(AttemptDir, StepDir)],
+    wanted: Option<Step>,
+) -> Result<Step, OpenError> {
+    let mut steps: Vec<Step> = held.iter().map(|(_, dir)| dir.step).collect();
+    steps.sort_unstable();
+    steps.dedup();
+    let path = run.to_path_buf();
+    match (wanted, steps.as_slice()) {
+        (Some(wanted), steps) if steps.contains(&wanted) => Ok(wanted),
+        (Some(wanted), _) => Err(OpenError::NoSuchStep {
+            path,
+            wanted,
+            steps,
+        }),
+        (None, []) => Err(OpenError::NoSteps { path }),
+        (None, [one]) => Ok(*one),
+        (None, _) => Err(OpenError::SeveralSteps { path, steps }),
+    }
+}
+
+/// The number in `step-00000012`.
+fn numbered(name: &str, prefix: &str) -> Option<u64> {
+    name.strip_prefix(prefix)?.parse().ok()
+}
+
+/// Subdirectories by name. Hidden ones are no runs.
+fn directories(path: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(path)? {
+        let path = entry?.path();
+        if path.is_dir() && !directory_name(&path).starts_with('.') {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The directory's own name, also of `.` and `..`.
+pub(super) fn directory_name(path: &Path) -> String {
+    let named = |path: &Path| path.file_name().map(|n| n.to_string_lossy().into_owned());
+    named(path)
+        .or_else(|| named(&path.canonicalize().ok()?))
+        .unwrap_or_default()
+}
+
+fn read(path: &Path) -> impl Fn(io::Error) -> OpenError {
+    move |source| OpenError::Read {
+        path: path.into(),
+        source,
+    }
+}

@@ -1,0 +1,238 @@
+//! Opens one step of a dump: the committed manifest, or what the shard files
+//! say of themselves when there is none.
+//!
+//! Opening judges files and headers, not contents: whether every byte and
+//! every place is right is for [`crate::verify`]. Nothing found here aborts:
+//! a torn file is a [`FileFault`] and everything else stays readable.
+//!
+//! ```text
+//! dump::open("/dumps", Selection { run: Some("run-a"), step: Some(0), .. })
+//!   -> StepDump { state: Partial { why: "it has no manifest ...", missing_ranks: [3] }, .. }
+//! ```
+
+mod error;
+mod fault;
+mod file;
+#[cfg(test)]
+pub(crate) mod fixture;
+mod judge;
+mod locate;
+mod salvage;
+mod tensors;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use backtape::identity::{Attempt, Name, Rank, Step};
+use backtape::manifest::{FileRecord, Manifest, ManifestError, RunRecord};
+use backtape::shard::{ShardRecord, TensorKey};
+use backtape::store::StepDir;
+use backtape::store::layout::RUN_RECORD;
+use rayon::prelude::*;
+use serde::Serialize;
+
+pub use error::{AttemptState, OpenError};
+pub use fault::{FaultKind, FileFault};
+pub use file::DumpFile;
+pub use tensors::{Disagreement, ShardRef, TensorInfo};
+
+use locate::Located;
+
+/// Most ranks that a dump is believed to have: bounds what a damaged header
+/// can make us list as missing. A hundred times the largest jobs we know.
+pub const MAX_RANKS: u32 = 1 << 20;
+
+/// Which step is meant, where a path holds several: `--run`, `--attempt`, `--step`.
+#[derive(Clone, Debug, Default)]
+#[allow(missing_docs)]
+pub struct Selection {
+    pub run: Option<String>,
+    pub attempt: Option<u32>,
+    pub step: Option<u64>,
+}
+
+/// One step of one attempt of a run, open for reading.
+pub struct StepDump {
+    /// Which run.
+    pub run: Name,
+    /// Which launch of it.
+    pub attempt: Attempt,
+    /// Which step.
+    pub step: Step,
+    /// The step's directory.
+    pub directory: PathBuf,
+    /// Whether the step was committed.
+    pub state: StepState,
+    /// From disk when committed, else put together from the shard files.
+    pub manifest: Manifest,
+    files: Vec<DumpFile>,
+    faults: Vec<FileFault>,
+    tensors: BTreeMap<TensorKey, TensorInfo>,
+}
+
+/// Whether a step is known to be whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum StepState {
+    /// Its manifest is at its final name and hashes right.
+    Committed,
+    /// What is there was salvaged from the shard files' own records.
+    Partial {
+        /// Why there is no manifest to go by, as one clause.
+        why: String,
+        /// Ranks of the job of which no readable file is there.
+        missing_ranks: Vec<Rank>,
+    },
+}
+
+impl StepDump {
+    /// The files that should be there, each with what was found of it.
+    pub fn files(&self) -> impl Iterator<Item = (&FileRecord, &DumpFile)> {
+        self.manifest.files.iter().zip(&self.files)
+    }
+
+    /// What is wrong with the files, by file name.
+    pub fn faults(&self) -> &[FileFault] {
+        &self.faults
+    }
+
+    /// Every tensor of the step, also those of which files are missing.
+    pub fn tensors(&self) -> &BTreeMap<TensorKey, TensorInfo> {
+        &self.tensors
+    }
+
+    /// The record of a shard.
+    pub fn record(&self, shard: &ShardRef) -> &ShardRecord {
+        &self.manifest.files[shard.file].shards[shard.index]
+    }
+
+    /// The file that holds a shard.
+    pub fn file_of(&self, shard: &ShardRef) -> &DumpFile {
+        &self.files[shard.file]
+    }
+
+    /// A shard's bytes as they lie on disk, right or wrong; `None` where the
+    /// file ends before them or is not there.
+    pub fn shard_bytes(&self, shard: &ShardRef) -> Option<&[u8]> {
+        self.files[shard.file].bytes(shard.index)
+    }
+
+    /// A shard's bytes when they are those that the training process hashed.
+    /// The hash is computed on the first call and remembered.
+    pub fn intact_bytes(&self, shard: &ShardRef) -> Option<&[u8]> {
+        self.files[shard.file].intact_bytes(shard.index, self.record(shard))
+    }
+
+    /// True when no rank of the job is known to be absent.
+    pub fn committed(&self) -> bool {
+        self.state == StepState::Committed
+    }
+}
+
+/// Opens the step that `path` and `selection` mean.
+pub fn open(path: &Path, selection: &Selection) -> Result<StepDump, OpenError> {
+    let located = locate::locate(path, selection)?;
+    let salvaged = match read_manifest(&located)? {
+        Ok(manifest) => salvage::Salvaged::committed(manifest),
+        Err(why) => salvage::salvage(&located, why)?,
+    };
+    let (manifest, state) = (salvaged.manifest, salvaged.state);
+    let others = judge::names_by_header(&manifest);
+    let opened: Vec<_> = manifest
+        .files
+        .par_iter()
+        .map(|record| file::open(&located.step.path, record, &manifest, &others))
+        .collect();
+    let (files, faults): (Vec<_>, Vec<_>) = opened.into_iter().unzip();
+    let mut faults: Vec<FileFault> = faults.into_iter().flatten().collect();
+    faults.extend(salvaged.faults);
+    if state == StepState::Committed {
+        faults.extend(file::strays(&located.step, &manifest)?);
+    }
+    faults.sort_by(|a, b| (&a.file, a.kind).cmp(&(&b.file, b.kind)));
+    let tensors = tensors::index(&manifest, &files);
+    Ok(StepDump {
+        run: manifest.run.clone(),
+        attempt: located.attempt.attempt,
+        step: located.step.step,
+        directory: located.step.path,
+        state,
+        manifest,
+        files,
+        faults,
+        tensors,
+    })
+}
+
+/// The manifest, or why there is none to go by.
+fn read_manifest(located: &Located) -> Result<Result<Manifest, String>, OpenError> {
+    let path = located.step.manifest();
+    let bytes = match std::fs::read(&path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Ok(Err("it has no manifest: it was never committed".into()));
+        }
+        Err(error) => return Ok(Err(format!("its manifest cannot be read: {error}"))),
+    };
+    let manifest = match Manifest::from_bytes(&bytes) {
+        Ok(manifest) => manifest,
+        Err(ManifestError::Newer(found)) => return Err(OpenError::Newer { path, found }),
+        Err(error) => return Ok(Err(format!("its manifest is damaged: {error}"))),
+    };
+    let (attempt, step) = (located.attempt.attempt, located.step.step);
+    if (manifest.attempt, manifest.step) != (attempt, step) {
+        return Err(OpenError::Misplaced {
+            path,
+            says: format!("attempt {} step {}", manifest.attempt, manifest.step),
+            lies: format!("attempt {attempt} step {step}"),
+        });
+    }
+    Ok(Ok(manifest))
+}
+
+/// `run.json` of an attempt, where it can be read. Nothing depends on it but
+/// names and the mesh of a salvaged step.
+fn run_record(directory: &Path) -> Option<RunRecord> {
+    let bytes = std::fs::read(directory.join(RUN_RECORD)).ok()?;
+    serde_json::from_slice(&bytes).ok()
+}
+
+/// Names of the plain files in a step's directory, sorted.
+fn listing(step: &StepDir) -> Result<Vec<String>, OpenError> {
+    let read = |source| OpenError::Read {
+        path: step.path.clone(),
+        source,
+    };
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(&step.path).map_err(read)? {
+        let name = entry.map_err(read)?.file_name();
+        names.push(name.to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// `rank 3`, `ranks 0, 1 and 7`, shortened where it would fill the screen.
+pub(crate) fn name_ranks(ranks: &[Rank]) -> String {
+    const SHOWN: usize = 12;
+    let shown: Vec<String> = ranks.iter().take(SHOWN).map(Rank::to_string).collect();
+    match ranks {
+        [] => "no rank".into(),
+        [one] => format!("rank {one}"),
+        _ if ranks.len() > SHOWN => {
+            format!(
+                "ranks {} and {} more",
+                shown.join(", "),
+                ranks.len() - SHOWN
+            )
+        }
+        _ => format!(
+            "ranks {} and {}",
+            shown[..shown.len() - 1].join(", "),
+            shown[shown.len() - 1]
+        ),
+    }
+}

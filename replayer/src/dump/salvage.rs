@@ -1,0 +1,291 @@
+//! A step without a manifest, put together from what its shard files say of
+//! themselves.
+//!
+//! It lists what is there. What was never written it cannot know, beyond the
+//! ranks of which nothing is there at all.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use backtape::hash::TrustHash;
+use backtape::identity::{Name, Rank};
+use backtape::manifest::{FileRecord, Manifest};
+use backtape::store::header::{FileSelf, MAX_HEADER, METADATA_KEY};
+use backtape::{FORMAT_VERSION, VERSION};
+use rayon::prelude::*;
+
+use super::file::{rank_in, stray_fault};
+use super::judge::chain;
+use super::locate::{Located, directory_name};
+use super::{FaultKind, FileFault, MAX_RANKS, OpenError, StepState, listing, run_record};
+
+/// A manifest, how far it is to be trusted, and what was wrong on the way.
+pub(super) struct Salvaged {
+    pub(super) manifest: Manifest,
+    pub(super) state: StepState,
+    pub(super) faults: Vec<FileFault>,
+}
+
+impl Salvaged {
+    pub(super) fn committed(manifest: Manifest) -> Salvaged {
+        let (state, faults) = (StepState::Committed, Vec::new());
+        Salvaged {
+            manifest,
+            state,
+            faults,
+        }
+    }
+}
+
+/// A file whose header could be read.
+struct Readable {
+    name: Name,
+    about: FileSelf,
+    header_hash: TrustHash,
+    header_length: u64,
+}
+
+pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenError> {
+    let names = listing(&located.step)?;
+    let (shards, rest): (Vec<_>, Vec<_>) = names
+        .into_iter()
+        .partition(|name| name.ends_with(".safetensors") && !name.starts_with('.'));
+    let mut faults: Vec<FileFault> = rest
+        .iter()
+        .filter_map(|name| leftover(located, name))
+        .collect();
+    let read: Vec<_> = shards
+        .par_iter()
+        .map(|name| read_self(&located.step.path, name).map_err(|error| (name, error)))
+        .collect();
+    let mut readable = Vec::new();
+    let mut newer = None;
+    for result in read {
+        match result {
+            Ok(file) => readable.push(file),
+            Err((name, error)) => {
+                if let HeaderError::Newer(found) = error {
+                    newer.get_or_insert((located.step.path.join(name), found));
+                }
+                faults.push(unreadable(located, name, &error));
+            }
+        }
+    }
+    // One damaged digit may look like a newer version; a whole step of them is one.
+    if let (Some((path, found)), true) = (newer, readable.is_empty()) {
+        return Err(OpenError::Newer { path, found });
+    }
+    let run = run_name(located, &readable);
+    let here = (located.attempt.attempt, located.step.step);
+    readable.retain(|file| {
+        let about = &file.about;
+        let belongs = (about.attempt, about.step) == here && Some(&about.run) == run.as_ref();
+        if !belongs {
+            faults.push(misplaced(located, file));
+        }
+        belongs
+    });
+    faults.extend(readable.iter().filter_map(|file| misnamed(located, file)));
+    Ok(put_together(located, why, run, readable, faults))
+}
+
+fn put_together(
+    located: &Located,
+    why: String,
+    run: Option<Name>,
+    readable: Vec<Readable>,
+    faults: Vec<FileFault>,
+) -> Salvaged {
+    let record = run_record(&located.attempt.path);
+    let declared = record.as_ref().map(|record| record.world_size);
+    let world_size = declared
+        .or_else(|| most_common(readable.iter().map(|file| file.about.world_size)))
+        .unwrap_or(0)
+        .min(MAX_RANKS);
+    let present: BTreeSet<Rank> = readable.iter().map(|file| file.about.rank).collect();
+    let ranks = (0..world_size).map(Rank);
+    let missing_ranks = ranks.filter(|rank| !present.contains(rank)).collect();
+    let omissions = readable
+        .iter()
+        .flat_map(|file| file.about.omissions.clone());
+    let manifest = Manifest {
+        format_version: FORMAT_VERSION,
+        version: VERSION.into(),
+        run: run.unwrap_or_else(|| Name::new("unknown").expect("letters")),
+        attempt: located.attempt.attempt,
+        step: located.step.step,
+        world_size,
+        mesh: record.map(|record| record.mesh).unwrap_or_default(),
+        head: None,
+        omissions: omissions.collect(),
+        files: readable.into_iter().map(file_record).collect(),
+    };
+    let state = StepState::Partial { why, missing_ranks };
+    Salvaged {
+        manifest,
+        state,
+        faults,
+    }
+}
+
+/// run.json's name, else what most files say, else the directory's.
+fn run_name(located: &Located, readable: &[Readable]) -> Option<Name> {
+    run_record(&located.attempt.path)
+        .map(|record| record.run)
+        .or_else(|| most_common(readable.iter().map(|file| file.about.run.clone())))
+        .or_else(|| Name::new(directory_name(&located.run)).ok())
+}
+
+fn most_common<T: Ord>(values: impl Iterator<Item = T>) -> Option<T> {
+    let mut counts = BTreeMap::new();
+    for value in values {
+        *counts.entry(value).or_insert(0u64) += 1;
+    }
+    let most = counts.into_iter().max_by_key(|(_, count)| *count);
+    most.map(|(value, _)| value)
+}
+
+fn file_record(file: Readable) -> FileRecord {
+    let shards = file.about.shards;
+    let data = shards
+        .iter()
+        .fold(0u64, |n, shard| n.saturating_add(shard.length));
+    FileRecord {
+        name: file.name,
+        rank: file.about.rank,
+        length: file.header_length.saturating_add(data),
+        header_hash: file.header_hash,
+        shards,
+    }
+}
+
+/// Why a header says nothing.
+#[derive(Debug, thiserror::Error)]
+enum HeaderError {
+    #[error("its name is not one that backtape gives")]
+    Name(#[from] backtape::identity::NameError),
+    #[error("it is not a file")]
+    NotAFile,
+    #[error("it ends before its header does")]
+    Truncated(#[source] std::io::Error),
+    #[error("its header claims {0} bytes: more than {MAX_HEADER} are not read")]
+    TooLarge(u64),
+    #[error("its header is damaged")]
+    Syntax(#[from] serde_json::Error),
+    #[error("it carries no shard records: another program wrote it")]
+    Foreign,
+    #[error("it has format version {0}, this backtape reads up to {FORMAT_VERSION}")]
+    Newer(u64),
+}
+
+/// The header alone, so that a file that is torn behind it still says what it
+/// should hold. `ShardFile::open` refuses such a file as a whole.
+fn read_self(directory: &Path, name: &str) -> Result<Readable, HeaderError> {
+    let path = directory.join(name);
+    let name = Name::new(name)?;
+    let meta = std::fs::metadata(&path).map_err(HeaderError::Truncated)?;
+    if !meta.is_file() {
+        return Err(HeaderError::NotAFile);
+    }
+    let mut file = File::open(&path).map_err(HeaderError::Truncated)?;
+    let mut prefix = [0; 8];
+    file.read_exact(&mut prefix)
+        .map_err(HeaderError::Truncated)?;
+    let length = u64::from_le_bytes(prefix);
+    if length > MAX_HEADER as u64 {
+        return Err(HeaderError::TooLarge(length));
+    }
+    let mut header = vec![0; 8 + length as usize];
+    header[..8].copy_from_slice(&prefix);
+    file.read_exact(&mut header[8..])
+        .map_err(HeaderError::Truncated)?;
+    let json: serde_json::Value = serde_json::from_slice(&header[8..])?;
+    let text = json.pointer(&format!("/__metadata__/{METADATA_KEY}"));
+    let text = text
+        .and_then(|value| value.as_str())
+        .ok_or(HeaderError::Foreign)?;
+    let value: serde_json::Value = serde_json::from_str(text)?;
+    let version = value
+        .get("format_version")
+        .and_then(serde_json::Value::as_u64);
+    if let Some(found) = version.filter(|&found| found > u64::from(FORMAT_VERSION)) {
+        return Err(HeaderError::Newer(found));
+    }
+    Ok(Readable {
+        name,
+        about: serde_json::from_value(value)?,
+        header_hash: TrustHash::of(&header),
+        header_length: header.len() as u64,
+    })
+}
+
+fn unreadable(located: &Located, name: &str, error: &HeaderError) -> FileFault {
+    let kind = match error {
+        HeaderError::Name(_) | HeaderError::Foreign => {
+            return stray_fault(&located.step, name, &chain(error));
+        }
+        HeaderError::Truncated(_) => FaultKind::Truncated,
+        HeaderError::NotAFile => FaultKind::Unreadable,
+        _ => FaultKind::AlteredHeader,
+    };
+    FileFault {
+        kind,
+        file: located.step.path.join(name),
+        rank: rank_in(name),
+        tensors: Vec::new(),
+        sentence: format!("{name} says nothing of itself: {}", chain(error)),
+    }
+}
+
+/// A file of another step, attempt or run: never mixed in.
+fn misplaced(located: &Located, file: &Readable) -> FileFault {
+    let about = &file.about;
+    FileFault {
+        kind: FaultKind::Misplaced,
+        file: located.step.path.join(file.name.as_str()),
+        rank: Some(about.rank),
+        tensors: Vec::new(),
+        sentence: format!(
+            "{} is of run {} attempt {} step {}: not used",
+            file.name, about.run, about.attempt, about.step
+        ),
+    }
+}
+
+/// A file under another rank's name. Its own records say whose it is, and each
+/// of its shards is proved by its own hash: it is used as what it says it is.
+fn misnamed(located: &Located, file: &Readable) -> Option<FileFault> {
+    let named = rank_in(file.name.as_str()).filter(|&rank| rank != file.about.rank)?;
+    Some(FileFault {
+        kind: FaultKind::Misplaced,
+        file: located.step.path.join(file.name.as_str()),
+        rank: Some(file.about.rank),
+        tensors: Vec::new(),
+        sentence: format!(
+            "{} bears the name of rank {named} and says that it is rank {}'s: used as the latter",
+            file.name, file.about.rank
+        ),
+    })
+}
+
+/// What is neither a shard file nor the (damaged) manifest.
+fn leftover(located: &Located, name: &str) -> Option<FileFault> {
+    if name == backtape::store::layout::MANIFEST {
+        return None;
+    }
+    let scratch = name.starts_with('.') && name.ends_with(".tmp");
+    if !scratch {
+        return Some(stray_fault(&located.step, name, "it is not a shard file"));
+    }
+    Some(FileFault {
+        kind: FaultKind::Unfinished,
+        file: located.step.path.join(name),
+        rank: rank_in(name.trim_start_matches('.')),
+        tensors: Vec::new(),
+        sentence: format!(
+            "{name} was being written when its rank stopped: nothing in it was acknowledged"
+        ),
+    })
+}

@@ -1,0 +1,135 @@
+//! Loss heads for the tests of both the reference and the policies: uneven sizes,
+//! repeated and ignored labels, confident tokens, cotangents that are not 1.
+
+use super::matrix::{HeadInputs, IGNORED, Matrix, Values};
+use super::tiles::{Progress, Tiles};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A head that owns its values.
+#[derive(Clone)]
+pub(super) struct Fixture {
+    pub(super) tokens: usize,
+    pub(super) depth: usize,
+    pub(super) vocab: usize,
+    pub(super) valid: usize,
+    pub(super) q: Vec<f32>,
+    pub(super) k: Vec<f32>,
+    pub(super) labels: Vec<u32>,
+    pub(super) g_lse: Vec<f32>,
+    pub(super) g_label: Vec<f32>,
+}
+
+/// Three tiles and a part of one in each direction, for the sizes of `Fixture::usual`.
+pub(super) const SMALL_TILES: Tiles = Tiles {
+    tokens: 6,
+    vocab: 16,
+};
+
+impl Fixture {
+    /// 22 tokens, depth 13, vocabulary 61 of which 57 are valid.
+    pub(super) fn usual() -> Self {
+        Fixture::new(22, 13, 61, 57)
+    }
+
+    /// Every fifth token is confident (its q leans on its label's row of k), every
+    /// seventh is ignored, labels repeat, and g_label is not -g_lse, as with z-loss.
+    pub(super) fn new(tokens: usize, depth: usize, vocab: usize, valid: usize) -> Self {
+        let mut state = 12_345u32;
+        let mut number = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 9) as f32 / (1 << 22) as f32 - 1.0
+        };
+        let mut q: Vec<f32> = (0..tokens * depth).map(|_| number()).collect();
+        let k: Vec<f32> = (0..vocab * depth).map(|_| number()).collect();
+        let ignored = |token: usize| token % 7 == 3;
+        let label = |token: usize| (token / 3 * 31 % valid) as u32;
+        for token in (0..tokens).step_by(5) {
+            for d in 0..depth {
+                q[token * depth + d] += 4.0 * k[label(token) as usize * depth + d];
+            }
+        }
+        let g = |token: usize| {
+            if ignored(token) {
+                0.0
+            } else {
+                1e-3 * (1 + token % 3) as f32
+            }
+        };
+        Fixture {
+            tokens,
+            depth,
+            vocab,
+            valid,
+            q,
+            k,
+            labels: (0..tokens)
+                .map(|t| if ignored(t) { IGNORED } else { label(t) })
+                .collect(),
+            g_lse: (0..tokens).map(|token| 1.1 * g(token)).collect(),
+            g_label: (0..tokens).map(|token| -g(token)).collect(),
+        }
+    }
+
+    pub(super) fn inputs(&self) -> HeadInputs<'_> {
+        let matrix = |rows, values| Matrix {
+            rows,
+            cols: self.depth,
+            values,
+        };
+        HeadInputs {
+            q: matrix(self.tokens, Values::F32(&self.q)),
+            k: matrix(self.vocab, Values::F32(&self.k)),
+            labels: &self.labels,
+            valid_vocab: self.valid,
+        }
+    }
+
+    pub(super) fn g_lse_f64(&self) -> Vec<f64> {
+        self.g_lse.iter().map(|&g| g.into()).collect()
+    }
+
+    pub(super) fn g_label_f64(&self) -> Vec<f64> {
+        self.g_label.iter().map(|&g| g.into()).collect()
+    }
+
+    pub(super) fn q(&self, token: usize) -> &[f32] {
+        &self.q[token * self.depth..(token + 1) * self.depth]
+    }
+
+    pub(super) fn k(&self, row: usize) -> &[f32] {
+        &self.k[row * self.depth..(row + 1) * self.depth]
+    }
+
+    /// Sum of `|q| |k|` of one logit: what its rounding errors are relative to.
+    pub(super) fn dot_magnitude(&self, token: usize, row: usize) -> f64 {
+        let terms = self.q(token).iter().zip(self.k(row));
+        terms
+            .map(|(&q, &k)| (f64::from(q) * f64::from(k)).abs())
+            .sum()
+    }
+}
+
+/// Adds up the work it is told of.
+#[derive(Default)]
+pub(super) struct Counter(AtomicU64);
+
+impl Counter {
+    pub(super) fn total(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Progress for Counter {
+    fn advance(&self, work: u64) {
+        self.0.fetch_add(work, Ordering::Relaxed);
+    }
+}
+
+/// Runs something in a rayon pool of its own.
+pub(super) fn with_threads<R: Send>(threads: usize, run: impl FnOnce() -> R + Send) -> R {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .build()
+        .unwrap()
+        .install(run)
+}

@@ -1,0 +1,223 @@
+//! The matrices of a head as they were dumped: bits of a declared dtype, row-major.
+//!
+//! No copy of the whole is ever made: kernels convert one panel of rows at a time.
+//! Not a tensor type: no strides, no views, two dimensions.
+
+use half::f16;
+use std::ops::Range;
+
+/// The label of a token that takes no part in the loss.
+pub const IGNORED: u32 = u32::MAX;
+
+/// Elements in the dtype they were dumped in; 16-bit floats as their bits, because
+/// that is what lies in a shard file.
+#[derive(Debug, Clone, Copy)]
+pub enum Values<'a> {
+    /// Bits of bfloat16.
+    Bf16(&'a [u16]),
+    /// Bits of IEEE binary16.
+    F16(&'a [u16]),
+    /// IEEE binary32.
+    F32(&'a [f32]),
+    /// IEEE binary64.
+    F64(&'a [f64]),
+}
+
+/// A row-major matrix.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Number of columns, which is also the distance between rows.
+    pub cols: usize,
+    /// `rows * cols` elements.
+    pub values: Values<'a>,
+}
+
+/// What a loss head reads: q `[T, D]`, k `[V, D]`, labels `[T]`.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadInputs<'a> {
+    /// Activations, one row a token.
+    pub q: Matrix<'a>,
+    /// Classifier weights, one row a vocabulary entry.
+    pub k: Matrix<'a>,
+    /// Row of k that is each token's target, or `IGNORED`.
+    pub labels: &'a [u32],
+    /// Rows of k from here on are padding: p = 0 there, and they are never read, so
+    /// that whatever lies in them (NaN included) cannot leak into a gradient.
+    pub valid_vocab: usize,
+}
+
+impl HeadInputs<'_> {
+    /// Panics unless the shapes agree and every label names a valid row: the caller
+    /// validates dumps and turns such a fault into a finding.
+    pub(super) fn check(&self) {
+        let (q, k) = (&self.q, &self.k);
+        assert_eq!(q.len(), q.rows * q.cols, "q holds rows * cols values");
+        assert_eq!(k.len(), k.rows * k.cols, "k holds rows * cols values");
+        assert_eq!(q.cols, k.cols, "q and k have one inner dimension");
+        assert_eq!(self.labels.len(), q.rows, "one label a token");
+        assert!(
+            self.valid_vocab <= k.rows,
+            "valid_vocab is at most the rows of k"
+        );
+        let valid = |label: u32| label == IGNORED || (label as usize) < self.valid_vocab;
+        assert!(
+            self.labels.iter().all(|&label| valid(label)),
+            "labels are below valid_vocab"
+        );
+    }
+
+    /// The target row of a token, or none when the token is ignored.
+    pub(super) fn label(&self, token: usize) -> Option<usize> {
+        Some(self.labels[token])
+            .filter(|&label| label != IGNORED)
+            .map(|label| label as usize)
+    }
+
+    /// Multiply-adds of one GEMM over the valid token x vocabulary plane.
+    pub(super) fn gemm_work(&self) -> u64 {
+        self.q.rows as u64 * self.valid_vocab as u64 * self.q.cols as u64
+    }
+}
+
+impl Matrix<'_> {
+    /// Number of elements held.
+    pub fn len(&self) -> usize {
+        match self.values {
+            Values::Bf16(bits) | Values::F16(bits) => bits.len(),
+            Values::F32(values) => values.len(),
+            Values::F64(values) => values.len(),
+        }
+    }
+
+    /// Whether no element is held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Element at a row-major index, exactly.
+    pub fn get_f64(&self, index: usize) -> f64 {
+        match self.values {
+            Values::Bf16(bits) => f64::from(bf16_to_f32(bits[index])),
+            Values::F16(bits) => f16::from_bits(bits[index]).to_f64(),
+            Values::F32(values) => f64::from(values[index]),
+            Values::F64(values) => values[index],
+        }
+    }
+
+    /// Rows as f32, row-major: exact, but for f64 values, which are rounded to
+    /// nearest.
+    pub fn panel_f32(&self, rows: Range<usize>, panel: &mut [f32]) {
+        let range = self.elements(rows);
+        match self.values {
+            Values::Bf16(bits) => convert(&bits[range], panel, bf16_to_f32),
+            Values::F16(bits) => convert(&bits[range], panel, |bits| f16::from_bits(bits).to_f32()),
+            Values::F32(values) => panel.copy_from_slice(&values[range]),
+            Values::F64(values) => convert(&values[range], panel, |value| value as f32),
+        }
+    }
+
+    /// Rows as f64, row-major, exactly.
+    pub fn panel_f64(&self, rows: Range<usize>, panel: &mut [f64]) {
+        let range = self.elements(rows);
+        match self.values {
+            Values::Bf16(bits) => convert(&bits[range], panel, |bits| bf16_to_f32(bits).into()),
+            Values::F16(bits) => convert(&bits[range], panel, |bits| f16::from_bits(bits).to_f64()),
+            Values::F32(values) => convert(&values[range], panel, f64::from),
+            Values::F64(values) => panel.copy_from_slice(&values[range]),
+        }
+    }
+
+    /// Where rows lie among the elements.
+    pub(super) fn elements(&self, rows: Range<usize>) -> Range<usize> {
+        rows.start * self.cols..rows.end * self.cols
+    }
+}
+
+/// bfloat16 is the upper half of binary32. A signalling NaN stays one, so that
+/// widening keeps every bit; `bf16::to_f32` does the same.
+fn bf16_to_f32(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+fn convert<S: Copy, D>(source: &[S], target: &mut [D], element: impl Fn(S) -> D) {
+    assert_eq!(
+        source.len(),
+        target.len(),
+        "a panel holds its rows and nothing else"
+    );
+    for (target, &source) in target.iter_mut().zip(source) {
+        *target = element(source);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    /// Every 16-bit pattern, NaN payloads included, against the `half` crate.
+    #[test]
+    fn sixteen_bit_panels_hold_what_half_reads_for_every_pattern() {
+        let bits: Vec<u16> = (0..=u16::MAX).collect();
+        let mut panel = vec![0.0f32; bits.len()];
+        let mut wide = vec![0.0f64; bits.len()];
+        let matrix = |values| Matrix {
+            rows: 256,
+            cols: 256,
+            values,
+        };
+        for (values, is_bf16) in [(Values::Bf16(&bits), true), (Values::F16(&bits), false)] {
+            let matrix = matrix(values);
+            matrix.panel_f32(0..256, &mut panel);
+            matrix.panel_f64(0..256, &mut wide);
+            for (index, &pattern) in bits.iter().enumerate() {
+                let wanted = match is_bf16 {
+                    true => bf16::from_bits(pattern).to_f64(),
+                    false => f16::from_bits(pattern).to_f64(),
+                };
+                let same = |got: f64| got == wanted || (got.is_nan() && wanted.is_nan());
+                assert!(
+                    same(panel[index].into()) && same(wide[index]),
+                    "{pattern:#06x}"
+                );
+                assert!(same(matrix.get_f64(index)), "{pattern:#06x}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_panel_is_the_rows_asked_for_and_f64_values_are_rounded_to_f32() {
+        let values: Vec<f64> = (0..12).map(|i| f64::from(i) + 1e-12).collect();
+        let matrix = Matrix {
+            rows: 4,
+            cols: 3,
+            values: Values::F64(&values),
+        };
+        let mut panel = [0.0f32; 6];
+        matrix.panel_f32(1..3, &mut panel);
+        assert_eq!(panel, [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+        let mut wide = [0.0f64; 6];
+        matrix.panel_f64(1..3, &mut wide);
+        assert_eq!(wide, values[3..9]);
+    }
+
+    #[test]
+    #[should_panic(expected = "labels are below valid_vocab")]
+    fn a_label_in_the_masked_vocabulary_is_a_programming_error() {
+        let values = [0.0f32; 4];
+        let matrix = Matrix {
+            rows: 2,
+            cols: 2,
+            values: Values::F32(&values),
+        };
+        HeadInputs {
+            q: matrix,
+            k: matrix,
+            labels: &[0, 1],
+            valid_vocab: 1,
+        }
+        .check();
+    }
+}

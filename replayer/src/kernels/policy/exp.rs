@@ -1,0 +1,190 @@
+//! exp in f32 and the row passes of softmax: max, sum of exponentials, gradient.
+//!
+//! Every pass is one generic body, compiled twice: with AVX2 and FMA enabled, where
+//! it vectorises, and without. Both give the same bits, because `mul_add` rounds once
+//! either way and sums are taken in 32 fixed lanes. AVX-512 is not used: these passes
+//! are some 3 % of a step, and its target feature is newer than the workspace's
+//! oldest compiler.
+
+/// Lanes of a row sum: element i goes to lane i mod 32, lanes are added pairwise.
+/// Four vectors of eight hide the latency of the addition.
+const LANES: usize = 32;
+
+/// `exp(x)` within one unit in the last place, subnormal results included; NaN stays
+/// NaN.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    // Beyond these the result is 0 or inf; comparing this way round lets NaN through.
+    let x = if x < -104.0 { -104.0 } else { x };
+    let x = if x > 89.0 { 89.0 } else { x };
+    // Adding 1.5 * 2^23 leaves the nearest integer to x / ln 2 in the low bits.
+    const MAGIC: f32 = 12_582_912.0;
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, MAGIC);
+    let exponent = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
+    let whole = shifted - MAGIC;
+    // ln 2 in two pieces, so that the reduced argument keeps its last bits.
+    let r = whole.mul_add(-0.693_359_4, x);
+    let r = whole.mul_add(2.121_944_4e-4, r);
+    // Minimax polynomial of (exp(r) - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2] (SLEEF).
+    let p = 0.000_198_527_62_f32;
+    let p = p.mul_add(r, 0.001_393_043_5);
+    let p = p.mul_add(r, 0.008_333_361);
+    let p = p.mul_add(r, 0.041_666_485);
+    let p = p.mul_add(r, 0.166_666_67);
+    let p = p.mul_add(r, 0.5);
+    let value = 1.0 + (r * r).mul_add(p, r);
+    // Two factors: one power of two cannot reach 2^-150 or 2^128.
+    let half = exponent >> 1;
+    value * power_of_two(half) * power_of_two(exponent.wrapping_sub(half))
+}
+
+#[inline(always)]
+fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits((exponent.wrapping_add(127) as u32) << 23)
+}
+
+/// Compiles a pass for AVX2 with FMA and for the baseline, and picks at run time.
+macro_rules! dispatched {
+    ($(#[$doc:meta])* $name:ident, $body:ident, ($($arg:ident: $type:ty),*) -> $result:ty) => {
+        $(#[$doc])*
+        pub(super) fn $name($($arg: $type),*) -> $result {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,fma")]
+                fn vectorised($($arg: $type),*) -> $result {
+                    $body($($arg),*)
+                }
+                if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                    // SAFETY: the two features it is compiled for were just detected.
+                    return unsafe { vectorised($($arg),*) };
+                }
+            }
+            $body($($arg),*)
+        }
+    };
+}
+
+dispatched!(
+    /// Largest element of a row; NaN elements are passed over.
+    row_max, row_max_body, (row: &[f32]) -> f32
+);
+dispatched!(
+    /// Sum of `exp(x - shift)` over a row, in 32 lanes, then pairwise.
+    sum_exp, sum_exp_body, (row: &[f32], shift: f32) -> f32
+);
+dispatched!(
+    /// Replaces each x of a row by `g exp(x - lse)`.
+    softmax_gradient, softmax_gradient_body, (row: &mut [f32], lse: f32, g: f32) -> ()
+);
+
+#[inline(always)]
+fn row_max_body(row: &[f32]) -> f32 {
+    // A comparison, not f32::max: it compiles to one instruction, and NaN loses.
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (chunks, tail) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, x);
+        }
+    }
+    lanes
+        .iter()
+        .chain(tail)
+        .fold(f32::NEG_INFINITY, |max, &x| larger(max, x))
+}
+
+#[inline(always)]
+fn sum_exp_body(row: &[f32], shift: f32) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let (chunks, tail) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += exp(x - shift);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(tail) {
+        *lane += exp(x - shift);
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+#[inline(always)]
+fn softmax_gradient_body(row: &mut [f32], lse: f32, g: f32) {
+    for x in row {
+        *x = g * exp(*x - lse);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Distance from the exact value in units of the last place of the f32 result.
+    fn ulp_error(x: f32) -> f64 {
+        let exact = libm::exp(f64::from(x));
+        let got = exp(x);
+        if x.is_nan() {
+            assert!(got.is_nan());
+            return 0.0;
+        }
+        if exact as f32 == got {
+            return 0.0;
+        }
+        let magnitude = exact.max(f64::from(f32::MIN_POSITIVE));
+        let spacing = libm::exp2(libm::floor(libm::log2(magnitude)) - 23.0);
+        (f64::from(got) - exact).abs() / spacing
+    }
+
+    /// Every 97th of the 2^32 bit patterns, and all of [-1, 1) more densely.
+    #[test]
+    fn exp_is_within_one_ulp_of_f64_exp_over_all_magnitudes() {
+        use rayon::prelude::*;
+        let stratified = (0..=u32::MAX / 97)
+            .into_par_iter()
+            .map(|i| f32::from_bits(i * 97));
+        let dense = (0..1 << 22)
+            .into_par_iter()
+            .map(|i| i as f32 * 3.0e-5 - 104.5);
+        let worst = stratified
+            .chain(dense)
+            .map(ulp_error)
+            .reduce(|| 0.0, f64::max);
+        assert!(worst <= 1.0, "worst error {worst} ulp");
+    }
+
+    #[test]
+    fn exp_has_its_limits() {
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(f32::INFINITY), f32::INFINITY);
+        assert_eq!(exp(-1000.0), 0.0);
+        assert!(exp(88.722_83).is_finite() && exp(88.722_84).is_infinite());
+        assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn vector_and_scalar_passes_give_the_same_bits() {
+        for length in [0, 1, 7, 31, 32, 33, 64, 95, 1000] {
+            let row: Vec<f32> = (0..length)
+                .map(|i| ((i * 37 % 101) as f32 - 90.0) / 7.0)
+                .collect();
+            assert_eq!(row_max(&row).to_bits(), row_max_body(&row).to_bits());
+            assert_eq!(
+                sum_exp(&row, 1.5).to_bits(),
+                sum_exp_body(&row, 1.5).to_bits()
+            );
+            let (mut vector, mut scalar) = (row.clone(), row);
+            softmax_gradient(&mut vector, 0.25, -3.0);
+            softmax_gradient_body(&mut scalar, 0.25, -3.0);
+            assert_eq!(vector, scalar);
+        }
+    }
+}

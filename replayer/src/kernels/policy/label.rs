@@ -1,0 +1,183 @@
+//! The label path of the fused policies: gather for dq, scatter-add for dk, and the
+//! sum of softmax and label parts.
+//!
+//! The scatter-add runs row by row, each over its tokens in token order, which is what
+//! one sequential scatter gives and needs no atomics.
+
+use super::Policy;
+use crate::kernels::matrix::HeadInputs;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Tokens that hit each row of k.
+pub(super) struct Hits {
+    /// (label, token) by label, then by token; ignored tokens left out.
+    by_label: Vec<(u32, u32)>,
+}
+
+impl Hits {
+    pub(super) fn new(labels: &[u32]) -> Self {
+        let hit = |(token, &label): (usize, &u32)| {
+            (label != crate::kernels::matrix::IGNORED).then_some((label, token as u32))
+        };
+        let mut by_label: Vec<_> = labels.iter().enumerate().filter_map(hit).collect();
+        by_label.sort_unstable();
+        Hits { by_label }
+    }
+
+    /// The hits of one row, in token order.
+    fn of(&self, row: usize) -> &[(u32, u32)] {
+        let start = self
+            .by_label
+            .partition_point(|&(label, _)| (label as usize) < row);
+        let length = self.by_label[start..].partition_point(|&(label, _)| label as usize == row);
+        &self.by_label[start..start + length]
+    }
+}
+
+/// What the label path reads.
+pub(super) struct LabelPath<'a> {
+    pub(super) policy: &'a Policy,
+    pub(super) inputs: &'a HeadInputs<'a>,
+    pub(super) g_label: &'a [f32],
+}
+
+impl LabelPath<'_> {
+    /// Finishes dk rows `[rows, D]` in place: on entry `dk` holds the softmax part, on
+    /// return the rounded sum. Where `parts` is given, the rounded softmax and label
+    /// parts are left there.
+    pub(super) fn finish_dk(
+        &self,
+        hits: &Hits,
+        rows: Range<usize>,
+        dk: &mut [f32],
+        parts: Option<(&mut [f32], &mut [f32])>,
+    ) {
+        let depth = self.inputs.q.cols;
+        if dk.is_empty() {
+            return;
+        }
+        let row = |index: usize| hits.of(rows.start + index);
+        match parts {
+            None => dk
+                .par_chunks_mut(depth)
+                .enumerate()
+                .for_each(|(index, dk)| {
+                    let hits = row(index);
+                    let mut label = if hits.is_empty() {
+                        Vec::new()
+                    } else {
+                        vec![0.0; depth]
+                    };
+                    self.scatter(hits, &mut label);
+                    self.join(dk, &label, |_, _| {});
+                }),
+            Some((lse, label)) => {
+                (
+                    dk.par_chunks_mut(depth),
+                    lse.par_chunks_mut(depth),
+                    label.par_chunks_mut(depth),
+                )
+                    .into_par_iter()
+                    .enumerate()
+                    .for_each(|(index, (dk, lse, label))| {
+                        let hits = row(index);
+                        label.fill(0.0);
+                        self.scatter(hits, label);
+                        self.policy.parts.round_slice(label);
+                        let added = if hits.is_empty() { &[] } else { &*label };
+                        self.join(dk, added, |d, part| lse[d] = part);
+                    });
+            }
+        }
+    }
+
+    /// Finishes dq rows `[tokens, D]` in place, as `finish_dk` does.
+    pub(super) fn finish_dq(
+        &self,
+        dq: &mut [f32],
+        first: usize,
+        parts: Option<(&mut [f32], &mut [f32])>,
+    ) {
+        let depth = self.inputs.q.cols;
+        if dq.is_empty() {
+            return;
+        }
+        match parts {
+            None => dq
+                .par_chunks_mut(depth)
+                .enumerate()
+                .for_each(|(index, dq)| {
+                    let mut label = Vec::new();
+                    self.gather(first + index, &mut label);
+                    self.join(dq, &label, |_, _| {});
+                }),
+            Some((lse, label)) => {
+                (
+                    dq.par_chunks_mut(depth),
+                    lse.par_chunks_mut(depth),
+                    label.par_chunks_mut(depth),
+                )
+                    .into_par_iter()
+                    .enumerate()
+                    .for_each(|(index, (dq, lse, label))| {
+                        let mut gathered = Vec::new();
+                        self.gather(first + index, &mut gathered);
+                        self.policy.parts.round_slice(&mut gathered);
+                        self.join(dq, &gathered, |d, part| lse[d] = part);
+                        label.fill(0.0);
+                        label[..gathered.len()].copy_from_slice(&gathered);
+                    });
+            }
+        }
+    }
+
+    /// `acc = round(acc + round(g q))` over the hits of one row, in token order.
+    fn scatter(&self, hits: &[(u32, u32)], acc: &mut [f32]) {
+        let Policy {
+            input,
+            label_grad,
+            label_scatter,
+            ..
+        } = *self.policy;
+        let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
+        for &(_, token) in hits {
+            let token = token as usize;
+            self.inputs.q.panel_f32(token..token + 1, &mut q);
+            input.round_slice(&mut q);
+            let g = self.g_label[token];
+            q.iter_mut().for_each(|q| *q *= g);
+            label_grad.round_slice(&mut q);
+            acc.iter_mut()
+                .zip(&q)
+                .for_each(|(acc, addend)| *acc += addend);
+            label_scatter.round_slice(acc);
+        }
+    }
+
+    /// `round(g k[label])` of one token; empty when it is ignored.
+    fn gather(&self, token: usize, row: &mut Vec<f32>) {
+        let Some(label) = self.inputs.label(token) else {
+            return;
+        };
+        row.resize(self.inputs.k.cols, 0.0);
+        self.inputs.k.panel_f32(label..label + 1, row);
+        self.policy.input.round_slice(row);
+        let g = self.g_label[token];
+        row.iter_mut().for_each(|k| *k *= g);
+        self.policy.label_grad.round_slice(row);
+    }
+
+    /// `sum = round(round(sum) + round(label))`, and tells `keep` the rounded softmax
+    /// part. A row without a label part (`label` empty) has nothing added to it, so
+    /// that its -0 stays -0.
+    fn join(&self, sum: &mut [f32], label: &[f32], mut keep: impl FnMut(usize, f32)) {
+        let Policy { parts, output, .. } = *self.policy;
+        parts.round_slice(sum);
+        sum.iter().enumerate().for_each(|(d, &part)| keep(d, part));
+        for (sum, &label) in sum.iter_mut().zip(label) {
+            *sum += parts.round(label);
+        }
+        output.round_slice(sum);
+    }
+}

@@ -1,0 +1,46 @@
+//! Rows of a matrix picked out in order, in the dtype they have.
+
+use crate::kernels::matrix::{Matrix, Values};
+
+/// Some rows of a matrix, copied together.
+pub(super) struct Gathered {
+    rows: usize,
+    cols: usize,
+    values: Owned,
+}
+
+enum Owned {
+    Bf16(Vec<u16>),
+    F16(Vec<u16>),
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+}
+
+impl Gathered {
+    /// Picks rows out of a matrix.
+    pub(super) fn new(matrix: &Matrix<'_>, rows: &[usize]) -> Gathered {
+        let cols = matrix.cols;
+        let values = match matrix.values {
+            Values::Bf16(bits) => Owned::Bf16(pick(bits, cols, rows)),
+            Values::F16(bits) => Owned::F16(pick(bits, cols, rows)),
+            Values::F32(values) => Owned::F32(pick(values, cols, rows)),
+            Values::F64(values) => Owned::F64(pick(values, cols, rows)),
+        };
+        Gathered { rows: rows.len(), cols, values }
+    }
+
+    /// The picked rows as a matrix.
+    pub(super) fn matrix(&self) -> Matrix<'_> {
+        let values = match &self.values {
+            Owned::Bf16(bits) => Values::Bf16(bits),
+            Owned::F16(bits) => Values::F16(bits),
+            Owned::F32(values) => Values::F32(values),
+            Owned::F64(values) => Values::F64(values),
+        };
+        Matrix { rows: self.rows, cols: self.cols, values }
+    }
+}
+
+fn pick<T: Copy>(values: &[T], cols: usize, rows: &[usize]) -> Vec<T> {
+    rows.iter().flat_map(|&row| &values[row * cols..(row + 1) * cols]).copied().collect()
+}

@@ -1,0 +1,106 @@
+//! What a dump holds and whether it is what the job held, as text.
+
+use std::fmt::Write;
+
+use super::number::{bytes, count, plural};
+use crate::dump::{StepDump, StepState};
+use crate::verify::Verification;
+use backtape::shard::FingerprintSource;
+
+/// `replay verify`: each proof with what it found.
+pub fn verification(dump: &StepDump, proof: &Verification) -> String {
+    let mut out = String::new();
+    title(&mut out, dump);
+    let size = format!("{}, {}", plural(proof.shards, "shard"), bytes(proof.bytes));
+    let _ = writeln!(out, "bytes     {} of {size}: hash as taken in the training process", count(proof.hashes_ok));
+    let _ = writeln!(
+        out,
+        "place     {} of {}: fingerprint recomputed from box and bytes\n",
+        count(proof.places_ok),
+        plural(proof.shards, "shard"),
+    );
+    tensors(&mut out, proof);
+    for finding in &proof.findings {
+        let _ = writeln!(out, "found     {}", finding.sentence);
+    }
+    for item in &proof.not_checked {
+        let _ = writeln!(out, "unchecked {}: {}", item.what, item.why);
+    }
+    let verdict = match (proof.intact(), dump.committed()) {
+        (true, true) => "PROVED: the dump is what the job held.",
+        (true, false) => "PARTIAL: what is there is what the job held; the step was never committed.",
+        _ => "NOT PROVED: see what was found.",
+    };
+    let _ = writeln!(out, "\n{verdict}");
+    out
+}
+
+/// One line a tensor: its fingerprint, who vouches for it, and whether it is whole.
+fn tensors(out: &mut String, proof: &Verification) {
+    let _ = writeln!(
+        out,
+        "{:<34}{:>6} {:>11}  {:<18}{:<12}{}",
+        "tensor", "shards", "bytes", "fingerprint", "placed by", "usable"
+    );
+    for tensor in &proof.tensors {
+        let fingerprint = match (tensor.fingerprint, tensor.partial) {
+            (Some(found), _) => found.to_string(),
+            (None, Some(_)) => "one per addend".into(),
+            (None, None) => "none".into(),
+        };
+        let source = match tensor.fingerprint_source {
+            FingerprintSource::Framework => "framework",
+            FingerprintSource::Recorder => "declaration",
+        };
+        let _ = writeln!(
+            out,
+            "{:<34}{:>6} {:>11}  {:<18}{:<12}{}",
+            tensor.key.to_string(),
+            tensor.shards,
+            bytes(tensor.bytes),
+            fingerprint,
+            source,
+            tensor.unusable.as_deref().map_or("yes".into(), |why| format!("NO: {why}")),
+        );
+    }
+    out.push('\n');
+}
+
+/// `replay inspect`: every tensor of the step.
+pub fn inventory(dump: &StepDump) -> String {
+    let mut out = String::new();
+    title(&mut out, dump);
+    let _ = writeln!(
+        out,
+        "{:<34}{:<7}{:<20}{:<14}{:>6} {:>11}",
+        "tensor", "dtype", "shape", "role", "shards", "bytes"
+    );
+    for (key, info) in dump.tensors() {
+        let size: u64 = info.shards.iter().map(|shard| dump.record(shard).length).sum();
+        let partial = if info.partial.is_some() { ", addends" } else { "" };
+        let _ = writeln!(
+            out,
+            "{:<34}{:<7}{:<20}{:<14}{:>6} {:>11}",
+            format!("{key}{partial}"),
+            info.dtype.name(),
+            format!("{:?}", info.shape),
+            info.role.map(|role| role.name()).unwrap_or("-"),
+            info.shards.len(),
+            bytes(size),
+        );
+    }
+    for omission in &dump.manifest.omissions {
+        let _ = writeln!(out, "omitted   rank {}: {}: {}", omission.rank, omission.tensor, omission.reason);
+    }
+    out
+}
+
+fn title(out: &mut String, dump: &StepDump) {
+    let state = match &dump.state {
+        StepState::Committed => "committed".to_string(),
+        StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
+    };
+    let ranks = plural(u64::from(dump.manifest.world_size), "rank");
+    let _ = writeln!(out, "run       {}, attempt {}, step {} ({ranks})", dump.run, dump.attempt, dump.step);
+    let _ = writeln!(out, "dump      {state}; {}\n", dump.directory.display());
+}

@@ -1,0 +1,9 @@
+//! What a person or a program reads of a replay: plain data in, text or JSON
+//! out. No verdict is made here.
+
+pub mod dumped;
+pub mod number;
+pub mod schema;
+pub mod text;
+
+pub use schema::Report;

@@ -1,0 +1,71 @@
+//! Numbers as people read them in a table.
+
+/// Four significant digits in at most ten characters.
+pub fn short(x: f64) -> String {
+    match x.abs() {
+        0.0 => "0".into(),
+        size if (1e-3..1e5).contains(&size) => {
+            let digits = (3 - size.log10().floor() as i32).max(0) as usize;
+            format!("{x:.digits$}")
+        }
+        _ => format!("{x:.3e}"),
+    }
+}
+
+/// Two significant digits: an error, a floor.
+pub fn error(x: f64) -> String {
+    if x == 0.0 { "0".into() } else { format!("{x:.1e}") }
+}
+
+/// A ratio: one decimal while it is small.
+pub fn ratio(x: f64) -> String {
+    match x {
+        x if x.is_infinite() => "inf".into(),
+        x if x < 100.0 => format!("{x:.1}"),
+        x if x < 1e5 => format!("{x:.0}"),
+        x => format!("{x:.0e}"),
+    }
+}
+
+/// Digits in groups of three.
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at) % 3 == 0 {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// Bytes in binary units.
+pub fn bytes(n: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let step = (n.max(1).ilog2() / 10).min(4);
+    match step {
+        0 => format!("{n} B"),
+        _ => format!("{:.1} {}", n as f64 / f64::from(step * 10).exp2(), units[step as usize]),
+    }
+}
+
+/// `1 row`, `2 rows`.
+pub fn plural(n: u64, noun: &str) -> String {
+    format!("{} {noun}{}", count(n), if n == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_keep_their_digits_and_fit_their_columns() {
+        assert_eq!(short(-0.0123456), "-0.01235");
+        assert_eq!(short(1234.5678), "1235");
+        assert_eq!(short(1e-9), "1.000e-9");
+        assert_eq!(short(f64::NAN), "NaN");
+        assert_eq!((count(1_234_567), bytes(3 << 20)), ("1,234,567".into(), "3.0 MiB".into()));
+        assert_eq!((ratio(4.94), ratio(f64::INFINITY)), ("4.9".into(), "inf".into()));
+    }
+}

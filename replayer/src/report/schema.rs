@@ -1,0 +1,236 @@
+//! The report as one JSON object, schema `backtape.report/1`.
+
+use serde::Serialize;
+
+use crate::replay::against::Difference;
+use crate::replay::outcome::{
+    Comparison, GradNorm, HitClass, NotChecked, Outcome, StageOutcome, Status,
+};
+
+/// Name and version of the schema.
+pub const SCHEMA: &str = "backtape.report/1";
+
+/// The verdict of a replay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// Everything compared is what the declared precision must give.
+    Agreed,
+    /// Something is more wrong than rounding can explain.
+    Diverged,
+    /// Nothing diverged, and something asked for could not be judged.
+    Incomplete,
+}
+
+/// The dump that was read.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct DumpSummary {
+    /// Its directory.
+    pub path: String,
+    /// Its run, attempt and step.
+    pub run: String,
+    /// Which launch.
+    pub attempt: u32,
+    /// Which step.
+    pub step: u64,
+    /// `committed`, or `partial` with who is missing.
+    pub state: String,
+    /// Ranks and mesh, as words.
+    pub ranks: String,
+    /// The head, as words.
+    pub head: String,
+    /// Shards and bytes.
+    pub shards: u64,
+    /// Bytes of all shards.
+    pub bytes: u64,
+    /// True when every check of the round trip passed.
+    pub proved: bool,
+}
+
+/// One stage of the report.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StageReport {
+    /// The stage's name.
+    pub name: &'static str,
+    /// How it came out.
+    pub status: Status,
+    /// Why it failed or was skipped.
+    pub reason: String,
+    /// The worst comparison of the stage; absent for inputs and skipped stages.
+    #[serde(flatten)]
+    pub worst: Option<ComparisonReport>,
+    /// Comparisons made, and how many of them fail.
+    pub comparisons: usize,
+    /// Which fail: microbatch and rank.
+    pub failing: Vec<(Option<u32>, Option<u32>)>,
+}
+
+/// The numbers of one comparison.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ComparisonReport {
+    /// Where the captured value came from.
+    pub source: String,
+    /// Its microbatch.
+    pub microbatch: Option<u32>,
+    /// Whose addend it is.
+    pub rank: Option<u32>,
+    /// Relative error against the f64 reference, Frobenius norm.
+    pub error: f64,
+    /// The error that the declared policy itself has.
+    pub floor: f64,
+    /// `emulated` (the policy was run) or `propagated` (from its rounding points).
+    pub floor_source: &'static str,
+    /// error over floor.
+    pub ratio: f64,
+    /// `⟨captured, ref⟩/⟨ref, ref⟩ - 1`.
+    pub slope: f64,
+    /// Largest absolute error.
+    pub max_abs: f64,
+    /// Elements compared, and how many are beyond their bound.
+    pub elements: u64,
+    /// Elements beyond their bound.
+    pub exceeding: u64,
+    /// Row and column of the worst element.
+    pub worst_index: Option<(u64, u64)>,
+    /// Its value in the dump.
+    pub worst_captured: Option<f64>,
+    /// Its value in f64.
+    pub worst_reference: Option<f64>,
+    /// Row and column of the first element beyond its bound.
+    pub first_index: Option<(u64, u64)>,
+    /// Rows beyond their bound.
+    pub exceeding_rows: u64,
+    /// The worst of them: row, relative error, error over floor.
+    pub worst_rows: Vec<(u64, f64, f64)>,
+    /// For dk: error by how often a row is a label.
+    pub by_hits: Vec<HitClass>,
+    /// The plausible member of the policy that fits best.
+    pub best_member: Option<String>,
+}
+
+/// Where the first divergence is.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct FirstDivergence {
+    /// The stage.
+    pub stage: String,
+    /// The recorded tensor.
+    pub tensor: String,
+    /// Which microbatch.
+    pub microbatch: Option<u32>,
+    /// Which rank.
+    pub rank: Option<u32>,
+    /// Which of the two dumps, with `--against`.
+    pub run: String,
+    /// Why, in one sentence.
+    pub reason: String,
+}
+
+/// A cause from the catalogue. The catalogue is not part of this version, so
+/// none is ever reported; the field is in the schema for its readers.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub enum Cause {}
+
+/// The other dump of `--against`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AgainstReport {
+    /// The other dump.
+    pub dump: DumpSummary,
+    /// Its stages against the reference.
+    pub stages: Vec<StageReport>,
+    /// Tensor by tensor.
+    pub differences: Vec<Difference>,
+    /// Its grad_norm.
+    pub grad_norm: GradNorm,
+}
+
+/// One object: everything a replay found.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    /// [`SCHEMA`].
+    pub schema: &'static str,
+    /// Version of backtape.
+    pub version: &'static str,
+    /// The verdict.
+    pub verdict: Verdict,
+    /// The step.
+    pub step: u64,
+    /// Where the gradients diverge first.
+    pub first_divergence: Option<FirstDivergence>,
+    /// The dump.
+    pub dump: DumpSummary,
+    /// Every stage, in order.
+    pub stages: Vec<StageReport>,
+    /// Causes from the catalogue.
+    pub causes: Vec<Cause>,
+    /// The norm of the gradients.
+    pub grad_norm: GradNorm,
+    /// The other dump of `--against`.
+    pub against: Option<AgainstReport>,
+    /// What verification found, in sentences.
+    pub findings: Vec<String>,
+    /// What was not checked and why.
+    pub not_checked: Vec<NotChecked>,
+}
+
+impl StageReport {
+    /// The report of one stage's outcome.
+    pub fn new(outcome: &StageOutcome) -> StageReport {
+        let id = |c: &Comparison| (c.microbatch.map(|mb| mb.0), c.rank.map(|rank| rank.0));
+        StageReport {
+            name: outcome.stage.name(),
+            status: outcome.status,
+            reason: outcome.reason.clone(),
+            worst: outcome.worst().map(ComparisonReport::new),
+            comparisons: outcome.comparisons.len(),
+            failing: outcome.failing().map(id).collect(),
+        }
+    }
+
+    /// Every stage of an outcome.
+    pub fn all(outcome: &Outcome) -> Vec<StageReport> {
+        outcome.stages.iter().map(StageReport::new).collect()
+    }
+}
+
+impl ComparisonReport {
+    fn new(c: &Comparison) -> ComparisonReport {
+        let worst = c.tally.first_nonfinite.as_ref().or(c.tally.worst.as_ref());
+        ComparisonReport {
+            source: c.source.clone(),
+            microbatch: c.microbatch.map(|mb| mb.0),
+            rank: c.rank.map(|rank| rank.0),
+            error: c.tally.error(),
+            floor: c.floor(),
+            floor_source: if c.members.is_empty() { "propagated" } else { "emulated" },
+            ratio: c.ratio(),
+            slope: c.tally.slope(),
+            max_abs: c.tally.max_abs,
+            elements: c.tally.elements,
+            exceeding: c.tally.exceeding,
+            worst_index: worst.map(|w| w.index),
+            worst_captured: worst.map(|w| w.captured),
+            worst_reference: worst.map(|w| w.reference),
+            first_index: c.tally.first.as_ref().map(|w| w.index),
+            exceeding_rows: c.tally.exceeding_rows,
+            worst_rows: c.tally.worst_rows.iter().map(|r| (r.row, r.error, r.ratio)).collect(),
+            by_hits: c.by_hits.clone(),
+            best_member: c.best_member().map(str::to_string),
+        }
+    }
+}
+
+impl FirstDivergence {
+    /// The first failing stage of an outcome, and its worst comparison.
+    pub fn of(outcome: &Outcome, run: &str) -> Option<FirstDivergence> {
+        let stage = outcome.first_divergence()?;
+        let worst = stage.worst();
+        Some(FirstDivergence {
+            stage: stage.stage.name().into(),
+            tensor: worst.map_or(stage.stage.name().into(), |c| c.source.clone()),
+            microbatch: worst.and_then(|c| c.microbatch).map(|mb| mb.0),
+            rank: worst.and_then(|c| c.rank).map(|rank| rank.0),
+            run: run.into(),
+            reason: stage.reason.clone(),
+        })
+    }
+}

@@ -1,0 +1,254 @@
+//! The report as one screen of plain text, at most 100 columns wide.
+
+use std::fmt::Write;
+
+use super::number::{bytes, count, error, plural, ratio, short};
+use super::schema::{AgainstReport, ComparisonReport, Report, StageReport, Verdict};
+use crate::replay::outcome::Status;
+
+/// Width that every line keeps to.
+pub const WIDTH: usize = 100;
+
+/// Rows of frequent labels, from this many hits on.
+const FREQUENT: u32 = 16;
+
+/// The whole report.
+pub fn render(report: &Report) -> String {
+    let mut out = String::new();
+    head(&mut out, report);
+    stages(&mut out, &report.stages);
+    if let Some(against) = &report.against {
+        differences(&mut out, against);
+    }
+    grad_norm(&mut out, report);
+    for finding in &report.findings {
+        wrap(&mut out, "found     ", finding);
+    }
+    for item in &report.not_checked {
+        wrap(&mut out, "unchecked ", &format!("{}: {}", item.what, item.why));
+    }
+    out.push('\n');
+    wrap(&mut out, "", &verdict(report));
+    out
+}
+
+fn head(out: &mut String, report: &Report) {
+    let dump = &report.dump;
+    let run = format!("{}, attempt {}, step {} ({})", dump.run, dump.attempt, dump.step, dump.ranks);
+    wrap(out, "run       ", &run);
+    let proof = if dump.proved { "bytes, place, coverage and replicas proved" } else { "NOT proved" };
+    let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
+    wrap(out, "dump      ", &format!("{}; {size}; {proof}", dump.state));
+    wrap(out, "head      ", &dump.head);
+    if let Some(against) = &report.against {
+        let other = &against.dump;
+        let run = format!("{}, attempt {}, step {} ({})", other.run, other.attempt, other.step, other.ranks);
+        wrap(out, "against   ", &run);
+    }
+    out.push('\n');
+}
+
+fn stages(out: &mut String, stages: &[StageReport]) {
+    let _ = writeln!(
+        out,
+        "{:<13}{:<6}{:>8} {:>8} {:>6}  {:<17}{:>10} {:>10}  {}",
+        "stage", "status", "error", "floor", "ratio", "worst element", "captured", "reference", "where"
+    );
+    for stage in stages {
+        match &stage.worst {
+            Some(worst) => compared(out, stage, worst),
+            None if stage.status == Status::Skip && stage.reason == "not asked for" => {}
+            None if stage.status == Status::Skip => {}
+            None => {
+                let _ = writeln!(out, "{:<13}{:<6} input: {}", stage.name, word(stage.status), stage.reason);
+            }
+        }
+    }
+    let skipped: Vec<&str> = stages.iter().filter(|s| s.status == Status::Skip).map(|s| s.name).collect();
+    wrap(out, "skipped   ", &skipped.join(" "));
+    out.push('\n');
+}
+
+fn compared(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
+    let value = |x: Option<f64>| x.map(short).unwrap_or_default();
+    let index = worst.worst_index.map(|(row, column)| format!("[{row}, {column}]"));
+    let _ = writeln!(
+        out,
+        "{:<13}{:<6}{:>8} {:>8} {:>6}  {:<17}{:>10} {:>10}  {}",
+        stage.name,
+        word(stage.status),
+        error(worst.error),
+        error(worst.floor),
+        ratio(worst.ratio),
+        index.unwrap_or_default(),
+        value(worst.worst_captured),
+        value(worst.worst_reference),
+        place(worst.microbatch, worst.rank),
+    );
+    if stage.status == Status::Fail {
+        evidence(out, stage, worst);
+    }
+}
+
+/// Which rows, which classes of rows, which ranks.
+fn evidence(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
+    let indent = "             ";
+    wrap(out, indent, &stage.reason);
+    let failing = stage.failing.len();
+    if stage.comparisons > 1 {
+        wrap(out, indent, &format!("in {failing} of {} comparisons over microbatches and ranks", stage.comparisons));
+    }
+    if !worst.worst_rows.is_empty() {
+        let rows: Vec<String> = worst.worst_rows.iter().take(6).map(|(row, _, x)| format!("{row} ({}x)", ratio(*x))).collect();
+        wrap(out, indent, &format!("worst rows, error over floor: {}", rows.join(", ")));
+    }
+    let sum = |from: u32, to: u32| {
+        let classes = worst.by_hits.iter().filter(|c| (from..to).contains(&c.hits_from));
+        classes.fold((0u64, 0.0, 0.0), |(n, e, x), c| (n + c.rows, e + c.error_energy, x + c.expected_energy))
+    };
+    let (rare, frequent) = (sum(1, FREQUENT), sum(FREQUENT, u32::MAX));
+    if frequent.1 > 0.0 {
+        let all = rare.1 + frequent.1 + sum(0, 1).1;
+        let over = |(_, e, x): (u64, f64, f64)| if x > 0.0 { ratio((e / x).sqrt()) } else { "-".into() };
+        let text = format!(
+            "rows that are a label {FREQUENT} times or more: {} rows, {:.1} % of the error, {}x the floor; rows with fewer hits {}x",
+            count(frequent.0), 100.0 * frequent.1 / all, over(frequent), over(rare),
+        );
+        wrap(out, indent, &text);
+    }
+    if worst.slope.abs() > 1e-3 {
+        wrap(out, indent, &format!("scale off by {:+.2} %", 100.0 * worst.slope));
+    }
+}
+
+fn differences(out: &mut String, against: &AgainstReport) {
+    let _ = writeln!(
+        out,
+        "{:<13}{:<6}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
+        "both runs", "status", "difference", "allowed", "worst element", "this", "other", "where"
+    );
+    for found in &against.differences {
+        let allowed = found.allowed.map_or("-".into(), error);
+        let (index, ours, theirs) = match found.worst {
+            Some((at, x, y)) => (format!("[{}, {}]", at.0, at.1), short(x), short(y)),
+            None => ("equal bit for bit".into(), String::new(), String::new()),
+        };
+        let _ = writeln!(
+            out,
+            "{:<13}{:<6}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
+            found.stage.name(),
+            if found.status == Status::Skip { "-" } else { word(found.status) },
+            error(found.difference),
+            allowed,
+            index,
+            ours,
+            theirs,
+            place(found.microbatch.map(|mb| mb.0), None),
+        );
+    }
+    let failing: Vec<&str> =
+        against.stages.iter().filter(|s| s.status == Status::Fail).map(|s| s.name).collect();
+    let other = match failing.as_slice() {
+        [] => "agrees with its own reference at every stage compared".to_string(),
+        names => format!("diverges from its own reference at {}", names.join(", ")),
+    };
+    wrap(out, "other run ", &other);
+    out.push('\n');
+}
+
+fn grad_norm(out: &mut String, report: &Report) {
+    let norm = &report.grad_norm;
+    let mut parts = Vec::new();
+    if let Some(captured) = norm.captured {
+        parts.push(format!("{captured:.7} as the job reported it"));
+    }
+    if let Some(reference) = norm.reference {
+        parts.push(format!("{reference:.7} with dk from the f64 reference"));
+    }
+    if let (Some(ours), Some(exact)) = (norm.dk_captured, norm.dk_reference) {
+        parts.push(format!("norm of dk {ours:.7}, reference {exact:.7} ({:+.2e})", ours / exact - 1.0));
+    }
+    if let Some(other) = report.against.as_ref().and_then(|a| a.grad_norm.captured) {
+        parts.push(format!("{other:.7} in the other run"));
+    }
+    if !parts.is_empty() {
+        wrap(out, "grad_norm ", &parts.join("; "));
+    }
+}
+
+fn verdict(report: &Report) -> String {
+    match (&report.verdict, &report.first_divergence) {
+        (Verdict::Diverged, Some(first)) => {
+            let place = match place(first.microbatch, first.rank) {
+                text if text.is_empty() => String::new(),
+                text => format!(" ({text})"),
+            };
+            let run = if report.against.is_some() { format!(" in run {}", first.run) } else { String::new() };
+            format!("DIVERGED at {}{}{run}{place}: {}.", first.stage, meaning(&first.stage), first.reason)
+        }
+        (Verdict::Agreed, _) => {
+            let compared = report.stages.iter().filter(|stage| stage.worst.is_some()).count();
+            format!("AGREED: all {compared} stages compared are what the declared precision must give.")
+        }
+        _ => "INCOMPLETE: no verdict is given on what depends on the missing or altered parts above.".into(),
+    }
+}
+
+fn meaning(stage: &str) -> &'static str {
+    match stage {
+        "dk_label" => ", the label part of dk",
+        "dk_lse" => ", the log-sum-exp part of dk",
+        "dq_label" => ", the label part of dq",
+        "dq_lse" => ", the log-sum-exp part of dq",
+        "accumulate" => ", the sum over microbatches",
+        "reduce" => ", the sum over ranks",
+        _ => "",
+    }
+}
+
+fn place(microbatch: Option<u32>, rank: Option<u32>) -> String {
+    let microbatch = microbatch.map(|mb| format!("mb {mb}"));
+    let rank = rank.map(|rank| format!("rank {rank}"));
+    [microbatch, rank].into_iter().flatten().collect::<Vec<_>>().join(" ")
+}
+
+fn word(status: Status) -> &'static str {
+    match status {
+        Status::Pass => "pass",
+        Status::Fail => "FAIL",
+        Status::Skip => "skip",
+    }
+}
+
+/// Writes text after a label, broken at spaces, continued under itself.
+fn wrap(out: &mut String, label: &str, text: &str) {
+    let room = WIDTH - label.len();
+    let mut lead = label.to_string();
+    let mut line = String::new();
+    for word in text.split(' ') {
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > room {
+            let _ = writeln!(out, "{lead}{line}");
+            lead = " ".repeat(label.len());
+            line.clear();
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(word);
+    }
+    let _ = writeln!(out, "{lead}{line}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_text_is_continued_under_itself_and_no_line_is_wider_than_the_screen() {
+        let mut out = String::new();
+        wrap(&mut out, "unchecked ", &"word ".repeat(60));
+        assert!(out.lines().count() > 2);
+        assert!(out.lines().all(|line| line.len() <= WIDTH));
+        assert!(out.lines().skip(1).all(|line| line.starts_with("          ")));
+    }
+}

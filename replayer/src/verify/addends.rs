@@ -1,0 +1,262 @@
+//! Partial tensors: is every addend there, once, and as wide as the others?
+//!
+//! Where the mesh says which ranks hold which addend, it is believed. Where it
+//! does not, each rank's part is one addend, and what can be shown is that
+//! every element gets equally many of them.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Rank;
+use backtape::index_box::{IndexBox, gaps};
+use backtape::placement::Placement;
+use backtape::shard::{ShardRecord, TensorKey};
+
+use super::contents::Contents;
+use super::finding::{FindingKind, NotChecked, VerifyFinding};
+use super::{absent_ranks, agreement};
+use crate::dump::{ShardRef, StepDump, TensorInfo, name_ranks};
+
+/// Pairs of a cell and a box that are compared, about a second's worth; a
+/// finer grid is not counted, and that is said.
+const COMPARISONS: usize = 1 << 27;
+/// Gaps named one by one for a tensor.
+const NAMED: usize = 32;
+
+/// Which addend a shard is of: coordinates on the axes of the mesh that are
+/// summed over, else the rank.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Addend {
+    Mesh(Vec<(String, u32)>),
+    Rank(Rank),
+}
+
+impl std::fmt::Display for Addend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Addend::Rank(rank) => write!(f, "rank {rank}"),
+            Addend::Mesh(at) => {
+                let axes: Vec<String> = at.iter().map(|(axis, i)| format!("{axis}={i}")).collect();
+                f.write_str(&axes.join(" "))
+            }
+        }
+    }
+}
+
+/// What is wrong with the addends of one partial tensor.
+pub(super) fn findings(
+    dump: &StepDump,
+    key: &TensorKey,
+    info: &TensorInfo,
+    contents: &Contents,
+    not_checked: &mut Vec<NotChecked>,
+) -> Vec<VerifyFinding> {
+    let groups = group(dump, info);
+    let mut found = Vec::new();
+    for shards in groups.values() {
+        found.extend(agreement::findings(dump, key, shards, contents));
+        found.extend(lost(dump, key, shards, contents));
+    }
+    let by_mesh = groups
+        .keys()
+        .all(|addend| matches!(addend, Addend::Mesh(_)));
+    if by_mesh {
+        found.extend(narrow(dump, key, info, &groups));
+        found.extend(absent_coordinates(dump, key, &groups));
+        return found;
+    }
+    match uneven(dump, key, info, &groups) {
+        Some(findings) => found.extend(findings),
+        None => not_checked.push(NotChecked {
+            what: format!("whether every element of {key} has equally many addends"),
+            why: "its boxes are cut too finely to be compared".into(),
+        }),
+    }
+    let absent = absent_ranks(dump, info);
+    if absent.is_empty() {
+        return found;
+    }
+    if dump.committed() {
+        not_checked.push(NotChecked {
+            what: format!(
+                "whether {} should hold an addend of {key}",
+                name_ranks(&absent)
+            ),
+            why: "no mesh placement says which ranks the sum goes over".into(),
+        });
+    } else {
+        let who = name_ranks(&absent);
+        let sentence = format!("{key}: an addend may be lost: nothing of it was found from {who}");
+        let finding = VerifyFinding::fault(FindingKind::MissingAddend, sentence);
+        found.push(finding.of(key).by(absent));
+    }
+    found
+}
+
+/// By coordinates only if every shard names the same summed axes.
+fn group(dump: &StepDump, info: &TensorInfo) -> BTreeMap<Addend, Vec<ShardRef>> {
+    let records = || info.shards.iter().map(|at| dump.record(at));
+    let axes = records().next().map(summed_axes).unwrap_or_default();
+    let same = |record: &ShardRecord| {
+        summed_axes(record) == axes && axes.iter().all(|axis| record.mesh.contains_key(*axis))
+    };
+    let by_mesh = !axes.is_empty() && records().all(same);
+    let mut groups: BTreeMap<Addend, Vec<ShardRef>> = BTreeMap::new();
+    for at in &info.shards {
+        let record = dump.record(at);
+        let addend = if by_mesh {
+            let coordinate = |axis: &&str| ((*axis).to_string(), record.mesh[*axis]);
+            Addend::Mesh(axes.iter().map(coordinate).collect())
+        } else {
+            Addend::Rank(record.rank)
+        };
+        groups.entry(addend).or_default().push(*at);
+    }
+    groups
+}
+
+fn summed_axes(record: &ShardRecord) -> Vec<&str> {
+    let placements = record.placement.iter();
+    let summed = placements.filter(|(_, placement)| matches!(placement, Placement::Partial(_)));
+    summed.map(|(axis, _)| axis.as_str()).collect()
+}
+
+/// Boxes of one addend that no intact shard holds.
+fn lost(
+    dump: &StepDump,
+    key: &TensorKey,
+    shards: &[ShardRef],
+    contents: &Contents,
+) -> Vec<VerifyFinding> {
+    let intact = shards.iter().filter(|at| contents[at].intact);
+    let intact: Vec<&IndexBox> = intact.map(|at| &dump.record(at).place).collect();
+    let lost = shards.iter().map(|at| dump.record(at));
+    let lost = lost.filter(|record| !intact.contains(&&record.place));
+    lost.map(|record| {
+        let (place, rank) = (&record.place, record.rank);
+        let sentence = format!("{key} {place}: the addend of rank {rank} is lost");
+        VerifyFinding::fault(FindingKind::Gap, sentence)
+            .of(key)
+            .at(place)
+            .by([rank])
+    })
+    .collect()
+}
+
+/// On a mesh every addend is a whole tensor, cut over the other axes.
+fn narrow(
+    dump: &StepDump,
+    key: &TensorKey,
+    info: &TensorInfo,
+    groups: &BTreeMap<Addend, Vec<ShardRef>>,
+) -> Vec<VerifyFinding> {
+    let mut found = Vec::new();
+    for (addend, shards) in groups {
+        let mut boxes: Vec<&IndexBox> = shards.iter().map(|at| &dump.record(at).place).collect();
+        boxes.sort();
+        boxes.dedup();
+        for gap in gaps(&info.shape, boxes).iter().take(NAMED) {
+            let sentence = format!("{key} {gap}: no rank recorded it of the addend at {addend}");
+            found.push(
+                VerifyFinding::fault(FindingKind::Gap, sentence)
+                    .of(key)
+                    .at(gap),
+            );
+        }
+    }
+    found
+}
+
+/// Coordinates of the summed axes of which no rank holds anything.
+fn absent_coordinates(
+    dump: &StepDump,
+    key: &TensorKey,
+    groups: &BTreeMap<Addend, Vec<ShardRef>>,
+) -> Option<VerifyFinding> {
+    let Some(Addend::Mesh(first)) = groups.keys().next() else {
+        return None;
+    };
+    let sizes = &dump.manifest.mesh.0;
+    let size = |axis: &String| Some(u64::from(sizes.iter().find(|(name, _)| name == axis)?.1));
+    let expected = first
+        .iter()
+        .try_fold(1u64, |n, (axis, _)| n.checked_mul(size(axis)?))?;
+    let held = groups.len() as u64;
+    if held >= expected {
+        return None;
+    }
+    let axes: Vec<&str> = first.iter().map(|(axis, _)| axis.as_str()).collect();
+    let sentence = format!(
+        "{key}: {held} of {expected} addends over {} were recorded",
+        axes.join(" x ")
+    );
+    Some(VerifyFinding::fault(FindingKind::MissingAddend, sentence).of(key))
+}
+
+/// Elements with fewer addends than others, by counting on the grid that all
+/// cuts make together; `None` when that grid is too fine.
+fn uneven(
+    dump: &StepDump,
+    key: &TensorKey,
+    info: &TensorInfo,
+    groups: &BTreeMap<Addend, Vec<ShardRef>>,
+) -> Option<Vec<VerifyFinding>> {
+    let mut weights: BTreeMap<&IndexBox, usize> = BTreeMap::new();
+    for shards in groups.values() {
+        let mut boxes: Vec<&IndexBox> = shards.iter().map(|at| &dump.record(at).place).collect();
+        boxes.sort();
+        boxes.dedup();
+        for place in boxes {
+            *weights.entry(place).or_default() += 1;
+        }
+    }
+    let cells = cells(&info.shape, weights.keys().copied())?;
+    let count = |cell: &IndexBox| -> usize {
+        let over = weights
+            .iter()
+            .filter(|(place, _)| crate::assemble::intersect(place, cell));
+        over.map(|(_, n)| n).sum()
+    };
+    let counts: Vec<usize> = cells.iter().map(count).collect();
+    let most = counts.iter().copied().max().unwrap_or(0);
+    let short = cells
+        .iter()
+        .zip(counts)
+        .filter(|(_, n)| *n < most || *n == 0);
+    let finding = |(cell, n): (&IndexBox, usize)| {
+        let sentence = format!("{key} {cell} has {n} addends where other elements have {most}");
+        VerifyFinding::fault(FindingKind::Gap, sentence)
+            .of(key)
+            .at(cell)
+    };
+    Some(short.take(NAMED).map(finding).collect())
+}
+
+/// The finest boxes that no given box cuts. Every one is inside or outside of
+/// each of them.
+fn cells<'a>(
+    shape: &[u64],
+    boxes: impl Iterator<Item = &'a IndexBox> + Clone,
+) -> Option<Vec<IndexBox>> {
+    let most = COMPARISONS / boxes.clone().count().max(1);
+    let mut cells = vec![IndexBox(Vec::new())];
+    for (dim, &size) in shape.iter().enumerate() {
+        let mut cuts: Vec<u64> = boxes
+            .clone()
+            .flat_map(|place| [place.0[dim].0, place.0[dim].1])
+            .chain([0, size])
+            .collect();
+        cuts.sort_unstable();
+        cuts.dedup();
+        if cells.len().checked_mul(cuts.len())? > most {
+            return None;
+        }
+        let longer = |cell: &IndexBox| -> Vec<IndexBox> {
+            let ranges = cuts.windows(2).map(|pair| (pair[0], pair[1]));
+            ranges
+                .map(|range| IndexBox(cell.0.iter().copied().chain([range]).collect()))
+                .collect()
+        };
+        cells = cells.iter().flat_map(longer).collect();
+    }
+    Some(cells)
+}

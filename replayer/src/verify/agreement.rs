@@ -1,0 +1,173 @@
+//! Where several ranks hold the same elements: do they hold the same bits?
+//!
+//! Identical boxes are replicas. Different boxes that share elements are named
+//! as overlaps, and what they share is compared too.
+
+use std::collections::BTreeMap;
+
+use backtape::hash::ContentHash;
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::shard::{ShardRecord, TensorKey};
+
+use super::contents::Contents;
+use super::finding::{FindingKind, VerifyFinding};
+use crate::assemble::{extract, intersect};
+use crate::dump::{ShardRef, StepDump, name_ranks};
+
+/// Overlaps named one by one for a tensor; the rest is counted.
+const NAMED: usize = 32;
+
+/// Compares whatever two of these shards have in common.
+pub(super) fn findings(
+    dump: &StepDump,
+    key: &TensorKey,
+    shards: &[ShardRef],
+    contents: &Contents,
+) -> Vec<VerifyFinding> {
+    let mut by_box: BTreeMap<&IndexBox, Vec<ShardRef>> = BTreeMap::new();
+    for at in shards {
+        by_box.entry(&dump.record(at).place).or_default().push(*at);
+    }
+    let mut found = Vec::new();
+    for (place, replicas) in &by_box {
+        let intact = replicas.iter().filter(|at| contents[at].intact);
+        let records: Vec<_> = intact.map(|at| dump.record(at)).collect();
+        found.extend(replicas_disagree(key, place, &records));
+    }
+    found.extend(overlaps(dump, key, &by_box));
+    found
+}
+
+/// The records' hashes stand for the bytes: the shards are intact. A hash of
+/// 128 bits does not collide by accident.
+fn replicas_disagree(
+    key: &TensorKey,
+    place: &IndexBox,
+    replicas: &[&ShardRecord],
+) -> Option<VerifyFinding> {
+    let mut versions: BTreeMap<ContentHash, Vec<Rank>> = BTreeMap::new();
+    for record in replicas {
+        versions.entry(record.hash).or_default().push(record.rank);
+    }
+    if versions.len() < 2 {
+        return None;
+    }
+    let mut versions: Vec<Vec<Rank>> = versions.into_values().collect();
+    versions.sort_by_key(|ranks| (std::cmp::Reverse(ranks.len()), ranks.clone()));
+    let majority = versions[0].len() * 2 > replicas.len();
+    let (odd, sentence) = if majority {
+        let mut odd: Vec<Rank> = versions[1..].concat();
+        odd.sort();
+        let differ = if odd.len() == 1 { "differs" } else { "differ" };
+        let (odd_ones, rest) = (name_ranks(&odd), name_ranks(&versions[0]));
+        (odd, format!("{odd_ones} {differ} from {rest}, which agree"))
+    } else {
+        let named: Vec<String> = versions.iter().map(|ranks| name_ranks(ranks)).collect();
+        let mut all = versions.concat();
+        all.sort();
+        (
+            all,
+            format!("there is no majority: {}", named.join(" against ")),
+        )
+    };
+    let sentence = format!("{key} {place} should be the same bits on all its holders: {sentence}");
+    let finding = VerifyFinding::fault(FindingKind::ReplicasDisagree, sentence);
+    Some(finding.of(key).at(place).by(odd))
+}
+
+fn overlaps(
+    dump: &StepDump,
+    key: &TensorKey,
+    by_box: &BTreeMap<&IndexBox, Vec<ShardRef>>,
+) -> Vec<VerifyFinding> {
+    let boxes: Vec<&IndexBox> = by_box.keys().copied().collect();
+    let pairs = overlapping_pairs(&boxes);
+    let mut found = Vec::new();
+    for (a, b) in pairs.iter().copied() {
+        let Some(shared) = boxes[a].intersection(boxes[b]) else {
+            continue;
+        };
+        let (left, right) = (&by_box[boxes[a]], &by_box[boxes[b]]);
+        let mut ranks: Vec<Rank> = left
+            .iter()
+            .chain(right)
+            .map(|at| dump.record(at).rank)
+            .collect();
+        ranks.sort();
+        ranks.dedup();
+        let who = name_ranks(&ranks);
+        let (kind, sentence) = match same_bits(dump, &shared, left, right) {
+            Some(false) => (
+                FindingKind::ReplicasDisagree,
+                format!(
+                    "{key} {shared} differs between boxes {} and {} of {who}",
+                    boxes[a], boxes[b]
+                ),
+            ),
+            // One finding per overlap; a tensor's many are counted below.
+            _ if found.len() >= NAMED => continue,
+            _ => (
+                FindingKind::Overlap,
+                format!(
+                    "{key}: boxes {} and {} of {who} share {shared}",
+                    boxes[a], boxes[b]
+                ),
+            ),
+        };
+        found.push(
+            VerifyFinding::fault(kind, sentence)
+                .of(key)
+                .at(&shared)
+                .by(ranks),
+        );
+    }
+    if pairs.len() > found.len() {
+        let sentence = format!("{key}: {} pairs of boxes overlap in all", pairs.len());
+        found.push(VerifyFinding::fault(FindingKind::Overlap, sentence).of(key));
+    }
+    found
+}
+
+/// `None` when one of the boxes has no intact holder.
+fn same_bits(
+    dump: &StepDump,
+    shared: &IndexBox,
+    left: &[ShardRef],
+    right: &[ShardRef],
+) -> Option<bool> {
+    let part = |shards: &[ShardRef]| {
+        shards.iter().find_map(|at| {
+            let (record, bytes) = (dump.record(at), dump.intact_bytes(at)?);
+            Some(extract(shared, &record.place, bytes, record.dtype.width()))
+        })
+    };
+    Some(part(left)? == part(right)?)
+}
+
+/// Pairs of boxes that share an element, by a sweep along the dimension with
+/// the most cuts: a tensor in 10,000 slabs must not take 50 million tests.
+fn overlapping_pairs(boxes: &[&IndexBox]) -> Vec<(usize, usize)> {
+    let dims = boxes.first().map_or(0, |one| one.0.len());
+    let cuts = |dim: usize| {
+        let mut starts: Vec<u64> = boxes.iter().map(|one| one.0[dim].0).collect();
+        starts.sort_unstable();
+        starts.dedup();
+        starts.len()
+    };
+    // Without a dimension there is one box, and no pair.
+    let Some(along) = (0..dims).max_by_key(|&dim| cuts(dim)) else {
+        return Vec::new();
+    };
+    let mut order: Vec<usize> = (0..boxes.len()).collect();
+    order.sort_by_key(|&i| boxes[i].0[along].0);
+    let (mut open, mut found) = (Vec::<usize>::new(), Vec::new());
+    for i in order {
+        open.retain(|&j| boxes[j].0[along].1 > boxes[i].0[along].0);
+        let sharing = open.iter().filter(|&&j| intersect(boxes[i], boxes[j]));
+        found.extend(sharing.map(|&j| (i.min(j), i.max(j))));
+        open.push(i);
+    }
+    found.sort_unstable();
+    found
+}

@@ -1,0 +1,133 @@
+//! What the ranks and the manifest say, before any byte is looked at: files,
+//! omissions, and ranks that declared one tensor in different ways.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Rank;
+use backtape::manifest::Omission;
+use backtape::shard::TensorKey;
+
+use super::absent_ranks;
+use super::finding::{FindingKind, VerifyFinding};
+use crate::dump::{FileFault, StepDump, StepState, TensorInfo, name_ranks};
+
+/// What is wrong with the step as a whole.
+pub(super) fn step(dump: &StepDump) -> Vec<VerifyFinding> {
+    let mut found = Vec::new();
+    if let StepState::Partial { why, missing_ranks } = &dump.state {
+        let who = match missing_ranks.as_slice() {
+            [] => "every rank left some file".into(),
+            ranks => format!("{} left no readable file", name_ranks(ranks)),
+        };
+        let sentence = format!("step {} is partial: {why}; {who}", dump.step);
+        let finding = VerifyFinding::fault(FindingKind::Uncommitted, sentence);
+        found.push(finding.by(missing_ranks.clone()));
+    }
+    if dump.tensors().is_empty() {
+        let sentence = format!(
+            "step {} holds no tensor: there is nothing to verify",
+            dump.step
+        );
+        found.push(VerifyFinding::fault(FindingKind::Empty, sentence));
+    }
+    found.extend(dump.faults().iter().map(file));
+    found.extend(omissions(dump));
+    found
+}
+
+fn file(fault: &FileFault) -> VerifyFinding {
+    let sentence = match fault.tensors.as_slice() {
+        [] => fault.sentence.clone(),
+        keys => {
+            let named: Vec<String> = keys.iter().take(8).map(TensorKey::to_string).collect();
+            let more = match keys.len().saturating_sub(named.len()) {
+                0 => String::new(),
+                n => format!(" and {n} more"),
+            };
+            format!(
+                "{}; shards lost of {}{more}",
+                fault.sentence,
+                named.join(", ")
+            )
+        }
+    };
+    let finding = match fault.kind.harmless() {
+        true => VerifyFinding::note(FindingKind::StrayFile, sentence),
+        false => VerifyFinding::fault(FindingKind::DamagedFile, sentence),
+    };
+    let ranks: Vec<Rank> = fault.rank.into_iter().collect();
+    finding.by(ranks).within(&fault.file)
+}
+
+/// One finding for all ranks that gave up on the same thing for the same reason.
+fn omissions(dump: &StepDump) -> Vec<VerifyFinding> {
+    let mut grouped: BTreeMap<_, Vec<Rank>> = BTreeMap::new();
+    for omission in &dump.manifest.omissions {
+        let what = (&omission.tensor, omission.microbatch, &omission.reason);
+        grouped.entry(what).or_default().push(omission.rank);
+    }
+    let one =
+        |((tensor, microbatch, reason), ranks): ((&String, Option<_>, &String), Vec<Rank>)| {
+            let of = microbatch
+                .map(|mb| format!(" microbatch {mb}"))
+                .unwrap_or_default();
+            // The text comes from outside: it must stay on its line.
+            let (tensor, reason) = (one_line(tensor), one_line(reason));
+            let who = name_ranks(&ranks);
+            let sentence = format!("{tensor}{of} was not recorded by {who}: {reason}");
+            let finding = VerifyFinding::fault(FindingKind::Omitted, sentence).by(ranks);
+            match key_of(dump, &tensor, microbatch) {
+                Some(key) => finding.of(key),
+                None => finding,
+            }
+        };
+    grouped.into_iter().map(one).collect()
+}
+
+fn key_of<'a>(
+    dump: &'a StepDump,
+    tensor: &str,
+    microbatch: Option<backtape::identity::Microbatch>,
+) -> Option<&'a TensorKey> {
+    let mut keys = dump.tensors().keys();
+    keys.find(|key| key.tensor.as_str() == tensor && key.microbatch == microbatch)
+}
+
+/// True when some rank gave up on (a part of) this tensor.
+pub(super) fn omitted<'a>(dump: &'a StepDump, key: &TensorKey) -> Option<&'a Omission> {
+    let mut omissions = dump.manifest.omissions.iter();
+    omissions.find(|o| o.tensor == key.tensor.as_str() && o.microbatch == key.microbatch)
+}
+
+/// What is odd about the declarations of one tensor.
+pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFinding> {
+    let mut found = Vec::new();
+    for disagreement in &info.disagreements {
+        let finding = VerifyFinding::fault(
+            FindingKind::DeclarationsDisagree,
+            format!("{key}: {disagreement}"),
+        );
+        // The versions after the first are those of the few.
+        let few = disagreement.versions.iter().skip(1);
+        let mut ranks: Vec<Rank> = few.flat_map(|(_, ranks)| ranks.iter().copied()).collect();
+        ranks.sort();
+        ranks.dedup();
+        found.push(finding.of(key).by(ranks));
+    }
+    let absent = absent_ranks(dump, info);
+    if !absent.is_empty() {
+        let sentence = format!("{key}: {} hold no shard of it", name_ranks(&absent));
+        let sentence = match absent.len() {
+            1 => sentence.replace(" hold ", " holds "),
+            _ => sentence,
+        };
+        let finding = VerifyFinding::note(FindingKind::HeldBySome, sentence);
+        found.push(finding.of(key).by(absent));
+    }
+    found
+}
+
+fn one_line(text: &str) -> String {
+    let plain = text.chars().map(|c| if c.is_control() { ' ' } else { c });
+    plain.take(200).collect()
+}

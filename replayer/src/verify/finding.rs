@@ -1,0 +1,120 @@
+//! What verification found, in words that a report can print and JSON can carry.
+
+use std::path::PathBuf;
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+use serde::Serialize;
+
+/// The kind of a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FindingKind {
+    /// The step has no trustworthy manifest.
+    Uncommitted,
+    /// The step holds nothing at all.
+    Empty,
+    /// A file is missing, torn, altered or not the one that was listed.
+    DamagedFile,
+    /// A file that nobody listed.
+    StrayFile,
+    /// A shard's bytes do not hash to what the job hashed.
+    BytesAltered,
+    /// A shard's bytes are right and its place is not.
+    OutOfPlace,
+    /// A part of a tensor that no intact shard holds.
+    Gap,
+    /// Different boxes of one tensor that share elements.
+    Overlap,
+    /// Ranks that should hold the same bits hold different ones.
+    ReplicasDisagree,
+    /// Ranks declared a tensor in different ways.
+    DeclarationsDisagree,
+    /// An addend of a partial tensor that should be there and is not.
+    MissingAddend,
+    /// A rank gave up on something, and said so.
+    Omitted,
+    /// Only some ranks' files speak of a tensor.
+    HeldBySome,
+}
+
+/// How much a finding weighs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    /// The dump is not what the job held, or cannot be shown to be.
+    Fault,
+    /// Worth knowing; takes nothing away from the dump.
+    Note,
+}
+
+/// One thing that verification found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct VerifyFinding {
+    /// How much it weighs.
+    pub severity: Severity,
+    /// Its kind.
+    pub kind: FindingKind,
+    /// Which tensor.
+    pub tensor: Option<TensorKey>,
+    /// Which part of it.
+    #[serde(rename = "box")]
+    pub place: Option<IndexBox>,
+    /// Ranks it is about; the odd one out alone where a majority names it.
+    pub ranks: Vec<Rank>,
+    /// In which file.
+    pub path: Option<PathBuf>,
+    /// All of it in one sentence.
+    pub sentence: String,
+}
+
+/// Something that was not checked, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NotChecked {
+    /// What.
+    pub what: String,
+    /// Why.
+    pub why: String,
+}
+
+impl VerifyFinding {
+    pub(super) fn fault(kind: FindingKind, sentence: String) -> VerifyFinding {
+        VerifyFinding {
+            severity: Severity::Fault,
+            kind,
+            tensor: None,
+            place: None,
+            ranks: Vec::new(),
+            path: None,
+            sentence,
+        }
+    }
+
+    pub(super) fn note(kind: FindingKind, sentence: String) -> VerifyFinding {
+        VerifyFinding {
+            severity: Severity::Note,
+            ..VerifyFinding::fault(kind, sentence)
+        }
+    }
+
+    pub(super) fn of(self, tensor: &TensorKey) -> VerifyFinding {
+        let tensor = Some(tensor.clone());
+        VerifyFinding { tensor, ..self }
+    }
+
+    pub(super) fn at(self, place: &IndexBox) -> VerifyFinding {
+        let place = Some(place.clone());
+        VerifyFinding { place, ..self }
+    }
+
+    pub(super) fn by(self, ranks: impl Into<Vec<Rank>>) -> VerifyFinding {
+        let ranks = ranks.into();
+        VerifyFinding { ranks, ..self }
+    }
+
+    pub(super) fn within(self, path: impl Into<PathBuf>) -> VerifyFinding {
+        let path = Some(path.into());
+        VerifyFinding { path, ..self }
+    }
+}

@@ -1,0 +1,306 @@
+//! Is the dump what the job held? Every byte, every place, every rank.
+//!
+//! It judges the dump, not the training: two replicas that really differed in
+//! the job are a finding here too, because no verdict can rest on either.
+//!
+//! ```text
+//! verify(&dump, &|bytes| ())
+//!   -> 512 shards, 511 hash right
+//!      q microbatch 1 [2:4, 0:8] of rank 3: the bytes are the job's own, but
+//!      they do not belong in this box: they belong in [0:2, 0:8]
+//! ```
+
+mod addends;
+mod agreement;
+mod contents;
+mod declared;
+mod finding;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
+
+use backtape::dtype::Dtype;
+use backtape::fingerprint::Fingerprint;
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::placement::Reduction;
+use backtape::role::Role;
+use backtape::shard::{FingerprintSource, TensorKey};
+use rayon::prelude::*;
+use serde::Serialize;
+
+pub use finding::{FindingKind, NotChecked, Severity, VerifyFinding};
+
+use crate::assemble;
+use crate::dump::{MAX_RANKS, ShardRef, StepDump, TensorInfo};
+use contents::Contents;
+
+/// Gaps named one by one for a tensor; the rest is counted.
+const NAMED_GAPS: usize = 32;
+
+/// All that verification has to say of a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct Verification {
+    /// Shards that the step's records list.
+    pub shards: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// Shards whose bytes hash to what the training process hashed.
+    pub hashes_ok: u64,
+    /// Shards whose bytes fingerprint right at their box.
+    pub places_ok: u64,
+    /// Faults first.
+    pub findings: Vec<VerifyFinding>,
+    /// One for every tensor, by key.
+    pub tensors: Vec<TensorVerdict>,
+    /// What this does not prove, and why.
+    pub not_checked: Vec<NotChecked>,
+}
+
+/// What is known of one tensor after verification.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct TensorVerdict {
+    #[serde(flatten)]
+    pub key: TensorKey,
+    pub role: Option<Role>,
+    pub dtype: Dtype,
+    pub shape: Vec<u64>,
+    pub partial: Option<Reduction>,
+    pub shards: u64,
+    pub bytes: u64,
+    /// Of the global tensor: the sum over one set of replicas. `None` when
+    /// there is no such set, and for partial tensors.
+    pub fingerprint: Option<Fingerprint>,
+    /// Who vouches for the places.
+    pub fingerprint_source: FingerprintSource,
+    /// Why no verdict may rest on it; `None` when one may.
+    pub unusable: Option<String>,
+}
+
+impl Verification {
+    /// True when nothing speaks against the dump.
+    pub fn intact(&self) -> bool {
+        self.findings
+            .iter()
+            .all(|finding| finding.severity == Severity::Note)
+    }
+
+    /// Why no verdict may rest on this tensor; `None` when one may.
+    pub fn unusable(&self, key: &TensorKey) -> Option<&str> {
+        match self
+            .tensors
+            .binary_search_by(|verdict| verdict.key.cmp(key))
+        {
+            Ok(index) => self.tensors[index].unusable.as_deref(),
+            Err(_) => Some("it was not dumped"),
+        }
+    }
+}
+
+/// Checks a step. `progress` is told the bytes of each shard when it is done,
+/// from any thread.
+pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification {
+    let contents = contents::check(dump, progress);
+    let tensors: Vec<(&TensorKey, &TensorInfo)> = dump.tensors().iter().collect();
+    let judged: Vec<_> = tensors
+        .par_iter()
+        .map(|(key, info)| judge(dump, key, info, &contents))
+        .collect();
+    let mut findings = declared::step(dump);
+    let (mut verdicts, mut not_checked) = (Vec::new(), Vec::new());
+    for (verdict, found, unchecked) in judged {
+        verdicts.push(verdict);
+        findings.extend(found);
+        not_checked.extend(unchecked);
+    }
+    not_checked.extend(unproved(dump, &verdicts, &contents));
+    // Stable: findings of one kind and tensor keep the order of their boxes.
+    findings.sort_by(|a, b| (a.severity, a.kind, &a.tensor).cmp(&(b.severity, b.kind, &b.tensor)));
+    let right = |at: &ShardRef| contents[at].fingerprint == Some(dump.record(at).fingerprint);
+    Verification {
+        shards: contents.len() as u64,
+        bytes: contents.keys().map(|at| dump.record(at).length).sum(),
+        hashes_ok: contents.values().filter(|checked| checked.intact).count() as u64,
+        places_ok: contents.keys().filter(|at| right(at)).count() as u64,
+        findings,
+        tensors: verdicts,
+        not_checked,
+    }
+}
+
+fn judge(
+    dump: &StepDump,
+    key: &TensorKey,
+    info: &TensorInfo,
+    contents: &Contents,
+) -> (TensorVerdict, Vec<VerifyFinding>, Vec<NotChecked>) {
+    let mut not_checked = Vec::new();
+    let mut found = declared::tensor(dump, key, info);
+    found.extend(contents::findings(dump, key, info, contents));
+    // Boxes of different shapes or element types have nothing in common that
+    // could be compared; the disagreement says so.
+    let comparable = !info.disagreements.iter().any(|d| d.spoils_bytes());
+    if comparable && info.partial.is_some() {
+        found.extend(addends::findings(
+            dump,
+            key,
+            info,
+            contents,
+            &mut not_checked,
+        ));
+    } else if comparable {
+        found.extend(agreement::findings(dump, key, &info.shards, contents));
+        found.extend(gaps(dump, key, info));
+    }
+    let unusable = unusable(dump, key, info, &found);
+    let sources = info
+        .shards
+        .iter()
+        .map(|at| dump.record(at).fingerprint_source);
+    let by_framework = sources
+        .clone()
+        .all(|source| source == FingerprintSource::Framework);
+    let verdict = TensorVerdict {
+        key: key.clone(),
+        role: info.role,
+        dtype: info.dtype,
+        shape: info.shape.clone(),
+        partial: info.partial,
+        shards: info.shards.len() as u64,
+        bytes: info.shards.iter().map(|at| dump.record(at).length).sum(),
+        fingerprint: whole_fingerprint(dump, info, contents, &found),
+        fingerprint_source: match by_framework {
+            true => FingerprintSource::Framework,
+            false => FingerprintSource::Recorder,
+        },
+        unusable,
+    };
+    (verdict, found, not_checked)
+}
+
+/// What no intact shard holds of a tensor.
+fn gaps(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFinding> {
+    let Some(missing) = assemble::missing(dump, key, info) else {
+        return Vec::new();
+    };
+    let all = missing.gaps.clone();
+    let one = |gap: &IndexBox| {
+        let only = assemble::Incomplete {
+            gaps: vec![gap.clone()],
+            ..missing.clone()
+        };
+        let finding = VerifyFinding::fault(FindingKind::Gap, only.to_string());
+        finding.of(key).at(gap).by(missing.ranks.clone())
+    };
+    let mut found: Vec<_> = all.iter().take(NAMED_GAPS).map(one).collect();
+    if all.len() > NAMED_GAPS {
+        let sentence = format!("{key} has {} gaps in all", all.len());
+        found.push(VerifyFinding::fault(FindingKind::Gap, sentence).of(key));
+    }
+    found
+}
+
+/// The first reason, by weight, for which no verdict may rest on the tensor.
+/// A damaged file or shard is none where a replica stands in for it.
+fn unusable(
+    dump: &StepDump,
+    key: &TensorKey,
+    info: &TensorInfo,
+    found: &[VerifyFinding],
+) -> Option<String> {
+    use FindingKind::{DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree};
+    let spoiling = [
+        DeclarationsDisagree,
+        Gap,
+        MissingAddend,
+        OutOfPlace,
+        ReplicasDisagree,
+    ];
+    let spoilt = spoiling
+        .iter()
+        .find_map(|kind| found.iter().find(|f| f.kind == *kind));
+    if let Some(finding) = spoilt {
+        return Some(finding.sentence.clone());
+    }
+    // A value is whole if its boxes are; a sum lacks what one rank left out.
+    let omission = declared::omitted(dump, key).filter(|_| info.partial.is_some())?;
+    Some(format!(
+        "rank {} did not record its addend of {key}",
+        omission.rank
+    ))
+}
+
+/// The fingerprint of the global tensor, from one intact holder of each box.
+fn whole_fingerprint(
+    dump: &StepDump,
+    info: &TensorInfo,
+    contents: &Contents,
+    found: &[VerifyFinding],
+) -> Option<Fingerprint> {
+    use FindingKind::{DeclarationsDisagree, Gap, OutOfPlace, Overlap, ReplicasDisagree};
+    let spoils = [
+        DeclarationsDisagree,
+        Gap,
+        OutOfPlace,
+        Overlap,
+        ReplicasDisagree,
+    ];
+    if info.partial.is_some() || found.iter().any(|f| spoils.contains(&f.kind)) {
+        return None;
+    }
+    let mut boxes = BTreeSet::new();
+    let mut sum = Fingerprint::default();
+    for at in &info.shards {
+        // The first intact holder of a box stands for its replicas.
+        if let Some(own) = contents[at].fingerprint
+            && boxes.insert(&dump.record(at).place)
+        {
+            sum = sum.plus(own);
+        }
+    }
+    Some(sum)
+}
+
+/// Ranks of the job whose files do not speak of a tensor.
+fn absent_ranks(dump: &StepDump, info: &TensorInfo) -> Vec<Rank> {
+    let held: BTreeSet<Rank> = info.shards.iter().map(|at| dump.record(at).rank).collect();
+    let all = (0..dump.manifest.world_size.min(MAX_RANKS)).map(Rank);
+    all.filter(|rank| !held.contains(rank)).collect()
+}
+
+/// What no check above can prove.
+fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) -> Vec<NotChecked> {
+    let mut found = Vec::new();
+    let mut declared: Vec<String> = verdicts
+        .iter()
+        .filter(|verdict| verdict.fingerprint_source == FingerprintSource::Recorder)
+        .map(|verdict| verdict.key.to_string())
+        .collect();
+    if let n @ 1.. = declared.len() {
+        declared.truncate(8);
+        let more = match n - declared.len() {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        found.push(NotChecked {
+            what: format!("the place of {}{more}", declared.join(", ")),
+            why: "the box is the job's own declaration: the recorder's fingerprint proves that it travelled unchanged, not that it was right".into(),
+        });
+    }
+    let lost = contents.values().filter(|checked| !checked.intact).count();
+    if lost > 0 {
+        found.push(NotChecked {
+            what: format!("the place of {lost} shards"),
+            why: "their bytes are lost or altered".into(),
+        });
+    }
+    if !dump.committed() {
+        found.push(NotChecked {
+            what: "whether every file and every tensor of the step is there".into(),
+            why: "without a manifest only what is there can speak".into(),
+        });
+    }
+    found
+}
