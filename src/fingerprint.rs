@@ -104,21 +104,13 @@ fn row(h: u32, start: Option<u64>, bytes: &[u8], word: usize) -> Fingerprint {
     };
     let zero = Fingerprint::default();
     match word {
-        1 => bytes
-            .iter()
-            .map(|&b| u32::from(b))
-            .enumerate()
-            .fold(zero, mix),
+        1 => bytes.iter().map(|&b| u32::from(b)).enumerate().fold(zero, mix),
         2 => {
-            let words = bytes
-                .chunks_exact(2)
-                .map(|b| u32::from(u16::from_le_bytes([b[0], b[1]])));
+            let words = bytes.chunks_exact(2).map(|b| u32::from(u16::from_le_bytes([b[0], b[1]])));
             words.enumerate().fold(zero, mix)
         }
         _ => {
-            let words = bytes
-                .chunks_exact(4)
-                .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
             words.enumerate().fold(zero, mix)
         }
     }
@@ -157,10 +149,7 @@ mod tests {
         let top = IndexBox(vec![(0, 2), (0, 5)]);
         let bottom = IndexBox(vec![(2, 4), (0, 5)]);
         let of = |place: &IndexBox, bytes: &[u8]| Fingerprint::of(Dtype::F32, place, bytes);
-        assert_ne!(
-            of(&top, &a).plus(of(&bottom, &b)),
-            of(&top, &b).plus(of(&bottom, &a))
-        );
+        assert_ne!(of(&top, &a).plus(of(&bottom, &b)), of(&top, &b).plus(of(&bottom, &a)));
     }
 
     /// The values that python/tests/test_fingerprint.py holds for JAX: the two

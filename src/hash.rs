@@ -36,9 +36,7 @@ pub struct HashError(String, usize);
 
 fn unhex<const N: usize>(text: &str) -> Result<[u8; N], HashError> {
     let error = || HashError(text.chars().take(80).collect(), 2 * N);
-    let lower = text
-        .bytes()
-        .all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+    let lower = text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
     if text.len() != 2 * N || !lower {
         return Err(error());
     }
@@ -77,11 +75,7 @@ macro_rules! as_hex {
     };
 }
 
-as_hex!(
-    ContentHash,
-    |b| ContentHash(u128::from_be_bytes(b)),
-    u128::to_be_bytes
-);
+as_hex!(ContentHash, |b| ContentHash(u128::from_be_bytes(b)), u128::to_be_bytes);
 as_hex!(TrustHash, TrustHash, std::convert::identity::<[u8; 32]>);
 
 #[cfg(test)]
@@ -94,10 +88,7 @@ mod tests {
         let json = serde_json::to_string(&hash).unwrap();
         assert_eq!(serde_json::from_str::<ContentHash>(&json).unwrap(), hash);
         for wrong in ["", "00", "zz", &"0".repeat(33), &"A".repeat(32)] {
-            assert!(
-                ContentHash::try_from(wrong.to_string()).is_err(),
-                "{wrong:?}"
-            );
+            assert!(ContentHash::try_from(wrong.to_string()).is_err(), "{wrong:?}");
         }
     }
 }

@@ -75,11 +75,7 @@ impl Name {
             return Err(NameError::TooLong(name.chars().take(40).collect()));
         }
         let allowed = |c: char| c.is_ascii_alphanumeric() || "._-+=@:[],".contains(c);
-        match name
-            .chars()
-            .find(|c| !allowed(*c))
-            .or((first == '.').then_some('.'))
-        {
+        match name.chars().find(|c| !allowed(*c)).or((first == '.').then_some('.')) {
             Some(c) => Err(NameError::Character(name.chars().take(80).collect(), c)),
             None => Ok(Name(name)),
         }
@@ -133,13 +129,7 @@ mod tests {
             assert!(Name::new(hostile).is_err(), "{hostile:?} was accepted");
         }
         assert!(Name::new("x".repeat(MAX_NAME + 1)).is_err());
-        for plain in [
-            "q",
-            "layers.0.attn.q_proj",
-            "run-a",
-            "dk_label",
-            "opt.mu[3]",
-        ] {
+        for plain in ["q", "layers.0.attn.q_proj", "run-a", "dk_label", "opt.mu[3]"] {
             assert!(Name::new(plain).is_ok(), "{plain:?} was refused");
         }
     }

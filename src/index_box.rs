@@ -27,16 +27,10 @@ impl IndexBox {
     /// The box of shape `extent` that starts at `offsets`; refuses one that
     /// leaves the global shape, also when the sum would overflow.
     pub fn at(offsets: &[u64], extent: &[u64], shape: &[u64]) -> Result<IndexBox, BoxError> {
-        let ends = offsets
-            .iter()
-            .zip(extent)
-            .map(|(&o, &n)| (o, o.saturating_add(n)));
+        let ends = offsets.iter().zip(extent).map(|(&o, &n)| (o, o.saturating_add(n)));
         let found = IndexBox(ends.collect());
         if offsets.len() != extent.len() {
-            return Err(BoxError {
-                found,
-                shape: shape.to_vec(),
-            });
+            return Err(BoxError { found, shape: shape.to_vec() });
         }
         found.check(shape)?;
         Ok(found)
@@ -45,19 +39,8 @@ impl IndexBox {
     /// Refuses a box of another rank, inverted, or outside the shape.
     pub fn check(&self, shape: &[u64]) -> Result<(), BoxError> {
         let inside = self.0.len() == shape.len()
-            && self
-                .0
-                .iter()
-                .zip(shape)
-                .all(|(&(lo, hi), &n)| lo <= hi && hi <= n);
-        if inside {
-            Ok(())
-        } else {
-            Err(BoxError {
-                found: self.clone(),
-                shape: shape.to_vec(),
-            })
-        }
+            && self.0.iter().zip(shape).all(|(&(lo, hi), &n)| lo <= hi && hi <= n);
+        if inside { Ok(()) } else { Err(BoxError { found: self.clone(), shape: shape.to_vec() }) }
     }
 
     /// Number of elements per dimension.
@@ -67,18 +50,12 @@ impl IndexBox {
 
     /// Number of elements; `None` when it overflows.
     pub fn elements(&self) -> Option<u64> {
-        self.0
-            .iter()
-            .try_fold(1u64, |n, &(lo, hi)| n.checked_mul(hi.checked_sub(lo)?))
+        self.0.iter().try_fold(1u64, |n, &(lo, hi)| n.checked_mul(hi.checked_sub(lo)?))
     }
 
     /// The part that two boxes share, when they share any element.
     pub fn intersection(&self, other: &IndexBox) -> Option<IndexBox> {
-        let ranges = self
-            .0
-            .iter()
-            .zip(&other.0)
-            .map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)));
+        let ranges = self.0.iter().zip(&other.0).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)));
         let both = IndexBox(ranges.collect());
         both.0.iter().all(|(lo, hi)| lo < hi).then_some(both)
     }

@@ -101,10 +101,7 @@ impl Manifest {
     /// Reads a manifest back; refuses an altered one and one of a newer format.
     pub fn from_bytes(bytes: &[u8]) -> Result<Manifest, ManifestError> {
         let sealed: Sealed = serde_json::from_slice(bytes)?;
-        let version = sealed
-            .manifest
-            .get("format_version")
-            .and_then(serde_json::Value::as_u64);
+        let version = sealed.manifest.get("format_version").and_then(serde_json::Value::as_u64);
         match version {
             Some(found) if found > u64::from(FORMAT_VERSION) => {
                 return Err(ManifestError::Newer(found));
@@ -119,9 +116,7 @@ impl Manifest {
 
     /// Every shard with the file that holds it.
     pub fn shards(&self) -> impl Iterator<Item = (&FileRecord, &ShardRecord)> {
-        self.files
-            .iter()
-            .flat_map(|file| file.shards.iter().map(move |shard| (file, shard)))
+        self.files.iter().flat_map(|file| file.shards.iter().map(move |shard| (file, shard)))
     }
 }
 

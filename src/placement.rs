@@ -39,11 +39,7 @@ pub type Placements = BTreeMap<String, Placement>;
 
 impl std::fmt::Display for Mesh {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let axes: Vec<_> = self
-            .0
-            .iter()
-            .map(|(name, size)| format!("{name}={size}"))
-            .collect();
+        let axes: Vec<_> = self.0.iter().map(|(name, size)| format!("{name}={size}")).collect();
         f.write_str(&axes.join(" x "))
     }
 }

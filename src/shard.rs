@@ -150,30 +150,14 @@ impl ShardRecord {
     pub fn check(&self) -> Result<(), RecordError> {
         let (key, rank) = (self.key.clone(), self.rank);
         if self.shape.len() > MAX_DIMENSIONS {
-            return Err(RecordError::Dimensions {
-                key,
-                found: self.shape.len(),
-            });
+            return Err(RecordError::Dimensions { key, found: self.shape.len() });
         }
         let boxed = self.place.check(&self.shape);
-        boxed.map_err(|source| RecordError::Box {
-            key: key.clone(),
-            rank,
-            source,
-        })?;
-        let bytes = self
-            .place
-            .elements()
-            .and_then(|n| n.checked_mul(self.dtype.width() as u64));
+        boxed.map_err(|source| RecordError::Box { key: key.clone(), rank, source })?;
+        let bytes = self.place.elements().and_then(|n| n.checked_mul(self.dtype.width() as u64));
         if bytes != Some(self.length) {
             let (place, dtype, length) = (self.place.clone(), self.dtype, self.length);
-            return Err(RecordError::Length {
-                key,
-                rank,
-                place,
-                dtype,
-                length,
-            });
+            return Err(RecordError::Length { key, rank, place, dtype, length });
         }
         Ok(())
     }

@@ -1,1 +1,45 @@
 //! The recorder that lives inside a rank of a training job.
+//!
+//! The training thread hands shards over and goes on; a thread of the recorder
+//! hashes them, writes them, reports them to the coordinator and closes the
+//! step. It may lose a capture, which is then named with its reason; it never
+//! raises into, blocks beyond its cap, or grows beyond its budget the job that
+//! carries it.
+//!
+//! ```no_run
+//! # use backtape_dumper::{Recorder, Settings};
+//! let mut recorder = Recorder::start(Settings::new("dumps/run-a", 0, 1))?;
+//! if recorder.wants(0) {
+//!     let tape = recorder.step(0)?;
+//!     // tape.head(...)?; tape.record(...)?;
+//!     tape.close()?;
+//! }
+//! let summary = recorder.close()?;
+//! # Ok::<(), backtape_dumper::RecorderError>(())
+//! ```
+//!
+//! It is no reader: what was dumped is opened by the replayer.
+
+mod capture;
+mod client;
+mod embedded;
+mod error;
+mod files;
+mod omissions;
+mod queue;
+mod recorder;
+mod rendezvous;
+mod selection;
+mod session;
+mod settings;
+mod summary;
+mod worker;
+
+use backtape::identity::Rank;
+
+pub use capture::{Capture, Payload};
+pub use error::RecorderError;
+pub use recorder::{Recorder, Tape};
+pub use selection::{SelectionError, StepSelection};
+pub use settings::{Settings, TransportChoice};
+pub use summary::Summary;

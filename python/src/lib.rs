@@ -1,1 +1,40 @@
-//! The Python binding of backtape.
+//! The Python binding: what `import backtape` stands on.
+//!
+//! Thin on purpose. It turns Python values into the recorder's, keeps the bytes
+//! of an array alive while the recorder's thread reads them, and gives up the
+//! GIL around everything that can wait. What an array is, which part of a
+//! tensor it holds and what a failure means for the job is decided in Python
+//! (`backtape/*.py`); what becomes of the bytes, in the dumper.
+//!
+//! No other crate of the workspace names pyo3.
+
+mod declaration;
+mod errors;
+mod payload;
+mod postmortem;
+mod recorder;
+mod settings;
+mod shard;
+mod summary;
+mod tape;
+
+use pyo3::prelude::*;
+
+/// The extension module `backtape._native`.
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    module.add("__version__", backtape::VERSION)?;
+    module.add("RecorderError", py.get_type::<errors::RecorderError>())?;
+    // Exported so that fail-open code can catch it: it is no `Exception`.
+    module.add("PanicException", py.get_type::<pyo3::panic::PanicException>())?;
+    module.add_class::<recorder::Recorder>()?;
+    module.add_class::<tape::Tape>()?;
+    module.add_class::<summary::Summary>()?;
+    module.add_class::<postmortem::StepDump>()?;
+    module.add_function(wrap_pyfunction!(postmortem::replay, module)?)?;
+    module.add_function(wrap_pyfunction!(postmortem::replay_main, module)?)?;
+    module.add_function(wrap_pyfunction!(shard::fingerprint, module)?)?;
+    module.add_function(wrap_pyfunction!(shard::check_dtype, module)?)?;
+    Ok(())
+}

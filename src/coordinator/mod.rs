@@ -1,1 +1,35 @@
-//! The coordinator.
+//! The coordinator: decides when a step is committed.
+//!
+//! ```text
+//! service (gRPC) -> actor (one thread) -> state (pure) -> journal (fsync) -> answer
+//! ```
+//!
+//! `state` and `attempts` know neither clock nor disk; `actor` owns them and the
+//! journals, and answers only what is durable; `service` and `wire` alone name
+//! wire types. It holds no tensor bytes: a file that is sent goes to disk in
+//! chunks.
+
+mod actor;
+mod attempt_log;
+mod attempts;
+mod config;
+mod event;
+mod intake;
+mod journal;
+pub mod limits;
+#[cfg(test)]
+mod model_test;
+mod refusal;
+mod request;
+mod runs;
+mod server;
+mod service;
+mod state;
+mod status;
+mod wire;
+
+pub use actor::Handle;
+pub use config::{Config, ServeError, StartError};
+pub use refusal::Refusal;
+pub use server::{Coordinator, run};
+pub use status::{StepStatus, Unsettled};

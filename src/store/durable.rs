@@ -14,12 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Opens a new file that only its owner can read, and never an existing one:
 /// a link planted at the name is not followed.
 pub fn create_private(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
+    OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
 }
 
 /// A name beside `target` that no other process or thread uses.
@@ -35,10 +30,7 @@ pub fn create_directory(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
     }
-    if let Some(parent) = path
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty())
-    {
+    if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         create_directory(parent)?;
     }
     match DirBuilder::new().mode(0o700).create(path) {
@@ -50,9 +42,7 @@ pub fn create_directory(path: &Path) -> io::Result<()> {
 
 /// Makes the directory entry of `path` durable.
 pub fn sync_parent(path: &Path) -> io::Result<()> {
-    let parent = path
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty());
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
 }
 

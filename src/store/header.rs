@@ -49,16 +49,7 @@ impl FileSelf {
     pub fn new(run: Name, attempt: Attempt, step: Step, rank: Rank, world_size: u32) -> FileSelf {
         let (shards, omissions) = (Vec::new(), Vec::new());
         let format_version = FORMAT_VERSION;
-        FileSelf {
-            format_version,
-            run,
-            attempt,
-            step,
-            rank,
-            world_size,
-            shards,
-            omissions,
-        }
+        FileSelf { format_version, run, attempt, step, rank, world_size, shards, omissions }
     }
 }
 
@@ -86,14 +77,7 @@ pub fn encode(about: &FileSelf, room: usize) -> serde_json::Result<Vec<u8>> {
         let data_offsets = (offset, offset + shard.length);
         offset = data_offsets.1;
         let (dtype, shape) = (shard.dtype.safetensors_name(), shard.place.extent());
-        entries.insert(
-            shard.entry.as_str(),
-            Entry {
-                dtype,
-                shape,
-                data_offsets,
-            },
-        );
+        entries.insert(shard.entry.as_str(), Entry { dtype, shape, data_offsets });
     }
     let metadata = BTreeMap::from([(METADATA_KEY, serde_json::to_string(about)?)]);
     let json = serde_json::to_vec(&Header { metadata, entries })?;

@@ -57,14 +57,8 @@ impl AttemptDir {
     /// Every attempt of a run that has a journal or a run record, oldest first.
     pub fn list(run: &Path) -> io::Result<Vec<AttemptDir>> {
         let mut attempts = vec![AttemptDir::of(run, Attempt(0))];
-        let numbers = numbered(run, "attempt-")?
-            .into_iter()
-            .filter_map(|n| u32::try_from(n).ok());
-        attempts.extend(
-            numbers
-                .filter(|&n| n > 0)
-                .map(|n| AttemptDir::of(run, Attempt(n))),
-        );
+        let numbers = numbered(run, "attempt-")?.into_iter().filter_map(|n| u32::try_from(n).ok());
+        attempts.extend(numbers.filter(|&n| n > 0).map(|n| AttemptDir::of(run, Attempt(n))));
         attempts
             .retain(|dir| dir.path.join(RUN_RECORD).exists() || dir.path.join(JOURNAL).exists());
         Ok(attempts)
@@ -72,10 +66,7 @@ impl AttemptDir {
 
     /// The directory of a step.
     pub fn step(&self, step: Step) -> StepDir {
-        StepDir {
-            step,
-            path: self.path.join(format!("step-{:08}", step.0)),
-        }
+        StepDir { step, path: self.path.join(format!("step-{:08}", step.0)) }
     }
 
     /// Every step with a directory, in order.

@@ -30,11 +30,7 @@ pub enum ShardFileError {
     #[error("{path} cannot be read", path = path.display())]
     Read { path: PathBuf, source: io::Error },
     #[error("{path} is truncated: {found} bytes, {wanted} expected", path = path.display())]
-    Truncated {
-        path: PathBuf,
-        found: u64,
-        wanted: u64,
-    },
+    Truncated { path: PathBuf, found: u64, wanted: u64 },
     #[error("{path} has a header of {found} bytes: more than {MAX_HEADER} are not read", path = path.display())]
     HeaderTooLarge { path: PathBuf, found: u64 },
     #[error("{path} is not a safetensors file: {detail}", path = path.display())]
@@ -62,16 +58,9 @@ pub struct Description {
 
 /// Reads and checks the header of an open file; `path` only names it.
 pub fn describe(path: &Path, file: &File) -> Result<Description, ShardFileError> {
-    let read = |source| ShardFileError::Read {
-        path: path.into(),
-        source,
-    };
+    let read = |source| ShardFileError::Read { path: path.into(), source };
     let length = file.metadata().map_err(read)?.len();
-    let truncated = |wanted| ShardFileError::Truncated {
-        path: path.into(),
-        found: length,
-        wanted,
-    };
+    let truncated = |wanted| ShardFileError::Truncated { path: path.into(), found: length, wanted };
     if length < 8 {
         return Err(truncated(8));
     }
@@ -85,25 +74,15 @@ pub fn describe(path: &Path, file: &File) -> Result<Description, ShardFileError>
     file.read_exact_at(&mut header, 0).map_err(read)?;
     let about = read_self(path, &header)?;
     let offsets = locate(path, &header, &about, (length as usize) - data)?;
-    let spans = offsets
-        .iter()
-        .map(|&(start, end)| ((data + start) as u64, (data + end) as u64));
-    Ok(Description {
-        header_hash: TrustHash::of(&header),
-        length,
-        spans: spans.collect(),
-        about,
-    })
+    let spans = offsets.iter().map(|&(start, end)| ((data + start) as u64, (data + end) as u64));
+    Ok(Description { header_hash: TrustHash::of(&header), length, spans: spans.collect(), about })
 }
 
 impl ShardFile {
     /// Opens a file and checks its header against itself. The bytes of the
     /// shards are not hashed here: see [`ShardFile::bytes`].
     pub fn open(path: &Path) -> Result<ShardFile, ShardFileError> {
-        let read = |source| ShardFileError::Read {
-            path: path.into(),
-            source,
-        };
+        let read = |source| ShardFileError::Read { path: path.into(), source };
         let file = File::open(path).map_err(read)?;
         // SAFETY: a shard file is written once under another name and never
         // changed under its own; a file that shrinks while mapped faults this
@@ -112,13 +91,7 @@ impl ShardFile {
         let (header, data) = split_header(path, &map)?;
         let about = read_self(path, header)?;
         let offsets = locate(path, header, &about, map.len() - data)?;
-        Ok(ShardFile {
-            path: path.into(),
-            map,
-            data,
-            about,
-            offsets,
-        })
+        Ok(ShardFile { path: path.into(), map, data, about, offsets })
     }
 
     /// What the file says of itself.
@@ -157,10 +130,7 @@ impl ShardFile {
 fn header_end(path: &Path, prefix: [u8; 8]) -> Result<usize, ShardFileError> {
     let found = u64::from_le_bytes(prefix);
     if found > MAX_HEADER as u64 {
-        return Err(ShardFileError::HeaderTooLarge {
-            path: path.into(),
-            found,
-        });
+        return Err(ShardFileError::HeaderTooLarge { path: path.into(), found });
     }
     Ok(8 + found as usize)
 }
@@ -168,11 +138,7 @@ fn header_end(path: &Path, prefix: [u8; 8]) -> Result<usize, ShardFileError> {
 /// The header with its length prefix, and where the data starts.
 fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), ShardFileError> {
     let found = map.len() as u64;
-    let truncated = |wanted| ShardFileError::Truncated {
-        path: path.into(),
-        found,
-        wanted,
-    };
+    let truncated = |wanted| ShardFileError::Truncated { path: path.into(), found, wanted };
     let prefix = map.first_chunk::<8>().ok_or_else(|| truncated(8))?;
     let data = header_end(path, *prefix)?;
     let header = map.get(..data).ok_or_else(|| truncated(data as u64))?;
@@ -180,29 +146,19 @@ fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), Sha
 }
 
 fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
-    let malformed = |detail: String| ShardFileError::Malformed {
-        path: path.into(),
-        detail,
-    };
+    let malformed = |detail: String| ShardFileError::Malformed { path: path.into(), detail };
     let json: serde_json::Value =
         serde_json::from_slice(&header[8..]).map_err(|error| malformed(error.to_string()))?;
-    let Some(text) = json
-        .pointer(&format!("/__metadata__/{METADATA_KEY}"))
-        .and_then(|v| v.as_str())
+    let Some(text) =
+        json.pointer(&format!("/__metadata__/{METADATA_KEY}")).and_then(|v| v.as_str())
     else {
         return Err(ShardFileError::Foreign { path: path.into() });
     };
     let value: serde_json::Value =
         serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
-    match value
-        .get("format_version")
-        .and_then(serde_json::Value::as_u64)
-    {
+    match value.get("format_version").and_then(serde_json::Value::as_u64) {
         Some(found) if found > u64::from(FORMAT_VERSION) => {
-            return Err(ShardFileError::Newer {
-                path: path.into(),
-                found,
-            });
+            return Err(ShardFileError::Newer { path: path.into(), found });
         }
         _ => {}
     }
@@ -217,32 +173,22 @@ fn locate(
     about: &FileSelf,
     data: usize,
 ) -> Result<Vec<(usize, usize)>, ShardFileError> {
-    let contradiction = |detail: String| ShardFileError::Contradiction {
-        path: path.into(),
-        detail,
-    };
-    let metadata: Metadata =
-        serde_json::from_slice(&header[8..]).map_err(|error| ShardFileError::Malformed {
-            path: path.into(),
-            detail: error.to_string(),
-        })?;
+    let contradiction =
+        |detail: String| ShardFileError::Contradiction { path: path.into(), detail };
+    let metadata: Metadata = serde_json::from_slice(&header[8..]).map_err(|error| {
+        ShardFileError::Malformed { path: path.into(), detail: error.to_string() }
+    })?;
     let wanted = metadata.data_len();
     if wanted != data {
         let (found, wanted) = ((header.len() + data) as u64, (header.len() + wanted) as u64);
         return Err(if found < wanted {
-            ShardFileError::Truncated {
-                path: path.into(),
-                found,
-                wanted,
-            }
+            ShardFileError::Truncated { path: path.into(), found, wanted }
         } else {
             contradiction(format!("{} bytes follow its last shard", found - wanted))
         });
     }
     let one = |shard: &ShardRecord| {
-        shard
-            .check()
-            .map_err(|error: RecordError| contradiction(error.to_string()))?;
+        shard.check().map_err(|error: RecordError| contradiction(error.to_string()))?;
         let missing = || contradiction(format!("{} has no entry {:?}", shard.key, shard.entry));
         let info = metadata.info(&shard.entry).ok_or_else(missing)?;
         let (start, end) = info.data_offsets;

@@ -40,37 +40,19 @@ impl ShardWriter {
         durable::create_directory(directory)?;
         let scratch = durable::scratch_beside(&directory.join(name.as_str()));
         let file = durable::create_private(&scratch)?;
-        Ok(ShardWriter {
-            name,
-            scratch,
-            file,
-            about,
-            data: 0,
-        })
+        Ok(ShardWriter { name, scratch, file, about, data: 0 })
     }
 
     /// Appends one shard. The record's `entry` is chosen here: the tensor's
     /// name, with a number when the file holds several shards of it.
     pub fn append(&mut self, mut record: ShardRecord, bytes: &[u8]) -> io::Result<()> {
         let base = entry_base(&record);
-        let same = self
-            .about
-            .shards
-            .iter()
-            .filter(|shard| entry_base(shard) == base)
-            .count();
-        record.entry = if same == 0 {
-            base
-        } else {
-            format!("{base}#{same}")
-        };
-        record
-            .check()
-            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let same = self.about.shards.iter().filter(|shard| entry_base(shard) == base).count();
+        record.entry = if same == 0 { base } else { format!("{base}#{same}") };
+        record.check().map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         // At its own offset: a shard that failed half-way (a full disk) is
         // overwritten by the next one, and the file stays sound.
-        self.file
-            .write_all_at(bytes, HEADER_ROOM as u64 + self.data)?;
+        self.file.write_all_at(bytes, HEADER_ROOM as u64 + self.data)?;
         self.data += bytes.len() as u64;
         self.about.shards.push(record);
         Ok(())
@@ -108,17 +90,11 @@ impl ShardWriter {
         target.seek(SeekFrom::Start(room as u64))?;
         self.file.seek(SeekFrom::Start(HEADER_ROOM as u64))?;
         let copied = io::copy(&mut self.file, &mut target).and_then(|n| {
-            if n == self.data {
-                Ok(())
-            } else {
-                Err(io::ErrorKind::UnexpectedEof.into())
-            }
+            if n == self.data { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
         });
-        copied
-            .and_then(|()| std::fs::rename(&wider, &self.scratch))
-            .inspect_err(|_| {
-                let _ = std::fs::remove_file(&wider);
-            })?;
+        copied.and_then(|()| std::fs::rename(&wider, &self.scratch)).inspect_err(|_| {
+            let _ = std::fs::remove_file(&wider);
+        })?;
         self.file = target;
         Ok(())
     }
@@ -126,11 +102,7 @@ impl ShardWriter {
 
 /// The same name may be captured before and after a reduction in one file.
 fn entry_base(record: &ShardRecord) -> String {
-    match record
-        .key
-        .when
-        .map(|when| serde_json::to_value(when).expect("a unit variant"))
-    {
+    match record.key.when.map(|when| serde_json::to_value(when).expect("a unit variant")) {
         Some(serde_json::Value::String(when)) => format!("{}@{when}", record.key.tensor),
         _ => record.key.tensor.to_string(),
     }

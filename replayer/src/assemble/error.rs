@@ -1,7 +1,7 @@
 //! Why a tensor cannot be put together, and what is missing of it.
 
 use backtape::identity::Rank;
-use backtape::index_box::IndexBox;
+use backtape::index_box::{BoxError, IndexBox};
 use backtape::shard::TensorKey;
 
 use crate::dump::{Disagreement, name_ranks};
@@ -14,10 +14,7 @@ const NAMED: usize = 4;
 #[allow(missing_docs)]
 pub enum AssembleError {
     #[error("{key} was not dumped: the step holds {}", some(held))]
-    Absent {
-        key: TensorKey,
-        held: Vec<TensorKey>,
-    },
+    Absent { key: TensorKey, held: Vec<TensorKey> },
     #[error(
         "{key} is held as addends, one per rank, and has no value of its own: ask for one rank's addend"
     )]
@@ -25,16 +22,9 @@ pub enum AssembleError {
     #[error("{key} is held as values, not as addends: assemble it")]
     Values { key: TensorKey },
     #[error("{key} has no one meaning: {disagreement}")]
-    Disagreement {
-        key: TensorKey,
-        disagreement: Disagreement,
-    },
-    #[error("box {place} lies outside of {key}, whose shape is {shape:?}")]
-    Outside {
-        key: TensorKey,
-        place: IndexBox,
-        shape: Vec<u64>,
-    },
+    Disagreement { key: TensorKey, disagreement: Box<Disagreement> },
+    #[error("{key} has no such part: ask for one inside of it")]
+    Outside { key: TensorKey, source: Box<BoxError> },
     #[error("{0}")]
     Incomplete(Box<Incomplete>),
     #[error(
@@ -42,17 +32,9 @@ pub enum AssembleError {
     )]
     Memory { key: TensorKey, bytes: u64 },
     #[error("rank {rank} holds no addend of {key}: {} do", name_ranks(ranks))]
-    NoAddend {
-        key: TensorKey,
-        rank: Rank,
-        ranks: Vec<Rank>,
-    },
+    NoAddend { key: TensorKey, rank: Rank, ranks: Vec<Rank> },
     #[error("the addend of {key} on rank {rank} is in {boxes} separate boxes: ask for its parts")]
-    Scattered {
-        key: TensorKey,
-        rank: Rank,
-        boxes: usize,
-    },
+    Scattered { key: TensorKey, rank: Rank, boxes: usize },
 }
 
 /// What a tensor lacks.
@@ -73,12 +55,7 @@ pub struct Incomplete {
 
 impl std::fmt::Display for Incomplete {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "{} is incomplete: nothing intact holds {}",
-            self.key,
-            some(&self.gaps)
-        )?;
+        write!(f, "{} is incomplete: nothing intact holds {}", self.key, some(&self.gaps))?;
         if !self.ranks.is_empty() {
             write!(f, ", which {} should", name_ranks(&self.ranks))?;
         } else if !self.missing_ranks.is_empty() {
@@ -87,11 +64,7 @@ impl std::fmt::Display for Incomplete {
             f.write_str(", and no rank recorded it")?;
         }
         if !self.faults.is_empty() {
-            write!(
-                f,
-                " ({})",
-                self.faults[..self.faults.len().min(NAMED)].join("; ")
-            )?;
+            write!(f, " ({})", self.faults[..self.faults.len().min(NAMED)].join("; "))?;
         }
         Ok(())
     }

@@ -49,11 +49,7 @@ pub fn assemble_box(
     let info = values(dump, key)?;
     place
         .check(&info.shape)
-        .map_err(|error| AssembleError::Outside {
-            key: key.clone(),
-            place: error.found,
-            shape: error.shape,
-        })?;
+        .map_err(|error| AssembleError::Outside { key: key.clone(), source: Box::new(error) })?;
     fill(dump, key, info.dtype, &info.shards, place.clone())
 }
 
@@ -72,11 +68,7 @@ pub fn addend(dump: &StepDump, key: &TensorKey, rank: Rank) -> Result<Tensor, As
     );
     let open = gaps(&around.extent(), &shifted(&boxes, &around));
     if !open.is_empty() {
-        return Err(AssembleError::Scattered {
-            key: key.clone(),
-            rank,
-            boxes: boxes.len(),
-        });
+        return Err(AssembleError::Scattered { key: key.clone(), rank, boxes: boxes.len() });
     }
     fill(dump, key, info.dtype, &held, around)
 }
@@ -90,18 +82,13 @@ pub fn addend_parts(
 ) -> Result<Vec<Tensor>, AssembleError> {
     let (info, held) = addends_of(dump, key, rank)?;
     let parts = distinct_boxes(dump, &held).into_iter();
-    parts
-        .map(|place| fill(dump, key, info.dtype, &held, place))
-        .collect()
+    parts.map(|place| fill(dump, key, info.dtype, &held, place)).collect()
 }
 
 /// Ranks that hold an addend of a partial tensor (or a shard of any other).
 pub fn holders(dump: &StepDump, key: &TensorKey) -> Vec<Rank> {
     let shards = dump.tensors().get(key).map(|info| info.shards.as_slice());
-    let ranks = shards
-        .unwrap_or_default()
-        .iter()
-        .map(|at| dump.record(at).rank);
+    let ranks = shards.unwrap_or_default().iter().map(|at| dump.record(at).rank);
     let mut ranks: Vec<Rank> = ranks.collect();
     ranks.dedup();
     ranks
@@ -117,7 +104,7 @@ fn known<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, Asse
     match info.disagreements.iter().find(|d| d.spoils_bytes()) {
         Some(disagreement) => Err(AssembleError::Disagreement {
             key: key.clone(),
-            disagreement: disagreement.clone(),
+            disagreement: Box::new(disagreement.clone()),
         }),
         None => Ok(info),
     }
@@ -142,11 +129,7 @@ fn addends_of<'a>(
     let own = info.shards.iter().filter(|at| dump.record(at).rank == rank);
     let held: Vec<ShardRef> = own.copied().collect();
     if held.is_empty() {
-        return Err(AssembleError::NoAddend {
-            key: key.clone(),
-            rank,
-            ranks: holders(dump, key),
-        });
+        return Err(AssembleError::NoAddend { key: key.clone(), rank, ranks: holders(dump, key) });
     }
     Ok((info, held))
 }
@@ -189,48 +172,28 @@ fn fill(
     let wanted = place.elements().and_then(|n| n.checked_mul(width as u64));
     // The boxes cover the tensor, so their bytes bound it: no record can make
     // us allocate more than lies on disk.
-    let held: u128 = sources
-        .iter()
-        .map(|source| source.bytes.len() as u128)
-        .sum();
+    let held: u128 = sources.iter().map(|source| source.bytes.len() as u128).sum();
     let (true, Some(bytes)) = (open.is_empty(), wanted.filter(|&n| u128::from(n) <= held)) else {
         let incomplete = incomplete(dump, key, shards, &place, open);
         return Err(AssembleError::Incomplete(Box::new(incomplete)));
     };
-    let memory = || AssembleError::Memory {
-        key: key.clone(),
-        bytes,
-    };
+    let memory = || AssembleError::Memory { key: key.clone(), bytes };
     let length = usize::try_from(bytes).map_err(|_| memory())?;
     let mut buffer = Buffer::zeroed(length).ok_or_else(memory)?;
     copy_all(&place, &sources, buffer.bytes_mut(), width);
-    Ok(Tensor {
-        key: key.clone(),
-        dtype,
-        shape: place.extent(),
-        place,
-        buffer,
-    })
+    Ok(Tensor { key: key.clone(), dtype, shape: place.extent(), place, buffer })
 }
 
 /// One intact holder for every distinct box that reaches into `place`: the
 /// lowest replica whose bytes are there and hash right.
 fn choose<'a>(dump: &'a StepDump, shards: &[ShardRef], place: &IndexBox) -> Vec<Source<'a>> {
-    let reaching = shards
-        .iter()
-        .filter(|at| intersect(&dump.record(at).place, place));
+    let reaching = shards.iter().filter(|at| intersect(&dump.record(at).place, place));
     let mut reaching: Vec<ShardRef> = reaching.copied().collect();
     // A file that is whole before one that is not, though both would do.
     reaching.sort_by_cached_key(|at| {
         let record = dump.record(at);
         let faulty = dump.file_of(at).faulty();
-        (
-            record.place.clone(),
-            faulty,
-            record.replica,
-            record.rank,
-            *at,
-        )
+        (record.place.clone(), faulty, record.replica, record.rank, *at)
     });
     let same_box = |a: &ShardRef, b: &ShardRef| dump.record(a).place == dump.record(b).place;
     let replicas: Vec<&[ShardRef]> = reaching.chunk_by(same_box).collect();
@@ -293,10 +256,7 @@ fn incomplete(
     let open: Vec<IndexBox> = open.into_iter().map(back).collect();
     let lost: Vec<&ShardRef> = shards
         .iter()
-        .filter(|at| {
-            open.iter()
-                .any(|gap| intersect(gap, &dump.record(at).place))
-        })
+        .filter(|at| open.iter().any(|gap| intersect(gap, &dump.record(at).place)))
         .collect();
     let mut ranks: Vec<Rank> = lost.iter().map(|at| dump.record(at).rank).collect();
     ranks.dedup();
@@ -307,13 +267,7 @@ fn incomplete(
         StepState::Committed => Vec::new(),
         StepState::Partial { missing_ranks, .. } => missing_ranks.clone(),
     };
-    Incomplete {
-        key: key.clone(),
-        gaps: open,
-        ranks,
-        missing_ranks,
-        faults,
-    }
+    Incomplete { key: key.clone(), gaps: open, ranks, missing_ranks, faults }
 }
 
 /// Why a shard's bytes cannot be used.

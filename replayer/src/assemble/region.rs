@@ -20,12 +20,7 @@ pub(crate) fn pieces(place: &IndexBox, width: usize) -> Vec<IndexBox> {
 }
 
 fn cut(place: IndexBox, dim: usize, width: u64, found: &mut Vec<IndexBox>) {
-    let inner = |from: usize| {
-        place.0[from..]
-            .iter()
-            .map(|(lo, hi)| hi - lo)
-            .product::<u64>()
-    };
+    let inner = |from: usize| place.0[from..].iter().map(|(lo, hi)| hi - lo).product::<u64>();
     if dim == place.0.len() || inner(dim) * width <= PIECE_BYTES {
         found.push(place);
         return;
@@ -65,10 +60,7 @@ pub(crate) fn copy(
     // Both sides must be cut into the same runs: a row that is whole in one
     // box and a part of a longer row in the other ends there in both.
     let merged = whole_dims(region, from).min(whole_dims(region, to));
-    let (read, written) = (
-        runs(region, from, merged, width),
-        runs(region, to, merged, width),
-    );
+    let (read, written) = (runs(region, from, merged, width), runs(region, to, merged, width));
     for (there, here) in read.zip(written) {
         target[here].copy_from_slice(&source[there]);
     }
@@ -110,9 +102,7 @@ fn runs<'a>(
     let mut index: Vec<u64> = region.0.iter().map(|(lo, _)| *lo).collect();
     (0..count).map(move |_| {
         let steps = index.iter().zip(&place.0).zip(&strides);
-        let start: usize = steps
-            .map(|((&i, &(lo, _)), stride)| (i - lo) as usize * stride)
-            .sum();
+        let start: usize = steps.map(|((&i, &(lo, _)), stride)| (i - lo) as usize * stride).sum();
         for (i, &(lo, hi)) in index[..outer.len()].iter_mut().zip(outer).rev() {
             *i += 1;
             if *i < hi {

@@ -70,12 +70,7 @@ pub(crate) fn cut() -> impl Strategy<Value = Cut> {
                 shards.extend((0..count).map(|r| (place.clone(), (rank + r) % WORLD, r)));
             }
             let length = shape.iter().product::<u64>() as usize * dtype.width();
-            Cut {
-                dtype,
-                shape,
-                whole: noise(seed, length),
-                shards,
-            }
+            Cut { dtype, shape, whole: noise(seed, length), shards }
         })
         .prop_flat_map(|cut| {
             let order = Just(cut.shards.clone()).prop_shuffle();
@@ -138,12 +133,8 @@ proptest! {
 /// pieces, of long and of short rows, under pools of different sizes.
 #[test]
 fn large_tensors_come_out_the_same_under_any_number_of_threads() {
-    for shape in [
-        vec![3u64, 700, 513],
-        vec![1, 1_200_000],
-        vec![1_200_000, 1],
-        vec![2, 1, 600_000],
-    ] {
+    for shape in [vec![3u64, 700, 513], vec![1, 1_200_000], vec![1_200_000, 1], vec![2, 1, 600_000]]
+    {
         let length = shape.iter().product::<u64>() as usize * 4;
         let whole = noise(shape[0], length);
         let long = (0..shape.len()).max_by_key(|&d| shape[d]).unwrap();
@@ -153,20 +144,11 @@ fn large_tensors_come_out_the_same_under_any_number_of_threads() {
             let mut place = IndexBox::whole(&shape);
             place.0[long] = (ends[0], ends[1]);
             let bytes = naive_cut(&shape, &whole, &place, 4);
-            shards.push(held(
-                &key("q"),
-                (Dtype::F32, &shape),
-                place,
-                rank as u32,
-                bytes,
-            ));
+            shards.push(held(&key("q"), (Dtype::F32, &shape), place, rank as u32, bytes));
         }
         let dump = commit(shards, 5).open();
         for threads in [1, 2, 7] {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build()
-                .unwrap();
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let tensor = pool.install(|| assemble(&dump, &key("q"))).unwrap();
             assert!(tensor.bytes() == whole, "{shape:?} on {threads} threads");
         }
@@ -203,10 +185,7 @@ fn a_shard_before_the_tear_of_its_file_is_still_used() {
     dumped.damage(0, |bytes| bytes.truncate(bytes.len() - 1));
     let dump = dumped.open();
     assert_eq!(assemble(&dump, &key("a")).unwrap().bytes(), a);
-    assert!(matches!(
-        assemble(&dump, &key("b")),
-        Err(AssembleError::Incomplete(_))
-    ));
+    assert!(matches!(assemble(&dump, &key("b")), Err(AssembleError::Incomplete(_))));
     assert_eq!(dump.faults()[0].tensors, [key("b")]);
 }
 
@@ -218,10 +197,7 @@ fn a_record_that_claims_a_huge_tensor_allocates_nothing() {
         let shard = held(&key("q"), (Dtype::U8, &shape), place, 0, vec![7; length]);
         let dump = commit(vec![shard], 1).open();
         let error = assemble(&dump, &key("q")).unwrap_err();
-        assert!(
-            matches!(error, AssembleError::Incomplete(_)),
-            "{shape:?}: {error}"
-        );
+        assert!(matches!(error, AssembleError::Incomplete(_)), "{shape:?}: {error}");
     }
 }
 
@@ -253,22 +229,11 @@ fn an_addend_is_one_ranks_own_and_never_mixed_with_anothers() {
     let place = |rows: (u64, u64)| IndexBox(vec![rows, (0, 3)]);
     let part = |rank: usize, rows: (u64, u64)| {
         let bytes = naive_cut(&shape, &addends[rank], &place(rows), 4);
-        let mut shard = held(
-            &key("dk"),
-            (Dtype::F32, &shape),
-            place(rows),
-            rank as u32,
-            bytes,
-        );
+        let mut shard = held(&key("dk"), (Dtype::F32, &shape), place(rows), rank as u32, bytes);
         shard.record.partial = Some(Reduction::Sum);
         shard
     };
-    let shards = vec![
-        part(1, (2, 4)),
-        part(0, (0, 4)),
-        part(1, (0, 2)),
-        part(2 - 1, (0, 2)),
-    ];
+    let shards = vec![part(1, (2, 4)), part(0, (0, 4)), part(1, (0, 2)), part(2 - 1, (0, 2))];
     let mut scattered = part(0, (0, 1));
     scattered.record.key = key("dv");
     let mut far = part(0, (3, 4));
@@ -276,24 +241,15 @@ fn an_addend_is_one_ranks_own_and_never_mixed_with_anothers() {
     let dump = commit([shards, vec![scattered, far]].concat(), 3).open();
     for (rank, whole) in addends.iter().enumerate() {
         let tensor = addend(&dump, &key("dk"), Rank(rank as u32)).unwrap();
-        assert_eq!(
-            (tensor.bytes(), &tensor.shape),
-            (&whole[..], &shape.to_vec())
-        );
+        assert_eq!((tensor.bytes(), &tensor.shape), (&whole[..], &shape.to_vec()));
     }
     assert_eq!(holders(&dump, &key("dk")), [Rank(0), Rank(1)]);
     let nobody = addend(&dump, &key("dk"), Rank(2)).unwrap_err();
-    assert_eq!(
-        nobody.to_string(),
-        "rank 2 holds no addend of dk: ranks 0 and 1 do"
-    );
+    assert_eq!(nobody.to_string(), "rank 2 holds no addend of dk: ranks 0 and 1 do");
     let whole = assemble(&dump, &key("dk"));
     assert!(matches!(whole, Err(AssembleError::Addends { .. })));
     let error = addend(&dump, &key("dv"), Rank(0));
-    assert!(matches!(
-        error,
-        Err(AssembleError::Scattered { boxes: 2, .. })
-    ));
+    assert!(matches!(error, Err(AssembleError::Scattered { boxes: 2, .. })));
     let parts = addend_parts(&dump, &key("dv"), Rank(0)).unwrap();
     assert_eq!(parts[1].place, place((3, 4)));
     assert_eq!(parts[1].bytes(), &addends[0][36..]);
@@ -301,24 +257,12 @@ fn an_addend_is_one_ranks_own_and_never_mixed_with_anothers() {
 
 #[test]
 fn a_view_is_given_for_its_own_dtype_alone() {
-    let bytes: Vec<u8> = [1.5f32, -2.0]
-        .iter()
-        .flat_map(|x| x.to_le_bytes())
-        .collect();
-    let shard = held(
-        &key("q"),
-        (Dtype::F32, &[2]),
-        IndexBox::whole(&[2]),
-        0,
-        bytes,
-    );
+    let bytes: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+    let shard = held(&key("q"), (Dtype::F32, &[2]), IndexBox::whole(&[2]), 0, bytes);
     let dump = commit(vec![shard], 1).open();
     let tensor = assemble(&dump, &key("q")).unwrap();
     assert_eq!(tensor.f32(), Some(&[1.5, -2.0][..]));
-    assert_eq!(
-        (tensor.i32(), tensor.bf16_bits(), tensor.f64()),
-        (None, None, None)
-    );
+    assert_eq!((tensor.i32(), tensor.bf16_bits(), tensor.f64()), (None, None, None));
     assert_eq!(tensor.elements(), 2);
     assert_eq!(tensor.key.tensor, Name::new("q").unwrap());
 }

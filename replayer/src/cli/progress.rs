@@ -51,13 +51,18 @@ impl Progress for Bar {
         if !self.wanted {
             return;
         }
-        let Ok(mut state) = self.state.lock() else { return };
+        let Ok(mut state) = self.state.lock() else {
+            return;
+        };
         state.done += work;
         let (done, total) = (state.done, state.total.max(state.done));
         if state.bar.is_none() && self.started.elapsed() > PATIENCE {
             let template = "replay {bar:30} {percent}% {elapsed} elapsed, {eta} left";
-            let style = ProgressStyle::with_template(template).unwrap_or(ProgressStyle::default_bar());
-            state.bar = Some(ProgressBar::new(total).with_style(style).with_elapsed(self.started.elapsed()));
+            let style =
+                ProgressStyle::with_template(template).unwrap_or(ProgressStyle::default_bar());
+            state.bar = Some(
+                ProgressBar::new(total).with_style(style).with_elapsed(self.started.elapsed()),
+            );
         }
         if let Some(bar) = &state.bar {
             bar.set_length(total);

@@ -33,7 +33,7 @@ pub enum RunError {
         /// The dump.
         path: PathBuf,
         /// Why.
-        source: StepError,
+        source: Box<StepError>,
     },
     /// The report could not be written.
     #[error("the report cannot be written to {path}: choose another file for --json")]
@@ -52,9 +52,10 @@ impl RunError {
     pub(super) fn exit_code(&self) -> i32 {
         match self {
             RunError::Open(OpenError::Misplaced { .. }) => exit::INCOMPLETE,
-            RunError::Step { source: StepError::Unusable { .. } | StepError::Assemble { .. }, .. } => {
-                exit::INCOMPLETE
-            }
+            RunError::Step { source, .. } => match **source {
+                StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
+                _ => exit::USAGE,
+            },
             _ => exit::USAGE,
         }
     }
@@ -121,8 +122,10 @@ fn report_with(
             replay_one(other_path, &other_dump, &other_proof, &shared, bar)?;
         let one = Side { step: &step, outcome: &outcome };
         let two = Side { step: &other_step, outcome: &other_outcome };
-        let differences = against(&one, &two, compare)
-            .map_err(|source| RunError::Step { path: other_path.into(), source })?;
+        let differences = against(&one, &two, compare).map_err(|source| RunError::Step {
+            path: other_path.into(),
+            source: Box::new(source),
+        })?;
         let theirs = self::report(other_path, &other_step, &other_outcome, &other_proof);
         join(&mut report, theirs, differences, (&outcome, &other_outcome));
     }
@@ -136,7 +139,7 @@ fn replay_one<'a>(
     compare: &[Role],
     bar: &Bar,
 ) -> Result<(HeadStep<'a>, Outcome), RunError> {
-    let wrong = |source| RunError::Step { path: path.into(), source };
+    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
     let step = HeadStep::new(dump, unusable).map_err(wrong)?;
     let request = Request { compare, progress: bar, total: &|work| bar.expect(work) };
@@ -152,7 +155,8 @@ fn shared_roles(dump: &StepDump, compare: &[Role]) -> Vec<Role> {
 
 fn report(path: &Path, step: &HeadStep<'_>, outcome: &Outcome, proof: &Verification) -> Report {
     let dump = summary(path, step, proof);
-    let findings: Vec<String> = proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
+    let findings: Vec<String> =
+        proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
     let mut not_checked: Vec<NotChecked> = outcome.not_checked.clone();
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
@@ -181,7 +185,12 @@ fn report(path: &Path, step: &HeadStep<'_>, outcome: &Outcome, proof: &Verificat
 
 /// Adds the other run: the earliest stage at which either leaves its reference
 /// or the two leave each other is the first divergence.
-fn join(report: &mut Report, other: Report, differences: Vec<Difference>, outcomes: (&Outcome, &Outcome)) {
+fn join(
+    report: &mut Report,
+    other: Report,
+    differences: Vec<Difference>,
+    outcomes: (&Outcome, &Outcome),
+) {
     let apart = differences.iter().find(|found| found.status == Status::Fail);
     let order = |name: &str| Stage::ALL.iter().position(|stage| stage.name() == name);
     let pair = apart.map(|found| FirstDivergence {
@@ -191,7 +200,10 @@ fn join(report: &mut Report, other: Report, differences: Vec<Difference>, outcom
         rank: None,
         run: format!("{} and {}", report.dump.run, other.dump.run),
         reason: if found.stage.is_input() {
-            format!("the inputs differ in {}, so the backward is not to blame yet", plural(found.unequal, "element"))
+            format!(
+                "the inputs differ in {}, so the backward is not to blame yet",
+                plural(found.unequal, "element")
+            )
         } else {
             "the two runs differ by more than both runs' rounding explains".into()
         },
@@ -222,7 +234,11 @@ fn join(report: &mut Report, other: Report, differences: Vec<Difference>, outcom
 fn summary(path: &Path, step: &HeadStep<'_>, proof: &Verification) -> DumpSummary {
     let dump = step.dump;
     let (manifest, head) = (&dump.manifest, &step.options.declared);
-    let mesh = if manifest.mesh.0.is_empty() { String::new() } else { format!(", mesh {}", manifest.mesh) };
+    let mesh = if manifest.mesh.0.is_empty() {
+        String::new()
+    } else {
+        format!(", mesh {}", manifest.mesh)
+    };
     let state = match &dump.state {
         StepState::Committed => "committed".to_string(),
         StepState::Partial { why, .. } => format!("PARTIAL: {why}"),

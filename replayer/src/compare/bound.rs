@@ -99,10 +99,12 @@ impl Independent {
         self.largest = self.largest.max(variance);
     }
 
-    fn merge(&mut self, other: &Independent) {
+    /// Adds errors of which each is one of `repeats` equal ones: `m` equal
+    /// errors of variance `a` are one of `m a`, so `Σa²` counts `m` times.
+    fn merge(&mut self, other: &Independent, repeats: f64) {
         self.sum += other.sum;
-        self.squares += other.squares;
-        self.largest = self.largest.max(other.largest);
+        self.squares += repeats * other.squares;
+        self.largest = self.largest.max(repeats * other.largest);
     }
 
     fn energy(&self, x: f64) -> f64 {
@@ -133,8 +135,13 @@ impl Budget {
 
     /// Adds other rows.
     pub fn merge(&mut self, other: &Budget) {
-        self.own.merge(&other.own);
-        self.rows.merge(&other.rows);
+        self.merge_repeated(other, 1.0);
+    }
+
+    /// Adds a row that is one of `repeats` rows with equal errors.
+    pub fn merge_repeated(&mut self, other: &Budget, repeats: f64) {
+        self.own.merge(&other.own, repeats);
+        self.rows.merge(&other.rows, repeats);
         self.shared += other.shared;
     }
 
@@ -180,6 +187,16 @@ mod tests {
         let mut many = Budget::default();
         (0..100_000).for_each(|_| many.merge(&row()));
         assert!(many.energy(16.0) < 1.1 * many.expected());
+    }
+
+    /// Goal: rows that are copies of each other do not count as independent.
+    #[test]
+    fn a_hundred_equal_rows_may_err_as_much_as_one_a_hundred_times_as_large() {
+        let row = |variance| Budget::of_row([own(variance)].into_iter());
+        let mut copies = Budget::default();
+        (0..100).for_each(|_| copies.merge_repeated(&row(1.0), 100.0));
+        let (found, wanted) = (copies.energy(16.0), row(100.0).energy(16.0));
+        assert!((found / wanted - 1.0).abs() < 1e-9, "{found} {wanted}");
     }
 
     #[test]

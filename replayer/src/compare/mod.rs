@@ -5,4 +5,4 @@ pub mod bound;
 pub mod tally;
 
 pub use bound::{Allowed, Bound};
-pub use tally::{Rows, Tally, Worst};
+pub use tally::{Rows, Tally, Worst, once};

@@ -45,6 +45,14 @@ pub struct Rows<'a> {
     pub reference: &'a [f64],
     /// The tensor's row index of each row here.
     pub index: &'a (dyn Fn(usize) -> u64 + Sync),
+    /// How many rows of the stage are copies of this one, itself included: equal
+    /// inputs round alike, so their errors are one error.
+    pub repeats: &'a (dyn Fn(usize) -> f64 + Sync),
+}
+
+/// For stages whose rows are all computed from different inputs.
+pub fn once(_row: usize) -> f64 {
+    1.0
 }
 
 /// What is known of a stage after its values were compared.
@@ -117,6 +125,7 @@ impl Tally {
         let columns = rows.captured.cols;
         let at = |column: usize| allowed(row, column, rows.reference[row * columns + column]);
         let budget = Budget::of_row((0..columns).map(at));
+        let repeats = (rows.repeats)(row);
         let (mut energy, mut norm, mut alike) = (0.0, 0.0, 0.0);
         for column in 0..columns {
             let index = row * columns + column;
@@ -124,12 +133,8 @@ impl Tally {
             let allowed = at(column);
             let error = captured - reference;
             let score = if error == 0.0 { 0.0 } else { error.abs() / allowed.total().sqrt() };
-            let here = || Worst {
-                index: ((rows.index)(row), column as u64),
-                captured,
-                reference,
-                score,
-            };
+            let here =
+                || Worst { index: ((rows.index)(row), column as u64), captured, reference, score };
             if !(captured.is_finite() && reference.is_finite()) {
                 self.nonfinite += 1;
                 self.first_nonfinite.get_or_insert_with(here);
@@ -140,7 +145,7 @@ impl Tally {
             self.captured_energy += captured * captured;
             self.max_abs = self.max_abs.max(error.abs());
             self.dot += error * reference;
-            self.slope_variance += allowed.own * reference * reference;
+            self.slope_variance += repeats * allowed.own * reference * reference;
             alike += allowed.row.sqrt() * reference.abs();
             self.slope_shared += allowed.shared.sqrt() * reference.abs();
             if !(error.abs() <= allowed.reach(bound.element)) {
@@ -151,7 +156,7 @@ impl Tally {
                 self.worst = Some(here());
             }
         }
-        self.slope_variance += alike * alike;
+        self.slope_variance += repeats * alike * alike;
         self.elements += rows.captured.cols as u64;
         self.rows += 1;
         self.error_energy += energy;
@@ -165,7 +170,7 @@ impl Tally {
                 ratio: (energy / expected).sqrt(),
             });
         }
-        self.budget.merge(&budget);
+        self.budget.merge_repeated(&budget, repeats);
     }
 
     /// Adds what another part of the same stage found.
@@ -185,10 +190,10 @@ impl Tally {
         self.first = self.first.take().or(other.first);
         self.exceeding += other.exceeding;
         self.exceeding_rows += other.exceeding_rows;
-        if let Some(theirs) = other.worst {
-            if self.worst.as_ref().is_none_or(|ours| theirs.score > ours.score) {
-                self.worst = Some(theirs);
-            }
+        if let Some(theirs) = other.worst
+            && self.worst.as_ref().is_none_or(|ours| theirs.score > ours.score)
+        {
+            self.worst = Some(theirs);
         }
         self.worst_rows.extend(other.worst_rows);
         self.worst_rows.sort_by(|a, b| b.ratio.total_cmp(&a.ratio).then(a.row.cmp(&b.row)));
@@ -226,7 +231,9 @@ impl Tally {
         }
         if self.exceeding > 0 {
             let (n, of) = (self.exceeding, self.elements);
-            return Some(format!("{n} of {of} elements are further off than rounding can bring them"));
+            return Some(format!(
+                "{n} of {of} elements are further off than rounding can bring them"
+            ));
         }
         if self.exceeding_rows > 0 {
             let (n, of) = (self.exceeding_rows, self.rows);
@@ -237,7 +244,9 @@ impl Tally {
         }
         if !(self.slope().abs() <= self.allowed_slope(bound)) {
             let (found, allowed) = (self.slope(), self.allowed_slope(bound));
-            return Some(format!("the scale is off by {found:+.2e}, rounding allows {allowed:.1e}"));
+            return Some(format!(
+                "the scale is off by {found:+.2e}, rounding allows {allowed:.1e}"
+            ));
         }
         None
     }
@@ -245,7 +254,11 @@ impl Tally {
 
 /// `√(error/norm)`; the absolute error where there is no norm to relate it to.
 pub fn relative(error_energy: f64, reference_energy: f64) -> f64 {
-    if reference_energy > 0.0 { (error_energy / reference_energy).sqrt() } else { error_energy.sqrt() }
+    if reference_energy > 0.0 {
+        (error_energy / reference_energy).sqrt()
+    } else {
+        error_energy.sqrt()
+    }
 }
 
 #[cfg(test)]
@@ -259,6 +272,7 @@ mod tests {
             captured: Matrix { rows: captured.len() / 4, cols: 4, values: Values::F64(captured) },
             reference,
             index: &|row| row as u64 + 100,
+            repeats: &once,
         };
         let allowed = |_, _, _| Allowed { own: sigma * sigma, ..Allowed::default() };
         (Tally::of(&rows, allowed, &bound), bound)
@@ -266,8 +280,11 @@ mod tests {
 
     #[test]
     fn nan_never_passes_on_either_side() {
-        for (captured, reference) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, f64::INFINITY)] {
-            let (found, bound) = tally(&[captured, 1.0, 1.0, 1.0], &[reference, 1.0, 1.0, 1.0], 1e9);
+        for (captured, reference) in
+            [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, f64::INFINITY)]
+        {
+            let (found, bound) =
+                tally(&[captured, 1.0, 1.0, 1.0], &[reference, 1.0, 1.0, 1.0], 1e9);
             assert!(found.excess(&bound).is_some(), "{captured} {reference}");
         }
     }

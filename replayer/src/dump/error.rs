@@ -21,42 +21,21 @@ pub enum OpenError {
         "{path} is {part} of a run: name the run, --dump {run} {flag}",
         path = path.display(), run = run.display()
     )]
-    InsideARun {
-        path: PathBuf,
-        part: &'static str,
-        run: PathBuf,
-        flag: String,
-    },
+    InsideARun { path: PathBuf, part: &'static str, run: PathBuf, flag: String },
     #[error("{path} holds several runs: choose one with {choices}", path = path.display(), choices = flags("--run", runs))]
     SeveralRuns { path: PathBuf, runs: Vec<String> },
     #[error("{path} holds no run {wanted:?}: choose one with {choices}", path = path.display(), choices = flags("--run", runs))]
-    NoSuchRun {
-        path: PathBuf,
-        wanted: String,
-        runs: Vec<String>,
-    },
+    NoSuchRun { path: PathBuf, wanted: String, runs: Vec<String> },
     #[error("{path} holds no attempt {wanted}: choose one with {choices}", path = path.display(), choices = flags("--attempt", attempts))]
-    NoSuchAttempt {
-        path: PathBuf,
-        wanted: Attempt,
-        attempts: Vec<Attempt>,
-    },
+    NoSuchAttempt { path: PathBuf, wanted: Attempt, attempts: Vec<Attempt> },
     #[error(
         "step {step} was dumped by several attempts of {path}: choose one with {choices}",
         path = path.display(),
         choices = attempts.iter().map(AttemptState::to_string).collect::<Vec<_>>().join(" or ")
     )]
-    SeveralAttempts {
-        path: PathBuf,
-        step: Step,
-        attempts: Vec<AttemptState>,
-    },
+    SeveralAttempts { path: PathBuf, step: Step, attempts: Vec<AttemptState> },
     #[error("step {wanted} was not dumped in {path}: {choices}", path = path.display(), choices = dumped(steps))]
-    NoSuchStep {
-        path: PathBuf,
-        wanted: Step,
-        steps: Vec<Step>,
-    },
+    NoSuchStep { path: PathBuf, wanted: Step, steps: Vec<Step> },
     #[error("no step was dumped in {path}: look whether the job reached a step that BACKTAPE_STEPS selects", path = path.display())]
     NoSteps { path: PathBuf },
     #[error("{path} holds several steps: choose one with {choices}", path = path.display(), choices = flags("--step", steps))]
@@ -67,11 +46,7 @@ pub enum OpenError {
         "{path} says {says}, but it lies where {lies} belongs: it was moved here by hand, move it back",
         path = path.display()
     )]
-    Misplaced {
-        path: PathBuf,
-        says: String,
-        lies: String,
-    },
+    Misplaced { path: PathBuf, says: String, lies: String },
     #[error("{path} cannot be read: check that it exists and that you may read it", path = path.display())]
     Read { path: PathBuf, source: io::Error },
 }
@@ -94,11 +69,8 @@ impl std::fmt::Display for AttemptState {
 /// `--run a or --run b`, shortened where it would fill the screen.
 fn flags<T: std::fmt::Display>(flag: &str, values: &[T]) -> String {
     const SHOWN: usize = 32;
-    let mut all: Vec<String> = values
-        .iter()
-        .take(SHOWN)
-        .map(|value| format!("{flag} {value}"))
-        .collect();
+    let mut all: Vec<String> =
+        values.iter().take(SHOWN).map(|value| format!("{flag} {value}")).collect();
     if values.len() > SHOWN {
         all.push(format!("one of {} more", values.len() - SHOWN));
     }

@@ -93,11 +93,7 @@ pub(super) fn open(
         intact: record.shards.iter().map(|_| OnceLock::new()).collect(),
         faulty: !found.is_empty(),
     };
-    let tensors = if found.is_empty() {
-        Vec::new()
-    } else {
-        hit(&file, record)
-    };
+    let tensors = if found.is_empty() { Vec::new() } else { hit(&file, record) };
     let name = |(kind, sentence)| FileFault {
         kind,
         file: file.path.clone(),
@@ -114,10 +110,7 @@ fn torn(path: &Path, record: &FileRecord) -> Bytes {
     let Some(map) = map(path) else {
         return Bytes::Gone;
     };
-    let total = record
-        .shards
-        .iter()
-        .try_fold(0u64, |n, s| n.checked_add(s.length));
+    let total = record.shards.iter().try_fold(0u64, |n, s| n.checked_add(s.length));
     let Some(mut at) = total.and_then(|total| record.length.checked_sub(total)) else {
         return Bytes::Gone;
     };
@@ -154,11 +147,8 @@ fn hit(file: &DumpFile, record: &FileRecord) -> Vec<TensorKey> {
 /// Files that no record lists. Scratch files of a writer that was killed after
 /// its file had its name are not worth a word once the step is committed.
 pub(super) fn strays(step: &StepDir, manifest: &Manifest) -> Result<Vec<FileFault>, OpenError> {
-    let listed: std::collections::BTreeSet<&str> = manifest
-        .files
-        .iter()
-        .map(|file| file.name.as_str())
-        .collect();
+    let listed: std::collections::BTreeSet<&str> =
+        manifest.files.iter().map(|file| file.name.as_str()).collect();
     let names = super::listing(step)?;
     let stray = |name: &String| {
         !listed.contains(name.as_str()) && name != MANIFEST && !name.starts_with('.')

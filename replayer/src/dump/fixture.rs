@@ -39,11 +39,7 @@ pub(crate) struct Dumped {
 }
 
 pub(crate) fn key(tensor: &str) -> TensorKey {
-    TensorKey {
-        tensor: Name::new(tensor).unwrap(),
-        microbatch: None,
-        when: None,
-    }
+    TensorKey { tensor: Name::new(tensor).unwrap(), microbatch: None, when: None }
 }
 
 /// Numbers without a pattern, the same for the same seed.
@@ -126,9 +122,7 @@ pub(crate) fn slabs(name: &str, shape: &[u64], ranks: u32, whole: &[u8]) -> Vec<
 /// Writes and commits step 0 of attempt 0 of run `run-a`.
 pub(crate) fn commit(shards: Vec<Held>, world_size: u32) -> Dumped {
     // In memory where there is such a place: thousands of dumps, each synced.
-    let store = tempfile::tempdir_in("/dev/shm")
-        .or_else(|_| tempfile::tempdir())
-        .unwrap();
+    let store = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let run = store.path().join("run-a");
     let step = AttemptDir::of(&run, Attempt(0)).step(Step(0));
     let mut files: BTreeMap<(Rank, Option<Microbatch>), Vec<Held>> = BTreeMap::new();
@@ -156,16 +150,9 @@ pub(crate) fn commit(shards: Vec<Held>, world_size: u32) -> Dumped {
         for shard in shards {
             writer.append(shard.record, &shard.bytes).unwrap();
         }
-        manifest
-            .files
-            .push(writer.finish().unwrap().publish().unwrap().0);
+        manifest.files.push(writer.finish().unwrap().publish().unwrap().0);
     }
-    let dumped = Dumped {
-        store,
-        run,
-        step,
-        manifest,
-    };
+    let dumped = Dumped { store, run, step, manifest };
     dumped.seal();
     dumped
 }
@@ -187,9 +174,7 @@ impl Dumped {
 
     /// Where the file at this position of the manifest lies.
     pub(crate) fn file(&self, index: usize) -> PathBuf {
-        self.step
-            .path
-            .join(self.manifest.files[index].name.as_str())
+        self.step.path.join(self.manifest.files[index].name.as_str())
     }
 
     /// Where the first shard's first byte lies in a file.

@@ -17,9 +17,7 @@ pub(super) type NamesByHeader = BTreeMap<[u8; 32], Name>;
 
 pub(super) fn names_by_header(manifest: &Manifest) -> NamesByHeader {
     let named = manifest.files.iter();
-    named
-        .map(|file| (file.header_hash.0, file.name.clone()))
-        .collect()
+    named.map(|file| (file.header_hash.0, file.name.clone())).collect()
 }
 
 /// A fault, before it is known what it hits.
@@ -62,10 +60,7 @@ pub(super) fn judge(
     let length = match std::fs::metadata(path) {
         Ok(meta) if meta.is_file() => meta.len(),
         Ok(_) => {
-            return Err(vec![(
-                FaultKind::Unreadable,
-                format!("{name} is not a file"),
-            )]);
+            return Err(vec![(FaultKind::Unreadable, format!("{name} is not a file"))]);
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             let sentence = format!("{name} of rank {} is missing", record.rank);
@@ -80,10 +75,7 @@ pub(super) fn judge(
             false => (FaultKind::Extended, "extended"),
         };
         let wanted = record.length;
-        found.push((
-            kind,
-            format!("{name} was {verb}: {length} bytes, {wanted} were written"),
-        ));
+        found.push((kind, format!("{name} was {verb}: {length} bytes, {wanted} were written")));
     }
     match ShardFile::open(path) {
         Ok(file) if file.header_hash() != record.header_hash => {
@@ -99,10 +91,8 @@ pub(super) fn judge(
         Err(ShardFileError::Truncated { .. }) if !found.is_empty() => {}
         Err(ShardFileError::Contradiction { .. }) if !found.is_empty() => {}
         Err(error @ ShardFileError::Read { .. }) => {
-            found.push((
-                FaultKind::Unreadable,
-                format!("{name} cannot be read: {}", chain(&error)),
-            ));
+            found
+                .push((FaultKind::Unreadable, format!("{name} cannot be read: {}", chain(&error))));
         }
         Err(error) => {
             let sentence = format!("the header of {name} was altered: {}", chain(&error));
@@ -121,10 +111,7 @@ fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Fou
         ),
         None => {
             let about = file.about();
-            let whose = format!(
-                "rank {} step {} of run {}",
-                about.rank, about.step, about.run
-            );
+            let whose = format!("rank {} step {} of run {}", about.rank, about.step, about.run);
             let sentence =
                 format!("the header of {name} is not the one that was committed: it says {whose}");
             (FaultKind::AlteredHeader, sentence)
@@ -145,22 +132,10 @@ fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> 
         }
     };
     differ("the run", manifest.run.to_string(), about.run.to_string());
-    differ(
-        "the attempt",
-        manifest.attempt.to_string(),
-        about.attempt.to_string(),
-    );
-    differ(
-        "the step",
-        manifest.step.to_string(),
-        about.step.to_string(),
-    );
+    differ("the attempt", manifest.attempt.to_string(), about.attempt.to_string());
+    differ("the step", manifest.step.to_string(), about.step.to_string());
     differ("the rank", record.rank.to_string(), about.rank.to_string());
-    differ(
-        "the number of shards",
-        record.shards.len().to_string(),
-        about.shards.len().to_string(),
-    );
+    differ("the number of shards", record.shards.len().to_string(), about.shards.len().to_string());
     for (listed, own) in record.shards.iter().zip(&about.shards) {
         if listed == own {
             continue;

@@ -49,10 +49,7 @@ pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, Open
 }
 
 fn find_run(path: &Path, wanted: Option<&str>) -> Result<PathBuf, OpenError> {
-    let not_a_dump = |found: &str| OpenError::NotADump {
-        path: path.into(),
-        found: found.into(),
-    };
+    let not_a_dump = |found: &str| OpenError::NotADump { path: path.into(), found: found.into() };
     if !path.exists() {
         return Err(not_a_dump("nothing is there"));
     }
@@ -91,41 +88,28 @@ fn choose_run(
         };
         return match by_directory.or_else(recorded) {
             Some(index) => Ok(runs.swap_remove(index)),
-            None => Err(OpenError::NoSuchRun {
-                path: path.into(),
-                wanted: wanted.into(),
-                runs: names,
-            }),
+            None => {
+                Err(OpenError::NoSuchRun { path: path.into(), wanted: wanted.into(), runs: names })
+            }
         };
     }
     match <[_; 1]>::try_from(runs) {
         Ok([run]) => Ok(run),
-        Err(_) => Err(OpenError::SeveralRuns {
-            path: path.into(),
-            runs: names,
-        }),
+        Err(_) => Err(OpenError::SeveralRuns { path: path.into(), runs: names }),
     }
 }
 
 /// A step's or a restart's own directory holds no run, and opened as one it
 /// would be taken for attempt 0 of something else.
 fn refuse_inside_of_a_run(path: &Path) -> Result<(), OpenError> {
-    let Some(parent) = path
-        .canonicalize()
-        .ok()
-        .and_then(|p| p.parent().map(PathBuf::from))
-    else {
+    let Some(parent) = path.canonicalize().ok().and_then(|p| p.parent().map(PathBuf::from)) else {
         return Ok(());
     };
     let name = directory_name(path);
-    for (prefix, part, flag) in [
-        ("step-", "one step", "--step"),
-        ("attempt-", "one attempt", "--attempt"),
-    ] {
-        let Some(number) = name
-            .strip_prefix(prefix)
-            .and_then(|n| n.parse::<u64>().ok())
-        else {
+    for (prefix, part, flag) in
+        [("step-", "one step", "--step"), ("attempt-", "one attempt", "--attempt")]
+    {
+        let Some(number) = name.strip_prefix(prefix).and_then(|n| n.parse::<u64>().ok()) else {
             continue;
         };
         if looks_like_run(&parent).unwrap_or(false) {
@@ -167,11 +151,9 @@ fn choose_attempts(run: &Path, wanted: Option<Attempt>) -> Result<Vec<AttemptDir
     attempts.sort_unstable();
     attempts.dedup();
     match wanted {
-        Some(wanted) if !attempts.contains(&wanted) => Err(OpenError::NoSuchAttempt {
-            path: run.into(),
-            wanted,
-            attempts,
-        }),
+        Some(wanted) if !attempts.contains(&wanted) => {
+            Err(OpenError::NoSuchAttempt { path: run.into(), wanted, attempts })
+        }
         Some(wanted) => Ok(vec![AttemptDir::of(run, wanted)]),
         None => Ok(attempts.iter().map(|&a| AttemptDir::of(run, a)).collect()),
     }
@@ -188,11 +170,7 @@ fn choose_step(
     let path = run.to_path_buf();
     match (wanted, steps.as_slice()) {
         (Some(wanted), steps) if steps.contains(&wanted) => Ok(wanted),
-        (Some(wanted), _) => Err(OpenError::NoSuchStep {
-            path,
-            wanted,
-            steps,
-        }),
+        (Some(wanted), _) => Err(OpenError::NoSuchStep { path, wanted, steps }),
         (None, []) => Err(OpenError::NoSteps { path }),
         (None, [one]) => Ok(*one),
         (None, _) => Err(OpenError::SeveralSteps { path, steps }),
@@ -220,14 +198,9 @@ fn directories(path: &Path) -> io::Result<Vec<PathBuf>> {
 /// The directory's own name, also of `.` and `..`.
 pub(super) fn directory_name(path: &Path) -> String {
     let named = |path: &Path| path.file_name().map(|n| n.to_string_lossy().into_owned());
-    named(path)
-        .or_else(|| named(&path.canonicalize().ok()?))
-        .unwrap_or_default()
+    named(path).or_else(|| named(&path.canonicalize().ok()?)).unwrap_or_default()
 }
 
 fn read(path: &Path) -> impl Fn(io::Error) -> OpenError {
-    move |source| OpenError::Read {
-        path: path.into(),
-        source,
-    }
+    move |source| OpenError::Read { path: path.into(), source }
 }

@@ -202,10 +202,7 @@ fn run_record(directory: &Path) -> Option<RunRecord> {
 
 /// Names of the plain files in a step's directory, sorted.
 fn listing(step: &StepDir) -> Result<Vec<String>, OpenError> {
-    let read = |source| OpenError::Read {
-        path: step.path.clone(),
-        source,
-    };
+    let read = |source| OpenError::Read { path: step.path.clone(), source };
     let mut names = Vec::new();
     for entry in std::fs::read_dir(&step.path).map_err(read)? {
         let name = entry.map_err(read)?.file_name();
@@ -223,16 +220,10 @@ pub(crate) fn name_ranks(ranks: &[Rank]) -> String {
         [] => "no rank".into(),
         [one] => format!("rank {one}"),
         _ if ranks.len() > SHOWN => {
-            format!(
-                "ranks {} and {} more",
-                shown.join(", "),
-                ranks.len() - SHOWN
-            )
+            format!("ranks {} and {} more", shown.join(", "), ranks.len() - SHOWN)
         }
-        _ => format!(
-            "ranks {} and {}",
-            shown[..shown.len() - 1].join(", "),
-            shown[shown.len() - 1]
-        ),
+        _ => {
+            format!("ranks {} and {}", shown[..shown.len() - 1].join(", "), shown[shown.len() - 1])
+        }
     }
 }

@@ -31,11 +31,7 @@ pub(super) struct Salvaged {
 impl Salvaged {
     pub(super) fn committed(manifest: Manifest) -> Salvaged {
         let (state, faults) = (StepState::Committed, Vec::new());
-        Salvaged {
-            manifest,
-            state,
-            faults,
-        }
+        Salvaged { manifest, state, faults }
     }
 }
 
@@ -52,10 +48,8 @@ pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenEr
     let (shards, rest): (Vec<_>, Vec<_>) = names
         .into_iter()
         .partition(|name| name.ends_with(".safetensors") && !name.starts_with('.'));
-    let mut faults: Vec<FileFault> = rest
-        .iter()
-        .filter_map(|name| leftover(located, name))
-        .collect();
+    let mut faults: Vec<FileFault> =
+        rest.iter().filter_map(|name| leftover(located, name)).collect();
     let read: Vec<_> = shards
         .par_iter()
         .map(|name| read_self(&located.step.path, name).map_err(|error| (name, error)))
@@ -107,9 +101,7 @@ fn put_together(
     let present: BTreeSet<Rank> = readable.iter().map(|file| file.about.rank).collect();
     let ranks = (0..world_size).map(Rank);
     let missing_ranks = ranks.filter(|rank| !present.contains(rank)).collect();
-    let omissions = readable
-        .iter()
-        .flat_map(|file| file.about.omissions.clone());
+    let omissions = readable.iter().flat_map(|file| file.about.omissions.clone());
     let manifest = Manifest {
         format_version: FORMAT_VERSION,
         version: VERSION.into(),
@@ -123,11 +115,7 @@ fn put_together(
         files: readable.into_iter().map(file_record).collect(),
     };
     let state = StepState::Partial { why, missing_ranks };
-    Salvaged {
-        manifest,
-        state,
-        faults,
-    }
+    Salvaged { manifest, state, faults }
 }
 
 /// run.json's name, else what most files say, else the directory's.
@@ -149,9 +137,7 @@ fn most_common<T: Ord>(values: impl Iterator<Item = T>) -> Option<T> {
 
 fn file_record(file: Readable) -> FileRecord {
     let shards = file.about.shards;
-    let data = shards
-        .iter()
-        .fold(0u64, |n, shard| n.saturating_add(shard.length));
+    let data = shards.iter().fold(0u64, |n, shard| n.saturating_add(shard.length));
     FileRecord {
         name: file.name,
         rank: file.about.rank,
@@ -191,25 +177,19 @@ fn read_self(directory: &Path, name: &str) -> Result<Readable, HeaderError> {
     }
     let mut file = File::open(&path).map_err(HeaderError::Truncated)?;
     let mut prefix = [0; 8];
-    file.read_exact(&mut prefix)
-        .map_err(HeaderError::Truncated)?;
+    file.read_exact(&mut prefix).map_err(HeaderError::Truncated)?;
     let length = u64::from_le_bytes(prefix);
     if length > MAX_HEADER as u64 {
         return Err(HeaderError::TooLarge(length));
     }
     let mut header = vec![0; 8 + length as usize];
     header[..8].copy_from_slice(&prefix);
-    file.read_exact(&mut header[8..])
-        .map_err(HeaderError::Truncated)?;
+    file.read_exact(&mut header[8..]).map_err(HeaderError::Truncated)?;
     let json: serde_json::Value = serde_json::from_slice(&header[8..])?;
     let text = json.pointer(&format!("/__metadata__/{METADATA_KEY}"));
-    let text = text
-        .and_then(|value| value.as_str())
-        .ok_or(HeaderError::Foreign)?;
+    let text = text.and_then(|value| value.as_str()).ok_or(HeaderError::Foreign)?;
     let value: serde_json::Value = serde_json::from_str(text)?;
-    let version = value
-        .get("format_version")
-        .and_then(serde_json::Value::as_u64);
+    let version = value.get("format_version").and_then(serde_json::Value::as_u64);
     if let Some(found) = version.filter(|&found| found > u64::from(FORMAT_VERSION)) {
         return Err(HeaderError::Newer(found));
     }

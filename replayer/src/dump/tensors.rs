@@ -74,36 +74,17 @@ pub(super) fn index(manifest: &Manifest, files: &[DumpFile]) -> BTreeMap<TensorK
         }
     }
     let named = gathered.into_iter();
-    named
-        .filter_map(|(key, shards)| Some((key.clone(), describe(shards)?)))
-        .collect()
+    named.filter_map(|(key, shards)| Some((key.clone(), describe(shards)?))).collect()
 }
 
 fn describe(mut shards: Vec<(&ShardRecord, ShardRef)>) -> Option<TensorInfo> {
     shards.sort_by_key(|(shard, at)| (shard.rank, shard.replica, *at));
     let mut disagreements = Vec::new();
     let shown = |value: Option<String>| value.unwrap_or_else(|| "none".into());
-    let role = most(
-        &shards,
-        "role",
-        &mut disagreements,
-        |s| s.role,
-        |r| shown(r.map(|r| r.to_string())),
-    )?;
-    let dtype = most(
-        &shards,
-        "dtype",
-        &mut disagreements,
-        |s| s.dtype,
-        Dtype::to_string,
-    )?;
-    let shape = most(
-        &shards,
-        "shape",
-        &mut disagreements,
-        |s| &s.shape,
-        |n| format!("{n:?}"),
-    )?;
+    let role =
+        most(&shards, "role", &mut disagreements, |s| s.role, |r| shown(r.map(|r| r.to_string())))?;
+    let dtype = most(&shards, "dtype", &mut disagreements, |s| s.dtype, Dtype::to_string)?;
+    let shape = most(&shards, "shape", &mut disagreements, |s| &s.shape, |n| format!("{n:?}"))?;
     let partial = most(
         &shards,
         "partial",
@@ -146,13 +127,8 @@ fn most<'a, T: PartialEq>(
     // Stable: among equals the first seen, which is the lowest rank's.
     versions.sort_by_key(|(_, count, _)| std::cmp::Reverse(*count));
     if versions.len() > 1 {
-        let versions = versions
-            .iter()
-            .map(|(v, _, ranks)| (show(v), ranks.clone()));
-        disagreements.push(Disagreement {
-            what,
-            versions: versions.collect(),
-        });
+        let versions = versions.iter().map(|(v, _, ranks)| (show(v), ranks.clone()));
+        disagreements.push(Disagreement { what, versions: versions.collect() });
     }
     versions.into_iter().next().map(|(value, ..)| value)
 }

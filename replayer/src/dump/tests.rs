@@ -34,33 +34,21 @@ fn the_one_step_of_the_one_run_is_opened_without_being_named() {
     let dumped = dumped();
     for path in [&dumped.run, dumped.store.path()] {
         let dump = open(path, &Selection::default()).unwrap();
-        assert_eq!(
-            (dump.run.as_str(), dump.attempt, dump.step),
-            ("run-a", Attempt(0), Step(0))
-        );
-        assert_eq!(
-            (&dump.state, dump.faults()),
-            (&StepState::Committed, &[][..])
-        );
+        assert_eq!((dump.run.as_str(), dump.attempt, dump.step), ("run-a", Attempt(0), Step(0)));
+        assert_eq!((&dump.state, dump.faults()), (&StepState::Committed, &[][..]));
         assert_eq!(dump.manifest, dumped.manifest);
         assert_eq!(dump.files().count(), 4);
         let tensor = &dump.tensors()[&key("q")];
         assert_eq!((tensor.shards.len(), &tensor.shape[..]), (4, &[8, 3][..]));
-        assert_eq!(
-            dump.shard_bytes(&tensor.shards[1]),
-            Some(&noise(1, 96)[24..48])
-        );
+        assert_eq!(dump.shard_bytes(&tensor.shards[1]), Some(&noise(1, 96)[24..48]));
     }
 }
 
 #[test]
 fn several_runs_attempts_or_steps_are_listed_and_never_guessed() {
     let dumped = dumped();
-    let select = |run: Option<&str>, attempt, step| Selection {
-        run: run.map(Into::into),
-        attempt,
-        step,
-    };
+    let select =
+        |run: Option<&str>, attempt, step| Selection { run: run.map(Into::into), attempt, step };
     copy_step(&dumped, 0, 7);
     copy_step(&dumped, 2, 7);
     std::fs::remove_file(dumped.run.join("attempt-0002/step-00000007/manifest.json")).unwrap();
@@ -81,14 +69,8 @@ fn several_runs_attempts_or_steps_are_listed_and_never_guessed() {
         refusal(run, &select(None, Some(1), None)),
         "DUMP holds no attempt 1: choose one with --attempt 0 or --attempt 2"
     );
-    assert_eq!(
-        open(run, &select(None, Some(2), None)).unwrap().step,
-        Step(7)
-    );
-    assert_eq!(
-        open(run, &select(None, None, Some(0))).unwrap().step,
-        Step(0)
-    );
+    assert_eq!(open(run, &select(None, Some(2), None)).unwrap().step, Step(7));
+    assert_eq!(open(run, &select(None, None, Some(0))).unwrap().step, Step(0));
 
     std::fs::create_dir_all(dumped.store.path().join("run-b/step-00000000")).unwrap();
     let store = dumped.store.path();
@@ -117,10 +99,8 @@ fn what_is_no_dump_is_told_what_was_looked_for_and_a_part_of_one_where_to_go() {
     assert!(refusal(&empty.path().join("x"), &any).contains("nothing is there"));
     assert!(refusal(&dumped.file(0), &any).contains("it is a file"));
     let run = dumped.run.canonicalize().unwrap();
-    let wanted = format!(
-        "DUMP is one step of a run: name the run, --dump {} --step 0",
-        run.display()
-    );
+    let wanted =
+        format!("DUMP is one step of a run: name the run, --dump {} --step 0", run.display());
     assert_eq!(refusal(&dumped.step.path, &any), wanted);
     std::fs::remove_dir_all(&dumped.step.path).unwrap();
     std::fs::write(run.join("run.json"), "{}").unwrap();
@@ -133,10 +113,7 @@ fn a_newer_format_is_refused_by_name_and_a_moved_step_is_not_believed() {
     copy_step(&dumped, 0, 7);
     let moved = dumped.run.join("step-00000009");
     std::fs::rename(dumped.run.join("step-00000007"), &moved).unwrap();
-    let nine = Selection {
-        step: Some(9),
-        ..Selection::default()
-    };
+    let nine = Selection { step: Some(9), ..Selection::default() };
     let says = refusal(&dumped.run, &nine);
     assert!(
         says.contains("says attempt 0 step 7, but it lies where attempt 0 step 9 belongs"),
@@ -147,19 +124,13 @@ fn a_newer_format_is_refused_by_name_and_a_moved_step_is_not_believed() {
     dumped.manifest.format_version = 9;
     dumped.seal();
     let says = refusal(&dumped.run, &Selection::default());
-    assert!(
-        says.contains("manifest.json has format version 9"),
-        "{says}"
-    );
+    assert!(says.contains("manifest.json has format version 9"), "{says}");
     dumped.unseal();
     for index in 0..4 {
         newer(&dumped, index);
     }
     let says = refusal(&dumped.run, &Selection::default());
-    assert!(
-        says.contains("rank-00000.safetensors has format version 9"),
-        "{says}"
-    );
+    assert!(says.contains("rank-00000.safetensors has format version 9"), "{says}");
 }
 
 /// Turns the version in a file's own header into a 9.
@@ -193,11 +164,7 @@ fn a_step_without_manifest_is_read_from_what_its_files_say() {
         panic!("committed without a manifest");
     };
     assert_eq!(missing_ranks, &[Rank(0), Rank(3)]);
-    let kinds: Vec<_> = dump
-        .faults()
-        .iter()
-        .map(|fault| (fault.kind, fault.rank))
-        .collect();
+    let kinds: Vec<_> = dump.faults().iter().map(|fault| (fault.kind, fault.rank)).collect();
     let wanted = [
         (FaultKind::Unfinished, Some(Rank(3))),
         (FaultKind::Stray, None),
@@ -222,11 +189,7 @@ fn a_damaged_manifest_is_salvaged_around_and_foreign_files_are_not_mixed_in() {
         bytes[at + text.len()] = b'1';
     });
     std::fs::copy(other.file(2), dumped.file(2)).unwrap();
-    std::fs::rename(
-        dumped.file(3),
-        dumped.step.path.join("rank-00009.safetensors"),
-    )
-    .unwrap();
+    std::fs::rename(dumped.file(3), dumped.step.path.join("rank-00009.safetensors")).unwrap();
     let dump = dumped.open();
     let StepState::Partial { why, missing_ranks } = &dump.state else {
         panic!("committed by half a manifest");

@@ -12,8 +12,16 @@ use crate::kernels::round::Precision;
 
 /// Names accepted in `tape.head(dtypes={...})`.
 pub const DTYPE_KEYS: [&str; 10] = [
-    "logits", "lse", "p", "dlogits", "label_grad", "parts", "accumulate", "label_scatter",
-    "reduce", "output",
+    "logits",
+    "lse",
+    "p",
+    "dlogits",
+    "label_grad",
+    "parts",
+    "accumulate",
+    "label_scatter",
+    "reduce",
+    "output",
 ];
 
 /// Unit roundoff of f32, of every undeclared accumulator.

@@ -30,7 +30,9 @@ pub enum StepError {
     #[error(transparent)]
     Head(#[from] super::options::HeadError),
     /// A role that every replay needs was not recorded.
-    #[error("the dump holds no {role}{of}: record it with tape.record(\"{role}\", ...) or do not ask for it; recorded: {recorded}")]
+    #[error(
+        "the dump holds no {role}{of}: record it with tape.record(\"{role}\", ...) or do not ask for it; recorded: {recorded}"
+    )]
     Missing {
         /// The role.
         role: Role,
@@ -122,7 +124,8 @@ impl<'a> HeadStep<'a> {
         let reasons = dump.tensors().keys().filter_map(|key| Some((key.clone(), unusable(key)?)));
         let unusable: BTreeMap<_, _> = reasons.collect();
         let usable = dump.tensors().iter().filter(|(key, _)| !unusable.contains_key(key));
-        let tensors: BTreeMap<_, _> = usable.map(|(key, info)| (key.clone(), info.clone())).collect();
+        let tensors: BTreeMap<_, _> =
+            usable.map(|(key, info)| (key.clone(), info.clone())).collect();
         let of_q = tensors.iter().filter(|(_, info)| info.role == Some(Role::Q));
         let mut microbatches: Vec<_> = of_q.map(|(key, _)| key.microbatch).collect();
         microbatches.dedup();
@@ -146,7 +149,8 @@ impl<'a> HeadStep<'a> {
     /// The tensor of a role that has no microbatch, at this moment.
     pub fn find_reduced(&self, role: Role, reduced: bool) -> Option<&TensorKey> {
         let of = |(key, info): &(&TensorKey, &TensorInfo)| {
-            let post = key.when == Some(When::PostReduce) || (key.when.is_none() && info.partial.is_none());
+            let post = key.when == Some(When::PostReduce)
+                || (key.when.is_none() && info.partial.is_none());
             info.role == Some(role) && key.microbatch.is_none() && post == reduced
         };
         self.tensors.iter().find(of).map(|(key, _)| key)
@@ -165,7 +169,9 @@ impl<'a> HeadStep<'a> {
             own.ok_or_else(|| self.missing(role, microbatch))
         };
         let (q_key, k_key, labels_key) = (need(Role::Q)?, need(Role::K)?, need(Role::Labels)?);
-        if let Some(bias) = self.find(Role::Bias, microbatch).or_else(|| self.find(Role::Bias, None)) {
+        if let Some(bias) =
+            self.find(Role::Bias, microbatch).or_else(|| self.find(Role::Bias, None))
+        {
             let found = "recorded".to_string();
             let wanted = "no bias: this version of replay does not know how to replay one".into();
             return Err(StepError::Unfit { key: bias.clone(), found, wanted });
@@ -177,7 +183,10 @@ impl<'a> HeadStep<'a> {
             return Err(unfit(&q, "bf16, f16, f32 or f64 of at least two dimensions, [..., D]"));
         }
         if k.shape.len() != 2 || columns(&k) != d || matrix(&k).is_none() {
-            return Err(unfit(&k, &format!("a float tensor of shape [V, {d}], since q has D = {d}")));
+            return Err(unfit(
+                &k,
+                &format!("a float tensor of shape [V, {d}], since q has D = {d}"),
+            ));
         }
         let tokens = rows(&q);
         let valid = self.options.valid_vocab.unwrap_or(k.shape[0]);
@@ -252,7 +261,12 @@ impl<'a> HeadStep<'a> {
     }
 
     /// What the loss of these rows is divided by, over the declared scope.
-    pub fn denominator(&self, all: &[&MicrobatchInputs], own: &MicrobatchInputs, unit: &Unit) -> f64 {
+    pub fn denominator(
+        &self,
+        all: &[&MicrobatchInputs],
+        own: &MicrobatchInputs,
+        unit: &Unit,
+    ) -> f64 {
         if self.options.reduction != LossReduction::Mean {
             return 1.0;
         }

@@ -13,7 +13,7 @@ use super::backward::Slab;
 use super::outcome::{Comparison, NotChecked, Outcome};
 use super::{Replay, Slice};
 use crate::assemble::{self, Tensor};
-use crate::compare::{Allowed, Rows, Tally};
+use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::Stage;
 use crate::head::roundings::unit_of;
 use crate::head::step::{StepError, matrix};
@@ -56,7 +56,8 @@ impl Replay<'_> {
     /// dk without microbatch, before the reduction: the sum over microbatches.
     fn accumulate(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let Some(key) = self.step.find_reduced(Role::Dk, false) else {
-            let why = "dk summed over microbatches, before the reduction over ranks, was not captured";
+            let why =
+                "dk summed over microbatches, before the reduction over ranks, was not captured";
             outcome.skip(Stage::Accumulate, why);
             return Ok(());
         };
@@ -92,7 +93,8 @@ impl Replay<'_> {
             return Ok(());
         }
         for slice in slices {
-            let part = self.step.find(Role::Dk, slice.inputs.microbatch).filter(|part| *part != key);
+            let part =
+                self.step.find(Role::Dk, slice.inputs.microbatch).filter(|part| *part != key);
             let Some(part) = part else {
                 outcome.skip(Stage::Reduce, "dk before the reduction was not captured");
                 return Ok(());
@@ -132,12 +134,10 @@ impl Replay<'_> {
             let inner = (sum + addends.storage[at]) / (divisor * divisor);
             Allowed { own: inner + rounded(unit, x) + rounded(reduce, x), ..Allowed::default() }
         };
-        let rows = Rows { captured, reference: &reference, index: &|row| row as u64 };
+        let rows =
+            Rows { captured, reference: &reference, index: &|row| row as u64, repeats: &once };
         let tally = Tally::of(&rows, allowed, &bound);
-        let excess = tally.excess(&bound);
-        let (source, members, by_hits) = (key.to_string(), Vec::new(), Vec::new());
-        let microbatch = None;
-        outcome.add(stage, Comparison { microbatch, rank, source, tally, excess, members, by_hits });
+        outcome.add(stage, Comparison::new(None, rank, key.to_string(), tally, &bound));
     }
 
     /// The ranks that hold addends of a tensor; one `None` for a whole one.
@@ -190,7 +190,8 @@ impl Replay<'_> {
             }
         }
         if self.wants(Stage::GradNorm) && captured.is_some() {
-            let why = "the dump holds the gradient of the head only, the norm is over all parameters";
+            let why =
+                "the dump holds the gradient of the head only, the norm is over all parameters";
             outcome.skip(Stage::GradNorm, why);
             let what = "grad_norm as the job reported it".into();
             outcome.not_checked.push(NotChecked { what, why: why.into() });

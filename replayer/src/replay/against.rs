@@ -57,7 +57,11 @@ pub struct Side<'a> {
 }
 
 /// Compares what both dumps hold, in the order of the stages.
-pub fn against(one: &Side<'_>, other: &Side<'_>, compare: &[Role]) -> Result<Vec<Difference>, StepError> {
+pub fn against(
+    one: &Side<'_>,
+    other: &Side<'_>,
+    compare: &[Role],
+) -> Result<Vec<Difference>, StepError> {
     let mut found = Vec::new();
     for &stage in Stage::ALL {
         let asked = |role: &Role| Stage::of_role(*role).is_some_and(|asked| stage.serves(asked));
@@ -83,7 +87,9 @@ fn pairs<'a>(one: &'a HeadStep<'_>, other: &'a HeadStep<'_>, stage: Stage) -> Ve
         let find = |step: &'a HeadStep<'_>| step.find_reduced(Role::Dk, reduced);
         return find(one).zip(find(other)).map(|(a, b)| (None, a, b)).into_iter().collect();
     }
-    let Some(role) = stage.role() else { return Vec::new() };
+    let Some(role) = stage.role() else {
+        return Vec::new();
+    };
     let mut microbatches = one.microbatches.clone();
     if !microbatches.contains(&None) {
         microbatches.push(None);

@@ -48,7 +48,14 @@ impl Replay<'_> {
 
     /// Variance of a token's lse before it is stored: its logits' errors, which
     /// p averages, and a sum of V exponentials.
-    pub(super) fn lse_variance(&self, lse: f64, row_max: f64, norms: f64, d: usize, v: usize) -> f64 {
+    pub(super) fn lse_variance(
+        &self,
+        lse: f64,
+        row_max: f64,
+        norms: f64,
+        d: usize,
+        v: usize,
+    ) -> f64 {
         let noise = self.term_noise(d);
         let x = row_max.abs() + 1.0;
         let logits = noise.logit_rel_var * x * x + noise.dot_rel_var * norms;

@@ -6,17 +6,18 @@
 use std::ops::Range;
 
 use super::allowed::{rounded, summed};
+use super::findings::{Captured, DK, DQ, Findings, Parts, error_energy};
 use super::forward::{ForwardState, head_inputs};
 use super::gather::Gathered;
 use super::members::{Member, members};
-use super::outcome::{Comparison, HitClass, MemberError, Outcome};
+use super::outcome::{Comparison, MemberError, Outcome};
 use super::{Replay, Slice};
-use crate::assemble::{self, Tensor};
-use crate::compare::{Allowed, Bound, Rows, Tally};
-use crate::head::roundings::{F32, precision, unit_of};
+use crate::assemble;
+use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::roundings::unit_of;
 use crate::head::step::{StepError, matrix, rows_of, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
+use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -32,20 +33,6 @@ struct Problem<'a> {
     alike: bool,
 }
 
-/// The captured tensors of one unit, by stage.
-#[derive(Default)]
-struct Captured {
-    tensors: Vec<(Stage, Tensor, String)>,
-}
-
-/// Running comparisons of one unit.
-struct Findings {
-    bounds: (Bound, Bound),
-    tallies: Vec<(Stage, Tally)>,
-    energies: Vec<(Stage, Vec<f64>)>,
-    hits: Vec<(Stage, Vec<HitClass>)>,
-}
-
 /// Reference values over one slab of k's rows.
 pub(super) struct Slab {
     pub(super) range: Range<usize>,
@@ -56,9 +43,6 @@ pub(super) struct Slab {
     pub(super) label_sq: Vec<f64>,
     pub(super) hits: Vec<u32>,
 }
-
-const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
-const DK: [Stage; 3] = [Stage::DkLse, Stage::DkLabel, Stage::Dk];
 
 impl Replay<'_> {
     /// Multiply-adds of the whole replay, for the progress bar.
@@ -96,7 +80,8 @@ impl Replay<'_> {
         let head = HeadInputs { q: q.matrix(), labels: &labels, ..head_inputs(inputs) };
         let g = unit.rows.iter().map(g).collect();
         let alike = unit.rows.iter().any(|&t| forward.confident[t]);
-        let problem = Problem { head, lse: pick(&forward.lse), scale: pick(&forward.scale), g, alike };
+        let problem =
+            Problem { head, lse: pick(&forward.lse), scale: pick(&forward.scale), g, alike };
         let findings = self.walk(&problem, &captured, unit, outcome);
         self.report(findings, &captured, inputs, unit, outcome);
         Ok(())
@@ -107,7 +92,9 @@ impl Replay<'_> {
         let mut found = Captured::default();
         for stage in DQ.into_iter().chain(DK).filter(|&stage| self.wants(stage)) {
             let role = stage.role().expect("gradients have roles");
-            let Some(key) = self.step.find(role, slice.inputs.microbatch) else { continue };
+            let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
+                continue;
+            };
             let partial = self.step.tensors[key].partial.is_some();
             let tensor = match unit.rank.filter(|_| partial) {
                 Some(rank) => assemble::addend(self.step.dump, key, rank)
@@ -155,7 +142,15 @@ impl Replay<'_> {
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
             let slab = self.reference_slab(problem, &head, range, &mut dq);
             self.judge_dk(problem, &slab, captured, &mut findings);
-            self.emulate_slab(problem, &head, &slab, &members, captured, &mut emulated, &mut findings);
+            self.emulate_slab(
+                problem,
+                &head,
+                &slab,
+                &members,
+                captured,
+                &mut emulated,
+                &mut findings,
+            );
             self.keep_reference(&slab, v * d, outcome);
         }
         self.judge_dq(problem, &dq, captured, unit, &emulated, &mut findings);
@@ -248,8 +243,9 @@ impl Replay<'_> {
                 stored(inner, output, x)
             };
             let index = |row: usize| (slab.range.start + row) as u64;
-            let rows = Rows { captured: values, reference: &reference, index: &index };
-            findings.merge(stage, Tally::of(&rows, &allowed, &findings.bounds.1));
+            let rows =
+                Rows { captured: values, reference: &reference, index: &index, repeats: &once };
+            findings.merge(stage, Tally::of(&rows, allowed, &findings.bounds.1));
             if stage != Stage::DkLse {
                 findings.count_hits(stage, &rows, &allowed, &slab.hits);
             }
@@ -287,8 +283,13 @@ impl Replay<'_> {
                 (*stage, values, unit_of(tensor.dtype))
             })
             .collect();
+        // Tokens of one label and weight take the same row of k times the same g:
+        // their label parts are copies, rounding included.
+        let of_label = tokens_of_label(problem.head.labels);
         let part = |stage| rows.iter().find(|row| row.0 == stage);
-        let parts = part(DQ[0]).zip(part(DQ[1])).map(|(a, b)| Parts::new(&a.1.matrix(), &b.1.matrix(), a.2, b.2));
+        let parts = part(DQ[0])
+            .zip(part(DQ[1]))
+            .map(|(a, b)| Parts::new(&a.1.matrix(), &b.1.matrix(), a.2, b.2));
         for (stage, values, output) in &rows {
             let reference = self.reference_of(*stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
             let allowed = |row: usize, column: usize, x: f64| {
@@ -302,7 +303,13 @@ impl Replay<'_> {
                 stored(inner, *output, x)
             };
             let index = |row: usize| unit.rows[row] as u64;
-            let compared = Rows { captured: values.matrix(), reference: &reference, index: &index };
+            let repeats = |row: usize| of_label[row];
+            let compared = Rows {
+                captured: values.matrix(),
+                reference: &reference,
+                index: &index,
+                repeats: &repeats,
+            };
             findings.merge(*stage, Tally::of(&compared, allowed, &findings.bounds.0));
             if parts.is_some() && *stage == Stage::Dq {
                 continue; // judged from captured parts: the floor is propagated
@@ -371,7 +378,13 @@ impl Replay<'_> {
         }
     }
 
-    fn reference_of(&self, stage: Stage, lse: &[f64], label: &[f64], parts: Option<&Parts>) -> Vec<f64> {
+    fn reference_of(
+        &self,
+        stage: Stage,
+        lse: &[f64],
+        label: &[f64],
+        parts: Option<&Parts>,
+    ) -> Vec<f64> {
         match (stage, parts) {
             (Stage::DkLse | Stage::DqLse, _) => lse.to_vec(),
             (Stage::DkLabel | Stage::DqLabel, _) => label.to_vec(),
@@ -402,109 +415,17 @@ impl Replay<'_> {
             let excess = tally.excess(bound);
             let of = findings.energies.iter().find(|(of, _)| *of == stage);
             let energies = of.map(|(_, energies)| energies.as_slice()).unwrap_or_default();
-            let member = |(name, &energy): (&String, &f64)| MemberError { name: name.clone(), energy };
+            let member =
+                |(name, &energy): (&String, &f64)| MemberError { name: name.clone(), energy };
             let members = names.iter().zip(energies).map(member).collect();
             let by_hits = findings.hits.iter().find(|(of, _)| *of == stage);
             let by_hits = by_hits.map(|(_, classes)| classes.clone()).unwrap_or_default();
             let source = captured.source(stage);
             let (microbatch, rank) = (inputs.microbatch, unit.rank);
-            outcome.add(stage, Comparison { microbatch, rank, source, tally, excess, members, by_hits });
-        }
-    }
-}
-
-impl Captured {
-    fn of<'c>(&'c self, stages: &'c [Stage]) -> impl Iterator<Item = &'c (Stage, Tensor, String)> {
-        self.tensors.iter().filter(|(stage, _, _)| stages.contains(stage))
-    }
-
-    fn source(&self, stage: Stage) -> String {
-        let found = self.tensors.iter().find(|(of, _, _)| *of == stage);
-        found.map(|(_, _, source)| source.clone()).unwrap_or_default()
-    }
-
-    /// Both captured parts, when both are there.
-    fn parts(&self, one: Stage, other: Stage, cut: impl for<'m> Fn(&Matrix<'m>) -> Matrix<'m>) -> Option<Parts> {
-        let find = |stage| self.tensors.iter().find(|(of, _, _)| *of == stage);
-        let (one, other) = find(one).zip(find(other))?;
-        let (a, b) = matrix(&one.1).zip(matrix(&other.1))?;
-        Some(Parts::new(&cut(&a), &cut(&b), unit_of(one.1.dtype), unit_of(other.1.dtype)))
-    }
-}
-
-/// Captured parts of a sum, widened, with the unit roundoffs of their dtypes.
-struct Parts {
-    lse: Vec<f64>,
-    label: Vec<f64>,
-    units: (f64, f64),
-}
-
-impl Parts {
-    fn new(lse: &Matrix<'_>, label: &Matrix<'_>, lse_unit: f64, label_unit: f64) -> Parts {
-        let wide = |m: &Matrix<'_>| (0..m.len()).map(|i| m.get_f64(i)).collect();
-        Parts { lse: wide(lse), label: wide(label), units: (lse_unit, label_unit) }
-    }
-
-    /// The job may have added the parts before it rounded them to what was
-    /// captured, or after.
-    fn allowed(&self, replay: &Replay<'_>, at: usize) -> Allowed {
-        let (x, y) = (self.lse[at], self.label[at]);
-        let captured = rounded(self.units.0, x) + rounded(self.units.1, y);
-        Allowed { own: captured + replay.added(x, y), ..Allowed::default() }
-    }
-}
-
-impl Findings {
-    fn merge(&mut self, stage: Stage, tally: Tally) {
-        match self.tallies.iter_mut().find(|(of, _)| *of == stage) {
-            Some((_, total)) => total.merge(tally),
-            None => self.tallies.push((stage, tally)),
-        }
-    }
-
-    fn emulated(&mut self, stage: Stage, member: usize, energy: f64) {
-        let at = match self.energies.iter().position(|(of, _)| *of == stage) {
-            Some(at) => at,
-            None => {
-                self.energies.push((stage, Vec::new()));
-                self.energies.len() - 1
-            }
-        };
-        let energies = &mut self.energies[at].1;
-        energies.resize(energies.len().max(member + 1), 0.0);
-        energies[member] += energy;
-    }
-
-    /// Error by label hits, in classes that double: 0, 1, 2, 4, 8, ...
-    fn count_hits(
-        &mut self,
-        stage: Stage,
-        rows: &Rows<'_>,
-        allowed: &dyn Fn(usize, usize, f64) -> Allowed,
-        hits: &[u32],
-    ) {
-        let at = match self.hits.iter().position(|(of, _)| *of == stage) {
-            Some(at) => at,
-            None => {
-                self.hits.push((stage, Vec::new()));
-                self.hits.len() - 1
-            }
-        };
-        let classes = &mut self.hits[at].1;
-        for (row, &n) in hits.iter().enumerate() {
-            let class = (u32::BITS - n.leading_zeros()) as usize;
-            while classes.len() <= class {
-                let hits_from = if classes.is_empty() { 0 } else { 1 << (classes.len() - 1) };
-                classes.push(HitClass { hits_from, ..HitClass::default() });
-            }
-            classes[class].rows += 1;
-            for column in 0..rows.captured.cols {
-                let at = row * rows.captured.cols + column;
-                let x = rows.reference[at];
-                let inner = allowed(row, column, x);
-                classes[class].error_energy += (rows.captured.get_f64(at) - x).powi(2);
-                classes[class].expected_energy += inner.total();
-            }
+            outcome.add(
+                stage,
+                Comparison { microbatch, rank, source, tally, excess, members, by_hits },
+            );
         }
     }
 }
@@ -514,11 +435,11 @@ fn stored(inner: Allowed, output: f64, x: f64) -> Allowed {
     Allowed { own: inner.own + rounded(output, x), ..inner }
 }
 
-/// Squared error of emulated values once they are rounded to the captured dtype.
-fn error_energy(values: &[f32], reference: &[f64], output: f64) -> f64 {
-    let precision = precision(output.max(F32));
-    let one = |(&x, r): (&f32, &f64)| (f64::from(precision.round(x)) - r).powi(2);
-    values.iter().zip(reference).map(one).sum()
+/// For each token, how many tokens have its label.
+fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
+    let mut counts = std::collections::HashMap::new();
+    labels.iter().for_each(|label| *counts.entry(label).or_insert(0.0) += 1.0);
+    labels.iter().map(|label| counts[label]).collect()
 }
 
 fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {

@@ -1,15 +1,16 @@
 //! Forward stages of one microbatch: lse, label_logits, loss.
 
+use backtape::head::Scope;
 use backtape::role::Role;
 
 use super::allowed::{rounded, summed};
 use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::{Replay, Slice};
-use crate::compare::{Allowed, Rows, Tally};
-use crate::head::roundings::unit_of;
-use crate::head::step::{StepError, matrix};
-use crate::head::{MicrobatchInputs, Stage};
+use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::roundings::{F32, unit_of};
+use crate::head::step::{StepError, matrix, unfit};
+use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::{policy, reference};
 
@@ -46,10 +47,13 @@ impl Replay<'_> {
             (Stage::Lse, &captured_lse, &exact.lse, &variance.lse, 0),
             (Stage::LabelLogits, &captured_label, &exact.label_logits, &variance.label, 1),
         ] {
-            let Some(captured) = captured.as_ref().filter(|_| self.wants(stage)) else { continue };
+            let Some(captured) = captured.as_ref().filter(|_| self.wants(stage)) else {
+                continue;
+            };
             let members = emulated.iter().map(|(name, lse, label)| {
                 let values = if pick == 0 { lse } else { label };
-                let energy = values.iter().zip(exact).map(|(&x, r)| (f64::from(x) - r).powi(2)).sum();
+                let energy =
+                    values.iter().zip(exact).map(|(&x, r)| (f64::from(x) - r).powi(2)).sum();
                 MemberError { name: name.clone(), energy }
             });
             let members = members.collect();
@@ -61,7 +65,12 @@ impl Replay<'_> {
     }
 
     /// Inputs are looked at, not compared: only the dump knows them.
-    fn check_inputs(&self, inputs: &MicrobatchInputs, head: &HeadInputs<'_>, outcome: &mut Outcome) {
+    fn check_inputs(
+        &self,
+        inputs: &MicrobatchInputs,
+        head: &HeadInputs<'_>,
+        outcome: &mut Outcome,
+    ) {
         for (stage, matrix) in [(Stage::Q, &head.q), (Stage::K, &head.k)] {
             let bad = (0..matrix.len()).filter(|&i| !matrix.get_f64(i).is_finite()).count();
             if bad > 0 {
@@ -92,7 +101,8 @@ impl Replay<'_> {
         let label = (0..head.q.rows).map(|t| match head.labels[t] {
             IGNORED => 0.0,
             row => {
-                let term = |i| (head.q.get_f64(t * d + i) * head.k.get_f64(row as usize * d + i)).powi(2);
+                let term =
+                    |i| (head.q.get_f64(t * d + i) * head.k.get_f64(row as usize * d + i)).powi(2);
                 self.label_logit_variance(exact.label_logits[t], (0..d).map(term).sum(), d)
             }
         });
@@ -113,7 +123,9 @@ impl Replay<'_> {
 
     /// A captured `[T]` tensor of the microbatch, if it was recorded.
     pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
-        let Some(key) = self.step.find(role, slice.inputs.microbatch) else { return Ok(None) };
+        let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
+            return Ok(None);
+        };
         let tensor = self.step.assemble(key)?;
         let tokens = slice.inputs.labels.len();
         match matrix(&tensor).filter(|values| values.len() == tokens) {
@@ -122,7 +134,7 @@ impl Replay<'_> {
                 let values = (0..tokens).map(|t| values.get_f64(t)).collect();
                 Ok(Some(Column { source: key.to_string(), values, unit }))
             }
-            None => Err(crate::head::step::unfit(&tensor, &format!("{tokens} floats, one a token"))),
+            None => Err(unfit(&tensor, &format!("{tokens} floats, one a token"))),
         }
     }
 
@@ -137,13 +149,19 @@ impl Replay<'_> {
         let tokens = exact.len();
         let bound = self.bound(tokens, 1);
         // An ignored token's label logit is the job's own business.
-        let kept: Vec<usize> = (0..tokens).filter(|&t| inputs.labels[t] != IGNORED || variance[t] > 0.0).collect();
+        let kept: Vec<usize> =
+            (0..tokens).filter(|&t| inputs.labels[t] != IGNORED || variance[t] > 0.0).collect();
         let values: Vec<f64> = kept.iter().map(|&t| captured.values[t]).collect();
         let exact: Vec<f64> = kept.iter().map(|&t| exact[t]).collect();
         let rows = Rows {
-            captured: Matrix { rows: kept.len(), cols: 1, values: crate::kernels::Values::F64(&values) },
+            captured: Matrix {
+                rows: kept.len(),
+                cols: 1,
+                values: crate::kernels::Values::F64(&values),
+            },
             reference: &exact,
             index: &|row| kept[row] as u64,
+            repeats: &once,
         };
         let allowed = |row: usize, _, x: f64| Allowed {
             own: variance[kept[row]] + rounded(captured.unit, x),
@@ -165,50 +183,67 @@ impl Replay<'_> {
         variance: &Variances,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Some(key) = self.step.find(Role::Loss, slice.inputs.microbatch) else { return Ok(()) };
+        let inputs = &slice.inputs;
+        let Some(key) = self.step.find(Role::Loss, inputs.microbatch) else { return Ok(()) };
         if !self.wants(Stage::Loss) {
+            return Ok(());
+        }
+        if self.step.options.scope == Scope::Rank {
+            outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
             return Ok(());
         }
         let tensor = self.step.assemble(key)?;
         let Some(found) = matrix(&tensor).filter(|values| values.len() == 1) else {
-            return Err(crate::head::step::unfit(&tensor, "one float"));
+            return Err(unfit(&tensor, "one float"));
         };
-        if self.step.options.scope == backtape::head::Scope::Rank {
-            outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
-            return Ok(());
-        }
+        let whole = Unit { rank: None, rows: (0..inputs.labels.len()).collect() };
+        let denominator = self.step.denominator(all, inputs, &whole);
+        let (total, inner) = self.loss_sum(inputs, denominator, exact, captured, variance);
+        let own = inner + rounded(unit_of(tensor.dtype), total) + rounded(2.0 * F32, total);
+        let bound = self.bound(1, 1);
+        let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
+        let tally = Tally::of(&rows, |_, _, _| Allowed { own, ..Allowed::default() }, &bound);
+        outcome.add(
+            Stage::Loss,
+            Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound),
+        );
+        Ok(())
+    }
+
+    /// Σ w nll / denominator, and the variance of its parts and of their sum.
+    fn loss_sum(
+        &self,
+        inputs: &MicrobatchInputs,
+        denominator: f64,
+        exact: &reference::Forward,
+        captured: (&Option<Column>, &Option<Column>),
+        variance: &Variances,
+    ) -> (f64, f64) {
+        let value = |column: &Option<Column>, t: usize, exact: f64, variance: f64| match column {
+            Some(column) => (column.values[t], rounded(column.unit, column.values[t])),
+            None => (exact, variance),
+        };
         let (mut total, mut squares, mut error) = (0.0, 0.0, 0.0);
-        let inputs = &slice.inputs;
-        let unit = crate::head::Unit { rank: None, rows: (0..inputs.labels.len()).collect() };
-        let denominator = self.step.denominator(all, inputs, &unit);
         for t in (0..inputs.labels.len()).filter(|&t| inputs.labels[t] != IGNORED) {
-            let value = |column: &Option<Column>, exact: f64, variance: f64| match column {
-                Some(column) => (column.values[t], rounded(column.unit, column.values[t])),
-                None => (exact, variance),
-            };
-            let (lse, lse_error) = value(captured.0, exact.lse[t], variance.lse[t]);
-            let (label, label_error) = value(captured.1, exact.label_logits[t], variance.label[t]);
+            let (lse, lse_error) = value(captured.0, t, exact.lse[t], variance.lse[t]);
+            let (label, label_error) =
+                value(captured.1, t, exact.label_logits[t], variance.label[t]);
             let weight = inputs.weights[t] / denominator;
             let addend = weight * (lse - label);
             total += addend;
             squares += addend * addend;
-            error += weight * weight * (lse_error + label_error) + rounded(crate::head::roundings::F32, addend);
+            error += weight * weight * (lse_error + label_error) + rounded(F32, addend);
         }
         let n = inputs.labels.len() as f64;
-        let own = error + summed(self.roundings.accumulate, n, total, squares)
-            + rounded(unit_of(tensor.dtype), total) + rounded(2.0 * crate::head::roundings::F32, total);
-        let bound = self.bound(1, 1);
-        let reference = [total];
-        let rows = Rows { captured: found, reference: &reference, index: &|_| 0 };
-        let tally = Tally::of(&rows, |_, _, _| Allowed { own, ..Allowed::default() }, &bound);
-        let excess = tally.excess(&bound);
-        let (microbatch, source) = (inputs.microbatch, key.to_string());
-        let (members, by_hits) = (Vec::new(), Vec::new());
-        outcome.add(Stage::Loss, Comparison { microbatch, rank: None, source, tally, excess, members, by_hits });
-        Ok(())
+        (total, error + summed(self.roundings.accumulate, n, total, squares))
     }
 
-    fn state(&self, captured: Option<&Column>, exact: reference::Forward, variance: &Variances) -> ForwardState {
+    fn state(
+        &self,
+        captured: Option<&Column>,
+        exact: reference::Forward,
+        variance: &Variances,
+    ) -> ForwardState {
         let largest = exact.row_max.iter().zip(&exact.lse).map(|(max, lse)| (max - lse).exp());
         let confident = largest.map(|p| p > CONFIDENT).collect();
         match captured {

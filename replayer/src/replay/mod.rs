@@ -3,10 +3,11 @@
 //! where they were captured (teacher forcing), so that one early error does not
 //! paint all later stages red.
 
-pub mod against;
 mod across;
+pub mod against;
 mod allowed;
 mod backward;
+mod findings;
 mod forward;
 mod gather;
 mod members;

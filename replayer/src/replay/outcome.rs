@@ -6,8 +6,8 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use serde::Serialize;
 
-use crate::compare::Tally;
 use crate::compare::tally::relative;
+use crate::compare::{Bound, Tally};
 use crate::head::{HeadStep, Stage};
 
 /// How a stage came out.
@@ -114,6 +114,19 @@ pub struct Outcome {
 }
 
 impl Comparison {
+    /// A comparison whose floor is propagated, not emulated.
+    pub(super) fn new(
+        microbatch: Option<Microbatch>,
+        rank: Option<Rank>,
+        source: String,
+        tally: Tally,
+        bound: &Bound,
+    ) -> Comparison {
+        let excess = tally.excess(bound);
+        let (members, by_hits) = (Vec::new(), Vec::new());
+        Comparison { microbatch, rank, source, tally, excess, members, by_hits }
+    }
+
     /// Error of the worst plausible member, or the propagated expectation.
     pub fn floor(&self) -> f64 {
         let worst = self.members.iter().map(|member| member.energy).fold(0.0, f64::max);
@@ -210,7 +223,7 @@ impl Outcome {
             outcome.status == Status::Skip && outcome.reason != "not asked for"
         };
         for outcome in self.stages.iter().filter(asked) {
-            let what = format!("stage {}", outcome.stage);
+            let what = outcome.stage.to_string();
             self.not_checked.push(NotChecked { what, why: why_skipped(outcome) });
         }
     }
@@ -230,8 +243,8 @@ fn why_skipped(outcome: &StageOutcome) -> String {
     match outcome.stage.role() {
         Some(Role::Weights) => "none recorded: every token counts 1".into(),
         Some(Role::Bias) => "none recorded: the logits have no bias".into(),
-        Some(role) if outcome.reason == "not captured" => {
-            format!("not captured: record it with tape.record(\"{role}\", ...)")
+        Some(_) if outcome.reason == "not captured" => {
+            "not captured: tape.record(NAME, ...) would have it compared".into()
         }
         None if outcome.reason == "not captured" => {
             "an intermediate that jobs do not record; recomputed inside the later stages".into()

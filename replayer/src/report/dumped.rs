@@ -12,7 +12,11 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
     let mut out = String::new();
     title(&mut out, dump);
     let size = format!("{}, {}", plural(proof.shards, "shard"), bytes(proof.bytes));
-    let _ = writeln!(out, "bytes     {} of {size}: hash as taken in the training process", count(proof.hashes_ok));
+    let _ = writeln!(
+        out,
+        "bytes     {} of {size}: hash as taken in the training process",
+        count(proof.hashes_ok)
+    );
     let _ = writeln!(
         out,
         "place     {} of {}: fingerprint recomputed from box and bytes\n",
@@ -28,7 +32,9 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
     }
     let verdict = match (proof.intact(), dump.committed()) {
         (true, true) => "PROVED: the dump is what the job held.",
-        (true, false) => "PARTIAL: what is there is what the job held; the step was never committed.",
+        (true, false) => {
+            "PARTIAL: what is there is what the job held; the step was never committed."
+        }
         _ => "NOT PROVED: see what was found.",
     };
     let _ = writeln!(out, "\n{verdict}");
@@ -39,8 +45,8 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
 fn tensors(out: &mut String, proof: &Verification) {
     let _ = writeln!(
         out,
-        "{:<34}{:>6} {:>11}  {:<18}{:<12}{}",
-        "tensor", "shards", "bytes", "fingerprint", "placed by", "usable"
+        "{:<34}{:>6} {:>11}  {:<18}{:<12}usable",
+        "tensor", "shards", "bytes", "fingerprint", "placed by"
     );
     for tensor in &proof.tensors {
         let fingerprint = match (tensor.fingerprint, tensor.partial) {
@@ -90,7 +96,11 @@ pub fn inventory(dump: &StepDump) -> String {
         );
     }
     for omission in &dump.manifest.omissions {
-        let _ = writeln!(out, "omitted   rank {}: {}: {}", omission.rank, omission.tensor, omission.reason);
+        let _ = writeln!(
+            out,
+            "omitted   rank {}: {}: {}",
+            omission.rank, omission.tensor, omission.reason
+        );
     }
     out
 }
@@ -101,6 +111,10 @@ fn title(out: &mut String, dump: &StepDump) {
         StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
     };
     let ranks = plural(u64::from(dump.manifest.world_size), "rank");
-    let _ = writeln!(out, "run       {}, attempt {}, step {} ({ranks})", dump.run, dump.attempt, dump.step);
+    let _ = writeln!(
+        out,
+        "run       {}, attempt {}, step {} ({ranks})",
+        dump.run, dump.attempt, dump.step
+    );
     let _ = writeln!(out, "dump      {state}; {}\n", dump.directory.display());
 }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::number::{bytes, count, error, plural, ratio, short};
 use super::schema::{AgainstReport, ComparisonReport, Report, StageReport, Verdict};
-use crate::replay::outcome::Status;
+use crate::replay::outcome::{NotChecked, Status};
 
 /// Width that every line keeps to.
 pub const WIDTH: usize = 100;
@@ -24,25 +24,42 @@ pub fn render(report: &Report) -> String {
     for finding in &report.findings {
         wrap(&mut out, "found     ", finding);
     }
-    for item in &report.not_checked {
-        wrap(&mut out, "unchecked ", &format!("{}: {}", item.what, item.why));
-    }
+    unchecked(&mut out, &report.not_checked);
     out.push('\n');
     wrap(&mut out, "", &verdict(report));
     out
 }
 
+/// What was not checked, things with one reason together.
+fn unchecked(out: &mut String, items: &[NotChecked]) {
+    let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+    for item in items {
+        match reasons.iter_mut().find(|(why, _)| *why == item.why) {
+            Some((_, what)) => what.push(&item.what),
+            None => reasons.push((&item.why, vec![&item.what])),
+        }
+    }
+    for (why, what) in reasons {
+        wrap(out, "unchecked ", &format!("{}: {why}", what.join(", ")));
+    }
+}
+
 fn head(out: &mut String, report: &Report) {
     let dump = &report.dump;
-    let run = format!("{}, attempt {}, step {} ({})", dump.run, dump.attempt, dump.step, dump.ranks);
+    let run =
+        format!("{}, attempt {}, step {} ({})", dump.run, dump.attempt, dump.step, dump.ranks);
     wrap(out, "run       ", &run);
-    let proof = if dump.proved { "bytes, place, coverage and replicas proved" } else { "NOT proved" };
+    let proof =
+        if dump.proved { "bytes, place, coverage and replicas proved" } else { "NOT proved" };
     let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
     wrap(out, "dump      ", &format!("{}; {size}; {proof}", dump.state));
     wrap(out, "head      ", &dump.head);
     if let Some(against) = &report.against {
         let other = &against.dump;
-        let run = format!("{}, attempt {}, step {} ({})", other.run, other.attempt, other.step, other.ranks);
+        let run = format!(
+            "{}, attempt {}, step {} ({})",
+            other.run, other.attempt, other.step, other.ranks
+        );
         wrap(out, "against   ", &run);
     }
     out.push('\n');
@@ -51,8 +68,8 @@ fn head(out: &mut String, report: &Report) {
 fn stages(out: &mut String, stages: &[StageReport]) {
     let _ = writeln!(
         out,
-        "{:<13}{:<6}{:>8} {:>8} {:>6}  {:<17}{:>10} {:>10}  {}",
-        "stage", "status", "error", "floor", "ratio", "worst element", "captured", "reference", "where"
+        "{:<13}{:<6}{:>8} {:>8} {:>6}  {:<17}{:>10} {:>10}  where",
+        "stage", "status", "error", "floor", "ratio", "worst element", "captured", "reference"
     );
     for stage in stages {
         match &stage.worst {
@@ -60,11 +77,18 @@ fn stages(out: &mut String, stages: &[StageReport]) {
             None if stage.status == Status::Skip && stage.reason == "not asked for" => {}
             None if stage.status == Status::Skip => {}
             None => {
-                let _ = writeln!(out, "{:<13}{:<6} input: {}", stage.name, word(stage.status), stage.reason);
+                let _ = writeln!(
+                    out,
+                    "{:<13}{:<6} input: {}",
+                    stage.name,
+                    word(stage.status),
+                    stage.reason
+                );
             }
         }
     }
-    let skipped: Vec<&str> = stages.iter().filter(|s| s.status == Status::Skip).map(|s| s.name).collect();
+    let skipped: Vec<&str> =
+        stages.iter().filter(|s| s.status == Status::Skip).map(|s| s.name).collect();
     wrap(out, "skipped   ", &skipped.join(" "));
     out.push('\n');
 }
@@ -96,23 +120,42 @@ fn evidence(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
     wrap(out, indent, &stage.reason);
     let failing = stage.failing.len();
     if stage.comparisons > 1 {
-        wrap(out, indent, &format!("in {failing} of {} comparisons over microbatches and ranks", stage.comparisons));
+        wrap(
+            out,
+            indent,
+            &format!(
+                "in {failing} of {} comparisons over microbatches and ranks",
+                stage.comparisons
+            ),
+        );
     }
     if !worst.worst_rows.is_empty() {
-        let rows: Vec<String> = worst.worst_rows.iter().take(6).map(|(row, _, x)| format!("{row} ({}x)", ratio(*x))).collect();
+        let rows: Vec<String> = worst
+            .worst_rows
+            .iter()
+            .take(6)
+            .map(|(row, _, x)| format!("{row} ({}x)", ratio(*x)))
+            .collect();
         wrap(out, indent, &format!("worst rows, error over floor: {}", rows.join(", ")));
     }
     let sum = |from: u32, to: u32| {
         let classes = worst.by_hits.iter().filter(|c| (from..to).contains(&c.hits_from));
-        classes.fold((0u64, 0.0, 0.0), |(n, e, x), c| (n + c.rows, e + c.error_energy, x + c.expected_energy))
+        classes.fold((0u64, 0.0, 0.0), |(n, e, x), c| {
+            (n + c.rows, e + c.error_energy, x + c.expected_energy)
+        })
     };
     let (rare, frequent) = (sum(1, FREQUENT), sum(FREQUENT, u32::MAX));
     if frequent.1 > 0.0 {
         let all = rare.1 + frequent.1 + sum(0, 1).1;
-        let over = |(_, e, x): (u64, f64, f64)| if x > 0.0 { ratio((e / x).sqrt()) } else { "-".into() };
+        let over = |(_, e, x): (u64, f64, f64)| {
+            if x > 0.0 { ratio((e / x).sqrt()) } else { "-".into() }
+        };
         let text = format!(
             "rows that are a label {FREQUENT} times or more: {} rows, {:.1} % of the error, {}x the floor; rows with fewer hits {}x",
-            count(frequent.0), 100.0 * frequent.1 / all, over(frequent), over(rare),
+            count(frequent.0),
+            100.0 * frequent.1 / all,
+            over(frequent),
+            over(rare),
         );
         wrap(out, indent, &text);
     }
@@ -124,8 +167,8 @@ fn evidence(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
 fn differences(out: &mut String, against: &AgainstReport) {
     let _ = writeln!(
         out,
-        "{:<13}{:<6}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
-        "both runs", "status", "difference", "allowed", "worst element", "this", "other", "where"
+        "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  where",
+        "both runs", "status", "difference", "allowed", "worst element", "this", "other"
     );
     for found in &against.differences {
         let allowed = found.allowed.map_or("-".into(), error);
@@ -135,7 +178,7 @@ fn differences(out: &mut String, against: &AgainstReport) {
         };
         let _ = writeln!(
             out,
-            "{:<13}{:<6}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
+            "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
             found.stage.name(),
             if found.status == Status::Skip { "-" } else { word(found.status) },
             error(found.difference),
@@ -166,7 +209,10 @@ fn grad_norm(out: &mut String, report: &Report) {
         parts.push(format!("{reference:.7} with dk from the f64 reference"));
     }
     if let (Some(ours), Some(exact)) = (norm.dk_captured, norm.dk_reference) {
-        parts.push(format!("norm of dk {ours:.7}, reference {exact:.7} ({:+.2e})", ours / exact - 1.0));
+        parts.push(format!(
+            "norm of dk {ours:.7}, reference {exact:.7} ({:+.2e})",
+            ours / exact - 1.0
+        ));
     }
     if let Some(other) = report.against.as_ref().and_then(|a| a.grad_norm.captured) {
         parts.push(format!("{other:.7} in the other run"));
@@ -183,14 +229,28 @@ fn verdict(report: &Report) -> String {
                 text if text.is_empty() => String::new(),
                 text => format!(" ({text})"),
             };
-            let run = if report.against.is_some() { format!(" in run {}", first.run) } else { String::new() };
-            format!("DIVERGED at {}{}{run}{place}: {}.", first.stage, meaning(&first.stage), first.reason)
+            let run = if report.against.is_some() {
+                format!(" in run {}", first.run)
+            } else {
+                String::new()
+            };
+            format!(
+                "DIVERGED at {}{}{run}{place}: {}.",
+                first.stage,
+                meaning(&first.stage),
+                first.reason
+            )
         }
         (Verdict::Agreed, _) => {
             let compared = report.stages.iter().filter(|stage| stage.worst.is_some()).count();
-            format!("AGREED: all {compared} stages compared are what the declared precision must give.")
+            format!(
+                "AGREED: all {compared} stages compared are what the declared precision must give."
+            )
         }
-        _ => "INCOMPLETE: no verdict is given on what depends on the missing or altered parts above.".into(),
+        _ => {
+            "INCOMPLETE: no verdict is given on what depends on the missing or altered parts above."
+                .into()
+        }
     }
 }
 

@@ -56,9 +56,7 @@ pub(super) fn findings(
         found.extend(agreement::findings(dump, key, shards, contents));
         found.extend(lost(dump, key, shards, contents));
     }
-    let by_mesh = groups
-        .keys()
-        .all(|addend| matches!(addend, Addend::Mesh(_)));
+    let by_mesh = groups.keys().all(|addend| matches!(addend, Addend::Mesh(_)));
     if by_mesh {
         found.extend(narrow(dump, key, info, &groups));
         found.extend(absent_coordinates(dump, key, &groups));
@@ -77,10 +75,7 @@ pub(super) fn findings(
     }
     if dump.committed() {
         not_checked.push(NotChecked {
-            what: format!(
-                "whether {} should hold an addend of {key}",
-                name_ranks(&absent)
-            ),
+            what: format!("whether {} should hold an addend of {key}", name_ranks(&absent)),
             why: "no mesh placement says which ranks the sum goes over".into(),
         });
     } else {
@@ -134,10 +129,7 @@ fn lost(
     lost.map(|record| {
         let (place, rank) = (&record.place, record.rank);
         let sentence = format!("{key} {place}: the addend of rank {rank} is lost");
-        VerifyFinding::fault(FindingKind::Gap, sentence)
-            .of(key)
-            .at(place)
-            .by([rank])
+        VerifyFinding::fault(FindingKind::Gap, sentence).of(key).at(place).by([rank])
     })
     .collect()
 }
@@ -156,11 +148,7 @@ fn narrow(
         boxes.dedup();
         for gap in gaps(&info.shape, boxes).iter().take(NAMED) {
             let sentence = format!("{key} {gap}: no rank recorded it of the addend at {addend}");
-            found.push(
-                VerifyFinding::fault(FindingKind::Gap, sentence)
-                    .of(key)
-                    .at(gap),
-            );
+            found.push(VerifyFinding::fault(FindingKind::Gap, sentence).of(key).at(gap));
         }
     }
     found
@@ -177,18 +165,14 @@ fn absent_coordinates(
     };
     let sizes = &dump.manifest.mesh.0;
     let size = |axis: &String| Some(u64::from(sizes.iter().find(|(name, _)| name == axis)?.1));
-    let expected = first
-        .iter()
-        .try_fold(1u64, |n, (axis, _)| n.checked_mul(size(axis)?))?;
+    let expected = first.iter().try_fold(1u64, |n, (axis, _)| n.checked_mul(size(axis)?))?;
     let held = groups.len() as u64;
     if held >= expected {
         return None;
     }
     let axes: Vec<&str> = first.iter().map(|(axis, _)| axis.as_str()).collect();
-    let sentence = format!(
-        "{key}: {held} of {expected} addends over {} were recorded",
-        axes.join(" x ")
-    );
+    let sentence =
+        format!("{key}: {held} of {expected} addends over {} were recorded", axes.join(" x "));
     Some(VerifyFinding::fault(FindingKind::MissingAddend, sentence).of(key))
 }
 
@@ -211,22 +195,15 @@ fn uneven(
     }
     let cells = cells(&info.shape, weights.keys().copied())?;
     let count = |cell: &IndexBox| -> usize {
-        let over = weights
-            .iter()
-            .filter(|(place, _)| crate::assemble::intersect(place, cell));
+        let over = weights.iter().filter(|(place, _)| crate::assemble::intersect(place, cell));
         over.map(|(_, n)| n).sum()
     };
     let counts: Vec<usize> = cells.iter().map(count).collect();
     let most = counts.iter().copied().max().unwrap_or(0);
-    let short = cells
-        .iter()
-        .zip(counts)
-        .filter(|(_, n)| *n < most || *n == 0);
+    let short = cells.iter().zip(counts).filter(|(_, n)| *n < most || *n == 0);
     let finding = |(cell, n): (&IndexBox, usize)| {
         let sentence = format!("{key} {cell} has {n} addends where other elements have {most}");
-        VerifyFinding::fault(FindingKind::Gap, sentence)
-            .of(key)
-            .at(cell)
+        VerifyFinding::fault(FindingKind::Gap, sentence).of(key).at(cell)
     };
     Some(short.take(NAMED).map(finding).collect())
 }
@@ -252,9 +229,7 @@ fn cells<'a>(
         }
         let longer = |cell: &IndexBox| -> Vec<IndexBox> {
             let ranges = cuts.windows(2).map(|pair| (pair[0], pair[1]));
-            ranges
-                .map(|range| IndexBox(cell.0.iter().copied().chain([range]).collect()))
-                .collect()
+            ranges.map(|range| IndexBox(cell.0.iter().copied().chain([range]).collect())).collect()
         };
         cells = cells.iter().flat_map(longer).collect();
     }

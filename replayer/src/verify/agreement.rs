@@ -66,10 +66,7 @@ fn replicas_disagree(
         let named: Vec<String> = versions.iter().map(|ranks| name_ranks(ranks)).collect();
         let mut all = versions.concat();
         all.sort();
-        (
-            all,
-            format!("there is no majority: {}", named.join(" against ")),
-        )
+        (all, format!("there is no majority: {}", named.join(" against ")))
     };
     let sentence = format!("{key} {place} should be the same bits on all its holders: {sentence}");
     let finding = VerifyFinding::fault(FindingKind::ReplicasDisagree, sentence);
@@ -89,11 +86,8 @@ fn overlaps(
             continue;
         };
         let (left, right) = (&by_box[boxes[a]], &by_box[boxes[b]]);
-        let mut ranks: Vec<Rank> = left
-            .iter()
-            .chain(right)
-            .map(|at| dump.record(at).rank)
-            .collect();
+        let mut ranks: Vec<Rank> =
+            left.iter().chain(right).map(|at| dump.record(at).rank).collect();
         ranks.sort();
         ranks.dedup();
         let who = name_ranks(&ranks);
@@ -109,18 +103,10 @@ fn overlaps(
             _ if found.len() >= NAMED => continue,
             _ => (
                 FindingKind::Overlap,
-                format!(
-                    "{key}: boxes {} and {} of {who} share {shared}",
-                    boxes[a], boxes[b]
-                ),
+                format!("{key}: boxes {} and {} of {who} share {shared}", boxes[a], boxes[b]),
             ),
         };
-        found.push(
-            VerifyFinding::fault(kind, sentence)
-                .of(key)
-                .at(&shared)
-                .by(ranks),
-        );
+        found.push(VerifyFinding::fault(kind, sentence).of(key).at(&shared).by(ranks));
     }
     if pairs.len() > found.len() {
         let sentence = format!("{key}: {} pairs of boxes overlap in all", pairs.len());

@@ -32,18 +32,10 @@ pub(super) fn check(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Content
     let shards = dump.tensors().values().flat_map(|info| &info.shards);
     let shards: Vec<ShardRef> = shards.copied().collect();
     let one = |at: &ShardRef| {
-        let fingerprint = dump
-            .intact_bytes(at)
-            .map(|bytes| fingerprint(dump, at, bytes));
+        let fingerprint = dump.intact_bytes(at).map(|bytes| fingerprint(dump, at, bytes));
         progress(dump.record(at).length);
         let intact = fingerprint.is_some();
-        (
-            *at,
-            Checked {
-                intact,
-                fingerprint,
-            },
-        )
+        (*at, Checked { intact, fingerprint })
     };
     let checked: Vec<_> = shards.par_iter().map(one).collect();
     checked.into_iter().collect()
@@ -102,13 +94,7 @@ pub(super) fn findings(
             }
             Some(_) => continue,
         };
-        found.push(
-            finding
-                .of(key)
-                .at(&record.place)
-                .by([record.rank])
-                .within(file.path()),
-        );
+        found.push(finding.of(key).at(&record.place).by([record.rank]).within(file.path()));
     }
     found
 }
@@ -123,11 +109,7 @@ fn where_it_belongs(
     let record = dump.record(at);
     let wanted = record.fingerprint;
     let extent = record.place.extent();
-    let mut others: Vec<_> = info
-        .shards
-        .iter()
-        .map(|at| &dump.record(at).place)
-        .collect();
+    let mut others: Vec<_> = info.shards.iter().map(|at| &dump.record(at).place).collect();
     others.retain(|place| place.extent() == extent && **place != record.place);
     others.sort();
     others.dedup();

@@ -24,10 +24,7 @@ pub(super) fn step(dump: &StepDump) -> Vec<VerifyFinding> {
         found.push(finding.by(missing_ranks.clone()));
     }
     if dump.tensors().is_empty() {
-        let sentence = format!(
-            "step {} holds no tensor: there is nothing to verify",
-            dump.step
-        );
+        let sentence = format!("step {} holds no tensor: there is nothing to verify", dump.step);
         found.push(VerifyFinding::fault(FindingKind::Empty, sentence));
     }
     found.extend(dump.faults().iter().map(file));
@@ -44,11 +41,7 @@ fn file(fault: &FileFault) -> VerifyFinding {
                 0 => String::new(),
                 n => format!(" and {n} more"),
             };
-            format!(
-                "{}; shards lost of {}{more}",
-                fault.sentence,
-                named.join(", ")
-            )
+            format!("{}; shards lost of {}{more}", fault.sentence, named.join(", "))
         }
     };
     let finding = match fault.kind.harmless() {
@@ -68,9 +61,7 @@ fn omissions(dump: &StepDump) -> Vec<VerifyFinding> {
     }
     let one =
         |((tensor, microbatch, reason), ranks): ((&String, Option<_>, &String), Vec<Rank>)| {
-            let of = microbatch
-                .map(|mb| format!(" microbatch {mb}"))
-                .unwrap_or_default();
+            let of = microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
             // The text comes from outside: it must stay on its line.
             let (tensor, reason) = (one_line(tensor), one_line(reason));
             let who = name_ranks(&ranks);

@@ -92,10 +92,7 @@ impl VerifyFinding {
     }
 
     pub(super) fn note(kind: FindingKind, sentence: String) -> VerifyFinding {
-        VerifyFinding {
-            severity: Severity::Note,
-            ..VerifyFinding::fault(kind, sentence)
-        }
+        VerifyFinding { severity: Severity::Note, ..VerifyFinding::fault(kind, sentence) }
     }
 
     pub(super) fn of(self, tensor: &TensorKey) -> VerifyFinding {

@@ -82,17 +82,12 @@ pub struct TensorVerdict {
 impl Verification {
     /// True when nothing speaks against the dump.
     pub fn intact(&self) -> bool {
-        self.findings
-            .iter()
-            .all(|finding| finding.severity == Severity::Note)
+        self.findings.iter().all(|finding| finding.severity == Severity::Note)
     }
 
     /// Why no verdict may rest on this tensor; `None` when one may.
     pub fn unusable(&self, key: &TensorKey) -> Option<&str> {
-        match self
-            .tensors
-            .binary_search_by(|verdict| verdict.key.cmp(key))
-        {
+        match self.tensors.binary_search_by(|verdict| verdict.key.cmp(key)) {
             Ok(index) => self.tensors[index].unusable.as_deref(),
             Err(_) => Some("it was not dumped"),
         }
@@ -104,10 +99,8 @@ impl Verification {
 pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification {
     let contents = contents::check(dump, progress);
     let tensors: Vec<(&TensorKey, &TensorInfo)> = dump.tensors().iter().collect();
-    let judged: Vec<_> = tensors
-        .par_iter()
-        .map(|(key, info)| judge(dump, key, info, &contents))
-        .collect();
+    let judged: Vec<_> =
+        tensors.par_iter().map(|(key, info)| judge(dump, key, info, &contents)).collect();
     let mut findings = declared::step(dump);
     let (mut verdicts, mut not_checked) = (Vec::new(), Vec::new());
     for (verdict, found, unchecked) in judged {
@@ -143,25 +136,14 @@ fn judge(
     // could be compared; the disagreement says so.
     let comparable = !info.disagreements.iter().any(|d| d.spoils_bytes());
     if comparable && info.partial.is_some() {
-        found.extend(addends::findings(
-            dump,
-            key,
-            info,
-            contents,
-            &mut not_checked,
-        ));
+        found.extend(addends::findings(dump, key, info, contents, &mut not_checked));
     } else if comparable {
         found.extend(agreement::findings(dump, key, &info.shards, contents));
         found.extend(gaps(dump, key, info));
     }
     let unusable = unusable(dump, key, info, &found);
-    let sources = info
-        .shards
-        .iter()
-        .map(|at| dump.record(at).fingerprint_source);
-    let by_framework = sources
-        .clone()
-        .all(|source| source == FingerprintSource::Framework);
+    let sources = info.shards.iter().map(|at| dump.record(at).fingerprint_source);
+    let by_framework = sources.clone().all(|source| source == FingerprintSource::Framework);
     let verdict = TensorVerdict {
         key: key.clone(),
         role: info.role,
@@ -187,10 +169,7 @@ fn gaps(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFindin
     };
     let all = missing.gaps.clone();
     let one = |gap: &IndexBox| {
-        let only = assemble::Incomplete {
-            gaps: vec![gap.clone()],
-            ..missing.clone()
-        };
+        let only = assemble::Incomplete { gaps: vec![gap.clone()], ..missing.clone() };
         let finding = VerifyFinding::fault(FindingKind::Gap, only.to_string());
         finding.of(key).at(gap).by(missing.ranks.clone())
     };
@@ -211,25 +190,14 @@ fn unusable(
     found: &[VerifyFinding],
 ) -> Option<String> {
     use FindingKind::{DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree};
-    let spoiling = [
-        DeclarationsDisagree,
-        Gap,
-        MissingAddend,
-        OutOfPlace,
-        ReplicasDisagree,
-    ];
-    let spoilt = spoiling
-        .iter()
-        .find_map(|kind| found.iter().find(|f| f.kind == *kind));
+    let spoiling = [DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree];
+    let spoilt = spoiling.iter().find_map(|kind| found.iter().find(|f| f.kind == *kind));
     if let Some(finding) = spoilt {
         return Some(finding.sentence.clone());
     }
     // A value is whole if its boxes are; a sum lacks what one rank left out.
     let omission = declared::omitted(dump, key).filter(|_| info.partial.is_some())?;
-    Some(format!(
-        "rank {} did not record its addend of {key}",
-        omission.rank
-    ))
+    Some(format!("rank {} did not record its addend of {key}", omission.rank))
 }
 
 /// The fingerprint of the global tensor, from one intact holder of each box.
@@ -240,13 +208,7 @@ fn whole_fingerprint(
     found: &[VerifyFinding],
 ) -> Option<Fingerprint> {
     use FindingKind::{DeclarationsDisagree, Gap, OutOfPlace, Overlap, ReplicasDisagree};
-    let spoils = [
-        DeclarationsDisagree,
-        Gap,
-        OutOfPlace,
-        Overlap,
-        ReplicasDisagree,
-    ];
+    let spoils = [DeclarationsDisagree, Gap, OutOfPlace, Overlap, ReplicasDisagree];
     if info.partial.is_some() || found.iter().any(|f| spoils.contains(&f.kind)) {
         return None;
     }

@@ -23,10 +23,8 @@ fn check(dumped: &Dumped) -> Verification {
 /// Kinds of the faults, without repetition.
 fn faults(verification: &Verification) -> Vec<FindingKind> {
     let found = verification.findings.iter();
-    let mut kinds: Vec<_> = found
-        .filter(|f| f.severity == Severity::Fault)
-        .map(|f| f.kind)
-        .collect();
+    let mut kinds: Vec<_> =
+        found.filter(|f| f.severity == Severity::Fault).map(|f| f.kind).collect();
     kinds.dedup();
     kinds
 }
@@ -59,13 +57,7 @@ fn hold(shard: &mut Held, change: impl FnOnce(&mut Vec<u8>)) {
     change(&mut shard.bytes);
     let record = &shard.record;
     let global = (record.dtype, record.shape.as_slice());
-    let new = held(
-        &record.key,
-        global,
-        record.place.clone(),
-        record.rank.0,
-        shard.bytes.clone(),
-    );
+    let new = held(&record.key, global, record.place.clone(), record.rank.0, shard.bytes.clone());
     shard.record.hash = new.record.hash;
     shard.record.fingerprint = new.record.fingerprint;
 }
@@ -140,10 +132,7 @@ fn a_flip_of_any_byte_of_a_shard_file_is_found_and_its_file_named() {
         let kind = [FindingKind::DamagedFile, FindingKind::BytesAltered][usize::from(at >= start)];
         let finding = verification.findings.iter().find(|f| f.kind == kind);
         let finding = finding.unwrap_or_else(|| panic!("byte {at}: nothing found"));
-        assert_eq!(
-            (finding.path.as_ref(), &finding.ranks[..]),
-            (Some(&path), &[Rank(1)][..])
-        );
+        assert_eq!((finding.path.as_ref(), &finding.ranks[..]), (Some(&path), &[Rank(1)][..]));
         // Bytes that still hash right survive a damaged header.
         let usable = verification.unusable(&key("q")).is_none();
         assert_eq!(usable, at < start, "byte {at}");
@@ -174,25 +163,18 @@ fn files_that_are_short_long_missing_or_exchanged_are_named() {
         ("was truncated: 65559 bytes, 65560 were written", |d| {
             d.damage(1, |bytes| bytes.truncate(bytes.len() - 1));
         }),
-        ("was truncated: 5 bytes", |d| {
-            d.damage(1, |bytes| bytes.truncate(5))
-        }),
+        ("was truncated: 5 bytes", |d| d.damage(1, |bytes| bytes.truncate(5))),
         ("was truncated: 0 bytes", |d| d.damage(1, Vec::clear)),
-        ("was extended: 65561 bytes, 65560 were written", |d| {
-            d.damage(1, |bytes| bytes.push(0))
-        }),
+        ("was extended: 65561 bytes, 65560 were written", |d| d.damage(1, |bytes| bytes.push(0))),
         ("rank-00001.safetensors of rank 1 is missing", |d| {
             std::fs::remove_file(d.file(1)).unwrap();
         }),
-        (
-            "rank-00001.safetensors holds what belongs in rank-00002.safetensors",
-            |d| {
-                let other = d.step.path.join("aside");
-                std::fs::rename(d.file(1), &other).unwrap();
-                std::fs::rename(d.file(2), d.file(1)).unwrap();
-                std::fs::rename(other, d.file(2)).unwrap();
-            },
-        ),
+        ("rank-00001.safetensors holds what belongs in rank-00002.safetensors", |d| {
+            let other = d.step.path.join("aside");
+            std::fs::rename(d.file(1), &other).unwrap();
+            std::fs::rename(d.file(2), d.file(1)).unwrap();
+            std::fs::rename(other, d.file(2)).unwrap();
+        }),
     ];
     for (words, damage) in cases {
         let dumped = commit(four_slabs(), 4);
@@ -230,10 +212,7 @@ fn of_three_replicas_the_odd_one_out_is_named_and_of_two_neither() {
     let verification = check(&commit(shards, 2));
     assert_eq!(verification.findings[0].ranks, [Rank(0), Rank(1)]);
     let says = sentences(&verification, FindingKind::ReplicasDisagree)[0];
-    assert!(
-        says.ends_with("there is no majority: rank 0 against rank 1"),
-        "{says}"
-    );
+    assert!(says.ends_with("there is no majority: rank 0 against rank 1"), "{says}");
 }
 
 #[test]
@@ -254,11 +233,7 @@ fn gaps_and_overlaps_are_named_by_their_boxes() {
     assert_eq!(faults(&verification), [FindingKind::Gap]);
     let gap = &verification.findings[0];
     assert_eq!(gap.place, Some(IndexBox(vec![(4, 6), (0, 3)])));
-    assert!(
-        gap.sentence.contains("and no rank recorded it"),
-        "{}",
-        gap.sentence
-    );
+    assert!(gap.sentence.contains("and no rank recorded it"), "{}", gap.sentence);
 
     for differs in [false, true] {
         let mut shards = four_slabs();
@@ -270,15 +245,9 @@ fn gaps_and_overlaps_are_named_by_their_boxes() {
         }
         shards.push(extra);
         let verification = check(&commit(shards, 4));
-        let places: Vec<_> = verification
-            .findings
-            .iter()
-            .map(|f| f.place.clone().unwrap())
-            .collect();
-        let (low, high) = (
-            IndexBox(vec![(1, 2), (0, 2)]),
-            IndexBox(vec![(2, 3), (0, 2)]),
-        );
+        let places: Vec<_> =
+            verification.findings.iter().map(|f| f.place.clone().unwrap()).collect();
+        let (low, high) = (IndexBox(vec![(1, 2), (0, 2)]), IndexBox(vec![(2, 3), (0, 2)]));
         assert_eq!(places, [low, high]);
         let spoilt = [FindingKind::Overlap, FindingKind::ReplicasDisagree];
         let wanted = if differs { &spoilt[..] } else { &spoilt[..1] };
@@ -291,15 +260,9 @@ fn gaps_and_overlaps_are_named_by_their_boxes() {
 fn ranks_that_declare_a_tensor_differently_are_named() {
     type Change = fn(&mut Held);
     let cases: [(&str, Change); 4] = [
-        ("dtype: f32 on ranks 0, 1 and 3, i32 on rank 2", |s| {
-            s.record.dtype = Dtype::I32
-        }),
-        ("shape: [8, 3] on ranks 0, 1 and 3, [9, 3] on rank 2", |s| {
-            s.record.shape[0] = 9
-        }),
-        ("role: none on ranks 0, 1 and 3, q on rank 2", |s| {
-            s.record.role = Some(Role::Q)
-        }),
+        ("dtype: f32 on ranks 0, 1 and 3, i32 on rank 2", |s| s.record.dtype = Dtype::I32),
+        ("shape: [8, 3] on ranks 0, 1 and 3, [9, 3] on rank 2", |s| s.record.shape[0] = 9),
+        ("role: none on ranks 0, 1 and 3, q on rank 2", |s| s.record.role = Some(Role::Q)),
         ("partial: none on ranks 0, 1 and 3, sum on rank 2", |s| {
             s.record.partial = Some(Reduction::Sum);
         }),
@@ -352,10 +315,7 @@ fn addends_may_differ_but_none_may_be_lost_or_narrower() {
 
     let verification = check(&commit(addends(2), 3));
     assert!(verification.intact());
-    assert_eq!(
-        verification.not_checked[0].what,
-        "whether rank 2 should hold an addend of dk"
-    );
+    assert_eq!(verification.not_checked[0].what, "whether rank 2 should hold an addend of dk");
 }
 
 #[test]
@@ -409,14 +369,8 @@ fn what_a_rank_gave_up_on_is_reported_with_its_reason() {
     assert_eq!(says.len(), 3);
     // A replica stands in for a value; nothing stands in for an addend.
     assert_eq!(verification.unusable(&key("k")), None);
-    assert_eq!(
-        verification.unusable(&key("dk")),
-        Some("rank 1 did not record its addend of dk")
-    );
-    assert_eq!(
-        verification.unusable(&key("lse")),
-        Some("it was not dumped")
-    );
+    assert_eq!(verification.unusable(&key("dk")), Some("rank 1 did not record its addend of dk"));
+    assert_eq!(verification.unusable(&key("lse")), Some("it was not dumped"));
 }
 
 #[test]
@@ -426,10 +380,7 @@ fn a_place_that_the_job_only_declared_is_said_to_be_unproved() {
     let verification = check(&commit(shards, 4));
     assert!(verification.intact());
     assert_eq!(verification.not_checked[0].what, "the place of q");
-    assert_eq!(
-        verification.tensors[0].fingerprint_source,
-        FingerprintSource::Recorder
-    );
+    assert_eq!(verification.tensors[0].fingerprint_source, FingerprintSource::Recorder);
 }
 
 #[test]
@@ -446,21 +397,10 @@ fn a_salvaged_step_says_which_ranks_are_missing_and_trusts_no_sum() {
         ]
     );
     let lost = verification.unusable(&key("dk")).unwrap();
-    assert_eq!(
-        lost,
-        "dk: an addend may be lost: nothing of it was found from ranks 2 and 3"
-    );
+    assert_eq!(lost, "dk: an addend may be lost: nothing of it was found from ranks 2 and 3");
     let gap = verification.unusable(&key("q")).unwrap();
-    assert_eq!(
-        gap,
-        "q is incomplete: nothing intact holds [4:6, 0:3], and rank 2 left no file"
-    );
-    assert!(
-        verification
-            .not_checked
-            .iter()
-            .any(|n| n.why.contains("without a manifest"))
-    );
+    assert_eq!(gap, "q is incomplete: nothing intact holds [4:6, 0:3], and rank 2 left no file");
+    assert!(verification.not_checked.iter().any(|n| n.why.contains("without a manifest")));
 }
 
 #[test]

@@ -1,0 +1,50 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# All that goes into the wheel: it is built again only when one of these changed.
+SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
+	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
+
+.PHONY: demo test test-rust test-python bench bench-loss-head bench-inactive wheel clean
+
+demo: $(VENV)/.installed
+	examples/demo.sh demo
+
+test: test-rust test-python
+
+test-rust:
+	cargo test --locked
+
+test-python: $(VENV)/.installed
+	$(BIN)/python -m pytest -q python/tests
+
+wheel: $(VENV)/.wheel
+
+# Tools first: they change less often than the sources.
+$(VENV)/.tools: python/requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r python/requirements-dev.txt
+	touch $@
+
+$(VENV)/.wheel: $(VENV)/.tools $(SOURCES)
+	rm -rf $(VENV)/wheels
+	$(BIN)/maturin build --locked --release --quiet --manifest-path python/Cargo.toml --out $(VENV)/wheels
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
+	touch $@
+
+bench: bench-loss-head bench-inactive
+
+bench-loss-head:
+	cargo bench --locked -p backtape-replayer --bench loss_head
+
+# What backtape costs a job that records nothing.
+bench-inactive: $(VENV)/.installed
+	$(BIN)/python python/benches/inactive.py
+
+clean:
+	rm -rf target $(VENV) demo

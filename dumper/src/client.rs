@@ -1,0 +1,312 @@
+//! The gRPC adapter of a rank: domain types in, one call, domain types out.
+//! Every call has a deadline; what may pass is tried again with growing pauses.
+
+use std::future::Future;
+use std::hash::{BuildHasher, RandomState};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use backtape::coordinator::limits::{
+    CHUNK_BYTES, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT, REQUEST_DEADLINE, WINDOW_BYTES,
+};
+use backtape::hash::TrustHash;
+use backtape::head::HeadDeclaration;
+use backtape::manifest::{FileRecord, Omission};
+use backtape_proto as proto;
+use bytes::Bytes;
+use proto::coordinator_client::CoordinatorClient;
+use proto::upload_file_request::Part;
+use tokio::io::AsyncReadExt;
+use tokio::time::Instant;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use crate::settings::Plan;
+
+/// Pauses between tries: short enough for a coordinator that restarts, long
+/// enough that 10,000 ranks do not keep it from restarting.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+/// How long a connection may take to open.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Chunks of an upload that wait for the network.
+const CHUNKS_AHEAD: usize = 2;
+
+/// Why a call gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallError {
+    /// Nobody answered in time; the same call may succeed later.
+    #[error("{0}")]
+    Unreachable(String),
+    /// The coordinator's store is not the one this rank wrote to.
+    #[error("{0}")]
+    NotThere(String),
+    /// Too soon or too late for this launch: another coordinator may take it.
+    #[error("{0}")]
+    NotNow(String),
+    /// The answer is no, and will stay so.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// What a rank learns when it enters.
+#[derive(Clone, Debug)]
+pub(crate) struct Entered {
+    pub(crate) attempt: u32,
+    pub(crate) directory: PathBuf,
+    pub(crate) run_record: Option<TrustHash>,
+}
+
+/// One connection to a coordinator; reconnects by itself.
+#[derive(Clone)]
+pub(crate) struct Client {
+    rpc: CoordinatorClient<Channel>,
+    member: proto::Member,
+}
+
+impl Client {
+    pub(crate) fn new(address: &str, plan: &Plan, incarnation: u64) -> Result<Client, CallError> {
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| {
+            CallError::Refused(format!("{address:?} is not host:port of a coordinator: {error}"))
+        })?;
+        let channel = endpoint
+            .connect_timeout(CONNECT_DEADLINE)
+            .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+            .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+            .initial_stream_window_size(WINDOW_BYTES)
+            .initial_connection_window_size(WINDOW_BYTES)
+            .tcp_nodelay(true)
+            .connect_lazy();
+        Ok(Client {
+            rpc: CoordinatorClient::new(channel),
+            member: proto::Member {
+                run: plan.run.to_string(),
+                attempt: 0,
+                rank: plan.settings.rank,
+                incarnation,
+            },
+        })
+    }
+
+    /// Enters the run, one try.
+    pub(crate) async fn join(&mut self, plan: &Plan) -> Result<Entered, CallError> {
+        let settings = &plan.settings;
+        let mesh = match settings.mesh.0.is_empty() {
+            true => String::new(),
+            false => serde_json::to_string(&settings.mesh).unwrap_or_default(),
+        };
+        let request = proto::JoinRequest {
+            run: plan.run.to_string(),
+            rank: settings.rank,
+            world_size: settings.world_size,
+            incarnation: self.member.incarnation,
+            host: plan.host.to_string(),
+            attempt: settings.attempt,
+            format_version: backtape::FORMAT_VERSION,
+            mesh,
+            transport: proto::Transport::Unspecified.into(),
+            versions: settings.versions.clone().into_iter().collect(),
+        };
+        let answer = within(REQUEST_DEADLINE, self.rpc.join(request)).await?;
+        self.member.attempt = answer.attempt;
+        let hash = <[u8; 32]>::try_from(answer.run_record.as_ref());
+        Ok(Entered {
+            attempt: answer.attempt,
+            directory: PathBuf::from(answer.directory),
+            run_record: hash.ok().map(TrustHash),
+        })
+    }
+
+    fn report(&self, step: u64, file: &FileRecord) -> proto::ReportFileRequest {
+        proto::ReportFileRequest {
+            member: Some(self.member.clone()),
+            step,
+            file: Some(proto::FileReport {
+                name: file.name.to_string(),
+                length: file.length,
+                header_hash: Bytes::copy_from_slice(&file.header_hash.0),
+            }),
+        }
+    }
+
+    /// Reports a file that lies in the store.
+    pub(crate) async fn report_file(
+        &self,
+        step: u64,
+        file: &FileRecord,
+        deadline: Instant,
+    ) -> Result<u64, CallError> {
+        let answer = retry(deadline, || async {
+            let request = self.report(step, file);
+            within(limit(deadline), self.rpc.clone().report_file(request)).await
+        });
+        Ok(answer.await?.shards)
+    }
+
+    /// Sends a file from `path`.
+    pub(crate) async fn upload_file(
+        &self,
+        step: u64,
+        file: &FileRecord,
+        path: &Path,
+        deadline: Instant,
+    ) -> Result<u64, CallError> {
+        let answer = retry(deadline, || async {
+            let (sender, receiver) = tokio::sync::mpsc::channel(CHUNKS_AHEAD);
+            let reading = read_parts(self.report(step, file), path, sender);
+            let mut rpc = self.rpc.clone();
+            let sending = rpc.upload_file(ReceiverStream::new(receiver));
+            let left = deadline.saturating_duration_since(Instant::now());
+            let call = async { tokio::join!(sending, reading) };
+            let (answer, read) = tokio::time::timeout(left, call).await.map_err(|_| late(left))?;
+            // A file that cannot be read ends its stream early, and the
+            // coordinator's refusal of the rest would hide why.
+            read.map_err(|error| CallError::Refused(format!("{}: {error}", path.display())))?;
+            answer.map(tonic::Response::into_inner).map_err(judge)
+        });
+        Ok(answer.await?.shards)
+    }
+
+    /// Closes this rank's part of a step; true when that committed it.
+    pub(crate) async fn close_step(
+        &self,
+        step: u64,
+        files: u32,
+        head: Option<&HeadDeclaration>,
+        omissions: &[Omission],
+        deadline: Instant,
+    ) -> Result<bool, CallError> {
+        let head = head.map(serde_json::to_vec).transpose();
+        let head = head.map_err(|error| CallError::Refused(error.to_string()))?;
+        let head = Bytes::from(head.unwrap_or_default());
+        let omissions = omissions.iter().map(|omission| proto::Omission {
+            tensor: omission.tensor.clone(),
+            microbatch: omission.microbatch.map(|mb| mb.0),
+            reason: omission.reason.clone(),
+        });
+        let request = proto::CloseStepRequest {
+            member: Some(self.member.clone()),
+            step,
+            files,
+            head,
+            omissions: omissions.collect(),
+        };
+        let answer = retry(deadline, || async {
+            within(limit(deadline), self.rpc.clone().close_step(request.clone())).await
+        });
+        Ok(answer.await?.committed)
+    }
+
+    /// Whether a step is committed, and why not if that is known; one try.
+    pub(crate) async fn step_status(&self, step: u64) -> Result<(bool, String), CallError> {
+        let request = proto::StepStatusRequest {
+            run: self.member.run.clone(),
+            attempt: self.member.attempt,
+            step,
+        };
+        let answer = within(CONNECT_DEADLINE, self.rpc.clone().step_status(request)).await?;
+        Ok((answer.committed, answer.reason))
+    }
+}
+
+async fn read_parts(
+    header: proto::ReportFileRequest,
+    path: &Path,
+    sender: tokio::sync::mpsc::Sender<proto::UploadFileRequest>,
+) -> std::io::Result<()> {
+    let part = |part| proto::UploadFileRequest { part: Some(part) };
+    let mut file = tokio::fs::File::open(path).await?;
+    // A closed channel means that the call ended: its answer says why.
+    if sender.send(part(Part::Header(header))).await.is_err() {
+        return Ok(());
+    }
+    loop {
+        let mut chunk = bytes::BytesMut::with_capacity(CHUNK_BYTES);
+        while chunk.len() < CHUNK_BYTES && file.read_buf(&mut chunk).await? > 0 {}
+        if chunk.is_empty() || sender.send(part(Part::Chunk(chunk.freeze()))).await.is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// The coordinator's own limit for one request, or what is left.
+fn limit(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now()).min(REQUEST_DEADLINE)
+}
+
+fn late(limit: Duration) -> CallError {
+    CallError::Unreachable(format!(
+        "the coordinator did not answer within {:.1} s",
+        limit.as_secs_f64()
+    ))
+}
+
+async fn within<T>(
+    limit: Duration,
+    call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+) -> Result<T, CallError> {
+    let answer = tokio::time::timeout(limit, call).await.map_err(|_| late(limit))?;
+    answer.map(tonic::Response::into_inner).map_err(judge)
+}
+
+/// Tries again while nobody answers and time is left.
+async fn retry<T, F>(deadline: Instant, mut call: impl FnMut() -> F) -> Result<T, CallError>
+where
+    F: Future<Output = Result<T, CallError>>,
+{
+    let mut pause = FIRST_PAUSE;
+    loop {
+        match call().await {
+            Err(CallError::Unreachable(why)) => {
+                let pause_now = jittered(pause);
+                if Instant::now() + pause_now >= deadline {
+                    return Err(CallError::Unreachable(why));
+                }
+                tokio::time::sleep(pause_now).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+            answered => return answered,
+        }
+    }
+}
+
+/// Half to the whole of a pause, so that the ranks of a job do not all call at once.
+pub(crate) fn jittered(pause: Duration) -> Duration {
+    let share = RandomState::new().hash_one(0) % 512;
+    pause.mul_f64(0.5 + share as f64 / 1024.0)
+}
+
+/// What an answer other than yes means for the caller.
+fn judge(status: Status) -> CallError {
+    let said = status.message().to_string();
+    match status.code() {
+        Code::NotFound => CallError::NotThere(said),
+        Code::FailedPrecondition => CallError::NotNow(said),
+        Code::InvalidArgument | Code::AlreadyExists | Code::PermissionDenied => {
+            CallError::Refused(said)
+        }
+        Code::Unauthenticated | Code::OutOfRange => CallError::Refused(said),
+        // A file that is not what was reported; sent again it may arrive whole,
+        // but one that lies in the store stays what it is.
+        Code::DataLoss => CallError::Refused(said),
+        Code::Unimplemented => {
+            CallError::Refused(format!("no backtape coordinator answers there ({said})"))
+        }
+        // The transport's own words name the socket error only in the source.
+        code => {
+            let source = std::error::Error::source(&status).map(deepest);
+            let said = source.unwrap_or(said);
+            CallError::Unreachable(format!("no answer from the coordinator: {said} ({code:?})"))
+        }
+    }
+}
+
+fn deepest(error: &(dyn std::error::Error + 'static)) -> String {
+    match error.source() {
+        Some(source) => deepest(source),
+        None => error.to_string(),
+    }
+}

@@ -1,0 +1,107 @@
+//! The coordinator inside rank 0, on a thread and a runtime of its own: the
+//! recorder's thread blocks on its disk, and the other ranks must not wait for it.
+
+use std::io;
+use std::net::SocketAddr;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use backtape::coordinator::{Config, Coordinator, Handle, StartError};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+
+use crate::settings::Plan;
+
+/// How long a coordinator that was told to stop is waited for.
+const STOP_DEADLINE: Duration = Duration::from_secs(12);
+
+/// Why rank 0 could not start the coordinator of its job.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EmbedError {
+    #[error("rank 0 cannot listen on the loopback address: {0}")]
+    Listen(io::Error),
+    #[error("rank 0 cannot start its coordinator: {0}")]
+    Runtime(io::Error),
+    #[error("{0}: {1}")]
+    Store(StartError, String),
+    #[error("the coordinator of rank 0 ended while it started")]
+    Ended,
+}
+
+/// A running embedded coordinator.
+pub(crate) struct Embedded {
+    pub(crate) address: SocketAddr,
+    pub(crate) handle: Handle,
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+type Started = Result<(SocketAddr, Handle), EmbedError>;
+
+impl Embedded {
+    pub(crate) async fn start(plan: &Plan) -> Result<Embedded, EmbedError> {
+        let config = Config {
+            run: Some(plan.run.clone()),
+            new_attempt: true,
+            step_deadline: plan.settings.step_deadline,
+            ..Config::new(&plan.store, plan.settings.world_size)
+        };
+        let (stop, stopped) = oneshot::channel();
+        let (report, started) = oneshot::channel();
+        let body = move || serve(&config, report, stopped);
+        let thread = std::thread::Builder::new().name("backtape-coordinator".into());
+        let thread = thread.spawn(body).map_err(EmbedError::Runtime)?;
+        let (address, handle) = started.await.map_err(|_| EmbedError::Ended)??;
+        Ok(Embedded { address, handle, stop, thread })
+    }
+
+    /// Lets open calls end, then stops; gives up waiting on a disk that hangs.
+    pub(crate) async fn stop(self) {
+        drop(self.handle);
+        let _ = self.stop.send(());
+        let thread = self.thread;
+        let ended = tokio::task::spawn_blocking(move || thread.join());
+        let _ = tokio::time::timeout(STOP_DEADLINE, ended).await;
+    }
+}
+
+fn serve(config: &Config, report: oneshot::Sender<Started>, stopped: oneshot::Receiver<()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = match runtime {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            let _ = report.send(Err(EmbedError::Runtime(error)));
+            return;
+        }
+    };
+    runtime.block_on(async {
+        let (coordinator, listener) = match prepare(config).await {
+            Ok((coordinator, listener, address)) => {
+                let _ = report.send(Ok((address, coordinator.handle())));
+                (coordinator, listener)
+            }
+            Err(error) => {
+                let _ = report.send(Err(error));
+                return;
+            }
+        };
+        let shutdown = async {
+            let _ = stopped.await;
+        };
+        if let Err(error) = coordinator.serve(listener, shutdown).await {
+            tracing::error!("the embedded coordinator stopped: {error}");
+        }
+    });
+    // A look at a file on a hung disk must not hold up the end of the job.
+    runtime.shutdown_background();
+}
+
+async fn prepare(config: &Config) -> Result<(Coordinator, TcpListener, SocketAddr), EmbedError> {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(EmbedError::Listen)?;
+    let address = listener.local_addr().map_err(EmbedError::Listen)?;
+    let coordinator = Coordinator::open(config).map_err(|error| {
+        let cause = std::error::Error::source(&error).map(ToString::to_string);
+        EmbedError::Store(error, cause.unwrap_or_default())
+    })?;
+    Ok((coordinator, listener, address))
+}

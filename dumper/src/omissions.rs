@@ -1,0 +1,68 @@
+//! A bounded list of what was not recorded: a full disk must not fill the
+//! memory with explanations, and the step's close must fit into one message.
+
+use backtape::identity::Microbatch;
+use backtape::manifest::Omission;
+
+use crate::Rank;
+
+/// Omissions a step names one by one; the rest are counted. With
+/// [`MAX_REASON`] they stay far below the coordinator's message limit.
+const MAX_NAMED: usize = 4096;
+
+/// Bytes of a reason or of a tensor's name that are kept.
+const MAX_REASON: usize = 500;
+
+/// What one rank gave up on in one step.
+#[derive(Default)]
+pub(crate) struct Omissions {
+    named: Vec<(String, Option<u32>, String)>,
+    unnamed: u64,
+}
+
+impl Omissions {
+    pub(crate) fn add(&mut self, tensor: &str, microbatch: Option<u32>, reason: &str) {
+        if self.named.len() < MAX_NAMED {
+            self.named.push((clip(tensor), microbatch, clip(reason)));
+        } else {
+            self.unnamed += 1;
+        }
+    }
+
+    pub(crate) fn append(&mut self, other: Omissions) {
+        self.unnamed += other.unnamed;
+        for (tensor, microbatch, reason) in other.named {
+            self.add(&tensor, microbatch, &reason);
+        }
+    }
+
+    /// As the coordinator keeps them.
+    pub(crate) fn records(&self, rank: u32) -> Vec<Omission> {
+        let one = |(tensor, microbatch, reason): &(String, Option<u32>, String)| Omission {
+            rank: Rank(rank),
+            tensor: tensor.clone(),
+            microbatch: microbatch.map(Microbatch),
+            reason: reason.clone(),
+        };
+        let mut records: Vec<_> = self.named.iter().map(one).collect();
+        if self.unnamed > 0 {
+            let reason =
+                format!("{} further captures were omitted and are not named", self.unnamed);
+            records.push(one(&("*".into(), None, reason)));
+        }
+        records
+    }
+}
+
+/// One line for the summary.
+pub(crate) fn sentence(step: u64, tensor: &str, microbatch: Option<u32>, reason: &str) -> String {
+    let part = microbatch.map_or(String::new(), |mb| format!(" microbatch {mb}"));
+    format!("{}{part} of step {step}: {}", clip(tensor), clip(reason))
+}
+
+fn clip(text: &str) -> String {
+    match text.char_indices().nth(MAX_REASON) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_string(),
+    }
+}

@@ -1,0 +1,192 @@
+//! The queue between the training thread and the recorder's own: bounded in
+//! bytes, and bounded in how long it holds anyone up.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use backtape::head::HeadDeclaration;
+use tokio::sync::Notify;
+
+use crate::capture::Queued;
+use crate::omissions::Omissions;
+
+/// Charged for each capture beside its payload, so that a million scalars
+/// cannot grow the queue without bound.
+const CAPTURE_OVERHEAD_BYTES: u64 = 1024;
+
+/// What the training thread asks of the background.
+pub(crate) enum Command {
+    /// Write this shard.
+    Capture(u64, Box<Queued>),
+    /// Nothing more comes for the step: report and close it.
+    Close(u64, Option<Box<HeadDeclaration>>, Omissions),
+    /// The tape was dropped: keep what is there, but do not close the step.
+    Abandon(u64),
+}
+
+/// Why a capture did not enter the queue.
+pub(crate) enum Refused {
+    Full(String),
+    Closed,
+}
+
+pub(crate) struct Queue {
+    limit_bytes: u64,
+    state: Mutex<State>,
+    /// Signalled when bytes are released or the background ends.
+    changed: Condvar,
+    /// Signalled when a command arrives or no more will.
+    ready: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    commands: VecDeque<Command>,
+    /// Bytes queued or being written.
+    bytes: u64,
+    /// A wait for room ran out; nobody waits again before some is made, so
+    /// that a hung disk costs one call cap and not one for every capture.
+    stalled: bool,
+    closing: Option<Instant>,
+    /// Why the background takes nothing more.
+    dead: Option<String>,
+    ended: bool,
+}
+
+impl Queue {
+    pub(crate) fn new(limit_bytes: u64) -> Queue {
+        Queue {
+            limit_bytes,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            ready: Notify::new(),
+        }
+    }
+
+    /// A panic while the lock was held left plain data behind: go on with it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a capture; waits for room, but never longer than `patience`.
+    pub(crate) fn push_capture(
+        &self,
+        step: u64,
+        capture: Queued,
+        patience: Duration,
+    ) -> Result<(), Refused> {
+        let cost = capture.length.saturating_add(CAPTURE_OVERHEAD_BYTES);
+        let (limit, length) = (self.limit_bytes, capture.length);
+        if cost > limit {
+            return Err(Refused::Full(format!(
+                "its {length} bytes do not fit the queue of {limit} bytes: raise queue_bytes"
+            )));
+        }
+        let full = |state: &State| state.bytes.saturating_add(cost) > limit;
+        let mut state = self.lock();
+        if full(&state) && !state.stalled && state.closing.is_none() && state.dead.is_none() {
+            let wait =
+                |state: &mut State| full(state) && state.closing.is_none() && state.dead.is_none();
+            let waited = self.changed.wait_timeout_while(state, patience, wait);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state.stalled = full(&state);
+        }
+        if state.closing.is_some() {
+            return Err(Refused::Closed);
+        }
+        if let Some(reason) = &state.dead {
+            return Err(Refused::Full(reason.clone()));
+        }
+        if full(&state) {
+            let held = state.bytes;
+            return Err(Refused::Full(format!(
+                "the queue holds {held} of {limit} bytes and its {length} bytes did not fit \
+                 within {} ms: raise queue_bytes, or record fewer tensors",
+                patience.as_millis()
+            )));
+        }
+        state.bytes += cost;
+        state.commands.push_back(Command::Capture(step, Box::new(capture)));
+        self.ready.notify_one();
+        Ok(())
+    }
+
+    /// Queues the end of a step. Never waits: there is at most one for each step.
+    pub(crate) fn push_end(&self, command: Command) -> Result<(), Refused> {
+        let mut state = self.lock();
+        if state.closing.is_some() {
+            return Err(Refused::Closed);
+        }
+        if let Some(reason) = &state.dead {
+            return Err(Refused::Full(reason.clone()));
+        }
+        state.commands.push_back(command);
+        self.ready.notify_one();
+        Ok(())
+    }
+
+    /// The next command; `None` once closed and empty. Cancel-safe: a command
+    /// is taken only in the poll that returns it.
+    pub(crate) async fn next(&self) -> Option<Command> {
+        loop {
+            {
+                let mut state = self.lock();
+                if let Some(command) = state.commands.pop_front() {
+                    return Some(command);
+                }
+                if state.closing.is_some() {
+                    return None;
+                }
+            }
+            self.ready.notified().await;
+        }
+    }
+
+    /// Returns a capture's share of the budget, once its payload is dropped.
+    pub(crate) fn release(&self, length: u64) {
+        let mut state = self.lock();
+        state.bytes = state.bytes.saturating_sub(length.saturating_add(CAPTURE_OVERHEAD_BYTES));
+        state.stalled = false;
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// No more commands will come from the training thread.
+    pub(crate) fn close(&self) {
+        self.lock().closing.get_or_insert_with(Instant::now);
+        self.changed.notify_all();
+        self.ready.notify_one();
+    }
+
+    /// When the training thread closed the recorder, if it has.
+    pub(crate) fn closed_at(&self) -> Option<Instant> {
+        self.lock().closing
+    }
+
+    /// Recording is given up: later captures are refused at once with this
+    /// reason. What is still queued comes back to be named.
+    pub(crate) fn kill(&self, reason: &str) -> VecDeque<Command> {
+        let mut state = self.lock();
+        state.dead.get_or_insert_with(|| reason.to_string());
+        state.bytes = 0;
+        let rest = std::mem::take(&mut state.commands);
+        drop(state);
+        self.changed.notify_all();
+        rest
+    }
+
+    /// The background has done all it will do.
+    pub(crate) fn end(&self) {
+        self.lock().ended = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until the background has ended; false when it has not in time.
+    pub(crate) fn wait_end(&self, deadline: Instant) -> bool {
+        let patience = deadline.saturating_duration_since(Instant::now());
+        let running = |state: &mut State| !state.ended;
+        let waited = self.changed.wait_timeout_while(self.lock(), patience, running);
+        waited.unwrap_or_else(PoisonError::into_inner).0.ended
+    }
+}

@@ -1,0 +1,301 @@
+//! What a rank does once it has entered a run: write, deliver, close, wait.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use backtape::head::HeadDeclaration;
+use backtape::identity::{Attempt, Step};
+use backtape::manifest::FileRecord;
+use backtape::shard::TensorKey;
+use backtape::store::{AttemptDir, FinishedFile};
+use tokio::time::Instant;
+
+use crate::capture::Queued;
+use crate::client::{CallError, Client, Entered};
+use crate::embedded::Embedded;
+use crate::files::StepFiles;
+use crate::omissions::Omissions;
+use crate::recorder::Shared;
+use crate::settings::TransportChoice;
+
+/// Pauses between looks at a step that other ranks have yet to close.
+const FIRST_LOOK: Duration = Duration::from_millis(10);
+const SLOWEST_LOOK: Duration = Duration::from_millis(500);
+
+/// A rank inside a run.
+pub(crate) struct Session {
+    shared: Arc<Shared>,
+    client: Client,
+    attempt: AttemptDir,
+    /// Where files are made that the coordinator is then sent; `None`: they
+    /// are made in the store itself.
+    spool: Option<tempfile::TempDir>,
+    open: BTreeMap<u64, StepFiles>,
+    /// Closed here, not known to be committed.
+    waiting: BTreeSet<u64>,
+}
+
+impl Session {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        client: Client,
+        entered: &Entered,
+    ) -> std::io::Result<Session> {
+        let stream = streams(&shared, entered);
+        let spool = match stream {
+            true => Some(tempfile::Builder::new().prefix("backtape-").tempdir()?),
+            false => None,
+        };
+        let mut summary = shared.summary();
+        summary.attempt = Some(entered.attempt);
+        summary.directory = Some(entered.directory.clone());
+        summary.streamed = stream;
+        drop(summary);
+        Ok(Session {
+            shared,
+            client,
+            attempt: AttemptDir {
+                attempt: Attempt(entered.attempt),
+                path: entered.directory.clone(),
+            },
+            spool,
+            open: BTreeMap::new(),
+            waiting: BTreeSet::new(),
+        })
+    }
+
+    /// When to give up on what begins now.
+    fn deadline(&self) -> Instant {
+        let from = self.shared.queue.closed_at().map_or_else(Instant::now, Instant::from_std);
+        from + self.shared.plan.settings.step_deadline
+    }
+
+    fn files(&mut self, step: u64) -> &mut StepFiles {
+        let directory = match &self.spool {
+            Some(spool) => spool.path().join(format!("step-{step:08}")),
+            None => self.attempt.step(Step(step)).path,
+        };
+        let attempt = self.attempt.attempt.0;
+        self.open.entry(step).or_insert_with(|| StepFiles::new(step, attempt, directory))
+    }
+
+    /// Writes one capture; what does not get in is named.
+    pub(crate) fn write(&mut self, step: u64, queued: Queued) {
+        let shared = self.shared.clone();
+        let (key, length) = (queued.key.clone(), queued.length);
+        let written = self.files(step).write(&shared.plan, queued);
+        shared.queue.release(length);
+        if let Err(reason) = written {
+            let microbatch = key.microbatch.map(|mb| mb.0);
+            self.files(step).omissions.add(key.tensor.as_str(), microbatch, &reason);
+            shared.omitted(step, key.tensor.as_str(), microbatch, &reason);
+            let rank = shared.rank();
+            shared.fault(format!("{key} of step {step} on rank {rank}: {reason}"));
+        }
+    }
+
+    /// Delivers a step's files and closes this rank's part of it.
+    pub(crate) async fn close(
+        &mut self,
+        step: u64,
+        head: Option<&HeadDeclaration>,
+        omissions: Omissions,
+    ) {
+        let deadline = self.deadline();
+        let (files, mut left_out) = self.deliver(step, deadline).await;
+        left_out.append(omissions);
+        let Some(files) = files else {
+            return;
+        };
+        let records = left_out.records(self.shared.rank());
+        let closed = self.client.close_step(step, files, head, &records, deadline).await;
+        match closed {
+            Ok(true) => self.shared.summary().steps_committed.push(step),
+            Ok(false) => {
+                self.waiting.insert(step);
+            }
+            Err(error) => self.lost(step, &format!("its close failed: {error}")),
+        }
+    }
+
+    /// A step whose tape was dropped: what is there is kept, the step stays open.
+    pub(crate) async fn abandon(&mut self, step: u64) {
+        let deadline = self.deadline();
+        self.deliver(step, deadline).await;
+        self.lost(step, "its tape was dropped before it was closed");
+    }
+
+    fn lost(&self, step: u64, why: &str) {
+        let rank = self.shared.rank();
+        self.shared.summary().steps_partial.push(step);
+        self.shared.fault(format!("step {step} of rank {rank} stays partial: {why}"));
+    }
+
+    /// Delivers every file; the number acknowledged, or `None` when the
+    /// coordinator could not be reached, and what was left out.
+    async fn deliver(&mut self, step: u64, deadline: Instant) -> (Option<u32>, Omissions) {
+        let mut files = match self.open.remove(&step) {
+            Some(files) => files,
+            None => return (Some(0), Omissions::default()),
+        };
+        let mut acknowledged = 0;
+        for file in files.finish() {
+            let keys: Vec<TensorKey> = file.record.shards.iter().map(|s| s.key.clone()).collect();
+            let (name, bytes) = (file.record.name.clone(), payload_bytes(&file.record));
+            match self.deliver_file(step, file, deadline).await {
+                Ok(shards) => {
+                    acknowledged += 1;
+                    let mut summary = self.shared.summary();
+                    summary.shards += shards;
+                    summary.bytes += bytes;
+                }
+                Err(CallError::Unreachable(why)) => {
+                    self.lost(step, &format!("{name} was not acknowledged: {why}"));
+                    return (None, files.omissions);
+                }
+                Err(error) => {
+                    let reason = format!("{name} was not accepted: {error}");
+                    files.omit_all(&keys, &reason);
+                    for key in &keys {
+                        let microbatch = key.microbatch.map(|mb| mb.0);
+                        self.shared.omitted(step, key.tensor.as_str(), microbatch, &reason);
+                    }
+                    self.shared.fault(format!("step {step}: {reason}"));
+                }
+            }
+        }
+        (Some(acknowledged), files.omissions)
+    }
+
+    async fn deliver_file(
+        &mut self,
+        step: u64,
+        file: FinishedFile,
+        deadline: Instant,
+    ) -> Result<u64, CallError> {
+        if self.spool.is_some() {
+            let path = file.scratch().to_path_buf();
+            return self.client.upload_file(step, &file.record, &path, deadline).await;
+        }
+        let (record, _) = file.publish().map_err(|error| {
+            let directory = self.attempt.step(Step(step)).path;
+            CallError::Refused(format!(
+                "no file could be named in {}: {error}",
+                directory.display()
+            ))
+        })?;
+        match self.client.report_file(step, &record, deadline).await {
+            Err(CallError::NotThere(_)) if self.may_stream() => {
+                // The directory looked the same and is not: send what was written.
+                let path = self.attempt.step(Step(step)).path.join(record.name.as_str());
+                self.client.upload_file(step, &record, &path, deadline).await
+            }
+            reported => reported,
+        }
+    }
+
+    fn may_stream(&self) -> bool {
+        self.shared.plan.settings.transport == TransportChoice::Auto
+    }
+
+    /// Waits, bounded, until what was closed here is committed or will not be.
+    pub(crate) async fn settle(&mut self) {
+        let deadline = self.deadline();
+        let mut pause = FIRST_LOOK;
+        while let Some(&step) = self.waiting.first() {
+            match self.look(step, deadline).await {
+                None => {
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(SLOWEST_LOOK);
+                    continue;
+                }
+                Some(Ok(())) => self.shared.summary().steps_committed.push(step),
+                Some(Err(why)) => self.lost(step, &why),
+            }
+            self.waiting.remove(&step);
+        }
+    }
+
+    /// One look: committed, will not be (with the reason), or not known yet.
+    async fn look(&self, step: u64, deadline: Instant) -> Option<Result<(), String>> {
+        let answer = self.client.step_status(step).await;
+        if matches!(answer, Ok((true, _))) || self.manifest(step).is_file() {
+            return Some(Ok(()));
+        }
+        let late = Instant::now() >= deadline;
+        match answer {
+            Ok((_, reason)) if !reason.is_empty() => Some(Err(reason)),
+            Ok(_) if late => Some(Err("other ranks did not close it in time".into())),
+            Err(CallError::Unreachable(_)) if self.orphaned() => {
+                Some(Err("rank 0 ended its coordinator before the step was committed".into()))
+            }
+            Err(CallError::Unreachable(_)) if !late => None,
+            Err(error) => Some(Err(error.to_string())),
+            Ok(_) => None,
+        }
+    }
+
+    /// The manifest, where this machine can see it: it outlives the coordinator.
+    fn manifest(&self, step: u64) -> PathBuf {
+        self.attempt.step(Step(step)).manifest()
+    }
+
+    /// True when the coordinator was rank 0's and rank 0 has withdrawn it.
+    fn orphaned(&self) -> bool {
+        let plan = &self.shared.plan;
+        let embedded = plan.settings.coordinator.is_none();
+        embedded && crate::rendezvous::Rendezvous::read(&plan.run_directory()).is_none()
+    }
+
+    /// Rank 0 carries the coordinator: waits, bounded, until every rank has
+    /// closed what it began, and names who did not.
+    pub(crate) async fn settle_all(&mut self, embedded: &Embedded) {
+        let settings = &self.shared.plan.settings;
+        let closed_at = self.shared.queue.closed_at().map_or_else(Instant::now, Instant::from_std);
+        let (deadline, patience) =
+            (closed_at + settings.step_deadline, closed_at + settings.join_deadline);
+        let mut pause = FIRST_LOOK;
+        while let Ok(unsettled) = embedded.handle.unsettled().await {
+            let now = Instant::now();
+            // A rank that never came while the whole job ran will not come now.
+            let hopeless = now >= patience || now >= deadline;
+            let waits = unsettled.iter().any(|step| {
+                let absent = hopeless && !step.never_joined.is_empty();
+                !step.partial && !absent && now < deadline
+            });
+            if !waits {
+                for step in &unsettled {
+                    let ours = self.waiting.remove(&step.step.0);
+                    if ours {
+                        self.lost(step.step.0, &step.missing);
+                    }
+                }
+                break;
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(SLOWEST_LOOK);
+        }
+        self.settle().await;
+    }
+}
+
+fn payload_bytes(file: &FileRecord) -> u64 {
+    file.shards.iter().map(|shard| shard.length).sum()
+}
+
+/// Whether files are sent. In `Auto` the same `run.json` at the same path says
+/// that the store is shared; the coordinator's look at each file proves it.
+fn streams(shared: &Shared, entered: &Entered) -> bool {
+    match shared.plan.settings.transport {
+        TransportChoice::Direct => false,
+        TransportChoice::Stream => true,
+        TransportChoice::Auto => {
+            let path = entered.directory.join(backtape::store::layout::RUN_RECORD);
+            let here = std::fs::read(path).ok();
+            let here = here.map(|bytes| backtape::hash::TrustHash::of(&bytes));
+            here.is_none() || here != entered.run_record
+        }
+    }
+}

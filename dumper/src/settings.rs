@@ -1,0 +1,181 @@
+//! What a recorder is told when it starts. The environment is read by the
+//! binding, not here: a library never looks at it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use backtape::identity::Name;
+use backtape::placement::{Mesh, MeshCoordinates};
+
+use crate::error::RecorderError;
+use crate::selection::StepSelection;
+
+/// How the bytes of a shard file reach the store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TransportChoice {
+    /// Direct where the coordinator's directory is also this machine's, else stream.
+    #[default]
+    Auto,
+    /// The rank writes into the store itself.
+    Direct,
+    /// The rank spools its files and sends them to the coordinator.
+    Stream,
+}
+
+/// Everything a recorder can be told; [`Settings::new`] fills in the defaults.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The run's directory, or the store that holds it where `run` is set.
+    pub directory: PathBuf,
+    /// The run's name below `directory`; `None` when `directory` is the run's own.
+    pub run: Option<String>,
+    /// `host:port` of a coordinator; `None` starts one inside rank 0, which
+    /// serves the ranks of one host.
+    pub coordinator: Option<String>,
+    /// This process's index in the job.
+    pub rank: u32,
+    /// Processes in the job.
+    pub world_size: u32,
+    /// Which launch this is, where the launcher counts restarts itself.
+    pub attempt: Option<u32>,
+    /// This machine's name in records; `None` takes the host name.
+    pub host: Option<String>,
+    /// The job's mesh; empty when it has none.
+    pub mesh: Mesh,
+    /// Where this rank sits on the mesh.
+    pub coordinates: MeshCoordinates,
+    /// Which steps to record.
+    pub steps: StepSelection,
+    /// How bytes reach the store.
+    pub transport: TransportChoice,
+    /// Faults of the background thread come out of the calls, not only into
+    /// the summary: for CI, where a silent loss is worse than a stopped job.
+    pub strict: bool,
+    /// Most bytes of captures held in memory; what does not fit is omitted.
+    pub queue_bytes: u64,
+    /// Longest that one call may hold up the training thread.
+    pub call_cap: Duration,
+    /// How long to look for the coordinator before recording is given up.
+    pub join_deadline: Duration,
+    /// How long a step may take from its first event to its commit.
+    pub step_deadline: Duration,
+    /// Versions of the job's software, for `run.json`.
+    pub versions: BTreeMap<String, String>,
+}
+
+impl Settings {
+    /// Settings that record step 0 below `directory` with an embedded coordinator.
+    pub fn new(directory: impl Into<PathBuf>, rank: u32, world_size: u32) -> Settings {
+        Settings {
+            directory: directory.into(),
+            run: None,
+            coordinator: None,
+            rank,
+            world_size,
+            attempt: None,
+            host: None,
+            mesh: Mesh::default(),
+            coordinates: MeshCoordinates::new(),
+            steps: StepSelection::default(),
+            transport: TransportChoice::Auto,
+            strict: false,
+            queue_bytes: 1 << 30,
+            call_cap: Duration::from_millis(250),
+            join_deadline: Duration::from_secs(60),
+            step_deadline: Duration::from_secs(600),
+            versions: BTreeMap::new(),
+        }
+    }
+
+    /// Checks what can be checked without a coordinator.
+    pub(crate) fn validate(self) -> Result<Plan, RecorderError> {
+        if self.rank >= self.world_size {
+            let (rank, world_size) = (self.rank, self.world_size);
+            return Err(RecorderError::RankOutside { rank, world_size });
+        }
+        let (store, run) = self.store_and_run()?;
+        let name = |what, text: String| {
+            Name::new(text).map_err(|problem| RecorderError::Name { what, problem })
+        };
+        let run = name("run", run)?;
+        let host = match &self.host {
+            Some(host) => name("host", host.clone())?,
+            None => local_host(),
+        };
+        Ok(Plan { store, run, host, settings: self })
+    }
+
+    fn store_and_run(&self) -> Result<(PathBuf, String), RecorderError> {
+        if let Some(run) = &self.run {
+            return Ok((self.directory.clone(), run.clone()));
+        }
+        // `dumps/.` and a relative `.` have no last component of their own.
+        let directory = std::path::absolute(&self.directory).unwrap_or(self.directory.clone());
+        let parts = (directory.parent(), directory.file_name().and_then(|n| n.to_str()));
+        match parts {
+            (Some(parent), Some(run)) => Ok((parent.to_path_buf(), run.to_string())),
+            _ => Err(RecorderError::Directory { path: self.directory.clone() }),
+        }
+    }
+}
+
+/// Settings that were checked.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) store: PathBuf,
+    pub(crate) run: Name,
+    pub(crate) host: Name,
+    pub(crate) settings: Settings,
+}
+
+impl Plan {
+    /// Directory of the run, where the coordinator shares this machine's files.
+    pub(crate) fn run_directory(&self) -> PathBuf {
+        self.store.join(self.run.as_str())
+    }
+}
+
+/// The host name, with what a [`Name`] cannot hold replaced: a machine named by
+/// its owner is no reason not to record.
+pub(crate) fn local_host() -> Name {
+    let uname = rustix::system::uname();
+    let text = uname.nodename().to_string_lossy();
+    let plain: String = text
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '-' })
+        .take(64)
+        .collect();
+    Name::new(plain.trim_start_matches('.')).unwrap_or_else(|_| unknown_host())
+}
+
+fn unknown_host() -> Name {
+    Name::new("unknown-host").expect("letters and a dash")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_without_a_run_is_the_run_and_its_parent_the_store() {
+        let plan = Settings::new("/dumps/fused", 0, 1).validate().unwrap();
+        assert_eq!(plan.store, PathBuf::from("/dumps"));
+        assert_eq!(plan.run.as_str(), "fused");
+        let mut settings = Settings::new("/dumps", 0, 1);
+        settings.run = Some("plain".into());
+        let plan = settings.validate().unwrap();
+        assert_eq!(plan.run_directory(), PathBuf::from("/dumps/plain"));
+    }
+
+    #[test]
+    fn settings_that_cannot_work_are_refused_with_what_to_do() {
+        let refused = |settings: Settings| settings.validate().unwrap_err().to_string();
+        let outside = refused(Settings::new("/dumps/a", 4, 4));
+        assert!(outside.contains("rank 4") && outside.contains("world size 4"), "{outside}");
+        assert!(refused(Settings::new("/", 0, 1)).contains("run"));
+        let mut climbing = Settings::new("/dumps", 0, 1);
+        climbing.run = Some("../elsewhere".into());
+        assert!(refused(climbing).contains("../elsewhere"));
+    }
+}

@@ -1,0 +1,193 @@
+//! The recorder's own thread: finds the coordinator, then works off the queue.
+
+use std::hash::{BuildHasher, RandomState};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::client::{CallError, Client, Entered, jittered};
+use crate::embedded::Embedded;
+use crate::queue::Command;
+use crate::recorder::Shared;
+use crate::rendezvous::Rendezvous;
+use crate::session::Session;
+
+/// Pauses while the coordinator is looked for.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Starts the thread. It is not joined: a hung disk must not hold up the end
+/// of the job; [`crate::queue::Queue::wait_end`] waits for it, bounded.
+pub(crate) fn spawn(shared: Arc<Shared>) -> std::io::Result<()> {
+    let thread = std::thread::Builder::new().name("backtape-recorder".into());
+    thread.spawn(move || {
+        let body = AssertUnwindSafe(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            match runtime {
+                Ok(runtime) => {
+                    runtime.block_on(work(shared.clone()));
+                    runtime.shutdown_background();
+                }
+                Err(error) => give_up(&shared, &format!("its runtime cannot be started: {error}")),
+            }
+        });
+        if catch_unwind(body).is_err() {
+            give_up(&shared, "its thread panicked, which is a bug in backtape");
+        }
+        shared.queue.end();
+    })?;
+    Ok(())
+}
+
+async fn work(shared: Arc<Shared>) {
+    let incarnation = RandomState::new().hash_one(std::process::id());
+    let settings = &shared.plan.settings;
+    if settings.coordinator.is_some() || settings.rank > 0 {
+        return match enter(&shared, incarnation).await {
+            Ok((client, entered)) => record(&shared, client, &entered, None).await,
+            Err(why) => give_up(&shared, &why),
+        };
+    }
+    match Embedded::start(&shared.plan).await {
+        Ok(embedded) => carry(&shared, incarnation, embedded).await,
+        Err(error) => give_up(&shared, &error.to_string()),
+    }
+}
+
+/// Rank 0 with the coordinator inside: enters first, so that the attempt is
+/// its own, then lets the other ranks find it.
+async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
+    let plan = &shared.plan;
+    let address = embedded.address.to_string();
+    let directory = plan.run_directory();
+    let rendezvous = Rendezvous {
+        address: address.clone(),
+        host: plan.host.to_string(),
+        run: plan.run.to_string(),
+        launch: incarnation,
+    };
+    let entered = async {
+        let mut client = Client::new(&address, plan, incarnation)?;
+        let entered = client.join(plan).await?;
+        Ok::<_, CallError>((client, entered))
+    };
+    match entered.await {
+        Ok((client, entered)) => {
+            if let Err(error) = rendezvous.publish(&directory) {
+                let path = Rendezvous::path(&directory);
+                shared.fault(format!(
+                    "the other ranks cannot find the coordinator: {} was not written: {error}",
+                    path.display()
+                ));
+            }
+            record(shared, client, &entered, Some(&embedded)).await;
+            rendezvous.withdraw(&directory);
+        }
+        Err(error) => give_up(shared, &error.to_string()),
+    }
+    embedded.stop().await;
+}
+
+/// Works off the queue until the recorder is closed, then waits for commits.
+async fn record(
+    shared: &Arc<Shared>,
+    client: Client,
+    entered: &Entered,
+    embedded: Option<&Embedded>,
+) {
+    let mut session = match Session::new(shared.clone(), client, entered) {
+        Ok(session) => session,
+        Err(error) => return give_up(shared, &format!("it has no room to spool in: {error}")),
+    };
+    while let Some(command) = shared.queue.next().await {
+        match command {
+            Command::Capture(step, queued) => session.write(step, *queued),
+            Command::Close(step, head, omissions) => {
+                session.close(step, head.as_deref(), omissions).await;
+            }
+            Command::Abandon(step) => session.abandon(step).await,
+        }
+    }
+    match embedded {
+        Some(embedded) => session.settle_all(embedded).await,
+        None => session.settle().await,
+    }
+}
+
+/// Looks for the coordinator and enters the run, within the join deadline.
+async fn enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), String> {
+    let plan = &shared.plan;
+    let deadline = Instant::now() + plan.settings.join_deadline;
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let tried = tokio::time::timeout(left, try_enter(shared, incarnation)).await;
+        let why = match tried {
+            Ok(Ok(entered)) => return Ok(entered),
+            Ok(Err(CallError::Refused(why))) => return Err(why),
+            // In a job with its own coordinator a stale file may have led to
+            // another launch: rank 0 replaces it. A remote one meant what it said.
+            Ok(Err(CallError::NotNow(why))) if plan.settings.coordinator.is_some() => {
+                return Err(why);
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "the coordinator accepts connections and does not answer".into(),
+        };
+        if Instant::now() + pause >= deadline {
+            let seconds = plan.settings.join_deadline.as_secs_f64();
+            return Err(format!("no coordinator was found within {seconds} s: {why}"));
+        }
+        tokio::time::sleep(jittered(pause)).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+async fn try_enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), CallError> {
+    let plan = &shared.plan;
+    let address = match &plan.settings.coordinator {
+        Some(address) => address.clone(),
+        None => rendezvous(shared)?,
+    };
+    let mut client = Client::new(&address, plan, incarnation)?;
+    let entered = client.join(plan).await.map_err(|error| match error {
+        CallError::Unreachable(why) => CallError::Unreachable(format!("{address}: {why}")),
+        other => other,
+    })?;
+    Ok((client, entered))
+}
+
+fn rendezvous(shared: &Shared) -> Result<String, CallError> {
+    let plan = &shared.plan;
+    let directory = plan.run_directory();
+    let path = Rendezvous::path(&directory);
+    let found = Rendezvous::read(&directory).ok_or_else(|| {
+        CallError::Unreachable(format!("rank 0 has not written {} yet", path.display()))
+    })?;
+    if found.host != plan.host.as_str() {
+        return Err(CallError::Unreachable(format!(
+            "ranks run on several hosts (rank 0 on {}, rank {} on {}): start `coordinator` and set \
+             BACKTAPE_COORDINATOR",
+            found.host, plan.settings.rank, plan.host
+        )));
+    }
+    Ok(found.address)
+}
+
+/// Recording is over before it began: says why, once, and names what was queued.
+fn give_up(shared: &Shared, why: &str) {
+    let reason = format!("nothing is recorded on rank {}: {why}", shared.rank());
+    shared.fault(reason.clone());
+    for command in shared.queue.kill(&reason) {
+        match command {
+            Command::Capture(step, queued) => {
+                let microbatch = queued.key.microbatch.map(|mb| mb.0);
+                shared.omitted(step, queued.key.tensor.as_str(), microbatch, &reason);
+            }
+            Command::Close(step, ..) | Command::Abandon(step) => {
+                shared.summary().steps_partial.push(step);
+            }
+        }
+    }
+}

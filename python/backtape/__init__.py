@@ -1,0 +1,31 @@
+"""backtape records what the ranks of a training job held at a chosen step, and replays it.
+
+    recorder = backtape.Recorder.from_env()          # inactive unless BACKTAPE_STEPS is set
+    for step in range(steps):
+        with recorder.step(step) as tape:
+            ...
+            tape.record("q", q, microbatch=0)
+    recorder.close()
+
+    report = backtape.replay("dumps/run-a", step=0, compare=["dq", "dk", "label_logits"])
+
+Importing backtape imports no framework; one that the job has imported is found in `sys.modules`.
+"""
+
+from backtape._native import RecorderError, Summary, __version__
+from backtape.postmortem import Report, Run, Step, open, replay
+from backtape.recorder import Recorder
+from backtape.tape import Tape
+
+__all__ = [
+    "Recorder",
+    "RecorderError",
+    "Report",
+    "Run",
+    "Step",
+    "Summary",
+    "Tape",
+    "__version__",
+    "open",
+    "replay",
+]

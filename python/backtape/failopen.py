@@ -1,0 +1,96 @@
+"""Fail-open: what goes wrong in backtape is told to the log, not to the job.
+
+Every public call runs through `Faults.guard`. Without strict mode an exception becomes one log
+line for each kind and an omission in the dump; in strict mode it comes out as `RecorderError`.
+"""
+
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Iterator
+
+from backtape._native import PanicException, RecorderError
+
+log = logging.getLogger("backtape")
+
+# A panic of the Rust side is a BaseException for Python, so that nobody swallows it by accident.
+CAUGHT = (Exception, PanicException)
+
+
+class Faults:
+    """What went wrong on this rank, and what becomes of it."""
+
+    def __init__(self, strict: bool, rank: int | None = None, host: str | None = None) -> None:
+        self.strict = strict
+        self.counts: Counter[tuple[str, str]] = Counter()
+        rank_text = "?" if rank is None else rank
+        self.prefix = f"[backtape][H{host or socket.gethostname()}][R{rank_text}]"
+
+    @contextmanager
+    def guard(
+        self,
+        what: str,
+        subject: object = "",
+        omit: Callable[[str], None] | None = None,
+        counted: tuple[type[BaseException], ...] = (),
+    ) -> Iterator[None]:
+        """Keeps exceptions of the body from the job; raises RecorderError in strict mode.
+
+        `what` and `subject` name the call in the log line. `omit(reason)` puts the failure into
+        the dump, unless it is one of `counted`, which the recorder has put there itself.
+        """
+        try:
+            yield
+        except CAUGHT as error:
+            reason = describe(error)
+            if omit is not None and not isinstance(error, counted):
+                self._omit(omit, reason)
+            if not self.strict:
+                self.tell(what, subject, error, reason)
+            elif isinstance(error, RecorderError):
+                raise
+            else:
+                raise RecorderError(f"{what} {text_of(subject)}: {reason}") from error
+
+    def _omit(self, omit: Callable[[str], None], reason: str) -> None:
+        try:
+            omit(reason)
+        except CAUGHT as error:
+            self.tell("omit", "", error, describe(error))
+
+    def tell(self, what: str, subject: object, error: BaseException, reason: str) -> None:
+        """Logs the first fault of a kind, counts the others. Never raises."""
+        kind = (what, type(error).__name__)
+        self.counts[kind] += 1
+        if self.counts[kind] == 1:
+            call = f"{what} {text_of(subject)}".rstrip()
+            self.say(logging.WARNING, "%s failed and the job goes on: %s", call, reason)
+
+    def say(self, level: int, message: str, *values: object) -> None:
+        """One log line with this rank's prefix. A logging handler of the job that raises is the
+        job's affair elsewhere, not here."""
+        try:
+            log.log(level, "%s " + message, self.prefix, *values)
+        except CAUGHT:
+            pass
+
+    def repeated(self) -> str | None:
+        """One line on what was counted but not logged."""
+        more = [f"{what}: {n - 1} more {name}" for (what, name), n in self.counts.items() if n > 1]
+        return ", ".join(more) or None
+
+
+def describe(error: BaseException) -> str:
+    """What an exception says, on one line, with its type unless it is backtape's own."""
+    text = text_of(error)
+    return text if isinstance(error, RecorderError) else f"{type(error).__name__}: {text}"
+
+
+def text_of(value: object) -> str:
+    """Any object on one line, also one that cannot be printed."""
+    try:
+        return " ".join(str(value).split())[:500]
+    except CAUGHT:
+        return f"(a {type(value).__name__})"

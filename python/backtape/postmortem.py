@@ -1,0 +1,111 @@
+"""After the job: a dump's tensors as numpy arrays, and the replay."""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from backtape import _native
+
+
+def _dtype(name: str) -> np.dtype:
+    """numpy's dtype of this name; bf16 and the 8-bit floats are ml_dtypes'."""
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+class Step:
+    """One step of a run, open for reading."""
+
+    def __init__(self, native: _native.StepDump) -> None:
+        self._native = native
+
+    @property
+    def committed(self) -> bool:
+        """True when the coordinator committed the step."""
+        return self._native.committed
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest as plain data."""
+        return json.loads(self._native.manifest())
+
+    def keys(self) -> list[tuple[str, int | None, str | None]]:
+        """Name, microbatch and moment of every tensor."""
+        return self._native.keys()
+
+    def tensor(
+        self,
+        name: str,
+        microbatch: int | None = None,
+        *,
+        when: str | None = None,
+        rank: int | None = None,
+    ) -> np.ndarray:
+        """The global tensor in its own dtype; with `rank`, that rank's addend.
+
+        Only bytes that hash as the training process hashed them come out.
+        Raises KeyError for a tensor that is not there, RuntimeError with what is missing for one
+        that cannot be put together.
+        """
+        data, dtype, shape = self._native.tensor(name, microbatch, when, rank)
+        return np.frombuffer(data, dtype=_dtype(dtype)).reshape(shape)
+
+
+class Run:
+    """A run, or a store with one run in it."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], run: str | None = None, attempt: int | None = None
+    ) -> None:
+        self._where = (os.fspath(path), run, attempt)
+
+    def step(self, step: int | None = None) -> Step:
+        """A step; may be left out when only one was dumped."""
+        return Step(_native.StepDump(*self._where, step))
+
+
+class Report:
+    """What a replay found: the fields of schema backtape.report/1 as attributes."""
+
+    def __init__(self, text: str, data: str) -> None:
+        self._text = text
+        self.json = json.loads(data)
+        fields = json.loads(data, object_hook=lambda fields: SimpleNamespace(**fields))
+        self.__dict__.update(fields.__dict__)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def open(path: str | os.PathLike[str], run: str | None = None, attempt: int | None = None) -> Run:
+    """Opens a dump. Which step is asked of the run: `backtape.open(dir).step(0)`."""
+    return Run(path, run, attempt)
+
+
+def replay(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    compare: list[str] | None = None,
+    against: str | os.PathLike[str] | None = None,
+    run: str | None = None,
+    attempt: int | None = None,
+) -> Report:
+    """Replays the loss head of a step; the report's `verdict` is agreed, diverged or incomplete.
+
+    compare: roles to compare, with every stage that leads to them; all by default.
+    against: another run of the same step.
+    Raises RuntimeError with one sentence where no verdict can be given at all.
+    """
+    other = None if against is None else os.fspath(against)
+    data, text = _native.replay(os.fspath(path), run, attempt, step, compare, other)
+    return Report(text, data)
+
+
+def main() -> None:
+    """The command `replay`."""
+    sys.exit(_native.replay_main(["replay", *sys.argv[1:]]))

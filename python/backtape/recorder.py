@@ -1,0 +1,166 @@
+"""The recorder of this process."""
+
+import atexit
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any, Self
+
+from backtape import _native
+from backtape.failopen import CAUGHT, Faults, describe
+from backtape.settings import (
+    Settings,
+    from_environment,
+    mesh_axes,
+    mesh_coordinates,
+    rank_and_world_size,
+    truth,
+    versions,
+)
+from backtape.tape import Tape
+
+
+class Recorder:
+    """Records chosen steps of one rank; without steps to record it costs next to nothing.
+
+    dir: the run's directory, or with `run` the store that holds it.
+    steps: "0", "0,100-110" or "every:1000".
+    rank, world_size: this process's index in the job and the number of processes.
+    coordinator: "host:port"; by default one is embedded, for jobs on one machine.
+    mesh: a jax Mesh, or a dict of axis sizes, outermost first.
+    strict: raise RecorderError where recording fails. Otherwise it is logged once for each kind,
+        the dump names what is missing, and the job goes on.
+    attempt: which launch of the run this is, where the launcher counts restarts.
+    transport: "auto", "direct" (the rank writes the store) or "stream" (the coordinator does).
+    place_proof: compute the fingerprint of jax arrays by jax: about one pass over each array, and
+        4 bytes an element while it runs.
+    host, queue_bytes, call_cap_s, join_deadline_s, step_deadline_s: see the README.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | None = None,
+        steps: str | int | None = "0",
+        rank: int = 0,
+        world_size: int = 1,
+        run: str | None = None,
+        coordinator: str | None = None,
+        mesh: Any = None,
+        strict: bool = False,
+        attempt: int | None = None,
+        transport: str = "auto",
+        *,
+        host: str | None = None,
+        place_proof: bool = True,
+        **more: Any,
+    ) -> None:
+        self._faults = Faults(bool(strict), rank, host)
+        self._native: _native.Recorder | None = None
+        self._place_proof = place_proof
+        self._nothing = Tape(None, -1, self._faults, False)
+        self._process = os.getpid()
+        if not steps and steps != 0:
+            return
+        with self._faults.guard("start"):
+            if dir is None:
+                raise ValueError("no directory: set dir= or BACKTAPE_DIR")
+            settings = Settings(
+                os.fspath(dir), str(steps), rank, world_size, run, coordinator, attempt, host,
+                mesh_axes(mesh), mesh_coordinates(mesh, rank, world_size), transport, bool(strict),
+                versions=versions(), **more,
+            )
+            self._native = _native.Recorder(settings)
+            self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+            atexit.register(self._at_exit)
+
+    @classmethod
+    def from_env(cls, **overrides: Any) -> Self:
+        """The recorder that the BACKTAPE_* variables ask for: none unless BACKTAPE_STEPS is set.
+
+        Rank and world size come from `overrides`, BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, jax or
+        the launcher (torchrun, Slurm, Open MPI), in this order.
+        """
+        environment = os.environ
+        if not (overrides.get("steps") or environment.get("BACKTAPE_STEPS")):
+            return cls(steps=None)
+        strict = overrides.get("strict", is_true(environment, "BACKTAPE_STRICT"))
+        faults = Faults(strict, overrides.get("rank"), overrides.get("host"))
+        with faults.guard("from_env"):
+            options = from_environment(environment)
+            if not {"rank", "world_size"} <= overrides.keys():
+                options["rank"], options["world_size"] = rank_and_world_size(environment)
+            return cls(**(options | overrides))
+        return cls(steps=None)
+
+    @property
+    def active(self) -> bool:
+        """False when nothing will be recorded: not asked for, not possible, or closed."""
+        return self._native is not None
+
+    def wants(self, step: int) -> bool:
+        """True when `step(step)` will give an active tape."""
+        native = self._native
+        if native is None:
+            return False
+        with self._faults.guard("wants"):
+            return self._process == os.getpid() and native.wants(step)
+        return False
+
+    def step(self, step: int) -> Tape:
+        """The tape of a step, to be used in `with`; an inactive one if it is not recorded."""
+        native = self._native
+        if native is None:
+            return self._nothing
+        with self._faults.guard("step", step):
+            # A forked child has no recorder thread: what it records would wait for nobody.
+            if native.wants(step) and self._process == os.getpid():
+                return Tape(native.step(step), step, self._faults, self._place_proof)
+        return self._nothing
+
+    def close(self) -> _native.Summary | None:
+        """Waits until what was recorded is durable and its steps are committed, or known not to be.
+
+        Returns the summary; None when nothing was recorded. Closing again does nothing.
+        """
+        native, self._native = self._native, None
+        if native is None or self._process != os.getpid():
+            return None
+        atexit.unregister(self._at_exit)
+        with self._faults.guard("close"):
+            summary = native.close()
+            self._report(summary)
+            return summary
+        return None
+
+    def _report(self, summary: _native.Summary) -> None:
+        trouble = summary.faults or summary.omissions or summary.steps_partial
+        self._faults.say(logging.WARNING if trouble else logging.INFO, "%s", summary)
+        if repeated := self._faults.repeated():
+            self._faults.say(logging.WARNING, "not logged one by one: %s", repeated)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_true(environment: Mapping[str, str], name: str) -> bool:
+    """The truth value of a variable; one that cannot be read is not true."""
+    try:
+        return truth(name, environment.get(name, ""))
+    except ValueError:
+        return False
+
+
+def _close_at_exit(recorder: weakref.ref[Recorder]) -> None:
+    """For jobs that never call close. An exception here would only be noise after the job."""
+    live = recorder()
+    if live is None:
+        return
+    try:
+        live.close()
+    except CAUGHT as error:
+        live._faults.tell("close", "", error, describe(error))

@@ -1,0 +1,164 @@
+"""What a recorder is told, and where the environment says it.
+
+Variables: BACKTAPE_STEPS (unset: record nothing), BACKTAPE_DIR, BACKTAPE_RUN,
+BACKTAPE_COORDINATOR, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_TRANSPORT,
+BACKTAPE_PLACE_PROOF; BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, else the launcher's own.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Variables that launchers set for a process: its rank and the number of ranks. In this order, as
+# torchrun may run inside srun. Both of a pair, or neither: half of one launcher and half of
+# another is no rank. SLURM_NTASKS is not asked: a batch script has it too, being one process.
+LAUNCHERS = (
+    ("BACKTAPE_RANK", "BACKTAPE_WORLD_SIZE"),
+    ("RANK", "WORLD_SIZE"),
+    ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+
+# Software whose versions go into run.json, if the job has imported it.
+FRAMEWORKS = ("numpy", "ml_dtypes", "jax", "jaxlib", "torch")
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass
+class Settings:
+    """Settings of one recorder, as `backtape._native.Recorder` reads them.
+
+    `None` leaves a default to the recorder. Seconds and bytes are in the names.
+    """
+
+    directory: str | os.PathLike[str]
+    steps: str
+    rank: int
+    world_size: int
+    run: str | None = None
+    coordinator: str | None = None
+    attempt: int | None = None
+    host: str | None = None
+    mesh: list[tuple[str, int]] = field(default_factory=list)
+    coordinates: dict[str, int] = field(default_factory=dict)
+    transport: str = "auto"
+    strict: bool = False
+    queue_bytes: int | None = None
+    call_cap_s: float | None = None
+    join_deadline_s: float | None = None
+    step_deadline_s: float | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def truth(name: str, word: str) -> bool:
+    """The truth value of an environment variable; ValueError for any other word."""
+    if word.lower() in TRUE:
+        return True
+    if word.lower() in FALSE:
+        return False
+    raise ValueError(f"{name}={word!r}: write 1 or 0")
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Keyword arguments of `Recorder` that the environment gives."""
+    options: dict[str, Any] = {}
+    for name, variable in (
+        ("dir", "BACKTAPE_DIR"),
+        ("steps", "BACKTAPE_STEPS"),
+        ("run", "BACKTAPE_RUN"),
+        ("coordinator", "BACKTAPE_COORDINATOR"),
+        ("transport", "BACKTAPE_TRANSPORT"),
+    ):
+        if environment.get(variable):
+            options[name] = environment[variable]
+    if environment.get("BACKTAPE_ATTEMPT"):
+        options["attempt"] = int(environment["BACKTAPE_ATTEMPT"])
+    for name, variable in (("strict", "BACKTAPE_STRICT"), ("place_proof", "BACKTAPE_PLACE_PROOF")):
+        if variable in environment:
+            options[name] = truth(variable, environment[variable])
+    return options
+
+
+def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
+    """This process's index in the job and the number of processes.
+
+    backtape's own variables win, then a jax that was told (`jax.distributed.initialize`), then
+    the launcher's variables; a process that nobody launched is rank 0 of 1.
+    """
+    own, *launchers = LAUNCHERS
+    found = _pair(environment, own) or _jax_process()
+    return found or next(filter(None, (_pair(environment, pair) for pair in launchers)), (0, 1))
+
+
+def _pair(environment: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int] | None:
+    values = [environment.get(name, "").strip() for name in names]
+    return (int(values[0]), int(values[1])) if all(values) else None
+
+
+def _jax_process() -> tuple[int, int] | None:
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return None
+    return jax.process_index(), jax.process_count()
+
+
+def mesh_axes(mesh: Any) -> list[tuple[str, int]]:
+    """Axis names and sizes, outermost first, of a dict of sizes or a jax mesh."""
+    if mesh is None:
+        return []
+    shape = mesh if isinstance(mesh, Mapping) else mesh.shape
+    return [(str(name), int(size)) for name, size in shape.items()]
+
+
+def mesh_coordinates(mesh: Any, rank: int, world_size: int) -> dict[str, int]:
+    """Where this process sits on the mesh.
+
+    Of a jax mesh: the coordinates of its first local device. Of a dict of sizes whose product is
+    the world size: ranks count along the last axis first. Else empty: not known.
+    """
+    axes = mesh_axes(mesh)
+    if not axes:
+        return {}
+    sizes = [size for _, size in axes]
+    if not isinstance(mesh, Mapping):
+        place = _first_local_device(mesh)
+    else:
+        place = rank
+        count = 1
+        for size in sizes:
+            count *= size
+        if count != world_size:
+            return {}
+    if place is None:
+        return {}
+    coordinates = []
+    for size in reversed(sizes):
+        coordinates.append(place % size)
+        place //= size
+    return {name: index for (name, _), index in zip(axes, reversed(coordinates))}
+
+
+def _first_local_device(mesh: Any) -> int | None:
+    """Row-major index into the mesh of this process's first device."""
+    jax = sys.modules["jax"]
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return None
+    process = jax.process_index()
+    owners = (device.process_index for device in mesh.devices.flat)
+    return next((index for index, owner in enumerate(owners) if owner == process), None)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the job runs on."""
+    found = {"python": platform.python_version()}
+    for name in FRAMEWORKS:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found[name] = version
+    return found

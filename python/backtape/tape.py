@@ -1,0 +1,177 @@
+"""The tape of one step: what `with recorder.step(n) as tape` gives."""
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, Literal, ParamSpec, Self
+
+import numpy as np
+
+from backtape import _native
+from backtape.failopen import CAUGHT, Faults, describe, text_of
+from backtape.shards import Key, Shard, shards_of
+
+When = Literal["before_op", "after_op", "pre_reduce", "post_reduce"]
+Reduction = Literal["sum", "mean"]
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def fail_open(
+    method: Callable[Concatenate["Tape", Arguments], None],
+) -> Callable[Concatenate["Tape", Arguments], None]:
+    """Makes a method do nothing on an inactive tape, and on an active one keep its exceptions
+    from the job: also those of a call with wrong arguments, which Python raises before the body."""
+    what = method.__name__
+    recording = what == "record"
+    # What the recorder refuses of a capture it has put into the dump's omissions itself.
+    counted = (_native.RecorderError,) if recording else ()
+
+    @functools.wraps(method)
+    def call(tape: "Tape", *args: Arguments.args, **options: Arguments.kwargs) -> None:
+        native = tape._native
+        if native is None:
+            return
+        subject = (args[0] if args else options.get("name", "")) if recording else ""
+
+        def omit(reason: str) -> None:
+            tensor = text_of(subject) if recording else what
+            native.omit(tensor, index_or_none(options.get("microbatch")), reason)
+
+        with tape._faults.guard(what, subject, omit, counted):
+            method(tape, *args, **options)
+
+    return call
+
+
+class Tape:
+    """Records tensors of one step, or does nothing at all where the step is not recorded.
+
+    `active` says which, so that a job can compute what it only computes for the tape:
+
+        with recorder.step(step) as tape:
+            state, taped = steps[tape.active](state, batch)
+    """
+
+    __slots__ = ("active", "_native", "_faults", "_step", "_place_proof")
+
+    def __init__(
+        self, native: _native.Tape | None, step: int, faults: Faults, place_proof: bool
+    ) -> None:
+        self.active = native is not None
+        self._native = native
+        self._step = step
+        self._faults = faults
+        self._place_proof = place_proof
+
+    @fail_open
+    def head(self, **declaration: Any) -> None:
+        """Declares the loss head; every option has the default that is shown.
+
+            loss="softmax_xent" | "xent_logits" | "grpo", path="fused" | "plain" | a policy's name,
+            reduction="mean" | "sum" | "none", denominator="valid" | "all" | "weights" | number,
+            scope="global" | "microbatch" | "rank", microbatches=1,
+            microbatch_reduction="mean" | "sum", ignore_label=None, z_loss=0.0, softcap=None,
+            label_smoothing=0.0, smoothing_formula="uniform" | "megatron", temperature=1.0,
+            valid_vocab=None, mask_value=None, k_layout="vd" | "dv", labels_shifted=True,
+            tied_embedding=False, cotangent=1.0, dtypes={"logits": "f32", ...},
+            tiles={"tokens": 256, "vocab": 512}
+
+        A wrong option or value refuses the whole declaration: see the log line.
+        """
+        self._native.head({name: plain(value) for name, value in declaration.items()})
+
+    @fail_open
+    def record(
+        self,
+        name: str,
+        array: Any,
+        *,
+        role: str | None = None,
+        microbatch: int | None = None,
+        global_shape: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        partial: Reduction | None = None,
+        when: When | None = None,
+    ) -> None:
+        """Records what this process holds of a tensor.
+
+        array: numpy or ml_dtypes array, number, or jax.Array (all its addressable shards).
+        role: the part in the loss head; by default the name, if that is a role.
+        global_shape, offsets: `array` is the box of the tensor that starts at `offsets`.
+        partial: `array` is one addend of the tensor, over ranks.
+        when: the moment of capture, for tensors that change.
+        """
+        shards = shards_of(
+            array,
+            global_shape=global_shape,
+            offsets=offsets,
+            partial=partial,
+            place_proof=self._place_proof,
+            guard=self._faults.guard,
+        )
+        self._hand_over(Key(name, role, microbatch, when, partial), shards)
+
+    def _hand_over(self, key: Key, shards: list[Shard]) -> None:
+        for index, shard in enumerate(shards):
+            try:
+                self._native.record(key, shard)
+            except CAUGHT:
+                # Each further one could wait for room as long as this one did.
+                rest = len(shards) - index - 1
+                if rest:
+                    reason = f"{rest} more shards were not tried after one was refused"
+                    self._native.omit(text_of(key.name), index_or_none(key.microbatch), reason)
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends the step. An exception of the body goes on as it was."""
+        native = self._native
+        if native is None:
+            return
+        self.active, self._native = False, None
+        if kind is None:
+            with self._faults.guard("step", self._step):
+                native.close()
+            return
+        try:
+            native.omit("*", None, f"the step's body ended early with {kind.__name__}")
+            native.close()
+        except CAUGHT as fault:
+            self._faults.tell("step", self._step, fault, describe(fault))
+        self._faults.say(
+            logging.WARNING, "step %d ended early: the body raised %s", self._step, kind.__name__
+        )
+
+
+def plain(value: Any) -> Any:
+    """An option as Python's own value: numpy and jax scalars, dtypes by name."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (np.dtype, type)):
+        return np.dtype(value).name
+    if getattr(value, "ndim", None) == 0:
+        return np.asarray(value).item()
+    return value
+
+
+def index_or_none(microbatch: Any) -> int | None:
+    """The microbatch for an omission; what is no index has none."""
+    try:
+        index = operator.index(microbatch)
+    except CAUGHT:
+        return None
+    return index if 0 <= index < 2**32 else None

@@ -1,0 +1,60 @@
+//! The bytes of a Python array while the recorder's thread reads them.
+//!
+//! The recorder holds a buffer export, not a copy. Releasing an export needs
+//! the interpreter, and the recorder's thread must never wait for it: a thread
+//! that asks for the GIL while the interpreter ends is killed where it stands.
+//! So a dropped payload only moves its export to a list, and the next call into
+//! the binding, which has the GIL anyway, releases what lies there. At exit the
+//! list is left to the operating system.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+/// Exports that wait to be released, bounded by what the queue let in.
+static SPENT: Mutex<Vec<PyBuffer<u8>>> = Mutex::new(Vec::new());
+
+/// A contiguous buffer export, kept until the payload is dropped.
+pub(crate) struct HeldBuffer(Option<PyBuffer<u8>>);
+
+impl HeldBuffer {
+    /// Takes an export of `data`, which must be C-contiguous bytes and must not
+    /// change from now on: the Python side copies what is mutable.
+    pub(crate) fn new(data: &Bound<'_, PyAny>) -> PyResult<HeldBuffer> {
+        let buffer = PyBuffer::<u8>::get(data)?;
+        if !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err("the bytes of a shard must be contiguous"));
+        }
+        Ok(HeldBuffer(Some(buffer)))
+    }
+}
+
+impl AsRef<[u8]> for HeldBuffer {
+    fn as_ref(&self) -> &[u8] {
+        let Some(buffer) = &self.0 else { return &[] };
+        if buffer.len_bytes() == 0 {
+            return &[];
+        }
+        // SAFETY: the export pins the memory until it is released, which takes
+        // the `&mut self` of drop; it is `len_bytes` contiguous bytes (checked
+        // in `new`), and nobody writes to it: a jax array is immutable, and of
+        // anything else Python hands over a copy that it does not keep.
+        unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) }
+    }
+}
+
+impl Drop for HeldBuffer {
+    fn drop(&mut self) {
+        let mut spent = SPENT.lock().unwrap_or_else(PoisonError::into_inner);
+        spent.extend(self.0.take());
+    }
+}
+
+/// Releases what the recorder is done with. Called wherever the GIL is held.
+pub(crate) fn release_spent(_attached: Python<'_>) {
+    // Taken out first: releasing runs Python code, which may come back here.
+    let spent = std::mem::take(&mut *SPENT.lock().unwrap_or_else(PoisonError::into_inner));
+    drop(spent);
+}

@@ -1,0 +1,152 @@
+//! What comes after the job: opening a dump, its tensors, and the replay.
+
+use std::path::PathBuf;
+
+use backtape::identity::{Microbatch, Name, Rank};
+use backtape::role::Role;
+use backtape::shard::{TensorKey, When};
+use backtape_replayer::dump::{self, Selection};
+use backtape_replayer::{assemble, cli};
+use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// One step of a dump, open for reading.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct StepDump(dump::StepDump);
+
+/// The whole chain of an error, on one line.
+fn failed(error: impl std::error::Error) -> PyErr {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        text = format!("{text}: {source}");
+        next = source.source();
+    }
+    PyRuntimeError::new_err(text)
+}
+
+#[pymethods]
+impl StepDump {
+    #[new]
+    #[pyo3(signature = (path, run=None, attempt=None, step=None))]
+    fn open(
+        py: Python<'_>,
+        path: PathBuf,
+        run: Option<String>,
+        attempt: Option<u32>,
+        step: Option<u64>,
+    ) -> PyResult<StepDump> {
+        let selection = Selection { run, attempt, step };
+        py.detach(|| dump::open(&path, &selection)).map(StepDump).map_err(failed)
+    }
+
+    /// The manifest as JSON.
+    fn manifest(&self) -> PyResult<String> {
+        serde_json::to_string(&self.0.manifest).map_err(failed)
+    }
+
+    /// True when the step was committed.
+    #[getter]
+    fn committed(&self) -> bool {
+        self.0.committed()
+    }
+
+    /// Name, microbatch and moment of every tensor.
+    fn keys(&self) -> Vec<(String, Option<u32>, Option<String>)> {
+        let one = |key: &TensorKey| {
+            let when = key.when.and_then(|when| serde_json::to_value(when).ok());
+            let when = when.and_then(|when| when.as_str().map(str::to_string));
+            (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), when)
+        };
+        self.0.tensors().keys().map(one).collect()
+    }
+
+    /// Bytes, numpy's name of the dtype, and shape of a tensor; of one rank's
+    /// addend when `rank` is given.
+    #[pyo3(signature = (name, microbatch=None, when=None, rank=None))]
+    fn tensor<'py>(
+        &self,
+        py: Python<'py>,
+        name: String,
+        microbatch: Option<u32>,
+        when: Option<String>,
+        rank: Option<u32>,
+    ) -> PyResult<(Bound<'py, PyBytes>, &'static str, Vec<u64>)> {
+        let key = self.find(name, microbatch, when)?;
+        let found = py.detach(|| match rank {
+            None => assemble::assemble(&self.0, &key),
+            Some(rank) => assemble::addend(&self.0, &key, Rank(rank)),
+        });
+        let tensor = found.map_err(failed)?;
+        Ok((PyBytes::new(py, tensor.bytes()), tensor.dtype.numpy_name(), tensor.shape.clone()))
+    }
+}
+
+impl StepDump {
+    /// The one tensor of this name; several moments must be told apart.
+    fn find(
+        &self,
+        name: String,
+        microbatch: Option<u32>,
+        when: Option<String>,
+    ) -> PyResult<TensorKey> {
+        let tensor = Name::new(name).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let parse = |word: String| serde_json::from_value::<When>(word.into());
+        let when = when.map(parse).transpose();
+        let when = when.map_err(|error| PyValueError::new_err(format!("when: {error}")))?;
+        let microbatch = microbatch.map(Microbatch);
+        let matches = |key: &&TensorKey| {
+            key.tensor == tensor
+                && key.microbatch == microbatch
+                && (when.is_none() || key.when == when)
+        };
+        let found: Vec<&TensorKey> = self.0.tensors().keys().filter(matches).collect();
+        match found.as_slice() {
+            [one] => Ok((*one).clone()),
+            [] => {
+                let held: Vec<String> = self.0.tensors().keys().map(ToString::to_string).collect();
+                let of = microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
+                Err(PyKeyError::new_err(format!(
+                    "no {tensor}{of}; the step holds: {}",
+                    held.join(", ")
+                )))
+            }
+            several => {
+                let names: Vec<String> = several.iter().map(ToString::to_string).collect();
+                Err(PyKeyError::new_err(format!("choose one with when=: {}", names.join(", "))))
+            }
+        }
+    }
+}
+
+/// The report of a replay as JSON, schema `backtape.report/1`, and as text.
+#[pyfunction]
+#[pyo3(signature = (path, run=None, attempt=None, step=None, compare=None, against=None))]
+pub(crate) fn replay(
+    py: Python<'_>,
+    path: PathBuf,
+    run: Option<String>,
+    attempt: Option<u32>,
+    step: Option<u64>,
+    compare: Option<Vec<String>>,
+    against: Option<PathBuf>,
+) -> PyResult<(String, String)> {
+    let role = |name: String| {
+        let unknown = || PyValueError::new_err(format!("{name:?} is not a role"));
+        Role::from_name(&name).ok_or_else(unknown)
+    };
+    let compare: Vec<Role> =
+        compare.unwrap_or_default().into_iter().map(role).collect::<PyResult<_>>()?;
+    let selection = Selection { run, attempt, step };
+    let found = py.detach(|| cli::replay_report(&path, &selection, &compare, against.as_deref()));
+    let report = found.map_err(failed)?;
+    let json = serde_json::to_string(&report).map_err(failed)?;
+    Ok((json, backtape_replayer::report::text::render(&report)))
+}
+
+/// The command `replay` with these arguments, the program's name first.
+#[pyfunction]
+pub(crate) fn replay_main(py: Python<'_>, arguments: Vec<String>) -> i32 {
+    py.detach(|| cli::main(arguments.into_iter().map(Into::into)))
+}

@@ -1,0 +1,56 @@
+//! What a recorder did, as Python sees it.
+
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+
+/// Counts and named troubles of one recorder.
+#[pyclass(frozen, get_all, module = "backtape._native")]
+pub(crate) struct Summary {
+    shards: u64,
+    bytes: u64,
+    steps_committed: Vec<u64>,
+    steps_partial: Vec<u64>,
+    omissions: Vec<String>,
+    faults: Vec<String>,
+    attempt: Option<u32>,
+    directory: Option<PathBuf>,
+    streamed: bool,
+}
+
+impl From<backtape_dumper::Summary> for Summary {
+    fn from(summary: backtape_dumper::Summary) -> Summary {
+        Summary {
+            shards: summary.shards,
+            bytes: summary.bytes,
+            steps_committed: summary.steps_committed,
+            steps_partial: summary.steps_partial,
+            omissions: summary.omissions,
+            faults: summary.faults,
+            attempt: summary.attempt,
+            directory: summary.directory,
+            streamed: summary.streamed,
+        }
+    }
+}
+
+#[pymethods]
+impl Summary {
+    /// One line for the log.
+    fn __str__(&self) -> String {
+        let mut text = format!(
+            "{} shards, {} bytes; steps committed {:?}, partial {:?}",
+            self.shards, self.bytes, self.steps_committed, self.steps_partial
+        );
+        for (list, what) in [(&self.omissions, "omitted"), (&self.faults, "fault")] {
+            if let Some(first) = list.first() {
+                text.push_str(&format!("; {} {what}, the first: {first}", list.len()));
+            }
+        }
+        text
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<backtape.Summary: {}>", self.__str__())
+    }
+}

@@ -1,0 +1,79 @@
+//! The tape of one step, between `with recorder.step(n)` and its end.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::errors::{RecorderError, refused};
+use crate::payload::release_spent;
+use crate::shard::{Key, Shard};
+use crate::{declaration, errors};
+
+/// A tape; empty once it is closed.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct Tape(Mutex<Option<backtape_dumper::Tape>>);
+
+impl Tape {
+    pub(crate) fn new(tape: backtape_dumper::Tape) -> Tape {
+        Tape(Mutex::new(Some(tape)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<backtape_dumper::Tape>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs without the GIL: the call may wait for room in the queue.
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&backtape_dumper::Tape) -> Result<T, backtape_dumper::RecorderError> + Send,
+    ) -> PyResult<T> {
+        let done = py.detach(|| self.lock().as_ref().map(call));
+        release_spent(py);
+        match done {
+            Some(result) => result.map_err(|error| refused(&error)),
+            None => Err(closed()),
+        }
+    }
+}
+
+fn closed() -> PyErr {
+    RecorderError::new_err("the step is over: record inside `with recorder.step(n) as tape`")
+}
+
+#[pymethods]
+impl Tape {
+    /// Declares the loss head: the keyword arguments of `tape.head`.
+    fn head(&self, py: Python<'_>, options: &Bound<'_, PyDict>) -> PyResult<()> {
+        let declaration = declaration::read(options)?;
+        self.with(py, |tape| tape.head(declaration))
+    }
+
+    /// Hands one shard over; its bytes must not change from now on.
+    fn record(&self, py: Python<'_>, key: Key, shard: Shard<'_>) -> PyResult<()> {
+        let capture = shard.capture(key)?;
+        self.with(py, |tape| tape.record(capture))
+    }
+
+    /// Says that a tensor is not recorded, and why.
+    fn omit(
+        &self,
+        py: Python<'_>,
+        tensor: &str,
+        microbatch: Option<u32>,
+        reason: String,
+    ) -> PyResult<()> {
+        self.with(py, |tape| {
+            tape.omit(tensor, microbatch, reason);
+            Ok(())
+        })
+    }
+
+    /// Ends the step.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let result = py.detach(|| self.lock().take().map(backtape_dumper::Tape::close));
+        release_spent(py);
+        result.ok_or_else(closed)?.map_err(|error| errors::refused(&error))
+    }
+}

@@ -1,0 +1,160 @@
+//! The thread that owns the runs and their journals. Requests come through a
+//! bounded channel; all that wait share one fsync.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::config::{Config, StartError};
+use super::event::Event;
+use super::limits::{MAX_BATCH, QUEUE_REQUESTS, REQUEST_DEADLINE};
+use super::refusal::Refusal;
+use super::request::{Admission, FileClaim, Member, Reply, Request};
+use super::runs::Runs;
+use super::state::Outcome;
+use super::status::Unsettled;
+use crate::identity::Step;
+
+/// Sends requests to the actor; it ends when the last handle is gone.
+#[derive(Clone)]
+pub struct Handle {
+    requests: mpsc::Sender<Request>,
+}
+
+impl Handle {
+    /// Steps that are not committed, for whoever wants to wait for them.
+    pub async fn unsettled(&self) -> Result<Vec<Unsettled>, Refusal> {
+        self.ask(Request::Unsettled).await
+    }
+
+    /// Sends one request and waits for its answer, within the deadline.
+    pub(crate) async fn ask<T>(
+        &self,
+        request: impl FnOnce(Reply<T>) -> Request,
+    ) -> Result<T, Refusal> {
+        let (reply, answer) = oneshot::channel();
+        let exchange = async {
+            let sent = self.requests.send(request(reply)).await;
+            sent.map_err(|_| Refusal::Stopping)?;
+            answer.await.map_err(|_| Refusal::Stopping)?
+        };
+        let answered = tokio::time::timeout(REQUEST_DEADLINE, exchange).await;
+        answered.unwrap_or(Err(Refusal::Deadline(REQUEST_DEADLINE.as_secs())))
+    }
+
+    /// Lets the actor look at its deadlines. A full queue can do without: the
+    /// next tick comes soon.
+    pub(crate) fn tick(&self) {
+        let _ = self.requests.try_send(Request::Tick);
+    }
+}
+
+/// Loads the store and starts the thread; the receiver fires when it ended.
+pub(crate) fn start(config: &Config) -> Result<(Handle, oneshot::Receiver<()>), StartError> {
+    let runs = Runs::open(config)?;
+    let (requests, inbox) = mpsc::channel(QUEUE_REQUESTS);
+    let (ended, end) = oneshot::channel();
+    let thread = std::thread::Builder::new().name("backtape-journal".into());
+    let body = move || {
+        serve(runs, inbox);
+        // Dropped by a panic instead, it tells the same.
+        let _ = ended.send(());
+    };
+    thread.spawn(body).map_err(StartError::Thread)?;
+    Ok((Handle { requests }, end))
+}
+
+/// Answers what is held back until the batch is durable.
+type Answer = Box<dyn FnOnce(&mut Runs)>;
+
+fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
+    let mut batch = Vec::new();
+    while let Some(first) = inbox.blocking_recv() {
+        batch.push(first);
+        while batch.len() < MAX_BATCH
+            && let Ok(next) = inbox.try_recv()
+        {
+            batch.push(next);
+        }
+        let now_ms = now_ms();
+        let answers: Vec<Answer> =
+            batch.drain(..).map(|request| handle(&mut runs, request, now_ms)).collect();
+        runs.flush(now_ms);
+        for answer in answers {
+            answer(&mut runs);
+        }
+    }
+}
+
+/// Checks and stages one request; its answer waits for the flush.
+fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
+    match request {
+        Request::Join(join, reply) => {
+            let run = join.run.clone();
+            let attempt = runs.join(join, now_ms);
+            answer(reply, move |runs| runs.entry(&run, attempt?))
+        }
+        Request::Admit(member, step, claim, reply) => {
+            let admission = admit(runs, &member, step, &claim);
+            answer(reply, move |runs| {
+                let admission = admission?;
+                // What was known may be of this very batch: durable or nothing.
+                runs.log(&member.run, member.attempt).map(|_| admission)
+            })
+        }
+        Request::Report(member, step, file, reply) => {
+            let shards = file.shards.len() as u64;
+            let staged = runs.submit(&member, Event::Reported { step, file }, now_ms);
+            answer(reply, move |runs| {
+                staged?;
+                runs.log(&member.run, member.attempt).map(|_| shards)
+            })
+        }
+        Request::Close(member, step, closing, reply) => {
+            let rank = member.rank;
+            let event = Event::Closed { step, rank, closing };
+            let staged = runs.submit(&member, event, now_ms);
+            answer(reply, move |runs| {
+                staged?;
+                let log = runs.log(&member.run, member.attempt)?;
+                Ok(log.state.is_committed(step))
+            })
+        }
+        Request::Status(run, attempt, step, reply) => {
+            answer(reply, move |runs| runs.log(&run, attempt).map(|log| log.state.status(step)))
+        }
+        Request::Unsettled(reply) => answer(reply, |runs| Ok(runs.unsettled())),
+        Request::Tick => {
+            runs.tick(now_ms);
+            Box::new(|_| {})
+        }
+    }
+}
+
+fn answer<T: 'static>(
+    reply: Reply<T>,
+    judge: impl FnOnce(&mut Runs) -> Result<T, Refusal> + 'static,
+) -> Answer {
+    // A caller that gave up has dropped its end: nobody to tell.
+    Box::new(move |runs| drop(reply.send(judge(runs))))
+}
+
+fn admit(
+    runs: &mut Runs,
+    member: &Member,
+    step: Step,
+    claim: &FileClaim,
+) -> Result<Admission, Refusal> {
+    let log = runs.member(member)?;
+    let outcome = log.state.check_header(step, member.rank, &claim.name, claim.header_hash)?;
+    Ok(match outcome {
+        Outcome::Known => Admission::Known(log.state.shards(step, member.rank, &claim.name)),
+        Outcome::New => Admission::Wanted(log.directory.clone(), log.state.opened().world_size),
+    })
+}
+
+/// The coordinator's clock. Only deadlines and `run.json` use it.
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,209 @@
+//! One attempt with its journal: state in memory, the same events on disk.
+//!
+//! Events of one batch are applied as they are checked, so that each is judged
+//! by what came before it; they become durable together and are answered after
+//! that. When the journal fails, memory is ahead of it: the attempt is poisoned
+//! and nothing of that memory is ever answered.
+
+use std::io;
+
+use super::event::{Event, Opened};
+use super::journal::{self, Batch, Journal, JournalError};
+use super::refusal::Refusal;
+use super::state::{AttemptState, Outcome};
+use crate::hash::TrustHash;
+use crate::identity::{Attempt, Name, Step};
+use crate::manifest::RunRecord;
+use crate::store::layout::{JOURNAL, RUN_RECORD};
+use crate::store::{AttemptDir, durable};
+
+/// An attempt that takes events.
+pub(crate) struct AttemptLog {
+    pub(crate) directory: AttemptDir,
+    pub(crate) state: AttemptState,
+    journal: Journal,
+    staged: Vec<Event>,
+    poisoned: Option<String>,
+    run_record: Option<TrustHash>,
+}
+
+impl AttemptLog {
+    /// A new attempt; nothing is on disk before the first flush.
+    pub(crate) fn open(directory: AttemptDir, opened: Opened) -> AttemptLog {
+        let journal = Journal::new(directory.path.join(JOURNAL));
+        AttemptLog {
+            state: AttemptState::new(opened.clone()),
+            journal,
+            staged: vec![Event::Opened(opened)],
+            directory,
+            poisoned: None,
+            run_record: None,
+        }
+    }
+
+    /// Loads an attempt; `None` when its launch died before anything was durable.
+    pub(crate) fn load(directory: AttemptDir) -> Result<Option<AttemptLog>, JournalError> {
+        let path = directory.path.join(JOURNAL);
+        let replay = journal::replay(&path)?;
+        if replay.torn_bytes > 0 {
+            tracing::warn!(
+                "{} ended in {} bytes that a crash cut off: they were never acknowledged and are dropped",
+                path.display(),
+                replay.torn_bytes
+            );
+        }
+        let journal = Journal::after(path.clone(), &replay);
+        let mut state: Option<AttemptState> = None;
+        for (index, batch) in replay.batches.into_iter().enumerate() {
+            for event in batch.events {
+                let applied = apply_again(&mut state, event, batch.at_ms);
+                applied.map_err(|detail| JournalError::Damaged {
+                    path: path.clone(),
+                    line: index + 1,
+                    detail,
+                })?;
+            }
+        }
+        Ok(state.map(|state| AttemptLog {
+            directory,
+            state,
+            journal,
+            staged: Vec::new(),
+            poisoned: None,
+            run_record: None,
+        }))
+    }
+
+    pub(crate) fn run(&self) -> &Name {
+        &self.state.opened().run
+    }
+
+    pub(crate) fn attempt(&self) -> Attempt {
+        self.directory.attempt
+    }
+
+    /// Why nothing more is taken, if so.
+    pub(crate) fn usable(&self) -> Result<(), Refusal> {
+        match &self.poisoned {
+            None => Ok(()),
+            Some(reason) => Err(Refusal::Poisoned {
+                run: self.run().clone(),
+                attempt: self.attempt(),
+                reason: reason.clone(),
+            }),
+        }
+    }
+
+    /// Checks an event and, when it is new, applies and stages it.
+    pub(crate) fn submit(&mut self, event: Event, now_ms: u64) -> Result<(), Refusal> {
+        self.usable()?;
+        if self.state.check(&event)? == Outcome::New {
+            self.staged.push(event.clone());
+            self.state.apply(event, now_ms);
+        }
+        Ok(())
+    }
+
+    /// Makes staged events durable. Fails once: then the attempt is poisoned.
+    pub(crate) fn flush(&mut self, now_ms: u64) {
+        if self.staged.is_empty() || self.poisoned.is_some() {
+            return;
+        }
+        let events = std::mem::take(&mut self.staged);
+        let batch = Batch { at_ms: now_ms, events };
+        if let Err(error) = self.journal.append(&batch) {
+            let path = self.directory.path.join(JOURNAL);
+            let reason = format!("{} could not be written: {error}", path.display());
+            tracing::error!("{reason}; restart the coordinator once the store is well");
+            self.poisoned = Some(reason);
+        }
+    }
+
+    /// Writes `run.json`, once, and returns the hash of what stands there.
+    pub(crate) fn run_record(&mut self) -> Result<TrustHash, Refusal> {
+        if let Some(hash) = self.run_record {
+            return Ok(hash);
+        }
+        let path = self.directory.path.join(RUN_RECORD);
+        let opened = self.state.opened();
+        let record = RunRecord {
+            format_version: opened.format_version,
+            version: crate::VERSION.into(),
+            run: opened.run.clone(),
+            attempt: opened.attempt,
+            world_size: opened.world_size,
+            mesh: opened.mesh.clone(),
+            started: opened.started_ms / 1000,
+            versions: opened.versions.clone(),
+        };
+        let written = || -> io::Result<Vec<u8>> {
+            let mut bytes = serde_json::to_vec_pretty(&record)?;
+            bytes.push(b'\n');
+            durable::create(&path, &bytes)?;
+            std::fs::read(&path)
+        };
+        let bytes = written()
+            .map_err(|error| Refusal::Storage(format!("{} of {}", error, path.display())))?;
+        Ok(*self.run_record.insert(TrustHash::of(&bytes)))
+    }
+
+    /// Puts the manifests of complete steps at their final names. One that
+    /// fails is tried again later: each try writes a new file.
+    pub(crate) fn commit(&mut self) {
+        if self.poisoned.is_some() {
+            return;
+        }
+        for step in self.state.uncommitted() {
+            match self.write_manifest(step) {
+                Ok(()) => {
+                    self.state.set_committed(step);
+                    let (run, attempt) = (self.run(), self.attempt());
+                    tracing::info!("run {run} attempt {attempt} step {step}: committed");
+                }
+                Err(error) => {
+                    let path = self.directory.step(step).manifest();
+                    tracing::error!(
+                        "{} could not be written: {error}; will try again",
+                        path.display()
+                    );
+                }
+            }
+        }
+    }
+
+    fn write_manifest(&self, step: Step) -> io::Result<()> {
+        let Some(manifest) = self.state.manifest(step) else {
+            return Ok(());
+        };
+        let directory = self.directory.step(step);
+        durable::create_directory(&directory.path)?;
+        durable::create(&directory.manifest(), &manifest.to_bytes())?;
+        Ok(())
+    }
+}
+
+/// Applies one journalled event. Every one was checked before it was written:
+/// one that fails the check now means that the journal is not what was written.
+fn apply_again(state: &mut Option<AttemptState>, event: Event, at_ms: u64) -> Result<(), String> {
+    match (state.as_mut(), event) {
+        (None, Event::Opened(opened)) if opened.format_version > crate::FORMAT_VERSION => {
+            Err(format!(
+                "it has format version {}, this backtape reads up to {}",
+                opened.format_version,
+                crate::FORMAT_VERSION
+            ))
+        }
+        (None, Event::Opened(opened)) => {
+            *state = Some(AttemptState::new(opened));
+            Ok(())
+        }
+        (None, _) => Err("it does not begin with the opening of its attempt".into()),
+        (Some(state), event) => {
+            let outcome = state.check(&event).map_err(|refusal| refusal.to_string())?;
+            if outcome == Outcome::New {
+                state.apply(event, at_ms);
+            }
+            Ok(())
+        }
+    }
+}

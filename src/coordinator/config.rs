@@ -1,0 +1,64 @@
+//! What a coordinator is told, and why it may not start.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::limits;
+use crate::identity::Name;
+
+/// How a coordinator runs.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Directory that holds the runs.
+    pub store: PathBuf,
+    /// Ranks that must close a step before it is committed.
+    pub world_size: u32,
+    /// Serve this run only; `None` serves any run of the store.
+    pub run: Option<Name>,
+    /// True when this coordinator is one launch: attempts found on disk are
+    /// older ones, and the first rank opens the next.
+    pub new_attempt: bool,
+    /// How long a step may take from its first event before it is partial.
+    pub step_deadline: Duration,
+}
+
+impl Config {
+    /// A coordinator that serves every run of a store and goes on where an
+    /// earlier one stopped.
+    pub fn new(store: impl Into<PathBuf>, world_size: u32) -> Config {
+        Config {
+            store: store.into(),
+            world_size,
+            run: None,
+            new_attempt: false,
+            step_deadline: limits::STEP_DEADLINE,
+        }
+    }
+}
+
+/// Why a coordinator did not start.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum StartError {
+    #[error("{path} cannot be used as the store: choose a directory that this user can write", path = path.display())]
+    Store { path: PathBuf, source: io::Error },
+    #[error("the coordinator's thread cannot be started")]
+    Thread(#[source] io::Error),
+    #[error("a world size of 0 has no ranks to wait for: give the number of processes of the job")]
+    NoRanks,
+}
+
+/// Why a coordinator stopped serving.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ServeError {
+    #[error(transparent)]
+    Start(#[from] StartError),
+    #[error("the coordinator can no longer accept connections")]
+    Transport(#[source] tonic::transport::Error),
+    #[error(
+        "the coordinator's thread ended unexpectedly; what was acknowledged is safe: restart it"
+    )]
+    ActorDied,
+}

@@ -1,0 +1,181 @@
+//! Looks at a reported file before it is believed: in place when the rank wrote
+//! it into the store, or as it arrives when the rank sends it.
+//!
+//! Names are checked [`Name`]s and no link is followed, so nothing outside the
+//! step's directory is read or written.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::refusal::Refusal;
+use super::request::{FileClaim, Member};
+use crate::hash::ContentHash;
+use crate::identity::Step;
+use crate::manifest::FileRecord;
+use crate::store::shard_file::{Description, describe};
+use crate::store::{AttemptDir, durable};
+
+/// Bytes hashed at a time.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// A file that a member claims, and where it belongs.
+#[derive(Clone, Debug)]
+pub(crate) struct Claimed {
+    pub(crate) member: Member,
+    pub(crate) step: Step,
+    pub(crate) claim: FileClaim,
+    pub(crate) attempt: AttemptDir,
+    pub(crate) world_size: u32,
+}
+
+impl Claimed {
+    fn directory(&self) -> PathBuf {
+        self.attempt.step(self.step).path
+    }
+
+    fn path(&self) -> PathBuf {
+        self.directory().join(self.claim.name.as_str())
+    }
+
+    fn bad(&self, detail: impl ToString) -> Refusal {
+        Refusal::BadFile { path: self.path(), detail: detail.to_string() }
+    }
+
+    /// Reads the header of the file where it lies in the store.
+    pub(crate) fn look(&self) -> Result<FileRecord, Refusal> {
+        let file = self.open_in_place()?;
+        self.compare(&file).map(|(record, _)| record)
+    }
+
+    fn open_in_place(&self) -> Result<File, Refusal> {
+        let path = self.path();
+        let directory = std::fs::symlink_metadata(self.directory());
+        if directory.is_ok_and(|found| !found.is_dir()) {
+            return Err(self.bad("its step directory is a link or a file"));
+        }
+        // O_NONBLOCK: opening a planted pipe would wait for its other end.
+        let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+        let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(&path);
+        let file = opened.map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => Refusal::FileAbsent { path: path.clone() },
+            _ if error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
+                self.bad("it is a symbolic link")
+            }
+            _ => self.bad(error),
+        })?;
+        match file.metadata() {
+            Ok(found) if found.is_file() => Ok(file),
+            Ok(_) => Err(self.bad("it is not a plain file")),
+            Err(error) => Err(self.bad(error)),
+        }
+    }
+
+    /// Holds the file against the claim and against who claims it.
+    fn compare(&self, file: &File) -> Result<(FileRecord, Description), Refusal> {
+        let found = describe(&self.path(), file).map_err(|error| self.bad(error))?;
+        if found.length != self.claim.length {
+            let (is, said) = (found.length, self.claim.length);
+            return Err(self.bad(format!("it has {is} bytes, {said} were reported")));
+        }
+        if found.header_hash != self.claim.header_hash {
+            let (is, said) = (found.header_hash, self.claim.header_hash);
+            return Err(self.bad(format!("its header is {is}, {said} was reported")));
+        }
+        let (about, member) = (&found.about, &self.member);
+        let own = about.run == member.run
+            && about.attempt == member.attempt
+            && about.rank == member.rank
+            && about.step == self.step
+            && about.world_size == self.world_size;
+        if !own {
+            let (run, attempt, step, rank) = (&about.run, about.attempt, about.step, about.rank);
+            return Err(self.bad(format!(
+                "it says that it is of run {run}, attempt {attempt}, step {step}, rank {rank}"
+            )));
+        }
+        let record = FileRecord {
+            name: self.claim.name.clone(),
+            rank: member.rank,
+            length: found.length,
+            header_hash: found.header_hash,
+            shards: found.about.shards.clone(),
+        };
+        Ok((record, found))
+    }
+}
+
+/// A file that is arriving, under a scratch name in its step's directory.
+/// Dropped before it is published, it leaves nothing.
+pub(crate) struct Arrival {
+    claimed: Claimed,
+    file: File,
+    scratch: PathBuf,
+    received: u64,
+}
+
+impl Arrival {
+    pub(crate) fn begin(claimed: Claimed) -> Result<Arrival, Refusal> {
+        let path = claimed.path();
+        let storage = |error: io::Error| Refusal::Storage(format!("{error} at {}", path.display()));
+        durable::create_directory(&claimed.directory()).map_err(storage)?;
+        let scratch = durable::scratch_beside(&path);
+        let file = durable::create_private(&scratch).map_err(storage)?;
+        Ok(Arrival { claimed, file, scratch, received: 0 })
+    }
+
+    pub(crate) fn write(&mut self, chunk: &[u8]) -> Result<(), Refusal> {
+        self.received = self.received.saturating_add(chunk.len() as u64);
+        if self.received > self.claimed.claim.length {
+            return Err(self.claimed.bad("more bytes arrive than were announced"));
+        }
+        self.file.write_all(chunk).map_err(|error| self.storage(&error))
+    }
+
+    /// Checks every byte, then gives the file its name. A transfer is where
+    /// bytes change, so every shard is hashed again.
+    pub(crate) fn finish(mut self) -> Result<FileRecord, Refusal> {
+        let (record, found) = self.claimed.compare(&self.file)?;
+        for (shard, &span) in record.shards.iter().zip(&found.spans) {
+            let hash = hash_span(&self.file, span).map_err(|error| self.storage(&error))?;
+            if hash != shard.hash {
+                let detail = format!("{} arrived with other bytes than were sent", shard.key);
+                return Err(self.claimed.bad(detail));
+            }
+        }
+        self.file.sync_all().map_err(|error| self.storage(&error))?;
+        let scratch = std::mem::take(&mut self.scratch);
+        let created = durable::publish(&scratch, &self.claimed.path());
+        if created.map_err(|error| self.storage(&error))? {
+            Ok(record)
+        } else {
+            // It was sent before and its acknowledgement lost: the same or a conflict.
+            self.claimed.look()
+        }
+    }
+
+    fn storage(&self, error: &io::Error) -> Refusal {
+        Refusal::Storage(format!("{error} at {}", self.claimed.path().display()))
+    }
+}
+
+impl Drop for Arrival {
+    fn drop(&mut self) {
+        if self.scratch != Path::new("") {
+            let _ = std::fs::remove_file(&self.scratch);
+        }
+    }
+}
+
+fn hash_span(file: &File, (mut at, end): (u64, u64)) -> io::Result<ContentHash> {
+    let mut hasher = twox_hash::XxHash3_128::new();
+    let mut piece = vec![0; PIECE_BYTES];
+    while at < end {
+        let n = usize::try_from(end - at).map_or(PIECE_BYTES, |left| left.min(PIECE_BYTES));
+        file.read_exact_at(&mut piece[..n], at)?;
+        hasher.write(&piece[..n]);
+        at += n as u64;
+    }
+    Ok(ContentHash(hasher.finish_128()))
+}

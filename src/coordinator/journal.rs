@@ -1,0 +1,167 @@
+//! The journal of one attempt: what was accepted, durable before it is answered.
+//!
+//! ```text
+//! 5d3b…9a {"at_ms":1767225600000,"events":[{"joined":{"rank":3,…}}]}
+//! ```
+//!
+//! One line is one group commit: all events that one fsync made durable. Its
+//! checksum (xxh3-128) covers the checksum before it, so that a line cannot be
+//! changed, dropped or moved unseen. A write that was cut off can only have
+//! hurt the last line, and nothing of that line was answered: it is dropped. A
+//! bad line before the last is damage to what was acknowledged: an error.
+//!
+//! After a failed write or fsync the descriptor is never used again (fsyncgate).
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::event::Event;
+use crate::hash::ContentHash;
+use crate::store::durable;
+
+/// Hexadecimal digits of a checksum, before the blank.
+const CHECKSUM_DIGITS: usize = 32;
+
+/// Events that became durable together.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Batch {
+    /// When, in milliseconds since the epoch.
+    pub at_ms: u64,
+    /// What, in order.
+    pub events: Vec<Event>,
+}
+
+/// What a journal holds.
+#[derive(Debug)]
+pub(crate) struct Replay {
+    /// Every durable batch, in order.
+    pub batches: Vec<Batch>,
+    /// Bytes of a last line that was cut off, and dropped.
+    pub torn_bytes: u64,
+    good_bytes: u64,
+    chain: ContentHash,
+}
+
+/// A journal that is being written. Opened lazily: an attempt that is only
+/// looked at is not touched.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    path: PathBuf,
+    file: Option<File>,
+    good_bytes: u64,
+    chain: ContentHash,
+}
+
+/// Why a journal cannot be believed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub(crate) enum JournalError {
+    #[error("{path} cannot be read", path = path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path} is damaged at line {line}, before its end: {detail}; restore it, or start a new attempt", path = path.display())]
+    Damaged { path: PathBuf, line: usize, detail: String },
+}
+
+/// The checksum before the first line.
+fn chain_start() -> ContentHash {
+    ContentHash::of(b"backtape journal 1")
+}
+
+fn link(previous: ContentHash, json: &[u8]) -> ContentHash {
+    let mut text = previous.to_string().into_bytes();
+    text.extend(json);
+    ContentHash::of(&text)
+}
+
+/// Reads every durable batch.
+pub(crate) fn replay(path: &Path) -> Result<Replay, JournalError> {
+    let bytes =
+        std::fs::read(path).map_err(|source| JournalError::Read { path: path.into(), source })?;
+    replay_bytes(path, &bytes)
+}
+
+fn replay_bytes(path: &Path, bytes: &[u8]) -> Result<Replay, JournalError> {
+    let mut replay =
+        Replay { batches: Vec::new(), torn_bytes: 0, good_bytes: 0, chain: chain_start() };
+    for (index, line) in bytes.split_inclusive(|&b| b == b'\n').enumerate() {
+        let end = replay.good_bytes + line.len() as u64;
+        match read_line(line, replay.chain) {
+            Ok((batch, chain)) => {
+                replay.batches.push(batch);
+                (replay.chain, replay.good_bytes) = (chain, end);
+            }
+            Err(_) if end == bytes.len() as u64 => replay.torn_bytes = line.len() as u64,
+            Err(detail) => {
+                return Err(JournalError::Damaged { path: path.into(), line: index + 1, detail });
+            }
+        }
+    }
+    Ok(replay)
+}
+
+fn read_line(line: &[u8], previous: ContentHash) -> Result<(Batch, ContentHash), String> {
+    let text = line.strip_suffix(b"\n").ok_or("it has no end")?;
+    let (digits, rest) = text.split_at_checked(CHECKSUM_DIGITS).ok_or("it is too short")?;
+    let json = rest.strip_prefix(b" ").ok_or("it has no checksum")?;
+    let chain = link(previous, json);
+    if digits != chain.to_string().as_bytes() {
+        return Err("its checksum does not match its contents".into());
+    }
+    let batch = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+    Ok((batch, chain))
+}
+
+impl Journal {
+    /// A journal that does not exist yet; the first append creates it.
+    pub(crate) fn new(path: PathBuf) -> Journal {
+        Journal { path, file: None, good_bytes: 0, chain: chain_start() }
+    }
+
+    /// Goes on after what was replayed.
+    pub(crate) fn after(path: PathBuf, replay: &Replay) -> Journal {
+        Journal { path, file: None, good_bytes: replay.good_bytes, chain: replay.chain }
+    }
+
+    /// Makes a batch durable. After an error the caller must not append again.
+    pub(crate) fn append(&mut self, batch: &Batch) -> io::Result<()> {
+        let json = serde_json::to_vec(batch)?;
+        let chain = link(self.chain, &json);
+        let mut line = chain.to_string().into_bytes();
+        line.push(b' ');
+        line.extend(&json);
+        line.push(b'\n');
+        let file = match &mut self.file {
+            Some(file) => file,
+            slot => slot.insert(open(&self.path, self.good_bytes)?),
+        };
+        file.write_all(&line)?;
+        file.sync_data()?;
+        self.good_bytes += line.len() as u64;
+        self.chain = chain;
+        Ok(())
+    }
+}
+
+/// Opens a journal to append after its good bytes; what a crash left behind
+/// them is cut off, durably, before anything is written there.
+fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
+    if let Some(directory) = path.parent() {
+        durable::create_directory(directory)?;
+    }
+    let file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
+        .open(path)?;
+    if file.metadata()?.len() != good_bytes {
+        file.set_len(good_bytes)?;
+        file.sync_all()?;
+    }
+    durable::sync_parent(path)?;
+    Ok(file)
+}

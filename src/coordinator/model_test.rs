@@ -1,0 +1,286 @@
+//! Goal: whatever the order of events, duplicates and restarts, a step is
+//! committed exactly when every rank closed it and every file it counted is
+//! reported, and nothing acknowledged is forgotten. Method: random operations
+//! on the state machine with a real journal, against a model of two maps.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::event::{Closing, Event, Joined, Opened};
+use super::journal::{self, Batch, Journal};
+use super::state::{AttemptState, Outcome};
+use crate::hash::TrustHash;
+use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
+use crate::manifest::FileRecord;
+use crate::placement::Mesh;
+use crate::store::layout;
+
+const WORLD: u32 = 3;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Join(u32),
+    Report {
+        rank: u32,
+        step: u64,
+        file: u32,
+        version: u8,
+    },
+    Close {
+        rank: u32,
+        step: u64,
+        files: u32,
+    },
+    /// Kill the coordinator and load its journal.
+    Restart,
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let (rank, step) = (0..WORLD, 0..2u64);
+    let report = (rank.clone(), step.clone(), 0..2u32, prop_oneof![9 => Just(0u8), 1 => Just(1)])
+        .prop_map(|(rank, step, file, version)| Op::Report { rank, step, file, version });
+    let close = (rank.clone(), step, 0..3u32).prop_map(|(rank, step, files)| Op::Close {
+        rank,
+        step,
+        files,
+    });
+    let op = prop_oneof![
+        1 => rank.prop_map(Op::Join), 6 => report, 3 => close, 1 => Just(Op::Restart)
+    ];
+    proptest::collection::vec(op, 0..60)
+}
+
+fn opened() -> Opened {
+    Opened {
+        format_version: crate::FORMAT_VERSION,
+        run: Name::new("model").unwrap(),
+        attempt: Attempt(0),
+        world_size: WORLD,
+        started_ms: 0,
+        mesh: Mesh::default(),
+        versions: BTreeMap::new(),
+    }
+}
+
+fn event(op: &Op) -> Option<Event> {
+    Some(match *op {
+        Op::Restart => return None,
+        Op::Join(rank) => Event::Joined(Joined {
+            rank: Rank(rank),
+            incarnation: u64::from(rank),
+            host: Name::new("h").unwrap(),
+            mesh: Mesh::default(),
+        }),
+        Op::Report { rank, step, file, version } => {
+            let microbatch = file.checked_sub(1).map(Microbatch);
+            let name = layout::file_name(Rank(rank), microbatch);
+            let shards = microbatch.map(|mb| shard(rank, mb)).into_iter().collect();
+            Event::Reported {
+                step: Step(step),
+                file: FileRecord {
+                    name,
+                    rank: Rank(rank),
+                    length: 0,
+                    header_hash: TrustHash::of(&[version]),
+                    shards,
+                },
+            }
+        }
+        Op::Close { rank, step, files } => Event::Closed {
+            step: Step(step),
+            rank: Rank(rank),
+            closing: Closing { files, ..Closing::default() },
+        },
+    })
+}
+
+fn shard(rank: u32, microbatch: Microbatch) -> crate::shard::ShardRecord {
+    let json = serde_json::json!({
+        "tensor": "q", "microbatch": microbatch, "when": null, "role": "q", "dtype": "f32",
+        "shape": [1], "box": [[0, 1]], "rank": rank, "host": "h", "attempt": 0, "mesh": {},
+        "placement": {}, "partial": null, "replica": 0, "hash": "0".repeat(32), "length": 4,
+        "fingerprint": [0, 0], "fingerprint_source": "recorder", "entry": "q",
+    });
+    serde_json::from_value(json).unwrap()
+}
+
+/// What was acknowledged, and the rules in their simplest form.
+#[derive(Default)]
+struct Model {
+    files: BTreeMap<(u64, u32, u32), u8>,
+    closed: BTreeMap<(u64, u32), u32>,
+}
+
+impl Model {
+    fn count(&self, step: u64, rank: u32) -> u32 {
+        self.files.keys().filter(|(s, r, _)| (*s, *r) == (step, rank)).count() as u32
+    }
+
+    /// Whether the operation must be acknowledged.
+    fn accepts(&mut self, op: &Op) -> bool {
+        match *op {
+            Op::Join(_) | Op::Restart => true,
+            Op::Report { rank, step, file, version } => {
+                if let Some(first) = self.files.get(&(step, rank, file)) {
+                    return *first == version;
+                }
+                let room =
+                    self.closed.get(&(step, rank)).is_none_or(|n| self.count(step, rank) < *n);
+                if room {
+                    self.files.insert((step, rank, file), version);
+                }
+                room
+            }
+            Op::Close { rank, step, files } => {
+                if let Some(first) = self.closed.get(&(step, rank)) {
+                    return *first == files;
+                }
+                let honest = files >= self.count(step, rank);
+                if honest {
+                    self.closed.insert((step, rank), files);
+                }
+                honest
+            }
+        }
+    }
+
+    fn committed(&self, step: u64) -> bool {
+        (0..WORLD).all(|rank| self.closed.get(&(step, rank)) == Some(&self.count(step, rank)))
+    }
+}
+
+fn rebuild(batches: &[Batch]) -> Option<AttemptState> {
+    let mut state: Option<AttemptState> = None;
+    for batch in batches {
+        for event in &batch.events {
+            match (&mut state, event) {
+                (None, Event::Opened(opened)) => state = Some(AttemptState::new(opened.clone())),
+                (Some(state), event) => {
+                    assert_eq!(state.check(event), Ok(Outcome::New), "journalled twice");
+                    state.apply(event.clone(), batch.at_ms);
+                }
+                (None, _) => panic!("the opening is missing"),
+            }
+        }
+    }
+    state
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+    #[test]
+    fn a_step_is_committed_exactly_when_all_closed_and_all_files_are_there(
+        ops in ops(), cut in 0.0..1.0f64
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("journal.jsonl");
+        let mut journal = Journal::new(path.clone());
+        let mut state = AttemptState::new(opened());
+        journal.append(&Batch { at_ms: 0, events: vec![Event::Opened(opened())] }).unwrap();
+        let mut written = vec![std::fs::metadata(&path).unwrap().len()];
+        let mut model = Model::default();
+        for (index, op) in ops.iter().enumerate() {
+            let Some(event) = event(op) else {
+                let replay = journal::replay(&path).unwrap();
+                prop_assert_eq!(&rebuild(&replay.batches).unwrap(), &state);
+                journal = Journal::after(path.clone(), &replay);
+                continue;
+            };
+            let verdict = state.check(&event);
+            prop_assert_eq!(verdict.is_ok(), model.accepts(op), "{:?}: {:?}", op, &verdict);
+            if verdict == Ok(Outcome::New) {
+                let at_ms = index as u64;
+                journal.append(&Batch { at_ms, events: vec![event.clone()] }).unwrap();
+                written.push(std::fs::metadata(&path).unwrap().len());
+                state.apply(event, at_ms);
+            }
+            for step in 0..2 {
+                let manifest = state.manifest(Step(step));
+                prop_assert_eq!(manifest.is_some(), model.committed(step));
+                prop_assert_eq!(state.uncommitted().contains(&Step(step)), model.committed(step));
+                let listed = manifest.map_or(0, |manifest| manifest.files.len());
+                let all = model.files.keys().filter(|(s, ..)| *s == step).count();
+                prop_assert!(!model.committed(step) || listed == all);
+            }
+        }
+        // A crash at any byte: every line that was complete is there, no other.
+        let bytes = std::fs::read(&path).unwrap();
+        let end = (bytes.len() as f64 * cut) as usize;
+        std::fs::write(&path, &bytes[..end]).unwrap();
+        let replay = journal::replay(&path).unwrap();
+        let whole = written.iter().filter(|&&at| at <= end as u64).count();
+        prop_assert_eq!(replay.batches.len(), whole);
+        let after = Journal::after(path.clone(), &replay)
+            .append(&Batch { at_ms: 9, events: vec![] });
+        after.unwrap();
+        prop_assert_eq!(journal::replay(&path).unwrap().batches.len(), whole + 1);
+    }
+}
+
+#[test]
+fn a_changed_line_before_the_end_is_an_error_and_a_changed_last_line_is_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("journal.jsonl");
+    let mut journal = Journal::new(path.clone());
+    for at_ms in 0..3 {
+        journal.append(&Batch { at_ms, events: vec![Event::Opened(opened())] }).unwrap();
+    }
+    let good = std::fs::read(&path).unwrap();
+    let line = good.len() / 3;
+    for (at, dropped) in [(40, None), (line + 40, None), (2 * line + 40, Some(2))] {
+        let mut bad = good.clone();
+        bad[at] ^= 1;
+        std::fs::write(&path, &bad).unwrap();
+        let found = journal::replay(&path).ok().map(|replay| replay.batches.len());
+        assert_eq!(found, dropped, "byte {at}");
+    }
+    // A line that is left out breaks the chain even though each is sound alone.
+    let without = [&good[..line], &good[2 * line..], b"\n"].concat();
+    std::fs::write(&path, without).unwrap();
+    assert!(journal::replay(&path).unwrap_err().to_string().contains("line 2"));
+}
+
+#[test]
+fn a_failed_append_leaves_an_error_and_no_second_try_is_offered() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("file"), b"").unwrap();
+    let mut journal = Journal::new(dir.path().join("file/journal.jsonl"));
+    assert!(journal.append(&Batch { at_ms: 0, events: vec![] }).is_err());
+}
+
+#[test]
+fn ranks_that_disagree_on_the_head_keep_the_first_and_are_named() {
+    let mut state = AttemptState::new(opened());
+    for rank in 0..WORLD {
+        let head = crate::head::HeadDeclaration {
+            z_loss: if rank == 1 { 0.5 } else { 0.0 },
+            ..Default::default()
+        };
+        let closing = Closing { head: Some(head), ..Closing::default() };
+        let (step, rank) = (Step(0), Rank(rank));
+        state.apply(Event::Closed { step, rank, closing }, 0);
+    }
+    let manifest = state.manifest(Step(0)).unwrap();
+    assert_eq!(manifest.head.unwrap().z_loss, 0.0);
+    assert_eq!(manifest.omissions.len(), 1);
+    assert!(manifest.omissions[0].reason.contains("z_loss"), "{:?}", manifest.omissions);
+}
+
+#[test]
+fn an_overdue_step_says_of_each_missing_rank_what_is_known() {
+    let mut state = AttemptState::new(opened());
+    for op in [Op::Join(0), Op::Join(1), Op::Close { rank: 0, step: 5, files: 0 }] {
+        state.apply(event(&op).unwrap(), 1000);
+    }
+    assert_eq!(state.newly_overdue(1999, 1000), vec![]);
+    assert_eq!(state.newly_overdue(2000, 1000), vec![Step(5)]);
+    assert_eq!(state.newly_overdue(3000, 1000), vec![], "named once");
+    let reason = state.status(Step(5)).reason;
+    assert!(reason.contains("rank 1 on h joined, reported nothing"), "{reason}");
+    assert!(reason.contains("rank 2 never joined"), "{reason}");
+    for rank in 1..WORLD {
+        state.apply(event(&Op::Close { rank, step: 5, files: 0 }).unwrap(), 4000);
+    }
+    assert!(state.manifest(Step(5)).is_some(), "a late close still commits");
+}

@@ -1,0 +1,85 @@
+//! What the adapters ask of the actor, in domain types.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use tokio::sync::oneshot;
+
+use super::event::Closing;
+use super::refusal::Refusal;
+use super::status::{StepStatus, Unsettled};
+use crate::hash::TrustHash;
+use crate::identity::{Attempt, Name, Rank, Step};
+use crate::manifest::FileRecord;
+use crate::placement::Mesh;
+use crate::store::AttemptDir;
+
+/// Which process of which launch a request speaks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    /// The run.
+    pub run: Name,
+    /// The launch.
+    pub attempt: Attempt,
+    /// The rank.
+    pub rank: Rank,
+    /// The process.
+    pub incarnation: u64,
+}
+
+/// A rank that wants to enter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub(crate) struct Join {
+    pub run: Name,
+    pub rank: Rank,
+    pub world_size: u32,
+    pub incarnation: u64,
+    pub host: Name,
+    pub attempt: Option<Attempt>,
+    pub format_version: u32,
+    pub mesh: Mesh,
+    pub versions: BTreeMap<String, String>,
+}
+
+/// What a rank that entered is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// Its attempt.
+    pub attempt: Attempt,
+    /// Where the attempt lies, as the coordinator sees it.
+    pub directory: PathBuf,
+    /// Hash of the `run.json` there.
+    pub run_record: TrustHash,
+}
+
+/// A file as a rank describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct FileClaim {
+    /// Name below the step's directory.
+    pub name: Name,
+    /// Bytes, header included.
+    pub length: u64,
+    /// blake3 of its header.
+    pub header_hash: TrustHash,
+}
+
+/// What an adapter may do about a claimed file.
+pub(crate) enum Admission {
+    /// It was reported before, with this many shards.
+    Known(u64),
+    /// It may be looked at, or received, in this attempt of this world size.
+    Wanted(AttemptDir, u32),
+}
+
+pub(crate) type Reply<T> = oneshot::Sender<Result<T, Refusal>>;
+
+pub(crate) enum Request {
+    Join(Join, Reply<Entry>),
+    Admit(Member, Step, FileClaim, Reply<Admission>),
+    Report(Member, Step, FileRecord, Reply<u64>),
+    Close(Member, Step, Closing, Reply<bool>),
+    Status(Name, Attempt, Step, Reply<StepStatus>),
+    Unsettled(Reply<Vec<Unsettled>>),
+    Tick,
+}

@@ -1,0 +1,265 @@
+//! Every run of the store and its attempts; finds the one a request means.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::attempt_log::AttemptLog;
+use super::attempts::{self, Entrant, Latest, Launch};
+use super::config::{Config, StartError};
+use super::event::{Event, Joined, Opened};
+use super::refusal::Refusal;
+use super::request::{Entry, Join, Member};
+use super::status::Unsettled;
+use crate::identity::{Attempt, Name};
+use crate::store::{AttemptDir, durable, layout};
+
+/// The store as the coordinator knows it.
+pub(crate) struct Runs {
+    store: PathBuf,
+    world_size: u32,
+    only: Option<Name>,
+    new_attempt: bool,
+    step_deadline: Duration,
+    runs: BTreeMap<Name, Run>,
+    /// Attempts that took an event since the last flush.
+    touched: BTreeSet<(Name, Attempt)>,
+}
+
+#[derive(Default)]
+struct Run {
+    attempts: BTreeMap<Attempt, AttemptLog>,
+    /// Attempts whose journal cannot be believed, and why.
+    damaged: BTreeMap<Attempt, String>,
+    launch: Launch,
+}
+
+impl Runs {
+    /// Loads what the store holds and proves that it can be written.
+    pub(crate) fn open(config: &Config) -> Result<Runs, StartError> {
+        let unusable = |source: io::Error| StartError::Store { path: config.store.clone(), source };
+        durable::create_directory(&config.store).map_err(unusable)?;
+        prove_writable(&config.store).map_err(unusable)?;
+        let mut runs = Runs {
+            // Ranks are told where to write: they may have other working directories.
+            store: std::fs::canonicalize(&config.store).map_err(unusable)?,
+            world_size: config.world_size,
+            only: config.run.clone(),
+            new_attempt: config.new_attempt,
+            step_deadline: config.step_deadline,
+            runs: BTreeMap::new(),
+            touched: BTreeSet::new(),
+        };
+        for (name, path) in names(config).map_err(unusable)? {
+            let run = load_run(&path, config.new_attempt).map_err(unusable)?;
+            runs.runs.insert(name, run);
+        }
+        runs.commit_all();
+        Ok(runs)
+    }
+
+    /// Enters a rank into a run and stages what that changes.
+    pub(crate) fn join(&mut self, join: Join, now_ms: u64) -> Result<Attempt, Refusal> {
+        self.check_join(&join)?;
+        let directory = self.store.join(join.run.as_str());
+        let run = self.runs.entry(join.run.clone()).or_default();
+        let entrant = Entrant {
+            run: &join.run,
+            rank: join.rank,
+            incarnation: join.incarnation,
+            explicit: join.attempt,
+        };
+        let attempt = attempts::choose(entrant, run.latest(), self.world_size)?;
+        if let Some(reason) = run.damaged.get(&attempt) {
+            return Err(Refusal::Poisoned { run: join.run, attempt, reason: reason.clone() });
+        }
+        let log = run.attempts.entry(attempt).or_insert_with(|| {
+            let opened = Opened {
+                format_version: crate::FORMAT_VERSION,
+                run: join.run.clone(),
+                attempt,
+                world_size: self.world_size,
+                started_ms: now_ms,
+                mesh: join.mesh.clone(),
+                versions: join.versions,
+            };
+            AttemptLog::open(AttemptDir::of(&directory, attempt), opened)
+        });
+        let joined = Joined {
+            rank: join.rank,
+            incarnation: join.incarnation,
+            host: join.host,
+            mesh: join.mesh,
+        };
+        log.submit(Event::Joined(joined), now_ms)?;
+        if self.new_attempt {
+            run.launch = Launch::Own;
+        }
+        self.touched.insert((join.run, attempt));
+        Ok(attempt)
+    }
+
+    fn check_join(&self, join: &Join) -> Result<(), Refusal> {
+        let (rank, expected) = (join.rank, self.world_size);
+        if let Some(serves) = self.only.as_ref().filter(|only| **only != join.run) {
+            return Err(Refusal::OtherRun { run: join.run.clone(), serves: serves.clone() });
+        }
+        if join.format_version != crate::FORMAT_VERSION {
+            let found = join.format_version;
+            return Err(Refusal::FormatVersion { rank, found });
+        }
+        if rank.0 >= expected {
+            return Err(Refusal::RankOutside { rank, world_size: expected });
+        }
+        if join.world_size != expected {
+            return Err(Refusal::WorldSize { rank, claimed: join.world_size, expected });
+        }
+        Ok(())
+    }
+
+    /// What a rank that entered is told, once that is durable.
+    pub(crate) fn entry(&mut self, run: &Name, attempt: Attempt) -> Result<Entry, Refusal> {
+        let log = self.log(run, attempt)?;
+        Ok(Entry { attempt, run_record: log.run_record()?, directory: log.directory.path.clone() })
+    }
+
+    /// An attempt that is usable, whoever asks.
+    pub(crate) fn log(&mut self, run: &Name, attempt: Attempt) -> Result<&mut AttemptLog, Refusal> {
+        let unknown = || Refusal::UnknownRun { run: run.clone() };
+        let known = self.runs.get_mut(run).ok_or_else(unknown)?;
+        let log = known.attempts.get_mut(&attempt).ok_or_else(unknown)?;
+        log.usable()?;
+        Ok(log)
+    }
+
+    /// The attempt that a member may still add to.
+    pub(crate) fn member(&mut self, member: &Member) -> Result<&mut AttemptLog, Refusal> {
+        let latest = self.runs.get(&member.run).and_then(Run::newest);
+        if let Some(latest) = latest.filter(|latest| member.attempt < *latest) {
+            return Err(Refusal::OldAttempt {
+                run: member.run.clone(),
+                rank: member.rank,
+                attempt: member.attempt,
+                latest,
+            });
+        }
+        let log = self.log(&member.run, member.attempt)?;
+        log.state.check_member(member.rank, member.incarnation)?;
+        Ok(log)
+    }
+
+    /// Checks and stages an event of a member.
+    pub(crate) fn submit(
+        &mut self,
+        member: &Member,
+        event: Event,
+        now_ms: u64,
+    ) -> Result<(), Refusal> {
+        self.member(member)?.submit(event, now_ms)?;
+        self.touched.insert((member.run.clone(), member.attempt));
+        Ok(())
+    }
+
+    /// Makes everything staged durable, one fsync for each attempt, and commits
+    /// the steps that became complete.
+    pub(crate) fn flush(&mut self, now_ms: u64) {
+        for (run, attempt) in std::mem::take(&mut self.touched) {
+            let known = self.runs.get_mut(&run);
+            if let Some(log) = known.and_then(|run| run.attempts.get_mut(&attempt)) {
+                log.flush(now_ms);
+                log.commit();
+            }
+        }
+    }
+
+    fn commit_all(&mut self) {
+        let logs = self.runs.values_mut().flat_map(|run| run.attempts.values_mut());
+        logs.for_each(AttemptLog::commit);
+    }
+
+    /// Names steps that took too long, and tries failed commits again.
+    pub(crate) fn tick(&mut self, now_ms: u64) {
+        self.commit_all();
+        let deadline_ms = u64::try_from(self.step_deadline.as_millis()).unwrap_or(u64::MAX);
+        let logs = self.runs.values_mut().flat_map(|run| run.attempts.values_mut());
+        for log in logs {
+            for step in log.state.newly_overdue(now_ms, deadline_ms) {
+                let (run, attempt) = (log.run(), log.attempt());
+                let missing = log.state.missing(step);
+                tracing::warn!(
+                    "run {run} attempt {attempt} step {step}: partial after {} s: {missing}",
+                    deadline_ms / 1000
+                );
+            }
+        }
+    }
+
+    /// Every step of every run's newest attempt that is not committed.
+    pub(crate) fn unsettled(&self) -> Vec<Unsettled> {
+        let newest = self.runs.values().filter_map(|run| run.attempts.values().next_back());
+        newest.flat_map(|log| log.state.unsettled()).collect()
+    }
+}
+
+impl Run {
+    fn newest(&self) -> Option<Attempt> {
+        let live = self.attempts.keys().next_back();
+        live.max(self.damaged.keys().next_back()).copied()
+    }
+
+    fn latest(&self) -> Option<Latest<'_>> {
+        let attempt = self.newest()?;
+        let state = match (self.attempts.get(&attempt), self.damaged.get(&attempt)) {
+            (Some(log), _) => Ok(&log.state),
+            (None, damage) => Err(damage.map_or("", String::as_str)),
+        };
+        Some(Latest { attempt, state, launch: self.launch })
+    }
+}
+
+/// The runs to load, each with its directory.
+fn names(config: &Config) -> io::Result<Vec<(Name, PathBuf)>> {
+    if let Some(name) = &config.run {
+        return Ok(vec![(name.clone(), config.store.join(name.as_str()))]);
+    }
+    let named = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?;
+        Some((Name::new(name).ok()?, path.clone()))
+    };
+    Ok(layout::runs(&config.store)?.into_iter().filter_map(named).collect())
+}
+
+fn load_run(directory: &Path, new_attempt: bool) -> io::Result<Run> {
+    let mut run =
+        Run { launch: if new_attempt { Launch::Older } else { Launch::Any }, ..Run::default() };
+    for found in AttemptDir::list(directory)? {
+        let attempt = found.attempt;
+        match AttemptLog::load(found) {
+            Ok(Some(log)) => {
+                run.attempts.insert(attempt, log);
+            }
+            Ok(None) => {}
+            Err(error) => {
+                let reason = chain(&error);
+                tracing::error!("{reason}");
+                run.damaged.insert(attempt, reason);
+            }
+        }
+    }
+    Ok(run)
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error}: {}", chain(source)),
+        None => error.to_string(),
+    }
+}
+
+/// A store that cannot be written is found now, not at the first join.
+fn prove_writable(store: &Path) -> io::Result<()> {
+    let scratch = durable::scratch_beside(&store.join("probe"));
+    durable::create_private(&scratch)?;
+    std::fs::remove_file(&scratch)
+}

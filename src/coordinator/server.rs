@@ -1,0 +1,85 @@
+//! The async shell: accepts connections, ticks, stops gracefully.
+
+use std::future::Future;
+use std::pin::pin;
+
+use backtape_proto::coordinator_server::CoordinatorServer;
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+
+use super::actor::{self, Handle};
+use super::config::{Config, ServeError, StartError};
+use super::limits;
+use super::service::Service;
+
+/// A coordinator that has loaded its store and is ready to serve.
+pub struct Coordinator {
+    handle: Handle,
+    actor_end: oneshot::Receiver<()>,
+}
+
+impl Coordinator {
+    /// Loads the store: every attempt that an earlier coordinator acknowledged
+    /// goes on where it was.
+    pub fn open(config: &Config) -> Result<Coordinator, StartError> {
+        if config.world_size == 0 {
+            return Err(StartError::NoRanks);
+        }
+        let (handle, actor_end) = actor::start(config)?;
+        Ok(Coordinator { handle, actor_end })
+    }
+
+    /// For whoever runs the coordinator in its own process.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// Serves until `shutdown` completes, then lets open calls end.
+    pub async fn serve(
+        mut self,
+        listener: TcpListener,
+        shutdown: impl Future<Output = ()>,
+    ) -> Result<(), ServeError> {
+        let (stop, stopped) = oneshot::channel::<()>();
+        let service = CoordinatorServer::new(Service::new(self.handle.clone()))
+            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let serving = Server::builder()
+            .http2_keepalive_interval(Some(limits::KEEPALIVE_INTERVAL))
+            .http2_keepalive_timeout(Some(limits::KEEPALIVE_TIMEOUT))
+            .initial_stream_window_size(limits::WINDOW_BYTES)
+            .initial_connection_window_size(limits::WINDOW_BYTES)
+            .max_frame_size(limits::FRAME_BYTES)
+            .max_concurrent_streams(limits::MAX_STREAMS)
+            .add_service(service)
+            .serve_with_incoming_shutdown(incoming, async {
+                let _ = stopped.await;
+            });
+        let (mut serving, mut shutdown) = (pin!(serving), pin!(shutdown));
+        let mut ticks = tokio::time::interval(limits::TICK);
+        loop {
+            tokio::select! {
+                ended = &mut serving => return ended.map_err(ServeError::Transport),
+                () = &mut shutdown => break,
+                _ = &mut self.actor_end => return Err(ServeError::ActorDied),
+                _ = ticks.tick() => self.handle.tick(),
+            }
+        }
+        drop(stop);
+        // A peer that keeps its call open does not keep the coordinator up:
+        // nothing that it was not told is lost.
+        let _ = tokio::time::timeout(limits::SHUTDOWN_GRACE, serving).await;
+        Ok(())
+    }
+}
+
+/// Opens the store and serves it on `listener` until `shutdown` completes.
+pub async fn run(
+    listener: TcpListener,
+    config: &Config,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
+    Coordinator::open(config)?.serve(listener, shutdown).await
+}

@@ -1,0 +1,367 @@
+//! The state of one attempt: pure, without clock or I/O. An event is checked,
+//! journalled by the shell, then applied.
+//!
+//! A step is complete when every rank closed its part and every file that they
+//! counted is reported. It is committed once the shell has put its manifest at
+//! its final name and said so; that is never undone.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::event::{Closing, Event, Joined, Opened};
+use super::refusal::Refusal;
+use crate::head::HeadDeclaration;
+use crate::identity::{Name, Rank, Step};
+use crate::index_box::IndexBox;
+use crate::manifest::{FileRecord, Manifest, Omission};
+use crate::placement::{Mesh, Reduction};
+use crate::shard::{ShardRecord, TensorKey};
+use crate::store::layout;
+
+/// What a check says of an acceptable event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Journal and apply it.
+    New,
+    /// It happened before, exactly so: answer without recording it again.
+    Known,
+}
+
+/// One launch of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct AttemptState {
+    pub(super) opened: Opened,
+    pub(super) mesh: Mesh,
+    pub(super) ranks: BTreeMap<Rank, Joined>,
+    pub(super) steps: BTreeMap<Step, StepState>,
+    /// Complete, and not known to be committed.
+    ready: BTreeSet<Step>,
+}
+
+/// What is known of one step.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct StepState {
+    /// When its first event came, in the coordinator's milliseconds.
+    since_ms: u64,
+    pub(super) files: BTreeMap<Rank, BTreeMap<Name, FileRecord>>,
+    pub(super) closed: BTreeMap<Rank, Closing>,
+    head: Option<(Rank, HeadDeclaration)>,
+    /// Disagreements between ranks that did not stop the step.
+    notes: Vec<Omission>,
+    /// Files present, and files counted by the ranks that closed.
+    present: u64,
+    counted: u64,
+    pub(super) committed: bool,
+    pub(super) overdue: bool,
+}
+
+impl AttemptState {
+    /// An attempt without ranks.
+    pub(crate) fn new(opened: Opened) -> AttemptState {
+        AttemptState {
+            mesh: opened.mesh.clone(),
+            opened,
+            ranks: BTreeMap::new(),
+            steps: BTreeMap::new(),
+            ready: BTreeSet::new(),
+        }
+    }
+
+    /// What was known when it began.
+    pub(crate) fn opened(&self) -> &Opened {
+        &self.opened
+    }
+
+    /// True when some process joined as this rank.
+    pub(crate) fn has_joined(&self, rank: Rank) -> bool {
+        self.ranks.contains_key(&rank)
+    }
+
+    /// Shards of a reported file.
+    pub(crate) fn shards(&self, step: Step, rank: Rank, file: &Name) -> u64 {
+        let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
+        let file = own.and_then(|own| own.get(file));
+        file.map_or(0, |file| file.shards.len() as u64)
+    }
+
+    /// True when the manifest of a step is known to stand at its final name.
+    pub(crate) fn is_committed(&self, step: Step) -> bool {
+        self.steps.get(&step).is_some_and(|state| state.committed)
+    }
+
+    /// Refuses a process that is not, or no longer, this rank of the attempt.
+    pub(crate) fn check_member(&self, rank: Rank, incarnation: u64) -> Result<(), Refusal> {
+        match self.ranks.get(&rank) {
+            Some(joined) if joined.incarnation == incarnation => Ok(()),
+            _ => Err(Refusal::NotJoined {
+                run: self.opened.run.clone(),
+                rank,
+                attempt: self.opened.attempt,
+            }),
+        }
+    }
+
+    /// Judges an event without changing anything.
+    pub(crate) fn check(&self, event: &Event) -> Result<Outcome, Refusal> {
+        match event {
+            Event::Opened(_) => Err(Refusal::Malformed("an attempt opens once".into())),
+            Event::Joined(joined) => self.check_join(joined),
+            Event::Reported { step, file } => {
+                let known = self.check_header(*step, file.rank, &file.name, file.header_hash)?;
+                self.check_records(*step, file)?;
+                Ok(known)
+            }
+            Event::Closed { step, rank, closing } => self.check_close(*step, *rank, closing),
+        }
+    }
+
+    fn check_join(&self, joined: &Joined) -> Result<Outcome, Refusal> {
+        let (rank, world_size) = (joined.rank, self.opened.world_size);
+        if rank.0 >= world_size {
+            return Err(Refusal::RankOutside { rank, world_size });
+        }
+        let says = |mesh: &Mesh| !mesh.0.is_empty();
+        if says(&joined.mesh) && says(&self.mesh) && joined.mesh != self.mesh {
+            return Err(Refusal::Mesh {
+                rank,
+                found: joined.mesh.to_string(),
+                first: self.mesh.to_string(),
+            });
+        }
+        match self.ranks.get(&rank) {
+            None => Ok(Outcome::New),
+            Some(first) if first.incarnation == joined.incarnation => Ok(Outcome::Known),
+            Some(_) => Err(Refusal::AttemptTaken {
+                run: self.opened.run.clone(),
+                rank,
+                attempt: self.opened.attempt,
+            }),
+        }
+    }
+
+    /// Judges a report by the file's name and header hash alone, so that an
+    /// upload can be refused, or found known, before its bytes move.
+    pub(crate) fn check_header(
+        &self,
+        step: Step,
+        rank: Rank,
+        file: &Name,
+        hash: crate::hash::TrustHash,
+    ) -> Result<Outcome, Refusal> {
+        let Some(state) = self.steps.get(&step) else {
+            return Ok(Outcome::New);
+        };
+        let file = file.clone();
+        let own = state.files.get(&rank);
+        if let Some(known) = own.and_then(|own| own.get(&file)) {
+            return if known.header_hash == hash {
+                Ok(Outcome::Known)
+            } else {
+                let (first, second) = (known.header_hash, hash);
+                Err(Refusal::FileConflict { file, step, first, second })
+            };
+        }
+        match state.closed.get(&rank) {
+            Some(closing) if state.reported(rank) >= closing.files => {
+                Err(Refusal::StepClosed { rank, step, files: closing.files, file })
+            }
+            _ => Ok(Outcome::New),
+        }
+    }
+
+    /// Every record must speak for the file's own rank and attempt, and lie in
+    /// the file that the layout gives it: no rank can answer for another.
+    fn check_records(&self, step: Step, file: &FileRecord) -> Result<(), Refusal> {
+        let rank = file.rank;
+        let foreign =
+            |detail: String| Refusal::ForeignFile { file: file.name.clone(), rank, detail };
+        let microbatch = file.shards.first().and_then(|shard| shard.key.microbatch);
+        let own = layout::file_name(rank, microbatch);
+        if own != file.name {
+            return Err(foreign(format!("its shards belong in {own}")));
+        }
+        let mut seen: BTreeMap<ShardIdentity, &ShardRecord> = BTreeMap::new();
+        for shard in &file.shards {
+            shard.check().map_err(|error| Refusal::Record {
+                file: file.name.clone(),
+                step,
+                detail: error.to_string(),
+            })?;
+            if shard.rank != rank || shard.attempt != self.opened.attempt {
+                let (other, attempt) = (shard.rank, shard.attempt);
+                return Err(foreign(format!(
+                    "it holds {} of rank {other}, attempt {attempt}",
+                    shard.key
+                )));
+            }
+            if shard.key.microbatch != microbatch {
+                return Err(foreign(format!("{} is of another microbatch", shard.key)));
+            }
+            let first = seen.insert(identity(shard), shard);
+            if first.is_some_and(|first| first.hash != shard.hash) {
+                return Err(Refusal::ShardConflict {
+                    file: file.name.clone(),
+                    step,
+                    rank,
+                    shard: format!("{} {}", shard.key, shard.place),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_close(&self, step: Step, rank: Rank, closing: &Closing) -> Result<Outcome, Refusal> {
+        let Some(state) = self.steps.get(&step) else {
+            return Ok(Outcome::New);
+        };
+        match state.closed.get(&rank) {
+            Some(first) if first == closing => return Ok(Outcome::Known),
+            Some(_) => return Err(Refusal::CloseConflict { rank, step }),
+            None => {}
+        }
+        let (counted, reported) = (closing.files, state.reported(rank));
+        if counted < reported {
+            return Err(Refusal::CountShort { rank, step, counted, reported });
+        }
+        Ok(Outcome::New)
+    }
+
+    /// Applies an event that [`AttemptState::check`] found new; `at_ms` is when
+    /// it was journalled.
+    pub(crate) fn apply(&mut self, event: Event, at_ms: u64) {
+        match event {
+            Event::Opened(_) => {}
+            Event::Joined(joined) => {
+                if self.mesh.0.is_empty() {
+                    self.mesh = joined.mesh.clone();
+                }
+                self.ranks.insert(joined.rank, joined);
+            }
+            Event::Reported { step, file } => {
+                self.step_at(step, at_ms).add(file);
+                self.note_complete(step);
+            }
+            Event::Closed { step, rank, closing } => {
+                self.step_at(step, at_ms).close(rank, closing);
+                self.note_complete(step);
+            }
+        }
+    }
+
+    fn note_complete(&mut self, step: Step) {
+        let world_size = self.opened.world_size;
+        let state = self.steps.get(&step);
+        if state.is_some_and(|state| !state.committed && state.complete(world_size)) {
+            self.ready.insert(step);
+        }
+    }
+
+    fn step_at(&mut self, step: Step, at_ms: u64) -> &mut StepState {
+        self.steps
+            .entry(step)
+            .or_insert_with(|| StepState { since_ms: at_ms, ..StepState::default() })
+    }
+
+    /// Complete steps whose manifest is not known to be at its final name.
+    pub(crate) fn uncommitted(&self) -> Vec<Step> {
+        self.ready.iter().copied().collect()
+    }
+
+    /// The manifest of a complete step: the same bytes from the same events.
+    pub(crate) fn manifest(&self, step: Step) -> Option<Manifest> {
+        let state = self.steps.get(&step)?;
+        if !state.complete(self.opened.world_size) {
+            return None;
+        }
+        let omissions = state.closed.values().flat_map(|closing| &closing.omissions);
+        Some(Manifest {
+            format_version: crate::FORMAT_VERSION,
+            version: crate::VERSION.into(),
+            run: self.opened.run.clone(),
+            attempt: self.opened.attempt,
+            step,
+            world_size: self.opened.world_size,
+            mesh: self.mesh.clone(),
+            head: state.head.as_ref().map(|(_, head)| head.clone()),
+            files: state.files.values().flat_map(BTreeMap::values).cloned().collect(),
+            omissions: omissions.chain(&state.notes).cloned().collect(),
+        })
+    }
+
+    /// The step's manifest stands at its final name.
+    pub(crate) fn set_committed(&mut self, step: Step) {
+        if let Some(state) = self.steps.get_mut(&step) {
+            state.committed = true;
+            self.ready.remove(&step);
+        }
+    }
+
+    /// Steps that are now found to have taken too long: each is named once.
+    pub(crate) fn newly_overdue(&mut self, now_ms: u64, deadline_ms: u64) -> Vec<Step> {
+        let world_size = self.opened.world_size;
+        let mut found = Vec::new();
+        for (step, state) in &mut self.steps {
+            let late = now_ms.saturating_sub(state.since_ms) >= deadline_ms;
+            if late && !state.overdue && !state.complete(world_size) {
+                state.overdue = true;
+                found.push(*step);
+            }
+        }
+        found
+    }
+}
+
+impl StepState {
+    /// Files of one rank reported so far.
+    pub(super) fn reported(&self, rank: Rank) -> u32 {
+        let own = self.files.get(&rank).map_or(0, BTreeMap::len);
+        u32::try_from(own).unwrap_or(u32::MAX)
+    }
+
+    /// No rank reports more than it counted, so equal sums are equal parts.
+    fn complete(&self, world_size: u32) -> bool {
+        self.closed.len() as u64 == u64::from(world_size) && self.counted == self.present
+    }
+
+    fn add(&mut self, file: FileRecord) {
+        let own = self.files.entry(file.rank).or_default();
+        if own.insert(file.name.clone(), file).is_none() {
+            self.present += 1;
+        }
+    }
+
+    fn close(&mut self, rank: Rank, closing: Closing) {
+        match (&self.head, &closing.head) {
+            (None, Some(head)) => self.head = Some((rank, head.clone())),
+            (Some((first, kept)), Some(head)) if kept != head => self.notes.push(Omission {
+                rank,
+                tensor: "head".into(),
+                microbatch: None,
+                reason: disagreement(*first, kept, head),
+            }),
+            _ => {}
+        }
+        self.counted += u64::from(closing.files);
+        self.closed.insert(rank, closing);
+    }
+}
+
+/// What makes two shards of one rank the same shard.
+type ShardIdentity = (TensorKey, IndexBox, Option<Reduction>, u32);
+
+fn identity(shard: &ShardRecord) -> ShardIdentity {
+    (shard.key.clone(), shard.place.clone(), shard.partial, shard.replica)
+}
+
+fn disagreement(first: Rank, kept: &HeadDeclaration, other: &HeadDeclaration) -> String {
+    let fields = |head| match serde_json::to_value(head) {
+        Ok(serde_json::Value::Object(fields)) => fields,
+        _ => serde_json::Map::new(),
+    };
+    let (kept, other) = (fields(kept), fields(other));
+    let differs = kept.iter().filter(|(name, value)| other.get(*name) != Some(value));
+    let names: Vec<_> = differs.map(|(name, _)| name.as_str()).collect();
+    format!(
+        "it declared another head than rank {first} ({}): rank {first}'s is kept",
+        names.join(", ")
+    )
+}

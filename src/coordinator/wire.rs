@@ -1,0 +1,92 @@
+//! From wire types to domain types: the one place where a message is doubted.
+
+use backtape_proto as proto;
+
+use super::event::Closing;
+use super::limits::MAX_FILE_BYTES;
+use super::refusal::Refusal;
+use super::request::{FileClaim, Join, Member};
+use crate::hash::TrustHash;
+use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
+use crate::manifest::Omission;
+
+/// Bytes of an omission's tensor or reason that are accepted.
+const MAX_TEXT_BYTES: usize = 4096;
+
+fn malformed(error: impl ToString) -> Refusal {
+    Refusal::Malformed(error.to_string())
+}
+
+fn name(text: String) -> Result<Name, Refusal> {
+    Name::new(text).map_err(malformed)
+}
+
+pub(super) fn join(wire: proto::JoinRequest) -> Result<Join, Refusal> {
+    let mesh = match wire.mesh.as_str() {
+        "" => Default::default(),
+        text => serde_json::from_str(text).map_err(malformed)?,
+    };
+    Ok(Join {
+        run: name(wire.run)?,
+        rank: Rank(wire.rank),
+        world_size: wire.world_size,
+        incarnation: wire.incarnation,
+        host: name(wire.host)?,
+        attempt: wire.attempt.map(Attempt),
+        format_version: wire.format_version,
+        mesh,
+        versions: wire.versions.into_iter().collect(),
+    })
+}
+
+fn member(wire: Option<proto::Member>) -> Result<Member, Refusal> {
+    let wire = wire.ok_or_else(|| malformed("it does not say whom it speaks for"))?;
+    Ok(Member {
+        run: name(wire.run)?,
+        attempt: Attempt(wire.attempt),
+        rank: Rank(wire.rank),
+        incarnation: wire.incarnation,
+    })
+}
+
+pub(super) fn report(wire: proto::ReportFileRequest) -> Result<(Member, Step, FileClaim), Refusal> {
+    let file = wire.file.ok_or_else(|| malformed("it names no file"))?;
+    let header: [u8; 32] = file.header_hash.as_ref().try_into().map_err(|_| {
+        malformed(format!("a header hash has 32 bytes, not {}", file.header_hash.len()))
+    })?;
+    if file.length > MAX_FILE_BYTES {
+        let length = file.length;
+        return Err(malformed(format!(
+            "{length} bytes in one file, at most {MAX_FILE_BYTES} are accepted"
+        )));
+    }
+    let claim =
+        FileClaim { name: name(file.name)?, length: file.length, header_hash: TrustHash(header) };
+    Ok((member(wire.member)?, Step(wire.step), claim))
+}
+
+pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Closing), Refusal> {
+    let member = member(wire.member)?;
+    let head = match wire.head.as_ref() {
+        [] => None,
+        bytes => Some(serde_json::from_slice(bytes).map_err(malformed)?),
+    };
+    let omissions = wire.omissions.into_iter().map(|omission| {
+        if omission.tensor.len().max(omission.reason.len()) > MAX_TEXT_BYTES {
+            return Err(malformed(format!("an omission holds more than {MAX_TEXT_BYTES} bytes")));
+        }
+        Ok(Omission {
+            rank: member.rank,
+            tensor: omission.tensor,
+            microbatch: omission.microbatch.map(Microbatch),
+            reason: omission.reason,
+        })
+    });
+    let closing =
+        Closing { files: wire.files, head, omissions: omissions.collect::<Result<_, _>>()? };
+    Ok((member, Step(wire.step), closing))
+}
+
+pub(super) fn status(wire: proto::StepStatusRequest) -> Result<(Name, Attempt, Step), Refusal> {
+    Ok((name(wire.run)?, Attempt(wire.attempt), Step(wire.step)))
+}

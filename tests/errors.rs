@@ -1,0 +1,167 @@
+//! What a user meets when something is wrong: one clear sentence that says what,
+//! where and what to do, and an exit code that tells the kinds apart.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use backtape::manifest::Manifest;
+
+use crate::support::dump;
+use crate::support::job::Job;
+use crate::support::program::{Ended, replay};
+
+fn small() -> Job {
+    Job { tokens: 40, vocab: 60, valid: 57, width: 8, ..Job::default() }
+}
+
+fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
+    let path = directory.join(name);
+    dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
+    path
+}
+
+fn run(path: &Path, more: &[&str]) -> Ended {
+    let mut arguments = vec!["--dump".to_string(), path.display().to_string()];
+    arguments.extend(more.iter().map(ToString::to_string));
+    replay(&arguments)
+}
+
+/// Asserts the exit code and that the sentence holds every word.
+#[track_caller]
+fn expect(ended: &Ended, code: i32, words: &[&str]) {
+    let said = format!("{}{}", ended.stdout, ended.stderr);
+    let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert_eq!(ended.code, code, "{ended:#?}");
+    for word in words {
+        assert!(said.contains(word), "{word:?} is not in:\n{said}");
+    }
+    assert!(!said.contains("panicked"), "{said}");
+}
+
+#[test]
+fn a_step_that_was_not_dumped_lists_those_that_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "run-a", &small());
+    expect(&run(&path, &["--step", "7"]), 2, &["step 7 was not dumped", "--step 0"]);
+}
+
+#[test]
+fn a_store_with_several_runs_lists_them_and_does_not_guess() {
+    let dir = tempfile::tempdir().unwrap();
+    dumped(dir.path(), "run-a", &small());
+    dumped(dir.path(), "run-b", &small());
+    expect(&run(dir.path(), &[]), 2, &["--run run-a", "--run run-b"]);
+    expect(&run(dir.path(), &["--run", "run-b"]), 0, &["AGREED"]);
+}
+
+#[test]
+fn a_role_that_was_not_recorded_is_named_with_those_that_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "plain", &Job { fused: false, ..small() });
+    let ended = run(&path, &["--compare", "dq,dk_label"]);
+    expect(
+        &ended,
+        2,
+        &["holds no dk_label", "tape.record(\"dk_label\"", "recorded:", "label_logits"],
+    );
+}
+
+#[test]
+fn a_word_that_is_no_role_is_refused_with_the_known_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "run-a", &small());
+    expect(&run(&path, &["--compare", "dkk"]), 2, &["\"dkk\" is not a role", "label_logits"]);
+}
+
+#[test]
+fn a_truncated_shard_file_is_named_and_what_depends_on_it_gets_no_verdict() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "run-a", &small());
+    let file = path.join("step-00000000/rank-00001-mb-0000.safetensors");
+    let length = fs::metadata(&file).unwrap().len();
+    fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(length - 1000).unwrap();
+    let ended = run(&path, &["--compare", "dq,dk,label_logits"]);
+    expect(&ended, 3, &["rank-00001-mb-0000.safetensors"]);
+    let verified = replay(&["verify", "--dump", path.to_str().unwrap()]);
+    expect(&verified, 3, &["rank-00001-mb-0000.safetensors", "NOT PROVED"]);
+}
+
+#[test]
+fn one_flipped_bit_in_a_gradient_is_found_and_the_gradient_is_not_judged() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "run-a", &small());
+    let file = path.join("step-00000000/rank-00002-mb-0001.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 5; // dk, the last shard of the file
+    bytes[last] ^= 0x10;
+    fs::write(&file, bytes).unwrap();
+    expect(&run(&path, &["--compare", "dq,dk"]), 3, &["dk microbatch 1", "rank 2", "INCOMPLETE"]);
+}
+
+#[test]
+fn a_missing_rank_leaves_the_step_partial_and_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "run-a", &small());
+    let step = path.join("step-00000000");
+    fs::remove_file(step.join("manifest.json")).unwrap();
+    for name in ["rank-00001-mb-0000", "rank-00001-mb-0001", "rank-00001"] {
+        fs::remove_file(step.join(format!("{name}.safetensors"))).unwrap();
+    }
+    let verified = replay(&["verify", "--dump", path.to_str().unwrap()]);
+    expect(&verified, 3, &["PARTIAL", "rank 1"]);
+}
+
+#[test]
+fn a_dump_of_a_newer_format_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "run-a", &small());
+    let file = path.join("step-00000000/manifest.json");
+    let mut manifest = Manifest::from_bytes(&fs::read(&file).unwrap()).unwrap();
+    manifest.format_version = 99;
+    fs::write(&file, manifest.to_bytes()).unwrap();
+    expect(&run(&path, &[]), 2, &["format version 99", "install a newer one"]);
+}
+
+#[test]
+fn a_shape_that_does_not_fit_the_head_is_named_with_what_would_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = small();
+    let mut shards = job.shards();
+    for shard in shards.iter_mut().filter(|shard| shard.name == "k") {
+        shard.shape = vec![30, 16];
+        shard.place = backtape::index_box::IndexBox::whole(&shard.shape);
+    }
+    let path = dir.path().join("run-a");
+    dump::write(&path, job.ranks as u32, &job.head(), &shards);
+    expect(&run(&path, &[]), 2, &["k microbatch 0 is bf16 [30, 16]", "[V, 8]"]);
+}
+
+#[test]
+fn an_option_that_is_not_replayed_gives_no_verdict_and_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = small();
+    let mut head = job.head();
+    head.softcap = Some(30.0);
+    let path = dir.path().join("run-a");
+    dump::write(&path, job.ranks as u32, &head, &job.shards());
+    expect(&run(&path, &[]), 2, &["softcap", "no verdict"]);
+}
+
+#[test]
+fn a_directory_that_is_no_dump_says_what_was_looked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    expect(&run(dir.path(), &[]), 2, &["is not a dump", "run.json"]);
+    expect(&run(&dir.path().join("absent"), &[]), 2, &["absent"]);
+}
+
+#[test]
+fn labels_outside_the_vocabulary_are_named_with_their_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = small();
+    let mut shards = job.shards();
+    let labels = shards.iter_mut().find(|s| s.name == "labels" && s.rank == 1).unwrap();
+    labels.bytes[8..12].copy_from_slice(&(-100i32).to_le_bytes());
+    let path = dir.path().join("run-a");
+    dump::write(&path, job.ranks as u32, &job.head(), &shards);
+    expect(&run(&path, &[]), 2, &["token 42 has -100", "ignore_label=-100"]);
+}

@@ -1,0 +1,12 @@
+//! The one integration binary of the workspace: real processes, real sockets,
+//! real files.
+
+// clippy.toml exempts test functions; here the whole crate is a test.
+#![allow(clippy::unwrap_used)]
+
+mod coordination;
+mod errors;
+mod recorder;
+mod replay;
+mod support;
+mod tidy;

@@ -1,0 +1,105 @@
+//! Writes real dumps, file by file and with a manifest, as ranks would.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use backtape::dtype::Dtype;
+use backtape::fingerprint::Fingerprint;
+use backtape::hash::ContentHash;
+use backtape::head::HeadDeclaration;
+use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
+use backtape::index_box::IndexBox;
+use backtape::manifest::{Manifest, RunRecord};
+use backtape::placement::{Mesh, Reduction};
+use backtape::role::Role;
+use backtape::shard::{FingerprintSource, ShardRecord, TensorKey, When};
+use backtape::store::header::FileSelf;
+use backtape::store::layout::{RUN_RECORD, file_name};
+use backtape::store::{AttemptDir, ShardWriter};
+
+/// One shard as a rank would record it.
+#[derive(Clone)]
+pub(crate) struct Shard {
+    pub(crate) rank: u32,
+    pub(crate) name: &'static str,
+    pub(crate) microbatch: Option<u32>,
+    pub(crate) when: Option<When>,
+    pub(crate) partial: bool,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) place: IndexBox,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Shard {
+    fn record(&self, attempt: Attempt) -> ShardRecord {
+        ShardRecord {
+            key: TensorKey {
+                tensor: Name::new(self.name).unwrap(),
+                microbatch: self.microbatch.map(Microbatch),
+                when: self.when,
+            },
+            role: Role::from_name(self.name),
+            dtype: self.dtype,
+            shape: self.shape.clone(),
+            place: self.place.clone(),
+            rank: Rank(self.rank),
+            host: Name::new("host-a").unwrap(),
+            attempt,
+            mesh: BTreeMap::new(),
+            placement: BTreeMap::new(),
+            partial: self.partial.then_some(Reduction::Sum),
+            replica: 0,
+            hash: ContentHash::of(&self.bytes),
+            length: self.bytes.len() as u64,
+            fingerprint: Fingerprint::of(self.dtype, &self.place, &self.bytes),
+            fingerprint_source: FingerprintSource::Framework,
+            entry: String::new(),
+        }
+    }
+}
+
+/// Writes step 0 of a run at `directory`, committed.
+pub(crate) fn write(directory: &Path, world_size: u32, head: &HeadDeclaration, shards: &[Shard]) {
+    let run = Name::new(directory.file_name().unwrap().to_str().unwrap()).unwrap();
+    let (attempt, step) = (Attempt(0), Step(0));
+    let dir = AttemptDir::of(directory, attempt);
+    let step_dir = dir.step(step);
+    let mut groups: BTreeMap<(u32, Option<u32>), Vec<&Shard>> = BTreeMap::new();
+    for shard in shards {
+        groups.entry((shard.rank, shard.microbatch)).or_default().push(shard);
+    }
+    let mut files = Vec::new();
+    for ((rank, microbatch), group) in groups {
+        let about = FileSelf::new(run.clone(), attempt, step, Rank(rank), world_size);
+        let name = file_name(Rank(rank), microbatch.map(Microbatch));
+        let mut writer = ShardWriter::create(&step_dir.path, name, about).unwrap();
+        group.iter().for_each(|s| writer.append(s.record(attempt), &s.bytes).unwrap());
+        files.push(writer.finish().unwrap().publish().unwrap().0);
+    }
+    let manifest = Manifest {
+        format_version: backtape::FORMAT_VERSION,
+        version: backtape::VERSION.into(),
+        run: run.clone(),
+        attempt,
+        step,
+        world_size,
+        mesh: Mesh(vec![("data".into(), world_size)]),
+        head: Some(head.clone()),
+        files,
+        omissions: Vec::new(),
+    };
+    backtape::store::durable::create(&step_dir.manifest(), &manifest.to_bytes()).unwrap();
+    let record = RunRecord {
+        format_version: backtape::FORMAT_VERSION,
+        version: backtape::VERSION.into(),
+        run,
+        attempt,
+        world_size,
+        mesh: manifest.mesh,
+        started: 0,
+        versions: BTreeMap::new(),
+    };
+    let json = serde_json::to_vec(&record).unwrap();
+    backtape::store::durable::create(&dir.path.join(RUN_RECORD), &json).unwrap();
+}

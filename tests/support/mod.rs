@@ -1,0 +1,6 @@
+//! What several tests need.
+
+pub(crate) mod dump;
+pub(crate) mod job;
+pub(crate) mod program;
+pub(crate) mod ranks;

@@ -1,0 +1,42 @@
+//! The real binaries, built once, run as a user would.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// What a program printed and how it ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+/// Runs `replay` to its end.
+pub(crate) fn replay<A: AsRef<OsStr>>(arguments: &[A]) -> Ended {
+    let output = Command::new(replay_binary()).args(arguments).output().unwrap();
+    Ended {
+        code: output.status.code().expect("replay was killed"),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+/// `replay` belongs to another package than this test, so cargo does not build
+/// it for us; asking cargo keeps it from being a stale one.
+fn replay_binary() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| {
+        let coordinator = Path::new(env!("CARGO_BIN_EXE_coordinator"));
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "--quiet", "--package", "backtape-replayer", "--bin", "replay"]);
+        build.current_dir(env!("CARGO_MANIFEST_DIR"));
+        if coordinator.parent().is_some_and(|folder| folder.ends_with("release")) {
+            build.arg("--release");
+        }
+        let target = coordinator.parent().and_then(Path::parent).unwrap();
+        assert!(build.env("CARGO_TARGET_DIR", target).status().unwrap().success());
+        coordinator.with_file_name("replay")
+    })
+}

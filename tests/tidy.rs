@@ -1,0 +1,137 @@
+//! The style and the layering of the repository, kept by a test.
+//!
+//! Goal: ARCHITECTURE's absences stay absent. Method: read every source file.
+
+use std::path::{Path, PathBuf};
+
+/// Lines a source file may have.
+const MAX_LINES: usize = 600;
+/// Characters a line of code may have.
+const MAX_COLUMNS: usize = 120;
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn sources(folders: &[&str], extension: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for folder in folders {
+        collect(&root().join(folder), extension, &mut found);
+    }
+    assert!(!found.is_empty(), "no {extension} files below {folders:?}");
+    found.sort();
+    found
+}
+
+fn collect(directory: &Path, extension: &str, found: &mut Vec<(String, String)>) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            collect(&path, extension, found);
+        } else if path.extension().is_some_and(|found| found == extension) {
+            let name = path.strip_prefix(root()).unwrap().display().to_string();
+            found.push((name, std::fs::read_to_string(&path).unwrap()));
+        }
+    }
+}
+
+const RUST: &[&str] = &["proto/src", "src", "dumper/src", "replayer/src", "python/src", "tests"];
+
+#[test]
+fn every_file_says_what_it_is_and_stays_readable() {
+    let mut faults = Vec::new();
+    for (name, text) in sources(RUST, "rs") {
+        if !text.starts_with("//!") {
+            faults.push(format!("{name}: no module header"));
+        }
+        if text.lines().count() > MAX_LINES {
+            faults.push(format!("{name}: {} lines", text.lines().count()));
+        }
+        let long = text.lines().filter(|line| line.chars().count() > MAX_COLUMNS);
+        let long = long.filter(|line| !line.contains('"')).count();
+        if long > 0 {
+            faults.push(format!("{name}: {long} lines over {MAX_COLUMNS} characters"));
+        }
+    }
+    for (name, text) in sources(&["python/backtape", "examples"], "py") {
+        if !text.trim_start_matches("#!/usr/bin/env python3\n").starts_with("\"\"\"") {
+            faults.push(format!("{name}: no module docstring"));
+        }
+    }
+    assert!(faults.is_empty(), "{faults:#?}");
+}
+
+#[test]
+fn no_file_has_a_name_that_says_nothing() {
+    for (name, _) in sources(RUST, "rs") {
+        let stem = Path::new(&name).file_stem().unwrap().to_str().unwrap();
+        let empty = ["util", "utils", "helper", "helpers", "common", "misc", "manager", "engine"];
+        assert!(!empty.contains(&stem), "{name}");
+    }
+}
+
+/// A name that only these places may mention.
+fn only_in(word: &str, allowed: &[&str]) {
+    for (name, text) in sources(RUST, "rs") {
+        let here = allowed.iter().any(|place| name.starts_with(place)) || name == "tests/tidy.rs";
+        let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+        let used = code.into_iter().any(|line| line.contains(word));
+        assert!(here || !used, "{name} names {word}, which belongs in {allowed:?}");
+    }
+}
+
+#[test]
+fn wire_types_stay_in_the_adapters() {
+    only_in(
+        "backtape_proto",
+        &[
+            "proto/",
+            "src/coordinator/wire",
+            "src/coordinator/service",
+            "src/coordinator/server",
+            "dumper/src/client",
+            "dumper/src/wire",
+            "tests/",
+        ],
+    );
+}
+
+#[test]
+fn pyo3_is_named_in_the_python_crate_alone() {
+    only_in("pyo3", &["python/"]);
+}
+
+#[test]
+fn dumper_and_replayer_never_see_each_other() {
+    only_in("backtape_dumper", &["dumper/", "python/", "tests/"]);
+    only_in("backtape_replayer", &["replayer/", "python/", "tests/"]);
+}
+
+#[test]
+fn kernels_do_no_io() {
+    for (name, text) in sources(&["replayer/src/kernels"], "rs") {
+        for word in [
+            "std::fs",
+            "std::io",
+            "std::net",
+            "tokio",
+            "clap",
+            "println!",
+            "crate::dump",
+            "crate::head",
+        ] {
+            assert!(!text.contains(word), "{name} names {word}");
+        }
+    }
+}
+
+#[test]
+fn the_reference_shares_no_arithmetic_with_the_policies() {
+    for (name, text) in sources(&["replayer/src/kernels/reference"], "rs") {
+        let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+        let shared = code
+            .into_iter()
+            .any(|line| line.contains("policy::") || line.contains("super::policy"));
+        assert!(!shared, "{name} uses the policies");
+    }
+}
