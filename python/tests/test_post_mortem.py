@@ -1,0 +1,72 @@
+"""From a real training job on four ranks to a verdict, as a user walks it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import backtape
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKED = ["dq", "dk", "label_logits"]
+
+
+def train(directory: Path, *options: str) -> None:
+    """One step of examples/train_jax.py on four processes, recorded."""
+    command = [sys.executable, str(ROOT / "examples/train_jax.py"), "--launch", "4", "--steps", "1"]
+    recording = {"BACKTAPE_STEPS": "0", "BACKTAPE_DIR": str(directory), "BACKTAPE_STRICT": "1"}
+    # conftest's eight devices are for arrays inside pytest; a rank has one.
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    ended = subprocess.run(
+        [*command, *options], env=inherited | recording, capture_output=True, text=True, timeout=400
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory) -> Path:
+    """A run with the bf16 label gather, and the same with the fix."""
+    store = tmp_path_factory.mktemp("dumps")
+    train(store / "defect", "--label-gather", "bf16")
+    train(store / "fixed", "--label-gather", "f32")
+    return store
+
+
+def test_the_bf16_label_gather_is_placed_in_the_label_part_of_dk(dumps):
+    report = backtape.replay(dumps / "defect", step=0, compare=ASKED)
+    assert (report.verdict, report.first_divergence.stage) == ("diverged", "dk_label"), str(report)
+
+
+def test_the_fixed_job_agrees(dumps):
+    report = backtape.replay(dumps / "fixed", step=0, compare=ASKED)
+    assert report.verdict == "agreed", str(report)
+
+
+def test_the_two_runs_part_at_the_label_part_of_dk_and_hold_equal_inputs(dumps):
+    report = backtape.replay(dumps / "defect", step=0, compare=ASKED, against=dumps / "fixed")
+    assert report.first_divergence.stage == "dk_label", str(report)
+    inputs = [d for d in report.against.differences if d.stage in ("q", "k", "labels", "weights")]
+    assert inputs and all(d.unequal == 0 for d in inputs)
+
+
+def test_a_reassembled_tensor_is_numpy_in_the_dtype_of_the_job(dumps):
+    step = backtape.open(dumps / "fixed").step(0)
+    dq = step.tensor("dq", microbatch=1)
+    assert step.committed and dq.dtype == ml_dtypes.bfloat16 and dq.ndim == 2
+    parts = [step.tensor("dk", microbatch=0, rank=rank).astype(np.float32) for rank in range(4)]
+    assert all(part.shape == step.tensor("k").shape for part in parts)
+    with pytest.raises(KeyError, match="dq of microbatch 7"):
+        step.tensor("dq", microbatch=7)
+
+
+def test_the_command_line_ends_with_the_same_verdict(dumps):
+    replay = Path(sys.executable).with_name("replay")
+    arguments = [replay, "--dump", dumps / "defect", "--step", "0", "--compare", ",".join(ASKED)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and "DIVERGED at dk_label" in ended.stdout, ended.stdout + ended.stderr
+    verified = subprocess.run([replay, "verify", "--dump", dumps / "fixed"], timeout=300)
+    assert verified.returncode == 0
