@@ -20,10 +20,7 @@ pub(super) struct Fixture {
 }
 
 /// Three tiles and a part of one in each direction, for the sizes of `Fixture::usual`.
-pub(super) const SMALL_TILES: Tiles = Tiles {
-    tokens: 6,
-    vocab: 16,
-};
+pub(super) const SMALL_TILES: Tiles = Tiles { tokens: 6, vocab: 16 };
 
 impl Fixture {
     /// 22 tokens, depth 13, vocabulary 61 of which 57 are valid.
@@ -49,11 +46,7 @@ impl Fixture {
             }
         }
         let g = |token: usize| {
-            if ignored(token) {
-                0.0
-            } else {
-                1e-3 * (1 + token % 3) as f32
-            }
+            if ignored(token) { 0.0 } else { 1e-3 * (1 + token % 3) as f32 }
         };
         Fixture {
             tokens,
@@ -62,20 +55,14 @@ impl Fixture {
             valid,
             q,
             k,
-            labels: (0..tokens)
-                .map(|t| if ignored(t) { IGNORED } else { label(t) })
-                .collect(),
+            labels: (0..tokens).map(|t| if ignored(t) { IGNORED } else { label(t) }).collect(),
             g_lse: (0..tokens).map(|token| 1.1 * g(token)).collect(),
             g_label: (0..tokens).map(|token| -g(token)).collect(),
         }
     }
 
     pub(super) fn inputs(&self) -> HeadInputs<'_> {
-        let matrix = |rows, values| Matrix {
-            rows,
-            cols: self.depth,
-            values,
-        };
+        let matrix = |rows, values| Matrix { rows, cols: self.depth, values };
         HeadInputs {
             q: matrix(self.tokens, Values::F32(&self.q)),
             k: matrix(self.vocab, Values::F32(&self.k)),
@@ -103,9 +90,7 @@ impl Fixture {
     /// Sum of `|q| |k|` of one logit: what its rounding errors are relative to.
     pub(super) fn dot_magnitude(&self, token: usize, row: usize) -> f64 {
         let terms = self.q(token).iter().zip(self.k(row));
-        terms
-            .map(|(&q, &k)| (f64::from(q) * f64::from(k)).abs())
-            .sum()
+        terms.map(|(&q, &k)| (f64::from(q) * f64::from(k)).abs()).sum()
     }
 }
 
@@ -127,9 +112,5 @@ impl Progress for Counter {
 
 /// Runs something in a rayon pool of its own.
 pub(super) fn with_threads<R: Send>(threads: usize, run: impl FnOnce() -> R + Send) -> R {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .unwrap()
-        .install(run)
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(run)
 }

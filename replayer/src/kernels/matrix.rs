@@ -57,22 +57,14 @@ impl HeadInputs<'_> {
         assert_eq!(k.len(), k.rows * k.cols, "k holds rows * cols values");
         assert_eq!(q.cols, k.cols, "q and k have one inner dimension");
         assert_eq!(self.labels.len(), q.rows, "one label a token");
-        assert!(
-            self.valid_vocab <= k.rows,
-            "valid_vocab is at most the rows of k"
-        );
+        assert!(self.valid_vocab <= k.rows, "valid_vocab is at most the rows of k");
         let valid = |label: u32| label == IGNORED || (label as usize) < self.valid_vocab;
-        assert!(
-            self.labels.iter().all(|&label| valid(label)),
-            "labels are below valid_vocab"
-        );
+        assert!(self.labels.iter().all(|&label| valid(label)), "labels are below valid_vocab");
     }
 
     /// The target row of a token, or none when the token is ignored.
     pub(super) fn label(&self, token: usize) -> Option<usize> {
-        Some(self.labels[token])
-            .filter(|&label| label != IGNORED)
-            .map(|label| label as usize)
+        Some(self.labels[token]).filter(|&label| label != IGNORED).map(|label| label as usize)
     }
 
     /// Multiply-adds of one GEMM over the valid token x vocabulary plane.
@@ -142,11 +134,7 @@ fn bf16_to_f32(bits: u16) -> f32 {
 }
 
 fn convert<S: Copy, D>(source: &[S], target: &mut [D], element: impl Fn(S) -> D) {
-    assert_eq!(
-        source.len(),
-        target.len(),
-        "a panel holds its rows and nothing else"
-    );
+    assert_eq!(source.len(), target.len(), "a panel holds its rows and nothing else");
     for (target, &source) in target.iter_mut().zip(source) {
         *target = element(source);
     }
@@ -163,11 +151,7 @@ mod tests {
         let bits: Vec<u16> = (0..=u16::MAX).collect();
         let mut panel = vec![0.0f32; bits.len()];
         let mut wide = vec![0.0f64; bits.len()];
-        let matrix = |values| Matrix {
-            rows: 256,
-            cols: 256,
-            values,
-        };
+        let matrix = |values| Matrix { rows: 256, cols: 256, values };
         for (values, is_bf16) in [(Values::Bf16(&bits), true), (Values::F16(&bits), false)] {
             let matrix = matrix(values);
             matrix.panel_f32(0..256, &mut panel);
@@ -178,10 +162,7 @@ mod tests {
                     false => f16::from_bits(pattern).to_f64(),
                 };
                 let same = |got: f64| got == wanted || (got.is_nan() && wanted.is_nan());
-                assert!(
-                    same(panel[index].into()) && same(wide[index]),
-                    "{pattern:#06x}"
-                );
+                assert!(same(panel[index].into()) && same(wide[index]), "{pattern:#06x}");
                 assert!(same(matrix.get_f64(index)), "{pattern:#06x}");
             }
         }
@@ -190,11 +171,7 @@ mod tests {
     #[test]
     fn a_panel_is_the_rows_asked_for_and_f64_values_are_rounded_to_f32() {
         let values: Vec<f64> = (0..12).map(|i| f64::from(i) + 1e-12).collect();
-        let matrix = Matrix {
-            rows: 4,
-            cols: 3,
-            values: Values::F64(&values),
-        };
+        let matrix = Matrix { rows: 4, cols: 3, values: Values::F64(&values) };
         let mut panel = [0.0f32; 6];
         matrix.panel_f32(1..3, &mut panel);
         assert_eq!(panel, [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
@@ -207,17 +184,7 @@ mod tests {
     #[should_panic(expected = "labels are below valid_vocab")]
     fn a_label_in_the_masked_vocabulary_is_a_programming_error() {
         let values = [0.0f32; 4];
-        let matrix = Matrix {
-            rows: 2,
-            cols: 2,
-            values: Values::F32(&values),
-        };
-        HeadInputs {
-            q: matrix,
-            k: matrix,
-            labels: &[0, 1],
-            valid_vocab: 1,
-        }
-        .check();
+        let matrix = Matrix { rows: 2, cols: 2, values: Values::F32(&values) };
+        HeadInputs { q: matrix, k: matrix, labels: &[0, 1], valid_vocab: 1 }.check();
     }
 }

@@ -60,18 +60,12 @@ pub struct Policy {
 impl Policy {
     /// Plain path, nothing rounded below f32.
     pub fn plain_f32() -> Self {
-        Policy {
-            path: Path::Plain,
-            ..Policy::fused_f32()
-        }
+        Policy { path: Path::Plain, ..Policy::fused_f32() }
     }
 
     /// Plain path of a bf16 job: bf16 inputs, dlogits and outputs.
     pub fn plain_bf16() -> Self {
-        Policy {
-            path: Path::Plain,
-            ..Policy::fused_bf16()
-        }
+        Policy { path: Path::Plain, ..Policy::fused_bf16() }
     }
 
     /// Fused path, nothing rounded below f32.

@@ -50,13 +50,7 @@ pub fn forward_work(inputs: &HeadInputs) -> u64 {
 pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Forward {
     inputs.check();
     let (tokens, depth) = (inputs.q.rows, inputs.q.cols);
-    let mut running = vec![
-        RunningSum {
-            max: f64::NEG_INFINITY,
-            sum: 0.0
-        };
-        tokens
-    ];
+    let mut running = vec![RunningSum { max: f64::NEG_INFINITY, sum: 0.0 }; tokens];
     let mut label_logits = vec![0.0; tokens];
     let (mut q, mut k, mut logits) = (Vec::new(), Vec::new(), Vec::new());
     for rows in spans(inputs.valid_vocab, tiles.vocab) {
@@ -66,14 +60,7 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
             let width = rows.len();
             logits.resize(span.len() * width, 0.0);
             let keys = Operand::rows(&k, depth).transposed();
-            multiply(
-                &mut logits,
-                width,
-                false,
-                Operand::rows(&q, depth),
-                keys,
-                depth,
-            );
+            multiply(&mut logits, width, false, Operand::rows(&q, depth), keys, depth);
             let labels = &inputs.labels[span.clone()];
             (logits.par_chunks(width), labels, &mut running[span.clone()])
                 .into_par_iter()

@@ -49,13 +49,9 @@ impl Precision {
     pub fn round_slice(self, values: &mut [f32]) {
         match self {
             Precision::F32 | Precision::F64 => {}
-            Precision::Bf16 => values
-                .iter_mut()
-                .for_each(|value| *value = round_bf16(*value)),
+            Precision::Bf16 => values.iter_mut().for_each(|value| *value = round_bf16(*value)),
             Precision::F16 => {
-                values
-                    .iter_mut()
-                    .for_each(|value| *value = f16::from_f32(*value).to_f32());
+                values.iter_mut().for_each(|value| *value = f16::from_f32(*value).to_f32());
             }
         }
     }
@@ -81,17 +77,9 @@ mod tests {
 
     fn same_as_half(value: f32) {
         let wanted = bf16::from_f32(value).to_f32();
-        assert_eq!(
-            Precision::Bf16.round(value).to_bits(),
-            wanted.to_bits(),
-            "bf16 of {value:e}"
-        );
+        assert_eq!(Precision::Bf16.round(value).to_bits(), wanted.to_bits(), "bf16 of {value:e}");
         let wanted = f16::from_f32(value).to_f32();
-        assert_eq!(
-            Precision::F16.round(value).to_bits(),
-            wanted.to_bits(),
-            "f16 of {value:e}"
-        );
+        assert_eq!(Precision::F16.round(value).to_bits(), wanted.to_bits(), "f16 of {value:e}");
     }
 
     /// Every bf16 pattern, with the bit patterns next to it and next to the tie above
@@ -115,10 +103,7 @@ mod tests {
     fn unit_roundoff_is_half_the_spacing_at_one() {
         for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
             let u = precision.unit_roundoff();
-            assert_eq!(
-                precision.round((1.0 + 2.0 * u) as f32),
-                (1.0 + 2.0 * u) as f32
-            );
+            assert_eq!(precision.round((1.0 + 2.0 * u) as f32), (1.0 + 2.0 * u) as f32);
             // A tie goes to the even neighbour, 1; above the tie it goes up.
             assert_eq!(precision.round((1.0 + u) as f32), 1.0);
         }

@@ -19,10 +19,7 @@ impl Default for Tiles {
     /// 256 x 2048: a tile of logits is 2 MiB in f32 and 4 MiB in f64, wide enough
     /// for the GEMMs to run near their peak.
     fn default() -> Self {
-        Tiles {
-            tokens: 256,
-            vocab: 2048,
-        }
+        Tiles { tokens: 256, vocab: 2048 }
     }
 }
 
@@ -43,9 +40,7 @@ impl Progress for NoProgress {
 /// The half-open ranges of at most `size` that cover `0..length` in order.
 pub(super) fn spans(length: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     assert!(size > 0, "a tile has at least one row");
-    (0..length)
-        .step_by(size)
-        .map(move |start| start..length.min(start + size))
+    (0..length).step_by(size).map(move |start| start..length.min(start + size))
 }
 
 #[cfg(test)]

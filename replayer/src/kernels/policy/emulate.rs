@@ -77,13 +77,7 @@ pub fn forward(
             tile.resize(span.len() * cols.len(), 0.0);
             Panels { q, k, depth }.logits(&mut tile, cols.len());
             let labels = &inputs.labels[span.clone()];
-            absorb(
-                policy,
-                &mut tile,
-                cols.clone(),
-                labels,
-                &mut online[span.clone()],
-            );
+            absorb(policy, &mut tile, cols.clone(), labels, &mut online[span.clone()]);
             progress.advance((span.len() * cols.len() * depth) as u64);
         }
     }
@@ -113,17 +107,9 @@ pub fn backward(
     for given in [lse, g_lse, g_label] {
         assert_eq!(given.len(), tokens, "one lse and one cotangent a token");
     }
-    let label_path = LabelPath {
-        policy,
-        inputs,
-        g_label,
-    };
+    let label_path = LabelPath { policy, inputs, g_label };
     let hits = Hits::new(inputs.labels);
-    let cotangents = Cotangents {
-        lse,
-        g_lse,
-        g_label,
-    };
+    let cotangents = Cotangents { lse, g_lse, g_label };
     let mut dq = vec![0.0; tokens * depth];
     let mut block = DkBuffers::default();
     let (mut q_buffer, mut k_buffer, mut tile) = (Vec::new(), Vec::new(), Vec::new());
@@ -136,17 +122,8 @@ pub fn backward(
             tile.resize(span.len() * cols.len(), 0.0);
             panels.logits(&mut tile, cols.len());
             let labels = &inputs.labels[span.clone()];
-            dlogits(
-                policy,
-                &mut tile,
-                cols.clone(),
-                labels,
-                cotangents.of(span.clone()),
-            );
-            let dq = (
-                &mut dq[span.start * depth..span.end * depth],
-                cols.start > 0,
-            );
+            dlogits(policy, &mut tile, cols.clone(), labels, cotangents.of(span.clone()));
+            let dq = (&mut dq[span.start * depth..span.end * depth], cols.start > 0);
             let dk = (&mut block.dk[..], span.start > 0);
             panels.accumulate(&tile, dq, dk, (span.len(), cols.len()));
             progress.advance(3 * (span.len() * cols.len() * depth) as u64);
@@ -156,12 +133,7 @@ pub fn backward(
     for rows in spans(inputs.k.rows - inputs.valid_vocab, tiles.vocab) {
         block.clear(rows.len() * depth);
         let first = inputs.valid_vocab;
-        block.finish(
-            &label_path,
-            &hits,
-            first + rows.start..first + rows.end,
-            on_dk,
-        );
+        block.finish(&label_path, &hits, first + rows.start..first + rows.end, on_dk);
     }
     finish_dq(&label_path, dq)
 }
@@ -169,19 +141,11 @@ pub fn backward(
 fn finish_dq(label_path: &LabelPath, mut dq: Vec<f32>) -> DqParts {
     if label_path.policy.path == Path::Plain {
         round_all(label_path.policy.output, &mut dq);
-        return DqParts {
-            dq_lse: Vec::new(),
-            dq_label: Vec::new(),
-            dq,
-        };
+        return DqParts { dq_lse: Vec::new(), dq_label: Vec::new(), dq };
     }
     let (mut dq_lse, mut dq_label) = (vec![0.0; dq.len()], vec![0.0; dq.len()]);
     label_path.finish_dq(&mut dq, 0, Some((&mut dq_lse, &mut dq_label)));
-    DqParts {
-        dq_lse,
-        dq_label,
-        dq,
-    }
+    DqParts { dq_lse, dq_label, dq }
 }
 
 /// What `DkParts` lends out.
@@ -213,11 +177,6 @@ impl DkBuffers {
             label.resize(dk.len(), 0.0);
             label_path.finish_dk(hits, rows.clone(), dk, Some((lse, label)));
         }
-        on_dk(DkParts {
-            rows,
-            dk_lse: lse,
-            dk_label: label,
-            dk,
-        });
+        on_dk(DkParts { rows, dk_lse: lse, dk_label: label, dk });
     }
 }

@@ -88,10 +88,7 @@ fn row_max_body(row: &[f32]) -> f32 {
             *lane = larger(*lane, x);
         }
     }
-    lanes
-        .iter()
-        .chain(tail)
-        .fold(f32::NEG_INFINITY, |max, &x| larger(max, x))
+    lanes.iter().chain(tail).fold(f32::NEG_INFINITY, |max, &x| larger(max, x))
 }
 
 #[inline(always)]
@@ -147,16 +144,9 @@ mod tests {
     #[test]
     fn exp_is_within_one_ulp_of_f64_exp_over_all_magnitudes() {
         use rayon::prelude::*;
-        let stratified = (0..=u32::MAX / 97)
-            .into_par_iter()
-            .map(|i| f32::from_bits(i * 97));
-        let dense = (0..1 << 22)
-            .into_par_iter()
-            .map(|i| i as f32 * 3.0e-5 - 104.5);
-        let worst = stratified
-            .chain(dense)
-            .map(ulp_error)
-            .reduce(|| 0.0, f64::max);
+        let stratified = (0..=u32::MAX / 97).into_par_iter().map(|i| f32::from_bits(i * 97));
+        let dense = (0..1 << 22).into_par_iter().map(|i| i as f32 * 3.0e-5 - 104.5);
+        let worst = stratified.chain(dense).map(ulp_error).reduce(|| 0.0, f64::max);
         assert!(worst <= 1.0, "worst error {worst} ulp");
     }
 
@@ -173,14 +163,9 @@ mod tests {
     #[test]
     fn vector_and_scalar_passes_give_the_same_bits() {
         for length in [0, 1, 7, 31, 32, 33, 64, 95, 1000] {
-            let row: Vec<f32> = (0..length)
-                .map(|i| ((i * 37 % 101) as f32 - 90.0) / 7.0)
-                .collect();
+            let row: Vec<f32> = (0..length).map(|i| ((i * 37 % 101) as f32 - 90.0) / 7.0).collect();
             assert_eq!(row_max(&row).to_bits(), row_max_body(&row).to_bits());
-            assert_eq!(
-                sum_exp(&row, 1.5).to_bits(),
-                sum_exp_body(&row, 1.5).to_bits()
-            );
+            assert_eq!(sum_exp(&row, 1.5).to_bits(), sum_exp_body(&row, 1.5).to_bits());
             let (mut vector, mut scalar) = (row.clone(), row);
             softmax_gradient(&mut vector, 0.25, -3.0);
             softmax_gradient_body(&mut scalar, 0.25, -3.0);

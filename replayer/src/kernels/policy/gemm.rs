@@ -24,39 +24,25 @@ pub(super) struct Operand<'a> {
 impl<'a> Operand<'a> {
     /// Row-major with `cols` columns.
     pub(super) fn rows(values: &'a [f32], cols: usize) -> Self {
-        Operand {
-            values,
-            row_stride: cols,
-            col_stride: 1,
-        }
+        Operand { values, row_stride: cols, col_stride: 1 }
     }
 
     /// The same elements read as the transposed matrix.
     pub(super) fn transposed(self) -> Self {
-        Operand {
-            row_stride: self.col_stride,
-            col_stride: self.row_stride,
-            ..self
-        }
+        Operand { row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 
     /// From an element on; empty when the matrix has no depth.
     fn from(self, row: usize, col: usize) -> Self {
         let first = row * self.row_stride + col * self.col_stride;
-        Operand {
-            values: &self.values[first.min(self.values.len())..],
-            ..self
-        }
+        Operand { values: &self.values[first.min(self.values.len())..], ..self }
     }
 
     /// Panics unless a `rows x cols` matrix lies inside the values.
     fn check(&self, rows: usize, cols: usize) {
         if rows > 0 && cols > 0 {
             let last = (rows - 1) * self.row_stride + (cols - 1) * self.col_stride;
-            assert!(
-                last < self.values.len(),
-                "the operand holds its rows and columns"
-            );
+            assert!(last < self.values.len(), "the operand holds its rows and columns");
         }
     }
 }
@@ -108,42 +94,32 @@ pub(super) fn multiply(
     let (height, width) = block_shape(rows, cols);
     let across = cols.div_ceil(width);
     let shared = Shared(target.as_mut_ptr());
-    (0..rows.div_ceil(height) * across)
-        .into_par_iter()
-        .for_each(|index| {
-            let (row, col) = (index / across * height, index % across * width);
-            let block = Block {
-                // SAFETY: row < rows and col < cols, so the element lies in the target.
-                start: unsafe { shared.get().add(row * cols + col) },
-                rows: height.min(rows - row),
-                cols: width.min(cols - col),
-                stride: cols,
-            };
-            // SAFETY: blocks of the grid are disjoint parts of the exclusively borrowed
-            // target.
-            unsafe { multiply_block(block, add, lhs.from(row, 0), rhs.from(0, col), depth) };
-        });
+    (0..rows.div_ceil(height) * across).into_par_iter().for_each(|index| {
+        let (row, col) = (index / across * height, index % across * width);
+        let block = Block {
+            // SAFETY: row < rows and col < cols, so the element lies in the target.
+            start: unsafe { shared.get().add(row * cols + col) },
+            rows: height.min(rows - row),
+            cols: width.min(cols - col),
+            stride: cols,
+        };
+        // SAFETY: blocks of the grid are disjoint parts of the exclusively borrowed
+        // target.
+        unsafe { multiply_block(block, add, lhs.from(row, 0), rhs.from(0, col), depth) };
+    });
 }
 
 fn block_shape(rows: usize, cols: usize) -> (usize, usize) {
     let enough = |&&(height, width): &&(usize, usize)| {
         rows.div_ceil(height) * cols.div_ceil(width) >= ENOUGH_BLOCKS
     };
-    *BLOCKS
-        .iter()
-        .find(enough)
-        .unwrap_or(&BLOCKS[BLOCKS.len() - 1])
+    *BLOCKS.iter().find(enough).unwrap_or(&BLOCKS[BLOCKS.len() - 1])
 }
 
 /// # Safety
 /// The caller owns the block's elements, and nobody else reads or writes them.
 unsafe fn multiply_block(block: Block, add: bool, lhs: Operand, rhs: Operand, depth: usize) {
-    let Block {
-        start,
-        rows,
-        cols,
-        stride,
-    } = block;
+    let Block { start, rows, cols, stride } = block;
     if rows > 1 && cols > 1 {
         // SAFETY: the caller owns the block.
         return unsafe { run(block, add, lhs, rhs, depth) };
@@ -151,22 +127,8 @@ unsafe fn multiply_block(block: Block, add: bool, lhs: Operand, rhs: Operand, de
     // gemm sums a lone row or column in another order; computed as one of two equal
     // ones, its bits are those it has in any larger block.
     let (tall, wide) = (rows.max(2), cols.max(2));
-    let lhs = if rows == 1 {
-        Operand {
-            row_stride: 0,
-            ..lhs
-        }
-    } else {
-        lhs
-    };
-    let rhs = if cols == 1 {
-        Operand {
-            col_stride: 0,
-            ..rhs
-        }
-    } else {
-        rhs
-    };
+    let lhs = if rows == 1 { Operand { row_stride: 0, ..lhs } } else { lhs };
+    let rhs = if cols == 1 { Operand { col_stride: 0, ..rhs } } else { rhs };
     let mut padded = vec![0.0f32; tall * wide];
     let place = |i: usize, j: usize| i.min(rows - 1) * stride + j.min(cols - 1);
     if add {
@@ -175,12 +137,7 @@ unsafe fn multiply_block(block: Block, add: bool, lhs: Operand, rhs: Operand, de
             *value = unsafe { *start.add(place(index / wide, index % wide)) };
         }
     }
-    let whole = Block {
-        start: padded.as_mut_ptr(),
-        rows: tall,
-        cols: wide,
-        stride: wide,
-    };
+    let whole = Block { start: padded.as_mut_ptr(), rows: tall, cols: wide, stride: wide };
     // SAFETY: `padded` holds the whole block and is borrowed by nobody else.
     unsafe { run(whole, add, lhs, rhs, depth) };
     for (index, &value) in padded.iter().enumerate() {
@@ -192,12 +149,7 @@ unsafe fn multiply_block(block: Block, add: bool, lhs: Operand, rhs: Operand, de
 /// # Safety
 /// The caller owns the block's elements, and nobody else reads or writes them.
 unsafe fn run(block: Block, add: bool, lhs: Operand, rhs: Operand, depth: usize) {
-    let Block {
-        start,
-        rows,
-        cols,
-        stride,
-    } = block;
+    let Block { start, rows, cols, stride } = block;
     lhs.check(rows, depth);
     rhs.check(depth, cols);
     // SAFETY: the caller owns the block; both operands were just checked to hold every
@@ -244,14 +196,7 @@ mod tests {
     /// is gamma of the depth on the sum of magnitudes.
     #[test]
     fn products_match_a_triple_loop_for_every_kind_of_shape() {
-        let shapes = [
-            (1, 1, 1),
-            (1, 7, 1500),
-            (7, 1, 1500),
-            (3, 4, 0),
-            (5, 9, 2),
-            (300, 530, 33),
-        ];
+        let shapes = [(1, 1, 1), (1, 7, 1500), (7, 1, 1500), (3, 4, 0), (5, 9, 2), (300, 530, 33)];
         for (rows, cols, depth) in shapes {
             let (a, b) = (numbers(rows * depth, 1), numbers(cols * depth, 2));
             for add in [false, true] {
@@ -270,10 +215,7 @@ mod tests {
                     }
                     let bound = (depth + 1) as f64 * f64::powi(2.0, -24) * magnitude;
                     let error = (f64::from(got) - wanted).abs();
-                    assert!(
-                        error <= bound,
-                        "{rows}x{cols}x{depth} at {i},{j}: {error} > {bound}"
-                    );
+                    assert!(error <= bound, "{rows}x{cols}x{depth} at {i},{j}: {error} > {bound}");
                 }
             }
         }
@@ -288,14 +230,7 @@ mod tests {
         let product = |rows: &[f32]| {
             let mut target = vec![0.0; rows.len() / depth * cols];
             let rhs = Operand::rows(&b, depth).transposed();
-            multiply(
-                &mut target,
-                cols,
-                false,
-                Operand::rows(rows, depth),
-                rhs,
-                depth,
-            );
+            multiply(&mut target, cols, false, Operand::rows(rows, depth), rhs, depth);
             target
         };
         assert_eq!(product(&a)[..cols], product(&a[..depth]));

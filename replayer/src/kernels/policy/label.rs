@@ -27,9 +27,7 @@ impl Hits {
 
     /// The hits of one row, in token order.
     fn of(&self, row: usize) -> &[(u32, u32)] {
-        let start = self
-            .by_label
-            .partition_point(|&(label, _)| (label as usize) < row);
+        let start = self.by_label.partition_point(|&(label, _)| (label as usize) < row);
         let length = self.by_label[start..].partition_point(|&(label, _)| label as usize == row);
         &self.by_label[start..start + length]
     }
@@ -59,25 +57,14 @@ impl LabelPath<'_> {
         }
         let row = |index: usize| hits.of(rows.start + index);
         match parts {
-            None => dk
-                .par_chunks_mut(depth)
-                .enumerate()
-                .for_each(|(index, dk)| {
-                    let hits = row(index);
-                    let mut label = if hits.is_empty() {
-                        Vec::new()
-                    } else {
-                        vec![0.0; depth]
-                    };
-                    self.scatter(hits, &mut label);
-                    self.join(dk, &label, |_, _| {});
-                }),
+            None => dk.par_chunks_mut(depth).enumerate().for_each(|(index, dk)| {
+                let hits = row(index);
+                let mut label = if hits.is_empty() { Vec::new() } else { vec![0.0; depth] };
+                self.scatter(hits, &mut label);
+                self.join(dk, &label, |_, _| {});
+            }),
             Some((lse, label)) => {
-                (
-                    dk.par_chunks_mut(depth),
-                    lse.par_chunks_mut(depth),
-                    label.par_chunks_mut(depth),
-                )
+                (dk.par_chunks_mut(depth), lse.par_chunks_mut(depth), label.par_chunks_mut(depth))
                     .into_par_iter()
                     .enumerate()
                     .for_each(|(index, (dk, lse, label))| {
@@ -104,20 +91,13 @@ impl LabelPath<'_> {
             return;
         }
         match parts {
-            None => dq
-                .par_chunks_mut(depth)
-                .enumerate()
-                .for_each(|(index, dq)| {
-                    let mut label = Vec::new();
-                    self.gather(first + index, &mut label);
-                    self.join(dq, &label, |_, _| {});
-                }),
+            None => dq.par_chunks_mut(depth).enumerate().for_each(|(index, dq)| {
+                let mut label = Vec::new();
+                self.gather(first + index, &mut label);
+                self.join(dq, &label, |_, _| {});
+            }),
             Some((lse, label)) => {
-                (
-                    dq.par_chunks_mut(depth),
-                    lse.par_chunks_mut(depth),
-                    label.par_chunks_mut(depth),
-                )
+                (dq.par_chunks_mut(depth), lse.par_chunks_mut(depth), label.par_chunks_mut(depth))
                     .into_par_iter()
                     .enumerate()
                     .for_each(|(index, (dq, lse, label))| {
@@ -134,12 +114,7 @@ impl LabelPath<'_> {
 
     /// `acc = round(acc + round(g q))` over the hits of one row, in token order.
     fn scatter(&self, hits: &[(u32, u32)], acc: &mut [f32]) {
-        let Policy {
-            input,
-            label_grad,
-            label_scatter,
-            ..
-        } = *self.policy;
+        let Policy { input, label_grad, label_scatter, .. } = *self.policy;
         let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
         for &(_, token) in hits {
             let token = token as usize;
@@ -148,9 +123,7 @@ impl LabelPath<'_> {
             let g = self.g_label[token];
             q.iter_mut().for_each(|q| *q *= g);
             label_grad.round_slice(&mut q);
-            acc.iter_mut()
-                .zip(&q)
-                .for_each(|(acc, addend)| *acc += addend);
+            acc.iter_mut().zip(&q).for_each(|(acc, addend)| *acc += addend);
             label_scatter.round_slice(acc);
         }
     }

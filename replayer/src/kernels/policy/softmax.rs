@@ -17,11 +17,7 @@ pub(super) struct Online {
 
 impl Online {
     /// A row of which no tile was seen.
-    pub(super) const EMPTY: Online = Online {
-        max: f32::NEG_INFINITY,
-        sum: 0.0,
-        label_logit: 0.0,
-    };
+    pub(super) const EMPTY: Online = Online { max: f32::NEG_INFINITY, sum: 0.0, label_logit: 0.0 };
 
     /// Takes in one tile of a row: its sum in the lanes of `sum_exp`, then one merge.
     fn absorb(&mut self, row: &[f32]) {
@@ -62,15 +58,15 @@ pub(super) fn absorb(
     labels: &[u32],
     online: &mut [Online],
 ) {
-    (tile.par_chunks_mut(cols.len()), labels, online)
-        .into_par_iter()
-        .for_each(|(row, &label, online)| {
+    (tile.par_chunks_mut(cols.len()), labels, online).into_par_iter().for_each(
+        |(row, &label, online)| {
             policy.logits.round_slice(row);
             online.absorb(row);
             if let Some(col) = label_column(label, &cols) {
                 online.label_logit = row[col];
             }
-        });
+        },
+    );
 }
 
 /// lse and cotangents of the tokens of a tile.
@@ -103,14 +99,9 @@ pub(super) fn dlogits(
     labels: &[u32],
     cotangents: Cotangents,
 ) {
-    let Cotangents {
-        lse,
-        g_lse,
-        g_label,
-    } = cotangents;
-    (tile.par_chunks_mut(cols.len()), labels, lse, g_lse, g_label)
-        .into_par_iter()
-        .for_each(|(row, &label, &lse, &g_lse, &g_label)| {
+    let Cotangents { lse, g_lse, g_label } = cotangents;
+    (tile.par_chunks_mut(cols.len()), labels, lse, g_lse, g_label).into_par_iter().for_each(
+        |(row, &label, &lse, &g_lse, &g_label)| {
             policy.logits.round_slice(row);
             softmax_gradient(row, lse, g_lse);
             if policy.path == Path::Plain
@@ -119,11 +110,11 @@ pub(super) fn dlogits(
                 row[col] += g_label;
             }
             policy.dlogits.round_slice(row);
-        });
+        },
+    );
 }
 
 /// Where a label lies among some columns; `IGNORED` is beyond all of them.
 fn label_column(label: u32, cols: &Range<usize>) -> Option<usize> {
-    cols.contains(&(label as usize))
-        .then(|| label as usize - cols.start)
+    cols.contains(&(label as usize)).then(|| label as usize - cols.start)
 }

@@ -86,17 +86,8 @@ pub fn plain_step(
     outputs: StepOutputs,
 ) {
     assert_eq!(policy.path, Path::Plain, "plain_step runs the plain path");
-    let whole = Tiles {
-        tokens: inputs.q.rows.max(1),
-        vocab: inputs.valid_vocab.max(1),
-    };
-    let step = Step {
-        policy,
-        inputs,
-        cotangents,
-        tiles: whole,
-        keep: true,
-    };
+    let whole = Tiles { tokens: inputs.q.rows.max(1), vocab: inputs.valid_vocab.max(1) };
+    let step = Step { policy, inputs, cotangents, tiles: whole, keep: true };
     step.run(workspace, progress, outputs);
 }
 
@@ -116,14 +107,7 @@ pub fn fused_step(
 ) {
     assert_eq!(policy.path, Path::Fused, "fused_step runs the fused path");
     let keep = workspace.keeps_chunk(policy, inputs, tiles);
-    Step {
-        policy,
-        inputs,
-        cotangents,
-        tiles,
-        keep,
-    }
-    .run(workspace, progress, outputs);
+    Step { policy, inputs, cotangents, tiles, keep }.run(workspace, progress, outputs);
 }
 
 struct Step<'a> {
@@ -137,21 +121,12 @@ struct Step<'a> {
 impl Step<'_> {
     fn run(&self, workspace: &mut Workspace, progress: &dyn Progress, outputs: StepOutputs) {
         self.inputs.check();
-        let StepOutputs {
-            lse,
-            label_logits,
-            dq,
-            dk,
-        } = outputs;
+        let StepOutputs { lse, label_logits, dq, dk } = outputs;
         let (tokens, depth) = (self.inputs.q.rows, self.inputs.q.cols);
         let per_token = [lse.len(), label_logits.len(), self.cotangents.0.len()];
         assert_eq!(per_token, [tokens; 3], "one value a token");
         assert_eq!(dq.len(), tokens * depth, "dq has the shape of q");
-        assert_eq!(
-            dk.len(),
-            self.inputs.k.rows * depth,
-            "dk has the shape of k"
-        );
+        assert_eq!(dk.len(), self.inputs.k.rows * depth, "dk has the shape of k");
         for span in spans(tokens, self.tiles.tokens) {
             self.forward_chunk(workspace, span.clone());
             for (token, online) in span.clone().zip(&workspace.online) {
@@ -168,23 +143,13 @@ impl Step<'_> {
     /// Where the logits of a tile lie in the workspace: tiles one after the other when
     /// the chunk is kept, else all in the same place.
     fn place(&self, span: &Range<usize>, cols: &Range<usize>) -> Range<usize> {
-        let start = if self.keep {
-            span.len() * cols.start
-        } else {
-            0
-        };
+        let start = if self.keep { span.len() * cols.start } else { 0 };
         start..start + span.len() * cols.len()
     }
 
     fn forward_chunk(&self, workspace: &mut Workspace, span: Range<usize>) {
         let (policy, inputs) = (self.policy, self.inputs);
-        let Workspace {
-            logits,
-            q_panel,
-            k_panel,
-            online,
-            ..
-        } = workspace;
+        let Workspace { logits, q_panel, k_panel, online, .. } = workspace;
         online.clear();
         online.resize(span.len(), Online::EMPTY);
         let q = panel(policy, &inputs.q, span.clone(), q_panel);
@@ -196,12 +161,7 @@ impl Step<'_> {
                 logits.resize(if self.keep { chunk } else { place.end }, 0.0);
             }
             let tile = &mut logits[place];
-            Panels {
-                q,
-                k,
-                depth: inputs.q.cols,
-            }
-            .logits(tile, cols.len());
+            Panels { q, k, depth: inputs.q.cols }.logits(tile, cols.len());
             absorb(policy, tile, cols, &inputs.labels[span.clone()], online);
         }
     }
@@ -215,19 +175,9 @@ impl Step<'_> {
         dk: &mut [f32],
     ) {
         let (policy, inputs, depth) = (self.policy, self.inputs, self.inputs.q.cols);
-        let Workspace {
-            logits,
-            q_panel,
-            k_panel,
-            ..
-        } = workspace;
+        let Workspace { logits, q_panel, k_panel, .. } = workspace;
         let (g_lse, g_label) = self.cotangents;
-        let cotangents = Cotangents {
-            lse,
-            g_lse,
-            g_label,
-        }
-        .of(span.clone());
+        let cotangents = Cotangents { lse, g_lse, g_label }.of(span.clone());
         let q = panel(policy, &inputs.q, span.clone(), q_panel);
         for cols in spans(inputs.valid_vocab, self.tiles.vocab) {
             let k = panel(policy, &inputs.k, cols.clone(), k_panel);
@@ -236,23 +186,9 @@ impl Step<'_> {
             if !self.keep {
                 panels.logits(tile, cols.len());
             }
-            dlogits(
-                policy,
-                tile,
-                cols.clone(),
-                &inputs.labels[span.clone()],
-                cotangents,
-            );
-            let dk = (
-                &mut dk[cols.start * depth..cols.end * depth],
-                span.start > 0,
-            );
-            panels.accumulate(
-                tile,
-                (&mut *dq, cols.start > 0),
-                dk,
-                (span.len(), cols.len()),
-            );
+            dlogits(policy, tile, cols.clone(), &inputs.labels[span.clone()], cotangents);
+            let dk = (&mut dk[cols.start * depth..cols.end * depth], span.start > 0);
+            panels.accumulate(tile, (&mut *dq, cols.start > 0), dk, (span.len(), cols.len()));
         }
     }
 
@@ -269,11 +205,7 @@ impl Step<'_> {
             round_all(policy.output, dk);
             return;
         }
-        let label_path = LabelPath {
-            policy,
-            inputs,
-            g_label: self.cotangents.1,
-        };
+        let label_path = LabelPath { policy, inputs, g_label: self.cotangents.1 };
         label_path.finish_dq(dq, 0, None);
         label_path.finish_dk(&Hits::new(inputs.labels), 0..inputs.k.rows, dk, None);
     }

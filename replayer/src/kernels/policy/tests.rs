@@ -41,16 +41,7 @@ fn emulated(
             all.extend_from_slice(part);
         }
     };
-    let dq = backward(
-        policy,
-        inputs,
-        lse,
-        g_lse,
-        g_label,
-        tiles,
-        &NoProgress,
-        &mut collect,
-    );
+    let dq = backward(policy, inputs, lse, g_lse, g_label, tiles, &NoProgress, &mut collect);
     assert_eq!(next, fixture.vocab);
     (result, dq, dk)
 }
@@ -58,45 +49,26 @@ fn emulated(
 fn emulated_bits(policy: &Policy, fixture: &Fixture, tiles: Tiles) -> Bits {
     let (forward, dq, [dk, ..]) = emulated(policy, fixture, &fixture.inputs(), tiles);
     let (lse, label_logits) = (bits(&forward.lse), bits(&forward.label_logits));
-    Bits {
-        lse,
-        label_logits,
-        dq: bits(&dq.dq),
-        dk: bits(&dk),
-    }
+    Bits { lse, label_logits, dq: bits(&dq.dq), dk: bits(&dk) }
 }
 
 /// One whole step; outputs start as garbage, which no correct step leaves behind.
 fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Workspace) -> Bits {
     let (tokens, depth) = (fixture.tokens, fixture.depth);
     let (mut lse, mut label_logits) = (vec![f32::NAN; tokens], vec![f32::NAN; tokens]);
-    let (mut dq, mut dk) = (
-        vec![f32::NAN; tokens * depth],
-        vec![f32::NAN; fixture.vocab * depth],
-    );
+    let (mut dq, mut dk) = (vec![f32::NAN; tokens * depth], vec![f32::NAN; fixture.vocab * depth]);
     let (inputs, cotangents) = (fixture.inputs(), (&fixture.g_lse[..], &fixture.g_label[..]));
     let counter = Counter::default();
-    let outputs = StepOutputs {
-        lse: &mut lse,
-        label_logits: &mut label_logits,
-        dq: &mut dq,
-        dk: &mut dk,
-    };
+    let outputs =
+        StepOutputs { lse: &mut lse, label_logits: &mut label_logits, dq: &mut dq, dk: &mut dk };
     match policy.path {
         Path::Plain => plain_step(policy, &inputs, cotangents, workspace, &counter, outputs),
         Path::Fused => {
-            fused_step(
-                policy, &inputs, cotangents, tiles, workspace, &counter, outputs,
-            );
+            fused_step(policy, &inputs, cotangents, tiles, workspace, &counter, outputs);
         }
     }
     assert_eq!(counter.total(), step_work(&inputs));
-    Bits {
-        lse: bits(&lse),
-        label_logits: bits(&label_logits),
-        dq: bits(&dq),
-        dk: bits(&dk),
-    }
+    Bits { lse: bits(&lse), label_logits: bits(&label_logits), dq: bits(&dq), dk: bits(&dk) }
 }
 
 /// The named policies, and both paths with every rounding point at work.
@@ -132,17 +104,12 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     let exact = reference::forward(&inputs, SMALL_TILES, &NoProgress);
     let (forward, dq, [dk, ..]) = emulated(policy, fixture, &inputs, SMALL_TILES);
     let pairs = (0..fixture.tokens).flat_map(|t| (0..fixture.valid).map(move |v| (t, v)));
-    let dot = pairs
-        .map(|(t, v)| fixture.dot_magnitude(t, v))
-        .fold(0.0, f64::max);
+    let dot = pairs.map(|(t, v)| fixture.dot_magnitude(t, v)).fold(0.0, f64::max);
     let lse_size = exact.lse.iter().fold(0.0f64, |max, lse| max.max(lse.abs()));
     let logit = (fixture.depth + 1) as f64 * u * dot;
     let lse = logit + (fixture.valid + 8) as f64 * u + 2.0 * u * (lse_size + dot);
     for t in 0..fixture.tokens {
-        assert!(
-            (f64::from(forward.lse[t]) - exact.lse[t]).abs() <= lse,
-            "lse[{t}]"
-        );
+        assert!((f64::from(forward.lse[t]) - exact.lse[t]).abs() <= lse, "lse[{t}]");
         let label = f64::from(forward.label_logits[t]) - exact.label_logits[t];
         assert!(label.abs() <= logit, "label_logits[{t}]");
     }
@@ -153,19 +120,14 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
             let got = f64::from(got[offset + index]);
             let bound = 1.1 * relative * (n * size[index]).sqrt();
             let error = (got - wanted).abs();
-            assert!(
-                error <= bound,
-                "{what}[{index}]: {got} is not {wanted} within {bound}"
-            );
+            assert!(error <= bound, "{what}[{index}]: {got} is not {wanted} within {bound}");
         }
     };
     let sum = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<_>>();
     let depth = fixture.depth;
     let on_dk = &mut |block: reference::DkBlock| {
-        let (wanted, size) = (
-            sum(block.dk_lse, block.dk_label),
-            sum(block.dk_lse_sq, block.dk_label_sq),
-        );
+        let (wanted, size) =
+            (sum(block.dk_lse, block.dk_label), sum(block.dk_lse_sq, block.dk_label_sq));
         close("dk", &dk, block.rows.start * depth, &wanted, &size);
     };
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
@@ -182,23 +144,12 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     );
     let label_sq: Vec<f64> = exact_dq.dq_label.iter().map(|x| x * x).collect();
     let wanted = sum(&exact_dq.dq_lse, &exact_dq.dq_label);
-    close(
-        "dq",
-        &dq.dq,
-        0,
-        &wanted,
-        &sum(&exact_dq.dq_lse_sq, &label_sq),
-    );
+    close("dq", &dq.dq, 0, &wanted, &sum(&exact_dq.dq_lse_sq, &label_sq));
 }
 
 #[test]
 fn f32_policies_are_the_reference_within_worst_case_rounding() {
-    for sizes in [
-        (22, 13, 61, 57),
-        (1, 5, 40, 40),
-        (7, 1, 33, 1),
-        (40, 300, 131, 120),
-    ] {
+    for sizes in [(22, 13, 61, 57), (1, 5, 40, 40), (7, 1, 33, 1), (40, 300, 131, 120)] {
         let fixture = Fixture::new(sizes.0, sizes.1, sizes.2, sizes.3);
         for policy in [Policy::plain_f32(), Policy::fused_f32()] {
             assert_within_rounding(&policy, &fixture);
@@ -213,10 +164,7 @@ fn a_step_that_keeps_recomputes_or_emulates_gives_the_same_bits() {
         for policy in policies() {
             // The plain step materialises: it is the emulation with one tile.
             let tiles = match policy.path {
-                Path::Plain => Tiles {
-                    tokens,
-                    vocab: valid,
-                },
+                Path::Plain => Tiles { tokens, vocab: valid },
                 Path::Fused => SMALL_TILES,
             };
             let wanted = emulated_bits(&policy, &fixture, tiles);
@@ -234,10 +182,7 @@ fn a_step_that_keeps_recomputes_or_emulates_gives_the_same_bits() {
 #[test]
 fn the_thread_count_changes_no_bit() {
     let fixture = Fixture::new(300, 70, 290, 281);
-    let tiles = Tiles {
-        tokens: 150,
-        vocab: 140,
-    };
+    let tiles = Tiles { tokens: 150, vocab: 140 };
     for policy in policies() {
         let all = |threads| {
             with_threads(threads, || {
@@ -258,22 +203,14 @@ fn the_padded_vocabulary_is_never_read_and_gets_zero_gradients() {
         fixture.k[fixture.valid * fixture.depth..].fill(f32::NAN);
         let poisoned = emulated_bits(&policy, &fixture, SMALL_TILES);
         assert!(clean == poisoned, "{policy:?}");
-        assert!(
-            poisoned.dk[fixture.valid * fixture.depth..]
-                .iter()
-                .all(|&bits| bits == 0)
-        );
+        assert!(poisoned.dk[fixture.valid * fixture.depth..].iter().all(|&bits| bits == 0));
     }
 }
 
 #[test]
 fn ignored_tokens_get_no_gradient() {
     let fixture = Fixture::usual();
-    let ignored = fixture
-        .labels
-        .iter()
-        .position(|&label| label == IGNORED)
-        .unwrap();
+    let ignored = fixture.labels.iter().position(|&label| label == IGNORED).unwrap();
     let row = ignored * fixture.depth..(ignored + 1) * fixture.depth;
     for policy in policies() {
         let (forward, dq, _) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
@@ -294,11 +231,7 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
         assert!(forward.lse[2..].iter().all(|lse| lse.is_finite()));
         assert!(dq.dq[..2 * fixture.depth].iter().all(|x| x.is_nan()));
         assert!(dq.dq[2 * fixture.depth..].iter().all(|x| x.is_finite()));
-        assert!(
-            dk[..fixture.valid * fixture.depth]
-                .iter()
-                .all(|x| x.is_nan())
-        );
+        assert!(dk[..fixture.valid * fixture.depth].iter().all(|x| x.is_nan()));
     }
     let mut no_vocabulary = Fixture::usual();
     no_vocabulary.valid = 0;
@@ -308,10 +241,7 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
     for fixture in [no_vocabulary, no_tokens, no_depth] {
         for policy in policies() {
             let wanted = emulated_bits(&policy, &fixture, SMALL_TILES);
-            assert!(
-                wanted.dq.iter().chain(&wanted.dk).all(|&bits| bits == 0),
-                "{policy:?}"
-            );
+            assert!(wanted.dq.iter().chain(&wanted.dk).all(|&bits| bits == 0), "{policy:?}");
             let step = stepped(&policy, &fixture, SMALL_TILES, &mut Workspace::default());
             assert!(step.dq == wanted.dq && step.dk == wanted.dk && step.lse == wanted.lse);
         }
@@ -325,13 +255,7 @@ fn a_tile_without_any_finite_logit_leaves_the_sum_as_it_was() {
     fixture.q[0] = 1.0;
     fixture.k.fill(-800.0);
     fixture.k[..16].fill(f32::NEG_INFINITY);
-    let lse = forward(
-        &Policy::fused_f32(),
-        &fixture.inputs(),
-        SMALL_TILES,
-        &NoProgress,
-    )
-    .lse[0];
+    let lse = forward(&Policy::fused_f32(), &fixture.inputs(), SMALL_TILES, &NoProgress).lse[0];
     assert!((lse - (24f32.ln() - 800.0)).abs() < 1e-4);
 }
 
@@ -344,15 +268,6 @@ fn the_work_reported_is_the_work_announced() {
     assert_eq!(counter.total(), forward_work(&inputs));
     let counter = Counter::default();
     let (g_lse, g_label) = (&fixture.g_lse, &fixture.g_label);
-    backward(
-        &policy,
-        &inputs,
-        &lse,
-        g_lse,
-        g_label,
-        SMALL_TILES,
-        &counter,
-        &mut |_| {},
-    );
+    backward(&policy, &inputs, &lse, g_lse, g_label, SMALL_TILES, &counter, &mut |_| {});
     assert_eq!(counter.total(), backward_work(&inputs));
 }

@@ -36,11 +36,7 @@ pub(super) fn panel<'p>(
 
 /// Elements of a panel buffer for `rows` rows: none where panels are borrowed.
 pub(super) fn panel_len(policy: &Policy, matrix: &Matrix, rows: usize) -> usize {
-    if borrowed(policy, matrix).is_some() {
-        0
-    } else {
-        rows.min(matrix.rows) * matrix.cols
-    }
+    if borrowed(policy, matrix).is_some() { 0 } else { rows.min(matrix.rows) * matrix.cols }
 }
 
 fn borrowed<'p>(policy: &Policy, matrix: &Matrix<'p>) -> Option<&'p [f32]> {
@@ -91,8 +87,6 @@ impl Panels<'_> {
 /// Rounds a large buffer in parallel.
 pub(super) fn round_all(precision: Precision, values: &mut [f32]) {
     if !precision.keeps_f32() {
-        values
-            .par_chunks_mut(1 << 14)
-            .for_each(|chunk| precision.round_slice(chunk));
+        values.par_chunks_mut(1 << 14).for_each(|chunk| precision.round_slice(chunk));
     }
 }

@@ -86,12 +86,8 @@ pub fn backward(
         assert_eq!(given.len(), tokens, "one lse and one cotangent a token");
     }
     let zeros = || vec![0.0; tokens * depth];
-    let mut dq = Backward {
-        dq_lse: zeros(),
-        dq_label: zeros(),
-        dq_lse_var: zeros(),
-        dq_lse_sq: zeros(),
-    };
+    let mut dq =
+        Backward { dq_lse: zeros(), dq_label: zeros(), dq_lse_var: zeros(), dq_lse_sq: zeros() };
     let mut block = Block::default();
     let mut terms = Terms::default();
     let mut key = Panel::default();
@@ -103,23 +99,8 @@ pub fn backward(
         key.load(inputs, &inputs.k, valid.clone());
         for span in spans(if valid.is_empty() { 0 } else { tokens }, tiles.tokens) {
             query.load(inputs, &inputs.q, span.clone());
-            terms.fill(
-                &query,
-                &key,
-                depth,
-                &lse[span.clone()],
-                &g_lse[span.clone()],
-                noise,
-            );
-            accumulate(
-                &mut dq,
-                &mut block,
-                &terms,
-                &query,
-                &key,
-                span.clone(),
-                depth,
-            );
+            terms.fill(&query, &key, depth, &lse[span.clone()], &g_lse[span.clone()], noise);
+            accumulate(&mut dq, &mut block, &terms, &query, &key, span.clone(), depth);
             progress.advance(GEMMS * (span.len() * valid.len() * depth) as u64);
         }
         block.add_labels(inputs, &hits, rows.clone(), g_label, &mut dq.dq_label);
@@ -147,11 +128,7 @@ impl Panel {
         load(matrix, rows.clone(), &mut self.values);
         squares(&self.values, &mut self.squared);
         self.norms.clear();
-        let norm = |row: usize| {
-            self.squared[row * depth..(row + 1) * depth]
-                .iter()
-                .sum::<f64>()
-        };
+        let norm = |row: usize| self.squared[row * depth..(row + 1) * depth].iter().sum::<f64>();
         self.norms.extend((0..rows.len()).map(norm));
     }
 }
@@ -220,11 +197,7 @@ fn accumulate(
     let range = span.start * depth..span.end * depth;
     let dq_targets = [
         (&mut dq.dq_lse[range.clone()], &terms.softmax, &key.values),
-        (
-            &mut dq.dq_lse_sq[range.clone()],
-            &terms.squared,
-            &key.squared,
-        ),
+        (&mut dq.dq_lse_sq[range.clone()], &terms.squared, &key.squared),
         (&mut dq.dq_lse_var[range], &terms.noisy, &key.squared),
     ];
     let valid = width * depth;
@@ -257,14 +230,7 @@ struct Block {
 
 impl Block {
     fn clear(&mut self, rows: usize, depth: usize) {
-        let Block {
-            lse,
-            label,
-            lse_var,
-            lse_sq,
-            label_sq,
-            hits,
-        } = self;
+        let Block { lse, label, lse_var, lse_sq, label_sq, hits } = self;
         for buffer in [lse, label, lse_var, lse_sq, label_sq] {
             buffer.clear();
             buffer.resize(rows * depth, 0.0);

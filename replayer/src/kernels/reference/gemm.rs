@@ -20,30 +20,19 @@ pub(super) struct Operand<'a> {
 impl<'a> Operand<'a> {
     /// Row-major with `cols` columns.
     pub(super) fn rows(values: &'a [f64], cols: usize) -> Self {
-        Operand {
-            values,
-            row_stride: cols,
-            col_stride: 1,
-        }
+        Operand { values, row_stride: cols, col_stride: 1 }
     }
 
     /// The same elements read as the transposed matrix.
     pub(super) fn transposed(self) -> Self {
-        Operand {
-            row_stride: self.col_stride,
-            col_stride: self.row_stride,
-            ..self
-        }
+        Operand { row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 
     /// Panics unless a `rows x cols` matrix lies inside the values.
     fn check(&self, rows: usize, cols: usize) {
         if rows > 0 && cols > 0 {
             let last = (rows - 1) * self.row_stride + (cols - 1) * self.col_stride;
-            assert!(
-                last < self.values.len(),
-                "the operand holds its rows and columns"
-            );
+            assert!(last < self.values.len(), "the operand holds its rows and columns");
         }
     }
 }
@@ -65,28 +54,19 @@ pub(super) fn multiply(
     assert_eq!(target.len() % cols, 0, "the target is whole rows");
     lhs.check(target.len() / cols, depth);
     rhs.check(depth, cols);
-    target
-        .par_chunks_mut(BLOCK_ROWS * cols)
-        .enumerate()
-        .for_each(|(block, target)| {
-            let first = (block * BLOCK_ROWS * lhs.row_stride).min(lhs.values.len());
-            let lhs = Operand {
-                values: &lhs.values[first..],
-                ..lhs
-            };
-            if target.len() > cols {
-                return multiply_block(target, cols, add, lhs, rhs, depth);
-            }
-            // gemm sums a lone row in another order; computed as one of two equal rows,
-            // its bits are those it has in any larger block.
-            let mut pair = [&*target, &*target].concat();
-            let lhs = Operand {
-                row_stride: 0,
-                ..lhs
-            };
-            multiply_block(&mut pair, cols, add, lhs, rhs, depth);
-            target.copy_from_slice(&pair[..cols]);
-        });
+    target.par_chunks_mut(BLOCK_ROWS * cols).enumerate().for_each(|(block, target)| {
+        let first = (block * BLOCK_ROWS * lhs.row_stride).min(lhs.values.len());
+        let lhs = Operand { values: &lhs.values[first..], ..lhs };
+        if target.len() > cols {
+            return multiply_block(target, cols, add, lhs, rhs, depth);
+        }
+        // gemm sums a lone row in another order; computed as one of two equal rows,
+        // its bits are those it has in any larger block.
+        let mut pair = [&*target, &*target].concat();
+        let lhs = Operand { row_stride: 0, ..lhs };
+        multiply_block(&mut pair, cols, add, lhs, rhs, depth);
+        target.copy_from_slice(&pair[..cols]);
+    });
 }
 
 fn multiply_block(

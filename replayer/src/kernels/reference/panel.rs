@@ -13,18 +13,10 @@ pub(super) fn load(matrix: &Matrix, rows: Range<usize>, panel: &mut Vec<f64>) {
     panel.clear();
     match matrix.values {
         Values::Bf16(bits) => {
-            panel.extend(
-                bits[range]
-                    .iter()
-                    .map(|&bits| bf16::from_bits(bits).to_f64()),
-            );
+            panel.extend(bits[range].iter().map(|&bits| bf16::from_bits(bits).to_f64()));
         }
         Values::F16(bits) => {
-            panel.extend(
-                bits[range]
-                    .iter()
-                    .map(|&bits| f16::from_bits(bits).to_f64()),
-            );
+            panel.extend(bits[range].iter().map(|&bits| f16::from_bits(bits).to_f64()));
         }
         Values::F32(values) => panel.extend(values[range].iter().map(|&value| f64::from(value))),
         Values::F64(values) => panel.extend_from_slice(&values[range]),

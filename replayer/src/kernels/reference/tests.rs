@@ -8,11 +8,7 @@ use crate::kernels::matrix::{IGNORED, Values};
 use crate::kernels::tiles::NoProgress;
 use naive::{naive, naive_backward};
 
-const NOISE: TermNoise = TermNoise {
-    p_rel_var: 0.25,
-    logit_rel_var: 0.5,
-    dot_rel_var: 2.0,
-};
+const NOISE: TermNoise = TermNoise { p_rel_var: 0.25, logit_rel_var: 0.5, dot_rel_var: 2.0 };
 
 /// All the dk blocks put together.
 #[derive(Debug, Default, PartialEq)]
@@ -40,16 +36,7 @@ fn run(fixture: &Fixture, lse: &[f64], tiles: Tiles) -> (Backward, Dk) {
         dk.hits.extend_from_slice(block.hits);
     };
     let inputs = fixture.inputs();
-    let dq = backward(
-        &inputs,
-        lse,
-        &g_lse,
-        &g_label,
-        &NOISE,
-        tiles,
-        &NoProgress,
-        &mut collect,
-    );
+    let dq = backward(&inputs, lse, &g_lse, &g_label, &NOISE, tiles, &NoProgress, &mut collect);
     assert_eq!(next, fixture.vocab);
     (dq, dk)
 }
@@ -86,10 +73,7 @@ fn assert_close(
 #[test]
 fn the_reference_is_what_loops_over_scalars_give() {
     // The wide tiles make GEMMs of several row blocks.
-    let wide = Tiles {
-        tokens: 140,
-        vocab: 131,
-    };
+    let wide = Tiles { tokens: 140, vocab: 131 };
     let sizes = [
         (22, 13, 61, 57, SMALL_TILES),
         (1, 5, 40, 40, SMALL_TILES),
@@ -103,13 +87,7 @@ fn the_reference_is_what_loops_over_scalars_give() {
         let bound = relative_bound(&fixture);
         let scale = |t: usize| 1.0 + wanted.lse[t].abs() + wanted.row_max[t].abs();
         assert_close("lse", &got.lse, &wanted.lse, scale, bound);
-        assert_close(
-            "label_logits",
-            &got.label_logits,
-            &wanted.label_logits,
-            |_| 1.0,
-            bound,
-        );
+        assert_close("label_logits", &got.label_logits, &wanted.label_logits, |_| 1.0, bound);
         assert_close("row_max", &got.row_max, &wanted.row_max, |_| 1.0, bound);
 
         let (dq, dk) = run(&fixture, &wanted.lse, tiles);
@@ -121,20 +99,8 @@ fn the_reference_is_what_loops_over_scalars_give() {
         assert_close("dq_lse", &dq.dq_lse, &dq_wanted.dq_lse, dq_size, bound);
         assert_close("dk_lse", &dk.lse, &dk_wanted.lse, dk_size, bound);
         let dk_label_size = |i: usize| (n * dk_wanted.label_sq[i]).sqrt();
-        assert_close(
-            "dk_label",
-            &dk.label,
-            &dk_wanted.label,
-            dk_label_size,
-            bound,
-        );
-        assert_close(
-            "dq_label",
-            &dq.dq_label,
-            &dq_wanted.dq_label,
-            |_| 0.0,
-            bound,
-        );
+        assert_close("dk_label", &dk.label, &dk_wanted.label, dk_label_size, bound);
+        assert_close("dq_label", &dq.dq_label, &dq_wanted.dq_label, |_| 0.0, bound);
         // Sums of positive terms: relative to themselves, p twice.
         for (what, got, wanted) in [
             ("dq_lse_sq", &dq.dq_lse_sq, &dq_wanted.dq_lse_sq),
@@ -190,32 +156,20 @@ fn gradients_are_central_differences_of_the_loss() {
     };
     for index in 0..q.len() {
         let gradient = dq.dq_lse[index] + dq.dq_label[index];
-        assert!(
-            (gradient - difference(true, index)).abs() <= bound,
-            "dq[{index}]"
-        );
+        assert!((gradient - difference(true, index)).abs() <= bound, "dq[{index}]");
     }
     for index in 0..k.len() {
         let gradient = dk.lse[index] + dk.label[index];
-        assert!(
-            (gradient - difference(false, index)).abs() <= bound,
-            "dk[{index}]"
-        );
+        assert!((gradient - difference(false, index)).abs() <= bound, "dk[{index}]");
     }
     let largest = dk.lse.iter().fold(0.0f64, |max, x| max.max(x.abs()));
-    assert!(
-        largest > 100.0 * bound,
-        "the bound is far below the gradient it checks"
-    );
+    assert!(largest > 100.0 * bound, "the bound is far below the gradient it checks");
 }
 
 #[test]
 fn the_thread_count_changes_no_bit() {
     let fixture = Fixture::new(300, 70, 290, 281);
-    let tiles = Tiles {
-        tokens: 150,
-        vocab: 140,
-    };
+    let tiles = Tiles { tokens: 150, vocab: 140 };
     let all = |threads| {
         with_threads(threads, || {
             let result = forward(&fixture.inputs(), tiles, &NoProgress);
@@ -245,17 +199,10 @@ fn the_padded_vocabulary_is_never_read_and_gets_zero_gradients() {
     let lse = forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse;
     let clean = run(&fixture, &lse, SMALL_TILES);
     fixture.k[fixture.valid * fixture.depth..].fill(f32::NAN);
-    assert_eq!(
-        forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse,
-        lse
-    );
+    assert_eq!(forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse, lse);
     let poisoned = run(&fixture, &lse, SMALL_TILES);
     assert!(clean == poisoned);
-    assert!(
-        poisoned.1.lse[fixture.valid * fixture.depth..]
-            .iter()
-            .all(|&x| x == 0.0)
-    );
+    assert!(poisoned.1.lse[fixture.valid * fixture.depth..].iter().all(|&x| x == 0.0));
 }
 
 #[test]
@@ -263,18 +210,9 @@ fn ignored_tokens_give_nothing_and_get_nothing() {
     let fixture = Fixture::usual();
     let lse = forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse;
     let (dq, _) = run(&fixture, &lse, SMALL_TILES);
-    let ignored = fixture
-        .labels
-        .iter()
-        .position(|&label| label == IGNORED)
-        .unwrap();
+    let ignored = fixture.labels.iter().position(|&label| label == IGNORED).unwrap();
     let row = ignored * fixture.depth..(ignored + 1) * fixture.depth;
-    assert!(
-        dq.dq_lse[row.clone()]
-            .iter()
-            .chain(&dq.dq_label[row])
-            .all(|&x| x == 0.0)
-    );
+    assert!(dq.dq_lse[row.clone()].iter().chain(&dq.dq_label[row]).all(|&x| x == 0.0));
 }
 
 /// A captured lse that is 200 too high: (g p)^2 is about e^-413, below every f32.
@@ -285,10 +223,7 @@ fn squares_of_tiny_terms_keep_every_addend() {
     let high: Vec<f64> = exact.lse.iter().map(|lse| lse + 200.0).collect();
     let (dq, dk) = run(&fixture, &high, SMALL_TILES);
     let (dq_wanted, dk_wanted) = naive_backward(&fixture, &high, &logits);
-    let pairs = [
-        (&dq.dq_lse_sq, &dq_wanted.dq_lse_sq),
-        (&dk.lse_sq, &dk_wanted.lse_sq),
-    ];
+    let pairs = [(&dq.dq_lse_sq, &dq_wanted.dq_lse_sq), (&dk.lse_sq, &dk_wanted.lse_sq)];
     for (got, wanted) in pairs {
         assert!(wanted.iter().any(|&x| x > 0.0 && x < 1e-100));
         assert_close("squares", got, wanted, |i| wanted[i], 1e-9);
@@ -307,11 +242,7 @@ fn nan_and_infinity_propagate_and_an_empty_vocabulary_is_no_panic() {
     let (dq, dk) = run(&fixture, &result.lse, SMALL_TILES);
     assert!(dq.dq_lse[..2 * fixture.depth].iter().all(|x| x.is_nan()));
     assert!(dq.dq_lse[2 * fixture.depth..].iter().all(|x| x.is_finite()));
-    assert!(
-        dk.lse[..fixture.valid * fixture.depth]
-            .iter()
-            .all(|x| x.is_nan())
-    );
+    assert!(dk.lse[..fixture.valid * fixture.depth].iter().all(|x| x.is_nan()));
 
     let mut empty = Fixture::usual();
     empty.valid = 0;
@@ -342,15 +273,6 @@ fn the_work_reported_is_the_work_announced() {
     assert_eq!(counter.total(), forward_work(&inputs));
     let counter = Counter::default();
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
-    backward(
-        &inputs,
-        &lse,
-        &g_lse,
-        &g_label,
-        &NOISE,
-        SMALL_TILES,
-        &counter,
-        &mut |_| {},
-    );
+    backward(&inputs, &lse, &g_lse, &g_label, &NOISE, SMALL_TILES, &counter, &mut |_| {});
     assert_eq!(counter.total(), backward_work(&inputs));
 }

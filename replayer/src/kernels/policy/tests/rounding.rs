@@ -14,11 +14,7 @@ fn a_bf16_label_scatter_is_a_rounded_sum_in_token_order() {
     }
     let full = Policy::fused_f32();
     for label_grad in [Precision::F32, Precision::Bf16] {
-        let policy = Policy {
-            label_scatter: Precision::Bf16,
-            label_grad,
-            ..full
-        };
+        let policy = Policy { label_scatter: Precision::Bf16, label_grad, ..full };
         let (_, _, [_, _, dk_label]) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
         let mut wanted = vec![0.0f32; fixture.vocab * 5];
         for token in 0..fixture.tokens {
@@ -45,38 +41,16 @@ fn every_rounding_point_rounds_where_it_says() {
     let (_, plain, _) = run(full);
     assert!(!is_bf16(&plain.dq) && !is_bf16(&plain.dq_lse) && !is_bf16(&plain.dq_label));
 
-    let (_, dq, [dk, lse, label]) = run(Policy {
-        output: half,
-        ..full
-    });
+    let (_, dq, [dk, lse, label]) = run(Policy { output: half, ..full });
     assert!(is_bf16(&dq.dq) && is_bf16(&dk) && !is_bf16(&lse) && !is_bf16(&label));
-    let (_, dq, [dk, lse, label]) = run(Policy {
-        parts: half,
-        ..full
-    });
+    let (_, dq, [dk, lse, label]) = run(Policy { parts: half, ..full });
     assert!(is_bf16(&dq.dq_lse) && is_bf16(&dq.dq_label) && is_bf16(&lse) && is_bf16(&label));
-    assert!(
-        !is_bf16(&dk)
-            && dk
-                .iter()
-                .zip(&lse)
-                .zip(&label)
-                .all(|((s, a), b)| *s == a + b)
-    );
-    let (_, dq, _) = run(Policy {
-        label_grad: half,
-        ..full
-    });
+    assert!(!is_bf16(&dk) && dk.iter().zip(&lse).zip(&label).all(|((s, a), b)| *s == a + b));
+    let (_, dq, _) = run(Policy { label_grad: half, ..full });
     assert!(is_bf16(&dq.dq_label) && dq.dq_lse == plain.dq_lse);
-    let (forward, ..) = run(Policy {
-        logits: half,
-        ..full
-    });
+    let (forward, ..) = run(Policy { logits: half, ..full });
     assert!(is_bf16(&forward.label_logits) && !is_bf16(&forward.lse));
-    let (_, plain_dq, _) = run(Policy {
-        output: half,
-        ..Policy::plain_f32()
-    });
+    let (_, plain_dq, _) = run(Policy { output: half, ..Policy::plain_f32() });
     assert!(is_bf16(&plain_dq.dq) && plain_dq.dq_lse.is_empty());
 }
 
@@ -86,38 +60,21 @@ fn every_rounding_point_rounds_where_it_says() {
 fn inputs_and_dlogits_are_rounded_before_their_gemms() {
     let fixture = Fixture::usual();
     let (full, half) = (Policy::fused_f32(), Precision::Bf16);
-    let bits: Vec<u16> = fixture
-        .k
-        .iter()
-        .map(|&k| half::bf16::from_f32(k).to_bits())
-        .collect();
+    let bits: Vec<u16> = fixture.k.iter().map(|&k| half::bf16::from_f32(k).to_bits()).collect();
     let mut narrow = fixture.clone();
     narrow.q.iter_mut().for_each(|q| *q = half.round(*q));
     let mut inputs = narrow.inputs();
     inputs.k.values = Values::Bf16(&bits);
-    let rounded = emulated(
-        &Policy {
-            input: half,
-            ..full
-        },
-        &fixture,
-        &fixture.inputs(),
-        SMALL_TILES,
-    );
+    let rounded =
+        emulated(&Policy { input: half, ..full }, &fixture, &fixture.inputs(), SMALL_TILES);
     assert!(rounded == emulated(&full, &narrow, &inputs, SMALL_TILES));
     let mut single = Fixture::new(1, 3, 20, 20);
     single.q.fill(1.0);
     for path in [Path::Plain, Path::Fused] {
-        let policy = Policy {
-            path,
-            dlogits: half,
-            ..full
-        };
+        let policy = Policy { path, dlogits: half, ..full };
         let (_, _, [dk, lse, _]) = emulated(&policy, &single, &single.inputs(), SMALL_TILES);
         assert!(
-            if path == Path::Plain { &dk } else { &lse }
-                .iter()
-                .all(|&x| half.round(x) == x),
+            if path == Path::Plain { &dk } else { &lse }.iter().all(|&x| half.round(x) == x),
             "{path:?}"
         );
     }

@@ -7,11 +7,7 @@ use crate::kernels::reference::{Backward, Forward};
 
 /// Logits, lse and everything the backward pass gives, by loops over scalars.
 pub(super) fn naive(fixture: &Fixture) -> (Forward, Vec<Vec<f64>>) {
-    let mut forward = Forward {
-        lse: vec![],
-        label_logits: vec![],
-        row_max: vec![],
-    };
+    let mut forward = Forward { lse: vec![], label_logits: vec![], row_max: vec![] };
     let mut logits = Vec::new();
     for token in 0..fixture.tokens {
         let dot = |row: usize| -> f64 {
@@ -20,15 +16,9 @@ pub(super) fn naive(fixture: &Fixture) -> (Forward, Vec<Vec<f64>>) {
         };
         let row: Vec<f64> = (0..fixture.valid).map(dot).collect();
         let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        forward
-            .lse
-            .push(max + row.iter().map(|x| (x - max).exp()).sum::<f64>().ln());
+        forward.lse.push(max + row.iter().map(|x| (x - max).exp()).sum::<f64>().ln());
         let label = fixture.labels[token];
-        forward.label_logits.push(if label == IGNORED {
-            0.0
-        } else {
-            row[label as usize]
-        });
+        forward.label_logits.push(if label == IGNORED { 0.0 } else { row[label as usize] });
         forward.row_max.push(max);
         logits.push(row);
     }
@@ -43,12 +33,7 @@ pub(super) fn naive_backward(
     let (tokens, depth) = (fixture.tokens, fixture.depth);
     let q0 = || vec![0.0; tokens * depth];
     let k0 = || vec![0.0; fixture.vocab * depth];
-    let mut dq = Backward {
-        dq_lse: q0(),
-        dq_label: q0(),
-        dq_lse_var: q0(),
-        dq_lse_sq: q0(),
-    };
+    let mut dq = Backward { dq_lse: q0(), dq_label: q0(), dq_lse_var: q0(), dq_lse_sq: q0() };
     let mut dk = Dk {
         lse: k0(),
         label: k0(),
