@@ -115,6 +115,7 @@ pub struct HeadDeclaration {
     pub smoothing_formula: SmoothingFormula,
     pub temperature: f64,
     pub valid_vocab: Option<u64>,
+    #[serde(with = "infinite")]
     pub mask_value: Option<f64>,
     pub k_layout: KLayout,
     pub labels_shifted: bool,
@@ -152,6 +153,40 @@ impl Default for HeadDeclaration {
     }
 }
 
+/// JSON has no infinities, and `-inf` is what most jobs mask logits with: it is
+/// written as text. Without this serde_json would write `null`: no mask at all.
+mod infinite {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Number(f64),
+        Text(String),
+    }
+
+    pub(super) fn serialize<S: Serializer>(value: &Option<f64>, to: S) -> Result<S::Ok, S::Error> {
+        let written = value.map(|number| match number.is_infinite() {
+            true => Written::Text(number.to_string()),
+            false => Written::Number(number),
+        });
+        written.serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
+        let number = |text: String| match text.as_str() {
+            "inf" => Ok(f64::INFINITY),
+            "-inf" => Ok(f64::NEG_INFINITY),
+            _ => Err(de::Error::custom(format!("mask_value={text:?} is not a number"))),
+        };
+        match Option::<Written>::deserialize(from)? {
+            None => Ok(None),
+            Some(Written::Number(value)) => Ok(Some(value)),
+            Some(Written::Text(text)) => number(text).map(Some),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,6 +202,16 @@ mod tests {
             assert_eq!(serde_json::to_string(&value).unwrap(), text);
         }
         assert!(serde_json::from_str::<Denominator>("\"half\"").is_err());
+    }
+
+    #[test]
+    fn an_infinite_mask_value_survives_json() {
+        for mask_value in [None, Some(f64::NEG_INFINITY), Some(-2.38e38)] {
+            let head = HeadDeclaration { mask_value, ..HeadDeclaration::default() };
+            let json = serde_json::to_string(&head).unwrap();
+            assert_eq!(serde_json::from_str::<HeadDeclaration>(&json).unwrap(), head, "{json}");
+        }
+        assert!(serde_json::from_str::<HeadDeclaration>(r#"{"mask_value": "low"}"#).is_err());
     }
 
     #[test]
