@@ -95,7 +95,105 @@ pub enum SmoothingFormula {
     Megatron,
 }
 
-/// What `tape.head` declares. Field for field the signature in DESIGN.
+/// How a KL divergence is estimated from log-probabilities of sampled tokens
+/// (Schulman 2020, "Approximating KL divergence"), `d = ref - policy`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KlEstimator {
+    /// `-d`
+    K1,
+    /// `d²/2`
+    K2,
+    /// `exp(d) - d - 1`
+    #[default]
+    K3,
+}
+
+/// What the ratio of policies is taken over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RatioLevel {
+    /// Each token's own ratio (PPO, GRPO).
+    #[default]
+    Token,
+    /// The geometric mean over the sequence (GSPO).
+    Sequence,
+}
+
+/// How token losses of a policy loss are averaged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LossAverage {
+    /// All tokens alike, over the head's denominator.
+    #[default]
+    Token,
+    /// The mean of each sequence first, then the mean over sequences.
+    Sequence,
+}
+
+/// Options of a policy loss, `loss="grpo"`:
+/// `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_beta KL`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(missing_docs)]
+pub struct GrpoDeclaration {
+    pub clip_low: f64,
+    pub clip_high: f64,
+    /// Bound of `-r A` for negative advantages, as a ratio (dual-clip PPO).
+    pub dual_clip: Option<f64>,
+    pub kl_beta: f64,
+    pub kl: KlEstimator,
+    pub ratio: RatioLevel,
+    pub average: LossAverage,
+}
+
+impl Default for GrpoDeclaration {
+    fn default() -> Self {
+        GrpoDeclaration {
+            clip_low: 0.2,
+            clip_high: 0.2,
+            dual_clip: None,
+            kl_beta: 0.0,
+            kl: KlEstimator::K3,
+            ratio: RatioLevel::Token,
+            average: LossAverage::Token,
+        }
+    }
+}
+
+/// A path of the user's own: what it rounds and how it sums. A TOML file of
+/// `--policy` has the same fields.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PolicyDeclaration {
+    /// `plain`, `fused` or `chunked`: the order of the walk.
+    pub base: Option<String>,
+    /// Rounding point to dtype: `input`, `product`, `logits`, `p`, `dlogits`,
+    /// `label_grad`, `parts`, `output`.
+    pub round: BTreeMap<String, String>,
+    /// Sum to how it is taken: `logits`, `lse`, `dq`, `dk`, `label_scatter`,
+    /// `tiles` (partial results of tiles), `chunks` (of token chunks).
+    pub sums: BTreeMap<String, SumDeclaration>,
+    /// Tile sizes.
+    pub tiles: DeclaredTiles,
+}
+
+/// How one sum is taken.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SumDeclaration {
+    /// Dtype of the accumulator.
+    pub dtype: String,
+    /// `sequential`, `blocked`, `pairwise`, `kahan` or `neumaier`; absent: not known.
+    #[serde(default)]
+    pub order: Option<String>,
+    /// Addends of a block, for `blocked`.
+    #[serde(default)]
+    pub block: Option<u32>,
+}
+
+/// What `tape.head` declares: the signature in DESIGN, and the options that heads
+/// in use have beyond it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[allow(missing_docs)]
@@ -110,10 +208,14 @@ pub struct HeadDeclaration {
     pub microbatch_reduction: MicrobatchReduction,
     pub ignore_label: Option<i64>,
     pub z_loss: f64,
+    /// Whether the recorded loss holds the z-loss; the gradients always do.
+    pub z_loss_in_loss: bool,
     pub softcap: Option<f64>,
     pub label_smoothing: f64,
     pub smoothing_formula: SmoothingFormula,
     pub temperature: f64,
+    /// Factor of the logits: the other way to say a temperature.
+    pub logit_scale: f64,
     pub valid_vocab: Option<u64>,
     #[serde(with = "infinite")]
     pub mask_value: Option<f64>,
@@ -123,6 +225,10 @@ pub struct HeadDeclaration {
     pub cotangent: f64,
     pub dtypes: BTreeMap<String, String>,
     pub tiles: Option<DeclaredTiles>,
+    /// Probabilities below it may be dropped from the backward.
+    pub gradient_filter: Option<f64>,
+    pub policy: Option<PolicyDeclaration>,
+    pub grpo: Option<GrpoDeclaration>,
 }
 
 impl Default for HeadDeclaration {
@@ -137,10 +243,12 @@ impl Default for HeadDeclaration {
             microbatch_reduction: MicrobatchReduction::Mean,
             ignore_label: None,
             z_loss: 0.0,
+            z_loss_in_loss: true,
             softcap: None,
             label_smoothing: 0.0,
             smoothing_formula: SmoothingFormula::Uniform,
             temperature: 1.0,
+            logit_scale: 1.0,
             valid_vocab: None,
             mask_value: None,
             k_layout: KLayout::Vd,
@@ -149,6 +257,9 @@ impl Default for HeadDeclaration {
             cotangent: 1.0,
             dtypes: BTreeMap::new(),
             tiles: None,
+            gradient_filter: None,
+            policy: None,
+            grpo: None,
         }
     }
 }

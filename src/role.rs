@@ -31,14 +31,28 @@ roles! {
     Weights = "weights",
     /// Bias of the logits, `[V]`.
     Bias = "bias",
+    /// Upstream cotangent of each token's loss, `[T]`, where the loss is not reduced.
+    Cotangent = "cotangent",
+    /// Which token each row of q is: an index that two runs share, `[T]`.
+    TokenOrder = "token_order",
+    /// Advantage of each token, `[T]`, or of each sequence, `[B]`.
+    Advantages = "advantages",
+    /// Log-probabilities of the policy that sampled the tokens, `[T]`.
+    OldLogprobs = "old_logprobs",
+    /// Log-probabilities of the reference policy of the KL term, `[T]`.
+    RefLogprobs = "ref_logprobs",
     /// `q kᵀ (+ bias)` after scale, softcap and mask, `[T, V]`.
     Logits = "logits",
     /// Log of the softmax denominator, `[T]`.
     Lse = "lse",
     /// The logit of each token's label, `[T]`.
     LabelLogits = "label_logits",
-    /// The loss: one number.
+    /// Log-probability of each token's label, `[T]`, or of every class, `[T, V]`.
+    Logprobs = "logprobs",
+    /// The loss: one number, or `[T]` where it is not reduced.
     Loss = "loss",
+    /// Gradient of the label's log-probability, `[T]`.
+    Dlogprobs = "dlogprobs",
     /// Gradient of the logits, `[T, V]`.
     Dlogits = "dlogits",
     /// The log-sum-exp part of dq.

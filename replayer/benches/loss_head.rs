@@ -83,12 +83,8 @@ impl Head {
     /// One step: plain, or fused with the tiles given.
     fn step(&mut self, policy: &Policy, tiles: Option<Tiles>, workspace: &mut Workspace) {
         let matrix = |rows, values| Matrix { rows, cols: DEPTH, values };
-        let inputs = HeadInputs {
-            q: matrix(TOKENS, Values::F32(&self.q)),
-            k: matrix(VOCAB, Values::F32(&self.k)),
-            labels: &self.labels,
-            valid_vocab: VOCAB,
-        };
+        let (q, k) = (Values::F32(&self.q), Values::F32(&self.k));
+        let inputs = HeadInputs::plain(matrix(TOKENS, q), matrix(VOCAB, k), &self.labels, VOCAB);
         let [lse, label_logits] = &mut self.per_token;
         let outputs = StepOutputs { lse, label_logits, dq: &mut self.dq, dk: &mut self.dk };
         let cotangents = (&self.g_lse[..], &self.g_label[..]);

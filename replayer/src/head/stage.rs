@@ -39,12 +39,19 @@ stages! {
     Labels = "labels" Some(Role::Labels), [];
     Weights = "weights" Some(Role::Weights), [];
     Bias = "bias" Some(Role::Bias), [];
+    Cotangent = "cotangent" Some(Role::Cotangent), [];
+    TokenOrder = "token_order" Some(Role::TokenOrder), [];
+    Advantages = "advantages" Some(Role::Advantages), [];
+    OldLogprobs = "old_logprobs" Some(Role::OldLogprobs), [];
+    RefLogprobs = "ref_logprobs" Some(Role::RefLogprobs), [];
     Logits = "logits" Some(Role::Logits), [Q, K, Bias];
     Lse = "lse" Some(Role::Lse), [Logits];
     LabelLogits = "label_logits" Some(Role::LabelLogits), [Logits, Labels];
+    Logprobs = "logprobs" Some(Role::Logprobs), [Lse, LabelLogits];
     Nll = "nll" None, [Lse, LabelLogits];
-    Loss = "loss" Some(Role::Loss), [Nll, Weights];
-    G = "g" None, [Weights, Labels];
+    Loss = "loss" Some(Role::Loss), [Nll, Logprobs, Weights, Advantages, OldLogprobs, RefLogprobs];
+    Dlogprobs = "dlogprobs" Some(Role::Dlogprobs), [Logprobs, Weights, Advantages, OldLogprobs, RefLogprobs];
+    G = "g" None, [Weights, Labels, Cotangent, Dlogprobs];
     GLse = "g_lse" None, [G, Lse];
     GLabel = "g_label" None, [G];
     P = "p" None, [Logits, Lse];
@@ -69,7 +76,7 @@ impl Stage {
 
     /// An input: checked for being usable, not compared.
     pub fn is_input(self) -> bool {
-        self <= Stage::Bias
+        self <= Stage::RefLogprobs
     }
 
     /// True when this stage is `other` or is computed from it.

@@ -358,7 +358,8 @@ pub fn vocabulary_slab<'m>(
     };
     *labels = inputs.labels.iter().map(inside).collect();
     let valid_vocab = inputs.valid_vocab.clamp(range.start, range.end) - range.start;
-    HeadInputs { q: inputs.q, k: rows_of(&inputs.k, range), labels, valid_vocab }
+    let bias = inputs.bias.map(|bias| &bias[range.clone()]);
+    HeadInputs { k: rows_of(&inputs.k, range), labels, valid_vocab, bias, ..*inputs }
 }
 
 /// Some rows of a matrix, in place.

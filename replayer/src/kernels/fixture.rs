@@ -63,12 +63,8 @@ impl Fixture {
 
     pub(super) fn inputs(&self) -> HeadInputs<'_> {
         let matrix = |rows, values| Matrix { rows, cols: self.depth, values };
-        HeadInputs {
-            q: matrix(self.tokens, Values::F32(&self.q)),
-            k: matrix(self.vocab, Values::F32(&self.k)),
-            labels: &self.labels,
-            valid_vocab: self.valid,
-        }
+        let (q, k) = (Values::F32(&self.q), Values::F32(&self.k));
+        HeadInputs::plain(matrix(self.tokens, q), matrix(self.vocab, k), &self.labels, self.valid)
     }
 
     pub(super) fn g_lse_f64(&self) -> Vec<f64> {

@@ -34,7 +34,24 @@ pub struct Matrix<'a> {
     pub values: Values<'a>,
 }
 
+/// What turns a dot product (plus bias) into a logit: `softcap tanh(scale x / softcap)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Transform {
+    /// Factor of the raw logit: 1 / temperature.
+    pub scale: f64,
+    /// Bound of the scaled logit, where there is one.
+    pub softcap: Option<f64>,
+}
+
+impl Transform {
+    /// Leaves the raw logit as it is.
+    pub const NONE: Transform = Transform { scale: 1.0, softcap: None };
+}
+
 /// What a loss head reads: q `[T, D]`, k `[V, D]`, labels `[T]`.
+///
+/// Where the logits themselves were dumped and q and k were not, `given` holds them
+/// and D is 0: the products are then zero and there is no dq and no dk.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadInputs<'a> {
     /// Activations, one row a token.
@@ -46,6 +63,46 @@ pub struct HeadInputs<'a> {
     /// Rows of k from here on are padding: p = 0 there, and they are never read, so
     /// that whatever lies in them (NaN included) cannot leak into a gradient.
     pub valid_vocab: usize,
+    /// Added to the dot products before the transform, `[V]`.
+    pub bias: Option<&'a [f64]>,
+    /// Raw logits `[T, V]` that take the place of the dot products.
+    pub given: Option<Matrix<'a>>,
+    /// From raw logit to logit.
+    pub transform: Transform,
+    /// Logit of every column from `valid_vocab` on; `None` or -inf when they have no
+    /// part in the softmax. It is not transformed and has no gradient.
+    pub mask: Option<f64>,
+}
+
+/// Upstream of each token, all `[T]`: the gradient of the loss with respect to logit v
+/// is `lse p_v + label [v = y] + smooth`, v valid.
+#[derive(Debug, Clone, Copy)]
+pub struct Cotangents<'a, F> {
+    /// Of the log-sum-exp: `g (1 + 2 λ lse)`.
+    pub lse: &'a [F],
+    /// Of the label's logit: `-g (1 - s)`.
+    pub label: &'a [F],
+    /// Of every valid logit: `-g s / K`; 0 without label smoothing.
+    pub smooth: &'a [F],
+}
+
+impl<'a, F> Cotangents<'a, F> {
+    /// Those of some of the tokens.
+    pub fn of(&self, tokens: Range<usize>) -> Cotangents<'a, F> {
+        Cotangents {
+            lse: &self.lse[tokens.clone()],
+            label: &self.label[tokens.clone()],
+            smooth: &self.smooth[tokens],
+        }
+    }
+}
+
+impl<'a> HeadInputs<'a> {
+    /// q, k and labels with no option set.
+    pub fn plain(q: Matrix<'a>, k: Matrix<'a>, labels: &'a [u32], valid_vocab: usize) -> Self {
+        let (bias, given, mask) = (None, None, None);
+        HeadInputs { q, k, labels, valid_vocab, bias, given, transform: Transform::NONE, mask }
+    }
 }
 
 impl HeadInputs<'_> {
@@ -185,6 +242,6 @@ mod tests {
     fn a_label_in_the_masked_vocabulary_is_a_programming_error() {
         let values = [0.0f32; 4];
         let matrix = Matrix { rows: 2, cols: 2, values: Values::F32(&values) };
-        HeadInputs { q: matrix, k: matrix, labels: &[0, 1], valid_vocab: 1 }.check();
+        HeadInputs::plain(matrix, matrix, &[0, 1], 1).check();
     }
 }

@@ -18,7 +18,7 @@ pub mod tiles;
 #[cfg(test)]
 mod fixture;
 
-pub use matrix::{HeadInputs, IGNORED, Matrix, Values};
+pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Transform, Values};
 pub use policy::Policy;
 pub use round::Precision;
 pub use tiles::{NoProgress, Progress, Tiles};

@@ -274,10 +274,7 @@ struct Variances {
 
 /// The kernels' view of a microbatch.
 pub(super) fn head_inputs(inputs: &MicrobatchInputs) -> HeadInputs<'_> {
-    HeadInputs {
-        q: matrix(&inputs.q).expect("checked when it was gathered"),
-        k: matrix(&inputs.k).expect("checked when it was gathered"),
-        labels: &inputs.labels,
-        valid_vocab: inputs.valid_vocab,
-    }
+    let checked = "checked when it was gathered";
+    let (q, k) = (matrix(&inputs.q).expect(checked), matrix(&inputs.k).expect(checked));
+    HeadInputs::plain(q, k, &inputs.labels, inputs.valid_vocab)
 }
