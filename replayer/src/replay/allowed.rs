@@ -43,7 +43,7 @@ impl Replay<'_> {
         let logit = (r.logits * r.logits + F32 * F32) / 3.0 + summed(r.accumulate, n, 1.0, 0.0);
         // Σ q²k² is about |q|²|k|²/D.
         let dot = summed(r.accumulate, n, 0.0, 1.0 / n.max(1.0));
-        TermNoise { p_rel_var: p, logit_rel_var: logit, dot_rel_var: dot }
+        TermNoise { p_rel_var: p, logit_rel_var: logit, dot_rel_var: dot, ..TermNoise::default() }
     }
 
     /// Variance of a token's lse before it is stored: its logits' errors, which

@@ -17,7 +17,7 @@ use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::roundings::unit_of;
 use crate::head::step::{StepError, matrix, rows_of, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -133,6 +133,7 @@ impl Replay<'_> {
             dq_label: vec![0.0; t * d],
             dq_lse_var: vec![0.0; t * d],
             dq_lse_sq: vec![0.0; t * d],
+            ..reference::Backward::default()
         };
         let mut emulated: Vec<policy::DqParts> = Vec::new();
         let slab_rows = (SLAB_BYTES / (8 * d.max(1))).max(self.tiles.vocab);
@@ -176,12 +177,12 @@ impl Replay<'_> {
             hits: vec![0; rows],
         };
         let g_label: Vec<f64> = problem.g.iter().map(|g| -g).collect();
+        let smooth = vec![0.0; g_label.len()];
         let noise = self.term_noise(d);
         let part = reference::backward(
             head,
             &problem.lse,
-            &problem.g,
-            &g_label,
+            &Cotangents { lse: &problem.g, label: &g_label, smooth: &smooth },
             &noise,
             self.tiles,
             self.progress,

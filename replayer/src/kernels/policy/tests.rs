@@ -5,7 +5,7 @@ mod rounding;
 
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
-use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::reference;
 use crate::kernels::tiles::{NoProgress, Tiles};
 
@@ -131,12 +131,12 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
         close("dk", &dk, block.rows.start * depth, &wanted, &size);
     };
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
+    let smooth = vec![0.0; fixture.tokens];
     let noise = reference::TermNoise::default();
     let exact_dq = reference::backward(
         &inputs,
         &exact.lse,
-        &g_lse,
-        &g_label,
+        &Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth },
         &noise,
         SMALL_TILES,
         &NoProgress,

@@ -4,11 +4,17 @@ mod naive;
 
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
-use crate::kernels::matrix::{IGNORED, Values};
+use crate::kernels::matrix::{Cotangents, IGNORED, Values};
 use crate::kernels::tiles::NoProgress;
 use naive::{naive, naive_backward};
 
-const NOISE: TermNoise = TermNoise { p_rel_var: 0.25, logit_rel_var: 0.5, dot_rel_var: 2.0 };
+const NOISE: TermNoise = TermNoise {
+    p_rel_var: 0.25,
+    logit_rel_var: 0.5,
+    dot_rel_var: 2.0,
+    cap_rel_var: 0.125,
+    filter: 0.0,
+};
 
 /// All the dk blocks put together.
 #[derive(Debug, Default, PartialEq)]
@@ -36,7 +42,9 @@ fn run(fixture: &Fixture, lse: &[f64], tiles: Tiles) -> (Backward, Dk) {
         dk.hits.extend_from_slice(block.hits);
     };
     let inputs = fixture.inputs();
-    let dq = backward(&inputs, lse, &g_lse, &g_label, &NOISE, tiles, &NoProgress, &mut collect);
+    let smooth = vec![0.0; fixture.tokens];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
+    let dq = backward(&inputs, lse, &cotangents, &NOISE, tiles, &NoProgress, &mut collect);
     assert_eq!(next, fixture.vocab);
     (dq, dk)
 }
@@ -273,6 +281,8 @@ fn the_work_reported_is_the_work_announced() {
     assert_eq!(counter.total(), forward_work(&inputs));
     let counter = Counter::default();
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
-    backward(&inputs, &lse, &g_lse, &g_label, &NOISE, SMALL_TILES, &counter, &mut |_| {});
+    let smooth = vec![0.0; fixture.tokens];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
+    backward(&inputs, &lse, &cotangents, &NOISE, SMALL_TILES, &counter, &mut |_| {});
     assert_eq!(counter.total(), backward_work(&inputs));
 }

@@ -7,7 +7,8 @@ use crate::kernels::reference::{Backward, Forward};
 
 /// Logits, lse and everything the backward pass gives, by loops over scalars.
 pub(super) fn naive(fixture: &Fixture) -> (Forward, Vec<Vec<f64>>) {
-    let mut forward = Forward { lse: vec![], label_logits: vec![], row_max: vec![] };
+    let mut forward =
+        Forward { lse: vec![], label_logits: vec![], row_max: vec![], logit_sum: vec![] };
     let mut logits = Vec::new();
     for token in 0..fixture.tokens {
         let dot = |row: usize| -> f64 {
@@ -20,6 +21,7 @@ pub(super) fn naive(fixture: &Fixture) -> (Forward, Vec<Vec<f64>>) {
         let label = fixture.labels[token];
         forward.label_logits.push(if label == IGNORED { 0.0 } else { row[label as usize] });
         forward.row_max.push(max);
+        forward.logit_sum.push(row.iter().sum());
         logits.push(row);
     }
     (forward, logits)
@@ -33,7 +35,13 @@ pub(super) fn naive_backward(
     let (tokens, depth) = (fixture.tokens, fixture.depth);
     let q0 = || vec![0.0; tokens * depth];
     let k0 = || vec![0.0; fixture.vocab * depth];
-    let mut dq = Backward { dq_lse: q0(), dq_label: q0(), dq_lse_var: q0(), dq_lse_sq: q0() };
+    let mut dq = Backward {
+        dq_lse: q0(),
+        dq_label: q0(),
+        dq_lse_var: q0(),
+        dq_lse_sq: q0(),
+        ..Backward::default()
+    };
     let mut dk = Dk {
         lse: k0(),
         label: k0(),
