@@ -102,7 +102,9 @@ pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLo
         let ratio = libm::exp(log_ratio);
         let surrogate = surrogate(options, ratio, inputs.advantages[t], inputs.kink_tolerance);
         let (kl, kl_slope) = inputs.kl(options, t);
-        let slope = factor * surrogate.slope * ratio;
+        // A clipped ratio may be infinite.
+        let by_log_ratio = if surrogate.slope == 0.0 { 0.0 } else { surrogate.slope * ratio };
+        let slope = factor * by_log_ratio;
         result.terms[t] = factor * (surrogate.loss + kl);
         result.dlogp[t] = factor * kl_slope + if shared { 0.0 } else { slope };
         result.at_kink[t] = surrogate.at_kink;
