@@ -17,7 +17,7 @@ use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::roundings::unit_of;
 use crate::head::step::{StepError, matrix, rows_of, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -337,17 +337,16 @@ impl Replay<'_> {
         findings: &mut Findings,
     ) {
         let d = head.q.cols;
-        let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<f32>>();
-        let (lse, g) = (narrow(&problem.lse), narrow(&problem.g));
-        let g_label: Vec<f32> = g.iter().map(|g| -g).collect();
+        let g_label: Vec<f64> = problem.g.iter().map(|g| -g).collect();
+        let smooth = vec![0.0; g_label.len()];
+        let cotangents = Cotangents { lse: &problem.g, label: &g_label, smooth: &smooth };
         let forced = captured.parts(DK[0], DK[1], |m| rows_of(m, slab.range.clone())).is_some();
         for (number, member) in members.iter().enumerate() {
             let part = policy::backward(
                 &member.policy,
                 head,
-                &lse,
-                &g,
-                &g_label,
+                &problem.lse,
+                &cotangents,
                 self.tiles,
                 self.progress,
                 &mut |block| {

@@ -138,8 +138,8 @@ impl Findings {
 }
 
 /// Squared error of emulated values once they are rounded to the captured dtype.
-pub(super) fn error_energy(values: &[f32], reference: &[f64], output: f64) -> f64 {
+pub(super) fn error_energy(values: &[f64], reference: &[f64], output: f64) -> f64 {
     let precision = precision(output.max(F32));
-    let one = |(&x, r): (&f32, &f64)| (f64::from(precision.round(x)) - r).powi(2);
+    let one = |(&x, r): (&f64, &f64)| (precision.round64(x) - r).powi(2);
     values.iter().zip(reference).map(one).sum()
 }

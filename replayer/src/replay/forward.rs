@@ -52,8 +52,7 @@ impl Replay<'_> {
             };
             let members = emulated.iter().map(|(name, lse, label)| {
                 let values = if pick == 0 { lse } else { label };
-                let energy =
-                    values.iter().zip(exact).map(|(&x, r)| (f64::from(x) - r).powi(2)).sum();
+                let energy = values.iter().zip(exact).map(|(x, r)| (x - r).powi(2)).sum();
                 MemberError { name: name.clone(), energy }
             });
             let members = members.collect();
@@ -110,8 +109,8 @@ impl Replay<'_> {
     }
 
     /// lse and label logits of every member that rounds the logits differently.
-    fn emulate(&self, head: &HeadInputs<'_>, needed: bool) -> Vec<(String, Vec<f32>, Vec<f32>)> {
-        let mut found: Vec<(String, Vec<f32>, Vec<f32>)> = Vec::new();
+    fn emulate(&self, head: &HeadInputs<'_>, needed: bool) -> Vec<(String, Vec<f64>, Vec<f64>)> {
+        let mut found: Vec<(String, Vec<f64>, Vec<f64>)> = Vec::new();
         let all = members(&self.roundings, self.step.options.plain);
         let ends = [&all[0], &all[all.len() - 1]];
         for member in ends.into_iter().filter(|_| needed) {

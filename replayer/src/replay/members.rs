@@ -18,7 +18,7 @@ pub(super) fn members(roundings: &Roundings, plain: bool) -> Vec<Member> {
     let mut policy = if plain { Policy::plain_f32() } else { Policy::fused_f32() };
     policy.path = if plain { Path::Plain } else { Path::Fused };
     policy.input = precision(roundings.input);
-    policy.label_scatter = precision(roundings.label_scatter);
+    policy.sums.label_scatter.precision = precision(roundings.label_scatter);
     policy.output = Precision::F32;
     let mut found = vec![Member { name: "nothing rounded before the output".into(), policy }];
     let mut add = |unit: f64, what: &str, set: &dyn Fn(&mut Policy, Precision)| {

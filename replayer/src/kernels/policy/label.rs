@@ -37,6 +37,7 @@ impl Hits {
 pub(super) struct LabelPath<'a> {
     pub(super) policy: &'a Policy,
     pub(super) inputs: &'a HeadInputs<'a>,
+    /// Times the slope of the transform at the label.
     pub(super) g_label: &'a [f32],
 }
 
@@ -79,6 +80,19 @@ impl LabelPath<'_> {
         }
     }
 
+    /// Adds the label part to the bias gradient `[rows]`: one sum a row, in token order.
+    pub(super) fn finish_dbias(&self, hits: &Hits, rows: Range<usize>, dbias: &mut [f32]) {
+        for (row, dbias) in rows.zip(dbias) {
+            let addend = |&(_, token): &(u32, u32)| {
+                self.policy.label_grad.round(self.g_label[token as usize])
+            };
+            // A row that nothing hits has nothing added, so that its -0 stays -0.
+            if let Some(label) = hits.of(row).iter().map(addend).reduce(|sum, g| sum + g) {
+                *dbias += label;
+            }
+        }
+    }
+
     /// Finishes dq rows `[tokens, D]` in place, as `finish_dk` does.
     pub(super) fn finish_dq(
         &self,
@@ -114,7 +128,8 @@ impl LabelPath<'_> {
 
     /// `acc = round(acc + round(g q))` over the hits of one row, in token order.
     fn scatter(&self, hits: &[(u32, u32)], acc: &mut [f32]) {
-        let Policy { input, label_grad, label_scatter, .. } = *self.policy;
+        let Policy { input, label_grad, .. } = *self.policy;
+        let label_scatter = self.policy.sums.label_scatter.precision;
         let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
         for &(_, token) in hits {
             let token = token as usize;
