@@ -31,4 +31,12 @@ pub use dispatch::{
 };
 pub use step::{StepOutputs, Workspace, fused_step, plain_step, step_work};
 
+/// What the emulator shares with the fast path: no arithmetic.
+pub(super) mod internal {
+    pub(in crate::kernels) use super::dispatch::Upstream;
+    pub(in crate::kernels) use super::emulate::PlaneBuffers;
+    pub(in crate::kernels) use super::label::Hits;
+    pub(in crate::kernels) use super::logits::columns;
+}
+
 use super::round::Precision;

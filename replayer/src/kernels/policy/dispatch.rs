@@ -4,6 +4,7 @@
 //! Here f64 is storage: a value of a bf16 policy is a bf16 number that lies in an f64.
 
 use super::{Policy, emulate};
+use crate::kernels::emulator;
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::tiles::{Progress, Tiles};
 use std::ops::Range;
@@ -43,8 +44,8 @@ pub struct DkParts<'a> {
     pub dk_label: &'a [f64],
     /// Their sum, or the product of whole dlogits.
     pub dk: &'a [f64],
-    /// `[rows]`: dlogits summed over the tokens, the label part included, rounded to the
-    /// output precision; there whether or not the head has a bias.
+    /// `[rows]`: dlogits summed over the tokens as dk is, the label part included, rounded
+    /// to the output precision; there whether or not the head has a bias.
     pub dbias: &'a [f64],
 }
 
@@ -89,6 +90,9 @@ pub fn forward(
     progress: &dyn Progress,
 ) -> PolicyForward {
     check(inputs);
+    if !policy.is_fast() {
+        return emulator::forward(policy, inputs, tiles, progress);
+    }
     emulate::forward(policy, inputs, tiles, progress)
 }
 
@@ -109,6 +113,10 @@ pub fn backward(
 ) -> DqParts {
     check(inputs);
     check_upstream(inputs, lse, cotangents);
+    if !policy.is_fast() {
+        let upstream = Upstream { lse, cotangents: *cotangents };
+        return emulator::backward(policy, inputs, upstream, tiles, progress, on_dk);
+    }
     let narrow = Narrow::new(lse, cotangents);
     emulate::backward(policy, inputs, narrow.upstream(), tiles, progress, on_dk)
 }
@@ -127,6 +135,10 @@ pub fn plane(
 ) {
     check(inputs);
     check_upstream(inputs, lse, cotangents);
+    if !policy.is_fast() {
+        let upstream = Upstream { lse, cotangents: *cotangents };
+        return emulator::plane(policy, inputs, upstream, tiles, progress, on_tile);
+    }
     let narrow = Narrow::new(lse, cotangents);
     emulate::plane(policy, inputs, narrow.upstream(), tiles, progress, on_tile);
 }

@@ -75,8 +75,9 @@ pub(super) fn backward(
             let dq = &mut dq[span.start * depth..span.end * depth];
             let (to_dq, to_dk) = ((&mut *dq, nth > 0), (&mut block.dk[..], chunk > 0));
             Panels { q, k, depth }.accumulate(&tile, to_dq, to_dk, (span.len(), cols.len()));
-            round_sums(policy, dq, &mut block.dk);
             add_columns(&mut block.dbias, &tile);
+            round_sums(policy, dq, &mut block.dk);
+            round_sums(policy, &mut [], &mut block.dbias);
             progress.advance(3 * (span.len() * cols.len() * depth) as u64);
         }
         block.finish(&LabelPath { policy, inputs, g_label: &label_g }, &hits, cols, on_dk);

@@ -10,13 +10,13 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// Tokens that hit each row of k.
-pub(super) struct Hits {
+pub(in crate::kernels) struct Hits {
     /// (label, token) by label, then by token; ignored tokens left out.
     by_label: Vec<(u32, u32)>,
 }
 
 impl Hits {
-    pub(super) fn new(labels: &[u32]) -> Self {
+    pub(in crate::kernels) fn new(labels: &[u32]) -> Self {
         let hit = |(token, &label): (usize, &u32)| {
             (label != crate::kernels::matrix::IGNORED).then_some((label, token as u32))
         };
@@ -26,7 +26,7 @@ impl Hits {
     }
 
     /// The hits of one row, in token order.
-    fn of(&self, row: usize) -> &[(u32, u32)] {
+    pub(in crate::kernels) fn of(&self, row: usize) -> &[(u32, u32)] {
         let start = self.by_label.partition_point(|&(label, _)| (label as usize) < row);
         let length = self.by_label[start..].partition_point(|&(label, _)| label as usize == row);
         &self.by_label[start..start + length]

@@ -146,11 +146,12 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     };
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
     let noise = reference::TermNoise::default();
+    let smooth = vec![0.0; g_lse.len()];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
     let exact_dq = reference::backward(
         &inputs,
         &exact.lse,
-        &g_lse,
-        &g_label,
+        &cotangents,
         &noise,
         SMALL_TILES,
         &NoProgress,
