@@ -30,6 +30,8 @@ pub(super) struct Slab {
     dbias_sq: Vec<f64>,
     /// Sum of q² over the unit's tokens, a column each.
     q_squares: Vec<f64>,
+    /// dk of the member that rounds most, for the norm that the policy itself has.
+    pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
     pub(super) lost: Vec<(Stage, Vec<f64>)>,
 }
@@ -52,6 +54,7 @@ impl Slab {
             dbias_var: column(),
             dbias_sq: column(),
             q_squares: Vec::new(),
+            emulated: zeros(),
             lost: Vec::new(),
         }
     }
