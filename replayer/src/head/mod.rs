@@ -3,6 +3,7 @@
 //! that is `kernels`.
 
 pub mod options;
+pub mod policy_file;
 pub mod roundings;
 pub mod stage;
 pub mod step;
