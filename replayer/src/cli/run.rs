@@ -141,7 +141,7 @@ fn replay_one<'a>(
 ) -> Result<(HeadStep<'a>, Outcome), RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
-    let step = HeadStep::new(dump, unusable).map_err(wrong)?;
+    let step = HeadStep::new(dump, None, unusable).map_err(wrong)?;
     let request = Request { compare, progress: bar, total: &|work| bar.expect(work) };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))

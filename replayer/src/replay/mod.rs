@@ -4,14 +4,21 @@
 //! paint all later stages red.
 
 mod across;
+mod addends;
 pub mod against;
 mod allowed;
 mod backward;
+mod column;
+mod dk;
+mod dq;
 mod findings;
 mod forward;
 mod gather;
+mod loss;
 mod members;
+mod norm;
 pub mod outcome;
+mod plane;
 
 use std::collections::BTreeSet;
 
@@ -56,7 +63,7 @@ pub(crate) struct Slice {
 pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, StepError> {
     let slices = slices(step)?;
     let wanted = wanted(step, request.compare)?;
-    let roundings = Roundings::plausible(&step.options, slices[0].inputs.q.dtype);
+    let roundings = Roundings::plausible(&step.options, slices[0].inputs.dtype(step))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let tiles = Tiles::default();
     let comparisons = wanted.len() * units.max(1);
@@ -65,13 +72,16 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let mut outcome = Outcome::new(&replay.wanted);
     let all: Vec<&MicrobatchInputs> = slices.iter().map(|slice| &slice.inputs).collect();
     for slice in &slices {
-        let forward = replay.forward(slice, &all, &mut outcome)?;
+        let state = replay.forward(slice, &mut outcome)?;
+        let upstream = replay.upstream(slice, &all, &state, &mut outcome)?;
+        replay.loss(slice, &all, &state, &mut outcome)?;
+        replay.plane(slice, &state, &upstream, &mut outcome)?;
         if let Some(why) = &slice.blocked {
             let what = format!("dk of {}", name(slice.inputs.microbatch));
             outcome.not_checked.push(NotChecked { what, why: why.clone() });
         }
         for unit in &slice.units {
-            replay.backward(slice, unit, &all, &forward, &mut outcome)?;
+            replay.backward(slice, unit, &state, &upstream, &mut outcome)?;
         }
     }
     replay.across(&slices, &mut outcome)?;

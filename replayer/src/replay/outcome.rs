@@ -6,6 +6,8 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use serde::Serialize;
 
+use super::norm::ReferenceDk;
+pub use super::norm::{GradNorm, Share};
 use crate::compare::tally::relative;
 use crate::compare::{Bound, Tally};
 use crate::head::{HeadStep, Stage};
@@ -85,21 +87,6 @@ pub struct StageOutcome {
     pub comparisons: Vec<Comparison>,
 }
 
-/// The captured grad_norm beside what it would be with the reference dk.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct GradNorm {
-    /// As the job reported it.
-    pub captured: Option<f64>,
-    /// With the captured dk replaced by the reference, all else unchanged.
-    pub reference: Option<f64>,
-    /// captured - reference.
-    pub gap: Option<f64>,
-    /// Norm of the captured dk.
-    pub dk_captured: Option<f64>,
-    /// Norm of the reference dk.
-    pub dk_reference: Option<f64>,
-}
-
 /// All that a replay found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
@@ -110,7 +97,7 @@ pub struct Outcome {
     /// The norm of the gradients.
     pub grad_norm: GradNorm,
     /// Reference dk summed over ranks and microbatches, while it is needed.
-    pub(super) reference_dk: Option<Vec<f64>>,
+    pub(super) reference_dk: Option<ReferenceDk>,
 }
 
 impl Comparison {

@@ -5,7 +5,7 @@ mod rounding;
 
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
-use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::reference;
 use crate::kernels::tiles::{NoProgress, Tiles};
 
@@ -22,6 +22,15 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
+/// Of values that are f32 numbers.
+fn narrow_bits(values: &[f64]) -> Vec<u32> {
+    let narrow = |&value: &f64| {
+        assert!(f64::from(value as f32) == value || value.is_nan(), "{value} is an f32");
+        (value as f32).to_bits()
+    };
+    values.iter().map(narrow).collect()
+}
+
 /// Forward and backward of the emulation; dk blocks put together as
 /// `[dk, dk_lse, dk_label]`.
 fn emulated(
@@ -29,11 +38,13 @@ fn emulated(
     fixture: &Fixture,
     inputs: &HeadInputs,
     tiles: Tiles,
-) -> (PolicyForward, DqParts, [Vec<f32>; 3]) {
+) -> (PolicyForward, DqParts, [Vec<f64>; 3]) {
     let result = forward(policy, inputs, tiles, &NoProgress);
+    let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
+    let smooth = vec![0.0; g_lse.len()];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
     let mut dk = [const { Vec::new() }; 3];
     let mut next = 0;
-    let (lse, g_lse, g_label) = (&result.lse, &fixture.g_lse, &fixture.g_label);
     let mut collect = |block: DkParts| {
         assert_eq!(block.rows.start, next);
         next = block.rows.end;
@@ -41,15 +52,15 @@ fn emulated(
             all.extend_from_slice(part);
         }
     };
-    let dq = backward(policy, inputs, lse, g_lse, g_label, tiles, &NoProgress, &mut collect);
+    let dq = backward(policy, inputs, &result.lse, &cotangents, tiles, &NoProgress, &mut collect);
     assert_eq!(next, fixture.vocab);
     (result, dq, dk)
 }
 
 fn emulated_bits(policy: &Policy, fixture: &Fixture, tiles: Tiles) -> Bits {
     let (forward, dq, [dk, ..]) = emulated(policy, fixture, &fixture.inputs(), tiles);
-    let (lse, label_logits) = (bits(&forward.lse), bits(&forward.label_logits));
-    Bits { lse, label_logits, dq: bits(&dq.dq), dk: bits(&dk) }
+    let (lse, label_logits) = (narrow_bits(&forward.lse), narrow_bits(&forward.label_logits));
+    Bits { lse, label_logits, dq: narrow_bits(&dq.dq), dk: narrow_bits(&dk) }
 }
 
 /// One whole step; outputs start as garbage, which no correct step leaves behind.
@@ -57,7 +68,8 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
     let (tokens, depth) = (fixture.tokens, fixture.depth);
     let (mut lse, mut label_logits) = (vec![f32::NAN; tokens], vec![f32::NAN; tokens]);
     let (mut dq, mut dk) = (vec![f32::NAN; tokens * depth], vec![f32::NAN; fixture.vocab * depth]);
-    let (inputs, cotangents) = (fixture.inputs(), (&fixture.g_lse[..], &fixture.g_label[..]));
+    let (inputs, smooth) = (fixture.inputs(), vec![0.0; tokens]);
+    let cotangents = &Cotangents { lse: &fixture.g_lse, label: &fixture.g_label, smooth: &smooth };
     let counter = Counter::default();
     let outputs =
         StepOutputs { lse: &mut lse, label_logits: &mut label_logits, dq: &mut dq, dk: &mut dk };
@@ -66,6 +78,7 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
         Path::Fused => {
             fused_step(policy, &inputs, cotangents, tiles, workspace, &counter, outputs);
         }
+        Path::Chunked => unreachable!("no step runs the chunked path"),
     }
     assert_eq!(counter.total(), step_work(&inputs));
     Bits { lse: bits(&lse), label_logits: bits(&label_logits), dq: bits(&dq), dk: bits(&dk) }
@@ -80,9 +93,10 @@ fn policies() -> [Policy; 6] {
         logits: half,
         dlogits: half,
         label_grad: half,
-        label_scatter: half,
         parts: Precision::F16,
         output: half,
+        sums: Sums { label_scatter: Sum::of(half), ..Sums::all(Sum::NATIVE) },
+        ..Policy::fused_f32()
     };
     [
         Policy::plain_f32(),
@@ -109,15 +123,15 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     let logit = (fixture.depth + 1) as f64 * u * dot;
     let lse = logit + (fixture.valid + 8) as f64 * u + 2.0 * u * (lse_size + dot);
     for t in 0..fixture.tokens {
-        assert!((f64::from(forward.lse[t]) - exact.lse[t]).abs() <= lse, "lse[{t}]");
-        let label = f64::from(forward.label_logits[t]) - exact.label_logits[t];
+        assert!((forward.lse[t] - exact.lse[t]).abs() <= lse, "lse[{t}]");
+        let label = forward.label_logits[t] - exact.label_logits[t];
         assert!(label.abs() <= logit, "label_logits[{t}]");
     }
     let n = fixture.valid.max(fixture.tokens) as f64;
     let relative = logit + lse + 2.0 * u * (lse_size + dot) + (n + 8.0) * u;
-    let close = |what: &str, got: &[f32], offset: usize, wanted: &[f64], size: &[f64]| {
+    let close = |what: &str, got: &[f64], offset: usize, wanted: &[f64], size: &[f64]| {
         for (index, &wanted) in wanted.iter().enumerate() {
-            let got = f64::from(got[offset + index]);
+            let got = got[offset + index];
             let bound = 1.1 * relative * (n * size[index]).sqrt();
             let error = (got - wanted).abs();
             assert!(error <= bound, "{what}[{index}]: {got} is not {wanted} within {bound}");
@@ -132,11 +146,12 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     };
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
     let noise = reference::TermNoise::default();
+    let smooth = vec![0.0; g_lse.len()];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
     let exact_dq = reference::backward(
         &inputs,
         &exact.lse,
-        &g_lse,
-        &g_label,
+        &cotangents,
         &noise,
         SMALL_TILES,
         &NoProgress,
@@ -165,7 +180,7 @@ fn a_step_that_keeps_recomputes_or_emulates_gives_the_same_bits() {
             // The plain step materialises: it is the emulation with one tile.
             let tiles = match policy.path {
                 Path::Plain => Tiles { tokens, vocab: valid },
-                Path::Fused => SMALL_TILES,
+                Path::Fused | Path::Chunked => SMALL_TILES,
             };
             let wanted = emulated_bits(&policy, &fixture, tiles);
             let mut keeping = Workspace::default();
@@ -227,7 +242,7 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
     for policy in policies() {
         let (forward, dq, [dk, ..]) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
         assert!(forward.lse[0].is_nan());
-        assert_eq!(forward.lse[1], f32::INFINITY);
+        assert_eq!(forward.lse[1], f64::INFINITY);
         assert!(forward.lse[2..].iter().all(|lse| lse.is_finite()));
         assert!(dq.dq[..2 * fixture.depth].iter().all(|x| x.is_nan()));
         assert!(dq.dq[2 * fixture.depth..].iter().all(|x| x.is_finite()));
@@ -256,7 +271,7 @@ fn a_tile_without_any_finite_logit_leaves_the_sum_as_it_was() {
     fixture.k.fill(-800.0);
     fixture.k[..16].fill(f32::NEG_INFINITY);
     let lse = forward(&Policy::fused_f32(), &fixture.inputs(), SMALL_TILES, &NoProgress).lse[0];
-    assert!((lse - (24f32.ln() - 800.0)).abs() < 1e-4);
+    assert!((lse - (24f64.ln() - 800.0)).abs() < 1e-4);
 }
 
 #[test]
@@ -267,7 +282,9 @@ fn the_work_reported_is_the_work_announced() {
     let lse = forward(&policy, &inputs, SMALL_TILES, &counter).lse;
     assert_eq!(counter.total(), forward_work(&inputs));
     let counter = Counter::default();
-    let (g_lse, g_label) = (&fixture.g_lse, &fixture.g_label);
-    backward(&policy, &inputs, &lse, g_lse, g_label, SMALL_TILES, &counter, &mut |_| {});
+    let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
+    let smooth = vec![0.0; g_lse.len()];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
+    backward(&policy, &inputs, &lse, &cotangents, SMALL_TILES, &counter, &mut |_| {});
     assert_eq!(counter.total(), backward_work(&inputs));
 }
