@@ -50,7 +50,7 @@ enum Ended {
 }
 
 struct Alarm {
-    /// The stage, or `verify`.
+    /// The stage, `verify` or `panic`.
     stage: &'static str,
     reason: String,
 }
@@ -64,6 +64,17 @@ struct Campaign {
     refused: BTreeMap<String, (u64, u64)>,
     /// The largest consumption of each stage, with its seed.
     worst: BTreeMap<Stage, [(f64, u64); 3]>,
+}
+
+/// A run whose panic is one alarm more, not the end of the campaign.
+fn survived(job: &Job) -> Ended {
+    std::panic::catch_unwind(|| run(job)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()));
+        let reason = text.unwrap_or_default();
+        let alarm = Some(Alarm { stage: "panic", reason });
+        Ended::Judged { alarm, consumed: BTreeMap::new(), compared: 0 }
+    })
 }
 
 fn run(job: &Job) -> Ended {
@@ -85,7 +96,7 @@ fn run(job: &Job) -> Ended {
 }
 
 fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
-    let step = HeadStep::new(dumped, |_| None).map_err(|error| error.to_string())?;
+    let step = HeadStep::new(dumped, None, |_| None).map_err(|error| error.to_string())?;
     let request = Request { compare: &[], progress: &NoProgress, total: &|_| {} };
     let outcome = replay(&step, &request).map_err(|error| error.to_string())?;
     let units = |microbatch| {
@@ -135,7 +146,7 @@ impl Campaign {
     fn of(seeds: std::ops::Range<u64>) -> Campaign {
         let mut campaign = Campaign::default();
         for seed in seeds {
-            campaign.add(seed, run(&Job::random(seed)));
+            campaign.add(seed, survived(&Job::random(seed)));
         }
         campaign
     }

@@ -73,7 +73,7 @@ fn layout(job: &mut Job, random: &mut Random) {
     job.options.layout = Layout {
         sequence: of_sequences.then(|| random.between(3, 20)),
         uneven: random.one_of(&[0, 0, 1, 5]),
-        dv: random.chance(0.25),
+        dv: job.options.kind != Kind::XentLogits && random.chance(0.25),
         k_sharded: random.chance(0.3),
         k_once: random.chance(0.3),
         input,
@@ -93,7 +93,7 @@ fn head(job: &mut Job, random: &mut Random) {
         options.label_smoothing =
             if random.chance(0.2) { random.one_of(&[0.1, 0.01]) } else { 0.0 };
         options.z_loss = if random.chance(0.25) { random.one_of(&[1e-4, 1e-2]) } else { 0.0 };
-        options.z_loss_in_loss = random.chance(0.6);
+        options.z_loss_in_loss = options.z_loss == 0.0 || random.chance(0.5);
         options.labels_shifted = options.layout.sequence.is_none() || random.chance(0.6);
     }
     if random.chance(0.4) {
@@ -207,10 +207,14 @@ fn loss(job: &mut Job, random: &mut Random) {
         // Whether the last position of a sequence counts among "all" is unsettled.
         denominators.push(Denominator::All);
     }
-    if options.reduction == LossReduction::Mean {
+    let of_sequences = options.grpo().is_some_and(|g| g.average == LossAverage::Sequence);
+    if options.reduction == LossReduction::Mean && !of_sequences {
         denominators.push(Denominator::Number(f64::from(random.between(50, 2000) as u32)));
     }
-    options.denominator = random.one_of(&denominators);
+    let denominator = random.one_of(&denominators);
+    // Only a mean is divided: nobody can declare more.
+    let divided = options.reduction == LossReduction::Mean;
+    options.denominator = if divided { denominator } else { Denominator::Valid };
     options.scope = random.one_of(&[Scope::Global, Scope::Global, Scope::Microbatch, Scope::Rank]);
     options.microbatch_reduction =
         random.one_of(&[MicrobatchReduction::Mean, MicrobatchReduction::Sum]);

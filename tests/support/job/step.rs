@@ -91,9 +91,22 @@ fn part<F: Real>(
         }
     };
     let mut gradients = head.backward(share, &targets, &forward, &g);
+    if job.options.tied_embedding {
+        tie(job, mb, rank, &mut gradients.dk);
+    }
     store(job, &mut gradients);
     plant(job, mb, rank, &mut forward, &mut gradients);
     Part { forward, logprobs, losses, dlogprobs, gradients }
+}
+
+/// Adds what the input embedding contributes: tied weights have one gradient, and
+/// whoever records it records the sum.
+fn tie<F: Real>(job: &Job, mb: usize, rank: usize, dk: &mut [F]) {
+    let mut random = Random(job.seed ^ 0x7ed ^ ((mb * job.ranks + rank) as u64) << 32);
+    let size = (dk.iter().map(|x| x.wide().powi(2)).sum::<f64>() / dk.len() as f64).sqrt();
+    for x in dk {
+        *x += F::of(f64::from((size * random.normal()) as f32));
+    }
 }
 
 /// Gradients leave the head in the dtypes that the job stores them in.
@@ -139,6 +152,10 @@ fn counts(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> Counts {
     let count = |share: &Share| -> f64 {
         let positions = 0..share.tokens;
         match job.options.denominator {
+            // A policy loss has a mask in place of ignored labels: what it leaves is valid.
+            Denominator::Valid if job.options.grpo().is_some() => {
+                positions.filter(|&t| share.weight(job, t) != 0.0).count() as f64
+            }
             Denominator::Valid => {
                 positions.filter(|&t| share.target(job, t).is_some()).count() as f64
             }
@@ -158,24 +175,15 @@ fn counts(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> Counts {
     Counts { tokens, sequences }
 }
 
-/// dk of each rank over its microbatches, with the embedding's part where the
-/// weights are tied: then one parameter has one gradient.
+/// dk of each rank over its microbatches.
 fn accumulated<F: Real>(job: &Job, parts: &[Vec<Part<F>>]) -> Vec<Vec<F>> {
     let to = job.options.rounding.reduce;
-    let mut random = Random(job.seed ^ 0x7ed);
     let of_rank = |rank: usize| {
         let each = parts.iter().map(|ranks| ranks[rank].gradients.dk.as_slice());
         let mut sum = added(job, each);
         if job.options.microbatch_reduction == MicrobatchReduction::Mean {
             let count = F::of(job.microbatches as f64);
             sum.iter_mut().for_each(|x| *x = (*x / count).round(to));
-        }
-        if job.options.tied_embedding {
-            let size =
-                (sum.iter().map(|x| x.wide().powi(2)).sum::<f64>() / sum.len() as f64).sqrt();
-            for x in &mut sum {
-                *x = (*x + F::of(f64::from((size * random.normal()) as f32))).round(to);
-            }
         }
         sum
     };
