@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-inactive wheel clean
+.PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-inactive bench-false-alarms wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -57,6 +57,10 @@ $(PEERS)/.installed: benches/peers/requirements.txt
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed
 	$(BIN)/python python/benches/inactive.py
+
+# How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.
+bench-false-alarms:
+	cargo test --locked -p backtape --test backtape -- --ignored --nocapture --exact false_alarms::the_whole_campaign
 
 clean:
 	rm -rf target $(VENV) demo

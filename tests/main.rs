@@ -6,6 +6,7 @@
 
 mod coordination;
 mod errors;
+mod false_alarms;
 mod recorder;
 mod replay;
 mod support;
