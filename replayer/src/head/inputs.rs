@@ -1,6 +1,8 @@
 //! What the head of one microbatch read, gathered from the dump in global
 //! coordinates and checked against the declaration.
 
+use std::collections::HashMap;
+
 use backtape::dtype::Dtype;
 use backtape::head::{Loss, LossReduction};
 use backtape::identity::Microbatch;
@@ -46,6 +48,9 @@ pub struct MicrobatchInputs {
     pub valid_vocab: usize,
     /// Tokens of one sequence: the last of the leading dimensions.
     pub sequence: usize,
+    /// How many tokens have this token's scores, itself included, `[T]`: the first token
+    /// of every sequence often has the same hidden state.
+    pub copies: Vec<f64>,
     /// The tensor whose rows are the tokens, for messages and for who holds them.
     pub rows_key: TensorKey,
 }
@@ -84,6 +89,7 @@ impl MicrobatchInputs {
             given,
             transform: step.options.transform,
             mask: step.options.mask,
+            copies: Some(&self.copies),
             ..HeadInputs::plain(q, k, &self.labels, self.valid_vocab)
         })
     }
@@ -124,6 +130,10 @@ impl HeadStep<'_> {
             _ => self.optional(Role::Bias, microbatch, vocab)?,
         };
         let valid_vocab = valid;
+        let copies = match &scores {
+            Scores::Product { q: rows, .. } | Scores::Logits(rows) => copies(rows, tokens),
+            Scores::Logprobs => vec![1.0; tokens],
+        };
         Ok(MicrobatchInputs {
             microbatch,
             scores,
@@ -133,6 +143,7 @@ impl HeadStep<'_> {
             cotangent,
             valid_vocab,
             sequence,
+            copies,
             rows_key,
         })
     }
@@ -248,6 +259,15 @@ fn given(logits: Tensor) -> Result<(Scores, usize, usize), StepError> {
     }
     let (tokens, vocab) = (rows(&logits), logits.shape[logits.shape.len() - 1] as usize);
     Ok((Scores::Logits(logits), tokens, vocab))
+}
+
+/// For each row of a tensor, how many rows have its bytes.
+fn copies(tensor: &Tensor, rows: usize) -> Vec<f64> {
+    let width = (tensor.bytes().len() / rows.max(1)).max(1);
+    let mut counts: HashMap<&[u8], f64> = HashMap::new();
+    let each = || tensor.bytes().chunks_exact(width).take(rows);
+    each().for_each(|row| *counts.entry(row).or_insert(0.0) += 1.0);
+    each().map(|row| counts[row]).collect()
 }
 
 /// Gives every position what stood at the next one of its sequence.

@@ -95,10 +95,15 @@ impl Replay<'_> {
     }
 
     /// Variance of one addend of dq or dk beyond its entry's: the rounding of the
-    /// product and of the other factor, relative.
+    /// product, relative.
     pub(super) fn product_rel_var(&self) -> f64 {
-        let product = self.roundings.widest.product.unit_roundoff();
-        (product * product + self.roundings.input().powi(2)) / 3.0
+        self.roundings.widest.product.unit_roundoff().powi(2) / 3.0
+    }
+
+    /// Variance of narrowing the other factor to the GEMM's input, relative: all rows
+    /// meet the same narrowed k (or q), so they share it.
+    pub(super) fn narrowing(&self) -> f64 {
+        self.roundings.input().powi(2) / 3.0
     }
 
     /// Variance of adding up partial results: tiles of the vocabulary for dq, tiles

@@ -92,7 +92,9 @@ impl Replay<'_> {
         let head = inputs.head(self.step).expect("products have a head");
         let q = Gathered::new(&head.q, &unit.rows);
         let labels: Vec<u32> = unit.rows.iter().map(|&t| inputs.labels[t]).collect();
-        let head = HeadInputs { q: q.matrix(), labels: &labels, ..head };
+        let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
+        let copies = Some(&copies[..]);
+        let head = HeadInputs { q: q.matrix(), labels: &labels, copies, ..head };
         let problem = self.problem(head, unit, state, upstream);
         let findings = self.walk(&problem, &captured, (slice, unit), outcome);
         self.report(findings, &captured, inputs, unit, outcome);

@@ -5,7 +5,7 @@ use backtape::role::Role;
 use super::allowed::stored;
 use super::outcome::{Comparison, MemberError};
 use super::{Replay, Slice};
-use crate::compare::{Allowed, Rows, Tally, once};
+use crate::compare::{Allowed, Rows, Tally};
 use crate::head::MicrobatchInputs;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -77,7 +77,7 @@ impl Replay<'_> {
             captured: Matrix { rows: kept.len(), cols: 1, values: Values::F64(&values) },
             reference: &exact,
             index: &|row| kept[row] as u64,
-            repeats: &once,
+            repeats: &|row| inputs.copies[kept[row]],
         };
         let allowed = |row: usize, _, x: f64| Allowed {
             own: expected.variance[kept[row]] + stored(captured.stored, x),

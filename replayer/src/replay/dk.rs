@@ -23,6 +23,7 @@ pub(super) struct Slab {
     lse_sq: Vec<f64>,
     label_sq: Vec<f64>,
     label_var: Vec<f64>,
+    label_alike: Vec<f64>,
     dropped: Vec<f64>,
     pub(super) hits: Vec<u32>,
     pub(super) dbias: Vec<f64>,
@@ -48,6 +49,7 @@ impl Slab {
             lse_sq: zeros(),
             label_sq: zeros(),
             label_var: zeros(),
+            label_alike: zeros(),
             dropped: Vec::new(),
             hits: vec![0; rows],
             dbias: column(),
@@ -68,6 +70,7 @@ impl Slab {
             (&mut self.lse_sq, block.dk_lse_sq),
             (&mut self.label_sq, block.dk_label_sq),
             (&mut self.label_var, block.dk_label_var),
+            (&mut self.label_alike, block.dk_label_alike),
         ] {
             to[at.clone()].copy_from_slice(from);
         }
@@ -138,7 +141,7 @@ impl Replay<'_> {
         if self.entry_floor() > 0.0 {
             slab.q_squares = column_squares(&head.q);
         }
-        super::dq::gather(dq, part, head.labels);
+        super::dq::gather(dq, part, head);
         slab
     }
 
@@ -155,7 +158,8 @@ impl Replay<'_> {
                 + self.product_rel_var() * squares
                 + floor,
             row: slab.lse_var[at],
-            shared: problem.largest_scale() * squares + self.shared_scale(problem.alike) * x * x,
+            shared: (problem.largest_scale() + self.narrowing()) * squares
+                + self.shared_scale(problem.alike) * x * x,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
         }
     }
@@ -165,17 +169,18 @@ impl Replay<'_> {
         let Policy { sums, path, label_grad, .. } = self.roundings.widest;
         let hits = f64::from(slab.hits[at / problem.head.q.cols]);
         let (x, squares) = (slab.label[at], slab.label_sq[at]);
+        let alike = slab.label_alike[at];
         let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
         let tiny = label_grad.smallest_subnormal() / 2.0;
         let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
         Allowed {
-            own: each * squares
+            own: each * alike
                 + hits * tiny * tiny
                 + slab.label_var[at]
                 + summed(scatter, hits, x, squares),
-            row: self.label_row_scale() * squares,
+            row: self.label_row_scale() * alike,
             shared: self.shared_scale(self.roundings.shared_g()) * x * x
-                + problem.largest_variance() * squares,
+                + (problem.largest_variance() + self.narrowing()) * alike,
             certain: 0.0,
         }
     }

@@ -8,7 +8,7 @@ use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
-use crate::kernels::matrix::{IGNORED, Matrix};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::policy::{DqParts, Policy};
 use crate::kernels::reference;
 
@@ -54,12 +54,22 @@ fn member_values(member: &DqParts, stage: Stage) -> &[f64] {
 }
 
 /// Adds one slab's share of dq.
-pub(super) fn gather(total: &mut reference::Backward, part: reference::Backward, labels: &[u32]) {
+pub(super) fn gather(
+    total: &mut reference::Backward,
+    part: reference::Backward,
+    head: &HeadInputs<'_>,
+) {
+    let ones = vec![1.0; head.labels.len()];
+    let copies = head.copies.unwrap_or(&ones);
     add(&mut total.dq_lse, &part.dq_lse);
     add(&mut total.dq_label, &part.dq_label);
-    add(&mut total.dq_lse_var, &part.dq_lse_var);
+    // The reference multiplies by the copies for the sake of dk: a row of dq has one.
+    let d = part.dq_lse_var.len() / copies.len().max(1);
+    for (at, (to, from)) in total.dq_lse_var.iter_mut().zip(&part.dq_lse_var).enumerate() {
+        *to += from / copies[at / d];
+    }
     add(&mut total.dq_lse_sq, &part.dq_lse_sq);
-    for (at, &label) in labels.iter().enumerate() {
+    for (at, &label) in head.labels.iter().enumerate() {
         if label != IGNORED {
             total.dq_label_rel_var[at] = part.dq_label_rel_var[at];
         }
@@ -91,7 +101,7 @@ impl Replay<'_> {
                 + self.product_rel_var() * squares
                 + self.entry_floor().powi(2) * floor,
             row: dq.dq_lse_var[at] + (problem.scale[token] + problem.variance[token]) * x * x,
-            shared: self.shared_scale(problem.alike) * x * x,
+            shared: self.shared_scale(problem.alike) * x * x + self.narrowing() * squares,
             certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
         }
     }
@@ -100,12 +110,11 @@ impl Replay<'_> {
     fn dq_label(&self, problem: &Problem<'_>, dq: &reference::Backward, at: usize) -> Allowed {
         let x = dq.dq_label[at];
         let squared = x * x;
-        let narrowed = self.roundings.input().powi(2) / 3.0;
         Allowed {
-            own: rounded(self.roundings.widest.label_grad, x) + narrowed * squared,
+            own: rounded(self.roundings.widest.label_grad, x),
             row: (self.label_row_scale() + problem.variance[at / problem.head.q.cols]) * squared
                 + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
-            shared: self.shared_scale(self.roundings.shared_g()) * squared,
+            shared: (self.shared_scale(self.roundings.shared_g()) + self.narrowing()) * squared,
             certain: 0.0,
         }
     }
@@ -150,7 +159,9 @@ impl Replay<'_> {
                 Allowed { own, certain, ..inner }
             };
             let index = |row: usize| unit.rows[row] as u64;
-            let repeats = |row: usize| of_label[row];
+            let copies = problem.head.copies;
+            let repeats =
+                |row: usize| f64::max(of_label[row], copies.map_or(1.0, |copies| copies[row]));
             let compared = Rows {
                 captured: gradient.matrix(),
                 reference: &reference,

@@ -14,7 +14,7 @@ use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::{Replay, Slice};
 use crate::assemble;
-use crate::compare::{Allowed, Rows, Tally, once};
+use crate::compare::{Allowed, Rows, Tally};
 use crate::head::Stage;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
@@ -200,8 +200,13 @@ impl Replay<'_> {
             }
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
-        let rows =
-            Rows { captured: kept.matrix(), reference: &reference, index: &index, repeats: &once };
+        let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);
+        let rows = Rows {
+            captured: kept.matrix(),
+            reference: &reference,
+            index: &index,
+            repeats: &repeats,
+        };
         let bound = self.bound(span.tokens.len(), vocab);
         Tally::of(&rows, allowed, &bound)
     }
@@ -267,6 +272,7 @@ fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
     HeadInputs {
         q: cut(head.q),
         labels: &head.labels[tokens.clone()],
+        copies: head.copies.map(|copies| &copies[tokens.clone()]),
         given: head.given.map(|given| rows_of(&given, tokens.clone())),
         ..*head
     }
