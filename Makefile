@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python bench bench-loss-head bench-inactive wheel clean
+.PHONY: demo test test-rust test-python bench bench-loss-head bench-compare bench-inactive wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -37,14 +37,29 @@ $(VENV)/.installed: $(VENV)/.wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
 	touch $@
 
-bench: bench-loss-head bench-inactive
+bench: bench-loss-head bench-compare bench-inactive
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
+
+# Each peer in its own environment; one that does not install is named and left out.
+$(VENV)-numpy/.installed:
+	$(PYTHON) -m venv $(VENV)-numpy
+	$(VENV)-numpy/bin/python -m pip install --quiet --disable-pip-version-check numpy ml_dtypes
+	touch $@
+
+$(VENV)-msprobe/.installed:
+	$(PYTHON) -m venv $(VENV)-msprobe
+	-$(VENV)-msprobe/bin/python -m pip install --quiet --disable-pip-version-check ml_dtypes mindstudio-probe
+	touch $@
+
+bench-compare: $(VENV)-numpy/.installed $(VENV)-msprobe/.installed
+	NUMPY_PYTHON=$(CURDIR)/$(VENV)-numpy/bin/python MSPROBE_PYTHON=$(CURDIR)/$(VENV)-msprobe/bin/python \
+		cargo bench --locked -p backtape-replayer --bench compare
 
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed
 	$(BIN)/python python/benches/inactive.py
 
 clean:
-	rm -rf target $(VENV) demo
+	rm -rf target $(VENV) $(VENV)-numpy $(VENV)-msprobe demo

@@ -151,9 +151,9 @@ mod tests {
             }
             Some(index as usize)
         };
-        for (a, (b, c)) in ranges(5).flat_map(|a| {
-            ranges(3).flat_map(move |b| ranges(4).map(move |c| (a, (b, c))))
-        }) {
+        for (a, (b, c)) in
+            ranges(5).flat_map(|a| ranges(3).flat_map(move |b| ranges(4).map(move |c| (a, (b, c)))))
+        {
             let place = IndexBox(vec![a, b, c]);
             let mut at = Vec::new();
             for i in a.0..a.1 {

@@ -10,15 +10,13 @@ use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArgum
 use super::exit;
 use super::progress::Bar;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
-use crate::head::step::StepError;
 use crate::head::HeadStep;
+use crate::head::step::StepError;
 use crate::replay::against::{AgainstError, Asked, PatternError};
 use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::{self, Request};
 use crate::report::number::plural;
-use crate::report::schema::{
-    DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
-};
+use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
 use crate::report::{dumped, text};
 use crate::verify::{Verification, verify};
 
@@ -173,9 +171,8 @@ pub(super) fn report(
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
     let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
-    let blocked = judged.is_none_or(|(step, outcome)| {
-        !step.unusable.is_empty() || outcome.compared() == 0
-    });
+    let blocked =
+        judged.is_none_or(|(step, outcome)| !step.unusable.is_empty() || outcome.compared() == 0);
     let verdict = match (&first_divergence, blocked) {
         (Some(_), _) => Verdict::Diverged,
         (None, true) => Verdict::Incomplete,

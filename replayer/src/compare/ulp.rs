@@ -165,7 +165,8 @@ mod tests {
         let mut state = 1u64;
         for _ in 0..200_000 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            for x in [f64::from_bits(state), f64::from(f32::from_bits((state >> 32) as u32)) * 1.5] {
+            for x in [f64::from_bits(state), f64::from(f32::from_bits((state >> 32) as u32)) * 1.5]
+            {
                 if !x.is_nan() {
                     assert_eq!(format.round(x), u64::from((x as f32).to_bits()), "{x:e}");
                 }

@@ -90,13 +90,13 @@ fn tensors(out: &mut String, against: &AgainstReport) {
     }
     let _ = writeln!(
         out,
-        "{:<34}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11}",
+        "{:<33}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11}",
         "tensor", "status", "difference", "unit", "by chance", "growth", "max abs", "cosine"
     );
     for found in differ.iter().take(SHOWN) {
         let _ = writeln!(
             out,
-            "{:<34}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11.8}",
+            "{:<33}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11.8}",
             shortened(&found.tensor),
             word(found.status),
             error(found.difference),
@@ -112,7 +112,9 @@ fn tensors(out: &mut String, against: &AgainstReport) {
         wrap(out, "", &format!("and {more} that differ: --json names all"));
     }
     match &against.likely {
-        Some(likely) => wrap(out, "likely    ", &format!("{} parts first: {}", likely.tensor, likely.why)),
+        Some(likely) => {
+            wrap(out, "likely    ", &format!("{} parts first: {}", likely.tensor, likely.why))
+        }
         None => wrap(
             out,
             "likely    ",
@@ -123,7 +125,7 @@ fn tensors(out: &mut String, against: &AgainstReport) {
 
 /// Keeps the end of a long name: that is where the layers differ.
 fn shortened(name: &str) -> String {
-    const ROOM: usize = 33;
+    const ROOM: usize = 32;
     match name.len() {
         0..=ROOM => name.into(),
         // Names are ASCII.
@@ -173,7 +175,9 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
                 }
             )
         }
-        _ => "INCOMPLETE: no verdict is given on what depends on the missing or altered parts above."
-            .into(),
+        _ => {
+            "INCOMPLETE: no verdict is given on what depends on the missing or altered parts above."
+                .into()
+        }
     }
 }

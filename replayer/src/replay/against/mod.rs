@@ -146,9 +146,8 @@ pub fn against(
     let usable = |key: &TensorKey| {
         other.dump.tensors().contains_key(key) && !other.unusable.contains_key(key)
     };
-    let by_name = |key: &TensorKey| {
-        wanted(key) && of_head(one, other, key).is_none() && usable(key)
-    };
+    let by_name =
+        |key: &TensorKey| wanted(key) && of_head(one, other, key).is_none() && usable(key);
     let keys = named::in_order(one, by_name);
     found.named = named::compare(one, other, &keys)?;
     seen.extend(keys.into_iter().cloned());

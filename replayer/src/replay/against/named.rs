@@ -65,7 +65,10 @@ pub struct NamedDifference {
 }
 
 /// Tensors to compare by name, in the order in which they were captured.
-pub(super) fn in_order<'a>(side: &Side<'a>, wanted: impl Fn(&TensorKey) -> bool) -> Vec<&'a TensorKey> {
+pub(super) fn in_order<'a>(
+    side: &Side<'a>,
+    wanted: impl Fn(&TensorKey) -> bool,
+) -> Vec<&'a TensorKey> {
     let found = side.tensors().filter(|(key, _)| wanted(key));
     let mut found: Vec<_> = found.map(|(key, info)| (moment(key, info), key)).collect();
     found.sort();
@@ -142,7 +145,10 @@ fn compare_one(
     let sum = ours.columns as f64 * F32.min(unit).powi(2);
     let expected = (2.0 * f64::from(depth) * (unit * unit + sum)).sqrt();
     let (status, reason) = if !same_shape {
-        (Status::Fail, format!("shape {:?} here, {:?} in the other run", info.shape, theirs_info.shape))
+        (
+            Status::Fail,
+            format!("shape {:?} here, {:?} in the other run", info.shape, theirs_info.shape),
+        )
     } else {
         judge(&compared, info.dtype == theirs_info.dtype)
     };

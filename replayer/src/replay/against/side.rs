@@ -38,14 +38,10 @@ impl<'a> Side<'a> {
 
     /// The tensor of a role in a microbatch, as it was before the reduction
     /// over ranks where both were captured.
-    pub(super) fn find(
-        &self,
-        role: Role,
-        microbatch: Option<Microbatch>,
-    ) -> Option<&'a TensorKey> {
-        let of_role = self.tensors().filter(|(key, info)| {
-            info.role == Some(role) && key.microbatch == microbatch
-        });
+    pub(super) fn find(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&'a TensorKey> {
+        let of_role = self
+            .tensors()
+            .filter(|(key, info)| info.role == Some(role) && key.microbatch == microbatch);
         let found = of_role.filter(|(key, _)| Some(*key) != self.reduced(role, true));
         found.map(|(key, _)| key).min_by_key(|key| key.when == Some(When::PostReduce))
     }

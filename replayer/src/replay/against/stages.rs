@@ -57,7 +57,8 @@ pub(super) fn compare(
 type Aligned = (Option<Vec<u64>>, Option<String>);
 
 fn aligned_tokens(one: &Side<'_>, other: &Side<'_>) -> Result<Aligned, AgainstError> {
-    let order = token_order(one, other).map_err(|source| unreadable(one, Role::TokenOrder, source))?;
+    let order =
+        token_order(one, other).map_err(|source| unreadable(one, Role::TokenOrder, source))?;
     Ok(match order {
         TokenOrder::Permuted(order) => (Some(order), None),
         TokenOrder::Broken(why) => (None, Some(why)),
@@ -65,11 +66,7 @@ fn aligned_tokens(one: &Side<'_>, other: &Side<'_>) -> Result<Aligned, AgainstEr
     })
 }
 
-fn unreadable(
-    side: &Side<'_>,
-    role: Role,
-    source: crate::assemble::AssembleError,
-) -> AgainstError {
+fn unreadable(side: &Side<'_>, role: Role, source: crate::assemble::AssembleError) -> AgainstError {
     let key = side.all(role).first().map(|&key| key.clone());
     AgainstError::Assemble { key: key.expect("it was read, so it is there"), source }
 }
@@ -85,7 +82,8 @@ fn other_order(
         return Ok(());
     };
     if same_rows(one, other).map_err(|source| unreadable(one, Role::Q, source))? {
-        let why = "q holds the same tokens in another order: record token_order to have them aligned";
+        let why =
+            "q holds the same tokens in another order: record token_order to have them aligned";
         q.reason = why.into();
         found.findings.push(why.into());
     }
