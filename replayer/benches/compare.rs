@@ -59,7 +59,9 @@ fn main() {
             + replay(&["verify", "--dump", path(&paths.1)])
     };
     whole();
-    peers.iter_mut().for_each(|peer| drop(peer.run()));
+    for peer in &mut peers {
+        peer.run();
+    }
     let mut ours = (Vec::new(), Vec::new());
     let mut theirs: Vec<Vec<f64>> = vec![Vec::new(); peers.len()];
     for _ in 0..repeats {
