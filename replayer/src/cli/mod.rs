@@ -2,6 +2,7 @@
 //!
 //! Libraries below this never touch the terminal; this module does nothing else.
 
+mod against;
 mod args;
 mod progress;
 mod run;

@@ -5,19 +5,18 @@ use std::path::{Path, PathBuf};
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
+use super::against;
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
+use crate::head::HeadStep;
 use crate::head::step::StepError;
-use crate::head::{HeadStep, Stage};
-use crate::replay::against::{Difference, Side, against};
-use crate::replay::outcome::{NotChecked, Outcome, Status};
+use crate::replay::against::{AgainstError, Asked, PatternError};
+use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::{self, Request};
 use crate::report::number::plural;
-use crate::report::schema::{
-    AgainstReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
-};
+use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
 use crate::report::{dumped, text};
 use crate::verify::{Verification, verify};
 
@@ -35,6 +34,22 @@ pub enum RunError {
         /// Why.
         source: Box<StepError>,
     },
+    /// A word of `--compare` cannot be read.
+    #[error(transparent)]
+    Pattern(#[from] PatternError),
+    /// A word of `--compare` is no role, and there is nothing to compare names with.
+    #[error(
+        "--compare {word:?} is not a role: known are {known}; patterns of tensor names need --against DIR"
+    )]
+    NotRole {
+        /// As typed.
+        word: String,
+        /// Every role.
+        known: String,
+    },
+    /// The two dumps could not be compared.
+    #[error(transparent)]
+    Against(#[from] AgainstError),
     /// The report could not be written.
     #[error("the report cannot be written to {path}: choose another file for --json")]
     Write {
@@ -56,6 +71,7 @@ impl RunError {
                 StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
                 _ => exit::USAGE,
             },
+            RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
             _ => exit::USAGE,
         }
     }
@@ -81,7 +97,8 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let path = arguments.dump.as_deref().unwrap_or(Path::new("."));
     let selection = selection(&arguments.which);
     let other = arguments.against.as_deref();
-    let report = report_with(path, &selection, &arguments.compare, other, &bar)?;
+    let asked = Asked::parse(&arguments.compare)?;
+    let report = report_with(path, &selection, &asked, other, &bar)?;
     bar.finish();
     let code = match report.verdict {
         Verdict::Agreed => exit::AGREED,
@@ -96,43 +113,33 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
 pub fn replay_report(
     path: &Path,
     selection: &Selection,
-    compare: &[Role],
+    compare: impl Into<Asked>,
     other: Option<&Path>,
 ) -> Result<Report, RunError> {
-    report_with(path, selection, compare, other, &Bar::new(true))
+    report_with(path, selection, &compare.into(), other, &Bar::new(true))
 }
 
 fn report_with(
     path: &Path,
     selection: &Selection,
-    compare: &[Role],
+    asked: &Asked,
     other: Option<&Path>,
     bar: &Bar,
 ) -> Result<Report, RunError> {
     let dump = dump::open(path, selection)?;
     let proof = verify(&dump, &|_| {});
-    let (step, outcome) = replay_one(path, &dump, &proof, compare, bar)?;
-    let mut report = report(path, &step, &outcome, &proof);
-    if let Some(other_path) = other {
-        let which = Selection { step: Some(dump.step.0), ..Selection::default() };
-        let other_dump = dump::open(other_path, &which)?;
-        let other_proof = verify(&other_dump, &|_| {});
-        let shared = shared_roles(&other_dump, compare);
-        let (other_step, other_outcome) =
-            replay_one(other_path, &other_dump, &other_proof, &shared, bar)?;
-        let one = Side { step: &step, outcome: &outcome };
-        let two = Side { step: &other_step, outcome: &other_outcome };
-        let differences = against(&one, &two, compare).map_err(|source| RunError::Step {
-            path: other_path.into(),
-            source: Box::new(source),
-        })?;
-        let theirs = self::report(other_path, &other_step, &other_outcome, &other_proof);
-        join(&mut report, theirs, differences, (&outcome, &other_outcome));
+    if let Some(other) = other {
+        return against::report((path, &dump, &proof), other, asked, bar);
     }
-    Ok(report)
+    if let Some(named) = asked.patterns.first() {
+        let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
+        return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
+    }
+    let (step, outcome) = replay_one(path, &dump, &proof, &asked.roles, bar)?;
+    Ok(report(path, &dump, Some((&step, &outcome)), &proof))
 }
 
-fn replay_one<'a>(
+pub(super) fn replay_one<'a>(
     path: &Path,
     dump: &'a StepDump,
     proof: &Verification,
@@ -147,21 +154,25 @@ fn replay_one<'a>(
     Ok((step, outcome))
 }
 
-/// The other run may lack a role: what it holds is replayed, the rest is skipped.
-fn shared_roles(dump: &StepDump, compare: &[Role]) -> Vec<Role> {
-    let held = |role: &Role| dump.tensors().values().any(|info| info.role == Some(*role));
-    compare.iter().copied().filter(held).collect()
-}
-
-fn report(path: &Path, step: &HeadStep<'_>, outcome: &Outcome, proof: &Verification) -> Report {
-    let dump = summary(path, step, proof);
+/// The report of one run; without stages where its head was not replayed.
+pub(super) fn report(
+    path: &Path,
+    dump: &StepDump,
+    judged: Option<(&HeadStep<'_>, &Outcome)>,
+    proof: &Verification,
+) -> Report {
+    let microbatches = judged.map(|(step, _)| step.microbatches.len());
+    let dump = summary(path, dump, microbatches, proof);
     let findings: Vec<String> =
         proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
-    let mut not_checked: Vec<NotChecked> = outcome.not_checked.clone();
+    let outcome = judged.map(|(_, outcome)| outcome);
+    let mut not_checked: Vec<NotChecked> =
+        outcome.map(|outcome| outcome.not_checked.clone()).unwrap_or_default();
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
-    let first_divergence = FirstDivergence::of(outcome, &dump.run);
-    let blocked = !step.unusable.is_empty() || outcome.compared() == 0;
+    let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
+    let blocked =
+        judged.is_none_or(|(step, outcome)| !step.unusable.is_empty() || outcome.compared() == 0);
     let verdict = match (&first_divergence, blocked) {
         (Some(_), _) => Verdict::Diverged,
         (None, true) => Verdict::Incomplete,
@@ -174,66 +185,22 @@ fn report(path: &Path, step: &HeadStep<'_>, outcome: &Outcome, proof: &Verificat
         step: dump.step,
         first_divergence,
         dump,
-        stages: StageReport::all(outcome),
+        stages: outcome.map(StageReport::all).unwrap_or_default(),
         causes: Vec::new(),
-        grad_norm: outcome.grad_norm.clone(),
+        grad_norm: outcome.map(|outcome| outcome.grad_norm.clone()).unwrap_or_default(),
         against: None,
         findings,
         not_checked,
     }
 }
 
-/// Adds the other run: the earliest stage at which either leaves its reference
-/// or the two leave each other is the first divergence.
-fn join(
-    report: &mut Report,
-    other: Report,
-    differences: Vec<Difference>,
-    outcomes: (&Outcome, &Outcome),
-) {
-    let apart = differences.iter().find(|found| found.status == Status::Fail);
-    let order = |name: &str| Stage::ALL.iter().position(|stage| stage.name() == name);
-    let pair = apart.map(|found| FirstDivergence {
-        stage: found.stage.name().into(),
-        tensor: found.stage.name().into(),
-        microbatch: found.microbatch.map(|mb| mb.0),
-        rank: None,
-        run: format!("{} and {}", report.dump.run, other.dump.run),
-        reason: if found.stage.is_input() {
-            format!(
-                "the inputs differ in {}, so the backward is not to blame yet",
-                plural(found.unequal, "element")
-            )
-        } else {
-            "the two runs differ by more than both runs' rounding explains".into()
-        },
-    });
-    let own = FirstDivergence::of(outcomes.0, &report.dump.run);
-    let theirs = FirstDivergence::of(outcomes.1, &other.dump.run);
-    let all = [own, theirs, pair].into_iter().flatten();
-    report.first_divergence = all.min_by_key(|first| order(&first.stage));
-    report.verdict = match (&report.first_divergence, report.verdict, other.verdict) {
-        (Some(_), _, _) => Verdict::Diverged,
-        (None, Verdict::Agreed, Verdict::Agreed) if !differences.is_empty() => Verdict::Agreed,
-        _ => Verdict::Incomplete,
-    };
-    report.findings.extend(other.findings.iter().map(|finding| format!("other run: {finding}")));
-    let more = other.not_checked.into_iter().filter(|item| !report.not_checked.contains(item));
-    let more: Vec<NotChecked> = more
-        .map(|item| NotChecked { what: format!("other run, {}", item.what), why: item.why })
-        .collect();
-    report.not_checked.extend(more);
-    report.against = Some(AgainstReport {
-        dump: other.dump,
-        stages: other.stages,
-        differences,
-        grad_norm: other.grad_norm,
-    });
-}
-
-fn summary(path: &Path, step: &HeadStep<'_>, proof: &Verification) -> DumpSummary {
-    let dump = step.dump;
-    let (manifest, head) = (&dump.manifest, &step.options.declared);
+fn summary(
+    path: &Path,
+    dump: &StepDump,
+    microbatches: Option<usize>,
+    proof: &Verification,
+) -> DumpSummary {
+    let manifest = &dump.manifest;
     let mesh = if manifest.mesh.0.is_empty() {
         String::new()
     } else {
@@ -243,14 +210,22 @@ fn summary(path: &Path, step: &HeadStep<'_>, proof: &Verification) -> DumpSummar
         StepState::Committed => "committed".to_string(),
         StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
     };
-    let head = format!(
-        "softmax_xent {}, {} over {} ({}), {}",
-        head.path,
-        word(&head.reduction),
-        word(&head.denominator),
-        word(&head.scope),
-        plural(step.microbatches.len() as u64, "microbatch").replace("hs", "hes"),
-    );
+    let head = match &manifest.head {
+        None => "none declared".to_string(),
+        Some(head) => format!(
+            "{} {}, {} over {} ({}), {}",
+            word(&head.loss),
+            head.path,
+            word(&head.reduction),
+            word(&head.denominator),
+            word(&head.scope),
+            match microbatches {
+                Some(1) => "1 microbatch".into(),
+                Some(n) => format!("{n} microbatches"),
+                None => "not replayed".into(),
+            },
+        ),
+    };
     DumpSummary {
         path: path.display().to_string(),
         run: dump.run.to_string(),
