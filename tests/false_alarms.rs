@@ -108,9 +108,13 @@ fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
 }
 
 fn ended(outcome: &Outcome, units: usize) -> Ended {
-    let alarm = outcome
-        .first_divergence()
-        .map(|found| Alarm { stage: found.stage.name(), reason: found.reason.clone() });
+    let alarm = outcome.first_divergence().map(|found| {
+        let worst = found.worst().map(|c| {
+            (&c.source, c.rank, &c.tally.first, &c.tally.worst, c.tally.worst_rows.first())
+        });
+        let reason = format!("{}\n  {worst:?}", found.reason);
+        Alarm { stage: found.stage.name(), reason }
+    });
     let comparisons = Stage::ALL.len() * units.max(1);
     let mut consumed: BTreeMap<Stage, Consumption> = BTreeMap::new();
     for stage in &outcome.stages {

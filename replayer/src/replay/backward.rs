@@ -5,7 +5,7 @@
 
 use super::addends::Sum;
 use super::dk::Slab;
-use super::dq::{DqState, add, k_squares};
+use super::dq::{DqState, add, k_sums};
 use super::findings::{Captured, DK, DQ, Findings, Gradient, Held, error_energy};
 use super::forward::ForwardState;
 use super::gather::Gathered;
@@ -35,10 +35,14 @@ pub(super) struct Problem<'a> {
     g_lse: Vec<f64>,
     g_label: Vec<f64>,
     g_smooth: Vec<f64>,
+    /// Relative variance of the logits' constants, as it comes out in the gradients.
+    pub(super) constants: f64,
     /// True when some `g p` may round alike for all tokens.
     pub(super) alike: bool,
     /// Sum of k² over the vocabulary, a column each, where it is needed.
     pub(super) k_squares: Vec<f64>,
+    /// Sum of k, likewise.
+    pub(super) k_sums: Vec<f64>,
 }
 
 impl Problem<'_> {
@@ -112,9 +116,23 @@ impl Replay<'_> {
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
         let alike = unit.rows.iter().any(|&t| state.confident[t]);
         let [g_lse, g_label, g_smooth] = self.token_cotangents(&lse, &g, head.valid_vocab);
-        let k_squares = k_squares(self, &head.k);
+        let (k_sums, k_squares) = k_sums(self, &head.k);
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
-        Problem { head, lse, scale, variance, g_lse, g_label, g_smooth, alike, k_squares }
+        let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
+        let constants = self.constants() * (1.0 + spread * spread);
+        Problem {
+            head,
+            lse,
+            constants,
+            scale,
+            variance,
+            g_lse,
+            g_label,
+            g_smooth,
+            alike,
+            k_squares,
+            k_sums,
+        }
     }
 
     /// `g (1 + 2 λ lse)`, `-g (1 - s)`, `-g s / K`.

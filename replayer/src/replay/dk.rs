@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Replay;
-use super::allowed::{rounded, summed};
+use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
 use super::findings::{Captured, DK, Findings, Parts};
 use crate::compare::{Allowed, Rows, Tally, once};
@@ -31,6 +31,7 @@ pub(super) struct Slab {
     dbias_sq: Vec<f64>,
     /// Sum of q² over the unit's tokens, a column each.
     q_squares: Vec<f64>,
+    q_sums: Vec<f64>,
     /// dk of the member that rounds most, for the norm that the policy itself has.
     pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
@@ -56,6 +57,7 @@ impl Slab {
             dbias_var: column(),
             dbias_sq: column(),
             q_squares: Vec::new(),
+            q_sums: Vec::new(),
             emulated: zeros(),
             lost: Vec::new(),
         }
@@ -139,7 +141,8 @@ impl Replay<'_> {
             &mut |block| slab.take(&block, d),
         );
         if self.entry_floor() > 0.0 {
-            slab.q_squares = column_squares(&head.q);
+            slab.q_squares = column_squares(&head.q, head.copies);
+            slab.q_sums = column_sums(&head.q);
         }
         super::dq::gather(dq, part, head);
         slab
@@ -151,6 +154,7 @@ impl Replay<'_> {
         let Policy { sums, path, .. } = self.roundings.widest;
         let (x, squares) = (slab.lse[at], slab.lse_sq[at]);
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
+        let sums_of_q = slab.q_sums.get(at % d).copied().unwrap_or(0.0);
         let floor = self.entry_floor().powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
         Allowed {
             own: summed(sums.dk, t as f64, x, squares)
@@ -158,8 +162,10 @@ impl Replay<'_> {
                 + self.product_rel_var() * squares
                 + floor,
             row: slab.lse_var[at],
-            shared: (problem.largest_scale() + self.narrowing()) * squares
-                + self.shared_scale(problem.alike) * x * x,
+            shared: (problem.largest_scale() + self.narrowing() + problem.constants) * squares
+                + (self.shared_scale(problem.alike) + problem.constants) * x * x
+                // Entries that all lie in a format's smallest numbers round alike.
+                + self.entry_floor().powi(2) * sums_of_q * sums_of_q,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
         }
     }
@@ -172,15 +178,20 @@ impl Replay<'_> {
         let alike = slab.label_alike[at];
         let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
         let tiny = label_grad.smallest_subnormal() / 2.0;
+        let inside = match path {
+            Path::Fused => 0.0,
+            _ => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
+        };
         let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
         Allowed {
             own: each * alike
                 + hits * tiny * tiny
                 + slab.label_var[at]
-                + summed(scatter, hits, x, squares),
+                + summed(scatter, hits, x, squares)
+                + inside,
             row: self.label_row_scale() * alike,
             shared: self.shared_scale(self.roundings.shared_g()) * x * x
-                + (problem.largest_variance() + self.narrowing()) * alike,
+                + (problem.largest_variance() + self.narrowing() + problem.constants) * alike,
             certain: 0.0,
         }
     }
@@ -253,7 +264,8 @@ impl Replay<'_> {
                     + self.output(x)
                     + gradient.storage(slab.range.start + row, x),
                 row: 0.0,
-                shared: (problem.largest_scale() + self.label_row_scale()) * squares
+                shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
+                    * squares
                     + self.shared_scale(problem.alike || self.roundings.shared_g()) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
             }
@@ -285,11 +297,22 @@ pub(super) fn reference_of(
     }
 }
 
-/// Sum of squares of each column.
-pub(super) fn column_squares(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
+/// Sum of each column.
+pub(super) fn column_sums(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
+    let mut sums = vec![0.0; matrix.cols];
+    (0..matrix.len()).for_each(|at| sums[at % matrix.cols] += matrix.get_f64(at));
+    sums
+}
+
+/// Sum of squares of each column, rows that are copies counted as they add up.
+pub(super) fn column_squares(
+    matrix: &crate::kernels::Matrix<'_>,
+    copies: Option<&[f64]>,
+) -> Vec<f64> {
     let mut squares = vec![0.0; matrix.cols];
     for at in 0..matrix.len() {
-        squares[at % matrix.cols] += matrix.get_f64(at).powi(2);
+        let copies = copies.map_or(1.0, |copies| copies[at / matrix.cols]);
+        squares[at % matrix.cols] += copies * matrix.get_f64(at).powi(2);
     }
     squares
 }

@@ -1,15 +1,15 @@
 //! dq of one unit: allowance and comparison, once the whole vocabulary was walked.
 
 use super::Replay;
-use super::allowed::{rounded, summed};
+use super::allowed::{carried, rounded, summed};
 use super::backward::Problem;
-use super::dk::{column_squares, reference_of};
+use super::dk::{column_squares, column_sums, reference_of};
 use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
-use crate::kernels::policy::{DqParts, Policy};
+use crate::kernels::policy::{DqParts, Path, Policy};
 use crate::kernels::reference;
 
 /// The reference and the emulated members of dq, `[T, D]` each.
@@ -94,14 +94,20 @@ impl Replay<'_> {
         let (x, squares) = (dq.dq_lse[at], dq.dq_lse_sq[at]);
         let tiles = v.div_ceil(self.roundings.tiles.vocab.max(1));
         let floor = problem.k_squares.get(at % d).copied().unwrap_or(0.0);
+        let alike = problem.k_sums.get(at % d).copied().unwrap_or(0.0);
         let token = at / d;
         Allowed {
             own: summed(sums.dq, v as f64, x, squares)
                 + self.joined(tiles, false, x, squares)
                 + self.product_rel_var() * squares
                 + self.entry_floor().powi(2) * floor,
-            row: dq.dq_lse_var[at] + (problem.scale[token] + problem.variance[token]) * x * x,
-            shared: self.shared_scale(problem.alike) * x * x + self.narrowing() * squares,
+            // Entries that all lie in a format's smallest numbers round alike.
+            row: dq.dq_lse_var[at]
+                + self.entry_floor().powi(2) * alike * alike
+                + (problem.scale[token] + problem.variance[token]) * x * x,
+            shared: (self.shared_scale(problem.alike)) * x * x
+                + (self.narrowing() + problem.constants) * squares
+                + problem.constants * x * x,
             certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
         }
     }
@@ -110,11 +116,20 @@ impl Replay<'_> {
     fn dq_label(&self, problem: &Problem<'_>, dq: &reference::Backward, at: usize) -> Allowed {
         let x = dq.dq_label[at];
         let squared = x * x;
+        let Policy { path, sums, label_grad, .. } = self.roundings.widest;
+        // Where dlogits are whole the label's term is one of the sum over V.
+        let inside = match path {
+            Path::Fused => 0.0,
+            _ => carried(sums.dq, problem.head.valid_vocab as f64, squared),
+        };
         Allowed {
-            own: rounded(self.roundings.widest.label_grad, x),
+            own: rounded(label_grad, x) + inside,
             row: (self.label_row_scale() + problem.variance[at / problem.head.q.cols]) * squared
                 + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
-            shared: (self.shared_scale(self.roundings.shared_g()) + self.narrowing()) * squared,
+            shared: (self.shared_scale(self.roundings.shared_g())
+                + self.narrowing()
+                + problem.constants)
+                * squared,
             certain: 0.0,
         }
     }
@@ -213,7 +228,10 @@ fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
     labels.iter().map(|label| counts[label]).collect()
 }
 
-/// Sum of k² over the valid rows, a column each; only where it is needed.
-pub(super) fn k_squares(replay: &Replay<'_>, k: &Matrix<'_>) -> Vec<f64> {
-    if replay.entry_floor() > 0.0 { column_squares(k) } else { Vec::new() }
+/// Sums of k and of k² over the rows, a column each; only where they are needed.
+pub(super) fn k_sums(replay: &Replay<'_>, k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
+    match replay.entry_floor() > 0.0 {
+        true => (column_sums(k), column_squares(k, None)),
+        false => (Vec::new(), Vec::new()),
+    }
 }

@@ -11,11 +11,16 @@ use super::{Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
+use crate::kernels::policy::Policy;
 use crate::kernels::{policy, reference};
 
 /// From here on `g p` lies within two spacings of bf16's exponent of g, so that
 /// tokens of one g may round alike.
 const CONFIDENT: f64 = 0.25;
+
+/// Logits that spread by fewer steps of p's format than this make p that round alike:
+/// the mean error over a normal spread of σ steps falls like exp(-2 π² σ²).
+const UNIFORM: f64 = 1.0;
 
 /// What the later stages of a microbatch start from; all `[T]`.
 pub(super) struct ForwardState {
@@ -25,10 +30,13 @@ pub(super) struct ForwardState {
     pub(super) lse_variance: Vec<f64>,
     /// Relative variance, alike over a token's row, that this lse brings.
     pub(super) scale: Vec<f64>,
-    /// Tokens with a p so large that `g p` is nearly g.
+    /// Tokens whose `g p` may round alike: one p so large that it is nearly g, or all p
+    /// nearly equal.
     pub(super) confident: Vec<bool>,
     /// Label logits, captured or reference, with their variance.
     pub(super) label: Expected,
+    /// How far a logit may lie from the softmax's mean of them: `|max| + |mean| + 1`.
+    pub(super) spread: Vec<f64>,
     /// Sum over the valid classes of the logits.
     pub(super) logit_sum: Vec<f64>,
     /// Log-probabilities of the labels, captured or recomputed, with their variance.
@@ -74,7 +82,7 @@ impl Replay<'_> {
             let all = stage == Stage::Lse;
             outcome.add(stage, self.judge_column(inputs, captured, expected, all, members));
         }
-        let mut state = self.state(captured, exact, variance);
+        let mut state = self.state(captured, exact, variance, inputs.valid_vocab);
         if let Some(captured) = &logprobs {
             if self.wants(Stage::Logprobs) {
                 let found = self.judge_column(inputs, captured, &state.logprobs, false, Vec::new());
@@ -217,8 +225,9 @@ impl Replay<'_> {
             }
         });
         Variances {
-            lse: Expected::new(exact.lse.clone(), lse.collect()),
-            label: Expected::new(exact.label_logits.clone(), label.collect()),
+            lse: Expected::new(exact.lse.clone(), lse.collect()).sharing(self.constants()),
+            label: Expected::new(exact.label_logits.clone(), label.collect())
+                .sharing(self.constants()),
         }
     }
 
@@ -239,9 +248,23 @@ impl Replay<'_> {
         captured: (Option<Column>, Option<Column>),
         exact: reference::Forward,
         variance: Variances,
+        classes: usize,
     ) -> ForwardState {
         let largest = exact.row_max.iter().zip(&exact.lse).map(|(max, lse)| (max - lse).exp());
-        let confident = largest.map(|p| p > CONFIDENT).collect();
+        let confident: Vec<bool> = largest.map(|p| p > CONFIDENT).collect();
+        let classes = classes.max(1) as f64;
+        let spread: Vec<f64> = (0..exact.row_max.len())
+            .map(|t| exact.row_max[t].abs() + (exact.logit_sum[t] / classes).abs() + 1.0)
+            .collect();
+        // lse - ln K - mean is half the variance of the logits where they are nearly equal:
+        // all p of such a row fall into a few steps of their format, and round alike.
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
+        let uniform = |t: usize| {
+            let variance = 2.0 * (exact.lse[t] - classes.ln() - exact.logit_sum[t] / classes);
+            !(variance > (UNIFORM * step).powi(2))
+        };
+        let confident = (0..confident.len()).map(|t| confident[t] || uniform(t)).collect();
         let (lse, scale) = match &captured.0 {
             Some(column) => {
                 let unit = column.stored.map_or(0.0, |precision| precision.unit_roundoff());
@@ -266,6 +289,7 @@ impl Replay<'_> {
             lse_variance: lse.variance,
             scale,
             confident,
+            spread,
             label,
             logit_sum: exact.logit_sum,
             logprobs: Expected::new(values, between),
@@ -282,6 +306,7 @@ impl ForwardState {
             lse_variance: vec![0.0; tokens],
             scale: vec![0.0; tokens],
             confident: vec![false; tokens],
+            spread: vec![0.0; tokens],
             label: Expected::new(vec![0.0; tokens], vec![0.0; tokens]),
             logit_sum: vec![0.0; tokens],
             logprobs: captured_expectation(captured),
@@ -290,8 +315,13 @@ impl ForwardState {
 }
 
 impl Expected {
+    /// With a constant that rounds alike for all values.
+    fn sharing(self, shared: f64) -> Expected {
+        Expected { shared, ..self }
+    }
+
     fn new(values: Vec<f64>, variance: Vec<f64>) -> Expected {
-        Expected { values, variance, certain: Vec::new() }
+        Expected { values, variance, ..Expected::default() }
     }
 }
 

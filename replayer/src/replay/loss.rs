@@ -147,8 +147,12 @@ impl Replay<'_> {
         let variance = variance.map(|(size, v)| size * size * (v + (8.0 * compute).powi(2)));
         let certain = sizes.iter().zip(&exact.at_kink);
         let certain = certain.map(|(&size, &kink)| if kink { size } else { 0.0 }).collect();
-        let expected =
-            Expected { values: exact.dlogp.clone(), variance: variance.collect(), certain };
+        let expected = Expected {
+            values: exact.dlogp.clone(),
+            variance: variance.collect(),
+            certain,
+            shared: 0.0,
+        };
         Ok((exact, expected))
     }
 
@@ -185,7 +189,7 @@ impl Replay<'_> {
         let terms = Expected {
             values: exact.terms.clone(),
             variance: variance.collect(),
-            certain: Vec::new(),
+            ..Expected::default()
         };
         self.judge_loss(slice, &terms, outcome)
     }
@@ -231,7 +235,9 @@ impl Replay<'_> {
             (weight * nll, weight * weight * variance)
         };
         let (values, variance) = (0..inputs.tokens()).map(token).unzip();
-        self.judge_loss(slice, &Expected { values, variance, certain: Vec::new() }, outcome)
+        let shared = 4.0 * self.constants();
+        let terms = Expected { values, variance, shared, ..Expected::default() };
+        self.judge_loss(slice, &terms, outcome)
     }
 
     /// The recorded loss against the tokens' terms, or their sum.
@@ -267,9 +273,11 @@ impl Replay<'_> {
             + summed(sum, terms.values.len() as f64, total, squares)
             + stored(precision_of(tensor.dtype), total)
             + relative(2.0 * compute, total);
+        let shared = terms.shared * terms.values.iter().map(|x| x.abs()).sum::<f64>().powi(2);
         let bound = self.bound(1, 1);
         let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
-        let tally = Tally::of(&rows, |_, _, _| Allowed { own, ..Allowed::default() }, &bound);
+        let tally =
+            Tally::of(&rows, |_, _, _| Allowed { own, shared, ..Allowed::default() }, &bound);
         outcome.add(
             Stage::Loss,
             Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound),

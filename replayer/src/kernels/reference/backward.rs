@@ -28,6 +28,8 @@ pub struct TermNoise {
     pub logit_rel_var: f64,
     /// From accumulating the dot product q k.
     pub dot_rel_var: f64,
+    /// Variance, absolute, of a result in the smallest numbers of the logits' format.
+    pub logit_floor: f64,
     /// From evaluating tanh: `1 - tanh²` inherits `4 tanh⁴` times it, absolutely.
     pub cap_rel_var: f64,
     /// Probabilities below it may have been dropped by the job; 0 for none.
