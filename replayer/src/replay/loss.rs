@@ -140,7 +140,7 @@ impl Replay<'_> {
         let certain = sizes.iter().zip(&exact.at_kink);
         let certain = certain.map(|(&size, &kink)| if kink { size } else { 0.0 }).collect();
         let expected =
-            Expected { values: exact.dlogp.clone(), variance: variance.collect(), certain };
+            Expected { certain, ..Expected::new(exact.dlogp.clone(), variance.collect()) };
         Ok((exact, expected))
     }
 
@@ -174,11 +174,7 @@ impl Replay<'_> {
                 + gradient.variance[t].max(0.0) * f64::EPSILON
                 + relative(8.0 * compute, exact.terms[t].abs() + slope)
         });
-        let terms = Expected {
-            values: exact.terms.clone(),
-            variance: variance.collect(),
-            certain: Vec::new(),
-        };
+        let terms = Expected::new(exact.terms.clone(), variance.collect());
         self.judge_loss(slice, &terms, outcome)
     }
 
@@ -222,7 +218,7 @@ impl Replay<'_> {
             (weight * nll, weight * weight * variance)
         };
         let (values, variance) = (0..inputs.tokens()).map(token).unzip();
-        self.judge_loss(slice, &Expected { values, variance, certain: Vec::new() }, outcome)
+        self.judge_loss(slice, &Expected::new(values, variance), outcome)
     }
 
     /// The recorded loss against the tokens' terms, or their sum.

@@ -173,6 +173,7 @@ impl Replay<'_> {
         let compute = self.roundings.compute();
         let filter = self.step.options.declared.gradient_filter.unwrap_or(0.0);
         let shared = self.shared_scale(stage == Stage::Dlogits);
+        let transformed = self.transform_scale();
         let factor = self.step.options.transform.scale.abs();
         let allowed = |row: usize, column: usize, x: f64| {
             let own = variance[row * columns + column] + stored(precision, x);
@@ -196,7 +197,7 @@ impl Replay<'_> {
                     // A softmax of its own: its lse errs as scale says, absolutely.
                     Allowed { own, row: scales[row], ..Allowed::default() }
                 }
-                _ => Allowed { own, ..Allowed::default() },
+                _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
             }
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
