@@ -114,7 +114,7 @@ impl HeadStep<'_> {
         let valid = self.valid_vocab(vocab, &rows_key)?;
         let labels = match (&scores, self.held(Role::Labels, microbatch)) {
             // Log-probabilities need no labels: every token that has weight counts.
-            (Scores::Logprobs, None) => (vec![0; tokens], tokens),
+            (Scores::Logprobs, None) => (vec![0; tokens], self.last_dimension(&rows_key, tokens)),
             _ => self.labels(self.need(Role::Labels, microbatch)?, tokens, valid)?,
         };
         let (mut labels, sequence) = labels;
@@ -213,6 +213,11 @@ impl HeadStep<'_> {
         };
         let labels = values.iter().enumerate().map(one).collect::<Result<_, _>>()?;
         Ok((labels, tensor.shape.last().map_or(tokens, |&n| n as usize)))
+    }
+
+    /// Of a tensor `[B, S]` or `[T]`: tokens of one sequence.
+    fn last_dimension(&self, key: &TensorKey, tokens: usize) -> usize {
+        self.tensors[key].shape.last().map_or(tokens, |&n| n as usize)
     }
 
     /// Numbers of a role that may be absent, `count` of them.

@@ -219,6 +219,19 @@ impl Replay<'_> {
         rounded(self.roundings.widest.output, x)
     }
 
+    /// Relative variance of what the transform does to all logits alike: the job holds
+    /// the temperature in its own precision and may multiply by its reciprocal, and an
+    /// implementation of tanh errs to one side by an ulp or two (XLA's is a rational
+    /// function). Two roundings, so `2 compute` as in `shared_scale`, and those of
+    /// constants that the logits' format does not hold.
+    pub(super) fn transform_scale(&self) -> f64 {
+        let transform = self.step.options.transform;
+        match transform.scale != 1.0 || transform.softcap.is_some() {
+            true => (2.0 * self.roundings.compute()).powi(2) + self.constants(),
+            false => 0.0,
+        }
+    }
+
     /// Variance of adding two parts, each of which may be rounded first.
     pub(super) fn added(&self, one: f64, other: f64) -> f64 {
         let parts = self.roundings.widest.parts;

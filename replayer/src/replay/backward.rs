@@ -3,6 +3,8 @@
 //! The vocabulary is walked in slabs: what is held beyond the inputs and the
 //! `[T, D]` outputs is a few slabs of `SLAB_BYTES`, whatever V is.
 
+use backtape::role::Role;
+
 use super::addends::Sum;
 use super::dk::Slab;
 use super::dq::{DqState, add, k_sums};
@@ -80,7 +82,13 @@ impl Replay<'_> {
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Scores::Product { .. } = slice.inputs.scores else { return Ok(()) };
+        let Scores::Product { .. } = slice.inputs.scores else {
+            if self.step.find(Role::Dbias, slice.inputs.microbatch).is_some() {
+                let why = "recorded, and judged only where the head starts from q and k; dlogits says what it is a sum of";
+                outcome.skip(Stage::Dbias, why);
+            }
+            return Ok(());
+        };
         let captured = self.captured(slice, unit, outcome)?;
         if captured.gradients.is_empty() {
             return Ok(());
@@ -119,7 +127,7 @@ impl Replay<'_> {
         let (k_sums, k_squares) = k_sums(self, &head.k);
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
-        let constants = self.constants() * (1.0 + spread * spread);
+        let constants = self.transform_scale() * (1.0 + spread * spread);
         Problem {
             head,
             lse,

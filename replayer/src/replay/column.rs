@@ -27,8 +27,8 @@ pub(super) struct Expected {
     pub(super) variance: Vec<f64>,
     /// Errors that are certain rather than random; empty for none.
     pub(super) certain: Vec<f64>,
-    /// Relative variance of a constant that all values share.
-    pub(super) shared: f64,
+    /// Variances of the error that all tokens share; empty for none.
+    pub(super) shared: Vec<f64>,
 }
 
 impl Column {
@@ -84,8 +84,7 @@ impl Replay<'_> {
         let allowed = |row: usize, _, x: f64| Allowed {
             own: expected.variance[kept[row]] + stored(captured.stored, x),
             certain: expected.certain.get(kept[row]).copied().unwrap_or(0.0),
-            // A scale of the logits moves lse by their mean, which lies within their size.
-            shared: expected.shared * (x.abs() + 1.0).powi(2),
+            shared: expected.shared.get(kept[row]).copied().unwrap_or(0.0),
             ..Allowed::default()
         };
         let bound = self.bound(expected.values.len(), 1);

@@ -224,10 +224,19 @@ impl Replay<'_> {
                 self.label_logit_variance(&size, d, head.bias.is_some())
             }
         });
+        // An error e of the transform moves lse by e Σ p z, and Σ p z lies between
+        // lse - ln V (the entropy is ln V at most) and the largest logit.
+        let (alike, classes) = (self.transform_scale(), head.valid_vocab.max(1) as f64);
+        let moved = exact.lse.iter().zip(&exact.row_max);
+        let moved = moved.map(|(lse, max)| alike * max.abs().max(lse.abs() + classes.ln()).powi(2));
+        let labels = exact.label_logits.iter().map(|x| alike * x * x);
+        let (moved, labels) = (moved.collect(), labels.collect());
         Variances {
-            lse: Expected::new(exact.lse.clone(), lse.collect()).sharing(self.constants()),
-            label: Expected::new(exact.label_logits.clone(), label.collect())
-                .sharing(self.constants()),
+            lse: Expected { shared: moved, ..Expected::new(exact.lse.clone(), lse.collect()) },
+            label: Expected {
+                shared: labels,
+                ..Expected::new(exact.label_logits.clone(), label.collect())
+            },
         }
     }
 
@@ -284,6 +293,10 @@ impl Replay<'_> {
             (a - b, label.variance[t] + lse.variance[t] + relative(compute, a.abs() + b.abs()))
         });
         let (values, between) = logprobs.unzip();
+        let root =
+            |of: &Expected, t: usize| of.shared.get(t).map_or(0.0, |variance| variance.sqrt());
+        let both = (0..lse.values.len()).map(|t| (root(&lse, t) + root(&label, t)).powi(2));
+        let both = both.collect();
         ForwardState {
             lse: lse.values,
             lse_variance: lse.variance,
@@ -292,7 +305,7 @@ impl Replay<'_> {
             spread,
             label,
             logit_sum: exact.logit_sum,
-            logprobs: Expected::new(values, between),
+            logprobs: Expected { shared: both, ..Expected::new(values, between) },
         }
     }
 }
@@ -315,13 +328,8 @@ impl ForwardState {
 }
 
 impl Expected {
-    /// With a constant that rounds alike for all values.
-    fn sharing(self, shared: f64) -> Expected {
-        Expected { shared, ..self }
-    }
-
-    fn new(values: Vec<f64>, variance: Vec<f64>) -> Expected {
-        Expected { values, variance, ..Expected::default() }
+    pub(super) fn new(values: Vec<f64>, variance: Vec<f64>) -> Expected {
+        Expected { values, variance, certain: Vec::new(), shared: Vec::new() }
     }
 }
 

@@ -147,12 +147,8 @@ impl Replay<'_> {
         let variance = variance.map(|(size, v)| size * size * (v + (8.0 * compute).powi(2)));
         let certain = sizes.iter().zip(&exact.at_kink);
         let certain = certain.map(|(&size, &kink)| if kink { size } else { 0.0 }).collect();
-        let expected = Expected {
-            values: exact.dlogp.clone(),
-            variance: variance.collect(),
-            certain,
-            shared: 0.0,
-        };
+        let expected =
+            Expected { certain, ..Expected::new(exact.dlogp.clone(), variance.collect()) };
         Ok((exact, expected))
     }
 
@@ -186,11 +182,7 @@ impl Replay<'_> {
                 + gradient.variance[t].max(0.0) * f64::EPSILON
                 + relative(8.0 * compute, exact.terms[t].abs() + slope)
         });
-        let terms = Expected {
-            values: exact.terms.clone(),
-            variance: variance.collect(),
-            ..Expected::default()
-        };
+        let terms = Expected::new(exact.terms.clone(), variance.collect());
         self.judge_loss(slice, &terms, outcome)
     }
 
@@ -234,10 +226,10 @@ impl Replay<'_> {
             let weight = inputs.weights[t] / divided[t];
             (weight * nll, weight * weight * variance)
         };
-        let (values, variance) = (0..inputs.tokens()).map(token).unzip();
-        let shared = 4.0 * self.constants();
-        let terms = Expected { values, variance, shared, ..Expected::default() };
-        self.judge_loss(slice, &terms, outcome)
+        let (values, variance): (Vec<f64>, Vec<f64>) = (0..inputs.tokens()).map(token).unzip();
+        let share = |x: &f64| 4.0 * self.transform_scale() * x * x;
+        let shared = values.iter().map(share).collect();
+        self.judge_loss(slice, &Expected { shared, ..Expected::new(values, variance) }, outcome)
     }
 
     /// The recorded loss against the tokens' terms, or their sum.
@@ -273,7 +265,8 @@ impl Replay<'_> {
             + summed(sum, terms.values.len() as f64, total, squares)
             + stored(precision_of(tensor.dtype), total)
             + relative(2.0 * compute, total);
-        let shared = terms.shared * terms.values.iter().map(|x| x.abs()).sum::<f64>().powi(2);
+        // One constant moves all terms the same way: amplitudes add.
+        let shared = terms.shared.iter().map(|v| v.sqrt()).sum::<f64>().powi(2);
         let bound = self.bound(1, 1);
         let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
         let tally =

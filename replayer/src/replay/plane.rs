@@ -183,7 +183,7 @@ impl Replay<'_> {
         let compute = self.roundings.compute();
         let filter = self.step.options.declared.gradient_filter.unwrap_or(0.0);
         let shared = self.shared_scale(stage == Stage::Dlogits);
-        let constants = self.constants();
+        let transformed = self.transform_scale();
         let factor = self.step.options.transform.scale.abs();
         let allowed = |row: usize, column: usize, x: f64| {
             let own = variance[row * columns + column] + stored(precision, x);
@@ -198,7 +198,7 @@ impl Replay<'_> {
                         own: own + rounding,
                         row: scales[row] * dense * dense,
                         // A scale of the logits moves p by (z - E z) of itself.
-                        shared: (shared + constants * (1.0 + span.spread[row].powi(2))) * x * x,
+                        shared: (shared + transformed * (1.0 + span.spread[row].powi(2))) * x * x,
                         certain: if dropped { x.abs() } else { 0.0 },
                     }
                 }
@@ -206,10 +206,10 @@ impl Replay<'_> {
                     let lse = span.lse[row];
                     let own = own + relative(2.0 * compute, lse.abs() + x.abs());
                     // A softmax of its own: its lse errs as scale says, absolutely.
-                    let shared = constants * (lse.abs() + x.abs()).powi(2);
+                    let shared = transformed * (lse.abs() + x.abs()).powi(2);
                     Allowed { own, row: scales[row], shared, ..Allowed::default() }
                 }
-                _ => Allowed { own, shared: constants * x * x, ..Allowed::default() },
+                _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
             }
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
