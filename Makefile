@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python bench bench-loss-head bench-inactive bench-false-alarms wheel clean
+.PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-inactive bench-false-alarms wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -37,10 +37,22 @@ $(VENV)/.installed: $(VENV)/.wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
 	touch $@
 
-bench: bench-loss-head bench-inactive
+bench: bench-loss-head bench-replay bench-inactive
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
+
+# P8 and P9 of the benchmarks: the replay against JAX and torch. The second size takes
+# minutes; torch lies in an environment of its own.
+PEERS := .venv-peers
+bench-replay: $(PEERS)/.installed
+	$(PEERS)/bin/python benches/peers/loss_head.py
+	T=8192 REPEATS=3 $(PEERS)/bin/python benches/peers/loss_head.py
+
+$(PEERS)/.installed: benches/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benches/peers/requirements.txt
+	touch $@
 
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed

@@ -39,6 +39,10 @@ pub(super) struct ReplayArguments {
     /// Another run of the same step to compare with.
     #[arg(long, value_name = "DIR")]
     pub(super) against: Option<PathBuf>,
+    /// A policy of your own, in TOML: rounding points, sums and tiles that stand in
+    /// for what the job declared.
+    #[arg(long, value_name = "FILE")]
+    pub(super) policy: Option<PathBuf>,
     /// Writes the report as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,

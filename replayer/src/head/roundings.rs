@@ -88,7 +88,7 @@ impl Roundings {
                 dlogits: point("dlogits"),
                 label_grad: point("label_grad"),
                 parts: point("parts"),
-                output: full,
+                output: point("output"),
                 tile_add: accumulate.precision,
                 chunk_add: accumulate.precision,
                 sums: Sums { label_scatter: scatter, ..Sums::all(accumulate) },

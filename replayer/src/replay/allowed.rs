@@ -179,6 +179,11 @@ impl Replay<'_> {
         (2.0 * self.roundings.compute()).powi(2) + constant * constant / 3.0
     }
 
+    /// Variance of rounding a gradient as it leaves the head, before it was stored.
+    pub(super) fn output(&self, x: f64) -> f64 {
+        rounded(self.roundings.widest.output, x)
+    }
+
     /// Variance of adding two parts, each of which may be rounded first.
     pub(super) fn added(&self, one: f64, other: f64) -> f64 {
         let parts = self.roundings.widest.parts;

@@ -238,7 +238,10 @@ impl Replay<'_> {
         findings: &mut Findings,
     ) {
         let forced = captured.parts(&DK, 0..0).is_some();
+        let depth = head.q.cols;
         for (number, member) in members.iter().enumerate() {
+            let widest = number + 1 == members.len();
+            let mut most = std::mem::take(&mut slab.emulated);
             let mut lost: Vec<(Stage, Vec<f64>)> = Vec::new();
             let part = policy::backward(
                 &member.policy,
@@ -248,6 +251,10 @@ impl Replay<'_> {
                 self.roundings.tiles,
                 self.progress,
                 &mut |block| {
+                    if widest {
+                        let at = block.rows.start * depth..block.rows.end * depth;
+                        most[at].copy_from_slice(block.dk);
+                    }
                     for gradient in captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]) {
                         let stage = gradient.stage;
                         if stage == Stage::Dk && forced {
@@ -267,6 +274,7 @@ impl Replay<'_> {
                     }
                 },
             );
+            slab.emulated = most;
             slab.widen_lost(lost);
             match dq.emulated.get_mut(number) {
                 Some(total) => {

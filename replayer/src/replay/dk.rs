@@ -30,6 +30,8 @@ pub(super) struct Slab {
     dbias_sq: Vec<f64>,
     /// Sum of q² over the unit's tokens, a column each.
     q_squares: Vec<f64>,
+    /// dk of the member that rounds most, for the norm that the policy itself has.
+    pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
     pub(super) lost: Vec<(Stage, Vec<f64>)>,
 }
@@ -52,6 +54,7 @@ impl Slab {
             dbias_var: column(),
             dbias_sq: column(),
             q_squares: Vec::new(),
+            emulated: zeros(),
             lost: Vec::new(),
         }
     }
@@ -203,7 +206,7 @@ impl Replay<'_> {
                         (slab.lse[at], slab.label[at]),
                     ),
                 };
-                let own = inner.own + gradient.storage(first + at, x);
+                let own = inner.own + self.output(x) + gradient.storage(first + at, x);
                 Allowed { own, certain: inner.certain + slab.lost(stage, at), ..inner }
             };
             let index = |row: usize| (slab.range.start + row) as u64;
@@ -242,6 +245,7 @@ impl Replay<'_> {
                     + summed(sums.dk, t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
                     + rounded(self.roundings.widest.parts, x)
+                    + self.output(x)
                     + gradient.storage(slab.range.start + row, x),
                 row: 0.0,
                 shared: (problem.largest_scale() + self.label_row_scale()) * squares

@@ -145,7 +145,7 @@ impl Replay<'_> {
                         (dq.dq_lse[at], dq.dq_label[at]),
                     ),
                 };
-                let own = inner.own + gradient.storage(at, x);
+                let own = inner.own + self.output(x) + gradient.storage(at, x);
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
                 Allowed { own, certain, ..inner }
             };

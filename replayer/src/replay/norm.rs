@@ -51,6 +51,9 @@ pub struct GradNorm {
     pub dk_captured: Option<f64>,
     /// Norm of the reference dk.
     pub dk_reference: Option<f64>,
+    /// How far from the reference's the norm of dk is when its policy is emulated:
+    /// what rounding alone explains of the gap.
+    pub floor: Option<f64>,
     /// Norm over all dumped gradients, in f64.
     pub recomputed: Option<f64>,
     /// The gradients that it is taken over.
@@ -65,6 +68,8 @@ pub struct GradNorm {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct ReferenceDk {
     total: Vec<f64>,
+    /// The same of the member that rounds most.
+    emulated: Vec<f64>,
     addends: Vec<Addend>,
 }
 
@@ -89,15 +94,18 @@ impl Replay<'_> {
         if !self.wants(Stage::Reduce) || elements * 8 > KEPT_BYTES {
             return;
         }
-        let kept = outcome
-            .reference_dk
-            .get_or_insert_with(|| ReferenceDk { total: vec![0.0; elements], addends: Vec::new() });
+        let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
+            total: vec![0.0; elements],
+            emulated: vec![0.0; elements],
+            addends: Vec::new(),
+        });
         let from = slab.range.start * (slab.lse.len() / slab.range.len().max(1));
         let values: Vec<f64> = slab.lse.iter().zip(&slab.label).map(|(a, b)| a + b).collect();
-        for (at, x) in values.iter().enumerate() {
+        for (at, (x, emulated)) in values.iter().zip(&slab.emulated).enumerate() {
             kept.total[from + at] += x;
+            kept.emulated[from + at] += emulated;
         }
-        let fits = (kept.addends.len() + 2) * elements * 8 <= KEPT_BYTES;
+        let fits = (kept.addends.len() + 3) * elements * 8 <= KEPT_BYTES;
         let same =
             |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
         if let Some(addend) = kept.addends.iter_mut().find(same) {
@@ -161,6 +169,8 @@ impl Replay<'_> {
         let with_reference = (whole * whole - ours + theirs).max(0.0).sqrt();
         norm.reference = norm.captured.map(|_| with_reference);
         let gap = whole - with_reference;
+        let emulated = square(&reference.emulated) / (divisor * divisor);
+        norm.floor = Some((whole * whole - ours + emulated).max(0.0).sqrt() - with_reference);
         norm.gap = Some(gap);
         let cut =
             Cut { ours: captured, theirs: &exact, columns, norms: whole + with_reference, gap };

@@ -12,7 +12,6 @@ const LANES: usize = 32;
 
 /// What `tanh` may err by, in units of the last place.
 #[cfg(test)]
-#[allow(dead_code)]
 const TANH_ULPS: f64 = 4.0;
 
 /// `exp(x)` within one unit in the last place, subnormal results included; NaN stays
@@ -225,6 +224,28 @@ mod tests {
     }
 
     #[test]
+    fn tanh_is_within_its_bound_over_all_magnitudes() {
+        use rayon::prelude::*;
+        let error = |x: f32| {
+            let exact = libm::tanh(f64::from(x));
+            let got = tanh(x);
+            if x.is_nan() {
+                assert!(got.is_nan());
+                return 0.0;
+            }
+            let magnitude = exact.abs().max(f64::from(f32::MIN_POSITIVE));
+            let spacing = libm::exp2(libm::floor(libm::log2(magnitude)) - 23.0);
+            (f64::from(got) - exact).abs() / spacing
+        };
+        let stratified = (0..=u32::MAX / 97).into_par_iter().map(|i| f32::from_bits(i * 97));
+        let dense = (0..1 << 22).into_par_iter().map(|i| i as f32 * 5.0e-6 - 10.5);
+        let worst = stratified.chain(dense).map(error).reduce(|| 0.0, f64::max);
+        assert!(worst <= TANH_ULPS, "worst error {worst} ulp");
+        assert_eq!(tanh(-0.0).to_bits(), (-0.0f32).to_bits());
+        assert_eq!((tanh(f32::INFINITY), tanh(f32::NEG_INFINITY)), (1.0, -1.0));
+    }
+
+    #[test]
     fn exp_has_its_limits() {
         assert_eq!(exp(0.0), 1.0);
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
@@ -243,6 +264,13 @@ mod tests {
             let (mut vector, mut scalar) = (row.clone(), row);
             softmax_gradient(&mut vector, 0.25, -3.0);
             softmax_gradient_body(&mut scalar, 0.25, -3.0);
+            assert_eq!(vector, scalar);
+            assert_eq!(row_sum(&scalar).to_bits(), row_sum_body(&scalar).to_bits());
+            softcap(&mut vector, 1.5);
+            softcap_body(&mut scalar, 1.5);
+            assert_eq!(vector, scalar);
+            softcap_slope(&mut vector, 1.5, 0.7);
+            softcap_slope_body(&mut scalar, 1.5, 0.7);
             assert_eq!(vector, scalar);
         }
     }

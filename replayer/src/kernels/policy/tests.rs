@@ -1,6 +1,7 @@
 //! Policies against the reference and against each other; `rounding` has their rounding
 //! points.
 
+mod options;
 mod rounding;
 
 use super::*;
@@ -12,23 +13,18 @@ use crate::kernels::tiles::{NoProgress, Tiles};
 /// Everything a walk gives, by its bits.
 #[derive(Debug, PartialEq, Eq)]
 struct Bits {
-    lse: Vec<u32>,
-    label_logits: Vec<u32>,
-    dq: Vec<u32>,
-    dk: Vec<u32>,
+    lse: Vec<u64>,
+    label_logits: Vec<u64>,
+    dq: Vec<u64>,
+    dk: Vec<u64>,
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
+fn bits(values: &[f64]) -> Vec<u64> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// Of values that are f32 numbers.
-fn narrow_bits(values: &[f64]) -> Vec<u32> {
-    let narrow = |&value: &f64| {
-        assert!(f64::from(value as f32) == value || value.is_nan(), "{value} is an f32");
-        (value as f32).to_bits()
-    };
-    values.iter().map(narrow).collect()
+fn widened(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&value| value.into()).collect()
 }
 
 /// Forward and backward of the emulation; dk blocks put together as
@@ -59,8 +55,8 @@ fn emulated(
 
 fn emulated_bits(policy: &Policy, fixture: &Fixture, tiles: Tiles) -> Bits {
     let (forward, dq, [dk, ..]) = emulated(policy, fixture, &fixture.inputs(), tiles);
-    let (lse, label_logits) = (narrow_bits(&forward.lse), narrow_bits(&forward.label_logits));
-    Bits { lse, label_logits, dq: narrow_bits(&dq.dq), dk: narrow_bits(&dk) }
+    let (lse, label_logits) = (bits(&forward.lse), bits(&forward.label_logits));
+    Bits { lse, label_logits, dq: bits(&dq.dq), dk: bits(&dk) }
 }
 
 /// One whole step; outputs start as garbage, which no correct step leaves behind.
@@ -81,7 +77,8 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
         Path::Chunked => unreachable!("no step runs the chunked path"),
     }
     assert_eq!(counter.total(), step_work(&inputs));
-    Bits { lse: bits(&lse), label_logits: bits(&label_logits), dq: bits(&dq), dk: bits(&dk) }
+    let of = |values: &[f32]| bits(&widened(values));
+    Bits { lse: of(&lse), label_logits: of(&label_logits), dq: of(&dq), dk: of(&dk) }
 }
 
 /// The named policies, and both paths with every rounding point at work.
@@ -106,6 +103,22 @@ fn policies() -> [Policy; 6] {
         Policy::fused_bf16(),
         all(Path::Fused),
     ]
+}
+
+/// `policies`, and those that no step runs: chunked, and some of the emulator's.
+fn all_policies() -> Vec<Policy> {
+    let half = Precision::Bf16;
+    let sums = |order| Sums::all(Sum { precision: half, order });
+    let others = [
+        Policy::chunked_f32(),
+        Policy { chunk_add: half, product: Precision::F32, ..Policy::chunked_bf16() },
+        Policy::plain_f64(),
+        Policy::fused_f64(),
+        Policy { sums: sums(Order::Pairwise), ..Policy::plain_bf16() },
+        Policy { sums: sums(Order::Blocked(4)), tile_add: half, ..Policy::fused_bf16() },
+        Policy { product: Precision::Tf32, p: half, ..Policy::chunked_f32() },
+    ];
+    policies().into_iter().chain(others).collect()
 }
 
 /// A bound for f32 policies, worst case: a logit errs by (D + 1) u sum|q||k|, lse by the
@@ -212,7 +225,7 @@ fn the_thread_count_changes_no_bit() {
 
 #[test]
 fn the_padded_vocabulary_is_never_read_and_gets_zero_gradients() {
-    for policy in policies() {
+    for policy in all_policies() {
         let mut fixture = Fixture::usual();
         let clean = emulated_bits(&policy, &fixture, SMALL_TILES);
         fixture.k[fixture.valid * fixture.depth..].fill(f32::NAN);
@@ -227,7 +240,7 @@ fn ignored_tokens_get_no_gradient() {
     let fixture = Fixture::usual();
     let ignored = fixture.labels.iter().position(|&label| label == IGNORED).unwrap();
     let row = ignored * fixture.depth..(ignored + 1) * fixture.depth;
-    for policy in policies() {
+    for policy in all_policies() {
         let (forward, dq, _) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
         assert!(dq.dq[row.clone()].iter().all(|&x| x == 0.0), "{policy:?}");
         assert_eq!(forward.label_logits[ignored], 0.0);
@@ -239,7 +252,7 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
     let mut fixture = Fixture::usual();
     fixture.q[0] = f32::NAN;
     fixture.q[fixture.depth] = f32::INFINITY;
-    for policy in policies() {
+    for policy in all_policies() {
         let (forward, dq, [dk, ..]) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
         assert!(forward.lse[0].is_nan());
         assert_eq!(forward.lse[1], f64::INFINITY);
@@ -254,9 +267,12 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
     let no_tokens = Fixture::new(0, 13, 61, 57);
     let no_depth = Fixture::new(22, 0, 61, 57);
     for fixture in [no_vocabulary, no_tokens, no_depth] {
-        for policy in policies() {
+        for policy in all_policies() {
             let wanted = emulated_bits(&policy, &fixture, SMALL_TILES);
             assert!(wanted.dq.iter().chain(&wanted.dk).all(|&bits| bits == 0), "{policy:?}");
+        }
+        for policy in policies() {
+            let wanted = emulated_bits(&policy, &fixture, SMALL_TILES);
             let step = stepped(&policy, &fixture, SMALL_TILES, &mut Workspace::default());
             assert!(step.dq == wanted.dq && step.dk == wanted.dk && step.lse == wanted.lse);
         }
@@ -277,14 +293,19 @@ fn a_tile_without_any_finite_logit_leaves_the_sum_as_it_was() {
 #[test]
 fn the_work_reported_is_the_work_announced() {
     let fixture = Fixture::usual();
-    let (inputs, policy) = (fixture.inputs(), Policy::fused_f32());
-    let counter = Counter::default();
-    let lse = forward(&policy, &inputs, SMALL_TILES, &counter).lse;
-    assert_eq!(counter.total(), forward_work(&inputs));
-    let counter = Counter::default();
+    let inputs = fixture.inputs();
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
     let smooth = vec![0.0; g_lse.len()];
-    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
-    backward(&policy, &inputs, &lse, &cotangents, SMALL_TILES, &counter, &mut |_| {});
-    assert_eq!(counter.total(), backward_work(&inputs));
+    let cotangents = &Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
+    for policy in all_policies() {
+        let counter = Counter::default();
+        let lse = forward(&policy, &inputs, SMALL_TILES, &counter).lse;
+        assert_eq!(counter.total(), forward_work(&inputs), "{policy:?}");
+        let counter = Counter::default();
+        backward(&policy, &inputs, &lse, cotangents, SMALL_TILES, &counter, &mut |_| {});
+        assert_eq!(counter.total(), backward_work(&inputs), "{policy:?}");
+        let counter = Counter::default();
+        plane(&policy, &inputs, &lse, cotangents, SMALL_TILES, &counter, &mut |_| {});
+        assert_eq!(counter.total(), plane_work(&inputs), "{policy:?}");
+    }
 }

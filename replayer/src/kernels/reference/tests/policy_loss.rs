@@ -166,6 +166,18 @@ fn a_sequences_ratio_is_the_geometric_mean_and_every_token_moves_it() {
     assert_are("dlogp", &clipped.dlogp, &[0.0; 3]);
 }
 
+/// √2 is near the upper bound, where only the positive advantage's gradient jumps: but
+/// that gradient flows to every token of the sequence.
+#[test]
+fn a_kink_of_one_token_is_one_of_all_that_share_its_ratio() {
+    let mut batch = Batch::new(&[LN_2, 0.0, 0.5 * LN_2], &[1.0, -1.0, -1.0]);
+    batch.sequences = vec![1, 1, 2];
+    let clip_high = 2f64.sqrt() - 1.0 + 5e-4;
+    let ratio = RatioLevel::Sequence;
+    let result = batch.loss(&GrpoDeclaration { ratio, clip_high, ..GrpoDeclaration::default() });
+    assert_eq!(result.at_kink, [true, true, false]);
+}
+
 /// Sequences of one and three tokens, and one that is masked away.
 #[test]
 fn averages_are_over_tokens_or_over_sequences() {
