@@ -124,7 +124,7 @@ fn losses_are_the_cross_entropy_of_the_target_distribution() {
 fn labelled(job: &Job, share: &Share, t: usize) -> Option<usize> {
     let o = &job.options;
     let next = usize::from(!o.labels_shifted);
-    let last = next == 1 && (t + 1) % o.layout.sequence.unwrap() == 0;
+    let last = next == 1 && (t + 1).is_multiple_of(o.layout.sequence.unwrap());
     let ignored = || Some(share.labels[t + next]) == o.ignore_label;
     if last || ignored() { None } else { Some(t + next) }
 }
