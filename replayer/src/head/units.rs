@@ -45,6 +45,11 @@ impl HeadStep<'_> {
         if !partial {
             return Ok(vec![Unit { ranks: Vec::new(), rows: (0..tokens).collect() }]);
         }
+        self.rank_rows(inputs)
+    }
+
+    /// The tokens by the ranks that hold them.
+    fn rank_rows(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         let mut by_rank: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
         let info = &self.tensors[&inputs.rows_key];
         // The last dimension of q and of the logits is not one of tokens.
@@ -60,7 +65,7 @@ impl HeadStep<'_> {
             rows.dedup();
             by_rows.entry(rows).or_default().push(rank);
         }
-        let mut seen = vec![0u32; tokens];
+        let mut seen = vec![0u32; inputs.tokens()];
         by_rows.keys().flatten().for_each(|&row| seen[row] += 1);
         if seen.iter().any(|&n| n != 1) {
             return Err("ranks hold tokens that overlap in part, so the share of each rank's addend is not known".into());
@@ -71,13 +76,26 @@ impl HeadStep<'_> {
         Ok(units)
     }
 
-    /// What the loss of these rows is divided by, over the declared scope.
-    pub fn denominator(
+    /// Groups of tokens with one denominator, and that denominator.
+    pub fn denominators(
         &self,
         all: &[&MicrobatchInputs],
         own: &MicrobatchInputs,
-        unit: &Unit,
-    ) -> f64 {
+    ) -> Result<Vec<(Unit, f64)>, String> {
+        let whole = || vec![Unit { ranks: Vec::new(), rows: (0..own.tokens()).collect() }];
+        let units = match self.options.scope {
+            Scope::Rank => self.rank_rows(own)?,
+            _ => whole(),
+        };
+        let with = |unit: Unit| {
+            let denominator = self.denominator(all, own, &unit);
+            (unit, denominator)
+        };
+        Ok(units.into_iter().map(with).collect())
+    }
+
+    /// What the loss of these rows is divided by, over the declared scope.
+    fn denominator(&self, all: &[&MicrobatchInputs], own: &MicrobatchInputs, unit: &Unit) -> f64 {
         if self.options.reduction != LossReduction::Mean {
             return 1.0;
         }

@@ -40,7 +40,14 @@ pub(super) enum Held {
 impl Gradient {
     pub(super) fn matrix(&self) -> Matrix<'_> {
         match &self.values {
-            Held::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
+            Held::Whole(tensor) => {
+                let values = matrix(tensor).expect("checked when it was captured");
+                match self.stage {
+                    // [V]: a row of the head is a number here.
+                    Stage::Dbias => Matrix { rows: values.len(), cols: 1, ..values },
+                    _ => values,
+                }
+            }
             Held::Picked(rows) => rows.matrix(),
             Held::Summed { rows, cols, total, .. } => {
                 Matrix { rows: *rows, cols: *cols, values: Values::F64(total) }

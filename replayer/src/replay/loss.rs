@@ -12,7 +12,7 @@ use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
-use crate::head::{MicrobatchInputs, Stage, Unit};
+use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::reference::policy_loss::{PolicyInputs, PolicyLoss, policy_loss};
 
@@ -36,7 +36,6 @@ impl Replay<'_> {
     pub(super) fn upstream(
         &self,
         slice: &Slice,
-        all: &[&MicrobatchInputs],
         state: &ForwardState,
         outcome: &mut Outcome,
     ) -> Result<Upstream, StepError> {
@@ -45,13 +44,10 @@ impl Replay<'_> {
         let zeros = || vec![0.0; tokens];
         let mut found = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
         if self.step.is_policy_loss() {
-            self.policy_upstream(slice, all, state, &mut found, outcome)?;
+            self.policy_upstream(slice, state, &mut found, outcome)?;
             return Ok(found);
         }
-        let whole = [Unit { ranks: Vec::new(), rows: (0..tokens).collect() }];
-        let units = if slice.units.is_empty() { &whole[..] } else { &slice.units };
-        for unit in units {
-            let denominator = self.step.denominator(all, inputs, unit);
+        for (unit, denominator) in &slice.denominators {
             for &t in unit.rows.iter().filter(|&&t| inputs.labels[t] != IGNORED) {
                 let weight = inputs.weights[t] * inputs.cotangent[t];
                 found.g[t] = self.step.options.cotangent * weight / denominator;
@@ -64,13 +60,12 @@ impl Replay<'_> {
     fn policy_upstream(
         &self,
         slice: &Slice,
-        all: &[&MicrobatchInputs],
         state: &ForwardState,
         found: &mut Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
-        let (exact, expected) = self.policy_gradient(slice, all, state)?;
+        let (exact, expected) = self.policy_gradient(slice, state)?;
         let captured = self.column(Role::Dlogprobs, slice)?;
         if let Some(captured) = captured.as_ref().filter(|_| self.wants(Stage::Dlogprobs)) {
             let found = self.judge_column(inputs, captured, &expected, false, Vec::new());
@@ -93,7 +88,6 @@ impl Replay<'_> {
     fn policy_gradient(
         &self,
         slice: &Slice,
-        all: &[&MicrobatchInputs],
         state: &ForwardState,
     ) -> Result<(PolicyLoss, Expected), StepError> {
         let inputs = &slice.inputs;
@@ -109,29 +103,43 @@ impl Replay<'_> {
         let reference = if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
         let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
         let weights: Vec<f64> = (0..tokens).map(counted).collect();
-        let whole = Unit { ranks: Vec::new(), rows: (0..tokens).collect() };
-        let denominator = self.step.denominator(all, inputs, &whole);
         let deviation = state.logprobs.variance.iter().fold(0.0, |most: f64, v| most.max(v.sqrt()));
-        let problem = PolicyInputs {
-            logp: &state.logprobs.values,
-            old: old.as_deref(),
-            advantages: &advantages,
-            reference: reference.as_deref(),
-            weights: &weights,
-            sequences: &inputs.sequences(),
-            denominator,
-            kink_tolerance: KINK * (deviation + 8.0 * self.roundings.compute()) * 2.0,
-        };
-        let mut exact = policy_loss(options, &problem);
+        let kink_tolerance = KINK * (deviation + 8.0 * self.roundings.compute()) * 2.0;
+        let sequences = inputs.sequences();
+        let zeros = || vec![0.0; tokens];
+        let mut exact = PolicyLoss { terms: zeros(), dlogp: zeros(), at_kink: vec![false; tokens] };
+        let mut divided = zeros();
+        for (unit, denominator) in &slice.denominators {
+            // The tokens of other denominators are masked, and stay zero.
+            let own = masked(&weights, &unit.rows);
+            let part = policy_loss(
+                options,
+                &PolicyInputs {
+                    logp: &state.logprobs.values,
+                    old: old.as_deref(),
+                    advantages: &advantages,
+                    reference: reference.as_deref(),
+                    weights: &own,
+                    sequences: &sequences,
+                    denominator: *denominator,
+                    kink_tolerance,
+                },
+            );
+            for &t in &unit.rows {
+                (exact.terms[t], exact.dlogp[t]) = (part.terms[t], part.dlogp[t]);
+                exact.at_kink[t] = part.at_kink[t];
+                divided[t] = *denominator;
+            }
+        }
         let upstream = self.step.options.cotangent;
         exact.dlogp.iter_mut().for_each(|dlogp| *dlogp *= upstream);
         // Both the surrogate's and the KL term's slope move with the log-probability
         // by at most themselves: d(r A)/dlogp = r A, d(expm1 d) = e^d.
-        let compute = self.roundings.compute();
+        let (compute, logp) = (self.roundings.compute(), &state.logprobs.values);
         let sizes = (0..tokens).map(|t| {
-            let ratio = old.as_ref().map_or(1.0, |old| (problem.logp[t] - old[t]).exp());
-            let kl = reference.as_ref().map_or(0.0, |r| (r[t] - problem.logp[t]).exp() + 1.0);
-            let share = weights[t] / denominator * upstream;
+            let ratio = old.as_ref().map_or(1.0, |old| (logp[t] - old[t]).exp());
+            let kl = reference.as_ref().map_or(0.0, |r| (r[t] - logp[t]).exp() + 1.0);
+            let share = weights[t] / divided[t] * upstream;
             share * (ratio * advantages[t].abs() + options.kl_beta * kl)
         });
         let sizes: Vec<f64> = sizes.map(f64::abs).collect();
@@ -187,7 +195,6 @@ impl Replay<'_> {
     pub(super) fn loss(
         &self,
         slice: &Slice,
-        all: &[&MicrobatchInputs],
         state: &ForwardState,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
@@ -199,8 +206,10 @@ impl Replay<'_> {
         let declared = &self.step.options.declared;
         let (s, k) = (self.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
         let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
-        let whole = Unit { ranks: Vec::new(), rows: (0..inputs.tokens()).collect() };
-        let denominator = self.step.denominator(all, inputs, &whole);
+        let mut divided = vec![1.0; inputs.tokens()];
+        for (unit, denominator) in &slice.denominators {
+            unit.rows.iter().for_each(|&t| divided[t] = *denominator);
+        }
         let noise = self.term_noise(inputs.head(self.step).map_or(0, |head| head.q.cols));
         let compute = self.roundings.compute();
         let token = |t: usize| {
@@ -218,7 +227,7 @@ impl Replay<'_> {
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
                 + relative(2.0 * compute, size);
-            let weight = inputs.weights[t] / denominator;
+            let weight = inputs.weights[t] / divided[t];
             (weight * nll, weight * weight * variance)
         };
         let (values, variance) = (0..inputs.tokens()).map(token).unzip();
@@ -242,7 +251,7 @@ impl Replay<'_> {
             outcome.add(Stage::Loss, self.judge_column(inputs, &captured, terms, true, Vec::new()));
             return Ok(());
         }
-        if self.step.options.scope == Scope::Rank && slice.units.len() > 1 {
+        if self.step.options.scope == Scope::Rank && slice.denominators.len() > 1 {
             outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
             return Ok(());
         }
@@ -267,4 +276,11 @@ impl Replay<'_> {
         );
         Ok(())
     }
+}
+
+/// The weights of some tokens, 0 for all others.
+fn masked(weights: &[f64], rows: &[usize]) -> Vec<f64> {
+    let mut own = vec![0.0; weights.len()];
+    rows.iter().for_each(|&t| own[t] = weights[t]);
+    own
 }

@@ -55,6 +55,8 @@ pub(crate) struct Replay<'a> {
 pub(crate) struct Slice {
     inputs: MicrobatchInputs,
     units: Vec<Unit>,
+    /// Tokens by what their loss is divided by.
+    denominators: Vec<(Unit, f64)>,
     /// Why addends could not be told apart, if they could not.
     blocked: Option<String>,
 }
@@ -70,11 +72,10 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let replay = Replay { step, wanted, roundings, tiles, comparisons, progress: request.progress };
     (request.total)(replay.work(&slices));
     let mut outcome = Outcome::new(&replay.wanted);
-    let all: Vec<&MicrobatchInputs> = slices.iter().map(|slice| &slice.inputs).collect();
     for slice in &slices {
         let state = replay.forward(slice, &mut outcome)?;
-        let upstream = replay.upstream(slice, &all, &state, &mut outcome)?;
-        replay.loss(slice, &all, &state, &mut outcome)?;
+        let upstream = replay.upstream(slice, &state, &mut outcome)?;
+        replay.loss(slice, &state, &mut outcome)?;
         replay.plane(slice, &state, &upstream, &mut outcome)?;
         if let Some(why) = &slice.blocked {
             let what = format!("dk of {}", name(slice.inputs.microbatch));
@@ -90,15 +91,26 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
 }
 
 fn slices(step: &HeadStep<'_>) -> Result<Vec<Slice>, StepError> {
-    let one = |&microbatch: &Option<Microbatch>| {
-        let inputs = step.inputs(microbatch)?;
+    let gather = |&microbatch: &Option<Microbatch>| step.inputs(microbatch);
+    let inputs: Vec<MicrobatchInputs> =
+        step.microbatches.iter().map(gather).collect::<Result<_, _>>()?;
+    let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
+    let counted = |one: &MicrobatchInputs| {
+        step.denominators(&all, one).map_err(|why| StepError::Unfit {
+            key: one.rows_key.clone(),
+            found: "held by several ranks".into(),
+            wanted: format!("tokens that one rank counts, for scope=rank: {why}"),
+        })
+    };
+    let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;
+    let slice = |(inputs, denominators): (MicrobatchInputs, Vec<(Unit, f64)>)| {
         let (units, blocked) = match step.units(&inputs) {
             Ok(units) => (units, None),
             Err(why) => (Vec::new(), Some(why)),
         };
-        Ok(Slice { inputs, units, blocked })
+        Slice { inputs, units, denominators, blocked }
     };
-    step.microbatches.iter().map(one).collect()
+    Ok(inputs.into_iter().zip(counted).map(slice).collect())
 }
 
 /// The captured stages that serve the comparison; refuses a role that is not there.

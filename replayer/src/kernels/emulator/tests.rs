@@ -66,6 +66,15 @@ fn tiles_change_no_bit_of_the_plain_path() {
     }
 }
 
+/// Sums run side by side for 512 columns at a time: 1100 are three such blocks.
+#[test]
+fn a_wide_tile_has_the_bits_of_narrow_ones() {
+    let fixture = Fixture::new(5, 3, 1100, 1100);
+    let policy = every_sum(Path::Plain, Precision::F32, Order::Sequential);
+    let whole = emulated(&policy, &fixture, Tiles { tokens: 5, vocab: 1100 });
+    assert!(whole == emulated(&policy, &fixture, Tiles { tokens: 5, vocab: 100 }));
+}
+
 /// With q = 1 and g = -1 every chunk of one token adds -1: bf16 stops at -256.
 #[test]
 fn a_bf16_accumulator_over_chunks_or_tiles_swamps_at_256() {

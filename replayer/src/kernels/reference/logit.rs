@@ -92,6 +92,7 @@ impl<'a> Chain<'a> {
 
 impl Logit {
     /// The product as it is.
+    #[inline(always)]
     pub(super) fn plain(product: f64, norms: f64, noise: &TermNoise) -> Self {
         let var = noise.logit_rel_var * square(finite(product)) + noise.dot_rel_var * norms;
         Logit { value: product, var, slope: 1.0, slope_var: 0.0 }

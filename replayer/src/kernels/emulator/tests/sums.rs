@@ -178,18 +178,19 @@ proptest! {
     }
 }
 
-/// 1 + 2^-24 is a tie of f32. A product just above half a unit breaks it upwards; f64
-/// cannot hold that sum, and rounded to nearest would leave the tie.
+/// 1 + 2^-23 + 2^-24 is a tie of f32, and (2^-12 + 2^-28) (2^-12 - 2^-28) is 2^-56 less
+/// than 2^-24: down it goes. f64 cannot hold that sum; rounded to nearest it is the tie,
+/// and goes up to the even neighbour.
 #[test]
 fn a_fused_product_breaks_a_tie_that_f64_cannot_see() {
-    let (a, b) = (2f32.powi(-24) * (1.0 + f32::EPSILON), 1.0 + f32::EPSILON * 0.0);
-    let tiny = 2f32.powi(-40);
-    // (2^-12 + 2^-35)^2 = 2^-24 + 2^-46 + 2^-70.
-    let factor = 2f32.powi(-12) + 2f32.powi(-35);
-    for (x, y) in [(factor, factor), (a, b), (2f32.powi(-24), 1.0), (tiny, tiny)] {
+    let start = 1.0 + f32::EPSILON;
+    let (x, y) = (2f32.powi(-12) + 2f32.powi(-28), 2f32.powi(-12) - 2f32.powi(-28));
+    assert_eq!(x.mul_add(y, start), start);
+    assert_eq!((f64::from(start) + f64::from(x) * f64::from(y)) as f32, 1.0 + 2.0 * f32::EPSILON);
+    for sign in [1.0, -1.0] {
         let mut running = Running::new(Sum::NATIVE, Precision::F64, 1);
-        running.add_products(1.0, &[1.0], &mut [0.0]);
-        running.add_products(x.into(), &[y.into()], &mut [0.0]);
-        assert_eq!(running.value(), f64::from(x.mul_add(y, 1.0)), "{x:e} {y:e}");
+        running.add_products(f64::from(start) * sign, &[1.0], &mut [0.0]);
+        running.add_products(f64::from(x) * sign, &[y.into()], &mut [0.0]);
+        assert_eq!(running.value(), f64::from(start) * sign);
     }
 }

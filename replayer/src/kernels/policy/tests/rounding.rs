@@ -54,6 +54,13 @@ fn every_rounding_point_rounds_where_it_says() {
         !is_bf16(&dk)
             && dk.iter().zip(&lse).zip(&label).all(|((s, a), b)| *s as f32 == (a + b) as f32)
     );
+    let (_, dq, [_, lse, _]) = run(Policy { tile_add: half, ..full });
+    assert!(is_bf16(&dq.dq_lse) && is_bf16(&lse) && !is_bf16(&dq.dq_label));
+    // One token of q = 1 and g = 1: the softmax part of dk is p.
+    let mut single = Fixture::new(1, 3, 20, 20);
+    (single.q, single.g_lse) = (vec![1.0; 3], vec![1.0]);
+    let p = |policy| emulated(&policy, &single, &single.inputs(), SMALL_TILES).2[1].clone();
+    assert!(is_bf16(&p(Policy { p: half, ..full })) && !is_bf16(&p(full)));
     let (_, dq, _) = run(Policy { label_grad: half, ..full });
     assert!(is_bf16(&dq.dq_label) && dq.dq_lse == plain.dq_lse);
     let (forward, ..) = run(Policy { logits: half, ..full });

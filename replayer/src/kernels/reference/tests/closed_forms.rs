@@ -198,19 +198,21 @@ fn a_softcap_halves_at_atanh_of_one_half_and_bends_the_gradient_by_three_quarter
 /// Where tanh is 1 in every dtype the gradient is 0, and its error is not.
 #[test]
 fn a_saturated_softcap_leaves_no_gradient_and_an_absolute_variance() {
-    let mut fixture = Fixture::new(1, 2, 5, 5);
-    fixture.q.copy_from_slice(&[1.0, 0.0]);
-    fixture.k.fill(0.0);
-    (fixture.labels[0], fixture.k[4], fixture.k[5]) = (2, 1e4, 3.0);
-    fixture.transform = Transform { scale: 2.0, softcap: Some(10.0) };
-    let lse = forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse;
-    let (dq, dk) = run(&fixture, &lse, SMALL_TILES);
-    assert_eq!((dq.dq_label[0], dk.label[4]), (0.0, 0.0));
-    let c = f64::from(fixture.g_label[0]);
-    let entry_var = c * c * (2.0 * 2.0 * 4.0 * NOISE.cap_rel_var);
-    assert_near("dq", dq.dq_label_var[1], entry_var * 9.0, 8.0 * U * entry_var * 9.0);
-    assert_near("dk", dk.label_var[4], entry_var, 8.0 * U * entry_var);
-    assert_eq!(dq.dq_label_rel_var[0] * dq.dq_label[0], 0.0, "no 0 times infinity");
+    for sign in [1.0, -1.0] {
+        let mut fixture = Fixture::new(1, 2, 5, 5);
+        fixture.q.copy_from_slice(&[1.0, 0.0]);
+        fixture.k.fill(0.0);
+        (fixture.labels[0], fixture.k[4], fixture.k[5]) = (2, sign * 1e4, 3.0);
+        fixture.transform = Transform { scale: 2.0, softcap: Some(10.0) };
+        let lse = forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse;
+        let (dq, dk) = run(&fixture, &lse, SMALL_TILES);
+        assert_eq!((dq.dq_label[0], dk.label[4]), (0.0, 0.0));
+        let c = f64::from(fixture.g_label[0]);
+        let entry_var = c * c * (2.0 * 2.0 * 4.0 * NOISE.cap_rel_var);
+        assert_near("dq", dq.dq_label_var[1], entry_var * 9.0, 8.0 * U * entry_var * 9.0);
+        assert_near("dk", dk.label_var[4], entry_var, 8.0 * U * entry_var);
+        assert_eq!(dq.dq_label_rel_var[0] * dq.dq_label[0], 0.0, "no 0 times infinity");
+    }
 }
 
 #[test]
