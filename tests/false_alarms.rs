@@ -28,8 +28,6 @@ const QUICK: u64 = 60;
 const WHOLE: u64 = 2000;
 /// Confidence of the upper bound.
 const CONFIDENCE: f64 = 0.95;
-/// Alarms printed in full.
-const SHOWN: usize = 10;
 
 /// How near to its bound a comparison came: above 1 it would be an alarm.
 #[derive(Clone, Copy, Debug, Default)]
@@ -212,7 +210,9 @@ impl Campaign {
         for (why, (count, seed)) in &self.refused {
             writeln!(line, "refused {count} times, first by seed {seed}: {why}").unwrap();
         }
-        for (seed, alarm) in self.alarms.iter().take(SHOWN) {
+        // One of each stage in full: the seeds above lead to the others.
+        for seeds in self.by_stage().values() {
+            let (seed, alarm) = self.alarms.iter().find(|(seed, _)| *seed == seeds[0]).unwrap();
             let job = Job::random(*seed);
             writeln!(line, "ALARM {}: {}\n  {job:?}", alarm.stage, alarm.reason).unwrap();
         }
