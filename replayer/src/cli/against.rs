@@ -11,7 +11,7 @@ use std::path::Path;
 use backtape::role::Role;
 
 use super::progress::Bar;
-use super::run::{RunError, replay_one, report as report_one};
+use super::run::{How, RunError, replay_one, report as report_one};
 use crate::dump::{self, Selection, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
@@ -30,18 +30,18 @@ pub(super) fn report(
     one: Opened<'_>,
     other_path: &Path,
     asked: &Asked,
-    bar: &Bar,
+    how: (How<'_>, &Bar),
 ) -> Result<Report, RunError> {
     let (path, dump, proof) = one;
     let which = Selection { step: Some(dump.step.0), ..Selection::default() };
     let other_dump = dump::open(other_path, &which)?;
     let other_proof = verify(&other_dump, &|_| {});
     let roles = wanted_roles(dump, asked);
-    let ours = judge(one, asked, &roles, bar)?;
+    let ours = judge(one, asked, &roles, how)?;
     // The other run may lack a role: what it holds is replayed.
     let held = |role: &Role| other_dump.tensors().values().any(|t| t.role == Some(*role));
     let shared: Vec<Role> = roles.iter().copied().filter(held).collect();
-    let theirs = judge((other_path, &other_dump, &other_proof), asked, &shared, bar)?;
+    let theirs = judge((other_path, &other_dump, &other_proof), asked, &shared, how)?;
     let two = (side(dump, proof, &ours), side(&other_dump, &other_proof, &theirs));
     let differences = against(&two.0, &two.1, asked)?;
     let pair = |judged: &Judged<'_>| judged.is_some();
@@ -58,11 +58,11 @@ fn judge<'a>(
     (path, dump, proof): (&Path, &'a StepDump, &Verification),
     asked: &Asked,
     roles: &[Role],
-    bar: &Bar,
+    how: (How<'_>, &Bar),
 ) -> Result<Judged<'a>, RunError> {
     let about = asked.everything() || !roles.is_empty();
     let replayed = dump.manifest.head.is_some() && about;
-    replayed.then(|| replay_one(path, dump, proof, roles, bar)).transpose()
+    replayed.then(|| replay_one(path, dump, proof, roles, how)).transpose()
 }
 
 fn side<'a>(dump: &'a StepDump, proof: &Verification, judged: &'a Judged<'_>) -> Side<'a> {

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use backtape::head::PolicyDeclaration;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
@@ -11,6 +12,7 @@ use super::exit;
 use super::progress::Bar;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::HeadStep;
+use crate::head::policy_file::{PolicyError, read_toml};
 use crate::head::step::StepError;
 use crate::replay::against::{AgainstError, Asked, PatternError};
 use crate::replay::outcome::{NotChecked, Outcome};
@@ -58,6 +60,22 @@ pub enum RunError {
         /// Why.
         source: std::io::Error,
     },
+    /// The file of `--policy` could not be read.
+    #[error("the policy {path} cannot be read: name a TOML file with --policy")]
+    PolicyFile {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file of `--policy` is no policy.
+    #[error("the policy {path} cannot be used")]
+    Policy {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: PolicyError,
+    },
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),
@@ -98,7 +116,9 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let selection = selection(&arguments.which);
     let other = arguments.against.as_deref();
     let asked = Asked::parse(&arguments.compare)?;
-    let report = report_with(path, &selection, &asked, other, &bar)?;
+    let policy = arguments.policy.as_deref().map(read_policy).transpose()?;
+    let how = How { policy: policy.as_ref() };
+    let report = report_with(path, &selection, &asked, other, how, &bar)?;
     bar.finish();
     let code = match report.verdict {
         Verdict::Agreed => exit::AGREED,
@@ -116,7 +136,20 @@ pub fn replay_report(
     compare: impl Into<Asked>,
     other: Option<&Path>,
 ) -> Result<Report, RunError> {
-    report_with(path, selection, &compare.into(), other, &Bar::new(true))
+    report_with(path, selection, &compare.into(), other, How::default(), &Bar::new(true))
+}
+
+/// How a head is replayed, beyond what its job declared.
+#[derive(Clone, Copy, Default)]
+pub(super) struct How<'a> {
+    /// Stands in for the declared rounding points.
+    pub(super) policy: Option<&'a PolicyDeclaration>,
+}
+
+fn read_policy(path: &Path) -> Result<PolicyDeclaration, RunError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| RunError::PolicyFile { path: path.into(), source })?;
+    read_toml(&text).map_err(|source| RunError::Policy { path: path.into(), source })
 }
 
 fn report_with(
@@ -124,18 +157,19 @@ fn report_with(
     selection: &Selection,
     asked: &Asked,
     other: Option<&Path>,
+    how: How<'_>,
     bar: &Bar,
 ) -> Result<Report, RunError> {
     let dump = dump::open(path, selection)?;
     let proof = verify(&dump, &|_| {});
     if let Some(other) = other {
-        return against::report((path, &dump, &proof), other, asked, bar);
+        return against::report((path, &dump, &proof), other, asked, (how, bar));
     }
     if let Some(named) = asked.patterns.first() {
         let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
     }
-    let (step, outcome) = replay_one(path, &dump, &proof, &asked.roles, bar)?;
+    let (step, outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
     Ok(report(path, &dump, Some((&step, &outcome)), &proof))
 }
 
@@ -144,11 +178,11 @@ pub(super) fn replay_one<'a>(
     dump: &'a StepDump,
     proof: &Verification,
     compare: &[Role],
-    bar: &Bar,
+    (how, bar): (How<'_>, &Bar),
 ) -> Result<(HeadStep<'a>, Outcome), RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
-    let step = HeadStep::new(dump, None, unusable).map_err(wrong)?;
+    let step = HeadStep::new(dump, how.policy, unusable).map_err(wrong)?;
     let request = Request { compare, progress: bar, total: &|work| bar.expect(work) };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
