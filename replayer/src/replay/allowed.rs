@@ -209,9 +209,11 @@ impl Replay<'_> {
 
     /// Relative variance of one constant that rounds alike for all tokens:
     /// `g p` where p is near 1, and `g (p - 1)` where p is near 0.
-    pub(super) fn shared_scale(&self, alike: bool) -> f64 {
-        let constant = if alike { self.roundings.widest.dlogits.unit_roundoff() } else { 0.0 };
-        (2.0 * self.roundings.compute()).powi(2) + constant * constant / 3.0
+    /// `alike` is the share of the roundings, 0 to 1, that are one.
+    pub(super) fn shared_scale(&self, alike: f64) -> f64 {
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let constant = p.unit_roundoff().max(dlogits.unit_roundoff());
+        (2.0 * self.roundings.compute()).powi(2) + alike * constant * constant / 3.0
     }
 
     /// Variance of rounding a gradient as it leaves the head, before it was stored.

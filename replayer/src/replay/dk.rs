@@ -32,6 +32,8 @@ pub(super) struct Slab {
     /// Sum of q² over the unit's tokens, a column each.
     q_squares: Vec<f64>,
     q_sums: Vec<f64>,
+    /// |k|² of each row.
+    k_norms: Vec<f64>,
     /// dk of the member that rounds most, for the norm that the policy itself has.
     pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
@@ -59,6 +61,7 @@ impl Slab {
             q_squares: Vec::new(),
             q_sums: Vec::new(),
             emulated: zeros(),
+            k_norms: Vec::new(),
             lost: Vec::new(),
         }
     }
@@ -140,6 +143,12 @@ impl Replay<'_> {
             self.progress,
             &mut |block| slab.take(&block, d),
         );
+        let square = |at: usize| head.k.get_f64(at).powi(2);
+        let norm = |row: usize| match row < head.valid_vocab {
+            true => (row * d..(row + 1) * d).map(square).sum(),
+            false => 0.0,
+        };
+        slab.k_norms = (0..head.k.rows).map(norm).collect();
         if self.entry_floor() > 0.0 {
             slab.q_squares = column_squares(&head.q, head.copies);
             slab.q_sums = column_sums(&head.q);
@@ -161,13 +170,21 @@ impl Replay<'_> {
                 + self.joined(tiles, path == Path::Chunked, x, squares)
                 + self.product_rel_var() * squares
                 + floor,
-            row: slab.lse_var[at],
+            row: slab.lse_var[at] + problem.sliced.1 * self.along_k(problem, slab, at),
             shared: (problem.largest_scale() + self.narrowing() + problem.constants) * squares
                 + (self.shared_scale(problem.alike) + problem.constants) * x * x
                 // Entries that all lie in a format's smallest numbers round alike.
                 + self.entry_floor().powi(2) * sums_of_q * sums_of_q,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
         }
+    }
+
+    /// `k²/|k|⁴` at an element of the slab.
+    fn along_k(&self, problem: &Problem<'_>, slab: &Slab, at: usize) -> f64 {
+        let d = problem.head.q.cols;
+        let norm = slab.k_norms[at / d];
+        let k = problem.head.k.get_f64(slab.range.start * d + at);
+        if norm > 0.0 { k * k / (norm * norm) } else { 0.0 }
     }
 
     /// Allowance of the label part.
@@ -266,7 +283,7 @@ impl Replay<'_> {
                 row: 0.0,
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
                     * squares
-                    + self.shared_scale(problem.alike || self.roundings.shared_g()) * x * x,
+                    + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
             }
         };

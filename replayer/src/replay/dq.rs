@@ -103,6 +103,7 @@ impl Replay<'_> {
                 + self.entry_floor().powi(2) * floor,
             // Entries that all lie in a format's smallest numbers round alike.
             row: dq.dq_lse_var[at]
+                + problem.sliced.0[token] * problem.head.q.get_f64(at).powi(2)
                 + self.entry_floor().powi(2) * alike * alike
                 + (problem.scale[token] + problem.variance[token]) * x * x,
             shared: (self.shared_scale(problem.alike)) * x * x

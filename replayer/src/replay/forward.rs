@@ -18,10 +18,6 @@ use crate::kernels::{policy, reference};
 /// tokens of one g may round alike.
 const CONFIDENT: f64 = 0.25;
 
-/// Logits that spread by fewer steps of p's format than this make p that round alike:
-/// the mean error over a normal spread of σ steps falls like exp(-2 π² σ²).
-const UNIFORM: f64 = 1.0;
-
 /// What the later stages of a microbatch start from; all `[T]`.
 pub(super) struct ForwardState {
     /// lse: captured where it was captured, else the reference.
@@ -30,9 +26,12 @@ pub(super) struct ForwardState {
     pub(super) lse_variance: Vec<f64>,
     /// Relative variance, alike over a token's row, that this lse brings.
     pub(super) scale: Vec<f64>,
-    /// Tokens whose `g p` may round alike: one p so large that it is nearly g, or all p
-    /// nearly equal.
-    pub(super) confident: Vec<bool>,
+    /// Share of the rounding of `g p` that is alike for all of a token's classes, 0 to 1:
+    /// of a token with one p so large that it is nearly g, or with all p nearly equal.
+    pub(super) alike: Vec<f64>,
+    /// That share times the variance of the logits: classes of one step of the grid lie
+    /// in one slice of k along q, so their errors add up along q.
+    pub(super) sliced: Vec<f64>,
     /// Label logits, captured or reference, with their variance.
     pub(super) label: Expected,
     /// How far a logit may lie from the softmax's mean of them: `|max| + |mean| + 1`.
@@ -260,20 +259,22 @@ impl Replay<'_> {
         classes: usize,
     ) -> ForwardState {
         let largest = exact.row_max.iter().zip(&exact.lse).map(|(max, lse)| (max - lse).exp());
-        let confident: Vec<bool> = largest.map(|p| p > CONFIDENT).collect();
         let classes = classes.max(1) as f64;
         let spread: Vec<f64> = (0..exact.row_max.len())
             .map(|t| exact.row_max[t].abs() + (exact.logit_sum[t] / classes).abs() + 1.0)
             .collect();
-        // lse - ln K - mean is half the variance of the logits where they are nearly equal:
-        // all p of such a row fall into a few steps of their format, and round alike.
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
-        let uniform = |t: usize| {
+        // lse - ln K - mean is half the variance of the logits where they are nearly
+        // equal. A rounding of numbers that lie on n steps of a grid has n errors, not
+        // K: over a normal spread of σ steps their shares' squares sum to 1/(2√π σ).
+        let alike = |(t, max): (usize, f64)| {
             let variance = 2.0 * (exact.lse[t] - classes.ln() - exact.logit_sum[t] / classes);
-            !(variance > (UNIFORM * step).powi(2))
+            let steps = variance.max(0.0).sqrt() / step;
+            let few = (1.0 / (2.0 * std::f64::consts::PI.sqrt() * steps)).min(1.0);
+            (if max > CONFIDENT { 1.0 } else { few }, few * variance.max(0.0))
         };
-        let confident = (0..confident.len()).map(|t| confident[t] || uniform(t)).collect();
+        let (alike, sliced) = largest.enumerate().map(alike).unzip();
         let (lse, scale) = match &captured.0 {
             Some(column) => {
                 let unit = column.stored.map_or(0.0, |precision| precision.unit_roundoff());
@@ -301,7 +302,8 @@ impl Replay<'_> {
             lse: lse.values,
             lse_variance: lse.variance,
             scale,
-            confident,
+            alike,
+            sliced,
             spread,
             label,
             logit_sum: exact.logit_sum,
@@ -318,7 +320,8 @@ impl ForwardState {
             lse: vec![0.0; tokens],
             lse_variance: vec![0.0; tokens],
             scale: vec![0.0; tokens],
-            confident: vec![false; tokens],
+            alike: vec![0.0; tokens],
+            sliced: vec![0.0; tokens],
             spread: vec![0.0; tokens],
             label: Expected::new(vec![0.0; tokens], vec![0.0; tokens]),
             logit_sum: vec![0.0; tokens],

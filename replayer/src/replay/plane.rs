@@ -182,7 +182,7 @@ impl Replay<'_> {
         let scales: Vec<f64> = (0..span.tokens.len()).map(scale).collect();
         let compute = self.roundings.compute();
         let filter = self.step.options.declared.gradient_filter.unwrap_or(0.0);
-        let shared = self.shared_scale(stage == Stage::Dlogits);
+        let shared = self.shared_scale(if stage == Stage::Dlogits { 1.0 } else { 0.0 });
         let transformed = self.transform_scale();
         let factor = self.step.options.transform.scale.abs();
         let allowed = |row: usize, column: usize, x: f64| {
