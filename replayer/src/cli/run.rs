@@ -5,12 +5,15 @@ use std::path::{Path, PathBuf};
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
+use super::args::{
+    Arguments, Command, DumpArguments, PrecisionArguments, ReplayArguments, WhichArguments,
+};
 use super::exit;
 use super::progress::Bar;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Stage};
+use crate::precision::{self, Gradients, Precision, PrecisionError};
 use crate::replay::against::{Difference, Side, against};
 use crate::replay::outcome::{NotChecked, Outcome, Status};
 use crate::replay::{self, Request};
@@ -18,7 +21,7 @@ use crate::report::number::plural;
 use crate::report::schema::{
     AgainstReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
 };
-use crate::report::{dumped, text};
+use crate::report::{dumped, precision as shown, text};
 use crate::verify::{Verification, verify};
 
 /// Why `replay` ended without a verdict.
@@ -34,6 +37,14 @@ pub enum RunError {
         path: PathBuf,
         /// Why.
         source: Box<StepError>,
+    },
+    /// Precision could not be shown.
+    #[error("no numbers on the precision of {path}")]
+    Precision {
+        /// The dump.
+        path: PathBuf,
+        /// Why.
+        source: Box<PrecisionError>,
     },
     /// The report could not be written.
     #[error("the report cannot be written to {path}: choose another file for --json")]
@@ -52,8 +63,9 @@ impl RunError {
     pub(super) fn exit_code(&self) -> i32 {
         match self {
             RunError::Open(OpenError::Misplaced { .. }) => exit::INCOMPLETE,
-            RunError::Step { source, .. } => match **source {
-                StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
+            RunError::Step { source, .. } => step_exit(source),
+            RunError::Precision { source, .. } => match &**source {
+                PrecisionError::Step(source) => step_exit(source),
                 _ => exit::USAGE,
             },
             _ => exit::USAGE,
@@ -61,10 +73,18 @@ impl RunError {
     }
 }
 
+fn step_exit(error: &StepError) -> i32 {
+    match error {
+        StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
+        _ => exit::USAGE,
+    }
+}
+
 pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
     match &arguments.command {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
+        Some(Command::Precision(arguments)) => run_precision(arguments),
         None => match arguments.replay.threads {
             None => run_replay(&arguments.replay),
             Some(threads) => {
@@ -276,6 +296,34 @@ fn run_verify(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let code = if proof.intact() && dump.committed() { exit::AGREED } else { exit::INCOMPLETE };
     let json = || serde_json::to_string_pretty(&proof).expect("plain data");
     Ok((output(arguments.json.as_deref(), json, || dumped::verification(&dump, &proof))?, code))
+}
+
+fn run_precision(arguments: &PrecisionArguments) -> Result<(String, i32), RunError> {
+    let path = &arguments.dump.dump;
+    let tokens = arguments.tokens.map(|n| n as usize);
+    let options = precision::Options { microbatch: arguments.microbatch, tokens };
+    let found = precision_report(path, &selection(&arguments.dump.which), &options)?;
+    let code = match found.gradients {
+        Gradients::Diverge(_) => exit::DIVERGED,
+        _ if found.nonfinite > 0 || found.check.is_none() => exit::INCOMPLETE,
+        _ => exit::AGREED,
+    };
+    let json = || serde_json::to_string_pretty(&found).expect("plain data");
+    Ok((output(arguments.dump.json.as_deref(), json, || shown::render(&found))?, code))
+}
+
+/// What `replay precision` finds, without a terminal.
+pub fn precision_report(
+    path: &Path,
+    selection: &Selection,
+    options: &precision::Options,
+) -> Result<Precision, RunError> {
+    let dump = dump::open(path, selection)?;
+    let proof = verify(&dump, &|_| {});
+    let wrong = |source| RunError::Precision { path: path.into(), source: Box::new(source) };
+    let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
+    let step = HeadStep::new(&dump, unusable).map_err(|source| wrong(source.into()))?;
+    precision::precision(&step, options).map_err(wrong)
 }
 
 fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {

@@ -273,7 +273,7 @@ struct Variances {
 }
 
 /// The kernels' view of a microbatch.
-pub(super) fn head_inputs(inputs: &MicrobatchInputs) -> HeadInputs<'_> {
+pub(crate) fn head_inputs(inputs: &MicrobatchInputs) -> HeadInputs<'_> {
     let checked = "checked when it was gathered";
     let (q, k) = (matrix(&inputs.q).expect(checked), matrix(&inputs.k).expect(checked));
     HeadInputs::plain(q, k, &inputs.labels, inputs.valid_vocab)

@@ -12,6 +12,7 @@ mod forward;
 mod gather;
 mod members;
 pub mod outcome;
+pub mod sample;
 
 use std::collections::BTreeSet;
 
@@ -23,6 +24,8 @@ use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
 use outcome::{NotChecked, Outcome};
+
+pub(crate) use forward::head_inputs;
 
 /// What to compare, and how.
 pub struct Request<'a> {

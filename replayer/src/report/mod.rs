@@ -3,6 +3,7 @@
 
 pub mod dumped;
 pub mod number;
+pub mod precision;
 pub mod schema;
 pub mod text;
 

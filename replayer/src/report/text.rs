@@ -281,7 +281,7 @@ fn word(status: Status) -> &'static str {
 }
 
 /// Writes text after a label, broken at spaces, continued under itself.
-fn wrap(out: &mut String, label: &str, text: &str) {
+pub(super) fn wrap(out: &mut String, label: &str, text: &str) {
     let room = WIDTH - label.len();
     let mut lead = label.to_string();
     let mut line = String::new();
