@@ -6,6 +6,7 @@
 
 mod coordination;
 mod errors;
+mod precision;
 mod recorder;
 mod replay;
 mod support;

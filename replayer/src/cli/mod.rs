@@ -11,7 +11,7 @@ use std::io::Write;
 
 use clap::Parser;
 
-pub use run::{RunError, precision_report, replay_report};
+pub use run::{RunError, precision_report, probed_report, replay_report};
 
 /// Exit codes of replay.
 pub mod exit {

@@ -10,13 +10,14 @@ use super::args::{
 };
 use super::exit;
 use super::progress::Bar;
+use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Stage};
 use crate::precision::{self, Gradients, Precision, PrecisionError};
 use crate::replay::against::{Difference, Side, against};
 use crate::replay::outcome::{NotChecked, Outcome, Status};
-use crate::replay::{self, Request};
+use crate::replay::{self, Probes, Request};
 use crate::report::number::plural;
 use crate::report::schema::{
     AgainstReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
@@ -101,7 +102,8 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let path = arguments.dump.as_deref().unwrap_or(Path::new("."));
     let selection = selection(&arguments.which);
     let other = arguments.against.as_deref();
-    let report = report_with(path, &selection, &arguments.compare, other, &bar)?;
+    let how = How { compare: &arguments.compare, probes: arguments.freivalds.map(|n| n as usize) };
+    let report = report_with(path, &selection, &how, other, &bar)?;
     bar.finish();
     let code = match report.verdict {
         Verdict::Agreed => exit::AGREED,
@@ -119,30 +121,50 @@ pub fn replay_report(
     compare: &[Role],
     other: Option<&Path>,
 ) -> Result<Report, RunError> {
-    report_with(path, selection, compare, other, &Bar::new(true))
+    let how = How { compare, probes: None };
+    report_with(path, selection, &how, other, &Bar::new(true))
+}
+
+/// The report of a replay that checks dk and dq with this many random probes.
+pub fn probed_report(
+    path: &Path,
+    selection: &Selection,
+    compare: &[Role],
+    probes: usize,
+) -> Result<Report, RunError> {
+    let how = How { compare, probes: Some(probes) };
+    report_with(path, selection, &how, None, &Bar::new(true))
+}
+
+/// What a replay compares, and how.
+#[derive(Clone, Copy)]
+struct How<'a> {
+    compare: &'a [Role],
+    probes: Option<usize>,
 }
 
 fn report_with(
     path: &Path,
     selection: &Selection,
-    compare: &[Role],
+    how: &How<'_>,
     other: Option<&Path>,
     bar: &Bar,
 ) -> Result<Report, RunError> {
     let dump = dump::open(path, selection)?;
     let proof = verify(&dump, &|_| {});
-    let (step, outcome) = replay_one(path, &dump, &proof, compare, bar)?;
+    let (step, outcome) = replay_one(path, &dump, &proof, how, bar)?;
     let mut report = report(path, &step, &outcome, &proof);
     if let Some(other_path) = other {
         let which = Selection { step: Some(dump.step.0), ..Selection::default() };
         let other_dump = dump::open(other_path, &which)?;
         let other_proof = verify(&other_dump, &|_| {});
-        let shared = shared_roles(&other_dump, compare);
+        let shared = shared_roles(&other_dump, how.compare);
+        let shared = How { compare: &shared, ..*how };
         let (other_step, other_outcome) =
             replay_one(other_path, &other_dump, &other_proof, &shared, bar)?;
         let one = Side { step: &step, outcome: &outcome };
         let two = Side { step: &other_step, outcome: &other_outcome };
-        let differences = against(&one, &two, compare).map_err(|source| RunError::Step {
+        let differences = against(&one, &two, how.compare).map_err(|source| RunError::Step {
             path: other_path.into(),
             source: Box::new(source),
         })?;
@@ -156,13 +178,16 @@ fn replay_one<'a>(
     path: &Path,
     dump: &'a StepDump,
     proof: &Verification,
-    compare: &[Role],
+    how: &How<'_>,
     bar: &Bar,
 ) -> Result<(HeadStep<'a>, Outcome), RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
     let step = HeadStep::new(dump, unusable).map_err(wrong)?;
-    let request = Request { compare, progress: bar, total: &|work| bar.expect(work) };
+    let seed = seed_of(dump.run.as_str(), dump.step.0);
+    let probes = how.probes.map(|count| Probes { count, seed });
+    let total = |work| bar.expect(work);
+    let request = Request { compare: how.compare, probes, progress: bar, total: &total };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }

@@ -8,6 +8,7 @@
 mod backward;
 mod gemm;
 mod panel;
+mod probe;
 #[cfg(test)]
 mod tests;
 
@@ -18,6 +19,7 @@ use panel::load;
 use rayon::prelude::*;
 
 pub use backward::{Backward, DkBlock, TermNoise, backward, backward_work};
+pub use probe::{Probed, probe, probe_work};
 
 /// Per token results of the forward pass.
 #[derive(Debug, Clone, PartialEq)]

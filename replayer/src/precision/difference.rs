@@ -45,8 +45,25 @@ pub struct AtStep {
     pub forward_f64: f64,
     /// Central difference of the f64 loss.
     pub central_f64: f64,
-    /// What the step is: `best step, central: predicted`; empty for most.
-    pub mark: String,
+    /// Whether it is the best step of forward differences of the f32 loss.
+    pub forward_best: Best,
+    /// Whether it is the best step of central ones.
+    pub central_best: Best,
+}
+
+/// Who says that a step is the best.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Best {
+    /// Nobody.
+    #[default]
+    No,
+    /// Noise and curvature.
+    Predicted,
+    /// The errors of the table.
+    Measured,
+    /// Both.
+    Both,
 }
 
 /// What is known of the differences along one input.
@@ -125,13 +142,13 @@ pub fn differences(
     let best_forward =
         noise.map(|noise| 8f64.powf(0.25) * (noise / second).sqrt()).filter(|h| *h <= scale);
     let best_central = noise.map(|noise| (3.0 * noise / third).cbrt()).filter(|h| *h <= scale);
-    let mut wanted: Vec<(f64, &str)> =
-        (1..=DECADES).map(|n| (scale * 10f64.powi(-n), "")).collect();
-    wanted.extend(best_forward.map(|h| (h, "best step, forward: predicted")));
-    wanted.extend(best_central.map(|h| (h, "best step, central: predicted")));
+    let mut wanted: Vec<(f64, Best, Best)> =
+        (1..=DECADES).map(|n| (scale * 10f64.powi(-n), Best::No, Best::No)).collect();
+    wanted.extend(best_forward.map(|h| (h, Best::Predicted, Best::No)));
+    wanted.extend(best_central.map(|h| (h, Best::No, Best::Predicted)));
     wanted.sort_by(|a, b| b.0.total_cmp(&a.0));
     let (narrow, wide) = (loss.total(&loss.token_losses::<f32>(None)), base(loss));
-    let at = |(step, mark): (f64, &str)| {
+    let at = |(step, forward_best, central_best): (f64, Best, Best)| {
         let found: Vec<[f64; 4]> = directions
             .iter()
             .zip(&exact)
@@ -154,12 +171,17 @@ pub fn differences(
             predicted: F32 * wide.abs() / step / derivative,
             forward_f64: error(2),
             central_f64: error(3),
-            mark: mark.to_string(),
+            forward_best,
+            central_best,
         }
     };
     let mut steps: Vec<AtStep> = wanted.into_iter().map(at).collect();
-    mark_measured(&mut steps, "best step, forward: measured", |at| at.forward_f32);
-    mark_measured(&mut steps, "best step, central: measured", |at| at.central_f32);
+    if let Some(best) = smallest(&steps, |at| at.forward_f32) {
+        steps[best].forward_best = steps[best].forward_best.and_measured();
+    }
+    if let Some(best) = smallest(&steps, |at| at.central_f32) {
+        steps[best].central_best = steps[best].central_best.and_measured();
+    }
     Differences {
         input,
         scale,
@@ -212,12 +234,27 @@ pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -
     }
 }
 
-fn mark_measured(steps: &mut [AtStep], what: &str, of: impl Fn(&AtStep) -> f64) {
-    let best = (0..steps.len()).min_by(|&a, &b| of(&steps[a]).total_cmp(&of(&steps[b])));
-    if let Some(best) = best.filter(|&best| of(&steps[best]).is_finite()) {
-        let mark = &mut steps[best].mark;
-        let more = if mark.is_empty() { what.into() } else { format!("{mark}; {what}") };
-        *mark = more;
+fn smallest(steps: &[AtStep], of: impl Fn(&AtStep) -> f64) -> Option<usize> {
+    let finite = (0..steps.len()).filter(|&at| of(&steps[at]).is_finite());
+    finite.min_by(|&a, &b| of(&steps[a]).total_cmp(&of(&steps[b])))
+}
+
+impl Best {
+    fn and_measured(self) -> Best {
+        match self {
+            Best::No | Best::Measured => Best::Measured,
+            Best::Predicted | Best::Both => Best::Both,
+        }
+    }
+
+    /// As a table shows it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Best::No => "",
+            Best::Predicted => "predicted",
+            Best::Measured => "measured",
+            Best::Both => "both",
+        }
     }
 }
 

@@ -156,7 +156,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let confidence = confidence(step, &inputs);
     let draw = |work: f64, least: usize| {
         let one = (head.valid_vocab * head.q.cols).max(1) as f64;
-        let n = options.tokens.unwrap_or((work / one) as usize).max(least);
+        let n = options.tokens.unwrap_or(((work / one) as usize).max(least));
         stratified(&inputs.labels, &confidence, n, seed)
     };
     let rows = draw(SUMMATION_WORK, HELD);
@@ -315,7 +315,7 @@ fn gradients(step: &HeadStep<'_>) -> Gradients {
     if roles.is_empty() {
         return Gradients::NotRecorded;
     }
-    let request = Request { compare: &roles, progress: &NoProgress, total: &|_| {} };
+    let request = Request { compare: &roles, probes: None, progress: &NoProgress, total: &|_| {} };
     match replay::replay(step, &request) {
         Err(error) => Gradients::NotJudged(error.to_string()),
         Ok(outcome) => match outcome.first_divergence() {

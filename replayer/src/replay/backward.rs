@@ -10,14 +10,15 @@ use super::findings::{Captured, DK, DQ, Findings, Parts, error_energy};
 use super::forward::{ForwardState, head_inputs};
 use super::gather::Gathered;
 use super::members::{Member, members};
-use super::outcome::{Comparison, MemberError, Outcome};
-use super::{Replay, Slice};
+use super::outcome::{Comparison, MemberError, NotChecked, Outcome};
+use super::probe;
+use super::{Probes, Replay, Slice};
 use crate::assemble;
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::roundings::unit_of;
 use crate::head::step::{StepError, matrix, rows_of, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -51,6 +52,9 @@ impl Replay<'_> {
         let one = |slice: &Slice| {
             let head = head_inputs(&slice.inputs);
             let forward = reference::forward_work(&head) + 2 * policy::forward_work(&head);
+            if let Some(probes) = self.probes {
+                return forward + reference::probe_work(&head, probes.count);
+            }
             forward + reference::backward_work(&head) + members * policy::backward_work(&head)
         };
         slices.iter().map(one).sum()
@@ -82,9 +86,69 @@ impl Replay<'_> {
         let alike = unit.rows.iter().any(|&t| forward.confident[t]);
         let problem =
             Problem { head, lse: pick(&forward.lse), scale: pick(&forward.scale), g, alike };
-        let findings = self.walk(&problem, &captured, unit, outcome);
+        let findings = match self.probes {
+            Some(probes) => self.probe(&problem, &captured, unit, probes, outcome),
+            None => self.walk(&problem, &captured, unit, outcome),
+        };
         self.report(findings, &captured, inputs, unit, outcome);
         Ok(())
+    }
+
+    /// Random probes in place of the recomputation.
+    fn probe(
+        &self,
+        problem: &Problem<'_>,
+        captured: &Captured,
+        unit: &Unit,
+        probes: Probes,
+        outcome: &mut Outcome,
+    ) -> Findings {
+        let (t, v) = (problem.head.q.rows, problem.head.k.rows);
+        let g_label: Vec<f64> = problem.g.iter().map(|g| -g).collect();
+        let smooth = vec![0.0; t];
+        let backward = probe::Backward {
+            head: problem.head,
+            lse: &problem.lse,
+            lse_scale: &problem.scale,
+            cotangents: Cotangents { lse: &problem.g, label: &g_label, smooth: &smooth },
+        };
+        let model = probe::Model {
+            noise: self.term_noise(problem.head.q.cols),
+            roundings: self.roundings.clone(),
+            label_row: self.label_row_scale(),
+            alike: self.shared_scale(problem.alike),
+            label_alike: self.shared_scale(self.roundings.shared_g),
+        };
+        let (tiles, progress) = (self.tiles, self.progress);
+        let comparisons = self.comparisons;
+        let plan =
+            probe::Plan { probes: probes.count, seed: probes.seed, comparisons, tiles, progress };
+        let rows: Vec<(Stage, Gathered, f64)> = captured
+            .of(&DQ)
+            .map(|(stage, tensor, _)| {
+                let values = Gathered::new(&matrix(tensor).expect("checked"), &unit.rows);
+                (*stage, values, unit_of(tensor.dtype))
+            })
+            .collect();
+        let mut gradients: Vec<probe::CapturedGradient<'_>> =
+            rows.iter().map(|(stage, values, unit)| (*stage, values.matrix(), *unit)).collect();
+        gradients.extend(captured.of(&DK).map(|(stage, tensor, _)| {
+            (*stage, matrix(tensor).expect("checked"), unit_of(tensor.dtype))
+        }));
+        let mut findings = Findings {
+            bounds: (self.bound(t, probes.count), self.bound(v, probes.count)),
+            tallies: Vec::new(),
+            energies: Vec::new(),
+            hits: Vec::new(),
+        };
+        for found in probe::check(&backward, &gradients, &model, &plan) {
+            let what = format!("elements of {} one by one", found.stage);
+            let why = found.reach.sentence(found.stage);
+            let why = format!("--freivalds, seed {}: {why}", probes.seed);
+            outcome.not_checked.push(NotChecked { what, why });
+            findings.merge(found.stage, found.tally);
+        }
+        findings
     }
 
     /// What the dump holds of this unit's gradients.

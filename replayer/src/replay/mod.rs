@@ -11,7 +11,9 @@ mod findings;
 mod forward;
 mod gather;
 mod members;
+pub mod estimate;
 pub mod outcome;
+pub mod probe;
 pub mod sample;
 
 use std::collections::BTreeSet;
@@ -31,10 +33,21 @@ pub(crate) use forward::head_inputs;
 pub struct Request<'a> {
     /// The roles asked for; empty: every role that the dump holds.
     pub compare: &'a [Role],
+    /// Random probes instead of the recomputed dq and dk, where asked for.
+    pub probes: Option<Probes>,
     /// Told of the work done, in multiply-adds.
     pub progress: &'a dyn Progress,
     /// Given the whole work once it is known.
     pub total: &'a dyn Fn(u64),
+}
+
+/// Random probes: how many, and from which seed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Probes {
+    /// K of them.
+    pub count: usize,
+    /// What they are drawn from.
+    pub seed: u64,
 }
 
 /// Everything that one replay holds while it runs.
@@ -44,6 +57,7 @@ pub(crate) struct Replay<'a> {
     roundings: Roundings,
     tiles: Tiles,
     comparisons: usize,
+    probes: Option<Probes>,
     progress: &'a dyn Progress,
 }
 
@@ -63,7 +77,8 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let tiles = Tiles::default();
     let comparisons = wanted.len() * units.max(1);
-    let replay = Replay { step, wanted, roundings, tiles, comparisons, progress: request.progress };
+    let (probes, progress) = (request.probes, request.progress);
+    let replay = Replay { step, wanted, roundings, tiles, comparisons, probes, progress };
     (request.total)(replay.work(&slices));
     let mut outcome = Outcome::new(&replay.wanted);
     let all: Vec<&MicrobatchInputs> = slices.iter().map(|slice| &slice.inputs).collect();

@@ -86,20 +86,25 @@ fn table(out: &mut String, found: &Differences, loss: f64) {
     wrap(out, "", &text);
     let _ = writeln!(
         out,
-        "{:<9}{:>9}{:>9}{:>14}{:>9}{:>9}",
+        "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  best step of f32",
         "step", "forward", "central", "u|loss|/eps", "forward", "central"
     );
-    let _ = writeln!(out, "{:<9}{:>9}{:>9}{:>14}{:>9}{:>9}", "", "f32", "f32", "", "f64", "f64");
+    let _ = writeln!(
+        out,
+        "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}central",
+        "", "f32", "f32", "", "f64", "f64", "forward"
+    );
     for at in &found.steps {
         let line = format!(
-            "{:<9}{:>9}{:>9}{:>14}{:>9}{:>9}  {}",
+            "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}{}",
             error(at.step),
             error(at.forward_f32),
             error(at.central_f32),
             error(at.predicted),
             error(at.forward_f64),
             error(at.central_f64),
-            at.mark
+            at.forward_best.word(),
+            at.central_best.word()
         );
         let _ = writeln!(out, "{}", line.trim_end());
     }
