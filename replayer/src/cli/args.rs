@@ -45,8 +45,8 @@ pub(super) struct ReplayArguments {
     /// Writes the report as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
-    /// Replays a stratified sample of N tokens of each microbatch: dq exactly, dk as an
-    /// estimate with error bars. All tokens by default.
+    /// Replays a stratified sample of N tokens of each microbatch. Not replayed yet: all
+    /// tokens are taken, and the report says so.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) tokens: Option<u64>,
     /// Checks dk and dq with K random probes instead of recomputing them: one GEMM in

@@ -102,7 +102,11 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let path = arguments.dump.as_deref().unwrap_or(Path::new("."));
     let selection = selection(&arguments.which);
     let other = arguments.against.as_deref();
-    let how = How { compare: &arguments.compare, probes: arguments.freivalds.map(|n| n as usize) };
+    let how = How {
+        compare: &arguments.compare,
+        probes: arguments.freivalds.map(|n| n as usize),
+        tokens: arguments.tokens.map(|n| n as usize),
+    };
     let report = report_with(path, &selection, &how, other, &bar)?;
     bar.finish();
     let code = match report.verdict {
@@ -121,7 +125,7 @@ pub fn replay_report(
     compare: &[Role],
     other: Option<&Path>,
 ) -> Result<Report, RunError> {
-    let how = How { compare, probes: None };
+    let how = How { compare, probes: None, tokens: None };
     report_with(path, selection, &how, other, &Bar::new(true))
 }
 
@@ -132,7 +136,7 @@ pub fn probed_report(
     compare: &[Role],
     probes: usize,
 ) -> Result<Report, RunError> {
-    let how = How { compare, probes: Some(probes) };
+    let how = How { compare, probes: Some(probes), tokens: None };
     report_with(path, selection, &how, None, &Bar::new(true))
 }
 
@@ -141,6 +145,7 @@ pub fn probed_report(
 struct How<'a> {
     compare: &'a [Role],
     probes: Option<usize>,
+    tokens: Option<usize>,
 }
 
 fn report_with(
@@ -187,7 +192,8 @@ fn replay_one<'a>(
     let seed = seed_of(dump.run.as_str(), dump.step.0);
     let probes = how.probes.map(|count| Probes { count, seed });
     let total = |work| bar.expect(work);
-    let request = Request { compare: how.compare, probes, progress: bar, total: &total };
+    let request =
+        Request { compare: how.compare, probes, tokens: how.tokens, progress: bar, total: &total };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }

@@ -315,7 +315,13 @@ fn gradients(step: &HeadStep<'_>) -> Gradients {
     if roles.is_empty() {
         return Gradients::NotRecorded;
     }
-    let request = Request { compare: &roles, probes: None, progress: &NoProgress, total: &|_| {} };
+    let request = Request {
+        compare: &roles,
+        probes: None,
+        tokens: None,
+        progress: &NoProgress,
+        total: &|_| {},
+    };
     match replay::replay(step, &request) {
         Err(error) => Gradients::NotJudged(error.to_string()),
         Ok(outcome) => match outcome.first_divergence() {

@@ -27,6 +27,8 @@ const LIKELY: f64 = 0.1;
 pub struct Stratum {
     /// What they have in common: `label 16 times or more, p below 0.1`.
     pub name: String,
+    /// True for tokens without a label: what they add to a sum is known to be zero.
+    pub ignored: bool,
     /// How many there are.
     pub population: usize,
     /// Places of those drawn in the sample's `rows`.
@@ -55,8 +57,7 @@ pub fn stratified(labels: &[u32], confidence: &[f64], n: usize, seed: u64) -> Sa
     assert_eq!(labels.len(), confidence.len(), "one confidence a token");
     let n = n.min(labels.len());
     let strata = strata(labels, confidence, n);
-    let sizes: Vec<usize> = strata.values().map(|(_, members)| members.len()).collect();
-    let shares = allocate(&sizes, n);
+    let shares = shares(&strata, n);
     let mut draw = Draw::new(seed);
     let mut rows: Vec<(usize, f64, usize)> = Vec::with_capacity(n);
     for (h, ((_, members), &share)) in strata.values().zip(&shares).enumerate() {
@@ -66,6 +67,7 @@ pub fn stratified(labels: &[u32], confidence: &[f64], n: usize, seed: u64) -> Sa
     rows.sort_unstable_by_key(|row| row.0);
     let stratum = |(h, (name, members)): (usize, &(String, Vec<usize>))| Stratum {
         name: name.clone(),
+        ignored: labels[members[0]] == IGNORED,
         population: members.len(),
         drawn: (0..rows.len()).filter(|&at| rows[at].2 == h).collect(),
     };
@@ -103,15 +105,36 @@ fn strata(labels: &[u32], confidence: &[f64], n: usize) -> Strata {
             let (key, name) = match level {
                 2 => ((a.0, b.0), a.1 + &b.1),
                 1 => ((a.0, 0), a.1),
-                _ => ((0, 0), "all tokens".into()),
+                // Zeros that are known must not make the others' spread look small.
+                _ if label == IGNORED => ((0, 0), a.1),
+                _ => ((1, 0), "all tokens with a label".into()),
             };
             strata.entry(key).or_insert((name, Vec::new())).1.push(token);
         }
         strata
     };
-    let least = |strata: &Strata| strata.values().map(|s| s.1.len().min(LEAST)).sum::<usize>();
+    let least = |strata: &Strata| {
+        let own = strata.iter().filter(|(key, _)| key.0 != 0);
+        own.map(|(_, stratum)| stratum.1.len().min(LEAST)).sum::<usize>()
+    };
     let fitting = [2, 1].into_iter().map(by).find(|strata| least(strata) <= n);
     fitting.unwrap_or_else(|| by(0))
+}
+
+/// Rows of each stratum. Ignored tokens, of which nothing is unknown, get the least once
+/// the others have theirs, and what is left over.
+fn shares(strata: &Strata, n: usize) -> Vec<usize> {
+    let size = |ignored: bool| {
+        let of = strata.iter().filter(move |(key, _)| (key.0 == 0) == ignored);
+        of.map(|(_, stratum)| stratum.1.len()).collect::<Vec<usize>>()
+    };
+    let (ignored, others) = (size(true), size(false));
+    let least: usize = others.iter().map(|&size| size.min(LEAST)).sum();
+    let kept = ignored.iter().sum::<usize>().min(LEAST).min(n.saturating_sub(least));
+    let own = allocate(&others, n - kept);
+    let left = n - own.iter().sum::<usize>();
+    // Ignored tokens are the first stratum, where there are any.
+    ignored.iter().map(|_| left).chain(own).collect()
 }
 
 /// Rows of each stratum: the least, then by largest remainder, never more than there are.
@@ -170,9 +193,11 @@ mod tests {
             let sample = stratified(&labels, &p, n, 5);
             assert_eq!(sample.rows.len(), n.min(500));
             assert!(sample.rows.windows(2).all(|pair| pair[0] < pair[1]), "ascending, once");
-            assert!((sample.weights.iter().sum::<f64>() - 500.0).abs() < 1e-9);
+            let drawn = sample.strata.iter().filter(|s| !s.drawn.is_empty());
+            let stood_for: usize = drawn.map(|s| s.population).sum();
+            assert!((sample.weights.iter().sum::<f64>() - stood_for as f64).abs() < 1e-9);
             assert_eq!(sample.strata.iter().map(|s| s.population).sum::<usize>(), 500);
-            let least = |s: &Stratum| s.drawn.len() >= s.population.min(LEAST).min(n);
+            let least = |s: &Stratum| s.ignored || s.drawn.len() >= s.population.min(LEAST).min(n);
             assert!(sample.strata.iter().all(least), "{:?}", sample.strata);
         }
     }
@@ -181,8 +206,8 @@ mod tests {
     fn a_sample_too_small_for_all_strata_joins_them_and_a_larger_one_tells_them_apart() {
         let (labels, p) = tokens();
         let count = |n| stratified(&labels, &p, n, 5).strata.len();
-        assert_eq!(count(2), 1);
-        assert!(count(8) > 1 && count(100) > count(8), "{} {}", count(8), count(100));
+        assert_eq!(count(2), 2, "ignored tokens are never joined with others");
+        assert!(count(8) > 2 && count(100) > count(8), "{} {}", count(8), count(100));
     }
 
     #[test]
