@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python bench bench-loss-head bench-inactive wheel clean
+.PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-inactive bench-false-alarms wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -37,14 +37,30 @@ $(VENV)/.installed: $(VENV)/.wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
 	touch $@
 
-bench: bench-loss-head bench-inactive
+bench: bench-loss-head bench-replay bench-inactive
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
 
+# P8 and P9 of the benchmarks: the replay against JAX and torch. The second size takes
+# minutes; torch lies in an environment of its own.
+PEERS := .venv-peers
+bench-replay: $(PEERS)/.installed
+	$(PEERS)/bin/python benches/peers/loss_head.py
+	T=8192 REPEATS=3 $(PEERS)/bin/python benches/peers/loss_head.py
+
+$(PEERS)/.installed: benches/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benches/peers/requirements.txt
+	touch $@
+
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed
 	$(BIN)/python python/benches/inactive.py
+
+# How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.
+bench-false-alarms:
+	cargo test --locked -p backtape --test backtape -- --ignored --nocapture --exact false_alarms::the_whole_campaign
 
 clean:
 	rm -rf target $(VENV) demo

@@ -6,6 +6,7 @@
 
 mod coordination;
 mod errors;
+mod false_alarms;
 mod precision;
 mod recorder;
 mod replay;

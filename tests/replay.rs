@@ -123,3 +123,18 @@ fn every_line_of_a_report_fits_a_screen() {
     assert!(wide.is_empty(), "{wide:#?}");
     assert!(shown.lines().count() < 50, "{shown}");
 }
+
+#[test]
+fn the_gap_of_the_norm_belongs_to_the_rank_whose_gradient_is_scaled() {
+    let report = replayed(&Job { fault: Fault::RankScaled(1.05), fused: false, ..Job::default() });
+    let norm = &report.grad_norm;
+    let gap = norm.gap.unwrap();
+    for kind in ["rank", "microbatch", "rows", "row", "vocabulary"] {
+        let total: f64 = norm.shares.iter().filter(|s| s.kind == kind).map(|s| s.gap).sum();
+        assert!((total - gap).abs() < 1e-12 * norm.captured.unwrap(), "{kind}: {total} of {gap}");
+    }
+    let rank = norm.shares.iter().find(|s| s.kind == "rank" && s.of == "1").unwrap();
+    assert!((rank.share - 1.0).abs() < 0.05, "{:?}", norm.shares);
+    assert!(gap.abs() > 10.0 * norm.floor.unwrap().abs(), "{norm:?}");
+    assert!(norm.reported_as.as_ref().unwrap().contains("before clipping"), "{norm:?}");
+}

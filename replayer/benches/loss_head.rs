@@ -8,7 +8,7 @@
 #![allow(clippy::print_stdout)]
 
 use backtape_replayer::kernels::policy::{Policy, StepOutputs, Workspace, fused_step, plain_step};
-use backtape_replayer::kernels::{HeadInputs, Matrix, NoProgress, Tiles, Values};
+use backtape_replayer::kernels::{Cotangents, HeadInputs, Matrix, NoProgress, Tiles, Values};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -53,6 +53,7 @@ struct Head {
     labels: Vec<u32>,
     g_lse: Vec<f32>,
     g_label: Vec<f32>,
+    g_smooth: Vec<f32>,
     per_token: [Vec<f32>; 2],
     dq: Vec<f32>,
     dk: Vec<f32>,
@@ -74,6 +75,7 @@ impl Head {
             labels: (0..TOKENS as u32).map(|token| token * token % VOCAB as u32).collect(),
             g_lse: vec![1.0 / TOKENS as f32; TOKENS],
             g_label: vec![-1.0 / TOKENS as f32; TOKENS],
+            g_smooth: vec![0.0; TOKENS],
             per_token: [vec![0.0; TOKENS], vec![0.0; TOKENS]],
             dq: vec![1.0; TOKENS * DEPTH],
             dk: vec![1.0; VOCAB * DEPTH],
@@ -87,7 +89,8 @@ impl Head {
         let inputs = HeadInputs::plain(matrix(TOKENS, q), matrix(VOCAB, k), &self.labels, VOCAB);
         let [lse, label_logits] = &mut self.per_token;
         let outputs = StepOutputs { lse, label_logits, dq: &mut self.dq, dk: &mut self.dk };
-        let cotangents = (&self.g_lse[..], &self.g_label[..]);
+        let cotangents =
+            &Cotangents { lse: &self.g_lse, label: &self.g_label, smooth: &self.g_smooth };
         match tiles {
             None => plain_step(policy, &inputs, cotangents, workspace, &NoProgress, outputs),
             Some(tiles) => {

@@ -56,7 +56,18 @@ pub fn assemble_box(
 /// One rank's addend of a partial tensor: the box that its shards fill, which
 /// is the whole tensor unless the tensor is also cut over ranks.
 pub fn addend(dump: &StepDump, key: &TensorKey, rank: Rank) -> Result<Tensor, AssembleError> {
-    let (info, held) = addends_of(dump, key, rank)?;
+    addend_of(dump, key, &[rank])
+}
+
+/// The addend that some ranks hold together, each a part of it: what ranks that
+/// share the tokens and split the tensor (tensor parallelism) recorded.
+pub fn addend_of(
+    dump: &StepDump,
+    key: &TensorKey,
+    ranks: &[Rank],
+) -> Result<Tensor, AssembleError> {
+    let rank = ranks.first().copied().unwrap_or(Rank(0));
+    let (info, held) = addends_of(dump, key, ranks)?;
     let boxes = distinct_boxes(dump, &held);
     let around = IndexBox(
         (0..info.shape.len())
@@ -80,7 +91,7 @@ pub fn addend_parts(
     key: &TensorKey,
     rank: Rank,
 ) -> Result<Vec<Tensor>, AssembleError> {
-    let (info, held) = addends_of(dump, key, rank)?;
+    let (info, held) = addends_of(dump, key, &[rank])?;
     let parts = distinct_boxes(dump, &held).into_iter();
     parts.map(|place| fill(dump, key, info.dtype, &held, place)).collect()
 }
@@ -120,15 +131,16 @@ fn values<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, Ass
 fn addends_of<'a>(
     dump: &'a StepDump,
     key: &TensorKey,
-    rank: Rank,
+    ranks: &[Rank],
 ) -> Result<(&'a TensorInfo, Vec<ShardRef>), AssembleError> {
     let info = known(dump, key)?;
     if info.partial.is_none() {
         return Err(AssembleError::Values { key: key.clone() });
     }
-    let own = info.shards.iter().filter(|at| dump.record(at).rank == rank);
+    let own = info.shards.iter().filter(|at| ranks.contains(&dump.record(at).rank));
     let held: Vec<ShardRef> = own.copied().collect();
     if held.is_empty() {
+        let rank = ranks.first().copied().unwrap_or(Rank(0));
         return Err(AssembleError::NoAddend { key: key.clone(), rank, ranks: holders(dump, key) });
     }
     Ok((info, held))

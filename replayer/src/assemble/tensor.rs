@@ -5,7 +5,10 @@ use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
 
+use rayon::prelude::*;
+
 use super::buffer::Buffer;
+use super::error::AssembleError;
 
 /// A tensor, or one box of it, in memory.
 pub struct Tensor {
@@ -26,10 +29,58 @@ impl Tensor {
         self.buffer.bytes()
     }
 
+    /// The matrix with its two dimensions exchanged, bits as they are.
+    ///
+    /// Panics unless it has two dimensions.
+    pub fn transposed(&self) -> Result<Tensor, AssembleError> {
+        let [rows, cols] = self.shape[..] else { panic!("{self:?} is not a matrix") };
+        let memory =
+            || AssembleError::Memory { key: self.key.clone(), bytes: self.bytes().len() as u64 };
+        let mut buffer = Buffer::zeroed(self.bytes().len()).ok_or_else(memory)?;
+        transpose(
+            self.bytes(),
+            buffer.bytes_mut(),
+            rows as usize,
+            cols as usize,
+            self.dtype.width(),
+        );
+        let place = IndexBox(self.place.0.iter().rev().copied().collect());
+        Ok(Tensor {
+            key: self.key.clone(),
+            dtype: self.dtype,
+            shape: vec![cols, rows],
+            place,
+            buffer,
+        })
+    }
+
     /// Number of elements.
     pub fn elements(&self) -> usize {
         self.bytes().len() / self.dtype.width()
     }
+}
+
+/// Rows of the result that one worker fills at a time: their source columns share
+/// cache lines.
+const TRANSPOSED_ROWS: usize = 32;
+
+fn transpose(source: &[u8], target: &mut [u8], rows: usize, cols: usize, width: usize) {
+    if source.is_empty() {
+        return;
+    }
+    target.par_chunks_mut(TRANSPOSED_ROWS * rows * width).enumerate().for_each(
+        |(block, target)| {
+            let first = block * TRANSPOSED_ROWS;
+            let height = target.len() / (rows * width);
+            for row in 0..rows {
+                for col in 0..height {
+                    let from = (row * cols + first + col) * width;
+                    let to = (col * rows + row) * width;
+                    target[to..to + width].copy_from_slice(&source[from..from + width]);
+                }
+            }
+        },
+    );
 }
 
 macro_rules! views {

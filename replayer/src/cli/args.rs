@@ -42,11 +42,15 @@ pub(super) struct ReplayArguments {
     /// Another run of the same step to compare with.
     #[arg(long, value_name = "DIR")]
     pub(super) against: Option<PathBuf>,
+    /// A policy of your own, in TOML: rounding points, sums and tiles that stand in
+    /// for what the job declared.
+    #[arg(long, value_name = "FILE")]
+    pub(super) policy: Option<PathBuf>,
     /// Writes the report as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
-    /// Replays a stratified sample of N tokens of each microbatch. Not replayed yet: all
-    /// tokens are taken, and the report says so.
+    /// Judges dq on a stratified sample of N tokens of each microbatch, and estimates dk
+    /// from them without a verdict.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) tokens: Option<u64>,
     /// Checks dk and dq with K random probes instead of recomputing them: one GEMM in

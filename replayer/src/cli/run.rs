@@ -17,7 +17,7 @@ use crate::head::{HeadStep, Stage};
 use crate::precision::{self, Gradients, Precision, PrecisionError};
 use crate::replay::against::{Difference, Side, against};
 use crate::replay::outcome::{NotChecked, Outcome, Status};
-use crate::replay::{self, Probes, Request};
+use crate::replay::{self, Effort, Request};
 use crate::report::number::plural;
 use crate::report::schema::{
     AgainstReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
@@ -188,12 +188,15 @@ fn replay_one<'a>(
 ) -> Result<(HeadStep<'a>, Outcome), RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
-    let step = HeadStep::new(dump, unusable).map_err(wrong)?;
+    let step = HeadStep::new(dump, None, unusable).map_err(wrong)?;
     let seed = seed_of(dump.run.as_str(), dump.step.0);
-    let probes = how.probes.map(|count| Probes { count, seed });
+    let effort = match (how.probes, how.tokens) {
+        (Some(count), _) => Effort::Probes { count, seed },
+        (None, Some(count)) => Effort::Tokens { count, seed },
+        (None, None) => Effort::All,
+    };
     let total = |work| bar.expect(work);
-    let request =
-        Request { compare: how.compare, probes, tokens: how.tokens, progress: bar, total: &total };
+    let request = Request { compare: how.compare, effort, progress: bar, total: &total };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }
@@ -353,7 +356,7 @@ pub fn precision_report(
     let proof = verify(&dump, &|_| {});
     let wrong = |source| RunError::Precision { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
-    let step = HeadStep::new(&dump, unusable).map_err(|source| wrong(source.into()))?;
+    let step = HeadStep::new(&dump, None, unusable).map_err(|source| wrong(source.into()))?;
     precision::precision(&step, options).map_err(wrong)
 }
 

@@ -13,6 +13,10 @@
 //! - slope `⟨e, ref⟩/⟨ref, ref⟩`: a normal whose variance is `Σ v ref²` and,
 //!   for each row, `(Σ √ρ |ref|)²`, over `⟨ref, ref⟩²`.
 //!
+//! Beside them stands what is *certain*: an amount that the job is known to leave
+//! out or to lose to one side (a gradient filter, an accumulator of few bits). It
+//! adds to every statistic as it is.
+//!
 //! `c` is the rounding of one number: it is never beyond half a spacing, which
 //! is √3 of its standard deviation, so it adds `√(3c)` and no tail.
 //!
@@ -59,17 +63,22 @@ pub struct Allowed {
     pub row: f64,
     /// Of the error that the whole stage shares.
     pub shared: f64,
+    /// Largest error, not variance, of what the job is known to leave out or lose:
+    /// it has no tail.
+    pub certain: f64,
 }
 
 impl Allowed {
     /// The variance of the element's error.
     pub fn total(&self) -> f64 {
-        self.own + self.row + self.shared
+        self.own + self.row + self.shared + self.certain * self.certain
     }
 
     /// The error that is exceeded with probability `exp(-x)` at most.
     pub fn reach(&self, x: f64) -> f64 {
-        (2.0 * x * (self.own + self.row)).sqrt() + (ONE_ROUNDING * self.shared).sqrt()
+        (2.0 * x * (self.own + self.row)).sqrt()
+            + (ONE_ROUNDING * self.shared).sqrt()
+            + self.certain
     }
 }
 
@@ -80,6 +89,7 @@ impl std::ops::Add for Allowed {
             own: self.own + other.own,
             row: self.row + other.row,
             shared: self.shared + other.shared,
+            certain: self.certain + other.certain,
         }
     }
 }
@@ -118,6 +128,7 @@ pub struct Budget {
     own: Independent,
     rows: Independent,
     shared: f64,
+    certain: f64,
 }
 
 impl Budget {
@@ -127,6 +138,7 @@ impl Budget {
         for allowed in elements {
             budget.own.add(allowed.own);
             budget.shared += allowed.shared;
+            budget.certain += allowed.certain * allowed.certain;
             row += allowed.row;
         }
         budget.rows.add(row);
@@ -143,19 +155,21 @@ impl Budget {
         self.own.merge(&other.own, repeats);
         self.rows.merge(&other.rows, repeats);
         self.shared += other.shared;
+        self.certain += other.certain;
     }
 
     /// The expected energy: what the floor is when it is not emulated.
     pub fn expected(&self) -> f64 {
-        self.own.sum + self.rows.sum + self.shared
+        self.own.sum + self.rows.sum + self.shared + self.certain
     }
 
     /// The energy that is exceeded with probability `exp(-x)` at most. Errors of
     /// different kinds may align: amplitudes add, not energies.
     pub fn energy(&self, x: f64) -> f64 {
         let amplitude = |energy: f64| energy.max(0.0).sqrt();
-        let shared = ONE_ROUNDING * self.shared;
-        (amplitude(self.own.energy(x)) + amplitude(self.rows.energy(x)) + amplitude(shared)).powi(2)
+        let (shared, certain) = (ONE_ROUNDING * self.shared, self.certain);
+        let random = amplitude(self.own.energy(x)) + amplitude(self.rows.energy(x));
+        (random + amplitude(shared) + amplitude(certain)).powi(2)
     }
 }
 

@@ -2,7 +2,6 @@
 //! may be, and where it is worst. Plain numbers in, plain numbers out.
 
 pub mod bound;
-pub mod student;
 pub mod tally;
 
 pub use bound::{Allowed, Bound};

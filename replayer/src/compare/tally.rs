@@ -88,6 +88,7 @@ pub struct Tally {
     pub worst_rows: Vec<RowExcess>,
     slope_variance: f64,
     slope_shared: f64,
+    slope_certain: f64,
     dot: f64,
 }
 
@@ -148,6 +149,7 @@ impl Tally {
             self.slope_variance += repeats * allowed.own * reference * reference;
             alike += allowed.row.sqrt() * reference.abs();
             self.slope_shared += allowed.shared.sqrt() * reference.abs();
+            self.slope_certain += allowed.certain * reference.abs();
             if !(error.abs() <= allowed.reach(bound.element)) {
                 self.exceeding += 1;
                 self.first.get_or_insert_with(here);
@@ -187,6 +189,7 @@ impl Tally {
         self.dot += other.dot;
         self.slope_variance += other.slope_variance;
         self.slope_shared += other.slope_shared;
+        self.slope_certain += other.slope_certain;
         self.first = self.first.take().or(other.first);
         self.exceeding += other.exceeding;
         self.exceeding_rows += other.exceeding_rows;
@@ -221,7 +224,8 @@ impl Tally {
             return 0.0;
         }
         let random = (2.0 * bound.stage * self.slope_variance).sqrt();
-        (random + ONE_ROUNDING.sqrt() * self.slope_shared) / self.reference_energy
+        let shared = ONE_ROUNDING.sqrt() * self.slope_shared;
+        (random + shared + self.slope_certain) / self.reference_energy
     }
 
     /// Why the stage is more wrong than rounding can explain, if it is.

@@ -2,12 +2,19 @@
 //! the inputs of one step gathered from the dump. No arithmetic of the stages:
 //! that is `kernels`.
 
+mod error;
+pub mod inputs;
 pub mod options;
+pub mod policy_file;
 pub mod roundings;
 pub mod stage;
 pub mod step;
+pub mod units;
+mod view;
 
-pub use options::HeadOptions;
+pub use inputs::{MicrobatchInputs, Scores};
+pub use options::{HeadOptions, Walk};
 pub use roundings::Roundings;
 pub use stage::Stage;
-pub use step::{HeadStep, MicrobatchInputs, Unit};
+pub use step::HeadStep;
+pub use units::Unit;

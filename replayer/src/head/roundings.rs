@@ -6,12 +6,18 @@
 //! undeclared, it must show as a divergence (NUMERICS: what error is allowed).
 
 use backtape::dtype::Dtype;
+use backtape::head::DeclaredTiles;
 
-use super::options::HeadOptions;
+use super::options::{HeadError, HeadOptions, Walk};
+use super::policy_file::policy_of;
+use crate::kernels::policy::{Path, Policy, Sum, Sums};
 use crate::kernels::round::Precision;
+use crate::kernels::tiles::Tiles;
 
 /// Names accepted in `tape.head(dtypes={...})`.
-pub const DTYPE_KEYS: [&str; 10] = [
+pub const DTYPE_KEYS: [&str; 12] = [
+    "input",
+    "product",
     "logits",
     "lse",
     "p",
@@ -24,86 +30,135 @@ pub const DTYPE_KEYS: [&str; 10] = [
     "output",
 ];
 
-/// Unit roundoff of f32, of every undeclared accumulator.
+/// Unit roundoff of f32, of every undeclared accumulator of a job below f64.
 pub const F32: f64 = 5.960_464_477_539_063e-8;
 
 /// Unit roundoff (half the spacing at 1) of a declared dtype.
 pub fn unit(name: &str) -> Option<f64> {
-    let bits = match name {
-        "f64" => 53,
-        "f32" => 24,
-        "tf32" | "f16" => 11,
-        "bf16" => 8,
-        _ => return None,
-    };
-    Some((-f64::from(bits)).exp2())
+    Precision::from_name(name).map(Precision::unit_roundoff)
 }
 
-/// Unit roundoff of a stored dtype; 0 for integers, which do not round.
+/// The precision of a stored dtype; none for integers, which do not round.
+pub fn precision_of(dtype: Dtype) -> Option<Precision> {
+    Precision::from_name(dtype.name())
+}
+
+/// Unit roundoff of a stored dtype; 0 for integers.
 pub fn unit_of(dtype: Dtype) -> f64 {
-    match dtype {
-        Dtype::F8E4m3 => 0.0625,
-        Dtype::F8E5m2 => 0.125,
-        float if float.is_float() => unit(float.name()).unwrap_or(0.0),
-        _ => 0.0,
-    }
+    precision_of(dtype).map_or(0.0, Precision::unit_roundoff)
 }
 
-/// The largest plausible unit roundoff of each rounding point.
+/// The largest plausible rounding at each point.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Roundings {
-    /// Unit roundoff of the dtype in which q and k enter.
-    pub input: f64,
-    /// Logits, between the GEMM and the softmax.
-    pub logits: f64,
-    /// p, or `g_lse·p`, before the backward GEMMs.
-    pub dlogits: f64,
-    /// The product `g_label·q` before it is added.
-    pub label_grad: f64,
-    /// The two parts of dq and dk before they are added.
-    pub parts: f64,
-    /// Accumulator of every sum.
-    pub accumulate: f64,
-    /// Accumulator of the label scatter.
-    pub label_scatter: f64,
+    /// Every point at the lowest precision that is plausible, every sum as declared.
+    pub widest: Policy,
+    /// Every point at the highest: what the job declared, else not rounded.
+    pub narrowest: Policy,
+    /// Tiles of the declared policy or head.
+    pub tiles: Tiles,
     /// Accumulator of sums over microbatches and ranks.
-    pub reduce: f64,
-    /// True when one rounded constant may scale all label gradients alike.
-    pub shared_g: bool,
+    pub reduce: Precision,
+    /// What lse is kept in between forward and backward, where the job says so.
+    pub lse: Option<Precision>,
+    /// q and k in less than they were recorded in, as the GEMMs take them.
+    pub narrowed: bool,
+    /// True when the job declared a whole policy: nothing is left to be guessed.
+    pub declared: bool,
 }
 
 impl Roundings {
     /// What is plausible for this head with inputs of this dtype.
-    pub fn plausible(options: &HeadOptions, input: Dtype) -> Roundings {
-        let input = unit_of(input).max(F32);
-        let declared = |key: &str| options.declared.dtypes.get(key).and_then(|name| unit(name));
-        let intermediate = |key: &str| declared(key).unwrap_or(input);
-        let accumulator = |key: &str, usual: f64| declared(key).unwrap_or(usual);
-        let accumulate = accumulator("accumulate", F32);
-        let dlogits = intermediate("dlogits").max(declared("p").unwrap_or(0.0));
-        Roundings {
-            input,
-            logits: intermediate("logits"),
-            dlogits,
-            label_grad: intermediate("label_grad"),
-            parts: intermediate("parts"),
-            accumulate,
-            label_scatter: accumulator("label_scatter", accumulate),
-            reduce: accumulator("reduce", F32),
-            // plain rounds g(p_y - 1): nearly one number when p_y is small.
-            shared_g: options.plain && dlogits > F32,
+    pub fn plausible(options: &HeadOptions, input: Dtype) -> Result<Roundings, HeadError> {
+        let stored = precision_of(input).unwrap_or(Precision::F32);
+        let full = if stored == Precision::F64 { Precision::F64 } else { Precision::F32 };
+        let declared = |key: &str| {
+            options.declared.dtypes.get(key).and_then(|name| Precision::from_name(name))
+        };
+        let policy = |intermediate: Precision| {
+            let point = |key: &str| declared(key).unwrap_or(intermediate);
+            let accumulate = Sum::of(declared("accumulate").unwrap_or(full));
+            let scatter = declared("label_scatter").map_or(accumulate, Sum::of);
+            Policy {
+                path: path(options.walk),
+                input: declared("input").unwrap_or(stored),
+                product: declared("product").unwrap_or(full),
+                logits: point("logits"),
+                p: point("p"),
+                dlogits: point("dlogits"),
+                label_grad: point("label_grad"),
+                parts: point("parts"),
+                output: point("output"),
+                tile_add: accumulate.precision,
+                chunk_add: accumulate.precision,
+                sums: Sums { label_scatter: scatter, ..Sums::all(accumulate) },
+                ..Policy::plain_f32()
+            }
+        };
+        let mut roundings = Roundings {
+            widest: policy(stored),
+            narrowest: policy(full),
+            tiles: tiles(options.declared.tiles.unwrap_or_default()),
+            reduce: declared("reduce").unwrap_or(full),
+            lse: declared("lse"),
+            narrowed: false,
+            declared: false,
+        };
+        if let Some(own) = &options.declared.policy {
+            let (policy, tiles) = policy_of(own, roundings.narrowest)?;
+            (roundings.widest, roundings.narrowest) = (policy, policy);
+            (roundings.tiles, roundings.declared) = (tiles, true);
         }
+        let input = roundings.widest.input.unit_roundoff();
+        roundings.narrowed = input > stored.unit_roundoff();
+        Ok(roundings)
+    }
+
+    /// Unit roundoff of the arithmetic element by element. In an f64 job the
+    /// reference errs as much as the job does, so both count.
+    pub fn compute(&self) -> f64 {
+        match self.widest.sums.lse.precision {
+            Precision::F64 => 2.0 * Precision::F64.unit_roundoff(),
+            _ => F32,
+        }
+    }
+
+    /// What narrowing q or k to the GEMMs' inputs costs, relative.
+    pub fn input(&self) -> f64 {
+        if self.narrowed { self.widest.input.unit_roundoff() } else { 0.0 }
+    }
+
+    /// True when a sum is declared in so few bits that addends can be lost in it,
+    /// all to one side.
+    pub fn swamps(&self) -> bool {
+        let Policy { sums, tile_add, chunk_add, .. } = self.widest;
+        let Sums { logits, lse, dq, dk, label_scatter } = sums;
+        let all = [logits, lse, dq, dk, label_scatter].map(|sum| sum.precision);
+        all.into_iter().chain([tile_add, chunk_add]).any(|p| p.unit_roundoff() > F32)
+    }
+
+    /// True when one rounded entry of dlogits multiplies a whole row: the label's
+    /// entry is nearly one number, `g (p - 1)`, for all tokens with small p.
+    pub fn shared_g(&self) -> bool {
+        self.widest.path != Path::Fused && self.widest.dlogits.unit_roundoff() > F32
     }
 }
 
-/// The precision whose unit roundoff this is, for the emulated floor.
-pub fn precision(unit: f64) -> Precision {
-    match unit {
-        u if u >= 0.003 => Precision::Bf16,
-        u if u > F32 => Precision::F16,
-        u if u < F32 / 2.0 => Precision::F64,
-        _ => Precision::F32,
+fn path(walk: Walk) -> Path {
+    match walk {
+        Walk::Plain => Path::Plain,
+        Walk::Fused => Path::Fused,
+        Walk::Chunked => Path::Chunked,
     }
+}
+
+fn tiles(declared: DeclaredTiles) -> Tiles {
+    let usual = Tiles::default();
+    let size = |declared: Option<u32>, usual: usize| match declared {
+        Some(n) if n > 0 => n as usize,
+        _ => usual,
+    };
+    Tiles { tokens: size(declared.tokens, usual.tokens), vocab: size(declared.vocab, usual.vocab) }
 }
 
 #[cfg(test)]
@@ -111,19 +166,40 @@ mod tests {
     use super::*;
     use backtape::head::HeadDeclaration;
 
+    fn of(head: &HeadDeclaration, dtype: Dtype) -> Roundings {
+        Roundings::plausible(&HeadOptions::new(head).unwrap(), dtype).unwrap()
+    }
+
     #[test]
     fn an_undeclared_intermediate_may_be_rounded_and_an_undeclared_accumulator_may_not() {
-        let options = HeadOptions::new(&HeadDeclaration::default()).unwrap();
-        let found = Roundings::plausible(&options, Dtype::Bf16);
-        assert_eq!((found.dlogits, found.logits), (1.0 / 256.0, 1.0 / 256.0));
-        assert_eq!((found.accumulate, found.label_scatter, found.reduce), (F32, F32, F32));
+        let found = of(&HeadDeclaration::default(), Dtype::Bf16);
+        assert_eq!((found.widest.dlogits, found.widest.logits), (Precision::Bf16, Precision::Bf16));
+        assert_eq!((found.narrowest.dlogits, found.reduce), (Precision::F32, Precision::F32));
+        assert!(!found.swamps());
     }
 
     #[test]
     fn a_declared_low_precision_scatter_is_floor() {
         let mut head = HeadDeclaration::default();
         head.dtypes.insert("label_scatter".into(), "bf16".into());
-        let options = HeadOptions::new(&head).unwrap();
-        assert_eq!(Roundings::plausible(&options, Dtype::Bf16).label_scatter, 1.0 / 256.0);
+        let found = of(&head, Dtype::Bf16);
+        assert_eq!(found.widest.sums.label_scatter.precision, Precision::Bf16);
+        assert!(found.swamps());
+    }
+
+    #[test]
+    fn a_job_in_f64_is_taken_to_compute_in_f64() {
+        let found = of(&HeadDeclaration::default(), Dtype::F64);
+        assert_eq!(found.widest, found.narrowest);
+        assert_eq!(found.widest.sums.dk.precision, Precision::F64);
+        assert!(found.compute() < 1e-15);
+    }
+
+    #[test]
+    fn gemm_inputs_declared_below_the_recorded_dtype_cost_their_rounding() {
+        let mut head = HeadDeclaration::default();
+        head.dtypes.insert("input".into(), "tf32".into());
+        assert_eq!(of(&head, Dtype::F32).input(), Precision::Tf32.unit_roundoff());
+        assert_eq!(of(&head, Dtype::Bf16).input(), 0.0);
     }
 }

@@ -1,12 +1,12 @@
 //! Loss heads for the tests of both the reference and the policies: uneven sizes,
 //! repeated and ignored labels, confident tokens, cotangents that are not 1.
 
-use super::matrix::{HeadInputs, IGNORED, Matrix, Values};
+use super::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
 use super::tiles::{Progress, Tiles};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A head that owns its values.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub(super) struct Fixture {
     pub(super) tokens: usize,
     pub(super) depth: usize,
@@ -17,6 +17,14 @@ pub(super) struct Fixture {
     pub(super) labels: Vec<u32>,
     pub(super) g_lse: Vec<f32>,
     pub(super) g_label: Vec<f32>,
+    /// Upstream of every valid logit; zeros unless smoothed.
+    pub(super) smooth: Vec<f32>,
+    /// `[V]`; NaN in the padding.
+    pub(super) bias: Option<Vec<f64>>,
+    /// `[T, V]`, with a depth of 0; NaN in the padding.
+    pub(super) given: Option<Vec<f64>>,
+    pub(super) transform: Transform,
+    pub(super) mask: Option<f64>,
 }
 
 /// Three tiles and a part of one in each direction, for the sizes of `Fixture::usual`.
@@ -58,13 +66,58 @@ impl Fixture {
             labels: (0..tokens).map(|t| if ignored(t) { IGNORED } else { label(t) }).collect(),
             g_lse: (0..tokens).map(|token| 1.1 * g(token)).collect(),
             g_label: (0..tokens).map(|token| -g(token)).collect(),
+            smooth: vec![0.0; tokens],
+            bias: None,
+            given: None,
+            transform: Transform::NONE,
+            mask: None,
         }
+    }
+
+    /// A bias on every valid row, of both signs.
+    pub(super) fn with_bias(mut self) -> Self {
+        let bias = |v: usize| if v < self.valid { (v as f64 * 0.7).sin() } else { f64::NAN };
+        self.bias = Some((0..self.vocab).map(bias).collect());
+        self
+    }
+
+    /// Logits in the place of q and k, which are empty from here on.
+    pub(super) fn with_given(mut self) -> Self {
+        let logit = |t: usize, v: usize| 3.0 * ((t * 31 + v * 17) as f64).sin();
+        let place = |i: usize| (i / self.vocab, i % self.vocab);
+        let padded = |(t, v)| if v < self.valid { logit(t, v) } else { f64::NAN };
+        self.given = Some((0..self.tokens * self.vocab).map(place).map(padded).collect());
+        (self.depth, self.q, self.k) = (0, Vec::new(), Vec::new());
+        self
+    }
+
+    /// An upstream of every logit, which differs between tokens.
+    pub(super) fn with_smoothing(mut self) -> Self {
+        for (token, smooth) in self.smooth.iter_mut().enumerate() {
+            *smooth = self.g_label[token] * 0.01 * (1 + token % 4) as f32;
+        }
+        self
     }
 
     pub(super) fn inputs(&self) -> HeadInputs<'_> {
         let matrix = |rows, values| Matrix { rows, cols: self.depth, values };
         let (q, k) = (Values::F32(&self.q), Values::F32(&self.k));
-        HeadInputs::plain(matrix(self.tokens, q), matrix(self.vocab, k), &self.labels, self.valid)
+        let given = |values| {
+            let values = Values::F64(values);
+            Matrix { rows: self.tokens, cols: self.vocab, values }
+        };
+        HeadInputs {
+            bias: self.bias.as_deref(),
+            given: self.given.as_deref().map(given),
+            transform: self.transform,
+            mask: self.mask,
+            ..HeadInputs::plain(
+                matrix(self.tokens, q),
+                matrix(self.vocab, k),
+                &self.labels,
+                self.valid,
+            )
+        }
     }
 
     pub(super) fn g_lse_f64(&self) -> Vec<f64> {
@@ -73,6 +126,10 @@ impl Fixture {
 
     pub(super) fn g_label_f64(&self) -> Vec<f64> {
         self.g_label.iter().map(|&g| g.into()).collect()
+    }
+
+    pub(super) fn smooth_f64(&self) -> Vec<f64> {
+        self.smooth.iter().map(|&g| g.into()).collect()
     }
 
     pub(super) fn q(&self, token: usize) -> &[f32] {

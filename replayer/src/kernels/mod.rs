@@ -1,5 +1,6 @@
-//! The arithmetic of the loss head: a reference in f64, and the policies (plain
-//! and fused) that emulate what a training job may have computed.
+//! The arithmetic of the loss head: a reference in f64, and the policies (plain,
+//! fused and chunked) that emulate what a training job may have computed, on GEMMs
+//! (`policy`) or operation by operation (`emulator`).
 //!
 //! It is not a tensor library: it knows one head, softmax cross-entropy on q and
 //! k. Kernels do no I/O, know no dump and no head options, and give the same bits
@@ -9,6 +10,7 @@
 //! `reference` and `policy` share the data types of this module and no arithmetic:
 //! an oracle that shares code with what it judges agrees with its bugs.
 
+mod emulator;
 pub mod matrix;
 pub mod policy;
 pub mod reference;

@@ -6,31 +6,41 @@
 //! own GEMM wrapper, own exp), so a bug in one cannot hide in the other.
 
 mod backward;
+mod block;
 mod gemm;
+mod logit;
 mod panel;
+mod plane;
+pub mod policy_loss;
 mod probe;
 #[cfg(test)]
 mod tests;
+mod tile;
 
 use super::matrix::HeadInputs;
 use super::tiles::{Progress, Tiles, spans};
-use gemm::{Operand, multiply};
+use logit::Chain;
 use panel::load;
 use rayon::prelude::*;
+use tile::{label_column, products};
 
 pub use backward::{Backward, DkBlock, TermNoise, backward, backward_work};
-pub use probe::{Probed, probe, probe_work};
+pub use plane::{PlaneTile, plane};
+pub use probe::{Probed, Probing, probe, probe_work};
 
 /// Per token results of the forward pass.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Forward {
-    /// `[T]`: row max plus log of the sum of exponentials; -inf where the valid
-    /// vocabulary is empty.
+    /// `[T]`: row max plus log of the sum of exponentials, masked columns included
+    /// where the mask is finite; -inf where there is nothing to sum.
     pub lse: Vec<f64>,
     /// `[T]`: logit of the label, 0 for an ignored token.
     pub label_logits: Vec<f64>,
-    /// `[T]`: largest logit; NaN logits are passed over here, lse carries them.
+    /// `[T]`: largest logit, a finite mask included; NaN logits are passed over here,
+    /// lse carries them.
     pub row_max: Vec<f64>,
+    /// `[T]`: sum of the logits of the valid vocabulary, for label smoothing.
+    pub logit_sum: Vec<f64>,
 }
 
 /// Running max of a row of logits, and the sum of `exp(logit - shift(max))`.
@@ -40,64 +50,118 @@ struct RunningSum {
     sum: f64,
 }
 
-/// Multiply-adds that `forward` will report.
+/// Multiply-adds that `forward` will report: one GEMM over the valid plane, with D
+/// counted as 1 where the logits were given.
 pub fn forward_work(inputs: &HeadInputs) -> u64 {
-    inputs.gemm_work()
+    work(inputs, inputs.q.rows, inputs.valid_vocab)
 }
 
-/// lse, label logits and row max of q `[T, D]` against k `[V, D]`, row-major.
+fn work(inputs: &HeadInputs, tokens: usize, cols: usize) -> u64 {
+    (tokens * cols * inputs.q.cols.max(1)) as u64
+}
+
+/// Panics unless the shapes agree, those of the options included.
+fn check(inputs: &HeadInputs) {
+    inputs.check();
+    let (tokens, vocab) = (inputs.q.rows, inputs.k.rows);
+    if let Some(bias) = inputs.bias {
+        assert_eq!(bias.len(), vocab, "one bias a row of k");
+    }
+    if let Some(given) = &inputs.given {
+        assert_eq!((given.rows, given.cols), (tokens, vocab), "given logits are [T, V]");
+        assert_eq!(given.len(), tokens * vocab, "given holds rows * cols values");
+        assert_eq!(inputs.q.cols, 0, "given logits take the place of q and k");
+    }
+}
+
+/// lse, label logits, row max and sum of logits of q `[T, D]` against k `[V, D]`, or of
+/// given logits `[T, V]`, row-major.
 ///
 /// Vocabulary tiles are the outer loop. A row's exponentials are summed left to
-/// right inside a tile, and tiles are merged in vocabulary order.
+/// right inside a tile, and tiles are merged in vocabulary order; masked columns come
+/// last, all at once.
 pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Forward {
-    inputs.check();
-    let (tokens, depth) = (inputs.q.rows, inputs.q.cols);
+    check(inputs);
+    let tokens = inputs.q.rows;
     let mut running = vec![RunningSum { max: f64::NEG_INFINITY, sum: 0.0 }; tokens];
-    let mut label_logits = vec![0.0; tokens];
+    let (mut label_logits, mut logit_sum) = (vec![0.0; tokens], vec![0.0; tokens]);
     let (mut q, mut k, mut logits) = (Vec::new(), Vec::new(), Vec::new());
-    for rows in spans(inputs.valid_vocab, tiles.vocab) {
-        load(&inputs.k, rows.clone(), &mut k);
+    let chain = Chain::of(inputs);
+    for cols in spans(inputs.valid_vocab, tiles.vocab) {
+        load(&inputs.k, cols.clone(), &mut k);
         for span in spans(tokens, tiles.tokens) {
             load(&inputs.q, span.clone(), &mut q);
-            let width = rows.len();
-            logits.resize(span.len() * width, 0.0);
-            let keys = Operand::rows(&k, depth).transposed();
-            multiply(&mut logits, width, false, Operand::rows(&q, depth), keys, depth);
-            let labels = &inputs.labels[span.clone()];
-            (logits.par_chunks(width), labels, &mut running[span.clone()])
+            products(inputs, (span.clone(), &q), (cols.clone(), &k), &mut logits);
+            (
+                logits.par_chunks_mut(cols.len()),
+                &inputs.labels[span.clone()],
+                &mut running[span.clone()],
+                &mut label_logits[span.clone()],
+                &mut logit_sum[span.clone()],
+            )
                 .into_par_iter()
-                .zip(&mut label_logits[span.clone()])
-                .for_each(|((row, &label, running), label_logit)| {
+                .for_each(|(row, &label, running, label_logit, sum)| {
+                    chain.apply(row, cols.start);
                     running.absorb(row);
-                    if rows.contains(&(label as usize)) {
-                        *label_logit = row[label as usize - rows.start];
+                    *sum += sum_in_lanes(row);
+                    if let Some(column) = label_column(label, &cols) {
+                        *label_logit = row[column];
                     }
                 });
-            progress.advance((span.len() * width * depth) as u64);
+            progress.advance(work(inputs, span.len(), cols.len()));
         }
+    }
+    if let Some(mask) = inputs.mask {
+        let masked = inputs.k.rows - inputs.valid_vocab;
+        running.iter_mut().for_each(|running| running.absorb_copies(mask, masked));
     }
     Forward {
         lse: running.iter().map(RunningSum::lse).collect(),
         label_logits,
         row_max: running.iter().map(|running| running.max).collect(),
+        logit_sum,
     }
 }
 
 impl RunningSum {
     fn absorb(&mut self, row: &[f64]) {
-        let max = row.iter().fold(self.max, |max, &logit| max.max(logit));
+        let shift = self.raise(row.iter().fold(self.max, |max, &logit| max.max(logit)));
+        self.sum += row.iter().map(|&logit| libm::exp(logit - shift)).sum::<f64>();
+    }
+
+    /// Takes in one logit that stands in `count` columns.
+    fn absorb_copies(&mut self, logit: f64, count: usize) {
+        if count > 0 {
+            let shift = self.raise(self.max.max(logit));
+            self.sum += count as f64 * libm::exp(logit - shift);
+        }
+    }
+
+    /// Makes the sum one of a larger max, and returns its shift.
+    fn raise(&mut self, max: f64) -> f64 {
         let (old, new) = (shift(self.max), shift(max));
         // Nothing but masked logits so far: the sum is 0 (or NaN) and stays so.
         if self.max > f64::NEG_INFINITY {
             self.sum *= libm::exp(old - new);
         }
-        self.sum += row.iter().map(|&logit| libm::exp(logit - new)).sum::<f64>();
         self.max = max;
+        new
     }
 
     fn lse(&self) -> f64 {
         shift(self.max) + libm::log(self.sum)
     }
+}
+
+/// Sum of a row in eight lanes, the order fixed: in one chain each addition would wait
+/// for the one before.
+fn sum_in_lanes(row: &[f64]) -> f64 {
+    let (chunks, rest) = row.as_chunks::<8>();
+    let mut lanes = [0.0; 8];
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, x)| *lane += x);
+    }
+    lanes.iter().sum::<f64>() + rest.iter().sum::<f64>()
 }
 
 /// What is subtracted before exp. An infinite max would turn inf - inf into NaN,

@@ -118,13 +118,9 @@ impl Direction {
 /// The columns of a row of logits: the valid ones, then those of a finite mask.
 pub fn columns(head: &HeadInputs) -> usize {
     match head.mask {
-        Some(mask) if mask > f64::NEG_INFINITY => all_rows(head),
+        Some(mask) if mask > f64::NEG_INFINITY => head.k.rows,
         _ => head.valid_vocab,
     }
-}
-
-fn all_rows(head: &HeadInputs) -> usize {
-    head.given.map_or(head.k.rows, |given| given.cols)
 }
 
 /// Final logits `[tokens, columns]` at `q + step direction` or `k + step direction`,
@@ -142,9 +138,8 @@ pub fn logits<F: Real>(
         q.iter_mut().zip(direction).for_each(|(q, &d)| *q = *q + step * F::of(d));
     }
     let along = by.filter(|by| matches!(by, Direction::K { .. }));
-    let finish = |raw: F, token: usize, v: usize| {
-        let given = head.given.map_or(0.0, |given| given.get_f64(tokens[token] * given.cols + v));
-        let biased = raw + F::of(given) + F::of(head.bias.map_or(0.0, |bias| bias[v]));
+    let finish = |raw: F, _token: usize, v: usize| {
+        let biased = raw + F::of(head.bias.map_or(0.0, |bias| bias[v]));
         let scaled = match head.transform.scale {
             1.0 => biased,
             scale => biased * F::of(scale),

@@ -19,16 +19,16 @@ use serde::Serialize;
 
 use crate::compare::bound::FALSE_ALARM;
 use crate::draw::{Draw, seed_of};
-use crate::head::roundings::{precision as precision_of, unit};
+use crate::head::options::HeadError;
 use crate::head::step::{StepError, matrix};
-use crate::head::{HeadStep, MicrobatchInputs};
+use crate::head::{HeadStep, MicrobatchInputs, Roundings, Scores};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::round::Precision as Stored;
 use crate::kernels::tiles::NoProgress;
 use crate::replay::sample::{Sample, stratified};
-use crate::replay::{self, Request};
+use crate::replay::{self, Effort, Request};
 use difference::{Check, Differences, Input, check, differences, directions, rms};
-use loss::{Loss, lse, max};
+use loss::{Loss, Terms, lse, max};
 use summation::{Method, exact, lambda, relative_error};
 
 /// Version of the object that `--json` writes.
@@ -61,6 +61,17 @@ pub enum PrecisionError {
     /// The head's inputs are not there.
     #[error(transparent)]
     Step(#[from] StepError),
+    /// A policy that cannot be.
+    #[error(transparent)]
+    Head(#[from] HeadError),
+    /// Nothing before the logits, or before the log-probabilities, was recorded.
+    #[error(
+        "the head starts from recorded {scores}, and precision is shown on sums and differences of q and k: record both with tape.record to have them shown"
+    )]
+    NoProducts {
+        /// What it starts from.
+        scores: &'static str,
+    },
     /// No such microbatch.
     #[error("the dump holds no microbatch {asked}: choose one of {held} with --microbatch")]
     Microbatch {
@@ -150,8 +161,18 @@ pub struct Precision {
 pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, PrecisionError> {
     let microbatch = choose(step, options.microbatch)?;
     let inputs = step.inputs(microbatch)?;
-    let head = replay::head_inputs(&inputs);
-    let stored = stored(step);
+    let (q, k) = match &inputs.scores {
+        Scores::Product { q, k } => (q, k),
+        Scores::Logits(_) => return Err(PrecisionError::NoProducts { scores: "logits" }),
+        Scores::Logprobs => return Err(PrecisionError::NoProducts { scores: "log-probabilities" }),
+    };
+    let head = inputs.head(step).expect("products have a head");
+    // What the job says its logits are stored as; full precision when it does not say.
+    let stored = Roundings::plausible(&step.options, inputs.dtype(step))?.narrowest.logits;
+    let terms = Terms {
+        smoothing: step.options.smoothing(head.valid_vocab),
+        z_loss: step.options.declared.z_loss,
+    };
     let seed = seed_of(step.dump.run.as_str(), step.dump.step.0);
     let confidence = confidence(step, &inputs);
     let draw = |work: f64, least: usize| {
@@ -162,7 +183,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let rows = draw(SUMMATION_WORK, HELD);
     let summed = sums(&head, &rows.rows, stored);
     let sample = draw(DIFFERENCE_WORK / EVALUATIONS, 4);
-    let loss = Loss::new(head, &sample.rows, &inputs.weights, stored);
+    let loss = Loss::new(head, &sample.rows, &inputs.weights, stored, terms);
     if loss.tokens.is_empty() {
         return Err(PrecisionError::NoTokens { of: replay::name(microbatch) });
     }
@@ -173,7 +194,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
         run: step.dump.run.to_string(),
         step: step.dump.step.0,
         of: replay::name(microbatch),
-        inputs: format!("q {}, k {}", about(&inputs.q), about(&inputs.k)),
+        inputs: format!("q {}, k {}", about(q), about(k)),
         seed,
         tokens: (inputs.labels.len(), rows.rows.len(), loss.tokens.len()),
         terms: logits::columns(&head),
@@ -186,7 +207,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
         check,
         gradients: gradients(step),
         verdict: String::new(),
-        not_checked: not_checked(&inputs, &rows, skipped),
+        not_checked: not_checked(step, &inputs, &rows, skipped),
     };
     found.verdict = verdict::verdict(&found);
     Ok(found)
@@ -203,17 +224,10 @@ fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>,
     }
 }
 
-/// What the job says its logits are stored as; f32 when it does not say.
-fn stored(step: &HeadStep<'_>) -> Stored {
-    let declared = step.options.declared.dtypes.get("logits");
-    declared.and_then(|name| unit(name)).map_or(Stored::F32, precision_of)
-}
-
 fn assumed(stored: Stored) -> String {
-    let logits = match stored {
-        Stored::Bf16 => "logits rounded to bf16, as declared",
-        Stored::F16 => "logits rounded to f16, as declared",
-        Stored::F32 | Stored::F64 => "logits kept in f32",
+    let logits = match stored.keeps_f32() {
+        true => "logits kept in f32".to_string(),
+        false => format!("logits rounded to {}, as declared", stored.name()),
     };
     format!(
         "dot products in f32 of eight lanes; {logits}; exponentials, their sum, its logarithm and the loss in f32"
@@ -286,10 +300,6 @@ fn derivatives(
     draw: &mut Draw,
 ) -> (Vec<Differences>, Option<Check>, Option<String>) {
     let head = &loss.head;
-    if head.q.cols == 0 {
-        let why = "finite differences: the logits were dumped, q and k were not";
-        return (Vec::new(), None, Some(why.into()));
-    }
     let total = loss.total(&loss.token_losses::<f64>(None));
     if !total.is_finite() {
         let why = format!("finite differences: the f64 loss of the sampled tokens is {total}");
@@ -315,13 +325,8 @@ fn gradients(step: &HeadStep<'_>) -> Gradients {
     if roles.is_empty() {
         return Gradients::NotRecorded;
     }
-    let request = Request {
-        compare: &roles,
-        probes: None,
-        tokens: None,
-        progress: &NoProgress,
-        total: &|_| {},
-    };
+    let request =
+        Request { compare: &roles, effort: Effort::All, progress: &NoProgress, total: &|_| {} };
     match replay::replay(step, &request) {
         Err(error) => Gradients::NotJudged(error.to_string()),
         Ok(outcome) => match outcome.first_divergence() {
@@ -337,8 +342,16 @@ fn gradients(step: &HeadStep<'_>) -> Gradients {
     }
 }
 
-fn not_checked(inputs: &MicrobatchInputs, sample: &Sample, skipped: Option<String>) -> Vec<String> {
+fn not_checked(
+    step: &HeadStep<'_>,
+    inputs: &MicrobatchInputs,
+    sample: &Sample,
+    skipped: Option<String>,
+) -> Vec<String> {
     let mut items: Vec<String> = skipped.into_iter().collect();
+    if step.is_policy_loss() {
+        items.push("the policy loss: differences are of the log-likelihood it is made of".into());
+    }
     let ignored = inputs.labels.iter().filter(|&&label| label == IGNORED).count();
     if ignored > 0 {
         items.push(format!("the losses of {ignored} ignored tokens: they have none"));

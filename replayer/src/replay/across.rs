@@ -1,47 +1,35 @@
-//! What happens to dk after the head: microbatches summed, ranks summed, norm.
+//! What happens to dk after the head: microbatches summed, ranks summed.
 //!
 //! Each stage is judged from the captured addends, so that a fault inside dk
 //! is not blamed on the sums.
 
 use backtape::head::MicrobatchReduction;
-use backtape::identity::Microbatch;
+use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::allowed::{rounded, summed};
-use super::backward::Slab;
-use super::outcome::{Comparison, NotChecked, Outcome};
+use super::addends::Sum;
+use super::allowed::{rounded, stored, summed};
+use super::outcome::{Comparison, Outcome};
 use super::{Replay, Slice};
 use crate::assemble::{self, Tensor};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::Stage;
-use crate::head::roundings::unit_of;
+use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix};
+use crate::kernels::policy;
 
-/// Largest reference dk that is kept whole for the norm.
-const KEPT_BYTES: usize = 1 << 30;
-
-/// Captured addends of one sum.
-struct Addends {
-    total: Vec<f64>,
-    squares: Vec<f64>,
-    storage: Vec<f64>,
-    count: f64,
+/// A sum that was captured, and the addends it should be made of.
+struct Judged<'a> {
+    stage: Stage,
+    key: &'a TensorKey,
+    rank: Option<Rank>,
+    captured: &'a Tensor,
+    addends: Sum,
+    divisor: f64,
 }
 
 impl Replay<'_> {
-    /// Adds one unit's reference dk to the sum over units.
-    pub(super) fn keep_reference(&self, slab: &Slab, elements: usize, outcome: &mut Outcome) {
-        if elements * 8 > KEPT_BYTES || !self.wants(Stage::Reduce) {
-            return;
-        }
-        let total = outcome.reference_dk.get_or_insert_with(|| vec![0.0; elements]);
-        let from = slab.range.start * (slab.lse.len() / slab.range.len().max(1));
-        for (at, (lse, label)) in slab.lse.iter().zip(&slab.label).enumerate() {
-            total[from + at] += lse + label;
-        }
-    }
-
     pub(super) fn across(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let several = slices.iter().any(|slice| slice.inputs.microbatch.is_some());
         if several && self.wants(Stage::Accumulate) {
@@ -53,86 +41,112 @@ impl Replay<'_> {
         self.norm(slices, outcome)
     }
 
+    /// What a sum over microbatches is divided by; `Err` when the dump holds fewer
+    /// than the job had.
+    pub(super) fn divisor(&self, slices: &[Slice]) -> Result<f64, String> {
+        let declared = self.step.options.declared.microbatches as usize;
+        if declared > slices.len().max(1) {
+            let held = slices.len();
+            return Err(format!(
+                "the head declares microbatches={declared}, the dump holds {held}: record every microbatch to have their sum judged"
+            ));
+        }
+        Ok(match self.step.options.microbatch_reduction {
+            MicrobatchReduction::Mean => slices.len().max(1) as f64,
+            MicrobatchReduction::Sum => 1.0,
+        })
+    }
+
     /// dk without microbatch, before the reduction: the sum over microbatches.
     fn accumulate(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+        let stage = Stage::Accumulate;
         let Some(key) = self.step.find_reduced(Role::Dk, false) else {
             let why =
                 "dk summed over microbatches, before the reduction over ranks, was not captured";
-            outcome.skip(Stage::Accumulate, why);
+            outcome.skip(stage, why);
             return Ok(());
         };
+        let divisor = match self.divisor(slices) {
+            Ok(divisor) => divisor,
+            Err(why) => {
+                outcome.skip(stage, why);
+                return Ok(());
+            }
+        };
         for rank in self.holders(key) {
-            let tensor = self.value(key, rank)?;
-            let mut addends = Addends::new(&tensor);
+            let tensor = self.held_by(key, rank)?;
+            let mut addends = Sum::new(&tensor.shape);
             for slice in slices {
                 let Some(part) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
-                    outcome.skip(Stage::Accumulate, "dk of some microbatch was not captured");
+                    outcome.skip(stage, "dk of some microbatch was not captured");
                     return Ok(());
                 };
-                addends.add(&self.value(part, rank)?);
+                let mut part = self.held_by(part, rank)?;
+                if part.shape != tensor.shape {
+                    outcome.skip(stage, "the addends have another shape than their sum");
+                    return Ok(());
+                }
+                // Both are the same box of dk: seen from its own corner.
+                part.place = backtape::index_box::IndexBox::whole(&part.shape);
+                addends.add(&part, 1.0)?;
             }
-            let rank = rank.map(backtape::identity::Rank);
-            self.judge_sum(Stage::Accumulate, key, rank, &tensor, addends, slices, outcome);
+            let captured = &tensor;
+            self.judge_sum(Judged { stage, key, rank, captured, addends, divisor }, outcome);
         }
         Ok(())
     }
 
     /// dk after the reduction: the sum over ranks and microbatches.
     fn reduce(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+        let stage = Stage::Reduce;
         let Some(key) = self.step.find_reduced(Role::Dk, true) else {
-            outcome.skip(Stage::Reduce, "dk after the reduction over ranks was not captured");
+            outcome.skip(stage, "dk after the reduction over ranks was not captured");
             return Ok(());
         };
         let tensor = self.step.assemble(key)?;
-        let mut addends = Addends::new(&tensor);
+        let captured = &tensor;
+        let mut addends = Sum::new(&tensor.shape);
         if let Some(local) = self.step.find_reduced(Role::Dk, false) {
-            for rank in self.holders(local) {
-                addends.add(&self.value(local, rank)?);
-            }
-            self.judge_sum(Stage::Reduce, key, None, &tensor, addends, &[], outcome);
+            addends.add_partial(self.step, local)?;
+            let found = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
+            self.judge_sum(found, outcome);
             return Ok(());
         }
         for slice in slices {
-            let part =
-                self.step.find(Role::Dk, slice.inputs.microbatch).filter(|part| *part != key);
-            let Some(part) = part else {
-                outcome.skip(Stage::Reduce, "dk before the reduction was not captured");
+            let part = self.step.find(Role::Dk, slice.inputs.microbatch);
+            let Some(part) = part.filter(|part| *part != key) else {
+                outcome.skip(stage, "dk before the reduction was not captured");
                 return Ok(());
             };
-            for rank in self.holders(part) {
-                addends.add(&self.value(part, rank)?);
-            }
+            addends.add_partial(self.step, part)?;
         }
-        self.judge_sum(Stage::Reduce, key, None, &tensor, addends, slices, outcome);
+        match self.divisor(slices) {
+            Ok(divisor) => {
+                let found = Judged { stage, key, rank: None, captured, addends, divisor };
+                self.judge_sum(found, outcome);
+            }
+            Err(why) => outcome.skip(stage, why),
+        }
         Ok(())
     }
 
-    #[allow(clippy::too_many_arguments)] // The sum, its result and where both belong.
-    fn judge_sum(
-        &self,
-        stage: Stage,
-        key: &TensorKey,
-        rank: Option<backtape::identity::Rank>,
-        tensor: &Tensor,
-        addends: Addends,
-        slices: &[Slice],
-        outcome: &mut Outcome,
-    ) {
+    fn judge_sum(&self, judged: Judged<'_>, outcome: &mut Outcome) {
+        let Judged { stage, key, rank, captured: tensor, addends, divisor } = judged;
         let Some(captured) = matrix(tensor).filter(|m| m.len() == addends.total.len()) else {
             outcome.skip(stage, "the addends have another shape than their sum");
             return;
         };
-        let mean = self.step.options.microbatch_reduction == MicrobatchReduction::Mean;
-        let divisor = if mean { slices.len().max(1) as f64 } else { 1.0 };
         let reference: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
-        let (unit, reduce) = (unit_of(tensor.dtype), self.roundings.reduce);
+        let (precision, reduce) = (precision_of(tensor.dtype), self.roundings.reduce);
         let bound = self.bound(captured.rows, captured.cols);
         let columns = captured.cols;
+        let sum = policy::Sum::of(reduce);
         let allowed = |row: usize, column: usize, x: f64| {
             let at = row * columns + column;
-            let sum = summed(reduce, addends.count, addends.total[at], addends.squares[at]);
+            let sum = summed(sum, addends.count, addends.total[at], addends.squares[at]);
             let inner = (sum + addends.storage[at]) / (divisor * divisor);
-            Allowed { own: inner + rounded(unit, x) + rounded(reduce, x), ..Allowed::default() }
+            let own = inner + stored(precision, x) + rounded(reduce, x);
+            Allowed { own, ..Allowed::default() }
         };
         let rows =
             Rows { captured, reference: &reference, index: &|row| row as u64, repeats: &once };
@@ -141,84 +155,19 @@ impl Replay<'_> {
     }
 
     /// The ranks that hold addends of a tensor; one `None` for a whole one.
-    fn holders(&self, key: &TensorKey) -> Vec<Option<u32>> {
-        let info = &self.step.tensors[key];
-        if info.partial.is_none() {
-            return vec![None];
+    fn holders(&self, key: &TensorKey) -> Vec<Option<Rank>> {
+        match self.step.tensors[key].partial {
+            None => vec![None],
+            Some(_) => assemble::holders(self.step.dump, key).into_iter().map(Some).collect(),
         }
-        let mut ranks: Vec<_> =
-            info.shards.iter().map(|shard| Some(self.step.dump.record(shard).rank.0)).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks
     }
 
-    fn value(&self, key: &TensorKey, rank: Option<u32>) -> Result<Tensor, StepError> {
+    fn held_by(&self, key: &TensorKey, rank: Option<Rank>) -> Result<Tensor, StepError> {
         match rank {
-            None => self.step.assemble(key),
-            Some(rank) => assemble::addend(self.step.dump, key, backtape::identity::Rank(rank))
-                .map_err(|source| StepError::Assemble { key: key.clone(), source }),
-        }
-    }
-
-    /// grad_norm as reported, and as it would be with the reference dk.
-    fn norm(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
-        let captured = match self.step.find(Role::GradNorm, None::<Microbatch>) {
-            Some(key) => {
-                let tensor = self.step.assemble(key)?;
-                matrix(&tensor).filter(|m| m.len() == 1).map(|m| m.get_f64(0))
+            Some(rank) if self.step.tensors[key].partial.is_some() => {
+                self.step.addend(key, &[rank])
             }
-            None => None,
-        };
-        outcome.grad_norm.captured = captured;
-        let whole = slices.iter().all(|slice| slice.blocked.is_none());
-        let reduced = self.step.find_reduced(Role::Dk, true).filter(|_| whole);
-        if let (Some(key), Some(reference)) = (reduced, outcome.reference_dk.take()) {
-            let tensor = self.step.assemble(key)?;
-            if let Some(dk) = matrix(&tensor).filter(|m| m.len() == reference.len()) {
-                let mean = self.step.options.microbatch_reduction == MicrobatchReduction::Mean;
-                let divisor = if mean { slices.len() as f64 } else { 1.0 };
-                let ours: f64 = (0..dk.len()).map(|i| dk.get_f64(i).powi(2)).sum();
-                let exact: f64 = reference.iter().map(|x| (x / divisor).powi(2)).sum();
-                outcome.grad_norm.dk_captured = Some(ours.sqrt());
-                outcome.grad_norm.dk_reference = Some(exact.sqrt());
-                if let Some(captured) = captured {
-                    let with_reference = (captured * captured - ours + exact).max(0.0).sqrt();
-                    outcome.grad_norm.reference = Some(with_reference);
-                    outcome.grad_norm.gap = Some(captured - with_reference);
-                }
-            }
+            _ => self.step.assemble(key),
         }
-        if self.wants(Stage::GradNorm) && captured.is_some() {
-            let why =
-                "the dump holds the gradient of the head only, the norm is over all parameters";
-            outcome.skip(Stage::GradNorm, why);
-            let what = "grad_norm as the job reported it".into();
-            outcome.not_checked.push(NotChecked { what, why: why.into() });
-        }
-        Ok(())
-    }
-}
-
-impl Addends {
-    fn new(like: &Tensor) -> Addends {
-        let zeros = || vec![0.0; matrix(like).map_or(0, |m| m.len())];
-        Addends { total: zeros(), squares: zeros(), storage: zeros(), count: 0.0 }
-    }
-
-    /// Adds one captured addend; its own storage may have rounded what the job summed.
-    fn add(&mut self, addend: &Tensor) {
-        let unit = unit_of(addend.dtype);
-        let Some(values) = matrix(addend).filter(|m| m.len() == self.total.len()) else {
-            self.total.clear();
-            return;
-        };
-        for at in 0..values.len() {
-            let x = values.get_f64(at);
-            self.total[at] += x;
-            self.squares[at] += x * x;
-            self.storage[at] += rounded(unit, x);
-        }
-        self.count += 1.0;
     }
 }

@@ -9,92 +9,202 @@
 //! Sequential summation is the worst order in use; blocked ones do better.
 
 use super::Replay;
-use crate::head::roundings::F32;
+use crate::kernels::policy::{Order, Policy, Sum};
 use crate::kernels::reference::TermNoise;
+use crate::kernels::round::Precision;
 
 /// Below the smallest normal f32 (and bf16) hardware may flush to zero.
 const FLUSH: f64 = 1.175_494_350_822_287_5e-38;
-/// Half the smallest spacing of f16.
-const F16_TINY: f64 = 2.980_232_238_769_531e-8;
 
-/// Relative error of one exp and one multiplication in f32, in units of u:
-/// XLA's and libm's exp are within 2 ulp, the product within half.
+/// Relative error of one exp and one multiplication, in units of u: XLA's and
+/// libm's exp are within 2 ulp, the product within half.
 const EXP_ERROR: f64 = 4.0;
 
-/// Variance of rounding `x` once to a dtype of unit roundoff `u`.
-pub(super) fn rounded(u: f64, x: f64) -> f64 {
-    let tiny = if u > 2e-4 && u < 1e-3 { F16_TINY } else { FLUSH };
-    u * u * x * x / 3.0 + tiny * tiny
+/// Variance of rounding `x` once to a precision, in whose smallest numbers the
+/// error is no longer relative.
+pub(super) fn rounded(precision: Precision, x: f64) -> f64 {
+    let tiny = precision.smallest_subnormal() / 2.0;
+    relative(precision.unit_roundoff(), x) + tiny * tiny
+}
+
+/// Variance of rounding `x` once to a stored dtype; `None` rounds nothing.
+pub(super) fn stored(precision: Option<Precision>, x: f64) -> f64 {
+    precision.map_or(0.0, |precision| rounded(precision, x))
+}
+
+/// Variance of an operation on `x` of unit roundoff `u`.
+pub(super) fn relative(u: f64, x: f64) -> f64 {
+    u * u * x * x / 3.0 + FLUSH * FLUSH
 }
 
 /// Variance of summing `n` addends of total `total` and squares `squares`.
-pub(super) fn summed(u: f64, n: f64, total: f64, squares: f64) -> f64 {
-    u * u / 3.0 * (n / 3.0 * total * total + n / 6.0 * squares)
+///
+/// Blocked sums are sequential twice; of a pairwise one every level holds partial
+/// sums of squares `2^l/n r² + S`; a compensated one errs by `2u|r|` (Higham 2002,
+/// chapter 4). An order that is not known is taken for the worst, sequential.
+pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
+    let u = sum.precision.unit_roundoff();
+    let sequential = |n: f64, of_total: f64, of_squares: f64| {
+        n / 3.0 * of_total * total * total + n / 6.0 * of_squares * squares
+    };
+    let partial_sums = match sum.order {
+        Order::Native | Order::Sequential => sequential(n, 1.0, 1.0),
+        Order::Blocked(block) if (block as f64) < n => {
+            let b = block.max(1) as f64;
+            // Inside the blocks, then over the n/b sums of blocks.
+            let inside = b * b / (3.0 * n) * total * total + b / 2.0 * squares;
+            inside + sequential(n / b, 1.0, 1.0) + total * total / 6.0
+        }
+        Order::Blocked(_) => sequential(n, 1.0, 1.0),
+        Order::Pairwise => 2.0 * total * total + n.max(2.0).log2().ceil() * squares,
+        Order::Kahan | Order::Neumaier => 4.0 * total * total + (n * u).powi(2) * n * squares,
+    };
+    u * u / 3.0 * partial_sums
 }
 
 impl Replay<'_> {
     /// Relative variance of one softmax term `g_lse p` as the job may hold it.
     pub(super) fn term_noise(&self, d: usize) -> TermNoise {
-        let r = &self.roundings;
+        let Policy { logits, p, dlogits, product, sums, .. } = self.roundings.widest;
+        let compute = self.roundings.compute();
+        let square = |p: Precision| p.unit_roundoff().powi(2);
         // p may be rounded, and the product g·p again.
-        let p = 2.0 * (r.dlogits * r.dlogits) / 3.0 + (EXP_ERROR * F32).powi(2);
+        let p_rel_var = (square(p) + square(dlogits)) / 3.0 + (EXP_ERROR * compute).powi(2);
         // The logit's own rounding, and its accumulation over D.
         let n = d as f64;
-        let logit = (r.logits * r.logits + F32 * F32) / 3.0 + summed(r.accumulate, n, 1.0, 0.0);
-        // Σ q²k² is about |q|²|k|²/D.
-        let dot = summed(r.accumulate, n, 0.0, 1.0 / n.max(1.0));
-        TermNoise { p_rel_var: p, logit_rel_var: logit, dot_rel_var: dot }
+        let logit = (square(logits) + compute * compute) / 3.0 + summed(sums.logits, n, 1.0, 0.0);
+        // Σ q²k² is about |q|²|k|²/D: its accumulation, its products, and what
+        // narrowing q and k costs each of them.
+        let each = (square(product) + 2.0 * self.roundings.input().powi(2)) / 3.0;
+        let dot = summed(sums.logits, n, 0.0, 1.0 / n.max(1.0)) + each / n.max(1.0);
+        TermNoise {
+            p_rel_var,
+            logit_rel_var: logit,
+            dot_rel_var: dot,
+            cap_rel_var: square(logits) / 3.0 + (EXP_ERROR * compute).powi(2),
+            filter: self.step.options.declared.gradient_filter.unwrap_or(0.0),
+        }
+    }
+
+    /// Half the smallest step of what an entry of dlogits may be rounded to, where
+    /// that is coarse: f16 and f8 lose entries of a mean over many tokens in it.
+    pub(super) fn entry_floor(&self) -> f64 {
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let tiny = p.smallest_subnormal().max(dlogits.smallest_subnormal()) / 2.0;
+        if tiny > FLUSH { tiny } else { 0.0 }
+    }
+
+    /// Variance of one addend of dq or dk beyond its entry's: the rounding of the
+    /// product and of the other factor, relative.
+    pub(super) fn product_rel_var(&self) -> f64 {
+        let product = self.roundings.widest.product.unit_roundoff();
+        (product * product + self.roundings.input().powi(2)) / 3.0
+    }
+
+    /// Variance of adding up partial results: tiles of the vocabulary for dq, tiles
+    /// or chunks of tokens for dk.
+    pub(super) fn joined(&self, parts: usize, chunks: bool, total: f64, squares: f64) -> f64 {
+        let Policy { tile_add, chunk_add, .. } = self.roundings.widest;
+        let precision = if chunks { chunk_add } else { tile_add };
+        summed(Sum::of(precision), parts as f64, total, squares)
+    }
+
+    /// Operations between the product and the logit, each of which may round.
+    fn logit_operations(&self, biased: bool) -> f64 {
+        let transform = self.step.options.transform;
+        1.0 + [biased, transform.scale != 1.0, transform.softcap.is_some()]
+            .map(|there| f64::from(u8::from(there)))
+            .iter()
+            .sum::<f64>()
     }
 
     /// Variance of a token's lse before it is stored: its logits' errors, which
-    /// p averages, and a sum of V exponentials.
-    pub(super) fn lse_variance(
-        &self,
-        lse: f64,
-        row_max: f64,
-        norms: f64,
-        d: usize,
-        v: usize,
-    ) -> f64 {
+    /// p averages, and a sum of V exponentials. `norms` is the largest `|q|²|k|²`,
+    /// `bias` the largest |bias|.
+    pub(super) fn lse_variance(&self, token: &TokenSize, d: usize, v: usize, bias: f64) -> f64 {
         let noise = self.term_noise(d);
-        let x = row_max.abs() + 1.0;
-        let logits = noise.logit_rel_var * x * x + noise.dot_rel_var * norms;
-        let sum = summed(self.roundings.accumulate, v as f64, 1.0, 0.0);
-        logits + sum + (EXP_ERROR * F32).powi(2) + (F32 * (lse.abs() + x)).powi(2)
+        let scale = self.step.options.transform.scale.abs();
+        // A result on the way is larger than the logit by the bias at most; a softcap
+        // multiplies its error by less than it divides.
+        let x = token.row_max.abs() + 1.0 + scale * bias;
+        let operations = self.logit_operations(bias > 0.0);
+        let logits = operations * noise.logit_rel_var * x * x
+            + noise.dot_rel_var * scale * scale * token.norms;
+        let compute = self.roundings.compute();
+        let sum = summed(self.roundings.widest.sums.lse, v as f64, 1.0, 0.0);
+        logits + sum + (EXP_ERROR * compute).powi(2) + (compute * (token.lse.abs() + x)).powi(2)
     }
 
-    /// Variance of a label logit before it is stored: products may be rounded
-    /// where logits may.
-    pub(super) fn label_logit_variance(&self, value: f64, squares: f64, d: usize) -> f64 {
-        let r = &self.roundings;
-        let products = r.logits * r.logits * squares / 3.0;
-        rounded(r.logits, value) + products + summed(r.accumulate, d as f64, value, squares)
+    /// Variance of a label logit before it is stored: products may be rounded where
+    /// logits may. `squares` is `Σ q²k²`, `dot` the product.
+    pub(super) fn label_logit_variance(&self, label: &LabelSize, d: usize, biased: bool) -> f64 {
+        let Policy { logits, product, sums, .. } = self.roundings.widest;
+        let scale = self.step.options.transform.scale;
+        let u = logits.unit_roundoff().max(product.unit_roundoff());
+        let products = (u * u + 2.0 * self.roundings.input().powi(2)) / 3.0 * label.squares;
+        let sum = summed(sums.logits, d as f64, label.dot, label.squares);
+        let before = scale * scale * (products + sum);
+        let rounding = |x: f64| rounded(logits, x) + relative(self.roundings.compute(), x);
+        // The product and each result up to the logit, none of which exceeds both.
+        let largest = label.value.abs().max((scale * label.dot).abs());
+        before + self.logit_operations(biased) * rounding(largest)
     }
 
-    /// Relative variance, alike over a token's row, from the lse it used.
+    /// Relative variance, alike over a token's row, from the lse it used. z-loss
+    /// makes `1 + 2 λ lse` of it once more.
     pub(super) fn lse_scale(&self, lse: f64, stored: f64) -> f64 {
-        (F32 * (lse.abs() + EXP_ERROR)).powi(2) + (stored * lse).powi(2) / 3.0
+        let kept = self.roundings.lse.map_or(stored, |kept| kept.unit_roundoff().max(stored));
+        let compute = self.roundings.compute();
+        let z = 2.0 * self.step.options.declared.z_loss;
+        let by_z = if z == 0.0 { 0.0 } else { (z / (1.0 + z * lse)).abs() };
+        (compute * (lse.abs() + EXP_ERROR)).powi(2)
+            + (kept * lse * (1.0 + by_z)).powi(2) / 3.0
+            + (compute * EXP_ERROR * by_z * lse).powi(2)
     }
 
     /// Relative variance of a label gradient's scalar, which multiplies a row:
-    /// g itself in f32, and in `plain` the rounded entry of dlogits.
+    /// g itself, and in `plain` the rounded entry of dlogits.
     pub(super) fn label_row_scale(&self) -> f64 {
-        let entry = if self.step.options.plain { self.roundings.dlogits } else { 0.0 };
-        (2.0 * F32).powi(2) + entry * entry / 3.0
+        let entry = match self.step.options.plain() {
+            true => self.roundings.widest.dlogits.unit_roundoff(),
+            false => 0.0,
+        };
+        (2.0 * self.roundings.compute()).powi(2) + entry * entry / 3.0
     }
 
     /// Relative variance of one constant that rounds alike for all tokens:
     /// `g p` where p is near 1, and `g (p - 1)` where p is near 0.
     pub(super) fn shared_scale(&self, alike: bool) -> f64 {
-        let constant = if alike { self.roundings.dlogits } else { 0.0 };
-        (2.0 * F32).powi(2) + constant * constant / 3.0
+        let constant = if alike { self.roundings.widest.dlogits.unit_roundoff() } else { 0.0 };
+        (2.0 * self.roundings.compute()).powi(2) + constant * constant / 3.0
+    }
+
+    /// Variance of rounding a gradient as it leaves the head, before it was stored.
+    pub(super) fn output(&self, x: f64) -> f64 {
+        rounded(self.roundings.widest.output, x)
     }
 
     /// Variance of adding two parts, each of which may be rounded first.
     pub(super) fn added(&self, one: f64, other: f64) -> f64 {
-        let parts = self.roundings.parts;
-        rounded(parts, one) + rounded(parts, other) + rounded(F32, one + other)
+        let parts = self.roundings.widest.parts;
+        rounded(parts, one)
+            + rounded(parts, other)
+            + relative(self.roundings.compute(), one + other)
     }
+}
+
+/// What the lse of a token is made of.
+pub(super) struct TokenSize {
+    pub(super) lse: f64,
+    pub(super) row_max: f64,
+    pub(super) norms: f64,
+}
+
+/// What the logit of a label is made of.
+pub(super) struct LabelSize {
+    pub(super) value: f64,
+    pub(super) dot: f64,
+    pub(super) squares: f64,
 }
 
 #[cfg(test)]
@@ -119,7 +229,7 @@ mod tests {
                 let squares: f64 = addends.iter().map(|&x| f64::from(x).powi(2)).sum();
                 let found: f32 = addends.iter().sum();
                 squared += (f64::from(found) - exact).powi(2);
-                modelled += summed(F32, n as f64, exact, squares);
+                modelled += summed(Sum::NATIVE, n as f64, exact, squares);
             }
             let share = squared / modelled;
             assert!(share < 1.2, "shift {shift}: {share} of the modelled variance");

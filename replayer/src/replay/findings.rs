@@ -1,104 +1,135 @@
 //! What one unit's backward found: the captured tensors, and the comparisons
 //! that grow slab by slab.
 
+use std::ops::Range;
+
 use super::Replay;
-use super::allowed::rounded;
+use super::allowed::stored;
+use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
 use crate::compare::{Allowed, Bound, Rows, Tally};
 use crate::head::Stage;
-use crate::head::roundings::{F32, precision, unit_of};
-use crate::head::step::matrix;
-use crate::kernels::matrix::Matrix;
+use crate::head::step::{matrix, rows_of};
+use crate::kernels::matrix::{Matrix, Values};
+use crate::kernels::round::Precision;
 
 pub(super) const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
 pub(super) const DK: [Stage; 3] = [Stage::DkLse, Stage::DkLabel, Stage::Dk];
 
+/// One captured gradient.
+pub(super) struct Gradient {
+    pub(super) stage: Stage,
+    pub(super) values: Held,
+    /// What it was stored in; `None` for a sum of addends.
+    pub(super) stored: Option<Precision>,
+    pub(super) source: String,
+}
+
+/// The values of a captured gradient.
+pub(super) enum Held {
+    /// As one tensor.
+    Whole(Tensor),
+    /// As some rows of one.
+    Picked(Gathered),
+    /// As the sum of the addends that ranks recorded, with the variance that storing
+    /// them brought.
+    Summed { rows: usize, cols: usize, total: Vec<f64>, storage: Vec<f64> },
+}
+
+impl Gradient {
+    pub(super) fn matrix(&self) -> Matrix<'_> {
+        match &self.values {
+            Held::Whole(tensor) => {
+                let values = matrix(tensor).expect("checked when it was captured");
+                match self.stage {
+                    // [V]: a row of the head is a number here.
+                    Stage::Dbias => Matrix { rows: values.len(), cols: 1, ..values },
+                    _ => values,
+                }
+            }
+            Held::Picked(rows) => rows.matrix(),
+            Held::Summed { rows, cols, total, .. } => {
+                Matrix { rows: *rows, cols: *cols, values: Values::F64(total) }
+            }
+        }
+    }
+
+    /// Variance of storing element `at`, whose value should be `x`.
+    pub(super) fn storage(&self, at: usize, x: f64) -> f64 {
+        match &self.values {
+            Held::Whole(_) | Held::Picked(_) => stored(self.stored, x),
+            Held::Summed { storage, .. } => storage[at],
+        }
+    }
+}
+
 /// The captured tensors of one unit, by stage.
 #[derive(Default)]
 pub(super) struct Captured {
-    pub(super) tensors: Vec<(Stage, Tensor, String)>,
+    pub(super) gradients: Vec<Gradient>,
 }
 
 /// Running comparisons of one unit.
+#[derive(Default)]
 pub(super) struct Findings {
-    pub(super) bounds: (Bound, Bound),
-    pub(super) tallies: Vec<(Stage, Tally)>,
+    pub(super) tallies: Vec<(Stage, Tally, Bound)>,
     pub(super) energies: Vec<(Stage, Vec<f64>)>,
     pub(super) hits: Vec<(Stage, Vec<HitClass>)>,
 }
 
 impl Captured {
-    pub(super) fn of<'c>(
-        &'c self,
-        stages: &'c [Stage],
-    ) -> impl Iterator<Item = &'c (Stage, Tensor, String)> {
-        self.tensors.iter().filter(|(stage, _, _)| stages.contains(stage))
+    pub(super) fn of<'c>(&'c self, stages: &'c [Stage]) -> impl Iterator<Item = &'c Gradient> {
+        self.gradients.iter().filter(|gradient| stages.contains(&gradient.stage))
     }
 
-    pub(super) fn source(&self, stage: Stage) -> String {
-        let found = self.tensors.iter().find(|(of, _, _)| *of == stage);
-        found.map(|(_, _, source)| source.clone()).unwrap_or_default()
+    pub(super) fn stage(&self, stage: Stage) -> Option<&Gradient> {
+        self.gradients.iter().find(|gradient| gradient.stage == stage)
     }
 
-    /// Both captured parts, when both are there.
-    pub(super) fn parts(
-        &self,
-        one: Stage,
-        other: Stage,
-        cut: impl for<'m> Fn(&Matrix<'m>) -> Matrix<'m>,
-    ) -> Option<Parts> {
-        let find = |stage| self.tensors.iter().find(|(of, _, _)| *of == stage);
-        let (one, other) = find(one).zip(find(other))?;
-        let (a, b) = matrix(&one.1).zip(matrix(&other.1))?;
-        Some(Parts::new(&cut(&a), &cut(&b), unit_of(one.1.dtype), unit_of(other.1.dtype)))
+    /// Both captured parts of some rows, when both are there.
+    pub(super) fn parts(&self, stages: &[Stage; 3], rows: Range<usize>) -> Option<Parts> {
+        let (one, other) = self.stage(stages[0]).zip(self.stage(stages[1]))?;
+        let wide = |gradient: &Gradient| {
+            let part = rows_of(&gradient.matrix(), rows.clone());
+            let first = rows.start * part.cols;
+            let values: Vec<f64> = (0..part.len()).map(|i| part.get_f64(i)).collect();
+            let storage = |(i, &x): (usize, &f64)| gradient.storage(first + i, x);
+            let storage = values.iter().enumerate().map(storage).collect::<Vec<f64>>();
+            (values, storage)
+        };
+        let ((lse, mut storage), (label, more)) = (wide(one), wide(other));
+        storage.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
+        Some(Parts { lse, label, storage })
     }
 }
 
-/// Captured parts of a sum, widened, with the unit roundoffs of their dtypes.
+/// Captured parts of a sum, widened, with the variance that storing them brought.
 pub(super) struct Parts {
     pub(super) lse: Vec<f64>,
     pub(super) label: Vec<f64>,
-    pub(super) units: (f64, f64),
+    storage: Vec<f64>,
 }
 
 impl Parts {
-    pub(super) fn new(
-        lse: &Matrix<'_>,
-        label: &Matrix<'_>,
-        lse_unit: f64,
-        label_unit: f64,
-    ) -> Parts {
-        let wide = |m: &Matrix<'_>| (0..m.len()).map(|i| m.get_f64(i)).collect();
-        Parts { lse: wide(lse), label: wide(label), units: (lse_unit, label_unit) }
-    }
-
     /// The job may have added the parts before it rounded them to what was
     /// captured, or after.
     pub(super) fn allowed(&self, replay: &Replay<'_>, at: usize) -> Allowed {
-        let (x, y) = (self.lse[at], self.label[at]);
-        let captured = rounded(self.units.0, x) + rounded(self.units.1, y);
-        Allowed { own: captured + replay.added(x, y), ..Allowed::default() }
+        let own = self.storage[at] + replay.added(self.lse[at], self.label[at]);
+        Allowed { own, ..Allowed::default() }
     }
 }
 
 impl Findings {
-    pub(super) fn merge(&mut self, stage: Stage, tally: Tally) {
-        match self.tallies.iter_mut().find(|(of, _)| *of == stage) {
-            Some((_, total)) => total.merge(tally),
-            None => self.tallies.push((stage, tally)),
+    pub(super) fn merge(&mut self, stage: Stage, tally: Tally, bound: Bound) {
+        match self.tallies.iter_mut().find(|(of, ..)| *of == stage) {
+            Some((_, total, _)) => total.merge(tally),
+            None => self.tallies.push((stage, tally, bound)),
         }
     }
 
     pub(super) fn emulated(&mut self, stage: Stage, member: usize, energy: f64) {
-        let at = match self.energies.iter().position(|(of, _)| *of == stage) {
-            Some(at) => at,
-            None => {
-                self.energies.push((stage, Vec::new()));
-                self.energies.len() - 1
-            }
-        };
-        let energies = &mut self.energies[at].1;
+        let energies = entry(&mut self.energies, stage);
         energies.resize(energies.len().max(member + 1), 0.0);
         energies[member] += energy;
     }
@@ -111,14 +142,7 @@ impl Findings {
         allowed: &dyn Fn(usize, usize, f64) -> Allowed,
         hits: &[u32],
     ) {
-        let at = match self.hits.iter().position(|(of, _)| *of == stage) {
-            Some(at) => at,
-            None => {
-                self.hits.push((stage, Vec::new()));
-                self.hits.len() - 1
-            }
-        };
-        let classes = &mut self.hits[at].1;
+        let classes = entry(&mut self.hits, stage);
         for (row, &n) in hits.iter().enumerate() {
             let class = (u32::BITS - n.leading_zeros()) as usize;
             while classes.len() <= class {
@@ -137,9 +161,20 @@ impl Findings {
     }
 }
 
-/// Squared error of emulated values once they are rounded to the captured dtype.
-pub(super) fn error_energy(values: &[f32], reference: &[f64], output: f64) -> f64 {
-    let precision = precision(output.max(F32));
-    let one = |(&x, r): (&f32, &f64)| (f64::from(precision.round(x)) - r).powi(2);
+/// The list of a stage, made where there is none.
+fn entry<T>(lists: &mut Vec<(Stage, Vec<T>)>, stage: Stage) -> &mut Vec<T> {
+    let at = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
+        lists.push((stage, Vec::new()));
+        lists.len() - 1
+    });
+    &mut lists[at].1
+}
+
+/// Squared error of emulated values once they are stored as what was captured is.
+pub(super) fn error_energy(values: &[f64], reference: &[f64], stored: Option<Precision>) -> f64 {
+    let one = |(&x, r): (&f64, &f64)| {
+        let x = stored.map_or(x, |precision| precision.round64(x));
+        (x - r).powi(2)
+    };
     values.iter().zip(reference).map(one).sum()
 }

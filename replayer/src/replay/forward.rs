@@ -1,91 +1,192 @@
-//! Forward stages of one microbatch: lse, label_logits, loss.
+//! Forward stages of one microbatch: lse, label_logits, logprobs; the loss is in
+//! `loss`, what is `[T, V]` in `plane`.
 
-use backtape::head::Scope;
 use backtape::role::Role;
 
-use super::allowed::{rounded, summed};
+use super::allowed::{LabelSize, TokenSize, relative, stored};
+use super::column::{Column, Expected};
 use super::members::members;
-use super::outcome::{Comparison, MemberError, Outcome};
+use super::outcome::{MemberError, Outcome, Status};
 use super::{Replay, Slice};
-use crate::compare::{Allowed, Rows, Tally, once};
-use crate::head::roundings::{F32, unit_of};
-use crate::head::step::{StepError, matrix, unfit};
-use crate::head::{MicrobatchInputs, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
+use crate::head::step::StepError;
+use crate::head::{MicrobatchInputs, Scores, Stage};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
 use crate::kernels::{policy, reference};
 
 /// From here on `g p` lies within two spacings of bf16's exponent of g, so that
 /// tokens of one g may round alike.
 const CONFIDENT: f64 = 0.25;
 
-/// What the backward of a microbatch starts from.
+/// What the later stages of a microbatch start from; all `[T]`.
 pub(super) struct ForwardState {
-    /// lse per token: captured where it was captured, else the reference.
+    /// lse: captured where it was captured, else the reference.
     pub(super) lse: Vec<f64>,
+    /// Variance of `lse` beyond what storing it says.
+    pub(super) lse_variance: Vec<f64>,
     /// Relative variance, alike over a token's row, that this lse brings.
     pub(super) scale: Vec<f64>,
     /// Tokens with a p so large that `g p` is nearly g.
     pub(super) confident: Vec<bool>,
+    /// Label logits, captured or reference, with their variance.
+    pub(super) label: Expected,
+    /// Sum over the valid classes of the logits.
+    pub(super) logit_sum: Vec<f64>,
+    /// Log-probabilities of the labels, captured or recomputed, with their variance.
+    pub(super) logprobs: Expected,
+}
+
+struct Emulated {
+    name: String,
+    lse: Vec<f64>,
+    label: Vec<f64>,
 }
 
 impl Replay<'_> {
     pub(super) fn forward(
         &self,
         slice: &Slice,
-        all: &[&MicrobatchInputs],
         outcome: &mut Outcome,
     ) -> Result<ForwardState, StepError> {
         let inputs = &slice.inputs;
-        let head = head_inputs(inputs);
-        self.check_inputs(inputs, &head, outcome);
-        let exact = reference::forward(&head, self.tiles, self.progress);
-        let variance = self.variances(&head, &exact);
-        let captured_lse = self.column(Role::Lse, slice)?;
-        let captured_label = self.column(Role::LabelLogits, slice)?;
-        let emulated = self.emulate(&head, captured_lse.is_some() || captured_label.is_some());
-        for (stage, captured, exact, variance, pick) in [
-            (Stage::Lse, &captured_lse, &exact.lse, &variance.lse, 0),
-            (Stage::LabelLogits, &captured_label, &exact.label_logits, &variance.label, 1),
+        self.check_inputs(inputs, outcome);
+        let logprobs = self.column(Role::Logprobs, slice)?;
+        let Some(head) = inputs.head(self.step) else {
+            let captured = logprobs.ok_or_else(|| self.step.missing(Role::Logprobs, None))?;
+            return Ok(ForwardState::of_logprobs(&captured));
+        };
+        let (exact, variance) = self.exact(slice, &head)?;
+        let captured = (self.column(Role::Lse, slice)?, self.column(Role::LabelLogits, slice)?);
+        let emulated = self.emulate(&head, captured.0.is_some() || captured.1.is_some());
+        for (stage, captured, expected) in [
+            (Stage::Lse, &captured.0, &variance.lse),
+            (Stage::LabelLogits, &captured.1, &variance.label),
         ] {
             let Some(captured) = captured.as_ref().filter(|_| self.wants(stage)) else {
                 continue;
             };
-            let members = emulated.iter().map(|(name, lse, label)| {
-                let values = if pick == 0 { lse } else { label };
-                let energy =
-                    values.iter().zip(exact).map(|(&x, r)| (f64::from(x) - r).powi(2)).sum();
-                MemberError { name: name.clone(), energy }
-            });
-            let members = members.collect();
-            let comparison = self.column_comparison(inputs, captured, exact, variance, members);
-            outcome.add(stage, comparison);
+            let error = |one: &Emulated| {
+                let values = if stage == Stage::Lse { &one.lse } else { &one.label };
+                let pairs = values.iter().zip(&expected.values);
+                let energy = pairs.map(|(x, r)| (x - r).powi(2)).sum();
+                MemberError { name: one.name.clone(), energy }
+            };
+            let members = emulated.iter().map(error).collect();
+            let all = stage == Stage::Lse;
+            outcome.add(stage, self.judge_column(inputs, captured, expected, all, members));
         }
-        self.loss(slice, all, &exact, (&captured_lse, &captured_label), &variance, outcome)?;
-        Ok(self.state(captured_lse.as_ref(), exact, &variance))
+        let mut state = self.state(captured, exact, variance);
+        if let Some(captured) = &logprobs {
+            if self.wants(Stage::Logprobs) {
+                let found = self.judge_column(inputs, captured, &state.logprobs, false, Vec::new());
+                outcome.add(Stage::Logprobs, found);
+            }
+            state.logprobs = captured_expectation(captured);
+        }
+        Ok(state)
     }
 
     /// Inputs are looked at, not compared: only the dump knows them.
-    fn check_inputs(
-        &self,
-        inputs: &MicrobatchInputs,
-        head: &HeadInputs<'_>,
-        outcome: &mut Outcome,
-    ) {
-        for (stage, matrix) in [(Stage::Q, &head.q), (Stage::K, &head.k)] {
-            let bad = (0..matrix.len()).filter(|&i| !matrix.get_f64(i).is_finite()).count();
+    fn check_inputs(&self, inputs: &MicrobatchInputs, outcome: &mut Outcome) {
+        let head = inputs.head(self.step);
+        let matrices = match (&inputs.scores, &head) {
+            (Scores::Product { .. }, Some(head)) => vec![(Stage::Q, head.q), (Stage::K, head.k)],
+            (Scores::Logits(_), Some(head)) => {
+                head.given.iter().map(|&logits| (Stage::Logits, logits)).collect()
+            }
+            _ => Vec::new(),
+        };
+        for (stage, matrix) in matrices {
+            // Logits may be masked by -inf where they are not valid.
+            let valid = if stage == Stage::Logits { inputs.valid_vocab } else { matrix.cols };
+            let bad = |&i: &usize| i % matrix.cols.max(1) < valid && !matrix.get_f64(i).is_finite();
+            let bad = (0..matrix.len()).filter(bad).count();
             if bad > 0 {
                 let words = format!("{bad} values of {stage} are not finite");
-                outcome.stages[stage as usize].status = super::outcome::Status::Fail;
+                outcome.stages[stage as usize].status = Status::Fail;
                 outcome.skip(stage, words);
-            } else if outcome.stage(stage).status == super::outcome::Status::Skip {
+            } else if outcome.stage(stage).status == Status::Skip {
                 outcome.pass(stage, "finite");
             }
         }
         let counted = inputs.labels.iter().filter(|&&label| label != IGNORED).count();
-        outcome.pass(Stage::Labels, format!("{counted} of {} tokens counted", inputs.labels.len()));
-        if self.step.find(Role::Weights, inputs.microbatch).is_some() {
-            outcome.pass(Stage::Weights, "finite");
+        outcome.pass(Stage::Labels, format!("{counted} of {} tokens counted", inputs.tokens()));
+        for (stage, role) in [
+            (Stage::Weights, Role::Weights),
+            (Stage::Bias, Role::Bias),
+            (Stage::Cotangent, Role::Cotangent),
+            (Stage::TokenOrder, Role::TokenOrder),
+            (Stage::Advantages, Role::Advantages),
+            (Stage::OldLogprobs, Role::OldLogprobs),
+            (Stage::RefLogprobs, Role::RefLogprobs),
+        ] {
+            if self.step.held(role, inputs.microbatch).is_some() {
+                outcome.pass(stage, "read");
+            }
         }
+    }
+
+    /// lse and label logits in f64, from the captured logits where they were
+    /// captured and are not the head's input.
+    fn exact(
+        &self,
+        slice: &Slice,
+        head: &HeadInputs<'_>,
+    ) -> Result<(reference::Forward, Variances), StepError> {
+        let exact = reference::forward(head, self.tiles, self.progress);
+        let variance = self.variances(head, &exact);
+        let captured = self.step.find(Role::Logits, slice.inputs.microbatch);
+        let forced = captured.filter(|_| head.given.is_none() && self.wants(Stage::Logits));
+        match forced {
+            Some(key) => self.forced(key, slice, head, exact),
+            None => Ok((exact, variance)),
+        }
+    }
+
+    /// The forward pass from captured logits: what they hold is not blamed on lse.
+    fn forced(
+        &self,
+        key: &backtape::shard::TensorKey,
+        slice: &Slice,
+        head: &HeadInputs<'_>,
+        mut exact: reference::Forward,
+    ) -> Result<(reference::Forward, Variances), StepError> {
+        let none = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
+        let mut storage = None;
+        self.each_span(key, head.k.rows, &mut |rows, logits, precision| {
+            storage = precision;
+            let part = HeadInputs {
+                q: none(rows.len()),
+                k: none(head.k.rows),
+                labels: &slice.inputs.labels[rows.clone()],
+                bias: None,
+                given: Some(logits),
+                transform: Transform::NONE,
+                ..*head
+            };
+            let part = reference::forward(&part, self.tiles, self.progress);
+            exact.lse[rows.clone()].copy_from_slice(&part.lse);
+            exact.label_logits[rows.clone()].copy_from_slice(&part.label_logits);
+            exact.row_max[rows.clone()].copy_from_slice(&part.row_max);
+            exact.logit_sum[rows].copy_from_slice(&part.logit_sum);
+            Ok(())
+        })?;
+        let compute = self.roundings.compute();
+        let sum = super::allowed::summed(
+            self.roundings.widest.sums.lse,
+            head.valid_vocab as f64,
+            1.0,
+            0.0,
+        );
+        let lse = (0..exact.lse.len()).map(|t| {
+            let x = exact.row_max[t].abs() + 1.0;
+            stored(storage, x) + sum + relative(4.0 * compute, exact.lse[t].abs() + x + 1.0)
+        });
+        let label = exact.label_logits.iter().map(|&x| stored(storage, x));
+        let variance = Variances {
+            lse: Expected::new(exact.lse.clone(), lse.collect()),
+            label: Expected::new(exact.label_logits.clone(), label.collect()),
+        };
+        Ok((exact, variance))
     }
 
     fn variances(&self, head: &HeadInputs<'_>, exact: &reference::Forward) -> Variances {
@@ -94,187 +195,114 @@ impl Replay<'_> {
             (0..d).map(|i| m.get_f64(row * d + i).powi(2)).sum()
         };
         let largest = (0..head.valid_vocab).map(|v| squares(&head.k, v)).fold(0.0, f64::max);
+        let bias = head.bias.map_or(0.0, |bias| {
+            bias[..head.valid_vocab].iter().fold(0.0, |most: f64, b| most.max(b.abs()))
+        });
         let lse = (0..head.q.rows).map(|t| {
             let norms = squares(&head.q, t) * largest;
-            self.lse_variance(exact.lse[t], exact.row_max[t], norms, d, head.valid_vocab)
+            let size = TokenSize { lse: exact.lse[t], row_max: exact.row_max[t], norms };
+            self.lse_variance(&size, d, head.valid_vocab, bias)
         });
         let label = (0..head.q.rows).map(|t| match head.labels[t] {
             IGNORED => 0.0,
             row => {
-                let term =
-                    |i| (head.q.get_f64(t * d + i) * head.k.get_f64(row as usize * d + i)).powi(2);
-                self.label_logit_variance(exact.label_logits[t], (0..d).map(term).sum(), d)
+                let (mut dot, mut squares) = (0.0, 0.0);
+                for i in 0..d {
+                    let term = head.q.get_f64(t * d + i) * head.k.get_f64(row as usize * d + i);
+                    dot += term;
+                    squares += term * term;
+                }
+                let size = LabelSize { value: exact.label_logits[t], dot, squares };
+                self.label_logit_variance(&size, d, head.bias.is_some())
             }
         });
-        Variances { lse: lse.collect(), label: label.collect() }
-    }
-
-    /// lse and label logits of every member that rounds the logits differently.
-    fn emulate(&self, head: &HeadInputs<'_>, needed: bool) -> Vec<(String, Vec<f32>, Vec<f32>)> {
-        let mut found: Vec<(String, Vec<f32>, Vec<f32>)> = Vec::new();
-        let all = members(&self.roundings, self.step.options.plain);
-        let ends = [&all[0], &all[all.len() - 1]];
-        for member in ends.into_iter().filter(|_| needed) {
-            let result = policy::forward(&member.policy, head, self.tiles, self.progress);
-            found.push((member.name.clone(), result.lse, result.label_logits));
-        }
-        found
-    }
-
-    /// A captured `[T]` tensor of the microbatch, if it was recorded.
-    pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
-        let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
-            return Ok(None);
-        };
-        let tensor = self.step.assemble(key)?;
-        let tokens = slice.inputs.labels.len();
-        match matrix(&tensor).filter(|values| values.len() == tokens) {
-            Some(values) => {
-                let unit = unit_of(tensor.dtype);
-                let values = (0..tokens).map(|t| values.get_f64(t)).collect();
-                Ok(Some(Column { source: key.to_string(), values, unit }))
-            }
-            None => Err(unfit(&tensor, &format!("{tokens} floats, one a token"))),
+        Variances {
+            lse: Expected::new(exact.lse.clone(), lse.collect()),
+            label: Expected::new(exact.label_logits.clone(), label.collect()),
         }
     }
 
-    fn column_comparison(
-        &self,
-        inputs: &MicrobatchInputs,
-        captured: &Column,
-        exact: &[f64],
-        variance: &[f64],
-        members: Vec<MemberError>,
-    ) -> Comparison {
-        let tokens = exact.len();
-        let bound = self.bound(tokens, 1);
-        // An ignored token's label logit is the job's own business.
-        let kept: Vec<usize> =
-            (0..tokens).filter(|&t| inputs.labels[t] != IGNORED || variance[t] > 0.0).collect();
-        let values: Vec<f64> = kept.iter().map(|&t| captured.values[t]).collect();
-        let exact: Vec<f64> = kept.iter().map(|&t| exact[t]).collect();
-        let rows = Rows {
-            captured: Matrix {
-                rows: kept.len(),
-                cols: 1,
-                values: crate::kernels::Values::F64(&values),
-            },
-            reference: &exact,
-            index: &|row| kept[row] as u64,
-            repeats: &once,
+    /// lse and label logits of the members that round the logits most differently.
+    fn emulate(&self, head: &HeadInputs<'_>, needed: bool) -> Vec<Emulated> {
+        let all = members(&self.roundings);
+        let last = all.len() - 1;
+        let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
+        let run = |(_, member): (usize, super::members::Member)| {
+            let found = policy::forward(&member.policy, head, self.roundings.tiles, self.progress);
+            Emulated { name: member.name, lse: found.lse, label: found.label_logits }
         };
-        let allowed = |row: usize, _, x: f64| Allowed {
-            own: variance[kept[row]] + rounded(captured.unit, x),
-            ..Allowed::default()
-        };
-        let tally = Tally::of(&rows, allowed, &bound);
-        let excess = tally.excess(&bound);
-        let (microbatch, source) = (inputs.microbatch, captured.source.clone());
-        Comparison { microbatch, rank: None, source, tally, excess, members, by_hits: Vec::new() }
-    }
-
-    /// The loss of the microbatch from captured lse and label logits.
-    fn loss(
-        &self,
-        slice: &Slice,
-        all: &[&MicrobatchInputs],
-        exact: &reference::Forward,
-        captured: (&Option<Column>, &Option<Column>),
-        variance: &Variances,
-        outcome: &mut Outcome,
-    ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
-        let Some(key) = self.step.find(Role::Loss, inputs.microbatch) else { return Ok(()) };
-        if !self.wants(Stage::Loss) {
-            return Ok(());
-        }
-        if self.step.options.scope == Scope::Rank {
-            outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
-            return Ok(());
-        }
-        let tensor = self.step.assemble(key)?;
-        let Some(found) = matrix(&tensor).filter(|values| values.len() == 1) else {
-            return Err(unfit(&tensor, "one float"));
-        };
-        let whole = Unit { rank: None, rows: (0..inputs.labels.len()).collect() };
-        let denominator = self.step.denominator(all, inputs, &whole);
-        let (total, inner) = self.loss_sum(inputs, denominator, exact, captured, variance);
-        let own = inner + rounded(unit_of(tensor.dtype), total) + rounded(2.0 * F32, total);
-        let bound = self.bound(1, 1);
-        let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
-        let tally = Tally::of(&rows, |_, _, _| Allowed { own, ..Allowed::default() }, &bound);
-        outcome.add(
-            Stage::Loss,
-            Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound),
-        );
-        Ok(())
-    }
-
-    /// Σ w nll / denominator, and the variance of its parts and of their sum.
-    fn loss_sum(
-        &self,
-        inputs: &MicrobatchInputs,
-        denominator: f64,
-        exact: &reference::Forward,
-        captured: (&Option<Column>, &Option<Column>),
-        variance: &Variances,
-    ) -> (f64, f64) {
-        let value = |column: &Option<Column>, t: usize, exact: f64, variance: f64| match column {
-            Some(column) => (column.values[t], rounded(column.unit, column.values[t])),
-            None => (exact, variance),
-        };
-        let (mut total, mut squares, mut error) = (0.0, 0.0, 0.0);
-        for t in (0..inputs.labels.len()).filter(|&t| inputs.labels[t] != IGNORED) {
-            let (lse, lse_error) = value(captured.0, t, exact.lse[t], variance.lse[t]);
-            let (label, label_error) =
-                value(captured.1, t, exact.label_logits[t], variance.label[t]);
-            let weight = inputs.weights[t] / denominator;
-            let addend = weight * (lse - label);
-            total += addend;
-            squares += addend * addend;
-            error += weight * weight * (lse_error + label_error) + rounded(F32, addend);
-        }
-        let n = inputs.labels.len() as f64;
-        (total, error + summed(self.roundings.accumulate, n, total, squares))
+        ends.filter(|_| needed).map(run).collect()
     }
 
     fn state(
         &self,
-        captured: Option<&Column>,
+        captured: (Option<Column>, Option<Column>),
         exact: reference::Forward,
-        variance: &Variances,
+        variance: Variances,
     ) -> ForwardState {
         let largest = exact.row_max.iter().zip(&exact.lse).map(|(max, lse)| (max - lse).exp());
         let confident = largest.map(|p| p > CONFIDENT).collect();
-        match captured {
+        let (lse, scale) = match &captured.0 {
             Some(column) => {
-                let scale = column.values.iter().map(|&lse| self.lse_scale(lse, column.unit));
-                ForwardState { scale: scale.collect(), lse: column.values.clone(), confident }
+                let unit = column.stored.map_or(0.0, |precision| precision.unit_roundoff());
+                let scale = column.values.iter().map(|&lse| self.lse_scale(lse, unit)).collect();
+                (captured_expectation(column), scale)
             }
             None => {
-                let scale = exact.lse.iter().zip(&variance.lse);
-                let scale = scale.map(|(&lse, own)| self.lse_scale(lse, 0.0) + own);
-                ForwardState { scale: scale.collect(), lse: exact.lse, confident }
+                let scale = variance.lse.values.iter().zip(&variance.lse.variance);
+                let scale = scale.map(|(&lse, own)| self.lse_scale(lse, 0.0) + own).collect();
+                (variance.lse, scale)
             }
+        };
+        let label = captured.1.as_ref().map_or(variance.label, captured_expectation);
+        let compute = self.roundings.compute();
+        let logprobs = (0..lse.values.len()).map(|t| {
+            let (a, b) = (label.values[t], lse.values[t]);
+            (a - b, label.variance[t] + lse.variance[t] + relative(compute, a.abs() + b.abs()))
+        });
+        let (values, between) = logprobs.unzip();
+        ForwardState {
+            lse: lse.values,
+            lse_variance: lse.variance,
+            scale,
+            confident,
+            label,
+            logit_sum: exact.logit_sum,
+            logprobs: Expected::new(values, between),
         }
     }
 }
 
-/// A captured `[T]` tensor, widened, with the unit roundoff of its dtype.
-pub(super) struct Column {
-    pub(super) source: String,
-    pub(super) values: Vec<f64>,
-    pub(super) unit: f64,
+impl ForwardState {
+    /// A head that starts from log-probabilities: nothing before them is known.
+    fn of_logprobs(captured: &Column) -> ForwardState {
+        let tokens = captured.values.len();
+        ForwardState {
+            lse: vec![0.0; tokens],
+            lse_variance: vec![0.0; tokens],
+            scale: vec![0.0; tokens],
+            confident: vec![false; tokens],
+            label: Expected::new(vec![0.0; tokens], vec![0.0; tokens]),
+            logit_sum: vec![0.0; tokens],
+            logprobs: captured_expectation(captured),
+        }
+    }
+}
+
+impl Expected {
+    fn new(values: Vec<f64>, variance: Vec<f64>) -> Expected {
+        Expected { values, variance, certain: Vec::new() }
+    }
+}
+
+/// What a later stage starts from when this was captured: its own storage may have
+/// rounded what the job went on with.
+fn captured_expectation(column: &Column) -> Expected {
+    let (values, variance) = (0..column.values.len()).map(|t| column.at(t)).unzip();
+    Expected::new(values, variance)
 }
 
 struct Variances {
-    lse: Vec<f64>,
-    label: Vec<f64>,
-}
-
-/// The kernels' view of a microbatch.
-pub(crate) fn head_inputs(inputs: &MicrobatchInputs) -> HeadInputs<'_> {
-    let checked = "checked when it was gathered";
-    let (q, k) = (matrix(&inputs.q).expect(checked), matrix(&inputs.k).expect(checked));
-    HeadInputs::plain(q, k, &inputs.labels, inputs.valid_vocab)
+    lse: Expected,
+    label: Expected,
 }

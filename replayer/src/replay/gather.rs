@@ -29,6 +29,18 @@ impl Gathered {
         Gathered { rows: rows.len(), cols, values }
     }
 
+    /// The first columns of every row.
+    pub(super) fn cut(matrix: &Matrix<'_>, cols: usize) -> Gathered {
+        let (rows, width) = (matrix.rows, matrix.cols.max(1));
+        let values = match matrix.values {
+            Values::Bf16(bits) => Owned::Bf16(first(bits, width, cols)),
+            Values::F16(bits) => Owned::F16(first(bits, width, cols)),
+            Values::F32(values) => Owned::F32(first(values, width, cols)),
+            Values::F64(values) => Owned::F64(first(values, width, cols)),
+        };
+        Gathered { rows, cols, values }
+    }
+
     /// The picked rows as a matrix.
     pub(super) fn matrix(&self) -> Matrix<'_> {
         let values = match &self.values {
@@ -43,4 +55,8 @@ impl Gathered {
 
 fn pick<T: Copy>(values: &[T], cols: usize, rows: &[usize]) -> Vec<T> {
     rows.iter().flat_map(|&row| &values[row * cols..(row + 1) * cols]).copied().collect()
+}
+
+fn first<T: Copy>(values: &[T], width: usize, cols: usize) -> Vec<T> {
+    values.chunks(width).flat_map(|row| &row[..cols]).copied().collect()
 }

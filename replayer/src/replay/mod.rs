@@ -4,17 +4,26 @@
 //! paint all later stages red.
 
 mod across;
+mod addends;
 pub mod against;
 mod allowed;
 mod backward;
+mod column;
+mod dk;
+mod dq;
 pub mod estimate;
 mod findings;
 mod forward;
 mod gather;
+mod loss;
 mod members;
+mod norm;
 pub mod outcome;
+mod plane;
 pub mod probe;
+mod probed;
 pub mod sample;
+mod sampled;
 
 use std::collections::BTreeSet;
 
@@ -27,29 +36,39 @@ use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
 use outcome::{NotChecked, Outcome};
 
-pub(crate) use forward::head_inputs;
-
 /// What to compare, and how.
 pub struct Request<'a> {
     /// The roles asked for; empty: every role that the dump holds.
     pub compare: &'a [Role],
-    /// Random probes instead of the recomputed dq and dk, where asked for.
-    pub probes: Option<Probes>,
-    /// A stratified sample of so many tokens of each microbatch, where asked for.
-    pub tokens: Option<usize>,
+    /// How much of dq and dk is recomputed.
+    pub effort: Effort,
     /// Told of the work done, in multiply-adds.
     pub progress: &'a dyn Progress,
     /// Given the whole work once it is known.
     pub total: &'a dyn Fn(u64),
 }
 
-/// Random probes: how many, and from which seed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Probes {
-    /// K of them.
-    pub count: usize,
-    /// What they are drawn from.
-    pub seed: u64,
+/// How much of dq and dk is recomputed. What costs one GEMM or less is judged on all
+/// tokens, whatever the effort.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Effort {
+    /// All of them, element by element.
+    #[default]
+    All,
+    /// None: they are checked with so many random probes.
+    Probes {
+        /// K of them.
+        count: usize,
+        /// What they are drawn from.
+        seed: u64,
+    },
+    /// Rows of dq of a stratified sample of so many tokens; dk is estimated from them.
+    Tokens {
+        /// Of each microbatch.
+        count: usize,
+        /// What they are drawn from.
+        seed: u64,
+    },
 }
 
 /// Everything that one replay holds while it runs.
@@ -59,7 +78,7 @@ pub(crate) struct Replay<'a> {
     roundings: Roundings,
     tiles: Tiles,
     comparisons: usize,
-    probes: Option<Probes>,
+    effort: Effort,
     progress: &'a dyn Progress,
 }
 
@@ -67,6 +86,8 @@ pub(crate) struct Replay<'a> {
 pub(crate) struct Slice {
     inputs: MicrobatchInputs,
     units: Vec<Unit>,
+    /// Tokens by what their loss is divided by.
+    denominators: Vec<(Unit, f64)>,
     /// Why addends could not be told apart, if they could not.
     blocked: Option<String>,
 }
@@ -75,45 +96,54 @@ pub(crate) struct Slice {
 pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, StepError> {
     let slices = slices(step)?;
     let wanted = wanted(step, request.compare)?;
-    let roundings = Roundings::plausible(&step.options, slices[0].inputs.q.dtype);
+    let roundings = Roundings::plausible(&step.options, slices[0].inputs.dtype(step))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let tiles = Tiles::default();
     let comparisons = wanted.len() * units.max(1);
-    let (probes, progress) = (request.probes, request.progress);
-    let replay = Replay { step, wanted, roundings, tiles, comparisons, probes, progress };
-    (request.total)(replay.work(&slices));
+    let (effort, progress) = (request.effort, request.progress);
+    let replay = Replay { step, wanted, roundings, tiles, comparisons, effort, progress };
+    (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);
-    let all: Vec<&MicrobatchInputs> = slices.iter().map(|slice| &slice.inputs).collect();
     for slice in &slices {
-        let forward = replay.forward(slice, &all, &mut outcome)?;
+        let state = replay.forward(slice, &mut outcome)?;
+        let upstream = replay.upstream(slice, &state, &mut outcome)?;
+        replay.loss(slice, &state, &mut outcome)?;
+        replay.plane(slice, &state, &upstream, &mut outcome)?;
         if let Some(why) = &slice.blocked {
             let what = format!("dk of {}", name(slice.inputs.microbatch));
             outcome.not_checked.push(NotChecked { what, why: why.clone() });
         }
         for unit in &slice.units {
-            replay.backward(slice, unit, &all, &forward, &mut outcome)?;
+            replay.backward(slice, unit, &state, &upstream, &mut outcome)?;
         }
     }
-    if let Some(tokens) = request.tokens {
-        let what = format!("a sample of {tokens} tokens");
-        let why = "this version of replay takes all tokens: the verdict is on all of them".into();
-        outcome.not_checked.push(NotChecked { what, why });
-    }
+    replay.note_effort(&slices, &mut outcome);
     replay.across(&slices, &mut outcome)?;
     outcome.finish(step);
     Ok(outcome)
 }
 
 fn slices(step: &HeadStep<'_>) -> Result<Vec<Slice>, StepError> {
-    let one = |&microbatch: &Option<Microbatch>| {
-        let inputs = step.inputs(microbatch)?;
+    let gather = |&microbatch: &Option<Microbatch>| step.inputs(microbatch);
+    let inputs: Vec<MicrobatchInputs> =
+        step.microbatches.iter().map(gather).collect::<Result<_, _>>()?;
+    let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
+    let counted = |one: &MicrobatchInputs| {
+        step.denominators(&all, one).map_err(|why| StepError::Unfit {
+            key: one.rows_key.clone(),
+            found: "held by several ranks".into(),
+            wanted: format!("tokens that one rank counts, for scope=rank: {why}"),
+        })
+    };
+    let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;
+    let slice = |(inputs, denominators): (MicrobatchInputs, Vec<(Unit, f64)>)| {
         let (units, blocked) = match step.units(&inputs) {
             Ok(units) => (units, None),
             Err(why) => (Vec::new(), Some(why)),
         };
-        Ok(Slice { inputs, units, blocked })
+        Slice { inputs, units, denominators, blocked }
     };
-    step.microbatches.iter().map(one).collect()
+    Ok(inputs.into_iter().zip(counted).map(slice).collect())
 }
 
 /// The captured stages that serve the comparison; refuses a role that is not there.

@@ -1,7 +1,7 @@
 //! dk and dq checked with random probes instead of recomputed (Freivalds 1977).
 //!
 //! For x of random signs, `dk x` and `dq x` cost one GEMM where the gradients cost
-//! seven. A row whose error is Δ shows in one probe as `Δ·x`: never larger than noise
+//! seven and every emulated member more. A row whose error is Δ shows in one probe as `Δ·x`: never larger than noise
 //! with probability 1/2 at most in exact arithmetic, so K probes miss it with 2^-K.
 //!
 //! With rounding, `Δ·x` must rise above what the declared precision explains. Signs
@@ -9,6 +9,11 @@
 //! correlation: the probe's variance is the sum over the row of the elements'
 //! variances. What multiplies a whole term (p, g, lse) is not averaged over the row but
 //! multiplies the term's own probe: `Σ_t var (g p)² (q_t·x)²`, computed as such.
+//!
+//! The variances are those of `dk`, `dq` and `allowed`, summed over the row. Bounded from
+//! above, not computed: the size of the dense part of a row is taken from what was
+//! captured less the exact label part; a token's lse and g count both as independent of
+//! the other tokens' (a tail) and as alike in all rows of dk (their errors add).
 //!
 //! Power: `E (Δ·x)² = |Δ|²` and `E (Δ·x)⁴ ≤ 3|Δ|⁴`, so by Paley and Zygmund (1932)
 //! `P(|Δ·x| > θ|Δ|) ≥ (1 - θ²)²/3` for every Δ. Rounding may hide what is below the
@@ -18,13 +23,15 @@
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::allowed::{rounded, summed};
+use super::allowed::{relative, rounded, summed};
+use super::dq::tokens_of_label;
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::draw::Draw;
-use crate::head::roundings::F32;
-use crate::head::{Roundings, Stage};
+use crate::head::Stage;
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Values};
-use crate::kernels::reference::{Probed, TermNoise, probe};
+use crate::kernels::policy::{Path, Policy, Sum};
+use crate::kernels::reference::{Probed, Probing, TermNoise, probe};
+use crate::kernels::round::Precision;
 use crate::kernels::tiles::{Progress, Tiles};
 
 /// Probability with which an error above the limit may go unseen.
@@ -37,8 +44,10 @@ pub struct Backward<'a> {
     pub head: HeadInputs<'a>,
     /// lse of each token.
     pub lse: &'a [f64],
-    /// Relative variance that this lse brings to the whole row of a token.
-    pub lse_scale: &'a [f64],
+    /// Relative variance that lse and g bring to the whole row of a token.
+    pub token_rel_var: &'a [f64],
+    /// The part of it that is g's: the label part has no lse.
+    pub g_rel_var: &'a [f64],
     /// Upstream of each token.
     pub cotangents: Cotangents<'a, f64>,
 }
@@ -48,8 +57,16 @@ pub struct Backward<'a> {
 pub struct Model {
     /// Of one softmax term.
     pub noise: TermNoise,
-    /// Of everything else.
-    pub roundings: Roundings,
+    /// The largest plausible rounding at each point.
+    pub widest: Policy,
+    /// Tiles of the job.
+    pub tiles: Tiles,
+    /// Unit roundoff of what is done element by element.
+    pub compute: f64,
+    /// What narrowing q or k costs, as a unit roundoff.
+    pub input: f64,
+    /// Half the smallest step of an entry, where that is coarse.
+    pub entry_floor: f64,
     /// Relative variance of a label gradient's scalar.
     pub label_row: f64,
     /// Relative variance of one constant in all softmax terms.
@@ -73,8 +90,16 @@ pub struct Plan<'a> {
     pub progress: &'a dyn Progress,
 }
 
-/// A captured gradient `[T, D]` or `[V, D]`, and the unit roundoff of its dtype.
-pub type CapturedGradient<'a> = (Stage, Matrix<'a>, f64);
+/// A captured gradient `[T, D]` or `[V, D]`.
+#[derive(Clone, Copy)]
+pub struct CapturedGradient<'a> {
+    /// Which one.
+    pub stage: Stage,
+    /// Its values.
+    pub values: Matrix<'a>,
+    /// Variance of storing element `at`, whose value is `x`.
+    pub storage: &'a (dyn Fn(usize, f64) -> f64 + Sync),
+}
 
 /// What the probes of one gradient say.
 #[derive(Clone, Debug)]
@@ -128,11 +153,18 @@ pub fn check(
     let head = &backward.head;
     let x = signs(head.q.cols, plan);
     let (tiles, progress) = (plan.tiles, plan.progress);
-    let probed = probe(head, backward.lse, backward.cotangents, &model.noise, &x, tiles, progress);
+    let by = Probing {
+        lse: backward.lse,
+        cotangents: backward.cotangents,
+        noise: &model.noise,
+        token_rel_var: backward.token_rel_var,
+        x: &x,
+    };
+    let probed = probe(head, &by, tiles, progress);
     let labels = Labels::of(backward, &probed, plan.probes);
     let judge = Judge { backward, model, plan, probed: &probed, labels: &labels, x: &x };
     let known = |stage: Stage| judge.side(stage).is_some();
-    captured.iter().filter(|one| known(one.0)).map(|one| judge.stage(one)).collect()
+    captured.iter().filter(|one| known(one.stage)).map(|one| judge.stage(one)).collect()
 }
 
 /// The label parts of dk and dq, exactly.
@@ -143,6 +175,12 @@ struct Labels {
     dk_squares: Vec<f64>,
     /// `Σ (e_label)² |q|²` over the hits, `[V]`.
     dk_sq: Vec<f64>,
+    /// `Σ var (q·x)²` over the hits, var that of the logit's derivative, `[V, K]`.
+    dk_slopes: Vec<f64>,
+    /// `Σ var (e_label q·x)²` over the hits, var that of the token's g, `[V, K]`.
+    dk_tokens: Vec<f64>,
+    /// Variance of the entry that the logit's derivative brings, `[T]`.
+    slope_var: Vec<f64>,
     /// `dq_label X`, `[T, K]`.
     dq: Vec<f64>,
     /// Tokens of each label, ascending by label and token.
@@ -158,8 +196,9 @@ impl Labels {
         let zeros = |n: usize| vec![0.0; n];
         let entries = (0..tokens).map(|t| match head.labels[t] {
             IGNORED => 0.0,
-            _ => backward.cotangents.label[t] * probed.label_slope[t],
+            _ => backward.cotangents.label[t] * probed.label_slopes[t].0,
         });
+        let slope_var = |t: usize| backward.cotangents.label[t].powi(2) * probed.label_slopes[t].1;
         let mut hits: Vec<(usize, usize)> = (0..tokens)
             .filter(|&t| head.labels[t] != IGNORED)
             .map(|t| (head.labels[t] as usize, t))
@@ -169,6 +208,9 @@ impl Labels {
             dk: zeros(rows * probes),
             dk_squares: zeros(rows * probes),
             dk_sq: zeros(rows),
+            dk_slopes: zeros(rows * probes),
+            dk_tokens: zeros(rows * probes),
+            slope_var: (0..tokens).map(slope_var).collect(),
             dq: zeros(tokens * probes),
             hits,
             entries: entries.collect(),
@@ -179,9 +221,12 @@ impl Labels {
                 (token * depth..(token + 1) * depth).map(|at| head.q.get_f64(at).powi(2)).sum();
             found.dk_sq[row] += entry * entry * norm;
             for probe in 0..probes {
-                let addend = entry * probed.qx[token * probes + probe];
-                found.dk[row * probes + probe] += addend;
-                found.dk_squares[row * probes + probe] += addend * addend;
+                let (at, qx) = (row * probes + probe, probed.qx[token * probes + probe]);
+                let addend = entry * qx;
+                found.dk[at] += addend;
+                found.dk_squares[at] += addend * addend;
+                found.dk_slopes[at] += found.slope_var[token] * qx * qx;
+                found.dk_tokens[at] += backward.g_rel_var[token] * addend * addend;
                 found.dq[token * probes + probe] = entry * probed.kx[row * probes + probe];
             }
         }
@@ -215,6 +260,8 @@ struct Judge<'a> {
 #[derive(Clone, Copy, Default)]
 struct Energies {
     captured: f64,
+    /// Variance of storing the row.
+    storage: f64,
     lse: f64,
     label: f64,
 }
@@ -234,10 +281,11 @@ impl Judge<'_> {
     }
 
     fn stage(&self, captured: &CapturedGradient<'_>) -> ProbedStage {
-        let &(stage, ref matrix, output) = captured;
+        let CapturedGradient { stage, values: matrix, .. } = captured;
+        let stage = *stage;
         let (side, parts) = self.side(stage).expect("only gradients come here");
         let probes = self.plan.probes;
-        let (values, energies) = self.captured(matrix, side, parts);
+        let (values, energies) = self.captured(captured, side, parts);
         let (lse, label) = match side {
             Side::Q => (&self.probed.dq_lse, &self.labels.dq),
             Side::K => (&self.probed.dk_lse, &self.labels.dk),
@@ -250,7 +298,7 @@ impl Judge<'_> {
             .collect();
         let bound = Bound::new(self.plan.comparisons, matrix.rows, matrix.rows * probes);
         let allowed = |row: usize, probe: usize, _x: f64| {
-            self.allowed((side, parts), row, probe, energies[row], output, &bound)
+            self.allowed((side, parts), row, probe, energies[row])
         };
         let repeats = tokens_of_label(self.backward.head.labels);
         let of_token = |row: usize| repeats[row];
@@ -274,7 +322,13 @@ impl Judge<'_> {
     }
 
     /// The captured rows times the probes, `[rows, K]`, and the energies of the rows.
-    fn captured(&self, matrix: &Matrix<'_>, side: Side, parts: Parts) -> (Vec<f64>, Vec<Energies>) {
+    fn captured(
+        &self,
+        captured: &CapturedGradient<'_>,
+        side: Side,
+        parts: Parts,
+    ) -> (Vec<f64>, Vec<Energies>) {
+        let matrix = &captured.values;
         let (depth, probes) = (matrix.cols, self.plan.probes);
         let row = |row: usize| {
             let mut values = vec![0.0; depth];
@@ -291,7 +345,10 @@ impl Judge<'_> {
                 true => values.iter().zip(&label).map(|(x, y)| (x - y).powi(2)).sum(),
                 false => square(&values),
             };
-            (probed, Energies { captured: square(&values), lse: rest, label: square(&label) })
+            let stored = |(i, &x): (usize, &f64)| (captured.storage)(row * depth + i, x);
+            let storage = values.iter().enumerate().map(stored).sum();
+            let (captured, label) = (square(&values), square(&label));
+            (probed, Energies { captured, storage, lse: rest, label })
         };
         let found: Vec<(Vec<f64>, Energies)> = (0..matrix.rows).into_par_iter().map(row).collect();
         let energies = found.iter().map(|one| one.1).collect();
@@ -330,78 +387,116 @@ impl Judge<'_> {
         row: usize,
         probe: usize,
         energies: Energies,
-        output: f64,
-        bound: &Bound,
     ) -> Allowed {
-        let depth = self.backward.head.q.cols as f64;
         let at = row * self.plan.probes + probe;
-        let r = &self.model.roundings;
-        let each = |u: f64, energy: f64| depth * rounded(u, (energy / depth).sqrt());
-        let mut found = Allowed { row: each(output, energies.captured), ..Allowed::default() };
+        let Policy { parts: part, output, .. } = self.model.widest;
+        let mut found = Allowed::default();
+        found.row += energies.storage + self.each(output, energies.captured);
         if parts.lse {
-            found = found + self.lse_part(side, row, at, energies.lse, bound);
+            found = found + self.lse_part(side, row, at, energies.lse);
         }
         if parts.label {
             found = found + self.label_part(side, row, at, energies.label);
         }
         if parts.lse && parts.label {
-            found.row += each(r.parts, energies.lse) + each(r.parts, energies.label);
-            found.row += each(F32, energies.captured);
+            found.row += self.each(part, energies.lse) + self.each(part, energies.label);
+            found.row += relative(self.model.compute, energies.captured.sqrt());
         }
         found
     }
 
-    fn lse_part(&self, side: Side, row: usize, at: usize, energy: f64, bound: &Bound) -> Allowed {
-        let (probed, head) = (self.probed, &self.backward.head);
-        let accumulate = self.model.roundings.accumulate;
-        let sum = |n: usize, squares: f64| summed(accumulate, n as f64, energy.sqrt(), squares);
+    /// Variance of rounding each element of a row of this energy.
+    fn each(&self, precision: Precision, energy: f64) -> f64 {
+        let depth = self.backward.head.q.cols.max(1) as f64;
+        depth * rounded(precision, (energy / depth).sqrt())
+    }
+
+    /// Rounding of each product of a row, and of the factor that is not its entry.
+    fn product(&self) -> f64 {
+        (self.model.widest.product.unit_roundoff().powi(2) + self.model.input.powi(2)) / 3.0
+    }
+
+    fn lse_part(&self, side: Side, row: usize, at: usize, energy: f64) -> Allowed {
+        let (probed, head, model) = (self.probed, &self.backward.head, self.model);
+        let Policy { sums, path, tile_add, chunk_add, .. } = model.widest;
+        let (n, tile, of, join) = match (side, path) {
+            (Side::Q, _) => (head.valid_vocab, model.tiles.vocab, sums.dq, tile_add),
+            (Side::K, Path::Chunked) => (head.q.rows, model.tiles.tokens, sums.dk, chunk_add),
+            (Side::K, _) => (head.q.rows, model.tiles.tokens, sums.dk, tile_add),
+        };
+        let sum = |squares: f64| {
+            let (tiles, total) = (n.div_ceil(tile.max(1)) as f64, energy.sqrt());
+            summed(of, n as f64, total, squares)
+                + summed(Sum::of(join), tiles, total, squares)
+                + self.product() * squares
+        };
+        let floor = |probed: &[f64]| match model.entry_floor {
+            0.0 => 0.0,
+            floor => {
+                let probe = probed.iter().skip(at % self.plan.probes).step_by(self.plan.probes);
+                floor * floor * probe.map(|x| x * x).sum::<f64>()
+            }
+        };
+        let certain = |dropped: &[f64]| dropped.get(at).copied().unwrap_or(0.0);
         match side {
             Side::Q => {
                 let value = probed.dq_lse[at].powi(2);
                 Allowed {
-                    row: sum(head.valid_vocab, probed.dq_sq[row])
+                    row: sum(probed.dq_sq[row])
                         + probed.dq_noise[at]
-                        + self.backward.lse_scale[row] * value,
-                    shared: self.model.alike * value,
+                        + floor(&probed.kx)
+                        + self.backward.token_rel_var[row] * value,
+                    shared: model.alike * value,
+                    certain: certain(&probed.dq_dropped),
                     ..Allowed::default()
                 }
             }
-            Side::K => {
-                // A token's lse multiplies its term: its probe (q·x)² is below 2x |q|²
-                // but with probability 2 exp(-x).
-                let scale = self.backward.lse_scale.iter().copied().fold(0.0, f64::max);
-                Allowed {
-                    row: sum(head.q.rows, probed.dk_sq[row]) + probed.dk_noise[at],
-                    shared: 2.0 * bound.element * scale * probed.dk_sq[row]
-                        + self.model.alike * probed.dk_lse[at].powi(2),
-                    ..Allowed::default()
-                }
-            }
+            Side::K => Allowed {
+                row: sum(probed.dk_sq[row])
+                    + probed.dk_noise[at]
+                    + floor(&probed.qx)
+                    + probed.dk_tokens[at],
+                shared: probed.dk_tokens[at] + model.alike * probed.dk_lse[at].powi(2),
+                certain: certain(&probed.dk_dropped),
+                ..Allowed::default()
+            },
         }
     }
 
     fn label_part(&self, side: Side, row: usize, at: usize, energy: f64) -> Allowed {
-        let (r, depth) = (&self.model.roundings, self.backward.head.q.cols as f64);
-        let labels = self.labels;
+        let (model, labels, probes) = (self.model, self.labels, self.plan.probes);
+        let Policy { sums, path, label_grad, .. } = model.widest;
         match side {
             Side::Q => {
                 let value = labels.dq[at].powi(2);
+                let kx = match self.backward.head.labels[row] {
+                    IGNORED => 0.0,
+                    label => self.probed.kx[label as usize * probes + at % probes],
+                };
                 Allowed {
-                    row: depth * rounded(r.label_grad, (energy / depth).sqrt())
-                        + self.model.label_row * value,
-                    shared: self.model.label_alike * value,
+                    row: self.each(label_grad, energy)
+                        + model.input * model.input / 3.0 * energy
+                        + (model.label_row + self.backward.g_rel_var[row]) * value
+                        + labels.slope_var[row] * kx * kx,
+                    shared: model.label_alike * value,
                     ..Allowed::default()
                 }
             }
             Side::K => {
                 let first = labels.hits.partition_point(|hit| hit.0 < row);
                 let hits = labels.hits[first..].iter().take_while(|hit| hit.0 == row).count();
-                let squares = labels.dk_sq[row];
+                let (hits, squares) = (hits as f64, labels.dk_sq[row]);
+                let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
+                let tiny = label_grad.smallest_subnormal() / 2.0;
+                let depth = self.backward.head.q.cols as f64;
                 Allowed {
-                    row: r.label_grad * r.label_grad * squares / 3.0
-                        + summed(r.label_scatter, hits as f64, energy.sqrt(), squares)
-                        + self.model.label_row * labels.dk_squares[at],
-                    shared: self.model.label_alike * labels.dk[at].powi(2),
+                    row: (label_grad.unit_roundoff().powi(2) / 3.0 + self.product()) * squares
+                        + depth * hits * tiny * tiny
+                        + summed(scatter, hits, energy.sqrt(), squares)
+                        + model.label_row * labels.dk_squares[at]
+                        + labels.dk_slopes[at]
+                        + labels.dk_tokens[at],
+                    shared: model.label_alike * labels.dk[at].powi(2) + labels.dk_tokens[at],
                     ..Allowed::default()
                 }
             }
@@ -410,6 +505,13 @@ impl Judge<'_> {
 }
 
 impl Reach {
+    /// What both promise.
+    pub(super) fn worse(self, other: Reach) -> Reach {
+        let any = self.any.zip(other.any).map(|(one, other)| one.max(other));
+        let (single, scale) = (self.single.max(other.single), self.scale.max(other.scale));
+        Reach { any, single, scale, ..self }
+    }
+
     /// What the probes saw and what they cannot see, as a clause.
     pub fn sentence(&self, stage: Stage) -> String {
         let (probes, single, scale) = (self.probes, self.single, self.scale);
@@ -426,13 +528,6 @@ impl Reach {
             "{any}, one wrong element from {single:.1e} of its row, a common scale from {scale:.1e}"
         )
     }
-}
-
-/// For each token, how many tokens have its label: their label parts are copies.
-fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
-    let mut counts = std::collections::HashMap::new();
-    labels.iter().for_each(|label| *counts.entry(label).or_insert(0.0) += 1.0);
-    labels.iter().map(|label| counts[label]).collect()
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

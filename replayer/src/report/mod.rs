@@ -2,6 +2,7 @@
 //! out. No verdict is made here.
 
 pub mod dumped;
+mod norm;
 pub mod number;
 pub mod precision;
 pub mod schema;

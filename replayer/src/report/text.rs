@@ -200,25 +200,9 @@ fn differences(out: &mut String, against: &AgainstReport) {
 }
 
 fn grad_norm(out: &mut String, report: &Report) {
-    let norm = &report.grad_norm;
-    let mut parts = Vec::new();
-    if let Some(captured) = norm.captured {
-        parts.push(format!("{captured:.7} as the job reported it"));
-    }
-    if let Some(reference) = norm.reference {
-        parts.push(format!("{reference:.7} with dk from the f64 reference"));
-    }
-    if let (Some(ours), Some(exact)) = (norm.dk_captured, norm.dk_reference) {
-        parts.push(format!(
-            "norm of dk {ours:.7}, reference {exact:.7} ({:+.2e})",
-            ours / exact - 1.0
-        ));
-    }
-    if let Some(other) = report.against.as_ref().and_then(|a| a.grad_norm.captured) {
-        parts.push(format!("{other:.7} in the other run"));
-    }
-    if !parts.is_empty() {
-        wrap(out, "grad_norm ", &parts.join("; "));
+    let other = report.against.as_ref().and_then(|against| against.grad_norm.captured);
+    for line in super::norm::lines(&report.grad_norm, other) {
+        wrap(out, "grad_norm ", &line);
     }
 }
 

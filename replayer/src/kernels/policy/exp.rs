@@ -1,4 +1,4 @@
-//! exp in f32 and the row passes of softmax: max, sum of exponentials, gradient.
+//! exp and tanh in f32, and the row passes of the head: max, sums, softcap, gradient.
 //!
 //! Every pass is one generic body, compiled twice: with AVX2 and FMA enabled, where
 //! it vectorises, and without. Both give the same bits, because `mul_add` rounds once
@@ -9,6 +9,10 @@
 /// Lanes of a row sum: element i goes to lane i mod 32, lanes are added pairwise.
 /// Four vectors of eight hide the latency of the addition.
 const LANES: usize = 32;
+
+/// What `tanh` may err by, in units of the last place.
+#[cfg(test)]
+const TANH_ULPS: f64 = 4.0;
 
 /// `exp(x)` within one unit in the last place, subnormal results included; NaN stays
 /// NaN.
@@ -25,17 +29,41 @@ pub(super) fn exp(x: f32) -> f32 {
     // ln 2 in two pieces, so that the reduced argument keeps its last bits.
     let r = whole.mul_add(-0.693_359_4, x);
     let r = whole.mul_add(2.121_944_4e-4, r);
-    // Minimax polynomial of (exp(r) - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2] (SLEEF).
+    let value = 1.0 + expm1_reduced(r);
+    // Two factors: one power of two cannot reach 2^-150 or 2^128.
+    let half = exponent >> 1;
+    value * power_of_two(half) * power_of_two(exponent.wrapping_sub(half))
+}
+
+/// `exp(r) - 1` for r in [-ln 2 / 2, ln 2 / 2]: a minimax polynomial of
+/// (exp(r) - 1 - r) / r^2 (SLEEF).
+#[inline(always)]
+fn expm1_reduced(r: f32) -> f32 {
     let p = 0.000_198_527_62_f32;
     let p = p.mul_add(r, 0.001_393_043_5);
     let p = p.mul_add(r, 0.008_333_361);
     let p = p.mul_add(r, 0.041_666_485);
     let p = p.mul_add(r, 0.166_666_67);
     let p = p.mul_add(r, 0.5);
-    let value = 1.0 + (r * r).mul_add(p, r);
-    // Two factors: one power of two cannot reach 2^-150 or 2^128.
-    let half = exponent >> 1;
-    value * power_of_two(half) * power_of_two(exponent.wrapping_sub(half))
+    (r * r).mul_add(p, r)
+}
+
+/// `tanh(x)` within `TANH_ULPS` units in the last place, as `-m / (2 + m)` with
+/// `m = exp(-2 |x|) - 1`: nothing cancels, since m is computed as such.
+#[inline(always)]
+fn tanh(x: f32) -> f32 {
+    let y = -2.0 * x.abs();
+    // tanh is 1 in f32 long before; comparing this way round lets NaN through.
+    let y = if y < -40.0 { -40.0 } else { y };
+    const MAGIC: f32 = 12_582_912.0;
+    let shifted = y.mul_add(std::f32::consts::LOG2_E, MAGIC);
+    let exponent = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
+    let whole = shifted - MAGIC;
+    let r = whole.mul_add(-0.693_359_4, y);
+    let r = whole.mul_add(2.121_944_4e-4, r);
+    let power = power_of_two(exponent);
+    let m = power.mul_add(expm1_reduced(r), power - 1.0);
+    (-m / (2.0 + m)).copysign(x)
 }
 
 #[inline(always)]
@@ -73,6 +101,18 @@ dispatched!(
     sum_exp, sum_exp_body, (row: &[f32], shift: f32) -> f32
 );
 dispatched!(
+    /// Sum of a row, in 32 lanes, then pairwise.
+    row_sum, row_sum_body, (row: &[f32]) -> f32
+);
+dispatched!(
+    /// Replaces each x of a row by `cap tanh(x / cap)`.
+    softcap, softcap_body, (row: &mut [f32], cap: f32) -> ()
+);
+dispatched!(
+    /// Replaces each `x = cap tanh(..)` of a row by `scale (1 - (x / cap)^2)`.
+    softcap_slope, softcap_slope_body, (row: &mut [f32], cap: f32, scale: f32) -> ()
+);
+dispatched!(
     /// Replaces each x of a row by `g exp(x - lse)`.
     softmax_gradient, softmax_gradient_body, (row: &mut [f32], lse: f32, g: f32) -> ()
 );
@@ -103,6 +143,24 @@ fn sum_exp_body(row: &[f32], shift: f32) -> f32 {
     for (lane, &x) in lanes.iter_mut().zip(tail) {
         *lane += exp(x - shift);
     }
+    pairwise(lanes)
+}
+
+#[inline(always)]
+fn row_sum_body(row: &[f32]) -> f32 {
+    let mut lanes = [0.0f32; LANES];
+    let (chunks, tail) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += x;
+        }
+    }
+    lanes.iter_mut().zip(tail).for_each(|(lane, &x)| *lane += x);
+    pairwise(lanes)
+}
+
+#[inline(always)]
+fn pairwise(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for lane in 0..width {
@@ -111,6 +169,21 @@ fn sum_exp_body(row: &[f32], shift: f32) -> f32 {
         width /= 2;
     }
     lanes[0]
+}
+
+#[inline(always)]
+fn softcap_body(row: &mut [f32], cap: f32) {
+    for x in row {
+        *x = cap * tanh(*x / cap);
+    }
+}
+
+#[inline(always)]
+fn softcap_slope_body(row: &mut [f32], cap: f32, scale: f32) {
+    for x in row {
+        let t = *x / cap;
+        *x = scale * (1.0 - t * t);
+    }
 }
 
 #[inline(always)]
@@ -151,6 +224,28 @@ mod tests {
     }
 
     #[test]
+    fn tanh_is_within_its_bound_over_all_magnitudes() {
+        use rayon::prelude::*;
+        let error = |x: f32| {
+            let exact = libm::tanh(f64::from(x));
+            let got = tanh(x);
+            if x.is_nan() {
+                assert!(got.is_nan());
+                return 0.0;
+            }
+            let magnitude = exact.abs().max(f64::from(f32::MIN_POSITIVE));
+            let spacing = libm::exp2(libm::floor(libm::log2(magnitude)) - 23.0);
+            (f64::from(got) - exact).abs() / spacing
+        };
+        let stratified = (0..=u32::MAX / 97).into_par_iter().map(|i| f32::from_bits(i * 97));
+        let dense = (0..1 << 22).into_par_iter().map(|i| i as f32 * 5.0e-6 - 10.5);
+        let worst = stratified.chain(dense).map(error).reduce(|| 0.0, f64::max);
+        assert!(worst <= TANH_ULPS, "worst error {worst} ulp");
+        assert_eq!(tanh(-0.0).to_bits(), (-0.0f32).to_bits());
+        assert_eq!((tanh(f32::INFINITY), tanh(f32::NEG_INFINITY)), (1.0, -1.0));
+    }
+
+    #[test]
     fn exp_has_its_limits() {
         assert_eq!(exp(0.0), 1.0);
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
@@ -169,6 +264,13 @@ mod tests {
             let (mut vector, mut scalar) = (row.clone(), row);
             softmax_gradient(&mut vector, 0.25, -3.0);
             softmax_gradient_body(&mut scalar, 0.25, -3.0);
+            assert_eq!(vector, scalar);
+            assert_eq!(row_sum(&scalar).to_bits(), row_sum_body(&scalar).to_bits());
+            softcap(&mut vector, 1.5);
+            softcap_body(&mut scalar, 1.5);
+            assert_eq!(vector, scalar);
+            softcap_slope(&mut vector, 1.5, 0.7);
+            softcap_slope_body(&mut scalar, 1.5, 0.7);
             assert_eq!(vector, scalar);
         }
     }

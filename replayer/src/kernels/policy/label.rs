@@ -10,13 +10,13 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// Tokens that hit each row of k.
-pub(super) struct Hits {
+pub(in crate::kernels) struct Hits {
     /// (label, token) by label, then by token; ignored tokens left out.
     by_label: Vec<(u32, u32)>,
 }
 
 impl Hits {
-    pub(super) fn new(labels: &[u32]) -> Self {
+    pub(in crate::kernels) fn new(labels: &[u32]) -> Self {
         let hit = |(token, &label): (usize, &u32)| {
             (label != crate::kernels::matrix::IGNORED).then_some((label, token as u32))
         };
@@ -26,7 +26,7 @@ impl Hits {
     }
 
     /// The hits of one row, in token order.
-    fn of(&self, row: usize) -> &[(u32, u32)] {
+    pub(in crate::kernels) fn of(&self, row: usize) -> &[(u32, u32)] {
         let start = self.by_label.partition_point(|&(label, _)| (label as usize) < row);
         let length = self.by_label[start..].partition_point(|&(label, _)| label as usize == row);
         &self.by_label[start..start + length]
@@ -37,6 +37,7 @@ impl Hits {
 pub(super) struct LabelPath<'a> {
     pub(super) policy: &'a Policy,
     pub(super) inputs: &'a HeadInputs<'a>,
+    /// Times the slope of the transform at the label.
     pub(super) g_label: &'a [f32],
 }
 
@@ -79,6 +80,19 @@ impl LabelPath<'_> {
         }
     }
 
+    /// Adds the label part to the bias gradient `[rows]`: one sum a row, in token order.
+    pub(super) fn finish_dbias(&self, hits: &Hits, rows: Range<usize>, dbias: &mut [f32]) {
+        for (row, dbias) in rows.zip(dbias) {
+            let addend = |&(_, token): &(u32, u32)| {
+                self.policy.label_grad.round(self.g_label[token as usize])
+            };
+            // A row that nothing hits has nothing added, so that its -0 stays -0.
+            if let Some(label) = hits.of(row).iter().map(addend).reduce(|sum, g| sum + g) {
+                *dbias += label;
+            }
+        }
+    }
+
     /// Finishes dq rows `[tokens, D]` in place, as `finish_dk` does.
     pub(super) fn finish_dq(
         &self,
@@ -114,7 +128,8 @@ impl LabelPath<'_> {
 
     /// `acc = round(acc + round(g q))` over the hits of one row, in token order.
     fn scatter(&self, hits: &[(u32, u32)], acc: &mut [f32]) {
-        let Policy { input, label_grad, label_scatter, .. } = *self.policy;
+        let Policy { input, label_grad, .. } = *self.policy;
+        let label_scatter = self.policy.sums.label_scatter.precision;
         let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
         for &(_, token) in hits {
             let token = token as usize;

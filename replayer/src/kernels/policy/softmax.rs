@@ -2,8 +2,10 @@
 //!
 //! Rows are independent and run in parallel; within a row the order is fixed.
 
-use super::exp::{row_max, softmax_gradient, sum_exp};
-use super::{Path, Policy};
+use super::exp::{row_max, row_sum, softmax_gradient, sum_exp};
+use super::logits::{Finish, Slope};
+use super::{Path, Policy, dispatch::Upstream};
+use crate::kernels::matrix::{Cotangents, HeadInputs};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -13,23 +15,44 @@ pub(super) struct Online {
     max: f32,
     sum: f32,
     label_logit: f32,
+    logit_sum: f32,
 }
 
 impl Online {
     /// A row of which no tile was seen.
-    pub(super) const EMPTY: Online = Online { max: f32::NEG_INFINITY, sum: 0.0, label_logit: 0.0 };
+    pub(super) const EMPTY: Online =
+        Online { max: f32::NEG_INFINITY, sum: 0.0, label_logit: 0.0, logit_sum: 0.0 };
 
     /// Takes in one tile of a row: its sum in the lanes of `sum_exp`, then one merge.
     fn absorb(&mut self, row: &[f32]) {
-        let max = row_max(row);
+        let new = self.shift_to(row_max(row));
+        self.sum += sum_exp(row, new);
+    }
+
+    /// Raises the max to another one, and gives what is now subtracted before exp.
+    fn shift_to(&mut self, max: f32) -> f32 {
         let max = if max > self.max { max } else { self.max };
         let (old, new) = (shift(self.max), shift(max));
         // Nothing but masked logits so far: the sum is 0 (or NaN) and stays so.
         if self.max > f32::NEG_INFINITY && old != new {
             self.sum *= super::exp::exp(old - new);
         }
-        self.sum += sum_exp(row, new);
         self.max = max;
+        new
+    }
+
+    /// Takes in the columns beyond the valid vocabulary, where the head masks them with a
+    /// number: all the same, so one product.
+    pub(super) fn absorb_mask(&mut self, policy: &Policy, inputs: &HeadInputs) {
+        let count = inputs.k.rows - inputs.valid_vocab;
+        let Some(mask) = inputs.mask.filter(|_| count > 0) else {
+            return;
+        };
+        let mask = policy.logits.round(mask as f32);
+        if mask != f32::NEG_INFINITY {
+            let new = self.shift_to(mask);
+            self.sum += count as f32 * super::exp::exp(mask - new);
+        }
     }
 
     /// The log-sum-exp of what was absorbed. The log is taken in f64, once a token.
@@ -41,6 +64,11 @@ impl Online {
     pub(super) fn label_logit(&self) -> f32 {
         self.label_logit
     }
+
+    /// Sum of the logits absorbed with `sums`.
+    pub(super) fn logit_sum(&self) -> f32 {
+        self.logit_sum
+    }
 }
 
 /// What is subtracted before exp. An infinite max would turn inf - inf into NaN,
@@ -49,19 +77,24 @@ fn shift(max: f32) -> f32 {
     if max.is_finite() { max } else { 0.0 }
 }
 
-/// Rounds a tile of logits `[tokens, cols]` as the policy says, and takes it into the
-/// running sums of its tokens. `cols` are the vocabulary rows the tile is about.
+/// Turns a tile of raw logits `[tokens, cols]` into logits, and takes it into the running
+/// sums of its tokens; that of the logits themselves only with `sums`. `cols` are the
+/// vocabulary rows the tile is about.
 pub(super) fn absorb(
-    policy: &Policy,
+    finish: &Finish,
     tile: &mut [f32],
     cols: Range<usize>,
     labels: &[u32],
     online: &mut [Online],
+    sums: bool,
 ) {
     (tile.par_chunks_mut(cols.len()), labels, online).into_par_iter().for_each(
         |(row, &label, online)| {
-            policy.logits.round_slice(row);
+            finish.row(row);
             online.absorb(row);
+            if sums {
+                online.logit_sum += row_sum(row);
+            }
             if let Some(col) = label_column(label, &cols) {
                 online.label_logit = row[col];
             }
@@ -69,49 +102,85 @@ pub(super) fn absorb(
     );
 }
 
-/// lse and cotangents of the tokens of a tile.
-#[derive(Clone, Copy)]
-pub(super) struct Cotangents<'a> {
-    pub(super) lse: &'a [f32],
-    pub(super) g_lse: &'a [f32],
-    pub(super) g_label: &'a [f32],
+/// How a tile of logits becomes dlogits.
+pub(super) struct Dlogits<'a> {
+    pub(super) policy: &'a Policy,
+    /// Whether the label part is added here: always but on the fused path.
+    pub(super) whole: bool,
+    pub(super) slope: Slope,
 }
 
-impl<'a> Cotangents<'a> {
-    /// Those of some of the tokens.
-    pub(super) fn of(&self, tokens: Range<usize>) -> Cotangents<'a> {
-        Cotangents {
-            lse: &self.lse[tokens.clone()],
-            g_lse: &self.g_lse[tokens.clone()],
-            g_label: &self.g_label[tokens],
-        }
+impl<'a> Dlogits<'a> {
+    /// As the policy's path has them.
+    pub(super) fn new(policy: &'a Policy, inputs: &HeadInputs) -> Self {
+        let whole = policy.path != Path::Fused;
+        Dlogits { policy, whole, slope: Slope::new(inputs.transform) }
     }
-}
 
-/// Turns a tile of logits `[tokens, cols]` into dlogits in place: `g_lse p` rounded,
-/// and on the plain path `g_label` added at the label before that rounding.
-///
-/// Logits are rounded first: of no effect on those that `absorb` has rounded.
-pub(super) fn dlogits(
-    policy: &Policy,
-    tile: &mut [f32],
-    cols: Range<usize>,
-    labels: &[u32],
-    cotangents: Cotangents,
-) {
-    let Cotangents { lse, g_lse, g_label } = cotangents;
-    (tile.par_chunks_mut(cols.len()), labels, lse, g_lse, g_label).into_par_iter().for_each(
-        |(row, &label, &lse, &g_lse, &g_label)| {
-            policy.logits.round_slice(row);
+    /// Turns a tile `[tokens, cols]` into dlogits in place: `g_lse p + g_smooth`, where
+    /// `whole` `g_label` at the label, times the slope, rounded. Raw logits are given with
+    /// what finishes them.
+    ///
+    /// `label_g` is `g_label` times the slope at the label, left there for the label path
+    /// where the slope is not 1 (and where the label lies in `cols`).
+    pub(super) fn tile(
+        &self,
+        raw: Option<&Finish>,
+        tile: &mut [f32],
+        cols: Range<usize>,
+        labels: &[u32],
+        upstream: Upstream<f32>,
+        label_g: &mut [f32],
+    ) {
+        let Upstream { lse, cotangents: Cotangents { lse: g_lse, label: g_label, smooth } } =
+            upstream;
+        let per_token = (lse, g_lse, g_label, smooth);
+        (tile.par_chunks_mut(cols.len()), labels, per_token, label_g)
+            .into_par_iter()
+            .for_each_init(
+                Vec::new,
+                |slopes, (row, &label, (&lse, &g_lse, &g_label, &smooth), label_g)| {
+                    if let Some(finish) = raw {
+                        finish.row(row);
+                    }
+                    let label = label_column(label, &cols);
+                    if let Some(col) = label.filter(|_| !self.slope.is_one()) {
+                        *label_g = g_label * self.slope.at(row[col]);
+                    }
+                    self.row(row, slopes, lse, (g_lse, smooth), label.map(|col| (col, g_label)));
+                },
+            );
+    }
+
+    fn row(
+        &self,
+        row: &mut [f32],
+        slopes: &mut Vec<f32>,
+        lse: f32,
+        (g_lse, smooth): (f32, f32),
+        label: Option<(usize, f32)>,
+    ) {
+        slopes.clear();
+        if !self.slope.is_one() {
+            slopes.extend_from_slice(row);
+            self.slope.row(slopes);
+        }
+        if self.policy.p.keeps_f32() {
             softmax_gradient(row, lse, g_lse);
-            if policy.path == Path::Plain
-                && let Some(col) = label_column(label, &cols)
-            {
-                row[col] += g_label;
-            }
-            policy.dlogits.round_slice(row);
-        },
-    );
+        } else {
+            softmax_gradient(row, lse, 1.0);
+            self.policy.p.round_slice(row);
+            row.iter_mut().for_each(|p| *p *= g_lse);
+        }
+        if smooth != 0.0 {
+            row.iter_mut().for_each(|g| *g += smooth);
+        }
+        if let Some((col, g_label)) = label.filter(|_| self.whole) {
+            row[col] += g_label;
+        }
+        row.iter_mut().zip(slopes.iter()).for_each(|(g, slope)| *g *= slope);
+        self.policy.dlogits.round_slice(row);
+    }
 }
 
 /// Where a label lies among some columns; `IGNORED` is beyond all of them.

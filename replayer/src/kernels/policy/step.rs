@@ -4,12 +4,15 @@
 //! its forward to its backward pass: three GEMMs. Where they do not fit the workspace
 //! they are computed again, tile by tile: four GEMMs, and the same bits.
 
+use super::dispatch::{Upstream, check};
+use super::emulate::round_sums;
 use super::label::{Hits, LabelPath};
-use super::softmax::{Cotangents, Online, absorb, dlogits};
+use super::logits::{Finish, raw};
+use super::softmax::{Dlogits, Online, absorb};
 use super::tile::{Panels, panel, panel_len, round_all};
 use super::{Path, Policy};
-use crate::kernels::matrix::HeadInputs;
-use crate::kernels::tiles::{Progress, Tiles, spans};
+use crate::kernels::matrix::{Cotangents, HeadInputs};
+use crate::kernels::tiles::{Progress, Tiles};
 use std::ops::Range;
 
 /// Scratch of a step, kept between steps: fresh pages cost as much as a softmax pass.
@@ -22,6 +25,7 @@ pub struct Workspace {
     q_panel: Vec<f32>,
     k_panel: Vec<f32>,
     online: Vec<Online>,
+    label_g: Vec<f32>,
 }
 
 impl Default for Workspace {
@@ -39,6 +43,7 @@ impl Workspace {
             q_panel: Vec::new(),
             k_panel: Vec::new(),
             online: Vec::new(),
+            label_g: Vec::new(),
         }
     }
 
@@ -80,32 +85,34 @@ pub fn step_work(inputs: &HeadInputs) -> u64 {
 pub fn plain_step(
     policy: &Policy,
     inputs: &HeadInputs,
-    cotangents: (&[f32], &[f32]),
+    cotangents: &Cotangents<f32>,
     workspace: &mut Workspace,
     progress: &dyn Progress,
     outputs: StepOutputs,
 ) {
     assert_eq!(policy.path, Path::Plain, "plain_step runs the plain path");
+    assert!(policy.is_fast(), "steps run on f32 GEMMs");
     let whole = Tiles { tokens: inputs.q.rows.max(1), vocab: inputs.valid_vocab.max(1) };
     let step = Step { policy, inputs, cotangents, tiles: whole, keep: true };
     step.run(workspace, progress, outputs);
 }
 
 /// One step on the fused path, in at most `workspace.limit_bytes` of scratch where the
-/// tiles allow it; `cotangents` are `(g_lse, g_label)`, each `[T]`.
+/// tiles allow it.
 ///
 /// lse is taken online over vocabulary tiles; dq sums over them in order, dk over the
 /// token chunks in order.
 pub fn fused_step(
     policy: &Policy,
     inputs: &HeadInputs,
-    cotangents: (&[f32], &[f32]),
+    cotangents: &Cotangents<f32>,
     tiles: Tiles,
     workspace: &mut Workspace,
     progress: &dyn Progress,
     outputs: StepOutputs,
 ) {
     assert_eq!(policy.path, Path::Fused, "fused_step runs the fused path");
+    assert!(policy.is_fast(), "steps run on f32 GEMMs");
     let keep = workspace.keeps_chunk(policy, inputs, tiles);
     Step { policy, inputs, cotangents, tiles, keep }.run(workspace, progress, outputs);
 }
@@ -113,31 +120,35 @@ pub fn fused_step(
 struct Step<'a> {
     policy: &'a Policy,
     inputs: &'a HeadInputs<'a>,
-    cotangents: (&'a [f32], &'a [f32]),
+    cotangents: &'a Cotangents<'a, f32>,
     tiles: Tiles,
     keep: bool,
 }
 
 impl Step<'_> {
     fn run(&self, workspace: &mut Workspace, progress: &dyn Progress, outputs: StepOutputs) {
-        self.inputs.check();
+        check(self.inputs);
         let StepOutputs { lse, label_logits, dq, dk } = outputs;
         let (tokens, depth) = (self.inputs.q.rows, self.inputs.q.cols);
-        let per_token = [lse.len(), label_logits.len(), self.cotangents.0.len()];
-        assert_eq!(per_token, [tokens; 3], "one value a token");
+        let Cotangents { lse: g_lse, label, smooth } = *self.cotangents;
+        let per_token = [lse.len(), label_logits.len(), g_lse.len(), label.len(), smooth.len()];
+        assert_eq!(per_token, [tokens; 5], "one value a token");
         assert_eq!(dq.len(), tokens * depth, "dq has the shape of q");
         assert_eq!(dk.len(), self.inputs.k.rows * depth, "dk has the shape of k");
-        for span in spans(tokens, self.tiles.tokens) {
+        workspace.label_g.clear();
+        workspace.label_g.extend_from_slice(label);
+        let chunks = self.policy.token_spans(tokens, self.tiles.tokens);
+        for (nth, span) in chunks.into_iter().enumerate() {
             self.forward_chunk(workspace, span.clone());
             for (token, online) in span.clone().zip(&workspace.online) {
                 lse[token] = online.lse();
                 label_logits[token] = online.label_logit();
             }
             let dq = &mut dq[span.start * depth..span.end * depth];
-            self.backward_chunk(workspace, span.clone(), lse, dq, dk);
+            self.backward_chunk(workspace, (nth, span.clone()), lse, dq, dk);
             progress.advance(3 * (span.len() * self.inputs.valid_vocab * depth) as u64);
         }
-        self.finish(dq, dk);
+        self.finish(&workspace.label_g, dq, dk);
     }
 
     /// Where the logits of a tile lie in the workspace: tiles one after the other when
@@ -153,7 +164,7 @@ impl Step<'_> {
         online.clear();
         online.resize(span.len(), Online::EMPTY);
         let q = panel(policy, &inputs.q, span.clone(), q_panel);
-        for cols in spans(inputs.valid_vocab, self.tiles.vocab) {
+        for cols in policy.vocab_spans(inputs.valid_vocab, self.tiles.vocab) {
             let k = panel(policy, &inputs.k, cols.clone(), k_panel);
             let place = self.place(&span, &cols);
             if logits.len() < place.end {
@@ -161,38 +172,44 @@ impl Step<'_> {
                 logits.resize(if self.keep { chunk } else { place.end }, 0.0);
             }
             let tile = &mut logits[place];
-            Panels { q, k, depth: inputs.q.cols }.logits(tile, cols.len());
-            absorb(policy, tile, cols, &inputs.labels[span.clone()], online);
+            raw(inputs, (q, k), span.clone(), cols.clone(), tile);
+            let finish = Finish::new(policy, inputs, cols.clone());
+            absorb(&finish, tile, cols, &inputs.labels[span.clone()], online, false);
         }
+        online.iter_mut().for_each(|online| online.absorb_mask(policy, inputs));
     }
 
     fn backward_chunk(
         &self,
         workspace: &mut Workspace,
-        span: Range<usize>,
+        (chunk, span): (usize, Range<usize>),
         lse: &[f32],
         dq: &mut [f32],
         dk: &mut [f32],
     ) {
         let (policy, inputs, depth) = (self.policy, self.inputs, self.inputs.q.cols);
-        let Workspace { logits, q_panel, k_panel, .. } = workspace;
-        let (g_lse, g_label) = self.cotangents;
-        let cotangents = Cotangents { lse, g_lse, g_label }.of(span.clone());
+        let Workspace { logits, q_panel, k_panel, label_g, .. } = workspace;
+        let upstream = Upstream { lse, cotangents: *self.cotangents }.of(span.clone());
+        let (labels, label_g) = (&inputs.labels[span.clone()], &mut label_g[span.clone()]);
+        let dlogits = Dlogits::new(policy, inputs);
         let q = panel(policy, &inputs.q, span.clone(), q_panel);
-        for cols in spans(inputs.valid_vocab, self.tiles.vocab) {
+        let tiles = policy.vocab_spans(inputs.valid_vocab, self.tiles.vocab);
+        for (nth, cols) in tiles.into_iter().enumerate() {
             let k = panel(policy, &inputs.k, cols.clone(), k_panel);
-            let panels = Panels { q, k, depth };
             let tile = &mut logits[self.place(&span, &cols)];
             if !self.keep {
-                panels.logits(tile, cols.len());
+                raw(inputs, (q, k), span.clone(), cols.clone(), tile);
             }
-            dlogits(policy, tile, cols.clone(), &inputs.labels[span.clone()], cotangents);
-            let dk = (&mut dk[cols.start * depth..cols.end * depth], span.start > 0);
-            panels.accumulate(tile, (&mut *dq, cols.start > 0), dk, (span.len(), cols.len()));
+            let finish = (!self.keep).then(|| Finish::new(policy, inputs, cols.clone()));
+            dlogits.tile(finish.as_ref(), tile, cols.clone(), labels, upstream, label_g);
+            let dk = &mut dk[cols.start * depth..cols.end * depth];
+            let (to_dq, to_dk) = ((&mut *dq, nth > 0), (&mut *dk, chunk > 0));
+            Panels { q, k, depth }.accumulate(tile, to_dq, to_dk, (span.len(), cols.len()));
+            round_sums(policy, dq, dk);
         }
     }
 
-    fn finish(&self, dq: &mut [f32], dk: &mut [f32]) {
+    fn finish(&self, label_g: &[f32], dq: &mut [f32], dk: &mut [f32]) {
         let (policy, inputs) = (self.policy, self.inputs);
         let valid = inputs.valid_vocab;
         if valid == 0 {
@@ -205,7 +222,7 @@ impl Step<'_> {
             round_all(policy.output, dk);
             return;
         }
-        let label_path = LabelPath { policy, inputs, g_label: self.cotangents.1 };
+        let label_path = LabelPath { policy, inputs, g_label: label_g };
         label_path.finish_dq(dq, 0, None);
         label_path.finish_dk(&Hits::new(inputs.labels), 0..inputs.k.rows, dk, None);
     }

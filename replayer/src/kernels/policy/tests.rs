@@ -1,25 +1,30 @@
 //! Policies against the reference and against each other; `rounding` has their rounding
 //! points.
 
+mod options;
 mod rounding;
 
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
-use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::reference;
 use crate::kernels::tiles::{NoProgress, Tiles};
 
 /// Everything a walk gives, by its bits.
 #[derive(Debug, PartialEq, Eq)]
 struct Bits {
-    lse: Vec<u32>,
-    label_logits: Vec<u32>,
-    dq: Vec<u32>,
-    dk: Vec<u32>,
+    lse: Vec<u64>,
+    label_logits: Vec<u64>,
+    dq: Vec<u64>,
+    dk: Vec<u64>,
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
+fn bits(values: &[f64]) -> Vec<u64> {
     values.iter().map(|value| value.to_bits()).collect()
+}
+
+fn widened(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&value| value.into()).collect()
 }
 
 /// Forward and backward of the emulation; dk blocks put together as
@@ -29,11 +34,13 @@ fn emulated(
     fixture: &Fixture,
     inputs: &HeadInputs,
     tiles: Tiles,
-) -> (PolicyForward, DqParts, [Vec<f32>; 3]) {
+) -> (PolicyForward, DqParts, [Vec<f64>; 3]) {
     let result = forward(policy, inputs, tiles, &NoProgress);
+    let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
+    let smooth = vec![0.0; g_lse.len()];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
     let mut dk = [const { Vec::new() }; 3];
     let mut next = 0;
-    let (lse, g_lse, g_label) = (&result.lse, &fixture.g_lse, &fixture.g_label);
     let mut collect = |block: DkParts| {
         assert_eq!(block.rows.start, next);
         next = block.rows.end;
@@ -41,7 +48,7 @@ fn emulated(
             all.extend_from_slice(part);
         }
     };
-    let dq = backward(policy, inputs, lse, g_lse, g_label, tiles, &NoProgress, &mut collect);
+    let dq = backward(policy, inputs, &result.lse, &cotangents, tiles, &NoProgress, &mut collect);
     assert_eq!(next, fixture.vocab);
     (result, dq, dk)
 }
@@ -57,7 +64,8 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
     let (tokens, depth) = (fixture.tokens, fixture.depth);
     let (mut lse, mut label_logits) = (vec![f32::NAN; tokens], vec![f32::NAN; tokens]);
     let (mut dq, mut dk) = (vec![f32::NAN; tokens * depth], vec![f32::NAN; fixture.vocab * depth]);
-    let (inputs, cotangents) = (fixture.inputs(), (&fixture.g_lse[..], &fixture.g_label[..]));
+    let (inputs, smooth) = (fixture.inputs(), vec![0.0; tokens]);
+    let cotangents = &Cotangents { lse: &fixture.g_lse, label: &fixture.g_label, smooth: &smooth };
     let counter = Counter::default();
     let outputs =
         StepOutputs { lse: &mut lse, label_logits: &mut label_logits, dq: &mut dq, dk: &mut dk };
@@ -66,9 +74,11 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
         Path::Fused => {
             fused_step(policy, &inputs, cotangents, tiles, workspace, &counter, outputs);
         }
+        Path::Chunked => unreachable!("no step runs the chunked path"),
     }
     assert_eq!(counter.total(), step_work(&inputs));
-    Bits { lse: bits(&lse), label_logits: bits(&label_logits), dq: bits(&dq), dk: bits(&dk) }
+    let of = |values: &[f32]| bits(&widened(values));
+    Bits { lse: of(&lse), label_logits: of(&label_logits), dq: of(&dq), dk: of(&dk) }
 }
 
 /// The named policies, and both paths with every rounding point at work.
@@ -80,9 +90,10 @@ fn policies() -> [Policy; 6] {
         logits: half,
         dlogits: half,
         label_grad: half,
-        label_scatter: half,
         parts: Precision::F16,
         output: half,
+        sums: Sums { label_scatter: Sum::of(half), ..Sums::all(Sum::NATIVE) },
+        ..Policy::fused_f32()
     };
     [
         Policy::plain_f32(),
@@ -92,6 +103,22 @@ fn policies() -> [Policy; 6] {
         Policy::fused_bf16(),
         all(Path::Fused),
     ]
+}
+
+/// `policies`, and those that no step runs: chunked, and some of the emulator's.
+fn all_policies() -> Vec<Policy> {
+    let half = Precision::Bf16;
+    let sums = |order| Sums::all(Sum { precision: half, order });
+    let others = [
+        Policy::chunked_f32(),
+        Policy { chunk_add: half, product: Precision::F32, ..Policy::chunked_bf16() },
+        Policy::plain_f64(),
+        Policy::fused_f64(),
+        Policy { sums: sums(Order::Pairwise), ..Policy::plain_bf16() },
+        Policy { sums: sums(Order::Blocked(4)), tile_add: half, ..Policy::fused_bf16() },
+        Policy { product: Precision::Tf32, p: half, ..Policy::chunked_f32() },
+    ];
+    policies().into_iter().chain(others).collect()
 }
 
 /// A bound for f32 policies, worst case: a logit errs by (D + 1) u sum|q||k|, lse by the
@@ -109,15 +136,15 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     let logit = (fixture.depth + 1) as f64 * u * dot;
     let lse = logit + (fixture.valid + 8) as f64 * u + 2.0 * u * (lse_size + dot);
     for t in 0..fixture.tokens {
-        assert!((f64::from(forward.lse[t]) - exact.lse[t]).abs() <= lse, "lse[{t}]");
-        let label = f64::from(forward.label_logits[t]) - exact.label_logits[t];
+        assert!((forward.lse[t] - exact.lse[t]).abs() <= lse, "lse[{t}]");
+        let label = forward.label_logits[t] - exact.label_logits[t];
         assert!(label.abs() <= logit, "label_logits[{t}]");
     }
     let n = fixture.valid.max(fixture.tokens) as f64;
     let relative = logit + lse + 2.0 * u * (lse_size + dot) + (n + 8.0) * u;
-    let close = |what: &str, got: &[f32], offset: usize, wanted: &[f64], size: &[f64]| {
+    let close = |what: &str, got: &[f64], offset: usize, wanted: &[f64], size: &[f64]| {
         for (index, &wanted) in wanted.iter().enumerate() {
-            let got = f64::from(got[offset + index]);
+            let got = got[offset + index];
             let bound = 1.1 * relative * (n * size[index]).sqrt();
             let error = (got - wanted).abs();
             assert!(error <= bound, "{what}[{index}]: {got} is not {wanted} within {bound}");
@@ -132,11 +159,12 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     };
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
     let noise = reference::TermNoise::default();
+    let smooth = vec![0.0; g_lse.len()];
+    let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
     let exact_dq = reference::backward(
         &inputs,
         &exact.lse,
-        &g_lse,
-        &g_label,
+        &cotangents,
         &noise,
         SMALL_TILES,
         &NoProgress,
@@ -165,7 +193,7 @@ fn a_step_that_keeps_recomputes_or_emulates_gives_the_same_bits() {
             // The plain step materialises: it is the emulation with one tile.
             let tiles = match policy.path {
                 Path::Plain => Tiles { tokens, vocab: valid },
-                Path::Fused => SMALL_TILES,
+                Path::Fused | Path::Chunked => SMALL_TILES,
             };
             let wanted = emulated_bits(&policy, &fixture, tiles);
             let mut keeping = Workspace::default();
@@ -197,7 +225,7 @@ fn the_thread_count_changes_no_bit() {
 
 #[test]
 fn the_padded_vocabulary_is_never_read_and_gets_zero_gradients() {
-    for policy in policies() {
+    for policy in all_policies() {
         let mut fixture = Fixture::usual();
         let clean = emulated_bits(&policy, &fixture, SMALL_TILES);
         fixture.k[fixture.valid * fixture.depth..].fill(f32::NAN);
@@ -212,7 +240,7 @@ fn ignored_tokens_get_no_gradient() {
     let fixture = Fixture::usual();
     let ignored = fixture.labels.iter().position(|&label| label == IGNORED).unwrap();
     let row = ignored * fixture.depth..(ignored + 1) * fixture.depth;
-    for policy in policies() {
+    for policy in all_policies() {
         let (forward, dq, _) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
         assert!(dq.dq[row.clone()].iter().all(|&x| x == 0.0), "{policy:?}");
         assert_eq!(forward.label_logits[ignored], 0.0);
@@ -224,10 +252,10 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
     let mut fixture = Fixture::usual();
     fixture.q[0] = f32::NAN;
     fixture.q[fixture.depth] = f32::INFINITY;
-    for policy in policies() {
+    for policy in all_policies() {
         let (forward, dq, [dk, ..]) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
         assert!(forward.lse[0].is_nan());
-        assert_eq!(forward.lse[1], f32::INFINITY);
+        assert_eq!(forward.lse[1], f64::INFINITY);
         assert!(forward.lse[2..].iter().all(|lse| lse.is_finite()));
         assert!(dq.dq[..2 * fixture.depth].iter().all(|x| x.is_nan()));
         assert!(dq.dq[2 * fixture.depth..].iter().all(|x| x.is_finite()));
@@ -239,9 +267,12 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
     let no_tokens = Fixture::new(0, 13, 61, 57);
     let no_depth = Fixture::new(22, 0, 61, 57);
     for fixture in [no_vocabulary, no_tokens, no_depth] {
-        for policy in policies() {
+        for policy in all_policies() {
             let wanted = emulated_bits(&policy, &fixture, SMALL_TILES);
             assert!(wanted.dq.iter().chain(&wanted.dk).all(|&bits| bits == 0), "{policy:?}");
+        }
+        for policy in policies() {
+            let wanted = emulated_bits(&policy, &fixture, SMALL_TILES);
             let step = stepped(&policy, &fixture, SMALL_TILES, &mut Workspace::default());
             assert!(step.dq == wanted.dq && step.dk == wanted.dk && step.lse == wanted.lse);
         }
@@ -256,18 +287,25 @@ fn a_tile_without_any_finite_logit_leaves_the_sum_as_it_was() {
     fixture.k.fill(-800.0);
     fixture.k[..16].fill(f32::NEG_INFINITY);
     let lse = forward(&Policy::fused_f32(), &fixture.inputs(), SMALL_TILES, &NoProgress).lse[0];
-    assert!((lse - (24f32.ln() - 800.0)).abs() < 1e-4);
+    assert!((lse - (24f64.ln() - 800.0)).abs() < 1e-4);
 }
 
 #[test]
 fn the_work_reported_is_the_work_announced() {
     let fixture = Fixture::usual();
-    let (inputs, policy) = (fixture.inputs(), Policy::fused_f32());
-    let counter = Counter::default();
-    let lse = forward(&policy, &inputs, SMALL_TILES, &counter).lse;
-    assert_eq!(counter.total(), forward_work(&inputs));
-    let counter = Counter::default();
-    let (g_lse, g_label) = (&fixture.g_lse, &fixture.g_label);
-    backward(&policy, &inputs, &lse, g_lse, g_label, SMALL_TILES, &counter, &mut |_| {});
-    assert_eq!(counter.total(), backward_work(&inputs));
+    let inputs = fixture.inputs();
+    let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
+    let smooth = vec![0.0; g_lse.len()];
+    let cotangents = &Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
+    for policy in all_policies() {
+        let counter = Counter::default();
+        let lse = forward(&policy, &inputs, SMALL_TILES, &counter).lse;
+        assert_eq!(counter.total(), forward_work(&inputs), "{policy:?}");
+        let counter = Counter::default();
+        backward(&policy, &inputs, &lse, cotangents, SMALL_TILES, &counter, &mut |_| {});
+        assert_eq!(counter.total(), backward_work(&inputs), "{policy:?}");
+        let counter = Counter::default();
+        plane(&policy, &inputs, &lse, cotangents, SMALL_TILES, &counter, &mut |_| {});
+        assert_eq!(counter.total(), plane_work(&inputs), "{policy:?}");
+    }
 }

@@ -1,4 +1,4 @@
-//! One tile of the token x vocabulary plane: logits in, dq and dk addends out.
+//! One tile of the token x vocabulary plane: panels in, dq and dk addends out.
 //!
 //! Every walk is made of these calls, so the walks differ in order and memory only.
 
@@ -55,13 +55,6 @@ pub(super) struct Panels<'a> {
 }
 
 impl Panels<'_> {
-    /// `tile [tokens, width] = q k^T`, not yet rounded.
-    pub(super) fn logits(&self, tile: &mut [f32], width: usize) {
-        let Panels { q, k, depth } = *self;
-        let keys = Operand::rows(k, depth).transposed();
-        multiply(tile, width, false, Operand::rows(q, depth), keys, depth);
-    }
-
     /// `dq += dlogits k` and `dk += dlogits^T q`, side by side; a target that is not
     /// `add`ed to is overwritten, so that nobody has to zero it.
     pub(super) fn accumulate(
@@ -89,4 +82,19 @@ pub(super) fn round_all(precision: Precision, values: &mut [f32]) {
     if !precision.keeps_f32() {
         values.par_chunks_mut(1 << 14).for_each(|chunk| precision.round_slice(chunk));
     }
+}
+
+/// Columns that one thread sums at a time.
+const COLUMN_CHUNK: usize = 256;
+
+/// Adds the rows of a tile `[tokens, width]` to `sums [width]`, token after token.
+pub(super) fn add_columns(sums: &mut [f32], tile: &[f32]) {
+    let width = sums.len();
+    sums.par_chunks_mut(COLUMN_CHUNK).enumerate().for_each(|(index, sums)| {
+        let first = index * COLUMN_CHUNK;
+        for row in tile.chunks(width) {
+            let addends = &row[first..first + sums.len()];
+            sums.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
+        }
+    });
 }

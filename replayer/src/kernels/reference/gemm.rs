@@ -52,6 +52,12 @@ pub(super) fn multiply(
         return;
     }
     assert_eq!(target.len() % cols, 0, "the target is whole rows");
+    if depth == 0 {
+        // An empty sum; gemm is not asked to read operands that hold nothing.
+        return if !add {
+            target.fill(0.0)
+        };
+    }
     lhs.check(target.len() / cols, depth);
     rhs.check(depth, cols);
     target.par_chunks_mut(BLOCK_ROWS * cols).enumerate().for_each(|(block, target)| {

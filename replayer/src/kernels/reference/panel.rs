@@ -9,8 +9,11 @@ use std::ops::Range;
 
 /// Fills `panel` with rows of a matrix, row-major, exactly.
 pub(super) fn load(matrix: &Matrix, rows: Range<usize>, panel: &mut Vec<f64>) {
-    let range = rows.start * matrix.cols..rows.end * matrix.cols;
     panel.clear();
+    extend(matrix, rows.start * matrix.cols..rows.end * matrix.cols, panel);
+}
+
+fn extend(matrix: &Matrix, range: Range<usize>, panel: &mut Vec<f64>) {
     match matrix.values {
         Values::Bf16(bits) => {
             panel.extend(bits[range].iter().map(|&bits| bf16::from_bits(bits).to_f64()));
@@ -20,6 +23,20 @@ pub(super) fn load(matrix: &Matrix, rows: Range<usize>, panel: &mut Vec<f64>) {
         }
         Values::F32(values) => panel.extend(values[range].iter().map(|&value| f64::from(value))),
         Values::F64(values) => panel.extend_from_slice(&values[range]),
+    }
+}
+
+/// Fills `tile` `[rows, cols]` with a part of a matrix, row-major, exactly.
+pub(super) fn load_columns(
+    matrix: &Matrix,
+    rows: Range<usize>,
+    cols: Range<usize>,
+    tile: &mut Vec<f64>,
+) {
+    tile.clear();
+    for row in rows {
+        let range = row * matrix.cols + cols.start..row * matrix.cols + cols.end;
+        extend(matrix, range, tile);
     }
 }
 

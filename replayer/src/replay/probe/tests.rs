@@ -39,11 +39,11 @@ impl Head {
         let mut head = Head { q, k, labels, lse, g: [g_lse, g_label, vec![0.0; T]], dq, dk };
         head.lse = forward(&head.inputs(), TILES, &NoProgress).lse;
         let (mut dk, noise) = (vec![0.0; V * D], TermNoise::default());
+        let [lse, label, smooth] = &head.g;
         let exact = backward(
             &head.inputs(),
             &head.lse,
-            &head.g[0],
-            &head.g[1],
+            &Cotangents { lse, label, smooth },
             &noise,
             TILES,
             &NoProgress,
@@ -76,31 +76,36 @@ impl Head {
         seed: u64,
         coarse: bool,
     ) -> [ProbedStage; 2] {
-        let scale = vec![0.0; T];
+        let none = vec![0.0; T];
         let [lse, label, smooth] = &self.g;
         let backward = Backward {
             head: self.inputs(),
             lse: &self.lse,
-            lse_scale: &scale,
+            token_rel_var: &none,
+            g_rel_var: &none,
             cotangents: Cotangents { lse, label, smooth },
         };
-        let dlogits = if coarse { 1.0 / 256.0 } else { F32 };
-        let roundings = Roundings {
-            input: dlogits,
-            logits: F32,
-            dlogits,
-            label_grad: F32,
-            parts: F32,
-            accumulate: F32,
-            label_scatter: F32,
-            reduce: F32,
-            shared_g: false,
+        let dlogits = if coarse { Precision::Bf16 } else { Precision::F32 };
+        let widest = Policy { dlogits, ..Policy::fused_f32() };
+        let p_rel_var = dlogits.unit_roundoff().powi(2) / 3.0;
+        let model = Model {
+            noise: TermNoise { p_rel_var, ..TermNoise::default() },
+            widest,
+            tiles: TILES,
+            compute: Precision::F32.unit_roundoff(),
+            input: 0.0,
+            entry_floor: 0.0,
+            label_row: 0.0,
+            alike: 0.0,
+            label_alike: 0.0,
         };
-        let noise = TermNoise { p_rel_var: dlogits * dlogits / 3.0, ..TermNoise::default() };
-        let model = Model { noise, roundings, label_row: 0.0, alike: 0.0, label_alike: 0.0 };
         let plan = Plan { probes, seed, comparisons: 2, tiles: TILES, progress: &NoProgress };
-        let matrix = |values, rows| Matrix { rows, cols: D, values: Values::F64(values) };
-        let captured = [(Stage::Dq, matrix(dq, T), F32), (Stage::Dk, matrix(dk, V), F32)];
+        let storage = &|_at: usize, x: f64| rounded(Precision::F32, x);
+        let gradient = |stage, values, rows| {
+            let values = Matrix { rows, cols: D, values: Values::F64(values) };
+            CapturedGradient { stage, values, storage }
+        };
+        let captured = [gradient(Stage::Dq, dq, T), gradient(Stage::Dk, dk, V)];
         check(&backward, &captured, &model, &plan).try_into().unwrap()
     }
 

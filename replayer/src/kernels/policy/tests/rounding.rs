@@ -14,7 +14,11 @@ fn a_bf16_label_scatter_is_a_rounded_sum_in_token_order() {
     }
     let full = Policy::fused_f32();
     for label_grad in [Precision::F32, Precision::Bf16] {
-        let policy = Policy { label_scatter: Precision::Bf16, label_grad, ..full };
+        let policy = Policy {
+            sums: Sums { label_scatter: Sum::of(Precision::Bf16), ..full.sums },
+            label_grad,
+            ..full
+        };
         let (_, _, [_, _, dk_label]) = emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
         let mut wanted = vec![0.0f32; fixture.vocab * 5];
         for token in 0..fixture.tokens {
@@ -24,7 +28,7 @@ fn a_bf16_label_scatter_is_a_rounded_sum_in_token_order() {
                 *sum = half::bf16::from_f32(*sum + addend).to_f32();
             }
         }
-        assert_eq!(dk_label, wanted);
+        assert_eq!(dk_label, widened(&wanted));
         assert_eq!(dk_label[15], -256.0, "a bf16 accumulator swamps at 256");
     }
 }
@@ -34,7 +38,8 @@ fn a_bf16_label_scatter_is_a_rounded_sum_in_token_order() {
 #[test]
 fn every_rounding_point_rounds_where_it_says() {
     let fixture = Fixture::usual();
-    let is_bf16 = |values: &[f32]| values.iter().all(|&x| Precision::Bf16.round(x) == x);
+    let is_bf16 =
+        |values: &[f64]| values.iter().all(|&x| f64::from(Precision::Bf16.round(x as f32)) == x);
     let full = Policy::fused_f32();
     let half = Precision::Bf16;
     let run = |policy: Policy| emulated(&policy, &fixture, &fixture.inputs(), SMALL_TILES);
@@ -45,7 +50,17 @@ fn every_rounding_point_rounds_where_it_says() {
     assert!(is_bf16(&dq.dq) && is_bf16(&dk) && !is_bf16(&lse) && !is_bf16(&label));
     let (_, dq, [dk, lse, label]) = run(Policy { parts: half, ..full });
     assert!(is_bf16(&dq.dq_lse) && is_bf16(&dq.dq_label) && is_bf16(&lse) && is_bf16(&label));
-    assert!(!is_bf16(&dk) && dk.iter().zip(&lse).zip(&label).all(|((s, a), b)| *s == a + b));
+    assert!(
+        !is_bf16(&dk)
+            && dk.iter().zip(&lse).zip(&label).all(|((s, a), b)| *s as f32 == (a + b) as f32)
+    );
+    let (_, dq, [_, lse, _]) = run(Policy { tile_add: half, ..full });
+    assert!(is_bf16(&dq.dq_lse) && is_bf16(&lse) && !is_bf16(&dq.dq_label));
+    // One token of q = 1 and g = 1: the softmax part of dk is p.
+    let mut single = Fixture::new(1, 3, 20, 20);
+    (single.q, single.g_lse) = (vec![1.0; 3], vec![1.0]);
+    let p = |policy| emulated(&policy, &single, &single.inputs(), SMALL_TILES).2[1].clone();
+    assert!(is_bf16(&p(Policy { p: half, ..full })) && !is_bf16(&p(full)));
     let (_, dq, _) = run(Policy { label_grad: half, ..full });
     assert!(is_bf16(&dq.dq_label) && dq.dq_lse == plain.dq_lse);
     let (forward, ..) = run(Policy { logits: half, ..full });
@@ -74,7 +89,9 @@ fn inputs_and_dlogits_are_rounded_before_their_gemms() {
         let policy = Policy { path, dlogits: half, ..full };
         let (_, _, [dk, lse, _]) = emulated(&policy, &single, &single.inputs(), SMALL_TILES);
         assert!(
-            if path == Path::Plain { &dk } else { &lse }.iter().all(|&x| half.round(x) == x),
+            if path == Path::Plain { &dk } else { &lse }
+                .iter()
+                .all(|&x| f64::from(half.round(x as f32)) == x),
             "{path:?}"
         );
     }

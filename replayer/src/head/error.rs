@@ -1,0 +1,63 @@
+//! Why a step's head cannot be replayed.
+
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+
+use crate::assemble::{self, Tensor};
+
+/// Why a step's head cannot be replayed.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    /// The job declared no head.
+    #[error("step {step} declares no loss head: call tape.head(...) inside recorder.step({step})")]
+    NoHead {
+        /// The step.
+        step: u64,
+    },
+    /// The declaration cannot be replayed.
+    #[error(transparent)]
+    Head(#[from] super::options::HeadError),
+    /// A role that every replay needs was not recorded.
+    #[error(
+        "the dump holds no {role}{of}: record it with tape.record(\"{role}\", ...) or do not ask for it; recorded: {recorded}"
+    )]
+    Missing {
+        /// The role.
+        role: Role,
+        /// Of which microbatch, as words.
+        of: String,
+        /// What there is instead.
+        recorded: String,
+    },
+    /// A role that every replay needs is there and cannot be believed.
+    #[error("{key} cannot be used: {why}")]
+    Unusable {
+        /// Which tensor.
+        key: TensorKey,
+        /// Why.
+        why: String,
+    },
+    /// A tensor that is there cannot be put together.
+    #[error("{key} cannot be reassembled: {source}")]
+    Assemble {
+        /// Which tensor.
+        key: TensorKey,
+        /// Why.
+        source: assemble::AssembleError,
+    },
+    /// Shape or dtype does not fit the head.
+    #[error("{key} is {found}, the head needs {wanted}")]
+    Unfit {
+        /// Which tensor.
+        key: TensorKey,
+        /// Its dtype and shape.
+        found: String,
+        /// What would fit.
+        wanted: String,
+    },
+}
+
+pub(crate) fn unfit(tensor: &Tensor, wanted: &str) -> StepError {
+    let found = format!("{} {:?}", tensor.dtype, tensor.shape);
+    StepError::Unfit { key: tensor.key.clone(), found, wanted: wanted.into() }
+}

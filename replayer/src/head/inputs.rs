@@ -1,0 +1,271 @@
+//! What the head of one microbatch read, gathered from the dump in global
+//! coordinates and checked against the declaration.
+
+use backtape::dtype::Dtype;
+use backtape::head::{Loss, LossReduction};
+use backtape::identity::Microbatch;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+
+use super::HeadStep;
+use super::error::{StepError, unfit};
+use super::view::{integers, matrix, numbers, rows};
+use crate::assemble::Tensor;
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
+
+/// What the logits, or the log-probabilities, come from.
+pub enum Scores {
+    /// Dot products of q `[T, D]`, leading dimensions flattened, and k `[V, D]`.
+    Product {
+        /// Hidden states.
+        q: Tensor,
+        /// The unembedding.
+        k: Tensor,
+    },
+    /// Logits that the job recorded, `[T, V]`.
+    Logits(Tensor),
+    /// Log-probabilities of the labels, `[T]`: nothing before them was recorded.
+    Logprobs,
+}
+
+/// The inputs of one microbatch, `T` tokens.
+pub struct MicrobatchInputs {
+    /// Which microbatch.
+    pub microbatch: Option<Microbatch>,
+    /// What the head starts from.
+    pub scores: Scores,
+    /// `[T]`; [`IGNORED`] where the token takes no part.
+    pub labels: Vec<u32>,
+    /// `[T]`, 1 where the job recorded none.
+    pub weights: Vec<f64>,
+    /// `[V]`, where there is one.
+    pub bias: Option<Vec<f64>>,
+    /// Upstream cotangent of each token's loss, `[T]`; 1 where there is none.
+    pub cotangent: Vec<f64>,
+    /// Columns of the logits that are not padding.
+    pub valid_vocab: usize,
+    /// Tokens of one sequence: the last of the leading dimensions.
+    pub sequence: usize,
+    /// The tensor whose rows are the tokens, for messages and for who holds them.
+    pub rows_key: TensorKey,
+}
+
+impl MicrobatchInputs {
+    /// T.
+    pub fn tokens(&self) -> usize {
+        self.labels.len()
+    }
+
+    /// The dtype that the head's own roundings are measured by.
+    pub fn dtype(&self, step: &HeadStep<'_>) -> Dtype {
+        match &self.scores {
+            Scores::Product { q, .. } => q.dtype,
+            Scores::Logits(logits) => logits.dtype,
+            Scores::Logprobs => step.tensors[&self.rows_key].dtype,
+        }
+    }
+
+    /// The kernels' view; `None` where the head starts from log-probabilities.
+    pub fn head(&self, step: &HeadStep<'_>) -> Option<HeadInputs<'_>> {
+        let checked = "checked when it was gathered";
+        let empty = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
+        let (q, k, given) = match &self.scores {
+            Scores::Product { q, k } => {
+                (matrix(q).expect(checked), matrix(k).expect(checked), None)
+            }
+            Scores::Logits(logits) => {
+                let logits = matrix(logits).expect(checked);
+                (empty(logits.rows), empty(logits.cols), Some(logits))
+            }
+            Scores::Logprobs => return None,
+        };
+        Some(HeadInputs {
+            bias: self.bias.as_deref(),
+            given,
+            transform: step.options.transform,
+            mask: step.options.mask,
+            ..HeadInputs::plain(q, k, &self.labels, self.valid_vocab)
+        })
+    }
+
+    /// The sequence that each token belongs to, `[T]`.
+    pub fn sequences(&self) -> Vec<u32> {
+        (0..self.tokens()).map(|t| (t / self.sequence.max(1)) as u32).collect()
+    }
+}
+
+impl HeadStep<'_> {
+    /// Gathers the inputs of a microbatch.
+    pub fn inputs(&self, microbatch: Option<Microbatch>) -> Result<MicrobatchInputs, StepError> {
+        let scores = self.scores();
+        let rows_key = self.need(scores, microbatch)?.clone();
+        let first = self.assemble(&rows_key)?;
+        let (scores, tokens, vocab) = match scores {
+            Role::Q => self.product(first, microbatch)?,
+            Role::Logits => given(first)?,
+            _ => (Scores::Logprobs, first.elements(), usize::MAX),
+        };
+        let valid = self.valid_vocab(vocab, &rows_key)?;
+        let labels = match (&scores, self.held(Role::Labels, microbatch)) {
+            // Log-probabilities need no labels: every token that has weight counts.
+            (Scores::Logprobs, None) => (vec![0; tokens], tokens),
+            _ => self.labels(self.need(Role::Labels, microbatch)?, tokens, valid)?,
+        };
+        let (mut labels, sequence) = labels;
+        let weights = self.optional(Role::Weights, microbatch, tokens)?;
+        let mut weights = weights.unwrap_or_else(|| vec![1.0; tokens]);
+        if !self.options.declared.labels_shifted {
+            shift(&mut labels, sequence, IGNORED);
+            shift(&mut weights, sequence, 0.0);
+        }
+        let cotangent = self.cotangent(microbatch, tokens)?;
+        let bias = match &scores {
+            Scores::Logprobs => None,
+            _ => self.optional(Role::Bias, microbatch, vocab)?,
+        };
+        let valid_vocab = valid;
+        Ok(MicrobatchInputs {
+            microbatch,
+            scores,
+            labels,
+            weights,
+            bias,
+            cotangent,
+            valid_vocab,
+            sequence,
+            rows_key,
+        })
+    }
+
+    /// The tensor of a role in the microbatch, or the one that all share.
+    pub fn held(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
+        self.find(role, microbatch).or_else(|| self.find(role, None))
+    }
+
+    fn need(&self, role: Role, microbatch: Option<Microbatch>) -> Result<&TensorKey, StepError> {
+        self.held(role, microbatch).ok_or_else(|| self.missing(role, microbatch))
+    }
+
+    fn product(
+        &self,
+        q: Tensor,
+        microbatch: Option<Microbatch>,
+    ) -> Result<(Scores, usize, usize), StepError> {
+        let k = self.oriented(self.assemble(self.need(Role::K, microbatch)?)?)?;
+        let columns = |tensor: &Tensor| tensor.shape.last().copied().unwrap_or(0);
+        let d = columns(&q);
+        if q.shape.len() < 2 || matrix(&q).is_none() {
+            return Err(unfit(&q, "floats of at least two dimensions, [..., D]"));
+        }
+        if k.shape.len() != 2 || columns(&k) != d || matrix(&k).is_none() {
+            let layout = if self.options.transposed() { "[D, V]" } else { "[V, D]" };
+            let wanted = format!("a float tensor of layout {layout} with D = {d}, as q has");
+            return Err(unfit(&k, &wanted));
+        }
+        let (tokens, vocab) = (rows(&q), k.shape[0] as usize);
+        Ok((Scores::Product { q, k }, tokens, vocab))
+    }
+
+    fn valid_vocab(&self, vocab: usize, key: &TensorKey) -> Result<usize, StepError> {
+        match self.options.valid_vocab {
+            Some(valid) if valid > vocab as u64 => {
+                let (found, wanted) = (
+                    format!("of a vocabulary of {vocab}"),
+                    format!("at least valid_vocab = {valid} classes"),
+                );
+                Err(StepError::Unfit { key: key.clone(), found, wanted })
+            }
+            valid => Ok(valid.map_or(vocab, |valid| valid as usize)),
+        }
+    }
+
+    /// The labels, and how many tokens a sequence has.
+    fn labels(
+        &self,
+        key: &TensorKey,
+        tokens: usize,
+        valid: usize,
+    ) -> Result<(Vec<u32>, usize), StepError> {
+        let tensor = self.assemble(key)?;
+        let values = integers(&tensor).filter(|values| values.len() == tokens);
+        let values = values.ok_or_else(|| unfit(&tensor, &format!("{tokens} integers")))?;
+        let ignore = self.options.ignore_label;
+        let one = |(token, &label): (usize, &i64)| match usize::try_from(label) {
+            _ if Some(label) == ignore => Ok(IGNORED),
+            Ok(row) if row < valid => Ok(row as u32),
+            _ => Err(unfit(
+                &tensor,
+                &format!(
+                    "labels in 0..{valid}: token {token} has {label}; declare ignore_label={label} if it means nothing"
+                ),
+            )),
+        };
+        let labels = values.iter().enumerate().map(one).collect::<Result<_, _>>()?;
+        Ok((labels, tensor.shape.last().map_or(tokens, |&n| n as usize)))
+    }
+
+    /// Numbers of a role that may be absent, `count` of them.
+    pub fn optional(
+        &self,
+        role: Role,
+        microbatch: Option<Microbatch>,
+        count: usize,
+    ) -> Result<Option<Vec<f64>>, StepError> {
+        let Some(key) = self.held(role, microbatch) else {
+            return Ok(None);
+        };
+        let tensor = self.assemble(key)?;
+        let values = numbers(&tensor).filter(|values| values.len() == count);
+        values.map(Some).ok_or_else(|| unfit(&tensor, &format!("{count} numbers")))
+    }
+
+    fn cotangent(
+        &self,
+        microbatch: Option<Microbatch>,
+        tokens: usize,
+    ) -> Result<Vec<f64>, StepError> {
+        let given = self.optional(Role::Cotangent, microbatch, tokens)?;
+        let key = self.held(Role::Cotangent, microbatch);
+        match (given, key) {
+            (Some(_), Some(key)) if self.options.reduction != LossReduction::None => {
+                let found = "recorded, one number a token".to_string();
+                let wanted = "reduction=\"none\" with it: a reduced loss has one cotangent".into();
+                Err(StepError::Unfit { key: key.clone(), found, wanted })
+            }
+            (given, _) => Ok(given.unwrap_or_else(|| vec![1.0; tokens])),
+        }
+    }
+
+    /// True when the loss is a policy loss.
+    pub fn is_policy_loss(&self) -> bool {
+        self.options.loss == Loss::Grpo
+    }
+}
+
+fn given(logits: Tensor) -> Result<(Scores, usize, usize), StepError> {
+    if logits.shape.len() < 2 || matrix(&logits).is_none() {
+        return Err(unfit(&logits, "floats of at least two dimensions, [..., V]"));
+    }
+    let (tokens, vocab) = (rows(&logits), logits.shape[logits.shape.len() - 1] as usize);
+    Ok((Scores::Logits(logits), tokens, vocab))
+}
+
+/// Gives every position what stood at the next one of its sequence.
+fn shift<T: Copy>(values: &mut [T], sequence: usize, last: T) {
+    for one in values.chunks_mut(sequence.max(1)) {
+        one.rotate_left(1);
+        one[one.len() - 1] = last;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_shift_inside_their_sequence_and_the_last_one_takes_no_part() {
+        let mut labels = vec![1, 2, 3, 4, 5, 6];
+        shift(&mut labels, 3, IGNORED);
+        assert_eq!(labels, [2, 3, IGNORED, 5, 6, IGNORED]);
+    }
+}

@@ -1,0 +1,89 @@
+//! Assembled tensors as the kernels see them: matrices and slices of them, without
+//! a copy.
+
+use crate::assemble::Tensor;
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
+
+/// The tensor as a matrix: last dimension as columns, all others flattened.
+pub fn matrix(tensor: &Tensor) -> Option<Matrix<'_>> {
+    let values = None
+        .or(tensor.bf16_bits().map(Values::Bf16))
+        .or(tensor.f16_bits().map(Values::F16))
+        .or(tensor.f32().map(Values::F32))
+        .or(tensor.f64().map(Values::F64))?;
+    let cols = tensor.shape.last().map_or(1, |&n| n as usize);
+    let elements: u64 = tensor.shape.iter().product();
+    Some(Matrix { rows: (elements as usize).checked_div(cols).unwrap_or(0), cols, values })
+}
+
+/// Rows of a tensor when its last dimension is columns.
+pub(super) fn rows(tensor: &Tensor) -> usize {
+    tensor.shape[..tensor.shape.len() - 1].iter().product::<u64>() as usize
+}
+
+pub(crate) fn integers(tensor: &Tensor) -> Option<Vec<i64>> {
+    if let Some(values) = tensor.i32() {
+        return Some(values.iter().map(|&n| i64::from(n)).collect());
+    }
+    if let Some(values) = tensor.u32() {
+        return Some(values.iter().map(|&n| i64::from(n)).collect());
+    }
+    tensor.i64().map(<[i64]>::to_vec)
+}
+
+/// Any numbers, widened; `None` for what is no number.
+pub(crate) fn numbers(tensor: &Tensor) -> Option<Vec<f64>> {
+    match matrix(tensor) {
+        Some(values) => Some((0..values.len()).map(|i| values.get_f64(i)).collect()),
+        None => integers(tensor).map(|all| all.iter().map(|&n| n as f64).collect()),
+    }
+}
+
+/// Flat row-major indices of the points of a box.
+pub(super) fn flat_rows(place: &[(u64, u64)], shape: &[u64]) -> Vec<usize> {
+    let mut flat = vec![0usize];
+    for (&(lo, hi), &n) in place.iter().zip(shape) {
+        let extend = |&base: &usize| (lo..hi).map(move |i| base * n as usize + i as usize);
+        flat = flat.iter().flat_map(extend).collect();
+    }
+    flat
+}
+
+/// Rows of k from a vocabulary range, with the labels that lie in it.
+pub fn vocabulary_slab<'m>(
+    inputs: &HeadInputs<'m>,
+    range: std::ops::Range<usize>,
+    labels: &'m mut Vec<u32>,
+) -> HeadInputs<'m> {
+    let inside = |&label: &u32| match (label as usize).checked_sub(range.start) {
+        Some(row) if label != IGNORED && row < range.len() => row as u32,
+        _ => IGNORED,
+    };
+    *labels = inputs.labels.iter().map(inside).collect();
+    let valid_vocab = inputs.valid_vocab.clamp(range.start, range.end) - range.start;
+    let bias = inputs.bias.map(|bias| &bias[range.clone()]);
+    HeadInputs { k: rows_of(&inputs.k, range), labels, valid_vocab, bias, ..*inputs }
+}
+
+/// Some rows of a matrix, in place.
+pub fn rows_of<'m>(matrix: &Matrix<'m>, range: std::ops::Range<usize>) -> Matrix<'m> {
+    let (from, to) = (range.start * matrix.cols, range.end * matrix.cols);
+    let values = match matrix.values {
+        Values::Bf16(bits) => Values::Bf16(&bits[from..to]),
+        Values::F16(bits) => Values::F16(&bits[from..to]),
+        Values::F32(values) => Values::F32(&values[from..to]),
+        Values::F64(values) => Values::F64(&values[from..to]),
+    };
+    Matrix { rows: range.len(), cols: matrix.cols, values }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_points_of_a_box_are_its_rows_in_the_flattened_tensor() {
+        assert_eq!(flat_rows(&[(1, 3), (0, 2)], &[4, 3]), vec![3, 4, 6, 7]);
+        assert_eq!(flat_rows(&[], &[]), vec![0]);
+    }
+}

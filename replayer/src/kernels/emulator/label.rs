@@ -1,0 +1,101 @@
+//! The label path of the fused policies: gather for dq, scatter-add for dk and the bias,
+//! and the sum of softmax and label parts.
+
+use super::plane::Elements;
+use super::sum::Running;
+use crate::kernels::policy::internal::Hits;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// What the label path reads.
+pub(super) struct LabelPath<'a> {
+    pub(super) elements: &'a Elements<'a>,
+    /// `[T]`, times the slope of the transform at the label.
+    pub(super) label_g: &'a [f64],
+}
+
+/// A gradient `[rows, D]` with its two parts.
+pub(super) struct Parted<'a> {
+    /// The softmax part at first, in the end the sum.
+    pub(super) sum: &'a mut [f64],
+    pub(super) lse: &'a mut [f64],
+    pub(super) label: &'a mut [f64],
+}
+
+impl LabelPath<'_> {
+    /// Adds to rows of dk what the tokens that hit them scatter, in token order.
+    pub(super) fn finish_dk(&self, hits: &Hits, rows: Range<usize>, dk: Parted) {
+        let Elements { policy, inputs, .. } = *self.elements;
+        let depth = inputs.q.cols;
+        self.each_row(depth, dk, |index, label| {
+            let hits = hits.of(rows.start + index);
+            let mut running = Running::new(policy.sums.label_scatter, policy.product, depth);
+            for &(_, token) in hits {
+                let token = token as usize;
+                let mut addend = self.elements.panel(&inputs.q, token..token + 1);
+                self.scale(token, &mut addend);
+                running.add(&mut addend);
+            }
+            running.finish(label);
+            !hits.is_empty()
+        });
+    }
+
+    /// Adds to dq of every token its label's row of k.
+    pub(super) fn finish_dq(&self, dq: Parted) {
+        let inputs = self.elements.inputs;
+        self.each_row(inputs.k.cols, dq, |token, label| {
+            let Some(row) = inputs.label(token) else {
+                return false;
+            };
+            label.copy_from_slice(&self.elements.panel(&inputs.k, row..row + 1));
+            self.scale(token, label);
+            true
+        });
+    }
+
+    /// Adds to the bias gradient `[rows]` the cotangents of the tokens that hit a row.
+    pub(super) fn finish_dbias(&self, hits: &Hits, rows: Range<usize>, dbias: &mut [f64]) {
+        let policy = self.elements.policy;
+        for (row, dbias) in rows.zip(dbias) {
+            let mut running = Running::new(policy.sums.label_scatter, policy.product, 1);
+            for &(_, token) in hits.of(row) {
+                running.push(policy.label_grad.round64(self.label_g[token as usize]));
+            }
+            if !hits.of(row).is_empty() {
+                *dbias = self.elements.one(*dbias + running.value());
+            }
+        }
+    }
+
+    fn scale(&self, token: usize, row: &mut [f64]) {
+        let g = self.label_g[token];
+        row.iter_mut().for_each(|x| *x = self.elements.one(g * *x));
+        self.elements.policy.label_grad.round_slice64(row);
+    }
+
+    /// `sum = round(round(sum) + round(label))` row by row. `fill` makes the label part
+    /// of a row, or says that there is none: nothing is added then, so that -0 stays -0.
+    fn each_row(&self, depth: usize, all: Parted, fill: impl Fn(usize, &mut [f64]) -> bool + Sync) {
+        if all.sum.is_empty() {
+            return;
+        }
+        let policy = self.elements.policy;
+        let rows = (
+            all.sum.par_chunks_mut(depth),
+            all.lse.par_chunks_mut(depth),
+            all.label.par_chunks_mut(depth),
+        );
+        rows.into_par_iter().enumerate().for_each(|(index, (sum, lse, label))| {
+            label.fill(0.0);
+            let hit = fill(index, label);
+            policy.parts.round_slice64(sum);
+            policy.parts.round_slice64(label);
+            lse.copy_from_slice(sum);
+            if hit {
+                sum.iter_mut().zip(label).for_each(|(sum, x)| *sum = self.elements.one(*sum + *x));
+            }
+            policy.output.round_slice64(sum);
+        });
+    }
+}

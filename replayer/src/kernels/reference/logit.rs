@@ -1,0 +1,116 @@
+//! From the product of q and k to a logit, and what rounding on the way does to it.
+//!
+//! `z0 = q k + bias`, `z1 = scale z0`, `z = softcap tanh(z1 / softcap)`. A job rounds
+//! the result of each operation that it has, so each adds its own variance, carried to
+//! the logit by the derivative of what follows it.
+
+use super::backward::TermNoise;
+use crate::kernels::matrix::HeadInputs;
+
+/// The options that make a logit of a product.
+#[derive(Clone, Copy)]
+pub(super) struct Chain<'a> {
+    bias: Option<&'a [f64]>,
+    scale: f64,
+    softcap: Option<f64>,
+    /// Given logits were stored by the job: no product was rounded on the way.
+    given: bool,
+}
+
+/// A logit, and how it answers to its product.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Logit {
+    /// The logit itself.
+    pub(super) value: f64,
+    /// Variance of the logit, as rounding makes it.
+    pub(super) var: f64,
+    /// Derivative of the logit by the product: `F = scale (1 - tanh²)`.
+    pub(super) slope: f64,
+    /// Absolute variance of `slope`: where tanh saturates there is no relative one.
+    pub(super) slope_var: f64,
+}
+
+impl<'a> Chain<'a> {
+    pub(super) fn of(inputs: &HeadInputs<'a>) -> Self {
+        let (scale, softcap) = (inputs.transform.scale, inputs.transform.softcap);
+        Chain { bias: inputs.bias, scale, softcap, given: inputs.given.is_some() }
+    }
+
+    /// Whether the product is the logit.
+    pub(super) fn is_plain(&self) -> bool {
+        self.bias.is_none() && self.scale == 1.0 && self.softcap.is_none()
+    }
+
+    /// Turns products into logits in place; `first` is the column of the first.
+    pub(super) fn apply(&self, row: &mut [f64], first: usize) {
+        if !self.is_plain() {
+            for (v, x) in row.iter_mut().enumerate() {
+                *x = self.value(*x, first + v);
+            }
+        }
+    }
+
+    fn value(&self, product: f64, v: usize) -> f64 {
+        let scaled = self.scale * self.biased(product, v);
+        self.softcap.map_or(scaled, |cap| cap * libm::tanh(scaled / cap))
+    }
+
+    /// The logit of column `v` with its variances; `norms` is `|q|² |k|²`.
+    pub(super) fn logit(&self, product: f64, v: usize, norms: f64, noise: &TermNoise) -> Logit {
+        let biased = self.biased(product, v);
+        let scaled = self.scale * biased;
+        let own = |present: bool, x: f64| if present { square(finite(x)) } else { 0.0 };
+        let scales = self.scale != 1.0;
+        // Squares of the results before scaling, then of all before the softcap.
+        let before = own(!self.given, product) + own(self.bias.is_some(), biased);
+        let before = square(self.scale) * before + own(scales, scaled);
+        let sums = noise.dot_rel_var * square(self.scale) * norms;
+        let Some(cap) = self.softcap else {
+            // Given and nothing done to it: the rounding is that of its own dtype.
+            let untouched = own(self.given && self.bias.is_none() && !scales, scaled);
+            let var = noise.logit_rel_var * (before + untouched) + sums;
+            return Logit { value: scaled, var, slope: self.scale, slope_var: 0.0 };
+        };
+        let tanh = libm::tanh(scaled / cap);
+        let slope = one_minus_square_of_tanh(scaled / cap);
+        let value = cap * tanh;
+        let scaled_var = noise.logit_rel_var * before + sums;
+        let from_tanh = 4.0 * square(square(tanh)) * noise.cap_rel_var;
+        let from_logit = square(2.0 * tanh * slope / cap) * scaled_var;
+        Logit {
+            value,
+            var: square(slope) * scaled_var + noise.logit_rel_var * square(value),
+            slope: self.scale * slope,
+            slope_var: square(self.scale) * (from_tanh + from_logit),
+        }
+    }
+
+    fn biased(&self, product: f64, v: usize) -> f64 {
+        self.bias.map_or(product, |bias| product + bias[v])
+    }
+}
+
+impl Logit {
+    /// The product as it is.
+    #[inline(always)]
+    pub(super) fn plain(product: f64, norms: f64, noise: &TermNoise) -> Self {
+        let var = noise.logit_rel_var * square(finite(product)) + noise.dot_rel_var * norms;
+        Logit { value: product, var, slope: 1.0, slope_var: 0.0 }
+    }
+}
+
+/// `1 - tanh²(x)` as `4 e / (1 + e)²`, `e = exp(-2|x|)`: the subtraction would cancel
+/// where tanh saturates, and there the gradient is all in what is left.
+fn one_minus_square_of_tanh(x: f64) -> f64 {
+    let e = libm::exp(-2.0 * x.abs());
+    4.0 * e / square(1.0 + e)
+}
+
+/// An infinite logit is rounded to itself: it has no error to carry on.
+fn finite(x: f64) -> f64 {
+    if x.is_infinite() { 0.0 } else { x }
+}
+
+fn square(x: f64) -> f64 {
+    x * x
+}

@@ -1,0 +1,118 @@
+//! Sums of what ranks recorded as addends, in global coordinates and in f64.
+
+use backtape::placement::Reduction;
+use backtape::shard::TensorKey;
+
+use super::allowed::stored;
+use crate::assemble::{self, Tensor};
+use crate::head::HeadStep;
+use crate::head::roundings::precision_of;
+use crate::head::step::{StepError, matrix, unfit};
+
+/// The sum of addends, with what its error depends on. All row-major, one value an
+/// element of the whole tensor.
+pub(super) struct Sum {
+    pub(super) shape: Vec<u64>,
+    pub(super) total: Vec<f64>,
+    /// Of the addends' squares.
+    pub(super) squares: Vec<f64>,
+    /// Variance that storing the addends brought.
+    pub(super) storage: Vec<f64>,
+    /// Addends of the element that has most.
+    pub(super) count: f64,
+}
+
+impl Sum {
+    pub(super) fn new(shape: &[u64]) -> Sum {
+        let zeros = || vec![0.0; shape.iter().product::<u64>() as usize];
+        Sum {
+            shape: shape.to_vec(),
+            total: zeros(),
+            squares: zeros(),
+            storage: zeros(),
+            count: 0.0,
+        }
+    }
+
+    /// Every addend of a partial tensor, box by box; a mean divides each by their
+    /// number.
+    pub(super) fn of_partial(step: &HeadStep<'_>, key: &TensorKey) -> Result<Sum, StepError> {
+        let mut sum = Sum::new(&step.tensors[key].shape);
+        sum.add_partial(step, key)?;
+        Ok(sum)
+    }
+
+    /// Adds all that the ranks hold of a tensor: its addends, or its one value.
+    pub(super) fn add_partial(
+        &mut self,
+        step: &HeadStep<'_>,
+        key: &TensorKey,
+    ) -> Result<(), StepError> {
+        let info = &step.tensors[key];
+        let Some(reduction) = info.partial else {
+            return self.add(&step.assemble(key)?, 1.0);
+        };
+        let ranks = assemble::holders(step.dump, key);
+        let factor = match reduction {
+            Reduction::Sum => 1.0,
+            Reduction::Mean => 1.0 / ranks.len().max(1) as f64,
+        };
+        let before = self.count;
+        for &rank in &ranks {
+            let parts = assemble::addend_parts(step.dump, key, rank)
+                .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
+            for part in parts {
+                self.add(&part, factor)?;
+            }
+        }
+        // Boxes of one rank do not overlap: each rank adds once to an element.
+        self.count = before + ranks.len() as f64;
+        Ok(())
+    }
+
+    /// Adds a tensor, or one box of it, at its place.
+    pub(super) fn add(&mut self, part: &Tensor, factor: f64) -> Result<(), StepError> {
+        let precision = precision_of(part.dtype);
+        let values = matrix(part).ok_or_else(|| unfit(part, "floats"))?;
+        let fits = part.place.check(&self.shape).is_ok();
+        if !fits {
+            return Err(unfit(part, &format!("a part of a tensor of shape {:?}", self.shape)));
+        }
+        for (row, start) in row_starts(&part.place.0, &self.shape).into_iter().enumerate() {
+            for column in 0..values.cols {
+                let x = values.get_f64(row * values.cols + column) * factor;
+                let at = start + column;
+                self.total[at] += x;
+                self.squares[at] += x * x;
+                self.storage[at] += stored(precision, x);
+            }
+        }
+        self.count += 1.0;
+        Ok(())
+    }
+}
+
+/// Where each row of a box starts in the whole tensor, row-major.
+fn row_starts(place: &[(u64, u64)], shape: &[u64]) -> Vec<usize> {
+    let Some((&(first, _), leading)) = place.split_last() else { return vec![0] };
+    let mut starts = vec![0usize];
+    for (&(lo, hi), &n) in leading.iter().zip(shape) {
+        let extend = |&base: &usize| (lo..hi).map(move |i| base * n as usize + i as usize);
+        starts = starts.iter().flat_map(extend).collect();
+    }
+    let width = *shape.last().unwrap_or(&1) as usize;
+    starts.iter().map(|row| row * width + first as usize).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_a_box_start_where_they_lie_in_the_whole() {
+        assert_eq!(row_starts(&[(1, 3), (2, 4)], &[4, 5]), [7, 12]);
+        assert_eq!(row_starts(&[(0, 1), (1, 2), (0, 3)], &[2, 2, 3]), [3]);
+        assert_eq!(row_starts(&[(2, 6)], &[9]), [2]);
+        assert_eq!(row_starts(&[], &[]), [0]);
+    }
+}

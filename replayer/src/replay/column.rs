@@ -1,0 +1,92 @@
+//! Tensors with one number a token: what was captured, and its comparison.
+
+use backtape::role::Role;
+
+use super::allowed::stored;
+use super::outcome::{Comparison, MemberError};
+use super::{Replay, Slice};
+use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::MicrobatchInputs;
+use crate::head::roundings::precision_of;
+use crate::head::step::{StepError, matrix, unfit};
+use crate::kernels::matrix::{IGNORED, Matrix, Values};
+use crate::kernels::round::Precision;
+
+/// A captured `[T]` tensor, widened, with the precision it was stored in.
+pub(super) struct Column {
+    pub(super) source: String,
+    pub(super) values: Vec<f64>,
+    pub(super) stored: Option<Precision>,
+}
+
+/// What a `[T]` stage should be, and how far off rounding may bring it.
+#[derive(Clone, Default)]
+pub(super) struct Expected {
+    pub(super) values: Vec<f64>,
+    /// Variances before the value is stored.
+    pub(super) variance: Vec<f64>,
+    /// Errors that are certain rather than random; empty for none.
+    pub(super) certain: Vec<f64>,
+}
+
+impl Column {
+    /// The captured value and the variance that storing it brought.
+    pub(super) fn at(&self, token: usize) -> (f64, f64) {
+        (self.values[token], stored(self.stored, self.values[token]))
+    }
+}
+
+impl Replay<'_> {
+    /// A captured `[T]` tensor of the microbatch, if it was recorded.
+    pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
+        let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
+            return Ok(None);
+        };
+        let tokens = slice.inputs.tokens();
+        // The same role may be [T, V]: that is judged on the plane.
+        let elements: u64 = self.step.tensors[key].shape.iter().product();
+        if role == Role::Logprobs && elements != tokens as u64 {
+            return Ok(None);
+        }
+        let tensor = self.step.assemble(key)?;
+        match matrix(&tensor).filter(|values| values.len() == tokens) {
+            Some(values) => {
+                let stored = precision_of(tensor.dtype);
+                let values = (0..tokens).map(|t| values.get_f64(t)).collect();
+                Ok(Some(Column { source: key.to_string(), values, stored }))
+            }
+            None => Err(unfit(&tensor, &format!("{tokens} floats, one a token"))),
+        }
+    }
+
+    /// Compares a captured column with what it should be. Of an ignored token only
+    /// what does not depend on its label is the head's business.
+    pub(super) fn judge_column(
+        &self,
+        inputs: &MicrobatchInputs,
+        captured: &Column,
+        expected: &Expected,
+        ignored_too: bool,
+        members: Vec<MemberError>,
+    ) -> Comparison {
+        let counted = |t: &usize| ignored_too || inputs.labels[*t] != IGNORED;
+        let kept: Vec<usize> = (0..expected.values.len()).filter(counted).collect();
+        let values: Vec<f64> = kept.iter().map(|&t| captured.values[t]).collect();
+        let exact: Vec<f64> = kept.iter().map(|&t| expected.values[t]).collect();
+        let rows = Rows {
+            captured: Matrix { rows: kept.len(), cols: 1, values: Values::F64(&values) },
+            reference: &exact,
+            index: &|row| kept[row] as u64,
+            repeats: &once,
+        };
+        let allowed = |row: usize, _, x: f64| Allowed {
+            own: expected.variance[kept[row]] + stored(captured.stored, x),
+            certain: expected.certain.get(kept[row]).copied().unwrap_or(0.0),
+            ..Allowed::default()
+        };
+        let bound = self.bound(expected.values.len(), 1);
+        let tally = Tally::of(&rows, allowed, &bound);
+        let (microbatch, source) = (inputs.microbatch, captured.source.clone());
+        Comparison { members, ..Comparison::new(microbatch, None, source, tally, &bound) }
+    }
+}

@@ -1,0 +1,290 @@
+//! dk and dbias of one unit: reference, allowance and comparison, one slab of the
+//! vocabulary at a time.
+
+use std::ops::Range;
+
+use super::Replay;
+use super::allowed::{rounded, summed};
+use super::backward::{Problem, sum};
+use super::findings::{Captured, DK, Findings, Parts};
+use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::Stage;
+use crate::head::step::rows_of;
+use crate::kernels::matrix::HeadInputs;
+use crate::kernels::policy::{Path, Policy};
+use crate::kernels::{policy, reference};
+
+/// Reference values over one slab of k's rows: `[rows, D]`, of the bias `[rows]`.
+pub(super) struct Slab {
+    pub(super) range: Range<usize>,
+    pub(super) lse: Vec<f64>,
+    pub(super) label: Vec<f64>,
+    lse_var: Vec<f64>,
+    lse_sq: Vec<f64>,
+    label_sq: Vec<f64>,
+    label_var: Vec<f64>,
+    dropped: Vec<f64>,
+    pub(super) hits: Vec<u32>,
+    pub(super) dbias: Vec<f64>,
+    dbias_var: Vec<f64>,
+    dbias_sq: Vec<f64>,
+    /// Sum of q² over the unit's tokens, a column each.
+    q_squares: Vec<f64>,
+    /// dk of the member that rounds most, for the norm that the policy itself has.
+    pub(super) emulated: Vec<f64>,
+    /// What a swamped accumulator certainly loses, by stage, where one is declared.
+    pub(super) lost: Vec<(Stage, Vec<f64>)>,
+}
+
+impl Slab {
+    fn zeros(range: Range<usize>, d: usize) -> Slab {
+        let rows = range.len();
+        let (zeros, column) = (|| vec![0.0; rows * d], || vec![0.0; rows]);
+        Slab {
+            range,
+            lse: zeros(),
+            label: zeros(),
+            lse_var: zeros(),
+            lse_sq: zeros(),
+            label_sq: zeros(),
+            label_var: zeros(),
+            dropped: Vec::new(),
+            hits: vec![0; rows],
+            dbias: column(),
+            dbias_var: column(),
+            dbias_sq: column(),
+            q_squares: Vec::new(),
+            emulated: zeros(),
+            lost: Vec::new(),
+        }
+    }
+
+    fn take(&mut self, block: &reference::DkBlock<'_>, d: usize) {
+        let at = block.rows.start * d..block.rows.end * d;
+        for (to, from) in [
+            (&mut self.lse, block.dk_lse),
+            (&mut self.label, block.dk_label),
+            (&mut self.lse_var, block.dk_lse_var),
+            (&mut self.lse_sq, block.dk_lse_sq),
+            (&mut self.label_sq, block.dk_label_sq),
+            (&mut self.label_var, block.dk_label_var),
+        ] {
+            to[at.clone()].copy_from_slice(from);
+        }
+        if !block.dk_dropped.is_empty() {
+            self.dropped.resize(self.lse.len(), 0.0);
+            self.dropped[at].copy_from_slice(block.dk_dropped);
+        }
+        let rows = block.rows.clone();
+        self.hits[rows.clone()].copy_from_slice(block.hits);
+        self.dbias[rows.clone()].copy_from_slice(&sum(block.dbias_lse, block.dbias_label));
+        self.dbias_var[rows.clone()].copy_from_slice(block.dbias_var);
+        self.dbias_sq[rows].copy_from_slice(block.dbias_sq);
+    }
+
+    /// An emulated block's values of a stage, and what they should be.
+    pub(super) fn of_block<'b>(
+        &self,
+        stage: Stage,
+        block: &policy::DkParts<'b>,
+    ) -> (&'b [f64], Vec<f64>) {
+        let d = self.lse.len() / self.range.len().max(1);
+        let at = block.rows.start * d..block.rows.end * d;
+        match stage {
+            Stage::DkLse => (block.dk_lse, self.lse[at].to_vec()),
+            Stage::DkLabel => (block.dk_label, self.label[at].to_vec()),
+            Stage::Dbias => (block.dbias, self.dbias[block.rows.clone()].to_vec()),
+            _ => (block.dk, sum(&self.lse[at.clone()], &self.label[at])),
+        }
+    }
+
+    /// Takes in what one more member loses: the largest loss counts.
+    pub(super) fn widen_lost(&mut self, lost: Vec<(Stage, Vec<f64>)>) {
+        for (stage, more) in lost {
+            match self.lost.iter_mut().find(|(of, _)| *of == stage) {
+                Some((_, most)) => {
+                    most.iter_mut().zip(more).for_each(|(most, x)| *most = most.max(x));
+                }
+                None => self.lost.push((stage, more)),
+            }
+        }
+    }
+
+    fn lost(&self, stage: Stage, at: usize) -> f64 {
+        let of = self.lost.iter().find(|(of, _)| *of == stage);
+        of.map_or(0.0, |(_, lost)| lost.get(at).copied().unwrap_or(0.0))
+    }
+}
+
+impl Replay<'_> {
+    pub(super) fn reference_slab(
+        &self,
+        problem: &Problem<'_>,
+        head: &HeadInputs<'_>,
+        range: Range<usize>,
+        dq: &mut reference::Backward,
+    ) -> Slab {
+        let d = head.q.cols;
+        let mut slab = Slab::zeros(range, d);
+        let part = reference::backward(
+            head,
+            &problem.lse,
+            &problem.cotangents(),
+            &self.term_noise(d),
+            self.tiles,
+            self.progress,
+            &mut |block| slab.take(&block, d),
+        );
+        if self.entry_floor() > 0.0 {
+            slab.q_squares = column_squares(&head.q);
+        }
+        super::dq::gather(dq, part, head.labels);
+        slab
+    }
+
+    /// Allowance of the dense part at an element of the slab.
+    fn dk_lse(&self, problem: &Problem<'_>, slab: &Slab, at: usize) -> Allowed {
+        let (t, d) = (problem.head.q.rows, problem.head.q.cols);
+        let Policy { sums, path, .. } = self.roundings.widest;
+        let (x, squares) = (slab.lse[at], slab.lse_sq[at]);
+        let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
+        let floor = self.entry_floor().powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
+        Allowed {
+            own: summed(sums.dk, t as f64, x, squares)
+                + self.joined(tiles, path == Path::Chunked, x, squares)
+                + self.product_rel_var() * squares
+                + floor,
+            row: slab.lse_var[at],
+            shared: problem.largest_scale() * squares + self.shared_scale(problem.alike) * x * x,
+            certain: slab.dropped.get(at).copied().unwrap_or(0.0),
+        }
+    }
+
+    /// Allowance of the label part.
+    fn dk_label(&self, problem: &Problem<'_>, slab: &Slab, at: usize) -> Allowed {
+        let Policy { sums, path, label_grad, .. } = self.roundings.widest;
+        let hits = f64::from(slab.hits[at / problem.head.q.cols]);
+        let (x, squares) = (slab.label[at], slab.label_sq[at]);
+        let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
+        let tiny = label_grad.smallest_subnormal() / 2.0;
+        let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
+        Allowed {
+            own: each * squares
+                + hits * tiny * tiny
+                + slab.label_var[at]
+                + summed(scatter, hits, x, squares),
+            row: self.label_row_scale() * squares,
+            shared: self.shared_scale(self.roundings.shared_g()) * x * x
+                + problem.largest_variance() * squares,
+            certain: 0.0,
+        }
+    }
+
+    pub(super) fn judge_dk(
+        &self,
+        problem: &Problem<'_>,
+        slab: &Slab,
+        captured: &Captured,
+        findings: &mut Findings,
+    ) {
+        let d = problem.head.q.cols;
+        let parts = captured.parts(&DK, slab.range.clone());
+        let bound = self.bound(problem.head.k.rows, d);
+        for gradient in captured.of(&DK) {
+            let stage = gradient.stage;
+            let reference = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
+            let first = slab.range.start * d;
+            let allowed = |row: usize, column: usize, x: f64| {
+                let at = row * d + column;
+                let inner = match (stage, &parts) {
+                    (Stage::DkLse, _) => self.dk_lse(problem, slab, at),
+                    (Stage::DkLabel, _) => self.dk_label(problem, slab, at),
+                    (_, Some(parts)) => parts.allowed(self, at),
+                    _ => self.both(
+                        self.dk_lse(problem, slab, at),
+                        self.dk_label(problem, slab, at),
+                        (slab.lse[at], slab.label[at]),
+                    ),
+                };
+                let own = inner.own + self.output(x) + gradient.storage(first + at, x);
+                Allowed { own, certain: inner.certain + slab.lost(stage, at), ..inner }
+            };
+            let index = |row: usize| (slab.range.start + row) as u64;
+            let captured = rows_of(&gradient.matrix(), slab.range.clone());
+            let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
+            findings.merge(stage, Tally::of(&rows, allowed, &bound), bound);
+            if stage != Stage::DkLse {
+                findings.count_hits(stage, &rows, &allowed, &slab.hits);
+            }
+        }
+        self.judge_dbias(problem, slab, captured, findings);
+    }
+
+    /// The gradient of the bias: dlogits summed over the tokens.
+    fn judge_dbias(
+        &self,
+        problem: &Problem<'_>,
+        slab: &Slab,
+        captured: &Captured,
+        findings: &mut Findings,
+    ) {
+        let Some(gradient) = captured.stage(Stage::Dbias) else { return };
+        let Policy { sums, dlogits, label_grad, path, .. } = self.roundings.widest;
+        let t = problem.head.q.rows;
+        let square = |x: f64| x * x;
+        let entry = square(dlogits.unit_roundoff().max(label_grad.unit_roundoff())) / 3.0;
+        let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
+        let bound = self.bound(problem.head.k.rows, 1);
+        let allowed = |row: usize, _, x: f64| {
+            let squares = slab.dbias_sq[row];
+            let tokens = t as f64 * square(self.entry_floor());
+            Allowed {
+                own: slab.dbias_var[row]
+                    + entry * squares
+                    + tokens
+                    + summed(sums.dk, t as f64, x, squares)
+                    + self.joined(tiles, path == Path::Chunked, x, squares)
+                    + rounded(self.roundings.widest.parts, x)
+                    + self.output(x)
+                    + gradient.storage(slab.range.start + row, x),
+                row: 0.0,
+                shared: (problem.largest_scale() + self.label_row_scale()) * squares
+                    + self.shared_scale(problem.alike || self.roundings.shared_g()) * x * x,
+                certain: slab.lost(Stage::Dbias, row),
+            }
+        };
+        let index = |row: usize| (slab.range.start + row) as u64;
+        let captured = rows_of(&gradient.matrix(), slab.range.clone());
+        let rows = Rows { captured, reference: &slab.dbias, index: &index, repeats: &once };
+        findings.merge(Stage::Dbias, Tally::of(&rows, allowed, &bound), bound);
+    }
+
+    /// Both parts' allowances and what adding them may round.
+    pub(super) fn both(&self, lse: Allowed, label: Allowed, parts: (f64, f64)) -> Allowed {
+        lse + label + Allowed { own: self.added(parts.0, parts.1), ..Allowed::default() }
+    }
+}
+
+/// What a stage should be: a part, or the sum of the captured parts, or of both.
+pub(super) fn reference_of(
+    stage: Stage,
+    lse: &[f64],
+    label: &[f64],
+    parts: Option<&Parts>,
+) -> Vec<f64> {
+    match (stage, parts) {
+        (Stage::DkLse | Stage::DqLse, _) => lse.to_vec(),
+        (Stage::DkLabel | Stage::DqLabel, _) => label.to_vec(),
+        (_, Some(parts)) => sum(&parts.lse, &parts.label),
+        _ => sum(lse, label),
+    }
+}
+
+/// Sum of squares of each column.
+pub(super) fn column_squares(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
+    let mut squares = vec![0.0; matrix.cols];
+    for at in 0..matrix.len() {
+        squares[at % matrix.cols] += matrix.get_f64(at).powi(2);
+    }
+    squares
+}

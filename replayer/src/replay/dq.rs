@@ -1,0 +1,208 @@
+//! dq of one unit: allowance and comparison, once the whole vocabulary was walked.
+
+use super::Replay;
+use super::allowed::{rounded, summed};
+use super::backward::Problem;
+use super::dk::{column_squares, reference_of};
+use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
+use super::gather::Gathered;
+use crate::compare::{Allowed, Rows, Tally};
+use crate::head::{Stage, Unit};
+use crate::kernels::matrix::{IGNORED, Matrix};
+use crate::kernels::policy::{DqParts, Policy};
+use crate::kernels::reference;
+
+/// The reference and the emulated members of dq, `[T, D]` each.
+pub(super) struct DqState {
+    pub(super) exact: reference::Backward,
+    pub(super) emulated: Vec<DqParts>,
+}
+
+impl DqState {
+    pub(super) fn new(tokens: usize, d: usize) -> DqState {
+        let zeros = || vec![0.0; tokens * d];
+        let exact = reference::Backward {
+            dq_lse: zeros(),
+            dq_label: zeros(),
+            dq_lse_var: zeros(),
+            dq_lse_sq: zeros(),
+            dq_label_rel_var: vec![0.0; tokens],
+            ..reference::Backward::default()
+        };
+        DqState { exact, emulated: Vec::new() }
+    }
+
+    /// What a swamped accumulator certainly loses of an element.
+    fn lost(&self, stage: Stage, reference: &[f64]) -> Vec<f64> {
+        let mut lost = vec![0.0; reference.len()];
+        for member in &self.emulated {
+            let values = member_values(member, stage);
+            for (lost, (x, r)) in lost.iter_mut().zip(values.iter().zip(reference)) {
+                *lost = f64::max(*lost, (x - r).abs());
+            }
+        }
+        lost
+    }
+}
+
+fn member_values(member: &DqParts, stage: Stage) -> &[f64] {
+    match stage {
+        Stage::DqLse => &member.dq_lse,
+        Stage::DqLabel => &member.dq_label,
+        _ => &member.dq,
+    }
+}
+
+/// Adds one slab's share of dq.
+pub(super) fn gather(total: &mut reference::Backward, part: reference::Backward, labels: &[u32]) {
+    add(&mut total.dq_lse, &part.dq_lse);
+    add(&mut total.dq_label, &part.dq_label);
+    add(&mut total.dq_lse_var, &part.dq_lse_var);
+    add(&mut total.dq_lse_sq, &part.dq_lse_sq);
+    for (at, &label) in labels.iter().enumerate() {
+        if label != IGNORED {
+            total.dq_label_rel_var[at] = part.dq_label_rel_var[at];
+        }
+    }
+    for (to, from) in
+        [(&mut total.dq_label_var, &part.dq_label_var), (&mut total.dq_dropped, &part.dq_dropped)]
+    {
+        to.resize(to.len().max(from.len()), 0.0);
+        add(to, from);
+    }
+}
+
+pub(super) fn add(total: &mut [f64], part: &[f64]) {
+    total.iter_mut().zip(part).for_each(|(total, &part)| *total += part);
+}
+
+impl Replay<'_> {
+    /// Allowance of the dense part at an element of dq.
+    fn dq_lse(&self, problem: &Problem<'_>, dq: &reference::Backward, at: usize) -> Allowed {
+        let (d, v) = (problem.head.q.cols, problem.head.valid_vocab);
+        let Policy { sums, .. } = self.roundings.widest;
+        let (x, squares) = (dq.dq_lse[at], dq.dq_lse_sq[at]);
+        let tiles = v.div_ceil(self.roundings.tiles.vocab.max(1));
+        let floor = problem.k_squares.get(at % d).copied().unwrap_or(0.0);
+        let token = at / d;
+        Allowed {
+            own: summed(sums.dq, v as f64, x, squares)
+                + self.joined(tiles, false, x, squares)
+                + self.product_rel_var() * squares
+                + self.entry_floor().powi(2) * floor,
+            row: dq.dq_lse_var[at] + (problem.scale[token] + problem.variance[token]) * x * x,
+            shared: self.shared_scale(problem.alike) * x * x,
+            certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
+        }
+    }
+
+    /// Allowance of the label part.
+    fn dq_label(&self, problem: &Problem<'_>, dq: &reference::Backward, at: usize) -> Allowed {
+        let x = dq.dq_label[at];
+        let squared = x * x;
+        let narrowed = self.roundings.input().powi(2) / 3.0;
+        Allowed {
+            own: rounded(self.roundings.widest.label_grad, x) + narrowed * squared,
+            row: (self.label_row_scale() + problem.variance[at / problem.head.q.cols]) * squared
+                + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
+            shared: self.shared_scale(self.roundings.shared_g()) * squared,
+            certain: 0.0,
+        }
+    }
+
+    pub(super) fn judge_dq(
+        &self,
+        problem: &Problem<'_>,
+        state: &DqState,
+        captured: &Captured,
+        unit: &Unit,
+        findings: &mut Findings,
+    ) {
+        let (dq, d) = (&state.exact, problem.head.q.cols);
+        // Tokens of one label and weight take the same row of k times the same g:
+        // their label parts are copies, rounding included.
+        let of_label = tokens_of_label(problem.head.labels);
+        let picked = picked(captured, &unit.rows);
+        let parts = picked.parts(&DQ, 0..unit.rows.len());
+        let bound = self.bound(unit.rows.len(), d);
+        for gradient in picked.of(&DQ) {
+            let stage = gradient.stage;
+            let reference = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
+            let forced = parts.is_some() && stage == Stage::Dq;
+            let lost = match self.roundings.swamps() && !forced {
+                true => state.lost(stage, &reference),
+                false => Vec::new(),
+            };
+            let allowed = |row: usize, column: usize, x: f64| {
+                let at = row * d + column;
+                let inner = match (stage, &parts) {
+                    (Stage::DqLse, _) => self.dq_lse(problem, dq, at),
+                    (Stage::DqLabel, _) => self.dq_label(problem, dq, at),
+                    (_, Some(parts)) => parts.allowed(self, at),
+                    _ => self.both(
+                        self.dq_lse(problem, dq, at),
+                        self.dq_label(problem, dq, at),
+                        (dq.dq_lse[at], dq.dq_label[at]),
+                    ),
+                };
+                let own = inner.own + self.output(x) + gradient.storage(at, x);
+                let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
+                Allowed { own, certain, ..inner }
+            };
+            let index = |row: usize| unit.rows[row] as u64;
+            let repeats = |row: usize| of_label[row];
+            let compared = Rows {
+                captured: gradient.matrix(),
+                reference: &reference,
+                index: &index,
+                repeats: &repeats,
+            };
+            findings.merge(stage, Tally::of(&compared, allowed, &bound), bound);
+            if forced {
+                continue; // judged from captured parts: the floor is propagated
+            }
+            for (number, member) in state.emulated.iter().enumerate() {
+                let values = member_values(member, stage);
+                if !values.is_empty() {
+                    let energy = error_energy(values, &reference, gradient.stored);
+                    findings.emulated(stage, number, energy);
+                }
+            }
+        }
+    }
+}
+
+/// The unit's own rows of every captured dq.
+pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
+    let pick = |gradient: &Gradient| {
+        let whole = gradient.matrix();
+        let values = match &gradient.values {
+            Held::Whole(_) | Held::Picked(_) => Held::Picked(Gathered::new(&whole, rows)),
+            Held::Summed { total, storage, .. } => Held::Summed {
+                rows: rows.len(),
+                cols: whole.cols,
+                total: chosen(total, whole.cols, rows),
+                storage: chosen(storage, whole.cols, rows),
+            },
+        };
+        let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
+        Gradient { stage, values, stored, source }
+    };
+    Captured { gradients: captured.of(&DQ).map(pick).collect() }
+}
+
+fn chosen(values: &[f64], cols: usize, rows: &[usize]) -> Vec<f64> {
+    rows.iter().flat_map(|&row| &values[row * cols..(row + 1) * cols]).copied().collect()
+}
+
+/// For each token, how many tokens have its label.
+pub(super) fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
+    let mut counts = std::collections::HashMap::new();
+    labels.iter().for_each(|label| *counts.entry(label).or_insert(0.0) += 1.0);
+    labels.iter().map(|label| counts[label]).collect()
+}
+
+/// Sum of k² over the valid rows, a column each; only where it is needed.
+pub(super) fn k_squares(replay: &Replay<'_>, k: &Matrix<'_>) -> Vec<f64> {
+    if replay.entry_floor() > 0.0 { column_squares(k) } else { Vec::new() }
+}

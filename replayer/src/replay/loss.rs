@@ -1,0 +1,286 @@
+//! The loss of a microbatch, and the gradient that each token's loss starts the
+//! backward with.
+
+use backtape::head::{LossReduction, Scope};
+use backtape::role::Role;
+
+use super::allowed::{relative, stored, summed};
+use super::column::Expected;
+use super::forward::ForwardState;
+use super::outcome::{Comparison, Outcome};
+use super::{Replay, Slice};
+use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::roundings::precision_of;
+use crate::head::step::{StepError, matrix, unfit};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+use crate::kernels::reference::policy_loss::{PolicyInputs, PolicyLoss, policy_loss};
+
+/// Distance of a ratio from a clip bound, in units of its standard deviation, up to
+/// which the job may have taken the other side: beyond 6.5 a normal falls once in
+/// 10¹⁰ tokens.
+const KINK: f64 = 6.5;
+
+/// What each token's backward starts with, `[T]`.
+pub(super) struct Upstream {
+    /// Gradient of the loss with respect to the token's nll: `w cotangent / denominator`.
+    pub(super) g: Vec<f64>,
+    /// Relative variance of `g`, alike over the token's row.
+    pub(super) variance: Vec<f64>,
+    /// Share of `g` that may be there or not: a ratio that rounds across its bound.
+    pub(super) certain: Vec<f64>,
+}
+
+impl Replay<'_> {
+    /// `g` of every token, unit by unit (a rank's own denominator is its unit's).
+    pub(super) fn upstream(
+        &self,
+        slice: &Slice,
+        state: &ForwardState,
+        outcome: &mut Outcome,
+    ) -> Result<Upstream, StepError> {
+        let inputs = &slice.inputs;
+        let tokens = inputs.tokens();
+        let zeros = || vec![0.0; tokens];
+        let mut found = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
+        if self.step.is_policy_loss() {
+            self.policy_upstream(slice, state, &mut found, outcome)?;
+            return Ok(found);
+        }
+        for (unit, denominator) in &slice.denominators {
+            for &t in unit.rows.iter().filter(|&&t| inputs.labels[t] != IGNORED) {
+                let weight = inputs.weights[t] * inputs.cotangent[t];
+                found.g[t] = self.step.options.cotangent * weight / denominator;
+            }
+        }
+        Ok(found)
+    }
+
+    /// The policy loss of the microbatch: its gradient by each log-probability.
+    fn policy_upstream(
+        &self,
+        slice: &Slice,
+        state: &ForwardState,
+        found: &mut Upstream,
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let inputs = &slice.inputs;
+        let (exact, expected) = self.policy_gradient(slice, state)?;
+        let captured = self.column(Role::Dlogprobs, slice)?;
+        if let Some(captured) = captured.as_ref().filter(|_| self.wants(Stage::Dlogprobs)) {
+            let found = self.judge_column(inputs, captured, &expected, false, Vec::new());
+            outcome.add(Stage::Dlogprobs, found);
+        }
+        for t in 0..inputs.tokens() {
+            let (dlogp, variance) = match &captured {
+                Some(column) => column.at(t),
+                None => (expected.values[t], expected.variance[t]),
+            };
+            found.g[t] = -dlogp;
+            let squared = dlogp * dlogp;
+            found.variance[t] = if squared > 0.0 { variance / squared } else { 0.0 };
+            let jumps = captured.is_none() && exact.at_kink[t];
+            found.certain[t] = if jumps { expected.certain[t] } else { 0.0 };
+        }
+        self.policy_loss_value(slice, &exact, &expected, state, outcome)
+    }
+
+    fn policy_gradient(
+        &self,
+        slice: &Slice,
+        state: &ForwardState,
+    ) -> Result<(PolicyLoss, Expected), StepError> {
+        let inputs = &slice.inputs;
+        let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
+        let options = self.step.options.grpo.as_ref().expect("a policy loss has its options");
+        let need = |role| {
+            self.step
+                .optional(role, mb, tokens)
+                .and_then(|values| values.ok_or_else(|| self.step.missing(role, mb)))
+        };
+        let advantages = self.advantages(inputs)?;
+        let old = self.step.optional(Role::OldLogprobs, mb, tokens)?;
+        let reference = if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
+        let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
+        let weights: Vec<f64> = (0..tokens).map(counted).collect();
+        let deviation = state.logprobs.variance.iter().fold(0.0, |most: f64, v| most.max(v.sqrt()));
+        let kink_tolerance = KINK * (deviation + 8.0 * self.roundings.compute()) * 2.0;
+        let sequences = inputs.sequences();
+        let zeros = || vec![0.0; tokens];
+        let mut exact = PolicyLoss { terms: zeros(), dlogp: zeros(), at_kink: vec![false; tokens] };
+        let mut divided = zeros();
+        for (unit, denominator) in &slice.denominators {
+            // The tokens of other denominators are masked, and stay zero.
+            let own = masked(&weights, &unit.rows);
+            let part = policy_loss(
+                options,
+                &PolicyInputs {
+                    logp: &state.logprobs.values,
+                    old: old.as_deref(),
+                    advantages: &advantages,
+                    reference: reference.as_deref(),
+                    weights: &own,
+                    sequences: &sequences,
+                    denominator: *denominator,
+                    kink_tolerance,
+                },
+            );
+            for &t in &unit.rows {
+                (exact.terms[t], exact.dlogp[t]) = (part.terms[t], part.dlogp[t]);
+                exact.at_kink[t] = part.at_kink[t];
+                divided[t] = *denominator;
+            }
+        }
+        let upstream = self.step.options.cotangent;
+        exact.dlogp.iter_mut().for_each(|dlogp| *dlogp *= upstream);
+        // Both the surrogate's and the KL term's slope move with the log-probability
+        // by at most themselves: d(r A)/dlogp = r A, d(expm1 d) = e^d.
+        let (compute, logp) = (self.roundings.compute(), &state.logprobs.values);
+        let sizes = (0..tokens).map(|t| {
+            let ratio = old.as_ref().map_or(1.0, |old| (logp[t] - old[t]).exp());
+            let kl = reference.as_ref().map_or(0.0, |r| (r[t] - logp[t]).exp() + 1.0);
+            let share = weights[t] / divided[t] * upstream;
+            share * (ratio * advantages[t].abs() + options.kl_beta * kl)
+        });
+        let sizes: Vec<f64> = sizes.map(f64::abs).collect();
+        let variance = sizes.iter().zip(&state.logprobs.variance);
+        let variance = variance.map(|(size, v)| size * size * (v + (8.0 * compute).powi(2)));
+        let certain = sizes.iter().zip(&exact.at_kink);
+        let certain = certain.map(|(&size, &kink)| if kink { size } else { 0.0 }).collect();
+        let expected =
+            Expected { values: exact.dlogp.clone(), variance: variance.collect(), certain };
+        Ok((exact, expected))
+    }
+
+    /// One a token, or one a sequence given to each of its tokens.
+    fn advantages(&self, inputs: &MicrobatchInputs) -> Result<Vec<f64>, StepError> {
+        let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
+        let key = self.step.held(Role::Advantages, mb);
+        let key = key.ok_or_else(|| self.step.missing(Role::Advantages, mb))?;
+        let held: u64 = self.step.tensors[key].shape.iter().product();
+        let sequences = tokens / inputs.sequence.max(1);
+        if held == sequences as u64 && held != tokens as u64 {
+            let each = self.step.optional(Role::Advantages, mb, sequences)?.unwrap_or_default();
+            return Ok((0..tokens).map(|t| each[t / inputs.sequence]).collect());
+        }
+        Ok(self.step.optional(Role::Advantages, mb, tokens)?.unwrap_or_default())
+    }
+
+    fn policy_loss_value(
+        &self,
+        slice: &Slice,
+        exact: &PolicyLoss,
+        gradient: &Expected,
+        state: &ForwardState,
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        // A loss moves with its log-probability by its gradient at most.
+        let compute = self.roundings.compute();
+        let variance = (0..exact.terms.len()).map(|t| {
+            let slope = gradient.values[t].abs() + gradient.certain.get(t).copied().unwrap_or(0.0);
+            slope * slope * state.logprobs.variance[t]
+                + gradient.variance[t].max(0.0) * f64::EPSILON
+                + relative(8.0 * compute, exact.terms[t].abs() + slope)
+        });
+        let terms = Expected {
+            values: exact.terms.clone(),
+            variance: variance.collect(),
+            certain: Vec::new(),
+        };
+        self.judge_loss(slice, &terms, outcome)
+    }
+
+    /// The loss of the microbatch from captured lse and label logits:
+    /// `w (lse - (1-s) z_y - s/K Σz + λ lse²) / denominator`.
+    pub(super) fn loss(
+        &self,
+        slice: &Slice,
+        state: &ForwardState,
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let inputs = &slice.inputs;
+        let captured = self.step.find(Role::Loss, inputs.microbatch).is_some();
+        if self.step.is_policy_loss() || !captured || !self.wants(Stage::Loss) {
+            return Ok(());
+        }
+        let declared = &self.step.options.declared;
+        let (s, k) = (self.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
+        let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
+        let mut divided = vec![1.0; inputs.tokens()];
+        for (unit, denominator) in &slice.denominators {
+            unit.rows.iter().for_each(|&t| divided[t] = *denominator);
+        }
+        let noise = self.term_noise(inputs.head(self.step).map_or(0, |head| head.q.cols));
+        let compute = self.roundings.compute();
+        let token = |t: usize| {
+            if inputs.labels[t] == IGNORED {
+                return (0.0, 0.0);
+            }
+            let (lse, label) = (state.lse[t], state.label.values[t]);
+            let mean = state.logit_sum[t] / k.max(1.0);
+            let nll = lse - (1.0 - s) * label - s * mean + lambda * lse * lse;
+            let size = lse.abs() + label.abs() + s * mean.abs() + lambda.abs() * lse * lse;
+            // The mean of the logits: each is rounded, and so is their sum.
+            let logits = noise.logit_rel_var * (mean * mean + lse * lse);
+            let sum = summed(self.roundings.widest.sums.lse, k, 1.0, 0.0) * mean * mean;
+            let variance = (1.0 + 2.0 * lambda * lse).powi(2) * state.lse_variance[t]
+                + (1.0 - s).powi(2) * state.label.variance[t]
+                + s * s * (logits + sum)
+                + relative(2.0 * compute, size);
+            let weight = inputs.weights[t] / divided[t];
+            (weight * nll, weight * weight * variance)
+        };
+        let (values, variance) = (0..inputs.tokens()).map(token).unzip();
+        self.judge_loss(slice, &Expected { values, variance, certain: Vec::new() }, outcome)
+    }
+
+    /// The recorded loss against the tokens' terms, or their sum.
+    fn judge_loss(
+        &self,
+        slice: &Slice,
+        terms: &Expected,
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let inputs = &slice.inputs;
+        let Some(key) = self.step.find(Role::Loss, inputs.microbatch) else { return Ok(()) };
+        if !self.wants(Stage::Loss) {
+            return Ok(());
+        }
+        if self.step.options.reduction == LossReduction::None {
+            let captured = self.column(Role::Loss, slice)?.expect("it was found");
+            outcome.add(Stage::Loss, self.judge_column(inputs, &captured, terms, true, Vec::new()));
+            return Ok(());
+        }
+        if self.step.options.scope == Scope::Rank && slice.denominators.len() > 1 {
+            outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
+            return Ok(());
+        }
+        let tensor = self.step.assemble(key)?;
+        let Some(found) = matrix(&tensor).filter(|values| values.len() == 1) else {
+            return Err(unfit(&tensor, "one float"));
+        };
+        let total: f64 = terms.values.iter().sum();
+        let squares: f64 = terms.values.iter().map(|x| x * x).sum();
+        let compute = self.roundings.compute();
+        let sum = self.roundings.widest.sums.lse;
+        let own = terms.variance.iter().sum::<f64>()
+            + summed(sum, terms.values.len() as f64, total, squares)
+            + stored(precision_of(tensor.dtype), total)
+            + relative(2.0 * compute, total);
+        let bound = self.bound(1, 1);
+        let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
+        let tally = Tally::of(&rows, |_, _, _| Allowed { own, ..Allowed::default() }, &bound);
+        outcome.add(
+            Stage::Loss,
+            Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound),
+        );
+        Ok(())
+    }
+}
+
+/// The weights of some tokens, 0 for all others.
+fn masked(weights: &[f64], rows: &[usize]) -> Vec<f64> {
+    let mut own = vec![0.0; weights.len()];
+    rows.iter().for_each(|&t| own[t] = weights[t]);
+    own
+}

@@ -1,0 +1,438 @@
+//! grad_norm: recomputed from the dumped gradients, held against what the job
+//! reported, and its gap shared out.
+//!
+//! The gap between two norms over gradients `c` and `r` is
+//! `‖c‖ - ‖r‖ = Σ (c² - r²) / (‖c‖ + ‖r‖)`: a sum over elements, so every way to cut
+//! the elements (tensors, rows, tiles) shares it out exactly. Addends `c = Σ c_j`,
+//! `r = Σ r_j` share it out exactly too, since `c² - r² = Σ_j (c_j - r_j)(c + r)`.
+
+use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
+use backtape::shard::{TensorKey, When};
+use serde::Serialize;
+
+use super::dk::Slab;
+use super::outcome::{NotChecked, Outcome};
+use super::{Replay, Slice};
+use crate::head::step::{StepError, matrix, numbers};
+use crate::head::{HeadStep, Stage, Unit};
+use crate::kernels::matrix::IGNORED;
+use crate::kernels::round::Precision;
+
+/// Bytes of reference gradients that are kept for the shares.
+const KEPT_BYTES: usize = 1 << 30;
+/// Rows and tiles that are named; the rest is one share.
+const NAMED: usize = 8;
+
+/// One part of a gap.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Share {
+    /// `tensor`, `rank`, `microbatch`, `rows` (by label hits), `row` or `vocabulary`.
+    /// The shares of one kind add up to the gap.
+    pub kind: &'static str,
+    /// Which one.
+    pub of: String,
+    /// Its part of the gap.
+    pub gap: f64,
+    /// The same over the gap.
+    pub share: f64,
+}
+
+/// The captured grad_norm beside what it would be with the reference dk.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct GradNorm {
+    /// As the job reported it.
+    pub captured: Option<f64>,
+    /// With the captured dk replaced by the reference, all else unchanged.
+    pub reference: Option<f64>,
+    /// captured - reference.
+    pub gap: Option<f64>,
+    /// Norm of the captured dk.
+    pub dk_captured: Option<f64>,
+    /// Norm of the reference dk.
+    pub dk_reference: Option<f64>,
+    /// How far from the reference's the norm of dk is when its policy is emulated:
+    /// what rounding alone explains of the gap.
+    pub floor: Option<f64>,
+    /// Norm over all dumped gradients, in f64.
+    pub recomputed: Option<f64>,
+    /// The gradients that it is taken over.
+    pub gradients: Vec<String>,
+    /// What the reported norm says about itself, in one sentence.
+    pub reported_as: Option<String>,
+    /// Who the gap belongs to.
+    pub shares: Vec<Share>,
+}
+
+/// Reference dk while it is needed: the sum, and what each unit is off by.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct ReferenceDk {
+    total: Vec<f64>,
+    /// The same of the member that rounds most.
+    emulated: Vec<f64>,
+    addends: Vec<Addend>,
+}
+
+/// One unit's captured dk minus its reference, `[V, D]`; the reference alone until
+/// the captured one is known.
+#[derive(Clone, Debug, PartialEq)]
+struct Addend {
+    microbatch: Option<Microbatch>,
+    ranks: Vec<Rank>,
+    reference: Vec<f64>,
+}
+
+impl Replay<'_> {
+    /// Adds one unit's slab of reference dk.
+    pub(super) fn keep_reference(
+        &self,
+        slab: &Slab,
+        (slice, unit): (&Slice, &Unit),
+        elements: usize,
+        outcome: &mut Outcome,
+    ) {
+        if !self.wants(Stage::Reduce) || elements * 8 > KEPT_BYTES {
+            return;
+        }
+        let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
+            total: vec![0.0; elements],
+            emulated: vec![0.0; elements],
+            addends: Vec::new(),
+        });
+        let from = slab.range.start * (slab.lse.len() / slab.range.len().max(1));
+        let values: Vec<f64> = slab.lse.iter().zip(&slab.label).map(|(a, b)| a + b).collect();
+        for (at, (x, emulated)) in values.iter().zip(&slab.emulated).enumerate() {
+            kept.total[from + at] += x;
+            kept.emulated[from + at] += emulated;
+        }
+        let fits = (kept.addends.len() + 3) * elements * 8 <= KEPT_BYTES;
+        let same =
+            |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
+        if let Some(addend) = kept.addends.iter_mut().find(same) {
+            addend.reference.extend_from_slice(&values);
+        } else if fits && from == 0 {
+            let (microbatch, ranks) = (slice.inputs.microbatch, unit.ranks.clone());
+            kept.addends.push(Addend { microbatch, ranks, reference: values });
+        }
+    }
+
+    /// grad_norm as reported, recomputed, and as it would be with the reference dk.
+    pub(super) fn norm(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+        let mut norm = GradNorm { captured: reported(self.step)?, ..GradNorm::default() };
+        let gradients = gradients(self.step);
+        let mut squares = SumsOfSquares::default();
+        for key in &gradients {
+            squares.add(&numbers(&self.step.assemble(key)?).unwrap_or_default());
+        }
+        if !gradients.is_empty() {
+            norm.recomputed = Some(squares.exact.sqrt());
+            norm.gradients = gradients.iter().map(|key| key.to_string()).collect();
+            norm.reported_as = norm.captured.map(|reported| squares.says(reported));
+        }
+        let whole = slices.iter().all(|slice| slice.blocked.is_none());
+        let reduced = self.step.find_reduced(Role::Dk, true).filter(|_| whole);
+        let reference = outcome.reference_dk.take();
+        let divisor = self.divisor(slices);
+        if let (Some(key), Some(reference), Ok(divisor)) = (reduced, reference, divisor) {
+            let tensor = self.step.oriented(self.step.assemble(key)?)?;
+            let columns = tensor.shape.last().map_or(1, |&n| n as usize);
+            let captured = matrix(&tensor).filter(|m| m.len() == reference.total.len());
+            if let Some(captured) = captured {
+                let captured: Vec<f64> = (0..captured.len()).map(|i| captured.get_f64(i)).collect();
+                self.gap(&mut norm, slices, &captured, reference, (columns, divisor))?;
+            }
+        }
+        if self.wants(Stage::GradNorm) && norm.captured.is_some() {
+            let why = "other gradients than the head's have no reference";
+            outcome.skip(Stage::GradNorm, why);
+            let what = "grad_norm beyond dk".into();
+            outcome.not_checked.push(NotChecked { what, why: why.into() });
+        }
+        outcome.grad_norm = norm;
+        Ok(())
+    }
+
+    fn gap(
+        &self,
+        norm: &mut GradNorm,
+        slices: &[Slice],
+        captured: &[f64],
+        reference: ReferenceDk,
+        (columns, divisor): (usize, f64),
+    ) -> Result<(), StepError> {
+        let exact: Vec<f64> = reference.total.iter().map(|x| x / divisor).collect();
+        let square = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>();
+        let (ours, theirs) = (square(captured), square(&exact));
+        (norm.dk_captured, norm.dk_reference) = (Some(ours.sqrt()), Some(theirs.sqrt()));
+        // Without a reported norm the gap is that of dk alone.
+        let whole = norm.captured.unwrap_or(ours.sqrt());
+        let with_reference = (whole * whole - ours + theirs).max(0.0).sqrt();
+        norm.reference = norm.captured.map(|_| with_reference);
+        let gap = whole - with_reference;
+        let emulated = square(&reference.emulated) / (divisor * divisor);
+        norm.floor = Some((whole * whole - ours + emulated).max(0.0).sqrt() - with_reference);
+        norm.gap = Some(gap);
+        let cut =
+            Cut { ours: captured, theirs: &exact, columns, norms: whole + with_reference, gap };
+        norm.shares = cut.by_rows(&hits(slices, captured.len() / columns.max(1)));
+        norm.shares.extend(cut.by_vocabulary(self.roundings.tiles.vocab));
+        norm.shares.extend(self.by_addend(&cut, slices, reference.addends, divisor)?);
+        Ok(())
+    }
+
+    /// Shares of ranks and of microbatches: each addend's error along `c + r`.
+    fn by_addend(
+        &self,
+        cut: &Cut<'_>,
+        slices: &[Slice],
+        addends: Vec<Addend>,
+        divisor: f64,
+    ) -> Result<Vec<Share>, StepError> {
+        let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+        if addends.len() != units || units < 2 {
+            return Ok(Vec::new());
+        }
+        let mut found: Vec<(Option<Microbatch>, Vec<Rank>, f64)> = Vec::new();
+        for addend in addends {
+            let Some(key) = self.step.find(Role::Dk, addend.microbatch) else {
+                return Ok(Vec::new());
+            };
+            let tensor = match addend.ranks.is_empty() {
+                true => self.step.assemble(key)?,
+                false => self.step.addend(key, &addend.ranks)?,
+            };
+            let tensor = self.step.oriented(tensor)?;
+            let captured = numbers(&tensor).filter(|values| values.len() == cut.ours.len());
+            let Some(captured) = captured else { return Ok(Vec::new()) };
+            let along = captured.iter().zip(&addend.reference).zip(cut.ours.iter().zip(cut.theirs));
+            let along: f64 =
+                along.map(|((c, r), (ours, theirs))| (c - r) / divisor * (ours + theirs)).sum();
+            found.push((addend.microbatch, addend.ranks, along / cut.norms));
+        }
+        let mut shares = Vec::new();
+        let ranks = found.iter().map(|(_, ranks, gap)| (name_of_ranks(ranks), *gap));
+        shares.extend(cut.grouped("rank", ranks));
+        let microbatches =
+            found.iter().filter_map(|(mb, _, gap)| Some((mb.as_ref()?.to_string(), *gap)));
+        shares.extend(cut.grouped("microbatch", microbatches));
+        Ok(shares)
+    }
+}
+
+/// Two gradients of one shape whose norms are apart.
+pub(super) struct Cut<'a> {
+    pub(super) ours: &'a [f64],
+    pub(super) theirs: &'a [f64],
+    pub(super) columns: usize,
+    /// Sum of the two norms.
+    pub(super) norms: f64,
+    pub(super) gap: f64,
+}
+
+impl Cut<'_> {
+    fn share(&self, kind: &'static str, of: String, gap: f64) -> Share {
+        let share = if self.gap == 0.0 { 0.0 } else { gap / self.gap };
+        Share { kind, of, gap, share }
+    }
+
+    fn rows(&self) -> Vec<f64> {
+        let rows =
+            self.ours.chunks(self.columns.max(1)).zip(self.theirs.chunks(self.columns.max(1)));
+        let of_row = |(c, r): (&[f64], &[f64])| {
+            c.iter().zip(r).map(|(c, r)| (c - r) * (c + r)).sum::<f64>() / self.norms
+        };
+        rows.map(of_row).collect()
+    }
+
+    /// By how often a row is a label, and the rows of the largest shares.
+    pub(super) fn by_rows(&self, hits: &[u32]) -> Vec<Share> {
+        let rows = self.rows();
+        let mut classes: Vec<f64> = Vec::new();
+        for (&n, gap) in hits.iter().zip(&rows) {
+            let class = (u32::BITS - n.leading_zeros()) as usize;
+            classes.resize(classes.len().max(class + 1), 0.0);
+            classes[class] += gap;
+        }
+        let name = |class: usize| match class {
+            0 => "0 label hits".to_string(),
+            1 => "1 label hit".to_string(),
+            _ => format!("{} to {} label hits", 1u32 << (class - 1), (1u64 << class) - 1),
+        };
+        let classes = classes.iter().enumerate();
+        let mut shares: Vec<Share> =
+            classes.map(|(class, &gap)| self.share("rows", name(class), gap)).collect();
+        let rows = rows.iter().enumerate().map(|(row, &gap)| (format!("row {row}"), gap));
+        shares.extend(self.largest("row", rows.collect()));
+        shares
+    }
+
+    pub(super) fn by_vocabulary(&self, tile: usize) -> Vec<Share> {
+        let rows = self.rows();
+        let tiles = rows.chunks(tile.max(1)).enumerate();
+        let name = |at: usize, n: usize| format!("[{}:{}]", at * tile, at * tile + n);
+        let tiles = tiles.map(|(at, rows)| (name(at, rows.len()), rows.iter().sum())).collect();
+        self.largest("vocabulary", tiles)
+    }
+
+    /// The largest shares, and all others as one: they add up to the gap still.
+    fn largest(&self, kind: &'static str, mut all: Vec<(String, f64)>) -> Vec<Share> {
+        all.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
+        let rest: f64 = all.iter().skip(NAMED).map(|(_, gap)| gap).sum();
+        let others = all.len().saturating_sub(NAMED);
+        all.truncate(NAMED);
+        if others > 0 {
+            all.push((format!("{others} others"), rest));
+        }
+        all.into_iter().map(|(of, gap)| self.share(kind, of, gap)).collect()
+    }
+
+    /// One share a name; what the addends leave of the gap is the reduction's.
+    fn grouped(
+        &self,
+        kind: &'static str,
+        parts: impl Iterator<Item = (String, f64)>,
+    ) -> Vec<Share> {
+        let mut groups: Vec<(String, f64)> = Vec::new();
+        for (name, gap) in parts {
+            match groups.iter_mut().find(|(of, _)| *of == name) {
+                Some((_, total)) => *total += gap,
+                None => groups.push((name, gap)),
+            }
+        }
+        if groups.len() < 2 {
+            return Vec::new();
+        }
+        let rest = self.gap - groups.iter().map(|(_, gap)| gap).sum::<f64>();
+        groups.push(("the reduction".into(), rest));
+        groups.into_iter().map(|(of, gap)| self.share(kind, of, gap)).collect()
+    }
+}
+
+fn name_of_ranks(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// Label hits of every row of k, over all microbatches.
+fn hits(slices: &[Slice], rows: usize) -> Vec<u32> {
+    let mut hits = vec![0; rows];
+    for &label in slices.iter().flat_map(|slice| &slice.inputs.labels) {
+        if label != IGNORED && (label as usize) < rows {
+            hits[label as usize] += 1;
+        }
+    }
+    hits
+}
+
+/// The norm that the job reported.
+pub(super) fn reported(step: &HeadStep<'_>) -> Result<Option<f64>, StepError> {
+    let Some(key) = step.find(Role::GradNorm, None::<Microbatch>) else { return Ok(None) };
+    let values = numbers(&step.assemble(key)?);
+    Ok(values.filter(|values| values.len() == 1).map(|values| values[0]))
+}
+
+/// Gradients of parameters as the optimizer gets them: the head's own, and every
+/// tensor without a role that was captured after the reduction.
+pub(super) fn gradients<'s>(step: &'s HeadStep<'_>) -> Vec<&'s TensorKey> {
+    let of = |(key, info): &(&TensorKey, &crate::dump::TensorInfo)| {
+        let last = key.microbatch.is_none() && info.partial.is_none();
+        let of_head = matches!(info.role, Some(Role::Dk | Role::Dbias));
+        let of_others = info.role.is_none() && key.when == Some(When::PostReduce);
+        last && info.dtype.is_float() && (of_head && key.when != Some(When::PreReduce) || of_others)
+    };
+    step.tensors.iter().filter(of).map(|(key, _)| key).collect()
+}
+
+/// Sums of squares as a job may take them.
+#[derive(Default)]
+struct SumsOfSquares {
+    exact: f64,
+    f32: f32,
+    bf16: f32,
+    elements: u64,
+}
+
+impl SumsOfSquares {
+    fn add(&mut self, values: &[f64]) {
+        for &x in values {
+            let narrow = (x as f32) * (x as f32);
+            self.exact += x * x;
+            self.f32 += narrow;
+            self.bf16 = Precision::Bf16.round(self.bf16 + Precision::Bf16.round(narrow));
+        }
+        self.elements += values.len() as u64;
+    }
+
+    /// What the reported norm is, as far as the dumped gradients say.
+    fn says(&self, reported: f64) -> String {
+        let exact = self.exact.sqrt();
+        // The square root halves the relative error of a sum of n squares, each of
+        // which is rounded: sequential f32 summation is the worst.
+        let n = self.elements as f64;
+        let u = Precision::F32.unit_roundoff();
+        let reach = 8.0 * u * (n / 3.0).sqrt().max(1.0) + 4.0 * u;
+        let near = |value: f64| (reported - value).abs() <= reach * exact;
+        let naive = f64::from(self.f32).sqrt();
+        if near(exact) {
+            return format!("the norm over the dumped gradients ({exact:.8}), before clipping");
+        }
+        if near(f64::from(self.bf16).sqrt()) {
+            return format!(
+                "the norm over the dumped gradients with the squares summed in bf16: in f64 it is {exact:.8}"
+            );
+        }
+        if (reported - naive).abs() <= 4.0 * u * exact {
+            return format!(
+                "the norm over the dumped gradients with the squares summed one by one in f32: in f64 it is {exact:.8}"
+            );
+        }
+        if reported < exact {
+            return format!(
+                "smaller than the norm over the dumped gradients alone ({exact:.8}): taken after clipping, or over gradients of another scale"
+            );
+        }
+        let rest = (reported * reported - self.exact).max(0.0).sqrt();
+        format!(
+            "larger than the norm over the dumped gradients ({exact:.8}): gradients of norm {rest:.8} were not dumped"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_share_adds_up_to_the_gap() {
+        let ours: Vec<f64> = (0..60).map(|i| f64::from(i).sin()).collect();
+        let theirs: Vec<f64> = ours.iter().map(|x| x * 0.9 + 0.01).collect();
+        let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let gap = norm(&ours) - norm(&theirs);
+        let norms = norm(&ours) + norm(&theirs);
+        let cut = Cut { ours: &ours, theirs: &theirs, columns: 3, norms, gap };
+        let hits: Vec<u32> = (0..20).map(|row| row * row).collect();
+        let mut shares = cut.by_rows(&hits);
+        shares.extend(cut.by_vocabulary(7));
+        for kind in ["rows", "row", "vocabulary"] {
+            let total: f64 = shares.iter().filter(|s| s.kind == kind).map(|s| s.gap).sum();
+            assert!((total - gap).abs() <= 1e-14 * norms, "{kind}: {total} of {gap}");
+        }
+    }
+
+    #[test]
+    fn a_reported_norm_says_how_it_was_taken() {
+        let mut squares = SumsOfSquares::default();
+        squares.add(&vec![0.25; 40_000]);
+        for (reported, words) in [
+            (50.0, "before clipping"),
+            (f64::from(squares.bf16).sqrt(), "summed in bf16"),
+            (1.0, "after clipping"),
+            (70.0, "were not dumped"),
+        ] {
+            assert!(
+                squares.says(reported).contains(words),
+                "{reported}: {}",
+                squares.says(reported)
+            );
+        }
+    }
+}

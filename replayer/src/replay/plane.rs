@@ -1,0 +1,283 @@
+//! Stages of the token x vocabulary plane: logits, log-probabilities of every class,
+//! dlogits. They are read and judged a span of tokens at a time.
+
+use std::ops::Range;
+
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+
+use super::allowed::{relative, stored};
+use super::forward::ForwardState;
+use super::gather::Gathered;
+use super::loss::Upstream;
+use super::members::members;
+use super::outcome::{Comparison, MemberError, Outcome};
+use super::{Replay, Slice};
+use crate::assemble;
+use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::Stage;
+use crate::head::roundings::precision_of;
+use crate::head::step::{StepError, matrix, rows_of, unfit};
+use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
+use crate::kernels::round::Precision;
+use crate::kernels::{policy, reference};
+
+/// Bytes of one f64 buffer over a span of tokens.
+const SPAN_BYTES: usize = 32 << 20;
+
+/// Reference values of a span, `[tokens, V]` each.
+struct Plane {
+    logits: Vec<f64>,
+    logits_var: Vec<f64>,
+    dlogits: Vec<f64>,
+    dlogits_var: Vec<f64>,
+}
+
+/// A span of tokens with what its stages start from.
+struct Span<'a> {
+    head: HeadInputs<'a>,
+    tokens: Range<usize>,
+    lse: &'a [f64],
+    cotangents: Cotangents<'a, f64>,
+}
+
+impl Replay<'_> {
+    /// Judges what was captured of the plane.
+    pub(super) fn plane(
+        &self,
+        slice: &Slice,
+        state: &ForwardState,
+        upstream: &Upstream,
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let inputs = &slice.inputs;
+        let Some(head) = inputs.head(self.step) else { return Ok(()) };
+        let [g_lse, g_label, g_smooth] =
+            self.token_cotangents(&state.lse, &upstream.g, inputs.valid_vocab);
+        for stage in [Stage::Logits, Stage::Logprobs, Stage::Dlogits] {
+            let role = stage.role().expect("all three have one");
+            let Some(key) = self.step.find(role, inputs.microbatch) else { continue };
+            // Logits that are the input have nothing before them to be judged by.
+            let is_input = stage == Stage::Logits && head.given.is_some();
+            let elements: u64 = self.step.tensors[key].shape.iter().product();
+            let one_a_token = stage == Stage::Logprobs && elements == inputs.tokens() as u64;
+            if !self.wants(stage) || is_input || one_a_token {
+                continue;
+            }
+            let bound = self.bound(inputs.tokens(), head.k.rows);
+            let mut tally = Tally::default();
+            let mut energies: Vec<MemberError> = Vec::new();
+            self.each_span(key, head.k.rows, &mut |tokens, captured, precision| {
+                let of = |values: &'_ [f64]| values[tokens.clone()].to_vec();
+                let (lse, a, b, c) = (of(&state.lse), of(&g_lse), of(&g_label), of(&g_smooth));
+                let cotangents = Cotangents { lse: &a, label: &b, smooth: &c };
+                let part = span_of(&head, tokens.clone());
+                let span = Span { head: part, tokens: tokens.clone(), lse: &lse, cotangents };
+                let plane = self.exact_plane(&span);
+                let scale = |t: usize| state.scale[tokens.start + t];
+                let found = self.judge_span(stage, &span, &plane, captured, precision, &scale);
+                tally.merge(found);
+                self.emulate_span(stage, &span, &plane, precision, &mut energies);
+                Ok(())
+            })?;
+            let found = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
+            outcome.add(stage, Comparison { members: energies, ..found });
+        }
+        Ok(())
+    }
+
+    /// A captured `[..., V]` tensor, some tokens at a time.
+    pub(super) fn each_span(
+        &self,
+        key: &TensorKey,
+        vocab: usize,
+        take: &mut dyn FnMut(Range<usize>, Matrix<'_>, Option<Precision>) -> Result<(), StepError>,
+    ) -> Result<(), StepError> {
+        let shape = &self.step.tensors[key].shape;
+        let (first, inner) = match shape.split_last() {
+            Some((&columns, leading)) if columns == vocab as u64 && !leading.is_empty() => {
+                (leading[0], leading[1..].iter().product::<u64>())
+            }
+            _ => {
+                let tensor = self.step.assemble(key)?;
+                return Err(unfit(&tensor, &format!("floats of shape [..., {vocab}]")));
+            }
+        };
+        let of_one = inner as usize * vocab * 8;
+        let step = (SPAN_BYTES / of_one.max(1)).max(1) as u64;
+        let mut start = 0;
+        while start < first {
+            let end = (start + step).min(first);
+            let mut place = IndexBox::whole(shape);
+            place.0[0] = (start, end);
+            let tensor = assemble::assemble_box(self.step.dump, key, &place)
+                .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
+            let values = matrix(&tensor).ok_or_else(|| unfit(&tensor, "floats"))?;
+            let tokens = (start * inner) as usize..(end * inner) as usize;
+            take(tokens, values, precision_of(tensor.dtype))?;
+            start = end;
+        }
+        Ok(())
+    }
+
+    fn exact_plane(&self, span: &Span<'_>) -> Plane {
+        let (rows, vocab) = (span.tokens.len(), span.head.k.rows);
+        let zeros = || vec![0.0; rows * vocab];
+        let mut plane =
+            Plane { logits: zeros(), logits_var: zeros(), dlogits: zeros(), dlogits_var: zeros() };
+        reference::plane(
+            &span.head,
+            span.lse,
+            &span.cotangents,
+            &self.term_noise(span.head.q.cols),
+            self.tiles,
+            self.progress,
+            &mut |tile| {
+                for (to, from) in [
+                    (&mut plane.logits, tile.logits),
+                    (&mut plane.logits_var, tile.logits_var),
+                    (&mut plane.dlogits, tile.dlogits),
+                    (&mut plane.dlogits_var, tile.dlogits_var),
+                ] {
+                    place(to, vocab, &tile.tokens, &tile.cols, from);
+                }
+            },
+        );
+        plane
+    }
+
+    fn judge_span(
+        &self,
+        stage: Stage,
+        span: &Span<'_>,
+        plane: &Plane,
+        captured: Matrix<'_>,
+        precision: Option<Precision>,
+        scale: &dyn Fn(usize) -> f64,
+    ) -> Tally {
+        let vocab = span.head.k.rows;
+        // What a job writes into masked logits is its own business; their gradient is not.
+        let columns = if stage == Stage::Dlogits { vocab } else { span.head.valid_vocab };
+        let kept = Gathered::cut(&captured, columns);
+        let cut = |values: &[f64]| cut_columns(values, vocab, columns);
+        let (mut reference, variance) = match stage {
+            Stage::Dlogits => (cut(&plane.dlogits), cut(&plane.dlogits_var)),
+            _ => (cut(&plane.logits), cut(&plane.logits_var)),
+        };
+        if stage == Stage::Logprobs {
+            for (row, lse) in reference.chunks_mut(columns.max(1)).zip(span.lse) {
+                row.iter_mut().for_each(|x| *x -= lse);
+            }
+        }
+        let scales: Vec<f64> = (0..span.tokens.len()).map(scale).collect();
+        let compute = self.roundings.compute();
+        let filter = self.step.options.declared.gradient_filter.unwrap_or(0.0);
+        let shared = self.shared_scale(stage == Stage::Dlogits);
+        let factor = self.step.options.transform.scale.abs();
+        let allowed = |row: usize, column: usize, x: f64| {
+            let own = variance[row * columns + column] + stored(precision, x);
+            match stage {
+                Stage::Dlogits => {
+                    let (a, b) = (span.cotangents.lse[row], span.cotangents.label[row]);
+                    let is_label = span.head.labels[row] as usize == column;
+                    let dense = x.abs() + if is_label { (factor * b).abs() } else { 0.0 };
+                    let rounding = rounding_of_entry(self, x);
+                    let dropped = filter > 0.0 && x.abs() < filter * (a * factor).abs();
+                    Allowed {
+                        own: own + rounding,
+                        row: scales[row] * dense * dense,
+                        shared: shared * x * x,
+                        certain: if dropped { x.abs() } else { 0.0 },
+                    }
+                }
+                Stage::Logprobs => {
+                    let lse = span.lse[row];
+                    let own = own + relative(2.0 * compute, lse.abs() + x.abs());
+                    // A softmax of its own: its lse errs as scale says, absolutely.
+                    Allowed { own, row: scales[row], ..Allowed::default() }
+                }
+                _ => Allowed { own, ..Allowed::default() },
+            }
+        };
+        let index = |row: usize| (span.tokens.start + row) as u64;
+        let rows =
+            Rows { captured: kept.matrix(), reference: &reference, index: &index, repeats: &once };
+        let bound = self.bound(span.tokens.len(), vocab);
+        Tally::of(&rows, allowed, &bound)
+    }
+
+    /// Error of the members that round most differently, beside the captured one.
+    fn emulate_span(
+        &self,
+        stage: Stage,
+        span: &Span<'_>,
+        exact: &Plane,
+        precision: Option<Precision>,
+        energies: &mut Vec<MemberError>,
+    ) {
+        if stage == Stage::Logprobs {
+            return; // the floor is propagated
+        }
+        let all = members(&self.roundings);
+        let last = all.len() - 1;
+        let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
+        let vocab = span.head.k.rows;
+        for (number, (_, member)) in ends.enumerate() {
+            let mut energy = 0.0;
+            policy::plane(
+                &member.policy,
+                &span.head,
+                span.lse,
+                &span.cotangents,
+                self.roundings.tiles,
+                self.progress,
+                &mut |tile| {
+                    let values = if stage == Stage::Logits { tile.logits } else { tile.dlogits };
+                    let exact = if stage == Stage::Logits { &exact.logits } else { &exact.dlogits };
+                    let width = tile.cols.len().max(1);
+                    for (row, values) in tile.tokens.clone().zip(values.chunks(width)) {
+                        for (column, &x) in tile.cols.clone().zip(values) {
+                            if stage == Stage::Dlogits || column < span.head.valid_vocab {
+                                let x = precision.map_or(x, |p| p.round64(x));
+                                energy += (x - exact[row * vocab + column]).powi(2);
+                            }
+                        }
+                    }
+                },
+            );
+            match energies.get_mut(number) {
+                Some(total) => total.energy += energy,
+                None => energies.push(MemberError { name: member.name, energy }),
+            }
+        }
+    }
+}
+
+/// Rounding of one entry of dlogits as the job may hold it, label and smoothing added.
+fn rounding_of_entry(replay: &Replay<'_>, x: f64) -> f64 {
+    super::allowed::rounded(replay.roundings.widest.dlogits, x)
+}
+
+/// Some tokens of a head.
+fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
+    let cut = |matrix: Matrix<'h>| match matrix.cols {
+        0 => Matrix { rows: tokens.len(), ..matrix },
+        _ => rows_of(&matrix, tokens.clone()),
+    };
+    HeadInputs {
+        q: cut(head.q),
+        labels: &head.labels[tokens.clone()],
+        given: head.given.map(|given| rows_of(&given, tokens.clone())),
+        ..*head
+    }
+}
+
+fn place(to: &mut [f64], width: usize, rows: &Range<usize>, cols: &Range<usize>, from: &[f64]) {
+    for (row, values) in rows.clone().zip(from.chunks(cols.len().max(1))) {
+        to[row * width + cols.start..row * width + cols.end].copy_from_slice(values);
+    }
+}
+
+fn cut_columns(values: &[f64], width: usize, columns: usize) -> Vec<f64> {
+    values.chunks(width.max(1)).flat_map(|row| &row[..columns]).copied().collect()
+}

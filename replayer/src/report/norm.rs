@@ -1,0 +1,56 @@
+//! grad_norm as text: what was reported, what it should be, who the gap belongs to.
+
+use crate::replay::outcome::{GradNorm, Share};
+
+/// A gap this many times what rounding explains is shared out in the text; in the
+/// JSON it always is.
+const SHOWN: f64 = 3.0;
+/// Shares of one kind that are shown.
+const NAMED: usize = 4;
+
+/// One statement a line; `other` is what the other run reported.
+pub(super) fn lines(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
+    let mut parts = Vec::new();
+    if let Some(captured) = norm.captured {
+        parts.push(format!("{captured:.7} as the job reported it"));
+    }
+    if let Some(reference) = norm.reference {
+        parts.push(format!("{reference:.7} with dk from the f64 reference"));
+    }
+    if let (Some(ours), Some(exact)) = (norm.dk_captured, norm.dk_reference) {
+        let apart = ours / exact - 1.0;
+        parts.push(format!("norm of dk {ours:.7}, reference {exact:.7} ({apart:+.2e})"));
+    }
+    if let Some(other) = other {
+        parts.push(format!("{other:.7} in the other run"));
+    }
+    let mut lines: Vec<String> = Vec::new();
+    if !parts.is_empty() {
+        lines.push(parts.join("; "));
+    }
+    if let Some(reported_as) = &norm.reported_as {
+        lines.push(format!("the reported norm is {reported_as}"));
+    }
+    lines.extend(gap(norm));
+    lines
+}
+
+fn gap(norm: &GradNorm) -> Vec<String> {
+    let (Some(gap), Some(floor)) = (norm.gap, norm.floor) else { return Vec::new() };
+    if !(gap.abs() > SHOWN * floor.abs()) || norm.shares.is_empty() {
+        return Vec::new();
+    }
+    let mut lines = vec![format!("gap {gap:+.3e}; the declared precision explains {floor:+.1e}")];
+    for kind in ["tensor", "rank", "microbatch", "rows", "row", "vocabulary"] {
+        let mut shares: Vec<&Share> = norm.shares.iter().filter(|s| s.kind == kind).collect();
+        if shares.is_empty() {
+            continue;
+        }
+        shares.sort_by(|a, b| b.share.abs().total_cmp(&a.share.abs()));
+        let shown = shares.iter().take(NAMED);
+        let words: Vec<String> =
+            shown.map(|s| format!("{} {:.1} %", s.of, 100.0 * s.share)).collect();
+        lines.push(format!("gap by {kind}: {}", words.join(", ")));
+    }
+    lines
+}

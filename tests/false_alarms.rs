@@ -1,0 +1,291 @@
+//! How often `replay` calls a clean job diverged, over jobs drawn at random.
+//!
+//! Goal: an upper bound of the false-alarm rate, and how near to an alarm clean
+//! runs come. Method: `Job::random(seed)` for many seeds; every alarm is printed
+//! with its seed and the job, which is all that is needed to repeat it:
+//!
+//!     BACKTAPE_SEED=1234 BACKTAPE_RUNS=1 make bench-false-alarms
+//!
+//! What `replay` refuses is counted beside, never as an agreement.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use backtape_replayer::compare::Bound;
+use backtape_replayer::dump::{Selection, StepDump, open};
+use backtape_replayer::head::{HeadStep, Stage};
+use backtape_replayer::kernels::NoProgress;
+use backtape_replayer::replay::outcome::{Comparison, Outcome};
+use backtape_replayer::replay::{Effort, Request, replay};
+use backtape_replayer::verify::verify;
+
+use crate::support::dump;
+use crate::support::job::Job;
+
+/// Runs of the share that every test run takes.
+const QUICK: u64 = 60;
+/// Runs of the whole, where BACKTAPE_RUNS does not say.
+const WHOLE: u64 = 2000;
+/// Confidence of the upper bound.
+const CONFIDENCE: f64 = 0.95;
+/// Alarms printed in full.
+const SHOWN: usize = 10;
+
+/// How near to its bound a comparison came: above 1 it would be an alarm.
+#[derive(Clone, Copy, Debug, Default)]
+struct Consumption {
+    /// Error energy over allowed energy.
+    energy: f64,
+    /// Worst score over the score that rounding may reach; a lower estimate of
+    /// the latter, which depends on how the element's variance is shared.
+    score: f64,
+    /// |slope| over allowed slope.
+    slope: f64,
+}
+
+/// What became of one run.
+enum Ended {
+    Judged { alarm: Option<Alarm>, consumed: BTreeMap<Stage, Consumption>, compared: usize },
+    Refused(String),
+}
+
+struct Alarm {
+    /// The stage, `verify` or `panic`.
+    stage: &'static str,
+    reason: String,
+}
+
+/// The campaign's sums.
+#[derive(Default)]
+struct Campaign {
+    judged: u64,
+    compared: usize,
+    alarms: Vec<(u64, Alarm)>,
+    refused: BTreeMap<String, (u64, u64)>,
+    /// The largest consumption of each stage, with its seed.
+    worst: BTreeMap<Stage, [(f64, u64); 3]>,
+}
+
+/// A run whose panic is one alarm more, not the end of the campaign.
+fn survived(job: &Job) -> Ended {
+    std::panic::catch_unwind(|| run(job)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| text.to_string()));
+        let reason = text.unwrap_or_default();
+        let alarm = Some(Alarm { stage: "panic", reason });
+        Ended::Judged { alarm, consumed: BTreeMap::new(), compared: 0 }
+    })
+}
+
+fn run(job: &Job) -> Ended {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run-a");
+    dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
+    let dumped = open(&path, &Selection::default()).unwrap();
+    let (outcome, units) = match judged(&dumped) {
+        Ok(found) => found,
+        Err(why) => return Ended::Refused(why),
+    };
+    let mut ended = ended(&outcome, units);
+    // A clean job's dump must be proved as well: a finding is an alarm like any other.
+    let findings = verify(&dumped, &|_| {}).findings;
+    if let (Ended::Judged { alarm, .. }, Some(found)) = (&mut ended, findings.first()) {
+        *alarm = Some(Alarm { stage: "verify", reason: found.sentence.clone() });
+    }
+    ended
+}
+
+fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
+    let step = HeadStep::new(dumped, None, |_| None).map_err(|error| error.to_string())?;
+    let request =
+        Request { compare: &[], effort: Effort::All, progress: &NoProgress, total: &|_| {} };
+    let outcome = replay(&step, &request).map_err(|error| error.to_string())?;
+    let units = |microbatch| {
+        let inputs = step.inputs(microbatch).unwrap();
+        step.units(&inputs).map_or(0, |units| units.len())
+    };
+    let units = step.microbatches.iter().map(|&microbatch| units(microbatch)).sum();
+    Ok((outcome, units))
+}
+
+fn ended(outcome: &Outcome, units: usize) -> Ended {
+    let alarm = outcome
+        .first_divergence()
+        .map(|found| Alarm { stage: found.stage.name(), reason: found.reason.clone() });
+    let comparisons = Stage::ALL.len() * units.max(1);
+    let mut consumed: BTreeMap<Stage, Consumption> = BTreeMap::new();
+    for stage in &outcome.stages {
+        for comparison in &stage.comparisons {
+            let found = consumption(comparison, comparisons);
+            let kept = consumed.entry(stage.stage).or_default();
+            kept.energy = larger(kept.energy, found.energy);
+            kept.score = larger(kept.score, found.score);
+            kept.slope = larger(kept.slope, found.slope);
+        }
+    }
+    Ended::Judged { alarm, consumed, compared: outcome.compared() }
+}
+
+/// The larger of two; NaN is larger than everything.
+fn larger(one: f64, other: f64) -> f64 {
+    if one > other || one.is_nan() { one } else { other }
+}
+
+fn consumption(comparison: &Comparison, comparisons: usize) -> Consumption {
+    let tally = &comparison.tally;
+    let bound = Bound::new(comparisons, tally.rows as usize, tally.elements as usize);
+    let share = |used: f64, allowed: f64| if used == 0.0 { 0.0 } else { used / allowed };
+    let score = tally.worst.as_ref().map_or(0.0, |worst| worst.score);
+    Consumption {
+        energy: share(tally.error_energy, tally.budget.energy(bound.stage)),
+        score: share(score, (2.0 * bound.element).sqrt()),
+        slope: share(tally.slope().abs(), tally.allowed_slope(&bound)),
+    }
+}
+
+impl Campaign {
+    fn of(seeds: std::ops::Range<u64>) -> Campaign {
+        let mut campaign = Campaign::default();
+        for seed in seeds {
+            campaign.add(seed, survived(&Job::random(seed)));
+        }
+        campaign
+    }
+
+    fn add(&mut self, seed: u64, ended: Ended) {
+        match ended {
+            Ended::Refused(why) => self.refused.entry(why).or_insert((0, seed)).0 += 1,
+            Ended::Judged { alarm, consumed, compared } => {
+                self.judged += 1;
+                self.compared += compared;
+                self.alarms.extend(alarm.map(|alarm| (seed, alarm)));
+                for (stage, found) in consumed {
+                    let worst = self.worst.entry(stage).or_default();
+                    let found = [found.energy, found.score, found.slope];
+                    for (worst, found) in worst.iter_mut().zip(found) {
+                        if !(found <= worst.0) {
+                            *worst = (found, seed);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Alarms by the stage where they were raised.
+    fn by_stage(&self) -> BTreeMap<&'static str, Vec<u64>> {
+        let mut found: BTreeMap<&'static str, Vec<u64>> = BTreeMap::new();
+        self.alarms
+            .iter()
+            .for_each(|(seed, alarm)| found.entry(alarm.stage).or_default().push(*seed));
+        found
+    }
+
+    fn render(&self) -> String {
+        let mut text = String::new();
+        let line = &mut text;
+        let refused: u64 = self.refused.values().map(|(count, _)| count).sum();
+        let (n, alarms) = (self.judged, self.alarms.len() as u64);
+        let upper = upper_bound(alarms, n, CONFIDENCE);
+        writeln!(line, "runs {}  judged {n}  refused {refused}", n + refused).unwrap();
+        writeln!(line, "stages compared in all {}", self.compared).unwrap();
+        writeln!(
+            line,
+            "false alarms {alarms}; rate at most {upper:.2e} at {CONFIDENCE} (Clopper-Pearson)"
+        )
+        .unwrap();
+        for (stage, seeds) in self.by_stage() {
+            writeln!(line, "  {stage:<14} {:>5}  seeds {seeds:?}", seeds.len()).unwrap();
+        }
+        writeln!(line, "largest share of what is allowed, clean runs (1 is an alarm), by seed:")
+            .unwrap();
+        writeln!(line, "  {:<14} {:>18} {:>18} {:>18}", "stage", "energy", "score", "slope")
+            .unwrap();
+        for (stage, worst) in &self.worst {
+            let of = |(share, seed): (f64, u64)| format!("{share:.3} ({seed})");
+            let [energy, score, slope] = worst.map(of);
+            writeln!(line, "  {:<14} {energy:>18} {score:>18} {slope:>18}", stage.name()).unwrap();
+        }
+        for (why, (count, seed)) in &self.refused {
+            writeln!(line, "refused {count} times, first by seed {seed}: {why}").unwrap();
+        }
+        for (seed, alarm) in self.alarms.iter().take(SHOWN) {
+            let job = Job::random(*seed);
+            writeln!(line, "ALARM {}: {}\n  {job:?}", alarm.stage, alarm.reason).unwrap();
+        }
+        text
+    }
+}
+
+/// Clopper-Pearson: the rate at which so few alarms in `n` runs would be seen with
+/// probability `1 - confidence` only. With no alarm it is the rule of three.
+fn upper_bound(alarms: u64, n: u64, confidence: f64) -> f64 {
+    if alarms >= n {
+        return 1.0;
+    }
+    let (mut low, mut high) = (0.0, 1.0);
+    for _ in 0..60 {
+        let middle = 0.5 * (low + high);
+        if at_most(alarms, n, middle) > 1.0 - confidence {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    high
+}
+
+/// Probability of at most so many alarms in `n` runs at this rate.
+fn at_most(alarms: u64, n: u64, rate: f64) -> f64 {
+    let mut log_term = n as f64 * (-rate).ln_1p();
+    let mut total = log_term.exp();
+    for i in 0..alarms {
+        log_term += ((n - i) as f64 / (i + 1) as f64).ln() + (rate / (1.0 - rate)).ln();
+        total += log_term.exp();
+    }
+    total
+}
+
+fn number(name: &str, usual: u64) -> u64 {
+    std::env::var(name).ok().map_or(usual, |text| text.parse().expect("a whole number"))
+}
+
+#[test]
+fn clean_jobs_drawn_at_random_raise_no_alarm() {
+    let campaign = Campaign::of(0..QUICK);
+    assert!(campaign.judged > 0, "nothing was judged:\n{}", campaign.render());
+    assert!(campaign.alarms.is_empty(), "{}", campaign.render());
+}
+
+/// `make bench-false-alarms`: the same over as many seeds as there is time for.
+#[test]
+#[ignore = "minutes: make bench-false-alarms"]
+fn the_whole_campaign() {
+    let from = number("BACKTAPE_SEED", 0);
+    let campaign = Campaign::of(from..from + number("BACKTAPE_RUNS", WHOLE));
+    println!("{}", campaign.render());
+    assert!(campaign.judged > 0 && campaign.alarms.is_empty());
+}
+
+#[test]
+fn the_bound_on_the_rate_is_that_of_clopper_and_pearson() {
+    // No alarm: 1 - 0.05^(1/n), three over n. The others are from tables.
+    assert!((upper_bound(0, 2000, 0.95) - (1.0 - 0.05f64.powf(1.0 / 2000.0))).abs() < 1e-9);
+    for (alarms, n, wanted) in [(1, 10, 0.394_163), (3, 100, 0.075_709), (10, 10, 1.0)] {
+        let found = upper_bound(alarms, n, 0.95);
+        assert!((found - wanted).abs() < 2e-4, "{alarms} of {n}: {found}");
+    }
+}
+
+/// Goal: the campaign can fail. Method: a job with a fault, judged as it judges.
+#[test]
+fn a_job_with_a_fault_counts_as_an_alarm() {
+    use crate::support::job::Fault;
+    let mut campaign = Campaign::default();
+    campaign.add(7, run(&Job { fault: Fault::RankScaled(1.01), ..Job::default() }));
+    campaign.add(8, run(&Job::default()));
+    assert_eq!((campaign.judged, campaign.alarms.len()), (2, 1), "{}", campaign.render());
+    assert_eq!(campaign.alarms[0].0, 7);
+    let largest = campaign.worst[&Stage::Dk][0];
+    assert!(largest.0 > 1.0 && largest.1 == 7, "{}", campaign.render());
+}
