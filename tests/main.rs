@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod coordination;
+mod efforts;
 mod errors;
 mod false_alarms;
 mod precision;

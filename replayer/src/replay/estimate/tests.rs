@@ -3,6 +3,8 @@
 
 use super::*;
 use crate::draw::Draw;
+use crate::kernels::matrix::{Transform, Values};
+use crate::kernels::tiles::NoProgress;
 use crate::replay::sample::stratified;
 
 const D: usize = 6;
@@ -19,11 +21,19 @@ struct Head {
     label_logits: Vec<f64>,
     g_lse: Vec<f64>,
     g_label: Vec<f64>,
+    smooth: Vec<f64>,
+    bias: Vec<f64>,
+    transform: Transform,
     dk: Vec<f64>,
 }
 
 impl Head {
     fn new() -> Head {
+        Head::with(Transform::NONE, 0.0)
+    }
+
+    /// With a bias of this size, a smoothing of a tenth of it, and this transform.
+    fn with(transform: Transform, options: f64) -> Head {
         let mut draw = Draw::new(11);
         let label = |draw: &mut Draw| (58f64.powf(draw.unit()) - 1.0) as u32;
         let labels: Vec<u32> =
@@ -36,9 +46,12 @@ impl Head {
         let g = |t: usize| if labels[t] == IGNORED { 0.0 } else { 1e-3 * (1 + t % 3) as f64 };
         let g_lse: Vec<f64> = (0..T).map(g).collect();
         let g_label = g_lse.iter().map(|g| -g).collect();
+        let smooth = g_lse.iter().map(|g| -0.1 * options * g / (V - 2) as f64).collect();
+        let bias = (0..V).map(|_| options * draw.normal()).collect();
         let none = Vec::new;
         let (lse, label_logits, dk) = (none(), none(), none());
-        let mut head = Head { q, k, labels, lse, label_logits, g_lse, g_label, dk };
+        let mut head =
+            Head { q, k, labels, lse, label_logits, g_lse, g_label, smooth, bias, transform, dk };
         let forward = reference::forward(&head.inputs(), Tiles::default(), &NoProgress);
         (head.lse, head.label_logits) = (forward.lse, forward.label_logits);
         head.dk = head.exact(&head.labels, &head.g_lse, &head.g_label);
@@ -48,7 +61,8 @@ impl Head {
     fn inputs(&self) -> HeadInputs<'_> {
         let (q, k) = (Values::F64(&self.q), Values::F64(&self.k));
         let matrix = |rows, values| Matrix { rows, cols: D, values };
-        HeadInputs::plain(matrix(T, q), matrix(V, k), &self.labels, V - 2)
+        let plain = HeadInputs::plain(matrix(T, q), matrix(V, k), &self.labels, V - 2);
+        HeadInputs { bias: Some(&self.bias), transform: self.transform, ..plain }
     }
 
     /// dk over all tokens, by the reference.
@@ -57,8 +71,7 @@ impl Head {
         reference::backward(
             &HeadInputs { labels, ..self.inputs() },
             &self.lse,
-            g_lse,
-            g_label,
+            &Cotangents { lse: g_lse, label: g_label, smooth: &self.smooth },
             &TermNoise::default(),
             Tiles::default(),
             &NoProgress,
@@ -72,13 +85,8 @@ impl Head {
     }
 
     fn of(&self) -> Estimated<'_> {
-        Estimated {
-            head: self.inputs(),
-            lse: &self.lse,
-            label_logits: &self.label_logits,
-            g_lse: &self.g_lse,
-            g_label: &self.g_label,
-        }
+        let (lse, label, smooth) = (&self.g_lse, &self.g_label, &self.smooth);
+        Estimated::new(self.inputs(), &self.lse, Cotangents { lse, label, smooth })
     }
 
     fn sample(&self, n: usize, seed: u64) -> Sample {
@@ -88,34 +96,39 @@ impl Head {
 
     fn estimate(&self, n: usize, seed: u64) -> EstimatedRows {
         let mut found = None;
-        dk(&self.of(), &self.sample(n, seed), &mut |rows| found = Some(rows));
+        self.of().dk(&self.sample(n, seed), &NoProgress, &mut |rows| found = Some(rows));
         found.unwrap()
     }
 
     fn judge(&self, captured: &[f64], n: usize, seed: u64) -> Sampled {
         let captured = Matrix { rows: V, cols: D, values: Values::F64(captured) };
-        // The reference's own: a sum over T tokens in f64, γ_T.
-        let rounding = Rounding { stored: T as f64 * f64::EPSILON / 2.0, terms: 0.0 };
-        against(&captured, &self.of(), &self.sample(n, seed), rounding, 1)
+        self.of().against(&captured, &self.sample(n, seed), &NoProgress)
     }
 }
 
+fn optioned() -> Head {
+    Head::with(Transform { scale: 0.8, softcap: Some(4.0) }, 1.0)
+}
+
 #[test]
-fn all_tokens_give_dk_itself_and_no_variance() {
-    let head = Head::new();
-    let found = head.estimate(T, 1);
-    let size = head.dk.iter().map(|x| x.abs()).fold(0.0, f64::max);
-    for (x, exact) in found.value.iter().zip(&head.dk) {
-        assert!((x - exact).abs() <= 1e-13 * size, "{x} {exact}");
+fn all_tokens_give_dk_itself_and_no_variance_under_every_option() {
+    for head in [Head::new(), optioned()] {
+        let found = head.estimate(T, 1);
+        let size = head.dk.iter().map(|x| x.abs()).fold(0.0, f64::max);
+        for (x, exact) in found.value.iter().zip(&head.dk) {
+            assert!((x - exact).abs() <= 1e-13 * size, "{x} {exact}");
+        }
+        assert!(found.variance.iter().all(|v| *v == 0.0));
+        let judged = head.judge(&head.dk, T, 1);
+        assert!(judged.error < 1e-12 && judged.slope.abs() < 1e-12, "{judged:?}");
+        assert_eq!((judged.sampling, judged.slope_bar), (0.0, 0.0));
     }
-    assert!(found.variance.iter().all(|v| *v == 0.0));
-    assert_eq!(head.judge(&head.dk, T, 1).excess(), None);
 }
 
 /// Six standard deviations of the mean over the seeds, for every element.
 #[test]
 fn the_mean_of_the_estimates_is_dk() {
-    let head = Head::new();
+    let head = optioned();
     let (mut sum, mut squares) = (vec![0.0; V * D], vec![0.0; V * D]);
     for seed in 0..SEEDS {
         for (at, x) in head.estimate(60, seed).value.iter().enumerate() {
@@ -152,17 +165,23 @@ fn error_bars_have_the_size_of_the_errors_and_hold_the_truth_as_often_as_they_sa
     assert!(share > 0.88 && share < 0.99, "two error bars hold {share} of the elements");
 }
 
+/// Goal: the known defect stays known, and stays no verdict. Method: how often the scale
+/// of a correct dk is off by more than three error bars, where a normal is 0.27 % of times.
 #[test]
-#[ignore = "known defect: the slope's error bar is too short for skewed terms (100 of 1200 tokens)"]
-fn a_correct_dk_is_never_called_wrong_and_a_small_sample_gives_no_verdict() {
+fn few_tokens_of_skewed_terms_make_error_bars_too_short_and_the_sentence_claims_no_more() {
     let head = Head::new();
-    for n in [1, 2, 40, 99, 100, 200, 400, 1199] {
-        for seed in 0..60 {
+    let off = |n: usize| {
+        let far = |seed| {
             let found = head.judge(&head.dk, n, seed);
-            assert_eq!(found.excess(), None, "n {n}, seed {seed}: {found:?}");
-            assert!(found.blind() || n >= FEWEST, "n {n}");
-        }
-    }
+            found.slope.abs() > 3.0 * found.slope_bar
+        };
+        (0..100).filter(|&seed| far(seed)).count()
+    };
+    assert!(off(400) <= 5, "{}", off(400));
+    assert!(off(20) >= 3, "the error bars hold: let them decide ({})", off(20));
+    let sentence = head.judge(&head.dk, 20, 1).sentence();
+    assert!(sentence.starts_with("estimated from 20 of 1200 tokens: off by "), "{sentence}");
+    assert!(sentence.matches("one error bar is").count() == 2, "{sentence}");
 }
 
 #[test]
@@ -188,22 +207,8 @@ fn gross_divergences_are_seen_from_a_third_of_the_tokens() {
     for (what, captured) in &faults {
         for seed in 0..30 {
             let found = head.judge(captured, 400, seed);
-            assert!(found.excess().is_some(), "{what}, seed {seed}: {found:?}");
+            assert!(found.off() > 4.0, "{what}, seed {seed}: {found:?}");
         }
-    }
-}
-
-/// Goal: the sentence is true. Method: a scale at the very size from which it is seen.
-#[test]
-fn a_scale_of_the_stated_size_is_seen_and_the_sentence_says_what_is_not() {
-    let head = Head::new();
-    for seed in 0..30 {
-        let clean = head.judge(&head.dk, 400, seed);
-        let by = 1.0 / (1.0 - 2.0 * clean.slope_limit);
-        let scaled: Vec<f64> = head.dk.iter().map(|x| x * by).collect();
-        let found = head.judge(&scaled, 400, seed);
-        assert!(found.excess().unwrap().contains("scale"), "seed {seed}: {found:?}");
-        assert!(clean.sentence().contains("400 of 1200 tokens see"), "{}", clean.sentence());
     }
 }
 
@@ -213,6 +218,6 @@ fn nan_in_dk_is_seen_by_every_sample() {
     let mut captured = head.dk.clone();
     captured[V * D - 1] = f64::NAN;
     for n in [1, 2, 40, T] {
-        assert!(head.judge(&captured, n, 3).excess().unwrap().contains("not finite"));
+        assert_eq!(head.judge(&captured, n, 3).nonfinite, 1);
     }
 }
