@@ -16,7 +16,7 @@ use backtape_replayer::dump::{Selection, StepDump, open};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
 use backtape_replayer::replay::outcome::{Comparison, Outcome};
-use backtape_replayer::replay::{Request, replay};
+use backtape_replayer::replay::{Effort, Request, replay};
 use backtape_replayer::verify::verify;
 
 use crate::support::dump;
@@ -95,7 +95,8 @@ fn run(job: &Job) -> Ended {
 
 fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
     let step = HeadStep::new(dumped, None, |_| None).map_err(|error| error.to_string())?;
-    let request = Request { compare: &[], progress: &NoProgress, total: &|_| {} };
+    let request =
+        Request { compare: &[], effort: Effort::All, progress: &NoProgress, total: &|_| {} };
     let outcome = replay(&step, &request).map_err(|error| error.to_string())?;
     let units = |microbatch| {
         let inputs = step.inputs(microbatch).unwrap();

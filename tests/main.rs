@@ -6,8 +6,10 @@
 
 mod against;
 mod coordination;
+mod efforts;
 mod errors;
 mod false_alarms;
+mod precision;
 mod recorder;
 mod replay;
 mod support;

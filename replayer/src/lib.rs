@@ -9,9 +9,11 @@
 pub mod assemble;
 pub mod cli;
 pub mod compare;
+pub mod draw;
 pub mod dump;
 pub mod head;
 pub mod kernels;
+pub mod precision;
 pub mod replay;
 pub mod report;
 pub mod verify;

@@ -23,6 +23,9 @@ pub(super) enum Command {
     Verify(DumpArguments),
     /// Lists what a step holds: tensors, shapes, dtypes, microbatches, ranks.
     Inspect(DumpArguments),
+    /// Shows what finite precision does: sums of exponentials, and finite differences at
+    /// every step, on the dump's own data.
+    Precision(PrecisionArguments),
 }
 
 #[derive(Debug, Args)]
@@ -46,6 +49,15 @@ pub(super) struct ReplayArguments {
     /// Writes the report as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
+    /// Judges dq on a stratified sample of N tokens of each microbatch, and estimates dk
+    /// from them without a verdict.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) tokens: Option<u64>,
+    /// Checks dk and dq with K random probes instead of recomputing them: one GEMM in
+    /// place of seven.
+    #[arg(long, value_name = "K", num_args = 0..=1, default_missing_value = "40",
+          value_parser = clap::value_parser!(u64).range(1..=1024), conflicts_with = "tokens")]
+    pub(super) freivalds: Option<u64>,
     /// Threads to use; all cores by default. Results do not depend on it.
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<usize>,
@@ -64,6 +76,18 @@ pub(super) struct DumpArguments {
     /// Writes the result as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct PrecisionArguments {
+    #[command(flatten)]
+    pub(super) dump: DumpArguments,
+    /// Which microbatch; the first by default.
+    #[arg(long, value_name = "M")]
+    pub(super) microbatch: Option<u32>,
+    /// Tokens to look at; as many as some seconds allow by default.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) tokens: Option<u64>,
 }
 
 #[derive(Clone, Debug, Args)]

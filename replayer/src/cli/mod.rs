@@ -4,6 +4,7 @@
 
 mod against;
 mod args;
+mod precision;
 mod progress;
 mod run;
 
@@ -12,7 +13,8 @@ use std::io::Write;
 
 use clap::Parser;
 
-pub use run::{RunError, replay_report};
+pub use precision::precision_report;
+pub use run::{RunError, probed_report, replay_report, sampled_report};
 
 /// Exit codes of replay.
 pub mod exit {

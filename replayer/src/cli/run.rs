@@ -6,17 +6,19 @@ use backtape::head::PolicyDeclaration;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::against;
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
+use super::{against, precision};
+use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::HeadStep;
 use crate::head::policy_file::{PolicyError, read_toml};
 use crate::head::step::StepError;
+use crate::precision::PrecisionError;
 use crate::replay::against::{AgainstError, Asked, PatternError};
 use crate::replay::outcome::{NotChecked, Outcome};
-use crate::replay::{self, Request};
+use crate::replay::{self, Effort, Request};
 use crate::report::number::plural;
 use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
 use crate::report::{dumped, text};
@@ -52,6 +54,14 @@ pub enum RunError {
     /// The two dumps could not be compared.
     #[error(transparent)]
     Against(#[from] AgainstError),
+    /// Precision could not be shown.
+    #[error("no numbers on the precision of {path}")]
+    Precision {
+        /// The dump.
+        path: PathBuf,
+        /// Why.
+        source: Box<PrecisionError>,
+    },
     /// The report could not be written.
     #[error("the report cannot be written to {path}: choose another file for --json")]
     Write {
@@ -85,8 +95,9 @@ impl RunError {
     pub(super) fn exit_code(&self) -> i32 {
         match self {
             RunError::Open(OpenError::Misplaced { .. }) => exit::INCOMPLETE,
-            RunError::Step { source, .. } => match **source {
-                StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
+            RunError::Step { source, .. } => step_exit(source),
+            RunError::Precision { source, .. } => match &**source {
+                PrecisionError::Step(source) => step_exit(source),
                 _ => exit::USAGE,
             },
             RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
@@ -95,10 +106,18 @@ impl RunError {
     }
 }
 
+fn step_exit(error: &StepError) -> i32 {
+    match error {
+        StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
+        _ => exit::USAGE,
+    }
+}
+
 pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
     match &arguments.command {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
+        Some(Command::Precision(arguments)) => precision::run(arguments),
         None => match arguments.replay.threads {
             None => run_replay(&arguments.replay),
             Some(threads) => {
@@ -117,7 +136,11 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let other = arguments.against.as_deref();
     let asked = Asked::parse(&arguments.compare)?;
     let policy = arguments.policy.as_deref().map(read_policy).transpose()?;
-    let how = How { policy: policy.as_ref() };
+    let how = How {
+        policy: policy.as_ref(),
+        probes: arguments.freivalds.map(|n| n as usize),
+        tokens: arguments.tokens.map(|n| n as usize),
+    };
     let report = report_with(path, &selection, &asked, other, how, &bar)?;
     bar.finish();
     let code = match report.verdict {
@@ -139,11 +162,35 @@ pub fn replay_report(
     report_with(path, selection, &compare.into(), other, How::default(), &Bar::new(true))
 }
 
+/// The report of a replay that checks dk and dq with this many random probes.
+pub fn probed_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    probes: usize,
+) -> Result<Report, RunError> {
+    let how = How { probes: Some(probes), ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
+/// The report of a replay of a stratified sample of so many tokens a microbatch.
+pub fn sampled_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    tokens: usize,
+) -> Result<Report, RunError> {
+    let how = How { tokens: Some(tokens), ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
 /// How a head is replayed, beyond what its job declared.
 #[derive(Clone, Copy, Default)]
 pub(super) struct How<'a> {
     /// Stands in for the declared rounding points.
     pub(super) policy: Option<&'a PolicyDeclaration>,
+    probes: Option<usize>,
+    tokens: Option<usize>,
 }
 
 fn read_policy(path: &Path) -> Result<PolicyDeclaration, RunError> {
@@ -183,7 +230,14 @@ pub(super) fn replay_one<'a>(
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
     let step = HeadStep::new(dump, how.policy, unusable).map_err(wrong)?;
-    let request = Request { compare, progress: bar, total: &|work| bar.expect(work) };
+    let seed = seed_of(dump.run.as_str(), dump.step.0);
+    let effort = match (how.probes, how.tokens) {
+        (Some(count), _) => Effort::Probes { count, seed },
+        (None, Some(count)) => Effort::Tokens { count, seed },
+        (None, None) => Effort::All,
+    };
+    let total = |work| bar.expect(work);
+    let request = Request { compare, effort, progress: bar, total: &total };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }
@@ -293,12 +347,12 @@ fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     Ok((output(arguments.json.as_deref(), json, || dumped::inventory(&dump))?, exit::AGREED))
 }
 
-fn selection(which: &WhichArguments) -> Selection {
+pub(super) fn selection(which: &WhichArguments) -> Selection {
     Selection { run: which.run.clone(), attempt: which.attempt, step: which.step }
 }
 
 /// JSON to its file and text to the terminal; with `-` only the JSON.
-fn output(
+pub(super) fn output(
     json_file: Option<&Path>,
     json: impl Fn() -> String,
     text: impl Fn() -> String,

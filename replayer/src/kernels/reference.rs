@@ -12,6 +12,7 @@ mod logit;
 mod panel;
 mod plane;
 pub mod policy_loss;
+mod probe;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -25,6 +26,7 @@ use tile::{label_column, products};
 
 pub use backward::{Backward, DkBlock, TermNoise, backward, backward_work};
 pub use plane::{PlaneTile, plane};
+pub use probe::{Probed, Probing, probe, probe_work};
 
 /// Per token results of the forward pass.
 #[derive(Debug, Clone, PartialEq)]

@@ -8,13 +8,14 @@ use backtape::role::Role;
 use super::addends::Sum;
 use super::dk::Slab;
 use super::dq::{DqState, add, k_sums};
+use super::estimate::estimate_work;
 use super::findings::{Captured, DK, DQ, Findings, Gradient, Held, error_energy};
 use super::forward::ForwardState;
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
-use super::{Replay, Slice};
+use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
@@ -67,12 +68,22 @@ impl Problem<'_> {
 
 impl Replay<'_> {
     /// Multiply-adds of the whole replay, for the progress bar.
-    pub(super) fn work(&self, slices: &[Slice]) -> u64 {
+    pub(super) fn work(&self, slices: &[Slice], effort: Effort) -> u64 {
         let members = members(&self.roundings).len() as u64;
         let one = |slice: &Slice| {
             let Some(head) = slice.inputs.head(self.step) else { return 0 };
             let forward = reference::forward_work(&head) + 2 * policy::forward_work(&head);
-            let backward = reference::backward_work(&head) + members * policy::backward_work(&head);
+            let all = reference::backward_work(&head) + members * policy::backward_work(&head);
+            let backward = match effort {
+                Effort::Probes { count, .. } if !self.roundings.swamps() => {
+                    reference::probe_work(&head, count)
+                }
+                Effort::Tokens { count, .. } => {
+                    let (n, tokens) = (count.min(head.q.rows), head.q.rows.max(1) as u64);
+                    all / tokens * n as u64 + estimate_work(&head, n)
+                }
+                _ => all,
+            };
             forward + if head.given.is_none() { backward } else { 0 }
         };
         slices.iter().map(one).sum()
@@ -104,6 +115,31 @@ impl Replay<'_> {
             captured.gradients.iter().for_each(|found| outcome.skip(found.stage, why.clone()));
             return Ok(());
         }
+        if let Effort::Tokens { count, seed } = self.effort {
+            let before = (state, upstream);
+            return self.sampled((slice, unit), before, captured, (count, seed), outcome);
+        }
+        self.with_problem(slice, unit, state, upstream, &mut |problem| {
+            let findings = match self.effort {
+                Effort::Probes { count, seed } if !self.recomputes() => {
+                    self.probe(problem, &captured, unit, (count, seed), outcome)
+                }
+                _ => self.walk(problem, &captured, (slice, unit), outcome),
+            };
+            self.report(findings, &captured, &slice.inputs, unit, outcome);
+        });
+        Ok(())
+    }
+
+    /// Lends what the backward of some tokens works on.
+    pub(super) fn with_problem(
+        &self,
+        slice: &Slice,
+        unit: &Unit,
+        state: &ForwardState,
+        upstream: &Upstream,
+        then: &mut dyn FnMut(&Problem<'_>),
+    ) {
         let inputs = &slice.inputs;
         let head = inputs.head(self.step).expect("products have a head");
         let q = Gathered::new(&head.q, &unit.rows);
@@ -111,10 +147,7 @@ impl Replay<'_> {
         let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
         let copies = Some(&copies[..]);
         let head = HeadInputs { q: q.matrix(), labels: &labels, copies, ..head };
-        let problem = self.problem(head, unit, state, upstream);
-        let findings = self.walk(&problem, &captured, (slice, unit), outcome);
-        self.report(findings, &captured, inputs, unit, outcome);
-        Ok(())
+        then(&self.problem(head, unit, state, upstream));
     }
 
     fn problem<'h>(
@@ -246,7 +279,7 @@ impl Replay<'_> {
         }
     }
 
-    fn walk(
+    pub(super) fn walk(
         &self,
         problem: &Problem<'_>,
         captured: &Captured,
@@ -265,7 +298,9 @@ impl Replay<'_> {
             let (slabs, found) = (&mut slab, &mut findings);
             self.emulate_slab(problem, &head, slabs, &members, captured, &mut dq, found);
             self.judge_dk(problem, &slab, captured, &mut findings);
-            self.keep_reference(&slab, (slice, unit), v * d, outcome);
+            if self.recomputes() {
+                self.keep_reference(&slab, (slice, unit), v * d, outcome);
+            }
         }
         self.judge_dq(problem, &dq, captured, unit, &mut findings);
         findings
@@ -340,7 +375,7 @@ impl Replay<'_> {
         }
     }
 
-    fn report(
+    pub(super) fn report(
         &self,
         findings: Findings,
         captured: &Captured,

@@ -200,7 +200,7 @@ impl Replay<'_> {
 }
 
 /// The unit's own rows of every captured dq.
-fn picked(captured: &Captured, rows: &[usize]) -> Captured {
+pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
     let pick = |gradient: &Gradient| {
         let whole = gradient.matrix();
         let values = match &gradient.values {
@@ -223,7 +223,7 @@ fn chosen(values: &[f64], cols: usize, rows: &[usize]) -> Vec<f64> {
 }
 
 /// For each token, how many tokens have its label.
-fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
+pub(super) fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
     let mut counts = std::collections::HashMap::new();
     labels.iter().for_each(|label| *counts.entry(label).or_insert(0.0) += 1.0);
     labels.iter().map(|label| counts[label]).collect()

@@ -11,6 +11,7 @@ mod backward;
 mod column;
 mod dk;
 mod dq;
+pub mod estimate;
 mod findings;
 mod forward;
 mod gather;
@@ -19,6 +20,10 @@ mod members;
 mod norm;
 pub mod outcome;
 mod plane;
+pub mod probe;
+mod probed;
+pub mod sample;
+mod sampled;
 
 use std::collections::BTreeSet;
 
@@ -35,10 +40,35 @@ use outcome::{NotChecked, Outcome};
 pub struct Request<'a> {
     /// The roles asked for; empty: every role that the dump holds.
     pub compare: &'a [Role],
+    /// How much of dq and dk is recomputed.
+    pub effort: Effort,
     /// Told of the work done, in multiply-adds.
     pub progress: &'a dyn Progress,
     /// Given the whole work once it is known.
     pub total: &'a dyn Fn(u64),
+}
+
+/// How much of dq and dk is recomputed. What costs one GEMM or less is judged on all
+/// tokens, whatever the effort.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Effort {
+    /// All of them, element by element.
+    #[default]
+    All,
+    /// None: they are checked with so many random probes.
+    Probes {
+        /// K of them.
+        count: usize,
+        /// What they are drawn from.
+        seed: u64,
+    },
+    /// Rows of dq of a stratified sample of so many tokens; dk is estimated from them.
+    Tokens {
+        /// Of each microbatch.
+        count: usize,
+        /// What they are drawn from.
+        seed: u64,
+    },
 }
 
 /// Everything that one replay holds while it runs.
@@ -48,6 +78,7 @@ pub(crate) struct Replay<'a> {
     roundings: Roundings,
     tiles: Tiles,
     comparisons: usize,
+    effort: Effort,
     progress: &'a dyn Progress,
 }
 
@@ -69,8 +100,9 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let tiles = Tiles::default();
     let comparisons = wanted.len() * units.max(1);
-    let replay = Replay { step, wanted, roundings, tiles, comparisons, progress: request.progress };
-    (request.total)(replay.work(&slices));
+    let (effort, progress) = (request.effort, request.progress);
+    let replay = Replay { step, wanted, roundings, tiles, comparisons, effort, progress };
+    (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);
     for slice in &slices {
         let state = replay.forward(slice, &mut outcome)?;
@@ -85,6 +117,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
             replay.backward(slice, unit, &state, &upstream, &mut outcome)?;
         }
     }
+    replay.note_effort(&slices, &mut outcome);
     replay.across(&slices, &mut outcome)?;
     outcome.finish(step);
     Ok(outcome)

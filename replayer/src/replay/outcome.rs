@@ -6,8 +6,10 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use serde::Serialize;
 
+use super::estimate::Sampled;
 use super::norm::ReferenceDk;
 pub use super::norm::{GradNorm, Share};
+use super::probe::Reach;
 use crate::compare::tally::relative;
 use crate::compare::{Bound, Tally};
 use crate::head::{HeadStep, Stage};
@@ -100,6 +102,10 @@ pub struct Outcome {
     pub grad_norm: GradNorm,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
+    /// What random probes can see of each stage, the worst of all units.
+    reaches: Vec<(Stage, Reach)>,
+    /// What a sample says of each stage, the unit that is off most.
+    estimates: Vec<(Stage, Sampled)>,
 }
 
 impl Comparison {
@@ -165,7 +171,8 @@ impl Outcome {
         };
         let stages = Stage::ALL.iter().map(stage).collect();
         let (not_checked, grad_norm) = (Vec::new(), GradNorm::default());
-        Outcome { stages, not_checked, grad_norm, reference_dk: None }
+        let (reaches, estimates) = (Vec::new(), Vec::new());
+        Outcome { stages, not_checked, grad_norm, reference_dk: None, reaches, estimates }
     }
 
     /// The outcome of one stage.
@@ -187,9 +194,49 @@ impl Outcome {
         outcome.reason = reason.into();
     }
 
+    /// Notes what probes can see of a stage in one more unit.
+    pub(super) fn reached(&mut self, stage: Stage, reach: Reach) {
+        match self.reaches.iter_mut().find(|(of, _)| *of == stage) {
+            Some((_, worst)) => *worst = worst.worse(reach),
+            None => self.reaches.push((stage, reach)),
+        }
+    }
+
+    /// Notes what a sample says of a stage in one more unit: evidence, no verdict.
+    /// Values that are no numbers are no question of sampling.
+    pub(super) fn estimated(&mut self, stage: Stage, found: Sampled) {
+        if found.nonfinite > 0 {
+            let words = format!("{} values of {stage} are not finite", found.nonfinite);
+            self.stages[stage as usize].status = Status::Fail;
+            return self.skip(stage, words);
+        }
+        match self.estimates.iter_mut().find(|(of, _)| *of == stage) {
+            Some((_, worst)) if found.off() > worst.off() => *worst = found,
+            Some(_) => {}
+            None => self.estimates.push((stage, found)),
+        }
+    }
+
+    /// Says what probes and samples see and do not see.
+    fn note_reach(&mut self) {
+        for (stage, reach) in std::mem::take(&mut self.reaches) {
+            let what = format!("elements of {stage} one by one");
+            self.not_checked.push(NotChecked { what, why: reach.sentence(stage) });
+        }
+        for (stage, found) in std::mem::take(&mut self.estimates) {
+            if self.stage(stage).status == Status::Skip {
+                self.skip(stage, found.sentence());
+                let what = format!("single rows of {stage}");
+                let why = "a sample sees an error of the whole or of its scale of several error bars; a label row, an index or a scatter that is wrong needs all tokens".into();
+                self.not_checked.push(NotChecked { what, why });
+            }
+        }
+    }
+
     /// Settles each stage's status from its comparisons.
     pub(super) fn finish(&mut self, step: &HeadStep<'_>) {
         self.reference_dk = None;
+        self.note_reach();
         for outcome in &mut self.stages {
             if outcome.comparisons.is_empty() {
                 continue;

@@ -6,6 +6,7 @@ pub mod dumped;
 mod measured;
 mod norm;
 pub mod number;
+pub mod precision;
 pub mod schema;
 pub mod text;
 

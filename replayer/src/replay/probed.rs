@@ -1,0 +1,139 @@
+//! `--freivalds`: dq and dk of one unit checked with random probes, in place of the walk
+//! over the vocabulary.
+//!
+//! A sum of two captured parts needs no probe: it is judged element by element. What an
+//! accumulator of few bits certainly loses is known by emulation alone: heads that
+//! declare one are recomputed, whatever was asked for.
+
+use super::backward::Problem;
+use super::dq::picked;
+use super::findings::{Captured, DK, DQ, Findings};
+use super::outcome::{NotChecked, Outcome};
+use super::probe::{self, CapturedGradient, Model, Plan};
+use super::{Effort, Replay, Slice};
+use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::{Stage, Unit};
+use crate::report::number::error;
+
+impl Replay<'_> {
+    /// True when dq and dk are recomputed over all tokens.
+    pub(super) fn recomputes(&self) -> bool {
+        match self.effort {
+            Effort::All => true,
+            Effort::Probes { .. } => self.roundings.swamps(),
+            Effort::Tokens { .. } => false,
+        }
+    }
+
+    /// Says what the effort left out, and what that saved.
+    pub(super) fn note_effort(&self, slices: &[Slice], outcome: &mut Outcome) {
+        let how = match self.effort {
+            Effort::All => return,
+            Effort::Probes { .. } if self.recomputes() => {
+                let what = "dq and dk with random probes".into();
+                let why = "an accumulator is declared below f32, and what it loses is known by emulation alone: they were recomputed".into();
+                return outcome.not_checked.push(NotChecked { what, why });
+            }
+            Effort::Probes { count, seed } => format!("--freivalds {count}, seed {seed}"),
+            Effort::Tokens { count, seed } => format!("--tokens {count}, seed {seed}"),
+        };
+        let work = |effort| self.work(slices, effort) as f64;
+        let (done, all) = (work(self.effort), work(Effort::All));
+        let what = "dq and dk over all tokens, element by element".into();
+        let why = format!("{how}: {} multiply-adds in place of {}", error(done), error(all));
+        outcome.not_checked.push(NotChecked { what, why });
+    }
+
+    /// Random probes in place of the recomputation.
+    pub(super) fn probe(
+        &self,
+        problem: &Problem<'_>,
+        captured: &Captured,
+        unit: &Unit,
+        (probes, seed): (usize, u64),
+        outcome: &mut Outcome,
+    ) -> Findings {
+        if captured.stage(Stage::Dbias).is_some() {
+            let why = "--freivalds probes dq and dk: leave it out to have dbias recomputed";
+            outcome.skip(Stage::Dbias, why);
+        }
+        let mut findings = Findings::default();
+        let of_unit = picked(captured, &unit.rows);
+        let forced = [
+            self.judge_added(captured, &DK, &|row| row as u64, &mut findings),
+            self.judge_added(&of_unit, &DQ, &|row| unit.rows[row] as u64, &mut findings),
+        ];
+        let added = |stage: Stage| {
+            [(Stage::Dk, forced[0]), (Stage::Dq, forced[1])].contains(&(stage, true))
+        };
+        let gradients: Vec<_> = of_unit.of(&DQ).chain(captured.of(&DK)).collect();
+        let gradients: Vec<_> =
+            gradients.into_iter().filter(|gradient| !added(gradient.stage)).collect();
+        let storages: Vec<Box<dyn Fn(usize, f64) -> f64 + Sync>> = gradients
+            .iter()
+            .map(|&gradient| Box::new(|at, x| gradient.storage(at, x)) as Box<_>)
+            .collect();
+        let probed: Vec<CapturedGradient<'_>> = gradients
+            .iter()
+            .zip(&storages)
+            .map(|(gradient, storage)| CapturedGradient {
+                stage: gradient.stage,
+                values: gradient.matrix(),
+                storage,
+            })
+            .collect();
+        let token_rel_var: Vec<f64> =
+            problem.scale.iter().zip(&problem.variance).map(|(a, b)| a + b).collect();
+        let backward = probe::Backward {
+            head: problem.head,
+            lse: &problem.lse,
+            token_rel_var: &token_rel_var,
+            g_rel_var: &problem.variance,
+            cotangents: problem.cotangents(),
+        };
+        let (tiles, progress, comparisons) = (self.tiles, self.progress, self.comparisons);
+        let plan = Plan { probes, seed, comparisons, tiles, progress };
+        for found in probe::check(&backward, &probed, &self.model(problem), &plan) {
+            outcome.reached(found.stage, found.reach);
+            findings.merge(found.stage, found.tally, found.bound);
+        }
+        findings
+    }
+
+    fn model(&self, problem: &Problem<'_>) -> Model {
+        Model {
+            noise: self.term_noise(problem.head.q.cols),
+            widest: self.roundings.widest,
+            tiles: self.roundings.tiles,
+            compute: self.roundings.compute(),
+            input: self.roundings.input(),
+            entry_floor: self.entry_floor(),
+            label_row: self.label_row_scale(),
+            alike: self.shared_scale(problem.alike),
+            label_alike: self.shared_scale(self.roundings.shared_g()),
+        }
+    }
+
+    /// The sum of both captured parts, where both were captured.
+    fn judge_added(
+        &self,
+        captured: &Captured,
+        stages: &[Stage; 3],
+        index: &(dyn Fn(usize) -> u64 + Sync),
+        findings: &mut Findings,
+    ) -> bool {
+        let Some(gradient) = captured.stage(stages[2]) else { return false };
+        let values = gradient.matrix();
+        let Some(parts) = captured.parts(stages, 0..values.rows) else { return false };
+        let reference = super::backward::sum(&parts.lse, &parts.label);
+        let allowed = |row: usize, column: usize, x: f64| {
+            let at = row * values.cols + column;
+            let inner = parts.allowed(self, at);
+            Allowed { own: inner.own + self.output(x) + gradient.storage(at, x), ..inner }
+        };
+        let bound = self.bound(values.rows, values.cols);
+        let rows = Rows { captured: values, reference: &reference, index, repeats: &once };
+        findings.merge(stages[2], Tally::of(&rows, allowed, &bound), bound);
+        true
+    }
+}

@@ -1,0 +1,80 @@
+//! `--tokens N`: rows of dq judged on a stratified sample of the tokens, dk estimated
+//! from it.
+//!
+//! dq has a row a token, so that the sampled rows are judged as they always are. dk and
+//! dbias are sums over all tokens: dk is estimated and gets no verdict, dbias none at all.
+
+use super::backward::Problem;
+use super::estimate::Estimated;
+use super::findings::{Captured, DK, DQ};
+use super::forward::ForwardState;
+use super::loss::Upstream;
+use super::outcome::Outcome;
+use super::sample::{Sample, stratified};
+use super::{Replay, Slice};
+use crate::head::step::StepError;
+use crate::head::{Stage, Unit};
+
+/// Tokens of a unit that its share of a sample comes to: N is that of the microbatch.
+pub(super) fn share(count: usize, unit: usize, all: usize) -> usize {
+    (count * unit).div_ceil(all.max(1)).min(unit)
+}
+
+impl Replay<'_> {
+    pub(super) fn sampled(
+        &self,
+        (slice, unit): (&Slice, &Unit),
+        (state, upstream): (&ForwardState, &Upstream),
+        captured: Captured,
+        (count, seed): (usize, u64),
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let confidence = |&t: &usize| libm::exp(state.label.values[t] - state.lse[t]);
+        let confidence: Vec<f64> = unit.rows.iter().map(confidence).collect();
+        let labels: Vec<u32> = unit.rows.iter().map(|&t| slice.inputs.labels[t]).collect();
+        let n = share(count, unit.rows.len(), slice.inputs.tokens());
+        let sample = stratified(&labels, &confidence, n, seed);
+        if captured.stage(Stage::Dbias).is_some() {
+            let why = "a sum over all tokens, of which --tokens takes some: leave it out to have dbias judged";
+            outcome.skip(Stage::Dbias, why);
+        }
+        self.with_problem(slice, unit, state, upstream, &mut |problem| {
+            self.estimate(problem, &captured, &sample, outcome);
+        });
+        let drawn: Vec<usize> = sample.rows.iter().map(|&row| unit.rows[row]).collect();
+        let drawn = Unit { ranks: unit.ranks.clone(), rows: drawn };
+        let of_tokens = |stage| DQ.contains(&stage);
+        let gradients = captured.gradients.into_iter().filter(|one| of_tokens(one.stage));
+        let captured = Captured { gradients: gradients.collect() };
+        if captured.gradients.is_empty() {
+            return Ok(());
+        }
+        self.with_problem(slice, &drawn, state, upstream, &mut |problem| {
+            let findings = self.walk(problem, &captured, (slice, &drawn), outcome);
+            self.report(findings, &captured, &slice.inputs, &drawn, outcome);
+        });
+        Ok(())
+    }
+
+    fn estimate(
+        &self,
+        problem: &Problem<'_>,
+        captured: &Captured,
+        sample: &Sample,
+        outcome: &mut Outcome,
+    ) {
+        // A part of dk is a dk whose other cotangents are zero.
+        for gradient in captured.of(&DK) {
+            let none = vec![0.0; problem.head.q.rows];
+            let mut cotangents = problem.cotangents();
+            match gradient.stage {
+                Stage::DkLse => cotangents.label = &none,
+                Stage::DkLabel => (cotangents.lse, cotangents.smooth) = (&none, &none),
+                _ => {}
+            }
+            let of = Estimated::new(problem.head, &problem.lse, cotangents);
+            let found = of.against(&gradient.matrix(), sample, self.progress);
+            outcome.estimated(gradient.stage, found);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! What finite precision does, as text of at most 100 columns.
+
+use std::fmt::Write;
+
+use super::number::{count, error, plural};
+use super::text::wrap;
+use crate::precision::Precision;
+use crate::precision::difference::{Differences, Input};
+
+/// The whole answer.
+pub fn render(found: &Precision) -> String {
+    let mut out = String::new();
+    let (all, summed, differentiated) = found.tokens;
+    wrap(&mut out, "run       ", &format!("{}, step {}, {}", found.run, found.step, found.of));
+    wrap(&mut out, "inputs    ", &found.inputs);
+    wrap(
+        &mut out,
+        "tokens    ",
+        &format!(
+            "{} of {} summed, {} differentiated, drawn by label frequency and confidence; seed {}",
+            count(summed as u64),
+            count(all as u64),
+            count(differentiated as u64),
+            found.seed
+        ),
+    );
+    wrap(&mut out, "assumed   ", &found.assumed);
+    sums(&mut out, found);
+    for differences in &found.differences {
+        table(&mut out, differences, found.loss);
+    }
+    check(&mut out, found);
+    for item in &found.not_checked {
+        wrap(&mut out, "unchecked ", item);
+    }
+    out.push('\n');
+    wrap(&mut out, "", &found.verdict);
+    out
+}
+
+fn sums(out: &mut String, found: &Precision) {
+    let terms = plural(found.terms as u64, "exponential");
+    let _ = writeln!(
+        out,
+        "\nsoftmax denominators, {terms} each; relative error against their exact sum"
+    );
+    let _ = writeln!(
+        out,
+        "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<22}worst token",
+        "method", "max", "rms", "worst case", "probable", "moves lse, gradients"
+    );
+    for sum in &found.sums {
+        let _ = writeln!(
+            out,
+            "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<22}{}",
+            sum.method,
+            error(sum.max),
+            error(sum.rms),
+            error(sum.worst),
+            error(sum.probable),
+            format!("{0}, {0} of each", error(sum.max)),
+            sum.token
+        );
+    }
+    let text = format!(
+        "lse with every step as assumed: off by {} at most, logits, exponentials and logarithm included",
+        error(found.lse_f32)
+    );
+    wrap(out, "", &text);
+}
+
+fn table(out: &mut String, found: &Differences, loss: f64) {
+    let name = match found.input {
+        Input::Q => "q",
+        Input::K => "k",
+    };
+    let noise = found.noise.map_or("not measurable".into(), error);
+    let text = format!(
+        "derivative of the loss {loss:.4} along random directions of {name} (rms of {name} {}): {}; noise of the f32 loss {noise}, |f''| {}, |f'''| {}",
+        error(found.scale),
+        error(found.derivative),
+        error(found.second),
+        error(found.third)
+    );
+    out.push('\n');
+    wrap(out, "", &text);
+    let _ = writeln!(
+        out,
+        "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  best step of f32",
+        "step", "forward", "central", "u|loss|/eps", "forward", "central"
+    );
+    let _ = writeln!(
+        out,
+        "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}central",
+        "", "f32", "f32", "", "f64", "f64", "forward"
+    );
+    for at in &found.steps {
+        let line = format!(
+            "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}{}",
+            error(at.step),
+            error(at.forward_f32),
+            error(at.central_f32),
+            error(at.predicted),
+            error(at.forward_f64),
+            error(at.central_f64),
+            at.forward_best.word(),
+            at.central_best.word()
+        );
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+}
+
+fn check(out: &mut String, found: &Precision) {
+    let Some(check) = &found.check else { return };
+    let option = |x: Option<f64>| x.map_or("not known".into(), error);
+    let text = format!(
+        "{} elements of q moved one at a time, central, f32 loss: at eps = {:e} the gradient is off by {} (noise predicts {}); at h = {} by {}",
+        check.elements,
+        check.step,
+        error(check.error),
+        option(check.predicted),
+        option(check.best_step),
+        option(check.best_error)
+    );
+    out.push('\n');
+    wrap(out, "check     ", &text);
+}
