@@ -15,6 +15,7 @@ use super::run::{How, RunError, replay_one, report as report_one};
 use crate::dump::{self, Selection, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
+use crate::replay::norm_pair::between;
 use crate::replay::outcome::{NotChecked, Outcome, Status};
 use crate::report::number::plural;
 use crate::report::schema::{AgainstReport, FirstDivergence, Report, Verdict};
@@ -50,6 +51,12 @@ pub(super) fn report(
     let mut report = report_one(path, dump, parts(&ours), proof);
     let other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
     join(&mut report, other, differences, replayed);
+    if let (Some((step, _)), Some((other_step, _)), Some(against)) =
+        (&ours, &theirs, &mut report.against)
+    {
+        let wrong = |source| RunError::Step { path: other_path.into(), source: Box::new(source) };
+        against.norm_gap = between(step, other_step).map_err(wrong)?;
+    }
     Ok(report)
 }
 
@@ -118,6 +125,7 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
         likely: found.likely,
         unjudged: found.unjudged,
         grad_norm: other.grad_norm,
+        norm_gap: None,
     });
 }
 

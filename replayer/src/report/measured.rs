@@ -2,7 +2,7 @@
 //! tools, beside the verdict and not instead of it.
 
 use super::number::{count, short};
-use super::schema::{ComparisonReport, ScoreClass};
+use super::schema::{ComparisonReport, ScoreClass, StageReport};
 use super::text::wrap;
 use crate::compare::measures::Summary;
 
@@ -15,6 +15,29 @@ pub(super) fn render(out: &mut String, found: &ComparisonReport) {
     wrap(out, INDENT, &sizes(&found.measures, found.elements));
     wrap(out, INDENT, &ulps(&found.measures));
     wrap(out, INDENT, &scores(&found.scores));
+}
+
+/// What the gradient check of a cross-entropy kernel prints: for heads on materialised
+/// logits it is the line that people look for.
+pub(super) fn gradcheck(out: &mut String, stages: &[StageReport]) {
+    let of = |name: &str| {
+        let stage = stages.iter().find(|stage| stage.name == name);
+        stage.and_then(|stage| stage.worst.as_ref()).map(|found| &found.measures)
+    };
+    let mut parts = Vec::new();
+    if let Some(loss) = of("loss") {
+        parts.push(format!("loss abs diff {}", short(loss.max_abs)));
+    }
+    if let Some(logprobs) = of("logprobs") {
+        parts.push(format!("log-probabilities max abs {}", short(logprobs.max_abs)));
+    }
+    if let Some(dlogits) = of("dlogits") {
+        let (abs, rel) = (short(dlogits.max_abs), short(dlogits.max_rel));
+        parts.push(format!("dlogits max abs {abs}, max rel {rel}"));
+    }
+    if !parts.is_empty() {
+        wrap(out, "gradcheck ", &parts.join("; "));
+    }
 }
 
 fn at(index: (u64, u64)) -> String {

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::replay::against::{Difference, Likely, NamedDifference};
+use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{
     Comparison, GradNorm, HitClass, NotChecked, Outcome, StageOutcome, Status,
 };
@@ -176,6 +177,8 @@ pub struct AgainstReport {
     pub unjudged: usize,
     /// Its grad_norm.
     pub grad_norm: GradNorm,
+    /// How far the two norms are apart, and who the gap belongs to.
+    pub norm_gap: Option<NormGap>,
 }
 
 /// One object: everything a replay found.

@@ -21,6 +21,9 @@ pub fn render(report: &Report) -> String {
     if !report.stages.is_empty() {
         stages(&mut out, &report.stages);
     }
+    if report.dump.head.starts_with("xent_logits") {
+        measured::gradcheck(&mut out, &report.stages);
+    }
     if let Some(against) = &report.against {
         against::render(&mut out, against);
     }
@@ -177,6 +180,10 @@ fn evidence(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
 fn grad_norm(out: &mut String, report: &Report) {
     let other = report.against.as_ref().and_then(|against| against.grad_norm.captured);
     for line in super::norm::lines(&report.grad_norm, other) {
+        wrap(out, "grad_norm ", &line);
+    }
+    let gap = report.against.as_ref().and_then(|against| against.norm_gap.as_ref());
+    for line in gap.map(super::norm::pair).unwrap_or_default() {
         wrap(out, "grad_norm ", &line);
     }
 }
