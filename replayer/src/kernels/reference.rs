@@ -13,6 +13,7 @@ mod panel;
 mod plane;
 pub mod policy_loss;
 mod probe;
+mod products;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -27,6 +28,7 @@ use tile::{label_column, products};
 pub use backward::{Backward, DkBlock, TermNoise, backward, backward_work};
 pub use plane::{PlaneTile, plane};
 pub use probe::{Probed, Probing, probe, probe_work};
+pub use products::{DkProducts, DqProducts, from_dlogits, from_dlogits_work};
 
 /// Per token results of the forward pass.
 #[derive(Debug, Clone, PartialEq)]

@@ -14,6 +14,7 @@ mod dq;
 pub mod estimate;
 mod findings;
 mod forward;
+mod from_dlogits;
 mod gather;
 mod loss;
 mod members;

@@ -1,0 +1,148 @@
+//! dq, dk and dbias judged from captured dlogits: what dlogits hold is not blamed on
+//! the two products that follow.
+
+use backtape::role::Role;
+
+use super::allowed::{relative, rounded, summed};
+use super::backward::Problem;
+use super::dk::column_squares;
+use super::findings::{Captured, Findings, Gradient};
+use super::gather::Gathered;
+use super::{Replay, Slice};
+use crate::compare::{Allowed, Rows, Tally};
+use crate::head::{Stage, Unit};
+use crate::head::roundings::precision_of;
+use crate::head::step::{StepError, matrix, rows_of, unfit};
+use crate::kernels::matrix::Matrix;
+use crate::kernels::policy::{Path, Policy};
+use crate::kernels::reference;
+use crate::kernels::round::Precision;
+
+/// The captured dlogits of a unit, `[T, V]`.
+pub(super) struct Dlogits {
+    values: Gathered,
+    stored: Option<Precision>,
+}
+
+/// One gradient that follows from dlogits, some rows of it.
+struct Product<'a> {
+    first: usize,
+    values: &'a [f64],
+    squares: &'a [f64],
+    /// Addends of each sum.
+    length: usize,
+    /// True for sums over tokens.
+    tokens: bool,
+    /// Sum of the other factor's squares, a column each, where entries may lie in the
+    /// smallest numbers of their format.
+    floor: &'a [f64],
+}
+
+impl Replay<'_> {
+    /// The dlogits that the unit's products should be made of, if they were captured.
+    pub(super) fn dlogits(
+        &self,
+        slice: &Slice,
+        unit: &Unit,
+    ) -> Result<Option<Dlogits>, StepError> {
+        // A fused path never forms them: what it recorded was made for the record.
+        let formed = self.roundings.widest.path != Path::Fused;
+        let key = self.step.find(Role::Dlogits, slice.inputs.microbatch);
+        let Some(key) = key.filter(|_| formed && self.wants(Stage::Dlogits)) else {
+            return Ok(None);
+        };
+        let tensor = self.step.assemble(key)?;
+        let whole = matrix(&tensor).filter(|m| m.rows == slice.inputs.tokens());
+        let whole = whole.ok_or_else(|| unfit(&tensor, "floats of shape [..., V]"))?;
+        let values = Gathered::new(&whole, &unit.rows);
+        Ok(Some(Dlogits { values, stored: precision_of(tensor.dtype) }))
+    }
+
+    pub(super) fn judge_from_dlogits(
+        &self,
+        problem: &Problem<'_>,
+        dlogits: &Dlogits,
+        captured: &Captured,
+        unit: &Unit,
+        findings: &mut Findings,
+    ) {
+        use Stage::{Dbias, Dk, Dq};
+        let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
+        let entries: Matrix<'_> = dlogits.values.matrix();
+        let tiles = self.tiles;
+        let coarse = self.entry_floor() > 0.0;
+        let q = |_| column_squares(&problem.head.q, problem.head.copies);
+        let q_squares = Some(()).filter(|()| coarse).map(q).unwrap_or_default();
+        let ones = [t as f64];
+        let mut blocks = Vec::new();
+        let dq = reference::from_dlogits(&problem.head, &entries, tiles, self.progress, &mut |b| {
+            for (stage, values, squares) in [(Dk, b.dk, b.dk_sq), (Dbias, b.dbias, b.dbias_sq)] {
+                if let Some(gradient) = captured.stage(stage) {
+                    let first = b.rows.start;
+                    let floor = if stage == Dbias { &ones[..] } else { &q_squares[..] };
+                    let product =
+                        Product { first, values, squares, length: t, tokens: true, floor };
+                    let index = |row: usize| row as u64;
+                    blocks.push((stage, self.judge_product(dlogits, gradient, &product, &index)));
+                }
+            }
+        });
+        for (stage, tally) in blocks {
+            let columns = if stage == Dbias { 1 } else { problem.head.q.cols };
+            findings.merge(stage, tally, self.bound(problem.head.k.rows, columns));
+        }
+        if let Some(gradient) = captured.stage(Dq) {
+            let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
+            let floor = &problem.k_squares[..];
+            let product = Product { first: 0, values, squares, length: v, tokens: false, floor };
+            let index = |row: usize| unit.rows[row] as u64;
+            let tally = self.judge_product(dlogits, gradient, &product, &index);
+            findings.merge(Dq, tally, self.bound(t, problem.head.q.cols));
+        }
+    }
+
+    /// A captured product against the sum of captured entries times exact factors.
+    fn judge_product(
+        &self,
+        dlogits: &Dlogits,
+        gradient: &Gradient,
+        product: &Product<'_>,
+        index: &(dyn Fn(usize) -> u64 + Sync),
+    ) -> Tally {
+        let Policy { sums, path, dlogits: entry, .. } = self.roundings.widest;
+        let whole = gradient.matrix();
+        let columns = whole.cols;
+        let rows = product.values.len() / columns.max(1);
+        let sum = if product.tokens { sums.dk } else { sums.dq };
+        let size = match product.tokens {
+            true => self.roundings.tiles.tokens,
+            false => self.roundings.tiles.vocab,
+        };
+        let parts = product.length.div_ceil(size.max(1));
+        // The job may have gone on with entries that were not yet stored, or rounded
+        // them once more for its GEMM.
+        let unit = |p: Precision| p.unit_roundoff().powi(2) / 3.0;
+        let each = dlogits.stored.map_or(0.0, unit) + unit(entry) + self.product_rel_var();
+        let length = product.length as f64;
+        let allowed = |row: usize, column: usize, x: f64| {
+            let at = row * columns + column;
+            let squares = product.squares[at];
+            let joined = self.joined(parts, product.tokens && path == Path::Chunked, x, squares);
+            let inner = summed(sum, length, x, squares) + joined + each * squares;
+            let floor = product.floor.get(column).copied().unwrap_or(0.0);
+            let storage = gradient.storage(product.first * columns + at, x);
+            let own = inner
+                + self.entry_floor().powi(2) * floor
+                + rounded(self.roundings.widest.output, x)
+                + relative(self.roundings.compute(), x)
+                + storage;
+            Allowed { own, shared: self.narrowing() * squares, ..Allowed::default() }
+        };
+        let captured = rows_of(&whole, product.first..product.first + rows);
+        let place = |row: usize| index(product.first + row);
+        let bound = self.bound(whole.rows, columns);
+        let one = |_: usize| 1.0;
+        let compared = Rows { captured, reference: product.values, index: &place, repeats: &one };
+        Tally::of(&compared, allowed, &bound)
+    }
+}
