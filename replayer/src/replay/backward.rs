@@ -244,18 +244,19 @@ impl Replay<'_> {
             let mut slab = self.reference_slab(problem, &head, range, &mut dq.exact);
             let (slabs, found) = (&mut slab, &mut findings);
             self.emulate_slab(problem, &head, slabs, &members, captured, &mut dq, found);
-            self.judge_dk(problem, &slab, captured, &mut findings);
+            self.judge_dk(problem, &slab, (captured, &DK), &mut findings);
+            self.judge_dbias(problem, &slab, captured, &mut findings);
             if self.recomputes() {
                 self.keep_reference(&slab, (slice, unit), v * d, outcome);
             }
         }
-        self.judge_dq(problem, &dq, captured, unit, &mut findings);
+        self.judge_dq(problem, &dq, (captured, &DQ), unit, &mut findings);
         findings
     }
 
     /// Rows of k in one slab. A declared order of summation is emulated over the
     /// whole vocabulary where that fits: cut in slabs, its sums would be others.
-    fn slab_rows(&self, d: usize, v: usize) -> usize {
+    pub(super) fn slab_rows(&self, d: usize, v: usize) -> usize {
         let exact = self.roundings.declared || self.roundings.swamps();
         let bytes = if exact && v * d * 8 <= WHOLE_BYTES { WHOLE_BYTES } else { SLAB_BYTES };
         (bytes / (8 * d.max(1))).max(self.tiles.vocab)

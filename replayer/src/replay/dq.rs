@@ -8,7 +8,7 @@ use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
-use crate::kernels::matrix::{IGNORED, Matrix};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::policy::{DqParts, Policy};
 use crate::kernels::reference;
 
@@ -30,6 +30,25 @@ impl DqState {
             ..reference::Backward::default()
         };
         DqState { exact, emulated: Vec::new() }
+    }
+
+    /// The label part alone, from the derivative of each label's logit and its variance.
+    pub(super) fn of_labels(
+        head: &HeadInputs<'_>,
+        g_label: &[f64],
+        slopes: &[(f64, f64)],
+    ) -> DqState {
+        let (tokens, d) = (head.q.rows, head.q.cols);
+        let mut state = DqState::new(tokens, d);
+        state.exact.dq_label_var = vec![0.0; tokens * d];
+        for t in (0..tokens).filter(|&t| head.labels[t] != IGNORED) {
+            for i in 0..d {
+                let k = head.k.get_f64(head.labels[t] as usize * d + i);
+                state.exact.dq_label[t * d + i] = slopes[t].0 * g_label[t] * k;
+                state.exact.dq_label_var[t * d + i] = slopes[t].1 * (g_label[t] * k).powi(2);
+            }
+        }
+        state
     }
 
     /// What a swamped accumulator certainly loses of an element.
@@ -114,7 +133,7 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         state: &DqState,
-        captured: &Captured,
+        (captured, stages): (&Captured, &[Stage]),
         unit: &Unit,
         findings: &mut Findings,
     ) {
@@ -125,7 +144,7 @@ impl Replay<'_> {
         let picked = picked(captured, &unit.rows);
         let parts = picked.parts(&DQ, 0..unit.rows.len());
         let bound = self.bound(unit.rows.len(), d);
-        for gradient in picked.of(&DQ) {
+        for gradient in picked.of(stages) {
             let stage = gradient.stage;
             let reference = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
             let forced = parts.is_some() && stage == Stage::Dq;
