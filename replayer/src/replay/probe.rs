@@ -528,7 +528,7 @@ impl Reach {
             ),
         };
         format!(
-            "{any}, one wrong element from {single:.1e} of its row, a common scale from {scale:.1e}"
+            "{any}, one wrong element from {single:.1e} of its row, a common scale from {scale:.1e}; columns and values shown are those of the probes"
         )
     }
 }
