@@ -7,7 +7,7 @@ use backtape::head::HeadDeclaration;
 use backtape_replayer::dump::{Selection, open};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::{NoProgress, Progress};
-use backtape_replayer::replay::outcome::{Outcome, Status};
+use backtape_replayer::replay::outcome::{NotChecked, Outcome, Status};
 use backtape_replayer::replay::{Effort, Request, replay};
 
 use crate::support::dump::{self, Shard};
@@ -136,6 +136,32 @@ fn a_sample_judges_dq_and_leaves_dk_without_a_verdict() {
     let said: Vec<&str> = clean.not_checked.iter().map(|one| one.why.as_str()).collect();
     assert!(said.iter().any(|why| why.contains("--tokens 60, seed 7: ")), "{said:#?}");
     assert!(said.iter().any(|why| why.contains("a label row")), "{said:#?}");
+}
+
+/// Goal: a sample of all tokens is all tokens, each of the rank that it belongs to.
+#[test]
+fn a_sample_of_every_token_judges_dq_as_the_full_replay_does() {
+    let job = Job::default();
+    let (full, sampled) = (of(&job, Effort::All), of(&job, tokens(100_000)));
+    let energies = |outcome: &Outcome| {
+        let dq = &outcome.stage(Stage::Dq).comparisons;
+        dq.iter().map(|one| (one.rank, one.tally.error_energy)).collect::<Vec<_>>()
+    };
+    assert_eq!(energies(&full), energies(&sampled));
+    assert!(energies(&full).len() > 1);
+}
+
+/// What such a sum loses is not noise: no probe can tell it from a bug.
+#[test]
+fn a_declared_accumulator_of_few_bits_is_recomputed_whatever_was_asked_for() {
+    let mut job = faulty(Fault::LabelScatterBf16);
+    job.tokens = 400;
+    let mut head = job.head();
+    head.dtypes.insert("label_scatter".into(), "bf16".into());
+    let found = judged(&head, job.ranks, &job.shards(), PROBES);
+    assert_eq!(failing(&found), []);
+    let said = |one: &NotChecked| one.why.contains("an accumulator is declared below f32");
+    assert!(found.not_checked.iter().any(said), "{:#?}", found.not_checked);
 }
 
 #[derive(Default)]

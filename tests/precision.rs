@@ -14,6 +14,8 @@ use backtape_replayer::report::{precision as shown, text};
 use half::{bf16, f16};
 
 use crate::support::dump::{self, Shard};
+use crate::support::job::Job;
+use crate::support::job::options::Kind;
 use crate::support::program::replay;
 
 const TOKENS: usize = 64;
@@ -227,4 +229,42 @@ fn the_numbers_are_the_same_with_one_thread_and_with_three() {
         serde_json::to_string(&pool.install(report).unwrap()).unwrap()
     };
     assert_eq!(run(1), run(3));
+}
+
+/// Goal: every option of the head enters the loss and its derivative alike, and a head
+/// without q and k is refused in one sentence. Method: random clean jobs.
+#[test]
+fn differences_agree_under_every_option_and_a_head_without_products_says_what_it_needs() {
+    let (mut measured, mut refused) = (0, 0);
+    for seed in 0..24 {
+        let job = Job::random(seed);
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run-a");
+        dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
+        let options = Options { microbatch: None, tokens: Some(12) };
+        match precision_report(&path, &Selection::default(), &options) {
+            Ok(found) => {
+                // Saturated logits have derivatives of nothing: rounding is all there is.
+                for table in found.differences.iter().filter(|table| table.derivative > 1e-6) {
+                    let best = table.steps.iter().map(|row| row.central_f64).fold(1.0, f64::min);
+                    assert!(best < 1e-4, "seed {seed}: {job:?}\n{}", shown::render(&found));
+                    measured += 1;
+                }
+                let diverge = matches!(found.gradients, Gradients::Diverge(_));
+                assert!(!diverge, "seed {seed}: {}", found.verdict);
+                let shown = shown::render(&found);
+                let wide = shown.lines().filter(|line| line.chars().count() > text::WIDTH).count();
+                assert_eq!(wide, 0, "{shown}");
+            }
+            Err(error) => {
+                let text = std::error::Error::source(&error).unwrap().to_string();
+                let products = text.contains("record both with tape.record");
+                let empty = text.contains("there is nothing to differentiate");
+                assert!(products || empty, "seed {seed}: {text}");
+                assert!(!products || job.options.kind != Kind::Xent, "seed {seed}: {text}");
+                refused += usize::from(products);
+            }
+        }
+    }
+    assert!(measured >= 12 && refused >= 1, "{measured} measured, {refused} refused");
 }

@@ -10,7 +10,7 @@ use super::dk::Slab;
 use super::dq::{DqState, add, k_sums};
 use super::estimate::estimate_work;
 use super::findings::{Captured, DK, DQ, Findings, Gradient, Held, error_energy};
-use super::forward::ForwardState;
+use super::forward::{ForwardState, few};
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::{Member, members};
@@ -43,8 +43,8 @@ pub(super) struct Problem<'a> {
     pub(super) constants: f64,
     /// Share of the roundings of `g p` that may be alike for all tokens.
     pub(super) alike: f64,
-    /// For each token, the variance of errors that add up along q, over `|q|²`-normed
-    /// q²: `u²/3 a g² σ² / |q|⁴`; and the same for the rows of k, over |k|⁴.
+    /// For each token, the variance of errors that add up along q, over `q²/|q|⁴`; and
+    /// the same for the rows of k, over `k²/|k|⁴`.
     pub(super) sliced: (Vec<f64>, f64),
     /// Sum of k² over the vocabulary, a column each, where it is needed.
     pub(super) k_squares: Vec<f64>,
@@ -119,13 +119,18 @@ impl Replay<'_> {
             let before = (state, upstream);
             return self.sampled((slice, unit), before, captured, (count, seed), outcome);
         }
+        let dlogits = self.dlogits(slice, unit)?;
         self.with_problem(slice, unit, state, upstream, &mut |problem| {
-            let findings = match self.effort {
+            let mut findings = match self.effort {
                 Effort::Probes { count, seed } if !self.recomputes() => {
                     self.probe(problem, &captured, unit, (count, seed), outcome)
                 }
                 _ => self.walk(problem, &captured, (slice, unit), outcome),
             };
+            if let Some(dlogits) = &dlogits {
+                findings.forget(&[Stage::Dq, Stage::Dk, Stage::Dbias]);
+                self.judge_from_dlogits(problem, dlogits, &captured, unit, &mut findings);
+            }
             self.report(findings, &captured, &slice.inputs, unit, outcome);
         });
         Ok(())
@@ -162,7 +167,7 @@ impl Replay<'_> {
         let alike = unit.rows.iter().map(|&t| state.alike[t]).fold(0.0, f64::max);
         let [g_lse, g_label, g_smooth] = self.token_cotangents(&lse, &g, head.valid_vocab);
         let (k_sums, k_squares) = k_sums(self, &rows_of(&head.k, 0..head.valid_vocab));
-        let sliced = self.sliced(&head, &g, &pick(&state.sliced));
+        let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
         let constants = self.transform_scale() * (1.0 + spread * spread);
@@ -184,20 +189,26 @@ impl Replay<'_> {
 
     /// Where all of a row's terms lie on a few steps of their format, the terms of one
     /// step share one error, and the classes of one step are those of one logit: their
-    /// k have `z q/|q|²` in common. Over the steps, `Σ (N g p z)²` of such parts is
-    /// `a g² σ²` for p near 1/K, of dq; for a row of dk it is the same over tokens.
-    fn sliced(&self, head: &HeadInputs<'_>, g: &[f64], sliced: &[f64]) -> (Vec<f64>, f64) {
+    /// k have `z q/|q|²` in common. With `a` the share that is alike and `v` the variance
+    /// of one entry's rounding, `Σ (N z)² v` over the steps is `a K² σ² v` for p near
+    /// 1/K, of dq; for a row of dk it is the same over tokens. `spread` is σ².
+    fn sliced(&self, head: &HeadInputs<'_>, g: &[f64], spread: &[f64]) -> (Vec<f64>, f64) {
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let u = p.unit_roundoff().max(dlogits.unit_roundoff());
-        let d = head.q.cols;
+        let (d, floor) = (head.q.cols, self.entry_floor());
+        let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
+        // a σ² v of a token, v of an entry near g/K.
+        let each = |t: usize| {
+            let entry = g[t].abs() / classes;
+            let step = (2.0 * u).max(if entry > 0.0 { 2.0 * floor / entry } else { 0.0 });
+            let variance = u * u * entry * entry / 3.0 + floor * floor;
+            few(spread[t].sqrt() / step) * spread[t] * variance
+        };
         let of_token = |t: usize| {
             let norm: f64 = (t * d..(t + 1) * d).map(|at| head.q.get_f64(at).powi(2)).sum();
-            let each = u * u / 3.0 * sliced[t] * g[t] * g[t];
-            if norm > 0.0 { each / (norm * norm) } else { 0.0 }
+            if norm > 0.0 { classes * classes * each(t) / (norm * norm) } else { 0.0 }
         };
-        let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
-        let energy: f64 = g.iter().zip(sliced).map(|(g, sliced)| sliced * g * g).sum();
-        let rows = u * u / 3.0 * tokens * energy / (classes * classes);
+        let rows = tokens * (0..g.len()).map(each).sum::<f64>();
         ((0..g.len()).map(of_token).collect(), rows)
     }
 
@@ -297,18 +308,19 @@ impl Replay<'_> {
             let mut slab = self.reference_slab(problem, &head, range, &mut dq.exact);
             let (slabs, found) = (&mut slab, &mut findings);
             self.emulate_slab(problem, &head, slabs, &members, captured, &mut dq, found);
-            self.judge_dk(problem, &slab, captured, &mut findings);
+            self.judge_dk(problem, &slab, (captured, &DK), &mut findings);
+            self.judge_dbias(problem, &slab, captured, &mut findings);
             if self.recomputes() {
                 self.keep_reference(&slab, (slice, unit), v * d, outcome);
             }
         }
-        self.judge_dq(problem, &dq, captured, unit, &mut findings);
+        self.judge_dq(problem, &dq, (captured, &DQ), unit, &mut findings);
         findings
     }
 
     /// Rows of k in one slab. A declared order of summation is emulated over the
     /// whole vocabulary where that fits: cut in slabs, its sums would be others.
-    fn slab_rows(&self, d: usize, v: usize) -> usize {
+    pub(super) fn slab_rows(&self, d: usize, v: usize) -> usize {
         let exact = self.roundings.declared || self.roundings.swamps();
         let bytes = if exact && v * d * 8 <= WHOLE_BYTES { WHOLE_BYTES } else { SLAB_BYTES };
         (bytes / (8 * d.max(1))).max(self.tiles.vocab)

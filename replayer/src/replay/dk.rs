@@ -66,6 +66,31 @@ impl Slab {
         }
     }
 
+    /// A slab of the label part alone, from the derivative of each label's logit and its
+    /// variance, `[T]`: T·D multiply-adds, no GEMM.
+    pub(super) fn of_labels(
+        head: &HeadInputs<'_>,
+        range: Range<usize>,
+        g_label: &[f64],
+        slopes: &[(f64, f64)],
+    ) -> Slab {
+        let d = head.q.cols;
+        let mut slab = Slab::zeros(range.clone(), d);
+        let inside = |&t: &usize| range.contains(&(head.labels[t] as usize));
+        for t in (0..head.q.rows).filter(inside) {
+            let row = head.labels[t] as usize - range.start;
+            let (entry, entry_var) = (slopes[t].0 * g_label[t], slopes[t].1 * g_label[t].powi(2));
+            slab.hits[row] += 1;
+            for i in 0..d {
+                let (at, q) = (row * d + i, head.q.get_f64(t * d + i));
+                slab.label[at] += entry * q;
+                slab.label_sq[at] += (entry * q).powi(2);
+                slab.label_var[at] += entry_var * q * q;
+            }
+        }
+        slab
+    }
+
     fn take(&mut self, block: &reference::DkBlock<'_>, d: usize) {
         let at = block.rows.start * d..block.rows.end * d;
         for (to, from) in [
@@ -217,13 +242,13 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         slab: &Slab,
-        captured: &Captured,
+        (captured, stages): (&Captured, &[Stage]),
         findings: &mut Findings,
     ) {
         let d = problem.head.q.cols;
         let parts = captured.parts(&DK, slab.range.clone());
         let bound = self.bound(problem.head.k.rows, d);
-        for gradient in captured.of(&DK) {
+        for gradient in captured.of(stages) {
             let stage = gradient.stage;
             let reference = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
             let first = slab.range.start * d;
@@ -250,11 +275,10 @@ impl Replay<'_> {
                 findings.count_hits(stage, &rows, &allowed, &slab.hits);
             }
         }
-        self.judge_dbias(problem, slab, captured, findings);
     }
 
     /// The gradient of the bias: dlogits summed over the tokens.
-    fn judge_dbias(
+    pub(super) fn judge_dbias(
         &self,
         problem: &Problem<'_>,
         slab: &Slab,

@@ -32,6 +32,25 @@ impl DqState {
         DqState { exact, emulated: Vec::new() }
     }
 
+    /// The label part alone, from the derivative of each label's logit and its variance.
+    pub(super) fn of_labels(
+        head: &HeadInputs<'_>,
+        g_label: &[f64],
+        slopes: &[(f64, f64)],
+    ) -> DqState {
+        let (tokens, d) = (head.q.rows, head.q.cols);
+        let mut state = DqState::new(tokens, d);
+        state.exact.dq_label_var = vec![0.0; tokens * d];
+        for t in (0..tokens).filter(|&t| head.labels[t] != IGNORED) {
+            for i in 0..d {
+                let k = head.k.get_f64(head.labels[t] as usize * d + i);
+                state.exact.dq_label[t * d + i] = slopes[t].0 * g_label[t] * k;
+                state.exact.dq_label_var[t * d + i] = slopes[t].1 * (g_label[t] * k).powi(2);
+            }
+        }
+        state
+    }
+
     /// What a swamped accumulator certainly loses of an element.
     fn lost(&self, stage: Stage, reference: &[f64]) -> Vec<f64> {
         let mut lost = vec![0.0; reference.len()];
@@ -139,7 +158,7 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         state: &DqState,
-        captured: &Captured,
+        (captured, stages): (&Captured, &[Stage]),
         unit: &Unit,
         findings: &mut Findings,
     ) {
@@ -150,7 +169,7 @@ impl Replay<'_> {
         let picked = picked(captured, &unit.rows);
         let parts = picked.parts(&DQ, 0..unit.rows.len());
         let bound = self.bound(unit.rows.len(), d);
-        for gradient in picked.of(&DQ) {
+        for gradient in picked.of(stages) {
             let stage = gradient.stage;
             let reference = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
             let forced = parts.is_some() && stage == Stage::Dq;

@@ -127,6 +127,13 @@ impl Findings {
         }
     }
 
+    /// Drops what was found of some stages: they are judged from later ones.
+    pub(super) fn forget(&mut self, stages: &[Stage]) {
+        self.tallies.retain(|(stage, ..)| !stages.contains(stage));
+        self.energies.retain(|(stage, _)| !stages.contains(stage));
+        self.hits.retain(|(stage, _)| !stages.contains(stage));
+    }
+
     pub(super) fn emulated(&mut self, stage: Stage, member: usize, energy: f64) {
         let energies = entry(&mut self.energies, stage);
         energies.resize(energies.len().max(member + 1), 0.0);

@@ -18,6 +18,13 @@ use crate::kernels::{policy, reference};
 /// tokens of one g may round alike.
 const CONFIDENT: f64 = 0.25;
 
+/// Share of the roundings that are one, of numbers that spread over σ steps of a grid:
+/// they have so few errors, not one each. The squares of the steps' shares sum to
+/// 1/(2√π σ) for a normal spread.
+pub(super) fn few(steps: f64) -> f64 {
+    (1.0 / (2.0 * std::f64::consts::PI.sqrt() * steps)).min(1.0)
+}
+
 /// What the later stages of a microbatch start from; all `[T]`.
 pub(super) struct ForwardState {
     /// lse: captured where it was captured, else the reference.
@@ -29,9 +36,8 @@ pub(super) struct ForwardState {
     /// Share of the rounding of `g p` that is alike for all of a token's classes, 0 to 1:
     /// of a token with one p so large that it is nearly g, or with all p nearly equal.
     pub(super) alike: Vec<f64>,
-    /// That share times the variance of the logits: classes of one step of the grid lie
-    /// in one slice of k along q, so their errors add up along q.
-    pub(super) sliced: Vec<f64>,
+    /// Variance of the logits of a token, where they are nearly equal.
+    pub(super) logit_variance: Vec<f64>,
     /// Label logits, captured or reference, with their variance.
     pub(super) label: Expected,
     /// How far a logit may lie from the softmax's mean of them: `|max| + |mean| + 1`.
@@ -265,16 +271,13 @@ impl Replay<'_> {
             .collect();
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
-        // lse - ln K - mean is half the variance of the logits where they are nearly
-        // equal. A rounding of numbers that lie on n steps of a grid has n errors, not
-        // K: over a normal spread of σ steps their shares' squares sum to 1/(2√π σ).
+        // lse - ln K - mean is half the variance of logits that are nearly equal.
         let alike = |(t, max): (usize, f64)| {
             let variance = 2.0 * (exact.lse[t] - classes.ln() - exact.logit_sum[t] / classes);
-            let steps = variance.max(0.0).sqrt() / step;
-            let few = (1.0 / (2.0 * std::f64::consts::PI.sqrt() * steps)).min(1.0);
-            (if max > CONFIDENT { 1.0 } else { few }, few * variance.max(0.0))
+            let variance = variance.max(0.0);
+            (if max > CONFIDENT { 1.0 } else { few(variance.sqrt() / step) }, variance)
         };
-        let (alike, sliced) = largest.enumerate().map(alike).unzip();
+        let (alike, logit_variance) = largest.enumerate().map(alike).unzip();
         let (lse, scale) = match &captured.0 {
             Some(column) => {
                 let unit = column.stored.map_or(0.0, |precision| precision.unit_roundoff());
@@ -303,7 +306,7 @@ impl Replay<'_> {
             lse_variance: lse.variance,
             scale,
             alike,
-            sliced,
+            logit_variance,
             spread,
             label,
             logit_sum: exact.logit_sum,
@@ -321,7 +324,7 @@ impl ForwardState {
             lse_variance: vec![0.0; tokens],
             scale: vec![0.0; tokens],
             alike: vec![0.0; tokens],
-            sliced: vec![0.0; tokens],
+            logit_variance: vec![0.0; tokens],
             spread: vec![0.0; tokens],
             label: Expected::new(vec![0.0; tokens], vec![0.0; tokens]),
             logit_sum: vec![0.0; tokens],

@@ -10,9 +10,9 @@ use super::findings::{Captured, Findings, Gradient};
 use super::gather::Gathered;
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};
-use crate::head::{Stage, Unit};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
+use crate::head::{Stage, Unit};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference;
@@ -40,11 +40,7 @@ struct Product<'a> {
 
 impl Replay<'_> {
     /// The dlogits that the unit's products should be made of, if they were captured.
-    pub(super) fn dlogits(
-        &self,
-        slice: &Slice,
-        unit: &Unit,
-    ) -> Result<Option<Dlogits>, StepError> {
+    pub(super) fn dlogits(&self, slice: &Slice, unit: &Unit) -> Result<Option<Dlogits>, StepError> {
         // A fused path never forms them: what it recorded was made for the record.
         let formed = self.roundings.widest.path != Path::Fused;
         let key = self.step.find(Role::Dlogits, slice.inputs.microbatch);

@@ -143,13 +143,14 @@ pub fn signs(depth: usize, plan: &Plan<'_>) -> Vec<f64> {
     (0..depth * plan.probes).map(|_| draw.sign()).collect()
 }
 
-/// Checks captured gradients of one unit; only q's and k's own are known here.
+/// Checks captured gradients of one unit; only q's and k's own are known here. Beside them
+/// the derivative of each label's logit with its variance, for the label parts themselves.
 pub fn check(
     backward: &Backward<'_>,
     captured: &[CapturedGradient<'_>],
     model: &Model,
     plan: &Plan<'_>,
-) -> Vec<ProbedStage> {
+) -> (Vec<ProbedStage>, Vec<(f64, f64)>) {
     let head = &backward.head;
     let x = signs(head.q.cols, plan);
     let (tiles, progress) = (plan.tiles, plan.progress);
@@ -164,7 +165,9 @@ pub fn check(
     let labels = Labels::of(backward, &probed, plan.probes);
     let judge = Judge { backward, model, plan, probed: &probed, labels: &labels, x: &x };
     let known = |stage: Stage| judge.side(stage).is_some();
-    captured.iter().filter(|one| known(one.stage)).map(|one| judge.stage(one)).collect()
+    let own = captured.iter().filter(|one| known(one.stage));
+    let found = own.map(|one| judge.stage(one)).collect();
+    (found, probed.label_slopes)
 }
 
 /// The label parts of dk and dq, exactly.
@@ -525,7 +528,7 @@ impl Reach {
             ),
         };
         format!(
-            "{any}, one wrong element from {single:.1e} of its row, a common scale from {scale:.1e}"
+            "{any}, one wrong element from {single:.1e} of its row, a common scale from {scale:.1e}; columns and values shown are those of the probes"
         )
     }
 }

@@ -1,12 +1,13 @@
 //! `--freivalds`: dq and dk of one unit checked with random probes, in place of the walk
 //! over the vocabulary.
 //!
-//! A sum of two captured parts needs no probe: it is judged element by element. What an
-//! accumulator of few bits certainly loses is known by emulation alone: heads that
+//! A label part, and a sum of two captured parts, cost no GEMM: they are judged element by
+//! element. What an accumulator of few bits certainly loses is known by emulation alone: heads that
 //! declare one are recomputed, whatever was asked for.
 
 use super::backward::Problem;
-use super::dq::picked;
+use super::dk::Slab;
+use super::dq::{DqState, picked};
 use super::findings::{Captured, DK, DQ, Findings};
 use super::outcome::{NotChecked, Outcome};
 use super::probe::{self, CapturedGradient, Model, Plan};
@@ -63,12 +64,15 @@ impl Replay<'_> {
             self.judge_added(captured, &DK, &|row| row as u64, &mut findings),
             self.judge_added(&of_unit, &DQ, &|row| unit.rows[row] as u64, &mut findings),
         ];
+        let label = [Stage::DqLabel, Stage::DkLabel];
         let added = |stage: Stage| {
             [(Stage::Dk, forced[0]), (Stage::Dq, forced[1])].contains(&(stage, true))
         };
         let gradients: Vec<_> = of_unit.of(&DQ).chain(captured.of(&DK)).collect();
-        let gradients: Vec<_> =
-            gradients.into_iter().filter(|gradient| !added(gradient.stage)).collect();
+        let gradients: Vec<_> = gradients
+            .into_iter()
+            .filter(|one| !added(one.stage) && !label.contains(&one.stage))
+            .collect();
         let storages: Vec<Box<dyn Fn(usize, f64) -> f64 + Sync>> = gradients
             .iter()
             .map(|&gradient| Box::new(|at, x| gradient.storage(at, x)) as Box<_>)
@@ -93,11 +97,37 @@ impl Replay<'_> {
         };
         let (tiles, progress, comparisons) = (self.tiles, self.progress, self.comparisons);
         let plan = Plan { probes, seed, comparisons, tiles, progress };
-        for found in probe::check(&backward, &probed, &self.model(problem), &plan) {
+        let (stages, slopes) = probe::check(&backward, &probed, &self.model(problem), &plan);
+        for found in stages {
             outcome.reached(found.stage, found.reach);
             findings.merge(found.stage, found.tally, found.bound);
         }
+        self.judge_labels(problem, captured, unit, &slopes, &mut findings);
         findings
+    }
+
+    /// The label parts: one row of k or q a token.
+    fn judge_labels(
+        &self,
+        problem: &Problem<'_>,
+        captured: &Captured,
+        unit: &Unit,
+        slopes: &[(f64, f64)],
+        findings: &mut Findings,
+    ) {
+        let (head, g_label) = (&problem.head, problem.cotangents().label);
+        if captured.stage(Stage::DkLabel).is_some() {
+            let (d, v) = (head.q.cols, head.k.rows);
+            for start in (0..v).step_by(self.slab_rows(d, v)) {
+                let range = start..(start + self.slab_rows(d, v)).min(v);
+                let slab = Slab::of_labels(head, range, g_label, slopes);
+                self.judge_dk(problem, &slab, (captured, &[Stage::DkLabel]), findings);
+            }
+        }
+        if captured.stage(Stage::DqLabel).is_some() {
+            let state = DqState::of_labels(head, g_label, slopes);
+            self.judge_dq(problem, &state, (captured, &[Stage::DqLabel]), unit, findings);
+        }
     }
 
     fn model(&self, problem: &Problem<'_>) -> Model {

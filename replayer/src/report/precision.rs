@@ -46,13 +46,13 @@ fn sums(out: &mut String, found: &Precision) {
     );
     let _ = writeln!(
         out,
-        "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<22}worst token",
+        "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<24}worst token",
         "method", "max", "rms", "worst case", "probable", "moves lse, gradients"
     );
     for sum in &found.sums {
         let _ = writeln!(
             out,
-            "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<22}{}",
+            "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<24}{}",
             sum.method,
             error(sum.max),
             error(sum.rms),

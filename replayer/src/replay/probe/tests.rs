@@ -86,7 +86,7 @@ impl Head {
             cotangents: Cotangents { lse, label, smooth },
         };
         let dlogits = if coarse { Precision::Bf16 } else { Precision::F32 };
-        let widest = Policy { dlogits, ..Policy::fused_f32() };
+        let widest = Policy { dlogits, output: Precision::F64, ..Policy::fused_f32() };
         let p_rel_var = dlogits.unit_roundoff().powi(2) / 3.0;
         let model = Model {
             noise: TermNoise { p_rel_var, ..TermNoise::default() },
@@ -106,7 +106,7 @@ impl Head {
             CapturedGradient { stage, values, storage }
         };
         let captured = [gradient(Stage::Dq, dq, T), gradient(Stage::Dk, dk, V)];
-        check(&backward, &captured, &model, &plan).try_into().unwrap()
+        check(&backward, &captured, &model, &plan).0.try_into().unwrap()
     }
 
     fn found(&self, dq: &[f64], dk: &[f64], probes: usize, seed: u64) -> [bool; 2] {
