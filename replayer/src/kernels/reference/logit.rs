@@ -68,7 +68,7 @@ impl<'a> Chain<'a> {
         let Some(cap) = self.softcap else {
             // Given and nothing done to it: the rounding is that of its own dtype.
             let untouched = own(self.given && self.bias.is_none() && !scales, scaled);
-            let var = noise.logit_rel_var * (before + untouched) + noise.logit_floor + sums;
+            let var = noise.logit_rel_var * (before + untouched) + floor(noise, scaled) + sums;
             return Logit { value: scaled, var, slope: self.scale, slope_var: 0.0 };
         };
         let tanh = libm::tanh(scaled / cap);
@@ -99,7 +99,7 @@ impl Logit {
     #[inline(always)]
     pub(super) fn plain(product: f64, norms: f64, noise: &TermNoise) -> Self {
         let var = noise.logit_rel_var * square(finite(product))
-            + noise.logit_floor
+            + floor(noise, product)
             + noise.dot_rel_var * norms;
         Logit { value: product, var, slope: 1.0, slope_var: 0.0 }
     }
@@ -110,6 +110,11 @@ impl Logit {
 fn one_minus_square_of_tanh(x: f64) -> f64 {
     let e = libm::exp(-2.0 * x.abs());
     4.0 * e / square(1.0 + e)
+}
+
+/// Variance in the format's smallest numbers, which an infinite logit is not near.
+fn floor(noise: &TermNoise, x: f64) -> f64 {
+    if x.is_infinite() { 0.0 } else { noise.logit_floor }
 }
 
 /// An infinite logit is rounded to itself: it has no error to carry on.

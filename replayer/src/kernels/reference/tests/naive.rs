@@ -66,6 +66,7 @@ pub(super) fn cell(fixture: &Fixture, noise: &TermNoise, t: usize, v: usize) -> 
                 results.push((scaled, 1.0));
             }
             let var = variance(&results) + sums + noise.logit_floor;
+            let var_size = var_size + noise.logit_floor;
             let (slope_var, slope_var_size) = (0.0, 0.0);
             Cell { logit: scaled, var, slope: scale, slope_var, size, var_size, slope_var_size }
         }
