@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-inactive bench-false-alarms wheel clean
+.PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-compare \
+	bench-inactive bench-false-alarms wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -37,7 +38,7 @@ $(VENV)/.installed: $(VENV)/.wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
 	touch $@
 
-bench: bench-loss-head bench-replay bench-inactive
+bench: bench-loss-head bench-replay bench-compare bench-inactive bench-false-alarms
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
@@ -54,6 +55,21 @@ $(PEERS)/.installed: benches/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benches/peers/requirements.txt
 	touch $@
 
+# Each peer in its own environment; one that does not install is named and left out.
+$(VENV)-numpy/.installed:
+	$(PYTHON) -m venv $(VENV)-numpy
+	$(VENV)-numpy/bin/python -m pip install --quiet --disable-pip-version-check numpy ml_dtypes
+	touch $@
+
+$(VENV)-msprobe/.installed:
+	$(PYTHON) -m venv $(VENV)-msprobe
+	-$(VENV)-msprobe/bin/python -m pip install --quiet --disable-pip-version-check ml_dtypes mindstudio-probe
+	touch $@
+
+bench-compare: $(VENV)-numpy/.installed $(VENV)-msprobe/.installed
+	NUMPY_PYTHON=$(CURDIR)/$(VENV)-numpy/bin/python MSPROBE_PYTHON=$(CURDIR)/$(VENV)-msprobe/bin/python \
+		cargo bench --locked -p backtape-replayer --bench compare
+
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed
 	$(BIN)/python python/benches/inactive.py
@@ -63,4 +79,4 @@ bench-false-alarms:
 	cargo test --locked -p backtape --test backtape -- --ignored --nocapture --exact false_alarms::the_whole_campaign
 
 clean:
-	rm -rf target $(VENV) demo
+	rm -rf target $(VENV) $(VENV)-* demo

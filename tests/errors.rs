@@ -133,18 +133,18 @@ fn a_shape_that_does_not_fit_the_head_is_named_with_what_would_fit() {
     }
     let path = dir.path().join("run-a");
     dump::write(&path, job.ranks as u32, &job.head(), &shards);
-    expect(&run(&path, &[]), 2, &["k microbatch 0 is bf16 [30, 16]", "[V, 8]"]);
+    expect(&run(&path, &[]), 2, &["k microbatch 0 is bf16 [30, 16]", "[V, D] with D = 8"]);
 }
 
 #[test]
-fn an_option_that_is_not_replayed_gives_no_verdict_and_is_named() {
+fn options_that_cannot_both_hold_give_no_verdict_and_are_both_named() {
     let dir = tempfile::tempdir().unwrap();
     let job = small();
     let mut head = job.head();
-    head.softcap = Some(30.0);
+    (head.temperature, head.logit_scale) = (0.7, 2.0);
     let path = dir.path().join("run-a");
     dump::write(&path, job.ranks as u32, &head, &job.shards());
-    expect(&run(&path, &[]), 2, &["softcap", "no verdict"]);
+    expect(&run(&path, &[]), 2, &["temperature=0.7", "logit_scale=2", "no verdict"]);
 }
 
 #[test]

@@ -28,8 +28,6 @@ const QUICK: u64 = 60;
 const WHOLE: u64 = 2000;
 /// Confidence of the upper bound.
 const CONFIDENCE: f64 = 0.95;
-/// Alarms printed in full.
-const SHOWN: usize = 10;
 
 /// How near to its bound a comparison came: above 1 it would be an alarm.
 #[derive(Clone, Copy, Debug, Default)]
@@ -109,9 +107,13 @@ fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
 }
 
 fn ended(outcome: &Outcome, units: usize) -> Ended {
-    let alarm = outcome
-        .first_divergence()
-        .map(|found| Alarm { stage: found.stage.name(), reason: found.reason.clone() });
+    let alarm = outcome.first_divergence().map(|found| {
+        let worst = found.worst().map(|c| {
+            (&c.source, c.rank, &c.tally.first, &c.tally.worst, c.tally.worst_rows.first())
+        });
+        let reason = format!("{}\n  {worst:?}", found.reason);
+        Alarm { stage: found.stage.name(), reason }
+    });
     let comparisons = Stage::ALL.len() * units.max(1);
     let mut consumed: BTreeMap<Stage, Consumption> = BTreeMap::new();
     for stage in &outcome.stages {
@@ -209,7 +211,9 @@ impl Campaign {
         for (why, (count, seed)) in &self.refused {
             writeln!(line, "refused {count} times, first by seed {seed}: {why}").unwrap();
         }
-        for (seed, alarm) in self.alarms.iter().take(SHOWN) {
+        // One of each stage in full: the seeds above lead to the others.
+        for seeds in self.by_stage().values() {
+            let (seed, alarm) = self.alarms.iter().find(|(seed, _)| *seed == seeds[0]).unwrap();
             let job = Job::random(*seed);
             writeln!(line, "ALARM {}: {}\n  {job:?}", alarm.stage, alarm.reason).unwrap();
         }

@@ -4,6 +4,7 @@
 // clippy.toml exempts test functions; here the whole crate is a test.
 #![allow(clippy::unwrap_used)]
 
+mod against;
 mod coordination;
 mod efforts;
 mod errors;

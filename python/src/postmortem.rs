@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use backtape::identity::{Microbatch, Name, Rank};
-use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use backtape_replayer::dump::{self, Selection};
+use backtape_replayer::replay::against::{Asked, PatternError};
 use backtape_replayer::{assemble, cli};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -132,14 +132,10 @@ pub(crate) fn replay(
     compare: Option<Vec<String>>,
     against: Option<PathBuf>,
 ) -> PyResult<(String, String)> {
-    let role = |name: String| {
-        let unknown = || PyValueError::new_err(format!("{name:?} is not a role"));
-        Role::from_name(&name).ok_or_else(unknown)
-    };
-    let compare: Vec<Role> =
-        compare.unwrap_or_default().into_iter().map(role).collect::<PyResult<_>>()?;
+    let wrong = |error: PatternError| PyValueError::new_err(error.to_string());
+    let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
-    let found = py.detach(|| cli::replay_report(&path, &selection, &compare, against.as_deref()));
+    let found = py.detach(|| cli::replay_report(&path, &selection, compare, against.as_deref()));
     let report = found.map_err(failed)?;
     let json = serde_json::to_string(&report).map_err(failed)?;
     Ok((json, backtape_replayer::report::text::render(&report)))

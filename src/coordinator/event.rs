@@ -74,7 +74,7 @@ pub(crate) struct Closing {
     /// Files it reported, or is about to.
     pub files: u32,
     /// The head it declared.
-    pub head: Option<HeadDeclaration>,
+    pub head: Option<Box<HeadDeclaration>>,
     /// What it did not record.
     pub omissions: Vec<Omission>,
 }

@@ -257,7 +257,7 @@ fn ranks_that_disagree_on_the_head_keep_the_first_and_are_named() {
             z_loss: if rank == 1 { 0.5 } else { 0.0 },
             ..Default::default()
         };
-        let closing = Closing { head: Some(head), ..Closing::default() };
+        let closing = Closing { head: Some(Box::new(head)), ..Closing::default() };
         let (step, rank) = (Step(0), Rank(rank));
         state.apply(Event::Closed { step, rank, closing }, 0);
     }

@@ -331,8 +331,8 @@ impl StepState {
 
     fn close(&mut self, rank: Rank, closing: Closing) {
         match (&self.head, &closing.head) {
-            (None, Some(head)) => self.head = Some((rank, head.clone())),
-            (Some((first, kept)), Some(head)) if kept != head => self.notes.push(Omission {
+            (None, Some(head)) => self.head = Some((rank, HeadDeclaration::clone(head))),
+            (Some((first, kept)), Some(head)) if *kept != **head => self.notes.push(Omission {
                 rank,
                 tensor: "head".into(),
                 microbatch: None,

@@ -61,6 +61,16 @@ impl Shard {
 
 /// Writes step 0 of a run at `directory`, committed.
 pub(crate) fn write(directory: &Path, world_size: u32, head: &HeadDeclaration, shards: &[Shard]) {
+    write_with(directory, world_size, Some(head), shards);
+}
+
+/// The same, also for a job that declares no head.
+pub(crate) fn write_with(
+    directory: &Path,
+    world_size: u32,
+    head: Option<&HeadDeclaration>,
+    shards: &[Shard],
+) {
     let run = Name::new(directory.file_name().unwrap().to_str().unwrap()).unwrap();
     let (attempt, step) = (Attempt(0), Step(0));
     let dir = AttemptDir::of(directory, attempt);
@@ -85,7 +95,7 @@ pub(crate) fn write(directory: &Path, world_size: u32, head: &HeadDeclaration, s
         step,
         world_size,
         mesh: Mesh(vec![("data".into(), world_size)]),
-        head: Some(head.clone()),
+        head: head.cloned(),
         files,
         omissions: Vec::new(),
     };

@@ -4,3 +4,4 @@ pub(crate) mod dump;
 pub(crate) mod job;
 pub(crate) mod program;
 pub(crate) mod ranks;
+pub(crate) mod regroup;

@@ -14,6 +14,7 @@
 mod buffer;
 mod error;
 mod region;
+pub mod slab;
 mod tensor;
 #[cfg(test)]
 pub(crate) mod tests;

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use backtape::role::Role;
 use clap::{Args, Parser, Subcommand};
 
 /// Says where, by how much and why the gradients of a dumped step diverge.
@@ -36,10 +35,11 @@ pub(super) struct ReplayArguments {
     pub(super) dump: Option<PathBuf>,
     #[command(flatten)]
     pub(super) which: WhichArguments,
-    /// Roles to compare, with every stage that leads to them; all by default.
-    #[arg(long, value_name = "ROLES", value_delimiter = ',', value_parser = role)]
-    pub(super) compare: Vec<Role>,
-    /// Another run of the same step to compare with.
+    /// Roles to compare, with every stage that leads to them; with --against
+    /// also patterns of tensor names, as in 'layers.*,dq'. All by default.
+    #[arg(long, value_name = "ROLES", value_delimiter = ',')]
+    pub(super) compare: Vec<String>,
+    /// Another run of the same step to compare with, sharded in any way.
     #[arg(long, value_name = "DIR")]
     pub(super) against: Option<PathBuf>,
     /// A policy of your own, in TOML: rounding points, sums and tiles that stand in
@@ -101,11 +101,4 @@ pub(super) struct WhichArguments {
     /// Which step; may be left out when only one was dumped.
     #[arg(long)]
     pub(super) step: Option<u64>,
-}
-
-fn role(name: &str) -> Result<Role, String> {
-    Role::from_name(name).ok_or_else(|| {
-        let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
-        format!("{name:?} is not a role; known: {}", known.join(", "))
-    })
 }

@@ -2,7 +2,9 @@
 //!
 //! Libraries below this never touch the terminal; this module does nothing else.
 
+mod against;
 mod args;
+mod precision;
 mod progress;
 mod run;
 
@@ -11,7 +13,8 @@ use std::io::Write;
 
 use clap::Parser;
 
-pub use run::{RunError, precision_report, probed_report, replay_report};
+pub use precision::precision_report;
+pub use run::{RunError, probed_report, replay_report, sampled_report};
 
 /// Exit codes of replay.
 pub mod exit {

@@ -2,27 +2,26 @@
 
 use std::path::{Path, PathBuf};
 
+use backtape::head::PolicyDeclaration;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::args::{
-    Arguments, Command, DumpArguments, PrecisionArguments, ReplayArguments, WhichArguments,
-};
+use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
+use super::{against, precision};
 use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
+use crate::head::HeadStep;
+use crate::head::policy_file::{PolicyError, read_toml};
 use crate::head::step::StepError;
-use crate::head::{HeadStep, Stage};
-use crate::precision::{self, Gradients, Precision, PrecisionError};
-use crate::replay::against::{Difference, Side, against};
-use crate::replay::outcome::{NotChecked, Outcome, Status};
+use crate::precision::PrecisionError;
+use crate::replay::against::{AgainstError, Asked, PatternError};
+use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::{self, Effort, Request};
 use crate::report::number::plural;
-use crate::report::schema::{
-    AgainstReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
-};
-use crate::report::{dumped, precision as shown, text};
+use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
+use crate::report::{dumped, text};
 use crate::verify::{Verification, verify};
 
 /// Why `replay` ended without a verdict.
@@ -39,6 +38,22 @@ pub enum RunError {
         /// Why.
         source: Box<StepError>,
     },
+    /// A word of `--compare` cannot be read.
+    #[error(transparent)]
+    Pattern(#[from] PatternError),
+    /// A word of `--compare` is no role, and there is nothing to compare names with.
+    #[error(
+        "--compare {word:?} is not a role: known are {known}; patterns of tensor names need --against DIR"
+    )]
+    NotRole {
+        /// As typed.
+        word: String,
+        /// Every role.
+        known: String,
+    },
+    /// The two dumps could not be compared.
+    #[error(transparent)]
+    Against(#[from] AgainstError),
     /// Precision could not be shown.
     #[error("no numbers on the precision of {path}")]
     Precision {
@@ -55,6 +70,22 @@ pub enum RunError {
         /// Why.
         source: std::io::Error,
     },
+    /// The file of `--policy` could not be read.
+    #[error("the policy {path} cannot be read: name a TOML file with --policy")]
+    PolicyFile {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file of `--policy` is no policy.
+    #[error("the policy {path} cannot be used")]
+    Policy {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: PolicyError,
+    },
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),
@@ -69,6 +100,7 @@ impl RunError {
                 PrecisionError::Step(source) => step_exit(source),
                 _ => exit::USAGE,
             },
+            RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
             _ => exit::USAGE,
         }
     }
@@ -85,7 +117,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
     match &arguments.command {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
-        Some(Command::Precision(arguments)) => run_precision(arguments),
+        Some(Command::Precision(arguments)) => precision::run(arguments),
         None => match arguments.replay.threads {
             None => run_replay(&arguments.replay),
             Some(threads) => {
@@ -102,12 +134,14 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let path = arguments.dump.as_deref().unwrap_or(Path::new("."));
     let selection = selection(&arguments.which);
     let other = arguments.against.as_deref();
+    let asked = Asked::parse(&arguments.compare)?;
+    let policy = arguments.policy.as_deref().map(read_policy).transpose()?;
     let how = How {
-        compare: &arguments.compare,
+        policy: policy.as_ref(),
         probes: arguments.freivalds.map(|n| n as usize),
         tokens: arguments.tokens.map(|n| n as usize),
     };
-    let report = report_with(path, &selection, &how, other, &bar)?;
+    let report = report_with(path, &selection, &asked, other, how, &bar)?;
     bar.finish();
     let code = match report.verdict {
         Verdict::Agreed => exit::AGREED,
@@ -122,73 +156,80 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
 pub fn replay_report(
     path: &Path,
     selection: &Selection,
-    compare: &[Role],
+    compare: impl Into<Asked>,
     other: Option<&Path>,
 ) -> Result<Report, RunError> {
-    let how = How { compare, probes: None, tokens: None };
-    report_with(path, selection, &how, other, &Bar::new(true))
+    report_with(path, selection, &compare.into(), other, How::default(), &Bar::new(true))
 }
 
 /// The report of a replay that checks dk and dq with this many random probes.
 pub fn probed_report(
     path: &Path,
     selection: &Selection,
-    compare: &[Role],
+    compare: impl Into<Asked>,
     probes: usize,
 ) -> Result<Report, RunError> {
-    let how = How { compare, probes: Some(probes), tokens: None };
-    report_with(path, selection, &how, None, &Bar::new(true))
+    let how = How { probes: Some(probes), ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
 }
 
-/// What a replay compares, and how.
-#[derive(Clone, Copy)]
-struct How<'a> {
-    compare: &'a [Role],
+/// The report of a replay of a stratified sample of so many tokens a microbatch.
+pub fn sampled_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    tokens: usize,
+) -> Result<Report, RunError> {
+    let how = How { tokens: Some(tokens), ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
+/// How a head is replayed, beyond what its job declared.
+#[derive(Clone, Copy, Default)]
+pub(super) struct How<'a> {
+    /// Stands in for the declared rounding points.
+    pub(super) policy: Option<&'a PolicyDeclaration>,
     probes: Option<usize>,
     tokens: Option<usize>,
+}
+
+fn read_policy(path: &Path) -> Result<PolicyDeclaration, RunError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| RunError::PolicyFile { path: path.into(), source })?;
+    read_toml(&text).map_err(|source| RunError::Policy { path: path.into(), source })
 }
 
 fn report_with(
     path: &Path,
     selection: &Selection,
-    how: &How<'_>,
+    asked: &Asked,
     other: Option<&Path>,
+    how: How<'_>,
     bar: &Bar,
 ) -> Result<Report, RunError> {
     let dump = dump::open(path, selection)?;
     let proof = verify(&dump, &|_| {});
-    let (step, outcome) = replay_one(path, &dump, &proof, how, bar)?;
-    let mut report = report(path, &step, &outcome, &proof);
-    if let Some(other_path) = other {
-        let which = Selection { step: Some(dump.step.0), ..Selection::default() };
-        let other_dump = dump::open(other_path, &which)?;
-        let other_proof = verify(&other_dump, &|_| {});
-        let shared = shared_roles(&other_dump, how.compare);
-        let shared = How { compare: &shared, ..*how };
-        let (other_step, other_outcome) =
-            replay_one(other_path, &other_dump, &other_proof, &shared, bar)?;
-        let one = Side { step: &step, outcome: &outcome };
-        let two = Side { step: &other_step, outcome: &other_outcome };
-        let differences = against(&one, &two, how.compare).map_err(|source| RunError::Step {
-            path: other_path.into(),
-            source: Box::new(source),
-        })?;
-        let theirs = self::report(other_path, &other_step, &other_outcome, &other_proof);
-        join(&mut report, theirs, differences, (&outcome, &other_outcome));
+    if let Some(other) = other {
+        return against::report((path, &dump, &proof), other, asked, (how, bar));
     }
-    Ok(report)
+    if let Some(named) = asked.patterns.first() {
+        let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
+        return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
+    }
+    let (step, outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
+    Ok(report(path, &dump, Some((&step, &outcome)), &proof))
 }
 
-fn replay_one<'a>(
+pub(super) fn replay_one<'a>(
     path: &Path,
     dump: &'a StepDump,
     proof: &Verification,
-    how: &How<'_>,
-    bar: &Bar,
+    compare: &[Role],
+    (how, bar): (How<'_>, &Bar),
 ) -> Result<(HeadStep<'a>, Outcome), RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
-    let step = HeadStep::new(dump, None, unusable).map_err(wrong)?;
+    let step = HeadStep::new(dump, how.policy, unusable).map_err(wrong)?;
     let seed = seed_of(dump.run.as_str(), dump.step.0);
     let effort = match (how.probes, how.tokens) {
         (Some(count), _) => Effort::Probes { count, seed },
@@ -196,26 +237,30 @@ fn replay_one<'a>(
         (None, None) => Effort::All,
     };
     let total = |work| bar.expect(work);
-    let request = Request { compare: how.compare, effort, progress: bar, total: &total };
+    let request = Request { compare, effort, progress: bar, total: &total };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }
 
-/// The other run may lack a role: what it holds is replayed, the rest is skipped.
-fn shared_roles(dump: &StepDump, compare: &[Role]) -> Vec<Role> {
-    let held = |role: &Role| dump.tensors().values().any(|info| info.role == Some(*role));
-    compare.iter().copied().filter(held).collect()
-}
-
-fn report(path: &Path, step: &HeadStep<'_>, outcome: &Outcome, proof: &Verification) -> Report {
-    let dump = summary(path, step, proof);
+/// The report of one run; without stages where its head was not replayed.
+pub(super) fn report(
+    path: &Path,
+    dump: &StepDump,
+    judged: Option<(&HeadStep<'_>, &Outcome)>,
+    proof: &Verification,
+) -> Report {
+    let microbatches = judged.map(|(step, _)| step.microbatches.len());
+    let dump = summary(path, dump, microbatches, proof);
     let findings: Vec<String> =
         proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
-    let mut not_checked: Vec<NotChecked> = outcome.not_checked.clone();
+    let outcome = judged.map(|(_, outcome)| outcome);
+    let mut not_checked: Vec<NotChecked> =
+        outcome.map(|outcome| outcome.not_checked.clone()).unwrap_or_default();
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
-    let first_divergence = FirstDivergence::of(outcome, &dump.run);
-    let blocked = !step.unusable.is_empty() || outcome.compared() == 0;
+    let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
+    let blocked =
+        judged.is_none_or(|(step, outcome)| !step.unusable.is_empty() || outcome.compared() == 0);
     let verdict = match (&first_divergence, blocked) {
         (Some(_), _) => Verdict::Diverged,
         (None, true) => Verdict::Incomplete,
@@ -228,66 +273,22 @@ fn report(path: &Path, step: &HeadStep<'_>, outcome: &Outcome, proof: &Verificat
         step: dump.step,
         first_divergence,
         dump,
-        stages: StageReport::all(outcome),
+        stages: outcome.map(StageReport::all).unwrap_or_default(),
         causes: Vec::new(),
-        grad_norm: outcome.grad_norm.clone(),
+        grad_norm: outcome.map(|outcome| outcome.grad_norm.clone()).unwrap_or_default(),
         against: None,
         findings,
         not_checked,
     }
 }
 
-/// Adds the other run: the earliest stage at which either leaves its reference
-/// or the two leave each other is the first divergence.
-fn join(
-    report: &mut Report,
-    other: Report,
-    differences: Vec<Difference>,
-    outcomes: (&Outcome, &Outcome),
-) {
-    let apart = differences.iter().find(|found| found.status == Status::Fail);
-    let order = |name: &str| Stage::ALL.iter().position(|stage| stage.name() == name);
-    let pair = apart.map(|found| FirstDivergence {
-        stage: found.stage.name().into(),
-        tensor: found.stage.name().into(),
-        microbatch: found.microbatch.map(|mb| mb.0),
-        rank: None,
-        run: format!("{} and {}", report.dump.run, other.dump.run),
-        reason: if found.stage.is_input() {
-            format!(
-                "the inputs differ in {}, so the backward is not to blame yet",
-                plural(found.unequal, "element")
-            )
-        } else {
-            "the two runs differ by more than both runs' rounding explains".into()
-        },
-    });
-    let own = FirstDivergence::of(outcomes.0, &report.dump.run);
-    let theirs = FirstDivergence::of(outcomes.1, &other.dump.run);
-    let all = [own, theirs, pair].into_iter().flatten();
-    report.first_divergence = all.min_by_key(|first| order(&first.stage));
-    report.verdict = match (&report.first_divergence, report.verdict, other.verdict) {
-        (Some(_), _, _) => Verdict::Diverged,
-        (None, Verdict::Agreed, Verdict::Agreed) if !differences.is_empty() => Verdict::Agreed,
-        _ => Verdict::Incomplete,
-    };
-    report.findings.extend(other.findings.iter().map(|finding| format!("other run: {finding}")));
-    let more = other.not_checked.into_iter().filter(|item| !report.not_checked.contains(item));
-    let more: Vec<NotChecked> = more
-        .map(|item| NotChecked { what: format!("other run, {}", item.what), why: item.why })
-        .collect();
-    report.not_checked.extend(more);
-    report.against = Some(AgainstReport {
-        dump: other.dump,
-        stages: other.stages,
-        differences,
-        grad_norm: other.grad_norm,
-    });
-}
-
-fn summary(path: &Path, step: &HeadStep<'_>, proof: &Verification) -> DumpSummary {
-    let dump = step.dump;
-    let (manifest, head) = (&dump.manifest, &step.options.declared);
+fn summary(
+    path: &Path,
+    dump: &StepDump,
+    microbatches: Option<usize>,
+    proof: &Verification,
+) -> DumpSummary {
+    let manifest = &dump.manifest;
     let mesh = if manifest.mesh.0.is_empty() {
         String::new()
     } else {
@@ -297,14 +298,22 @@ fn summary(path: &Path, step: &HeadStep<'_>, proof: &Verification) -> DumpSummar
         StepState::Committed => "committed".to_string(),
         StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
     };
-    let head = format!(
-        "softmax_xent {}, {} over {} ({}), {}",
-        head.path,
-        word(&head.reduction),
-        word(&head.denominator),
-        word(&head.scope),
-        plural(step.microbatches.len() as u64, "microbatch").replace("hs", "hes"),
-    );
+    let head = match &manifest.head {
+        None => "none declared".to_string(),
+        Some(head) => format!(
+            "{} {}, {} over {} ({}), {}",
+            word(&head.loss),
+            head.path,
+            word(&head.reduction),
+            word(&head.denominator),
+            word(&head.scope),
+            match microbatches {
+                Some(1) => "1 microbatch".into(),
+                Some(n) => format!("{n} microbatches"),
+                None => "not replayed".into(),
+            },
+        ),
+    };
     DumpSummary {
         path: path.display().to_string(),
         run: dump.run.to_string(),
@@ -332,46 +341,18 @@ fn run_verify(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     Ok((output(arguments.json.as_deref(), json, || dumped::verification(&dump, &proof))?, code))
 }
 
-fn run_precision(arguments: &PrecisionArguments) -> Result<(String, i32), RunError> {
-    let path = &arguments.dump.dump;
-    let tokens = arguments.tokens.map(|n| n as usize);
-    let options = precision::Options { microbatch: arguments.microbatch, tokens };
-    let found = precision_report(path, &selection(&arguments.dump.which), &options)?;
-    let code = match found.gradients {
-        Gradients::Diverge(_) => exit::DIVERGED,
-        _ if found.nonfinite > 0 || found.check.is_none() => exit::INCOMPLETE,
-        _ => exit::AGREED,
-    };
-    let json = || serde_json::to_string_pretty(&found).expect("plain data");
-    Ok((output(arguments.dump.json.as_deref(), json, || shown::render(&found))?, code))
-}
-
-/// What `replay precision` finds, without a terminal.
-pub fn precision_report(
-    path: &Path,
-    selection: &Selection,
-    options: &precision::Options,
-) -> Result<Precision, RunError> {
-    let dump = dump::open(path, selection)?;
-    let proof = verify(&dump, &|_| {});
-    let wrong = |source| RunError::Precision { path: path.into(), source: Box::new(source) };
-    let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
-    let step = HeadStep::new(&dump, None, unusable).map_err(|source| wrong(source.into()))?;
-    precision::precision(&step, options).map_err(wrong)
-}
-
 fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let json = || serde_json::to_string_pretty(&dump.manifest).expect("plain data");
     Ok((output(arguments.json.as_deref(), json, || dumped::inventory(&dump))?, exit::AGREED))
 }
 
-fn selection(which: &WhichArguments) -> Selection {
+pub(super) fn selection(which: &WhichArguments) -> Selection {
     Selection { run: which.run.clone(), attempt: which.attempt, step: which.step }
 }
 
 /// JSON to its file and text to the terminal; with `-` only the JSON.
-fn output(
+pub(super) fn output(
     json_file: Option<&Path>,
     json: impl Fn() -> String,
     text: impl Fn() -> String,

@@ -2,7 +2,10 @@
 //! may be, and where it is worst. Plain numbers in, plain numbers out.
 
 pub mod bound;
+pub mod measures;
+pub mod pair;
 pub mod tally;
+pub mod ulp;
 
 pub use bound::{Allowed, Bound};
 pub use tally::{Rows, Tally, Worst, once};

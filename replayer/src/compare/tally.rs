@@ -2,10 +2,13 @@
 //! worst element, worst rows. NaN is counted before anything is compared and
 //! can pass no bound: every test is `!(error <= bound)`.
 
+use backtape::dtype::Dtype;
 use rayon::prelude::*;
 
 use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
-use crate::kernels::matrix::Matrix;
+use super::measures::{Measures, Point, cosine, score_class};
+use super::ulp::Format;
+use crate::kernels::matrix::{Matrix, Values};
 
 /// Rows that one worker takes at a time: fixed, so that sums do not depend on
 /// the thread count.
@@ -86,6 +89,10 @@ pub struct Tally {
     pub exceeding_rows: u64,
     /// The worst of them.
     pub worst_rows: Vec<RowExcess>,
+    /// The measures that other tools have too.
+    pub measures: Measures,
+    /// Elements by |error| in allowed standard deviations.
+    pub scores: [u64; 6],
     slope_variance: f64,
     slope_shared: f64,
     slope_certain: f64,
@@ -127,6 +134,7 @@ impl Tally {
         let at = |column: usize| allowed(row, column, rows.reference[row * columns + column]);
         let budget = Budget::of_row((0..columns).map(at));
         let repeats = (rows.repeats)(row);
+        let format = format(&rows.captured);
         let (mut energy, mut norm, mut alike) = (0.0, 0.0, 0.0);
         for column in 0..columns {
             let index = row * columns + column;
@@ -136,11 +144,14 @@ impl Tally {
             let score = if error == 0.0 { 0.0 } else { error.abs() / allowed.total().sqrt() };
             let here =
                 || Worst { index: ((rows.index)(row), column as u64), captured, reference, score };
+            let place = ((rows.index)(row), column as u64);
+            self.measures.add(Point { index: place, captured, reference }, format);
             if !(captured.is_finite() && reference.is_finite()) {
                 self.nonfinite += 1;
                 self.first_nonfinite.get_or_insert_with(here);
                 continue;
             }
+            self.scores[score_class(score)] += 1;
             energy += error * error;
             norm += reference * reference;
             self.captured_energy += captured * captured;
@@ -190,6 +201,8 @@ impl Tally {
         self.slope_variance += other.slope_variance;
         self.slope_shared += other.slope_shared;
         self.slope_certain += other.slope_certain;
+        self.measures.merge(other.measures);
+        self.scores.iter_mut().zip(other.scores).for_each(|(sum, n)| *sum += n);
         self.first = self.first.take().or(other.first);
         self.exceeding += other.exceeding;
         self.exceeding_rows += other.exceeding_rows;
@@ -206,6 +219,12 @@ impl Tally {
     /// Relative error in the Frobenius norm; absolute when the reference is zero.
     pub fn error(&self) -> f64 {
         relative(self.error_energy, self.reference_energy)
+    }
+
+    /// Cosine of the angle between captured and reference values.
+    pub fn cosine(&self) -> f64 {
+        let dot = self.dot + self.reference_energy;
+        cosine(dot, self.captured_energy, self.reference_energy)
     }
 
     /// The relative error that the declared precision is expected to have.
@@ -254,6 +273,15 @@ impl Tally {
         }
         None
     }
+}
+
+fn format(captured: &Matrix<'_>) -> Option<Format> {
+    Format::of(match captured.values {
+        Values::Bf16(_) => Dtype::Bf16,
+        Values::F16(_) => Dtype::F16,
+        Values::F32(_) => Dtype::F32,
+        Values::F64(_) => Dtype::F64,
+    })
 }
 
 /// `√(error/norm)`; the absolute error where there is no norm to relate it to.

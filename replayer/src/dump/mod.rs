@@ -10,6 +10,7 @@
 //!   -> StepDump { state: Partial { why: "it has no manifest ...", missing_ranks: [3] }, .. }
 //! ```
 
+pub(crate) mod addend;
 mod error;
 mod fault;
 mod file;

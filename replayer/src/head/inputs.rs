@@ -1,6 +1,8 @@
 //! What the head of one microbatch read, gathered from the dump in global
 //! coordinates and checked against the declaration.
 
+use std::collections::HashMap;
+
 use backtape::dtype::Dtype;
 use backtape::head::{Loss, LossReduction};
 use backtape::identity::Microbatch;
@@ -46,6 +48,9 @@ pub struct MicrobatchInputs {
     pub valid_vocab: usize,
     /// Tokens of one sequence: the last of the leading dimensions.
     pub sequence: usize,
+    /// How many tokens have this token's scores, itself included, `[T]`: the first token
+    /// of every sequence often has the same hidden state.
+    pub copies: Vec<f64>,
     /// The tensor whose rows are the tokens, for messages and for who holds them.
     pub rows_key: TensorKey,
 }
@@ -84,6 +89,7 @@ impl MicrobatchInputs {
             given,
             transform: step.options.transform,
             mask: step.options.mask,
+            copies: Some(&self.copies),
             ..HeadInputs::plain(q, k, &self.labels, self.valid_vocab)
         })
     }
@@ -108,7 +114,7 @@ impl HeadStep<'_> {
         let valid = self.valid_vocab(vocab, &rows_key)?;
         let labels = match (&scores, self.held(Role::Labels, microbatch)) {
             // Log-probabilities need no labels: every token that has weight counts.
-            (Scores::Logprobs, None) => (vec![0; tokens], tokens),
+            (Scores::Logprobs, None) => (vec![0; tokens], self.last_dimension(&rows_key, tokens)),
             _ => self.labels(self.need(Role::Labels, microbatch)?, tokens, valid)?,
         };
         let (mut labels, sequence) = labels;
@@ -124,6 +130,10 @@ impl HeadStep<'_> {
             _ => self.optional(Role::Bias, microbatch, vocab)?,
         };
         let valid_vocab = valid;
+        let copies = match &scores {
+            Scores::Product { q: rows, .. } | Scores::Logits(rows) => copies(rows, tokens),
+            Scores::Logprobs => vec![1.0; tokens],
+        };
         Ok(MicrobatchInputs {
             microbatch,
             scores,
@@ -133,6 +143,7 @@ impl HeadStep<'_> {
             cotangent,
             valid_vocab,
             sequence,
+            copies,
             rows_key,
         })
     }
@@ -204,6 +215,11 @@ impl HeadStep<'_> {
         Ok((labels, tensor.shape.last().map_or(tokens, |&n| n as usize)))
     }
 
+    /// Of a tensor `[B, S]` or `[T]`: tokens of one sequence.
+    fn last_dimension(&self, key: &TensorKey, tokens: usize) -> usize {
+        self.tensors[key].shape.last().map_or(tokens, |&n| n as usize)
+    }
+
     /// Numbers of a role that may be absent, `count` of them.
     pub fn optional(
         &self,
@@ -248,6 +264,15 @@ fn given(logits: Tensor) -> Result<(Scores, usize, usize), StepError> {
     }
     let (tokens, vocab) = (rows(&logits), logits.shape[logits.shape.len() - 1] as usize);
     Ok((Scores::Logits(logits), tokens, vocab))
+}
+
+/// For each row of a tensor, how many rows have its bytes.
+fn copies(tensor: &Tensor, rows: usize) -> Vec<f64> {
+    let width = (tensor.bytes().len() / rows.max(1)).max(1);
+    let mut counts: HashMap<&[u8], f64> = HashMap::new();
+    let each = || tensor.bytes().chunks_exact(width).take(rows);
+    each().for_each(|row| *counts.entry(row).or_insert(0.0) += 1.0);
+    each().map(|row| counts[row]).collect()
 }
 
 /// Gives every position what stood at the next one of its sequence.

@@ -137,10 +137,11 @@ impl Roundings {
         all.into_iter().chain([tile_add, chunk_add]).any(|p| p.unit_roundoff() > F32)
     }
 
-    /// True when one rounded entry of dlogits multiplies a whole row: the label's
-    /// entry is nearly one number, `g (p - 1)`, for all tokens with small p.
-    pub fn shared_g(&self) -> bool {
-        self.widest.path != Path::Fused && self.widest.dlogits.unit_roundoff() > F32
+    /// 1 when one rounded entry of dlogits multiplies a whole row: the label's
+    /// entry is nearly one number, `g (p - 1)`, for all tokens with small p; else 0.
+    pub fn shared_g(&self) -> f64 {
+        let shared = self.widest.path != Path::Fused && self.widest.dlogits.unit_roundoff() > F32;
+        f64::from(u8::from(shared))
     }
 }
 

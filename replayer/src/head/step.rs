@@ -13,7 +13,7 @@ use crate::dump::{StepDump, TensorInfo};
 
 pub use super::error::StepError;
 pub(crate) use super::error::unfit;
-pub(crate) use super::view::{integers, numbers};
+pub(crate) use super::view::numbers;
 pub use super::view::{matrix, rows_of, vocabulary_slab};
 
 /// Where the head's tensors lie in the dump.
@@ -77,7 +77,10 @@ impl<'a> HeadStep<'a> {
             Loss::SoftmaxXent => Role::Q,
             Loss::XentLogits => Role::Logits,
             Loss::Grpo if held(Role::Q) => Role::Q,
-            Loss::Grpo if held(Role::Logits) && !held(Role::Logprobs) => Role::Logits,
+            // Log-probabilities are a stage where the logits can be made use of.
+            Loss::Grpo if held(Role::Logits) && (held(Role::Labels) || !held(Role::Logprobs)) => {
+                Role::Logits
+            }
             Loss::Grpo => Role::Logprobs,
         }
     }

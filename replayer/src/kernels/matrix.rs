@@ -72,6 +72,9 @@ pub struct HeadInputs<'a> {
     /// Logit of every column from `valid_vocab` on; `None` or -inf when they have no
     /// part in the softmax. It is not transformed and has no gradient.
     pub mask: Option<f64>,
+    /// `[T]`: how many tokens have this token's row of q, itself included: equal inputs
+    /// round alike, so their errors are one error. `None` when no two are equal.
+    pub copies: Option<&'a [f64]>,
 }
 
 /// Upstream of each token, all `[T]`: the gradient of the loss with respect to logit v
@@ -100,8 +103,9 @@ impl<'a, F> Cotangents<'a, F> {
 impl<'a> HeadInputs<'a> {
     /// q, k and labels with no option set.
     pub fn plain(q: Matrix<'a>, k: Matrix<'a>, labels: &'a [u32], valid_vocab: usize) -> Self {
-        let (bias, given, mask) = (None, None, None);
-        HeadInputs { q, k, labels, valid_vocab, bias, given, transform: Transform::NONE, mask }
+        let (bias, given, mask, copies) = (None, None, None, None);
+        let transform = Transform::NONE;
+        HeadInputs { q, k, labels, valid_vocab, bias, given, transform, mask, copies }
     }
 }
 

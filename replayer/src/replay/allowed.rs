@@ -62,6 +62,19 @@ pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
     u * u / 3.0 * partial_sums
 }
 
+/// Variance of carrying `carried` (a square) through the partial sums of `n` addends:
+/// what a large addend that comes first adds to every rounding after it.
+pub(super) fn carried(sum: Sum, n: f64, carried: f64) -> f64 {
+    let u = sum.precision.unit_roundoff();
+    let additions = match sum.order {
+        Order::Native | Order::Sequential => n,
+        Order::Blocked(block) => (block as f64).min(n) + n / block.max(1) as f64,
+        Order::Pairwise => n.max(2.0).log2().ceil(),
+        Order::Kahan | Order::Neumaier => 4.0,
+    };
+    u * u / 3.0 * additions * carried
+}
+
 impl Replay<'_> {
     /// Relative variance of one softmax term `g_lse p` as the job may hold it.
     pub(super) fn term_noise(&self, d: usize) -> TermNoise {
@@ -81,6 +94,7 @@ impl Replay<'_> {
             p_rel_var,
             logit_rel_var: logit,
             dot_rel_var: dot,
+            logit_floor: (logits.smallest_subnormal() / 2.0).powi(2),
             cap_rel_var: square(logits) / 3.0 + (EXP_ERROR * compute).powi(2),
             filter: self.step.options.declared.gradient_filter.unwrap_or(0.0),
         }
@@ -95,10 +109,15 @@ impl Replay<'_> {
     }
 
     /// Variance of one addend of dq or dk beyond its entry's: the rounding of the
-    /// product and of the other factor, relative.
+    /// product, relative.
     pub(super) fn product_rel_var(&self) -> f64 {
-        let product = self.roundings.widest.product.unit_roundoff();
-        (product * product + self.roundings.input().powi(2)) / 3.0
+        self.roundings.widest.product.unit_roundoff().powi(2) / 3.0
+    }
+
+    /// Variance of narrowing the other factor to the GEMM's input, relative: all rows
+    /// meet the same narrowed k (or q), so they share it.
+    pub(super) fn narrowing(&self) -> f64 {
+        self.roundings.input().powi(2) / 3.0
     }
 
     /// Variance of adding up partial results: tiles of the vocabulary for dq, tiles
@@ -109,13 +128,25 @@ impl Replay<'_> {
         summed(Sum::of(precision), parts as f64, total, squares)
     }
 
+    /// Relative variance of the constants that make a logit of a product, which round
+    /// alike for all: a temperature or a softcap that its format does not hold exactly.
+    pub(super) fn constants(&self) -> f64 {
+        let logits = self.roundings.widest.logits;
+        let transform = self.step.options.transform;
+        let exact = |x: f64| logits.round64(x) == x;
+        let u = logits.unit_roundoff();
+        let each = |held: bool| if held { 0.0 } else { u * u / 3.0 };
+        // 1/0.7 as a factor, or 0.7 as a divisor: what the job did is not known.
+        let scale = exact(transform.scale) && exact(1.0 / transform.scale);
+        each(scale) + each(transform.softcap.is_none_or(exact))
+    }
+
     /// Operations between the product and the logit, each of which may round.
     fn logit_operations(&self, biased: bool) -> f64 {
         let transform = self.step.options.transform;
-        1.0 + [biased, transform.scale != 1.0, transform.softcap.is_some()]
-            .map(|there| f64::from(u8::from(there)))
-            .iter()
-            .sum::<f64>()
+        // A softcap is a quotient, a tanh and a product.
+        let softcap = if transform.softcap.is_some() { 3.0 } else { 0.0 };
+        1.0 + f64::from(u8::from(biased)) + f64::from(u8::from(transform.scale != 1.0)) + softcap
     }
 
     /// Variance of a token's lse before it is stored: its logits' errors, which
@@ -132,6 +163,8 @@ impl Replay<'_> {
             + noise.dot_rel_var * scale * scale * token.norms;
         let compute = self.roundings.compute();
         let sum = summed(self.roundings.widest.sums.lse, v as f64, 1.0, 0.0);
+        let lost = self.step.options.transform.softcap.unwrap_or(0.0);
+        let logits = logits + noise.logit_floor * (1.0 + 2.0 * lost * lost);
         logits + sum + (EXP_ERROR * compute).powi(2) + (compute * (token.lse.abs() + x)).powi(2)
     }
 
@@ -144,6 +177,8 @@ impl Replay<'_> {
         let products = (u * u + 2.0 * self.roundings.input().powi(2)) / 3.0 * label.squares;
         let sum = summed(sums.logits, d as f64, label.dot, label.squares);
         let before = scale * scale * (products + sum);
+        let lost = self.step.options.transform.softcap.unwrap_or(0.0);
+        let before = before + 2.0 * lost * lost * (logits.smallest_subnormal() / 2.0).powi(2);
         let rounding = |x: f64| rounded(logits, x) + relative(self.roundings.compute(), x);
         // The product and each result up to the logit, none of which exceeds both.
         let largest = label.value.abs().max((scale * label.dot).abs());
@@ -174,14 +209,29 @@ impl Replay<'_> {
 
     /// Relative variance of one constant that rounds alike for all tokens:
     /// `g p` where p is near 1, and `g (p - 1)` where p is near 0.
-    pub(super) fn shared_scale(&self, alike: bool) -> f64 {
-        let constant = if alike { self.roundings.widest.dlogits.unit_roundoff() } else { 0.0 };
-        (2.0 * self.roundings.compute()).powi(2) + constant * constant / 3.0
+    /// `alike` is the share of the roundings, 0 to 1, that are one.
+    pub(super) fn shared_scale(&self, alike: f64) -> f64 {
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let constant = p.unit_roundoff().max(dlogits.unit_roundoff());
+        (2.0 * self.roundings.compute()).powi(2) + alike * constant * constant / 3.0
     }
 
     /// Variance of rounding a gradient as it leaves the head, before it was stored.
     pub(super) fn output(&self, x: f64) -> f64 {
         rounded(self.roundings.widest.output, x)
+    }
+
+    /// Relative variance of what the transform does to all logits alike: the job holds
+    /// the temperature in its own precision and may multiply by its reciprocal, and an
+    /// implementation of tanh errs to one side by an ulp or two (XLA's is a rational
+    /// function). Two roundings, so `2 compute` as in `shared_scale`, and those of
+    /// constants that the logits' format does not hold.
+    pub(super) fn transform_scale(&self) -> f64 {
+        let transform = self.step.options.transform;
+        match transform.scale != 1.0 || transform.softcap.is_some() {
+            true => (2.0 * self.roundings.compute()).powi(2) + self.constants(),
+            false => 0.0,
+        }
     }
 
     /// Variance of adding two parts, each of which may be rounded first.

@@ -3,9 +3,11 @@
 //! The vocabulary is walked in slabs: what is held beyond the inputs and the
 //! `[T, D]` outputs is a few slabs of `SLAB_BYTES`, whatever V is.
 
+use backtape::role::Role;
+
 use super::addends::Sum;
 use super::dk::Slab;
-use super::dq::{DqState, add, k_squares};
+use super::dq::{DqState, add, k_sums};
 use super::estimate::estimate_work;
 use super::findings::{Captured, DK, DQ, Findings, Gradient, Held, error_energy};
 use super::forward::ForwardState;
@@ -15,9 +17,10 @@ use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
-use crate::head::step::{StepError, matrix, unfit, vocabulary_slab};
+use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
+use crate::kernels::policy::Policy;
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -36,10 +39,17 @@ pub(super) struct Problem<'a> {
     g_lse: Vec<f64>,
     g_label: Vec<f64>,
     g_smooth: Vec<f64>,
-    /// True when some `g p` may round alike for all tokens.
-    pub(super) alike: bool,
+    /// Relative variance of the logits' constants, as it comes out in the gradients.
+    pub(super) constants: f64,
+    /// Share of the roundings of `g p` that may be alike for all tokens.
+    pub(super) alike: f64,
+    /// For each token, the variance of errors that add up along q, over `|q|²`-normed
+    /// q²: `u²/3 a g² σ² / |q|⁴`; and the same for the rows of k, over |k|⁴.
+    pub(super) sliced: (Vec<f64>, f64),
     /// Sum of k² over the vocabulary, a column each, where it is needed.
     pub(super) k_squares: Vec<f64>,
+    /// Sum of k, likewise.
+    pub(super) k_sums: Vec<f64>,
 }
 
 impl Problem<'_> {
@@ -87,7 +97,13 @@ impl Replay<'_> {
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Scores::Product { .. } = slice.inputs.scores else { return Ok(()) };
+        let Scores::Product { .. } = slice.inputs.scores else {
+            if self.step.find(Role::Dbias, slice.inputs.microbatch).is_some() {
+                let why = "recorded, and judged only where the head starts from q and k; dlogits says what it is a sum of";
+                outcome.skip(Stage::Dbias, why);
+            }
+            return Ok(());
+        };
         let captured = self.captured(slice, unit, outcome)?;
         if captured.gradients.is_empty() {
             return Ok(());
@@ -128,7 +144,9 @@ impl Replay<'_> {
         let head = inputs.head(self.step).expect("products have a head");
         let q = Gathered::new(&head.q, &unit.rows);
         let labels: Vec<u32> = unit.rows.iter().map(|&t| inputs.labels[t]).collect();
-        let head = HeadInputs { q: q.matrix(), labels: &labels, ..head };
+        let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
+        let copies = Some(&copies[..]);
+        let head = HeadInputs { q: q.matrix(), labels: &labels, copies, ..head };
         then(&self.problem(head, unit, state, upstream));
     }
 
@@ -141,11 +159,46 @@ impl Replay<'_> {
     ) -> Problem<'h> {
         let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect::<Vec<f64>>();
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
-        let alike = unit.rows.iter().any(|&t| state.confident[t]);
+        let alike = unit.rows.iter().map(|&t| state.alike[t]).fold(0.0, f64::max);
         let [g_lse, g_label, g_smooth] = self.token_cotangents(&lse, &g, head.valid_vocab);
-        let k_squares = k_squares(self, &head.k);
+        let (k_sums, k_squares) = k_sums(self, &rows_of(&head.k, 0..head.valid_vocab));
+        let sliced = self.sliced(&head, &g, &pick(&state.sliced));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
-        Problem { head, lse, scale, variance, g_lse, g_label, g_smooth, alike, k_squares }
+        let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
+        let constants = self.transform_scale() * (1.0 + spread * spread);
+        Problem {
+            head,
+            lse,
+            constants,
+            scale,
+            variance,
+            g_lse,
+            g_label,
+            g_smooth,
+            alike,
+            sliced,
+            k_squares,
+            k_sums,
+        }
+    }
+
+    /// Where all of a row's terms lie on a few steps of their format, the terms of one
+    /// step share one error, and the classes of one step are those of one logit: their
+    /// k have `z q/|q|²` in common. Over the steps, `Σ (N g p z)²` of such parts is
+    /// `a g² σ²` for p near 1/K, of dq; for a row of dk it is the same over tokens.
+    fn sliced(&self, head: &HeadInputs<'_>, g: &[f64], sliced: &[f64]) -> (Vec<f64>, f64) {
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let u = p.unit_roundoff().max(dlogits.unit_roundoff());
+        let d = head.q.cols;
+        let of_token = |t: usize| {
+            let norm: f64 = (t * d..(t + 1) * d).map(|at| head.q.get_f64(at).powi(2)).sum();
+            let each = u * u / 3.0 * sliced[t] * g[t] * g[t];
+            if norm > 0.0 { each / (norm * norm) } else { 0.0 }
+        };
+        let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
+        let energy: f64 = g.iter().zip(sliced).map(|(g, sliced)| sliced * g * g).sum();
+        let rows = u * u / 3.0 * tokens * energy / (classes * classes);
+        ((0..g.len()).map(of_token).collect(), rows)
     }
 
     /// `g (1 + 2 λ lse)`, `-g (1 - s)`, `-g s / K`.

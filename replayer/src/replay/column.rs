@@ -5,7 +5,7 @@ use backtape::role::Role;
 use super::allowed::stored;
 use super::outcome::{Comparison, MemberError};
 use super::{Replay, Slice};
-use crate::compare::{Allowed, Rows, Tally, once};
+use crate::compare::{Allowed, Rows, Tally};
 use crate::head::MicrobatchInputs;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -27,6 +27,8 @@ pub(super) struct Expected {
     pub(super) variance: Vec<f64>,
     /// Errors that are certain rather than random; empty for none.
     pub(super) certain: Vec<f64>,
+    /// Variances of the error that all tokens share; empty for none.
+    pub(super) shared: Vec<f64>,
 }
 
 impl Column {
@@ -77,11 +79,12 @@ impl Replay<'_> {
             captured: Matrix { rows: kept.len(), cols: 1, values: Values::F64(&values) },
             reference: &exact,
             index: &|row| kept[row] as u64,
-            repeats: &once,
+            repeats: &|row| inputs.copies[kept[row]],
         };
         let allowed = |row: usize, _, x: f64| Allowed {
             own: expected.variance[kept[row]] + stored(captured.stored, x),
             certain: expected.certain.get(kept[row]).copied().unwrap_or(0.0),
+            shared: expected.shared.get(kept[row]).copied().unwrap_or(0.0),
             ..Allowed::default()
         };
         let bound = self.bound(expected.values.len(), 1);

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Replay;
-use super::allowed::{rounded, summed};
+use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
 use super::findings::{Captured, DK, Findings, Parts};
 use crate::compare::{Allowed, Rows, Tally, once};
@@ -23,6 +23,7 @@ pub(super) struct Slab {
     lse_sq: Vec<f64>,
     label_sq: Vec<f64>,
     label_var: Vec<f64>,
+    label_alike: Vec<f64>,
     dropped: Vec<f64>,
     pub(super) hits: Vec<u32>,
     pub(super) dbias: Vec<f64>,
@@ -30,6 +31,9 @@ pub(super) struct Slab {
     dbias_sq: Vec<f64>,
     /// Sum of q² over the unit's tokens, a column each.
     q_squares: Vec<f64>,
+    q_sums: Vec<f64>,
+    /// |k|² of each row.
+    k_norms: Vec<f64>,
     /// dk of the member that rounds most, for the norm that the policy itself has.
     pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
@@ -48,13 +52,16 @@ impl Slab {
             lse_sq: zeros(),
             label_sq: zeros(),
             label_var: zeros(),
+            label_alike: zeros(),
             dropped: Vec::new(),
             hits: vec![0; rows],
             dbias: column(),
             dbias_var: column(),
             dbias_sq: column(),
             q_squares: Vec::new(),
+            q_sums: Vec::new(),
             emulated: zeros(),
+            k_norms: Vec::new(),
             lost: Vec::new(),
         }
     }
@@ -93,6 +100,7 @@ impl Slab {
             (&mut self.lse_sq, block.dk_lse_sq),
             (&mut self.label_sq, block.dk_label_sq),
             (&mut self.label_var, block.dk_label_var),
+            (&mut self.label_alike, block.dk_label_alike),
         ] {
             to[at.clone()].copy_from_slice(from);
         }
@@ -160,10 +168,17 @@ impl Replay<'_> {
             self.progress,
             &mut |block| slab.take(&block, d),
         );
+        let square = |at: usize| head.k.get_f64(at).powi(2);
+        let norm = |row: usize| match row < head.valid_vocab {
+            true => (row * d..(row + 1) * d).map(square).sum(),
+            false => 0.0,
+        };
+        slab.k_norms = (0..head.k.rows).map(norm).collect();
         if self.entry_floor() > 0.0 {
-            slab.q_squares = column_squares(&head.q);
+            slab.q_squares = column_squares(&head.q, head.copies);
+            slab.q_sums = column_sums(&head.q);
         }
-        super::dq::gather(dq, part, head.labels);
+        super::dq::gather(dq, part, head);
         slab
     }
 
@@ -173,16 +188,28 @@ impl Replay<'_> {
         let Policy { sums, path, .. } = self.roundings.widest;
         let (x, squares) = (slab.lse[at], slab.lse_sq[at]);
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
+        let sums_of_q = slab.q_sums.get(at % d).copied().unwrap_or(0.0);
         let floor = self.entry_floor().powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
         Allowed {
             own: summed(sums.dk, t as f64, x, squares)
                 + self.joined(tiles, path == Path::Chunked, x, squares)
                 + self.product_rel_var() * squares
                 + floor,
-            row: slab.lse_var[at],
-            shared: problem.largest_scale() * squares + self.shared_scale(problem.alike) * x * x,
+            row: slab.lse_var[at] + problem.sliced.1 * self.along_k(problem, slab, at),
+            shared: (problem.largest_scale() + self.narrowing() + problem.constants) * squares
+                + (self.shared_scale(problem.alike) + problem.constants) * x * x
+                // Entries that all lie in a format's smallest numbers round alike.
+                + self.entry_floor().powi(2) * sums_of_q * sums_of_q,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
         }
+    }
+
+    /// `k²/|k|⁴` at an element of the slab.
+    fn along_k(&self, problem: &Problem<'_>, slab: &Slab, at: usize) -> f64 {
+        let d = problem.head.q.cols;
+        let norm = slab.k_norms[at / d];
+        let k = problem.head.k.get_f64(slab.range.start * d + at);
+        if norm > 0.0 { k * k / (norm * norm) } else { 0.0 }
     }
 
     /// Allowance of the label part.
@@ -190,17 +217,23 @@ impl Replay<'_> {
         let Policy { sums, path, label_grad, .. } = self.roundings.widest;
         let hits = f64::from(slab.hits[at / problem.head.q.cols]);
         let (x, squares) = (slab.label[at], slab.label_sq[at]);
+        let alike = slab.label_alike[at];
         let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
         let tiny = label_grad.smallest_subnormal() / 2.0;
+        let inside = match path {
+            Path::Fused => 0.0,
+            _ => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
+        };
         let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
         Allowed {
-            own: each * squares
+            own: each * alike
                 + hits * tiny * tiny
                 + slab.label_var[at]
-                + summed(scatter, hits, x, squares),
-            row: self.label_row_scale() * squares,
+                + summed(scatter, hits, x, squares)
+                + inside,
+            row: self.label_row_scale() * alike,
             shared: self.shared_scale(self.roundings.shared_g()) * x * x
-                + problem.largest_variance() * squares,
+                + (problem.largest_variance() + self.narrowing() + problem.constants) * alike,
             certain: 0.0,
         }
     }
@@ -272,8 +305,9 @@ impl Replay<'_> {
                     + self.output(x)
                     + gradient.storage(slab.range.start + row, x),
                 row: 0.0,
-                shared: (problem.largest_scale() + self.label_row_scale()) * squares
-                    + self.shared_scale(problem.alike || self.roundings.shared_g()) * x * x,
+                shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
+                    * squares
+                    + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
             }
         };
@@ -304,11 +338,22 @@ pub(super) fn reference_of(
     }
 }
 
-/// Sum of squares of each column.
-pub(super) fn column_squares(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
+/// Sum of each column.
+pub(super) fn column_sums(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
+    let mut sums = vec![0.0; matrix.cols];
+    (0..matrix.len()).for_each(|at| sums[at % matrix.cols] += matrix.get_f64(at));
+    sums
+}
+
+/// Sum of squares of each column, rows that are copies counted as they add up.
+pub(super) fn column_squares(
+    matrix: &crate::kernels::Matrix<'_>,
+    copies: Option<&[f64]>,
+) -> Vec<f64> {
     let mut squares = vec![0.0; matrix.cols];
     for at in 0..matrix.len() {
-        squares[at % matrix.cols] += matrix.get_f64(at).powi(2);
+        let copies = copies.map_or(1.0, |copies| copies[at / matrix.cols]);
+        squares[at % matrix.cols] += copies * matrix.get_f64(at).powi(2);
     }
     squares
 }

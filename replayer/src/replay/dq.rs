@@ -1,15 +1,15 @@
 //! dq of one unit: allowance and comparison, once the whole vocabulary was walked.
 
 use super::Replay;
-use super::allowed::{rounded, summed};
+use super::allowed::{carried, rounded, summed};
 use super::backward::Problem;
-use super::dk::{column_squares, reference_of};
+use super::dk::{column_squares, column_sums, reference_of};
 use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
-use crate::kernels::policy::{DqParts, Policy};
+use crate::kernels::policy::{DqParts, Path, Policy};
 use crate::kernels::reference;
 
 /// The reference and the emulated members of dq, `[T, D]` each.
@@ -73,12 +73,22 @@ fn member_values(member: &DqParts, stage: Stage) -> &[f64] {
 }
 
 /// Adds one slab's share of dq.
-pub(super) fn gather(total: &mut reference::Backward, part: reference::Backward, labels: &[u32]) {
+pub(super) fn gather(
+    total: &mut reference::Backward,
+    part: reference::Backward,
+    head: &HeadInputs<'_>,
+) {
+    let ones = vec![1.0; head.labels.len()];
+    let copies = head.copies.unwrap_or(&ones);
     add(&mut total.dq_lse, &part.dq_lse);
     add(&mut total.dq_label, &part.dq_label);
-    add(&mut total.dq_lse_var, &part.dq_lse_var);
+    // The reference multiplies by the copies for the sake of dk: a row of dq has one.
+    let d = part.dq_lse_var.len() / copies.len().max(1);
+    for (at, (to, from)) in total.dq_lse_var.iter_mut().zip(&part.dq_lse_var).enumerate() {
+        *to += from / copies[at / d];
+    }
     add(&mut total.dq_lse_sq, &part.dq_lse_sq);
-    for (at, &label) in labels.iter().enumerate() {
+    for (at, &label) in head.labels.iter().enumerate() {
         if label != IGNORED {
             total.dq_label_rel_var[at] = part.dq_label_rel_var[at];
         }
@@ -103,14 +113,21 @@ impl Replay<'_> {
         let (x, squares) = (dq.dq_lse[at], dq.dq_lse_sq[at]);
         let tiles = v.div_ceil(self.roundings.tiles.vocab.max(1));
         let floor = problem.k_squares.get(at % d).copied().unwrap_or(0.0);
+        let alike = problem.k_sums.get(at % d).copied().unwrap_or(0.0);
         let token = at / d;
         Allowed {
             own: summed(sums.dq, v as f64, x, squares)
                 + self.joined(tiles, false, x, squares)
                 + self.product_rel_var() * squares
                 + self.entry_floor().powi(2) * floor,
-            row: dq.dq_lse_var[at] + (problem.scale[token] + problem.variance[token]) * x * x,
-            shared: self.shared_scale(problem.alike) * x * x,
+            // Entries that all lie in a format's smallest numbers round alike.
+            row: dq.dq_lse_var[at]
+                + problem.sliced.0[token] * problem.head.q.get_f64(at).powi(2)
+                + self.entry_floor().powi(2) * alike * alike
+                + (problem.scale[token] + problem.variance[token]) * x * x,
+            shared: (self.shared_scale(problem.alike)) * x * x
+                + (self.narrowing() + problem.constants) * squares
+                + problem.constants * x * x,
             certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
         }
     }
@@ -119,12 +136,20 @@ impl Replay<'_> {
     fn dq_label(&self, problem: &Problem<'_>, dq: &reference::Backward, at: usize) -> Allowed {
         let x = dq.dq_label[at];
         let squared = x * x;
-        let narrowed = self.roundings.input().powi(2) / 3.0;
+        let Policy { path, sums, label_grad, .. } = self.roundings.widest;
+        // Where dlogits are whole the label's term is one of the sum over V.
+        let inside = match path {
+            Path::Fused => 0.0,
+            _ => carried(sums.dq, problem.head.valid_vocab as f64, squared),
+        };
         Allowed {
-            own: rounded(self.roundings.widest.label_grad, x) + narrowed * squared,
+            own: rounded(label_grad, x) + inside,
             row: (self.label_row_scale() + problem.variance[at / problem.head.q.cols]) * squared
                 + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
-            shared: self.shared_scale(self.roundings.shared_g()) * squared,
+            shared: (self.shared_scale(self.roundings.shared_g())
+                + self.narrowing()
+                + problem.constants)
+                * squared,
             certain: 0.0,
         }
     }
@@ -169,7 +194,9 @@ impl Replay<'_> {
                 Allowed { own, certain, ..inner }
             };
             let index = |row: usize| unit.rows[row] as u64;
-            let repeats = |row: usize| of_label[row];
+            let copies = problem.head.copies;
+            let repeats =
+                |row: usize| f64::max(of_label[row], copies.map_or(1.0, |copies| copies[row]));
             let compared = Rows {
                 captured: gradient.matrix(),
                 reference: &reference,
@@ -221,7 +248,10 @@ pub(super) fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
     labels.iter().map(|label| counts[label]).collect()
 }
 
-/// Sum of k² over the valid rows, a column each; only where it is needed.
-pub(super) fn k_squares(replay: &Replay<'_>, k: &Matrix<'_>) -> Vec<f64> {
-    if replay.entry_floor() > 0.0 { column_squares(k) } else { Vec::new() }
+/// Sums of k and of k² over the rows, a column each; only where they are needed.
+pub(super) fn k_sums(replay: &Replay<'_>, k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
+    match replay.entry_floor() > 0.0 {
+        true => (column_sums(k), column_squares(k, None)),
+        false => (Vec::new(), Vec::new()),
+    }
 }

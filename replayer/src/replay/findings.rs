@@ -38,20 +38,19 @@ pub(super) enum Held {
 }
 
 impl Gradient {
+    /// Its rows: of tokens or of the vocabulary.
     pub(super) fn matrix(&self) -> Matrix<'_> {
-        match &self.values {
-            Held::Whole(tensor) => {
-                let values = matrix(tensor).expect("checked when it was captured");
-                match self.stage {
-                    // [V]: a row of the head is a number here.
-                    Stage::Dbias => Matrix { rows: values.len(), cols: 1, ..values },
-                    _ => values,
-                }
-            }
+        let found = match &self.values {
+            Held::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
             Held::Picked(rows) => rows.matrix(),
             Held::Summed { rows, cols, total, .. } => {
                 Matrix { rows: *rows, cols: *cols, values: Values::F64(total) }
             }
+        };
+        // The bias's `[V]` is a column: one number a row of the vocabulary.
+        match self.stage {
+            Stage::Dbias => Matrix { rows: found.len(), cols: 1, ..found },
+            _ => found,
         }
     }
 

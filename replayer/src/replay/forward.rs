@@ -11,6 +11,7 @@ use super::{Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
+use crate::kernels::policy::Policy;
 use crate::kernels::{policy, reference};
 
 /// From here on `g p` lies within two spacings of bf16's exponent of g, so that
@@ -25,10 +26,16 @@ pub(super) struct ForwardState {
     pub(super) lse_variance: Vec<f64>,
     /// Relative variance, alike over a token's row, that this lse brings.
     pub(super) scale: Vec<f64>,
-    /// Tokens with a p so large that `g p` is nearly g.
-    pub(super) confident: Vec<bool>,
+    /// Share of the rounding of `g p` that is alike for all of a token's classes, 0 to 1:
+    /// of a token with one p so large that it is nearly g, or with all p nearly equal.
+    pub(super) alike: Vec<f64>,
+    /// That share times the variance of the logits: classes of one step of the grid lie
+    /// in one slice of k along q, so their errors add up along q.
+    pub(super) sliced: Vec<f64>,
     /// Label logits, captured or reference, with their variance.
     pub(super) label: Expected,
+    /// How far a logit may lie from the softmax's mean of them: `|max| + |mean| + 1`.
+    pub(super) spread: Vec<f64>,
     /// Sum over the valid classes of the logits.
     pub(super) logit_sum: Vec<f64>,
     /// Log-probabilities of the labels, captured or recomputed, with their variance.
@@ -74,7 +81,7 @@ impl Replay<'_> {
             let all = stage == Stage::Lse;
             outcome.add(stage, self.judge_column(inputs, captured, expected, all, members));
         }
-        let mut state = self.state(captured, exact, variance);
+        let mut state = self.state(captured, exact, variance, inputs.valid_vocab);
         if let Some(captured) = &logprobs {
             if self.wants(Stage::Logprobs) {
                 let found = self.judge_column(inputs, captured, &state.logprobs, false, Vec::new());
@@ -216,9 +223,19 @@ impl Replay<'_> {
                 self.label_logit_variance(&size, d, head.bias.is_some())
             }
         });
+        // An error e of the transform moves lse by e Σ p z, and Σ p z lies between
+        // lse - ln V (the entropy is ln V at most) and the largest logit.
+        let (alike, classes) = (self.transform_scale(), head.valid_vocab.max(1) as f64);
+        let moved = exact.lse.iter().zip(&exact.row_max);
+        let moved = moved.map(|(lse, max)| alike * max.abs().max(lse.abs() + classes.ln()).powi(2));
+        let labels = exact.label_logits.iter().map(|x| alike * x * x);
+        let (moved, labels) = (moved.collect(), labels.collect());
         Variances {
-            lse: Expected::new(exact.lse.clone(), lse.collect()),
-            label: Expected::new(exact.label_logits.clone(), label.collect()),
+            lse: Expected { shared: moved, ..Expected::new(exact.lse.clone(), lse.collect()) },
+            label: Expected {
+                shared: labels,
+                ..Expected::new(exact.label_logits.clone(), label.collect())
+            },
         }
     }
 
@@ -239,9 +256,25 @@ impl Replay<'_> {
         captured: (Option<Column>, Option<Column>),
         exact: reference::Forward,
         variance: Variances,
+        classes: usize,
     ) -> ForwardState {
         let largest = exact.row_max.iter().zip(&exact.lse).map(|(max, lse)| (max - lse).exp());
-        let confident = largest.map(|p| p > CONFIDENT).collect();
+        let classes = classes.max(1) as f64;
+        let spread: Vec<f64> = (0..exact.row_max.len())
+            .map(|t| exact.row_max[t].abs() + (exact.logit_sum[t] / classes).abs() + 1.0)
+            .collect();
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
+        // lse - ln K - mean is half the variance of the logits where they are nearly
+        // equal. A rounding of numbers that lie on n steps of a grid has n errors, not
+        // K: over a normal spread of σ steps their shares' squares sum to 1/(2√π σ).
+        let alike = |(t, max): (usize, f64)| {
+            let variance = 2.0 * (exact.lse[t] - classes.ln() - exact.logit_sum[t] / classes);
+            let steps = variance.max(0.0).sqrt() / step;
+            let few = (1.0 / (2.0 * std::f64::consts::PI.sqrt() * steps)).min(1.0);
+            (if max > CONFIDENT { 1.0 } else { few }, few * variance.max(0.0))
+        };
+        let (alike, sliced) = largest.enumerate().map(alike).unzip();
         let (lse, scale) = match &captured.0 {
             Some(column) => {
                 let unit = column.stored.map_or(0.0, |precision| precision.unit_roundoff());
@@ -261,14 +294,20 @@ impl Replay<'_> {
             (a - b, label.variance[t] + lse.variance[t] + relative(compute, a.abs() + b.abs()))
         });
         let (values, between) = logprobs.unzip();
+        let root =
+            |of: &Expected, t: usize| of.shared.get(t).map_or(0.0, |variance| variance.sqrt());
+        let both = (0..lse.values.len()).map(|t| (root(&lse, t) + root(&label, t)).powi(2));
+        let both = both.collect();
         ForwardState {
             lse: lse.values,
             lse_variance: lse.variance,
             scale,
-            confident,
+            alike,
+            sliced,
+            spread,
             label,
             logit_sum: exact.logit_sum,
-            logprobs: Expected::new(values, between),
+            logprobs: Expected { shared: both, ..Expected::new(values, between) },
         }
     }
 }
@@ -281,7 +320,9 @@ impl ForwardState {
             lse: vec![0.0; tokens],
             lse_variance: vec![0.0; tokens],
             scale: vec![0.0; tokens],
-            confident: vec![false; tokens],
+            alike: vec![0.0; tokens],
+            sliced: vec![0.0; tokens],
+            spread: vec![0.0; tokens],
             label: Expected::new(vec![0.0; tokens], vec![0.0; tokens]),
             logit_sum: vec![0.0; tokens],
             logprobs: captured_expectation(captured),
@@ -290,8 +331,8 @@ impl ForwardState {
 }
 
 impl Expected {
-    fn new(values: Vec<f64>, variance: Vec<f64>) -> Expected {
-        Expected { values, variance, certain: Vec::new() }
+    pub(super) fn new(values: Vec<f64>, variance: Vec<f64>) -> Expected {
+        Expected { values, variance, certain: Vec::new(), shared: Vec::new() }
     }
 }
 

@@ -148,7 +148,7 @@ impl Replay<'_> {
         let certain = sizes.iter().zip(&exact.at_kink);
         let certain = certain.map(|(&size, &kink)| if kink { size } else { 0.0 }).collect();
         let expected =
-            Expected { values: exact.dlogp.clone(), variance: variance.collect(), certain };
+            Expected { certain, ..Expected::new(exact.dlogp.clone(), variance.collect()) };
         Ok((exact, expected))
     }
 
@@ -182,11 +182,7 @@ impl Replay<'_> {
                 + gradient.variance[t].max(0.0) * f64::EPSILON
                 + relative(8.0 * compute, exact.terms[t].abs() + slope)
         });
-        let terms = Expected {
-            values: exact.terms.clone(),
-            variance: variance.collect(),
-            certain: Vec::new(),
-        };
+        let terms = Expected::new(exact.terms.clone(), variance.collect());
         self.judge_loss(slice, &terms, outcome)
     }
 
@@ -230,8 +226,10 @@ impl Replay<'_> {
             let weight = inputs.weights[t] / divided[t];
             (weight * nll, weight * weight * variance)
         };
-        let (values, variance) = (0..inputs.tokens()).map(token).unzip();
-        self.judge_loss(slice, &Expected { values, variance, certain: Vec::new() }, outcome)
+        let (values, variance): (Vec<f64>, Vec<f64>) = (0..inputs.tokens()).map(token).unzip();
+        let share = |x: &f64| 4.0 * self.transform_scale() * x * x;
+        let shared = values.iter().map(share).collect();
+        self.judge_loss(slice, &Expected { shared, ..Expected::new(values, variance) }, outcome)
     }
 
     /// The recorded loss against the tokens' terms, or their sum.
@@ -267,9 +265,12 @@ impl Replay<'_> {
             + summed(sum, terms.values.len() as f64, total, squares)
             + stored(precision_of(tensor.dtype), total)
             + relative(2.0 * compute, total);
+        // One constant moves all terms the same way: amplitudes add.
+        let shared = terms.shared.iter().map(|v| v.sqrt()).sum::<f64>().powi(2);
         let bound = self.bound(1, 1);
         let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
-        let tally = Tally::of(&rows, |_, _, _| Allowed { own, ..Allowed::default() }, &bound);
+        let tally =
+            Tally::of(&rows, |_, _, _| Allowed { own, shared, ..Allowed::default() }, &bound);
         outcome.add(
             Stage::Loss,
             Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound),

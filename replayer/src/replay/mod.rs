@@ -18,6 +18,7 @@ mod gather;
 mod loss;
 mod members;
 mod norm;
+pub mod norm_pair;
 pub mod outcome;
 mod plane;
 pub mod probe;

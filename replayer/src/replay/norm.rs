@@ -261,6 +261,9 @@ impl Cut<'_> {
         let classes = classes.iter().enumerate();
         let mut shares: Vec<Share> =
             classes.map(|(class, &gap)| self.share("rows", name(class), gap)).collect();
+        if hits.is_empty() {
+            shares.clear();
+        }
         let rows = rows.iter().enumerate().map(|(row, &gap)| (format!("row {row}"), gap));
         shares.extend(self.largest("row", rows.collect()));
         shares
@@ -287,7 +290,7 @@ impl Cut<'_> {
     }
 
     /// One share a name; what the addends leave of the gap is the reduction's.
-    fn grouped(
+    pub(super) fn grouped(
         &self,
         kind: &'static str,
         parts: impl Iterator<Item = (String, f64)>,

@@ -20,6 +20,8 @@ use crate::head::{HeadStep, Stage};
 pub enum Status {
     /// Its error is what the declared precision must have.
     Pass,
+    /// It differs, and nothing says how much it may.
+    Warn,
     /// Its error is more than rounding can explain.
     Fail,
     /// It was not compared: `reason` says why.

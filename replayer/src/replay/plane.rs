@@ -14,7 +14,7 @@ use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::{Replay, Slice};
 use crate::assemble;
-use crate::compare::{Allowed, Rows, Tally, once};
+use crate::compare::{Allowed, Rows, Tally};
 use crate::head::Stage;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
@@ -39,6 +39,8 @@ struct Span<'a> {
     tokens: Range<usize>,
     lse: &'a [f64],
     cotangents: Cotangents<'a, f64>,
+    /// How far a token's logits lie apart, as far as its softmax sees them.
+    spread: &'a [f64],
 }
 
 impl Replay<'_> {
@@ -72,7 +74,15 @@ impl Replay<'_> {
                 let (lse, a, b, c) = (of(&state.lse), of(&g_lse), of(&g_label), of(&g_smooth));
                 let cotangents = Cotangents { lse: &a, label: &b, smooth: &c };
                 let part = span_of(&head, tokens.clone());
-                let span = Span { head: part, tokens: tokens.clone(), lse: &lse, cotangents };
+                let spread = of(&state.spread);
+                let tokens_here = tokens.clone();
+                let span = Span {
+                    head: part,
+                    tokens: tokens_here,
+                    lse: &lse,
+                    cotangents,
+                    spread: &spread,
+                };
                 let plane = self.exact_plane(&span);
                 let scale = |t: usize| state.scale[tokens.start + t];
                 let found = self.judge_span(stage, &span, &plane, captured, precision, &scale);
@@ -172,7 +182,8 @@ impl Replay<'_> {
         let scales: Vec<f64> = (0..span.tokens.len()).map(scale).collect();
         let compute = self.roundings.compute();
         let filter = self.step.options.declared.gradient_filter.unwrap_or(0.0);
-        let shared = self.shared_scale(stage == Stage::Dlogits);
+        let shared = self.shared_scale(if stage == Stage::Dlogits { 1.0 } else { 0.0 });
+        let transformed = self.transform_scale();
         let factor = self.step.options.transform.scale.abs();
         let allowed = |row: usize, column: usize, x: f64| {
             let own = variance[row * columns + column] + stored(precision, x);
@@ -186,7 +197,8 @@ impl Replay<'_> {
                     Allowed {
                         own: own + rounding,
                         row: scales[row] * dense * dense,
-                        shared: shared * x * x,
+                        // A scale of the logits moves p by (z - E z) of itself.
+                        shared: (shared + transformed * (1.0 + span.spread[row].powi(2))) * x * x,
                         certain: if dropped { x.abs() } else { 0.0 },
                     }
                 }
@@ -194,14 +206,20 @@ impl Replay<'_> {
                     let lse = span.lse[row];
                     let own = own + relative(2.0 * compute, lse.abs() + x.abs());
                     // A softmax of its own: its lse errs as scale says, absolutely.
-                    Allowed { own, row: scales[row], ..Allowed::default() }
+                    let shared = transformed * (lse.abs() + x.abs()).powi(2);
+                    Allowed { own, row: scales[row], shared, ..Allowed::default() }
                 }
-                _ => Allowed { own, ..Allowed::default() },
+                _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
             }
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
-        let rows =
-            Rows { captured: kept.matrix(), reference: &reference, index: &index, repeats: &once };
+        let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);
+        let rows = Rows {
+            captured: kept.matrix(),
+            reference: &reference,
+            index: &index,
+            repeats: &repeats,
+        };
         let bound = self.bound(span.tokens.len(), vocab);
         Tally::of(&rows, allowed, &bound)
     }
@@ -267,6 +285,7 @@ fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
     HeadInputs {
         q: cut(head.q),
         labels: &head.labels[tokens.clone()],
+        copies: head.copies.map(|copies| &copies[tokens.clone()]),
         given: head.given.map(|given| rows_of(&given, tokens.clone())),
         ..*head
     }

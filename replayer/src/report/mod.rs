@@ -1,7 +1,9 @@
 //! What a person or a program reads of a replay: plain data in, text or JSON
 //! out. No verdict is made here.
 
+mod against;
 pub mod dumped;
+mod measured;
 mod norm;
 pub mod number;
 pub mod precision;

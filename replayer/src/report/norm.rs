@@ -1,5 +1,6 @@
 //! grad_norm as text: what was reported, what it should be, who the gap belongs to.
 
+use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{GradNorm, Share};
 
 /// A gap this many times what rounding explains is shared out in the text; in the
@@ -35,14 +36,27 @@ pub(super) fn lines(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
     lines
 }
 
+/// The gap between two runs, shared out.
+pub(super) fn pair(gap: &NormGap) -> Vec<String> {
+    let mut lines = vec![format!("gap to the other run {:+.3e}", gap.gap)];
+    lines.extend(by_kind(&gap.shares));
+    lines
+}
+
 fn gap(norm: &GradNorm) -> Vec<String> {
     let (Some(gap), Some(floor)) = (norm.gap, norm.floor) else { return Vec::new() };
     if !(gap.abs() > SHOWN * floor.abs()) || norm.shares.is_empty() {
         return Vec::new();
     }
     let mut lines = vec![format!("gap {gap:+.3e}; the declared precision explains {floor:+.1e}")];
+    lines.extend(by_kind(&norm.shares));
+    lines
+}
+
+fn by_kind(all: &[Share]) -> Vec<String> {
+    let mut lines = Vec::new();
     for kind in ["tensor", "rank", "microbatch", "rows", "row", "vocabulary"] {
-        let mut shares: Vec<&Share> = norm.shares.iter().filter(|s| s.kind == kind).collect();
+        let mut shares: Vec<&Share> = all.iter().filter(|s| s.kind == kind).collect();
         if shares.is_empty() {
             continue;
         }

@@ -2,7 +2,9 @@
 
 use serde::Serialize;
 
-use crate::replay::against::Difference;
+use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
+use crate::replay::against::{Difference, Likely, NamedDifference};
+use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{
     Comparison, GradNorm, HitClass, NotChecked, Outcome, StageOutcome, Status,
 };
@@ -106,6 +108,34 @@ pub struct ComparisonReport {
     pub by_hits: Vec<HitClass>,
     /// The plausible member of the policy that fits best.
     pub best_member: Option<String>,
+    /// The measures that other tools have too.
+    pub measures: Summary,
+    /// How |error| / σ is distributed, σ being what the declared precision allows.
+    pub scores: Vec<ScoreClass>,
+}
+
+/// Elements whose |error| / σ is in one class.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct ScoreClass {
+    /// Lower end of the class.
+    pub from: f64,
+    /// Upper end; none for the last.
+    pub to: Option<f64>,
+    /// Elements in it.
+    pub count: u64,
+    /// How many a normal distribution would have there.
+    pub normal: f64,
+}
+
+fn score_classes(counts: &[u64; 6]) -> Vec<ScoreClass> {
+    let all: u64 = counts.iter().sum();
+    let class = |(at, &count): (usize, &u64)| ScoreClass {
+        from: if at == 0 { 0.0 } else { SCORE_ENDS[at - 1] },
+        to: SCORE_ENDS.get(at).copied(),
+        count,
+        normal: all as f64 * NORMAL_SHARES[at],
+    };
+    counts.iter().enumerate().map(class).collect()
 }
 
 /// Where the first divergence is.
@@ -137,10 +167,18 @@ pub struct AgainstReport {
     pub dump: DumpSummary,
     /// Its stages against the reference.
     pub stages: Vec<StageReport>,
-    /// Tensor by tensor.
+    /// Stage by stage.
     pub differences: Vec<Difference>,
+    /// Tensors without a part in the head, in the order of capture.
+    pub tensors: Vec<NamedDifference>,
+    /// Where those part, likely; no verdict.
+    pub likely: Option<Likely>,
+    /// How many tensors that were asked for nothing could judge.
+    pub unjudged: usize,
     /// Its grad_norm.
     pub grad_norm: GradNorm,
+    /// How far the two norms are apart, and who the gap belongs to.
+    pub norm_gap: Option<NormGap>,
 }
 
 /// One object: everything a replay found.
@@ -215,6 +253,8 @@ impl ComparisonReport {
             worst_rows: c.tally.worst_rows.iter().map(|r| (r.row, r.error, r.ratio)).collect(),
             by_hits: c.by_hits.clone(),
             best_member: c.best_member().map(str::to_string),
+            measures: c.tally.measures.summary(c.tally.cosine()),
+            scores: score_classes(&c.tally.scores),
         }
     }
 }

@@ -2,8 +2,10 @@
 
 use std::fmt::Write;
 
+use super::against;
+use super::measured;
 use super::number::{bytes, count, error, plural, ratio, short};
-use super::schema::{AgainstReport, ComparisonReport, Report, StageReport, Verdict};
+use super::schema::{ComparisonReport, Report, StageReport, Verdict};
 use crate::replay::outcome::{NotChecked, Status};
 
 /// Width that every line keeps to.
@@ -16,9 +18,14 @@ const FREQUENT: u32 = 16;
 pub fn render(report: &Report) -> String {
     let mut out = String::new();
     head(&mut out, report);
-    stages(&mut out, &report.stages);
+    if !report.stages.is_empty() {
+        stages(&mut out, &report.stages);
+    }
+    if report.dump.head.starts_with("xent_logits") {
+        measured::gradcheck(&mut out, &report.stages);
+    }
     if let Some(against) = &report.against {
-        differences(&mut out, against);
+        against::render(&mut out, against);
     }
     grad_norm(&mut out, report);
     for finding in &report.findings {
@@ -71,9 +78,15 @@ fn stages(out: &mut String, stages: &[StageReport]) {
         "{:<13}{:<6}{:>8} {:>8} {:>6}  {:<17}{:>10} {:>10}  where",
         "stage", "status", "error", "floor", "ratio", "worst element", "captured", "reference"
     );
-    for stage in stages {
+    let first = stages.iter().position(|stage| stage.status == Status::Fail);
+    for (at, stage) in stages.iter().enumerate() {
         match &stage.worst {
-            Some(worst) => compared(out, stage, worst),
+            Some(worst) => {
+                compared(out, stage, worst);
+                if first == Some(at) {
+                    measured::render(out, worst);
+                }
+            }
             None if stage.status == Status::Skip && stage.reason == "not asked for" => {}
             None if stage.status == Status::Skip => {}
             None => {
@@ -164,44 +177,13 @@ fn evidence(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
     }
 }
 
-fn differences(out: &mut String, against: &AgainstReport) {
-    let _ = writeln!(
-        out,
-        "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  where",
-        "both runs", "status", "difference", "allowed", "worst element", "this", "other"
-    );
-    for found in &against.differences {
-        let allowed = found.allowed.map_or("-".into(), error);
-        let (index, ours, theirs) = match found.worst {
-            Some((at, x, y)) => (format!("[{}, {}]", at.0, at.1), short(x), short(y)),
-            None => ("equal bit for bit".into(), String::new(), String::new()),
-        };
-        let _ = writeln!(
-            out,
-            "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
-            found.stage.name(),
-            if found.status == Status::Skip { "-" } else { word(found.status) },
-            error(found.difference),
-            allowed,
-            index,
-            ours,
-            theirs,
-            place(found.microbatch.map(|mb| mb.0), None),
-        );
-    }
-    let failing: Vec<&str> =
-        against.stages.iter().filter(|s| s.status == Status::Fail).map(|s| s.name).collect();
-    let other = match failing.as_slice() {
-        [] => "agrees with its own reference at every stage compared".to_string(),
-        names => format!("diverges from its own reference at {}", names.join(", ")),
-    };
-    wrap(out, "other run ", &other);
-    out.push('\n');
-}
-
 fn grad_norm(out: &mut String, report: &Report) {
     let other = report.against.as_ref().and_then(|against| against.grad_norm.captured);
     for line in super::norm::lines(&report.grad_norm, other) {
+        wrap(out, "grad_norm ", &line);
+    }
+    let gap = report.against.as_ref().and_then(|against| against.norm_gap.as_ref());
+    for line in gap.map(super::norm::pair).unwrap_or_default() {
         wrap(out, "grad_norm ", &line);
     }
 }
@@ -224,6 +206,9 @@ fn verdict(report: &Report) -> String {
                 meaning(&first.stage),
                 first.reason
             )
+        }
+        (verdict, _) if report.against.is_some() && report.first_divergence.is_none() => {
+            against::verdict(report, *verdict)
         }
         (Verdict::Agreed, _) => {
             let compared = report.stages.iter().filter(|stage| stage.worst.is_some()).count();
@@ -250,15 +235,16 @@ fn meaning(stage: &str) -> &'static str {
     }
 }
 
-fn place(microbatch: Option<u32>, rank: Option<u32>) -> String {
+pub(super) fn place(microbatch: Option<u32>, rank: Option<u32>) -> String {
     let microbatch = microbatch.map(|mb| format!("mb {mb}"));
     let rank = rank.map(|rank| format!("rank {rank}"));
     [microbatch, rank].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
-fn word(status: Status) -> &'static str {
+pub(super) fn word(status: Status) -> &'static str {
     match status {
         Status::Pass => "pass",
+        Status::Warn => "warn",
         Status::Fail => "FAIL",
         Status::Skip => "skip",
     }

@@ -6,14 +6,13 @@
 
 use std::collections::BTreeMap;
 
-use backtape::identity::Rank;
 use backtape::index_box::{IndexBox, gaps};
-use backtape::placement::Placement;
-use backtape::shard::{ShardRecord, TensorKey};
+use backtape::shard::TensorKey;
 
 use super::contents::Contents;
 use super::finding::{FindingKind, NotChecked, VerifyFinding};
 use super::{absent_ranks, agreement};
+use crate::dump::addend::{Addend, group};
 use crate::dump::{ShardRef, StepDump, TensorInfo, name_ranks};
 
 /// Pairs of a cell and a box that are compared, about a second's worth; a
@@ -21,26 +20,6 @@ use crate::dump::{ShardRef, StepDump, TensorInfo, name_ranks};
 const COMPARISONS: usize = 1 << 27;
 /// Gaps named one by one for a tensor.
 const NAMED: usize = 32;
-
-/// Which addend a shard is of: coordinates on the axes of the mesh that are
-/// summed over, else the rank.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Addend {
-    Mesh(Vec<(String, u32)>),
-    Rank(Rank),
-}
-
-impl std::fmt::Display for Addend {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Addend::Rank(rank) => write!(f, "rank {rank}"),
-            Addend::Mesh(at) => {
-                let axes: Vec<String> = at.iter().map(|(axis, i)| format!("{axis}={i}")).collect();
-                f.write_str(&axes.join(" "))
-            }
-        }
-    }
-}
 
 /// What is wrong with the addends of one partial tensor.
 pub(super) fn findings(
@@ -85,34 +64,6 @@ pub(super) fn findings(
         found.push(finding.of(key).by(absent));
     }
     found
-}
-
-/// By coordinates only if every shard names the same summed axes.
-fn group(dump: &StepDump, info: &TensorInfo) -> BTreeMap<Addend, Vec<ShardRef>> {
-    let records = || info.shards.iter().map(|at| dump.record(at));
-    let axes = records().next().map(summed_axes).unwrap_or_default();
-    let same = |record: &ShardRecord| {
-        summed_axes(record) == axes && axes.iter().all(|axis| record.mesh.contains_key(*axis))
-    };
-    let by_mesh = !axes.is_empty() && records().all(same);
-    let mut groups: BTreeMap<Addend, Vec<ShardRef>> = BTreeMap::new();
-    for at in &info.shards {
-        let record = dump.record(at);
-        let addend = if by_mesh {
-            let coordinate = |axis: &&str| ((*axis).to_string(), record.mesh[*axis]);
-            Addend::Mesh(axes.iter().map(coordinate).collect())
-        } else {
-            Addend::Rank(record.rank)
-        };
-        groups.entry(addend).or_default().push(*at);
-    }
-    groups
-}
-
-fn summed_axes(record: &ShardRecord) -> Vec<&str> {
-    let placements = record.placement.iter();
-    let summed = placements.filter(|(_, placement)| matches!(placement, Placement::Partial(_)));
-    summed.map(|(axis, _)| axis.as_str()).collect()
 }
 
 /// Boxes of one addend that no intact shard holds.

@@ -39,7 +39,9 @@ impl Share {
     /// next of its sequence.
     fn source(&self, job: &Job, t: usize) -> Option<usize> {
         match job.options.layout.sequence {
-            Some(length) if !job.options.labels_shifted => ((t + 1) % length != 0).then_some(t + 1),
+            Some(length) if !job.options.labels_shifted => {
+                (!(t + 1).is_multiple_of(length)).then_some(t + 1)
+            }
             _ => Some(t),
         }
     }
@@ -155,7 +157,7 @@ fn labels(job: &Job, rank: usize, tokens: usize, random: &mut Random) -> Vec<i64
         let length = job.options.layout.sequence.unwrap_or(tokens);
         for (t, label) in labels.iter_mut().enumerate() {
             // The mean over a sequence needs a token in it.
-            let kept = job.options.grpo().is_some() && t % length == 0;
+            let kept = job.options.grpo().is_some() && t.is_multiple_of(length);
             if data.silent_rank == Some(rank) || (random.chance(data.ignored) && !kept) {
                 *label = ignore;
             }
@@ -172,7 +174,7 @@ fn weights(job: &Job, tokens: usize, random: &mut Random) -> Vec<f64> {
     let one = |t: usize| match job.options.weights {
         Weights::Absent => 1.0,
         Weights::Mixed => [1.0, 0.5, 0.0, 1.0][t % 4],
-        Weights::Mask if t % length == 0 => 1.0,
+        Weights::Mask if t.is_multiple_of(length) => 1.0,
         Weights::Mask => f64::from(u8::from(random.chance(0.7))),
     };
     let mut weights: Vec<f64> = (0..tokens).map(one).collect();

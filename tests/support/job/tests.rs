@@ -5,7 +5,10 @@
 //! naive formula gives, its gradients the slopes of its losses, and the identities
 //! of softmax must hold; the rounded f32 run must then lie near the exact one.
 
-use backtape::head::{Denominator, LossReduction, MicrobatchReduction, Scope, SmoothingFormula};
+use backtape::head::{
+    Denominator, KlEstimator, LossAverage, LossReduction, MicrobatchReduction, RatioLevel, Scope,
+    SmoothingFormula,
+};
 
 use super::inputs::{Inputs, Share};
 use super::number::{Float, Random};
@@ -121,17 +124,14 @@ fn losses_are_the_cross_entropy_of_the_target_distribution() {
 fn labelled(job: &Job, share: &Share, t: usize) -> Option<usize> {
     let o = &job.options;
     let next = usize::from(!o.labels_shifted);
-    let last = next == 1 && (t + 1) % o.layout.sequence.unwrap() == 0;
+    let last = next == 1 && (t + 1).is_multiple_of(o.layout.sequence.unwrap());
     let ignored = || Some(share.labels[t + next]) == o.ignore_label;
     if last || ignored() { None } else { Some(t + next) }
 }
 
-/// What the losses of one rank's microbatch are divided by, as the declaration says.
-fn divisor(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> f64 {
-    if job.options.reduction != LossReduction::Mean {
-        return 1.0;
-    }
-    let mut total = 0.0;
+/// The shares over which the declared scope counts.
+fn within<'i>(job: &Job, inputs: &'i Inputs, mb: usize, rank: usize) -> Vec<&'i Share> {
+    let mut found = Vec::new();
     for (at_mb, shares) in inputs.shares.iter().enumerate() {
         for (at_rank, share) in shares.iter().enumerate() {
             let inside = match job.options.scope {
@@ -139,15 +139,30 @@ fn divisor(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> f64 {
                 Scope::Microbatch => at_mb == mb,
                 Scope::Rank => (at_mb, at_rank) == (mb, rank),
             };
-            for t in (0..share.tokens).filter(|_| inside) {
-                let source = labelled(job, share, t);
-                total += match job.options.denominator {
-                    Denominator::All => 1.0,
-                    Denominator::Valid => f64::from(source.is_some()),
-                    Denominator::Weights => source.map_or(0.0, |source| share.weights[source]),
-                    Denominator::Number(_) => 0.0,
-                };
-            }
+            found.extend(inside.then_some(share));
+        }
+    }
+    found
+}
+
+/// What the losses of one rank's microbatch are divided by, as the declaration says.
+fn divisor(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> f64 {
+    if job.options.reduction != LossReduction::Mean {
+        return 1.0;
+    }
+    let policy = job.options.grpo().is_some();
+    let mut total = 0.0;
+    for share in within(job, inputs, mb, rank) {
+        for t in 0..share.tokens {
+            let weight = labelled(job, share, t).map(|source| share.weights[source]);
+            total += match job.options.denominator {
+                Denominator::All => 1.0,
+                // A mask takes the place of ignored labels in a policy loss.
+                Denominator::Valid if policy => f64::from(weight.is_some_and(|w| w != 0.0)),
+                Denominator::Valid => f64::from(weight.is_some()),
+                Denominator::Weights => weight.unwrap_or(0.0),
+                Denominator::Number(_) => 0.0,
+            };
         }
     }
     match job.options.denominator {
@@ -155,6 +170,74 @@ fn divisor(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> f64 {
         _ if total == 0.0 => 1.0,
         _ => total,
     }
+}
+
+/// Goal: finite differences cannot see a clip or a mean that loss and gradient
+/// lack alike. Method: the formula of the declaration's documentation, with `min`
+/// and `clamp`, token by token.
+#[test]
+fn policy_losses_are_the_clipped_surrogate_and_the_divergence() {
+    let mut clipped = 0;
+    for job in (0..4 * RUNS).map(Job::random).filter(|job| job.options.grpo().is_some()) {
+        let inputs = Inputs::draw(&job);
+        let step = Step::<f64>::run(&job, &inputs);
+        let length = job.options.layout.sequence.unwrap();
+        for (mb, (parts, shares)) in step.parts.iter().zip(&inputs.shares).enumerate() {
+            for (rank, (part, share)) in parts.iter().zip(shares).enumerate() {
+                let among = within(&job, &inputs, mb, rank);
+                let sequences: usize = among.iter().map(|share| share.tokens / length).sum();
+                let tokens = divisor(&job, &inputs, mb, rank);
+                for t in 0..share.tokens {
+                    let counted = counted(&job, share, t);
+                    let (loss, outside) = surrogate(&job, share, &part.logprobs, &counted, t);
+                    let wanted = match job.options.grpo().unwrap().average {
+                        _ if !counted.contains(&t) => 0.0,
+                        LossAverage::Token => loss / tokens,
+                        LossAverage::Sequence => loss / (counted.len() * sequences) as f64,
+                    };
+                    clipped += usize::from(counted.contains(&t) && outside);
+                    let gap = (part.losses[t] - wanted).abs();
+                    assert!(gap <= 1e-9 * (1e-3 + wanted.abs()), "token {t}: {wanted} {job:?}");
+                }
+            }
+        }
+    }
+    assert!(clipped > 100, "{clipped} ratios were clipped");
+}
+
+/// The tokens of a token's sequence that the mask leaves.
+fn counted(job: &Job, share: &Share, t: usize) -> Vec<usize> {
+    let length = job.options.layout.sequence.unwrap();
+    let from = t / length * length;
+    let counts = |t: &usize| labelled(job, share, *t).is_some() && share.weights[*t] != 0.0;
+    (from..from + length).filter(counts).collect()
+}
+
+/// The loss of one token of a policy, and whether its ratio is outside the clip.
+fn surrogate(job: &Job, share: &Share, logp: &[f64], counted: &[usize], t: usize) -> (f64, bool) {
+    let grpo = job.options.grpo().unwrap();
+    let log_ratio = |t: &usize| logp[*t] - share.old[*t];
+    let ratio = match grpo.ratio {
+        RatioLevel::Token => log_ratio(&t).exp(),
+        RatioLevel::Sequence => {
+            (counted.iter().map(log_ratio).sum::<f64>() / counted.len() as f64).exp()
+        }
+    };
+    let shared = share.advantages.len() < share.tokens;
+    let of = if shared { t / job.options.layout.sequence.unwrap() } else { t };
+    let advantage = share.advantages[of];
+    let inside = ratio.clamp(1.0 - grpo.clip_low, 1.0 + grpo.clip_high);
+    let mut loss = -(ratio * advantage).min(inside * advantage);
+    if let Some(dual) = grpo.dual_clip.filter(|_| advantage < 0.0) {
+        loss = loss.min(-dual * advantage);
+    }
+    let d = share.reference[t] - logp[t];
+    let divergence = match grpo.kl {
+        KlEstimator::K1 => -d,
+        KlEstimator::K2 => d * d / 2.0,
+        KlEstimator::K3 => d.exp() - d - 1.0,
+    };
+    (loss + grpo.kl_beta * divergence, ratio != inside)
 }
 
 /// The weighted loss of one token.

@@ -28,6 +28,8 @@ pub struct TermNoise {
     pub logit_rel_var: f64,
     /// From accumulating the dot product q k.
     pub dot_rel_var: f64,
+    /// Variance, absolute, of a result in the smallest numbers of the logits' format.
+    pub logit_floor: f64,
     /// From evaluating tanh: `1 - tanh²` inherits `4 tanh⁴` times it, absolutely.
     pub cap_rel_var: f64,
     /// Probabilities below it may have been dropped by the job; 0 for none.
@@ -68,7 +70,8 @@ pub struct DkBlock<'a> {
     pub dk_lse: &'a [f64],
     /// Label part: sum of `F c.label q` over the tokens whose label the row is.
     pub dk_label: &'a [f64],
-    /// Sum over t of the dense entry's variance times `q²`.
+    /// Sum over t of the dense entry's variance times `q²` and the copies of the token:
+    /// m equal errors δ are one of mδ, m times the variance of m independent ones.
     pub dk_lse_var: &'a [f64],
     /// Sum over t of the squared dense entry times `q²`.
     pub dk_lse_sq: &'a [f64],
@@ -76,6 +79,9 @@ pub struct DkBlock<'a> {
     pub dk_label_sq: &'a [f64],
     /// Sum of `(c.label q)² var F` over the hits; zeros without softcap.
     pub dk_label_var: &'a [f64],
+    /// Sum of `(F c.label q)²` over the hits, each times the copies of its token: what a
+    /// rounding that copies share adds up to.
+    pub dk_label_alike: &'a [f64],
     /// Sum over t of `|e| |q|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
     pub dk_dropped: &'a [f64],
@@ -87,7 +93,8 @@ pub struct DkBlock<'a> {
     pub dbias_label: &'a [f64],
     /// `[rows]`: sum over t of the variances of dense and label entries.
     pub dbias_var: &'a [f64],
-    /// `[rows]`: sum over t of squared dense entries and squared label entries.
+    /// `[rows]`: sum over t of squared dense entries and squared label entries, times the
+    /// copies of the token.
     pub dbias_sq: &'a [f64],
 }
 
@@ -129,7 +136,7 @@ pub fn backward(
             query.load(&inputs.q, span.clone());
             terms.fill(inputs, &query, &key, upstream);
             accumulate(&mut dq, &mut block, &terms, &query, &key, inputs.q.cols);
-            block.add_biases(inputs, &terms, span.len(), valid.len());
+            block.add_biases(inputs, &terms, (span.start, span.len()), valid.len());
             block.keep_slopes(&terms, span.start);
             progress.advance(GEMMS * work(inputs, span.len(), valid.len()));
         }

@@ -19,6 +19,7 @@ pub(super) struct Block {
     pub(super) lse_sq: Vec<f64>,
     label_sq: Vec<f64>,
     label_var: Vec<f64>,
+    label_alike: Vec<f64>,
     pub(super) dropped: Vec<f64>,
     hits: Vec<u32>,
     bias_lse: Vec<f64>,
@@ -52,6 +53,7 @@ impl Block {
             (&mut self.lse_sq, size),
             (&mut self.label_sq, size),
             (&mut self.label_var, size),
+            (&mut self.label_alike, size),
             (&mut self.dropped, dropped),
             (&mut self.bias_lse, rows.len()),
             (&mut self.bias_label, rows.len()),
@@ -71,20 +73,22 @@ impl Block {
         &mut self,
         inputs: &HeadInputs,
         terms: &Terms,
-        height: usize,
+        (first, height): (usize, usize),
         width: usize,
     ) {
         if inputs.bias.is_none() {
             return;
         }
         self.ones.resize(height, 1.0);
-        for (target, values) in [
-            (&mut self.bias_lse, &terms.dense),
-            (&mut self.bias_var, &terms.noisy),
-            (&mut self.bias_sq, &terms.squared),
+        let ones = &self.ones[..height];
+        let copies = inputs.copies.map_or(ones, |copies| &copies[first..first + height]);
+        for (target, values, weights) in [
+            (&mut self.bias_lse, &terms.dense, ones),
+            (&mut self.bias_var, &terms.noisy, ones),
+            (&mut self.bias_sq, &terms.squared, copies),
         ] {
             let columns = Operand::rows(values, width).transposed();
-            multiply(&mut target[..width], 1, true, columns, Operand::rows(&self.ones, 1), height);
+            multiply(&mut target[..width], 1, true, columns, Operand::rows(weights, 1), height);
         }
     }
 
@@ -107,11 +111,12 @@ impl Block {
             }
             let row = label - self.rows.start;
             let ((slope, slope_var), c) = (self.slopes[token], c_label[token]);
-            let (entry, entry_var) = (slope * c, c * c * slope_var);
+            let copies = inputs.copies.map_or(1.0, |copies| copies[token]);
+            let (entry, entry_var) = (slope * c, copies * c * c * slope_var);
             self.hits[row] += 1;
             if inputs.bias.is_some() {
                 self.bias_label[row] += entry;
-                self.bias_sq[row] += entry * entry;
+                self.bias_sq[row] += copies * entry * entry;
                 self.bias_var[row] += entry_var;
             }
             load(&inputs.q, token..token + 1, &mut q);
@@ -120,13 +125,15 @@ impl Block {
                 let (at, addend) = (row * depth + d, entry * q[d]);
                 self.label[at] += addend;
                 self.label_sq[at] += addend * addend;
+                self.label_alike[at] += copies * addend * addend;
                 self.label_var[at] += entry_var * q[d] * q[d];
                 dq.dq_label[token * depth + d] = entry * k[d];
             }
             if slope_var > 0.0 {
                 dq.dq_label_rel_var[token] = (slope_var / (slope * slope)).min(f64::MAX);
+                let own = entry_var / copies;
                 let target = &mut dq.dq_label_var[token * depth..(token + 1) * depth];
-                target.iter_mut().zip(&k).for_each(|(var, k)| *var = entry_var * k * k);
+                target.iter_mut().zip(&k).for_each(|(var, k)| *var = own * k * k);
             }
         }
     }
@@ -140,6 +147,7 @@ impl Block {
             dk_lse_sq: &self.lse_sq,
             dk_label_sq: &self.label_sq,
             dk_label_var: &self.label_var,
+            dk_label_alike: &self.label_alike,
             dk_dropped: &self.dropped,
             hits: &self.hits,
             dbias_lse: &self.bias_lse,

@@ -68,7 +68,7 @@ impl<'a> Chain<'a> {
         let Some(cap) = self.softcap else {
             // Given and nothing done to it: the rounding is that of its own dtype.
             let untouched = own(self.given && self.bias.is_none() && !scales, scaled);
-            let var = noise.logit_rel_var * (before + untouched) + sums;
+            let var = noise.logit_rel_var * (before + untouched) + noise.logit_floor + sums;
             return Logit { value: scaled, var, slope: self.scale, slope_var: 0.0 };
         };
         let tanh = libm::tanh(scaled / cap);
@@ -77,9 +77,13 @@ impl<'a> Chain<'a> {
         let scaled_var = noise.logit_rel_var * before + sums;
         let from_tanh = 4.0 * square(square(tanh)) * noise.cap_rel_var;
         let from_logit = square(2.0 * tanh * slope / cap) * scaled_var;
+        // A quotient, a tanh and a product: three results are rounded, and what the
+        // first two lose in the format's smallest numbers the product multiplies.
+        let own = 3.0 * noise.logit_rel_var * square(value)
+            + noise.logit_floor * (1.0 + 2.0 * square(cap));
         Logit {
             value,
-            var: square(slope) * scaled_var + noise.logit_rel_var * square(value),
+            var: square(slope) * scaled_var + own,
             slope: self.scale * slope,
             slope_var: square(self.scale) * (from_tanh + from_logit),
         }
@@ -94,7 +98,9 @@ impl Logit {
     /// The product as it is.
     #[inline(always)]
     pub(super) fn plain(product: f64, norms: f64, noise: &TermNoise) -> Self {
-        let var = noise.logit_rel_var * square(finite(product)) + noise.dot_rel_var * norms;
+        let var = noise.logit_rel_var * square(finite(product))
+            + noise.logit_floor
+            + noise.dot_rel_var * norms;
         Logit { value: product, var, slope: 1.0, slope_var: 0.0 }
     }
 }

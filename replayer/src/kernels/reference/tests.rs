@@ -16,6 +16,7 @@ const NOISE: TermNoise = TermNoise {
     p_rel_var: 0.25,
     logit_rel_var: 0.5,
     dot_rel_var: 2.0,
+    logit_floor: 0.03125,
     cap_rel_var: 0.125,
     filter: 0.0,
 };

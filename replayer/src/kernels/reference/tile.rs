@@ -177,7 +177,8 @@ impl Terms {
             .into_par_iter()
             .enumerate()
             .for_each(|(row, (dense, squared, noisy, slope, dropped))| {
-                let token = upstream.token(first + row);
+                let token_at = first + row;
+                let token = upstream.token(token_at);
                 let label = label_column(inputs.labels[first + row], &cols);
                 let row_norm = query.norms[row];
                 let norms = |v: usize| row_norm * key.norms[v];
@@ -187,6 +188,9 @@ impl Terms {
                 } else {
                     let column = cols.start;
                     row.fill(token, |v, x| chain.logit(x, column + v, norms(v), token.noise));
+                }
+                if let Some(copies) = inputs.copies {
+                    row.noisy.iter_mut().for_each(|noisy| *noisy *= copies[token_at]);
                 }
             });
     }

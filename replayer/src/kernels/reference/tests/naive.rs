@@ -65,7 +65,7 @@ pub(super) fn cell(fixture: &Fixture, noise: &TermNoise, t: usize, v: usize) -> 
             if results.is_empty() {
                 results.push((scaled, 1.0));
             }
-            let var = variance(&results) + sums;
+            let var = variance(&results) + sums + noise.logit_floor;
             let (slope_var, slope_var_size) = (0.0, 0.0);
             Cell { logit: scaled, var, slope: scale, slope_var, size, var_size, slope_var_size }
         }
@@ -75,7 +75,10 @@ pub(super) fn cell(fixture: &Fixture, noise: &TermNoise, t: usize, v: usize) -> 
             let carried = (2.0 * tanh * derivative / cap).powi(2) * scaled_var;
             let slope_var = scale.powi(2) * (4.0 * tanh.powi(4) * noise.cap_rel_var + carried);
             let logit = cap * tanh;
-            let var = scaled_var * derivative.powi(2) + variance(&[(logit, 1.0)]);
+            let three = [(logit, 1.0); 3];
+            let floor = noise.logit_floor * (1.0 + 2.0 * cap * cap);
+            let var = scaled_var * derivative.powi(2) + variance(&three) + floor;
+            let var_size = var_size + 2.0 * (variance(&three) + floor);
             let slope_var_size =
                 scale.powi(2) * (4.0 * noise.cap_rel_var + (2.0 / cap).powi(2) * var_size);
             let slope = scale * derivative;

@@ -1,0 +1,167 @@
+//! `--against`: the report of two runs, and its verdict.
+//!
+//! A stage that leaves its reference or the other run by more than rounding
+//! explains diverges; so does a tensor that is NaN or of another shape. What
+//! differs without anything to judge it by is no verdict: the two runs agree only
+//! when all that was asked for by name was judged, and a tensor outside the head
+//! passes by equal bits alone.
+
+use std::path::Path;
+
+use backtape::role::Role;
+
+use super::progress::Bar;
+use super::run::{How, RunError, replay_one, report as report_one};
+use crate::dump::{self, Selection, StepDump};
+use crate::head::{HeadStep, Stage};
+use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
+use crate::replay::norm_pair::between;
+use crate::replay::outcome::{NotChecked, Outcome, Status};
+use crate::report::number::plural;
+use crate::report::schema::{AgainstReport, FirstDivergence, Report, Verdict};
+use crate::verify::{Verification, verify};
+
+/// A dump that was opened and verified.
+type Opened<'a> = (&'a Path, &'a StepDump, &'a Verification);
+/// A head that was replayed.
+type Judged<'a> = Option<(HeadStep<'a>, Outcome)>;
+
+/// The report of a run against another.
+pub(super) fn report(
+    one: Opened<'_>,
+    other_path: &Path,
+    asked: &Asked,
+    how: (How<'_>, &Bar),
+) -> Result<Report, RunError> {
+    let (path, dump, proof) = one;
+    let which = Selection { step: Some(dump.step.0), ..Selection::default() };
+    let other_dump = dump::open(other_path, &which)?;
+    let other_proof = verify(&other_dump, &|_| {});
+    let roles = wanted_roles(dump, asked);
+    let ours = judge(one, asked, &roles, how)?;
+    // The other run may lack a role: what it holds is replayed.
+    let held = |role: &Role| other_dump.tensors().values().any(|t| t.role == Some(*role));
+    let shared: Vec<Role> = roles.iter().copied().filter(held).collect();
+    let theirs = judge((other_path, &other_dump, &other_proof), asked, &shared, how)?;
+    let two = (side(dump, proof, &ours), side(&other_dump, &other_proof, &theirs));
+    let differences = against(&two.0, &two.1, asked)?;
+    let pair = |judged: &Judged<'_>| judged.is_some();
+    let replayed = (pair(&ours), pair(&theirs));
+    let parts = |judged| Option::as_ref(judged).map(|(step, outcome)| (step, outcome));
+    let mut report = report_one(path, dump, parts(&ours), proof);
+    let other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
+    join(&mut report, other, differences, replayed);
+    if let (Some((step, _)), Some((other_step, _)), Some(against)) =
+        (&ours, &theirs, &mut report.against)
+    {
+        let wrong = |source| RunError::Step { path: other_path.into(), source: Box::new(source) };
+        against.norm_gap = between(step, other_step).map_err(wrong)?;
+    }
+    Ok(report)
+}
+
+/// Replays the head where there is one and the request is about it.
+fn judge<'a>(
+    (path, dump, proof): (&Path, &'a StepDump, &Verification),
+    asked: &Asked,
+    roles: &[Role],
+    how: (How<'_>, &Bar),
+) -> Result<Judged<'a>, RunError> {
+    let about = asked.everything() || !roles.is_empty();
+    let replayed = dump.manifest.head.is_some() && about;
+    replayed.then(|| replay_one(path, dump, proof, roles, how)).transpose()
+}
+
+fn side<'a>(dump: &'a StepDump, proof: &Verification, judged: &'a Judged<'_>) -> Side<'a> {
+    let unusable = |key: &_| proof.unusable(key).map(str::to_string);
+    let outcome = judged.as_ref().map(|(_, outcome)| outcome);
+    Side { outcome, ..Side::new(dump, unusable) }
+}
+
+/// Adds the other run: the earliest place at which either leaves its reference
+/// or the two leave each other is the first divergence.
+fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool, bool)) {
+    let runs = format!("{} and {}", report.dump.run, other.dump.run);
+    let of_pair = first_of(&found, runs);
+    let order = |first: &FirstDivergence| {
+        let stage = Stage::ALL.iter().position(|stage| stage.name() == first.stage);
+        // Layers come before the head in the forward and after it in the backward.
+        let named = found.named.iter().find(|named| named.tensor == first.stage);
+        match (stage, named.is_some_and(|named| named.gradient)) {
+            (Some(stage), _) => stage + 1,
+            (None, false) => 0,
+            (None, true) => usize::MAX,
+        }
+    };
+    let own = report.first_divergence.take();
+    let all = own.into_iter().chain(other.first_divergence.clone()).chain(of_pair);
+    report.first_divergence = all.min_by_key(order);
+    let agreed = |verdict: Verdict, replayed: bool| !replayed || verdict == Verdict::Agreed;
+    let each = agreed(report.verdict, replayed.0) && agreed(other.verdict, replayed.1);
+    let compared = found.stages.len() + found.named.len();
+    report.verdict = match &report.first_divergence {
+        Some(_) => Verdict::Diverged,
+        None if each && compared > 0 && found.unjudged == 0 => Verdict::Agreed,
+        None => Verdict::Incomplete,
+    };
+    report.findings.extend(found.findings);
+    report.findings.extend(other.findings.iter().map(|finding| format!("other run: {finding}")));
+    let here = report.not_checked.clone();
+    let named: Vec<&str> = found.named.iter().map(|named| named.tensor.as_str()).collect();
+    // What this comparison did look at is no longer unchecked.
+    report.not_checked.retain(|item| !named.contains(&item.what.as_str()));
+    let more = other.not_checked.into_iter().filter(|item| !here.contains(item));
+    let more: Vec<NotChecked> = more
+        .filter(|item| !named.contains(&item.what.as_str()))
+        .map(|item| NotChecked { what: format!("other run, {}", item.what), why: item.why })
+        .collect();
+    report.not_checked.extend(more);
+    report.not_checked.extend(found.not_checked);
+    report.against = Some(AgainstReport {
+        dump: other.dump,
+        stages: other.stages,
+        differences: found.stages,
+        tensors: found.named,
+        likely: found.likely,
+        unjudged: found.unjudged,
+        grad_norm: other.grad_norm,
+        norm_gap: None,
+    });
+}
+
+/// Where the two runs leave each other first.
+fn first_of(found: &Differences, run: String) -> Option<FirstDivergence> {
+    let of_stage = |apart: &crate::replay::against::Difference| FirstDivergence {
+        stage: apart.stage.name().into(),
+        tensor: apart.stage.name().into(),
+        microbatch: apart.microbatch.map(|mb| mb.0),
+        rank: None,
+        run: run.clone(),
+        reason: match (apart.stage.is_input(), apart.reason.as_str()) {
+            (true, "") => format!(
+                "the inputs differ in {}, so the backward is not to blame yet",
+                plural(apart.unequal, "element")
+            ),
+            (true, why) => {
+                format!("the inputs differ, so the backward is not to blame yet: {why}")
+            }
+            (false, "") => "the two runs differ by more than both runs' rounding explains".into(),
+            (false, why) => why.into(),
+        },
+    };
+    let of_name = |apart: &crate::replay::against::NamedDifference| FirstDivergence {
+        stage: apart.tensor.clone(),
+        tensor: apart.tensor.clone(),
+        microbatch: None,
+        rank: None,
+        run: run.clone(),
+        reason: apart.reason.clone(),
+    };
+    let named = found.named.iter().find(|named| named.status == Status::Fail);
+    let stage = found.stages.iter().find(|stage| stage.status == Status::Fail);
+    match (named, stage) {
+        (Some(named), Some(stage)) if named.gradient => Some(of_stage(stage)),
+        (Some(named), _) => Some(of_name(named)),
+        (None, stage) => stage.map(of_stage),
+    }
+}

@@ -1,0 +1,60 @@
+//! Which shards of a partial tensor are parts of one addend.
+//!
+//! Where the mesh says which ranks hold which addend, it is believed. Where it
+//! does not, each rank's part is one addend.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Rank;
+use backtape::placement::Placement;
+use backtape::shard::ShardRecord;
+
+use super::{ShardRef, StepDump, TensorInfo};
+
+/// Which addend a shard is of: coordinates on the axes of the mesh that are
+/// summed over, else the rank.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Addend {
+    Mesh(Vec<(String, u32)>),
+    Rank(Rank),
+}
+
+impl std::fmt::Display for Addend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Addend::Rank(rank) => write!(f, "rank {rank}"),
+            Addend::Mesh(at) => {
+                let axes: Vec<String> = at.iter().map(|(axis, i)| format!("{axis}={i}")).collect();
+                f.write_str(&axes.join(" "))
+            }
+        }
+    }
+}
+
+/// By coordinates only if every shard names the same summed axes.
+pub(crate) fn group(dump: &StepDump, info: &TensorInfo) -> BTreeMap<Addend, Vec<ShardRef>> {
+    let records = || info.shards.iter().map(|at| dump.record(at));
+    let axes = records().next().map(summed_axes).unwrap_or_default();
+    let same = |record: &ShardRecord| {
+        summed_axes(record) == axes && axes.iter().all(|axis| record.mesh.contains_key(*axis))
+    };
+    let by_mesh = !axes.is_empty() && records().all(same);
+    let mut groups: BTreeMap<Addend, Vec<ShardRef>> = BTreeMap::new();
+    for at in &info.shards {
+        let record = dump.record(at);
+        let addend = if by_mesh {
+            let coordinate = |axis: &&str| ((*axis).to_string(), record.mesh[*axis]);
+            Addend::Mesh(axes.iter().map(coordinate).collect())
+        } else {
+            Addend::Rank(record.rank)
+        };
+        groups.entry(addend).or_default().push(*at);
+    }
+    groups
+}
+
+fn summed_axes(record: &ShardRecord) -> Vec<&str> {
+    let placements = record.placement.iter();
+    let summed = placements.filter(|(_, placement)| matches!(placement, Placement::Partial(_)));
+    summed.map(|(axis, _)| axis.as_str()).collect()
+}

@@ -1,0 +1,230 @@
+//! Two dumps of the same step, tensor by tensor in global coordinates.
+//!
+//! Inputs come first: when they differ, the backward is not to blame yet. Then
+//! every head tensor that both dumps hold, brought to one shape ([`align`]), so
+//! that the two runs may be sharded, cut into microbatches and laid out in any
+//! way. Two clean values differ from one reference by their own allowances, so
+//! from each other by the sum of both at most. Tensors without a part in the
+//! head are compared by name ([`named`]).
+//!
+//! One tensor at a time, in slabs: never a whole model in memory.
+
+mod align;
+mod asked;
+pub mod named;
+mod side;
+mod stages;
+mod tokens;
+mod view;
+mod walk;
+
+use std::collections::BTreeSet;
+
+use backtape::identity::Microbatch;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+use serde::Serialize;
+
+pub use asked::{Asked, Named, PatternError};
+pub use named::NamedDifference;
+pub use side::Side;
+
+use super::outcome::{NotChecked, Status};
+use crate::assemble::AssembleError;
+use crate::compare::measures::Summary;
+use crate::head::Stage;
+
+/// One stage in both dumps.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Difference {
+    /// The stage that made it.
+    pub stage: Stage,
+    /// Its microbatch; absent when it is of the whole step.
+    pub microbatch: Option<Microbatch>,
+    /// How it came out; `Skip` where nothing says how much may differ.
+    pub status: Status,
+    /// Why it fails; empty when the numbers say it.
+    pub reason: String,
+    /// How the two were brought to one shape; empty when they had it.
+    pub aligned: String,
+    /// Relative difference in the Frobenius norm.
+    pub difference: f64,
+    /// How much both runs' rounding explains together.
+    pub allowed: Option<f64>,
+    /// Elements whose bits differ, of sums those whose values do.
+    pub unequal: u64,
+    /// Norm in this dump.
+    pub norm: f64,
+    /// Norm in the other dump.
+    pub other_norm: f64,
+    /// Row and column of the largest difference, and both values.
+    pub worst: Option<((u64, u64), f64, f64)>,
+    /// The measures that other tools have too.
+    pub measures: Summary,
+}
+
+/// The tensor at which two runs seem to part, where no bound says that they do.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Likely {
+    /// The tensor, with its microbatch and moment.
+    pub tensor: String,
+    /// Why it is taken for the first.
+    pub why: String,
+}
+
+/// All that two dumps say of each other.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Differences {
+    /// Stage by stage.
+    pub stages: Vec<Difference>,
+    /// What has no part in the head, in the order of capture.
+    pub named: Vec<NamedDifference>,
+    /// Where those tensors part, likely.
+    pub likely: Option<Likely>,
+    /// What is worth a sentence.
+    pub findings: Vec<String>,
+    /// What could not be compared, and why.
+    pub not_checked: Vec<NotChecked>,
+    /// Tensors that were asked for by name, or by asking for everything where
+    /// there is no head, and that nothing could judge.
+    pub unjudged: usize,
+}
+
+/// Why two dumps cannot be compared as asked.
+#[derive(Debug, thiserror::Error)]
+pub enum AgainstError {
+    /// A pattern names nothing.
+    #[error(
+        "--compare {pattern:?} matches no tensor and no role: choose among what is held, {held}"
+    )]
+    Nothing {
+        /// As typed.
+        pattern: String,
+        /// What is there.
+        held: String,
+    },
+    /// A tensor that is there cannot be put together.
+    #[error("{key} cannot be reassembled")]
+    Assemble {
+        /// Which tensor.
+        key: TensorKey,
+        /// Why.
+        source: AssembleError,
+    },
+}
+
+/// Compares what both dumps hold, in the order of the stages, then by name.
+pub fn against(
+    one: &Side<'_>,
+    other: &Side<'_>,
+    asked: &Asked,
+) -> Result<Differences, AgainstError> {
+    let empty = asked.patterns.iter().find(|named| {
+        let mut held = one.dump.tensors().keys().chain(other.dump.tensors().keys());
+        !held.any(|key| named.matches(key))
+    });
+    if let Some(named) = empty {
+        let held = held(one, other);
+        return Err(AgainstError::Nothing { pattern: named.to_string(), held });
+    }
+    let lacks = |role: &&Role| {
+        let mut held = one.dump.tensors().values().chain(other.dump.tensors().values());
+        !held.any(|info| info.role == Some(**role))
+    };
+    if let Some(role) = asked.roles.iter().find(lacks) {
+        let held = held(one, other);
+        return Err(AgainstError::Nothing { pattern: role.to_string(), held });
+    }
+    let mut found = Differences::default();
+    let mut seen = BTreeSet::new();
+    if one.declared.is_some() && other.declared.is_some() {
+        stages::compare(one, other, asked, &mut found, &mut seen)?;
+    }
+    let wanted = |key: &TensorKey| {
+        asked.everything() || asked.names(key) || has_role(one, other, key, asked)
+    };
+    let usable = |key: &TensorKey| {
+        other.dump.tensors().contains_key(key) && !other.unusable.contains_key(key)
+    };
+    let by_name =
+        |key: &TensorKey| wanted(key) && of_head(one, other, key).is_none() && usable(key);
+    let keys = named::in_order(one, by_name);
+    found.named = named::compare(one, other, &keys)?;
+    seen.extend(keys.into_iter().cloned());
+    let likely = named::likely(&found.named);
+    found.likely = likely.map(|(at, why)| Likely { tensor: found.named[at].tensor.clone(), why });
+    let left_out = left_out(one, other, &wanted, &seen);
+    // Beside a head that was judged, other tensors are shown for information.
+    if !asked.patterns.is_empty() || found.stages.is_empty() {
+        let warned = found.named.iter().filter(|named| named.status == Status::Warn).count();
+        found.unjudged = warned + left_out.len();
+    }
+    found.not_checked.extend(left_out);
+    Ok(found)
+}
+
+/// The role under which the head compares a tensor; none without a head.
+fn of_head(one: &Side<'_>, other: &Side<'_>, key: &TensorKey) -> Option<Role> {
+    let heads = one.declared.is_some() && other.declared.is_some();
+    let info = one.dump.tensors().get(key).or_else(|| other.dump.tensors().get(key))?;
+    info.role.filter(|_| heads)
+}
+
+fn has_role(one: &Side<'_>, other: &Side<'_>, key: &TensorKey, asked: &Asked) -> bool {
+    let info = one.dump.tensors().get(key).or_else(|| other.dump.tensors().get(key));
+    info.and_then(|info| info.role).is_some_and(|role| asked.roles.contains(&role))
+}
+
+/// The stages that the request is about: roles, and what patterns name of them.
+pub fn wanted_roles(dump: &crate::dump::StepDump, asked: &Asked) -> Vec<Role> {
+    let mut roles = asked.roles.clone();
+    for (key, info) in dump.tensors() {
+        roles.extend(info.role.filter(|role| asked.names(key) && !asked.roles.contains(role)));
+    }
+    roles.sort_unstable();
+    roles.dedup();
+    roles
+}
+
+/// Tensors of the request that only one run holds, or that the runs hold for
+/// different parts of the step.
+fn left_out(
+    one: &Side<'_>,
+    other: &Side<'_>,
+    wanted: &impl Fn(&TensorKey) -> bool,
+    seen: &BTreeSet<TensorKey>,
+) -> Vec<NotChecked> {
+    let mut found = Vec::new();
+    let sides = [(one, other, "this run"), (other, one, "the other run")];
+    for (side, against, whose) in sides {
+        for (key, why) in side.unusable.iter().filter(|(key, _)| wanted(key)) {
+            let what = format!("{key} of {whose}");
+            found.push(NotChecked { what, why: why.clone() });
+        }
+        for (key, _) in side.tensors().filter(|(key, _)| wanted(key) && !seen.contains(*key)) {
+            let held = against.dump.tensors().contains_key(key);
+            let why = match (held, against.unusable.contains_key(key)) {
+                (_, true) => continue,
+                (true, false) => "the two runs hold it in shapes that cannot be aligned".into(),
+                (false, false) => format!("only {whose} holds it"),
+            };
+            let item = NotChecked { what: key.to_string(), why };
+            if !found.contains(&item) {
+                found.push(item);
+            }
+        }
+    }
+    found
+}
+
+/// Names of the tensors of both runs, once each.
+fn held(one: &Side<'_>, other: &Side<'_>) -> String {
+    const SHOWN: usize = 40;
+    let names = one.dump.tensors().keys().chain(other.dump.tensors().keys());
+    let names: BTreeSet<&str> = names.map(|key| key.tensor.as_str()).collect();
+    let shown: Vec<&str> = names.iter().copied().take(SHOWN).collect();
+    match names.len().saturating_sub(SHOWN) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}

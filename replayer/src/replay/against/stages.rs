@@ -1,0 +1,185 @@
+//! The head's stages in two runs: how much they differ, and how much both runs'
+//! rounding explains.
+
+use std::collections::BTreeSet;
+
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+
+use super::align::{Pairing, Plan, pairings, per_token};
+use super::side::Side;
+use super::tokens::{TokenOrder, same_rows, token_order};
+use super::walk::walk;
+use super::{AgainstError, Asked, Difference, Differences, wanted_roles};
+use crate::compare::bound::Budget;
+use crate::compare::pair::Compared;
+use crate::head::Stage;
+use crate::replay::outcome::{NotChecked, Status};
+
+/// One false alarm in e^16 for each of the few dozen pairs of a report.
+const BOUND: f64 = 16.0;
+
+/// Compares every stage that both runs hold and the request is about.
+pub(super) fn compare(
+    one: &Side<'_>,
+    other: &Side<'_>,
+    asked: &Asked,
+    found: &mut Differences,
+    seen: &mut BTreeSet<TensorKey>,
+) -> Result<(), AgainstError> {
+    let (order, broken) = aligned_tokens(one, other)?;
+    let plan = Plan::new(one, other, order);
+    let roles = wanted_roles(one.dump, asked);
+    for &stage in Stage::ALL {
+        let serves = |role: &Role| Stage::of_role(*role).is_some_and(|asked| stage.serves(asked));
+        let norm = stage == Stage::GradNorm && !roles.is_empty();
+        if !(asked.everything() || norm || roles.iter().any(serves)) {
+            continue;
+        }
+        for pairing in pairings(one, other, stage, &plan) {
+            let keys = pairing.keys.0.iter().chain(&pairing.keys.1);
+            seen.extend(keys.map(|&key| key.clone()));
+            let shape = &one.dump.tensors()[pairing.keys.0[0]].shape;
+            let of_tokens = stage.role().is_some_and(|role| per_token(role, shape));
+            match &broken {
+                Some(why) if of_tokens && stage != Stage::TokenOrder => {
+                    let what = format!("{stage} of one run against the other");
+                    found.not_checked.push(NotChecked { what, why: why.clone() });
+                }
+                _ => found.stages.push(compare_one(one, other, &pairing, broken.as_deref())?),
+            }
+        }
+    }
+    found.findings.extend(broken);
+    other_order(one, other, found)
+}
+
+type Aligned = (Option<Vec<u64>>, Option<String>);
+
+fn aligned_tokens(one: &Side<'_>, other: &Side<'_>) -> Result<Aligned, AgainstError> {
+    let order =
+        token_order(one, other).map_err(|source| unreadable(one, Role::TokenOrder, source))?;
+    Ok(match order {
+        TokenOrder::Permuted(order) => (Some(order), None),
+        TokenOrder::Broken(why) => (None, Some(why)),
+        TokenOrder::Same | TokenOrder::Unknown => (None, None),
+    })
+}
+
+fn unreadable(side: &Side<'_>, role: Role, source: crate::assemble::AssembleError) -> AgainstError {
+    let key = side.all(role).first().map(|&key| key.clone());
+    AgainstError::Assemble { key: key.expect("it was read, so it is there"), source }
+}
+
+/// The same tokens in another order look like other data: say so.
+fn other_order(
+    one: &Side<'_>,
+    other: &Side<'_>,
+    found: &mut Differences,
+) -> Result<(), AgainstError> {
+    let of_q = |d: &&mut Difference| d.stage == Stage::Q && d.status == Status::Fail;
+    let Some(q) = found.stages.iter_mut().find(of_q) else {
+        return Ok(());
+    };
+    if same_rows(one, other).map_err(|source| unreadable(one, Role::Q, source))? {
+        let why =
+            "q holds the same tokens in another order: record token_order to have them aligned";
+        q.reason = why.into();
+        found.findings.push(why.into());
+    }
+    Ok(())
+}
+
+fn compare_one(
+    one: &Side<'_>,
+    other: &Side<'_>,
+    pairing: &Pairing<'_>,
+    broken: Option<&str>,
+) -> Result<Difference, AgainstError> {
+    let (ours, theirs) = (&pairing.ours, &pairing.theirs);
+    let key = pairing.keys.0[0];
+    let fits = (ours.columns, ours.elements()) == (theirs.columns, theirs.elements());
+    let compared = match fits {
+        true => walk(ours, theirs)
+            .map_err(|source| AgainstError::Assemble { key: key.clone(), source })?,
+        false => Compared::default(),
+    };
+    let norm = compared.energies.reference.sqrt();
+    let allowed = allowed(one, other, pairing, norm);
+    let difference = if fits { compared.difference() } else { f64::INFINITY };
+    let mut reason = String::new();
+    if !fits {
+        let shape = |view: &super::view::View<'_>| format!("[{}, {}]", view.rows, view.columns);
+        reason = format!("{} here, {} in the other run", shape(ours), shape(theirs));
+    } else if compared.nonfinite > 0 {
+        reason = format!("{} values are NaN, or infinite in one run alone", compared.nonfinite);
+    }
+    if let (Stage::TokenOrder, Some(why)) = (pairing.stage, broken) {
+        reason = why.into();
+    }
+    let status = match allowed {
+        _ if !reason.is_empty() => Status::Fail,
+        Some(allowed) if difference <= allowed => Status::Pass,
+        Some(_) => Status::Fail,
+        None if difference == 0.0 => Status::Pass,
+        None => Status::Skip,
+    };
+    let worst = compared.first_nonfinite.or(compared.measures.worst);
+    Ok(Difference {
+        stage: pairing.stage,
+        microbatch: pairing.microbatch,
+        status,
+        reason,
+        aligned: pairing.how.clone(),
+        difference,
+        allowed,
+        unequal: compared.measures.mismatches,
+        norm: compared.energies.captured.sqrt(),
+        other_norm: norm,
+        worst: worst.map(|at| (at.index, at.captured, at.reference)),
+        measures: compared.measures.summary(compared.energies.cosine()),
+    })
+}
+
+/// How much both runs' rounding explains, relative to the value.
+fn allowed(one: &Side<'_>, other: &Side<'_>, pairing: &Pairing<'_>, norm: f64) -> Option<f64> {
+    let stage = pairing.stage;
+    if stage.is_input() {
+        return Some(0.0);
+    }
+    // What has no microbatch of its own has the errors of all of them.
+    let every = pairing.joined || matches!(stage, Stage::Accumulate | Stage::Reduce);
+    let reach = |side: &Side<'_>, factor: f64| {
+        let mut budget = Budget::default();
+        let mut any = false;
+        for &of in sources(stage) {
+            let comparisons = &side.outcome?.stage(of).comparisons;
+            let ours = |mb| every || mb == pairing.microbatch;
+            for found in comparisons.iter().filter(|c| ours(c.microbatch)) {
+                budget.merge(&found.tally.budget);
+                any |= of == stage;
+            }
+        }
+        any.then(|| budget.energy(BOUND).sqrt() * factor)
+    };
+    let (ours, theirs) = pairing.factors;
+    Some((reach(one, ours)? + reach(other, theirs)?) / norm)
+}
+
+/// The stages whose allowances add up in a stage that was judged from them.
+fn sources(stage: Stage) -> &'static [Stage] {
+    use Stage::{Accumulate, Dk, DkLabel, DkLse, Dq, DqLabel, DqLse, Reduce};
+    match stage {
+        Dq => &[Dq, DqLse, DqLabel],
+        Dk => &[Dk, DkLse, DkLabel],
+        Accumulate => &[Accumulate, Dk, DkLse, DkLabel],
+        Reduce => &[Reduce, Accumulate, Dk, DkLse, DkLabel],
+        Stage::Lse => &[Stage::Lse],
+        Stage::LabelLogits => &[Stage::LabelLogits],
+        DqLse => &[DqLse],
+        DqLabel => &[DqLabel],
+        DkLse => &[DkLse],
+        DkLabel => &[DkLabel],
+        _ => &[],
+    }
+}

@@ -1,0 +1,183 @@
+//! The part of the text report that is about two runs.
+
+use std::fmt::Write;
+
+use super::number::{error, plural, ratio, short};
+use super::schema::{AgainstReport, Report, Verdict};
+use super::text::{place, word, wrap};
+use crate::replay::against::NamedDifference;
+use crate::replay::outcome::Status;
+
+/// Tensors shown one by one.
+const SHOWN: usize = 12;
+
+/// Stages of both runs, then tensors by name.
+pub(super) fn render(out: &mut String, against: &AgainstReport) {
+    if !against.differences.is_empty() {
+        stages(out, against);
+    }
+    if !against.tensors.is_empty() {
+        tensors(out, against);
+    }
+    if !against.stages.is_empty() {
+        let failing = against.stages.iter().filter(|s| s.status == Status::Fail);
+        let failing: Vec<&str> = failing.map(|s| s.name).collect();
+        let other = match failing.as_slice() {
+            [] => "agrees with its own reference at every stage compared".to_string(),
+            names => format!("diverges from its own reference at {}", names.join(", ")),
+        };
+        wrap(out, "other run ", &other);
+    }
+    out.push('\n');
+}
+
+fn stages(out: &mut String, against: &AgainstReport) {
+    let _ = writeln!(
+        out,
+        "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  where",
+        "both runs", "status", "difference", "allowed", "worst element", "this", "other"
+    );
+    for found in &against.differences {
+        let (index, ours, theirs) = match found.worst {
+            Some((at, x, y)) => (format!("[{}, {}]", at.0, at.1), short(x), short(y)),
+            None if found.difference == 0.0 => {
+                ("equal bit for bit".into(), String::new(), String::new())
+            }
+            None => Default::default(),
+        };
+        let _ = writeln!(
+            out,
+            "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
+            found.stage.name(),
+            if found.status == Status::Skip { "-" } else { word(found.status) },
+            error(found.difference),
+            found.allowed.map_or("-".into(), error),
+            index,
+            ours,
+            theirs,
+            place(found.microbatch.map(|mb| mb.0), None),
+        );
+    }
+    // What was done to align them is the same for many: once is enough.
+    let mut ways: Vec<(&str, Vec<&str>)> = Vec::new();
+    for found in against.differences.iter().filter(|found| !found.aligned.is_empty()) {
+        match ways.iter_mut().find(|(how, _)| *how == found.aligned) {
+            Some((_, stages)) => stages.push(found.stage.name()),
+            None => ways.push((&found.aligned, vec![found.stage.name()])),
+        }
+    }
+    for (how, stages) in ways {
+        wrap(out, "aligned   ", &format!("{}: {how}", stages.join(", ")));
+    }
+}
+
+fn tensors(out: &mut String, against: &AgainstReport) {
+    let all = &against.tensors;
+    let differ: Vec<&NamedDifference> =
+        all.iter().filter(|found| found.status != Status::Pass).collect();
+    let equal = all.len() - differ.len();
+    wrap(
+        out,
+        "tensors   ",
+        &format!(
+            "{} by name, in the order of capture: {equal} equal bit for bit, {} not",
+            all.len(),
+            differ.len()
+        ),
+    );
+    if differ.is_empty() {
+        return;
+    }
+    let _ = writeln!(
+        out,
+        "{:<33}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11}",
+        "tensor", "status", "difference", "unit", "by chance", "growth", "max abs", "cosine"
+    );
+    for found in differ.iter().take(SHOWN) {
+        let _ = writeln!(
+            out,
+            "{:<33}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11.8}",
+            shortened(&found.tensor),
+            word(found.status),
+            error(found.difference),
+            error(found.unit),
+            error(found.expected),
+            found.growth.map_or("-".into(), |growth| format!("{}x", ratio(growth))),
+            error(found.measures.max_abs),
+            found.measures.cosine,
+        );
+    }
+    if differ.len() > SHOWN {
+        let more = plural((differ.len() - SHOWN) as u64, "more tensor");
+        wrap(out, "", &format!("and {more} that differ: --json names all"));
+    }
+    match &against.likely {
+        Some(likely) => {
+            wrap(out, "likely    ", &format!("{} parts first: {}", likely.tensor, likely.why))
+        }
+        None => wrap(
+            out,
+            "likely    ",
+            "none stands out: each differs by what roundings of its dtype come to by chance",
+        ),
+    }
+}
+
+/// Keeps the end of a long name: that is where the layers differ.
+fn shortened(name: &str) -> String {
+    const ROOM: usize = 32;
+    match name.len() {
+        0..=ROOM => name.into(),
+        // Names are ASCII.
+        n => format!("...{}", &name[n - (ROOM - 3)..]),
+    }
+}
+
+/// The last sentence, where nothing diverges.
+pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
+    let Some(against) = &report.against else {
+        return String::new();
+    };
+    let (stages, tensors) = (against.differences.len(), against.tensors.len());
+    let warned = against.tensors.iter().filter(|found| found.status == Status::Warn).count();
+    match verdict {
+        Verdict::Agreed => {
+            let mut parts = Vec::new();
+            if stages > 0 {
+                parts.push(format!(
+                    "{} of both runs are what the declared precision must give",
+                    plural(stages as u64, "comparison")
+                ));
+            }
+            if tensors > warned {
+                let n = plural((tensors - warned) as u64, "tensor");
+                parts.push(format!("{n} outside the head equal bit for bit"));
+            }
+            if warned > 0 {
+                parts.push(format!("{warned} that differ outside the head are not judged"));
+            }
+            format!("AGREED: {}.", parts.join("; "))
+        }
+        _ if stages + tensors == 0 => {
+            "INCOMPLETE: nothing that was asked for could be compared.".into()
+        }
+        _ if against.unjudged > 0 => {
+            let likely = match &against.likely {
+                Some(likely) => format!("; they likely part at {}", likely.tensor),
+                None => String::new(),
+            };
+            format!(
+                "INCOMPLETE: {warned} of {} outside the head differ, and no bound says how much they may{likely}{}.",
+                plural(tensors as u64, "tensor"),
+                match against.unjudged - warned.min(against.unjudged) {
+                    0 => String::new(),
+                    n => format!("; {n} could not be compared"),
+                }
+            )
+        }
+        _ => {
+            "INCOMPLETE: no verdict is given on what depends on the missing or altered parts above."
+                .into()
+        }
+    }
+}
