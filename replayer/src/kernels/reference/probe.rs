@@ -209,6 +209,7 @@ mod tests {
         logit_rel_var: 0.02,
         dot_rel_var: 0.001,
         cap_rel_var: 0.05,
+        logit_floor: 0.003,
         filter: 0.02,
     };
 
