@@ -79,12 +79,15 @@ impl Slab {
         let inside = |&t: &usize| range.contains(&(head.labels[t] as usize));
         for t in (0..head.q.rows).filter(inside) {
             let row = head.labels[t] as usize - range.start;
-            let (entry, entry_var) = (slopes[t].0 * g_label[t], slopes[t].1 * g_label[t].powi(2));
+            let copies = head.copies.map_or(1.0, |copies| copies[t]);
+            let entry = slopes[t].0 * g_label[t];
+            let entry_var = copies * slopes[t].1 * g_label[t].powi(2);
             slab.hits[row] += 1;
             for i in 0..d {
                 let (at, q) = (row * d + i, head.q.get_f64(t * d + i));
                 slab.label[at] += entry * q;
                 slab.label_sq[at] += (entry * q).powi(2);
+                slab.label_alike[at] += copies * (entry * q).powi(2);
                 slab.label_var[at] += entry_var * q * q;
             }
         }

@@ -23,7 +23,7 @@
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::allowed::{relative, rounded, summed};
+use super::allowed::{carried, relative, rounded, summed};
 use super::dq::tokens_of_label;
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::draw::Draw;
@@ -73,6 +73,10 @@ pub struct Model {
     pub alike: f64,
     /// Relative variance of one constant in all label gradients.
     pub label_alike: f64,
+    /// Relative variance that all addends share: narrowed inputs, the logits' constants.
+    pub addends_alike: f64,
+    /// For each token, variance along q over q²; for the rows of k, along k over `k²/|k|⁴`.
+    pub sliced: (Vec<f64>, f64),
 }
 
 /// How the check is made.
@@ -222,14 +226,17 @@ impl Labels {
             let entry = found.entries[token];
             let norm: f64 =
                 (token * depth..(token + 1) * depth).map(|at| head.q.get_f64(at).powi(2)).sum();
-            found.dk_sq[row] += entry * entry * norm;
+            let copies = head.copies.map_or(1.0, |copies| copies[token]);
+            found.dk_sq[row] += copies * entry * entry * norm;
             for probe in 0..probes {
                 let (at, qx) = (row * probes + probe, probed.qx[token * probes + probe]);
+                // Tokens that are copies round alike: their errors add.
+                let copies = head.copies.map_or(1.0, |copies| copies[token]);
                 let addend = entry * qx;
                 found.dk[at] += addend;
-                found.dk_squares[at] += addend * addend;
-                found.dk_slopes[at] += found.slope_var[token] * qx * qx;
-                found.dk_tokens[at] += backward.g_rel_var[token] * addend * addend;
+                found.dk_squares[at] += copies * addend * addend;
+                found.dk_slopes[at] += copies * found.slope_var[token] * qx * qx;
+                found.dk_tokens[at] += copies * backward.g_rel_var[token] * addend * addend;
                 found.dq[token * probes + probe] = entry * probed.kx[row * probes + probe];
             }
         }
@@ -304,7 +311,9 @@ impl Judge<'_> {
             self.allowed((side, parts), row, probe, energies[row])
         };
         let repeats = tokens_of_label(self.backward.head.labels);
-        let of_token = |row: usize| repeats[row];
+        let copies = self.backward.head.copies;
+        let of_token =
+            |row: usize| f64::max(repeats[row], copies.map_or(1.0, |copies| copies[row]));
         let probed = Matrix { rows: matrix.rows, cols: probes, values: Values::F64(&values) };
         let rows = Rows {
             captured: probed,
@@ -436,8 +445,14 @@ impl Judge<'_> {
         let floor = |probed: &[f64]| match model.entry_floor {
             0.0 => 0.0,
             floor => {
-                let probe = probed.iter().skip(at % self.plan.probes).step_by(self.plan.probes);
-                floor * floor * probe.map(|x| x * x).sum::<f64>()
+                // Entries in a format's smallest numbers round alike, or each for itself.
+                let column = || probed.iter().skip(at % self.plan.probes).step_by(self.plan.probes);
+                let copies = |row: usize| match (side, head.copies) {
+                    (Side::K, Some(copies)) => copies[row],
+                    _ => 1.0,
+                };
+                let each = column().enumerate().map(|(row, x)| copies(row) * x * x).sum::<f64>();
+                floor * floor * (each + column().sum::<f64>().powi(2))
             }
         };
         let certain = |dropped: &[f64]| dropped.get(at).copied().unwrap_or(0.0);
@@ -446,6 +461,8 @@ impl Judge<'_> {
                 let value = probed.dq_lse[at].powi(2);
                 Allowed {
                     row: sum(probed.dq_sq[row])
+                        + model.addends_alike * probed.dq_sq[row]
+                        + model.sliced.0[row] * probed.qx[at].powi(2)
                         + probed.dq_noise[at]
                         + floor(&probed.kx)
                         + self.backward.token_rel_var[row] * value,
@@ -456,6 +473,7 @@ impl Judge<'_> {
             }
             Side::K => Allowed {
                 row: sum(probed.dk_sq[row])
+                    + model.sliced.1 * self.along_k(row, at)
                     + probed.dk_noise[at]
                     + floor(&probed.qx)
                     + probed.dk_tokens[at],
@@ -466,9 +484,28 @@ impl Judge<'_> {
         }
     }
 
+    /// `(k·x)²/|k|⁴` of a row of k.
+    fn along_k(&self, row: usize, at: usize) -> f64 {
+        let k = &self.backward.head.k;
+        let square = |i: usize| k.get_f64(row * k.cols + i).powi(2);
+        match self.model.sliced.1 > 0.0 && row < self.backward.head.valid_vocab {
+            false => 0.0,
+            true => match (0..k.cols).map(square).sum::<f64>() {
+                norm if norm > 0.0 => (self.probed.kx[at] / norm).powi(2),
+                _ => 0.0,
+            },
+        }
+    }
+
     fn label_part(&self, side: Side, row: usize, at: usize, energy: f64) -> Allowed {
         let (model, labels, probes) = (self.model, self.labels, self.plan.probes);
         let Policy { sums, path, label_grad, .. } = model.widest;
+        // Where dlogits are whole the label's term is one of the whole sum.
+        let inside = |sum: Sum, n: usize, squares: f64| match path {
+            Path::Fused => 0.0,
+            _ => carried(sum, n as f64, squares),
+        };
+        let head = &self.backward.head;
         match side {
             Side::Q => {
                 let value = labels.dq[at].powi(2);
@@ -478,6 +515,8 @@ impl Judge<'_> {
                 };
                 Allowed {
                     row: self.each(label_grad, energy)
+                        + inside(sums.dq, head.valid_vocab, energy)
+                        + model.addends_alike * energy
                         + model.input * model.input / 3.0 * energy
                         + (model.label_row + self.backward.g_rel_var[row]) * value
                         + labels.slope_var[row] * kx * kx,
@@ -496,6 +535,7 @@ impl Judge<'_> {
                     row: (label_grad.unit_roundoff().powi(2) / 3.0 + self.product()) * squares
                         + depth * hits * tiny * tiny
                         + summed(scatter, hits, energy.sqrt(), squares)
+                        + inside(sums.dk, head.q.rows, squares + energy)
                         + model.label_row * labels.dk_squares[at]
                         + labels.dk_slopes[at]
                         + labels.dk_tokens[at],

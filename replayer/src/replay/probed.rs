@@ -86,13 +86,15 @@ impl Replay<'_> {
                 storage,
             })
             .collect();
+        let shared = self.narrowing() + problem.constants;
+        let g_rel_var: Vec<f64> = problem.variance.iter().map(|g| g + shared).collect();
         let token_rel_var: Vec<f64> =
-            problem.scale.iter().zip(&problem.variance).map(|(a, b)| a + b).collect();
+            problem.scale.iter().zip(&g_rel_var).map(|(a, b)| a + b).collect();
         let backward = probe::Backward {
             head: problem.head,
             lse: &problem.lse,
             token_rel_var: &token_rel_var,
-            g_rel_var: &problem.variance,
+            g_rel_var: &g_rel_var,
             cotangents: problem.cotangents(),
         };
         let (tiles, progress, comparisons) = (self.tiles, self.progress, self.comparisons);
@@ -139,8 +141,10 @@ impl Replay<'_> {
             input: self.roundings.input(),
             entry_floor: self.entry_floor(),
             label_row: self.label_row_scale(),
-            alike: self.shared_scale(problem.alike),
-            label_alike: self.shared_scale(self.roundings.shared_g()),
+            alike: self.shared_scale(problem.alike) + problem.constants,
+            label_alike: self.shared_scale(self.roundings.shared_g()) + problem.constants,
+            addends_alike: self.narrowing() + problem.constants,
+            sliced: problem.sliced.clone(),
         }
     }
 

@@ -98,6 +98,8 @@ impl Head {
             label_row: 0.0,
             alike: 0.0,
             label_alike: 0.0,
+            addends_alike: 0.0,
+            sliced: (none.clone(), 0.0),
         };
         let plan = Plan { probes, seed, comparisons: 2, tiles: TILES, progress: &NoProgress };
         let storage = &|_at: usize, x: f64| rounded(Precision::F32, x);
