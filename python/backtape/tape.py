@@ -71,14 +71,20 @@ class Tape:
     def head(self, **declaration: Any) -> None:
         """Declares the loss head; every option has the default that is shown.
 
-            loss="softmax_xent" | "xent_logits" | "grpo", path="fused" | "plain" | a policy's name,
+            loss="softmax_xent" | "xent_logits" | "grpo",
+            path="fused" | "plain" | "chunked" | a policy's name,
             reduction="mean" | "sum" | "none", denominator="valid" | "all" | "weights" | number,
             scope="global" | "microbatch" | "rank", microbatches=1,
-            microbatch_reduction="mean" | "sum", ignore_label=None, z_loss=0.0, softcap=None,
+            microbatch_reduction="mean" | "sum", ignore_label=None, z_loss=0.0,
+            z_loss_in_loss=True, softcap=None, logit_scale=1.0, gradient_filter=None,
             label_smoothing=0.0, smoothing_formula="uniform" | "megatron", temperature=1.0,
             valid_vocab=None, mask_value=None, k_layout="vd" | "dv", labels_shifted=True,
             tied_embedding=False, cotangent=1.0, dtypes={"logits": "f32", ...},
-            tiles={"tokens": 256, "vocab": 512}
+            tiles={"tokens": 256, "vocab": 512}, policy={"base": ..., "round": ..., "sums": ...},
+            grpo={"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, ...}
+
+        docs/heads.md has the formula of each. Options that cannot both hold are refused by the
+        replay, which names both.
 
         A wrong option or value refuses the whole declaration: see the log line.
         """
