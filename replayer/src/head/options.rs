@@ -223,25 +223,36 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
     Ok(())
 }
 
+/// Two options that cannot both hold, and what to do.
+type Contradiction = (bool, String, String, &'static str);
+
 /// Options that cannot both hold: silently preferring one would replay a head
 /// that the job never had.
 fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
-    let word = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
+    let mut found = of_terms(head).into_iter().chain(of_loss(head));
+    match found.find(|(both, ..)| *both) {
+        Some((_, one, other, why)) => Err(HeadError::Contradiction { one, other, why }),
+        None => Ok(()),
+    }
+}
+
+fn word(value: &dyn std::fmt::Debug) -> String {
+    format!("{value:?}").to_lowercase()
+}
+
+fn option(name: &str, value: f64) -> String {
+    format!("{name}={value}")
+}
+
+/// Of reduction, factors and masks.
+fn of_terms(head: &HeadDeclaration) -> Vec<Contradiction> {
     let divided = match head.denominator {
         Denominator::Valid => None,
         Denominator::Number(n) => Some(format!("denominator={n}")),
         ref other => Some(format!("denominator={}", word(other))),
     };
     let reduction = format!("reduction={}", word(&head.reduction));
-    let loss = match head.loss {
-        Loss::SoftmaxXent => "loss=softmax_xent",
-        Loss::XentLogits => "loss=xent_logits",
-        Loss::Grpo => "loss=grpo",
-    };
-    let policy = head.loss == Loss::Grpo;
-    let logits = head.loss == Loss::XentLogits;
-    let option = |name: &str, value: f64| format!("{name}={value}");
-    let found: [(bool, String, String, &'static str); 12] = [
+    vec![
         (
             head.reduction == LossReduction::Sum && divided.is_some(),
             reduction.clone(),
@@ -266,6 +277,20 @@ fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
             "valid_vocab=none".into(),
             "nothing is masked; declare how many columns are valid, or drop the mask value",
         ),
+    ]
+}
+
+/// Of the kind of loss with what other kinds have.
+fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
+    let reduction = format!("reduction={}", word(&head.reduction));
+    let loss = match head.loss {
+        Loss::SoftmaxXent => "loss=softmax_xent",
+        Loss::XentLogits => "loss=xent_logits",
+        Loss::Grpo => "loss=grpo",
+    };
+    let policy = head.loss == Loss::Grpo;
+    let logits = head.loss == Loss::XentLogits;
+    vec![
         (
             head.grpo.is_some() && !policy,
             loss.into(),
@@ -314,11 +339,7 @@ fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
             "path=plain".into(),
             "only a fused path filters tiles; declare path=\"fused\" or drop the filter",
         ),
-    ];
-    match found.into_iter().find(|(both, ..)| *both) {
-        Some((_, one, other, why)) => Err(HeadError::Contradiction { one, other, why }),
-        None => Ok(()),
-    }
+    ]
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use backtape::role::Role;
 use super::allowed::{relative, rounded, summed};
 use super::backward::Problem;
 use super::dk::column_squares;
+use super::dq::picked;
 use super::findings::{Captured, Findings, Gradient};
 use super::gather::Gathered;
 use super::{Replay, Slice};
@@ -87,7 +88,7 @@ impl Replay<'_> {
             let columns = if stage == Dbias { 1 } else { problem.head.q.cols };
             findings.merge(stage, tally, self.bound(problem.head.k.rows, columns));
         }
-        if let Some(gradient) = captured.stage(Dq) {
+        if let Some(gradient) = picked(captured, &unit.rows).stage(Dq) {
             let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
             let floor = &problem.k_squares[..];
             let product = Product { first: 0, values, squares, length: v, tokens: false, floor };

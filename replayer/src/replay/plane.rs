@@ -25,6 +25,10 @@ use crate::kernels::{policy, reference};
 /// Bytes of one f64 buffer over a span of tokens.
 const SPAN_BYTES: usize = 32 << 20;
 
+/// Given the tokens of a span, its captured values, and what they were stored in.
+pub(super) type TakeSpan<'a> =
+    dyn FnMut(Range<usize>, Matrix<'_>, Option<Precision>) -> Result<(), StepError> + 'a;
+
 /// Reference values of a span, `[tokens, V]` each.
 struct Plane {
     logits: Vec<f64>,
@@ -101,7 +105,7 @@ impl Replay<'_> {
         &self,
         key: &TensorKey,
         vocab: usize,
-        take: &mut dyn FnMut(Range<usize>, Matrix<'_>, Option<Precision>) -> Result<(), StepError>,
+        take: &mut TakeSpan<'_>,
     ) -> Result<(), StepError> {
         let shape = &self.step.tensors[key].shape;
         let (first, inner) = match shape.split_last() {

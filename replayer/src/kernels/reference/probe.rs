@@ -208,7 +208,6 @@ mod tests {
         p_rel_var: 0.3,
         logit_rel_var: 0.02,
         dot_rel_var: 0.001,
-        logit_floor: 0.0,
         cap_rel_var: 0.05,
         logit_floor: 0.003,
         filter: 0.02,
