@@ -216,11 +216,6 @@ impl Replay<'_> {
         (2.0 * self.roundings.compute()).powi(2) + alike * constant * constant / 3.0
     }
 
-    /// Variance of rounding a gradient as it leaves the head, before it was stored.
-    pub(super) fn output(&self, x: f64) -> f64 {
-        rounded(self.roundings.widest.output, x)
-    }
-
     /// Relative variance of what the transform does to all logits alike: the job holds
     /// the temperature in its own precision and may multiply by its reciprocal, and an
     /// implementation of tanh errs to one side by an ulp or two (XLA's is a rational

@@ -268,7 +268,9 @@ impl Replay<'_> {
                 Held::Whole(tensor) => precision_of(tensor.dtype),
                 _ => None,
             };
-            let gradient = Gradient { stage, values, stored, source: key.to_string() };
+            let source = key.to_string();
+            let mut gradient = Gradient { stage, values, stored, rounded: None, source };
+            gradient.rounded = gradient.coarser(self.roundings.widest.output);
             self.check_shape(&gradient, slice)?;
             found.gradients.push(gradient);
         }

@@ -267,7 +267,7 @@ impl Replay<'_> {
                         (slab.lse[at], slab.label[at]),
                     ),
                 };
-                let own = inner.own + self.output(x) + gradient.storage(first + at, x);
+                let own = inner.own + gradient.storage(first + at, x);
                 Allowed { own, certain: inner.certain + slab.lost(stage, at), ..inner }
             };
             let index = |row: usize| (slab.range.start + row) as u64;
@@ -305,7 +305,6 @@ impl Replay<'_> {
                     + summed(sums.dk, t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
                     + rounded(self.roundings.widest.parts, x)
-                    + self.output(x)
                     + gradient.storage(slab.range.start + row, x),
                 row: 0.0,
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)

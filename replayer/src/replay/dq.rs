@@ -189,7 +189,7 @@ impl Replay<'_> {
                         (dq.dq_lse[at], dq.dq_label[at]),
                     ),
                 };
-                let own = inner.own + self.output(x) + gradient.storage(at, x);
+                let own = inner.own + gradient.storage(at, x);
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
                 Allowed { own, certain, ..inner }
             };
@@ -232,7 +232,7 @@ pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
             },
         };
         let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
-        Gradient { stage, values, stored, source }
+        Gradient { stage, values, stored, rounded: gradient.rounded, source }
     };
     Captured { gradients: captured.of(&DQ).map(pick).collect() }
 }

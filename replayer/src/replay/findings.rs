@@ -23,6 +23,9 @@ pub(super) struct Gradient {
     pub(super) values: Held,
     /// What it was stored in; `None` for a sum of addends.
     pub(super) stored: Option<Precision>,
+    /// What it was rounded to before it was stored in more bits, where its values show
+    /// it.
+    pub(super) rounded: Option<Precision>,
     pub(super) source: String,
 }
 
@@ -54,10 +57,22 @@ impl Gradient {
         }
     }
 
+    /// The coarser format that all values lie in, if they do: whether a job rounded a
+    /// gradient before it widened it again is not known, but it shows in the bits. Of a
+    /// part it would show a low-precision sum just as well, so there it explains nothing.
+    pub(super) fn coarser(&self, output: Precision) -> Option<Precision> {
+        let finer = self.stored.is_some_and(|p| p.unit_roundoff() < output.unit_roundoff());
+        let part = [DQ[0], DQ[1], DK[0], DK[1]].contains(&self.stage);
+        let values = self.matrix();
+        let lies = |x: f64| !x.is_finite() || output.round64(x) == x;
+        let all = finer && !part && (0..values.len()).all(|at| lies(values.get_f64(at)));
+        all.then_some(output)
+    }
+
     /// Variance of storing element `at`, whose value should be `x`.
     pub(super) fn storage(&self, at: usize, x: f64) -> f64 {
         match &self.values {
-            Held::Whole(_) | Held::Picked(_) => stored(self.stored, x),
+            Held::Whole(_) | Held::Picked(_) => stored(self.stored, x) + stored(self.rounded, x),
             Held::Summed { storage, .. } => storage[at],
         }
     }

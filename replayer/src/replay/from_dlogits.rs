@@ -3,7 +3,7 @@
 
 use backtape::role::Role;
 
-use super::allowed::{relative, rounded, summed};
+use super::allowed::{relative, summed};
 use super::backward::Problem;
 use super::dk::column_squares;
 use super::dq::picked;
@@ -130,7 +130,6 @@ impl Replay<'_> {
             let storage = gradient.storage(product.first * columns + at, x);
             let own = inner
                 + self.entry_floor().powi(2) * floor
-                + rounded(self.roundings.widest.output, x)
                 + relative(self.roundings.compute(), x)
                 + storage;
             Allowed { own, shared: self.narrowing() * squares, ..Allowed::default() }

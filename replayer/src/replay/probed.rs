@@ -163,7 +163,7 @@ impl Replay<'_> {
         let allowed = |row: usize, column: usize, x: f64| {
             let at = row * values.cols + column;
             let inner = parts.allowed(self, at);
-            Allowed { own: inner.own + self.output(x) + gradient.storage(at, x), ..inner }
+            Allowed { own: inner.own + gradient.storage(at, x), ..inner }
         };
         let bound = self.bound(values.rows, values.cols);
         let rows = Rows { captured: values, reference: &reference, index, repeats: &once };

@@ -133,12 +133,13 @@ mod tests {
             close(found.dq[at], (0..fixture.valid).map(|v| e(t, v) * k(v)).sum());
             close(found.dq_sq[at], (0..fixture.valid).map(|v| (e(t, v) * k(v)).powi(2)).sum());
         }
-        for at in 0..vocab * depth {
+        assert_eq!((dk.len(), dbias.len()), (vocab * depth, vocab));
+        for (at, &dk) in dk.iter().enumerate() {
             let (v, d) = (at / depth, at % depth);
-            close(dk[at], (0..tokens).map(|t| e(t, v) * inputs.q.get_f64(t * depth + d)).sum());
+            close(dk, (0..tokens).map(|t| e(t, v) * inputs.q.get_f64(t * depth + d)).sum());
         }
-        for v in 0..vocab {
-            close(dbias[v], (0..tokens).map(|t| e(t, v)).sum());
+        for (v, &dbias) in dbias.iter().enumerate() {
+            close(dbias, (0..tokens).map(|t| e(t, v)).sum());
         }
     }
 }
