@@ -128,8 +128,15 @@ impl Replay<'_> {
                 _ => self.walk(problem, &captured, (slice, unit), outcome),
             };
             if let Some(dlogits) = &dlogits {
-                findings.forget(&[Stage::Dq, Stage::Dk, Stage::Dbias]);
-                self.judge_from_dlogits(problem, dlogits, &captured, unit, &mut findings);
+                let stages = captured.without_parts();
+                findings.forget(&stages);
+                self.judge_from_dlogits(
+                    problem,
+                    (dlogits, &stages),
+                    &captured,
+                    unit,
+                    &mut findings,
+                );
             }
             self.report(findings, &captured, &slice.inputs, unit, outcome);
         });

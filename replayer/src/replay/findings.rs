@@ -97,6 +97,13 @@ impl Captured {
         self.gradients.iter().filter(|gradient| stages.contains(&gradient.stage))
     }
 
+    /// Gradients that nothing nearer than dlogits was captured of.
+    pub(super) fn without_parts(&self) -> Vec<Stage> {
+        let parts = |stages: &[Stage; 3]| stages[..2].iter().all(|&s| self.stage(s).is_some());
+        let open = [(Stage::Dq, parts(&DQ)), (Stage::Dk, parts(&DK)), (Stage::Dbias, false)];
+        open.into_iter().filter(|(_, parts)| !parts).map(|(stage, _)| stage).collect()
+    }
+
     pub(super) fn stage(&self, stage: Stage) -> Option<&Gradient> {
         self.gradients.iter().find(|gradient| gradient.stage == stage)
     }

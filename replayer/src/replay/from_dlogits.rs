@@ -58,7 +58,7 @@ impl Replay<'_> {
     pub(super) fn judge_from_dlogits(
         &self,
         problem: &Problem<'_>,
-        dlogits: &Dlogits,
+        (dlogits, stages): (&Dlogits, &[Stage]),
         captured: &Captured,
         unit: &Unit,
         findings: &mut Findings,
@@ -74,7 +74,8 @@ impl Replay<'_> {
         let mut blocks = Vec::new();
         let dq = reference::from_dlogits(&problem.head, &entries, tiles, self.progress, &mut |b| {
             for (stage, values, squares) in [(Dk, b.dk, b.dk_sq), (Dbias, b.dbias, b.dbias_sq)] {
-                if let Some(gradient) = captured.stage(stage) {
+                let gradient = captured.stage(stage).filter(|_| stages.contains(&stage));
+                if let Some(gradient) = gradient {
                     let first = b.rows.start;
                     let floor = if stage == Dbias { &ones[..] } else { &q_squares[..] };
                     let product =
@@ -88,7 +89,8 @@ impl Replay<'_> {
             let columns = if stage == Dbias { 1 } else { problem.head.q.cols };
             findings.merge(stage, tally, self.bound(problem.head.k.rows, columns));
         }
-        if let Some(gradient) = picked(captured, &unit.rows).stage(Dq) {
+        let of_unit = picked(captured, &unit.rows);
+        if let Some(gradient) = of_unit.stage(Dq).filter(|_| stages.contains(&Dq)) {
             let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
             let floor = &problem.k_squares[..];
             let product = Product { first: 0, values, squares, length: v, tokens: false, floor };
