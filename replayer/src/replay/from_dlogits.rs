@@ -3,7 +3,7 @@
 
 use backtape::role::Role;
 
-use super::allowed::{relative, summed};
+use super::allowed::{carried, relative, summed};
 use super::backward::Problem;
 use super::dk::column_squares;
 use super::dq::picked;
@@ -127,7 +127,9 @@ impl Replay<'_> {
             let at = row * columns + column;
             let squares = product.squares[at];
             let joined = self.joined(parts, product.tokens && path == Path::Chunked, x, squares);
-            let inner = summed(sum, length, x, squares) + joined + each * squares;
+            // The label's entry is the largest: met first, every later sum carries it.
+            let label = carried(sum, length, squares);
+            let inner = summed(sum, length, x, squares) + label + joined + each * squares;
             let floor = product.floor.get(column).copied().unwrap_or(0.0);
             let storage = gradient.storage(product.first * columns + at, x);
             let own = inner
