@@ -81,7 +81,10 @@ impl Replay<'_> {
                     let product =
                         Product { first, values, squares, length: t, tokens: true, floor };
                     let index = |row: usize| row as u64;
-                    blocks.push((stage, self.judge_product(dlogits, gradient, &product, &index)));
+                    blocks.push((
+                        stage,
+                        self.judge_product(dlogits, gradient, &product, &index, None),
+                    ));
                 }
             }
         });
@@ -95,7 +98,8 @@ impl Replay<'_> {
             let floor = &problem.k_squares[..];
             let product = Product { first: 0, values, squares, length: v, tokens: false, floor };
             let index = |row: usize| unit.rows[row] as u64;
-            let tally = self.judge_product(dlogits, gradient, &product, &index);
+            let copies = problem.head.copies;
+            let tally = self.judge_product(dlogits, gradient, &product, &index, copies);
             findings.merge(Dq, tally, self.bound(t, problem.head.q.cols));
         }
     }
@@ -107,6 +111,7 @@ impl Replay<'_> {
         gradient: &Gradient,
         product: &Product<'_>,
         index: &(dyn Fn(usize) -> u64 + Sync),
+        copies: Option<&[f64]>,
     ) -> Tally {
         let Policy { sums, path, dlogits: entry, .. } = self.roundings.widest;
         let whole = gradient.matrix();
@@ -141,7 +146,7 @@ impl Replay<'_> {
         let captured = rows_of(&whole, product.first..product.first + rows);
         let place = |row: usize| index(product.first + row);
         let bound = self.bound(whole.rows, columns);
-        let one = |_: usize| 1.0;
+        let one = |row: usize| copies.map_or(1.0, |copies| copies[row]);
         let compared = Rows { captured, reference: product.values, index: &place, repeats: &one };
         Tally::of(&compared, allowed, &bound)
     }
