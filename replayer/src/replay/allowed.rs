@@ -96,6 +96,7 @@ impl Replay<'_> {
             dot_rel_var: dot,
             logit_floor: (logits.smallest_subnormal() / 2.0).powi(2),
             cap_rel_var: square(logits) / 3.0 + (EXP_ERROR * compute).powi(2),
+            label_step: 2.0 * self.roundings.widest.label_grad.unit_roundoff(),
             filter: self.step.options.declared.gradient_filter.unwrap_or(0.0),
         }
     }

@@ -7,7 +7,6 @@ use super::Replay;
 use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
 use super::findings::{Captured, DK, Findings, Parts};
-use super::forward::few;
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::Stage;
 use crate::head::step::rows_of;
@@ -228,16 +227,9 @@ impl Replay<'_> {
             Path::Fused => 0.0,
             _ => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
         };
-        // Addends g q of one row that are nearly equal (confident tokens of one label lean
-        // on one row of k) lie on few steps of their format and round alike.
-        let apart = (hits * squares / (x * x) - 1.0).max(0.0).sqrt();
-        let together = match x == 0.0 {
-            true => 0.0,
-            false => few(apart / (2.0 * label_grad.unit_roundoff())) * x * x,
-        };
         let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
         Allowed {
-            own: each * alike.max(together)
+            own: each * alike
                 + hits * tiny * tiny
                 + slab.label_var[at]
                 + summed(scatter, hits, x, squares)

@@ -32,6 +32,9 @@ pub struct TermNoise {
     pub logit_floor: f64,
     /// From evaluating tanh: `1 - tanh²` inherits `4 tanh⁴` times it, absolutely.
     pub cap_rel_var: f64,
+    /// Relative step of the format that products `g q` of the label path may be rounded
+    /// to: those within one step of each other round alike.
+    pub label_step: f64,
     /// Probabilities below it may have been dropped by the job; 0 for none.
     pub filter: f64,
 }
@@ -79,8 +82,8 @@ pub struct DkBlock<'a> {
     pub dk_label_sq: &'a [f64],
     /// Sum of `(c.label q)² var F` over the hits; zeros without softcap.
     pub dk_label_var: &'a [f64],
-    /// Sum of `(F c.label q)²` over the hits, each times the copies of its token: what a
-    /// rounding that copies share adds up to.
+    /// Sum over the hits of `(F c.label q)²`, those that lie within one `label_step` of each
+    /// other added before they are squared: what a rounding that they share adds up to.
     pub dk_label_alike: &'a [f64],
     /// Sum over t of `|e| |q|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
@@ -141,6 +144,7 @@ pub fn backward(
             progress.advance(GEMMS * work(inputs, span.len(), valid.len()));
         }
         block.add_labels(inputs, upstream.cotangents.label, &mut dq);
+        block.cluster_labels(inputs, upstream.cotangents.label, noise.label_step);
         on_dk(block.emit());
     }
     dq

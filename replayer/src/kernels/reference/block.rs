@@ -125,7 +125,6 @@ impl Block {
                 let (at, addend) = (row * depth + d, entry * q[d]);
                 self.label[at] += addend;
                 self.label_sq[at] += addend * addend;
-                self.label_alike[at] += copies * addend * addend;
                 self.label_var[at] += entry_var * q[d] * q[d];
                 dq.dq_label[token * depth + d] = entry * k[d];
             }
@@ -134,6 +133,32 @@ impl Block {
                 let own = entry_var / copies;
                 let target = &mut dq.dq_label_var[token * depth..(token + 1) * depth];
                 target.iter_mut().zip(&k).for_each(|(var, k)| *var = own * k * k);
+            }
+        }
+    }
+
+    /// Squares of the sums of addends that lie within a quarter step of their format: they
+    /// round alike, so their errors are one error. Exact copies are such addends.
+    pub(super) fn cluster_labels(&mut self, inputs: &HeadInputs, c_label: &[f64], step: f64) {
+        let depth = self.depth;
+        let first = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.start);
+        let last = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.end);
+        let (mut q, mut addends) = (Vec::new(), Vec::new());
+        for hits in self.labelled[first..last].chunk_by(|a, b| a.0 == b.0) {
+            let row = hits[0].0 as usize - self.rows.start;
+            q.clear();
+            let mut entries = Vec::with_capacity(hits.len());
+            let mut one = Vec::new();
+            for &(_, token) in hits {
+                load(&inputs.q, token..token + 1, &mut one);
+                q.extend_from_slice(&one);
+                entries.push(self.slopes[token].0 * c_label[token]);
+            }
+            for d in 0..depth {
+                addends.clear();
+                addends.extend(entries.iter().enumerate().map(|(at, e)| e * q[at * depth + d]));
+                addends.sort_unstable_by(f64::total_cmp);
+                self.label_alike[row * depth + d] = clustered(&addends, step / 4.0);
             }
         }
     }
@@ -155,5 +180,32 @@ impl Block {
             dbias_var: &self.bias_var,
             dbias_sq: &self.bias_sq,
         }
+    }
+}
+
+/// Sum of the squared sums of ascending values that lie within `width` of the first of
+/// them, relatively.
+fn clustered(values: &[f64], width: f64) -> f64 {
+    let (mut total, mut sum, mut first) = (0.0, 0.0, f64::NAN);
+    for &x in values {
+        if !((x - first).abs() <= width * x.abs().max(first.abs())) {
+            total += sum * sum;
+            (sum, first) = (0.0, x);
+        }
+        sum += x;
+    }
+    total + sum * sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::clustered;
+
+    #[test]
+    fn equal_addends_square_together_and_others_apart() {
+        assert_eq!(clustered(&[1.0, 1.0, 1.0], 0.0), 9.0);
+        assert_eq!(clustered(&[-2.0, 1.0, 1.001, 3.0], 0.01), 4.0 + 2.001 * 2.001 + 9.0);
+        assert_eq!(clustered(&[1.0, 1.009, 1.018], 0.01), 2.009 * 2.009 + 1.018 * 1.018);
+        assert_eq!(clustered(&[], 0.1), 0.0);
     }
 }

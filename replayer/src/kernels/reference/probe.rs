@@ -210,6 +210,7 @@ mod tests {
         dot_rel_var: 0.001,
         cap_rel_var: 0.05,
         logit_floor: 0.003,
+        label_step: 0.0,
         filter: 0.02,
     };
 

@@ -18,6 +18,7 @@ const NOISE: TermNoise = TermNoise {
     dot_rel_var: 2.0,
     logit_floor: 0.03125,
     cap_rel_var: 0.125,
+    label_step: 0.0,
     filter: 0.0,
 };
 
