@@ -37,13 +37,22 @@ pub(super) fn relative(u: f64, x: f64) -> f64 {
     u * u * x * x / 3.0 + FLUSH * FLUSH
 }
 
+/// Unit roundoff of a sum. Where the job sums in f64 the reference errs as much as it
+/// does, so both count.
+fn unit(precision: Precision) -> f64 {
+    match precision {
+        Precision::F64 => 2.0 * Precision::F64.unit_roundoff(),
+        other => other.unit_roundoff(),
+    }
+}
+
 /// Variance of summing `n` addends of total `total` and squares `squares`.
 ///
 /// Blocked sums are sequential twice; of a pairwise one every level holds partial
 /// sums of squares `2^l/n r² + S`; a compensated one errs by `2u|r|` (Higham 2002,
 /// chapter 4). An order that is not known is taken for the worst, sequential.
 pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
-    let u = sum.precision.unit_roundoff();
+    let u = unit(sum.precision);
     let sequential = |n: f64, of_total: f64, of_squares: f64| {
         n / 3.0 * of_total * total * total + n / 6.0 * of_squares * squares
     };
@@ -65,7 +74,7 @@ pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
 /// Variance of carrying `carried` (a square) through the partial sums of `n` addends:
 /// what a large addend that comes first adds to every rounding after it.
 pub(super) fn carried(sum: Sum, n: f64, carried: f64) -> f64 {
-    let u = sum.precision.unit_roundoff();
+    let u = unit(sum.precision);
     let additions = match sum.order {
         Order::Native | Order::Sequential => n,
         Order::Blocked(block) => (block as f64).min(n) + n / block.max(1) as f64,
