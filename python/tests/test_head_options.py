@@ -115,8 +115,11 @@ def record(tape, case, outputs, chosen, rng):
         if PARTS & chosen:
             x, denominator = inputs_of(case, data), denominators(case.microbatches, o)[index]
             found |= {name: np.asarray(a) for name, a in parts(x, data, o, denominator).items()}
-            # Such a job adds the parts: where both are recorded the sum is judged by them.
-            found |= {name: found[f"{name}_lse"] + found[f"{name}_label"] for name in ("dq", "dk")}
+            # Where both parts are recorded the sum is judged by them, so it must be theirs;
+            # where one is not, dlogits are nearer, and the gradient must come from them.
+            for name in ("dq", "dk"):
+                if {f"{name}_lse", f"{name}_label"} <= chosen:
+                    found[name] = found[f"{name}_lse"] + found[f"{name}_label"]
         if "every_logprob" in found and o.loss != "grpo" and rng.random() < 0.2:
             found["logprobs"] = padded(found["every_logprob"], found["dlogits"].shape[-1])
         if "logits" in chosen:
