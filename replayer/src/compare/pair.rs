@@ -2,8 +2,8 @@
 //! pass, at the speed of memory.
 //!
 //! Layout: row-major bytes, any alignment, as they lie in a mapped file. A block
-//! of [`BLOCK`] elements is widened to f64 in the first-level cache, where the
-//! sums are taken in [`LANES`] independent chains; the largest differences are
+//! of `BLOCK` elements is widened to f64 in the first-level cache, where the
+//! sums are taken in `LANES` independent chains; the largest differences are
 //! looked for one by one only in blocks that hold a larger one than known. The
 //! order of every sum is fixed by the block, so that results depend neither on
 //! the thread count nor on how the bytes were cut on disk.

@@ -1,7 +1,7 @@
 //! Two dumps of the same step, tensor by tensor in global coordinates.
 //!
 //! Inputs come first: when they differ, the backward is not to blame yet. Then
-//! every head tensor that both dumps hold, brought to one shape ([`align`]), so
+//! every head tensor that both dumps hold, brought to one shape (`align`), so
 //! that the two runs may be sharded, cut into microbatches and laid out in any
 //! way. Two clean values differ from one reference by their own allowances, so
 //! from each other by the sum of both at most. Tensors without a part in the

@@ -11,7 +11,7 @@
 //!   `2k` independent roundings grow like a random walk (Higham and Mary 2019):
 //!   `√(2k (u² + D u_f32²))` after `k` tensors of a microbatch.
 //! - The first tensor beyond that is the likely first divergence; so is the first
-//!   that differs by more than `u` and by [`JUMP`] times more units than any
+//!   that differs by more than `u` and by `JUMP` times more units than any
 //!   tensor before it: an error that was carried along grows slowly, one that
 //!   enters jumps.
 //!
