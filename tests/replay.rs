@@ -138,3 +138,16 @@ fn the_gap_of_the_norm_belongs_to_the_rank_whose_gradient_is_scaled() {
     assert!(gap.abs() > 10.0 * norm.floor.unwrap().abs(), "{norm:?}");
     assert!(norm.reported_as.as_ref().unwrap().contains("before clipping"), "{norm:?}");
 }
+
+/// Goal: dq and dk judged from captured dlogits are judged, not waved through.
+#[test]
+fn a_scaled_dk_beside_right_dlogits_is_placed_at_dk() {
+    let mut job = Job { fault: Fault::RankScaled(1.01), fused: false, ..Job::default() };
+    job.options.extras.dlogits = true;
+    let report = replayed(&job);
+    let dlogits = report.stages.iter().find(|stage| stage.name == "dlogits").unwrap();
+    assert_eq!(dlogits.status, Status::Pass, "{}", text::render(&report));
+    assert_eq!(first(&report), "dk", "{}", text::render(&report));
+    let clean = replayed(&Job { fault: Fault::None, ..job });
+    assert_eq!(clean.verdict, Verdict::Agreed, "{}", text::render(&clean));
+}

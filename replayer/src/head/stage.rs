@@ -58,10 +58,10 @@ stages! {
     Dlogits = "dlogits" Some(Role::Dlogits), [P, GLse, GLabel];
     DqLse = "dq_lse" Some(Role::DqLse), [P, GLse, K];
     DqLabel = "dq_label" Some(Role::DqLabel), [GLabel, K, Labels];
-    Dq = "dq" Some(Role::Dq), [DqLse, DqLabel];
+    Dq = "dq" Some(Role::Dq), [DqLse, DqLabel, Dlogits];
     DkLse = "dk_lse" Some(Role::DkLse), [P, GLse, Q];
     DkLabel = "dk_label" Some(Role::DkLabel), [GLabel, Q, Labels];
-    Dk = "dk" Some(Role::Dk), [DkLse, DkLabel];
+    Dk = "dk" Some(Role::Dk), [DkLse, DkLabel, Dlogits];
     Dbias = "dbias" Some(Role::Dbias), [Dlogits];
     Accumulate = "accumulate" None, [Dk];
     Reduce = "reduce" None, [Accumulate];
