@@ -4,11 +4,13 @@
 //! Layers, each knowing only those before it: `dump` (what lies on disk),
 //! `assemble`, `verify`, `head` (stage graph and options), `kernels` (arithmetic,
 //! no I/O), `compare` (errors against what rounding explains), `replay` (stages
-//! in order), `report` (plain data to text or JSON), `cli`.
+//! in order, in the world of a hypothesis too),
+//! `diagnose` (the catalogue of causes), `report` (plain data to text or JSON), `cli`.
 
 pub mod assemble;
 pub mod cli;
 pub mod compare;
+pub mod diagnose;
 pub mod draw;
 pub mod dump;
 pub mod head;

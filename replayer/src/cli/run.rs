@@ -10,6 +10,7 @@ use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArgum
 use super::exit;
 use super::progress::Bar;
 use super::{against, precision};
+use crate::diagnose::diagnose;
 use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::HeadStep;
@@ -217,7 +218,9 @@ fn report_with(
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
     }
     let (step, outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
-    Ok(report(path, &dump, Some((&step, &outcome)), &proof))
+    let causes = diagnose(&step, &outcome)
+        .map_err(|source| RunError::Step { path: path.into(), source: Box::new(source) })?;
+    Ok(Report { causes, ..report(path, &dump, Some((&step, &outcome)), &proof) })
 }
 
 pub(super) fn replay_one<'a>(

@@ -95,7 +95,7 @@ impl HeadOptions {
             valid_vocab: declared.valid_vocab,
             mask: declared.mask_value.filter(|mask| mask.is_finite()),
             cotangent: declared.cotangent,
-            transform: Transform { scale, softcap: declared.softcap },
+            transform: Transform { scale, softcap: declared.softcap, ..Transform::NONE },
             walk: walk(declared)?,
             grpo: (declared.loss == Loss::Grpo).then(|| declared.grpo.clone().unwrap_or_default()),
             declared: declared.clone(),

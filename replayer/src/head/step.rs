@@ -17,6 +17,7 @@ pub(crate) use super::view::numbers;
 pub use super::view::{matrix, rows_of, vocabulary_slab};
 
 /// Where the head's tensors lie in the dump.
+#[derive(Clone)]
 pub struct HeadStep<'a> {
     /// The dump.
     pub dump: &'a StepDump,

@@ -41,11 +41,14 @@ pub struct Transform {
     pub scale: f64,
     /// Bound of the scaled logit, where there is one.
     pub softcap: Option<f64>,
+    /// True where a hypothesis says that the backward forgot the softcap: its derivative
+    /// is then 1, in the reference. No policy forgets it.
+    pub uncapped: bool,
 }
 
 impl Transform {
     /// Leaves the raw logit as it is.
-    pub const NONE: Transform = Transform { scale: 1.0, softcap: None };
+    pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
 }
 
 /// What a loss head reads: q `[T, D]`, k `[V, D]`, labels `[T]`.

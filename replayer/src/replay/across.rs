@@ -11,6 +11,7 @@ use backtape::shard::TensorKey;
 use super::addends::Sum;
 use super::allowed::{rounded, stored, summed};
 use super::outcome::{Comparison, Outcome};
+use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::assemble::{self, Tensor};
 use crate::compare::{Allowed, Rows, Tally, once};
@@ -31,6 +32,12 @@ struct Judged<'a> {
 
 impl Replay<'_> {
     pub(super) fn across(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+        self.sums(slices, outcome)?;
+        self.norm(slices, outcome)
+    }
+
+    /// The sums over microbatches and over ranks.
+    pub(super) fn sums(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let several = slices.iter().any(|slice| slice.inputs.microbatch.is_some());
         if several && self.wants(Stage::Accumulate) {
             self.accumulate(slices, outcome)?;
@@ -38,7 +45,7 @@ impl Replay<'_> {
         if self.wants(Stage::Reduce) {
             self.reduce(slices, outcome)?;
         }
-        self.norm(slices, outcome)
+        Ok(())
     }
 
     /// What a sum over microbatches is divided by; `Err` when the dump holds fewer
@@ -76,6 +83,7 @@ impl Replay<'_> {
         for rank in self.holders(key) {
             let tensor = self.held_by(key, rank)?;
             let mut addends = Sum::new(&tensor.shape);
+            addends.rounded = self.world.rounds_sum(stage);
             for slice in slices {
                 let Some(part) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
                     outcome.skip(stage, "dk of some microbatch was not captured");
@@ -88,7 +96,7 @@ impl Replay<'_> {
                 }
                 // Both are the same box of dk: seen from its own corner.
                 part.place = backtape::index_box::IndexBox::whole(&part.shape);
-                addends.add(&part, 1.0)?;
+                addends.add(&part, self.world.weight(stage, slice.inputs.microbatch, rank))?;
             }
             let captured = &tensor;
             self.judge_sum(Judged { stage, key, rank, captured, addends, divisor }, outcome);
@@ -106,8 +114,10 @@ impl Replay<'_> {
         let tensor = self.step.assemble(key)?;
         let captured = &tensor;
         let mut addends = Sum::new(&tensor.shape);
+        addends.rounded = self.world.rounds_sum(stage);
         if let Some(local) = self.step.find_reduced(Role::Dk, false) {
-            addends.add_partial(self.step, local)?;
+            let weight = |rank| self.world.weight(stage, None, rank);
+            addends.add_weighted(self.step, local, &weight)?;
             let found = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
             self.judge_sum(found, outcome);
             return Ok(());
@@ -118,7 +128,9 @@ impl Replay<'_> {
                 outcome.skip(stage, "dk before the reduction was not captured");
                 return Ok(());
             };
-            addends.add_partial(self.step, part)?;
+            let microbatch = slice.inputs.microbatch;
+            let weight = |rank| self.world.weight(stage, microbatch, rank);
+            addends.add_weighted(self.step, part, &weight)?;
         }
         match self.divisor(slices) {
             Ok(divisor) => {
@@ -136,7 +148,11 @@ impl Replay<'_> {
             outcome.skip(stage, "the addends have another shape than their sum");
             return;
         };
-        let reference: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
+        let mut reference: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
+        let every: Vec<usize> = (0..captured.rows).collect();
+        let at = At { stage, microbatch: None, rank };
+        let (rows, columns, values) = (&every[..], captured.cols, &mut reference[..]);
+        self.world.expected(&mut Expectation { at, rows, columns, values });
         let (precision, reduce) = (precision_of(tensor.dtype), self.roundings.reduce);
         let bound = self.bound(captured.rows, captured.cols);
         let columns = captured.cols;

@@ -1,5 +1,6 @@
 //! Sums of what ranks recorded as addends, in global coordinates and in f64.
 
+use backtape::identity::Rank;
 use backtape::placement::Reduction;
 use backtape::shard::TensorKey;
 
@@ -8,6 +9,7 @@ use crate::assemble::{self, Tensor};
 use crate::head::HeadStep;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
+use crate::kernels::round::Precision;
 
 /// The sum of addends, with what its error depends on. All row-major, one value an
 /// element of the whole tensor.
@@ -20,6 +22,8 @@ pub(super) struct Sum {
     pub(super) storage: Vec<f64>,
     /// Addends of the element that has most.
     pub(super) count: f64,
+    /// What the running sum is rounded to after each addend, where a hypothesis says so.
+    pub(super) rounded: Option<Precision>,
 }
 
 impl Sum {
@@ -31,6 +35,7 @@ impl Sum {
             squares: zeros(),
             storage: zeros(),
             count: 0.0,
+            rounded: None,
         }
     }
 
@@ -48,9 +53,19 @@ impl Sum {
         step: &HeadStep<'_>,
         key: &TensorKey,
     ) -> Result<(), StepError> {
+        self.add_weighted(step, key, &|_| 1.0)
+    }
+
+    /// The same, each rank's addend times its weight.
+    pub(super) fn add_weighted(
+        &mut self,
+        step: &HeadStep<'_>,
+        key: &TensorKey,
+        weight: &dyn Fn(Option<Rank>) -> f64,
+    ) -> Result<(), StepError> {
         let info = &step.tensors[key];
         let Some(reduction) = info.partial else {
-            return self.add(&step.assemble(key)?, 1.0);
+            return self.add(&step.assemble(key)?, weight(None));
         };
         let ranks = assemble::holders(step.dump, key);
         let factor = match reduction {
@@ -62,7 +77,7 @@ impl Sum {
             let parts = assemble::addend_parts(step.dump, key, rank)
                 .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
             for part in parts {
-                self.add(&part, factor)?;
+                self.add(&part, factor * weight(Some(rank)))?;
             }
         }
         // Boxes of one rank do not overlap: each rank adds once to an element.
@@ -83,6 +98,9 @@ impl Sum {
                 let x = values.get_f64(row * values.cols + column) * factor;
                 let at = start + column;
                 self.total[at] += x;
+                if let Some(precision) = self.rounded {
+                    self.total[at] = precision.round64(self.total[at]);
+                }
                 self.squares[at] += x * x;
                 self.storage[at] += stored(precision, x);
             }

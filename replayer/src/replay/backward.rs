@@ -3,6 +3,7 @@
 //! The vocabulary is walked in slabs: what is held beyond the inputs and the
 //! `[T, D]` outputs is a few slabs of `SLAB_BYTES`, whatever V is.
 
+use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::addends::Sum;
@@ -15,6 +16,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
+use super::world::UnitTokens;
 use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
@@ -31,6 +33,9 @@ const WHOLE_BYTES: usize = 1 << 30;
 /// What one unit's backward works on; all `[T]` of its tokens.
 pub(super) struct Problem<'a> {
     pub(super) head: HeadInputs<'a>,
+    pub(super) microbatch: Option<Microbatch>,
+    /// The first rank of the unit.
+    pub(super) rank: Option<Rank>,
     pub(super) lse: Vec<f64>,
     /// Relative variance that lse brings to a token's softmax terms.
     pub(super) scale: Vec<f64>,
@@ -53,6 +58,26 @@ pub(super) struct Problem<'a> {
 }
 
 impl Problem<'_> {
+    /// The same tokens over other classes.
+    pub(super) fn over<'h>(&self, head: HeadInputs<'h>) -> Problem<'h> {
+        Problem {
+            head,
+            microbatch: self.microbatch,
+            rank: self.rank,
+            lse: self.lse.clone(),
+            scale: self.scale.clone(),
+            variance: self.variance.clone(),
+            g_lse: self.g_lse.clone(),
+            g_label: self.g_label.clone(),
+            g_smooth: self.g_smooth.clone(),
+            constants: self.constants,
+            alike: self.alike,
+            sliced: self.sliced.clone(),
+            k_squares: self.k_squares.clone(),
+            k_sums: self.k_sums.clone(),
+        }
+    }
+
     pub(super) fn cotangents(&self) -> Cotangents<'_, f64> {
         Cotangents { lse: &self.g_lse, label: &self.g_label, smooth: &self.g_smooth }
     }
@@ -159,20 +184,22 @@ impl Replay<'_> {
         let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
         let copies = Some(&copies[..]);
         let head = HeadInputs { q: q.matrix(), labels: &labels, copies, ..head };
-        then(&self.problem(head, unit, state, upstream));
+        then(&self.problem(head, (slice, unit), state, upstream));
     }
 
     fn problem<'h>(
         &self,
         head: HeadInputs<'h>,
-        unit: &Unit,
+        (slice, unit): (&Slice, &Unit),
         state: &ForwardState,
         upstream: &Upstream,
     ) -> Problem<'h> {
         let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect::<Vec<f64>>();
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
         let alike = unit.rows.iter().map(|&t| state.alike[t]).fold(0.0, f64::max);
-        let [g_lse, g_label, g_smooth] = self.token_cotangents(&lse, &g, head.valid_vocab);
+        let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
+        let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
+        let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
         let (k_sums, k_squares) = k_sums(self, &rows_of(&head.k, 0..head.valid_vocab));
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
@@ -180,6 +207,8 @@ impl Replay<'_> {
         let constants = self.transform_scale() * (1.0 + spread * spread);
         Problem {
             head,
+            microbatch: inputs.microbatch,
+            rank,
             lse,
             constants,
             scale,
@@ -220,11 +249,13 @@ impl Replay<'_> {
     }
 
     /// `g (1 + 2 λ lse)`, `-g (1 - s)`, `-g s / K`.
-    pub(super) fn token_cotangents(&self, lse: &[f64], g: &[f64], classes: usize) -> [Vec<f64>; 3] {
+    pub(super) fn token_cotangents(&self, tokens: &UnitTokens<'_>) -> [Vec<f64>; 3] {
+        let UnitTokens { lse, g, .. } = *tokens;
+        let classes = tokens.inputs.valid_vocab;
         let lambda = self.step.options.declared.z_loss;
         let s = self.step.options.smoothing(classes);
         let k = classes.max(1) as f64;
-        [
+        let [mut of_lse, mut label, mut smooth]: [Vec<f64>; 3] = [
             // An ignored token has no gradient, whatever its lse.
             lse.iter()
                 .zip(g)
@@ -232,11 +263,13 @@ impl Replay<'_> {
                 .collect(),
             g.iter().map(|g| -g * (1.0 - s)).collect(),
             g.iter().map(|g| -g * s / k).collect(),
-        ]
+        ];
+        self.world.cotangents(tokens, [&mut of_lse, &mut label, &mut smooth]);
+        [of_lse, label, smooth]
     }
 
     /// What the dump holds of this unit's gradients.
-    fn captured(
+    pub(super) fn captured(
         &self,
         slice: &Slice,
         unit: &Unit,

@@ -6,7 +6,8 @@ use std::ops::Range;
 use super::Replay;
 use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
-use super::findings::{Captured, DK, Findings, Parts};
+use super::findings::{Captured, DK, Findings, Gradient, Parts};
+use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::Stage;
 use crate::head::step::rows_of;
@@ -38,6 +39,10 @@ pub(super) struct Slab {
     pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
     pub(super) lost: Vec<(Stage, Vec<f64>)>,
+    /// What a hypothesis says that a stage is, in place of the f64 values.
+    pub(super) instead: Vec<(Stage, Vec<f64>)>,
+    /// The classes that the rows are, where they are not those of the range.
+    pub(super) classes: Option<Vec<usize>>,
 }
 
 impl Slab {
@@ -63,6 +68,8 @@ impl Slab {
             emulated: zeros(),
             k_norms: Vec::new(),
             lost: Vec::new(),
+            instead: Vec::new(),
+            classes: None,
         }
     }
 
@@ -253,7 +260,9 @@ impl Replay<'_> {
         let bound = self.bound(problem.head.k.rows, d);
         for gradient in captured.of(stages) {
             let stage = gradient.stage;
-            let reference = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
+            let forced = stage == Stage::Dk && parts.is_some();
+            let exact = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
+            let reference = self.supposed(problem, slab, (gradient, forced), exact);
             let first = slab.range.start * d;
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
@@ -278,6 +287,30 @@ impl Replay<'_> {
                 findings.count_hits(stage, &rows, &allowed, &slab.hits);
             }
         }
+    }
+
+    /// What the world says of a stage's rows: its policy's values where it has one, and
+    /// what it changes last.
+    fn supposed(
+        &self,
+        problem: &Problem<'_>,
+        slab: &Slab,
+        (gradient, forced): (&Gradient, bool),
+        exact: Vec<f64>,
+    ) -> Vec<f64> {
+        let stage = gradient.stage;
+        let emulated = slab.instead.iter().find(|(of, _)| *of == stage && !forced);
+        let store = |&x: &f64| gradient.stored.map_or(x, |precision| precision.round64(x));
+        let mut values = match emulated {
+            Some((_, values)) => values.iter().map(store).collect(),
+            None => exact,
+        };
+        let range: Vec<usize> = slab.range.clone().collect();
+        let rows = slab.classes.as_deref().unwrap_or(&range);
+        let columns = values.len() / rows.len().max(1);
+        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        values
     }
 
     /// The gradient of the bias: dlogits summed over the tokens.
@@ -315,7 +348,8 @@ impl Replay<'_> {
         };
         let index = |row: usize| (slab.range.start + row) as u64;
         let captured = rows_of(&gradient.matrix(), slab.range.clone());
-        let rows = Rows { captured, reference: &slab.dbias, index: &index, repeats: &once };
+        let reference = self.supposed(problem, slab, (gradient, false), slab.dbias.clone());
+        let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
         findings.merge(Stage::Dbias, Tally::of(&rows, allowed, &bound), bound);
     }
 

@@ -6,6 +6,7 @@ use super::backward::Problem;
 use super::dk::{column_squares, column_sums, reference_of};
 use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
+use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
@@ -16,6 +17,8 @@ use crate::kernels::reference;
 pub(super) struct DqState {
     pub(super) exact: reference::Backward,
     pub(super) emulated: Vec<DqParts>,
+    /// What a hypothesis says that dq is, in place of the f64 values.
+    pub(super) instead: Option<DqParts>,
 }
 
 impl DqState {
@@ -29,7 +32,7 @@ impl DqState {
             dq_label_rel_var: vec![0.0; tokens],
             ..reference::Backward::default()
         };
-        DqState { exact, emulated: Vec::new() }
+        DqState { exact, emulated: Vec::new(), instead: None }
     }
 
     /// The label part alone, from the derivative of each label's logit and its variance.
@@ -154,6 +157,28 @@ impl Replay<'_> {
         }
     }
 
+    /// What the world says of a stage's rows, as `supposed` does for dk.
+    fn supposed_dq(
+        &self,
+        problem: &Problem<'_>,
+        state: &DqState,
+        (gradient, forced): (&Gradient, bool),
+        unit: &Unit,
+        exact: Vec<f64>,
+    ) -> Vec<f64> {
+        let stage = gradient.stage;
+        let emulated = state.instead.as_ref().map(|parts| member_values(parts, stage));
+        let store = |&x: &f64| gradient.stored.map_or(x, |precision| precision.round64(x));
+        let mut values = match emulated.filter(|values| !values.is_empty() && !forced) {
+            Some(values) => values.iter().map(store).collect(),
+            None => exact,
+        };
+        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let (rows, columns) = (&unit.rows[..], problem.head.q.cols);
+        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        values
+    }
+
     pub(super) fn judge_dq(
         &self,
         problem: &Problem<'_>,
@@ -171,8 +196,9 @@ impl Replay<'_> {
         let bound = self.bound(unit.rows.len(), d);
         for gradient in picked.of(stages) {
             let stage = gradient.stage;
-            let reference = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
+            let exact = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
             let forced = parts.is_some() && stage == Stage::Dq;
+            let reference = self.supposed_dq(problem, state, (gradient, forced), unit, exact);
             let lost = match self.roundings.swamps() && !forced {
                 true => state.lost(stage, &reference),
                 false => Vec::new(),

@@ -7,6 +7,7 @@ use super::allowed::{LabelSize, TokenSize, relative, stored};
 use super::column::{Column, Expected};
 use super::members::members;
 use super::outcome::{MemberError, Outcome, Status};
+use super::world::{At, Expectation, Pass};
 use super::{Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage};
@@ -67,9 +68,13 @@ impl Replay<'_> {
             let captured = logprobs.ok_or_else(|| self.step.missing(Role::Logprobs, None))?;
             return Ok(ForwardState::of_logprobs(&captured));
         };
-        let (exact, variance) = self.exact(slice, &head)?;
+        let (exact, mut variance) = self.exact(slice, &head)?;
+        self.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
+        self.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
+        self.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
         let captured = (self.column(Role::Lse, slice)?, self.column(Role::LabelLogits, slice)?);
-        let emulated = self.emulate(&head, captured.0.is_some() || captured.1.is_some());
+        let emulated =
+            self.emulate(&head, !self.trial && (captured.0.is_some() || captured.1.is_some()));
         for (stage, captured, expected) in [
             (Stage::Lse, &captured.0, &variance.lse),
             (Stage::LabelLogits, &captured.1, &variance.label),
@@ -88,6 +93,7 @@ impl Replay<'_> {
             outcome.add(stage, self.judge_column(inputs, captured, expected, all, members));
         }
         let mut state = self.state(captured, exact, variance, inputs.valid_vocab);
+        self.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
             if self.wants(Stage::Logprobs) {
                 let found = self.judge_column(inputs, captured, &state.logprobs, false, Vec::new());
@@ -96,6 +102,13 @@ impl Replay<'_> {
             state.logprobs = captured_expectation(captured);
         }
         Ok(state)
+    }
+
+    /// What the world makes of one number a token.
+    fn expect_column(&self, stage: Stage, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        let rows: Vec<usize> = (0..values.len()).collect();
+        let at = At { stage, microbatch: inputs.microbatch, rank: None };
+        self.world.expected(&mut Expectation { at, rows: &rows, columns: 1, values });
     }
 
     /// Inputs are looked at, not compared: only the dump knows them.

@@ -9,6 +9,7 @@ use super::dk::column_squares;
 use super::dq::picked;
 use super::findings::{Captured, Findings, Gradient};
 use super::gather::Gathered;
+use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
@@ -78,6 +79,8 @@ impl Replay<'_> {
                 if let Some(gradient) = gradient {
                     let first = b.rows.start;
                     let floor = if stage == Dbias { &ones[..] } else { &q_squares[..] };
+                    let rows: Vec<usize> = b.rows.clone().collect();
+                    let values = &self.supposed_product(problem, stage, &rows, values)[..];
                     let product =
                         Product { first, values, squares, length: t, tokens: true, floor };
                     let index = |row: usize| row as u64;
@@ -96,12 +99,28 @@ impl Replay<'_> {
         if let Some(gradient) = of_unit.stage(Dq).filter(|_| stages.contains(&Dq)) {
             let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
             let floor = &problem.k_squares[..];
+            let values = &self.supposed_product(problem, Dq, &unit.rows, values)[..];
             let product = Product { first: 0, values, squares, length: v, tokens: false, floor };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;
             let tally = self.judge_product(dlogits, gradient, &product, &index, copies);
             findings.merge(Dq, tally, self.bound(t, problem.head.q.cols));
         }
+    }
+
+    /// What the world says of a product's rows.
+    fn supposed_product(
+        &self,
+        problem: &Problem<'_>,
+        stage: Stage,
+        rows: &[usize],
+        exact: &[f64],
+    ) -> Vec<f64> {
+        let mut values = exact.to_vec();
+        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let columns = values.len() / rows.len().max(1);
+        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        values
     }
 
     /// A captured product against the sum of captured entries times exact factors.

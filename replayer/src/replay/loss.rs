@@ -8,6 +8,7 @@ use super::allowed::{relative, stored, summed};
 use super::column::Expected;
 use super::forward::ForwardState;
 use super::outcome::{Comparison, Outcome};
+use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::roundings::precision_of;
@@ -45,6 +46,7 @@ impl Replay<'_> {
         let mut found = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
         if self.step.is_policy_loss() {
             self.policy_upstream(slice, state, &mut found, outcome)?;
+            self.world.upstream(inputs, &mut found.g);
             return Ok(found);
         }
         for (unit, denominator) in &slice.denominators {
@@ -53,6 +55,7 @@ impl Replay<'_> {
                 found.g[t] = self.step.options.cotangent * weight / denominator;
             }
         }
+        self.world.upstream(inputs, &mut found.g);
         Ok(found)
     }
 
@@ -257,7 +260,11 @@ impl Replay<'_> {
         let Some(found) = matrix(&tensor).filter(|values| values.len() == 1) else {
             return Err(unfit(&tensor, "one float"));
         };
-        let total: f64 = terms.values.iter().sum();
+        let mut value = [terms.values.iter().sum::<f64>()];
+        let at = At { stage: Stage::Loss, microbatch: inputs.microbatch, rank: None };
+        let (rows, values) = (&[0][..], &mut value[..]);
+        self.world.expected(&mut Expectation { at, rows, columns: 1, values });
+        let [total] = value;
         let squares: f64 = terms.values.iter().map(|x| x * x).sum();
         let compute = self.roundings.compute();
         let sum = self.roundings.widest.sums.lse;

@@ -26,6 +26,8 @@ pub mod probe;
 mod probed;
 pub mod sample;
 mod sampled;
+pub mod trial;
+pub mod world;
 
 use std::collections::BTreeSet;
 
@@ -37,6 +39,7 @@ use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
 use outcome::{NotChecked, Outcome};
+use world::{Declared, World};
 
 /// What to compare, and how.
 pub struct Request<'a> {
@@ -81,6 +84,10 @@ pub(crate) struct Replay<'a> {
     tiles: Tiles,
     comparisons: usize,
     effort: Effort,
+    /// What the job is supposed to have done.
+    world: &'a dyn World,
+    /// True for a trial of a hypothesis: no floors, no norms.
+    trial: bool,
     progress: &'a dyn Progress,
 }
 
@@ -96,14 +103,17 @@ pub(crate) struct Slice {
 
 /// Replays a step. An error means that no stage could be judged at all.
 pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, StepError> {
-    let slices = slices(step)?;
+    let world = &Declared;
+    let slices = slices(step, world)?;
     let wanted = wanted(step, request.compare)?;
     let roundings = Roundings::plausible(&step.options, slices[0].inputs.dtype(step))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let tiles = Tiles::default();
     let comparisons = wanted.len() * units.max(1);
     let (effort, progress) = (request.effort, request.progress);
-    let replay = Replay { step, wanted, roundings, tiles, comparisons, effort, progress };
+    let trial = false;
+    let replay =
+        Replay { step, wanted, roundings, tiles, comparisons, effort, world, trial, progress };
     (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);
     for slice in &slices {
@@ -125,10 +135,14 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     Ok(outcome)
 }
 
-fn slices(step: &HeadStep<'_>) -> Result<Vec<Slice>, StepError> {
-    let gather = |&microbatch: &Option<Microbatch>| step.inputs(microbatch);
+fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepError> {
+    let gather = |&microbatch: &Option<Microbatch>| {
+        let mut inputs = step.inputs(microbatch)?;
+        world.inputs(step, &mut inputs);
+        Ok(inputs)
+    };
     let inputs: Vec<MicrobatchInputs> =
-        step.microbatches.iter().map(gather).collect::<Result<_, _>>()?;
+        step.microbatches.iter().map(gather).collect::<Result<_, StepError>>()?;
     let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
     let counted = |one: &MicrobatchInputs| {
         step.denominators(&all, one).map_err(|why| StepError::Unfit {

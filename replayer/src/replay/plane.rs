@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use backtape::identity::Microbatch;
 use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
 
@@ -12,6 +13,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
+use super::world::{At, Expectation, UnitTokens};
 use super::{Replay, Slice};
 use crate::assemble;
 use crate::compare::{Allowed, Rows, Tally};
@@ -45,6 +47,7 @@ struct Span<'a> {
     cotangents: Cotangents<'a, f64>,
     /// How far a token's logits lie apart, as far as its softmax sees them.
     spread: &'a [f64],
+    microbatch: Option<Microbatch>,
 }
 
 impl Replay<'_> {
@@ -58,8 +61,10 @@ impl Replay<'_> {
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
         let Some(head) = inputs.head(self.step) else { return Ok(()) };
-        let [g_lse, g_label, g_smooth] =
-            self.token_cotangents(&state.lse, &upstream.g, inputs.valid_vocab);
+        let all: Vec<usize> = (0..inputs.tokens()).collect();
+        let (lse, g) = (&state.lse[..], &upstream.g[..]);
+        let tokens = UnitTokens { inputs, rows: &all, lse, g, rank: None };
+        let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
         for stage in [Stage::Logits, Stage::Logprobs, Stage::Dlogits] {
             let role = stage.role().expect("all three have one");
             let Some(key) = self.step.find(role, inputs.microbatch) else { continue };
@@ -86,6 +91,7 @@ impl Replay<'_> {
                     lse: &lse,
                     cotangents,
                     spread: &spread,
+                    microbatch: inputs.microbatch,
                 };
                 let plane = self.exact_plane(&span);
                 let scale = |t: usize| state.scale[tokens.start + t];
@@ -183,6 +189,10 @@ impl Replay<'_> {
                 row.iter_mut().for_each(|x| *x -= lse);
             }
         }
+        let rows: Vec<usize> = span.tokens.clone().collect();
+        let at = At { stage, microbatch: span.microbatch, rank: None };
+        let values = &mut reference[..];
+        self.world.expected(&mut Expectation { at, rows: &rows, columns, values });
         let scales: Vec<f64> = (0..span.tokens.len()).map(scale).collect();
         let compute = self.roundings.compute();
         let filter = self.step.options.declared.gradient_filter.unwrap_or(0.0);
@@ -237,7 +247,7 @@ impl Replay<'_> {
         precision: Option<Precision>,
         energies: &mut Vec<MemberError>,
     ) {
-        if stage == Stage::Logprobs {
+        if stage == Stage::Logprobs || self.trial {
             return; // the floor is propagated
         }
         let all = members(&self.roundings);

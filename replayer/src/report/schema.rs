@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
+use crate::diagnose::Found;
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{
@@ -155,11 +156,6 @@ pub struct FirstDivergence {
     pub reason: String,
 }
 
-/// A cause from the catalogue. The catalogue is not part of this version, so
-/// none is ever reported; the field is in the schema for its readers.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub enum Cause {}
-
 /// The other dump of `--against`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AgainstReport {
@@ -199,7 +195,7 @@ pub struct Report {
     /// Every stage, in order.
     pub stages: Vec<StageReport>,
     /// Causes from the catalogue.
-    pub causes: Vec<Cause>,
+    pub causes: Vec<Found>,
     /// The norm of the gradients.
     pub grad_norm: GradNorm,
     /// The other dump of `--against`.

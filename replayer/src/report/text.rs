@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::against;
+use super::causes;
 use super::measured;
 use super::number::{bytes, count, error, plural, ratio, short};
 use super::schema::{ComparisonReport, Report, StageReport, Verdict};
@@ -33,6 +34,7 @@ pub fn render(report: &Report) -> String {
     }
     unchecked(&mut out, &report.not_checked);
     out.push('\n');
+    causes::render(&mut out, &report.causes);
     wrap(&mut out, "", &verdict(report));
     out
 }

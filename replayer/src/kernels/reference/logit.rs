@@ -5,7 +5,7 @@
 //! the logit by the derivative of what follows it.
 
 use super::backward::TermNoise;
-use crate::kernels::matrix::HeadInputs;
+use crate::kernels::matrix::{HeadInputs, Transform};
 
 /// The options that make a logit of a product.
 #[derive(Clone, Copy)]
@@ -13,6 +13,8 @@ pub(super) struct Chain<'a> {
     bias: Option<&'a [f64]>,
     scale: f64,
     softcap: Option<f64>,
+    /// The derivative of the softcap is taken as 1.
+    uncapped: bool,
     /// Given logits were stored by the job: no product was rounded on the way.
     given: bool,
 }
@@ -32,8 +34,8 @@ pub(super) struct Logit {
 
 impl<'a> Chain<'a> {
     pub(super) fn of(inputs: &HeadInputs<'a>) -> Self {
-        let (scale, softcap) = (inputs.transform.scale, inputs.transform.softcap);
-        Chain { bias: inputs.bias, scale, softcap, given: inputs.given.is_some() }
+        let Transform { scale, softcap, uncapped } = inputs.transform;
+        Chain { bias: inputs.bias, scale, softcap, uncapped, given: inputs.given.is_some() }
     }
 
     /// Whether the product is the logit.
@@ -72,7 +74,7 @@ impl<'a> Chain<'a> {
             return Logit { value: scaled, var, slope: self.scale, slope_var: 0.0 };
         };
         let tanh = libm::tanh(scaled / cap);
-        let slope = one_minus_square_of_tanh(scaled / cap);
+        let slope = if self.uncapped { 1.0 } else { one_minus_square_of_tanh(scaled / cap) };
         let value = cap * tanh;
         let scaled_var = noise.logit_rel_var * before + sums;
         let from_tanh = 4.0 * square(square(tanh)) * noise.cap_rel_var;

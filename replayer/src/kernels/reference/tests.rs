@@ -249,7 +249,7 @@ fn the_reference_is_what_loops_over_scalars_give() {
 
 /// Every option at once, softcap last.
 fn with_options(mut fixture: Fixture) -> Fixture {
-    fixture.transform = Transform { scale: 0.7, softcap: Some(2.5) };
+    fixture.transform = Transform { scale: 0.7, softcap: Some(2.5), ..Transform::NONE };
     fixture.mask = Some(-0.4);
     fixture.with_bias().with_smoothing()
 }

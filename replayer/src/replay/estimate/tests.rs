@@ -107,7 +107,7 @@ impl Head {
 }
 
 fn optioned() -> Head {
-    Head::with(Transform { scale: 0.8, softcap: Some(4.0) }, 1.0)
+    Head::with(Transform { scale: 0.8, softcap: Some(4.0), ..Transform::NONE }, 1.0)
 }
 
 #[test]

@@ -55,7 +55,7 @@ impl Head {
         HeadInputs {
             bias: self.options.bias.then_some(&self.bias),
             given: self.options.given.then_some(given),
-            transform: Transform { scale, softcap },
+            transform: Transform { scale, softcap, ..Transform::NONE },
             mask,
             ..self.fixture.inputs()
         }

@@ -185,7 +185,7 @@ fn a_softcap_halves_at_atanh_of_one_half_and_bends_the_gradient_by_three_quarter
     let (cap, scale) = (5.0, 0.5);
     let raw = cap * 0.5f64.atanh() / scale;
     let mut head = Head::new(&[0], &[raw, -raw]);
-    head.transform = Transform { scale, softcap: Some(cap) };
+    head.transform = Transform { scale, softcap: Some(cap), ..Transform::NONE };
     let result = head.forward();
     assert_near("label", result.label_logits[0], cap / 2.0, 8.0 * U * cap);
     let sigmoid = 1.0 / (1.0 + (-cap).exp());
@@ -203,7 +203,7 @@ fn a_saturated_softcap_leaves_no_gradient_and_an_absolute_variance() {
         fixture.q.copy_from_slice(&[1.0, 0.0]);
         fixture.k.fill(0.0);
         (fixture.labels[0], fixture.k[4], fixture.k[5]) = (2, sign * 1e4, 3.0);
-        fixture.transform = Transform { scale: 2.0, softcap: Some(10.0) };
+        fixture.transform = Transform { scale: 2.0, softcap: Some(10.0), ..Transform::NONE };
         let lse = forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse;
         let (dq, dk) = run(&fixture, &lse, SMALL_TILES);
         assert_eq!((dq.dq_label[0], dk.label[4]), (0.0, 0.0));

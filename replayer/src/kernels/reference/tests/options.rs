@@ -18,7 +18,7 @@ fn heads() -> impl Strategy<Value = Fixture> {
         |((tokens, depth, valid, padding), mask, softcap, scale, (bias, smooth, given))| {
             let mut fixture = Fixture::new(tokens, depth, valid + padding, valid);
             fixture.k[valid * depth..].fill(f32::NAN);
-            fixture.transform = Transform { scale, softcap };
+            fixture.transform = Transform { scale, softcap, ..Transform::NONE };
             fixture.mask = mask;
             let fixture = if bias { fixture.with_bias() } else { fixture };
             let fixture = if smooth { fixture.with_smoothing() } else { fixture };

@@ -1,0 +1,66 @@
+//! What an entry of the catalogue is: a hypothesis about a job, with its parameters, that
+//! can be tried on the dump.
+
+use super::evidence::Evidence;
+use crate::head::Stage;
+use crate::replay::world::World;
+
+/// One entry of the catalogue. Everything that is known of it lies in its own file.
+pub trait Cause: Sync {
+    /// Its id, as NUMERICS and the reports spell it.
+    fn id(&self) -> &'static str;
+
+    /// What it is, in one sentence.
+    fn about(&self) -> &'static str;
+
+    /// Where it really happened: projects and their issues.
+    fn cases(&self) -> &'static [&'static str];
+
+    /// What cures it, in one sentence.
+    fn advice(&self) -> &'static str;
+
+    /// What is worth trying, with parameters; empty where the detectors say that this
+    /// cause cannot be.
+    fn hypotheses(&self, _evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        Vec::new()
+    }
+
+    /// For causes that are seen and not computed: the sentence that proves it.
+    fn observed(&self, _evidence: &Evidence<'_>) -> Option<Observed> {
+        None
+    }
+}
+
+/// One set of parameters of a cause, ready to be tried.
+pub struct Hypothesis {
+    /// What the job did.
+    pub world: Box<dyn World>,
+    /// Parameters in words, for the report.
+    pub parameters: Vec<(&'static str, String)>,
+    /// How many of them were fitted to captured gradients rather than taken from what the
+    /// dump says of itself. A hypothesis with fewer is preferred.
+    pub fitted: usize,
+}
+
+impl Hypothesis {
+    /// A hypothesis whose parameters all come from the dump.
+    pub fn new(world: impl World + 'static, parameters: Vec<(&'static str, String)>) -> Hypothesis {
+        Hypothesis { world: Box::new(world), parameters, fitted: 0 }
+    }
+
+    /// The same with so many parameters fitted.
+    pub fn fitted(self, fitted: usize) -> Hypothesis {
+        Hypothesis { fitted, ..self }
+    }
+}
+
+/// What a cause that needs no emulation was seen by.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Observed {
+    /// One sentence with ranks, microbatches, rows.
+    pub evidence: String,
+    /// Stages that it explains.
+    pub stages: Vec<Stage>,
+    /// Parameters in words.
+    pub parameters: Vec<(&'static str, String)>,
+}

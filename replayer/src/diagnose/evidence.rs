@@ -1,0 +1,167 @@
+//! What the cheap detectors say of a divergence, before anything is emulated.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use backtape::identity::{Microbatch, Rank};
+
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::replay::outcome::Outcome;
+use crate::replay::world::World;
+
+/// One comparison of a replay: a stage of one microbatch and unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    /// The stage.
+    pub stage: Stage,
+    /// Which microbatch.
+    pub microbatch: Option<Microbatch>,
+    /// The first rank of the unit.
+    pub rank: Option<Rank>,
+}
+
+/// How far a captured tensor is from what a world says it should be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Residual {
+    /// Sum of squared errors; infinite where a captured value is no number.
+    pub energy: f64,
+    /// What rounding is expected to make of it.
+    pub floor: f64,
+    /// Sum of squares of what it should be.
+    pub reference: f64,
+    /// Sum of captured squares.
+    pub captured: f64,
+    /// `⟨captured, reference⟩ / ⟨reference, reference⟩`.
+    pub factor: f64,
+    /// Captured values compared.
+    pub elements: u64,
+    /// Values that are no numbers.
+    pub nonfinite: u64,
+    /// True when rounding explains it.
+    pub passes: bool,
+}
+
+impl Residual {
+    /// D6, D7: energy that is left when the reference is scaled as fits best.
+    pub fn left_by_scale(&self) -> f64 {
+        (self.captured - self.factor * self.factor * self.reference).max(0.0)
+    }
+
+    /// True when one factor explains the comparison: what it leaves is within twice the
+    /// amplitude of the floor, and it leaves much less than there was.
+    pub fn is_scaled(&self) -> bool {
+        let left = self.left_by_scale();
+        !self.passes
+            && (left <= 4.0 * self.floor * self.factor.powi(2) || left < 0.01 * self.energy)
+    }
+}
+
+/// Every comparison of an outcome.
+pub type Residuals = BTreeMap<Key, Residual>;
+
+/// The comparisons of an outcome, by key.
+pub fn residuals(outcome: &Outcome) -> Residuals {
+    let mut found = Residuals::new();
+    for stage in &outcome.stages {
+        for one in &stage.comparisons {
+            let key = Key { stage: stage.stage, microbatch: one.microbatch, rank: one.rank };
+            let tally = &one.tally;
+            let bad = tally.nonfinite > 0;
+            let residual = Residual {
+                energy: if bad { f64::INFINITY } else { tally.error_energy },
+                floor: tally.budget.expected(),
+                reference: tally.reference_energy,
+                captured: tally.captured_energy,
+                factor: 1.0 + tally.slope(),
+                elements: tally.elements,
+                nonfinite: tally.nonfinite,
+                passes: one.excess.is_none(),
+            };
+            found.insert(key, residual);
+        }
+    }
+    found
+}
+
+/// What is known of a divergence.
+pub struct Evidence<'a> {
+    /// The dump and the head.
+    pub step: &'a HeadStep<'a>,
+    /// The full replay.
+    pub outcome: &'a Outcome,
+    /// Inputs of every microbatch, as declared.
+    pub inputs: &'a [MicrobatchInputs],
+    /// Every comparison in the world that is the background of this search: as declared,
+    /// or with causes that were found before.
+    pub residuals: Residuals,
+    /// Those of them that fail.
+    pub failing: BTreeSet<Key>,
+    /// The background.
+    pub background: Vec<&'a dyn World>,
+}
+
+impl<'a> Evidence<'a> {
+    /// Evidence from the comparisons in a background.
+    pub fn new(
+        step: &'a HeadStep<'a>,
+        outcome: &'a Outcome,
+        inputs: &'a [MicrobatchInputs],
+        residuals: Residuals,
+        background: Vec<&'a dyn World>,
+    ) -> Evidence<'a> {
+        let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
+        let failing = failing.map(|(&key, _)| key).collect();
+        Evidence { step, outcome, inputs, residuals, failing, background }
+    }
+
+    /// Whether some comparison of a stage fails.
+    pub fn fails(&self, stage: Stage) -> bool {
+        self.failing.iter().any(|key| key.stage == stage)
+    }
+
+    /// Whether some comparison of one of the stages fails.
+    pub fn fails_any(&self, stages: &[Stage]) -> bool {
+        stages.iter().any(|&stage| self.fails(stage))
+    }
+
+    /// The failing comparisons of one of the stages.
+    pub fn failing_of<'e>(
+        &'e self,
+        stages: &'e [Stage],
+    ) -> impl Iterator<Item = (Key, Residual)> + 'e {
+        let of = |key: &&Key| stages.contains(&key.stage);
+        self.failing.iter().filter(of).map(|key| (*key, self.residuals[key]))
+    }
+
+    /// Microbatches of the step.
+    pub fn microbatches(&self) -> usize {
+        self.inputs.len()
+    }
+
+    /// Ranks of the job.
+    pub fn ranks(&self) -> usize {
+        self.step.dump.manifest.world_size as usize
+    }
+
+    /// True when every failing comparison of these stages is its reference times one
+    /// factor of its own, and there is one.
+    pub fn all_scaled(&self, stages: &[Stage]) -> bool {
+        let mut of = self.failing_of(stages).peekable();
+        of.peek().is_some() && of.all(|(_, residual)| residual.is_scaled())
+    }
+}
+
+/// Stages of the gradients of q and k.
+pub const GRADIENTS: [Stage; 8] = [
+    Stage::Dlogits,
+    Stage::DqLse,
+    Stage::DqLabel,
+    Stage::Dq,
+    Stage::DkLse,
+    Stage::DkLabel,
+    Stage::Dk,
+    Stage::Dbias,
+];
+
+/// Stages of the forward pass.
+pub const FORWARD: [Stage; 5] =
+    [Stage::Logits, Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::Loss];

@@ -1,0 +1,207 @@
+//! What is said of a cause: plain data for the report.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::cause::{Cause, Observed};
+use super::decide::Decision;
+use super::evidence::{Evidence, Key, Residuals};
+use super::search::{Tried, left_of};
+use crate::head::Stage;
+
+/// How sure the report is of a cause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Standing {
+    /// It explains the divergence and nothing else does.
+    Named,
+    /// Others explain it as well.
+    Tied,
+    /// Nothing in the catalogue explains it.
+    Unknown,
+}
+
+/// One cause.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Found {
+    /// Its id in the catalogue, or `unknown`.
+    pub id: String,
+    /// How sure this is.
+    pub standing: Standing,
+    /// Share of the squared error beyond the floor that the emulation removes.
+    pub explained: f64,
+    /// Share of the difference of squared norms of dk that it removes; none where no dk
+    /// diverges.
+    pub norm_gap_explained: Option<f64>,
+    /// Energy that the next cause leaves, over what this one leaves; none where there is
+    /// no other, or where this one leaves nothing at all.
+    pub beats_next_by: Option<f64>,
+    /// The next cause.
+    pub next: Option<String>,
+    /// True when the emulation equals the captured tensors in every bit.
+    pub bit_equal: bool,
+    /// Its parameters.
+    pub parameters: BTreeMap<String, String>,
+    /// Stages that it explains.
+    pub stages: Vec<&'static str>,
+    /// What shows it, in one sentence.
+    pub evidence: String,
+    /// What cures it, in one sentence.
+    pub advice: String,
+}
+
+/// The causes of a decision: one named, or several tied.
+pub(super) fn of_decision(
+    tried: &[Tried],
+    decision: &Decision,
+    keys: &BTreeSet<Key>,
+    evidence: &Evidence<'_>,
+) -> Vec<Found> {
+    let standing = if decision.winners.len() == 1 { Standing::Named } else { Standing::Tied };
+    let next = decision.next.map(|(at, by)| (tried[at].cause.id(), by));
+    let one = |&at: &usize| of_one(&tried[at], standing, next, keys, evidence);
+    decision.winners.iter().map(one).collect()
+}
+
+fn of_one(
+    of: &Tried,
+    standing: Standing,
+    next: Option<(&str, f64)>,
+    keys: &BTreeSet<Key>,
+    evidence: &Evidence<'_>,
+) -> Found {
+    let explained = explained(&evidence.residuals, &of.residuals, keys);
+    let about = of.cause.about();
+    let exact = of.exact(keys);
+    let equal = if exact {
+        "equals what was captured in every bit"
+    } else {
+        "leaves no more than rounding explains"
+    };
+    let comparisons = match keys.len() {
+        1 => "the comparison that fails".to_string(),
+        n => format!("all {n} comparisons that fail"),
+    };
+    Found {
+        id: of.cause.id().into(),
+        standing,
+        explained,
+        norm_gap_explained: norm_gap(&evidence.residuals, &of.residuals, keys),
+        beats_next_by: next.map(|(_, by)| by).filter(|by| by.is_finite()),
+        next: next.map(|(id, _)| id.to_string()),
+        bit_equal: exact,
+        parameters: parameters(&of.hypothesis.parameters),
+        stages: stages(keys),
+        evidence: format!("{about}: emulated so, the reference {equal} in {comparisons}"),
+        advice: of.cause.advice().into(),
+    }
+}
+
+/// The first of two causes that together explain what neither does alone.
+pub(super) fn partner(of: &Tried, left: f64, evidence: &Evidence<'_>) -> Found {
+    let before = left_of(&evidence.residuals, &evidence.failing);
+    let mut found = of_one(of, Standing::Named, None, &evidence.failing, evidence);
+    found.explained = ((before - of.left) / (before - left)).clamp(0.0, 1.0);
+    found.bit_equal = false;
+    found.evidence = format!(
+        "{}: it explains a part, and together with the other cause nothing is left that rounding does not explain",
+        of.cause.about()
+    );
+    found
+}
+
+/// Nothing explains it; the evidence says what comes nearest.
+pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried]) -> Found {
+    let nearest = tried.iter().min_by(|a, b| a.left.total_cmp(&b.left));
+    let before = left_of(&evidence.residuals, &evidence.failing);
+    let words = match nearest {
+        None => "no cause of the catalogue fits what the detectors see".to_string(),
+        Some(near) if near.left >= before => format!(
+            "{} hypotheses were emulated, and none comes nearer to what was captured than the declared head",
+            tried.len()
+        ),
+        Some(near) => format!(
+            "{} hypotheses were emulated; the nearest, {}, leaves {:.3} times the energy that the declared head leaves, which is more than rounding explains",
+            tried.len(),
+            near.cause.id(),
+            near.left / before
+        ),
+    };
+    Found {
+        id: "unknown".into(),
+        standing: Standing::Unknown,
+        explained: 0.0,
+        norm_gap_explained: None,
+        beats_next_by: None,
+        next: nearest.map(|near| near.cause.id().to_string()),
+        bit_equal: false,
+        parameters: BTreeMap::new(),
+        stages: stages(&evidence.failing),
+        evidence: words,
+        advice: "look at the rows, tiles, ranks and microbatches that the report names; a hypothesis of your own can be tried with backtape.replay(..., variants={\"mine\": fn})".into(),
+    }
+}
+
+/// Causes that are seen rather than computed.
+pub(super) fn observed(catalogue: &[&'static dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
+    let one = |cause: &&'static dyn Cause| {
+        let Observed { evidence: words, stages, parameters: of } = cause.observed(evidence)?;
+        Some(Found {
+            id: cause.id().into(),
+            standing: Standing::Named,
+            explained: 1.0,
+            norm_gap_explained: None,
+            beats_next_by: None,
+            next: None,
+            bit_equal: false,
+            parameters: parameters(&of),
+            stages: stages.into_iter().map(Stage::name).collect(),
+            evidence: words,
+            advice: cause.advice().into(),
+        })
+    };
+    catalogue.iter().filter_map(one).collect()
+}
+
+fn parameters(of: &[(&'static str, String)]) -> BTreeMap<String, String> {
+    of.iter().map(|(name, value)| (name.to_string(), value.clone())).collect()
+}
+
+fn stages(keys: &BTreeSet<Key>) -> Vec<&'static str> {
+    let stages: BTreeSet<Stage> = keys.iter().map(|key| key.stage).collect();
+    stages.into_iter().map(Stage::name).collect()
+}
+
+/// Share of the energy beyond the floor that is gone. The floor of a comparison is what
+/// rounding is expected to leave, or what is left where that is less.
+fn explained(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> f64 {
+    let (mut gone, mut all) = (0.0, 0.0);
+    for key in keys {
+        let (Some(one), Some(other)) = (before.get(key), after.get(key)) else { continue };
+        let floor = one.floor.min(one.energy).max(f64::MIN_POSITIVE);
+        if one.energy.is_finite() {
+            all += one.energy / floor - 1.0;
+            gone += (one.energy - other.energy.max(one.floor).min(one.energy)) / floor;
+        }
+    }
+    if all > 0.0 { (gone / all).clamp(0.0, 1.0) } else { 1.0 }
+}
+
+/// The same of the difference of squared norms, over the failing dk.
+fn norm_gap(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> Option<f64> {
+    let of_dk = |key: &&Key| {
+        matches!(
+            key.stage,
+            Stage::Dk | Stage::DkLabel | Stage::DkLse | Stage::Accumulate | Stage::Reduce
+        )
+    };
+    let (mut gone, mut all) = (0.0, 0.0);
+    for key in keys.iter().filter(of_dk) {
+        let (one, other) = (before.get(key)?, after.get(key)?);
+        all += one.captured - one.reference;
+        gone += other.reference - one.reference;
+    }
+    let share = gone / all;
+    Some(share).filter(|share| share.is_finite())
+}

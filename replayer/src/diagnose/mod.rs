@@ -1,0 +1,117 @@
+//! Why a stage diverged: the causes of the catalogue are tried on the dump, and one is
+//! named when it brings the captured tensors to what rounding explains.
+//!
+//! A wrong cause is worse than none: what nothing explains is `unknown`, and what two
+//! causes explain equally well is tied.
+
+pub mod catalogue;
+pub mod cause;
+pub mod causes;
+pub mod decide;
+pub mod evidence;
+mod found;
+mod sample;
+pub mod search;
+
+use std::collections::BTreeSet;
+
+use crate::head::step::StepError;
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::replay::outcome::Outcome;
+use crate::replay::world::World;
+use catalogue::CATALOGUE;
+use decide::{Decision, cover, decide};
+use evidence::{Evidence, Key, residuals};
+use found::unknown;
+pub use found::{Found, Standing};
+use search::{Search, Tried};
+
+/// Hypotheses that a second cause is sought beside.
+const PARTNERS: usize = 6;
+/// A partner of a composite must remove this share of the energy beyond the floor.
+const PARTIAL: f64 = 0.2;
+
+/// Names the causes of a divergence; empty when nothing diverged.
+pub fn diagnose(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
+    let failing: Vec<Stage> = stages(outcome, |_| true);
+    if outcome.first_divergence().is_none() {
+        return Ok(Vec::new());
+    }
+    let inputs: Vec<MicrobatchInputs> =
+        step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
+    let compared: BTreeSet<Stage> = failing.into_iter().collect();
+    let search = Search { step, compared, rows: sample::rows(outcome, &inputs) };
+    let base = match &search.rows {
+        Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
+        None => residuals(outcome),
+    };
+    let evidence = Evidence::new(step, outcome, &inputs, base, Vec::new());
+    let seen = found::observed(CATALOGUE, &evidence);
+    if !seen.is_empty() {
+        return Ok(seen);
+    }
+    if evidence.failing.is_empty() {
+        return Ok(vec![unknown(&evidence, &[])]);
+    }
+    let tried = search.all(CATALOGUE, &evidence);
+    if let Some(decision) = decide(&tried, &evidence.failing) {
+        return Ok(found::of_decision(&tried, &decision, &evidence.failing, &evidence));
+    }
+    if let Some(parts) = cover(&tried, &evidence.failing) {
+        let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
+            found::of_decision(&tried, decision, keys, &evidence)
+        };
+        return Ok(parts.iter().flat_map(of).collect());
+    }
+    match stacked(&search, &tried, &evidence) {
+        Some(found) => Ok(found),
+        None => Ok(vec![unknown(&evidence, &tried)]),
+    }
+}
+
+/// Stages with comparisons.
+fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
+    let compared = outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
+    compared.map(|one| one.stage).filter(|&stage| wanted(stage)).collect()
+}
+
+/// Two causes in one comparison: the second explains what the first leaves.
+fn stacked(search: &Search<'_>, tried: &[Tried], evidence: &Evidence<'_>) -> Option<Vec<Found>> {
+    let before = search::left_of(&evidence.residuals, &evidence.failing);
+    let floor = evidence.failing.len() as f64;
+    let mut partners: Vec<&Tried> = tried
+        .iter()
+        .filter(|one| before - one.left > PARTIAL * (before - floor).max(0.0))
+        .collect();
+    partners.sort_by(|a, b| a.left.total_cmp(&b.left));
+    partners.truncate(PARTNERS);
+    let mut best: Option<(f64, Vec<Found>)> = None;
+    let mut pairs: Vec<[&str; 2]> = Vec::new();
+    for first in partners {
+        let world: &dyn World = &*first.hypothesis.world;
+        let inner = Evidence::new(
+            evidence.step,
+            evidence.outcome,
+            evidence.inputs,
+            first.residuals.clone(),
+            vec![world],
+        );
+        let second = search.all(CATALOGUE, &inner);
+        let other = |one: &Tried| one.cause.id() != first.cause.id();
+        let second: Vec<Tried> = second.into_iter().filter(other).collect();
+        let Some(decision) = decide(&second, &inner.failing) else { continue };
+        let left = second[decision.winners[0]].left_of(&evidence.failing);
+        let mut ids = [first.cause.id(), second[decision.winners[0]].cause.id()];
+        ids.sort_unstable();
+        if pairs.contains(&ids) {
+            continue; // The same two the other way round.
+        }
+        pairs.push(ids);
+        if best.as_ref().is_none_or(|(of, _)| left < *of) {
+            let mut all = vec![found::partner(first, left, evidence)];
+            all.extend(found::of_decision(&second, &decision, &inner.failing, &inner));
+            best = Some((left, all));
+        }
+    }
+    best.map(|(_, found)| found)
+}

@@ -1,0 +1,81 @@
+//! Which rows hypotheses are tried on, where all of them would take too long.
+//!
+//! Rows that the replay found worst come first: they are what must be explained. Rows of
+//! frequent labels are next, because sums of many addends tell formats apart. The rest is
+//! evenly spread, so that what is right everywhere else is seen to stay right.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::head::{MicrobatchInputs, Scores, Stage};
+use crate::kernels::matrix::IGNORED;
+use crate::replay::outcome::Outcome;
+use crate::replay::trial::Rows;
+
+/// Multiply-adds of one GEMM up to which all rows are looked at.
+const ALL: u64 = 1 << 26;
+/// Rows of dk, and tokens of a microbatch, in a sample.
+const KEPT: usize = 192;
+
+/// A sample of rows; `None` where all of them can be looked at.
+pub(super) fn rows(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows> {
+    let sizes = inputs.iter().filter_map(|one| match &one.scores {
+        Scores::Product { q, k } => {
+            let d = q.shape.last().copied().unwrap_or(1);
+            Some((one.tokens() as u64 * k.shape[0] * d, k.shape[0] as usize))
+        }
+        _ => None,
+    });
+    let (work, vocab) = sizes.fold((0, 0), |(work, _), (of, vocab)| (work + of, vocab));
+    if work <= ALL {
+        return None;
+    }
+    let mut hits: BTreeMap<u32, u64> = BTreeMap::new();
+    let labels = inputs.iter().flat_map(|one| &one.labels).filter(|&&label| label != IGNORED);
+    labels.for_each(|&label| *hits.entry(label).or_default() += 1);
+    let mut frequent: Vec<(u64, u32)> = hits.into_iter().map(|(label, n)| (n, label)).collect();
+    frequent.sort_unstable_by(|a, b| b.cmp(a));
+    let mut classes =
+        worst(outcome, &[Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias], None);
+    classes.extend(frequent.iter().take(KEPT / 3).map(|&(_, label)| label as usize));
+    spread(&mut classes, vocab);
+    let tokens = inputs.iter().map(|one| {
+        let stages = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
+        let mut tokens = worst(outcome, &stages, Some(one.microbatch));
+        spread(&mut tokens, one.tokens());
+        (one.microbatch, tokens.into_iter().collect())
+    });
+    Some(Rows { tokens: tokens.collect(), classes: classes.iter().copied().collect() })
+}
+
+/// Rows that the replay names of some stages.
+fn worst(
+    outcome: &Outcome,
+    stages: &[Stage],
+    microbatch: Option<Option<backtape::identity::Microbatch>>,
+) -> BTreeSet<usize> {
+    let mut found = BTreeSet::new();
+    for &stage in stages {
+        for one in &outcome.stage(stage).comparisons {
+            if microbatch.is_some_and(|of| of != one.microbatch) {
+                continue;
+            }
+            found.extend(one.tally.worst_rows.iter().map(|row| row.row as usize));
+            let single = [&one.tally.worst, &one.tally.first, &one.tally.first_nonfinite];
+            found.extend(single.into_iter().flatten().map(|worst| worst.index.0 as usize));
+        }
+    }
+    found.into_iter().take(KEPT / 3).collect()
+}
+
+/// Fills up with rows that lie evenly, both ends among them.
+fn spread(rows: &mut BTreeSet<usize>, of: usize) {
+    rows.retain(|&row| row < of);
+    let more = KEPT.saturating_sub(rows.len()).max(1);
+    if of > 0 {
+        rows.extend(
+            (0..more)
+                .map(|i| i * (of - 1) / more.max(2).saturating_sub(1))
+                .map(|row| row.min(of - 1)),
+        );
+    }
+}

@@ -1,0 +1,91 @@
+//! Tries the hypotheses of a catalogue and keeps what each of them explains.
+
+use std::collections::BTreeSet;
+
+use super::cause::{Cause, Hypothesis};
+use super::evidence::{Evidence, Key, Residuals, residuals};
+use crate::head::{HeadStep, Stage};
+use crate::replay::trial::{Rows, trial};
+use crate::replay::world::World;
+
+/// A hypothesis with what it explains.
+pub struct Tried {
+    /// Its cause.
+    pub cause: &'static dyn Cause,
+    /// Its world and parameters.
+    pub hypothesis: Hypothesis,
+    /// Every comparison in its world.
+    pub residuals: Residuals,
+    /// Comparisons that fail without it and pass with it.
+    pub explains: BTreeSet<Key>,
+    /// Sum over all failing comparisons of the energy left, each over its floor.
+    pub left: f64,
+}
+
+impl Tried {
+    /// Energy that is left of some comparisons, each over what rounding is expected to
+    /// make of it, so that stages of different size count alike.
+    pub fn left_of(&self, keys: &BTreeSet<Key>) -> f64 {
+        left_of(&self.residuals, keys)
+    }
+
+    /// True when every one of these comparisons is equal in every bit.
+    pub fn exact(&self, keys: &BTreeSet<Key>) -> bool {
+        keys.iter().all(|key| self.residuals.get(key).is_some_and(|found| found.energy == 0.0))
+    }
+}
+
+/// Energy left of some comparisons, each over its floor; infinite where one is missing.
+pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
+    let one = |key: &Key| match of.get(key) {
+        Some(found) if found.energy == 0.0 => 0.0,
+        Some(found) => found.energy / found.floor.max(f64::MIN_POSITIVE),
+        None => f64::INFINITY,
+    };
+    keys.iter().map(one).sum()
+}
+
+/// Where hypotheses are tried.
+pub struct Search<'a> {
+    /// The dump and the head as declared.
+    pub step: &'a HeadStep<'a>,
+    /// Stages that are compared.
+    pub compared: BTreeSet<Stage>,
+    /// Rows that trials look at.
+    pub rows: Option<Rows>,
+}
+
+impl Search<'_> {
+    /// Every comparison in a world; `None` where the dump cannot be judged in it.
+    pub fn residuals(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+        let all: Vec<&dyn World> = worlds.to_vec();
+        let outcome = trial(self.step, &self.compared, &all, self.rows.as_ref()).ok()?;
+        Some(residuals(&outcome))
+    }
+
+    /// Tries every hypothesis of the catalogue on top of the evidence's background.
+    pub fn all(&self, catalogue: &[&'static dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried> {
+        let mut found = Vec::new();
+        for &cause in catalogue {
+            for hypothesis in cause.hypotheses(evidence) {
+                found.extend(self.one(cause, hypothesis, evidence));
+            }
+        }
+        found
+    }
+
+    fn one(
+        &self,
+        cause: &'static dyn Cause,
+        hypothesis: Hypothesis,
+        evidence: &Evidence<'_>,
+    ) -> Option<Tried> {
+        let mut worlds = evidence.background.clone();
+        worlds.push(&*hypothesis.world);
+        let residuals = self.residuals(&worlds)?;
+        let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);
+        let explains = evidence.failing.iter().filter(passes).copied().collect();
+        let left = left_of(&residuals, &evidence.failing);
+        Some(Tried { cause, hypothesis, residuals, explains, left })
+    }
+}

@@ -1,0 +1,244 @@
+//! A trial: the same judgement as a replay's, in the world of a hypothesis, without
+//! floors and norms, and on a sample of rows where all would be too many.
+//!
+//! Rows of dq are judged for some tokens against the whole vocabulary, rows of dk for
+//! some classes over all tokens: each sampled row is judged as it would be in full.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use backtape::identity::Microbatch;
+
+use super::backward::Problem;
+use super::dk::Slab;
+use super::dq::DqState;
+use super::findings::{Captured, DK, DQ, Findings, Gradient, Held};
+use super::forward::ForwardState;
+use super::gather::Gathered;
+use super::loss::Upstream;
+use super::outcome::Outcome;
+use super::world::World;
+use super::{Effort, Replay, Slice};
+use crate::head::step::StepError;
+use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
+use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::policy::{self, Policy};
+use crate::kernels::{NoProgress, Tiles};
+
+/// Rows that a trial looks at.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rows {
+    /// Tokens of each microbatch, ascending: rows of dq.
+    pub tokens: BTreeMap<Option<Microbatch>, Vec<usize>>,
+    /// Classes, ascending: rows of dk.
+    pub classes: Vec<usize>,
+}
+
+/// Judges the stages in a world. `rows`: which rows of dq and dk, `None` for all.
+pub fn trial(
+    step: &HeadStep<'_>,
+    compared: &BTreeSet<Stage>,
+    world: &dyn World,
+    rows: Option<&Rows>,
+) -> Result<Outcome, StepError> {
+    let mut altered = step.clone();
+    world.options(&mut altered.options);
+    let slices = super::slices(&altered, world)?;
+    let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
+    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+    let replay = Replay {
+        step: &altered,
+        wanted: compared.clone(),
+        roundings,
+        tiles: Tiles::default(),
+        comparisons: compared.len() * units.max(1),
+        effort: Effort::All,
+        world,
+        trial: true,
+        progress: &NoProgress,
+    };
+    let mut outcome = Outcome::new(&replay.wanted);
+    for slice in &slices {
+        let state = replay.forward(slice, &mut outcome)?;
+        let upstream = replay.upstream(slice, &state, &mut outcome)?;
+        replay.loss(slice, &state, &mut outcome)?;
+        replay.plane(slice, &state, &upstream, &mut outcome)?;
+        for unit in &slice.units {
+            replay.try_unit(slice, unit, (&state, &upstream), rows, &mut outcome)?;
+        }
+    }
+    replay.sums(&slices, &mut outcome)?;
+    outcome.finish(&altered);
+    Ok(outcome)
+}
+
+impl Replay<'_> {
+    fn try_unit(
+        &self,
+        slice: &Slice,
+        unit: &Unit,
+        (state, upstream): (&ForwardState, &Upstream),
+        rows: Option<&Rows>,
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let Scores::Product { .. } = slice.inputs.scores else { return Ok(()) };
+        let captured = self.captured(slice, unit, outcome)?;
+        if captured.gradients.is_empty() || unit.rows.iter().any(|&t| upstream.certain[t] > 0.0) {
+            return Ok(());
+        }
+        let dlogits = self.dlogits(slice, unit)?;
+        let mut findings = Findings::default();
+        let dk = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]).next().is_some();
+        if dk {
+            self.with_problem(slice, unit, state, upstream, &mut |problem| {
+                self.try_dk(problem, &captured, rows, &mut findings);
+            });
+        }
+        if captured.of(&DQ).next().is_some() {
+            let tokens = rows.and_then(|rows| rows.tokens.get(&slice.inputs.microbatch));
+            let mut kept = unit.rows.clone();
+            kept.retain(|t| tokens.is_none_or(|tokens| tokens.binary_search(t).is_ok()));
+            let some = Unit { ranks: unit.ranks.clone(), rows: kept };
+            self.with_problem(slice, &some, state, upstream, &mut |problem| {
+                self.try_dq(problem, &captured, &some, &mut findings);
+            });
+        }
+        self.with_problem(slice, unit, state, upstream, &mut |problem| {
+            if let Some(dlogits) = &dlogits {
+                let stages = captured.without_parts();
+                findings.forget(&stages);
+                let of = (dlogits, &stages[..]);
+                self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
+            }
+        });
+        self.report(findings, &captured, &slice.inputs, unit, outcome);
+        Ok(())
+    }
+
+    fn try_dk(
+        &self,
+        problem: &Problem<'_>,
+        captured: &Captured,
+        rows: Option<&Rows>,
+        findings: &mut Findings,
+    ) {
+        let Some(classes) = rows.map(|rows| &rows.classes) else {
+            let (d, v) = (problem.head.q.cols, problem.head.k.rows);
+            let mut dq = DqState::new(problem.head.q.rows, d);
+            for start in (0..v).step_by(self.slab_rows(d, v)) {
+                let range = start..(start + self.slab_rows(d, v)).min(v);
+                let mut labels = Vec::new();
+                let head =
+                    crate::head::step::vocabulary_slab(&problem.head, range.clone(), &mut labels);
+                let mut slab = self.reference_slab(problem, &head, range, &mut dq.exact);
+                self.emulate_dk(problem, &head, &mut slab);
+                self.judge_dk(problem, &slab, (captured, &DK), findings);
+                self.judge_dbias(problem, &slab, captured, findings);
+            }
+            return;
+        };
+        let k = Gathered::new(&problem.head.k, classes);
+        let place = |label: &u32| match classes.binary_search(&(*label as usize)) {
+            Ok(row) if *label != IGNORED => row as u32,
+            _ => IGNORED,
+        };
+        let labels: Vec<u32> = problem.head.labels.iter().map(place).collect();
+        let valid_vocab = classes.partition_point(|&v| v < problem.head.valid_vocab);
+        let bias = problem.head.bias.map(|b| classes.iter().map(|&v| b[v]).collect::<Vec<_>>());
+        let bias = bias.as_deref();
+        let head = HeadInputs { k: k.matrix(), labels: &labels, valid_vocab, bias, ..problem.head };
+        let problem = problem.over(head);
+        let mut unused = DqState::new(head.q.rows, head.q.cols);
+        let range = 0..classes.len();
+        let mut slab = self.reference_slab(&problem, &head, range, &mut unused.exact);
+        slab.classes = Some(classes.clone());
+        self.emulate_dk(&problem, &head, &mut slab);
+        let captured = picked_classes(captured, classes);
+        self.judge_dk(&problem, &slab, (&captured, &DK), findings);
+        self.judge_dbias(&problem, &slab, &captured, findings);
+    }
+
+    /// dk as the world's policy has it, in place of the reference.
+    fn emulate_dk(&self, problem: &Problem<'_>, head: &HeadInputs<'_>, slab: &mut Slab) {
+        let Some((of, tiles)) = self.world.policy(&self.roundings) else { return };
+        let mut instead: Vec<(Stage, Vec<f64>)> = Vec::new();
+        let (lse, cotangents) = (&problem.lse, problem.cotangents());
+        policy::backward(&of, head, lse, &cotangents, tiles, self.progress, &mut |block| {
+            let all = [
+                (Stage::DkLse, block.dk_lse),
+                (Stage::DkLabel, block.dk_label),
+                (Stage::Dk, block.dk),
+                (Stage::Dbias, block.dbias),
+            ];
+            for (stage, values) in all.into_iter().filter(|(_, values)| !values.is_empty()) {
+                let width = values.len() / block.rows.len().max(1);
+                put(&mut instead, stage, block.rows.start * width, values);
+            }
+        });
+        slab.instead = instead;
+    }
+
+    fn try_dq(
+        &self,
+        problem: &Problem<'_>,
+        captured: &Captured,
+        unit: &Unit,
+        findings: &mut Findings,
+    ) {
+        let (t, d, v) = (problem.head.q.rows, problem.head.q.cols, problem.head.k.rows);
+        let mut dq = DqState::new(t, d);
+        for start in (0..v).step_by(self.slab_rows(d, v)) {
+            let range = start..(start + self.slab_rows(d, v)).min(v);
+            let mut labels = Vec::new();
+            let head =
+                crate::head::step::vocabulary_slab(&problem.head, range.clone(), &mut labels);
+            self.reference_slab(problem, &head, range, &mut dq.exact);
+        }
+        if let Some((of, tiles)) = self.world.policy(&self.roundings) {
+            let (lse, cotangents) = (&problem.lse, problem.cotangents());
+            let found = policy::backward(
+                &Policy { ..of },
+                &problem.head,
+                lse,
+                &cotangents,
+                tiles,
+                self.progress,
+                &mut |_| {},
+            );
+            dq.instead = Some(found);
+        }
+        self.judge_dq(problem, &dq, (captured, &DQ), unit, findings);
+    }
+}
+
+/// Writes values into the list of a stage, which grows as they come.
+fn put(lists: &mut Vec<(Stage, Vec<f64>)>, stage: Stage, at: usize, values: &[f64]) {
+    let index = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
+        lists.push((stage, Vec::new()));
+        lists.len() - 1
+    });
+    let list = &mut lists[index].1;
+    list.resize(list.len().max(at + values.len()), 0.0);
+    list[at..at + values.len()].copy_from_slice(values);
+}
+
+/// Some classes' rows of every captured dk and dbias.
+fn picked_classes(captured: &Captured, classes: &[usize]) -> Captured {
+    let of = |gradient: &Gradient| {
+        let whole = gradient.matrix();
+        let values = match &gradient.values {
+            Held::Summed { total, storage, .. } => {
+                let chosen = |all: &[f64]| {
+                    let row = |&v: &usize| &all[v * whole.cols..(v + 1) * whole.cols];
+                    classes.iter().flat_map(row).copied().collect::<Vec<f64>>()
+                };
+                let (rows, cols) = (classes.len(), whole.cols);
+                Held::Summed { rows, cols, total: chosen(total), storage: chosen(storage) }
+            }
+            _ => Held::Picked(Gathered::new(&whole, classes)),
+        };
+        let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
+        Gradient { stage, values, stored, rounded: gradient.rounded, source }
+    };
+    let all = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]);
+    Captured { gradients: all.map(of).collect() }
+}

@@ -1,0 +1,149 @@
+//! What a hypothesis says that the job did, other than it declared.
+//!
+//! A stage is judged in a world as it always is: same inputs from the dump, same
+//! allowance for rounding, same bounds. Only what the world changes is different. So a
+//! hypothesis is accepted by the test that rejected the declaration, and by no other.
+//!
+//! A world changes every microbatch and rank alike unless it says otherwise; which of
+//! them it explains is read off the comparisons that pass in it.
+
+use backtape::identity::{Microbatch, Rank};
+
+use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
+use crate::kernels::policy::Policy;
+use crate::kernels::tiles::Tiles;
+
+/// When lse is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// As the forward pass gives it: what a captured lse should be.
+    Forward,
+    /// As the backward pass reads it, captured or not.
+    Backward,
+}
+
+/// Whose values a world is asked about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct At {
+    /// The stage.
+    pub stage: Stage,
+    /// Which microbatch; none for sums over them.
+    pub microbatch: Option<Microbatch>,
+    /// The first rank of the unit; none for a global tensor.
+    pub rank: Option<Rank>,
+}
+
+/// Values that a stage should have, some rows of it.
+pub struct Expectation<'a> {
+    /// Whose.
+    pub at: At,
+    /// Row of the whole tensor that each row here is: a token of `[T, D]`, a class of
+    /// `[V, D]`.
+    pub rows: &'a [usize],
+    /// Values of a row.
+    pub columns: usize,
+    /// `rows * columns` values, row-major.
+    pub values: &'a mut [f64],
+}
+
+/// Tokens of one unit, all `[n]`.
+pub struct UnitTokens<'a> {
+    /// The microbatch's inputs, as the world has them.
+    pub inputs: &'a MicrobatchInputs,
+    /// Which of its tokens.
+    pub rows: &'a [usize],
+    /// lse as the backward reads it.
+    pub lse: &'a [f64],
+    /// Upstream gradient of each token's nll.
+    pub g: &'a [f64],
+    /// First rank of the unit.
+    pub rank: Option<Rank>,
+}
+
+/// A hypothesis. What it leaves out is as declared.
+pub trait World: Sync {
+    /// Other options of the head; f64 formulas and allowances follow them.
+    fn options(&self, _options: &mut HeadOptions) {}
+
+    /// Other inputs of a microbatch. Shapes and the range of labels stay.
+    fn inputs(&self, _step: &HeadStep<'_>, _inputs: &mut MicrobatchInputs) {}
+
+    /// Another lse, `[T]` of the microbatch.
+    fn lse(&self, _pass: Pass, _inputs: &MicrobatchInputs, _lse: &mut [f64]) {}
+
+    /// Other upstream gradients of the tokens' nll, `[T]` of the microbatch.
+    fn upstream(&self, _inputs: &MicrobatchInputs, _g: &mut [f64]) {}
+
+    /// Other cotangents of the unit's lse, label logits and all logits: `g (1 + 2 λ lse)`,
+    /// `-g (1 - s)`, `-g s / K`.
+    fn cotangents(&self, _tokens: &UnitTokens<'_>, _of: [&mut [f64]; 3]) {}
+
+    /// A policy that is emulated in place of the f64 formulas of dq, dk and dbias, made
+    /// of the declared one. What it computes is compared with the allowance of the
+    /// *declared* policy: a fault is no excuse.
+    fn policy(&self, _declared: &Roundings) -> Option<(Policy, Tiles)> {
+        None
+    }
+
+    /// Last: other values than the stage would have.
+    fn expected(&self, _of: &mut Expectation<'_>) {}
+
+    /// Weight of an addend in the sum over microbatches (`Accumulate`) or over ranks
+    /// (`Reduce`).
+    fn weight(&self, _stage: Stage, _microbatch: Option<Microbatch>, _rank: Option<Rank>) -> f64 {
+        1.0
+    }
+
+    /// A running sum, after one more addend was added to it: where it is rounded to a
+    /// format, this does it. `None`: it is summed in f64.
+    fn rounds_sum(&self, _stage: Stage) -> Option<crate::kernels::round::Precision> {
+        None
+    }
+}
+
+/// The job did what it declared.
+pub struct Declared;
+
+impl World for Declared {}
+
+/// Several worlds at once, one after the other.
+impl<W: World + ?Sized> World for Vec<&W> {
+    fn options(&self, options: &mut HeadOptions) {
+        self.iter().for_each(|world| world.options(options));
+    }
+
+    fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        self.iter().for_each(|world| world.inputs(step, inputs));
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        self.iter().for_each(|world| world.lse(pass, inputs, lse));
+    }
+
+    fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
+        self.iter().for_each(|world| world.upstream(inputs, g));
+    }
+
+    fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
+        let [lse, label, smooth] = of;
+        for world in self {
+            world.cotangents(tokens, [&mut *lse, &mut *label, &mut *smooth]);
+        }
+    }
+
+    fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
+        self.iter().find_map(|world| world.policy(declared))
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        self.iter().for_each(|world| world.expected(of));
+    }
+
+    fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
+        self.iter().map(|world| world.weight(stage, microbatch, rank)).product()
+    }
+
+    fn rounds_sum(&self, stage: Stage) -> Option<crate::kernels::round::Precision> {
+        self.iter().find_map(|world| world.rounds_sum(stage))
+    }
+}

@@ -1,0 +1,44 @@
+//! The causes of a divergence as text: named, tied or unknown, with what shows them.
+
+use super::number::ratio;
+use super::text::wrap;
+use crate::diagnose::{Found, Standing};
+
+/// Lines of all causes; nothing where nothing diverged.
+pub(super) fn render(out: &mut String, causes: &[Found]) {
+    for (at, cause) in causes.iter().enumerate() {
+        if at == 0 && cause.standing == Standing::Tied {
+            let ids: Vec<&str> = causes.iter().map(|cause| cause.id.as_str()).collect();
+            let words =
+                format!("TIED: {}; the captured tensors cannot tell them apart", ids.join(", "));
+            wrap(out, "cause     ", &words);
+        }
+        wrap(out, "cause     ", &format!("{}{}", cause.id, figures(cause)));
+        wrap(out, "          ", &format!("{}.", cause.evidence));
+        if !cause.parameters.is_empty() {
+            let of = cause.parameters.iter().map(|(name, value)| format!("{name}: {value}"));
+            wrap(out, "          ", &of.collect::<Vec<_>>().join("; "));
+        }
+        wrap(out, "          ", &format!("To do: {}.", cause.advice));
+    }
+    if !causes.is_empty() {
+        out.push('\n');
+    }
+}
+
+fn figures(cause: &Found) -> String {
+    if cause.standing == Standing::Unknown {
+        return String::new();
+    }
+    let mut words = vec![format!("{:.1} % of the divergence", 100.0 * cause.explained)];
+    if let Some(share) = cause.norm_gap_explained {
+        words.push(format!("{:.1} % of the gap of |dk|²", 100.0 * share));
+    }
+    if cause.bit_equal {
+        words.push("bit for bit".into());
+    }
+    if let Some((by, next)) = cause.beats_next_by.zip(cause.next.as_ref()) {
+        words.push(format!("{}x nearer than {next}", ratio(by)));
+    }
+    format!(" explains {}", words.join(", "))
+}
