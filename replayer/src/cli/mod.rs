@@ -14,7 +14,9 @@ use std::io::Write;
 use clap::Parser;
 
 pub use precision::precision_report;
-pub use run::{RunError, probed_report, replay_report, sampled_report};
+pub use run::{
+    RunError, probed_report, replay_report, sampled_report, variant_inputs, varied_report,
+};
 
 /// Exit codes of replay.
 pub mod exit {

@@ -25,7 +25,7 @@ pub struct Decision {
 }
 
 /// Decides over one set of failing comparisons; `None` when nothing explains all of it.
-pub fn decide(tried: &[Tried], keys: &BTreeSet<Key>) -> Option<Decision> {
+pub fn decide(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Decision> {
     let accepted: Vec<usize> =
         (0..tried.len()).filter(|&at| tried[at].explains.is_superset(keys)).collect();
     let left: Vec<f64> = tried.iter().map(|one| one.left_of(keys)).collect();
@@ -42,7 +42,7 @@ pub fn decide(tried: &[Tried], keys: &BTreeSet<Key>) -> Option<Decision> {
 }
 
 /// The best accepted hypothesis of each cause.
-fn best_of_causes(tried: &[Tried], accepted: &[usize], left: &[f64]) -> Vec<usize> {
+fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<usize> {
     let mut best: Vec<usize> = Vec::new();
     for &at in accepted {
         let id = tried[at].cause.id();
@@ -56,18 +56,18 @@ fn best_of_causes(tried: &[Tried], accepted: &[usize], left: &[f64]) -> Vec<usiz
 }
 
 /// Energy with a penalty for each fitted number.
-fn penalized(tried: &[Tried], left: &[f64], at: usize) -> f64 {
+fn penalized(tried: &[Tried<'_>], left: &[f64], at: usize) -> f64 {
     left[at] * OCCAM.powi(tried[at].hypothesis.fitted as i32)
 }
 
-fn order(tried: &[Tried], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
+fn order(tried: &[Tried<'_>], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
     let fitted = |at: usize| tried[at].hypothesis.fitted;
     let of = |at| penalized(tried, left, at);
     of(a).total_cmp(&of(b)).then(fitted(a).cmp(&fitted(b)))
 }
 
 /// Whether the evidence cannot tell two accepted causes apart.
-fn is_tied(tried: &[Tried], left: &[f64], first: usize, other: usize) -> bool {
+fn is_tied(tried: &[Tried<'_>], left: &[f64], first: usize, other: usize) -> bool {
     let fitted = |at: usize| tried[at].hypothesis.fitted;
     if fitted(other) > fitted(first) {
         return false; // It buys its fit with numbers that the first does not need.
@@ -85,17 +85,17 @@ fn ratio(one: f64, other: f64) -> f64 {
 
 /// Few hypotheses that explain all together what none explains alone: the one that
 /// explains most first, then what is left. Each must explain something of its own.
-pub fn cover(tried: &[Tried], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>, Decision)>> {
+pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>, Decision)>> {
     let mut left = keys.clone();
     let mut found = Vec::new();
     while !left.is_empty() {
-        let gain = |one: &Tried| one.explains.intersection(&left).count();
+        let gain = |one: &Tried<'_>| one.explains.intersection(&left).count();
         let most = tried.iter().map(gain).max().filter(|&most| most > 0)?;
         // Of equal gain, the set that the least energy is left of.
-        let of = |one: &&Tried| gain(one) == most;
+        let of = |one: &&Tried<'_>| gain(one) == most;
         let best = tried.iter().filter(of).min_by(|a, b| {
             let share =
-                |one: &Tried| one.left_of(&one.explains.intersection(&left).copied().collect());
+                |one: &Tried<'_>| one.left_of(&one.explains.intersection(&left).copied().collect());
             share(a).total_cmp(&share(b))
         })?;
         let part: BTreeSet<Key> = best.explains.intersection(&left).copied().collect();

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
-use crate::diagnose::Found;
+use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{
@@ -196,6 +196,8 @@ pub struct Report {
     pub stages: Vec<StageReport>,
     /// Causes from the catalogue.
     pub causes: Vec<Found>,
+    /// How the stages of a user's own functions came out; empty without any.
+    pub variants: Vec<VariantStage>,
     /// The norm of the gradients.
     pub grad_norm: GradNorm,
     /// The other dump of `--against`.
