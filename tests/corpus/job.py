@@ -51,6 +51,8 @@ class Job:
     bias: np.ndarray | None = None
     declared: dict = field(default_factory=dict)  # beside the options: dtypes, path, tiles
     sequence: int | None = None  # tokens of a row, where tokens are recorded as [B, S]
+    tensor: int = 1  # ranks that share the tokens and have the vocabulary cut between them
+    extra: list[dict[str, np.ndarray]] = field(default_factory=list)  # other tensors, each microbatch
 
     @property
     def vocab(self):
@@ -145,6 +147,10 @@ def draw_job(
     o = {"cotangent": pick(rng, [1.0, 1.75, -0.5, 3.0]), "valid_vocab": valid}
     if padded:
         o["mask_value"] = pick(rng, [None, -0.7 * float(np.finfo(np.float32).max), -1e9])
+    # What else a head may have, in any job.
+    for name, value in (("softcap", 30.0), ("z_loss", 1e-3), ("temperature", 1.5)):
+        if rng.random() < 0.12:
+            o[name] = value
     options = Options(**(o | (options or {})))
     classes = options.valid_vocab or vocab
     k = rng.standard_normal((vocab, depth))
@@ -166,7 +172,8 @@ def draw_job(
         if options.ignore_label is not None:
             labels[~counts] = options.ignore_label
         if weights:
-            values = rng.uniform(0.2, 1.8, labels.size) if rng.random() < 0.5 else np.ones(labels.size)
+            mixed = weights == "mixed" or rng.random() < 0.5
+            values = rng.uniform(0.2, 1.8, labels.size) if mixed else np.ones(labels.size)
             data["weights"] = (values * counts).astype(np.float32)
         job.microbatches.append(data)
     job.declared = {"path": path, "dtypes": draw_dtypes(rng) if dtypes is None else dtypes}
@@ -179,8 +186,8 @@ def draw_job(
 
 def draw_dtypes(rng):
     """What an author says of the precision: f32 wherever he thinks of it."""
-    named = ["logits", "lse", "accumulate", "reduce"]
-    return {name: "f32" for name in named if rng.random() < 0.5}
+    chances = {"logits": 0.8, "lse": 0.5, "accumulate": 0.5, "reduce": 0.5}
+    return {name: "f32" for name, chance in chances.items() if rng.random() < chance}
 
 
 def with_options(job, **changed):

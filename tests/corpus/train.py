@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
+from corpus import launches
 from corpus.heads import HEADS, NARROW, Code
 
 SUMMED = {"dk", "dk_lse", "dk_label", "dbias"}  # over tokens: each rank has its addend
@@ -30,6 +31,7 @@ class Step:
     window: str | None = None  # which microbatches reach the sum
     clip: float | None = None  # share of the norm that is left
     clip_at: str = "reduced"
+    guarded: bool = True  # a microbatch without tokens divides by 1, not by 0
 
 
 @dataclass
@@ -79,6 +81,8 @@ PLANE = frozenset({"logits", "dlogits"})
 
 def run_head(job, code, data, weights, denominators, names=NAMES):
     """(values over all tokens, addends of each rank) of one microbatch."""
+    if code.head == "launches":
+        return launches.run(job, code, data, weights, denominators)
     head = compiled(code.head, job.ranks, job.options, code, names)
     labels = data["labels"]
     if job.options.ignore_label is not None:
@@ -106,6 +110,8 @@ def counted(job, step, mb):
         own = job.number(mb) * (job.count if step.mean_of_means == "loss" else 1)
     else:
         own = job.denominator(mb)
+    if step.guarded and own == 0:
+        own = 1.0
     if step.rank_scale == "loss":
         own *= job.ranks
     if step.count_scale == "twice":
@@ -161,9 +167,11 @@ def window(which, own):
     return {"last": own[-1:], "first": own[:1], "not the first": own[1:], "not the last": own[:-1]}[which]
 
 
-def train(job, code=Code(), step=Step(), names=NAMES):
-    """The whole step."""
+def train(job, code=Code(), step=Step(), names=NAMES, change=None):
+    """The whole step; `change(forward, addends)` is what the program does to them on the way."""
     forward, addends = forward_backward(job, code, step, names)
+    if change is not None:
+        change(forward, addends)
     if step.clip and step.clip_at == "microbatch":
         shrink = lambda x: (x.astype(np.float32) * np.float32(step.clip)).astype(x.dtype)
         for found, sums in zip(forward, addends):
