@@ -2,6 +2,7 @@
 //! out. No verdict is made here.
 
 mod against;
+pub mod checked;
 pub mod dumped;
 mod measured;
 mod norm;
