@@ -14,9 +14,14 @@
 
 mod batches;
 mod bits;
+mod facts;
 mod finding;
+mod labels;
 mod nonfinite;
 mod pieces;
+mod reduced;
+mod replicas;
+mod shift;
 mod tokens;
 
 use backtape::head::HeadDeclaration;
@@ -62,7 +67,11 @@ pub struct Check {
 /// Every check, in the order of a report.
 pub const CHECKS: &[Check] = &[
     Check { name: "batches", about: "no batch and no sequence repeats", run: batches::run },
+    Check { name: "shift", about: "labels are the ids that follow the inputs", run: shift::run },
+    Check { name: "labels", about: "labels name classes, and some count", run: labels::run },
     Check { name: "nonfinite", about: "every value is a number", run: nonfinite::run },
+    Check { name: "replicas", about: "replicas hold the same bits", run: replicas::run },
+    Check { name: "reduced", about: "reduced gradients are no rank's own", run: reduced::run },
 ];
 
 /// How a check ended.
