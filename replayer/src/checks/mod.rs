@@ -14,15 +14,22 @@
 
 mod batches;
 mod bits;
+mod counts;
+mod damage;
 mod facts;
 mod finding;
+mod gradients;
 mod labels;
 mod nonfinite;
 mod pieces;
+mod poison;
 mod reduced;
 mod replicas;
 mod shift;
+mod stale;
+mod start;
 mod tokens;
+mod zeros;
 
 use backtape::head::HeadDeclaration;
 use backtape::role::Role;
@@ -30,7 +37,9 @@ use backtape::shard::TensorKey;
 use rayon::prelude::*;
 use serde::Serialize;
 
+pub use damage::is_damage;
 pub use finding::{Finding, Found, NAMED_ROWS, Place, Severity};
+pub use gradients::{GradientStatistics, statistics};
 
 use crate::dump::{StepDump, TensorInfo};
 use crate::verify::{NotChecked, Verification};
@@ -66,12 +75,19 @@ pub struct Check {
 
 /// Every check, in the order of a report.
 pub const CHECKS: &[Check] = &[
+    Check { name: "damage", about: "all of the dump can be read", run: damage::run },
     Check { name: "batches", about: "no batch and no sequence repeats", run: batches::run },
     Check { name: "shift", about: "labels are the ids that follow the inputs", run: shift::run },
     Check { name: "labels", about: "labels name classes, and some count", run: labels::run },
     Check { name: "nonfinite", about: "every value is a number", run: nonfinite::run },
+    Check { name: "poison", about: "no memory was left unwritten", run: poison::run },
+    Check { name: "buffers", about: "no gradient is another buffer", run: stale::run },
+    Check { name: "zeros", about: "no row is zero that cannot be", run: zeros::run },
     Check { name: "replicas", about: "replicas hold the same bits", run: replicas::run },
     Check { name: "reduced", about: "reduced gradients are no rank's own", run: reduced::run },
+    Check { name: "counts", about: "the loss counts what the data count", run: counts::run },
+    Check { name: "start", about: "the first loss against log V", run: start::run },
+    Check { name: "clipping", about: "how many steps were clipped", run: gradients::run },
 ];
 
 /// How a check ended.
@@ -110,6 +126,8 @@ pub struct Checked {
     pub findings: Vec<Finding>,
     /// What was not checked, and why.
     pub not_checked: Vec<CheckSkipped>,
+    /// Of every gradient that was recorded.
+    pub statistics: Vec<GradientStatistics>,
 }
 
 /// What a check did not look at.
@@ -137,7 +155,7 @@ pub fn check(subjects: &[Subject<'_>]) -> Checked {
         found
     };
     let all: Vec<Found> = CHECKS.par_iter().map(one).collect();
-    let mut checked = Checked::default();
+    let mut checked = Checked { statistics: statistics(subjects), ..Checked::default() };
     for (check, found) in CHECKS.iter().zip(all) {
         let worst = found.findings.iter().map(|finding| finding.severity).min();
         let status = match worst {

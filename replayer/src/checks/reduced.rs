@@ -9,9 +9,10 @@
 
 use std::collections::BTreeSet;
 
+use backtape::hash::ContentHash;
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
-use backtape::shard::{TensorKey, When};
+use backtape::shard::{ShardRecord, TensorKey, When};
 
 use super::bits::{bits, format, value};
 use super::facts::roundoff;
@@ -111,9 +112,14 @@ fn is_own(
     let coarsest =
         addends.iter().map(|(_, info)| roundoff(info.dtype)).fold(roundoff(info.dtype), f64::max);
     let u = (microbatches + 1.0) * coarsest;
+    let own_shards = contents(subject, addends, rank);
     for part in cut(piece.place(), width) {
+        // Replicas of the rank's own addend are not another's.
+        let foreign = |record: &ShardRecord| {
+            record.rank != rank && !own_shards.contains(&(&record.key, &record.place, record.hash))
+        };
         let bytes = extract(&part, piece.place(), piece.bytes, width);
-        let Some((own, size)) = sum(subject, addends, &part, |other| other == rank) else {
+        let Some((own, size)) = sum(subject, addends, &part, |record| record.rank == rank) else {
             return false;
         };
         for (i, (&own, &size)) in own.iter().zip(&size).enumerate() {
@@ -126,7 +132,7 @@ fn is_own(
         if left == [false; 4] {
             return false;
         }
-        if !others && let Some((other, _)) = sum(subject, addends, &part, |other| other != rank) {
+        if !others && let Some((other, _)) = sum(subject, addends, &part, foreign) {
             let more =
                 other.iter().zip(&size).filter(|(other, size)| other.abs() > 4.0 * u * **size);
             others = more.count() as u64 >= EVIDENCE;
@@ -135,13 +141,22 @@ fn is_own(
     nonzero >= EVIDENCE && others
 }
 
+/// What tells a rank's own addends apart.
+type Content<'a> = (&'a TensorKey, &'a IndexBox, ContentHash);
+
+fn contents<'a>(subject: &Subject<'a>, addends: &[Named<'a>], rank: Rank) -> BTreeSet<Content<'a>> {
+    let shards = addends.iter().flat_map(|(_, info)| &info.shards);
+    let records = shards.map(|at| subject.dump.record(at)).filter(|record| record.rank == rank);
+    records.map(|record| (&record.key, &record.place, record.hash)).collect()
+}
+
 /// The sum of the addends that some ranks hold in a box, and of their sizes; `None`
 /// where no such rank holds all of it.
 fn sum(
     subject: &Subject<'_>,
     addends: &[Named<'_>],
     place: &IndexBox,
-    of: impl Fn(Rank) -> bool,
+    of: impl Fn(&ShardRecord) -> bool,
 ) -> Option<(Vec<f64>, Vec<f64>)> {
     let count = place.elements()? as usize;
     let (mut total, mut size, mut any) = (vec![0.0; count], vec![0.0; count], false);
@@ -150,7 +165,7 @@ fn sum(
         for at in &info.shards {
             let record = subject.dump.record(at);
             let inside = record.place.intersection(place).as_ref() == Some(place);
-            if !of(record.rank) || !inside {
+            if !of(record) || !inside {
                 continue;
             }
             let bytes = extract(place, &record.place, subject.dump.intact_bytes(at)?, width);

@@ -5,14 +5,19 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use super::number::plural;
+use super::number::{plural, short};
 use super::text::{place, wrap};
-use crate::checks::{CheckSkipped, CheckSummary, Checked, Finding, Severity, Status, Subject};
+use crate::checks::{
+    CheckSkipped, CheckSummary, Checked, Finding, GradientStatistics, Severity, Status, Subject,
+    is_damage,
+};
 use crate::dump::StepState;
-use crate::verify::{FindingKind, Severity as Weight};
 
 /// Name and version of the schema.
 pub const SCHEMA: &str = "backtape.checks/1";
+
+/// Gradients shown as text.
+const SHOWN: usize = 24;
 
 /// What the checks come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -80,11 +85,7 @@ fn step(subject: &Subject<'_>) -> CheckedStep {
         StepState::Committed => "committed".to_string(),
         StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
     };
-    // Replicas that differ are what the job held: a finding, not damage.
-    let damages =
-        |kind: FindingKind| !matches!(kind, FindingKind::ReplicasDisagree | FindingKind::Overlap);
-    let faults = proof.findings.iter().filter(|found| found.severity == Weight::Fault);
-    let damage = faults.filter(|found| damages(found.kind));
+    let damage = proof.findings.iter().filter(|found| is_damage(found));
     CheckedStep {
         step: dump.step.0,
         state,
@@ -108,9 +109,6 @@ pub fn render(report: &ChecksReport) -> String {
             "dump      ",
             &format!("step {}: {}; {shards} of {tensors}", step.step, step.state),
         );
-        for sentence in &step.damage {
-            wrap(&mut out, "damaged   ", sentence);
-        }
     }
     out.push('\n');
     let _ = writeln!(out, "{:<14}{:<11}{:>9}  about", "check", "status", "looked at");
@@ -119,6 +117,7 @@ pub fn render(report: &ChecksReport) -> String {
         out.push('\n');
     }
     report.checked.findings.iter().for_each(|found| finding(&mut out, found));
+    statistics(&mut out, &report.checked.statistics);
     unchecked(&mut out, &report.checked.not_checked);
     out.push('\n');
     wrap(&mut out, "", &verdict(report));
@@ -155,6 +154,36 @@ fn finding(out: &mut String, found: &Finding) {
     if found.severity != Severity::Note {
         wrap(out, "          ", &found.advice);
     }
+}
+
+/// Gradients by name, the first [`SHOWN`] of them; JSON has all.
+fn statistics(out: &mut String, all: &[GradientStatistics]) {
+    if all.is_empty() {
+        return;
+    }
+    let _ = writeln!(
+        out,
+        "\n{:<40}{:>10} {:>10} {:>8} {:>11}  where",
+        "gradient", "norm", "max", "zeros", "not finite"
+    );
+    for one in all.iter().take(SHOWN) {
+        let when = one.when.map(|when| format!("{when:?}").to_lowercase()).unwrap_or_default();
+        let at = place(one.microbatch, one.rank);
+        let at = format!("step {} {at}", one.step);
+        let name: String = format!("{} {when}", one.tensor).chars().take(39).collect();
+        let line = format!(
+            "{name:<40}{:>10} {:>10} {:>6.1} % {:>9.1} %  {at}",
+            short(one.norm),
+            short(one.max),
+            100.0 * one.zero_share,
+            100.0 * one.nonfinite_share,
+        );
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+    if all.len() > SHOWN {
+        let _ = writeln!(out, "and {} more: --json FILE has all", all.len() - SHOWN);
+    }
+    out.push('\n');
 }
 
 /// What was not checked, things with one reason together.
