@@ -23,6 +23,9 @@ pub(super) enum Command {
     Verify(DumpArguments),
     /// Lists what a step holds: tensors, shapes, dtypes, microbatches, ranks.
     Inspect(DumpArguments),
+    /// Checks that need no head and no replay: data, bits, replicas, counts. All dumped
+    /// steps are checked, and compared with each other, unless --step names one.
+    Checks(DumpArguments),
     /// Shows what finite precision does: sums of exponentials, and finite differences at
     /// every step, on the dump's own data.
     Precision(PrecisionArguments),

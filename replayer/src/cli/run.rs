@@ -10,8 +10,12 @@ use backtape::shard::TensorKey;
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
+<<<<<<< HEAD
 use super::{against, precision};
 use crate::diagnose::{self, diagnose};
+=======
+use super::{against, checks, precision};
+>>>>>>> wt-checks
 use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::HeadStep;
@@ -120,6 +124,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
     match &arguments.command {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
+        Some(Command::Checks(arguments)) => checks::run(arguments),
         Some(Command::Precision(arguments)) => precision::run(arguments),
         None => match arguments.replay.threads {
             None => run_replay(&arguments.replay),

@@ -3,6 +3,7 @@
 
 mod against;
 mod causes;
+pub mod checked;
 pub mod dumped;
 mod measured;
 mod norm;
