@@ -3,14 +3,9 @@
 //!
 //! Layers, each knowing only those before it: `dump` (what lies on disk),
 //! `assemble`, `verify`, `head` (stage graph and options), `kernels` (arithmetic,
-<<<<<<< HEAD
-//! no I/O), `compare` (errors against what rounding explains), `replay` (stages
-//! in order, in the world of a hypothesis too),
-//! `diagnose` (the catalogue of causes), `report` (plain data to text or JSON), `cli`.
-=======
 //! no I/O), `compare` (errors against what rounding explains), `checks` (what needs
-//! no replay), `replay` (stages in order), `report` (plain data to text or JSON), `cli`.
->>>>>>> wt-checks
+//! no replay), `replay` (stages in order, in the world of a hypothesis too),
+//! `diagnose` (the catalogue of causes), `report` (plain data to text or JSON), `cli`.
 
 pub mod assemble;
 pub mod checks;

@@ -10,12 +10,8 @@ use backtape::shard::TensorKey;
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
-<<<<<<< HEAD
-use super::{against, precision};
-use crate::diagnose::{self, diagnose};
-=======
 use super::{against, checks, precision};
->>>>>>> wt-checks
+use crate::diagnose::{self, diagnose};
 use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::HeadStep;
