@@ -24,7 +24,7 @@ use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
 use crate::report::number::plural;
 use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
-use crate::report::{dumped, text};
+use crate::report::{catalogue, dumped, text};
 use crate::verify::{Verification, verify};
 
 /// Why `replay` ended without a verdict.
@@ -89,6 +89,9 @@ pub enum RunError {
         /// Why.
         source: PolicyError,
     },
+    /// The catalogue has no such cause.
+    #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
+    NoCause(String),
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),
@@ -121,6 +124,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
         Some(Command::Checks(arguments)) => checks::run(arguments),
+        Some(Command::Causes(arguments)) => run_causes(arguments.id.as_deref()),
         Some(Command::Precision(arguments)) => precision::run(arguments),
         None => match arguments.replay.threads {
             None => run_replay(&arguments.replay),
@@ -377,6 +381,13 @@ fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let json = || serde_json::to_string_pretty(&dump.manifest).expect("plain data");
     Ok((output(arguments.json.as_deref(), json, || dumped::inventory(&dump))?, exit::AGREED))
+}
+
+fn run_causes(id: Option<&str>) -> Result<(String, i32), RunError> {
+    match catalogue::text(id) {
+        Some(text) => Ok((text, exit::AGREED)),
+        None => Err(RunError::NoCause(id.unwrap_or_default().into())),
+    }
 }
 
 pub(super) fn selection(which: &WhichArguments) -> Selection {

@@ -111,3 +111,114 @@ pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<
 
 /// Causes that one step is believed to have at once.
 const MOST: usize = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::diagnose::cause::{Cause, Hypothesis};
+    use crate::diagnose::evidence::{Evidence, Residual, Residuals};
+    use crate::head::Stage;
+    use crate::replay::world::Declared;
+
+    struct Named(&'static str);
+
+    impl Cause for Named {
+        fn id(&self) -> &str {
+            self.0
+        }
+        fn about(&self) -> &str {
+            "about"
+        }
+        fn cases(&self) -> &'static [&'static str] {
+            &[]
+        }
+        fn advice(&self) -> &str {
+            "advice"
+        }
+        fn hypotheses(&self, _: &Evidence<'_>) -> Vec<Hypothesis> {
+            Vec::new()
+        }
+    }
+
+    const ONE: Named = Named("one");
+    const TWO: Named = Named("two");
+
+    fn key(stage: Stage) -> Key {
+        Key { stage, microbatch: None, rank: None }
+    }
+
+    /// A hypothesis that leaves so many floors of energy in dq and in dk; it passes where
+    /// that is at most one and a half.
+    fn tried<'c>(cause: &'c dyn Cause, dq: f64, dk: f64, fitted: usize) -> Tried<'c> {
+        let of = |energy: f64| Residual {
+            energy,
+            floor: 1.0,
+            reference: 100.0,
+            captured: 100.0,
+            factor: 1.0,
+            elements: 100,
+            nonfinite: 0,
+            passes: energy <= 1.5,
+        };
+        let residuals: Residuals =
+            [(key(Stage::Dq), of(dq)), (key(Stage::Dk), of(dk))].into_iter().collect();
+        let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
+        let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
+        Tried { cause, hypothesis, residuals, explains, left: dq + dk }
+    }
+
+    fn both() -> BTreeSet<Key> {
+        BTreeSet::from([key(Stage::Dq), key(Stage::Dk)])
+    }
+
+    fn winners(all: &[Tried<'_>]) -> Option<Vec<usize>> {
+        decide(all, &both()).map(|decision| decision.winners)
+    }
+
+    #[test]
+    fn what_no_hypothesis_explains_whole_is_not_decided() {
+        assert!(winners(&[tried(&ONE, 0.5, 9.0, 0), tried(&TWO, 9.0, 0.5, 0)]).is_none());
+        assert!(winners(&[]).is_none());
+    }
+
+    #[test]
+    fn of_two_that_pass_the_clearly_nearer_is_named_and_else_they_are_tied() {
+        let near = || tried(&ONE, 0.01, 0.01, 0);
+        assert_eq!(winners(&[tried(&TWO, 1.0, 1.0, 0), near()]), Some(vec![1]));
+        assert_eq!(winners(&[near(), tried(&TWO, 0.02, 0.02, 0)]).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn parameters_of_one_cause_do_not_tie_with_each_other() {
+        let all = [tried(&ONE, 1.0, 1.0, 0), tried(&ONE, 0.9, 0.9, 0)];
+        assert_eq!(winners(&all), Some(vec![1]));
+    }
+
+    #[test]
+    fn a_fitted_number_does_not_beat_one_that_the_dump_declares() {
+        let all = [tried(&ONE, 0.9, 0.9, 1), tried(&TWO, 1.0, 1.0, 0)];
+        assert_eq!(winners(&all), Some(vec![1]));
+        // Where it leaves clearly less, it is believed.
+        let all = [tried(&ONE, 0.01, 0.01, 1), tried(&TWO, 1.0, 1.0, 0)];
+        assert_eq!(winners(&all), Some(vec![0]));
+    }
+
+    #[test]
+    fn nan_is_never_explained_by_what_leaves_it() {
+        assert!(winners(&[tried(&ONE, f64::NAN, 0.1, 0)]).is_none());
+    }
+
+    #[test]
+    fn bit_equality_beats_what_is_only_within_rounding() {
+        assert_eq!(winners(&[tried(&TWO, 0.4, 0.4, 0), tried(&ONE, 0.0, 0.0, 0)]), Some(vec![1]));
+    }
+
+    #[test]
+    fn two_causes_that_explain_one_stage_each_cover_both() {
+        let all = [tried(&ONE, 0.5, 9.0, 0), tried(&TWO, 9.0, 0.5, 0)];
+        let parts = cover(&all, &both()).unwrap();
+        let found: BTreeSet<usize> = parts.iter().map(|(_, d)| d.winners[0]).collect();
+        assert_eq!((parts.len(), found), (2, BTreeSet::from([0, 1])));
+        assert!(cover(&all[..1], &both()).is_none());
+    }
+}

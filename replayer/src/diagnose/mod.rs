@@ -71,28 +71,34 @@ pub fn diagnose(
         Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
         None => residuals(outcome),
     };
-    let evidence = Evidence::new(step, outcome, &inputs, base, Vec::new());
-    let seen = found::observed(catalogue, &evidence);
-    if !seen.is_empty() {
+    let mut evidence = Evidence::new(step, outcome, &inputs, base, Vec::new());
+    let mut seen = found::observed(catalogue, &evidence);
+    let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
+    evidence.failing.retain(|key| !of_seen(key));
+    if evidence.failing.is_empty() && !seen.is_empty() {
         return Ok(seen);
     }
+    seen.extend(computed(&search, catalogue, &evidence));
+    Ok(seen)
+}
+
+/// The causes that emulation finds.
+fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
     if evidence.failing.is_empty() {
-        return Ok(vec![unknown(&evidence, &[])]);
+        return vec![unknown(evidence, &[])];
     }
-    let tried = search.all(catalogue, &evidence);
+    let tried = search.all(catalogue, evidence);
     if let Some(decision) = decide(&tried, &evidence.failing) {
-        return Ok(found::of_decision(&tried, &decision, &evidence.failing, &evidence));
+        return found::of_decision(&tried, &decision, &evidence.failing, evidence);
     }
     if let Some(parts) = cover(&tried, &evidence.failing) {
         let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
-            found::of_decision(&tried, decision, keys, &evidence)
+            found::of_decision(&tried, decision, keys, evidence)
         };
-        return Ok(parts.iter().flat_map(of).collect());
+        return parts.iter().flat_map(of).collect();
     }
-    match stacked(&search, catalogue, &tried, &evidence) {
-        Some(found) => Ok(found),
-        None => Ok(vec![unknown(&evidence, &tried)]),
-    }
+    let stacked = stacked(search, catalogue, &tried, evidence);
+    stacked.unwrap_or_else(|| vec![unknown(evidence, &tried)])
 }
 
 /// Stages with comparisons.
@@ -120,13 +126,15 @@ fn stacked(
     let mut pairs: Vec<[&str; 2]> = Vec::new();
     for first in partners {
         let world: &dyn World = &*first.hypothesis.world;
-        let inner = Evidence::new(
+        let mut inner = Evidence::new(
             evidence.step,
             evidence.outcome,
             evidence.inputs,
             first.residuals.clone(),
             vec![world],
         );
+        // What passes as declared need not pass in the first cause's world too.
+        inner.failing.retain(|key| evidence.failing.contains(key));
         let second = search.all(catalogue, &inner);
         let other = |one: &Tried<'_>| one.cause.id() != first.cause.id();
         let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();

@@ -2,6 +2,7 @@
 //! out. No verdict is made here.
 
 mod against;
+pub mod catalogue;
 mod causes;
 pub mod checked;
 pub mod dumped;

@@ -163,6 +163,8 @@ pub struct AgainstReport {
     pub dump: DumpSummary,
     /// Its stages against the reference.
     pub stages: Vec<StageReport>,
+    /// Why it leaves the reference, where it does.
+    pub causes: Vec<Found>,
     /// Stage by stage.
     pub differences: Vec<Difference>,
     /// Tensors without a part in the head, in the order of capture.
