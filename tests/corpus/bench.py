@@ -19,6 +19,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import numpy as np  # noqa: E402
 
+import backtape  # noqa: E402
+
 from corpus import families, oracle  # noqa: E402
 from corpus.case import PLANTS, Case  # noqa: E402
 from corpus.record import record  # noqa: E402
@@ -76,31 +78,42 @@ class Bench:
 
     def generate(self, planned):
         """Computes and records one case; its outcome so far, and where its dump lies."""
-        start = time.monotonic()
-        known = self.twins.pop((planned.cause, planned.draw), None)
+        start, path = time.monotonic(), self.directory / planned.name
+        key = planned.cause, planned.draw
+        known = self.twins.pop(key, None)
         if known is None:
-            case = draw(planned)
-            runs = {True: case.fixed(), False: case.faulty()}
-            (job, fixed), (_, faulty) = runs[True], runs[False]
-            found = oracle.effects(job, faulty, fixed, case.kept)
-            if case.loose and oracle.near(found):
-                found = oracle.under(found, oracle.effects(job, case.loose()[1], fixed, case.kept))
-            known = case, runs, found
-            self.twins[planned.cause, planned.draw] = known
+            known = self.computed(draw(planned))
+            self.twins = {key: known}
         case, runs, found = known
-        job, captured = runs[planned.fixed]
-        path = self.directory / planned.name
-        record(job, captured, case.kept, path)
+        if runs is None:
+            with backtape.Recorder(path, strict=True) as recorder, recorder.step(0) as tape:
+                case.faulty(tape)
+        else:
+            job, captured = runs[planned.fixed]
+            record(job, captured, case.kept, path)
         plain = {n: str(v) if isinstance(v, type) else v for n, v in case.parameters.items()}
+        first = sorted(oracle.first_stages(found) if case.stages is None else case.stages)
         outcome = Outcome(
             planned.name, planned.cause, case.kind, planned.fixed, planned.seed,
-            [sorted(ids) for ids in case.accept], sorted(case.stages or oracle.first_stages(found)),
-            oracle.standing(found), plain, {n: asdict(e) for n, e in found.items()},
-            case.unknown_too,
+            [sorted(ids) for ids in case.accept], first, oracle.standing(found), plain,
+            {n: asdict(e) for n, e in found.items()}, case.unknown_too,
         )  # fmt: skip
         outcome.generate_s = time.monotonic() - start
         (path / "oracle.json").write_text(json.dumps(asdict(outcome), indent=1, default=float))
         return outcome, path
+
+    def computed(self, case):
+        """The case, its two runs, and what the fault changes; a clean case has one run."""
+        if case.kind == "clean" and case.cause == "clean-options":
+            return case, None, {}
+        runs = {True: case.fixed(), False: case.faulty()}
+        (job, fixed), (_, faulty) = runs[True], runs[False]
+        if case.kind in ("clean", "checks"):
+            return case, runs, {}
+        found = oracle.effects(job, faulty, fixed, case.kept)
+        if case.loose and oracle.near(found):
+            found = oracle.under(found, oracle.effects(job, case.loose()[1], fixed, case.kept))
+        return case, runs, found
 
     def judge(self, outcome, path):
         """Replays a dump and adds what was said; the dump goes unless it is to be kept."""
@@ -140,9 +153,12 @@ def plan(arguments):
             raise SystemExit(f"no case {arguments.only}: names are CAUSE-NUMBER or CAUSE-NUMBER-fixed")
         return [Planned(cause, int(number), arguments.only.endswith("-fixed"), arguments.seed)]
     both = (True,) if arguments.twins == "only" else (False,) if arguments.twins == "no" else (False, True)
+    # A clean job has no fault to be without.
+    alone = {"clean-options", "kahan-red-herring"}
     return [
         Planned(cause, number, fixed, arguments.seed)
         for cause in causes for number in range(arguments.draws) for fixed in both
+        if not (fixed and cause in alone)
     ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ class Code:
     head: str = "plain"
     tile: int = 128  # vocabulary entries
     chunk: int = 64  # tokens
+    devices: int = 1  # over which XLA cuts the tokens of one rank by itself
     # Precision.
     gather: str = "f32"  # of k's rows for the label's logit, and of its transpose
     chunk_sum: str = "f32"  # dk over token chunks
@@ -52,6 +53,7 @@ class Code:
     token_weights: bool = True  # in the backward
     # Index.
     masks_tail: bool = True
+    maximum: bool = True  # taken off before exp
     # Anything else: the name of a twist of its own.
     twist: str | None = None
 
@@ -105,7 +107,7 @@ def smoothing_of(o, code, classes):
 
 def token_losses(z, labels, o, code, classes):
     """(loss of each token, lse, label's logit)."""
-    lse = jax.nn.logsumexp(z, axis=-1)
+    lse = jax.nn.logsumexp(z, axis=-1) if code.maximum else jnp.log(jnp.sum(jnp.exp(z), axis=-1))
     own = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
     s = smoothing_of(o, code, classes)
     loss = lse - (1 - s) * own
@@ -250,7 +252,7 @@ def tiled_lse(q, k, bias, o, code):
     def add(running, tile):
         top, total = running
         z = rounded(tile_logits(q, *tile, k.shape[0], o, code), code.forward_logits)
-        higher = jnp.maximum(top, z.max(axis=-1))
+        higher = jnp.maximum(top, z.max(axis=-1)) if code.maximum else jnp.zeros_like(top)
         total = total * jnp.exp(top - higher) + jnp.exp(z - higher[:, None]).sum(axis=-1)
         return (higher, total), None
 
