@@ -72,8 +72,10 @@ def draw(planned: Planned) -> Case:
 
 
 class Bench:
-    def __init__(self, replay, directory, keep):
-        self.replay, self.directory, self.keep = replay, Path(directory), keep
+    """`command`: the words that start `replay`."""
+
+    def __init__(self, command, directory, keep):
+        self.command, self.directory, self.keep = command, Path(directory), keep
         self.twins = {}
 
     def generate(self, planned):
@@ -119,7 +121,7 @@ class Bench:
         """Replays a dump and adds what was said; the dump goes unless it is to be kept."""
         start, report = time.monotonic(), path.with_suffix(".json")
         done = subprocess.run(
-            [self.replay, "--quiet", "--threads", "1", "--dump", path, "--json", report],
+            [*self.command, "--quiet", "--threads", "1", "--dump", path, "--json", report],
             capture_output=True, text=True,
         )  # fmt: skip
         outcome.replay_s = time.monotonic() - start
@@ -185,12 +187,12 @@ def arguments_of(argv):
 
 def outcomes(arguments):
     """Every case's outcome, generated and replayed side by side."""
-    directory = arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
-    bench = Bench(binary(), directory, bool(arguments.keep))
+    cases, directory = plan(arguments), arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
+    bench = Bench([binary()], directory, bool(arguments.keep))
     try:
         with ThreadPoolExecutor(1) as pool:
             waiting = []
-            for planned in plan(arguments):
+            for planned in cases:
                 waiting.append(pool.submit(bench.judge, *bench.generate(planned)))
                 while len(waiting) > 2:
                     yield waiting.pop(0).result()

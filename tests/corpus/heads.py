@@ -35,6 +35,7 @@ class Code:
     forward_logits: str = "f32"
     backward_logits: str = "f32"
     kept_lse: str = "f32"  # between forward and backward
+    shown_dlogits: str | None = None  # as they are kept, for the tape and for the bias
     dlogits: str | None = None  # as the GEMMs take them; None: the inputs' dtype
     out: str | None = None  # dq and dk; None: the inputs' dtype
     loss_in: str | None = None  # the difference lse - label's logit
@@ -218,12 +219,13 @@ def kernel(q, k, bias, labels, weights, denominator, o, code):
     product = lambda spec, d, x: jnp.einsum(
         spec, for_gemm(d.astype(narrow), gemm), for_gemm(x, gemm), preferred_element_type=jnp.float32
     )
+    to_k_shown = rounded(to_k, code.shown_dlogits)
     found = {
         "lse": lse, "label_logits": own, "loss": reduced(losses, weights, denominator),
-        "dlogits": to_k, "logits": z, "dq": product("tv,vd->td", to_q, k).astype(out),
+        "dlogits": to_k_shown, "logits": z, "dq": product("tv,vd->td", to_q, k).astype(out),
         "dk": product("tv,td->vd", to_k, q).astype(out),
     }  # fmt: skip
-    return found | ({} if bias is None else {"dbias": code.bias_times * to_k.sum(0)})
+    return found | ({} if bias is None else {"dbias": code.bias_times * to_k_shown.sum(0)})
 
 
 # --- fused: no more than one tile of logits ---------------------------------------------------

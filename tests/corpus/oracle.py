@@ -38,7 +38,7 @@ def gradients(job, mb, rank):
     losses = lse - (1 - s) * own + o.z_loss * lse**2
     if s:
         losses = losses - s * z[:, :classes].mean(-1)
-    n = job.denominator(mb)
+    n = job.denominator(mb) or 1.0  # without a token that counts the loss is 0
     g = o.cotangent * weights / n
     dense = (g * (1 + 2 * o.z_loss * lse))[:, None] * np.exp(z - lse[:, None])
     if s:
@@ -187,11 +187,12 @@ def standing(found):
 
 
 def first_stages(found):
-    """Where the fault may be seen first: from the first stage that it changes more than rounding
-    hides, up to the first where it is clear."""
+    """Where the fault may be seen first: from the first stage that it changes at all up to the
+    first where it is clear; sums that only round otherwise are not changed by it."""
     stages = []
     for stage, one in found.items():
-        if one.standing in ("weak", "clear"):
+        sums = stage in ("accumulate", "reduce")
+        if one.standing in ("weak", "clear") or (one.change and not sums):
             stages.append(stage)
         if one.standing == "clear":
             break
