@@ -180,7 +180,7 @@ def arguments_of(argv):
     parser.add_argument("--only", metavar="CASE", help="one case, by its name in the table")
     parser.add_argument("--twins", choices=("both", "only", "no"), default="both")
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps, reports and oracles here")
-    parser.add_argument("--json", metavar="FILE", help="every outcome, one object a line")
+    parser.add_argument("--json", metavar="FILE", help="append every outcome, one object a line, as it comes")
     parser.add_argument("--publish", action="store_true", help="write docs/causes-table.md")
     return parser.parse_args(argv)
 
@@ -210,9 +210,10 @@ def main(argv):
     found = []
     for outcome in outcomes(arguments):
         found.append(outcome)
+        if arguments.json:
+            with open(arguments.json, "a") as lines:
+                lines.write(json.dumps(asdict(outcome), default=float) + "\n")
         print(table.line(outcome), file=sys.stderr, flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text("".join(json.dumps(asdict(o), default=float) + "\n" for o in found))
     print(table.text(found))
     if arguments.publish:
         (ROOT / "docs" / "causes-table.md").write_text(table.markdown(found, arguments))

@@ -5,7 +5,7 @@ job's tape can see: values of the head for each microbatch, each rank's addends 
 """
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
