@@ -71,10 +71,13 @@ def switched(
 
 
 def loose(job, code):
-    """Logits that the head does not declare may be rounded to the inputs' dtype."""
-    if "logits" in job.declared["dtypes"] or job.dtype == "f32":
-        return code
-    return replace(code, forward_logits=job.dtype, backward_logits=job.dtype)
+    """What the head does not declare may be rounded to the inputs' dtype: logits, and dlogits."""
+    coarser = {}
+    if "logits" not in job.declared["dtypes"]:
+        coarser |= {"forward_logits": job.dtype, "backward_logits": job.dtype}
+    if "dlogits" not in job.declared["dtypes"] and code.head == "kernel":
+        coarser["shown_dlogits"] = job.dtype
+    return code if job.dtype == "f32" else replace(code, **coarser)
 
 
 def describe(right, wrong):

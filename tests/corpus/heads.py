@@ -24,6 +24,7 @@ class Code:
     head: str = "plain"
     tile: int = 128  # vocabulary entries
     chunk: int = 64  # tokens
+    devices: int = 1  # over which XLA cuts the tokens of one rank by itself
     # Precision.
     gather: str = "f32"  # of k's rows for the label's logit, and of its transpose
     chunk_sum: str = "f32"  # dk over token chunks
@@ -34,6 +35,7 @@ class Code:
     forward_logits: str = "f32"
     backward_logits: str = "f32"
     kept_lse: str = "f32"  # between forward and backward
+    shown_dlogits: str | None = None  # as they are kept, for the tape and for the bias
     dlogits: str | None = None  # as the GEMMs take them; None: the inputs' dtype
     out: str | None = None  # dq and dk; None: the inputs' dtype
     loss_in: str | None = None  # the difference lse - label's logit
@@ -52,6 +54,7 @@ class Code:
     token_weights: bool = True  # in the backward
     # Index.
     masks_tail: bool = True
+    maximum: bool = True  # taken off before exp
     # Anything else: the name of a twist of its own.
     twist: str | None = None
 
@@ -105,7 +108,7 @@ def smoothing_of(o, code, classes):
 
 def token_losses(z, labels, o, code, classes):
     """(loss of each token, lse, label's logit)."""
-    lse = jax.nn.logsumexp(z, axis=-1)
+    lse = jax.nn.logsumexp(z, axis=-1) if code.maximum else jnp.log(jnp.sum(jnp.exp(z), axis=-1))
     own = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
     s = smoothing_of(o, code, classes)
     loss = lse - (1 - s) * own
@@ -216,12 +219,13 @@ def kernel(q, k, bias, labels, weights, denominator, o, code):
     product = lambda spec, d, x: jnp.einsum(
         spec, for_gemm(d.astype(narrow), gemm), for_gemm(x, gemm), preferred_element_type=jnp.float32
     )
+    to_k_shown = rounded(to_k, code.shown_dlogits)
     found = {
         "lse": lse, "label_logits": own, "loss": reduced(losses, weights, denominator),
-        "dlogits": to_k, "logits": z, "dq": product("tv,vd->td", to_q, k).astype(out),
+        "dlogits": to_k_shown, "logits": z, "dq": product("tv,vd->td", to_q, k).astype(out),
         "dk": product("tv,td->vd", to_k, q).astype(out),
     }  # fmt: skip
-    return found | ({} if bias is None else {"dbias": code.bias_times * to_k.sum(0)})
+    return found | ({} if bias is None else {"dbias": code.bias_times * to_k_shown.sum(0)})
 
 
 # --- fused: no more than one tile of logits ---------------------------------------------------
@@ -250,7 +254,7 @@ def tiled_lse(q, k, bias, o, code):
     def add(running, tile):
         top, total = running
         z = rounded(tile_logits(q, *tile, k.shape[0], o, code), code.forward_logits)
-        higher = jnp.maximum(top, z.max(axis=-1))
+        higher = jnp.maximum(top, z.max(axis=-1)) if code.maximum else jnp.zeros_like(top)
         total = total * jnp.exp(top - higher) + jnp.exp(z - higher[:, None]).sum(axis=-1)
         return (higher, total), None
 

@@ -121,13 +121,13 @@ def zipf_labels(rng, tokens, classes, exponent=1.2):
     return rng.permutation(classes)[rng.choice(classes, tokens, p=shares / shares.sum())].astype(np.int32)
 
 
-def hidden_states(rng, k, labels, confident, spread):
+def hidden_states(rng, k, labels, confident, spread, most=12):
     """q [T, D] f64: logits of this spread; a share of the tokens is sure of its label."""
     tokens, depth = labels.size, k.shape[1]
     q = rng.standard_normal((tokens, depth)) * spread / np.sqrt(depth)
     rows = k[labels % k.shape[0]]
     # q k_y grows by `gain` above the others' log-sum-exp: 1 - p_y from 0.3 down to 1e-6.
-    gain = np.log(k.shape[0]) + rng.uniform(-1, 12, tokens)
+    gain = np.log(k.shape[0]) + rng.uniform(-1, most, tokens)
     lean = (rng.random(tokens) < confident) * gain / (rows**2).sum(-1)
     return q + lean[:, None] * rows
 
@@ -135,7 +135,7 @@ def hidden_states(rng, k, labels, confident, spread):
 def draw_job(
     rng, seed, *, dtype=None, ranks=None, microbatches=None, large=False, options=None,
     confident=None, spread=None, bias=None, weights=True, padded=None, uneven=True, path="plain",
-    tile=None, chunk=None, dtypes=None, size=None,
+    tile=None, chunk=None, dtypes=None, size=None, gain=12,
 ):  # fmt: skip
     """A job; what is not given is drawn."""
     tokens, vocab, depth = size or pick(rng, sizes(seed, large))
@@ -164,7 +164,7 @@ def draw_job(
     for mb in range(count):
         labels = zipf_labels(np.random.default_rng([seed, 5]), tokens * ranks, classes)
         labels = rng.permutation(labels) if mb == 0 else zipf_labels(rng, tokens * ranks, classes)
-        q = hidden_states(rng, k.astype(np.float64), labels, confident, spread).astype(narrow)
+        q = hidden_states(rng, k.astype(np.float64), labels, confident, spread, gain).astype(narrow)
         data = {"q": q, "labels": labels}
         # Packed documents: every rank and microbatch has another share of padding.
         kept = rng.uniform(0.35, 0.98, ranks) if uneven else np.full(ranks, 0.9)

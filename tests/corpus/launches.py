@@ -10,7 +10,7 @@ import numpy as np
 from corpus.job import DTYPES
 
 # What the allocator hands out: the bytes of whoever had them before.
-POISON = np.frombuffer(b"\xcd\xcd\xcd\xbd" * 1, np.float32)[0]
+POISON = np.frombuffer(b"\xcd\xcd\xcd\xbd", np.float32)[0]
 
 
 def pool(shape, stale=None):
@@ -73,7 +73,8 @@ def one_rank(job, code, data, weights, denominator):
     found = {"lse": lse, "label_logits": own, "loss": loss, "logits": shown.astype(np.float32), "dlogits": d}
     if twist == "second backward":
         found["lse"] = row_lse(z, code)
-    return found | products(job, code, d, q, used)[0], products(job, code, d, q, used)[1]
+    dq, sums = products(job, code, d, q, used)
+    return found | dq, sums
 
 
 def row_lse(z, code):
@@ -160,11 +161,6 @@ def products(job, code, d, q, used):
         dk = buffer
     if twist == "added to stale":
         dk = dk + np.roll(dk, 11, axis=0)
-    if twist == "gradient stride ignored":
-        # dq goes out through the strides of a contiguous buffer into one with longer rows.
-        wide = np.zeros((dq.shape[0] * 2, dq.shape[1]), np.float32)
-        wide[: dq.shape[0]] = dq
-        dq = wide[::2]
     sums = {"dk": dk.astype(narrow)}
     if job.bias is not None:
         sums["dbias"] = d.sum(0, dtype=np.float32)

@@ -38,7 +38,7 @@ def gradients(job, mb, rank):
     losses = lse - (1 - s) * own + o.z_loss * lse**2
     if s:
         losses = losses - s * z[:, :classes].mean(-1)
-    n = job.denominator(mb)
+    n = job.denominator(mb) or 1.0  # without a token that counts the loss is 0
     g = o.cotangent * weights / n
     dense = (g * (1 + 2 * o.z_loss * lse))[:, None] * np.exp(z - lse[:, None])
     if s:
@@ -148,6 +148,9 @@ def effects(job, faulty, fixed, kept):
         held = found.get(key[0])
         if held is None or (one.standing == "clear", one.seen) > (held.standing == "clear", held.seen):
             found[key[0]] = one
+    if faulty.replicas and any(x.tobytes() != faulty.replicas[0].tobytes() for x in faulty.replicas):
+        # Copies of one tensor need no rounding to be told apart.
+        found["reduce"] = Effect("reduce", np.inf, 0.0, np.inf, np.inf)
     return found
 
 
@@ -184,11 +187,12 @@ def standing(found):
 
 
 def first_stages(found):
-    """Where the fault may be seen first: from the first stage that it changes more than rounding
-    hides, up to the first where it is clear."""
+    """Where the fault may be seen first: from the first stage that it changes at all up to the
+    first where it is clear; sums that only round otherwise are not changed by it."""
     stages = []
     for stage, one in found.items():
-        if one.standing in ("weak", "clear"):
+        sums = stage in ("accumulate", "reduce")
+        if one.standing in ("weak", "clear") or (one.change and not sums):
             stages.append(stage)
         if one.standing == "clear":
             break

@@ -5,12 +5,12 @@ job's tape can see: values of the head for each microbatch, each rank's addends 
 """
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from corpus import launches
 from corpus.heads import HEADS, NARROW, Code
@@ -87,14 +87,22 @@ def run_head(job, code, data, weights, denominators, names=NAMES):
     labels = data["labels"]
     if job.options.ignore_label is not None:
         labels = np.where(labels == job.options.ignore_label, 0, labels)
-    counts = np.asarray(denominators, np.float32)
-    found = head(
-        data["q"], job.k, job.bias, labels, weights, counts[0] if job.ranks == 1 else counts
-    )
+    counts, q = np.asarray(denominators, np.float32), data["q"]
+    if code.devices > 1:
+        q, labels, weights = (cut(x, code.devices) for x in (q, labels, weights))
+    found = head(q, job.k, job.bias, labels, weights, counts[0] if job.ranks == 1 else counts)
     found = {name: np.asarray(value) for name, value in found.items()}
+    if code.devices > 1:
+        found |= {n: x[: len(data["q"])] for n, x in found.items() if n not in SUMMED | {"loss"}}
     addends = {name: np.split(found.pop(name), job.ranks) for name in SUMMED & found.keys()}
     found["loss"] = np.float32(found["loss"].sum(dtype=np.float32))
     return found, addends
+
+
+def cut(x, devices):
+    """An array over several devices along its first dimension, filled up with tokens of weight 0."""
+    fill = ((0, -x.shape[0] % devices),) + ((0, 0),) * (x.ndim - 1)
+    return jax.device_put(np.pad(x, fill), NamedSharding(mesh_of(devices), P("data")))
 
 
 def token_weights(job, mb):

@@ -27,6 +27,17 @@ def label_scatter(rng, seed):
     return changed("label-scatter-low-precision", job, draw_kept(rng), Code(head="fused", tile=tile), gather="bf16")
 
 
+@plant("label-scatter-partitioned")
+def label_scatter_partitioned(rng, seed):
+    """The same fault in one program that XLA itself cuts over four devices: what it does to the
+    scatter is the compiler's business, and may hide the fault altogether."""
+    job = draw_job(rng, seed, large=True, path="fused", dtype="bf16", ranks=1, microbatches=1)
+    right = Code(head="fused", devices=pick(rng, [2, 4]))
+    case = changed("label-scatter-low-precision", job, draw_kept(rng), right, gather="bf16")
+    case.cause = "label-scatter-partitioned"
+    return case
+
+
 @plant("chunk-accumulator-low-precision")
 def chunk_accumulator(rng, seed):
     """dk summed over token chunks in the parameter's dtype."""

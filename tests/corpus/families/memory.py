@@ -2,13 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from corpus import blocks
 from corpus.case import Case, draw_kept, plant, switched
 from corpus.heads import Code
 from corpus.job import draw_job, pick
-from corpus.record import names_of
 from corpus.train import Step
 
 
@@ -44,7 +41,7 @@ NO_OPTIONS = {"softcap": None, "z_loss": 0.0, "temperature": 1.0}
 
 def launched(cause, rng, seed, twist, also=(), keep=None, unknown_too=False, tile=64, chunk=64, stages=None, **job):
     """A fault of the emulated launches."""
-    job = draw_job(rng, seed, path=pick(rng, ["plain", "fused"]), **job)
+    job = draw_job(rng, seed, path="plain", **job)
     code = Code(head="launches", tile=tile, chunk=chunk)
     kept = draw_kept(rng, parts=False, **(keep or {}))
     wrong = replace(code, twist=twist)
@@ -112,6 +109,3 @@ def mlp_cuda(rng, seed):
     case = launched("mlp-cuda-kernel", rng, seed, twist, also=ids, tile=pick(rng, [64, 128, 192]), unknown_too=True, spread=1.0, padded=False)
     case.accept = ids
     return case
-
-
-_ = np, names_of
