@@ -17,8 +17,8 @@ use crate::support::dump::{self, Shard};
 use crate::support::job::Job;
 use crate::support::program;
 
-/// Clean jobs of the share that every test run takes.
-const JOBS: u64 = 300;
+/// Clean jobs that every test run takes; `BACKTAPE_SEED` and `BACKTAPE_RUNS` choose others.
+const JOBS: u64 = 200;
 
 fn write(
     directory: &Path,
@@ -115,12 +115,15 @@ fn batches() -> Vec<Shard> {
 
 #[test]
 fn clean_jobs_drawn_at_random_are_not_found_fault_with() {
-    for seed in 0..JOBS {
-        let mut job = Job::random(seed);
-        // Copies of tokens are real repeats of rows: not what is asked here.
-        job.options.data.copies = None;
+    let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().unwrap());
+    let first = number("BACKTAPE_SEED").unwrap_or(0);
+    for seed in first..first + number("BACKTAPE_RUNS").unwrap_or(JOBS) {
+        let job = Job::random(seed);
         let report = of(job.ranks as u32, Some(&job.head()), &job.shards());
-        let alarms = alarms(&report);
+        let mut alarms = alarms(&report);
+        // Copied tokens are real repeats of rows.
+        let copies = job.options.data.copies.is_some();
+        alarms.retain(|f| !(copies && f.check == "batches" && f.severity == Severity::Warn));
         assert!(alarms.is_empty(), "seed {seed}\n{}\n{job:?}", render(&report));
     }
 }

@@ -65,7 +65,10 @@ class Run:
 
 
 class Report:
-    """What a replay found: the fields of schema backtape.report/1 as attributes."""
+    """What was found: the fields of the schema as attributes, `json` as plain data, str() as text.
+
+    Of a replay it is backtape.report/1, of checks backtape.checks/1.
+    """
 
     def __init__(self, text: str, data: str) -> None:
         self._text = text
@@ -109,6 +112,22 @@ def replay(
         data, text = _native.replay_varied(os.fspath(path), given, run, attempt, step, compare)
         return Report(text, data)
     data, text = _native.replay(os.fspath(path), run, attempt, step, compare, other)
+    return Report(text, data)
+
+
+def checks(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    run: str | None = None,
+    attempt: int | None = None,
+) -> Report:
+    """Checks a dump without a replay; the report's `verdict` is passed, failed or incomplete.
+
+    step: all dumped steps by default, compared with each other.
+    Raises RuntimeError with one sentence where the dump cannot be opened.
+    """
+    data, text = _native.checks(os.fspath(path), run, attempt, step)
     return Report(text, data)
 
 

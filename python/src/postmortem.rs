@@ -144,6 +144,23 @@ pub(crate) fn replay(
     Ok((json, backtape_replayer::report::text::render(&report)))
 }
 
+/// What the checks find as JSON, schema `backtape.checks/1`, and as text.
+#[pyfunction]
+#[pyo3(signature = (path, run=None, attempt=None, step=None))]
+pub(crate) fn checks(
+    py: Python<'_>,
+    path: PathBuf,
+    run: Option<String>,
+    attempt: Option<u32>,
+    step: Option<u64>,
+) -> PyResult<(String, String)> {
+    let selection = Selection { run, attempt, step };
+    let found = py.detach(|| cli::checks_report(&path, &selection));
+    let report = found.map_err(failed)?;
+    let json = serde_json::to_string(&report).map_err(failed)?;
+    Ok((json, backtape_replayer::report::checked::render(&report)))
+}
+
 /// The command `replay` with these arguments, the program's name first.
 #[pyfunction]
 pub(crate) fn replay_main(py: Python<'_>, arguments: Vec<String>) -> i32 {

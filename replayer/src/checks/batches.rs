@@ -11,9 +11,9 @@
 //! P(x | before) = (c(before, x) + p(x)) / (c(before) + 1)
 //! ```
 //!
-//! c counting pairs, p the share of x among all symbols. -Σ log2 P is the surprisal of
-//! the sequence: small for padding, constants, few classes and stock phrases. A repeat is
-//! reported when chance would give one among N(N-1)/2 pairs with probability below
+//! and 1 where x is the symbol before it once more, as in padding; c counts pairs, p is
+//! the share of x among all symbols. -Σ log2 P is the surprisal of the sequence: small for
+//! padding, constants, few classes and stock phrases. A repeat is reported when chance would give one among N(N-1)/2 pairs with probability below
 //! [`FALSE_ALARM`], shared over the tests of the check.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -200,7 +200,8 @@ fn surprisal(
         let pair = (pair[0], pair[1]);
         let seen = (pairs[&pair] - ahead_pairs[&pair]) as f64;
         let context = (before[&pair.0] - ahead_before[&pair.0]) as f64;
-        bits -= ((seen + share(pair.1)) / (context + 1.0)).log2();
+        let repeats = pair.0 == pair.1;
+        bits -= if repeats { 0.0 } else { ((seen + share(pair.1)) / (context + 1.0)).log2() };
         *ahead_pairs.entry(pair).or_default() -= 1;
         *ahead_before.entry(pair.0).or_default() -= 1;
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
-use backtape::shard::{ShardRecord, TensorKey};
+use backtape::shard::ShardRecord;
 
 use crate::dump::{StepDump, TensorInfo};
 
@@ -46,11 +46,6 @@ pub(super) fn pieces<'a>(dump: &'a StepDump, info: &'a TensorInfo) -> (Vec<Piece
 }
 
 impl<'a> Piece<'a> {
-    /// The tensor.
-    pub(super) fn key(&self) -> &'a TensorKey {
-        &self.record.key
-    }
-
     /// Elements of a row that lie in this box: its extent along the last dimension; 1
     /// for a tensor without dimensions or of one.
     pub(super) fn columns(&self) -> usize {

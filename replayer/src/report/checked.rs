@@ -163,16 +163,16 @@ fn statistics(out: &mut String, all: &[GradientStatistics]) {
     }
     let _ = writeln!(
         out,
-        "\n{:<40}{:>10} {:>10} {:>8} {:>11}  where",
-        "gradient", "norm", "max", "zeros", "not finite"
+        "\n{:<36}{:>10} {:>10} {:>8} {:>10}  where",
+        "gradient", "norm", "max", "zeros", "nonfinite"
     );
     for one in all.iter().take(SHOWN) {
         let when = one.when.map(|when| format!("{when:?}").to_lowercase()).unwrap_or_default();
         let at = place(one.microbatch, one.rank);
         let at = format!("step {} {at}", one.step);
-        let name: String = format!("{} {when}", one.tensor).chars().take(39).collect();
+        let name: String = format!("{} {when}", one.tensor).chars().take(35).collect();
         let line = format!(
-            "{name:<40}{:>10} {:>10} {:>6.1} % {:>9.1} %  {at}",
+            "{name:<36}{:>10} {:>10} {:>6.1} % {:>8.1} %  {at}",
             short(one.norm),
             short(one.max),
             100.0 * one.zero_share,
