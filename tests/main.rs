@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod against;
+mod causes_scale;
 mod coordination;
 mod efforts;
 mod errors;

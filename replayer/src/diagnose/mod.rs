@@ -8,10 +8,12 @@ pub mod catalogue;
 pub mod cause;
 pub mod causes;
 pub mod decide;
+pub mod detectors;
 pub mod evidence;
 mod found;
 mod sample;
 pub mod search;
+pub mod worlds;
 
 use std::collections::BTreeSet;
 
@@ -45,7 +47,8 @@ pub fn diagnose(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, St
         Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
         None => residuals(outcome),
     };
-    let evidence = Evidence::new(step, outcome, &inputs, base, Vec::new());
+    let evidence =
+        Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
     let seen = found::observed(CATALOGUE, &evidence);
     if !seen.is_empty() {
         return Ok(seen);
@@ -76,7 +79,11 @@ fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
 }
 
 /// Two causes in one comparison: the second explains what the first leaves.
-fn stacked(search: &Search<'_>, tried: &[Tried], evidence: &Evidence<'_>) -> Option<Vec<Found>> {
+fn stacked<'a>(
+    search: &'a Search<'a>,
+    tried: &'a [Tried],
+    evidence: &Evidence<'a>,
+) -> Option<Vec<Found>> {
     let before = search::left_of(&evidence.residuals, &evidence.failing);
     let floor = evidence.failing.len() as f64;
     let mut partners: Vec<&Tried> = tried
@@ -95,7 +102,8 @@ fn stacked(search: &Search<'_>, tried: &[Tried], evidence: &Evidence<'_>) -> Opt
             evidence.inputs,
             first.residuals.clone(),
             vec![world],
-        );
+        )
+        .searched_by(search);
         let second = search.all(CATALOGUE, &inner);
         let other = |one: &Tried| one.cause.id() != first.cause.id();
         let second: Vec<Tried> = second.into_iter().filter(other).collect();
