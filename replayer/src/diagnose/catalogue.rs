@@ -7,6 +7,17 @@ use super::causes;
 pub const CATALOGUE: &[&dyn Cause] = &[
     &causes::label_scatter_low_precision::LabelScatterLowPrecision,
     &causes::microbatch_count_scale::MicrobatchCountScale,
+    &causes::microbatch_mean_of_means::MicrobatchMeanOfMeans,
+    &causes::rank_mean_vs_sum::RankMeanVsSum,
+    &causes::valid_count::ValidCount,
+    &causes::cotangent_dropped::CotangentDropped,
+    &causes::accumulation_window::AccumulationWindow,
     &causes::zloss_mismatch::ZLossMismatch,
+    &causes::smoothing_mismatch::SmoothingMismatch,
+    &causes::softcap_mismatch::SoftcapMismatch,
+    &causes::temperature_mismatch::TemperatureMismatch,
+    &causes::bias_twice::BiasTwice,
+    &causes::all_ignored::AllIgnored,
+    &causes::clipping::Clipping,
     &causes::label_shift::LabelShift,
 ];

@@ -8,6 +8,8 @@ use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::outcome::Outcome;
 use crate::replay::world::World;
 
+use super::search::Search;
+
 /// One comparison of a replay: a stage of one microbatch and unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
@@ -97,6 +99,8 @@ pub struct Evidence<'a> {
     pub failing: BTreeSet<Key>,
     /// The background.
     pub background: Vec<&'a dyn World>,
+    /// Where a world can be tried while its parameters are looked for.
+    search: Option<&'a Search<'a>>,
 }
 
 impl<'a> Evidence<'a> {
@@ -110,7 +114,20 @@ impl<'a> Evidence<'a> {
     ) -> Evidence<'a> {
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
-        Evidence { step, outcome, inputs, residuals, failing, background }
+        Evidence { step, outcome, inputs, residuals, failing, background, search: None }
+    }
+
+    /// The same with a search that parameters can be fitted in.
+    pub fn searched_by(self, search: &'a Search<'a>) -> Evidence<'a> {
+        Evidence { search: Some(search), ..self }
+    }
+
+    /// Every comparison in a world on top of the background; none where the dump cannot
+    /// be judged in it.
+    pub fn residuals_in(&self, world: &dyn World) -> Option<Residuals> {
+        let mut worlds = self.background.clone();
+        worlds.push(world);
+        self.search?.residuals(&worlds)
     }
 
     /// Whether some comparison of a stage fails.
@@ -130,6 +147,11 @@ impl<'a> Evidence<'a> {
     ) -> impl Iterator<Item = (Key, Residual)> + 'e {
         let of = |key: &&Key| stages.contains(&key.stage);
         self.failing.iter().filter(of).map(|key| (*key, self.residuals[key]))
+    }
+
+    /// Whether something of the forward pass before the loss was compared.
+    pub fn captured_forward(&self) -> bool {
+        self.residuals.keys().any(|key| FORWARD[..4].contains(&key.stage))
     }
 
     /// Microbatches of the step.

@@ -8,11 +8,13 @@ pub mod catalogue;
 pub mod cause;
 pub mod causes;
 pub mod decide;
+pub mod detectors;
 pub mod evidence;
 mod found;
 mod own;
 mod sample;
 pub mod search;
+pub mod worlds;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -71,7 +73,7 @@ pub fn diagnose(
         Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
         None => residuals(outcome),
     };
-    let mut evidence = Evidence::new(step, outcome, &inputs, base, Vec::new());
+    let mut evidence = Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
     let mut seen = found::observed(catalogue, &evidence);
     let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !of_seen(key));
@@ -108,11 +110,11 @@ fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
 }
 
 /// Two causes in one comparison: the second explains what the first leaves.
-fn stacked(
-    search: &Search<'_>,
+fn stacked<'a>(
+    search: &'a Search<'a>,
     catalogue: &[&dyn Cause],
-    tried: &[Tried<'_>],
-    evidence: &Evidence<'_>,
+    tried: &'a [Tried<'_>],
+    evidence: &Evidence<'a>,
 ) -> Option<Vec<Found>> {
     let before = search::left_of(&evidence.residuals, &evidence.failing);
     let floor = evidence.failing.len() as f64;
@@ -132,7 +134,8 @@ fn stacked(
             evidence.inputs,
             first.residuals.clone(),
             vec![world],
-        );
+        )
+        .searched_by(search);
         // What passes as declared need not pass in the first cause's world too.
         inner.failing.retain(|key| evidence.failing.contains(key));
         let second = search.all(catalogue, &inner);

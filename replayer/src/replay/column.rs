@@ -32,6 +32,17 @@ pub(super) struct Expected {
     pub(super) shared: Vec<f64>,
 }
 
+impl Expected {
+    /// The same times a factor.
+    pub(super) fn times(mut self, factor: f64) -> Expected {
+        let square = factor * factor;
+        self.values.iter_mut().for_each(|x| *x *= factor);
+        self.certain.iter_mut().for_each(|x| *x *= factor.abs());
+        self.variance.iter_mut().chain(&mut self.shared).for_each(|x| *x *= square);
+        self
+    }
+}
+
 impl Column {
     /// The captured value and the variance that storing it brought.
     pub(super) fn at(&self, token: usize) -> (f64, f64) {

@@ -264,6 +264,7 @@ impl Replay<'_> {
             let exact = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
             let reference = self.supposed(problem, slab, (gradient, forced), exact);
             let first = slab.range.start * d;
+            let (factor, stores) = self.factor(problem, stage);
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
                 let inner = match (stage, &parts) {
@@ -276,8 +277,9 @@ impl Replay<'_> {
                         (slab.lse[at], slab.label[at]),
                     ),
                 };
-                let own = inner.own + gradient.storage(first + at, x);
-                Allowed { own, certain: inner.certain + slab.lost(stage, at), ..inner }
+                let certain = inner.certain + slab.lost(stage, at);
+                let inner = Allowed { certain, ..inner }.times(factor);
+                Allowed { own: inner.own + stores * gradient.storage(first + at, x), ..inner }
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -287,6 +289,14 @@ impl Replay<'_> {
                 findings.count_hits(stage, &rows, &allowed, &slab.hits);
             }
         }
+    }
+
+    /// The world's factor of a stage, and how often a value of it was stored: a product
+    /// that no power of two makes is rounded once more than what it is a product of.
+    pub(super) fn factor(&self, problem: &Problem<'_>, stage: Stage) -> (f64, f64) {
+        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let factor = self.world.scale(at);
+        (factor, if factor.abs().log2().fract() == 0.0 { 1.0 } else { 2.0 })
     }
 
     /// What the world says of a stage's rows: its policy's values where it has one, and
@@ -309,6 +319,8 @@ impl Replay<'_> {
         let rows = slab.classes.as_deref().unwrap_or(&range);
         let columns = values.len() / rows.len().max(1);
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let factor = self.world.scale(at);
+        values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         values
     }
@@ -328,23 +340,27 @@ impl Replay<'_> {
         let entry = square(dlogits.unit_roundoff().max(label_grad.unit_roundoff())) / 3.0;
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
         let bound = self.bound(problem.head.k.rows, 1);
-        let allowed = |row: usize, _, x: f64| {
+        let (factor, stores) = self.factor(problem, Stage::Dbias);
+        let allowed = |row: usize, _, supposed: f64| {
             let squares = slab.dbias_sq[row];
             let tokens = t as f64 * square(self.entry_floor());
-            Allowed {
+            let x = slab.dbias[row];
+            let inner = Allowed {
                 own: slab.dbias_var[row]
                     + entry * squares
                     + tokens
                     + summed(sums.dk, t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
-                    + rounded(self.roundings.widest.parts, x)
-                    + gradient.storage(slab.range.start + row, x),
+                    + rounded(self.roundings.widest.parts, x),
                 row: 0.0,
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
                     * squares
                     + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
-            }
+            };
+            let inner = inner.times(factor);
+            let storage = gradient.storage(slab.range.start + row, supposed);
+            Allowed { own: inner.own + stores * storage, ..inner }
         };
         let index = |row: usize| (slab.range.start + row) as u64;
         let captured = rows_of(&gradient.matrix(), slab.range.clone());

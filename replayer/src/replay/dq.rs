@@ -175,6 +175,8 @@ impl Replay<'_> {
         };
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         let (rows, columns) = (&unit.rows[..], problem.head.q.cols);
+        let factor = self.world.scale(at);
+        values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         values
     }
@@ -199,6 +201,7 @@ impl Replay<'_> {
             let exact = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
             let forced = parts.is_some() && stage == Stage::Dq;
             let reference = self.supposed_dq(problem, state, (gradient, forced), unit, exact);
+            let (factor, stores) = self.factor(problem, stage);
             let lost = match self.roundings.swamps() && !forced {
                 true => state.lost(stage, &reference),
                 false => Vec::new(),
@@ -215,9 +218,9 @@ impl Replay<'_> {
                         (dq.dq_lse[at], dq.dq_label[at]),
                     ),
                 };
-                let own = inner.own + gradient.storage(at, x);
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
-                Allowed { own, certain, ..inner }
+                let inner = Allowed { certain, ..inner }.times(factor);
+                Allowed { own: inner.own + stores * gradient.storage(at, x), ..inner }
             };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;

@@ -38,6 +38,8 @@ struct Product<'a> {
     /// Sum of the other factor's squares, a column each, where entries may lie in the
     /// smallest numbers of their format.
     floor: &'a [f64],
+    /// The world's factor, and how often its product was stored.
+    factor: (f64, f64),
 }
 
 impl Replay<'_> {
@@ -81,8 +83,9 @@ impl Replay<'_> {
                     let floor = if stage == Dbias { &ones[..] } else { &q_squares[..] };
                     let rows: Vec<usize> = b.rows.clone().collect();
                     let values = &self.supposed_product(problem, stage, &rows, values)[..];
+                    let (length, factor) = (t, self.factor(problem, stage));
                     let product =
-                        Product { first, values, squares, length: t, tokens: true, floor };
+                        Product { first, values, squares, length, tokens: true, floor, factor };
                     let index = |row: usize| row as u64;
                     blocks.push((
                         stage,
@@ -100,7 +103,9 @@ impl Replay<'_> {
             let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
             let floor = &problem.k_squares[..];
             let values = &self.supposed_product(problem, Dq, &unit.rows, values)[..];
-            let product = Product { first: 0, values, squares, length: v, tokens: false, floor };
+            let factor = self.factor(problem, Dq);
+            let product =
+                Product { first: 0, values, squares, length: v, tokens: false, floor, factor };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;
             let tally = self.judge_product(dlogits, gradient, &product, &index, copies);
@@ -119,6 +124,8 @@ impl Replay<'_> {
         let mut values = exact.to_vec();
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         let columns = values.len() / rows.len().max(1);
+        let factor = self.world.scale(at);
+        values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         values
     }
@@ -147,20 +154,22 @@ impl Replay<'_> {
         let unit = |p: Precision| p.unit_roundoff().powi(2) / 3.0;
         let each = dlogits.stored.map_or(0.0, unit) + unit(entry) + self.product_rel_var();
         let length = product.length as f64;
-        let allowed = |row: usize, column: usize, x: f64| {
+        let (factor, stores) = product.factor;
+        let allowed = |row: usize, column: usize, supposed: f64| {
             let at = row * columns + column;
+            let x = if factor == 0.0 { 0.0 } else { supposed / factor };
             let squares = product.squares[at];
             let joined = self.joined(parts, product.tokens && path == Path::Chunked, x, squares);
             // The label's entry is the largest: met first, every later sum carries it.
             let label = carried(sum, length, squares);
             let inner = summed(sum, length, x, squares) + label + joined + each * squares;
             let floor = product.floor.get(column).copied().unwrap_or(0.0);
-            let storage = gradient.storage(product.first * columns + at, x);
-            let own = inner
-                + self.entry_floor().powi(2) * floor
-                + relative(self.roundings.compute(), x)
-                + storage;
-            Allowed { own, shared: self.narrowing() * squares, ..Allowed::default() }
+            let storage = gradient.storage(product.first * columns + at, supposed);
+            let own =
+                inner + self.entry_floor().powi(2) * floor + relative(self.roundings.compute(), x);
+            let shared = self.narrowing() * squares;
+            let inner = Allowed { own, shared, ..Allowed::default() }.times(factor);
+            Allowed { own: inner.own + stores * storage, ..inner }
         };
         let captured = rows_of(&whole, product.first..product.first + rows);
         let place = |row: usize| index(product.first + row);

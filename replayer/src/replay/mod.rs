@@ -160,10 +160,14 @@ fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepErro
         step.microbatches.iter().map(gather).collect::<Result<_, StepError>>()?;
     let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
     let counted = |one: &MicrobatchInputs| {
-        step.denominators(&all, one).map_err(|why| StepError::Unfit {
+        let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
             key: one.rows_key.clone(),
             found: "held by several ranks".into(),
             wanted: format!("tokens that one rank counts, for scope=rank: {why}"),
+        });
+        found.map(|mut found| {
+            world.denominators(step, &all, one, &mut found);
+            found
         })
     };
     let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;

@@ -191,6 +191,8 @@ impl Replay<'_> {
         }
         let rows: Vec<usize> = span.tokens.clone().collect();
         let at = At { stage, microbatch: span.microbatch, rank: None };
+        let world = self.world.scale(at);
+        reference.iter_mut().for_each(|x| *x *= world);
         let values = &mut reference[..];
         self.world.expected(&mut Expectation { at, rows: &rows, columns, values });
         let scales: Vec<f64> = (0..span.tokens.len()).map(scale).collect();
@@ -199,9 +201,10 @@ impl Replay<'_> {
         let shared = self.shared_scale(if stage == Stage::Dlogits { 1.0 } else { 0.0 });
         let transformed = self.transform_scale();
         let factor = self.step.options.transform.scale.abs();
-        let allowed = |row: usize, column: usize, x: f64| {
-            let own = variance[row * columns + column] + stored(precision, x);
-            match stage {
+        let allowed = |row: usize, column: usize, supposed: f64| {
+            let own = variance[row * columns + column];
+            let x = if world == 0.0 { 0.0 } else { supposed / world };
+            let inner = match stage {
                 Stage::Dlogits => {
                     let (a, b) = (span.cotangents.lse[row], span.cotangents.label[row]);
                     let is_label = span.head.labels[row] as usize == column;
@@ -225,6 +228,8 @@ impl Replay<'_> {
                 }
                 _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
             }
+            .times(world);
+            Allowed { own: inner.own + stored(precision, supposed), ..inner }
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
         let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);

@@ -10,7 +10,7 @@
 use super::variant::Supplied;
 use backtape::identity::{Microbatch, Rank};
 
-use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
+use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::policy::Policy;
 use crate::kernels::tiles::Tiles;
 
@@ -69,6 +69,17 @@ pub trait World: Sync {
     /// Other inputs of a microbatch. Shapes and the range of labels stay.
     fn inputs(&self, _step: &HeadStep<'_>, _inputs: &mut MicrobatchInputs) {}
 
+    /// Other numbers that the tokens' losses are divided by: groups of the microbatch's
+    /// tokens, each with its own. `all`: every microbatch of the step.
+    fn denominators(
+        &self,
+        _step: &HeadStep<'_>,
+        _all: &[&MicrobatchInputs],
+        _own: &MicrobatchInputs,
+        _of: &mut Vec<(Unit, f64)>,
+    ) {
+    }
+
     /// Another lse, `[T]` of the microbatch.
     fn lse(&self, _pass: Pass, _inputs: &MicrobatchInputs, _lse: &mut [f64]) {}
 
@@ -84,6 +95,12 @@ pub trait World: Sync {
     /// *declared* policy: a fault is no excuse.
     fn policy(&self, _declared: &Roundings) -> Option<(Policy, Tiles)> {
         None
+    }
+
+    /// A factor of the stage's values and of their rounding, but not of the rounding with
+    /// which they were stored.
+    fn scale(&self, _at: At) -> f64 {
+        1.0
     }
 
     /// Last: other values than the stage would have.
@@ -123,6 +140,16 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().for_each(|world| world.inputs(step, inputs));
     }
 
+    fn denominators(
+        &self,
+        step: &HeadStep<'_>,
+        all: &[&MicrobatchInputs],
+        own: &MicrobatchInputs,
+        of: &mut Vec<(Unit, f64)>,
+    ) {
+        self.iter().for_each(|world| world.denominators(step, all, own, of));
+    }
+
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         self.iter().for_each(|world| world.lse(pass, inputs, lse));
     }
@@ -140,6 +167,10 @@ impl<W: World + ?Sized> World for Vec<&W> {
 
     fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
         self.iter().find_map(|world| world.policy(declared))
+    }
+
+    fn scale(&self, at: At) -> f64 {
+        self.iter().map(|world| world.scale(at)).product()
     }
 
     fn expected(&self, of: &mut Expectation<'_>) {

@@ -6,10 +6,10 @@
 //! `lse - (1 - s) z_y - s/K Σ z_v + λ lse²`. Every tensor is row-major; the
 //! gradient of the logits is with respect to z0.
 
-use super::Job;
 use super::inputs::{Inputs, Share};
 use super::number::{Float, Real, Sum, all, zeros};
 use super::options::Kind;
+use super::{Fault, Job};
 
 /// What all ranks share.
 pub(super) struct Head<'a, F> {
@@ -283,7 +283,8 @@ impl<'a, F: Real> Head<'a, F> {
             let terms: Vec<F> = (0..targets.len()).map(|t| dense[t * v + row]).collect();
             *x = sum.of(&terms);
         }
-        if self.job.fused() && !found.is_empty() {
+        let whole = self.job.fault != Fault::DbiasUnlabelled;
+        if self.job.fused() && whole && !found.is_empty() {
             let counted = targets.iter().zip(label).filter_map(|(row, &g)| Some(((*row)?, g)));
             counted.for_each(|(row, g)| found[row] += g);
         }

@@ -43,6 +43,47 @@ pub(crate) enum Fault {
     RankMean,
     /// One element of dq is NaN.
     NanInDq,
+    /// Some of what is recorded is scaled; what is summed from it follows.
+    Scaled(What, f32),
+    /// dk of one rank's one microbatch is scaled.
+    OneScaled(f32),
+    /// The sum over microbatches does not hold each once.
+    Window(Window),
+    /// A mean over no tokens is 0/0.
+    Unguarded,
+    /// dbias is without the label's part.
+    DbiasUnlabelled,
+}
+
+/// What a fault scales.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum What {
+    /// dq and its parts.
+    Dq,
+    /// dk, its parts and dbias.
+    Dk,
+    /// dq, dk, their parts, dbias and dlogits.
+    Gradients,
+    /// The same and the loss.
+    LossToo,
+    Dbias,
+    /// dk summed over microbatches.
+    Accumulated,
+    /// dk summed over ranks.
+    Reduced,
+}
+
+/// Weights of a sum over microbatches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Window {
+    /// The last alone.
+    Last,
+    /// All but the first.
+    NotFirst,
+    /// Doubled before another is added.
+    Doubled,
+    /// The first is added with this weight: no window at all.
+    First(f32),
 }
 
 /// Sizes, seed and options of a job: its `Debug` is enough to build it again.
