@@ -277,7 +277,8 @@ impl Replay<'_> {
                     ),
                 };
                 let own = inner.own + gradient.storage(first + at, x);
-                Allowed { own, certain: inner.certain + slab.lost(stage, at), ..inner }
+                let lost = if forced { 0.0 } else { slab.lost(stage, at) };
+                Allowed { own, certain: inner.certain + lost, ..inner }
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
