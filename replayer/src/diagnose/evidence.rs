@@ -1,10 +1,12 @@
 //! What the cheap detectors say of a divergence, before anything is emulated.
 
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::{Microbatch, Rank};
 
-use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use super::detectors::units::{UnitState, units};
+use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
 use crate::replay::outcome::Outcome;
 use crate::replay::world::World;
 
@@ -101,6 +103,8 @@ pub struct Evidence<'a> {
     pub background: Vec<&'a dyn World>,
     /// Where a world can be tried while its parameters are looked for.
     search: Option<&'a Search<'a>>,
+    /// What each unit's backward starts from, once somebody asked.
+    units: OnceCell<Vec<UnitState>>,
 }
 
 impl<'a> Evidence<'a> {
@@ -114,7 +118,8 @@ impl<'a> Evidence<'a> {
     ) -> Evidence<'a> {
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
-        Evidence { step, outcome, inputs, residuals, failing, background, search: None }
+        let (search, units) = (None, OnceCell::new());
+        Evidence { step, outcome, inputs, residuals, failing, background, search, units }
     }
 
     /// The same with a search that parameters can be fitted in.
@@ -152,6 +157,28 @@ impl<'a> Evidence<'a> {
     /// Whether something of the forward pass before the loss was compared.
     pub fn captured_forward(&self) -> bool {
         self.residuals.keys().any(|key| FORWARD[..4].contains(&key.stage))
+    }
+
+    /// What each unit's backward starts from in the background.
+    pub fn units(&self) -> &[UnitState] {
+        self.units.get_or_init(|| units(self))
+    }
+
+    /// The unit in which some stages fail worst, by energy over floor.
+    pub fn worst_unit(&self, stages: &[Stage]) -> Option<&UnitState> {
+        let over = |(_, residual): &(Key, Residual)| residual.energy / residual.floor;
+        let failing = self.failing_of(stages);
+        let (key, _) = failing.max_by(|a, b| over(a).total_cmp(&over(b)))?;
+        let of = |unit: &&UnitState| {
+            unit.microbatch == key.microbatch && (unit.rank == key.rank || key.rank.is_none())
+        };
+        self.units().iter().find(of)
+    }
+
+    /// What the job declared of its roundings.
+    pub fn roundings(&self) -> Option<Roundings> {
+        let dtype = self.inputs.first()?.dtype(self.step);
+        Roundings::plausible(&self.step.options, dtype).ok()
     }
 
     /// Microbatches of the step.

@@ -91,6 +91,7 @@ impl Roundings {
                 output: point("output"),
                 tile_add: accumulate.precision,
                 chunk_add: accumulate.precision,
+                addend: full,
                 sums: Sums { label_scatter: scatter, ..Sums::all(accumulate) },
                 ..Policy::plain_f32()
             }

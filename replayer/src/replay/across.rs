@@ -10,6 +10,7 @@ use backtape::shard::TensorKey;
 
 use super::addends::Sum;
 use super::allowed::{rounded, stored, summed};
+use super::chained::Whole;
 use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
@@ -83,7 +84,6 @@ impl Replay<'_> {
         for rank in self.holders(key) {
             let tensor = self.held_by(key, rank)?;
             let mut addends = Sum::new(&tensor.shape);
-            addends.rounded = self.world.rounds_sum(stage);
             for slice in slices {
                 let Some(part) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
                     outcome.skip(stage, "dk of some microbatch was not captured");
@@ -99,7 +99,8 @@ impl Replay<'_> {
                 addends.add(&part, self.world.weight(stage, slice.inputs.microbatch, rank))?;
             }
             let captured = &tensor;
-            self.judge_sum(Judged { stage, key, rank, captured, addends, divisor }, outcome);
+            let judged = Judged { stage, key, rank, captured, addends, divisor };
+            self.judge_sum(slices, judged, outcome)?;
         }
         Ok(())
     }
@@ -114,13 +115,11 @@ impl Replay<'_> {
         let tensor = self.step.assemble(key)?;
         let captured = &tensor;
         let mut addends = Sum::new(&tensor.shape);
-        addends.rounded = self.world.rounds_sum(stage);
         if let Some(local) = self.step.find_reduced(Role::Dk, false) {
             let weight = |rank| self.world.weight(stage, None, rank);
             addends.add_weighted(self.step, local, &weight)?;
             let found = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
-            self.judge_sum(found, outcome);
-            return Ok(());
+            return self.judge_sum(slices, found, outcome);
         }
         for slice in slices {
             let part = self.step.find(Role::Dk, slice.inputs.microbatch);
@@ -135,20 +134,28 @@ impl Replay<'_> {
         match self.divisor(slices) {
             Ok(divisor) => {
                 let found = Judged { stage, key, rank: None, captured, addends, divisor };
-                self.judge_sum(found, outcome);
+                self.judge_sum(slices, found, outcome)?;
             }
             Err(why) => outcome.skip(stage, why),
         }
         Ok(())
     }
 
-    fn judge_sum(&self, judged: Judged<'_>, outcome: &mut Outcome) {
+    fn judge_sum(
+        &self,
+        slices: &[Slice],
+        judged: Judged<'_>,
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
         let Judged { stage, key, rank, captured: tensor, addends, divisor } = judged;
         let Some(captured) = matrix(tensor).filter(|m| m.len() == addends.total.len()) else {
             outcome.skip(stage, "the addends have another shape than their sum");
-            return;
+            return Ok(());
         };
-        let mut reference: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
+        let wide: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
+        let whole = Whole { stage, rank, captured, shape: &tensor.shape, wide: &wide };
+        let chained = self.chained(slices, &whole)?;
+        let mut reference = chained.unwrap_or_else(|| wide.clone());
         let every: Vec<usize> = (0..captured.rows).collect();
         let at = At { stage, microbatch: None, rank };
         let factor = self.world.scale(at);
@@ -170,18 +177,23 @@ impl Replay<'_> {
         let rows =
             Rows { captured, reference: &reference, index: &|row| row as u64, repeats: &once };
         let tally = Tally::of(&rows, allowed, &bound);
-        outcome.add(stage, Comparison::new(None, rank, key.to_string(), tally, &bound));
+        let mut found = Comparison::new(None, rank, key.to_string(), tally, &bound);
+        if found.excess.is_none() {
+            found.excess = self.chain_excess(slices, &whole, &bound)?;
+        }
+        outcome.add(stage, found);
+        Ok(())
     }
 
     /// The ranks that hold addends of a tensor; one `None` for a whole one.
-    fn holders(&self, key: &TensorKey) -> Vec<Option<Rank>> {
+    pub(super) fn holders(&self, key: &TensorKey) -> Vec<Option<Rank>> {
         match self.step.tensors[key].partial {
             None => vec![None],
             Some(_) => assemble::holders(self.step.dump, key).into_iter().map(Some).collect(),
         }
     }
 
-    fn held_by(&self, key: &TensorKey, rank: Option<Rank>) -> Result<Tensor, StepError> {
+    pub(super) fn held_by(&self, key: &TensorKey, rank: Option<Rank>) -> Result<Tensor, StepError> {
         match rank {
             Some(rank) if self.step.tensors[key].partial.is_some() => {
                 self.step.addend(key, &[rank])

@@ -9,7 +9,6 @@ use crate::assemble::{self, Tensor};
 use crate::head::HeadStep;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
-use crate::kernels::round::Precision;
 
 /// The sum of addends, with what its error depends on. All row-major, one value an
 /// element of the whole tensor.
@@ -22,8 +21,6 @@ pub(super) struct Sum {
     pub(super) storage: Vec<f64>,
     /// Addends of the element that has most.
     pub(super) count: f64,
-    /// What the running sum is rounded to after each addend, where a hypothesis says so.
-    pub(super) rounded: Option<Precision>,
 }
 
 impl Sum {
@@ -35,7 +32,6 @@ impl Sum {
             squares: zeros(),
             storage: zeros(),
             count: 0.0,
-            rounded: None,
         }
     }
 
@@ -98,9 +94,6 @@ impl Sum {
                 let x = values.get_f64(row * values.cols + column) * factor;
                 let at = start + column;
                 self.total[at] += x;
-                if let Some(precision) = self.rounded {
-                    self.total[at] = precision.round64(self.total[at]);
-                }
                 self.squares[at] += x * x;
                 self.storage[at] += stored(precision, x);
             }

@@ -277,8 +277,8 @@ impl Replay<'_> {
                         (slab.lse[at], slab.label[at]),
                     ),
                 };
-                let certain = inner.certain + slab.lost(stage, at);
-                let inner = Allowed { certain, ..inner }.times(factor);
+                let lost = if forced { 0.0 } else { slab.lost(stage, at) };
+                let inner = Allowed { certain: inner.certain + lost, ..inner }.times(factor);
                 Allowed { own: inner.own + stores * gradient.storage(first + at, x), ..inner }
             };
             let index = |row: usize| (slab.range.start + row) as u64;

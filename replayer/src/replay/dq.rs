@@ -19,6 +19,8 @@ pub(super) struct DqState {
     pub(super) emulated: Vec<DqParts>,
     /// What a hypothesis says that dq is, in place of the f64 values.
     pub(super) instead: Option<DqParts>,
+    /// How far values of it that lie near ties may be off.
+    pub(super) ties: Option<DqParts>,
 }
 
 impl DqState {
@@ -32,7 +34,7 @@ impl DqState {
             dq_label_rel_var: vec![0.0; tokens],
             ..reference::Backward::default()
         };
-        DqState { exact, emulated: Vec::new(), instead: None }
+        DqState { exact, emulated: Vec::new(), instead: None, ties: None }
     }
 
     /// The label part alone, from the derivative of each label's logit and its variance.
@@ -202,9 +204,10 @@ impl Replay<'_> {
             let forced = parts.is_some() && stage == Stage::Dq;
             let reference = self.supposed_dq(problem, state, (gradient, forced), unit, exact);
             let (factor, stores) = self.factor(problem, stage);
-            let lost = match self.roundings.swamps() && !forced {
-                true => state.lost(stage, &reference),
-                false => Vec::new(),
+            let lost = match &state.ties {
+                Some(ties) if !forced => member_values(ties, stage).to_vec(),
+                _ if self.roundings.swamps() && !forced => state.lost(stage, &reference),
+                _ => Vec::new(),
             };
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;

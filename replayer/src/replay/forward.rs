@@ -30,8 +30,12 @@ pub(super) fn few(steps: f64) -> f64 {
 pub(super) struct ForwardState {
     /// lse: captured where it was captured, else the reference.
     pub(super) lse: Vec<f64>,
+    /// The same as the loss reads it: a hypothesis may have another one for the backward.
+    pub(super) loss_lse: Vec<f64>,
     /// Variance of `lse` beyond what storing it says.
     pub(super) lse_variance: Vec<f64>,
+    /// How far a hypothesis' lse may be off for values that lie near ties; empty for none.
+    pub(super) lse_ties: Vec<f64>,
     /// Relative variance, alike over a token's row, that this lse brings.
     pub(super) scale: Vec<f64>,
     /// Share of the rounding of `g p` that is alike for all of a token's classes, 0 to 1:
@@ -72,6 +76,11 @@ impl Replay<'_> {
         self.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
         self.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
         self.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
+        for (stage, of) in
+            [(Stage::Lse, &mut variance.lse), (Stage::LabelLogits, &mut variance.label)]
+        {
+            of.certain = self.world.ties(stage, inputs).unwrap_or_default();
+        }
         let captured = (self.column(Role::Lse, slice)?, self.column(Role::LabelLogits, slice)?);
         let emulated =
             self.emulate(&head, !self.trial && (captured.0.is_some() || captured.1.is_some()));
@@ -93,6 +102,7 @@ impl Replay<'_> {
             outcome.add(stage, self.judge_column(inputs, captured, expected, all, members));
         }
         let mut state = self.state(captured, exact, variance, inputs.valid_vocab);
+        state.loss_lse.clone_from(&state.lse);
         self.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
             if self.wants(Stage::Logprobs) {
@@ -319,7 +329,9 @@ impl Replay<'_> {
         let both = both.collect();
         ForwardState {
             lse: lse.values,
+            loss_lse: Vec::new(),
             lse_variance: lse.variance,
+            lse_ties: lse.certain,
             scale,
             alike,
             logit_variance,
@@ -337,7 +349,9 @@ impl ForwardState {
         let tokens = captured.values.len();
         ForwardState {
             lse: vec![0.0; tokens],
+            loss_lse: vec![0.0; tokens],
             lse_variance: vec![0.0; tokens],
+            lse_ties: Vec::new(),
             scale: vec![0.0; tokens],
             alike: vec![0.0; tokens],
             logit_variance: vec![0.0; tokens],

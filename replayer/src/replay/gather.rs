@@ -3,7 +3,7 @@
 use crate::kernels::matrix::{Matrix, Values};
 
 /// Some rows of a matrix, copied together.
-pub(super) struct Gathered {
+pub(crate) struct Gathered {
     rows: usize,
     cols: usize,
     values: Owned,
@@ -18,7 +18,7 @@ enum Owned {
 
 impl Gathered {
     /// Picks rows out of a matrix.
-    pub(super) fn new(matrix: &Matrix<'_>, rows: &[usize]) -> Gathered {
+    pub(crate) fn new(matrix: &Matrix<'_>, rows: &[usize]) -> Gathered {
         let cols = matrix.cols;
         let values = match matrix.values {
             Values::Bf16(bits) => Owned::Bf16(pick(bits, cols, rows)),
@@ -42,7 +42,7 @@ impl Gathered {
     }
 
     /// The picked rows as a matrix.
-    pub(super) fn matrix(&self) -> Matrix<'_> {
+    pub(crate) fn matrix(&self) -> Matrix<'_> {
         let values = match &self.values {
             Owned::Bf16(bits) => Values::Bf16(bits),
             Owned::F16(bits) => Values::F16(bits),

@@ -8,7 +8,7 @@ use super::allowed::{relative, stored, summed};
 use super::column::Expected;
 use super::forward::ForwardState;
 use super::outcome::{Comparison, Outcome};
-use super::world::{At, Expectation};
+use super::world::{At, Expectation, Read};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::roundings::precision_of;
@@ -213,13 +213,21 @@ impl Replay<'_> {
         }
         let noise = self.term_noise(inputs.head(self.step).map_or(0, |head| head.q.cols));
         let compute = self.roundings.compute();
+        let mean = |t: usize| state.logit_sum[t] / k.max(1.0);
+        let nll = |t: usize| {
+            let (lse, label) = (state.loss_lse[t], state.label.values[t]);
+            lse - (1.0 - s) * label - s * mean(t) + lambda * lse * lse
+        };
+        let mut nll: Vec<f64> = (0..inputs.tokens()).map(nll).collect();
+        let lse = (&state.loss_lse[..], &state.lse_variance[..]);
+        let read = Read { lse, label: (&state.label.values, &state.label.variance) };
+        let ties = self.world.nll(inputs, &read, &mut nll);
         let token = |t: usize| {
             if inputs.labels[t] == IGNORED {
                 return (0.0, 0.0);
             }
-            let (lse, label) = (state.lse[t], state.label.values[t]);
-            let mean = state.logit_sum[t] / k.max(1.0);
-            let nll = lse - (1.0 - s) * label - s * mean + lambda * lse * lse;
+            let (lse, label) = (state.loss_lse[t], state.label.values[t]);
+            let mean = mean(t);
             let size = lse.abs() + label.abs() + s * mean.abs() + lambda.abs() * lse * lse;
             // The mean of the logits: each is rounded, and so is their sum.
             let logits = noise.logit_rel_var * (mean * mean + lse * lse);
@@ -229,12 +237,22 @@ impl Replay<'_> {
                 + s * s * (logits + sum)
                 + relative(2.0 * compute, size);
             let weight = inputs.weights[t] / divided[t];
-            (weight * nll, weight * weight * variance)
+            (weight * nll[t], weight * weight * variance)
         };
         let (values, variance): (Vec<f64>, Vec<f64>) = (0..inputs.tokens()).map(token).unzip();
         let share = |x: &f64| 4.0 * self.transform_scale() * x * x;
         let shared = values.iter().map(share).collect();
-        self.judge_loss(slice, &Expected { shared, ..Expected::new(values, variance) }, outcome)
+        let certain = (0..inputs.tokens()).map(|t| {
+            let counted = inputs.labels[t] != IGNORED;
+            let weight = if counted { inputs.weights[t] / divided[t] } else { 0.0 };
+            let of = |ties: &[f64]| ties.get(t).copied().unwrap_or(0.0);
+            let read = of(&state.lse_ties) + of(&state.label.certain);
+            // What the world says of a loss counts what it reads.
+            weight.abs() * if ties.is_empty() { read } else { of(&ties) }
+        });
+        let certain = certain.collect();
+        let terms = Expected { shared, certain, ..Expected::new(values, variance) };
+        self.judge_loss(slice, &terms, outcome)
     }
 
     /// The recorded loss against the tokens' terms, or their sum.
@@ -279,8 +297,9 @@ impl Replay<'_> {
         let shared = terms.shared.iter().map(|v| v.sqrt()).sum::<f64>().powi(2);
         let bound = self.bound(1, 1);
         let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
-        let tally =
-            Tally::of(&rows, |_, _, _| Allowed { own, shared, ..Allowed::default() }, &bound);
+        let certain = terms.certain.iter().sum();
+        let allowed = |_, _, _| Allowed { own, shared, certain, ..Allowed::default() };
+        let tally = Tally::of(&rows, allowed, &bound);
         outcome.add(
             Stage::Loss,
             Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound),

@@ -13,6 +13,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
+use super::trial::near_ties;
 use super::world::{At, Expectation, UnitTokens};
 use super::{Replay, Slice};
 use crate::assemble;
@@ -93,9 +94,11 @@ impl Replay<'_> {
                     spread: &spread,
                     microbatch: inputs.microbatch,
                 };
-                let plane = self.exact_plane(&span);
+                let mut plane = self.exact_plane(&span);
+                let ties = self.suppose_plane(stage, &span, &mut plane);
                 let scale = |t: usize| state.scale[tokens.start + t];
-                let found = self.judge_span(stage, &span, &plane, captured, precision, &scale);
+                let found =
+                    self.judge_span(stage, &span, (&plane, &ties), captured, precision, &scale);
                 tally.merge(found);
                 self.emulate_span(stage, &span, &plane, precision, &mut energies);
                 Ok(())
@@ -166,11 +169,35 @@ impl Replay<'_> {
         plane
     }
 
+    /// dlogits as the world's policy has them, in place of the reference; how far those
+    /// near ties may be off, empty for not at all.
+    fn suppose_plane(&self, stage: Stage, span: &Span<'_>, plane: &mut Plane) -> Vec<f64> {
+        let Some((of, tiles)) = self.world.policy(&self.roundings) else { return Vec::new() };
+        if stage != Stage::Dlogits {
+            return Vec::new();
+        }
+        let vocab = span.head.k.rows;
+        let emulated = |head: &HeadInputs<'_>, lse: &[f64]| {
+            let mut found = vec![0.0; plane.dlogits.len()];
+            let (cotangents, progress) = (&span.cotangents, self.progress);
+            policy::plane(&of, head, lse, cotangents, tiles, progress, &mut |tile| {
+                place(&mut found, vocab, &tile.tokens, &tile.cols, tile.dlogits);
+            });
+            found
+        };
+        let middle = emulated(&span.head, span.lse);
+        let [(head_a, lse_a), (head_b, lse_b)] =
+            near_ties(self.roundings.compute(), &span.head, span.lse);
+        let ties = distance(&emulated(&head_a, &lse_a), &emulated(&head_b, &lse_b));
+        plane.dlogits = middle;
+        ties
+    }
+
     fn judge_span(
         &self,
         stage: Stage,
         span: &Span<'_>,
-        plane: &Plane,
+        (plane, ties): (&Plane, &[f64]),
         captured: Matrix<'_>,
         precision: Option<Precision>,
         scale: &dyn Fn(usize) -> f64,
@@ -211,12 +238,14 @@ impl Replay<'_> {
                     let dense = x.abs() + if is_label { (factor * b).abs() } else { 0.0 };
                     let rounding = rounding_of_entry(self, x);
                     let dropped = filter > 0.0 && x.abs() < filter * (a * factor).abs();
+                    let dropped = if dropped { x.abs() } else { 0.0 };
+                    let tie = ties.get(row * vocab + column).copied().unwrap_or(0.0);
                     Allowed {
                         own: own + rounding,
                         row: scales[row] * dense * dense,
                         // A scale of the logits moves p by (z - E z) of itself.
                         shared: (shared + transformed * (1.0 + span.spread[row].powi(2))) * x * x,
-                        certain: if dropped { x.abs() } else { 0.0 },
+                        certain: dropped + tie,
                     }
                 }
                 Stage::Logprobs => {
@@ -293,6 +322,11 @@ impl Replay<'_> {
 /// Rounding of one entry of dlogits as the job may hold it, label and smoothing added.
 fn rounding_of_entry(replay: &Replay<'_>, x: f64) -> f64 {
     super::allowed::rounded(replay.roundings.widest.dlogits, x)
+}
+
+/// How far two emulations lie apart, element by element.
+pub(super) fn distance(one: &[f64], other: &[f64]) -> Vec<f64> {
+    one.iter().zip(other).map(|(a, b)| (a - b).abs()).collect()
 }
 
 /// Some tokens of a head.

@@ -17,12 +17,13 @@ use super::forward_cache::ForwardCache;
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
+use super::plane::distance;
 use super::world::World;
 use super::{Effort, Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED};
-use crate::kernels::policy::{self, Policy};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
+use crate::kernels::policy::{self, DqParts};
 use crate::kernels::{NoProgress, Tiles};
 
 /// Rows that a trial looks at.
@@ -180,21 +181,28 @@ impl Replay<'_> {
     /// dk as the world's policy has it, in place of the reference.
     fn emulate_dk(&self, problem: &Problem<'_>, head: &HeadInputs<'_>, slab: &mut Slab) {
         let Some((of, tiles)) = self.world.policy(&self.roundings) else { return };
-        let mut instead: Vec<(Stage, Vec<f64>)> = Vec::new();
-        let (lse, cotangents) = (&problem.lse, problem.cotangents());
-        policy::backward(&of, head, lse, &cotangents, tiles, self.progress, &mut |block| {
-            let all = [
-                (Stage::DkLse, block.dk_lse),
-                (Stage::DkLabel, block.dk_label),
-                (Stage::Dk, block.dk),
-                (Stage::Dbias, block.dbias),
-            ];
-            for (stage, values) in all.into_iter().filter(|(_, values)| !values.is_empty()) {
-                let width = values.len() / block.rows.len().max(1);
-                put(&mut instead, stage, block.rows.start * width, values);
-            }
-        });
-        slab.instead = instead;
+        let run = |head: &HeadInputs<'_>, lse: &[f64]| {
+            let mut found: Lists = Vec::new();
+            let (cotangents, progress) = (problem.cotangents(), self.progress);
+            policy::backward(&of, head, lse, &cotangents, tiles, progress, &mut |block| {
+                let all = [
+                    (Stage::DkLse, block.dk_lse),
+                    (Stage::DkLabel, block.dk_label),
+                    (Stage::Dk, block.dk),
+                    (Stage::Dbias, block.dbias),
+                ];
+                for (stage, values) in all.into_iter().filter(|(_, values)| !values.is_empty()) {
+                    let width = values.len() / block.rows.len().max(1);
+                    put(&mut found, stage, block.rows.start * width, values);
+                }
+            });
+            found
+        };
+        slab.instead = run(head, &problem.lse);
+        let [one, other] = near_ties(self.roundings.compute(), head, &problem.lse)
+            .map(|(head, lse)| run(&head, &lse));
+        let pairs = one.iter().zip(&other);
+        slab.lost = pairs.map(|((stage, a), (_, b))| (*stage, distance(a, b))).collect();
     }
 
     fn try_dq(
@@ -214,24 +222,60 @@ impl Replay<'_> {
             self.reference_slab(problem, &head, range, &mut dq.exact);
         }
         if let Some((of, tiles)) = self.world.policy(&self.roundings) {
-            let (lse, cotangents) = (&problem.lse, problem.cotangents());
-            let found = policy::backward(
-                &Policy { ..of },
-                &problem.head,
-                lse,
-                &cotangents,
-                tiles,
-                self.progress,
-                &mut |_| {},
-            );
-            dq.instead = Some(found);
+            let (cotangents, progress) = (problem.cotangents(), self.progress);
+            let run = |head: &HeadInputs<'_>, lse: &[f64]| {
+                policy::backward(&of, head, lse, &cotangents, tiles, progress, &mut |_| {})
+            };
+            dq.instead = Some(run(&problem.head, &problem.lse));
+            let both = near_ties(self.roundings.compute(), &problem.head, &problem.lse);
+            let [a, b] = both.map(|(head, lse)| run(&head, &lse));
+            dq.ties = Some(DqParts {
+                dq_lse: distance(&a.dq_lse, &b.dq_lse),
+                dq_label: distance(&a.dq_label, &b.dq_label),
+                dq: distance(&a.dq, &b.dq),
+            });
         }
         self.judge_dq(problem, &dq, (captured, &DQ), unit, findings);
     }
 }
 
+/// The head with logits as far off as arithmetic of unit roundoff `u` may bring them, either
+/// way, with lse likewise: what is rounded to one side in one and to the other in the other
+/// lies near a tie, and the job may have rounded it either way.
+///
+/// A logit errs by its dot product, `u |q| |k| √(D/6)/√D` and `u |z| √(D/9)`, and by the
+/// bias, scale and lse that follow, a rounding each; three standard deviations of it, as a
+/// factor of the logits and as a step of lse.
+pub(crate) fn near_ties<'h>(
+    u: f64,
+    head: &HeadInputs<'h>,
+    lse: &[f64],
+) -> [(HeadInputs<'h>, Vec<f64>); 2] {
+    let d = head.q.cols;
+    let norm = |matrix: &Matrix<'_>, row: usize| {
+        (row * d..(row + 1) * d).map(|at| matrix.get_f64(at).powi(2)).sum::<f64>()
+    };
+    let largest = (0..head.valid_vocab).map(|v| norm(&head.k, v)).fold(0.0, f64::max);
+    let scale = head.transform.scale.abs();
+    let factor = 3.0 * u * (1.0 + (d as f64 / 9.0).sqrt());
+    let step = |t: usize| {
+        let dot = (norm(&head.q, t) * largest / 6.0).sqrt() * scale;
+        3.0 * u * (dot + 4.0 + 2.0 * lse[t].abs())
+    };
+    let steps: Vec<f64> = (0..lse.len()).map(step).collect();
+    [-1.0, 1.0].map(|sign| {
+        let mut off = *head;
+        off.transform.scale *= 1.0 + sign * factor;
+        let moved = lse.iter().zip(&steps).map(|(lse, step)| lse - sign * step);
+        (off, moved.collect())
+    })
+}
+
+/// Values by stage.
+type Lists = Vec<(Stage, Vec<f64>)>;
+
 /// Writes values into the list of a stage, which grows as they come.
-fn put(lists: &mut Vec<(Stage, Vec<f64>)>, stage: Stage, at: usize, values: &[f64]) {
+fn put(lists: &mut Lists, stage: Stage, at: usize, values: &[f64]) {
     let index = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
         lists.push((stage, Vec::new()));
         lists.len() - 1

@@ -12,6 +12,7 @@ use backtape::identity::{Microbatch, Rank};
 
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::policy::Policy;
+use crate::kernels::round::Precision;
 use crate::kernels::tiles::Tiles;
 
 /// When lse is looked at.
@@ -59,6 +60,15 @@ pub struct UnitTokens<'a> {
     pub g: &'a [f64],
     /// First rank of the unit.
     pub rank: Option<Rank>,
+}
+
+/// What the loss of each token is made of, `[T]` of the microbatch: values, and the variance
+/// of each.
+pub struct Read<'a> {
+    /// Log-sum-exp, captured where it was captured.
+    pub lse: (&'a [f64], &'a [f64]),
+    /// Logit of the label, likewise.
+    pub label: (&'a [f64], &'a [f64]),
 }
 
 /// A hypothesis. What it leaves out is as declared.
@@ -118,11 +128,35 @@ pub trait World: Sync {
         1.0
     }
 
-    /// A running sum, after one more addend was added to it: where it is rounded to a
-    /// format, this does it. `None`: it is summed in f64.
-    fn rounds_sum(&self, _stage: Stage) -> Option<crate::kernels::round::Precision> {
+    /// How a sum over microbatches (`Accumulate`) or over ranks (`Reduce`) is taken where
+    /// every partial sum is rounded. `None`: it is summed in f64.
+    fn chain(&self, _stage: Stage) -> Option<Chain> {
         None
     }
+
+    /// Other losses of the tokens before weights, `[T]` of the microbatch; returns how far
+    /// each may be off for values that lie near ties, empty for not at all.
+    fn nll(&self, _inputs: &MicrobatchInputs, _read: &Read<'_>, _nll: &mut [f64]) -> Vec<f64> {
+        Vec::new()
+    }
+
+    /// How far what a world says of a stage of one number a token may be off, `[T]` of the
+    /// microbatch: a value that lies within the arithmetic's error of a tie may round
+    /// either way. `None`: not at all.
+    fn ties(&self, _stage: Stage, _inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
+        None
+    }
+}
+
+/// A sum of gradients, one addend after the other, every partial sum rounded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chain {
+    /// What partial sums are rounded to.
+    pub precision: Precision,
+    /// True where the last addend is met first.
+    pub descending: bool,
+    /// True where each addend is divided (and rounded) before it is added, not the sum.
+    pub divides_first: bool,
 }
 
 /// The job did what it declared.
@@ -185,7 +219,20 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().map(|world| world.weight(stage, microbatch, rank)).product()
     }
 
-    fn rounds_sum(&self, stage: Stage) -> Option<crate::kernels::round::Precision> {
-        self.iter().find_map(|world| world.rounds_sum(stage))
+    fn chain(&self, stage: Stage) -> Option<Chain> {
+        self.iter().find_map(|world| world.chain(stage))
+    }
+
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        let mut ties = Vec::new();
+        for world in self {
+            let own = world.nll(inputs, read, nll);
+            ties = if own.is_empty() { ties } else { own };
+        }
+        ties
+    }
+
+    fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
+        self.iter().find_map(|world| world.ties(stage, inputs))
     }
 }

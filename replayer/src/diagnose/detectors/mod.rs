@@ -1,6 +1,9 @@
 //! Cheap measurements of captured tensors that say which hypotheses are worth a trial,
-//! and with which numbers.
+//! and with which numbers: what a unit's backward starts from, and searches over numbers
+//! that no dump declares.
 
 pub mod fit;
+pub mod sums;
 pub mod tokens;
 pub mod uniform;
+pub mod units;

@@ -17,12 +17,17 @@ struct Rows {
     running: Vec<Running>,
     lanes: usize,
     base: Precision,
-    /// The totals, and what they are rounded to after every tile.
-    totals: Option<(Precision, Vec<f64>)>,
+    /// The totals, and what the parts of a tile and the totals after it are rounded to.
+    totals: Option<((Precision, Precision), Vec<f64>)>,
 }
 
 impl Rows {
-    fn new(policy: &Policy, sum: Sum, shape: (usize, usize), between: Option<Precision>) -> Self {
+    fn new(
+        policy: &Policy,
+        sum: Sum,
+        shape: (usize, usize),
+        between: Option<(Precision, Precision)>,
+    ) -> Self {
         let (rows, lanes) = shape;
         let running = vec![Running::new(sum, policy.product, lanes); rows];
         let base = match sum.precision {
@@ -41,13 +46,14 @@ impl Rows {
         match totals {
             _ if *lanes == 0 => {}
             None => running.for_each_init(scratch, |scratch, (row, sum)| add(row, sum, scratch)),
-            Some((rounding, totals)) => {
+            Some(((part, rounding), totals)) => {
                 let totals = &mut totals[rows.start * *lanes..rows.end * *lanes];
                 let totals = totals.par_chunks_mut(*lanes);
                 running.zip(totals).for_each_init(scratch, |scratch, ((row, sum), total)| {
                     add(row, sum, scratch);
                     sum.finish(scratch);
                     sum.reset();
+                    part.round_slice64(scratch);
                     add_rounded(*rounding, *base, total, scratch);
                 });
             }
@@ -81,7 +87,7 @@ pub(in crate::kernels) fn backward(
     let elements = Elements::new(policy, inputs);
     let hits = Hits::new(inputs.labels);
     let mut label_g = vec![0.0; inputs.q.rows];
-    let between = (policy.path == Path::Fused).then_some(policy.tile_add);
+    let [between, _] = policy.between();
     let mut dq = Rows::new(policy, policy.sums.dq, (inputs.q.rows, inputs.q.cols), between);
     for cols in policy.vocab_spans(inputs.valid_vocab, tiles.vocab) {
         let block = Block { elements: &elements, upstream, cols: cols.clone(), tiles };
@@ -123,11 +129,7 @@ impl Block<'_> {
         let (depth, width) = (inputs.q.cols, self.cols.len());
         let k = self.elements.panel(&inputs.k, self.cols.clone());
         let keys = transposed(&k, depth);
-        let between = match policy.path {
-            Path::Plain => None,
-            Path::Fused => Some(policy.tile_add),
-            Path::Chunked => Some(policy.chunk_add),
-        };
+        let [_, between] = policy.between();
         let mut dk = Rows::new(policy, policy.sums.dk, (width, depth), between);
         let mut dbias = Rows::new(policy, policy.sums.dk, (1, width), between);
         let mut tile = Vec::new();

@@ -29,14 +29,22 @@ impl LabelPath<'_> {
         let depth = inputs.q.cols;
         self.each_row(depth, dk, |index, label| {
             let hits = hits.of(rows.start + index);
-            let mut running = Running::new(policy.sums.label_scatter, policy.product, depth);
-            for &(_, token) in hits {
-                let token = token as usize;
-                let mut addend = self.elements.panel(&inputs.q, token..token + 1);
-                self.scale(token, &mut addend);
-                running.add(&mut addend);
+            let zeros = || Running::new(policy.sums.label_scatter, policy.product, depth);
+            let shards = policy.scattered(hits, inputs.q.rows);
+            let mut sums = zeros();
+            for shard in &shards {
+                let mut running = zeros();
+                for &token in shard {
+                    let mut addend = self.elements.panel(&inputs.q, token..token + 1);
+                    self.scale(token, &mut addend);
+                    running.add(&mut addend);
+                }
+                running.finish(label);
+                if shards.len() > 1 {
+                    sums.add(label);
+                    sums.finish(label);
+                }
             }
-            running.finish(label);
             !hits.is_empty()
         });
     }

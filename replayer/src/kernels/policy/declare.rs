@@ -116,6 +116,13 @@ pub struct Policy {
     pub tile_add: Precision,
     /// Chunked: what dk is rounded to after a chunk's part was added.
     pub chunk_add: Precision,
+    /// Fused, chunked: what a tile's or chunk's own part is rounded to before it is added.
+    pub addend: Precision,
+    /// Fused: tokens are cut into so many shards, each scatters from 0, and the shards'
+    /// sums are added one after the other in the precision of the scatter.
+    pub scatter_shards: usize,
+    /// Fused: which token a scatter starts at.
+    pub scatter_order: Walk,
     /// How each sum is taken.
     pub sums: Sums,
     /// Fused: order of the vocabulary tiles.
@@ -138,6 +145,9 @@ impl Policy {
             output: precision,
             tile_add: precision,
             chunk_add: precision,
+            addend: precision,
+            scatter_shards: 1,
+            scatter_order: Walk::Ascending,
             sums: Sums::all(Sum::of(precision)),
             tile_order: Walk::Ascending,
             chunk_order: Walk::Ascending,
@@ -202,6 +212,35 @@ impl Policy {
         let scatter =
             label_scatter.order == Order::Native && label_scatter.precision != Precision::F64;
         native && self.product == Precision::F32 && (scatter || self.path != Path::Fused)
+    }
+
+    /// What the parts of dq and of dk are rounded to before they are added, and what their
+    /// sums are after; `None` where a sum goes on from tile to tile.
+    pub(in crate::kernels) fn between(&self) -> [Option<(Precision, Precision)>; 2] {
+        match self.path {
+            Path::Plain => [None, None],
+            Path::Fused => [Some((self.addend, self.tile_add)); 2],
+            Path::Chunked => [None, Some((self.addend, self.chunk_add))],
+        }
+    }
+
+    /// The hits of one row of k, in the order in which they are scattered, shard by shard
+    /// of the `tokens`.
+    pub(in crate::kernels) fn scattered(
+        &self,
+        hits: &[(u32, u32)],
+        tokens: usize,
+    ) -> Vec<Vec<usize>> {
+        let size = tokens.div_ceil(self.scatter_shards.max(1)).max(1);
+        let shard = |hit: &(u32, u32)| hit.1 as usize / size;
+        let token = |hit: &(u32, u32)| hit.1 as usize;
+        let groups = hits.chunk_by(|a, b| shard(a) == shard(b));
+        groups
+            .map(|group| match self.scatter_order {
+                Walk::Ascending => group.iter().map(token).collect(),
+                Walk::Descending => group.iter().rev().map(token).collect(),
+            })
+            .collect()
     }
 
     /// Vocabulary tiles in the order of the walk.

@@ -7,7 +7,7 @@ use super::dispatch::{DkParts, DqParts, PlaneTile, PolicyForward, Upstream};
 use super::label::{Hits, LabelPath};
 use super::logits::{Finish, raw};
 use super::softmax::{Dlogits, Online, absorb};
-use super::tile::{Panels, add_columns, panel, round_all};
+use super::tile::{Panels, add_columns, joined, panel, round_all};
 use super::{Path, Policy};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::tiles::{Progress, Tiles, spans};
@@ -74,10 +74,10 @@ pub(super) fn backward(
             dlogits.tile(Some(&finish), &mut tile, cols.clone(), labels, at, label_g);
             let dq = &mut dq[span.start * depth..span.end * depth];
             let (to_dq, to_dk) = ((&mut *dq, nth > 0), (&mut block.dk[..], chunk > 0));
-            Panels { q, k, depth }.accumulate(&tile, to_dq, to_dk, (span.len(), cols.len()));
-            add_columns(&mut block.dbias, &tile);
-            round_sums(policy, dq, &mut block.dk);
-            round_sums(policy, &mut [], &mut block.dbias);
+            let shape = (span.len(), cols.len());
+            Panels { q, k, depth }.accumulate(policy, &tile, to_dq, to_dk, shape);
+            let dbias = (&mut block.dbias[..], chunk > 0);
+            joined(policy.between()[1], dbias, |sums, adds| add_columns(sums, adds, &tile));
             progress.advance(3 * (span.len() * cols.len() * depth) as u64);
         }
         block.finish(&LabelPath { policy, inputs, g_label: &label_g }, &hits, cols, on_dk);
@@ -89,18 +89,6 @@ pub(super) fn backward(
         block.finish(&label_path, &hits, first + rows.start..first + rows.end, on_dk);
     }
     finish_dq(&label_path, dq)
-}
-
-/// Rounds the running dq and dk after a tile was added to them, where the policy does.
-pub(super) fn round_sums(policy: &Policy, dq: &mut [f32], dk: &mut [f32]) {
-    match policy.path {
-        Path::Plain => {}
-        Path::Fused => {
-            round_all(policy.tile_add, dq);
-            round_all(policy.tile_add, dk);
-        }
-        Path::Chunked => round_all(policy.chunk_add, dk),
-    }
 }
 
 fn finish_dq(label_path: &LabelPath, mut dq: Vec<f32>) -> DqParts {

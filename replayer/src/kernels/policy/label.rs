@@ -130,16 +130,27 @@ impl LabelPath<'_> {
     fn scatter(&self, hits: &[(u32, u32)], acc: &mut [f32]) {
         let Policy { input, label_grad, .. } = *self.policy;
         let label_scatter = self.policy.sums.label_scatter.precision;
-        let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
-        for &(_, token) in hits {
-            let token = token as usize;
-            self.inputs.q.panel_f32(token..token + 1, &mut q);
-            input.round_slice(&mut q);
-            let g = self.g_label[token];
-            q.iter_mut().for_each(|q| *q *= g);
-            label_grad.round_slice(&mut q);
-            acc.iter_mut().zip(&q).for_each(|(acc, addend)| *acc += addend);
+        let add = |acc: &mut [f32], addends: &[f32]| {
+            acc.iter_mut().zip(addends).for_each(|(acc, addend)| *acc += addend);
             label_scatter.round_slice(acc);
+        };
+        let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
+        let shards = self.policy.scattered(hits, self.inputs.q.rows);
+        let mut own = vec![0.0; if shards.len() > 1 { acc.len() } else { 0 }];
+        for shard in &shards {
+            let sum = if shards.len() > 1 { &mut own[..] } else { &mut *acc };
+            for &token in shard {
+                self.inputs.q.panel_f32(token..token + 1, &mut q);
+                input.round_slice(&mut q);
+                let g = self.g_label[token];
+                q.iter_mut().for_each(|q| *q *= g);
+                label_grad.round_slice(&mut q);
+                add(sum, &q);
+            }
+            if shards.len() > 1 {
+                add(acc, &own);
+                own.fill(0.0);
+            }
         }
     }
 

@@ -5,7 +5,6 @@
 //! they are computed again, tile by tile: four GEMMs, and the same bits.
 
 use super::dispatch::{Upstream, check};
-use super::emulate::round_sums;
 use super::label::{Hits, LabelPath};
 use super::logits::{Finish, raw};
 use super::softmax::{Dlogits, Online, absorb};
@@ -204,8 +203,8 @@ impl Step<'_> {
             dlogits.tile(finish.as_ref(), tile, cols.clone(), labels, upstream, label_g);
             let dk = &mut dk[cols.start * depth..cols.end * depth];
             let (to_dq, to_dk) = ((&mut *dq, nth > 0), (&mut *dk, chunk > 0));
-            Panels { q, k, depth }.accumulate(tile, to_dq, to_dk, (span.len(), cols.len()));
-            round_sums(policy, dq, dk);
+            let shape = (span.len(), cols.len());
+            Panels { q, k, depth }.accumulate(policy, tile, to_dq, to_dk, shape);
         }
     }
 

@@ -55,10 +55,11 @@ pub(super) struct Panels<'a> {
 }
 
 impl Panels<'_> {
-    /// `dq += dlogits k` and `dk += dlogits^T q`, side by side; a target that is not
-    /// `add`ed to is overwritten, so that nobody has to zero it.
+    /// `dq += dlogits k` and `dk += dlogits^T q`, side by side, rounded where the policy
+    /// does; a target that is not `add`ed to is overwritten, so that nobody has to zero it.
     pub(super) fn accumulate(
         &self,
+        policy: &Policy,
         dlogits: &[f32],
         dq: (&mut [f32], bool),
         dk: (&mut [f32], bool),
@@ -67,14 +68,42 @@ impl Panels<'_> {
         let Panels { q, k, depth } = *self;
         let (tokens, width) = tile;
         let by_token = Operand::rows(dlogits, width);
+        let [of_dq, of_dk] = policy.between();
         rayon::join(
-            || multiply(dq.0, depth, dq.1, by_token, Operand::rows(k, depth), width),
+            || {
+                joined(of_dq, dq, |target, add| {
+                    multiply(target, depth, add, by_token, Operand::rows(k, depth), width);
+                });
+            },
             || {
                 let by_row = by_token.transposed();
-                multiply(dk.0, depth, dk.1, by_row, Operand::rows(q, depth), tokens);
+                joined(of_dk, dk, |target, add| {
+                    multiply(target, depth, add, by_row, Operand::rows(q, depth), tokens);
+                });
             },
         );
     }
+}
+
+/// Lets `add` add one tile's part to a sum (or overwrite it). Where parts and sums are
+/// rounded, the part is summed by itself: the sum that goes on would be another one.
+pub(super) fn joined(
+    rounding: Option<(Precision, Precision)>,
+    (target, adds): (&mut [f32], bool),
+    add: impl Fn(&mut [f32], bool),
+) {
+    let narrow = |(part, total): &(Precision, Precision)| !part.keeps_f32() || !total.keeps_f32();
+    let Some((part, total)) = rounding.filter(narrow) else { return add(target, adds) };
+    if adds {
+        let mut own = vec![0.0; target.len()];
+        add(&mut own, false);
+        round_all(part, &mut own);
+        target.par_iter_mut().zip(&own).for_each(|(sum, own)| *sum += own);
+    } else {
+        add(target, false);
+        round_all(part, target);
+    }
+    round_all(total, target);
 }
 
 /// Rounds a large buffer in parallel.
@@ -87,9 +116,13 @@ pub(super) fn round_all(precision: Precision, values: &mut [f32]) {
 /// Columns that one thread sums at a time.
 const COLUMN_CHUNK: usize = 256;
 
-/// Adds the rows of a tile `[tokens, width]` to `sums [width]`, token after token.
-pub(super) fn add_columns(sums: &mut [f32], tile: &[f32]) {
+/// Adds the rows of a tile `[tokens, width]` to `sums [width]`, token after token, where
+/// `adds`; else the sums start here.
+pub(super) fn add_columns(sums: &mut [f32], adds: bool, tile: &[f32]) {
     let width = sums.len();
+    if !adds {
+        sums.fill(0.0);
+    }
     sums.par_chunks_mut(COLUMN_CHUNK).enumerate().for_each(|(index, sums)| {
         let first = index * COLUMN_CHUNK;
         for row in tile.chunks(width) {

@@ -1,0 +1,105 @@
+//! `chunk-accumulator-low-precision`: dk is summed over chunks of tokens in few bits.
+//!
+//! Real: Liger's fused linear cross-entropy and its relatives keep a grad_weight in the
+//! parameter's dtype and add each chunk's product to it (Liger 830 and 1391, OLMo-core
+//! 370, axolotl 1601). Loss and dq are right; the noise is uniform over rows and grows
+//! like the root of the number of chunks.
+//!
+//! Detectors: dk fails, and a few of its rows summed again in chunks of some size fit much
+//! better than one sum in f32 does (`detectors::sums`).
+//! Emulation: `acc = round(acc + round(chunk))`, the chunk's product rounded before it is
+//! added or not, from either end.
+
+use super::emulated::{Emulated, bases, has_products, likely_formats};
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::sums::{Pieces, Sums};
+use crate::diagnose::evidence::Evidence;
+use crate::head::Stage;
+use crate::kernels::policy::{Path, Policy, Walk};
+use crate::kernels::round::Precision;
+use crate::kernels::tiles::Tiles;
+
+/// The catalogue's entry.
+pub struct ChunkAccumulatorLowPrecision;
+
+impl Cause for ChunkAccumulatorLowPrecision {
+    fn id(&self) -> &'static str {
+        "chunk-accumulator-low-precision"
+    }
+
+    fn about(&self) -> &'static str {
+        "dk is summed over chunks of tokens in a format of few bits"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["Liger-Kernel 830", "Liger-Kernel 1391", "OLMo-core 370", "axolotl 1601"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "keep the sum of dk over token chunks in f32 and cast it once at the end"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let stages = [Stage::DkLse, Stage::Dk];
+        let dq = [Stage::DqLse, Stage::Dq];
+        let Some(roundings) = evidence.roundings() else { return Vec::new() };
+        if !has_products(evidence) || !evidence.fails_any(&stages) {
+            return Vec::new();
+        }
+        let fused = roundings.widest.path == Path::Fused;
+        // A fused head whose dq fails as well adds both over tiles.
+        if fused && evidence.fails_any(&dq) {
+            return Vec::new();
+        }
+        let declared = evidence.step.options.declared.tiles.and_then(|tiles| tiles.tokens);
+        let declared = declared.map(|size| size as usize);
+        let mut found = Vec::new();
+        for precision in likely_formats(&roundings) {
+            for base in bases(&roundings) {
+                for pieces in searched(evidence, &base, precision, declared) {
+                    found.push(hypothesis(&base, &pieces, declared, fused));
+                }
+            }
+        }
+        found
+    }
+}
+
+fn searched(
+    evidence: &Evidence<'_>,
+    base: &Policy,
+    precision: Precision,
+    declared: Option<usize>,
+) -> Vec<Pieces> {
+    let fused = base.path == Path::Fused;
+    let stages = if fused { [Stage::DkLse, Stage::Dk] } else { [Stage::Dk, Stage::Dk] };
+    let failing = stages.into_iter().find(|&stage| evidence.fails(stage));
+    let search = || {
+        let stage = failing?;
+        let unit = evidence.worst_unit(&[stage])?;
+        Some(Sums::of_dk(evidence, unit, stage, base, !fused)?.search(precision, declared))
+    };
+    search().unwrap_or_default()
+}
+
+fn hypothesis(base: &Policy, pieces: &Pieces, declared: Option<usize>, fused: bool) -> Hypothesis {
+    let path = if fused { Path::Fused } else { Path::Chunked };
+    let Pieces { size, total, addend, walk } = *pieces;
+    let (tile_add, chunk_add, chunk_order) = (total, total, walk);
+    let policy = Policy { path, tile_add, chunk_add, addend, chunk_order, ..*base };
+    // dq is summed as declared: one tile of the vocabulary.
+    let tiles = Tiles { tokens: size, vocab: usize::MAX >> 1 };
+    Hypothesis::new(Emulated::backward(policy, tiles), parameters(pieces))
+        .fitted(usize::from(declared != Some(size)))
+}
+
+/// Pieces in words.
+pub(super) fn parameters(pieces: &Pieces) -> Vec<(&'static str, String)> {
+    let order = if pieces.walk == Walk::Ascending { "ascending" } else { "descending" };
+    vec![
+        ("accumulator", pieces.total.name().to_string()),
+        ("chunk", format!("{} tokens", pieces.size)),
+        ("a chunk's part rounded to", pieces.addend.name().to_string()),
+        ("order", order.to_string()),
+    ]
+}

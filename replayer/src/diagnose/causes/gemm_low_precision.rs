@@ -1,0 +1,85 @@
+//! `gemm-low-precision`: the matrix unit takes its operands in fewer bits than the f32 that
+//! was recorded and declared.
+//!
+//! Real: marin 8368, and every TF32 default: `allow_tf32`, `jax_default_matmul_precision`,
+//! a TPU's single bf16 pass.
+//!
+//! Detectors: q and k are f32, the GEMMs' inputs are not declared narrower, and logits, dq
+//! or dk are off by what the format costs.
+//! Emulation: q, k and dlogits rounded as they enter, in all products or in the backward's.
+
+use super::emulated::{Emulated, Forward, forward, has_products};
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::head::{Roundings, Stage};
+use crate::kernels::policy::{Path, Policy};
+use crate::kernels::round::Precision;
+
+/// The catalogue's entry.
+pub struct GemmLowPrecision;
+
+impl Cause for GemmLowPrecision {
+    fn id(&self) -> &'static str {
+        "gemm-low-precision"
+    }
+
+    fn about(&self) -> &'static str {
+        "matrix products take their operands in fewer bits than was recorded and declared"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["marin 8368"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "ask for full precision in the products (jax_default_matmul_precision=highest, allow_tf32=False), or declare dtypes={\"input\": ...}"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let Some(roundings) = evidence.roundings() else { return Vec::new() };
+        let fails = evidence.fails_any(&FORWARD) || evidence.fails_any(&GRADIENTS);
+        if !fails || !has_products(evidence) {
+            return Vec::new();
+        }
+        let declared = roundings.widest.input.unit_roundoff();
+        let mut found = Vec::new();
+        for precision in [Precision::Tf32, Precision::Bf16, Precision::F16] {
+            if precision.unit_roundoff() > declared {
+                found.extend(of(evidence, &roundings, precision));
+            }
+        }
+        found
+    }
+}
+
+fn of(evidence: &Evidence<'_>, roundings: &Roundings, precision: Precision) -> Vec<Hypothesis> {
+    let base = Policy { input: precision, ..roundings.narrowest };
+    let mut found = Vec::new();
+    let mut offer = |products: &str, forward: Forward, dlogits: Precision| {
+        let parameters = vec![
+            ("operands rounded to", precision.name().to_string()),
+            ("products", products.to_string()),
+            ("dlogits rounded to", dlogits.name().to_string()),
+        ];
+        let policy = Some((Policy { dlogits, ..base }, roundings.tiles));
+        found.push(Hypothesis::new(Emulated { policy, forward }, parameters));
+    };
+    // dlogits are an operand as well; where they are made inside a kernel they may not be.
+    let entries = [precision, roundings.narrowest.dlogits];
+    for dlogits in entries {
+        if evidence.fails_any(&GRADIENTS) {
+            offer("the backward's", Forward::new(), dlogits);
+        }
+    }
+    if evidence.fails_any(&[Stage::Lse, Stage::LabelLogits, Stage::Loss])
+        || evidence.fails_any(&GRADIENTS)
+    {
+        // A fused head computes the label's logit by itself.
+        let apart = base.path == Path::Fused;
+        for label in [true, false].into_iter().filter(|&label| label || apart) {
+            let all = if label { "all" } else { "all but the label's" };
+            offer(all, forward(evidence, &base, label), precision);
+        }
+    }
+    found
+}

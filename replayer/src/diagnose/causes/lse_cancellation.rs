@@ -1,0 +1,145 @@
+//! `lse-cancellation`: the loss is the difference of two large numbers in few bits, while
+//! the gradients, which need no such difference, are right.
+//!
+//! Real: mlx 4188 and 4520, optax 1792. `lse - z_y` of a confident token is small where
+//! both are large: rounded before they are subtracted, little is left of it.
+//!
+//! Detectors: the loss (or lse) fails, and no gradient does.
+//! Emulation: lse and the label's logit, or only lse, or only their difference rounded;
+//! `-log(round(p_y))`; a rounded lse that only the loss reads.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use backtape::identity::Microbatch;
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::round::Precision;
+use crate::replay::world::{Pass, Read, World};
+
+/// The catalogue's entry.
+pub struct LseCancellation;
+
+/// Standard deviations within which a value near a tie may round either way.
+const REACH: f64 = 4.0;
+
+impl Cause for LseCancellation {
+    fn id(&self) -> &'static str {
+        "lse-cancellation"
+    }
+
+    fn about(&self) -> &'static str {
+        "the loss is a difference of large numbers taken in few bits; the gradients do not need it and are right"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["mlx 4188", "mlx 4520", "optax 1792"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "take lse - logit in f32, or the logits' distance from their maximum before anything is summed"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let options = &evidence.step.options.declared;
+        let plain = options.z_loss == 0.0 && options.label_smoothing == 0.0;
+        let wrong = [Stage::Loss, Stage::Lse, Stage::Logprobs];
+        if !plain || !evidence.fails_any(&wrong) || evidence.fails(Stage::LabelLogits) {
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        for precision in [Precision::Bf16, Precision::F16] {
+            let lse = evidence.fails(Stage::Lse);
+            // Gradients that fail are those of a captured lse that only the loss read.
+            if evidence.fails_any(&GRADIENTS) && !lse {
+                continue;
+            }
+            for (what, words) in WAYS {
+                if lse == (what == What::KeptLse) {
+                    let parameters =
+                        vec![("rounded", words.to_string()), ("to", precision.name().to_string())];
+                    found.push(Hypothesis::new(Rounded::new(what, precision), parameters));
+                }
+            }
+        }
+        found
+    }
+}
+
+/// What is rounded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Both,
+    Lse,
+    Difference,
+    BothAndDifference,
+    Probability,
+    KeptLse,
+}
+
+const WAYS: [(What, &str); 6] = [
+    (What::BothAndDifference, "lse, the label's logit and their difference"),
+    (What::Both, "lse and the label's logit"),
+    (What::Lse, "lse, for the loss"),
+    (What::Difference, "the difference of lse and the label's logit"),
+    (What::Probability, "the label's probability, before the log"),
+    (What::KeptLse, "lse, which only the loss reads"),
+];
+
+struct Rounded {
+    what: What,
+    precision: Precision,
+    /// lse before it was rounded, by microbatch.
+    exact: Mutex<BTreeMap<Option<Microbatch>, Vec<f64>>>,
+}
+
+impl Rounded {
+    fn new(what: What, precision: Precision) -> Rounded {
+        Rounded { what, precision, exact: Mutex::new(BTreeMap::new()) }
+    }
+
+    fn loss(&self, lse: f64, label: f64) -> f64 {
+        let round = |x: f64| self.precision.round64(x);
+        match self.what {
+            What::Both => round(lse) - round(label),
+            What::Lse => round(lse) - label,
+            What::Difference => round(lse - label),
+            What::BothAndDifference => round(round(lse) - round(label)),
+            What::Probability => -round((label - lse).exp()).ln(),
+            What::KeptLse => lse - label,
+        }
+    }
+}
+
+impl World for Rounded {
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        let Ok(mut exact) = self.exact.lock() else { return };
+        match pass {
+            _ if self.what != What::KeptLse => {}
+            Pass::Forward => {
+                exact.insert(inputs.microbatch, lse.to_vec());
+                self.precision.round_slice64(lse);
+            }
+            Pass::Backward => {
+                if let Some(exact) = exact.get(&inputs.microbatch) {
+                    lse.copy_from_slice(exact);
+                }
+            }
+        }
+    }
+
+    fn nll(&self, _inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        let ((lse, lse_var), (label, label_var)) = (read.lse, read.label);
+        let mut ties = Vec::with_capacity(nll.len());
+        for (t, nll) in nll.iter_mut().enumerate() {
+            *nll = self.loss(lse[t], label[t]);
+            let (a, b) = (REACH * lse_var[t].sqrt(), REACH * label_var[t].sqrt());
+            let corners = [(-a, -b), (-a, b), (a, -b), (a, b)];
+            let off = corners.map(|(a, b)| (self.loss(lse[t] + a, label[t] + b) - *nll).abs());
+            ties.push(off.into_iter().fold(0.0, f64::max));
+        }
+        ties
+    }
+}

@@ -1,0 +1,117 @@
+//! `lse-logits-mismatch`: forward and backward see logits, or lse, of different precision,
+//! so that the rows of p do not sum to 1.
+//!
+//! Real: marin 8217, ml-cross-entropy 55: lse kept in bf16 between forward and backward; a
+//! backward that computes the logits again in another precision; a forward whose
+//! reduction reads rounded logits.
+//!
+//! Detectors: D3, a token's softmax part is `e^Δ` times what it should be; D1.
+//! Emulation: lse rounded between the passes; the backward's logits rounded; lse and label
+//! logits from rounded logits.
+
+use super::emulated::{Emulated, bases, forward, has_products};
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::head::{MicrobatchInputs, Roundings};
+use crate::kernels::policy::{Path, Policy};
+use crate::kernels::round::Precision;
+use crate::replay::world::{Pass, World};
+
+/// The catalogue's entry.
+pub struct LseLogitsMismatch;
+
+impl Cause for LseLogitsMismatch {
+    fn id(&self) -> &'static str {
+        "lse-logits-mismatch"
+    }
+
+    fn about(&self) -> &'static str {
+        "forward and backward see logits or lse of different precision: the rows of p do not sum to 1"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["marin 8217", "ml-cross-entropy 55"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "compute lse from the same logits, in the same precision, that the backward takes exp of, and keep it in f32"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let Some(roundings) = evidence.roundings() else { return Vec::new() };
+        let mut found = Vec::new();
+        for precision in [Precision::Bf16, Precision::F16] {
+            if evidence.fails_any(&GRADIENTS) {
+                found.push(kept(precision));
+                found.extend(backward(&roundings, precision));
+            }
+            // Where lse was captured the backward is judged from it, whatever it is.
+            let forward_fails = evidence.fails_any(&FORWARD);
+            if has_products(evidence) && (forward_fails || evidence.fails_any(&GRADIENTS)) {
+                found.extend(forwards(evidence, &roundings, precision));
+            }
+        }
+        found
+    }
+}
+
+/// lse kept in few bits between the passes.
+fn kept(precision: Precision) -> Hypothesis {
+    let parameters = vec![
+        ("what", "lse between forward and backward".to_string()),
+        ("rounded to", precision.name().to_string()),
+    ];
+    Hypothesis::new(Kept { precision }, parameters)
+}
+
+/// The backward's logits rounded.
+fn backward(roundings: &Roundings, precision: Precision) -> Vec<Hypothesis> {
+    let finer = |base: &Policy| precision.unit_roundoff() > base.logits.unit_roundoff();
+    let one = |base: Policy| {
+        let parameters = vec![
+            ("what", "logits of the backward".to_string()),
+            ("rounded to", precision.name().to_string()),
+            ("dlogits rounded to", base.dlogits.name().to_string()),
+        ];
+        let policy = Policy { logits: precision, ..base };
+        Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters)
+    };
+    bases(roundings).into_iter().filter(finer).map(one).collect()
+}
+
+/// The forward's logits rounded. A fused head computes the label's logit by itself.
+fn forwards(
+    evidence: &Evidence<'_>,
+    roundings: &Roundings,
+    precision: Precision,
+) -> Vec<Hypothesis> {
+    let base = roundings.narrowest;
+    if precision.unit_roundoff() <= base.logits.unit_roundoff() {
+        return Vec::new();
+    }
+    let policy = Policy { logits: precision, ..base };
+    let both = [true, false].into_iter();
+    let labels = both.filter(|&label| label || base.path == Path::Fused);
+    let one = |label: bool| {
+        let parameters = vec![
+            ("what", "logits of the forward".to_string()),
+            ("rounded to", precision.name().to_string()),
+            ("the label's logit rounded", label.to_string()),
+        ];
+        let forward = forward(evidence, &policy, label);
+        Hypothesis::new(Emulated { policy: None, forward }, parameters)
+    };
+    labels.map(one).collect()
+}
+
+struct Kept {
+    precision: Precision,
+}
+
+impl World for Kept {
+    fn lse(&self, pass: Pass, _inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        if pass == Pass::Backward {
+            lse.iter_mut().for_each(|x| *x = self.precision.round64(*x));
+        }
+    }
+}

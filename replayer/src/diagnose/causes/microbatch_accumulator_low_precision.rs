@@ -1,0 +1,107 @@
+//! `microbatch-accumulator-low-precision`: gradients of microbatches (or of ranks) are
+//! added in few bits: 256 + 1 stays 256 in bf16.
+//!
+//! Real: ISEEKYAN/Megatron-LM 149; gradient buffers in the parameters' dtype.
+//!
+//! Detectors: `accumulate` or `reduce` fails, or its elements are what partial sums in few
+//! bits give where that differs from one rounding of the sum.
+//! Emulation: `acc = round(acc + round(dk))` over microbatches, over ranks, or both, from
+//! either end, divided before or after.
+
+use backtape::head::MicrobatchReduction;
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::evidence::Evidence;
+use crate::head::Stage;
+use crate::kernels::round::Precision;
+use crate::replay::world::{Chain, World};
+
+/// The catalogue's entry.
+pub struct MicrobatchAccumulatorLowPrecision;
+
+impl Cause for MicrobatchAccumulatorLowPrecision {
+    fn id(&self) -> &'static str {
+        "microbatch-accumulator-low-precision"
+    }
+
+    fn about(&self) -> &'static str {
+        "gradients of microbatches or ranks are added up in a format of few bits"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["ISEEKYAN/Megatron-LM 149"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "accumulate gradients over microbatches and ranks in f32 (Megatron: accumulate_allreduce_grads_in_fp32)"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let (own, ranks) = (evidence.fails(Stage::Accumulate), evidence.fails(Stage::Reduce));
+        if !own && !ranks {
+            return Vec::new();
+        }
+        let options = &evidence.step.options;
+        let mean = options.microbatch_reduction == MicrobatchReduction::Mean;
+        let several = evidence.microbatches() > 1;
+        let mut found = Vec::new();
+        for precision in [Precision::Bf16, Precision::F16] {
+            for descending in [false, true] {
+                for divides_first in [false, true].into_iter().filter(|&first| mean || !first) {
+                    let chain = Chain { precision, descending, divides_first };
+                    for over in [Over::Microbatches, Over::Ranks, Over::Both] {
+                        let possible = match over {
+                            Over::Microbatches => several,
+                            Over::Ranks => ranks && evidence.ranks() > 1,
+                            Over::Both => ranks && several && evidence.ranks() > 1,
+                        };
+                        if possible {
+                            found.push(hypothesis(chain, over));
+                        }
+                    }
+                }
+            }
+        }
+        found
+    }
+}
+
+/// What is added in few bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Over {
+    Microbatches,
+    Ranks,
+    Both,
+}
+
+fn hypothesis(chain: Chain, over: Over) -> Hypothesis {
+    let order = if chain.descending { "descending" } else { "ascending" };
+    let words = match over {
+        Over::Microbatches => "microbatches",
+        Over::Ranks => "ranks",
+        Over::Both => "microbatches, then ranks",
+    };
+    let parameters = vec![
+        ("accumulator", chain.precision.name().to_string()),
+        ("over", words.to_string()),
+        ("order", order.to_string()),
+        ("divided before the sum", chain.divides_first.to_string()),
+    ];
+    Hypothesis::new(Chained { chain, over }, parameters)
+}
+
+struct Chained {
+    chain: Chain,
+    over: Over,
+}
+
+impl World for Chained {
+    fn chain(&self, stage: Stage) -> Option<Chain> {
+        let here = match stage {
+            Stage::Accumulate => self.over != Over::Ranks,
+            Stage::Reduce => self.over != Over::Microbatches,
+            _ => false,
+        };
+        here.then_some(self.chain)
+    }
+}

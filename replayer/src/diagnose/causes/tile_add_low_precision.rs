@@ -1,0 +1,105 @@
+//! `tile-add-low-precision`: a fused kernel adds each tile's part of dq and dk to a buffer
+//! of few bits.
+//!
+//! Real: Apple's CCE adds tiles with atomics in the inputs' dtype (ml-cross-entropy 14 and
+//! 18). dq and dk are both off, dq by the number of vocabulary tiles, dk by that of token
+//! tiles. With atomics the order is another one each time: then nothing here fits, and
+//! the cause stays unknown.
+//!
+//! Detectors: dq fails; a few rows of dq (and of dk) summed again in tiles of some size fit
+//! much better than one sum in f32 does (`detectors::sums`).
+//! Emulation: `acc = round(acc + round(tile))` for dq over the vocabulary, for dk over the
+//! tokens.
+
+use super::emulated::{Emulated, bases, has_products, likely_formats};
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::sums::{Pieces, Sums};
+use crate::diagnose::evidence::Evidence;
+use crate::head::{Roundings, Stage};
+use crate::kernels::policy::{Path, Policy};
+use crate::kernels::round::Precision;
+use crate::kernels::tiles::Tiles;
+
+/// The catalogue's entry.
+pub struct TileAddLowPrecision;
+
+impl Cause for TileAddLowPrecision {
+    fn id(&self) -> &'static str {
+        "tile-add-low-precision"
+    }
+
+    fn about(&self) -> &'static str {
+        "parts of tiles are added to dq and dk in a format of few bits"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["ml-cross-entropy 14", "ml-cross-entropy 18"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "add the tiles of dq and dk in f32 (CCE: accum_e_fp32 and accum_c_fp32) and cast once at the end"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let Some(roundings) = evidence.roundings() else { return Vec::new() };
+        let fused = roundings.widest.path == Path::Fused;
+        if !fused || !has_products(evidence) || !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        for precision in likely_formats(&roundings) {
+            for base in bases(&roundings) {
+                found.extend(of(evidence, &roundings, &base, precision));
+            }
+        }
+        found
+    }
+}
+
+fn of(
+    evidence: &Evidence<'_>,
+    roundings: &Roundings,
+    base: &Policy,
+    precision: Precision,
+) -> Vec<Hypothesis> {
+    let declared = evidence.step.options.declared.tiles.unwrap_or_default();
+    let (tokens, vocab) = (declared.tokens.map(|n| n as usize), declared.vocab.map(|n| n as usize));
+    let failing = |stages: [Stage; 2]| stages.into_iter().find(|&stage| evidence.fails(stage));
+    let of_dq = || {
+        let stage = failing([Stage::DqLse, Stage::Dq])?;
+        let unit = evidence.worst_unit(&[stage])?;
+        Some(Sums::of_dq(evidence, unit, stage, base)?.search(precision, vocab))
+    };
+    let of_dk = || {
+        let stage = failing([Stage::DkLse, Stage::Dk])?;
+        let unit = evidence.worst_unit(&[stage])?;
+        Some(Sums::of_dk(evidence, unit, stage, base, false)?.search(precision, tokens))
+    };
+    let columns = of_dq().unwrap_or_default();
+    let rows = of_dk().unwrap_or_default();
+    let row = rows.first().copied();
+    let one = |pieces: &Pieces| {
+        let tiles = Tiles {
+            tokens: row.map_or(roundings.tiles.tokens, |row| row.size),
+            vocab: pieces.size,
+        };
+        let policy = Policy {
+            path: Path::Fused,
+            tile_add: precision,
+            addend: pieces.addend,
+            tile_order: pieces.walk,
+            chunk_order: row.map_or(base.chunk_order, |row| row.walk),
+            ..*base
+        };
+        let mut parameters = vec![
+            ("accumulator", precision.name().to_string()),
+            ("vocabulary tile", pieces.size.to_string()),
+            ("a tile's part rounded to", pieces.addend.name().to_string()),
+        ];
+        parameters.extend(row.map(|row| ("token tile", row.size.to_string())));
+        let fitted = usize::from(vocab != Some(pieces.size))
+            + usize::from(row.is_some_and(|row| tokens != Some(row.size)));
+        Hypothesis::new(Emulated::backward(policy, tiles), parameters).fitted(fitted)
+    };
+    columns.iter().map(one).collect()
+}

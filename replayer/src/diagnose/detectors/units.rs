@@ -1,0 +1,173 @@
+//! What each unit's backward starts from, overheard in a trial: lse and cotangents of its
+//! tokens, and what was captured of its gradients.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use backtape::identity::{Microbatch, Rank};
+
+use crate::assemble::Tensor;
+use crate::diagnose::evidence::Evidence;
+use crate::head::{HeadStep, MicrobatchInputs, Scores, Stage};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
+use crate::kernels::policy::{self, Path, Policy};
+use crate::kernels::{NoProgress, Tiles};
+use crate::replay::gather::Gathered;
+use crate::replay::trial::{Rows, trial};
+use crate::replay::world::{UnitTokens, World};
+
+/// Tokens whose gradients belong together, with what their backward starts from.
+#[derive(Default)]
+pub struct UnitState {
+    /// Which microbatch.
+    pub microbatch: Option<Microbatch>,
+    /// The first rank of the unit.
+    pub rank: Option<Rank>,
+    /// Its tokens among those of the microbatch.
+    pub rows: Vec<usize>,
+    /// As the backward reads it, `[n]`.
+    pub lse: Vec<f64>,
+    /// Upstream gradient of each token's nll, `[n]`.
+    pub g: Vec<f64>,
+    /// Cotangents of lse, of the label's logit and of all logits, `[n]` each.
+    pub cotangents: [Vec<f64>; 3],
+}
+
+/// Listens to what the backward is given.
+#[derive(Default)]
+struct Spy {
+    seen: Mutex<BTreeMap<(Option<Microbatch>, Option<Rank>), UnitState>>,
+}
+
+impl World for Spy {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
+        let microbatch = tokens.inputs.microbatch;
+        let state = UnitState {
+            microbatch,
+            rank: tokens.rank,
+            rows: tokens.rows.to_vec(),
+            lse: tokens.lse.to_vec(),
+            g: tokens.g.to_vec(),
+            cotangents: [lse.to_vec(), label.to_vec(), smooth.to_vec()],
+        };
+        let Ok(mut seen) = self.seen.lock() else { return };
+        let place = seen.entry((microbatch, tokens.rank));
+        let kept = place.or_default();
+        // A sample of a unit's tokens is less than the unit.
+        if state.rows.len() > kept.rows.len() {
+            *kept = state;
+        }
+    }
+}
+
+/// Every unit of the step, in the world that is the background of the evidence; none where
+/// the step cannot be replayed in it.
+pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
+    let spy = Spy::default();
+    let mut worlds = evidence.background.clone();
+    worlds.push(&spy);
+    let one = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![0]);
+    let rows = Rows { tokens: evidence.inputs.iter().map(one).collect(), classes: vec![0] };
+    let wanted = [Stage::Lse, Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::Dlogits];
+    let wanted = wanted.into_iter().chain([Stage::DkLse, Stage::DkLabel, Stage::Dk]).collect();
+    if trial(evidence.step, &wanted, &worlds, (Some(&rows), None)).is_err() {
+        return Vec::new();
+    }
+    let seen = spy.seen.into_inner().unwrap_or_default();
+    let of_ranks = |mb| seen.keys().any(|&(of, rank)| of == mb && rank.is_some());
+    let whole: Vec<bool> = seen.keys().map(|&(mb, _)| !of_ranks(mb)).collect();
+    let kept = seen.into_values().zip(whole);
+    // The plane is judged over all tokens, whoever holds them.
+    kept.filter(|(unit, whole)| unit.rank.is_some() || *whole).map(|(unit, _)| unit).collect()
+}
+
+/// Some tokens against some classes, with what their entries of dlogits follow from.
+pub struct Part {
+    q: Gathered,
+    k: Gathered,
+    labels: Vec<u32>,
+    bias: Option<Vec<f64>>,
+    valid: usize,
+    lse: Vec<f64>,
+    cotangents: [Vec<f64>; 3],
+}
+
+impl UnitState {
+    /// The inputs of the unit's microbatch.
+    pub fn inputs<'e>(&self, evidence: &Evidence<'e>) -> Option<&'e MicrobatchInputs> {
+        evidence.inputs.iter().find(|one| one.microbatch == self.microbatch)
+    }
+
+    /// Some of the unit's tokens (indices into its rows) against some classes, ascending;
+    /// `None` where there are no q and k. `labelled`: whether the label's part is wanted.
+    pub fn part(
+        &self,
+        evidence: &Evidence<'_>,
+        tokens: &[usize],
+        classes: &[usize],
+        labelled: bool,
+    ) -> Option<Part> {
+        let inputs = self.inputs(evidence)?;
+        let Scores::Product { .. } = inputs.scores else { return None };
+        let head = inputs.head(evidence.step)?;
+        let rows: Vec<usize> = tokens.iter().map(|&t| self.rows[t]).collect();
+        let place = |&row: &usize| match classes.binary_search(&(inputs.labels[row] as usize)) {
+            Ok(at) if labelled && inputs.labels[row] != IGNORED => at as u32,
+            _ => IGNORED,
+        };
+        let pick = |values: &[f64]| tokens.iter().map(|&t| values[t]).collect::<Vec<f64>>();
+        let [a, b, c] = &self.cotangents;
+        Some(Part {
+            q: Gathered::new(&head.q, &rows),
+            k: Gathered::new(&head.k, classes),
+            labels: rows.iter().map(place).collect(),
+            bias: head.bias.map(|bias| classes.iter().map(|&v| bias[v]).collect()),
+            valid: classes.partition_point(|&v| v < head.valid_vocab),
+            lse: pick(&self.lse),
+            cotangents: [pick(a), pick(b), pick(c)],
+        })
+    }
+
+    /// A captured gradient of the unit: `[V, D]` of dk and its parts, `[n, D]` of dq's.
+    pub fn captured(&self, step: &HeadStep<'_>, stage: Stage) -> Option<Tensor> {
+        let key = step.find(stage.role()?, self.microbatch)?;
+        let partial = step.tensors[key].partial.is_some();
+        let of_tokens = matches!(stage, Stage::Dq | Stage::DqLse | Stage::DqLabel);
+        let tensor = match (partial, self.rank) {
+            (true, _) if of_tokens => return None,
+            (true, Some(rank)) => step.addend(key, &[rank]).ok()?,
+            (false, Some(_)) if !of_tokens => return None,
+            _ => step.assemble(key).ok()?,
+        };
+        step.oriented(tensor).ok()
+    }
+}
+
+impl Part {
+    /// As kernels read it.
+    pub fn head(&self, step: &HeadStep<'_>) -> HeadInputs<'_> {
+        HeadInputs {
+            bias: self.bias.as_deref(),
+            transform: step.options.transform,
+            ..HeadInputs::plain(self.q.matrix(), self.k.matrix(), &self.labels, self.valid)
+        }
+    }
+
+    /// Entries of dlogits, `[tokens, classes]`, as a policy rounds them.
+    pub fn entries(&self, step: &HeadStep<'_>, of: &Policy) -> Vec<f64> {
+        let head = self.head(step);
+        let (rows, width) = (head.q.rows, head.k.rows);
+        let mut found = vec![0.0; rows * width];
+        let [lse, label, smooth] = &self.cotangents;
+        let cotangents = Cotangents { lse, label, smooth };
+        let plain = Policy { path: Path::Plain, ..*of };
+        let (tiles, progress) = (Tiles::default(), &NoProgress);
+        policy::plane(&plain, &head, &self.lse, &cotangents, tiles, progress, &mut |tile| {
+            let columns = tile.cols.len().max(1);
+            for (row, values) in tile.tokens.clone().zip(tile.dlogits.chunks(columns)) {
+                found[row * width..][tile.cols.clone()].copy_from_slice(values);
+            }
+        });
+        found
+    }
+}
