@@ -1,11 +1,17 @@
 //! What the cheap detectors say of a divergence, before anything is emulated.
 
+use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use backtape::identity::{Microbatch, Rank};
 
+use super::detectors::captured::{Values, captured};
+use super::detectors::reference::{self, Reference};
+use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::outcome::Outcome;
+use crate::replay::trial::Rows;
 use crate::replay::world::World;
 
 /// One comparison of a replay: a stage of one microbatch and unit.
@@ -97,6 +103,10 @@ pub struct Evidence<'a> {
     pub failing: BTreeSet<Key>,
     /// The background.
     pub background: Vec<&'a dyn World>,
+    /// Rows that trials look at; none for all of them.
+    pub rows: Option<Rows>,
+    reference: OnceCell<Reference>,
+    captured: RefCell<BTreeMap<Key, Option<Rc<Values>>>>,
 }
 
 impl<'a> Evidence<'a> {
@@ -110,7 +120,37 @@ impl<'a> Evidence<'a> {
     ) -> Evidence<'a> {
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
-        Evidence { step, outcome, inputs, residuals, failing, background }
+        let rows = sample::rows(outcome, inputs);
+        let (reference, captured) = (OnceCell::new(), RefCell::default());
+        Evidence {
+            step,
+            outcome,
+            inputs,
+            residuals,
+            failing,
+            background,
+            rows,
+            reference,
+            captured,
+        }
+    }
+
+    /// What every compared stage should be in the background.
+    pub fn reference(&self) -> &Reference {
+        let rows = self.rows.as_ref();
+        self.reference.get_or_init(|| reference::reference(self, None, rows))
+    }
+
+    /// What the dump holds of a comparison.
+    pub fn captured(&self, of: Key) -> Option<Rc<Values>> {
+        let mut all = self.captured.borrow_mut();
+        let found = all.entry(of);
+        found.or_insert_with(|| captured(self.step, self.inputs, of).map(Rc::new)).clone()
+    }
+
+    /// The inputs of a microbatch.
+    pub fn inputs_of(&self, microbatch: Option<Microbatch>) -> Option<&'a MicrobatchInputs> {
+        self.inputs.iter().find(|one| one.microbatch == microbatch)
     }
 
     /// Whether some comparison of a stage fails.

@@ -8,6 +8,7 @@ pub mod catalogue;
 pub mod cause;
 pub mod causes;
 pub mod decide;
+pub mod detectors;
 pub mod evidence;
 mod found;
 mod sample;
