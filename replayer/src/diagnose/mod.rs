@@ -13,6 +13,7 @@ pub mod evidence;
 mod found;
 mod sample;
 pub mod search;
+pub mod worlds;
 
 use std::collections::BTreeSet;
 

@@ -66,6 +66,8 @@ pub struct Misread {
     pub q: Option<(Tensor, bool)>,
     /// In place of k, and whether dq is the product with it too.
     pub k: Option<(Tensor, bool)>,
+    /// Raw logits in place of their products, `[T, V]`.
+    pub scores: Option<Vec<f64>>,
 }
 
 impl MicrobatchInputs {
@@ -99,7 +101,11 @@ impl MicrobatchInputs {
         };
         let reads = self.reads.as_ref().map(|reads| {
             let ((q, q_product), (k, k_product)) = (read(&reads.q, q), read(&reads.k, k));
-            Reads { q, k, q_product, k_product }
+            let scores = reads.scores.as_ref().map(|values| {
+                let (rows, cols) = (self.tokens(), k.rows);
+                (Matrix { rows, cols, values: Values::F64(values) }, 0)
+            });
+            Reads { q, k, q_product, k_product, scores }
         });
         Some(HeadInputs {
             bias: self.bias.as_deref(),

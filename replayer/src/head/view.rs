@@ -62,7 +62,11 @@ pub fn vocabulary_slab<'m>(
     *labels = inputs.labels.iter().map(inside).collect();
     let valid_vocab = inputs.valid_vocab.clamp(range.start, range.end) - range.start;
     let bias = inputs.bias.map(|bias| &bias[range.clone()]);
-    let reads = inputs.reads.map(|reads| Reads { k: rows_of(&reads.k, range.clone()), ..reads });
+    let reads = inputs.reads.map(|reads| Reads {
+        k: rows_of(&reads.k, range.clone()),
+        scores: reads.scores.map(|(scores, first)| (scores, first + range.start)),
+        ..reads
+    });
     HeadInputs { k: rows_of(&inputs.k, range), labels, valid_vocab, bias, reads, ..*inputs }
 }
 

@@ -94,6 +94,8 @@ pub struct Reads<'a> {
     pub q_product: bool,
     /// True when dq is the product with this k too.
     pub k_product: bool,
+    /// Raw logits `[T, ..]` in place of their products, and the column of the first class.
+    pub scores: Option<(Matrix<'a>, usize)>,
 }
 
 /// Upstream of each token, all `[T]`: the gradient of the loss with respect to logit v

@@ -301,7 +301,11 @@ fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
         labels: &head.labels[tokens.clone()],
         copies: head.copies.map(|copies| &copies[tokens.clone()]),
         given: head.given.map(|given| rows_of(&given, tokens.clone())),
-        reads: head.reads.map(|reads| Reads { q: rows_of(&reads.q, tokens.clone()), ..reads }),
+        reads: head.reads.map(|reads| Reads {
+            q: rows_of(&reads.q, tokens.clone()),
+            scores: reads.scores.map(|(of, first)| (rows_of(&of, tokens.clone()), first)),
+            ..reads
+        }),
         ..*head
     }
 }

@@ -20,7 +20,7 @@ use super::world::{At, World};
 use super::{Effort, Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Reads};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
 use crate::kernels::policy::{self, Policy};
 use crate::kernels::{NoProgress, Tiles};
 
@@ -162,8 +162,16 @@ impl Replay<'_> {
         let valid_vocab = classes.partition_point(|&v| v < problem.head.valid_vocab);
         let bias = problem.head.bias.map(|b| classes.iter().map(|&v| b[v]).collect::<Vec<_>>());
         let bias = bias.as_deref();
-        let read = problem.head.reads.map(|reads| (Gathered::new(&reads.k, classes), reads));
-        let reads = read.as_ref().map(|(k, reads)| Reads { k: k.matrix(), ..*reads });
+        let read = problem.head.reads.map(|reads| {
+            let scores = reads.scores.map(|(of, _)| columns_of(&of, classes));
+            (Gathered::new(&reads.k, classes), scores, reads)
+        });
+        let reads = read.as_ref().map(|(k, scores, reads)| {
+            let values = scores.as_deref().map(Values::F64);
+            let (rows, cols) = (problem.head.q.rows, classes.len());
+            let scores = values.map(|values| (Matrix { rows, cols, values }, 0));
+            Reads { k: k.matrix(), scores, ..*reads }
+        });
         let k = k.matrix();
         let head = HeadInputs { k, labels: &labels, valid_vocab, bias, reads, ..problem.head };
         let problem = problem.over(head);
@@ -228,6 +236,12 @@ impl Replay<'_> {
         }
         self.judge_dq(problem, &dq, (captured, &DQ), unit, findings);
     }
+}
+
+/// Some columns of a matrix, widened.
+fn columns_of(of: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
+    let row = |row: usize| columns.iter().map(move |column| of.get_f64(row * of.cols + column));
+    (0..of.rows).flat_map(row).collect()
 }
 
 /// Writes values into the list of a stage, which grows as they come.

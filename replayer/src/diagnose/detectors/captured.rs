@@ -1,5 +1,6 @@
 //! What the dump holds of one comparison, whole and widened.
 
+use backtape::dtype::Dtype;
 use backtape::identity::Rank;
 
 use crate::diagnose::evidence::Key;
@@ -20,6 +21,8 @@ pub struct Values {
     pub values: Vec<f64>,
     /// Bits of one stored element; 0 for a sum of addends, which was not stored.
     pub bits: u32,
+    /// True where those are bf16's.
+    pub is_bf16: bool,
 }
 
 impl Values {
@@ -65,12 +68,13 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
     let column = matches!(of.stage, Stage::Lse | Stage::LabelLogits | Stage::Dbias | Stage::Loss);
     let columns = if column { 1 } else { found.cols };
     let values = widened(&found);
-    Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32 })
+    let is_bf16 = tensor.dtype == Dtype::Bf16;
+    Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32, is_bf16 })
 }
 
 fn summed(sum: Sum) -> Option<Values> {
     let columns = *sum.shape.last()? as usize;
-    Some(Values { columns, values: sum.total, bits: 0 })
+    Some(Values { columns, values: sum.total, bits: 0, is_bf16: false })
 }
 
 /// Every value of a matrix.
