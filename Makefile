@@ -8,7 +8,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-compare \
-	bench-inactive bench-false-alarms wheel clean
+	bench-inactive bench-false-alarms bench-causes wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -77,6 +77,13 @@ bench-inactive: $(VENV)/.installed
 # How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.
 bench-false-alarms:
 	cargo test --locked -p backtape --test backtape -- --ignored --nocapture --exact false_alarms::the_whole_campaign
+
+# The planted-fault corpus: what the replay says of each cause. DRAWS, SEED and CAUSE choose less
+# or more; PUBLISH=1 writes docs/causes-table.md.
+bench-causes: $(VENV)/.installed
+	cargo build --locked --release -p backtape-replayer --bin replay
+	$(BIN)/python tests/corpus/run.py $(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(CAUSE),--cause $(CAUSE)) $(if $(PUBLISH),--publish)
 
 clean:
 	rm -rf target $(VENV) $(VENV)-* demo

@@ -5,6 +5,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod against;
+mod causes;
+mod checks;
 mod coordination;
 mod efforts;
 mod errors;

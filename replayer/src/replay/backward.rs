@@ -16,7 +16,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
-use super::world::UnitTokens;
+use super::world::{At, UnitTokens};
 use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
@@ -287,6 +287,13 @@ impl Replay<'_> {
         let stages = DQ.into_iter().chain(DK).chain([Stage::Dbias]);
         for stage in stages.filter(|&stage| self.wants(stage)) {
             let role = stage.role().expect("gradients have roles");
+            let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+            let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
+            if let Some((values, stored)) = self.stand_in(&at, columns) {
+                let source = format!("a variant's {stage}");
+                found.gradients.push(Gradient { stage, values, stored, rounded: None, source });
+                continue;
+            }
             let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
                 continue;
             };

@@ -169,7 +169,10 @@ impl Replay<'_> {
         slice: &Slice,
         head: &HeadInputs<'_>,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let exact = reference::forward(head, self.tiles, self.progress);
+        let exact = match self.cache {
+            Some(cache) => cache.forward(head, self.tiles, self.progress),
+            None => reference::forward(head, self.tiles, self.progress),
+        };
         let variance = self.variances(head, &exact);
         let captured = self.step.find(Role::Logits, slice.inputs.microbatch);
         let trusted = self.world.trusts(Stage::Logits, slice.inputs.microbatch);

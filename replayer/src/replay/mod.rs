@@ -14,6 +14,7 @@ mod dq;
 pub mod estimate;
 mod findings;
 mod forward;
+pub mod forward_cache;
 mod from_dlogits;
 mod gather;
 mod loss;
@@ -27,6 +28,7 @@ mod probed;
 pub mod sample;
 mod sampled;
 pub mod trial;
+pub mod variant;
 pub mod world;
 
 use std::collections::BTreeSet;
@@ -38,6 +40,7 @@ use crate::compare::Bound;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
+use forward_cache::ForwardCache;
 use outcome::{NotChecked, Outcome};
 use world::{Declared, World};
 
@@ -86,6 +89,8 @@ pub(crate) struct Replay<'a> {
     effort: Effort,
     /// What the job is supposed to have done.
     world: &'a dyn World,
+    /// Forward passes that this one has in common with others.
+    cache: Option<&'a ForwardCache>,
     /// True for a trial of a hypothesis: no floors, no norms.
     trial: bool,
     progress: &'a dyn Progress,
@@ -111,9 +116,19 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let tiles = Tiles::default();
     let comparisons = wanted.len() * units.max(1);
     let (effort, progress) = (request.effort, request.progress);
-    let trial = false;
-    let replay =
-        Replay { step, wanted, roundings, tiles, comparisons, effort, world, trial, progress };
+    let (trial, cache) = (false, None);
+    let replay = Replay {
+        step,
+        wanted,
+        roundings,
+        tiles,
+        comparisons,
+        effort,
+        world,
+        cache,
+        trial,
+        progress,
+    };
     (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);
     for slice in &slices {

@@ -13,6 +13,7 @@ use super::dk::Slab;
 use super::dq::DqState;
 use super::findings::{Captured, DK, DQ, Findings, Gradient, Held};
 use super::forward::ForwardState;
+use super::forward_cache::ForwardCache;
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
@@ -33,13 +34,43 @@ pub struct Rows {
     pub classes: Vec<usize>,
 }
 
+/// Given a replay in a world, and the microbatches as the world has them.
+pub(super) type Within<'a> = dyn FnMut(&Replay<'_>, &[Slice]) -> Result<(), StepError> + 'a;
+
 /// Judges the stages in a world. `rows`: which rows of dq and dk, `None` for all.
 pub fn trial(
     step: &HeadStep<'_>,
     compared: &BTreeSet<Stage>,
     world: &dyn World,
-    rows: Option<&Rows>,
+    (rows, cache): (Option<&Rows>, Option<&ForwardCache>),
 ) -> Result<Outcome, StepError> {
+    let mut found = None;
+    in_world(step, compared, (world, cache), &mut |replay, slices| {
+        let mut outcome = Outcome::new(&replay.wanted);
+        for slice in slices {
+            let state = replay.forward(slice, &mut outcome)?;
+            let upstream = replay.upstream(slice, &state, &mut outcome)?;
+            replay.loss(slice, &state, &mut outcome)?;
+            replay.plane(slice, &state, &upstream, &mut outcome)?;
+            for unit in &slice.units {
+                replay.try_unit(slice, unit, (&state, &upstream), rows, &mut outcome)?;
+            }
+        }
+        replay.sums(slices, &mut outcome)?;
+        outcome.finish(replay.step);
+        found = Some(outcome);
+        Ok(())
+    })?;
+    Ok(found.expect("set where no error was returned"))
+}
+
+/// Lends a replay in a world, and the microbatches as the world has them.
+pub(super) fn in_world(
+    step: &HeadStep<'_>,
+    compared: &BTreeSet<Stage>,
+    (world, cache): (&dyn World, Option<&ForwardCache>),
+    then: &mut Within<'_>,
+) -> Result<(), StepError> {
     let mut altered = step.clone();
     world.options(&mut altered.options);
     let slices = super::slices(&altered, world)?;
@@ -50,25 +81,14 @@ pub fn trial(
         wanted: compared.clone(),
         roundings,
         tiles: Tiles::default(),
-        comparisons: compared.len() * units.max(1),
+        comparisons: compared.len().max(1) * units.max(1),
         effort: Effort::All,
         world,
+        cache,
         trial: true,
         progress: &NoProgress,
     };
-    let mut outcome = Outcome::new(&replay.wanted);
-    for slice in &slices {
-        let state = replay.forward(slice, &mut outcome)?;
-        let upstream = replay.upstream(slice, &state, &mut outcome)?;
-        replay.loss(slice, &state, &mut outcome)?;
-        replay.plane(slice, &state, &upstream, &mut outcome)?;
-        for unit in &slice.units {
-            replay.try_unit(slice, unit, (&state, &upstream), rows, &mut outcome)?;
-        }
-    }
-    replay.sums(&slices, &mut outcome)?;
-    outcome.finish(&altered);
-    Ok(outcome)
+    then(&replay, &slices)
 }
 
 impl Replay<'_> {

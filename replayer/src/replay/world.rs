@@ -7,6 +7,7 @@
 //! A world changes every microbatch and rank alike unless it says otherwise; which of
 //! them it explains is read off the comparisons that pass in it.
 
+use super::variant::Supplied;
 use backtape::identity::{Microbatch, Rank};
 
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
@@ -105,6 +106,12 @@ pub trait World: Sync {
     /// Last: other values than the stage would have.
     fn expected(&self, _of: &mut Expectation<'_>) {}
 
+    /// What stands in for a captured tensor: a fixed kernel's values, to be judged in its
+    /// place.
+    fn captured(&self, _at: &At) -> Option<&Supplied> {
+        None
+    }
+
     /// Weight of an addend in the sum over microbatches (`Accumulate`) or over ranks
     /// (`Reduce`).
     fn weight(&self, _stage: Stage, _microbatch: Option<Microbatch>, _rank: Option<Rank>) -> f64 {
@@ -166,6 +173,10 @@ impl<W: World + ?Sized> World for Vec<&W> {
 
     fn expected(&self, of: &mut Expectation<'_>) {
         self.iter().for_each(|world| world.expected(of));
+    }
+
+    fn captured(&self, at: &At) -> Option<&Supplied> {
+        self.iter().find_map(|world| world.captured(at))
     }
 
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {

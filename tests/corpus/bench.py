@@ -1,0 +1,223 @@
+"""The driver: which cases, one process that computes them and one that replays."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import numpy as np  # noqa: E402
+
+import backtape  # noqa: E402
+
+from corpus import families, oracle  # noqa: E402
+from corpus.case import PLANTS, Case  # noqa: E402
+from corpus.record import record  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Planned:
+    """A case by name: a cause, a draw, and whether it is the fixed twin."""
+
+    cause: str
+    draw: int
+    fixed: bool
+    seed: int
+
+    @property
+    def name(self):
+        return f"{self.cause}-{self.draw}" + ("-fixed" if self.fixed else "")
+
+
+@dataclass
+class Outcome:
+    """What the replay said of a case, beside what is right."""
+
+    case: str
+    cause: str
+    kind: str
+    fixed: bool
+    seed: int
+    accept: list[list[str]]
+    stages: list[str]
+    standing: str  # of the effect: clear, weak, below, identical
+    parameters: dict
+    effect: dict
+    unknown_too: bool = False
+    verdict: str = ""
+    first: str | None = None
+    said: list[dict] = field(default_factory=list)
+    reason: str = ""
+    generate_s: float = 0.0
+    replay_s: float = 0.0
+
+
+def draw(planned: Planned) -> Case:
+    """The case, from its name and seed alone."""
+    words = [planned.seed, planned.draw, zlib.crc32(planned.cause.encode())]
+    return PLANTS[planned.cause](np.random.default_rng(words), planned.seed)
+
+
+class Bench:
+    """`command`: the words that start `replay`."""
+
+    def __init__(self, command, directory, keep):
+        self.command, self.directory, self.keep = command, Path(directory), keep
+        self.twins = {}
+
+    def generate(self, planned):
+        """Computes and records one case; its outcome so far, and where its dump lies."""
+        start, path = time.monotonic(), self.directory / planned.name
+        key = planned.cause, planned.draw
+        known = self.twins.pop(key, None)
+        if known is None:
+            known = self.computed(draw(planned))
+            self.twins = {key: known}
+        case, runs, found = known
+        if runs is None:
+            with backtape.Recorder(path, strict=True) as recorder, recorder.step(0) as tape:
+                case.faulty(tape)
+        else:
+            job, captured = runs[planned.fixed]
+            record(job, captured, case.kept, path)
+        plain = {n: str(v) if isinstance(v, type) else v for n, v in case.parameters.items()}
+        first = sorted(oracle.first_stages(found) if case.stages is None else case.stages)
+        outcome = Outcome(
+            planned.name, planned.cause, case.kind, planned.fixed, planned.seed,
+            [sorted(ids) for ids in case.accept], first, oracle.standing(found), plain,
+            {n: asdict(e) for n, e in found.items()}, case.unknown_too,
+        )  # fmt: skip
+        outcome.generate_s = time.monotonic() - start
+        (path / "oracle.json").write_text(json.dumps(asdict(outcome), indent=1, default=float))
+        return outcome, path
+
+    def computed(self, case):
+        """The case, its two runs, and what the fault changes; a clean case has one run."""
+        if case.kind == "clean" and case.cause == "clean-options":
+            return case, None, {}
+        runs = {True: case.fixed(), False: case.faulty()}
+        (job, fixed), (_, faulty) = runs[True], runs[False]
+        if case.kind in ("clean", "checks"):
+            return case, runs, {}
+        found = oracle.effects(job, faulty, fixed, case.kept)
+        if case.loose and oracle.near(found):
+            found = oracle.under(found, oracle.effects(job, case.loose()[1], fixed, case.kept))
+        return case, runs, found
+
+    def judge(self, outcome, path):
+        """Replays a dump and adds what was said; the dump goes unless it is to be kept."""
+        start, report = time.monotonic(), path.with_suffix(".json")
+        done = subprocess.run(
+            [*self.command, "--quiet", "--threads", "1", "--dump", path, "--json", report],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        outcome.replay_s = time.monotonic() - start
+        if report.exists():
+            said = json.loads(report.read_text())
+            first = said["first_divergence"]
+            outcome.verdict, outcome.first = said["verdict"], first and first["stage"]
+            outcome.said = said["causes"]
+            failed = [s for s in said["stages"] if s["name"] == outcome.first]
+            outcome.reason = failed[0]["reason"] if failed else "; ".join(map(str, said["findings"]))
+        else:
+            outcome.verdict, outcome.reason = f"exit {done.returncode}", done.stderr.strip()[-300:]
+        if self.keep:
+            (path / "report.txt").write_text(done.stdout)
+            report.rename(path / "report.json") if report.exists() else None
+        else:
+            shutil.rmtree(path)
+            report.unlink(missing_ok=True)
+        return outcome
+
+
+def plan(arguments):
+    """The cases that are asked for, a fault and its twin one after the other."""
+    causes = [c for c in PLANTS if not arguments.cause or c in arguments.cause]
+    if unknown := set(arguments.cause or ()) - PLANTS.keys():
+        raise SystemExit(f"no program for {', '.join(sorted(unknown))}; there is one for: {', '.join(PLANTS)}")
+    if arguments.only:
+        name = arguments.only.removesuffix("-fixed")
+        cause, _, number = name.rpartition("-")
+        if cause not in PLANTS or not number.isdigit():
+            raise SystemExit(f"no case {arguments.only}: names are CAUSE-NUMBER or CAUSE-NUMBER-fixed")
+        return [Planned(cause, int(number), arguments.only.endswith("-fixed"), arguments.seed)]
+    both = (True,) if arguments.twins == "only" else (False,) if arguments.twins == "no" else (False, True)
+    # A clean job has no fault to be without.
+    alone = {"clean-options", "kahan-red-herring"}
+    return [
+        Planned(cause, number, fixed, arguments.seed)
+        for cause in causes for number in range(arguments.draws) for fixed in both
+        if not (fixed and cause in alone)
+    ]  # fmt: skip
+
+
+def binary():
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    found = Path(os.environ.get("REPLAY", target / "release" / "replay"))
+    if not found.exists():
+        raise SystemExit(f"no {found}: cargo build --release -p backtape-replayer, or set REPLAY")
+    return found
+
+
+def arguments_of(argv):
+    parser = argparse.ArgumentParser(description="The confusion table of the planted-fault corpus.")
+    parser.add_argument("--cause", action="append", help="only this one; may be repeated")
+    parser.add_argument("--seed", type=int, default=20261121)
+    parser.add_argument("--draws", type=int, default=8, help="of every cause")
+    parser.add_argument("--only", metavar="CASE", help="one case, by its name in the table")
+    parser.add_argument("--twins", choices=("both", "only", "no"), default="both")
+    parser.add_argument("--keep", metavar="DIR", help="keep the dumps, reports and oracles here")
+    parser.add_argument("--json", metavar="FILE", help="append every outcome, one object a line, as it comes")
+    parser.add_argument("--publish", action="store_true", help="write docs/causes-table.md")
+    return parser.parse_args(argv)
+
+
+def outcomes(arguments):
+    """Every case's outcome, generated and replayed side by side."""
+    cases, directory = plan(arguments), arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
+    bench = Bench([binary()], directory, bool(arguments.keep))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = []
+            for planned in cases:
+                waiting.append(pool.submit(bench.judge, *bench.generate(planned)))
+                while len(waiting) > 2:
+                    yield waiting.pop(0).result()
+            for one in waiting:
+                yield one.result()
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def main(argv):
+    from corpus import table
+
+    arguments = arguments_of(argv)
+    found = []
+    for outcome in outcomes(arguments):
+        found.append(outcome)
+        if arguments.json:
+            with open(arguments.json, "a") as lines:
+                lines.write(json.dumps(asdict(outcome), default=float) + "\n")
+        print(table.line(outcome), file=sys.stderr, flush=True)
+    print(table.text(found))
+    if arguments.publish:
+        (ROOT / "docs" / "causes-table.md").write_text(table.markdown(found, arguments))
+    return table.exit_code(found)
+
+
+assert families
