@@ -31,7 +31,7 @@ use buffer::Buffer;
 pub use buffer::ALIGNMENT;
 pub use error::{AssembleError, Incomplete};
 pub(crate) use region::{extract, intersect, pieces};
-pub use tensor::Tensor;
+pub use tensor::{Row, Tensor};
 
 /// The whole of a tensor that the ranks hold as values.
 pub fn assemble(dump: &StepDump, key: &TensorKey) -> Result<Tensor, AssembleError> {

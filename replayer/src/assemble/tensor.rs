@@ -23,6 +23,17 @@ pub struct Tensor {
     pub(super) buffer: Buffer,
 }
 
+/// What a row is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Row {
+    /// Another row.
+    From(usize),
+    /// Zeros.
+    Zeros,
+    /// No numbers.
+    Nans,
+}
+
 impl Tensor {
     /// The elements, row-major, as they lay in the job.
     pub fn bytes(&self) -> &[u8] {
@@ -52,6 +63,45 @@ impl Tensor {
             place,
             buffer,
         })
+    }
+
+    /// The same bytes under another shape of as many elements; `None` where it has others,
+    /// or where the machine does not have the memory.
+    pub fn reshaped(&self, shape: &[u64]) -> Option<Tensor> {
+        let same = shape.iter().product::<u64>() == self.shape.iter().product::<u64>();
+        let mut copied = self.with_rows(&|row| Row::From(row)).filter(|_| same)?;
+        copied.shape = shape.to_vec();
+        copied.place = IndexBox::whole(shape);
+        Some(copied)
+    }
+
+    /// A tensor of this shape whose rows (all but the last dimension flattened) are made
+    /// of this one's; `None` where the machine does not have the memory, or for a dtype
+    /// that is no float.
+    pub fn with_rows(&self, row: &dyn Fn(usize) -> Row) -> Option<Tensor> {
+        let nan: &[u8] = match self.dtype {
+            Dtype::Bf16 => &[0xc0, 0x7f],
+            Dtype::F16 => &[0x00, 0x7e],
+            Dtype::F32 => &[0, 0, 0xc0, 0x7f],
+            Dtype::F64 => &[0, 0, 0, 0, 0, 0, 0xf8, 0x7f],
+            _ => return None,
+        };
+        let width = self.shape.last().map_or(1, |&n| n as usize) * self.dtype.width();
+        let mut buffer = Buffer::zeroed(self.bytes().len())?;
+        let rows = self.bytes().len().checked_div(width).unwrap_or(0);
+        for (at, target) in buffer.bytes_mut().chunks_exact_mut(width.max(1)).enumerate() {
+            match row(at) {
+                Row::From(from) if from < rows => {
+                    target.copy_from_slice(&self.bytes()[from * width..(from + 1) * width]);
+                }
+                Row::From(_) | Row::Zeros => {}
+                Row::Nans => {
+                    target.chunks_exact_mut(nan.len()).for_each(|x| x.copy_from_slice(nan))
+                }
+            }
+        }
+        let (key, dtype) = (self.key.clone(), self.dtype);
+        Some(Tensor { key, dtype, shape: self.shape.clone(), place: self.place.clone(), buffer })
     }
 
     /// Number of elements.

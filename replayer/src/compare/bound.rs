@@ -40,6 +40,9 @@ pub struct Bound {
     pub row: f64,
     /// For one element.
     pub element: f64,
+    /// Whether a reference that is no number says that the captured value is none either:
+    /// so of a hypothesis alone.
+    pub nan_is_meant: bool,
 }
 
 impl Bound {
@@ -50,7 +53,8 @@ impl Bound {
         let share = |tests: usize| {
             (8.0 * comparisons.max(1) as f64 * tests.max(1) as f64 / FALSE_ALARM).ln()
         };
-        Bound { stage: share(1), row: share(rows), element: share(elements) }
+        let (stage, row, element) = (share(1), share(rows), share(elements));
+        Bound { stage, row, element, nan_is_meant: false }
     }
 }
 

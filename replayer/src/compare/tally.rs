@@ -132,7 +132,10 @@ impl Tally {
     ) {
         let columns = rows.captured.cols;
         let at = |column: usize| allowed(row, column, rows.reference[row * columns + column]);
-        let budget = Budget::of_row((0..columns).map(at));
+        let meant = |column: &usize| {
+            bound.nan_is_meant && !rows.reference[row * columns + column].is_finite()
+        };
+        let budget = Budget::of_row((0..columns).filter(|column| !meant(column)).map(at));
         let repeats = (rows.repeats)(row);
         let format = format(&rows.captured);
         let (mut energy, mut norm, mut alike) = (0.0, 0.0, 0.0);
@@ -146,6 +149,9 @@ impl Tally {
                 || Worst { index: ((rows.index)(row), column as u64), captured, reference, score };
             let place = ((rows.index)(row), column as u64);
             self.measures.add(Point { index: place, captured, reference }, format);
+            if meant(&column) && !captured.is_finite() {
+                continue;
+            }
             if !(captured.is_finite() && reference.is_finite()) {
                 self.nonfinite += 1;
                 self.first_nonfinite.get_or_insert_with(here);

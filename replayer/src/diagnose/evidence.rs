@@ -1,13 +1,18 @@
 //! What the cheap detectors say of a divergence, before anything is emulated.
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use backtape::identity::{Microbatch, Rank};
 
+use super::detectors::captured::{Values, captured};
+use super::detectors::reference::{self, Reference};
 use super::detectors::units::{UnitState, units};
+use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
 use crate::replay::outcome::Outcome;
+use crate::replay::trial::Rows;
 use crate::replay::world::World;
 
 use super::search::Search;
@@ -105,6 +110,10 @@ pub struct Evidence<'a> {
     search: Option<&'a Search<'a>>,
     /// What each unit's backward starts from, once somebody asked.
     units: OnceCell<Vec<UnitState>>,
+    /// Rows that trials look at; none for all of them.
+    pub rows: Option<Rows>,
+    reference: OnceCell<Reference>,
+    captured: RefCell<BTreeMap<Key, Option<Rc<Values>>>>,
 }
 
 impl<'a> Evidence<'a> {
@@ -118,8 +127,22 @@ impl<'a> Evidence<'a> {
     ) -> Evidence<'a> {
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
+        let rows = sample::rows(outcome, inputs);
+        let (reference, captured) = (OnceCell::new(), RefCell::default());
         let (search, units) = (None, OnceCell::new());
-        Evidence { step, outcome, inputs, residuals, failing, background, search, units }
+        Evidence {
+            step,
+            outcome,
+            inputs,
+            residuals,
+            failing,
+            background,
+            rows,
+            reference,
+            captured,
+            search,
+            units,
+        }
     }
 
     /// The same with a search that parameters can be fitted in.
@@ -133,6 +156,24 @@ impl<'a> Evidence<'a> {
         let mut worlds = self.background.clone();
         worlds.push(world);
         self.search?.residuals(&worlds)
+    }
+
+    /// What every compared stage should be in the background.
+    pub fn reference(&self) -> &Reference {
+        let rows = self.rows.as_ref();
+        self.reference.get_or_init(|| reference::reference(self, None, rows))
+    }
+
+    /// What the dump holds of a comparison.
+    pub fn captured(&self, of: Key) -> Option<Rc<Values>> {
+        let mut all = self.captured.borrow_mut();
+        let found = all.entry(of);
+        found.or_insert_with(|| captured(self.step, self.inputs, of).map(Rc::new)).clone()
+    }
+
+    /// The inputs of a microbatch.
+    pub fn inputs_of(&self, microbatch: Option<Microbatch>) -> Option<&'a MicrobatchInputs> {
+        self.inputs.iter().find(|one| one.microbatch == microbatch)
     }
 
     /// Whether some comparison of a stage fails.

@@ -12,6 +12,7 @@ pub mod detectors;
 pub mod evidence;
 mod found;
 mod own;
+pub mod rearranged;
 mod sample;
 pub mod search;
 pub mod worlds;

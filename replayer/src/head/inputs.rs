@@ -13,7 +13,7 @@ use super::HeadStep;
 use super::error::{StepError, unfit};
 use super::view::{integers, matrix, numbers, rows};
 use crate::assemble::Tensor;
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
 
 /// What the logits, or the log-probabilities, come from.
 pub enum Scores {
@@ -53,6 +53,21 @@ pub struct MicrobatchInputs {
     pub copies: Vec<f64>,
     /// The tensor whose rows are the tokens, for messages and for who holds them.
     pub rows_key: TensorKey,
+    /// Labels that name no class, and are no declared `ignore_label`: token and label, in
+    /// order. Their tokens are ignored here, and the labels are called wrong.
+    pub outside: Vec<(usize, i64)>,
+    /// What a hypothesis says that the softmax path read in place of q and k.
+    pub reads: Option<Misread>,
+}
+
+/// What the softmax path read in place of q and k, shapes as theirs.
+pub struct Misread {
+    /// In place of q, and whether dk is the product with it too.
+    pub q: Option<(Tensor, bool)>,
+    /// In place of k, and whether dq is the product with it too.
+    pub k: Option<(Tensor, bool)>,
+    /// Raw logits in place of their products, `[T, V]`.
+    pub scores: Option<Vec<f64>>,
 }
 
 impl MicrobatchInputs {
@@ -92,14 +107,29 @@ impl MicrobatchInputs {
             }
             Scores::Logprobs => return None,
         };
+        let reads = self.reads.as_ref().map(|reads| {
+            let ((q, q_product), (k, k_product)) = (read(&reads.q, q), read(&reads.k, k));
+            let scores = reads.scores.as_ref().map(|values| {
+                let (rows, cols) = (self.tokens(), k.rows);
+                (Matrix { rows, cols, values: Values::F64(values) }, 0)
+            });
+            Reads { q, k, q_product, k_product, scores }
+        });
         Some(HeadInputs {
             bias: self.bias.as_deref(),
             given,
+            reads,
             transform: step.options.transform,
             mask: step.options.mask,
             copies: Some(&self.copies),
             ..HeadInputs::plain(q, k, &self.labels, self.valid_vocab)
         })
+    }
+
+    /// What is wrong with the labels, where some name no class.
+    pub fn wrong_labels(&self) -> Option<String> {
+        let any = !self.outside.is_empty();
+        any.then(|| format!("not all {}", wanted_labels(&self.outside, self.valid_vocab)))
     }
 
     /// The sequence that each token belongs to, `[T]`.
@@ -120,10 +150,16 @@ impl HeadStep<'_> {
             _ => (Scores::Logprobs, first.elements(), usize::MAX),
         };
         let valid = self.valid_vocab(vocab, &rows_key)?;
+        let mut outside = Vec::new();
         let labels = match (&scores, self.held(Role::Labels, microbatch)) {
             // Log-probabilities need no labels: every token that has weight counts.
             (Scores::Logprobs, None) => (vec![0; tokens], self.last_dimension(&rows_key, tokens)),
-            _ => self.labels(self.need(Role::Labels, microbatch)?, tokens, valid)?,
+            _ => {
+                let (labels, sequence, found) =
+                    self.labels(self.need(Role::Labels, microbatch)?, tokens, valid)?;
+                outside = found;
+                (labels, sequence)
+            }
         };
         let (mut labels, sequence) = labels;
         let weights = self.optional(Role::Weights, microbatch, tokens)?;
@@ -153,6 +189,8 @@ impl HeadStep<'_> {
             sequence,
             copies,
             rows_key,
+            outside,
+            reads: None,
         })
     }
 
@@ -198,29 +236,38 @@ impl HeadStep<'_> {
         }
     }
 
-    /// The labels, and how many tokens a sequence has.
+    /// The labels, how many tokens a sequence has, and the labels that name no class.
     fn labels(
         &self,
         key: &TensorKey,
         tokens: usize,
         valid: usize,
-    ) -> Result<(Vec<u32>, usize), StepError> {
+    ) -> Result<(Vec<u32>, usize, Vec<(usize, i64)>), StepError> {
         let tensor = self.assemble(key)?;
         let values = integers(&tensor).filter(|values| values.len() == tokens);
         let values = values.ok_or_else(|| unfit(&tensor, &format!("{tokens} integers")))?;
         let ignore = self.options.ignore_label;
+        let mut outside = Vec::new();
         let one = |(token, &label): (usize, &i64)| match usize::try_from(label) {
-            _ if Some(label) == ignore => Ok(IGNORED),
-            Ok(row) if row < valid => Ok(row as u32),
-            _ => Err(unfit(
-                &tensor,
-                &format!(
-                    "labels in 0..{valid}: token {token} has {label}; declare ignore_label={label} if it means nothing"
-                ),
-            )),
+            _ if Some(label) == ignore => IGNORED,
+            Ok(row) if row < valid => row as u32,
+            _ => {
+                outside.push((token, label));
+                IGNORED
+            }
         };
-        let labels = values.iter().enumerate().map(one).collect::<Result<_, _>>()?;
-        Ok((labels, tensor.shape.last().map_or(tokens, |&n| n as usize)))
+        let labels = values.iter().enumerate().map(one).collect();
+        let wanted = || wanted_labels(&outside, valid);
+        // One negative label where none is declared to be ignored is a declaration that
+        // was forgotten, and nothing is known of the job's arithmetic.
+        if let Some(&(_, first)) = outside.first()
+            && ignore.is_none()
+            && first < 0
+            && outside.iter().all(|&(_, label)| label == first)
+        {
+            return Err(unfit(&tensor, &wanted()));
+        }
+        Ok((labels, tensor.shape.last().map_or(tokens, |&n| n as usize), outside))
     }
 
     /// Of a tensor `[B, S]` or `[T]`: tokens of one sequence.
@@ -264,6 +311,26 @@ impl HeadStep<'_> {
     pub fn is_policy_loss(&self) -> bool {
         self.options.loss == Loss::Grpo
     }
+}
+
+/// What is read in place of a matrix, and whether the product is with it too.
+fn read<'t>(of: &'t Option<(Tensor, bool)>, own: Matrix<'t>) -> (Matrix<'t>, bool) {
+    match of {
+        Some((tensor, product)) => (matrix(tensor).unwrap_or(own), *product),
+        None => (own, true),
+    }
+}
+
+/// What labels should be, where some name no class.
+fn wanted_labels(outside: &[(usize, i64)], valid: usize) -> String {
+    let (token, label) = outside.first().copied().unwrap_or_default();
+    let more = match outside.len().saturating_sub(1) {
+        0 => String::new(),
+        more => format!(" and {more} more tokens lie outside too"),
+    };
+    format!(
+        "labels in 0..{valid}: token {token} has {label}{more}; declare ignore_label={label} if it means nothing"
+    )
 }
 
 fn given(logits: Tensor) -> Result<(Scores, usize, usize), StepError> {

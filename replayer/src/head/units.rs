@@ -49,7 +49,7 @@ impl HeadStep<'_> {
     }
 
     /// The tokens by the ranks that hold them.
-    fn rank_rows(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
+    pub(crate) fn rank_rows(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         let mut by_rank: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
         let info = &self.tensors[&inputs.rows_key];
         // The last dimension of q and of the logits is not one of tokens.

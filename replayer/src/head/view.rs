@@ -2,7 +2,7 @@
 //! a copy.
 
 use crate::assemble::Tensor;
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
 
 /// The tensor as a matrix: last dimension as columns, all others flattened.
 pub fn matrix(tensor: &Tensor) -> Option<Matrix<'_>> {
@@ -62,7 +62,12 @@ pub fn vocabulary_slab<'m>(
     *labels = inputs.labels.iter().map(inside).collect();
     let valid_vocab = inputs.valid_vocab.clamp(range.start, range.end) - range.start;
     let bias = inputs.bias.map(|bias| &bias[range.clone()]);
-    HeadInputs { k: rows_of(&inputs.k, range), labels, valid_vocab, bias, ..*inputs }
+    let reads = inputs.reads.map(|reads| Reads {
+        k: rows_of(&reads.k, range.clone()),
+        scores: reads.scores.map(|(scores, first)| (scores, first + range.start)),
+        ..reads
+    });
+    HeadInputs { k: rows_of(&inputs.k, range), labels, valid_vocab, bias, reads, ..*inputs }
 }
 
 /// Some rows of a matrix, in place.

@@ -78,6 +78,24 @@ pub struct HeadInputs<'a> {
     /// `[T]`: how many tokens have this token's row of q, itself included: equal inputs
     /// round alike, so their errors are one error. `None` when no two are equal.
     pub copies: Option<&'a [f64]>,
+    /// Where a hypothesis says that the softmax path read other rows than q's and k's, in
+    /// the reference alone. The label path reads q and k.
+    pub reads: Option<Reads<'a>>,
+}
+
+/// What the softmax path read in place of q `[T, D]` and k `[V, D]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Reads<'a> {
+    /// In place of q, in the logits.
+    pub q: Matrix<'a>,
+    /// In place of k, in the logits.
+    pub k: Matrix<'a>,
+    /// True when dk is the product with this q too.
+    pub q_product: bool,
+    /// True when dq is the product with this k too.
+    pub k_product: bool,
+    /// Raw logits `[T, ..]` in place of their products, and the column of the first class.
+    pub scores: Option<(Matrix<'a>, usize)>,
 }
 
 /// Upstream of each token, all `[T]`: the gradient of the loss with respect to logit v
@@ -106,9 +124,9 @@ impl<'a, F> Cotangents<'a, F> {
 impl<'a> HeadInputs<'a> {
     /// q, k and labels with no option set.
     pub fn plain(q: Matrix<'a>, k: Matrix<'a>, labels: &'a [u32], valid_vocab: usize) -> Self {
-        let (bias, given, mask, copies) = (None, None, None, None);
+        let (bias, given, mask, copies, reads) = (None, None, None, None, None);
         let transform = Transform::NONE;
-        HeadInputs { q, k, labels, valid_vocab, bias, given, transform, mask, copies }
+        HeadInputs { q, k, labels, valid_vocab, bias, given, transform, mask, copies, reads }
     }
 }
 
@@ -124,6 +142,11 @@ impl HeadInputs<'_> {
         assert!(self.valid_vocab <= k.rows, "valid_vocab is at most the rows of k");
         let valid = |label: u32| label == IGNORED || (label as usize) < self.valid_vocab;
         assert!(self.labels.iter().all(|&label| valid(label)), "labels are below valid_vocab");
+    }
+
+    /// The q and k that the logits are made of.
+    pub(super) fn scored(&self) -> (&Matrix<'_>, &Matrix<'_>) {
+        self.reads.as_ref().map_or((&self.q, &self.k), |reads| (&reads.q, &reads.k))
     }
 
     /// The target row of a token, or none when the token is ignored.

@@ -89,10 +89,11 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
     let (mut label_logits, mut logit_sum) = (vec![0.0; tokens], vec![0.0; tokens]);
     let (mut q, mut k, mut logits) = (Vec::new(), Vec::new(), Vec::new());
     let chain = Chain::of(inputs);
+    let (of_q, of_k) = inputs.scored();
     for cols in spans(inputs.valid_vocab, tiles.vocab) {
-        load(&inputs.k, cols.clone(), &mut k);
+        load(of_k, cols.clone(), &mut k);
         for span in spans(tokens, tiles.tokens) {
-            load(&inputs.q, span.clone(), &mut q);
+            load(of_q, span.clone(), &mut q);
             products(inputs, (span.clone(), &q), (cols.clone(), &k), &mut logits);
             (
                 logits.par_chunks_mut(cols.len()),

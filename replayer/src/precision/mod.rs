@@ -161,6 +161,11 @@ pub struct Precision {
 pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, PrecisionError> {
     let microbatch = choose(step, options.microbatch)?;
     let inputs = step.inputs(microbatch)?;
+    if let Some(wrong) = inputs.wrong_labels() {
+        let key = inputs.rows_key.clone();
+        let found = "beside labels that name no class".into();
+        return Err(StepError::Unfit { key, found, wanted: wrong }.into());
+    }
     let (q, k) = match &inputs.scores {
         Scores::Product { q, k } => (q, k),
         Scores::Logits(_) => return Err(PrecisionError::NoProducts { scores: "logits" }),

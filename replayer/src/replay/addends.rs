@@ -12,9 +12,9 @@ use crate::head::step::{StepError, matrix, unfit};
 
 /// The sum of addends, with what its error depends on. All row-major, one value an
 /// element of the whole tensor.
-pub(super) struct Sum {
-    pub(super) shape: Vec<u64>,
-    pub(super) total: Vec<f64>,
+pub(crate) struct Sum {
+    pub(crate) shape: Vec<u64>,
+    pub(crate) total: Vec<f64>,
     /// Of the addends' squares.
     pub(super) squares: Vec<f64>,
     /// Variance that storing the addends brought.
@@ -24,7 +24,7 @@ pub(super) struct Sum {
 }
 
 impl Sum {
-    pub(super) fn new(shape: &[u64]) -> Sum {
+    pub(crate) fn new(shape: &[u64]) -> Sum {
         let zeros = || vec![0.0; shape.iter().product::<u64>() as usize];
         Sum {
             shape: shape.to_vec(),
@@ -37,7 +37,7 @@ impl Sum {
 
     /// Every addend of a partial tensor, box by box; a mean divides each by their
     /// number.
-    pub(super) fn of_partial(step: &HeadStep<'_>, key: &TensorKey) -> Result<Sum, StepError> {
+    pub(crate) fn of_partial(step: &HeadStep<'_>, key: &TensorKey) -> Result<Sum, StepError> {
         let mut sum = Sum::new(&step.tensors[key].shape);
         sum.add_partial(step, key)?;
         Ok(sum)
@@ -53,7 +53,7 @@ impl Sum {
     }
 
     /// The same, each rank's addend times its weight.
-    pub(super) fn add_weighted(
+    pub(crate) fn add_weighted(
         &mut self,
         step: &HeadStep<'_>,
         key: &TensorKey,

@@ -21,7 +21,7 @@ use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
-use crate::kernels::matrix::{Cotangents, HeadInputs};
+use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads};
 use crate::kernels::policy::Policy;
 use crate::kernels::{policy, reference};
 
@@ -183,7 +183,15 @@ impl Replay<'_> {
         let labels: Vec<u32> = unit.rows.iter().map(|&t| inputs.labels[t]).collect();
         let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
         let copies = Some(&copies[..]);
-        let head = HeadInputs { q: q.matrix(), labels: &labels, copies, ..head };
+        let gather = |of: &Matrix<'_>| Gathered::new(of, &unit.rows);
+        let read = head.reads.map(|reads| {
+            (gather(&reads.q), reads.scores.map(|(of, first)| (gather(&of), first)), reads)
+        });
+        let reads = read.as_ref().map(|(q, scores, reads)| {
+            let scores = scores.as_ref().map(|(of, first)| (of.matrix(), *first));
+            Reads { q: q.matrix(), scores, ..*reads }
+        });
+        let head = HeadInputs { q: q.matrix(), labels: &labels, copies, reads, ..head };
         then(&self.problem(head, (slice, unit), state, upstream));
     }
 

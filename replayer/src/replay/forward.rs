@@ -101,6 +101,10 @@ impl Replay<'_> {
             let all = stage == Stage::Lse;
             outcome.add(stage, self.judge_column(inputs, captured, expected, all, members));
         }
+        let trusts = |stage| self.world.trusts(stage, inputs.microbatch);
+        let (lse, label) = captured;
+        let captured =
+            (lse.filter(|_| trusts(Stage::Lse)), label.filter(|_| trusts(Stage::LabelLogits)));
         let mut state = self.state(captured, exact, variance, inputs.valid_vocab);
         state.loss_lse.clone_from(&state.lse);
         self.world.lse(Pass::Backward, inputs, &mut state.lse);
@@ -145,7 +149,14 @@ impl Replay<'_> {
             }
         }
         let counted = inputs.labels.iter().filter(|&&label| label != IGNORED).count();
-        outcome.pass(Stage::Labels, format!("{counted} of {} tokens counted", inputs.tokens()));
+        match inputs.wrong_labels() {
+            Some(words) => outcome.fail(Stage::Labels, words),
+            None if outcome.stage(Stage::Labels).status == Status::Fail => {}
+            None => {
+                let words = format!("{counted} of {} tokens counted", inputs.tokens());
+                outcome.pass(Stage::Labels, words);
+            }
+        }
         for (stage, role) in [
             (Stage::Weights, Role::Weights),
             (Stage::Bias, Role::Bias),
@@ -174,7 +185,9 @@ impl Replay<'_> {
         };
         let variance = self.variances(head, &exact);
         let captured = self.step.find(Role::Logits, slice.inputs.microbatch);
-        let forced = captured.filter(|_| head.given.is_none() && self.wants(Stage::Logits));
+        let trusted = self.world.trusts(Stage::Logits, slice.inputs.microbatch);
+        let forced =
+            captured.filter(|_| head.given.is_none() && self.wants(Stage::Logits) && trusted);
         match forced {
             Some(key) => self.forced(key, slice, head, exact),
             None => Ok((exact, variance)),
@@ -199,6 +212,7 @@ impl Replay<'_> {
                 labels: &slice.inputs.labels[rows.clone()],
                 bias: None,
                 given: Some(logits),
+                reads: None,
                 transform: Transform::NONE,
                 ..*head
             };

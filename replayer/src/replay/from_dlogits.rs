@@ -48,7 +48,8 @@ impl Replay<'_> {
         // A fused path never forms them: what it recorded was made for the record.
         let formed = self.roundings.widest.path != Path::Fused;
         let key = self.step.find(Role::Dlogits, slice.inputs.microbatch);
-        let Some(key) = key.filter(|_| formed && self.wants(Stage::Dlogits)) else {
+        let trusted = self.world.trusts(Stage::Dlogits, slice.inputs.microbatch);
+        let Some(key) = key.filter(|_| formed && self.wants(Stage::Dlogits) && trusted) else {
             return Ok(None);
         };
         let tensor = self.step.assemble(key)?;

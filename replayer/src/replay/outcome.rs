@@ -188,6 +188,13 @@ impl Outcome {
         self.stages[stage as usize].reason = reason.into();
     }
 
+    /// A stage that is wrong without a comparison.
+    pub(super) fn fail(&mut self, stage: Stage, reason: impl Into<String>) {
+        let outcome = &mut self.stages[stage as usize];
+        outcome.status = Status::Fail;
+        outcome.reason = reason.into();
+    }
+
     pub(super) fn pass(&mut self, stage: Stage, reason: impl Into<String>) {
         let outcome = &mut self.stages[stage as usize];
         outcome.status = Status::Pass;

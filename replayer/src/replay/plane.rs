@@ -21,7 +21,7 @@ use crate::compare::{Allowed, Rows, Tally};
 use crate::head::Stage;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
-use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
+use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads};
 use crate::kernels::round::Precision;
 use crate::kernels::{policy, reference};
 
@@ -340,6 +340,11 @@ fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
         labels: &head.labels[tokens.clone()],
         copies: head.copies.map(|copies| &copies[tokens.clone()]),
         given: head.given.map(|given| rows_of(&given, tokens.clone())),
+        reads: head.reads.map(|reads| Reads {
+            q: rows_of(&reads.q, tokens.clone()),
+            scores: reads.scores.map(|(of, first)| (rows_of(&of, tokens.clone()), first)),
+            ..reads
+        }),
         ..*head
     }
 }

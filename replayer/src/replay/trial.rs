@@ -18,11 +18,11 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
 use super::plane::distance;
-use super::world::World;
+use super::world::{At, World};
 use super::{Effort, Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
 use crate::kernels::policy::{self, DqParts};
 use crate::kernels::{NoProgress, Tiles};
 
@@ -119,20 +119,37 @@ impl Replay<'_> {
             let mut kept = unit.rows.clone();
             kept.retain(|t| tokens.is_none_or(|tokens| tokens.binary_search(t).is_ok()));
             let some = Unit { ranks: unit.ranks.clone(), rows: kept };
-            self.with_problem(slice, &some, state, upstream, &mut |problem| {
+            let from = self.sources(slice, &some);
+            self.with_problem(slice, &from, state, upstream, &mut |problem| {
                 self.try_dq(problem, &captured, &some, &mut findings);
             });
         }
-        self.with_problem(slice, unit, state, upstream, &mut |problem| {
-            if let Some(dlogits) = &dlogits {
-                let stages = captured.without_parts();
-                findings.forget(&stages);
-                let of = (dlogits, &stages[..]);
+        if let Some(dlogits) = &dlogits {
+            let stages = captured.without_parts();
+            findings.forget(&stages);
+            let (of_q, of_k): (Vec<Stage>, Vec<Stage>) =
+                stages.into_iter().partition(|&stage| stage == Stage::Dq);
+            self.with_problem(slice, unit, state, upstream, &mut |problem| {
+                let of = (dlogits, &of_k[..]);
                 self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
+            });
+            let from = self.sources(slice, unit);
+            if let Some(dlogits) = self.dlogits(slice, &from)?.filter(|_| !of_q.is_empty()) {
+                self.with_problem(slice, &from, state, upstream, &mut |problem| {
+                    let of = (&dlogits, &of_q[..]);
+                    self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
+                });
             }
-        });
+        }
         self.report(findings, &captured, &slice.inputs, unit, outcome);
         Ok(())
+    }
+
+    /// The tokens whose gradients the rows of dq hold in this world.
+    fn sources(&self, slice: &Slice, unit: &Unit) -> Unit {
+        let at = At { stage: Stage::Dq, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let from = |&t: &usize| self.world.token(at, t).min(slice.inputs.tokens() - 1);
+        Unit { ranks: unit.ranks.clone(), rows: unit.rows.iter().map(from).collect() }
     }
 
     fn try_dk(
@@ -166,7 +183,18 @@ impl Replay<'_> {
         let valid_vocab = classes.partition_point(|&v| v < problem.head.valid_vocab);
         let bias = problem.head.bias.map(|b| classes.iter().map(|&v| b[v]).collect::<Vec<_>>());
         let bias = bias.as_deref();
-        let head = HeadInputs { k: k.matrix(), labels: &labels, valid_vocab, bias, ..problem.head };
+        let read = problem.head.reads.map(|reads| {
+            let scores = reads.scores.map(|(of, _)| columns_of(&of, classes));
+            (Gathered::new(&reads.k, classes), scores, reads)
+        });
+        let reads = read.as_ref().map(|(k, scores, reads)| {
+            let values = scores.as_deref().map(Values::F64);
+            let (rows, cols) = (problem.head.q.rows, classes.len());
+            let scores = values.map(|values| (Matrix { rows, cols, values }, 0));
+            Reads { k: k.matrix(), scores, ..*reads }
+        });
+        let k = k.matrix();
+        let head = HeadInputs { k, labels: &labels, valid_vocab, bias, reads, ..problem.head };
         let problem = problem.over(head);
         let mut unused = DqState::new(head.q.rows, head.q.cols);
         let range = 0..classes.len();
@@ -237,6 +265,12 @@ impl Replay<'_> {
         }
         self.judge_dq(problem, &dq, (captured, &DQ), unit, findings);
     }
+}
+
+/// Some columns of a matrix, widened.
+fn columns_of(of: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
+    let row = |row: usize| columns.iter().map(move |column| of.get_f64(row * of.cols + column));
+    (0..of.rows).flat_map(row).collect()
 }
 
 /// The head with logits as far off as arithmetic of unit roundoff `u` may bring them, either

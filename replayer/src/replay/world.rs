@@ -113,6 +113,23 @@ pub trait World: Sync {
         1.0
     }
 
+    /// The token whose gradient a row of dq holds, where rows lie elsewhere than declared.
+    fn token(&self, _at: At, token: usize) -> usize {
+        token
+    }
+
+    /// Whether the job went on with what was captured of a stage. Where it did not, because
+    /// the memory held something else by then, later stages start from the reference.
+    fn trusts(&self, _stage: Stage, _microbatch: Option<Microbatch>) -> bool {
+        true
+    }
+
+    /// True when a NaN of this world's reference means that the job's value is no number
+    /// either. Elsewhere a NaN passes no test.
+    fn has_nan(&self) -> bool {
+        false
+    }
+
     /// Last: other values than the stage would have.
     fn expected(&self, _of: &mut Expectation<'_>) {}
 
@@ -205,6 +222,18 @@ impl<W: World + ?Sized> World for Vec<&W> {
 
     fn scale(&self, at: At) -> f64 {
         self.iter().map(|world| world.scale(at)).product()
+    }
+
+    fn token(&self, at: At, token: usize) -> usize {
+        self.iter().rev().fold(token, |token, world| world.token(at, token))
+    }
+
+    fn trusts(&self, stage: Stage, microbatch: Option<Microbatch>) -> bool {
+        self.iter().all(|world| world.trusts(stage, microbatch))
+    }
+
+    fn has_nan(&self) -> bool {
+        self.iter().any(|world| world.has_nan())
     }
 
     fn expected(&self, of: &mut Expectation<'_>) {

@@ -1,19 +1,36 @@
 //! `label-shift`: the loss was taken against the labels of other positions.
 //!
-//! Detectors: the token fit of dq leaves a residual near 1, the dense parts are right.
-//! Emulation: the recorded labels, rolled inside each sequence or over the whole batch.
+//! Detectors: which shift the failing rows of dq, or label logits, fit token by token; the
+//! tokens that do not fit are the ends of runs, and say how long the runs are and what
+//! became of their ends. Where no row of a token was captured, the usual shifts are tried.
+//! Emulation: the recorded labels rolled inside runs, with ends wrapped, ignored, kept, or
+//! read off the captured rows (a copy task's first label is no recorded one).
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::tokens;
+use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
+use crate::diagnose::detectors::labels::LabelTest;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
-use crate::head::{HeadStep, MicrobatchInputs};
+use crate::diagnose::rearranged::Relabelled;
+use crate::head::{HeadOptions, MicrobatchInputs};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
 
 /// The catalogue's entry.
 pub struct LabelShift;
 
-/// Positions that labels are commonly off by.
-const SHIFTS: [isize; 5] = [1, -1, 2, -2, 3];
+/// Positions that labels are off by at most.
+const MOST: isize = 8;
+/// Positions that are tried where no token's row shows the shift.
+const USUAL: [isize; 4] = [1, -1, 2, -2];
+/// Share of the tokens that must fit a shift before it is tried: the rest are ends.
+const FITS: f64 = 0.6;
+
+type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
 
 impl Cause for LabelShift {
     fn id(&self) -> &'static str {
@@ -36,49 +53,288 @@ impl Cause for LabelShift {
         if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
             return Vec::new();
         }
-        let several = evidence.inputs.iter().any(|one| one.sequence < one.tokens());
-        let mut found = Vec::new();
-        for by in SHIFTS {
-            for across in [false, true] {
-                for wraps in [false, true] {
-                    if across && !several {
-                        continue;
-                    }
-                    let over = if across { "the whole batch" } else { "each sequence" };
-                    let end = if wraps { "wrapped around" } else { "ignored" };
-                    let parameters = vec![
-                        ("shift", by.to_string()),
-                        ("over", over.to_string()),
-                        ("ends", end.to_string()),
-                    ];
-                    found.push(Hypothesis::new(Shifted { by, across, wraps }, parameters));
-                }
-            }
+        let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
+        let tests: Vec<(LabelTest<'_>, &MicrobatchInputs)> = evidence
+            .inputs
+            .iter()
+            .filter_map(|inputs| Some((LabelTest::new(evidence, inputs)?, inputs)))
+            .collect();
+        match tests.is_empty() {
+            true => found.extend(usual(evidence)),
+            false => found.extend(seen(evidence, &tests)),
         }
         found
     }
 }
 
-struct Shifted {
-    by: isize,
-    across: bool,
-    wraps: bool,
+/// The head declares labels that it shifts; the job took them as they are.
+fn unshifted(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let shifts = !evidence.step.options.declared.labels_shifted;
+    shifts.then(|| {
+        let parameters = vec![("shift", "none, where one was declared".to_string())];
+        Hypothesis::new(AsRecorded, parameters)
+    })
 }
 
-impl World for Shifted {
-    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        let length = if self.across { inputs.tokens() } else { inputs.sequence };
-        let old = inputs.labels.clone();
-        let length = length.max(1);
-        for (start, sequence) in inputs.labels.chunks_mut(length).enumerate() {
-            let (start, n) = (start * length, sequence.len() as isize);
-            for (t, label) in sequence.iter_mut().enumerate() {
-                let from = t as isize + self.by;
-                *label = match self.wraps || (0..n).contains(&from) {
-                    true => old[start + from.rem_euclid(n) as usize],
-                    false => IGNORED,
-                };
+struct AsRecorded;
+
+impl World for AsRecorded {
+    fn options(&self, options: &mut HeadOptions) {
+        options.declared.labels_shifted = true;
+    }
+}
+
+/// The usual shifts, where nothing shows which.
+fn usual(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let Some(first) = evidence.inputs.first() else { return Vec::new() };
+    let mut found = Vec::new();
+    for extent in 0..known(evidence.step, first).len() {
+        for by in USUAL {
+            let of = |inputs: &MicrobatchInputs| known(evidence.step, inputs).get(extent).cloned();
+            for ends in [Ends::Ignored, Ends::Wrapped, Ends::Kept] {
+                found.extend(hypotheses(evidence, by, &of, &|_, _| ends));
             }
         }
     }
+    found
+}
+
+/// What became of the labels at the ends of runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Ends {
+    Wrapped,
+    Ignored,
+    Kept,
+    /// A label that stands nowhere near: read off the captured row.
+    Read(u32),
+}
+
+impl Ends {
+    fn name(self) -> &'static str {
+        match self {
+            Ends::Wrapped => "wrapped around",
+            Ends::Ignored => "ignored",
+            Ends::Kept => "kept",
+            Ends::Read(_) => "labels of elsewhere, read off the captured rows",
+        }
+    }
+}
+
+/// The shift that the captured rows show.
+fn seen(evidence: &Evidence<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -> Vec<Hypothesis> {
+    let share = |by: isize| {
+        let of = |(test, inputs): &(LabelTest<'_>, &MicrobatchInputs)| {
+            let n = inputs.tokens();
+            let label = |t: usize| {
+                let from = t.checked_add_signed(by).filter(|&from| from < n)?;
+                Some(inputs.labels[from]).filter(|&label| label != IGNORED)
+            };
+            test.share(&looked_at(evidence, inputs), &label)
+        };
+        tests.iter().map(of).fold(0.0, f64::max)
+    };
+    let shifts = (-MOST..=MOST).filter(|&by| by != 0).map(|by| (share(by), by));
+    let best = shifts.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.abs().cmp(&a.1.abs())));
+    let Some((_, by)) = best.filter(|&(share, _)| share >= FITS) else { return Vec::new() };
+    let mut found = Vec::new();
+    let candidates = tests.first().map(|(_, inputs)| extents(evidence, tests, by, inputs).len());
+    for extent in 0..candidates.unwrap_or(0) {
+        let of =
+            |inputs: &MicrobatchInputs| extents(evidence, tests, by, inputs).get(extent).cloned();
+        let test = |microbatch| tests.iter().find(|(_, one)| one.microbatch == microbatch);
+        let end = |inputs: &MicrobatchInputs, ends: &[(usize, usize)]| {
+            let (test, _) = test(inputs.microbatch)?;
+            end_of(evidence, test, inputs, ends)
+        };
+        for ends in [Ends::Wrapped, Ends::Ignored, Ends::Kept] {
+            found.extend(hypotheses(evidence, by, &of, &|_, _| ends));
+        }
+        found.extend(with_read_ends(evidence, by, &of, &end));
+    }
+    found
+}
+
+/// Tokens that are looked at: enough to tell, few enough to be cheap.
+fn looked_at(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
+    let all = tokens(evidence, inputs);
+    let step = all.len().div_ceil(256).max(1);
+    all.into_iter().step_by(step).collect()
+}
+
+/// The runs inside which labels may have been shifted: those that are known, and those
+/// whose ends are the tokens that do not fit.
+fn extents(
+    evidence: &Evidence<'_>,
+    tests: &[(LabelTest<'_>, &MicrobatchInputs)],
+    by: isize,
+    inputs: &MicrobatchInputs,
+) -> Vec<Extent> {
+    let mut all = known(evidence.step, inputs);
+    let ranks = of_ranks(evidence.step, inputs);
+    let Some(length) = run_length(evidence, tests, by) else { return all };
+    let cut = Extent::cut(format!("rows of {length} tokens"), &ranks, length);
+    if all.iter().all(|extent| extent.runs != cut.runs) {
+        all.insert(0, cut);
+    }
+    all
+}
+
+/// The longest run of which all tokens that do not fit are ends.
+fn run_length(
+    evidence: &Evidence<'_>,
+    tests: &[(LabelTest<'_>, &MicrobatchInputs)],
+    by: isize,
+) -> Option<usize> {
+    let (test, inputs) = tests.first()?;
+    let counted = tokens(evidence, inputs);
+    let mut ends: Vec<usize> = Vec::new();
+    let mut longest = 0;
+    for run in of_ranks(evidence.step, inputs) {
+        longest = longest.max(run.len());
+        for (at, t) in run.iter().enumerate() {
+            let next = at.checked_add_signed(by).and_then(|at| run.get(at));
+            let Some(&next) = next.filter(|_| counted.binary_search(t).is_ok()) else { continue };
+            let label = inputs.labels[next];
+            let tells = label != IGNORED && label != inputs.labels[*t];
+            if tells && !test.fits(*t, label) {
+                ends.push(at);
+            }
+        }
+    }
+    let reach = by.unsigned_abs();
+    let is_end = |at: usize, length: usize| match by > 0 {
+        true => at % length >= length - reach,
+        false => at % length < reach,
+    };
+    let fits = |&length: &usize| ends.iter().all(|&at| is_end(at, length));
+    (reach + 1..longest).rev().find(fits).filter(|_| !ends.is_empty())
+}
+
+/// What an end's captured row shows.
+fn end_of(
+    evidence: &Evidence<'_>,
+    test: &LabelTest<'_>,
+    inputs: &MicrobatchInputs,
+    ends: &[(usize, usize)],
+) -> Option<BTreeMap<usize, Ends>> {
+    let looked = tokens(evidence, inputs);
+    let mut found = BTreeMap::new();
+    let mut left = test.readable();
+    for &(t, wrapped) in ends.iter().filter(|(t, _)| looked.binary_search(t).is_ok()) {
+        let of = if test.fits(t, inputs.labels[wrapped]) {
+            Ends::Wrapped
+        } else if test.fits(t, inputs.labels[t]) {
+            Ends::Kept
+        } else if test.fits(t, IGNORED) {
+            Ends::Ignored
+        } else {
+            left = left.checked_sub(1)?;
+            Ends::Read(test.read(t)?)
+        };
+        found.insert(t, of);
+    }
+    Some(found)
+}
+
+type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<Extent> + 'a;
+
+/// The labels of a shift; `end` says what a run's end takes.
+fn shifted(
+    inputs: &MicrobatchInputs,
+    extent: &Extent,
+    by: isize,
+    end: &dyn Fn(usize) -> Ends,
+) -> Vec<u32> {
+    let n = inputs.tokens();
+    let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
+    let one = |t: usize| match inside[t] {
+        Some(from) => inputs.labels[from],
+        None => match end(t) {
+            Ends::Wrapped => inputs.labels[around[t]],
+            Ends::Ignored => IGNORED,
+            Ends::Kept => inputs.labels[t],
+            Ends::Read(label) => label,
+        },
+    };
+    (0..n).map(one).collect()
+}
+
+/// One way to treat all ends, with the denominators that follow and, where those are
+/// others, with the declared ones.
+fn hypotheses(
+    evidence: &Evidence<'_>,
+    by: isize,
+    of: &RunsOf<'_>,
+    ends: &dyn Fn(&MicrobatchInputs, usize) -> Ends,
+) -> Vec<Hypothesis> {
+    let one = |inputs: &MicrobatchInputs| {
+        let extent = of(inputs)?;
+        let labels = shifted(inputs, &extent, by, &|t| ends(inputs, t));
+        Some((inputs.microbatch, labels, extent.name))
+    };
+    let Some(all) = evidence.inputs.iter().map(one).collect::<Option<Vec<_>>>() else {
+        return Vec::new();
+    };
+    let name = all.first().map(|(_, _, name)| name.clone()).unwrap_or_default();
+    let labels: Labels = all.into_iter().map(|(mb, labels, _)| (mb, labels)).collect();
+    let word = evidence.inputs.first().map_or("", |inputs| ends(inputs, 0).name());
+    let parameters = vec![("shift", by.to_string()), ("over", name), ("ends", word.to_string())];
+    with_denominators(evidence, labels, parameters, 0)
+}
+
+fn with_denominators(
+    evidence: &Evidence<'_>,
+    labels: Labels,
+    parameters: Vec<(&'static str, String)>,
+    fitted: usize,
+) -> Vec<Hypothesis> {
+    let counted = |labels: &[u32]| labels.iter().filter(|&&label| label != IGNORED).count();
+    let same = evidence.inputs.iter().all(|one| {
+        labels.get(&one.microbatch).is_none_or(|of| counted(of) == counted(&one.labels))
+    });
+    let mut found = Vec::new();
+    for keeps in [false, true] {
+        if keeps && same {
+            continue;
+        }
+        let g = keeps.then(|| evidence.reference().g.clone());
+        let mut parameters = parameters.clone();
+        if !same {
+            let word = if keeps { "of the recorded labels" } else { "of the shifted labels" };
+            parameters.push(("count", word.to_string()));
+        }
+        let world = Relabelled { labels: labels.clone(), g };
+        found.push(Hypothesis::new(world, parameters).fitted(fitted));
+    }
+    found
+}
+
+/// What each end of each run shows, where no one way explains them all.
+fn with_read_ends(
+    evidence: &Evidence<'_>,
+    by: isize,
+    of: &RunsOf<'_>,
+    end: &dyn Fn(&MicrobatchInputs, &[(usize, usize)]) -> Option<BTreeMap<usize, Ends>>,
+) -> Vec<Hypothesis> {
+    let mut labels = Labels::new();
+    let (mut name, mut kinds) = (String::new(), Vec::new());
+    for inputs in evidence.inputs {
+        let Some(extent) = of(inputs) else { return Vec::new() };
+        let n = inputs.tokens();
+        let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
+        let ends: Vec<(usize, usize)> =
+            (0..n).filter(|&t| inside[t].is_none()).map(|t| (t, around[t])).collect();
+        let found = end(inputs, &ends).unwrap_or_default();
+        kinds.extend(found.values().map(|end| end.name()));
+        let of_end = |t: usize| found.get(&t).copied().unwrap_or(Ends::Wrapped);
+        labels.insert(inputs.microbatch, shifted(inputs, &extent, by, &of_end));
+        name = extent.name;
+    }
+    kinds.sort_unstable();
+    kinds.dedup();
+    if kinds.len() < 2 && !kinds.iter().any(|kind| kind.starts_with("labels of")) {
+        return Vec::new();
+    }
+    let parameters = vec![("shift", by.to_string()), ("over", name), ("ends", kinds.join(", "))];
+    with_denominators(evidence, labels, parameters, 1)
 }

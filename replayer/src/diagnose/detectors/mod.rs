@@ -2,7 +2,19 @@
 //! and with which numbers: what a unit's backward starts from, and searches over numbers
 //! that no dump declares.
 
+pub mod addends;
+pub mod captured;
+pub mod dense;
+pub mod direct;
+pub mod extents;
 pub mod fit;
+pub mod labels;
+pub mod maps;
+pub mod misread;
+pub mod nan;
+pub mod orders;
+pub mod reference;
+pub mod strays;
 pub mod sums;
 pub mod tokens;
 pub mod uniform;

@@ -131,14 +131,25 @@ pub fn backward(
     let mut block = Block::new(inputs);
     let mut terms = Terms::default();
     let (mut key, mut query) = (Panel::default(), Panel::default());
+    let (mut own_key, mut own_query) = (Panel::default(), Panel::default());
+    let ((q, k), reads) = (inputs.scored(), inputs.reads);
     for rows in spans(inputs.k.rows, tiles.vocab) {
         block.clear(rows.clone(), noise);
         let valid = rows.start..rows.end.min(inputs.valid_vocab).max(rows.start);
-        key.load(&inputs.k, valid.clone());
+        key.load(k, valid.clone());
         for span in spans(if valid.is_empty() { 0 } else { tokens }, tiles.tokens) {
-            query.load(&inputs.q, span.clone());
+            query.load(q, span.clone());
             terms.fill(inputs, &query, &key, upstream);
-            accumulate(&mut dq, &mut block, &terms, &query, &key, inputs.q.cols);
+            let (mut of_query, mut of_key) = (&query, &key);
+            if reads.is_some_and(|reads| !reads.q_product) {
+                own_query.load(&inputs.q, span.clone());
+                of_query = &own_query;
+            }
+            if reads.is_some_and(|reads| !reads.k_product) {
+                own_key.load(&inputs.k, valid.clone());
+                of_key = &own_key;
+            }
+            accumulate(&mut dq, &mut block, &terms, of_query, of_key, inputs.q.cols);
             block.add_biases(inputs, &terms, (span.start, span.len()), valid.len());
             block.keep_slopes(&terms, span.start);
             progress.advance(GEMMS * work(inputs, span.len(), valid.len()));

@@ -55,11 +55,12 @@ pub fn plane(
     let upstream = Upstream::new(inputs, lse, *cotangents, noise);
     let mut buffers = Buffers::default();
     let (mut key, mut query) = (Panel::default(), Panel::default());
+    let (q, k) = inputs.scored();
     for cols in spans(inputs.k.rows, tiles.vocab) {
         let valid = cols.start..cols.end.min(inputs.valid_vocab).max(cols.start);
-        key.load(&inputs.k, valid.clone());
+        key.load(k, valid.clone());
         for tokens in spans(inputs.q.rows, tiles.tokens) {
-            query.load(&inputs.q, tokens.clone());
+            query.load(q, tokens.clone());
             buffers.fill(inputs, &query, &key, cols.len(), upstream);
             on_tile(buffers.lend(tokens.clone(), cols.clone()));
             progress.advance(work(inputs, tokens.len(), valid.len()));

@@ -47,6 +47,9 @@ pub(super) fn products(
     if let Some(given) = &inputs.given {
         return load_columns(given, tokens, cols, tile);
     }
+    if let Some((scores, first)) = inputs.reads.and_then(|reads| reads.scores) {
+        return load_columns(&scores, tokens, cols.start + first..cols.end + first, tile);
+    }
     let (depth, width) = (inputs.q.cols, cols.len());
     tile.resize(tokens.len() * width, 0.0);
     let keys = Operand::rows(k, depth).transposed();

@@ -1,0 +1,180 @@
+//! `block-index-times-block`: an index map returns the offset of a block where its index was
+//! meant, and the offset is multiplied by the block's size once more. Block i then lies at
+//! row `i b b`: the first block is right, the rest is not, or is no number.
+//!
+//! Detectors: captured rows of a few tokens against what every usual block size gives, for q
+//! and for k; rows of dq that are the reference's rows of other blocks; rows of dk that are
+//! no numbers from the second block on.
+//! Emulation: those rows, in both passes or in one, read by the softmax path alone or by
+//! all of the head; beyond the end the last block, the last row, zeros or no numbers.
+
+use std::collections::BTreeMap;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::{alike, energy};
+use crate::diagnose::detectors::extents::of_ranks;
+use crate::diagnose::detectors::maps::{BLOCKS, Beyond, Map};
+use crate::diagnose::detectors::misread::{Looked, Operand, Passes, hypotheses, worlds};
+use crate::diagnose::detectors::nan::nans;
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::rearranged::MovedRows;
+use crate::head::{MicrobatchInputs, Stage};
+
+/// The catalogue's entry.
+pub struct BlockIndexTimesBlock;
+
+/// What a job may read beyond the end.
+const BEYOND: [Beyond; 4] = [Beyond::BlockMovedBack, Beyond::LastRow, Beyond::Zeros, Beyond::Wraps];
+
+impl Cause for BlockIndexTimesBlock {
+    fn id(&self) -> &'static str {
+        "block-index-times-block"
+    }
+
+    fn about(&self) -> &'static str {
+        "a block's index was multiplied by its size twice: blocks after the first are read or written elsewhere"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["MLLM-JAX cef0a7e", "jax 31395", "jax 38497"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "return the block's index from the index map: Pallas multiplies it by the block's size itself"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+            return Vec::new();
+        }
+        let mut found = written(evidence);
+        if let Some(looked) = Looked::new(evidence) {
+            for operand in [Operand::K, Operand::Q] {
+                for size in sizes(evidence, operand) {
+                    for beyond in BEYOND {
+                        let map = Map::BlockTwice { size, beyond };
+                        let parameters = parameters(operand, size, beyond);
+                        found.extend(hypotheses(evidence, &looked, (operand, map), &parameters));
+                    }
+                }
+            }
+        }
+        found.extend(strict(evidence));
+        found
+    }
+}
+
+fn parameters(operand: Operand, size: usize, beyond: Beyond) -> Vec<(&'static str, String)> {
+    let of = if operand == Operand::Q { "q" } else { "k" };
+    vec![
+        ("operand", of.to_string()),
+        ("block", size.to_string()),
+        ("beyond the end", beyond.name().to_string()),
+    ]
+}
+
+/// Block sizes of which an operand has three or more: fewer do not show.
+fn sizes(evidence: &Evidence<'_>, operand: Operand) -> Vec<usize> {
+    let rows = |inputs: &MicrobatchInputs| match operand {
+        Operand::Q => of_ranks(evidence.step, inputs).iter().map(Vec::len).max(),
+        Operand::K => inputs.head(evidence.step).map(|head| head.k.rows),
+    };
+    let n = evidence.inputs.first().and_then(rows).unwrap_or(0);
+    let tiles = evidence.step.options.declared.tiles.clone().unwrap_or_default();
+    let declared = if operand == Operand::Q { tiles.tokens } else { tiles.vocab };
+    let mut sizes: Vec<usize> =
+        BLOCKS.into_iter().chain(declared.map(|size| size as usize)).collect();
+    sizes.retain(|&size| size > 1 && n > size);
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
+
+/// Rows that lie beyond the end are no numbers: then every token is, and rows of dk are from
+/// the second block on.
+fn strict(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let Some(found) = nans(evidence) else { return Vec::new() };
+    let Some(key) = found.of.keys().find(|key| key.stage >= Stage::DkLse) else {
+        return Vec::new();
+    };
+    let rows = found.rows(*key, true);
+    let mut hypotheses = Vec::new();
+    for size in sizes(evidence, Operand::K) {
+        let map = Map::BlockTwice { size, beyond: Beyond::Nans };
+        let of_k = |inputs: &MicrobatchInputs| map.rows(inputs.head(evidence.step)?.k.rows);
+        let Some(read) = evidence.inputs.first().and_then(of_k) else { continue };
+        let valid = evidence.inputs[0].valid_vocab;
+        let wanted: Vec<usize> = (0..valid).filter(|&v| read[v] == Row::Nans).collect();
+        let bad: Vec<usize> = rows.iter().copied().filter(|&v| v < valid).collect();
+        if wanted.is_empty() || bad != wanted {
+            continue;
+        }
+        let parameters = parameters(Operand::K, size, Beyond::Nans);
+        let all = worlds(evidence, Operand::K, Passes::Backward, &of_k, &parameters);
+        hypotheses.extend(all);
+    }
+    // Which of its blocks are no numbers does not show where a forward spreads them.
+    hypotheses
+}
+
+/// Rows of dq written elsewhere: a block that is written at `i b b` leaves the rows where it
+/// belongs as they were.
+fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut found = Vec::new();
+    for size in sizes(evidence, Operand::Q) {
+        let mut from = BTreeMap::new();
+        let mut fits = false;
+        for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+            let (Some(inputs), Some(captured)) =
+                (evidence.inputs_of(key.microbatch), evidence.captured(key))
+            else {
+                continue;
+            };
+            let Some(table) = evidence.reference().stages.get(&key) else { continue };
+            let rows = rows_written(inputs.tokens(), &of_ranks(evidence.step, inputs), size);
+            let right = |t: &usize| match rows[*t] {
+                Row::From(other) => table
+                    .get(&other)
+                    .is_none_or(|of| energy(of) == 0.0 || alike(captured.row(*t), of)),
+                _ => energy(captured.row(*t)) == 0.0,
+            };
+            fits = table.keys().all(right);
+            if !fits {
+                break;
+            }
+            from.insert(key.microbatch, rows);
+        }
+        if fits && !from.is_empty() {
+            let parameters = vec![("operand", "dq".to_string()), ("block", size.to_string())];
+            found.push(Hypothesis::new(MovedRows { from }, parameters));
+        }
+    }
+    found
+}
+
+/// What each row holds once blocks were written at `i b b` of cleared memory.
+fn rows_written(n: usize, runs: &[Vec<usize>], size: usize) -> Vec<Row> {
+    let mut all = vec![Row::Zeros; n];
+    for run in runs {
+        for at in 0..run.len() {
+            let to = (at / size) * size * size + at % size;
+            if let Some(&to) = run.get(to) {
+                all[to] = Row::From(run[at]);
+            }
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_that_are_written_squares_away_leave_holes() {
+        let rows = rows_written(6, &[(0..6).collect()], 2);
+        let (a, z) = (Row::From, Row::Zeros);
+        assert_eq!(rows, [a(0), a(1), z, z, a(2), a(3)]);
+    }
+}

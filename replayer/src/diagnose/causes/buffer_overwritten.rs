@@ -1,0 +1,373 @@
+//! `buffer-overwritten`: a tensor was recorded, or read again, after another one was written
+//! over it: logits that hold gradients, a gradient that holds an activation.
+//!
+//! Detectors: a captured tensor that fails is another stage's reference, or an input, row by
+//! row. Emulation: that one in its place, with what follows made of the right one; and the
+//! backward of the overwritten logits, which is what a second backward computes.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::captured::{Values, widened};
+use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::rearranged::Instead;
+use crate::head::inputs::Misread;
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::kernels::matrix::{IGNORED, Transform};
+use crate::replay::world::{Expectation, Pass, World};
+
+/// The catalogue's entry.
+pub struct BufferOverwritten;
+
+/// Largest share of its energy by which a tensor may differ from what it is taken for.
+const SAME: f64 = 2e-3;
+/// Elements of a plane `[T, V]` that are held at most.
+const PLANE: usize = 1 << 25;
+
+impl Cause for BufferOverwritten {
+    fn id(&self) -> &'static str {
+        "buffer-overwritten"
+    }
+
+    fn about(&self) -> &'static str {
+        "another tensor had been written over the memory by the time it was recorded or read"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["unsloth 5002", "Megatron-LM 1594"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "record before the in-place kernel, and let nothing read the logits after their gradient was written over them"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let mut found = of_logits(evidence);
+        found.extend(of_rows(evidence));
+        found.extend(of_columns(evidence));
+        found.extend(second_backward(evidence));
+        found
+    }
+}
+
+/// What logits may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Held {
+    Gradient,
+    Probabilities,
+    LogProbabilities,
+}
+
+impl Held {
+    fn name(self) -> &'static str {
+        match self {
+            Held::Gradient => "their gradient",
+            Held::Probabilities => "probabilities",
+            Held::LogProbabilities => "log-probabilities",
+        }
+    }
+
+    /// From a logit with its slope, the token's lse and cotangents, and whether it is the
+    /// label's.
+    fn of(self, (z, slope): (f64, f64), lse: f64, [a, b, c]: [f64; 3], label: bool) -> f64 {
+        match self {
+            Held::Gradient => slope * (a * (z - lse).exp() + c + if label { b } else { 0.0 }),
+            Held::Probabilities => (z - lse).exp(),
+            Held::LogProbabilities => z - lse,
+        }
+    }
+}
+
+/// Slope of a logit, from the logit.
+fn slope(of: &Transform, z: f64) -> f64 {
+    of.softcap.map_or(of.scale, |cap| of.scale * (1.0 - (z / cap).powi(2)))
+}
+
+type Tokens<T> = BTreeMap<Option<Microbatch>, T>;
+
+/// Captured logits that hold something else.
+fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let keys: Vec<Key> = evidence.failing_of(&[Stage::Logits]).map(|(key, _)| key).collect();
+    let mut found = Vec::new();
+    for held in [Held::Gradient, Held::Probabilities, Held::LogProbabilities] {
+        let all = |key: &Key| logits_hold(evidence, *key, held).unwrap_or(false);
+        if keys.is_empty() || !keys.iter().all(all) {
+            continue;
+        }
+        let reference = evidence.reference();
+        let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
+        let world = LogitsHold {
+            held,
+            labels: labels.collect(),
+            lse: reference.lse.clone(),
+            cotangents: reference.cotangents.clone(),
+            transform: evidence.step.options.transform,
+        };
+        let parameters = vec![("tensor", "logits".to_string()), ("holds", held.name().to_string())];
+        found.push(Hypothesis::new(world, parameters));
+    }
+    found
+}
+
+/// Whether a few tokens' captured logits are something else.
+fn logits_hold(evidence: &Evidence<'_>, key: Key, held: Held) -> Option<bool> {
+    let inputs = evidence.inputs_of(key.microbatch)?;
+    let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence.step, inputs)?);
+    let cotangents = evidence.reference().cotangents.get(&key.microbatch)?;
+    let all = tokens(evidence, inputs);
+    let (mut off, mut size) = (0.0, 0.0);
+    for &t in all.iter().step_by(all.len().div_ceil(16).max(1)) {
+        // Not the lse that the replay takes from the captured logits.
+        let row = direct.against(&direct.q(Row::From(t)), &Row::From);
+        let of = *cotangents.get(&t)?;
+        for (v, &z) in row.logits.iter().enumerate() {
+            let label = inputs.labels[t] as usize == v;
+            let x = held.of((z, slope(&direct.head.transform, z)), row.lse, of, label);
+            off += (captured.row(t)[v] - x).powi(2);
+            size += x * x;
+        }
+    }
+    Some(size > 0.0 && off <= SAME * size)
+}
+
+struct LogitsHold {
+    held: Held,
+    labels: Tokens<Vec<u32>>,
+    lse: Tokens<Vec<f64>>,
+    cotangents: Tokens<BTreeMap<usize, [f64; 3]>>,
+    transform: Transform,
+}
+
+impl World for LogitsHold {
+    fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
+        stage != Stage::Logits
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let mb = &of.at.microbatch;
+        if of.at.stage != Stage::Logits {
+            return;
+        }
+        let (Some(labels), Some(lse), Some(cotangents)) =
+            (self.labels.get(mb), self.lse.get(mb), self.cotangents.get(mb))
+        else {
+            return;
+        };
+        for (&t, row) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            let upstream = cotangents.get(&t).copied().unwrap_or_default();
+            for (v, z) in row.iter_mut().enumerate() {
+                let label = labels[t] as usize == v;
+                *z = self.held.of((*z, slope(&self.transform, *z)), lse[t], upstream, label);
+            }
+        }
+    }
+}
+
+/// A gradient that is an input, or another part of itself.
+fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let stages = [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
+    let mut world = Instead::default();
+    let mut words: Vec<String> = Vec::new();
+    for (key, _) in evidence.failing_of(&stages) {
+        let Some(captured) = evidence.captured(key) else { continue };
+        let Some((name, values)) = other_rows(evidence, key, &captured) else { continue };
+        words.push(format!("{} holds {name}", key.stage));
+        let rows = values.chunks(captured.columns.max(1)).map(<[f64]>::to_vec).enumerate();
+        world = world.rows(key, rows);
+    }
+    words.sort();
+    words.dedup();
+    let found = !world.of.is_empty();
+    let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
+    found.then(one).into_iter().collect()
+}
+
+/// What a captured gradient is, if it is not itself.
+fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(String, Vec<f64>)> {
+    let inputs = evidence.inputs_of(key.microbatch)?;
+    let head = inputs.head(evidence.step)?;
+    let of_tokens = key.stage < Stage::DkLse;
+    let (name, input) = if of_tokens { ("q", head.q) } else { ("k", head.k) };
+    let mut all: Vec<(String, Vec<f64>)> = vec![(name.into(), widened(&input))];
+    let parts = match of_tokens {
+        true => [Stage::DqLse, Stage::DqLabel, Stage::Dq],
+        false => [Stage::DkLse, Stage::DkLabel, Stage::Dk],
+    };
+    for stage in parts.into_iter().filter(|&stage| stage != key.stage) {
+        let table = evidence.reference().stages.get(&Key { stage, ..key });
+        let whole = table.filter(|table| table.len() == captured.rows());
+        all.extend(
+            whole.map(|table| {
+                (stage.name().to_string(), table.values().flatten().copied().collect())
+            }),
+        );
+    }
+    all.into_iter().find(|(_, values)| {
+        values.len() == captured.values.len()
+            && energy(values) > 0.0
+            && distance(values, &captured.values) <= SAME * SAME * energy(values)
+    })
+}
+
+/// A column of one number a token that is another one.
+fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut world = Instead { distrusts: Vec::new(), ..Instead::default() };
+    let mut words: Vec<String> = Vec::new();
+    for (key, _) in evidence.failing_of(&[Stage::Lse, Stage::LabelLogits]) {
+        let reference = evidence.reference();
+        let (Some(captured), Some(lse), Some(label), Some(inputs)) = (
+            evidence.captured(key),
+            reference.forward_lse.get(&key.microbatch),
+            reference.label_logits.get(&key.microbatch),
+            evidence.inputs_of(key.microbatch),
+        ) else {
+            continue;
+        };
+        let columns: [(&str, Vec<f64>); 5] = [
+            ("lse", lse.clone()),
+            ("label_logits", label.clone()),
+            ("log-probabilities", label.iter().zip(lse).map(|(a, b)| a - b).collect()),
+            ("nll", label.iter().zip(lse).map(|(a, b)| b - a).collect()),
+            ("probabilities", label.iter().zip(lse).map(|(a, b)| (a - b).exp()).collect()),
+        ];
+        let counts = |t: &usize| inputs.labels[*t] != IGNORED;
+        let is = |values: &Vec<f64>| {
+            let of = (0..values.len()).filter(counts);
+            let off = |t: usize| (captured.values[t] - values[t]).abs() / (1.0 + values[t].abs());
+            of.clone().count() >= 8 && of.map(off).fold(0.0, f64::max) < 0.01
+        };
+        let Some((name, values)) = columns.into_iter().find(|(_, values)| is(values)) else {
+            continue;
+        };
+        words.push(format!("{} holds {name}", key.stage));
+        world.distrusts.push(key.stage);
+        world = world.rows(key, values.into_iter().map(|x| vec![x]).enumerate());
+    }
+    words.sort();
+    words.dedup();
+    let found = !world.of.is_empty();
+    let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
+    found.then(one).into_iter().collect()
+}
+
+/// A second backward over logits that the first one wrote its gradients over.
+fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let gradients = [Stage::Dlogits, Stage::Dq, Stage::Dk];
+    let small = |inputs: &MicrobatchInputs| {
+        let head = inputs.head(evidence.step);
+        head.is_some_and(|head| head.given.is_none() && head.k.rows * inputs.tokens() <= PLANE)
+    };
+    if !evidence.fails_any(&gradients) || !evidence.inputs.iter().all(small) {
+        return Vec::new();
+    }
+    let of = |inputs: &MicrobatchInputs| Some((inputs.microbatch, overwritten(evidence, inputs)?));
+    let Some(all) = evidence.inputs.iter().map(of).collect::<Option<BTreeMap<_, _>>>() else {
+        return Vec::new();
+    };
+    if !all.iter().any(|(&mb, of)| shows(evidence, mb, of)) {
+        return Vec::new();
+    }
+    let parameters = vec![
+        ("tensor", "logits".to_string()),
+        ("holds", "their gradient, when a second backward reads them".to_string()),
+    ];
+    vec![Hypothesis::new(Again { of: all }, parameters)]
+}
+
+/// Logits that hold their gradient: raw, so that the head's transform gives them back, and
+/// their log-sum-exp.
+struct Overwritten {
+    raw: Vec<f64>,
+    lse: Vec<f64>,
+}
+
+fn overwritten(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Overwritten> {
+    let direct = Direct::new(evidence.step, inputs)?;
+    let reference = evidence.reference();
+    let lse = reference.lse.get(&inputs.microbatch)?;
+    let g = reference.g.get(&inputs.microbatch)?;
+    let declared = &evidence.step.options;
+    let (lambda, s) = (declared.declared.z_loss, declared.smoothing(inputs.valid_vocab));
+    let transform = direct.head.transform;
+    let (vocab, valid) = (direct.head.k.rows, inputs.valid_vocab);
+    let mut found = Overwritten { raw: vec![0.0; inputs.tokens() * vocab], lse: Vec::new() };
+    for t in 0..inputs.tokens() {
+        let q = direct.q(Row::From(t));
+        let c = -g[t] * s / valid.max(1) as f64;
+        let upstream = [g[t] * (1.0 + 2.0 * lambda * lse[t]), -g[t] * (1.0 - s), c];
+        let held: Vec<f64> = (0..valid)
+            .map(|v| {
+                let of = direct.logit_of(&q, v);
+                Held::Gradient.of(of, lse[t], upstream, inputs.labels[t] as usize == v)
+            })
+            .collect();
+        found.lse.push(direct.lse(&held));
+        for (v, &x) in held.iter().enumerate() {
+            let scaled =
+                transform.softcap.map_or(x, |cap| cap * (x / cap).clamp(-1.0, 1.0).atanh());
+            let bias = direct.head.bias.map_or(0.0, |bias| bias[v]);
+            found.raw[t * vocab + v] = scaled / transform.scale - bias;
+        }
+    }
+    Some(found)
+}
+
+/// Whether rows of dq, or dk's energy, are what a second backward gives: p is nearly the
+/// same for every class.
+fn shows(evidence: &Evidence<'_>, mb: Option<Microbatch>, of: &Overwritten) -> bool {
+    let shown = || {
+        let key = *evidence
+            .failing
+            .iter()
+            .find(|key| matches!(key.stage, Stage::Dq | Stage::Dlogits) && key.microbatch == mb)?;
+        let (inputs, captured) = (evidence.inputs_of(mb)?, evidence.captured(key)?);
+        let direct = Direct::new(evidence.step, inputs)?;
+        let cotangents = evidence.reference().cotangents.get(&mb)?;
+        let all = tokens(evidence, inputs);
+        let vocab = direct.head.k.rows;
+        let (mut off, mut size) = (0.0, 0.0);
+        for &t in all.iter().step_by(all.len().div_ceil(4).max(1)) {
+            let [a, b, c] = *cotangents.get(&t)?;
+            let mut row = vec![0.0; captured.columns];
+            for v in 0..inputs.valid_vocab {
+                let (z, slope) = direct.logit(of.raw[t * vocab + v], v);
+                let label = if inputs.labels[t] as usize == v { b } else { 0.0 };
+                let entry = slope * (a * (z - of.lse[t]).exp() + c + label);
+                match key.stage {
+                    Stage::Dlogits => row[v] = entry,
+                    _ => row
+                        .iter_mut()
+                        .zip(direct.k(Row::From(v)))
+                        .for_each(|(x, k)| *x += entry * k),
+                }
+            }
+            off += distance(&row, captured.row(t));
+            size += energy(&row);
+        }
+        Some(size > 0.0 && off <= SAME * size)
+    };
+    shown().unwrap_or(false)
+}
+
+struct Again {
+    of: Tokens<Overwritten>,
+}
+
+impl World for Again {
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        if let Some(of) = self.of.get(&inputs.microbatch) {
+            inputs.reads = Some(Misread { q: None, k: None, scores: Some(of.raw.clone()) });
+        }
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        let of = self.of.get(&inputs.microbatch).filter(|_| pass == Pass::Backward);
+        if let Some(of) = of {
+            lse.copy_from_slice(&of.lse);
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! `dropped-batch`: the gradients of a microbatch, or of one rank's part of it, are zero or
+//! missing from the sum, though its tokens count.
+//!
+//! Detectors: every failing gradient of the microbatch is all zeros; the sum over ranks and
+//! microbatches solved for their weights lacks exactly one.
+//! Emulation: upstream gradients of zero; those weights.
+
+use std::collections::BTreeSet;
+
+use backtape::identity::Microbatch;
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
+use crate::diagnose::detectors::captured::unit;
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::head::MicrobatchInputs;
+use crate::replay::world::World;
+
+/// The catalogue's entry.
+pub struct DroppedBatch;
+
+impl Cause for DroppedBatch {
+    fn id(&self) -> &'static str {
+        "dropped-batch"
+    }
+
+    fn about(&self) -> &'static str {
+        "a microbatch, or one rank's part of it, left no gradient though its tokens count"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["exhausted iterators", "datasets 5360"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "run the backward of every microbatch on every rank, and stop all ranks together when an iterator ends"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let mut found: Vec<Hypothesis> = silent(evidence).into_iter().collect();
+        found.extend(lacking(evidence));
+        found
+    }
+}
+
+/// Microbatches, or tokens of ranks, whose failing gradients are all zeros.
+fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let mut silent: BTreeSet<Key> = BTreeSet::new();
+    for (key, residual) in evidence.failing_of(&GRADIENTS) {
+        if residual.captured != 0.0 || residual.nonfinite > 0 || residual.reference == 0.0 {
+            continue;
+        }
+        silent.insert(key);
+    }
+    // One stage alone that is zero was not written; a batch leaves no gradient at all.
+    let all = |mb: Option<Microbatch>| {
+        let mut of = evidence.failing_of(&GRADIENTS).filter(|(key, _)| key.microbatch == mb);
+        let stages: BTreeSet<_> =
+            silent.iter().filter(|key| key.microbatch == mb).map(|key| key.stage).collect();
+        stages.len() > 1 && of.all(|(key, _)| silent.contains(&key))
+    };
+    let of: BTreeSet<Option<Microbatch>> =
+        silent.iter().map(|key| key.microbatch).filter(|&mb| all(mb)).collect();
+    if of.is_empty() {
+        return None;
+    }
+    let words: Vec<String> =
+        of.iter().map(|mb| mb.map_or("all".into(), |mb| mb.to_string())).collect();
+    let parts: BTreeSet<Key> =
+        silent.into_iter().filter(|key| of.contains(&key.microbatch)).collect();
+    let tokens = parts
+        .iter()
+        .filter_map(|&key| Some((key.microbatch, unit(evidence.step, evidence.inputs, key)?.rows)))
+        .collect();
+    let parameters = vec![("microbatch", words.join(", "))];
+    Some(Hypothesis::new(Silent { tokens }, parameters))
+}
+
+struct Silent {
+    tokens: Vec<(Option<Microbatch>, Vec<usize>)>,
+}
+
+impl World for Silent {
+    fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
+        for (_, rows) in self.tokens.iter().filter(|(mb, _)| *mb == inputs.microbatch) {
+            rows.iter().for_each(|&t| g[t] = 0.0);
+        }
+    }
+}
+
+/// Sums that lack one addend of several, and hold all others once.
+fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let lacks_one = |found: &Solved| {
+        let out = found.addends.iter().filter(|of| of.weight == 0.0).count();
+        let once = found.addends.iter().filter(|of| of.weight == 1.0).count();
+        out == 1 && once + out == found.addends.len() && once > 1 && found.scale == 1.0
+    };
+    let of: Vec<Solved> = solved(evidence).into_iter().filter(lacks_one).collect();
+    let Some(first) = of.first() else { return Vec::new() };
+    let Some(out) = first.addends.iter().find(|of| of.weight == 0.0 && of.microbatch.is_some())
+    else {
+        return Vec::new(); // a whole rank: its part was not reduced
+    };
+    let mb = out.microbatch.map_or(String::new(), |mb| mb.to_string());
+    let rank = out.rank.map_or("all".into(), |rank| rank.to_string());
+    let parameters = vec![("microbatch", mb), ("rank", rank)];
+    vec![Hypothesis::new(Weighted { of }, parameters)]
+}

@@ -1,0 +1,279 @@
+//! `index-overflow-32`: a flat index `t V + v` does not fit its integer: from row `2^n / V` on
+//! another element is read or written, or none.
+//!
+//! Detectors: label logits, or label parts of dq, are wrong from a row on that is such a
+//! border and right before it; rows of dq are zeros from there on.
+//! Emulation: the index as an integer of so many bits holds it, counted from the start of
+//! each rank's own tensor or of all; negative ones count from the end, or are dropped.
+
+use std::collections::BTreeMap;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::{Direct, alike, energy, tokens};
+use crate::diagnose::detectors::extents::of_ranks;
+use crate::diagnose::detectors::strays::Strays;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::rearranged::MovedRows;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// The catalogue's entry.
+pub struct IndexOverflow32;
+
+/// Bits of integers that an index may be held in.
+const BITS: [u32; 8] = [15, 16, 17, 18, 20, 24, 31, 32];
+/// Share of the tokens that must be where an index says.
+const FITS: f64 = 0.9;
+
+impl Cause for IndexOverflow32 {
+    fn id(&self) -> &'static str {
+        "index-overflow-32"
+    }
+
+    fn about(&self) -> &'static str {
+        "flat indices of the token x vocabulary plane overflow their integer: rows from the border on are read or written elsewhere"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["ml-cross-entropy 39", "quack d45300e"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "compute row offsets in 64 bits before the column is added"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let stages = [Stage::LabelLogits, Stage::Dlogits, Stage::Dq, Stage::DqLabel, Stage::Dk];
+        if !evidence.fails_any(&stages) {
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        for bits in BITS {
+            for signed in [true, false] {
+                for negative in [Negative::FromTheEnd, Negative::Dropped] {
+                    if !signed && negative == Negative::Dropped {
+                        continue;
+                    }
+                    let index = Index { bits, signed, negative };
+                    found.extend(of_labels(evidence, index));
+                }
+            }
+        }
+        found.extend(unwritten(evidence));
+        found
+    }
+}
+
+/// What becomes of a negative index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Negative {
+    FromTheEnd,
+    Dropped,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Index {
+    bits: u32,
+    signed: bool,
+    negative: Negative,
+}
+
+impl Index {
+    fn name(self) -> String {
+        format!("{}int{}", if self.signed { "" } else { "u" }, self.bits)
+    }
+
+    /// The first index that does not fit.
+    fn border(self) -> i128 {
+        1i128 << (self.bits - u32::from(self.signed))
+    }
+
+    /// Where an index of a buffer of this size ends up; `None` where nowhere.
+    fn held(self, index: usize, size: usize) -> Option<usize> {
+        let (whole, index, size) = (1i128 << self.bits, index as i128, size as i128);
+        let half = if self.signed { whole / 2 } else { 0 };
+        let held = (index + half).rem_euclid(whole) - half;
+        let held = match self.negative {
+            Negative::Dropped if held < 0 => return None,
+            _ => held.rem_euclid(size),
+        };
+        usize::try_from(held).ok()
+    }
+}
+
+/// Tokens of a run whose label's index does not fit: token, and where its entry is.
+type Moved = Vec<(usize, Option<(usize, usize)>)>;
+
+fn moved(inputs: &MicrobatchInputs, runs: &[Vec<usize>], vocab: usize, index: Index) -> Moved {
+    let mut found = Moved::new();
+    for run in runs {
+        let size = run.len() * vocab;
+        for (at, &t) in run.iter().enumerate() {
+            let label = inputs.labels[t];
+            let flat = at * vocab + label as usize;
+            if label == IGNORED || (flat as i128) < index.border() {
+                continue;
+            }
+            let to = index.held(flat, size).map(|to| (run[to / vocab], to % vocab));
+            found.push((t, to));
+        }
+    }
+    found
+}
+
+/// Label logits and label entries that are read and written elsewhere.
+fn of_labels(evidence: &Evidence<'_>, index: Index) -> Option<Hypothesis> {
+    let mut world = Strays::default();
+    let (mut shown, mut rows) = (false, String::new());
+    for inputs in evidence.inputs {
+        let head = inputs.head(evidence.step)?;
+        let vocab = head.k.rows;
+        let runs = of_ranks(evidence.step, inputs);
+        let moved = moved(inputs, &runs, vocab, index);
+        if moved.is_empty() || moved.len() == inputs.tokens() {
+            continue;
+        }
+        rows = format!("from row {} of {}", index.border() / vocab as i128, runs[0].len());
+        let direct = Direct::new(evidence.step, inputs)?;
+        shown |= shows(evidence, inputs, &direct, &moved);
+        let upstream = evidence.reference().g.get(&inputs.microbatch)?;
+        let s = evidence.step.options.smoothing(inputs.valid_vocab);
+        let counted = moved.iter().filter(|(t, _)| upstream[*t] != 0.0);
+        let entries: Vec<(usize, usize, f64)> = counted
+            .filter_map(|&(t, to)| {
+                to.map(|(token, class)| (token, class, -upstream[t] * (1.0 - s)))
+            })
+            .collect();
+        world.miss(inputs.microbatch, moved.iter().map(|&(t, _)| t).collect());
+        world.add(evidence, inputs, &entries)?;
+        let logits = moved.iter().map(|&(t, to)| (t, read(&direct, to))).collect();
+        world.label_logits.insert(inputs.microbatch, logits);
+    }
+    let parameters = vec![
+        ("index", index.name()),
+        ("of", "the label's logit and its gradient".to_string()),
+        ("rows", rows),
+    ];
+    shown.then(|| Hypothesis::new(world, parameters))
+}
+
+/// The logit that an index reads.
+fn read(direct: &Direct<'_>, to: Option<(usize, usize)>) -> f64 {
+    to.map_or(0.0, |(token, class)| direct.logit_of(&direct.q(Row::From(token)), class).0)
+}
+
+/// Whether the tokens beyond the border show it: their label logit is another element's, or
+/// their row of dq lacks the label's part.
+fn shows(
+    evidence: &Evidence<'_>,
+    inputs: &MicrobatchInputs,
+    direct: &Direct<'_>,
+    moved: &Moved,
+) -> bool {
+    let looked = tokens(evidence, inputs);
+    let of = |stage: Stage| {
+        let mut keys = evidence.failing.iter();
+        let key = keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch)?;
+        Some((evidence.captured(*key)?, *key))
+    };
+    let mut seen: Vec<&(usize, Option<(usize, usize)>)> =
+        moved.iter().filter(|(t, _)| looked.binary_search(t).is_ok()).collect();
+    seen.truncate(64);
+    let share = |fits: &dyn Fn(usize, Option<(usize, usize)>) -> bool| {
+        let fit = seen.iter().filter(|&&&(t, to)| fits(t, to)).count();
+        !seen.is_empty() && fit as f64 >= FITS * seen.len() as f64
+    };
+    if let Some((captured, _)) = of(Stage::LabelLogits) {
+        return share(&|t, to| {
+            let (z, x) = (read(direct, to), captured.values[t]);
+            (z - x).abs() <= 0.01 * (1.0 + x.abs())
+        });
+    }
+    let Some((captured, key)) = of(Stage::Dq) else { return of(Stage::Dlogits).is_some() };
+    let reference = evidence.reference();
+    let (Some(table), Some(cotangents)) =
+        (reference.stages.get(&key), reference.cotangents.get(&key.microbatch))
+    else {
+        return false;
+    };
+    share(&|t, _| {
+        let (Some(row), Some(of)) = (table.get(&t), cotangents.get(&t)) else { return false };
+        let class = inputs.labels[t] as usize;
+        let slope = direct.logit_of(&direct.q(Row::From(t)), class).1;
+        let label = direct.k(Row::From(class));
+        let without: Vec<f64> = row.iter().zip(label).map(|(x, k)| x - of[1] * slope * k).collect();
+        alike(captured.row(t), &without)
+    })
+}
+
+/// Rows of dq that are zeros from a border on.
+fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut found = Vec::new();
+    for bits in [15, 16, 31, 32] {
+        for of_vocabulary in [true, false] {
+            let (mut from, mut words) = (BTreeMap::new(), String::new());
+            for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+                if let Some((rows, border)) = hole(evidence, key, bits, of_vocabulary) {
+                    words = format!("zeros from row {border} on");
+                    from.insert(key.microbatch, rows);
+                }
+            }
+            if from.is_empty() {
+                continue;
+            }
+            // 2^15 and 2^31 are where a sign bit is met.
+            let name = match bits % 2 {
+                1 => format!("int{}", bits + 1),
+                _ => format!("uint{bits}"),
+            };
+            let parameters = vec![("index", name), ("rows", words)];
+            found.push(Hypothesis::new(MovedRows { from }, parameters));
+        }
+    }
+    found
+}
+
+/// The rows of a dq that is zeros exactly from the border on, and the border.
+fn hole(
+    evidence: &Evidence<'_>,
+    key: Key,
+    bits: u32,
+    of_vocabulary: bool,
+) -> Option<(Vec<Row>, usize)> {
+    let (inputs, captured) = (evidence.inputs_of(key.microbatch)?, evidence.captured(key)?);
+    let table = evidence.reference().stages.get(&key)?;
+    let head = inputs.head(evidence.step)?;
+    let width = if of_vocabulary { head.k.rows } else { head.q.cols };
+    let border = (1usize << bits).div_ceil(width);
+    let mut rows: Vec<Row> = (0..inputs.tokens()).map(Row::From).collect();
+    for run in of_ranks(evidence.step, inputs) {
+        run.iter().skip(border).for_each(|&t| rows[t] = Row::Zeros);
+    }
+    let of = table.iter().filter(|(_, wanted)| energy(wanted) > 0.0);
+    let (mut before, mut beyond) = (0, 0);
+    for (&t, _) in of {
+        let wanted = rows[t] == Row::Zeros;
+        if (energy(captured.row(t)) == 0.0) != wanted {
+            return None;
+        }
+        *(if wanted { &mut beyond } else { &mut before }) += 1;
+    }
+    (before > 1 && beyond > 1).then_some((rows, border))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_beyond_the_border_is_negative_where_the_integer_has_a_sign() {
+        let index = |signed, negative| Index { bits: 16, signed, negative };
+        let signed = index(true, Negative::FromTheEnd);
+        assert_eq!(signed.held(32_767, 50_000), Some(32_767));
+        assert_eq!(signed.held(32_768, 50_000), Some(50_000 - 32_768));
+        assert_eq!(index(true, Negative::Dropped).held(32_768, 50_000), None);
+        assert_eq!(index(false, Negative::FromTheEnd).held(65_537, 70_000), Some(1));
+        assert_eq!(signed.border(), 32_768);
+    }
+}

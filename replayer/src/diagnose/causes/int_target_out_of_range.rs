@@ -1,0 +1,177 @@
+//! `int-target-out-of-range`: labels that name no class are skipped by one pass and not by
+//! the other: ignored ones (-1, -100), or ones beyond the vocabulary.
+//!
+//! Detectors: such labels are there, and gradients fail in their rows, or in the rows that
+//! their flat index `t V + label` reaches.
+//! Emulation: the backward takes g off at that index, or off a clamped class, with the
+//! softmax part of the token or without; or the softmax part alone.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::diagnose::cause::{Cause, Hypothesis, Observed};
+use crate::diagnose::detectors::extents::of_ranks;
+use crate::diagnose::detectors::strays::Strays;
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::rearranged::Relabelled;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// The catalogue's entry.
+pub struct IntTargetOutOfRange;
+
+impl Cause for IntTargetOutOfRange {
+    fn id(&self) -> &'static str {
+        "int-target-out-of-range"
+    }
+
+    fn about(&self) -> &'static str {
+        "labels that name no class are skipped by one pass and used as an index by the other"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["MLP-cuda before 396b00e"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "check every label against 0..V in the forward and in the backward alike, and leave the tokens of others out of both"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+            return Vec::new();
+        }
+        let all: Vec<Odd> = evidence.inputs.iter().filter_map(|one| odd(evidence, one)).collect();
+        if all.iter().all(|odd| odd.labels.is_empty()) {
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        for (softmax, entry) in [(false, true), (true, false), (true, true)] {
+            found.extend(stray(evidence, &all, softmax, entry));
+        }
+        for clamp in [Clamp::First, Clamp::Last, Clamp::FromTheEnd] {
+            found.extend(clamped(evidence, &all, clamp));
+        }
+        found
+    }
+
+    fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
+        // With something that fails there is more to explain.
+        let outside: Vec<&MicrobatchInputs> =
+            evidence.inputs.iter().filter(|one| !one.outside.is_empty()).collect();
+        let first = outside.first().filter(|_| evidence.failing.is_empty())?;
+        let count: usize = outside.iter().map(|one| one.outside.len()).sum();
+        let (token, label) = first.outside[0];
+        Some(Observed {
+            evidence: format!(
+                "{count} labels name no class, the first that of token {token}: {label}; all that was captured is as if their tokens were ignored"
+            ),
+            stages: vec![Stage::Labels],
+            parameters: vec![("labels", count.to_string()), ("first", label.to_string())],
+        })
+    }
+}
+
+/// Tokens whose label names no class, with the label and the g that they would have.
+struct Odd {
+    microbatch: Option<Microbatch>,
+    labels: BTreeMap<usize, i64>,
+    g: BTreeMap<usize, f64>,
+}
+
+fn odd(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Odd> {
+    let mut labels: BTreeMap<usize, i64> = inputs.outside.iter().copied().collect();
+    if let Some(ignore) = evidence.step.options.ignore_label {
+        let ignored = (0..inputs.tokens()).filter(|&t| inputs.labels[t] == IGNORED);
+        ignored.for_each(|t| {
+            labels.entry(t).or_insert(ignore);
+        });
+    }
+    let reference = evidence.reference().g.get(&inputs.microbatch)?;
+    let weight = |t: usize| inputs.weights[t] * inputs.cotangent[t];
+    let counted = (0..inputs.tokens()).find(|&t| reference[t] != 0.0)?;
+    let one = reference[counted] / weight(counted);
+    let g = |&t: &usize| (t, one * if weight(t) == 0.0 { 1.0 } else { weight(t) });
+    let g = labels.keys().map(g).collect();
+    Some(Odd { microbatch: inputs.microbatch, labels, g })
+}
+
+/// The label's entry at the flat index of the label, the softmax part, or both.
+fn stray(evidence: &Evidence<'_>, all: &[Odd], softmax: bool, entry: bool) -> Option<Hypothesis> {
+    let mut world = Strays::default();
+    let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
+    for odd in all {
+        let inputs = evidence.inputs_of(odd.microbatch)?;
+        let vocab = inputs.head(evidence.step)?.k.rows as i64;
+        if softmax {
+            world.upstream.insert(odd.microbatch, odd.g.clone());
+        }
+        let mut entries = Vec::new();
+        for run in of_ranks(evidence.step, inputs).iter().filter(|_| entry) {
+            for (at, t) in run.iter().enumerate() {
+                let Some(&label) = odd.labels.get(t) else { continue };
+                let flat = at as i64 * vocab + label;
+                let Ok(row) = usize::try_from(flat.div_euclid(vocab)) else { continue };
+                let Some(&token) = run.get(row) else { continue };
+                let class = flat.rem_euclid(vocab) as usize;
+                entries.push((token, class, -odd.g[t] * (1.0 - s)));
+            }
+        }
+        world.add(evidence, inputs, &entries)?;
+    }
+    let words = match (softmax, entry) {
+        (true, true) => "the softmax part, and the label's at the flat index",
+        (true, false) => "the softmax part alone",
+        _ => "the label's part alone, at the flat index",
+    };
+    Some(Hypothesis::new(world, parameters(all, words)))
+}
+
+fn parameters(all: &[Odd], words: &str) -> Vec<(&'static str, String)> {
+    let count: usize = all.iter().map(|odd| odd.labels.len()).sum();
+    let mut labels: Vec<i64> = all.iter().flat_map(|odd| odd.labels.values()).copied().collect();
+    labels.sort_unstable();
+    labels.dedup();
+    labels.truncate(8);
+    let labels = labels.iter().map(i64::to_string).collect::<Vec<String>>().join(", ");
+    vec![
+        ("tokens", count.to_string()),
+        ("labels", labels),
+        ("the backward takes", words.to_string()),
+    ]
+}
+
+/// To which class a label that names none is moved.
+#[derive(Clone, Copy, Debug)]
+enum Clamp {
+    First,
+    Last,
+    FromTheEnd,
+}
+
+fn clamped(evidence: &Evidence<'_>, all: &[Odd], clamp: Clamp) -> Option<Hypothesis> {
+    let (mut labels, mut g) = (BTreeMap::new(), evidence.reference().g.clone());
+    for odd in all {
+        let inputs = evidence.inputs_of(odd.microbatch)?;
+        let valid = inputs.valid_vocab as i64;
+        let mut own = inputs.labels.clone();
+        for (&t, &label) in &odd.labels {
+            let class = match clamp {
+                Clamp::First if label < 0 => 0,
+                Clamp::Last if label >= valid => valid - 1,
+                Clamp::FromTheEnd if (-valid..0).contains(&label) => label + valid,
+                _ => return None,
+            };
+            own[t] = class as u32;
+            g.get_mut(&odd.microbatch)?[t] = odd.g[&t];
+        }
+        labels.insert(odd.microbatch, own);
+    }
+    let words = match clamp {
+        Clamp::First => "class 0 in their place",
+        Clamp::Last => "the last class in their place",
+        Clamp::FromTheEnd => "classes counted from the end",
+    };
+    Some(Hypothesis::new(Relabelled { labels, g: Some(g) }, parameters(all, words)))
+}

@@ -1,0 +1,269 @@
+//! `partial-not-reduced`: one rank's share is taken for the whole: of dq the part of one
+//! vocabulary shard, of lse that of one shard or the sum taken once more over all of them,
+//! of dk the addend of one rank.
+//!
+//! Detectors: a token's row of dq against the running sums of its terms over the
+//! vocabulary; lse off by one constant log n; dk solved for its addends.
+//! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use backtape::identity::Microbatch;
+use rayon::prelude::*;
+
+use super::tail_tile_unmasked::captured_lse;
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::addends::{Solved, solved};
+use crate::diagnose::detectors::dense::{median, seen_lse};
+use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::rearranged::OtherLse;
+use crate::head::inputs::Scores;
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::replay::world::{Pass, World};
+
+/// The catalogue's entry.
+pub struct PartialNotReduced;
+
+/// Shards that a vocabulary may be cut in at most.
+const MOST: usize = 64;
+
+impl Cause for PartialNotReduced {
+    fn id(&self) -> &'static str {
+        "partial-not-reduced"
+    }
+
+    fn about(&self) -> &'static str {
+        "one rank's part is taken for the whole: the sum over ranks is missing, or taken once more"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["ml-cross-entropy 42", "ms-swift 9947"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "all-reduce what every shard holds a part of exactly once: dq and the sum of exponentials over the tensor-parallel ranks, dk over the data-parallel ones"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let mut found = of_dq(evidence);
+        found.extend(of_lse(evidence));
+        found.extend(of_sums(evidence));
+        found
+    }
+}
+
+/// A vocabulary shard: which of how many.
+struct Shard {
+    of: usize,
+    number: usize,
+    range: Range<usize>,
+}
+
+/// Every cut of a vocabulary into nearly equal shards: the last one is shorter, or the
+/// first ones are longer by one.
+fn shards(vocab: usize) -> Vec<Shard> {
+    let mut found = Vec::new();
+    for of in 2..=MOST.min(vocab) {
+        let (up, rest) = (vocab.div_ceil(of), vocab % of);
+        for number in 0..of {
+            let range = (number * up).min(vocab)..((number + 1) * up).min(vocab);
+            found.push(Shard { of, number, range });
+            let start = number * (vocab / of) + number.min(rest);
+            let range = start..start + vocab / of + usize::from(number < rest);
+            found.push(Shard { of, number, range });
+        }
+    }
+    found.retain(|shard| !shard.range.is_empty());
+    found
+}
+
+/// dq as one shard's part.
+fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut found: Vec<Hypothesis> = Vec::new();
+    let mut seen: Vec<Range<usize>> = Vec::new();
+    let failing = |inputs: &&MicrobatchInputs| {
+        let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch;
+        evidence.failing.iter().any(|key| of(&key))
+    };
+    for inputs in evidence.inputs.iter().filter(failing) {
+        let Some(shard) = shard_of_dq(evidence, inputs) else { continue };
+        if seen.contains(&shard.range) {
+            continue;
+        }
+        seen.push(shard.range.clone());
+        let parameters = vec![
+            ("of", "dq".to_string()),
+            ("shards", shard.of.to_string()),
+            ("shard", shard.number.to_string()),
+            ("vocabulary", format!("{}..{}", shard.range.start, shard.range.end)),
+        ];
+        let lse = evidence.reference().lse.clone();
+        found.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
+    }
+    found
+}
+
+/// The shard whose part the rows of a few tokens are.
+fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Shard> {
+    let direct = Direct::new(evidence.step, inputs)?;
+    let reference = evidence.reference();
+    let key = Key { stage: Stage::Dq, microbatch: inputs.microbatch, rank: None };
+    let key = *evidence
+        .failing
+        .range(key..)
+        .find(|k| k.stage == Stage::Dq && k.microbatch == inputs.microbatch)?;
+    let captured = evidence.captured(key)?;
+    let lse = reference.lse.get(&inputs.microbatch)?;
+    let all = tokens(evidence, inputs);
+    let some: Vec<usize> = all.iter().step_by(all.len().div_ceil(5).max(1)).copied().collect();
+    let mut left: Option<Vec<Shard>> = None;
+    for t in some {
+        let [a, b, c] = *reference.cotangents.get(&inputs.microbatch)?.get(&t)?;
+        let q = direct.q(Row::From(t));
+        let width = q.len();
+        // Running sums of d_tv k_v over the vocabulary.
+        let mut sums = vec![vec![0.0; width]];
+        for v in 0..direct.head.valid_vocab {
+            let k = direct.k(Row::From(v));
+            let (z, slope) = direct.logit_of(&q, v);
+            let label = if inputs.labels[t] as usize == v { b } else { 0.0 };
+            let entry = slope * (a * (z - lse[t]).exp() + label + c);
+            let last = &sums[v];
+            sums.push((0..width).map(|i| last[i] + entry * k[i]).collect());
+        }
+        let end = sums.len() - 1;
+        let row = captured.row(t);
+        let fits = |shard: &Shard| {
+            let (from, to) = (&sums[shard.range.start.min(end)], &sums[shard.range.end.min(end)]);
+            let part: Vec<f64> = to.iter().zip(from).map(|(to, from)| to - from).collect();
+            let small = 1e-6 * energy(&sums[end]);
+            alike(row, &part) || (energy(&part) < small && distance(row, &part) < small)
+        };
+        let mut now = left.unwrap_or_else(|| shards(direct.head.k.rows));
+        now.retain(fits);
+        left = Some(now).filter(|now| !now.is_empty());
+        left.as_ref()?;
+    }
+    left?.into_iter().next()
+}
+
+struct OneShard {
+    range: Range<usize>,
+    lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
+}
+
+impl World for OneShard {
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        if let Scores::Product { k, .. } = &mut inputs.scores
+            && let Some(part) = k.with_rows(&|row| match self.range.contains(&row) {
+                true => Row::From(row),
+                false => Row::Zeros,
+            })
+        {
+            *k = part;
+        }
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        // The whole softmax: only the product with k is one shard's.
+        if let Some(own) = self.lse.get(&inputs.microbatch).filter(|_| pass == Pass::Backward) {
+            lse.copy_from_slice(own);
+        }
+    }
+}
+
+/// lse of which log n is too much, or which is one shard's.
+fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    if !evidence.fails(Stage::Lse) && !evidence.fails_any(&GRADIENTS) {
+        return Vec::new();
+    }
+    let all: Vec<_> =
+        evidence.inputs.iter().flat_map(|inputs| seen_lse(evidence, inputs)).collect();
+    let off = median(all.iter().map(|of| of.seen - of.lse).collect());
+    let steady = all.iter().filter(|of| (of.seen - of.lse - off).abs() < 0.02).count();
+    let n = off.exp().round();
+    let captured = captured_lse(evidence);
+    if n >= 2.0 && n <= MOST as f64 && (off - n.ln()).abs() < 0.01 && 4 * steady >= 3 * all.len() {
+        let more = |lse: &f64| lse + n.ln();
+        let of =
+            |(&mb, lse): (&Option<Microbatch>, &Vec<f64>)| (mb, lse.iter().map(more).collect());
+        let lse = evidence.reference().forward_lse.iter().map(of).collect();
+        let parameters = vec![
+            ("of", "the sum of exponentials, counted n times".to_string()),
+            ("n", n.to_string()),
+        ];
+        let mesh = &evidence.step.dump.manifest.mesh;
+        let axis = mesh.0.iter().any(|(_, size)| f64::from(*size) == n);
+        let fitted = usize::from(!(axis || evidence.ranks() as f64 == n));
+        return vec![Hypothesis::new(OtherLse { lse, captured }, parameters).fitted(fitted)];
+    }
+    if off < -1e-3 { one_shards_lse(evidence) } else { Vec::new() }
+}
+
+/// lse over one shard's classes.
+fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let Some(first) = evidence.inputs.iter().find(|one| !seen_lse(evidence, one).is_empty()) else {
+        return Vec::new();
+    };
+    let Some(direct) = Direct::new(evidence.step, first) else { return Vec::new() };
+    let valid = direct.head.valid_vocab;
+    let seen = seen_lse(evidence, first);
+    let some: Vec<_> = seen.iter().step_by(seen.len().div_ceil(5).max(1)).collect();
+    let rows: Vec<Vec<f64>> = some
+        .iter()
+        .map(|of| direct.against(&direct.q(Row::From(of.token)), &Row::From).logits)
+        .collect();
+    let fits = |shard: &Shard| {
+        let end = shard.range.end.min(valid);
+        shard.range.start < end
+            && some.iter().zip(&rows).all(|(of, logits)| {
+                let lse = direct.lse(&logits[shard.range.start..end]);
+                (lse - of.seen).abs() < 0.01
+            })
+    };
+    let Some(shard) = shards(direct.head.k.rows).into_iter().find(fits) else { return Vec::new() };
+    let one = |inputs: &MicrobatchInputs| {
+        let direct = Direct::new(evidence.step, inputs)?;
+        let end = shard.range.end.min(valid);
+        let of = |t: usize| {
+            let row = direct.against(&direct.q(Row::From(t)), &Row::From);
+            direct.lse(&row.logits[shard.range.start..end])
+        };
+        let lse: Vec<f64> = (0..inputs.tokens()).into_par_iter().map(of).collect();
+        Some((inputs.microbatch, lse))
+    };
+    let lse = evidence.inputs.iter().filter_map(one).collect();
+    let parameters = vec![
+        ("of", "lse".to_string()),
+        ("shards", shard.of.to_string()),
+        ("shard", shard.number.to_string()),
+    ];
+    let captured = captured_lse(evidence);
+    vec![Hypothesis::new(OtherLse { lse, captured }, parameters)]
+}
+
+/// Reduced dk that lacks whole ranks' addends.
+fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let one = |found: Solved| {
+        let ranks = found.ranks_left_out()?;
+        let held: Vec<String> = found
+            .addends
+            .iter()
+            .filter(|addend| !ranks.contains(&addend.rank))
+            .filter_map(|addend| addend.rank)
+            .map(|rank| rank.to_string())
+            .collect::<std::collections::BTreeSet<_>>()
+            .into_iter()
+            .collect();
+        let parameters = vec![
+            ("of", "dk over ranks".to_string()),
+            ("holds only ranks", held.join(", ")),
+            ("scale", found.scale_name()),
+        ];
+        Some(Hypothesis::new(found.world(), parameters).fitted(usize::from(found.scale != 1.0)))
+    };
+    solved(evidence).into_iter().filter_map(one).collect()
+}

@@ -1,0 +1,189 @@
+//! `silent-corruption`: a few stored elements are wrong, by one flipped bit each where that
+//! is so, and all others are right.
+//!
+//! Detector: few elements are beyond their bound; a captured element with one bit the other
+//! way is what it should be.
+//! Emulation: those elements hold what was captured, every other one must be right.
+
+use half::{bf16, f16};
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::captured::Values;
+use crate::diagnose::detectors::reference::Table;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::rearranged::Instead;
+use crate::head::Stage;
+use crate::replay::outcome::Comparison;
+
+/// The catalogue's entry.
+pub struct SilentCorruption;
+
+/// Elements that are wrong at most.
+const MOST: u64 = 8;
+/// Share of an element's error that may be left when its bit is flipped back.
+const LEFT: f64 = 1.0 / 16.0;
+/// Elements without a flipped bit are wrong by so many times the stage's own size.
+const GROSS: f64 = 30.0;
+
+/// An element that is not what it should be.
+#[derive(Clone, Copy, Debug)]
+struct Wrong {
+    row: usize,
+    column: usize,
+    captured: f64,
+    reference: f64,
+    /// The bit that was flipped, where one explains it.
+    bit: Option<u32>,
+}
+
+impl Cause for SilentCorruption {
+    fn id(&self) -> &'static str {
+        "silent-corruption"
+    }
+
+    fn about(&self) -> &'static str {
+        "a few stored elements are wrong and all others are right: bits were flipped"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["hosts with faulty memory or arithmetic"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "run the step again on another host: what stays is a bug, what goes is the hardware"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let mut world = Instead::default();
+        let mut all: Vec<(Key, Wrong)> = Vec::new();
+        // What follows from a wrong element may be wrong too: only the first is looked at.
+        for &key in &evidence.failing {
+            let Some(found) = wrong(evidence, key) else { continue };
+            let table = world.of.entry(key).or_default();
+            for one in found {
+                table.entry(one.row).or_default().push((one.column, one.captured));
+                all.push((key, one));
+            }
+        }
+        if all.is_empty() || all.len() as u64 > MOST {
+            return Vec::new();
+        }
+        let parameters = parameters(&all);
+        let fitted = 2 + all.len();
+        let stages: Vec<Stage> = all.iter().map(|(key, _)| key.stage).collect();
+        let distrusting = Instead { of: world.of.clone(), distrusts: stages };
+        vec![
+            Hypothesis::new(world, parameters.clone()).fitted(fitted),
+            Hypothesis::new(distrusting, parameters).fitted(fitted),
+        ]
+    }
+}
+
+fn parameters(all: &[(Key, Wrong)]) -> Vec<(&'static str, String)> {
+    let one = |(key, of): &(Key, Wrong)| {
+        let place = format!("{} [{}, {}]", key.stage, of.row, of.column);
+        let mb = key.microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
+        let rank = key.rank.map(|rank| format!(" of rank {rank}")).unwrap_or_default();
+        let bit = of.bit.map_or("no single bit".into(), |bit| format!("bit {bit} flipped"));
+        format!("{place}{mb}{rank}: {:e} for {:.6e}, {bit}", of.captured, of.reference)
+    };
+    vec![
+        ("elements", all.len().to_string()),
+        ("where", all.iter().map(one).collect::<Vec<String>>().join("; ")),
+    ]
+}
+
+/// The comparison as the replay found it.
+fn comparison<'e>(evidence: &'e Evidence<'_>, key: Key) -> Option<&'e Comparison> {
+    let mut all = evidence.outcome.stage(key.stage).comparisons.iter();
+    all.find(|one| one.microbatch == key.microbatch && one.rank == key.rank)
+}
+
+/// The wrong elements of a comparison, where they are few and each is explained.
+fn wrong(evidence: &Evidence<'_>, key: Key) -> Option<Vec<Wrong>> {
+    let tally = &comparison(evidence, key)?.tally;
+    let bad = tally.exceeding + tally.nonfinite;
+    if bad == 0 || bad > MOST {
+        return None;
+    }
+    let captured = evidence.captured(key)?;
+    let table = evidence.reference().stages.get(&key)?;
+    let size = (tally.reference_energy / tally.elements.max(1) as f64).sqrt();
+    let mut all = errors(&captured, table);
+    all.sort_by(|a, b| off(b).total_cmp(&off(a)));
+    all.truncate(bad as usize);
+    for one in &mut all {
+        one.bit = flipped(&captured, one);
+        let gross = off(one) >= GROSS * size.max(one.reference.abs()) && bad <= 4;
+        if one.bit.is_none() && !gross {
+            return None;
+        }
+    }
+    Some(all)
+}
+
+fn off(of: &Wrong) -> f64 {
+    let off = (of.captured - of.reference).abs();
+    if off.is_nan() { f64::INFINITY } else { off }
+}
+
+fn errors(captured: &Values, table: &Table) -> Vec<Wrong> {
+    let row = |(&row, of): (&usize, &Vec<f64>)| -> Vec<Wrong> {
+        let all = captured.row(row).iter().zip(of).enumerate();
+        let one = |(column, (&captured, &reference)): (usize, (&f64, &f64))| Wrong {
+            row,
+            column,
+            captured,
+            reference,
+            bit: None,
+        };
+        all.map(one).filter(|one| off(one) > 0.0).collect()
+    };
+    table.iter().flat_map(row).collect()
+}
+
+/// The one bit that, the other way, makes an element what it should be.
+fn flipped(captured: &Values, of: &Wrong) -> Option<u32> {
+    let near = |x: f64| (x - of.reference).abs();
+    let other = |bit: u32| -> f64 {
+        match (captured.bits, of.captured) {
+            (64, x) => f64::from_bits(x.to_bits() ^ (1 << bit)),
+            (32, x) => f64::from(f32::from_bits((x as f32).to_bits() ^ (1 << bit))),
+            (16, x) if captured.is_bf16 => {
+                bf16::from_bits(bf16::from_f64(x).to_bits() ^ (1 << bit)).to_f64()
+            }
+            (_, x) => f16::from_bits(f16::from_f64(x).to_bits() ^ (1 << bit)).to_f64(),
+        }
+    };
+    let bits = (0..captured.bits).map(|bit| (near(other(bit)), bit));
+    let (left, bit) = bits.filter(|(left, _)| !left.is_nan()).min_by(|a, b| a.0.total_cmp(&b.0))?;
+    (left <= LEFT * off(of) && left <= 0.02 * of.reference.abs()).then_some(bit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(bits: u32, is_bf16: bool) -> Values {
+        Values { columns: 1, values: vec![0.0], bits, is_bf16 }
+    }
+
+    fn at(captured: f64, reference: f64) -> Wrong {
+        Wrong { row: 0, column: 0, captured, reference, bit: None }
+    }
+
+    #[test]
+    fn a_flipped_bit_is_named_and_a_rounding_error_is_none() {
+        let x = 0.0123f32;
+        let flip = |bit: u32| f64::from(f32::from_bits(x.to_bits() ^ (1 << bit)));
+        for bit in [22, 24, 27, 30, 31] {
+            let found = flipped(&values(32, false), &at(flip(bit), f64::from(x) * 1.001));
+            assert_eq!(found, Some(bit));
+        }
+        let off = at(f64::from(x) * 1.04, f64::from(x));
+        assert_eq!(flipped(&values(32, false), &off), None, "a ratio is no bit");
+        let half = bf16::from_f64(0.5);
+        let wrong = bf16::from_bits(half.to_bits() ^ (1 << 13)).to_f64();
+        assert_eq!(flipped(&values(16, true), &at(wrong, 0.5)), Some(13));
+    }
+}

@@ -1,0 +1,251 @@
+//! `stride-ignored`: a strided or transposed view is read, or written, as if its rows lay one
+//! after another.
+//!
+//! Detectors: captured rows of a few tokens against what the usual views give of q, of k and
+//! of the tokens' cotangents; rows of dq that are every other row of the reference.
+//! Emulation: those rows, read by the softmax path alone or by all of the head.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::{Direct, WORK, alike, dot, energy};
+use crate::diagnose::detectors::extents::of_ranks;
+use crate::diagnose::detectors::maps::{Beyond, Map};
+use crate::diagnose::detectors::misread::{Looked, Operand, hypotheses};
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::rearranged::MovedRows;
+use crate::head::inputs::Scores;
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+use crate::replay::world::World;
+
+/// The catalogue's entry.
+pub struct StrideIgnored;
+
+/// Longest rows of a view that leaves some out.
+const LONGEST: usize = 4096;
+
+impl Cause for StrideIgnored {
+    fn id(&self) -> &'static str {
+        "stride-ignored"
+    }
+
+    fn about(&self) -> &'static str {
+        "a strided view was taken for contiguous memory: its rows lie elsewhere"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["TransformerEngine 2746"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "pass the tensor's strides to the kernel, or make it contiguous before the launch"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+            return Vec::new();
+        }
+        let mut found = written(evidence);
+        found.extend(of_cotangents(evidence));
+        if let Some(looked) = Looked::new(evidence) {
+            for (map, words) in views(evidence) {
+                let parameters = vec![("operand", "q".to_string()), ("view", words)];
+                found.extend(hypotheses(evidence, &looked, (Operand::Q, map), &parameters));
+            }
+        }
+        found.extend(transposed_k(evidence));
+        found
+    }
+}
+
+/// Views of the tokens' rows: with rows left out after every so many, with every other row,
+/// transposed.
+fn views(evidence: &Evidence<'_>) -> Vec<(Map, String)> {
+    let Some(inputs) = evidence.inputs.first() else { return Vec::new() };
+    let longest = of_ranks(evidence.step, inputs).iter().map(Vec::len).max().unwrap_or(0);
+    let mut found = Vec::new();
+    for step in [2, 3, 4] {
+        for beyond in [Beyond::Wraps, Beyond::Zeros, Beyond::LastRow] {
+            let words = format!("every {step}. row, beyond the end {}", beyond.name());
+            found.push((Map::Strided { step, beyond }, words));
+        }
+    }
+    // Every length where a row is cheap, else those that the job has.
+    let lengths: Vec<usize> = match Direct::new(evidence.step, inputs) {
+        Some(direct) if direct.work() * longest < WORK => (2..longest.min(LONGEST)).rev().collect(),
+        _ => [inputs.sequence, inputs.sequence.saturating_sub(1), inputs.sequence + 1].into(),
+    };
+    for row in lengths.into_iter().filter(|&row| row > 1) {
+        found.push((Map::Unsliced { row }, format!("one row left out after every {row}")));
+    }
+    let n = inputs.tokens();
+    let rows = n / inputs.sequence.max(1);
+    for rows in [rows, inputs.sequence] {
+        if rows > 1 && rows < n {
+            found.push((Map::Transposed { rows }, format!("[{rows}, {}] transposed", n / rows)));
+        }
+    }
+    found
+}
+
+/// Rows of dq that were written one after another into a buffer of longer rows.
+fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut found = Vec::new();
+    for step in [2, 3, 4] {
+        for beyond in [Beyond::Zeros, Beyond::Wraps] {
+            let map = Map::Strided { step, beyond };
+            let mut from = BTreeMap::new();
+            for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+                let of = || {
+                    let (inputs, captured) =
+                        (evidence.inputs_of(key.microbatch)?, evidence.captured(key)?);
+                    let table = evidence.reference().stages.get(&key)?;
+                    let rows = map.in_runs(inputs.tokens(), &of_ranks(evidence.step, inputs))?;
+                    let right = |t: &usize| match rows[*t] {
+                        Row::From(other) => table
+                            .get(&other)
+                            .is_none_or(|of| energy(of) == 0.0 || alike(captured.row(*t), of)),
+                        _ => energy(captured.row(*t)) == 0.0,
+                    };
+                    table.keys().all(right).then_some(rows)
+                };
+                from.extend(of().map(|rows| (key.microbatch, rows)));
+            }
+            if !from.is_empty() {
+                let view = format!("every {step}. row, beyond the end {}", beyond.name());
+                let parameters = vec![("operand", "dq".to_string()), ("view", view)];
+                found.push(Hypothesis::new(MovedRows { from }, parameters));
+            }
+        }
+    }
+    found
+}
+
+/// The tokens' weights or cotangents read with another stride: `dq_t` is its reference times
+/// the ratio of two tokens' weights.
+fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut maps: Vec<(Map, String)> = Vec::new();
+    for step in [2, 3, 4] {
+        for beyond in [Beyond::Wraps, Beyond::Zeros, Beyond::LastRow] {
+            let words = format!("every {step}. number, beyond the end {}", beyond.name());
+            maps.push((Map::Strided { step, beyond }, words));
+        }
+    }
+    let first = evidence.inputs.first();
+    let batch = first.map_or((1, 1), |of| (of.tokens() / of.sequence.max(1), of.sequence));
+    for rows in [batch.0, batch.1].into_iter().filter(|&rows| rows > 1) {
+        maps.push((Map::Transposed { rows }, format!("[{rows}, ..] transposed")));
+    }
+    maps.push((Map::Strided { step: 0, beyond: Beyond::Zeros }, "the first number for all".into()));
+    let mut found = Vec::new();
+    for (map, view) in maps {
+        let of = |one: &MicrobatchInputs| {
+            Some((one.microbatch, map.in_runs(one.tokens(), &of_ranks(evidence.step, one))?))
+        };
+        let rows: BTreeMap<_, _> = evidence.inputs.iter().filter_map(of).collect();
+        if rows.is_empty() || !evidence.inputs.iter().any(|one| shows(evidence, one, &rows)) {
+            continue;
+        }
+        let parameters = vec![("operand", "the tokens' cotangents".to_string()), ("view", view)];
+        let g = evidence.reference().g.clone();
+        found.push(Hypothesis::new(OtherCotangents { rows, g }, parameters));
+    }
+    found
+}
+
+/// Upstream gradients of other tokens.
+fn other(rows: &[Row], g: &[f64]) -> Vec<f64> {
+    let of = |row: &Row| match row {
+        Row::From(t) => g[*t],
+        _ => 0.0,
+    };
+    rows.iter().map(of).collect()
+}
+
+fn shows(
+    evidence: &Evidence<'_>,
+    inputs: &MicrobatchInputs,
+    rows: &BTreeMap<Option<Microbatch>, Vec<Row>>,
+) -> bool {
+    let shown = || {
+        let mut keys = evidence.failing.iter();
+        let key =
+            *keys.find(|key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch)?;
+        let (captured, reference) = (evidence.captured(key)?, evidence.reference());
+        let (table, g) = (reference.stages.get(&key)?, reference.g.get(&key.microbatch)?);
+        let changed = other(rows.get(&key.microbatch)?, g);
+        let (mut all, mut fit, mut moved) = (0.0, 0.0, 0.0);
+        for (&t, row) in
+            table.iter().filter(|(t, _)| g[**t] != 0.0 && inputs.labels[**t] != IGNORED)
+        {
+            let ratio = dot(captured.row(t), row) / energy(row);
+            all += 1.0;
+            fit +=
+                f64::from(u8::from((ratio - changed[t] / g[t]).abs() < 0.05 * (1.0 + ratio.abs())));
+            moved += f64::from(u8::from((changed[t] / g[t] - 1.0).abs() > 0.1));
+        }
+        Some(all >= 8.0 && moved >= 0.1 * all && fit >= 0.95 * all)
+    };
+    shown().unwrap_or(false)
+}
+
+struct OtherCotangents {
+    rows: BTreeMap<Option<Microbatch>, Vec<Row>>,
+    g: BTreeMap<Option<Microbatch>, Vec<f64>>,
+}
+
+impl World for OtherCotangents {
+    fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
+        let of = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
+        if let Some((rows, own)) = of {
+            g.copy_from_slice(&other(rows, own));
+        }
+    }
+}
+
+/// k `[V, D]` whose memory is `[D, V]`, or the other way round, read as declared.
+fn transposed_k(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let looked = || {
+        let key = *evidence.failing.iter().find(|key| key.stage == Stage::LabelLogits)?;
+        let inputs = evidence.inputs_of(key.microbatch)?;
+        let captured = evidence.captured(key)?;
+        let Scores::Product { k, .. } = &inputs.scores else { return None };
+        let other = k.transposed().ok()?.reshaped(&k.shape)?;
+        let head = inputs.head(evidence.step)?;
+        let (q, k) = (head.q, crate::head::step::matrix(&other)?);
+        let fits = |t: &usize| {
+            let label = inputs.labels[*t] as usize;
+            let product: f64 = (0..q.cols)
+                .map(|i| q.get_f64(t * q.cols + i) * k.get_f64(label * q.cols + i))
+                .sum();
+            let z = crate::diagnose::detectors::direct::Direct { head }.logit(product, label).0;
+            (z - captured.values[*t]).abs() <= 0.01 * (1.0 + z.abs())
+        };
+        let counted: Vec<usize> =
+            (0..inputs.tokens()).filter(|&t| inputs.labels[t] != IGNORED).take(16).collect();
+        let all = counted.iter().filter(|t| fits(t)).count();
+        Some(!counted.is_empty() && all == counted.len())
+    };
+    if !looked().unwrap_or(false) {
+        return Vec::new();
+    }
+    let parameters = vec![("operand", "k".to_string()), ("view", "transposed".to_string())];
+    vec![Hypothesis::new(TransposedK, parameters)]
+}
+
+struct TransposedK;
+
+impl World for TransposedK {
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        if let Scores::Product { k, .. } = &mut inputs.scores
+            && let Ok(turned) = k.transposed()
+            && let Some(read) = turned.reshaped(&k.shape)
+        {
+            *k = read;
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! `tail-tile-unmasked`: the vocabulary is no multiple of the tile, and what fills the last
+//! tile up counts in the softmax.
+//!
+//! Detectors: `e^seen - e^lse` of the failing rows, which is what the filling adds: the same
+//! number `n e^c` for all tokens where the filling has one logit c.
+//! Emulation: `lse = log(e^lse + Σ e^filling)` with n = -V mod tile for every usual tile,
+//! or as counted from the rows; filled with zero rows of k, with copies of the last row,
+//! with the next token's logits, or with the columns that a tile that was moved back
+//! counts twice. Of a declared padding: its rows of k count, unmasked.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+use rayon::prelude::*;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::dense::{Seen, median, seen_lse};
+use crate::diagnose::detectors::direct::Direct;
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::rearranged::OtherLse;
+use crate::head::{HeadOptions, MicrobatchInputs, Stage};
+use crate::replay::world::World;
+
+/// The catalogue's entry.
+pub struct TailTileUnmasked;
+
+/// Vocabulary tiles that kernels have, beside declared ones.
+const TILES: [usize; 20] = [
+    8, 16, 24, 32, 48, 64, 96, 100, 128, 160, 192, 200, 256, 384, 512, 768, 1024, 2048, 4096, 8192,
+];
+/// How far a number of filling columns may be from a whole one and still be it, of itself.
+const WHOLE: f64 = 0.02;
+/// Share of the tokens that must show the filling.
+const SHOWN: f64 = 0.7;
+
+impl Cause for TailTileUnmasked {
+    fn id(&self) -> &'static str {
+        "tail-tile-unmasked"
+    }
+
+    fn about(&self) -> &'static str {
+        "columns beyond the vocabulary count in the softmax: the last tile is not masked"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["verl 5349", "tokamax chunked path", "MLP-cuda before 396b00e"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "mask the columns from the vocabulary's end on by -inf before the maximum and the sum, in the forward and in the backward"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+            return Vec::new();
+        }
+        let mut found: Vec<Hypothesis> = padded(evidence).into_iter().collect();
+        let seen: Vec<(&MicrobatchInputs, Vec<Seen>)> =
+            evidence.inputs.iter().map(|inputs| (inputs, seen_lse(evidence, inputs))).collect();
+        if seen.iter().all(|(_, seen)| seen.is_empty()) {
+            return found;
+        }
+        found.extend(zeros(evidence, &seen));
+        found.extend(others(evidence, &seen));
+        found
+    }
+}
+
+/// The declared padding's own rows count.
+fn padded(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let inputs = evidence.inputs.first()?;
+    let head = inputs.head(evidence.step)?;
+    let columns = head.k.rows.checked_sub(head.valid_vocab).filter(|&n| n > 0)?;
+    let parameters = vec![
+        ("columns", columns.to_string()),
+        ("filled with", "what lies in the padding of k".to_string()),
+    ];
+    Some(Hypothesis::new(Unpadded, parameters))
+}
+
+struct Unpadded;
+
+impl World for Unpadded {
+    fn options(&self, options: &mut HeadOptions) {
+        (options.valid_vocab, options.mask) = (None, None);
+    }
+}
+
+type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
+
+/// Filling of one logit, 0 but for softcap and scale, which leave 0 as it is.
+fn zeros(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
+    let Some(vocab) = vocabulary(evidence) else { return Vec::new() };
+    let added = |of: &Seen| of.lse.exp() * (of.seen - of.lse).exp_m1();
+    // A token's lse of 50 shows nothing of what 100 zeros add.
+    let tells = |of: &&Seen| (of.seen - of.lse).abs() > 1e-3;
+    let all: Vec<f64> = seen.iter().flat_map(|(_, seen)| seen).filter(tells).map(added).collect();
+    let counted = median(all);
+    if !(counted > 0.5) {
+        return Vec::new();
+    }
+    let near = |n: usize| n > 0 && (counted / n as f64 - 1.0).abs() < 10.0 * WHOLE;
+    let tiles = TILES.iter().copied().chain(declared_tile(evidence));
+    let mut counts: Vec<(usize, Option<usize>)> =
+        tiles.map(|tile| (tile - 1 - (vocab + tile - 1) % tile, Some(tile))).collect();
+    counts.sort_unstable();
+    counts.dedup_by_key(|(n, _)| *n);
+    counts.retain(|&(n, _)| near(n));
+    let whole = counted.round() as usize;
+    if (counted / whole as f64 - 1.0).abs() < WHOLE && counts.iter().all(|&(n, _)| n != whole) {
+        counts.push((whole, None));
+    }
+    let one = |(n, tile): (usize, Option<usize>)| {
+        let more = |lse: &f64| lse + (n as f64 * (-lse).exp()).ln_1p();
+        let of =
+            |(&mb, lse): (&Option<Microbatch>, &Vec<f64>)| (mb, lse.iter().map(more).collect());
+        let lse: Lse = evidence.reference().forward_lse.iter().map(of).collect();
+        let mut parameters =
+            vec![("columns", n.to_string()), ("filled with", "zeros: logits of 0".to_string())];
+        parameters.extend(tile.map(|tile| ("tile", tile.to_string())));
+        hypothesis(evidence, lse, parameters, usize::from(tile.is_none()))
+    };
+    counts.into_iter().map(one).collect()
+}
+
+fn vocabulary(evidence: &Evidence<'_>) -> Option<usize> {
+    Some(evidence.inputs.first()?.head(evidence.step)?.k.rows)
+}
+
+fn declared_tile(evidence: &Evidence<'_>) -> Option<usize> {
+    let tiles = evidence.step.options.declared.tiles.clone()?;
+    Some(tiles.vocab? as usize).filter(|&tile| tile > 0)
+}
+
+/// What else a tile may be filled with: logits of a token as a function of its own and the
+/// next token's, and of the columns that the tile lacks.
+type Filling = fn(own: &[f64], next: Option<&[f64]>, lacks: usize, tile: usize) -> Vec<f64>;
+
+const FILLINGS: [(&str, Filling); 3] = [
+    ("the last row of k again and again", |own, _, lacks, _| {
+        own.last().map_or(Vec::new(), |&last| vec![last; lacks])
+    }),
+    ("the next token's logits", |_, next, lacks, _| {
+        next.map_or(vec![0.0; lacks], |next| next[..lacks.min(next.len())].to_vec())
+    }),
+    ("the columns before it: the last tile was moved back", |own, _, lacks, tile| {
+        let start = own.len().saturating_sub(tile);
+        own[start..(start + lacks).min(own.len())].to_vec()
+    }),
+];
+
+/// Fillings whose logits differ from token to token.
+fn others(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
+    let Some(vocab) = vocabulary(evidence) else { return Vec::new() };
+    let mut tiles: Vec<usize> = declared_tile(evidence).into_iter().chain(TILES).collect();
+    tiles.retain(|&tile| vocab % tile != 0 && tile < vocab);
+    tiles.sort_unstable();
+    tiles.dedup();
+    let mut found = Vec::new();
+    for (words, filling) in FILLINGS {
+        for &tile in &tiles {
+            let lacks = tile - vocab % tile;
+            if !shows(evidence, seen, &|own, next| filling(own, next, lacks, tile)) {
+                continue;
+            }
+            let lse = lse_of(evidence, &|lse, own, next| {
+                let sum: f64 =
+                    filling(own, next, lacks, tile).iter().map(|z| (z - lse).exp()).sum();
+                lse + sum.ln_1p()
+            });
+            let parameters = vec![
+                ("columns", lacks.to_string()),
+                ("filled with", words.to_string()),
+                ("tile", tile.to_string()),
+            ];
+            found.push(hypothesis(evidence, lse, parameters, 0));
+        }
+    }
+    found
+}
+
+/// Whether some tokens' rows show this filling.
+fn shows(
+    evidence: &Evidence<'_>,
+    seen: &[(&MicrobatchInputs, Vec<Seen>)],
+    filling: &dyn Fn(&[f64], Option<&[f64]>) -> Vec<f64>,
+) -> bool {
+    let Some((inputs, seen)) = seen.iter().find(|(_, seen)| !seen.is_empty()) else {
+        return false;
+    };
+    let Some(direct) = Direct::new(evidence.step, inputs) else { return false };
+    let some = seen.iter().step_by(seen.len().div_ceil(6).max(1));
+    let (mut all, mut fit) = (0.0, 0.0);
+    for of in some {
+        let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
+        let own = row(of.token);
+        let next = (of.token + 1 < inputs.tokens()).then(|| row(of.token + 1));
+        let sum: f64 = filling(&own, next.as_deref()).iter().map(|z| (z - of.lse).exp()).sum();
+        let (wanted, off) = (sum.ln_1p(), of.seen - of.lse);
+        if wanted.abs().max(off.abs()) > 1e-3 {
+            all += 1.0;
+            fit += f64::from(u8::from((wanted - off).abs() <= 0.1 * wanted.abs().max(off.abs())));
+        }
+    }
+    all >= 2.0 && fit >= SHOWN * all
+}
+
+/// lse of every token, as a function of its declared lse, its own and the next token's
+/// logits.
+fn lse_of(
+    evidence: &Evidence<'_>,
+    other: &(dyn Fn(f64, &[f64], Option<&[f64]>) -> f64 + Sync),
+) -> Lse {
+    let reference = evidence.reference();
+    let one = |inputs: &MicrobatchInputs| {
+        let direct = Direct::new(evidence.step, inputs)?;
+        let lse = reference.forward_lse.get(&inputs.microbatch)?;
+        let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
+        let n = inputs.tokens();
+        let of = (0..n).into_par_iter().map(|t| {
+            let next = (t + 1 < n).then(|| row(t + 1));
+            other(lse[t], &row(t), next.as_deref())
+        });
+        Some((inputs.microbatch, of.collect()))
+    };
+    evidence.inputs.iter().filter_map(one).collect()
+}
+
+fn hypothesis(
+    evidence: &Evidence<'_>,
+    lse: Lse,
+    parameters: Vec<(&'static str, String)>,
+    fitted: usize,
+) -> Hypothesis {
+    Hypothesis::new(OtherLse { lse, captured: captured_lse(evidence) }, parameters).fitted(fitted)
+}
+
+/// Microbatches whose lse was captured: their backward starts from it.
+pub fn captured_lse(evidence: &Evidence<'_>) -> Vec<Option<Microbatch>> {
+    let held = |mb: &Option<Microbatch>| {
+        let role = Stage::Lse.role();
+        role.and_then(|role| evidence.step.find(role, *mb)).is_some()
+    };
+    evidence.inputs.iter().map(|one| one.microbatch).filter(held).collect()
+}

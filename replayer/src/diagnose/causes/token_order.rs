@@ -1,0 +1,199 @@
+//! `token-order`: rows of tokens stand in another order than those that they belong to, as
+//! context parallelism's zigzag leaves them when nobody undoes it.
+//!
+//! Detectors: D9, captured rows of dq are the reference's rows in another order; the
+//! labels that the failing rows show are the recorded ones in another order.
+//! Emulation: dq's rows, all of a token's inputs, the labels or q alone in that order.
+
+use std::collections::{BTreeMap, HashMap};
+
+use backtape::identity::Microbatch;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::captured::Values;
+use crate::diagnose::detectors::direct::{alike, distance, energy, tokens};
+use crate::diagnose::detectors::extents::known;
+use crate::diagnose::detectors::labels::LabelTest;
+use crate::diagnose::detectors::orders::{Order, inverse, orders};
+use crate::diagnose::detectors::reference::Table;
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::rearranged::{Moved, MovedRows, Relabelled};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// The catalogue's entry.
+pub struct TokenOrder;
+
+/// Share of the rows that must be where an order says.
+const FITS: f64 = 0.9;
+/// Rows of dq that are matched with all others at most.
+const MATCHED: usize = 6000;
+
+impl Cause for TokenOrder {
+    fn id(&self) -> &'static str {
+        "token-order"
+    }
+
+    fn about(&self) -> &'static str {
+        "rows of tokens stand in another order than what they belong to"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["ms-swift 9977", "slime 73"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "permute labels, weights and positions with the hidden states, and undo the order before rows are compared or reduced"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if !evidence.fails_any(&GRADIENTS) && !evidence.fails(Stage::LabelLogits) {
+            return Vec::new();
+        }
+        let mut found = of_rows(evidence);
+        found.extend(of_labels(evidence));
+        found
+    }
+}
+
+/// The failing comparisons of dq, one a microbatch.
+pub fn failing_dq<'e>(evidence: &'e Evidence<'_>) -> impl Iterator<Item = Key> + 'e {
+    let parts = [Stage::Dq, Stage::DqLse, Stage::DqLabel];
+    let of = move |inputs: &MicrobatchInputs| {
+        let one = |&stage: &Stage| {
+            let mut keys = evidence.failing.iter();
+            keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
+        };
+        parts.iter().find_map(one)
+    };
+    evidence.inputs.iter().filter_map(of)
+}
+
+fn all_orders(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Order> {
+    let extents = known(evidence.step, inputs);
+    let batch = (inputs.tokens() / inputs.sequence.max(1), inputs.sequence);
+    orders(inputs.tokens(), &extents, Some(batch))
+}
+
+type Orders = BTreeMap<Option<Microbatch>, Vec<usize>>;
+
+/// Rows of dq in another order: dq's own, or those of everything that a token has.
+fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut found: BTreeMap<String, Orders> = BTreeMap::new();
+    for key in failing_dq(evidence) {
+        let Some(inputs) = evidence.inputs_of(key.microbatch) else { continue };
+        let Some(captured) = evidence.captured(key) else { continue };
+        let Some(table) = evidence.reference().stages.get(&key) else { continue };
+        let named = all_orders(evidence, inputs)
+            .into_iter()
+            .find(|order| fits(&captured, table, &inverse(&order.from)));
+        let order = named.or_else(|| matched(&captured, table, inputs.tokens()));
+        let Some(order) = order else { return Vec::new() };
+        found.entry(order.name).or_default().insert(key.microbatch, order.from);
+    }
+    // Microbatches of one job have one order, but for those that only a match tells.
+    if found.len() != 1 {
+        return Vec::new();
+    }
+    let mut hypotheses = Vec::new();
+    for (name, from) in found {
+        let fitted = if name == MATCH { 4 } else { 0 };
+        let rows = |of: &Vec<usize>| of.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
+        let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
+        let parameters = |what: &str| vec![("order", name.clone()), ("of", what.to_string())];
+        let rows = MovedRows { from: moved };
+        hypotheses.push(Hypothesis::new(rows, parameters("rows of dq")).fitted(fitted));
+        if evidence.fails(Stage::Lse) || evidence.fails(Stage::LabelLogits) {
+            let world = Moved { from, microbatch: BTreeMap::new() };
+            let words = "everything that was computed of a token";
+            hypotheses.push(Hypothesis::new(world, parameters(words)).fitted(fitted));
+        }
+    }
+    hypotheses
+}
+
+/// Name of an order that has none.
+const MATCH: &str = "one that is known only row by row";
+
+/// Whether the reference's rows that were looked at are captured where an order puts them.
+fn fits(captured: &Values, table: &Table, to: &[usize]) -> bool {
+    let (mut all, mut fit) = (0.0, 0.0);
+    for (&t, row) in table {
+        if to[t] == t || energy(row) == 0.0 {
+            continue;
+        }
+        all += 1.0;
+        fit += f64::from(u8::from(alike(captured.row(to[t]), row)));
+    }
+    all >= 4.0 && fit >= FITS * all
+}
+
+/// Every captured row is one of the reference's, each once.
+fn matched(captured: &Values, table: &Table, tokens: usize) -> Option<Order> {
+    if table.len() != tokens || tokens > MATCHED {
+        return None; // a sample: most rows' matches are not in it
+    }
+    let norms: Vec<f64> = table.values().map(|row| energy(row)).collect();
+    let mut by_norm: Vec<usize> = (0..tokens).collect();
+    by_norm.sort_by(|&a, &b| norms[a].total_cmp(&norms[b]));
+    let mut taken = vec![false; tokens];
+    let mut from = vec![usize::MAX; tokens];
+    for (t, to) in from.iter_mut().enumerate() {
+        let row = captured.row(t);
+        let norm = energy(row);
+        if norm == 0.0 {
+            continue;
+        }
+        // Equal rows have nearly equal norms.
+        let first = by_norm.partition_point(|&s| norms[s] < 0.95 * norm);
+        let near = by_norm[first..].iter().take_while(|&&s| norms[s] <= 1.05 * norm);
+        let near = near.filter(|&&s| !taken[s]).map(|&s| (distance(row, &table[&s]), s));
+        let (off, s) = near.min_by(|a, b| a.0.total_cmp(&b.0).then((a.1 != t).cmp(&(b.1 != t))))?;
+        if off > 1e-3 * norm {
+            return None;
+        }
+        (*to, taken[s]) = (s, true);
+    }
+    // Rows without gradient are where they are, or where others left room.
+    let zeros: Vec<usize> = (0..tokens).filter(|&t| from[t] == usize::MAX).collect();
+    let mut free = (0..tokens).filter(|&s| !taken[s]);
+    for t in zeros {
+        let s = free.next()?;
+        if norms[s] > 0.0 && energy(captured.row(t)) == 0.0 {
+            return None;
+        }
+        from[t] = s;
+    }
+    let moved = from.iter().enumerate().any(|(t, &s)| t != s);
+    moved.then(|| Order { name: MATCH.into(), from })
+}
+
+/// Labels in another order than the tokens.
+fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut found: HashMap<String, BTreeMap<Option<Microbatch>, Vec<u32>>> = HashMap::new();
+    for inputs in evidence.inputs {
+        let Some(test) = LabelTest::new(evidence, inputs) else { continue };
+        let looked = tokens(evidence, inputs);
+        let some: Vec<usize> =
+            looked.iter().step_by(looked.len().div_ceil(64).max(1)).copied().collect();
+        for order in all_orders(evidence, inputs) {
+            if order.name.starts_with("rolled") {
+                continue; // a label shift
+            }
+            let label =
+                |t: usize| Some(inputs.labels[order.from[t]]).filter(|&label| label != IGNORED);
+            if test.share(&some, &label) >= FITS {
+                let labels = order.from.iter().map(|&t| inputs.labels[t]).collect();
+                found.entry(order.name).or_default().insert(inputs.microbatch, labels);
+            }
+        }
+    }
+    let one = |(name, labels): (String, BTreeMap<Option<Microbatch>, Vec<u32>>)| {
+        let parameters = vec![("order", name), ("of", "labels against hidden states".to_string())];
+        Hypothesis::new(Relabelled { labels, g: Some(evidence.reference().g.clone()) }, parameters)
+    };
+    let mut all: Vec<_> = found.into_iter().collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all.into_iter().map(one).collect()
+}

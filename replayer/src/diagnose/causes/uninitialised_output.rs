@@ -1,0 +1,232 @@
+//! `uninitialised-output`: rows of a gradient were never written and hold what the memory
+//! held: zeros, one pattern, or rows of an earlier use.
+//!
+//! Detectors: failing rows of one bit pattern, or zeros in whole runs of rows where the
+//! gradient has its usual size; rows of tokens that do not count, or of the last tile, that
+//! are other rows of the same gradient.
+//! Emulation: those rows hold what was captured, or the other row's gradient, and every
+//! other row must be right; where dlogits are the buffer, dk follows from the stale rows.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::captured::Values;
+use crate::diagnose::detectors::direct::{distance, energy};
+use crate::diagnose::detectors::reference::Table;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::rearranged::{Instead, MovedRows, StaleRows};
+use crate::head::Stage;
+
+/// The catalogue's entry.
+pub struct UninitialisedOutput;
+
+/// Runs of unwritten rows at most, where they hold zeros.
+const RUNS: usize = 4;
+/// Rows that were not written are as large as the others: a filter drops small ones.
+const USUAL: f64 = 0.3;
+
+impl Cause for UninitialisedOutput {
+    fn id(&self) -> &'static str {
+        "uninitialised-output"
+    }
+
+    fn about(&self) -> &'static str {
+        "rows of a gradient were never written: they hold what the memory held before"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["MLP-cuda before 396b00e", "flash-linear-attention 892"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "write every row of the output, those of ignored tokens and of the last tile too, or clear it before"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let rows: [Stage; 6] =
+            [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
+        let mut constant = Instead::default();
+        let mut words: Vec<String> = Vec::new();
+        let mut runs = 0;
+        for (key, _) in evidence.failing_of(&rows) {
+            let Some((value, found)) = unwritten(evidence, key) else { continue };
+            runs += found.len();
+            words.push(format!("{} {}", key.stage, list(&found)));
+            let Some(captured) = evidence.captured(key) else { continue };
+            let all = found.into_iter().flatten().map(|row| (row, captured.row(row).to_vec()));
+            constant = constant.rows(key, all);
+            words.last_mut().into_iter().for_each(|w| w.push_str(&format!(" hold {value:e}")));
+        }
+        let mut hypotheses = Vec::new();
+        if !constant.of.is_empty() {
+            let parameters = vec![("rows", words.join("; "))];
+            hypotheses.push(Hypothesis::new(constant, parameters).fitted(2 * runs.min(8)));
+        }
+        hypotheses.extend(stale_tokens(evidence));
+        hypotheses.extend(stale_tail(evidence));
+        hypotheses
+    }
+}
+
+fn list(runs: &[Range<usize>]) -> String {
+    let all = runs.iter().take(4).map(|run| format!("{}..{}", run.start, run.end));
+    let mut words = all.collect::<Vec<String>>().join(", ");
+    if runs.len() > 4 {
+        words.push_str(&format!(" and {} more runs", runs.len() - 4));
+    }
+    words
+}
+
+/// Rows of one pattern that should not be: the pattern and their runs.
+fn unwritten(evidence: &Evidence<'_>, key: Key) -> Option<(f64, Vec<Range<usize>>)> {
+    let captured = evidence.captured(key)?;
+    let table = evidence.reference().stages.get(&key)?;
+    if captured.columns < 2 {
+        return None;
+    }
+    let of_row = |row: usize| {
+        let values = captured.row(row);
+        let same = values.iter().all(|x| x.to_bits() == values[0].to_bits());
+        same.then_some(values[0])
+    };
+    let wrong = |row: &usize| {
+        let (values, wanted) = (captured.row(*row), table.get(row));
+        wanted.is_some_and(|wanted| !(distance(values, wanted) <= 0.25 * energy(wanted)))
+    };
+    let all: Vec<(usize, f64)> = table
+        .keys()
+        .filter(|&row| wrong(row))
+        .filter_map(|&row| Some((row, of_row(row)?)))
+        .collect();
+    let &(_, value) = all.first()?;
+    let same = |x: f64| x.to_bits() == value.to_bits();
+    if !all.iter().all(|&(_, x)| same(x)) {
+        return None;
+    }
+    // Rows that a sample did not look at are unwritten where they hold the pattern too.
+    let rows: Vec<usize> = match table.len() < captured.rows() || value != 0.0 {
+        true => (0..captured.rows()).filter(|&row| of_row(row).is_some_and(same)).collect(),
+        false => all.iter().map(|&(row, _)| row).collect(),
+    };
+    let runs = runs_of(&rows);
+    (value != 0.0 || is_hole(&captured, table, &runs)).then_some((value, runs))
+}
+
+/// Zeros in few runs of rows, where the gradient has its usual size.
+fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
+    let middle = |mut norms: Vec<f64>| {
+        norms.sort_by(f64::total_cmp);
+        norms.get(norms.len() / 2).copied().unwrap_or(0.0)
+    };
+    let inside = |row: &usize| runs.iter().any(|run| run.contains(row));
+    let norms = |wanted: bool| -> Vec<f64> {
+        let of = table.iter().filter(|(row, of)| inside(row) == wanted && energy(of) > 0.0);
+        of.map(|(_, of)| energy(of).sqrt()).collect()
+    };
+    let whole: usize = runs.iter().map(ExactSizeIterator::len).sum();
+    runs.len() <= RUNS
+        && whole > 1
+        && whole < captured.rows()
+        && middle(norms(true)) >= USUAL * middle(norms(false))
+}
+
+/// Sorted rows as runs.
+fn runs_of(rows: &[usize]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for &row in rows {
+        match runs.last_mut() {
+            Some(run) if run.end == row => run.end += 1,
+            _ => runs.push(row..row + 1),
+        }
+    }
+    runs
+}
+
+/// The row of a table that a captured row is.
+fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
+    let norm = energy(row);
+    let near = |(at, other): (&usize, &Vec<f64>)| {
+        (*at != of && distance(row, other) <= 1e-3 * norm).then_some(*at)
+    };
+    if norm > 0.0 { table.iter().find_map(near) } else { None }
+}
+
+/// Rows of tokens without gradient that hold other tokens' rows: in dq alone, or in the
+/// dlogits that dq and dk are made of.
+fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut moved: BTreeMap<_, Vec<Row>> = BTreeMap::new();
+    let mut count = 0;
+    for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+        let (Some(inputs), Some(captured)) =
+            (evidence.inputs_of(key.microbatch), evidence.captured(key))
+        else {
+            continue;
+        };
+        let Some(table) = evidence.reference().stages.get(&key) else { continue };
+        if table.len() != inputs.tokens() {
+            return Vec::new(); // a sample does not hold the other rows
+        }
+        let mut from: Vec<Row> = (0..inputs.tokens()).map(Row::From).collect();
+        for (&t, _) in table.iter().filter(|(_, wanted)| energy(wanted) == 0.0) {
+            let row = captured.row(t);
+            if energy(row) == 0.0 {
+                continue;
+            }
+            let Some(other) = other_row(row, table, t) else { return Vec::new() };
+            from[t] = Row::From(other);
+            count += 1;
+        }
+        moved.insert(key.microbatch, from);
+    }
+    if count == 0 {
+        return Vec::new();
+    }
+    let parameters = |what: &str| {
+        vec![
+            ("rows", format!("{count} of tokens that do not count hold rows of others")),
+            ("of", what.into()),
+        ]
+    };
+    vec![
+        Hypothesis::new(MovedRows { from: moved.clone() }, parameters("dq")).fitted(2),
+        Hypothesis::new(
+            StaleRows { from: moved, g: evidence.reference().g.clone() },
+            parameters("dlogits"),
+        )
+        .fitted(2),
+    ]
+}
+
+/// Rows from some row on to the end, that are other rows of the same gradient.
+fn stale_tail(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let mut world = Instead::default();
+    let mut words: Vec<String> = Vec::new();
+    for (key, _) in evidence.failing_of(&[Stage::DkLse, Stage::Dk, Stage::Dq]) {
+        let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
+        if table.len() != captured.rows() {
+            return None;
+        }
+        let wrong =
+            |row: &usize| distance(captured.row(*row), &table[row]) > 0.25 * energy(&table[row]);
+        let first = (0..captured.rows()).find(wrong)?;
+        let tail = first..captured.rows();
+        if tail.len() < 2 || 2 * tail.len() > captured.rows() {
+            continue;
+        }
+        let others: Vec<usize> =
+            tail.clone().map_while(|row| other_row(captured.row(row), table, row)).collect();
+        let apart = |pair: &[usize]| pair[1] == pair[0] + 1;
+        if others.len() < tail.len() || !others.windows(2).all(apart) {
+            continue;
+        }
+        words.push(format!(
+            "{} {}..{} hold rows {}.. of it",
+            key.stage, tail.start, tail.end, others[0]
+        ));
+        world = world.rows(key, tail.map(|row| (row, captured.row(row).to_vec())));
+    }
+    let found = !world.of.is_empty();
+    found.then(|| Hypothesis::new(world, vec![("rows", words.join("; "))]).fitted(3))
+}

@@ -1,0 +1,78 @@
+//! `zero-times-inf`: the vocabulary's padding is masked by -inf, and something multiplies it
+//! by 0: NaN for every token, or in the rows of the padding.
+//!
+//! Detectors: the declared mask is -inf and there is a padding; what is no number is that of
+//! every token that counts, or lies in the padding alone.
+//! Emulation: no number there, and all else as it should be.
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::nan::{NanWhere, Nans, nans};
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// The catalogue's entry.
+pub struct ZeroTimesInf;
+
+impl Cause for ZeroTimesInf {
+    fn id(&self) -> &'static str {
+        "zero-times-inf"
+    }
+
+    fn about(&self) -> &'static str {
+        "the -inf of the masked vocabulary is multiplied by 0: NaN"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["MLLM-JAX 2aa7661"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "gather the label's logit instead of multiplying by a one-hot, or mask by a large finite number"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let declared = &evidence.step.options.declared;
+        let infinite = declared.mask_value.is_none_or(|mask| mask == f64::NEG_INFINITY);
+        let padded = |one: &MicrobatchInputs| {
+            one.head(evidence.step).is_some_and(|head| head.valid_vocab < head.k.rows)
+        };
+        if !infinite || !evidence.inputs.iter().all(padded) {
+            return Vec::new();
+        }
+        let Some(found) = nans(evidence) else { return Vec::new() };
+        if !found.of.keys().all(|&key| is_everywhere(evidence, &found, key)) {
+            return Vec::new();
+        }
+        let parameters = vec![
+            ("mask", "-inf".to_string()),
+            ("first stage", found.first.stage.name().to_string()),
+        ];
+        let one = |distrusts: Vec<Stage>| {
+            let world = NanWhere { of: found.of.clone(), distrusts };
+            Hypothesis::new(world, parameters.clone()).fitted(1)
+        };
+        vec![one(Vec::new()), one(vec![found.first.stage])]
+    }
+}
+
+/// Whether a comparison's values that are no numbers are those of every token that counts,
+/// or all of the padding and nothing else, or all there is.
+fn is_everywhere(evidence: &Evidence<'_>, found: &Nans, key: Key) -> bool {
+    let mask = &found.of[&key].1;
+    if mask.iter().all(|&bad| bad) {
+        return true;
+    }
+    let Some(inputs) = evidence.inputs_of(key.microbatch) else { return false };
+    let bad = found.rows(key, true);
+    if bad.len() != found.rows(key, false).len() {
+        return false;
+    }
+    if key.stage >= Stage::DkLse {
+        let rows = mask.len() / found.of[&key].0.max(1);
+        return bad == (inputs.valid_vocab..rows).collect::<Vec<usize>>();
+    }
+    let counts = |t: usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
+    let all = (0..inputs.tokens()).filter(|&t| counts(t));
+    all.count() > 1 && (0..inputs.tokens()).all(|t| !counts(t) || bad.binary_search(&t).is_ok())
+}

@@ -1,0 +1,257 @@
+//! A captured sum of dk solved for the weights of the addends that it should be made of:
+//! which ranks' and which microbatches' gradients it holds, and how often.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use backtape::head::MicrobatchReduction;
+use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
+
+use super::captured::widened;
+use crate::assemble;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::Stage;
+use crate::head::step::matrix;
+use crate::replay::addends::Sum;
+use crate::replay::world::World;
+
+/// Addends that are solved for at most.
+const MOST: usize = 128;
+/// How far a weight may be from a whole number.
+const WHOLE: f64 = 0.05;
+
+/// An addend of a sum.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Addend {
+    /// Which microbatch; none for what is summed over them already.
+    pub microbatch: Option<Microbatch>,
+    /// Whose; none where it was recorded whole.
+    pub rank: Option<Rank>,
+    /// How often the sum holds it.
+    pub weight: f64,
+}
+
+/// A sum with the weights of its addends, not all of them 1.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Solved {
+    /// The sum.
+    pub key: Key,
+    /// Its addends with whole weights.
+    pub addends: Vec<Addend>,
+    /// What all weights are to be multiplied with.
+    pub scale: f64,
+}
+
+impl Solved {
+    /// Ranks of which no addend is in the sum, where all else is in it once.
+    pub fn ranks_left_out(&self) -> Option<BTreeSet<Option<Rank>>> {
+        let mut of: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
+        for addend in &self.addends {
+            of.entry(addend.rank).or_default().insert(addend.weight.to_bits());
+        }
+        let only = |weight: f64| BTreeSet::from([weight.to_bits()]);
+        let known = of.values().all(|set| *set == only(0.0) || *set == only(1.0));
+        let out: BTreeSet<Option<Rank>> =
+            of.iter().filter(|(_, set)| **set == only(0.0)).map(|(&rank, _)| rank).collect();
+        (known && !out.is_empty() && out.len() < of.len() && !out.contains(&None)).then_some(out)
+    }
+
+    /// The weight of each microbatch, where all ranks have the same.
+    pub fn by_microbatch(&self) -> Option<BTreeMap<Microbatch, f64>> {
+        let mut of: BTreeMap<Microbatch, BTreeSet<u64>> = BTreeMap::new();
+        for addend in &self.addends {
+            of.entry(addend.microbatch?).or_default().insert(addend.weight.to_bits());
+        }
+        let one = |(mb, set): (Microbatch, BTreeSet<u64>)| {
+            let weight = set.iter().next().copied().filter(|_| set.len() == 1)?;
+            Some((mb, f64::from_bits(weight)))
+        };
+        of.into_iter().map(one).collect()
+    }
+
+    /// The scale in words.
+    pub fn scale_name(&self) -> String {
+        match self.scale {
+            1.0 => "1".into(),
+            scale if scale < 1.0 => format!("1/{}", (1.0 / scale).round()),
+            scale => scale.to_string(),
+        }
+    }
+
+    /// The sum with these weights.
+    pub fn world(&self) -> Weighted {
+        Weighted { of: vec![self.clone()] }
+    }
+}
+
+/// Sums whose addends have other weights than 1.
+pub struct Weighted {
+    /// Each sum.
+    pub of: Vec<Solved>,
+}
+
+impl World for Weighted {
+    fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
+        let of_stage = |of: &&Solved| {
+            // A sum over microbatches is each rank's own.
+            of.key.stage == stage && (stage == Stage::Reduce || of.key.rank == rank)
+        };
+        let mut all = self.of.iter().filter(of_stage).filter_map(|of| {
+            let own = |addend: &&Addend| addend.microbatch == microbatch && addend.rank == rank;
+            of.addends.iter().find(own).map(|addend| addend.weight * of.scale)
+        });
+        all.next().unwrap_or(1.0)
+    }
+}
+
+/// Every failing sum of dk whose weights are whole numbers, up to one scale that sizes of
+/// the job explain, and not all 1.
+pub fn solved(evidence: &Evidence<'_>) -> Vec<Solved> {
+    let sums = [Stage::Accumulate, Stage::Reduce];
+    let keys: Vec<Key> = evidence.failing_of(&sums).map(|(key, _)| key).collect();
+    keys.into_iter().filter_map(|key| solve(evidence, key)).collect()
+}
+
+fn solve(evidence: &Evidence<'_>, key: Key) -> Option<Solved> {
+    let captured = evidence.captured(key)?;
+    let parts = parts(evidence, key)?;
+    let count = parts.len();
+    if count < 2 || count > MOST || parts.iter().any(|(_, x)| x.len() != captured.values.len()) {
+        return None;
+    }
+    let divisor = divisor(evidence, key);
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let gram: Vec<Vec<f64>> =
+        parts.iter().map(|(_, a)| parts.iter().map(|(_, b)| dot(a, b)).collect()).collect();
+    let right: Vec<f64> = parts.iter().map(|(_, a)| divisor * dot(a, &captured.values)).collect();
+    let weights = solution(gram, right)?;
+    let (addends, scale) = whole(evidence, &weights)?;
+    let addends = parts.into_iter().zip(addends);
+    let addends: Vec<Addend> =
+        addends.map(|((addend, _), weight)| Addend { weight, ..addend }).collect();
+    (addends.iter().any(|addend| addend.weight != 1.0)).then_some(Solved { key, addends, scale })
+}
+
+/// What a sum over microbatches is divided by, as declared.
+fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
+    let local = evidence.step.find_reduced(Role::Dk, false).is_some();
+    let of_microbatches = key.stage == Stage::Accumulate || !local;
+    match evidence.step.options.microbatch_reduction {
+        MicrobatchReduction::Mean if of_microbatches => evidence.microbatches().max(1) as f64,
+        _ => 1.0,
+    }
+}
+
+/// The addends of a sum, as the replay adds them.
+fn parts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(Addend, Vec<f64>)>> {
+    let step = evidence.step;
+    let local = step.find_reduced(Role::Dk, false).filter(|_| key.stage == Stage::Reduce);
+    let sources: Vec<_> = match local {
+        Some(local) => vec![(None, local.clone())],
+        None => evidence
+            .inputs
+            .iter()
+            .map(|one| Some((one.microbatch, step.find(Role::Dk, one.microbatch)?.clone())))
+            .collect::<Option<Vec<_>>>()?,
+    };
+    let mut found = Vec::new();
+    for (microbatch, tensor) in sources {
+        let of = |rank: Option<Rank>| Addend { microbatch, rank, weight: 0.0 };
+        match step.tensors[&tensor].partial {
+            None => {
+                let whole = step.assemble(&tensor).ok()?;
+                found.push((of(None), widened(&matrix(&whole)?)));
+            }
+            Some(_) if key.stage == Stage::Accumulate => {
+                let rank = key.rank?;
+                let own = step.addend(&tensor, &[rank]).ok()?;
+                found.push((of(Some(rank)), widened(&matrix(&own)?)));
+            }
+            Some(_) => {
+                for rank in assemble::holders(step.dump, &tensor) {
+                    // In place: a rank may hold some boxes of the whole.
+                    let mut sum = Sum::new(&step.tensors[&tensor].shape);
+                    let only = |of: Option<Rank>| f64::from(u8::from(of == Some(rank)));
+                    sum.add_weighted(step, &tensor, &only).ok()?;
+                    found.push((of(Some(rank)), sum.total));
+                }
+            }
+        }
+    }
+    Some(found)
+}
+
+/// Whole weights and their common scale.
+fn whole(evidence: &Evidence<'_>, weights: &[f64]) -> Option<(Vec<f64>, f64)> {
+    let (ranks, count) = (evidence.ranks() as f64, evidence.microbatches() as f64);
+    let scales = [1.0, 1.0 / ranks, 1.0 / count, ranks, count, 1.0 / (ranks * count)];
+    let fit = |scale: &f64| {
+        let rounded: Vec<f64> = weights.iter().map(|w| (w / scale).round().abs()).collect();
+        let near = weights.iter().zip(&rounded).all(|(w, n)| (w / scale - n).abs() < WHOLE);
+        let small = rounded.iter().all(|&n| n <= 2.0) && rounded.contains(&1.0);
+        (near && small).then_some((rounded, *scale))
+    };
+    scales.iter().find_map(fit)
+}
+
+/// `a x = b`, a symmetric and positive; `None` where addends are too alike to be told.
+fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
+    let n = b.len();
+    let size = (0..n).map(|i| a[i][i]).fold(0.0, f64::max);
+    for at in 0..n {
+        let best = (at..n).max_by(|&i, &j| a[i][at].abs().total_cmp(&a[j][at].abs()))?;
+        a.swap(at, best);
+        b.swap(at, best);
+        if !(a[at][at].abs() > 1e-9 * size) {
+            return None;
+        }
+        for row in at + 1..n {
+            let factor = a[row][at] / a[at][at];
+            for column in at..n {
+                a[row][column] -= factor * a[at][column];
+            }
+            b[row] -= factor * b[at];
+        }
+    }
+    for at in (0..n).rev() {
+        let known: f64 = (at + 1..n).map(|i| a[at][i] * b[i]).sum();
+        b[at] = (b[at] - known) / a[at][at];
+    }
+    Some(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_system_of_equations_is_solved_and_a_singular_one_is_not() {
+        let a = vec![vec![4.0, 1.0, 0.0], vec![1.0, 3.0, 1.0], vec![0.0, 1.0, 2.0]];
+        let found = solution(a, vec![6.0, 10.0, 8.0]).unwrap();
+        let wanted = [1.0, 2.0, 3.0];
+        assert!(found.iter().zip(wanted).all(|(x, y)| (x - y).abs() < 1e-12), "{found:?}");
+        assert_eq!(solution(vec![vec![1.0, 1.0], vec![1.0, 1.0]], vec![1.0, 1.0]), None);
+    }
+
+    fn of(weights: &[(u32, u32, f64)]) -> Solved {
+        let addend = |&(mb, rank, weight): &(u32, u32, f64)| Addend {
+            microbatch: Some(Microbatch(mb)),
+            rank: Some(Rank(rank)),
+            weight,
+        };
+        let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
+        Solved { key, addends: weights.iter().map(addend).collect(), scale: 1.0 }
+    }
+
+    #[test]
+    fn ranks_are_left_out_only_where_all_their_microbatches_are() {
+        let found = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 0.0)]);
+        assert_eq!(found.ranks_left_out(), Some(BTreeSet::from([Some(Rank(1))])));
+        assert_eq!(found.by_microbatch(), None);
+        let mixed = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 1.0), (1, 1, 0.0)]);
+        assert_eq!((mixed.ranks_left_out(), mixed.by_microbatch()), (None, None));
+        let last = of(&[(0, 0, 0.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 1.0)]);
+        let weights = last.by_microbatch().unwrap();
+        assert_eq!(weights.into_values().collect::<Vec<_>>(), [0.0, 1.0]);
+    }
+}

@@ -1,0 +1,99 @@
+//! What the dump holds of one comparison, whole and widened.
+
+use backtape::dtype::Dtype;
+use backtape::identity::Rank;
+
+use crate::diagnose::evidence::Key;
+use crate::head::step::matrix;
+use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
+use crate::kernels::matrix::Matrix;
+use crate::replay::addends::Sum;
+
+/// Values that are looked at whole at most: beyond it detectors do without.
+const MOST: u64 = 1 << 27;
+
+/// A captured tensor as a matrix: rows are tokens, classes, or one scalar.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Values {
+    /// Values of a row.
+    pub columns: usize,
+    /// Row-major.
+    pub values: Vec<f64>,
+    /// Bits of one stored element; 0 for a sum of addends, which was not stored.
+    pub bits: u32,
+    /// True where those are bf16's.
+    pub is_bf16: bool,
+}
+
+impl Values {
+    /// One row.
+    pub fn row(&self, row: usize) -> &[f64] {
+        &self.values[row * self.columns..(row + 1) * self.columns]
+    }
+
+    /// How many there are.
+    pub fn rows(&self) -> usize {
+        self.values.len() / self.columns.max(1)
+    }
+}
+
+/// The captured values of a comparison; `None` where they are too many, or where none
+/// were captured under the stage's own role.
+pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Option<Values> {
+    let tensor = match of.stage {
+        Stage::Accumulate | Stage::Reduce => {
+            let key = step.find_reduced(backtape::role::Role::Dk, of.stage == Stage::Reduce)?;
+            match (of.rank, step.tensors[key].partial) {
+                (Some(rank), Some(_)) => step.addend(key, &[rank]).ok()?,
+                _ => step.assemble(key).ok()?,
+            }
+        }
+        stage => {
+            let key = step.find(stage.role()?, of.microbatch)?;
+            let info = &step.tensors[key];
+            if info.shape.iter().product::<u64>() > MOST {
+                return None;
+            }
+            let of_tokens = stage < Stage::DkLse;
+            match (info.partial, of.rank) {
+                (Some(_), Some(rank)) if !of_tokens => {
+                    step.oriented(step.addend(key, &ranks(step, inputs, of, rank)?).ok()?).ok()?
+                }
+                (Some(_), _) => return summed(Sum::of_partial(step, key).ok()?),
+                (None, _) => step.oriented(step.assemble(key).ok()?).ok()?,
+            }
+        }
+    };
+    let found = matrix(&tensor)?;
+    let column = matches!(of.stage, Stage::Lse | Stage::LabelLogits | Stage::Dbias | Stage::Loss);
+    let columns = if column { 1 } else { found.cols };
+    let values = widened(&found);
+    let is_bf16 = tensor.dtype == Dtype::Bf16;
+    Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32, is_bf16 })
+}
+
+fn summed(sum: Sum) -> Option<Values> {
+    let columns = *sum.shape.last()? as usize;
+    Some(Values { columns, values: sum.total, bits: 0, is_bf16: false })
+}
+
+/// Every value of a matrix.
+pub fn widened(matrix: &Matrix<'_>) -> Vec<f64> {
+    (0..matrix.len()).map(|at| matrix.get_f64(at)).collect()
+}
+
+/// The ranks of the unit whose first is this one.
+fn ranks(
+    step: &HeadStep<'_>,
+    inputs: &[MicrobatchInputs],
+    of: Key,
+    rank: Rank,
+) -> Option<Vec<Rank>> {
+    unit(step, inputs, of).map(|unit| unit.ranks).or(Some(vec![rank]))
+}
+
+/// The tokens that a comparison is over.
+pub fn unit(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Option<Unit> {
+    let own = inputs.iter().find(|one| one.microbatch == of.microbatch)?;
+    step.units(own).ok()?.into_iter().find(|unit| unit.rank() == of.rank)
+}

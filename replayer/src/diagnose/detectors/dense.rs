@@ -1,0 +1,83 @@
+//! D3 on the softmax part: by which factor a token's dense part of dq is off, label part
+//! taken off it, and how far a captured lse is from what it should be.
+
+use super::direct::{Direct, dot, energy, tokens};
+use super::reference::Reference;
+use crate::assemble::Row;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// Tokens that are fitted at most.
+const FITTED: usize = 24;
+
+/// What an lse would have to be for a token's row to be right.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Seen {
+    /// The token.
+    pub token: usize,
+    /// lse as declared.
+    pub lse: f64,
+    /// lse as the captured row shows it.
+    pub seen: f64,
+}
+
+/// The lse that failing captured tensors of a microbatch show, token by token: lse itself
+/// where it was captured, else the factor of the dense part of dq.
+pub fn seen_lse(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Seen> {
+    let mut failing = evidence.failing.iter();
+    let of_lse = Key { stage: Stage::Lse, microbatch: inputs.microbatch, rank: None };
+    let reference = evidence.reference();
+    if failing.any(|key| *key == of_lse) {
+        let (Some(captured), Some(lse)) =
+            (evidence.captured(of_lse), reference.forward_lse.get(&inputs.microbatch))
+        else {
+            return Vec::new();
+        };
+        let one = |(token, (&seen, &lse)): (usize, (&f64, &f64))| Seen { token, lse, seen };
+        return captured.values.iter().zip(lse).enumerate().map(one).collect();
+    }
+    of_dq(evidence, inputs, reference).unwrap_or_default()
+}
+
+/// The same from dq: `dq = e^{lse - seen} dense + label`.
+fn of_dq(
+    evidence: &Evidence<'_>,
+    inputs: &MicrobatchInputs,
+    reference: &Reference,
+) -> Option<Vec<Seen>> {
+    let direct = Direct::new(evidence.step, inputs)?;
+    let mut keys = evidence.failing.iter();
+    let key = *keys.find(|key| {
+        matches!(key.stage, Stage::Dq | Stage::DqLse) && key.microbatch == inputs.microbatch
+    })?;
+    let captured = evidence.captured(key)?;
+    let (table, lse) = (reference.stages.get(&key)?, reference.lse.get(&inputs.microbatch)?);
+    let cotangents = reference.cotangents.get(&inputs.microbatch)?;
+    let all = tokens(evidence, inputs);
+    let step = all.len().div_ceil(FITTED).max(1);
+    let one = |&token: &usize| {
+        let (row, [_, label, smooth]) = (table.get(&token)?, *cotangents.get(&token)?);
+        if smooth != 0.0 || inputs.labels[token] == IGNORED {
+            return None; // smoothing is a dense part of its own
+        }
+        let class = inputs.labels[token] as usize;
+        let slope = direct.logit_of(&direct.q(Row::From(token)), class).1;
+        let own = direct.k(Row::From(class));
+        let of_label = |i: usize| if key.stage == Stage::Dq { label * slope * own[i] } else { 0.0 };
+        let less = |of: &[f64]| -> Vec<f64> {
+            of.iter().enumerate().map(|(i, x)| x - of_label(i)).collect()
+        };
+        let (dense, found) = (less(row), less(captured.row(token)));
+        let factor = dot(&found, &dense) / energy(&dense);
+        let seen = lse[token] - factor.ln();
+        seen.is_finite().then_some(Seen { token, lse: lse[token], seen })
+    };
+    Some(all.iter().step_by(step).filter_map(one).collect())
+}
+
+/// The middle value; NaN where there is none.
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}

@@ -1,0 +1,141 @@
+//! One token's softmax worked out directly, to look at a hypothesis on a handful of
+//! tokens before a trial is spent on it.
+
+use rayon::prelude::*;
+
+use crate::assemble::Row;
+use crate::diagnose::evidence::Evidence;
+use crate::head::{HeadStep, MicrobatchInputs};
+use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::reference;
+use crate::kernels::{NoProgress, Tiles};
+
+/// Multiply-adds that a detector may spend on looking before it leaves.
+pub const WORK: usize = 1 << 31;
+
+/// Multiply-adds below which one thread does it.
+const ALONE: usize = 1 << 20;
+
+/// A microbatch's head, for products of single rows.
+pub struct Direct<'a> {
+    /// The head.
+    pub head: HeadInputs<'a>,
+}
+
+/// A token against the vocabulary.
+pub struct TokenRow {
+    /// Logits of the valid classes.
+    pub logits: Vec<f64>,
+    /// Their log-sum-exp, masked columns included where the mask is finite.
+    pub lse: f64,
+}
+
+impl<'a> Direct<'a> {
+    /// `None` where there are no q and k.
+    pub fn new(step: &'a HeadStep<'_>, inputs: &'a MicrobatchInputs) -> Option<Direct<'a>> {
+        let head = inputs.head(step)?;
+        (head.given.is_none() && head.q.cols > 0).then_some(Direct { head })
+    }
+
+    /// A row of q.
+    pub fn q(&self, row: Row) -> Vec<f64> {
+        self.row(&self.head.q, row)
+    }
+
+    /// A row of k.
+    pub fn k(&self, row: Row) -> Vec<f64> {
+        self.row(&self.head.k, row)
+    }
+
+    fn row(&self, of: &crate::kernels::Matrix<'_>, row: Row) -> Vec<f64> {
+        match row {
+            Row::From(row) if row < of.rows => {
+                (row * of.cols..(row + 1) * of.cols).map(|at| of.get_f64(at)).collect()
+            }
+            Row::From(_) | Row::Zeros => vec![0.0; of.cols],
+            Row::Nans => vec![f64::NAN; of.cols],
+        }
+    }
+
+    /// The logit of a product in a class's column, and its derivative by the product.
+    pub fn logit(&self, product: f64, class: usize) -> (f64, f64) {
+        let of = &self.head.transform;
+        let biased = product + self.head.bias.map_or(0.0, |bias| bias[class]);
+        let scaled = of.scale * biased;
+        match of.softcap {
+            None => (scaled, of.scale),
+            Some(cap) => {
+                let tanh = (scaled / cap).tanh();
+                let slope = if of.uncapped { 1.0 } else { 1.0 - tanh * tanh };
+                (cap * tanh, of.scale * slope)
+            }
+        }
+    }
+
+    /// The logit of one class for a row of q.
+    pub fn logit_of(&self, q: &[f64], class: usize) -> (f64, f64) {
+        self.logit(dot(q, &self.k(Row::From(class))), class)
+    }
+
+    /// A row of q against the vocabulary, each class read where `k` says.
+    pub fn against(&self, q: &[f64], k: &(dyn Fn(usize) -> Row + Sync)) -> TokenRow {
+        let classes = 0..self.head.valid_vocab;
+        let one = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
+        let logits: Vec<f64> = match self.work() > ALONE {
+            true => classes.into_par_iter().map(one).collect(),
+            false => classes.map(one).collect(),
+        };
+        let lse = self.lse(&logits);
+        TokenRow { logits, lse }
+    }
+
+    /// Log-sum-exp of a row of logits of the valid classes.
+    pub fn lse(&self, logits: &[f64]) -> f64 {
+        let padded = (self.head.k.rows - self.head.valid_vocab) as f64;
+        let mask = self.head.mask.filter(|_| padded > 0.0);
+        let max = logits.iter().copied().chain(mask).fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = logits.iter().map(|z| (z - max).exp()).sum();
+        max + (sum + mask.map_or(0.0, |mask| padded * (mask - max).exp())).ln()
+    }
+
+    /// lse of all tokens in f64, as the head is declared.
+    pub fn every_lse(&self) -> Vec<f64> {
+        reference::forward(&self.head, Tiles::default(), &NoProgress).lse
+    }
+
+    /// Multiply-adds of one token against the vocabulary.
+    pub fn work(&self) -> usize {
+        (self.head.k.rows * self.head.q.cols).max(1)
+    }
+}
+
+/// Inner product.
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Squared distance.
+pub fn distance(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum()
+}
+
+/// Sum of squares.
+pub fn energy(a: &[f64]) -> f64 {
+    a.iter().map(|x| x * x).sum()
+}
+
+/// True when two rows are equal but for rounding and for what a denominator may differ
+/// by: good enough to be worth a trial, which then judges.
+pub fn alike(a: &[f64], b: &[f64]) -> bool {
+    let most = energy(a).max(energy(b));
+    most > 0.0 && distance(a, b) <= 0.01 * most
+}
+
+/// Tokens that count and are looked at: those of the sample, or all.
+pub fn tokens(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
+    let counts = |&t: &usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
+    match evidence.rows.as_ref().and_then(|rows| rows.tokens.get(&inputs.microbatch)) {
+        Some(rows) => rows.iter().copied().filter(counts).collect(),
+        None => (0..inputs.tokens()).filter(counts).collect(),
+    }
+}

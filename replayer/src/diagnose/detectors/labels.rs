@@ -1,0 +1,123 @@
+//! D3 on labels: whether a token's captured row is what another label gives.
+//!
+//! One logit or one row of dq tells a label from almost all others, so a shift or an
+//! order of the labels is seen on few tokens, and its ends are read off the rest.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use super::captured::Values;
+use super::direct::{Direct, distance, energy};
+use super::reference::Table;
+use crate::assemble::Row;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// How far a logit may be from its label's: logits of bf16 differ by 2⁻⁸ of themselves.
+const LOGIT: f64 = 0.01;
+/// Share of the energy of what a label changes that may be left.
+const LEFT: f64 = 0.05;
+/// Classes against which a label is sought at most, times D.
+const SEARCH: usize = 1 << 28;
+
+/// What a microbatch's captured tensors say of its labels.
+pub struct LabelTest<'a> {
+    direct: Direct<'a>,
+    inputs: &'a MicrobatchInputs,
+    label_logits: Option<Rc<Values>>,
+    /// Captured dq, what it should be, and each token's cotangent of its label logit.
+    dq: Option<(Rc<Values>, &'a Table, &'a BTreeMap<usize, [f64; 3]>)>,
+}
+
+impl<'a> LabelTest<'a> {
+    /// `None` where nothing that fails tells one label from another.
+    pub fn new(evidence: &'a Evidence<'_>, inputs: &'a MicrobatchInputs) -> Option<LabelTest<'a>> {
+        let of = |stage| {
+            let mut all = evidence.failing.iter();
+            all.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
+        };
+        let direct = Direct::new(evidence.step, inputs)?;
+        let reference = evidence.reference();
+        let dq = of(Stage::Dq).or(of(Stage::DqLabel)).and_then(|key: Key| {
+            let captured = evidence.captured(key)?;
+            let cotangents = reference.cotangents.get(&inputs.microbatch)?;
+            Some((captured, reference.stages.get(&key)?, cotangents))
+        });
+        let label_logits = of(Stage::LabelLogits).and_then(|key| evidence.captured(key));
+        let found = LabelTest { direct, inputs, label_logits, dq };
+        (found.dq.is_some() || found.label_logits.is_some()).then_some(found)
+    }
+
+    /// True when the token's row is what this label gives.
+    pub fn fits(&self, token: usize, label: u32) -> bool {
+        match (&self.dq, &self.label_logits) {
+            (Some((captured, table, cotangents)), _) => {
+                let (Some(reference), Some(cotangents)) =
+                    (table.get(&token), cotangents.get(&token))
+                else {
+                    return false;
+                };
+                self.fits_dq(token, label, (captured.row(token), reference), cotangents[1])
+            }
+            (None, Some(captured)) => label != IGNORED && self.fits_logit(token, label, captured),
+            _ => false,
+        }
+    }
+
+    fn fits_logit(&self, token: usize, label: u32, captured: &Values) -> bool {
+        let z = self.direct.logit_of(&self.direct.q(Row::From(token)), label as usize).0;
+        let x = captured.values[token];
+        (x - z).abs() <= LOGIT * (1.0 + x.abs())
+    }
+
+    fn fits_dq(
+        &self,
+        token: usize,
+        label: u32,
+        (captured, reference): (&[f64], &[f64]),
+        cotangent: f64,
+    ) -> bool {
+        if label == IGNORED {
+            return energy(captured) <= LEFT * LEFT * energy(reference);
+        }
+        let q = self.direct.q(Row::From(token));
+        let row = |label: u32| {
+            let slope = self.direct.logit_of(&q, label as usize).1;
+            let k = self.direct.k(Row::From(label as usize));
+            k.iter().map(|k| cotangent * slope * k).collect::<Vec<f64>>()
+        };
+        let (own, other) = (row(self.inputs.labels[token]), row(label));
+        let moved: Vec<f64> = other.iter().zip(&own).map(|(a, b)| a - b).collect();
+        let off: Vec<f64> = captured.iter().zip(reference).map(|(a, b)| a - b).collect();
+        let noise = (0.01f64).powi(2) * (energy(captured) + energy(reference));
+        distance(&off, &moved) <= LEFT * energy(&moved).max(energy(&off)) + noise
+    }
+
+    /// Share of the tokens whose label another one takes that fit it.
+    pub fn share(&self, tokens: &[usize], label: &dyn Fn(usize) -> Option<u32>) -> f64 {
+        let (mut all, mut fit) = (0.0, 0.0);
+        for &t in tokens {
+            let Some(label) = label(t).filter(|&label| label != self.inputs.labels[t]) else {
+                continue;
+            };
+            all += 1.0;
+            fit += f64::from(u8::from(label != IGNORED && self.fits(t, label)));
+        }
+        if all > 0.0 { fit / all } else { 0.0 }
+    }
+
+    /// The label that the token's row shows, sought among all classes.
+    pub fn read(&self, token: usize) -> Option<u32> {
+        let classes = 0..self.direct.head.valid_vocab as u32;
+        let mut fit = classes.filter(|&label| self.fits(token, label));
+        let found = fit.next()?;
+        // Two labels that fit alike are none.
+        fit.next().is_none().then_some(found)
+    }
+
+    /// How many tokens may be read.
+    pub fn readable(&self) -> usize {
+        SEARCH / self.direct.work()
+    }
+}

@@ -1,0 +1,158 @@
+//! Maps of rows as wrong index arithmetic has them: which row is read, or written, where
+//! another was meant.
+
+use crate::assemble::Row;
+
+/// What lies beyond the last row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beyond {
+    /// A block that reaches beyond the (padded) end is moved back to end there.
+    BlockMovedBack,
+    /// The last row, again and again.
+    LastRow,
+    /// Zeros.
+    Zeros,
+    /// No numbers.
+    Nans,
+    /// Rows from the start again.
+    Wraps,
+}
+
+impl Beyond {
+    /// In words.
+    pub fn name(self) -> &'static str {
+        match self {
+            Beyond::BlockMovedBack => "the last block",
+            Beyond::LastRow => "the last row",
+            Beyond::Zeros => "zeros",
+            Beyond::Nans => "no numbers",
+            Beyond::Wraps => "the rows from the start",
+        }
+    }
+}
+
+/// A map of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Map {
+    /// Block i starts at row `i size size`: its index was multiplied by its size twice.
+    BlockTwice {
+        /// Rows of a block.
+        size: usize,
+        /// What is read beyond the end.
+        beyond: Beyond,
+    },
+    /// Row t is row `t step`.
+    Strided {
+        /// Rows from one to the next.
+        step: usize,
+        /// What is read beyond the end.
+        beyond: Beyond,
+    },
+    /// Rows of a buffer that has one row more after every `row` rows, taken as if they lay
+    /// one after another. The row in between is nobody's: the first of its run stands
+    /// there.
+    Unsliced {
+        /// Rows of the view before one is left out.
+        row: usize,
+    },
+    /// `[rows, columns]` taken as `[columns, rows]`.
+    Transposed {
+        /// The leading of two dimensions.
+        rows: usize,
+    },
+}
+
+impl Map {
+    /// The row of `n` that stands in the place of one; `None` where no row of the dump
+    /// does.
+    pub fn at(self, row: usize, n: usize) -> Option<Row> {
+        let within = |at: usize, beyond: Beyond| match beyond {
+            _ if at < n => Row::From(at),
+            Beyond::LastRow | Beyond::BlockMovedBack => Row::From(n - 1),
+            Beyond::Zeros => Row::Zeros,
+            Beyond::Nans => Row::Nans,
+            Beyond::Wraps => Row::From(at % n),
+        };
+        Some(match self {
+            Map::BlockTwice { size, beyond } => {
+                let (block, inside) = (row / size, row % size);
+                let start = block * size * size;
+                match beyond {
+                    // The array was filled up with zeros to whole blocks before.
+                    Beyond::BlockMovedBack => {
+                        let padded = n.div_ceil(size) * size;
+                        within(start.min(padded - size) + inside, Beyond::Zeros)
+                    }
+                    beyond => within(start + inside, beyond),
+                }
+            }
+            Map::Strided { step, beyond } => within(row * step, beyond),
+            Map::Unsliced { row: length } => {
+                let (run, inside) = (row / (length + 1), row % (length + 1));
+                let at = run * length + inside;
+                match inside == length {
+                    true => within(run * length, Beyond::Zeros),
+                    false => within(at, Beyond::Zeros),
+                }
+            }
+            Map::Transposed { rows } => {
+                let columns = n / rows;
+                if rows * columns != n {
+                    return None;
+                }
+                Row::From((row % rows) * columns + row / rows)
+            }
+        })
+    }
+
+    /// Every row of `n`; `None` where a row is not known, or none moves.
+    pub fn rows(self, n: usize) -> Option<Vec<Row>> {
+        let rows: Vec<Row> = (0..n).map(|row| self.at(row, n)).collect::<Option<_>>()?;
+        let moved = rows.iter().enumerate().any(|(row, of)| *of != Row::From(row));
+        moved.then_some(rows)
+    }
+
+    /// Every row, inside runs of rows: what a rank's own kernel does to its own rows.
+    pub fn in_runs(self, n: usize, runs: &[Vec<usize>]) -> Option<Vec<Row>> {
+        let mut all: Vec<Row> = (0..n).map(Row::From).collect();
+        let mut moved = false;
+        for run in runs {
+            for (at, &row) in run.iter().enumerate() {
+                all[row] = match self.at(at, run.len())? {
+                    Row::From(from) => Row::From(run[from]),
+                    other => other,
+                };
+                moved |= all[row] != Row::From(row);
+            }
+        }
+        moved.then_some(all)
+    }
+}
+
+/// Block sizes that kernels have.
+pub const BLOCKS: [usize; 19] =
+    [4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 100, 128, 160, 192, 256, 512, 1024];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_block_is_right_and_the_next_is_squares_away() {
+        let map = Map::BlockTwice { size: 2, beyond: Beyond::Nans };
+        let rows = map.rows(7).unwrap();
+        let from = [0, 1, 4, 5].map(Row::From);
+        assert_eq!(rows[..4], from);
+        assert_eq!(rows[4..], [Row::Nans; 3]);
+        let back = Map::BlockTwice { size: 2, beyond: Beyond::BlockMovedBack }.rows(7).unwrap();
+        assert_eq!(back[4..], [Row::From(6), Row::Zeros, Row::From(6)]);
+    }
+
+    #[test]
+    fn a_view_that_leaves_rows_out_is_read_one_row_later_after_every_run() {
+        let rows = Map::Unsliced { row: 2 }.rows(6).unwrap();
+        assert_eq!(rows, [0, 1, 0, 2, 3, 2].map(Row::From));
+        assert_eq!(Map::Transposed { rows: 2 }.rows(6).unwrap(), [0, 3, 1, 4, 2, 5].map(Row::From));
+        assert_eq!(Map::Transposed { rows: 4 }.rows(6), None);
+    }
+}

@@ -1,0 +1,299 @@
+//! Which rows of q or of k the softmax path read, judged on a few tokens: what each map of
+//! rows would give against what was captured.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use super::captured::Values;
+use super::direct::{Direct, alike};
+use super::extents::of_ranks;
+use super::maps::Map;
+use crate::assemble::Row;
+use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::rearranged::OtherLse;
+use crate::head::inputs::{Misread, Scores};
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+use crate::replay::world::{Pass, World};
+
+/// Tokens that are looked at.
+const LOOKED: usize = 4;
+
+/// Whose rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operand {
+    /// Tokens' hidden states.
+    Q,
+    /// Rows of the unembedding.
+    K,
+}
+
+/// Which passes read wrongly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Passes {
+    /// Forward and backward.
+    Both,
+    /// The forward: what the backward reads of it is wrong, and nothing else.
+    Forward,
+    /// The backward, from the right lse.
+    Backward,
+}
+
+impl Passes {
+    fn name(self) -> &'static str {
+        match self {
+            Passes::Both => "forward and backward",
+            Passes::Forward => "forward",
+            Passes::Backward => "backward",
+        }
+    }
+}
+
+/// A few failing tokens and what they show.
+pub struct Looked<'a> {
+    direct: Direct<'a>,
+    inputs: &'a MicrobatchInputs,
+    tokens: Vec<usize>,
+    lse: Option<std::rc::Rc<Values>>,
+    dq: Option<(std::rc::Rc<Values>, Key)>,
+}
+
+impl<'a> Looked<'a> {
+    /// Tokens of the first microbatch whose lse or dq fails; `None` where there is none.
+    pub fn new(evidence: &'a Evidence<'_>) -> Option<Looked<'a>> {
+        let fails = |stage: Stage, mb: Option<Microbatch>| {
+            let mut keys = evidence.failing.iter();
+            keys.find(|key| key.stage == stage && key.microbatch == mb).copied()
+        };
+        for inputs in evidence.inputs {
+            let mb = inputs.microbatch;
+            let lse = fails(Stage::Lse, mb).and_then(|key| evidence.captured(key));
+            let of_dq = fails(Stage::Dq, mb).or(fails(Stage::DqLse, mb));
+            let dq = of_dq.and_then(|key| Some((evidence.captured(key)?, key)));
+            let Some(direct) = Direct::new(evidence.step, inputs) else { continue };
+            if lse.is_none() && dq.is_none() {
+                continue;
+            }
+            let tokens = wrong(evidence, inputs, (&lse, &dq));
+            if !tokens.is_empty() {
+                return Some(Looked { direct, inputs, tokens, lse, dq });
+            }
+        }
+        None
+    }
+
+    /// Whether what was captured of the tokens is what rows read so give.
+    pub fn fits(
+        &self,
+        evidence: &Evidence<'_>,
+        (operand, rows): (Operand, &[Row]),
+        passes: Passes,
+    ) -> bool {
+        if self.lse.is_none() && passes == Passes::Forward {
+            return false; // seen in dq alone it is another lse, and needs no map
+        }
+        let moved = |&&t: &&usize| operand == Operand::K || rows[t] != Row::From(t);
+        let of: Vec<usize> = self.tokens.iter().filter(moved).copied().collect();
+        !of.is_empty() && of.iter().all(|&t| self.token_fits(evidence, t, (operand, rows), passes))
+    }
+
+    fn token_fits(
+        &self,
+        evidence: &Evidence<'_>,
+        t: usize,
+        (operand, rows): (Operand, &[Row]),
+        passes: Passes,
+    ) -> bool {
+        let (q, k): (Row, &(dyn Fn(usize) -> Row + Sync)) = match operand {
+            Operand::Q => (rows[t], &Row::From),
+            Operand::K => (Row::From(t), &|v| rows[v]),
+        };
+        let row = self.direct.against(&self.direct.q(q), k);
+        if let (Some(lse), true) = (&self.lse, passes != Passes::Backward) {
+            return (row.lse - lse.values[t]).abs() <= 0.01 * (1.0 + row.lse.abs());
+        }
+        let Some((captured, key)) = &self.dq else { return false };
+        let reference = evidence.reference();
+        let own = reference.lse.get(&self.inputs.microbatch).map(|lse| lse[t]);
+        let lse = if passes == Passes::Backward { own } else { Some(row.lse) };
+        let cotangents = reference.cotangents.get(&self.inputs.microbatch);
+        let Some(([a, b, c], lse)) = cotangents.and_then(|of| Some((*of.get(&t)?, lse?))) else {
+            return false;
+        };
+        let width = captured.columns;
+        let mut dense = vec![0.0; width];
+        let q_row = self.direct.q(q);
+        for (v, z) in row.logits.iter().enumerate() {
+            let of = self.direct.k(k(v));
+            let slope = self.direct.logit(super::direct::dot(&q_row, &of), v).1;
+            let entry = slope * (a * (z - lse).exp() + c);
+            dense.iter_mut().zip(&of).for_each(|(sum, k)| *sum += entry * k);
+        }
+        if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
+            let label = self.inputs.labels[t] as usize;
+            let slope = self.direct.logit_of(&q_row, label).1;
+            let of = self.direct.k(Row::From(label));
+            dense.iter_mut().zip(&of).for_each(|(sum, k)| *sum += slope * b * k);
+        }
+        alike(captured.row(t), &dense)
+    }
+}
+
+/// Tokens that are furthest from what they should be, and count.
+fn wrong(
+    evidence: &Evidence<'_>,
+    inputs: &MicrobatchInputs,
+    (lse, dq): (&Option<std::rc::Rc<Values>>, &Option<(std::rc::Rc<Values>, Key)>),
+) -> Vec<usize> {
+    let reference = evidence.reference();
+    let counts = |t: &usize| inputs.labels[*t] != IGNORED && inputs.weights[*t] != 0.0;
+    let mut off: Vec<(f64, usize)> = match (lse, dq) {
+        (Some(lse), _) => {
+            let Some(wanted) = reference.forward_lse.get(&inputs.microbatch) else {
+                return Vec::new();
+            };
+            let of = |t: usize| ((lse.values[t] - wanted[t]).abs(), t);
+            (0..inputs.tokens()).filter(counts).map(of).collect()
+        }
+        (None, Some((captured, key))) => {
+            let Some(table) = reference.stages.get(key) else { return Vec::new() };
+            let of = |(&t, row): (&usize, &Vec<f64>)| {
+                let norm = super::direct::energy(row).max(f64::MIN_POSITIVE);
+                (super::direct::distance(captured.row(t), row) / norm, t)
+            };
+            table.iter().filter(|(t, _)| counts(t)).map(of).collect()
+        }
+        _ => Vec::new(),
+    };
+    off.retain(|(off, _)| off.is_finite() && *off > 1e-3);
+    off.sort_by_key(|&(_, t)| t);
+    // From all over the batch: the last rows are those that reach beyond the end.
+    let step = off.len().div_ceil(LOOKED).max(1);
+    let mut some: Vec<usize> = off.iter().step_by(step).map(|&(_, t)| t).collect();
+    some.extend(off.last().map(|&(_, t)| t));
+    some.dedup();
+    some
+}
+
+/// A map of rows as hypotheses that fit: by passes, and by what else reads the rows.
+pub fn hypotheses(
+    evidence: &Evidence<'_>,
+    looked: &Looked<'_>,
+    (operand, map): (Operand, Map),
+    parameters: &[(&'static str, String)],
+) -> Vec<Hypothesis> {
+    let rows_of = |inputs: &MicrobatchInputs| {
+        let n = match operand {
+            Operand::Q => return map.in_runs(inputs.tokens(), &of_ranks(evidence.step, inputs)),
+            Operand::K => inputs.head(evidence.step)?.k.rows,
+        };
+        map.rows(n)
+    };
+    let Some(rows) = rows_of(looked.inputs) else { return Vec::new() };
+    let mut found = Vec::new();
+    for passes in [Passes::Both, Passes::Backward, Passes::Forward] {
+        if !looked.fits(evidence, (operand, &rows), passes) {
+            continue;
+        }
+        found.extend(worlds(evidence, operand, passes, &rows_of, parameters));
+    }
+    found
+}
+
+/// The worlds of rows that are known: the whole head, or the softmax path and what follows.
+pub fn worlds(
+    evidence: &Evidence<'_>,
+    operand: Operand,
+    passes: Passes,
+    rows_of: &dyn Fn(&MicrobatchInputs) -> Option<Vec<Row>>,
+    parameters: &[(&'static str, String)],
+) -> Vec<Hypothesis> {
+    let of = |one: &MicrobatchInputs| Some((one.microbatch, rows_of(one)?));
+    let Some(rows) = evidence.inputs.iter().map(of).collect::<Option<BTreeMap<_, _>>>() else {
+        return Vec::new();
+    };
+    let world = |reach: Reach| Elsewhere { operand, rows: rows.clone(), reach, lse: None };
+    let named = |what: &str| {
+        let mut all = parameters.to_vec();
+        all.push(("passes", passes.name().to_string()));
+        all.push(("also read there", what.to_string()));
+        all
+    };
+    let reaches = [
+        (Reach::All, "labels' rows and products"),
+        (Reach::Products, "products"),
+        (Reach::Scores, "nothing else"),
+    ];
+    let mut found = Vec::new();
+    match passes {
+        Passes::Forward => {
+            let wrong = world(Reach::Scores);
+            let seen = super::reference::reference(evidence, Some(&wrong), evidence.rows.as_ref());
+            let captured = crate::diagnose::causes::tail_tile_unmasked::captured_lse(evidence);
+            let world = OtherLse { lse: seen.forward_lse, captured };
+            found.push(Hypothesis::new(world, named("nothing else")));
+        }
+        Passes::Both | Passes::Backward => {
+            let lse = (passes == Passes::Backward).then(|| evidence.reference().lse.clone());
+            for (reach, what) in reaches {
+                let world = Elsewhere { lse: lse.clone(), ..world(reach) };
+                found.push(Hypothesis::new(world, named(what)));
+            }
+        }
+    }
+    found
+}
+
+/// What else reads the wrong rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// Everything: the operand is another one.
+    All,
+    /// The logits and the product with the operand.
+    Products,
+    /// The logits.
+    Scores,
+}
+
+/// Rows of an operand are read elsewhere.
+pub struct Elsewhere {
+    /// Whose.
+    pub operand: Operand,
+    /// Which row stands for each, by microbatch.
+    pub rows: BTreeMap<Option<Microbatch>, Vec<Row>>,
+    /// What reads them.
+    pub reach: Reach,
+    /// The lse that the backward starts from, where the forward read rightly.
+    pub lse: Option<BTreeMap<Option<Microbatch>, Vec<f64>>>,
+}
+
+impl World for Elsewhere {
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        let Some(rows) = self.rows.get(&inputs.microbatch) else { return };
+        let Scores::Product { q, k } = &mut inputs.scores else { return };
+        let operand = if self.operand == Operand::Q { q } else { k };
+        let Some(read) = operand.with_rows(&|row| rows[row]) else { return };
+        if self.reach == Reach::All {
+            *operand = read;
+            return;
+        }
+        let product = self.reach == Reach::Products;
+        inputs.reads = Some(match self.operand {
+            Operand::Q => Misread { q: Some((read, product)), k: None, scores: None },
+            Operand::K => Misread { q: None, k: Some((read, product)), scores: None },
+        });
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        let own = self.lse.as_ref().and_then(|of| of.get(&inputs.microbatch));
+        if let Some(own) = own.filter(|_| pass == Pass::Backward) {
+            lse.copy_from_slice(own);
+        }
+    }
+
+    fn has_nan(&self) -> bool {
+        self.rows.values().flatten().any(|row| *row == Row::Nans)
+    }
+}

@@ -1,0 +1,118 @@
+//! Orders in which tokens may stand: reversed, transposed, in the zigzag of context
+//! parallelism, interleaved, rolled.
+
+use super::extents::Extent;
+
+/// An order: row t holds what stood at `from[t]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Order {
+    /// In words.
+    pub name: String,
+    /// `[T]`, a permutation.
+    pub from: Vec<usize>,
+}
+
+/// Parts that a sequence may have been cut in over ranks.
+const PARTS: [usize; 6] = [2, 4, 8, 16, 32, 64];
+
+/// Every order that is no identity, of the runs of some extents. `batch`: rows and tokens
+/// of a row, where there are several rows.
+pub fn orders(tokens: usize, extents: &[Extent], batch: Option<(usize, usize)>) -> Vec<Order> {
+    let mut found: Vec<Order> = Vec::new();
+    let mut add = |name: String, from: Vec<usize>| {
+        let moved = from.iter().enumerate().any(|(t, &from)| t != from);
+        if moved && found.iter().all(|order| order.from != from) {
+            found.push(Order { name, from });
+        }
+    };
+    for extent in extents {
+        let over = |name: &str| format!("{name} in {}", extent.name);
+        add(over("reversed"), within(tokens, extent, &|n, at| n - 1 - at));
+        for parts in PARTS {
+            let fits = extent.runs.iter().all(|run| run.len() >= 2 * parts);
+            if !fits {
+                continue;
+            }
+            let zigzag: Vec<usize> = (0..parts).flat_map(|i| [i, 2 * parts - 1 - i]).collect();
+            let forth = permuted(tokens, extent, &|n| pieces(n, 2 * parts, &zigzag));
+            let name = format!("zigzag over {parts} ranks");
+            add(over(&format!("{name}, undone")), inverse(&forth));
+            add(over(&name), forth);
+            let forth = permuted(tokens, extent, &|n| {
+                (0..parts).flat_map(|i| (i..n).step_by(parts)).collect()
+            });
+            let name = format!("every {parts}th token together");
+            add(over(&format!("{name}, undone")), inverse(&forth));
+            add(over(&name), forth);
+        }
+    }
+    if let Some((rows, length)) = batch.filter(|&(rows, length)| rows > 1 && length > 1) {
+        let swapped: Vec<usize> =
+            (0..length).flat_map(|s| (0..rows).map(move |b| b * length + s)).collect();
+        add("tokens and sequences transposed, undone".into(), inverse(&swapped));
+        add("tokens and sequences transposed".into(), swapped);
+    }
+    for extent in extents {
+        for by in [1isize, -1, 2, -2] {
+            add(format!("rolled by {by} in {}", extent.name), extent.rolled(tokens, by));
+        }
+    }
+    found
+}
+
+/// The order that undoes another.
+pub fn inverse(from: &[usize]) -> Vec<usize> {
+    let mut back = vec![0; from.len()];
+    from.iter().enumerate().for_each(|(to, &from)| back[from] = to);
+    back
+}
+
+fn within(tokens: usize, extent: &Extent, place: &dyn Fn(usize, usize) -> usize) -> Vec<usize> {
+    permuted(tokens, extent, &|n| (0..n).map(|at| place(n, at)).collect())
+}
+
+/// Each run in an order of its places.
+fn permuted(tokens: usize, extent: &Extent, order: &dyn Fn(usize) -> Vec<usize>) -> Vec<usize> {
+    let mut from: Vec<usize> = (0..tokens).collect();
+    for run in &extent.runs {
+        for (&to, at) in run.iter().zip(order(run.len())) {
+            from[to] = run[at];
+        }
+    }
+    from
+}
+
+/// `n` places cut into nearly equal pieces, taken in this order.
+fn pieces(n: usize, count: usize, order: &[usize]) -> Vec<usize> {
+    let border = |i: usize| i * n / count;
+    order.iter().flat_map(|&i| border(i)..border(i + 1)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_order_is_a_permutation_and_none_is_the_identity() {
+        let extents = [
+            Extent::cut("rows".into(), &[(0..60).collect()], 20),
+            Extent::cut("all".into(), &[(0..60).collect()], 60),
+        ];
+        let found = orders(60, &extents, Some((3, 20)));
+        assert!(found.len() > 10);
+        for order in found {
+            let mut sorted = order.from.clone();
+            sorted.sort_unstable();
+            assert_eq!(sorted, (0..60).collect::<Vec<_>>(), "{}", order.name);
+            assert_ne!(sorted, order.from);
+        }
+    }
+
+    #[test]
+    fn two_ranks_zigzag_hold_first_and_last_quarter_and_the_two_between() {
+        let all = Extent { name: "all".into(), runs: vec![(0..8).collect()] };
+        let found = orders(8, &[all], None);
+        let zigzag = found.iter().find(|order| order.name == "zigzag over 2 ranks in all").unwrap();
+        assert_eq!(zigzag.from, [0, 1, 6, 7, 2, 3, 4, 5]);
+    }
+}

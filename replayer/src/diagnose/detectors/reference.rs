@@ -1,0 +1,102 @@
+//! What every compared stage should be in the background of a search: one trial with a
+//! world that changes nothing and writes down what it is shown.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use backtape::identity::Microbatch;
+
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::replay::trial::{Rows, trial};
+use crate::replay::world::{Expectation, Pass, UnitTokens, World};
+
+/// Values of a stage that are kept at most, for `[T, V]` stages.
+const MOST: usize = 1 << 24;
+
+/// Reference values by row: tokens, classes.
+pub type Table = BTreeMap<usize, Vec<f64>>;
+
+/// What a world's stages should be.
+#[derive(Default)]
+pub struct Reference {
+    /// Rows of every comparison: all of them, or those of a sample.
+    pub stages: BTreeMap<Key, Table>,
+    /// lse as the backward reads it, `[T]` of each microbatch.
+    pub lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    /// lse as the forward should give it.
+    pub forward_lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    /// Label logits as the forward should give them.
+    pub label_logits: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    /// Upstream gradient of each token's nll, `[T]` of each microbatch.
+    pub g: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    /// Cotangents of lse, label logit and every logit, by token.
+    pub cotangents: BTreeMap<Option<Microbatch>, BTreeMap<usize, [f64; 3]>>,
+}
+
+/// The reference in a world, on top of the evidence's background.
+pub fn reference(
+    evidence: &Evidence<'_>,
+    world: Option<&dyn World>,
+    rows: Option<&Rows>,
+) -> Reference {
+    let notes = Notes {
+        found: Mutex::default(),
+        tokens: evidence.inputs.iter().map(|one| (one.microbatch, one.tokens())).collect(),
+    };
+    let mut worlds = evidence.background.clone();
+    worlds.extend(world);
+    worlds.push(&notes);
+    let compared = evidence.outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
+    let compared = compared.map(|one| one.stage).collect();
+    // A dump that cannot be judged in this world leaves nothing to look at.
+    let _ = trial(evidence.step, &compared, &worlds, (rows, None));
+    notes.found.into_inner().unwrap_or_default()
+}
+
+struct Notes {
+    found: Mutex<Reference>,
+    tokens: BTreeMap<Option<Microbatch>, usize>,
+}
+
+impl World for Notes {
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        let Ok(mut found) = self.found.lock() else { return };
+        let of = match pass {
+            Pass::Forward => &mut found.forward_lse,
+            Pass::Backward => &mut found.lse,
+        };
+        of.insert(inputs.microbatch, lse.to_vec());
+    }
+
+    fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
+        if let Ok(mut found) = self.found.lock() {
+            found.g.insert(inputs.microbatch, g.to_vec());
+        }
+    }
+
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
+        let Ok(mut found) = self.found.lock() else { return };
+        let of = found.cotangents.entry(tokens.inputs.microbatch).or_default();
+        for (at, &t) in tokens.rows.iter().enumerate() {
+            of.insert(t, [lse[at], label[at], smooth[at]]);
+        }
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let Ok(mut found) = self.found.lock() else { return };
+        if of.at.stage == Stage::LabelLogits {
+            found.label_logits.insert(of.at.microbatch, of.values.to_vec());
+        }
+        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+        let tokens = self.tokens.get(&of.at.microbatch).copied().unwrap_or(0);
+        let plane = matches!(of.at.stage, Stage::Logits | Stage::Logprobs | Stage::Dlogits);
+        if plane && tokens * of.columns > MOST {
+            return;
+        }
+        let table = found.stages.entry(key).or_default();
+        for (&row, values) in of.rows.iter().zip(of.values.chunks(of.columns.max(1))) {
+            table.insert(row, values.to_vec());
+        }
+    }
+}

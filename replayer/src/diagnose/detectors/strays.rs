@@ -1,0 +1,111 @@
+//! Entries of dlogits that were written elsewhere: the label's `-g` of a token lands in
+//! another token's row, at another class.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::{Microbatch, Rank};
+
+use super::direct::Direct;
+use crate::assemble::Row;
+use crate::diagnose::evidence::Evidence;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::replay::world::{Expectation, UnitTokens, World};
+
+/// An entry that is not the label's own.
+#[derive(Clone, Debug)]
+struct Stray {
+    token: usize,
+    class: usize,
+    /// Its value, slope applied.
+    entry: f64,
+    k: Vec<f64>,
+    q: Vec<f64>,
+    /// The first rank of the unit that holds the token.
+    rank: Option<Rank>,
+}
+
+/// Label entries that are missing, and that stand elsewhere.
+#[derive(Default)]
+pub struct Strays {
+    missing: BTreeMap<Option<Microbatch>, Vec<usize>>,
+    strays: BTreeMap<Option<Microbatch>, Vec<Stray>>,
+    /// Label logits that were read elsewhere, by token.
+    pub label_logits: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
+    /// Upstream gradients of tokens that do not count, where the softmax part takes them.
+    pub upstream: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
+}
+
+impl Strays {
+    /// No label entry of these tokens.
+    pub fn miss(&mut self, microbatch: Option<Microbatch>, tokens: Vec<usize>) {
+        self.missing.insert(microbatch, tokens);
+    }
+
+    /// Entries `c` at `(token, class)`, before the slope there.
+    pub fn add(
+        &mut self,
+        evidence: &Evidence<'_>,
+        inputs: &MicrobatchInputs,
+        entries: &[(usize, usize, f64)],
+    ) -> Option<()> {
+        let direct = Direct::new(evidence.step, inputs)?;
+        let units = evidence.step.units(inputs).ok()?;
+        let of = |&(token, class, c): &(usize, usize, f64)| {
+            let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
+            let entry = c * direct.logit_of(&q, class).1;
+            let unit = units.iter().find(|unit| unit.rows.binary_search(&token).is_ok());
+            let rank = unit.and_then(|unit| unit.rank());
+            Stray { token, class, entry, k, q, rank }
+        };
+        let valid = |of: &&(usize, usize, f64)| of.1 < inputs.valid_vocab;
+        let all = entries.iter().filter(valid).map(of).collect();
+        self.strays.insert(inputs.microbatch, all);
+        Some(())
+    }
+}
+
+impl World for Strays {
+    fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
+        for (&t, &x) in self.upstream.get(&inputs.microbatch).into_iter().flatten() {
+            g[t] = x;
+        }
+    }
+
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
+        let Some(missing) = self.missing.get(&tokens.inputs.microbatch) else { return };
+        for (at, t) in tokens.rows.iter().enumerate() {
+            if missing.binary_search(t).is_ok() {
+                label[at] = 0.0;
+            }
+        }
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let mb = of.at.microbatch;
+        if of.at.stage == Stage::LabelLogits {
+            for (&t, &z) in self.label_logits.get(&mb).into_iter().flatten() {
+                of.values[t] = z;
+            }
+            return;
+        }
+        let width = of.columns.max(1);
+        for stray in self.strays.get(&mb).into_iter().flatten() {
+            let place = |row: usize| of.rows.iter().position(|&at| at == row);
+            let (row, more): (usize, Vec<(usize, f64)>) = match of.at.stage {
+                Stage::Dlogits => (stray.token, vec![(stray.class, stray.entry)]),
+                Stage::Dq | Stage::DqLabel => {
+                    (stray.token, stray.k.iter().map(|k| stray.entry * k).enumerate().collect())
+                }
+                Stage::Dk | Stage::DkLabel if stray.rank == of.at.rank => {
+                    (stray.class, stray.q.iter().map(|q| stray.entry * q).enumerate().collect())
+                }
+                Stage::Dbias if stray.rank == of.at.rank => (stray.class, vec![(0, stray.entry)]),
+                _ => continue,
+            };
+            let Some(at) = place(row) else { continue };
+            for (column, x) in more {
+                of.values[at * width + column] += x;
+            }
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! Worlds that several causes share: other labels, tokens that lie elsewhere, rows that
+//! hold other values.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use super::evidence::Key;
+use crate::assemble::Row;
+use crate::head::inputs::{Misread, Scores};
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+use crate::replay::world::{At, Expectation, Pass, World};
+
+/// Other labels than the recorded ones, `[T]` by microbatch.
+pub struct Relabelled {
+    /// [`IGNORED`] where a token takes no part.
+    pub labels: BTreeMap<Option<Microbatch>, Vec<u32>>,
+    /// Upstream gradients to keep, where the job divides by the count of the recorded
+    /// labels.
+    pub g: Option<BTreeMap<Option<Microbatch>, Vec<f64>>>,
+}
+
+impl World for Relabelled {
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        if let Some(labels) = self.labels.get(&inputs.microbatch) {
+            inputs.labels.clone_from(labels);
+        }
+    }
+
+    fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
+        let Some(kept) = self.g.as_ref().and_then(|g| g.get(&inputs.microbatch)) else { return };
+        let share = |&t: &usize| kept[t] != 0.0 && g[t] != 0.0;
+        let ratio = (0..g.len()).find(share).map_or(1.0, |t| kept[t] / g[t]);
+        for (t, to) in g.iter_mut().enumerate() {
+            *to = match inputs.labels[t] {
+                IGNORED => 0.0,
+                _ if kept[t] != 0.0 => kept[t],
+                _ => *to * ratio,
+            };
+        }
+    }
+}
+
+/// Every token is another one: q, label, weight and cotangent alike.
+pub struct Moved {
+    /// Token in whose place each stands, by microbatch.
+    pub from: BTreeMap<Option<Microbatch>, Vec<usize>>,
+    /// The microbatch that it is taken from, where that is another one.
+    pub microbatch: BTreeMap<Option<Microbatch>, Option<Microbatch>>,
+}
+
+impl World for Moved {
+    fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        if let Some(&other) = self.microbatch.get(&inputs.microbatch)
+            && let Ok(other) = step.inputs(other)
+            && other.tokens() == inputs.tokens()
+        {
+            let (microbatch, rows_key) = (inputs.microbatch, inputs.rows_key.clone());
+            *inputs = MicrobatchInputs { microbatch, rows_key, ..other };
+        }
+        let Some(from) = self.from.get(&inputs.microbatch) else { return };
+        if let Scores::Product { q, .. } = &mut inputs.scores
+            && let Some(moved) = q.with_rows(&|row| Row::From(from[row]))
+        {
+            *q = moved;
+        }
+        let all = &mut *inputs;
+        all.labels = from.iter().map(|&t| all.labels[t]).collect();
+        for values in [&mut all.weights, &mut all.cotangent, &mut all.copies] {
+            *values = from.iter().map(|&t| values[t]).collect();
+        }
+    }
+}
+
+/// Rows of dq hold the gradients of other tokens, or nothing.
+pub struct MovedRows {
+    /// What each row holds, by microbatch.
+    pub from: BTreeMap<Option<Microbatch>, Vec<Row>>,
+}
+
+impl World for MovedRows {
+    fn token(&self, at: At, token: usize) -> usize {
+        match self.from.get(&at.microbatch).map(|from| from[token]) {
+            Some(Row::From(from)) => from,
+            _ => token,
+        }
+    }
+
+    fn has_nan(&self) -> bool {
+        self.from.values().flatten().any(|row| *row == Row::Nans)
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        if !matches!(of.at.stage, Stage::DqLse | Stage::DqLabel | Stage::Dq) {
+            return;
+        }
+        let Some(from) = self.from.get(&of.at.microbatch) else { return };
+        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            match from[row] {
+                Row::From(_) => {}
+                Row::Zeros => values.fill(0.0),
+                Row::Nans => values.fill(f64::NAN),
+            }
+        }
+    }
+}
+
+/// Some elements hold what they hold; all others must be right.
+#[derive(Clone, Default)]
+pub struct Instead {
+    /// Column and value, by row.
+    pub of: BTreeMap<Key, BTreeMap<usize, Vec<(usize, f64)>>>,
+    /// Stages that the job did not go on with.
+    pub distrusts: Vec<Stage>,
+}
+
+impl Instead {
+    /// Whole rows.
+    pub fn rows(mut self, of: Key, rows: impl Iterator<Item = (usize, Vec<f64>)>) -> Instead {
+        let table = self.of.entry(of).or_default();
+        for (row, values) in rows {
+            table.insert(row, values.into_iter().enumerate().collect());
+        }
+        self
+    }
+}
+
+impl World for Instead {
+    fn has_nan(&self) -> bool {
+        self.of.values().flat_map(BTreeMap::values).flatten().any(|(_, x)| !x.is_finite())
+    }
+
+    fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
+        !self.distrusts.contains(&stage)
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+        let Some(table) = self.of.get(&key) else { return };
+        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            for &(column, x) in table.get(row).into_iter().flatten() {
+                values[column] = if x.is_finite() { x } else { f64::NAN };
+            }
+        }
+    }
+}
+
+/// Another lse than declared.
+pub struct OtherLse {
+    /// What the forward gives, `[T]` by microbatch.
+    pub lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    /// Microbatches whose captured lse the backward starts from.
+    pub captured: Vec<Option<Microbatch>>,
+}
+
+impl World for OtherLse {
+    fn has_nan(&self) -> bool {
+        self.lse.values().flatten().any(|lse| !lse.is_finite())
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        let taken = pass == Pass::Backward && self.captured.contains(&inputs.microbatch);
+        if let Some(other) = self.lse.get(&inputs.microbatch).filter(|_| !taken) {
+            lse.copy_from_slice(other);
+        }
+    }
+}
+
+/// Rows of dlogits hold those of other tokens, and dq and dk are made of them: only q in the
+/// product that is dk is the token's own.
+pub struct StaleRows {
+    /// What each row holds, by microbatch.
+    pub from: BTreeMap<Option<Microbatch>, Vec<Row>>,
+    /// Upstream gradients as declared: what is stale does not count.
+    pub g: BTreeMap<Option<Microbatch>, Vec<f64>>,
+}
+
+impl StaleRows {
+    fn source(&self, microbatch: Option<Microbatch>, token: usize) -> usize {
+        match self.from.get(&microbatch).map(|from| from[token]) {
+            Some(Row::From(from)) => from,
+            _ => token,
+        }
+    }
+}
+
+impl World for StaleRows {
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        let mb = inputs.microbatch;
+        let Scores::Product { q, .. } = &inputs.scores else { return };
+        if let Some(read) = q.with_rows(&|row| Row::From(self.source(mb, row))) {
+            inputs.reads = Some(Misread { q: Some((read, false)), k: None, scores: None });
+        }
+        let of = |t: usize| self.source(mb, t);
+        inputs.labels = (0..inputs.labels.len()).map(|t| inputs.labels[of(t)]).collect();
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        if pass == Pass::Backward {
+            let own = lse.to_vec();
+            let of = |t: usize| own[self.source(inputs.microbatch, t)];
+            lse.iter_mut().enumerate().for_each(|(t, lse)| *lse = of(t));
+        }
+    }
+
+    fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
+        let Some(own) = self.g.get(&inputs.microbatch) else { return };
+        let of = |t: usize| own[self.source(inputs.microbatch, t)];
+        g.iter_mut().enumerate().for_each(|(t, g)| *g = of(t));
+    }
+}
