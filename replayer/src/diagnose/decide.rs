@@ -164,7 +164,7 @@ mod tests {
             [(key(Stage::Dq), of(dq)), (key(Stage::Dk), of(dk))].into_iter().collect();
         let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
         let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
-        Tried { cause, hypothesis, residuals, explains, left: dq + dk }
+        Tried { cause, hypothesis, residuals, explains, left: dq + dk, full: true }
     }
 
     fn both() -> BTreeSet<Key> {

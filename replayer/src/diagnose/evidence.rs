@@ -102,6 +102,8 @@ pub struct Evidence<'a> {
     /// Every comparison in the world that is the background of this search: as declared,
     /// or with causes that were found before.
     pub residuals: Residuals,
+    /// The same over all rows, where the background is the declaration alone.
+    pub whole: Residuals,
     /// Those of them that fail.
     pub failing: BTreeSet<Key>,
     /// The background.
@@ -125,6 +127,8 @@ impl<'a> Evidence<'a> {
         residuals: Residuals,
         background: Vec<&'a dyn World>,
     ) -> Evidence<'a> {
+        let whole =
+            if background.is_empty() { self::residuals(outcome) } else { residuals.clone() };
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
         let rows = sample::rows(outcome, inputs);
@@ -135,6 +139,7 @@ impl<'a> Evidence<'a> {
             outcome,
             inputs,
             residuals,
+            whole,
             failing,
             background,
             rows,

@@ -71,7 +71,8 @@ fn of_one(
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
 ) -> Found {
-    let explained = explained(&evidence.residuals, &of.residuals, keys);
+    let before = if of.full { &evidence.whole } else { &evidence.residuals };
+    let explained = explained(before, &of.residuals, keys);
     let about = of.cause.about();
     let exact = of.exact(keys);
     let equal = if exact {
@@ -87,7 +88,7 @@ fn of_one(
         id: of.cause.id().into(),
         standing,
         explained,
-        norm_gap_explained: norm_gap(&evidence.residuals, &of.residuals, keys),
+        norm_gap_explained: norm_gap(before, &of.residuals, keys),
         beats_next_by: next.map(|(_, by)| by).filter(|by| by.is_finite()),
         next: next.map(|(id, _)| id.to_string()),
         bit_equal: exact,

@@ -75,6 +75,9 @@ pub fn diagnose(
         None => residuals(outcome),
     };
     let mut evidence = Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
+    let fails = |(_, of): &(&Key, &evidence::Residual)| !of.passes;
+    let failing = evidence.whole.iter().filter(fails).map(|(&key, _)| key).collect();
+    evidence.failing = failing;
     let mut seen = found::observed(catalogue, &evidence);
     let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !of_seen(key));
@@ -90,9 +93,15 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
     if evidence.failing.is_empty() {
         return vec![unknown(evidence, &[])];
     }
-    let tried = search.all(catalogue, evidence);
-    if let Some(decision) = decide(&tried, &evidence.failing) {
-        return found::of_decision(&tried, &decision, &evidence.failing, evidence);
+    let mut tried = search.all(catalogue, evidence);
+    while let Some(decision) = decide(&tried, &evidence.failing) {
+        let again: Vec<usize> =
+            decision.winners.iter().copied().filter(|&at| !tried[at].full).collect();
+        if search.rows.is_none() || again.is_empty() {
+            return found::of_decision(&tried, &decision, &evidence.failing, evidence);
+        }
+        // What a sample accepts must hold for all rows.
+        again.iter().for_each(|&at| search.confirm(&mut tried[at], evidence));
     }
     if let Some(parts) = cover(&tried, &evidence.failing) {
         let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
@@ -143,7 +152,12 @@ fn stacked<'a>(
         let other = |one: &Tried<'_>| one.cause.id() != first.cause.id();
         let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
         let Some(decision) = decide(&second, &inner.failing) else { continue };
-        let left = second[decision.winners[0]].left_of(&evidence.failing);
+        let winner = &second[decision.winners[0]];
+        let worlds = [world, &*winner.hypothesis.world];
+        if search.rows.is_some() && !search.holds(&worlds, &inner.failing) {
+            continue;
+        }
+        let left = winner.left_of(&evidence.failing);
         let mut ids = [first.cause.id(), second[decision.winners[0]].cause.id()];
         ids.sort_unstable();
         if pairs.contains(&ids) {

@@ -21,6 +21,8 @@ pub struct Tried<'c> {
     pub explains: BTreeSet<Key>,
     /// Sum over all failing comparisons of the energy left, each over its floor.
     pub left: f64,
+    /// True when the comparisons are over all rows, not over a sample.
+    pub full: bool,
 }
 
 impl Tried<'_> {
@@ -67,6 +69,30 @@ impl Search<'_> {
         Some(residuals(&outcome))
     }
 
+    /// Every comparison in a world, over all rows.
+    fn in_full(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+        let all: Vec<&dyn World> = worlds.to_vec();
+        let outcome = trial(self.step, &self.compared, &all, (None, Some(&self.cache))).ok()?;
+        Some(residuals(&outcome))
+    }
+
+    /// True when some comparisons pass in these worlds over all rows.
+    pub fn holds(&self, worlds: &[&dyn World], keys: &BTreeSet<Key>) -> bool {
+        let all = self.in_full(worlds).unwrap_or_default();
+        keys.iter().all(|key| all.get(key).is_some_and(|found| found.passes))
+    }
+
+    /// Tries a hypothesis again, over all rows.
+    pub fn confirm(&self, of: &mut Tried<'_>, evidence: &Evidence<'_>) {
+        let mut worlds = evidence.background.clone();
+        worlds.push(&*of.hypothesis.world);
+        of.residuals = self.in_full(&worlds).unwrap_or_default();
+        let passes = |key: &Key| of.residuals.get(key).is_some_and(|found| found.passes);
+        of.explains = evidence.failing.iter().filter(|key| passes(key)).copied().collect();
+        of.left = left_of(&of.residuals, &evidence.failing);
+        of.full = true;
+    }
+
     /// Tries every hypothesis of the catalogue on top of the evidence's background.
     pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
         let mut found = Vec::new();
@@ -90,6 +116,6 @@ impl Search<'_> {
         let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);
         let explains = evidence.failing.iter().filter(passes).copied().collect();
         let left = left_of(&residuals, &evidence.failing);
-        Some(Tried { cause, hypothesis, residuals, explains, left })
+        Some(Tried { cause, hypothesis, residuals, explains, left, full: self.rows.is_none() })
     }
 }
