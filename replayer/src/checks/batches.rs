@@ -13,8 +13,9 @@
 //!
 //! and 1 where x is the symbol before it once more, as in padding; c counts pairs, p is
 //! the share of x among all symbols. -Σ log2 P is the surprisal of the sequence: small for
-//! padding, constants, few classes and stock phrases. A repeat is reported when chance would give one among N(N-1)/2 pairs with probability below
-//! [`FALSE_ALARM`], shared over the tests of the check.
+//! padding, constants, few classes and stock phrases. A repeat is reported when chance
+//! would give one among N(N-1)/2 pairs with probability below [`FALSE_ALARM`], shared over
+//! the tests of the check.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

@@ -113,6 +113,14 @@ fn numerator(head: &HeadDeclaration, facts: &Facts) -> Option<(f64, f64)> {
     Some((sum, error + facts.tokens() as f64 * U32 * sizes))
 }
 
+fn valid(facts: &Facts) -> f64 {
+    facts.valid() as f64
+}
+
+fn tokens(facts: &Facts) -> f64 {
+    facts.tokens() as f64
+}
+
 fn weights(facts: &Facts) -> f64 {
     facts.weights.iter().sum()
 }
@@ -126,8 +134,8 @@ fn declared(head: &HeadDeclaration, facts: &Facts, all: &[Facts]) -> f64 {
         Scope::Microbatch | Scope::Rank => of(facts),
     };
     match head.denominator {
-        Denominator::Valid => over(|facts| facts.valid() as f64),
-        Denominator::All => over(|facts| facts.tokens() as f64),
+        Denominator::Valid => over(valid),
+        Denominator::All => over(tokens),
         Denominator::Weights => over(weights),
         Denominator::Number(n) => n,
     }
@@ -135,8 +143,6 @@ fn declared(head: &HeadDeclaration, facts: &Facts, all: &[Facts]) -> f64 {
 
 fn candidates(facts: &Facts, all: &[Facts]) -> Vec<Count> {
     let total = |of: fn(&Facts) -> f64| all.iter().map(of).sum::<f64>();
-    let (valid, tokens): (fn(&Facts) -> f64, fn(&Facts) -> f64) =
-        (|facts| facts.valid() as f64, |facts| facts.tokens() as f64);
     vec![
         Count { name: "the valid tokens of the step", n: total(valid) },
         Count { name: "the valid tokens of the microbatch", n: valid(facts) },

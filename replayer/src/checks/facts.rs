@@ -35,6 +35,8 @@ pub(super) struct Facts {
     /// Which of `holders` held each token, `[T]`.
     pub(super) holder: Vec<usize>,
     pub(super) holders: Vec<Vec<Rank>>,
+    /// The tokens of each of `holders`, ascending.
+    pub(super) held: Vec<Vec<usize>>,
 }
 
 /// The microbatches that have labels, each with its facts or why there are none.
@@ -67,6 +69,8 @@ fn of_labels(subject: &Subject<'_>, key: &TensorKey) -> Result<Facts, String> {
     let roundoff = both.as_ref().map_or(0.0, |((_, a), (_, b))| a.max(*b));
     let likelihood = both.map(|((lse, _), (label_logits, _))| (lse, label_logits));
     let (holder, holders) = holders(subject, key, tokens);
+    let mut held = vec![Vec::new(); holders.len()];
+    holder.iter().enumerate().for_each(|(t, &group)| held[group].push(t));
     Ok(Facts {
         microbatch: key.microbatch,
         key: key.clone(),
@@ -78,6 +82,7 @@ fn of_labels(subject: &Subject<'_>, key: &TensorKey) -> Result<Facts, String> {
         roundoff,
         holder,
         holders,
+        held,
     })
 }
 

@@ -85,9 +85,9 @@ fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
     for facts in known {
         found.looked();
         let by_rank = scope == Scope::Rank;
-        let groups = (0..facts.holders.len()).filter(|group| {
-            let mut held = (0..facts.tokens()).filter(|&t| facts.holder[t] == *group).peekable();
-            held.peek().is_some() && held.all(|t| facts.weights[t] == 0.0)
+        let groups = (0..facts.holders.len()).filter(|&group| {
+            let held = &facts.held[group];
+            !held.is_empty() && held.iter().all(|&t| facts.weights[t] == 0.0)
         });
         let ranks: Vec<_> = groups.flat_map(|group| facts.holders[group].clone()).collect();
         let whole = silent(&facts);

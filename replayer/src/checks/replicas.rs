@@ -129,7 +129,7 @@ fn differ(
         ),
     };
     let bits = match corrupted {
-        true => flips(&worst, |element| row(element)),
+        true => flips(&worst, row),
         false => String::new(),
     };
     let evidence = format!(

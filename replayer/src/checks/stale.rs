@@ -8,6 +8,8 @@
 //! whole, and only where their labels differ: dq depends on nothing else that equal
 //! hidden states leave open.
 
+use std::collections::BTreeMap;
+
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
 use backtape::role::Role;
@@ -98,9 +100,12 @@ fn equal_runs(
     let elements = piece.bytes.len() / width;
     let needed = needed(info.dtype, elements);
     let (mut rows, mut equal) = (Vec::new(), 0u64);
+    // Most often both are cut alike.
+    let alike = sources.binary_search_by(|other| other.place().cmp(piece.place()));
+    let alike = alike.ok().map(|at| &sources[at]);
     for part in cut(piece.place(), width) {
         let inside = |other: &&Piece<'_>| other.place().intersection(&part).as_ref() == Some(&part);
-        let Some(other) = sources.iter().find(inside) else { continue };
+        let Some(other) = alike.or_else(|| sources.iter().find(inside)) else { continue };
         let own = extract(&part, piece.place(), piece.bytes, width);
         let theirs = extract(&part, other.place(), other.bytes, width);
         let columns = part.0.last().map_or(1, |(from, to)| (to - from) as usize).max(1);
@@ -168,11 +173,14 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
     if of_tokens && past.2.targets.len() != facts.targets.len() {
         return;
     }
+    let each = |piece| {
+        let piece: &Piece<'_> = piece;
+        piece.ranks.iter().map(move |rank| ((piece.place(), rank), piece))
+    };
+    let by_place: BTreeMap<_, _> = old.iter().flat_map(each).collect();
     for piece in &held {
-        let same = |other: &&Piece<'_>| {
-            other.place() == piece.place() && other.ranks.iter().any(|r| piece.ranks.contains(r))
-        };
-        let Some(other) = old.iter().find(same) else { continue };
+        let same = piece.ranks.iter().find_map(|rank| by_place.get(&(piece.place(), rank)));
+        let Some(other) = same else { continue };
         if !of_tokens && same_labels(past.2, facts, &piece.ranks) {
             continue;
         }
@@ -222,9 +230,9 @@ fn told(dtype: Dtype, row: &[u8]) -> usize {
 /// Whether these ranks predict the same classes in both microbatches.
 fn same_labels(one: &Facts, other: &Facts, ranks: &[Rank]) -> bool {
     let of = |facts: &Facts| -> Vec<Option<i64>> {
-        let held = |group: usize| facts.holders[group].iter().any(|rank| ranks.contains(rank));
-        let tokens = (0..facts.tokens()).filter(|&t| held(facts.holder[t]));
-        tokens.map(|t| facts.targets[t]).collect()
+        let own = |group: &usize| facts.holders[*group].iter().any(|rank| ranks.contains(rank));
+        let groups = (0..facts.holders.len()).filter(own);
+        groups.flat_map(|group| &facts.held[group]).map(|&t| facts.targets[t]).collect()
     };
     of(one) == of(other)
 }

@@ -142,18 +142,21 @@ fn dk(
     found: &mut Found,
 ) {
     for role in [Role::Dk, Role::DkLabel] {
-        let of = subject.of_role(role).filter(|(key, info)| {
-            key.microbatch == microbatch
-                && info.shape.len() == 2
-                && (role, info.partial) != (Role::Dk, None)
-                || key.microbatch == microbatch && info.shape.len() == 2 && !head.tied_embedding
-        });
+        // A tied dk holds the input embedding's part too.
+        if role == Role::Dk && head.tied_embedding {
+            continue;
+        }
+        let of = subject.of_role(role);
+        let of = of.filter(|(key, info)| key.microbatch == microbatch && info.shape.len() == 2);
         for (key, info) in of {
             found.looked();
             of_vocabulary(subject, head, (key, info), from, found);
         }
     }
 }
+
+/// A class, who held the token, and the tile around it.
+type Hit = (u64, Vec<Rank>, Option<(u64, u64)>);
 
 fn of_vocabulary(
     subject: &Subject<'_>,
@@ -178,14 +181,16 @@ fn of_vocabulary(
         }
         alive.iter().zip(&seen).map(|(alive, &seen)| !alive && seen >= depth).collect()
     };
-    let mut hit: Vec<(u64, Vec<Rank>, Option<(u64, u64)>)> = Vec::new();
+    let of_all = info.partial.is_none().then(|| zero_on(None));
+    let mut hit: Vec<Hit> = Vec::new();
     for (facts, telling) in from {
         for (group, ranks) in facts.holders.iter().enumerate() {
-            let zero = zero_on(info.partial.map(|_| ranks.as_slice()));
-            let tokens = (0..facts.tokens()).filter(|&t| facts.holder[t] == group && telling[t]);
+            let own = of_all.is_none().then(|| zero_on(Some(ranks)));
+            let zero = of_all.as_ref().or(own.as_ref()).expect("one of the two");
+            let tokens = facts.held[group].iter().copied().filter(|&t| telling[t]);
             for class in tokens.filter_map(|t| facts.targets[t]) {
                 if usize::try_from(class).is_ok_and(|class| zero.get(class) == Some(&true)) {
-                    let run = run_of_zeros(&zero, class as usize);
+                    let run = run_of_zeros(zero, class as usize);
                     hit.push((class as u64, ranks.clone(), run));
                 }
             }
