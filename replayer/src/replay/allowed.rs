@@ -111,11 +111,17 @@ impl Replay<'_> {
     }
 
     /// Half the smallest step of what an entry of dlogits may be rounded to, where
-    /// that is coarse: f16 and f8 lose entries of a mean over many tokens in it.
-    pub(super) fn entry_floor(&self) -> f64 {
+    /// that is coarse: f16 and f8 lose entries of a mean over many tokens in it. A step
+    /// of p is `|g|` times as large in dlogits (and in a scaled logit's product times
+    /// its scale); `g` is 0 where no p lies between.
+    pub(super) fn entry_floor(&self, g: f64) -> f64 {
         let Policy { p, dlogits, .. } = self.roundings.widest;
-        let tiny = p.smallest_subnormal().max(dlogits.smallest_subnormal()) / 2.0;
-        if tiny > FLUSH { tiny } else { 0.0 }
+        let coarse = |precision: Precision| {
+            let tiny = precision.smallest_subnormal() / 2.0;
+            if tiny > FLUSH { tiny } else { 0.0 }
+        };
+        let by_p = g.abs() * self.step.options.transform.scale.abs().max(1.0);
+        (coarse(dlogits).powi(2) + (by_p * coarse(p)).powi(2)).sqrt()
     }
 
     /// Variance of one addend of dq or dk beyond its entry's: the rounding of the

@@ -51,6 +51,8 @@ pub(super) struct Problem<'a> {
     /// For each token, the variance of errors that add up along q, over `q²/|q|⁴`; and
     /// the same for the rows of k, over `k²/|k|⁴`.
     pub(super) sliced: (Vec<f64>, f64),
+    /// What rounding takes of an entry of dlogits in a coarse format's smallest numbers.
+    pub(super) entry_floor: f64,
     /// Sum of k² over the vocabulary, a column each, where it is needed.
     pub(super) k_squares: Vec<f64>,
     /// Sum of k, likewise.
@@ -73,6 +75,7 @@ impl Problem<'_> {
             constants: self.constants,
             alike: self.alike,
             sliced: self.sliced.clone(),
+            entry_floor: self.entry_floor,
             k_squares: self.k_squares.clone(),
             k_sums: self.k_sums.clone(),
         }
@@ -208,7 +211,12 @@ impl Replay<'_> {
         let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
         let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
-        let (k_sums, k_squares) = k_sums(self, &rows_of(&head.k, 0..head.valid_vocab));
+        let largest = g_lse.iter().fold(0.0, |most: f64, g| most.max(g.abs()));
+        let entry_floor = self.entry_floor(largest);
+        let (k_sums, k_squares) = match entry_floor > 0.0 {
+            true => k_sums(&rows_of(&head.k, 0..head.valid_vocab)),
+            false => (Vec::new(), Vec::new()),
+        };
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
@@ -226,6 +234,7 @@ impl Replay<'_> {
             g_smooth,
             alike,
             sliced,
+            entry_floor,
             k_squares,
             k_sums,
         }
@@ -239,11 +248,11 @@ impl Replay<'_> {
     fn sliced(&self, head: &HeadInputs<'_>, g: &[f64], spread: &[f64]) -> (Vec<f64>, f64) {
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let u = p.unit_roundoff().max(dlogits.unit_roundoff());
-        let (d, floor) = (head.q.cols, self.entry_floor());
+        let d = head.q.cols;
         let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
         // a σ² v of a token, v of an entry near g/K.
         let each = |t: usize| {
-            let entry = g[t].abs() / classes;
+            let (entry, floor) = (g[t].abs() / classes, self.entry_floor(g[t]));
             let step = (2.0 * u).max(if entry > 0.0 { 2.0 * floor / entry } else { 0.0 });
             let variance = u * u * entry * entry / 3.0 + floor * floor;
             few(spread[t].sqrt() / step) * spread[t] * variance

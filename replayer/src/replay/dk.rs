@@ -184,7 +184,7 @@ impl Replay<'_> {
             false => 0.0,
         };
         slab.k_norms = (0..head.k.rows).map(norm).collect();
-        if self.entry_floor() > 0.0 {
+        if problem.entry_floor > 0.0 {
             slab.q_squares = column_squares(&head.q, head.copies);
             slab.q_sums = column_sums(&head.q);
         }
@@ -199,7 +199,8 @@ impl Replay<'_> {
         let (x, squares) = (slab.lse[at], slab.lse_sq[at]);
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
         let sums_of_q = slab.q_sums.get(at % d).copied().unwrap_or(0.0);
-        let floor = self.entry_floor().powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
+        let floor =
+            problem.entry_floor.powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
         Allowed {
             own: summed(sums.dk, t as f64, x, squares)
                 + self.joined(tiles, path == Path::Chunked, x, squares)
@@ -209,7 +210,7 @@ impl Replay<'_> {
             shared: (problem.largest_scale() + self.narrowing() + problem.constants) * squares
                 + (self.shared_scale(problem.alike) + problem.constants) * x * x
                 // Entries that all lie in a format's smallest numbers round alike.
-                + self.entry_floor().powi(2) * sums_of_q * sums_of_q,
+                + problem.entry_floor.powi(2) * sums_of_q * sums_of_q,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
         }
     }
@@ -343,7 +344,7 @@ impl Replay<'_> {
         let (factor, stores) = self.factor(problem, Stage::Dbias);
         let allowed = |row: usize, _, supposed: f64| {
             let squares = slab.dbias_sq[row];
-            let tokens = t as f64 * square(self.entry_floor());
+            let tokens = t as f64 * square(problem.entry_floor);
             let x = slab.dbias[row];
             let inner = Allowed {
                 own: slab.dbias_var[row]

@@ -124,11 +124,11 @@ impl Replay<'_> {
             own: summed(sums.dq, v as f64, x, squares)
                 + self.joined(tiles, false, x, squares)
                 + self.product_rel_var() * squares
-                + self.entry_floor().powi(2) * floor,
+                + problem.entry_floor.powi(2) * floor,
             // Entries that all lie in a format's smallest numbers round alike.
             row: dq.dq_lse_var[at]
                 + problem.sliced.0[token] * problem.head.q.get_f64(at).powi(2)
-                + self.entry_floor().powi(2) * alike * alike
+                + problem.entry_floor.powi(2) * alike * alike
                 + (problem.scale[token] + problem.variance[token]) * x * x,
             shared: (self.shared_scale(problem.alike)) * x * x
                 + (self.narrowing() + problem.constants) * squares
@@ -280,10 +280,7 @@ pub(super) fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
     labels.iter().map(|label| counts[label]).collect()
 }
 
-/// Sums of k and of k² over the rows, a column each; only where they are needed.
-pub(super) fn k_sums(replay: &Replay<'_>, k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
-    match replay.entry_floor() > 0.0 {
-        true => (column_sums(k), column_squares(k, None)),
-        false => (Vec::new(), Vec::new()),
-    }
+/// Sums of k and of k² over the rows, a column each.
+pub(super) fn k_sums(k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
+    (column_sums(k), column_squares(k, None))
 }

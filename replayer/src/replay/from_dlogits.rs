@@ -71,7 +71,7 @@ impl Replay<'_> {
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
         let entries: Matrix<'_> = dlogits.values.matrix();
         let tiles = self.tiles;
-        let coarse = self.entry_floor() > 0.0;
+        let coarse = self.entry_floor(0.0) > 0.0;
         let q = |_| column_squares(&problem.head.q, problem.head.copies);
         let q_squares = Some(()).filter(|()| coarse).map(q).unwrap_or_default();
         let ones = [t as f64];
@@ -166,8 +166,9 @@ impl Replay<'_> {
             let inner = summed(sum, length, x, squares) + label + joined + each * squares;
             let floor = product.floor.get(column).copied().unwrap_or(0.0);
             let storage = gradient.storage(product.first * columns + at, supposed);
-            let own =
-                inner + self.entry_floor().powi(2) * floor + relative(self.roundings.compute(), x);
+            let own = inner
+                + self.entry_floor(0.0).powi(2) * floor
+                + relative(self.roundings.compute(), x);
             let shared = self.narrowing() * squares;
             let inner = Allowed { own, shared, ..Allowed::default() }.times(factor);
             Allowed { own: inner.own + stores * storage, ..inner }

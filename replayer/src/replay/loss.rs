@@ -52,7 +52,7 @@ impl Replay<'_> {
         for (unit, denominator) in &slice.denominators {
             for &t in unit.rows.iter().filter(|&&t| inputs.labels[t] != IGNORED) {
                 let weight = inputs.weights[t] * inputs.cotangent[t];
-                found.g[t] = self.step.options.cotangent * weight / denominator;
+                found.g[t] = self.step.options.cotangent * share(weight, *denominator);
             }
         }
         self.world.upstream(inputs, &mut found.g);
@@ -144,8 +144,8 @@ impl Replay<'_> {
         let sizes = (0..tokens).map(|t| {
             let ratio = old.as_ref().map_or(1.0, |old| (logp[t] - old[t]).exp());
             let kl = reference.as_ref().map_or(0.0, |r| (r[t] - logp[t]).exp() + 1.0);
-            let share = weights[t] / divided[t] * upstream;
-            share * (ratio * advantages[t].abs() + options.kl_beta * kl)
+            let size = share(weights[t], divided[t]) * upstream;
+            size * (ratio * advantages[t].abs() + options.kl_beta * kl)
         });
         let sizes: Vec<f64> = sizes.map(f64::abs).collect();
         let variance = sizes.iter().zip(&state.logprobs.variance);
@@ -236,15 +236,15 @@ impl Replay<'_> {
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
                 + relative(2.0 * compute, size);
-            let weight = inputs.weights[t] / divided[t];
+            let weight = share(inputs.weights[t], divided[t]);
             (weight * nll[t], weight * weight * variance)
         };
         let (values, variance): (Vec<f64>, Vec<f64>) = (0..inputs.tokens()).map(token).unzip();
-        let share = |x: &f64| 4.0 * self.transform_scale() * x * x;
-        let shared = values.iter().map(share).collect();
+        let alike = |x: &f64| 4.0 * self.transform_scale() * x * x;
+        let shared = values.iter().map(alike).collect();
         let certain = (0..inputs.tokens()).map(|t| {
             let counted = inputs.labels[t] != IGNORED;
-            let weight = if counted { inputs.weights[t] / divided[t] } else { 0.0 };
+            let weight = if counted { share(inputs.weights[t], divided[t]) } else { 0.0 };
             let of = |ties: &[f64]| ties.get(t).copied().unwrap_or(0.0);
             let read = of(&state.lse_ties) + of(&state.label.certain);
             // What the world says of a loss counts what it reads.
@@ -306,6 +306,13 @@ impl Replay<'_> {
         );
         Ok(())
     }
+}
+
+/// What a token's weight is of a mean. A token that does not count adds nothing, even
+/// where none counts and the mean is over 0: a job that guards the division has 0 there,
+/// and one that does not has a NaN, which then differs.
+fn share(weight: f64, denominator: f64) -> f64 {
+    if weight == 0.0 { 0.0 } else { weight / denominator }
 }
 
 /// The weights of some tokens, 0 for all others.
