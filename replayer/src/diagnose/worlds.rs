@@ -155,6 +155,10 @@ pub struct OtherLse {
 }
 
 impl World for OtherLse {
+    fn has_nan(&self) -> bool {
+        self.lse.values().flatten().any(|lse| !lse.is_finite())
+    }
+
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         let taken = pass == Pass::Backward && self.captured.contains(&inputs.microbatch);
         if let Some(other) = self.lse.get(&inputs.microbatch).filter(|_| !taken) {

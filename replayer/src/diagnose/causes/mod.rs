@@ -11,6 +11,7 @@ pub mod label_shift;
 pub mod microbatch_count_scale;
 pub mod nan_origin;
 pub mod partial_not_reduced;
+pub mod replica_divergence;
 pub mod silent_corruption;
 pub mod stride_ignored;
 pub mod sync_wrong_microbatch;

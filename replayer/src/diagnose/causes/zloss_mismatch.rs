@@ -11,11 +11,11 @@ use crate::replay::world::{UnitTokens, World};
 pub struct ZLossMismatch;
 
 impl Cause for ZLossMismatch {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "zloss-mismatch"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "the gradient of the z-loss is left out, or counted with another factor than the declared one"
     }
 
@@ -23,7 +23,7 @@ impl Cause for ZLossMismatch {
         &["OLMo-core 702", "ml-cross-entropy 43"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "multiply the softmax part by 1 + 2 λ lse, with the λ that the loss has"
     }
 

@@ -12,4 +12,5 @@ pub mod misread;
 pub mod nan;
 pub mod orders;
 pub mod reference;
+pub mod replicas;
 pub mod strays;

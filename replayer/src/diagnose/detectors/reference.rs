@@ -50,7 +50,7 @@ pub fn reference(
     let compared = evidence.outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
     let compared = compared.map(|one| one.stage).collect();
     // A dump that cannot be judged in this world leaves nothing to look at.
-    let _ = trial(evidence.step, &compared, &worlds, rows);
+    let _ = trial(evidence.step, &compared, &worlds, (rows, None));
     notes.found.into_inner().unwrap_or_default()
 }
 
