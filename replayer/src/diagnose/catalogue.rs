@@ -42,6 +42,7 @@ pub const CATALOGUE: &[&dyn Cause] = &[
     &causes::token_order::TokenOrder,
     &causes::uninitialised_output::UninitialisedOutput,
     &causes::zero_times_inf::ZeroTimesInf,
+    &causes::replica_divergence::ReplicaDivergence,
     &causes::silent_corruption::SilentCorruption,
     &causes::nan_origin::NanOrigin,
 ];

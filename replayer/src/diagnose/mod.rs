@@ -62,7 +62,8 @@ pub fn diagnose(
     catalogue.extend(own.iter().map(|one| one as &dyn Cause));
     let catalogue = &catalogue[..];
     let failing: Vec<Stage> = stages(outcome, |_| true);
-    if outcome.first_divergence().is_none() {
+    let diverged = outcome.first_divergence().is_some();
+    if !diverged && step.unusable.is_empty() {
         return Ok(Vec::new());
     }
     let inputs: Vec<MicrobatchInputs> =
@@ -81,7 +82,7 @@ pub fn diagnose(
     let mut seen = found::observed(catalogue, &evidence);
     let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !of_seen(key));
-    if evidence.failing.is_empty() && !seen.is_empty() {
+    if evidence.failing.is_empty() && !(seen.is_empty() && diverged) {
         return Ok(seen);
     }
     seen.extend(computed(&search, catalogue, &evidence));

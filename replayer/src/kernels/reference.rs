@@ -130,10 +130,13 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
 pub fn label_logits(inputs: &HeadInputs) -> Vec<f64> {
     check(inputs);
     let (chain, d, v) = (Chain::of(inputs), inputs.q.cols, inputs.k.rows);
+    let (q, k) = inputs.scored();
     let of = |t: usize| {
         let Some(row) = inputs.label(t) else { return 0.0 };
-        let term = |i: usize| inputs.q.get_f64(t * d + i) * inputs.k.get_f64(row * d + i);
-        let given = inputs.given.map(|given| given.get_f64(t * v + row));
+        let term = |i: usize| q.get_f64(t * d + i) * k.get_f64(row * d + i);
+        let scores = inputs.reads.and_then(|reads| reads.scores);
+        let scores = scores.map(|(of, first)| of.get_f64(t * of.cols + first + row));
+        let given = inputs.given.map(|given| given.get_f64(t * v + row)).or(scores);
         let mut logit = [given.unwrap_or_else(|| (0..d).map(term).sum())];
         chain.apply(&mut logit, row);
         logit[0]

@@ -204,6 +204,9 @@ impl Replay<'_> {
     /// Relative variance, alike over a token's row, from the lse it used. z-loss
     /// makes `1 + 2 λ lse` of it once more.
     pub(super) fn lse_scale(&self, lse: f64, stored: f64) -> f64 {
+        if !lse.is_finite() {
+            return 0.0; // p is 0, or no number: nothing of it is rounded
+        }
         let kept = self.roundings.lse.map_or(stored, |kept| kept.unit_roundoff().max(stored));
         let compute = self.roundings.compute();
         let z = 2.0 * self.step.options.declared.z_loss;

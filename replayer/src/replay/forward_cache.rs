@@ -37,7 +37,11 @@ impl ForwardCache {
 /// SipHash tell apart what a search tries.
 fn digest(head: &HeadInputs<'_>) -> u64 {
     let mut hash = DefaultHasher::new();
-    for of in [Some(head.q), Some(head.k), head.given] {
+    let reads = head.reads;
+    let scores = reads.and_then(|reads| reads.scores);
+    let read = [reads.map(|reads| reads.q), reads.map(|reads| reads.k), scores.map(|(of, _)| of)];
+    scores.map(|(_, first)| first).hash(&mut hash);
+    for of in [Some(head.q), Some(head.k), head.given].into_iter().chain(read) {
         let Some(of) = of else {
             hash.write_u8(0);
             continue;

@@ -28,11 +28,11 @@ pub struct BlockIndexTimesBlock;
 const BEYOND: [Beyond; 4] = [Beyond::BlockMovedBack, Beyond::LastRow, Beyond::Zeros, Beyond::Wraps];
 
 impl Cause for BlockIndexTimesBlock {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "block-index-times-block"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "a block's index was multiplied by its size twice: blocks after the first are read or written elsewhere"
     }
 
@@ -40,7 +40,7 @@ impl Cause for BlockIndexTimesBlock {
         &["MLLM-JAX cef0a7e", "jax 31395", "jax 38497"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "return the block's index from the index map: Pallas multiplies it by the block's size itself"
     }
 

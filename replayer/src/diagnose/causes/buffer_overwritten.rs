@@ -29,11 +29,11 @@ const SAME: f64 = 2e-3;
 const PLANE: usize = 1 << 25;
 
 impl Cause for BufferOverwritten {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "buffer-overwritten"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "another tensor had been written over the memory by the time it was recorded or read"
     }
 
@@ -41,7 +41,7 @@ impl Cause for BufferOverwritten {
         &["unsloth 5002", "Megatron-LM 1594"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "record before the in-place kernel, and let nothing read the logits after their gradient was written over them"
     }
 

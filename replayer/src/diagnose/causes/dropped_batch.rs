@@ -20,11 +20,11 @@ use crate::replay::world::World;
 pub struct DroppedBatch;
 
 impl Cause for DroppedBatch {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "dropped-batch"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "a microbatch, or one rank's part of it, left no gradient though its tokens count"
     }
 
@@ -32,7 +32,7 @@ impl Cause for DroppedBatch {
         &["exhausted iterators", "datasets 5360"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "run the backward of every microbatch on every rank, and stop all ranks together when an iterator ends"
     }
 

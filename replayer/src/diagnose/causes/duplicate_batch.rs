@@ -21,11 +21,11 @@ use crate::head::{MicrobatchInputs, Stage};
 pub struct DuplicateBatch;
 
 impl Cause for DuplicateBatch {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "duplicate-batch"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "the gradients are of another microbatch's or rank's data: one was used twice"
     }
 
@@ -33,7 +33,7 @@ impl Cause for DuplicateBatch {
         &["datasets 5360"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "draw every microbatch and every rank its own data: advance the iterator once each, seed or shard it by rank"
     }
 

@@ -27,11 +27,11 @@ const BITS: [u32; 8] = [15, 16, 17, 18, 20, 24, 31, 32];
 const FITS: f64 = 0.9;
 
 impl Cause for IndexOverflow32 {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "index-overflow-32"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "flat indices of the token x vocabulary plane overflow their integer: rows from the border on are read or written elsewhere"
     }
 
@@ -39,7 +39,7 @@ impl Cause for IndexOverflow32 {
         &["ml-cross-entropy 39", "quack d45300e"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "compute row offsets in 64 bits before the column is added"
     }
 

@@ -22,11 +22,11 @@ use crate::kernels::matrix::IGNORED;
 pub struct IntTargetOutOfRange;
 
 impl Cause for IntTargetOutOfRange {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "int-target-out-of-range"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "labels that name no class are skipped by one pass and used as an index by the other"
     }
 
@@ -34,7 +34,7 @@ impl Cause for IntTargetOutOfRange {
         &["MLP-cuda before 396b00e"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "check every label against 0..V in the forward and in the backward alike, and leave the tokens of others out of both"
     }
 

@@ -21,11 +21,11 @@ use crate::kernels::round::Precision;
 pub struct LabelScatterLowPrecision;
 
 impl Cause for LabelScatterLowPrecision {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "label-scatter-low-precision"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "the label part of dk is accumulated in a format of few bits: rows of frequent labels lose addends"
     }
 
@@ -33,7 +33,7 @@ impl Cause for LabelScatterLowPrecision {
         &["baremetal-gpt fc9f8c7"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "gather the label rows of k in f32 (cast k before the gather), so that their transpose scatters in f32"
     }
 

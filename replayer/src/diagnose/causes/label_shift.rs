@@ -33,11 +33,11 @@ const FITS: f64 = 0.6;
 type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
 
 impl Cause for LabelShift {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "label-shift"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "the loss was taken against labels of other positions than the recorded ones"
     }
 
@@ -45,7 +45,7 @@ impl Cause for LabelShift {
         &["transformers 37830"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "shift labels exactly once, inside each sequence: either in the data or in the loss"
     }
 

@@ -14,11 +14,11 @@ use crate::diagnose::worlds::Scaled;
 pub struct MicrobatchCountScale;
 
 impl Cause for MicrobatchCountScale {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "microbatch-count-scale"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "gradients are off by exactly the number of microbatches"
     }
 
@@ -26,7 +26,7 @@ impl Cause for MicrobatchCountScale {
         &["transformers 35203", "transformers 37197", "transformers 40052"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "divide by the number of microbatches exactly once: in the loss or when gradients are summed"
     }
 

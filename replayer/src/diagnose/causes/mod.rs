@@ -25,6 +25,7 @@ pub mod microbatch_mean_of_means;
 pub mod nan_origin;
 pub mod partial_not_reduced;
 pub mod rank_mean_vs_sum;
+pub mod replica_divergence;
 pub mod silent_corruption;
 pub mod smoothing_mismatch;
 pub mod softcap_mismatch;

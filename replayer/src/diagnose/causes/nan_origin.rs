@@ -5,10 +5,14 @@
 //! Emulation: no number wherever none was captured, and all else as it should be; stages
 //! that follow start from what was captured, or from the reference.
 
+use std::collections::BTreeMap;
+
+use super::tail_tile_unmasked::captured_lse;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::nan::{NanWhere, Nans, nans};
 use crate::diagnose::evidence::Evidence;
-use crate::kernels::matrix::IGNORED;
+use crate::diagnose::rearranged::OtherLse;
+use crate::kernels::matrix::{IGNORED, Matrix};
 
 /// The catalogue's entry.
 pub struct NanOrigin;
@@ -17,11 +21,11 @@ pub struct NanOrigin;
 const FITTED: usize = 8;
 
 impl Cause for NanOrigin {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "nan-origin"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "values that are no numbers appear where the reference has numbers, and spread from there"
     }
 
@@ -29,12 +33,13 @@ impl Cause for NanOrigin {
         &["any run whose loss became NaN"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "look at the named row's inputs and at the operation that makes the named stage: nothing before it is wrong"
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let Some(found) = nans(evidence) else { return Vec::new() };
+        let overflown: Vec<Hypothesis> = overflown(evidence).into_iter().collect();
+        let Some(found) = nans(evidence) else { return overflown };
         // Nothing counts: 0/0 has a name of its own.
         let counts = |mb| {
             evidence.inputs_of(mb).is_none_or(|one| {
@@ -45,13 +50,52 @@ impl Cause for NanOrigin {
         if !counts(found.first.microbatch) {
             return Vec::new();
         }
-        let parameters = origin(&found);
+        let parameters = of_inputs(evidence).unwrap_or_else(|| origin(&found));
         let one = |distrusts: Vec<_>| {
             let world = NanWhere { of: found.of.clone(), distrusts };
             Hypothesis::new(world, parameters.clone()).fitted(FITTED)
         };
-        vec![one(Vec::new()), one(vec![found.first.stage])]
+        let mut all = overflown;
+        all.extend([one(Vec::new()), one(vec![found.first.stage])]);
+        all
     }
+}
+
+/// The first value of q or k that is no number: nothing after it is to blame.
+fn of_inputs(evidence: &Evidence<'_>) -> Option<Vec<(&'static str, String)>> {
+    evidence.inputs.iter().find_map(|inputs| {
+        let head = inputs.head(evidence.step)?;
+        let of = |(name, of): (&str, Matrix<'_>)| {
+            let at = (0..of.len()).find(|&at| !of.get_f64(at).is_finite())?;
+            let mut parameters = vec![("stage", name.to_string())];
+            parameters.extend(inputs.microbatch.map(|mb| ("microbatch", mb.to_string())));
+            parameters.push(("row", (at / of.cols.max(1)).to_string()));
+            parameters.push(("column", (at % of.cols.max(1)).to_string()));
+            Some(parameters)
+        };
+        [("q", head.q), ("k", head.k)].into_iter().find_map(of)
+    })
+}
+
+/// The largest logit whose exponential f32 holds.
+const LARGEST: f64 = 88.722_84;
+
+/// Exponentials that were summed without taking the largest logit off first overflow: lse is
+/// infinite where it is larger than the logarithm of f32's range.
+fn overflown(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let reference = evidence.reference();
+    let of = |lse: &f64| if *lse > LARGEST { f64::INFINITY } else { *lse };
+    let lse: BTreeMap<_, Vec<f64>> =
+        reference.forward_lse.iter().map(|(&mb, all)| (mb, all.iter().map(of).collect())).collect();
+    let rows = lse.values().flatten().filter(|lse| lse.is_infinite()).count();
+    let (&mb, all) = lse.iter().find(|(_, all)| all.iter().any(|lse| lse.is_infinite()))?;
+    let row = all.iter().position(|lse| lse.is_infinite())?;
+    let mut parameters = vec![("stage", "lse".to_string())];
+    parameters.extend(mb.map(|mb| ("microbatch", mb.to_string())));
+    parameters.push(("row", row.to_string()));
+    parameters.push(("values", rows.to_string()));
+    parameters.push(("operation", "exp overflows: the maximum is not taken off".to_string()));
+    Some(Hypothesis::new(OtherLse { lse, captured: captured_lse(evidence) }, parameters))
 }
 
 fn origin(found: &Nans) -> Vec<(&'static str, String)> {

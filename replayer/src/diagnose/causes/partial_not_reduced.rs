@@ -14,10 +14,11 @@ use rayon::prelude::*;
 
 use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Hypothesis, Observed};
 use crate::diagnose::detectors::addends::{Solved, solved};
 use crate::diagnose::detectors::dense::{median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
+use crate::diagnose::detectors::replicas::versions;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::inputs::Scores;
@@ -31,11 +32,11 @@ pub struct PartialNotReduced;
 const MOST: usize = 64;
 
 impl Cause for PartialNotReduced {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "partial-not-reduced"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "one rank's part is taken for the whole: the sum over ranks is missing, or taken once more"
     }
 
@@ -43,7 +44,7 @@ impl Cause for PartialNotReduced {
         &["ml-cross-entropy 42", "ms-swift 9947"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "all-reduce what every shard holds a part of exactly once: dq and the sum of exponentials over the tensor-parallel ranks, dk over the data-parallel ones"
     }
 
@@ -52,6 +53,19 @@ impl Cause for PartialNotReduced {
         found.extend(of_lse(evidence));
         found.extend(of_sums(evidence));
         found
+    }
+
+    /// dq that every tensor-parallel rank holds its own part of.
+    fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
+        let all = versions(evidence);
+        let of = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
+        let words = format!(
+            "{} has {} versions, one a rank, and their sum is what each of them should be",
+            of.key,
+            of.of.len()
+        );
+        let parameters = vec![("of", "dq".to_string()), ("shards", of.of.len().to_string())];
+        Some(Observed { evidence: words, stages: vec![Stage::Dq], parameters })
     }
 }
 

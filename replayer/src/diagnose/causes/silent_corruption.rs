@@ -9,6 +9,7 @@ use half::{bf16, f16};
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::captured::Values;
+use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::reference::Table;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
@@ -25,6 +26,11 @@ const LEFT: f64 = 1.0 / 16.0;
 /// Elements without a flipped bit are wrong by so many times the stage's own size.
 const GROSS: f64 = 30.0;
 
+/// Rows of garbage at most.
+const ROWS: u64 = 4;
+/// How many times larger than its own and than the usual row a row of garbage is.
+const LOUD: f64 = 5.0;
+
 /// An element that is not what it should be.
 #[derive(Clone, Copy, Debug)]
 struct Wrong {
@@ -37,11 +43,11 @@ struct Wrong {
 }
 
 impl Cause for SilentCorruption {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "silent-corruption"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "a few stored elements are wrong and all others are right: bits were flipped"
     }
 
@@ -49,7 +55,7 @@ impl Cause for SilentCorruption {
         &["hosts with faulty memory or arithmetic"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "run the step again on another host: what stays is a bug, what goes is the hardware"
     }
 
@@ -66,7 +72,7 @@ impl Cause for SilentCorruption {
             }
         }
         if all.is_empty() || all.len() as u64 > MOST {
-            return Vec::new();
+            return garbage(evidence).into_iter().collect();
         }
         let parameters = parameters(&all);
         let fitted = 2 + all.len();
@@ -77,6 +83,35 @@ impl Cause for SilentCorruption {
             Hypothesis::new(distrusting, parameters).fitted(fitted),
         ]
     }
+}
+
+/// Few rows that hold something much larger than the gradient, in most of their elements.
+fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let mut world = Instead::default();
+    let mut words: Vec<String> = Vec::new();
+    for &key in &evidence.failing {
+        let tally = &comparison(evidence, key)?.tally;
+        if tally.exceeding_rows == 0 || tally.exceeding_rows > ROWS || tally.nonfinite > 0 {
+            continue;
+        }
+        let captured = evidence.captured(key)?;
+        let table = evidence.reference().stages.get(&key)?;
+        let size = (tally.reference_energy / tally.rows.max(1) as f64).sqrt();
+        let rows: Vec<usize> = tally.worst_rows.iter().map(|of| of.row as usize).collect();
+        let gross = |row: &usize| {
+            let Some(wanted) = table.get(row) else { return false };
+            let off = distance(captured.row(*row), wanted).sqrt();
+            off >= LOUD * energy(wanted).sqrt().max(size)
+        };
+        if captured.columns < 4 || !rows.iter().all(gross) {
+            continue;
+        }
+        words.push(format!("{} rows {rows:?}", key.stage));
+        world = world.rows(key, rows.into_iter().map(|row| (row, captured.row(row).to_vec())));
+    }
+    let fitted = 2 + words.len();
+    let parameters = vec![("where", words.join("; ")), ("rows", "hold garbage".to_string())];
+    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
 fn parameters(all: &[(Key, Wrong)]) -> Vec<(&'static str, String)> {

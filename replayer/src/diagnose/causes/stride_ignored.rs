@@ -29,11 +29,11 @@ pub struct StrideIgnored;
 const LONGEST: usize = 4096;
 
 impl Cause for StrideIgnored {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "stride-ignored"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "a strided view was taken for contiguous memory: its rows lie elsewhere"
     }
 
@@ -41,7 +41,7 @@ impl Cause for StrideIgnored {
         &["TransformerEngine 2746"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "pass the tensor's strides to the kernel, or make it contiguous before the launch"
     }
 

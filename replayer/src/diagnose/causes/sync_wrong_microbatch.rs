@@ -5,8 +5,11 @@
 //! those are whole and depend on both.
 //! Emulation: those weights.
 
-use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::{Solved, solved};
+use backtape::identity::Rank;
+
+use crate::diagnose::cause::{Cause, Hypothesis, Observed};
+use crate::diagnose::detectors::addends::{Addend, Solved, solved};
+use crate::diagnose::detectors::replicas::versions;
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 
@@ -14,11 +17,11 @@ use crate::head::Stage;
 pub struct SyncWrongMicrobatch;
 
 impl Cause for SyncWrongMicrobatch {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "sync-wrong-microbatch"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "the sum over ranks was taken at the wrong microbatch: it holds only some microbatches of some ranks"
     }
 
@@ -26,7 +29,7 @@ impl Cause for SyncWrongMicrobatch {
         &["FunASR 3472", "picotron 5"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "synchronise gradients in the last microbatch of the accumulation window, and in that one only"
     }
 
@@ -49,5 +52,29 @@ impl Cause for SyncWrongMicrobatch {
             Hypothesis::new(found.world(), parameters).fitted(1)
         };
         solved(evidence).into_iter().filter(mixed).map(one).collect()
+    }
+
+    /// Copies of the reduced gradient that are sums of different gradients.
+    fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
+        let all = versions(evidence);
+        let (of, sums) = all.iter().find_map(|of| Some((of, of.as_sums(evidence)?)))?;
+        let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
+            let held = addends.iter().filter(|of| of.weight != 0.0);
+            let held: Vec<String> = held
+                .map(|of| {
+                    let mb = of.microbatch.map_or("all".into(), |mb| mb.to_string());
+                    of.rank.map_or(mb.clone(), |rank| format!("{mb} of rank {rank}"))
+                })
+                .collect();
+            let of: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+            format!("rank {} holds microbatches {}", of.join(", "), held.join(", "))
+        };
+        let held: Vec<String> = sums.iter().map(word).collect();
+        let evidence = format!(
+            "{} differs between ranks, and each version is the sum of other ranks' and microbatches' gradients",
+            of.key
+        );
+        let parameters = vec![("tensor", of.key.to_string()), ("holds", held.join("; "))];
+        Some(Observed { evidence, stages: vec![Stage::Reduce], parameters })
     }
 }

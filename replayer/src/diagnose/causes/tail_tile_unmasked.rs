@@ -35,11 +35,11 @@ const WHOLE: f64 = 0.02;
 const SHOWN: f64 = 0.7;
 
 impl Cause for TailTileUnmasked {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "tail-tile-unmasked"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "columns beyond the vocabulary count in the softmax: the last tile is not masked"
     }
 
@@ -47,7 +47,7 @@ impl Cause for TailTileUnmasked {
         &["verl 5349", "tokamax chunked path", "MLP-cuda before 396b00e"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "mask the columns from the vocabulary's end on by -inf before the maximum and the sum, in the forward and in the backward"
     }
 

@@ -31,11 +31,11 @@ const FITS: f64 = 0.9;
 const MATCHED: usize = 6000;
 
 impl Cause for TokenOrder {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "token-order"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "rows of tokens stand in another order than what they belong to"
     }
 
@@ -43,7 +43,7 @@ impl Cause for TokenOrder {
         &["ms-swift 9977", "slime 73"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "permute labels, weights and positions with the hidden states, and undo the order before rows are compared or reduced"
     }
 

@@ -28,11 +28,11 @@ const RUNS: usize = 4;
 const USUAL: f64 = 0.3;
 
 impl Cause for UninitialisedOutput {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "uninitialised-output"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "rows of a gradient were never written: they hold what the memory held before"
     }
 
@@ -40,7 +40,7 @@ impl Cause for UninitialisedOutput {
         &["MLP-cuda before 396b00e", "flash-linear-attention 892"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "write every row of the output, those of ignored tokens and of the last tile too, or clear it before"
     }
 

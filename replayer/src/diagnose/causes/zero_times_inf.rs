@@ -15,11 +15,11 @@ use crate::kernels::matrix::IGNORED;
 pub struct ZeroTimesInf;
 
 impl Cause for ZeroTimesInf {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "zero-times-inf"
     }
 
-    fn about(&self) -> &'static str {
+    fn about(&self) -> &str {
         "the -inf of the masked vocabulary is multiplied by 0: NaN"
     }
 
@@ -27,7 +27,7 @@ impl Cause for ZeroTimesInf {
         &["MLLM-JAX 2aa7661"]
     }
 
-    fn advice(&self) -> &'static str {
+    fn advice(&self) -> &str {
         "gather the label's logit instead of multiplying by a one-hot, or mask by a large finite number"
     }
 

@@ -19,7 +19,7 @@ pub struct ZLossMismatch;
 const USUAL: f64 = 1e-4;
 
 impl Cause for ZLossMismatch {
-    fn id(&self) -> &'static str {
+    fn id(&self) -> &str {
         "zloss-mismatch"
     }
 

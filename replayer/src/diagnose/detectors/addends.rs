@@ -114,22 +114,34 @@ pub fn solved(evidence: &Evidence<'_>) -> Vec<Solved> {
 
 fn solve(evidence: &Evidence<'_>, key: Key) -> Option<Solved> {
     let captured = evidence.captured(key)?;
-    let parts = parts(evidence, key)?;
+    let parts = addends_of(evidence, key, true)?;
+    let divisor = divisor(evidence, key);
+    let values: Vec<f64> = captured.values.iter().map(|x| x * divisor).collect();
+    let (addends, scale) = fitted(evidence, &parts, &values)?;
+    (addends.iter().any(|addend| addend.weight != 1.0)).then_some(Solved { key, addends, scale })
+}
+
+/// An addend with its values.
+pub type Part = (Addend, Vec<f64>);
+
+/// Whole weights with which addends make up values best, and their scale; `None` where the
+/// best weights are not whole.
+pub fn fitted(
+    evidence: &Evidence<'_>,
+    parts: &[Part],
+    values: &[f64],
+) -> Option<(Vec<Addend>, f64)> {
     let count = parts.len();
-    if count < 2 || count > MOST || parts.iter().any(|(_, x)| x.len() != captured.values.len()) {
+    if count < 2 || count > MOST || parts.iter().any(|(_, x)| x.len() != values.len()) {
         return None;
     }
-    let divisor = divisor(evidence, key);
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     let gram: Vec<Vec<f64>> =
         parts.iter().map(|(_, a)| parts.iter().map(|(_, b)| dot(a, b)).collect()).collect();
-    let right: Vec<f64> = parts.iter().map(|(_, a)| divisor * dot(a, &captured.values)).collect();
-    let weights = solution(gram, right)?;
-    let (addends, scale) = whole(evidence, &weights)?;
-    let addends = parts.into_iter().zip(addends);
-    let addends: Vec<Addend> =
-        addends.map(|((addend, _), weight)| Addend { weight, ..addend }).collect();
-    (addends.iter().any(|addend| addend.weight != 1.0)).then_some(Solved { key, addends, scale })
+    let right: Vec<f64> = parts.iter().map(|(_, a)| dot(a, values)).collect();
+    let (weights, scale) = whole(evidence, &solution(gram, right)?)?;
+    let one = |((addend, _), weight): (&Part, f64)| Addend { weight, ..addend.clone() };
+    Some((parts.iter().zip(weights).map(one).collect(), scale))
 }
 
 /// What a sum over microbatches is divided by, as declared.
@@ -142,10 +154,12 @@ fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
     }
 }
 
-/// The addends of a sum, as the replay adds them.
-fn parts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(Addend, Vec<f64>)>> {
+/// The addends of a sum: as the replay adds them, which are summed over microbatches
+/// where that was captured, or every microbatch's.
+pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec<Part>> {
     let step = evidence.step;
-    let local = step.find_reduced(Role::Dk, false).filter(|_| key.stage == Stage::Reduce);
+    let local = step.find_reduced(Role::Dk, false);
+    let local = local.filter(|_| key.stage == Stage::Reduce && summed);
     let sources: Vec<_> = match local {
         Some(local) => vec![(None, local.clone())],
         None => evidence

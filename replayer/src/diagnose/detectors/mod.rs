@@ -14,6 +14,7 @@ pub mod misread;
 pub mod nan;
 pub mod orders;
 pub mod reference;
+pub mod replicas;
 pub mod strays;
 pub mod sums;
 pub mod tokens;

@@ -34,10 +34,12 @@ pub fn orders(tokens: usize, extents: &[Extent], batch: Option<(usize, usize)>) 
                 continue;
             }
             let zigzag: Vec<usize> = (0..parts).flat_map(|i| [i, 2 * parts - 1 - i]).collect();
-            let forth = permuted(tokens, extent, &|n| pieces(n, 2 * parts, &zigzag));
             let name = format!("zigzag over {parts} ranks");
-            add(over(&format!("{name}, undone")), inverse(&forth));
-            add(over(&name), forth);
+            for border in BORDERS {
+                let forth = permuted(tokens, extent, &|n| pieces(n, 2 * parts, border, &zigzag));
+                add(over(&format!("{name}, undone")), inverse(&forth));
+                add(over(&name), forth);
+            }
             let forth = permuted(tokens, extent, &|n| {
                 (0..parts).flat_map(|i| (i..n).step_by(parts)).collect()
             });
@@ -82,10 +84,19 @@ fn permuted(tokens: usize, extent: &Extent, order: &dyn Fn(usize) -> Vec<usize>)
     from
 }
 
-/// `n` places cut into nearly equal pieces, taken in this order.
-fn pieces(n: usize, count: usize, order: &[usize]) -> Vec<usize> {
-    let border = |i: usize| i * n / count;
-    order.iter().flat_map(|&i| border(i)..border(i + 1)).collect()
+/// Where piece i of `count` of `n` places starts.
+type Border = fn(i: usize, n: usize, count: usize) -> usize;
+
+/// Nearly equal pieces: spread evenly, the first ones longer by one, the last one shorter.
+const BORDERS: [Border; 3] = [
+    |i, n, count| i * n / count,
+    |i, n, count| i * (n / count) + i.min(n % count),
+    |i, n, count| (i * n.div_ceil(count)).min(n),
+];
+
+/// `n` places cut into pieces, taken in this order.
+fn pieces(n: usize, count: usize, border: Border, order: &[usize]) -> Vec<usize> {
+    order.iter().flat_map(|&i| border(i, n, count)..border(i + 1, n, count)).collect()
 }
 
 #[cfg(test)]

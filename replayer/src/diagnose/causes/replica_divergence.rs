@@ -1,0 +1,57 @@
+//! `replica-divergence`: ranks that should hold the same bits of a tensor do not.
+//!
+//! It is seen, not emulated: the recorded bytes of the ranks differ. Where the versions are
+//! sums of different gradients, or parts of one sum, those causes name it.
+
+use crate::diagnose::cause::{Cause, Observed};
+use crate::diagnose::detectors::replicas::{Versions, versions};
+use crate::diagnose::evidence::Evidence;
+use crate::head::Stage;
+
+/// The catalogue's entry.
+pub struct ReplicaDivergence;
+
+impl Cause for ReplicaDivergence {
+    fn id(&self) -> &str {
+        "replica-divergence"
+    }
+
+    fn about(&self) -> &str {
+        "ranks that should hold the same bits of a tensor hold different ones"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["hosts with faulty memory or arithmetic", "unsynchronised random states"]
+    }
+
+    fn advice(&self) -> &str {
+        "compare the named rank's host and inputs with the others', and broadcast the parameters before going on"
+    }
+
+    fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
+        let all = versions(evidence);
+        let named = |of: &&Versions| of.as_sums(evidence).is_none() && !of.is_parts_of_dq(evidence);
+        let of = all.iter().find(named)?;
+        let ranks: Vec<String> = of.odd().iter().map(ToString::to_string).collect();
+        let (count, most, bits) = of.difference();
+        let mut parameters = vec![
+            ("tensor", of.key.to_string()),
+            ("versions", of.of.len().to_string()),
+            ("ranks", ranks.join(", ")),
+            ("elements that differ", count.to_string()),
+            ("largest difference", format!("{most:.2e} of the tensor's size")),
+        ];
+        if !bits.is_empty() {
+            parameters.push(("flipped", bits.join("; ")));
+        }
+        let stages: Vec<Stage> = of.stage().into_iter().collect();
+        let evidence = format!(
+            "{} has {} versions of {}: ranks {} hold other bits than the rest",
+            of.key,
+            of.of.len(),
+            of.place,
+            ranks.join(", ")
+        );
+        Some(Observed { evidence, stages, parameters })
+    }
+}

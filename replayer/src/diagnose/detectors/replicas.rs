@@ -1,0 +1,201 @@
+//! Tensors that several ranks hold and that should be the same bits, and are not: which
+//! versions there are, and what each of them is.
+
+use std::collections::BTreeMap;
+
+use backtape::dtype::Dtype;
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+use half::{bf16, f16};
+
+use super::addends::{Addend, addends_of, fitted};
+use super::direct::{Direct, distance, energy, tokens};
+use crate::assemble::Row;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// Versions and elements that are looked at, at most.
+const MOST: usize = 1 << 27;
+/// Elements that differ in few enough places to be named.
+const FEW: usize = 8;
+/// Share of its energy that is left of a version that is the sum of its parts, as bf16
+/// rounds them.
+const LEFT: f64 = 2e-4;
+
+/// One box of a tensor in several versions.
+pub struct Versions {
+    /// Which tensor.
+    pub key: TensorKey,
+    /// Its role.
+    pub role: Option<Role>,
+    /// Which part of it.
+    pub place: IndexBox,
+    /// True where that is all of it.
+    pub whole: bool,
+    /// Who holds which values, most holders first.
+    pub of: Vec<(Vec<Rank>, Vec<f64>)>,
+    bytes: Vec<Vec<u8>>,
+    width: usize,
+}
+
+/// Every box whose intact replicas differ, of tensors that cannot be used for it.
+pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
+    let step = evidence.step;
+    let mut found = Vec::new();
+    for key in step.unusable.keys() {
+        let Some(info) = step.dump.tensors().get(key) else { continue };
+        let size: u64 = info.shape.iter().product();
+        if info.partial.is_some() || size * info.shards.len() as u64 > MOST as u64 {
+            continue;
+        }
+        let mut boxes: BTreeMap<IndexBox, BTreeMap<&[u8], Vec<Rank>>> = BTreeMap::new();
+        for at in &info.shards {
+            let (record, bytes) = (step.dump.record(at), step.dump.intact_bytes(at));
+            let Some(bytes) = bytes else { continue };
+            let ranks = boxes.entry(record.place.clone()).or_default().entry(bytes).or_default();
+            ranks.push(record.rank);
+        }
+        for (place, held) in boxes.into_iter().filter(|(_, held)| held.len() > 1) {
+            let mut of: Vec<(Vec<Rank>, &[u8])> =
+                held.into_iter().map(|(bytes, ranks)| (ranks, bytes)).collect();
+            of.sort_by(|a, b| b.0.len().cmp(&a.0.len()).then(a.0.cmp(&b.0)));
+            let wide = |(ranks, bytes): &(Vec<Rank>, &[u8])| {
+                Some((ranks.clone(), widened(info.dtype, bytes)?))
+            };
+            let Some(values) = of.iter().map(wide).collect::<Option<Vec<_>>>() else { continue };
+            found.push(Versions {
+                key: key.clone(),
+                role: info.role,
+                whole: place == IndexBox::whole(&info.shape),
+                place,
+                of: values,
+                bytes: of.into_iter().map(|(_, bytes)| bytes.to_vec()).collect(),
+                width: info.dtype.width(),
+            });
+        }
+    }
+    found
+}
+
+fn widened(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f64>> {
+    let two = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
+    let four = |b: &[u8]| u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+    Some(match dtype {
+        Dtype::Bf16 => bytes.chunks_exact(2).map(|b| bf16::from_bits(two(b)).to_f64()).collect(),
+        Dtype::F16 => bytes.chunks_exact(2).map(|b| f16::from_bits(two(b)).to_f64()).collect(),
+        Dtype::F32 => bytes.chunks_exact(4).map(|b| f32::from_bits(four(b)).into()).collect(),
+        _ => return None,
+    })
+}
+
+impl Versions {
+    /// The stage that this is the output of.
+    pub fn stage(&self) -> Option<Stage> {
+        match (self.role?, self.key.microbatch) {
+            (Role::Dk, None) => Some(Stage::Reduce),
+            (role, _) => Stage::of_role(role),
+        }
+    }
+
+    /// How the versions differ from the one that most ranks hold: elements, the largest
+    /// difference over the tensor's own size, and flipped bits where those are few.
+    pub fn difference(&self) -> (usize, f64, Vec<String>) {
+        let (first, bytes) = (&self.of[0].1, &self.bytes[0]);
+        let size = (energy(first) / first.len().max(1) as f64).sqrt().max(f64::MIN_POSITIVE);
+        let (mut count, mut most, mut bits) = (0, 0.0f64, Vec::new());
+        for ((ranks, values), other) in self.of[1..].iter().zip(&self.bytes[1..]) {
+            let elements = other.chunks(self.width).zip(bytes.chunks(self.width)).enumerate();
+            for (at, (a, b)) in elements.filter(|(_, (a, b))| a != b) {
+                count += 1;
+                most = most.max((values[at] - first[at]).abs() / size);
+                let flipped: u32 = a.iter().zip(b).map(|(a, b)| (a ^ b).count_ones()).sum();
+                if flipped == 1 && bits.len() < FEW {
+                    let place = a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b);
+                    let bit =
+                        place.map_or(0, |(i, (a, b))| 8 * i as u32 + (a ^ b).trailing_zeros());
+                    bits.push(format!("bit {bit} of element {at} on rank {}", ranks[0]));
+                }
+            }
+        }
+        (count, most, if count <= FEW { bits } else { Vec::new() })
+    }
+
+    /// Ranks that do not hold what most ranks do; all where there is no majority.
+    pub fn odd(&self) -> Vec<Rank> {
+        let all: usize = self.of.iter().map(|(ranks, _)| ranks.len()).sum();
+        let skipped = usize::from(2 * self.of[0].0.len() > all);
+        self.of[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
+    }
+
+    /// Each version as a sum of gradients of ranks and microbatches, with their weights.
+    pub fn as_sums(&self, evidence: &Evidence<'_>) -> Option<Vec<(Vec<Rank>, Vec<Addend>)>> {
+        if self.stage() != Some(Stage::Reduce) || !self.whole {
+            return None;
+        }
+        let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
+        let parts = addends_of(evidence, key, false)?;
+        let one = |(ranks, values): &(Vec<Rank>, Vec<f64>)| {
+            let (addends, scale) = fitted(evidence, &parts, values)?;
+            let mut left = values.clone();
+            for (addend, (_, of)) in addends.iter().zip(&parts) {
+                let weight = addend.weight * scale;
+                left.iter_mut().zip(of).for_each(|(x, part)| *x -= weight * part);
+            }
+            (energy(&left) <= LEFT * energy(values)).then(|| (ranks.clone(), addends))
+        };
+        self.of.iter().map(one).collect()
+    }
+
+    /// True where the versions are parts of one sum: a few tokens' rows of dq added over
+    /// all versions are what dq should be, and none of them alone is.
+    pub fn is_parts_of_dq(&self, evidence: &Evidence<'_>) -> bool {
+        let shown = || {
+            let inputs = evidence.inputs_of(self.key.microbatch)?;
+            if self.role != Some(Role::Dq) || !self.whole || self.of.iter().any(|of| of.0.len() > 1)
+            {
+                return None;
+            }
+            let width = *self.place.extent().last()? as usize;
+            let all = tokens(evidence, inputs);
+            let mut shown = 0;
+            for &t in all.iter().step_by(all.len().div_ceil(4).max(1)) {
+                let wanted = dq_row(evidence, inputs, t)?;
+                let row = |values: &[f64]| values[t * width..(t + 1) * width].to_vec();
+                let rows: Vec<Vec<f64>> = self.of.iter().map(|(_, values)| row(values)).collect();
+                let near = |row: &[f64]| distance(row, &wanted) <= 1e-3 * energy(&wanted);
+                let sum: Vec<f64> =
+                    (0..width).map(|i| rows.iter().map(|row| row[i]).sum()).collect();
+                if !near(&sum) || rows.iter().any(|row| near(row)) {
+                    return None;
+                }
+                shown += 1;
+            }
+            Some(shown > 1)
+        };
+        shown().unwrap_or(false)
+    }
+}
+
+/// A token's row of dq, worked out directly.
+fn dq_row(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, t: usize) -> Option<Vec<f64>> {
+    let direct = Direct::new(evidence.step, inputs)?;
+    let reference = evidence.reference();
+    let (g, lse) =
+        (reference.g.get(&inputs.microbatch)?[t], reference.lse.get(&inputs.microbatch)?[t]);
+    let options = &evidence.step.options;
+    let s = options.smoothing(inputs.valid_vocab);
+    let a = g * (1.0 + 2.0 * options.declared.z_loss * lse);
+    let q = direct.q(Row::From(t));
+    let mut row = vec![0.0; q.len()];
+    for v in 0..inputs.valid_vocab {
+        let (z, slope) = direct.logit_of(&q, v);
+        let is_label = inputs.labels[t] != IGNORED && inputs.labels[t] as usize == v;
+        let label = if is_label { -g * (1.0 - s) } else { 0.0 };
+        let entry = slope * (a * (z - lse).exp() - g * s / inputs.valid_vocab as f64 + label);
+        row.iter_mut().zip(direct.k(Row::From(v))).for_each(|(sum, k)| *sum += entry * k);
+    }
+    Some(row)
+}
