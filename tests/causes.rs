@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use backtape_replayer::diagnose::catalogue::CATALOGUE;
 use backtape_replayer::diagnose::evidence::{Residual, residuals};
 use backtape_replayer::diagnose::{Found, Standing, diagnose};
 use backtape_replayer::dump::{self, Selection, StepDump};
@@ -114,4 +115,13 @@ fn a_factor_that_is_no_count_of_anything_stays_unknown() {
         assert_eq!(found.len(), 1, "{factor}: {found:?}");
         assert_eq!(found[0].standing, Standing::Unknown, "{factor}: {found:?}");
     }
+}
+
+#[test]
+fn the_catalogue_in_the_docs_has_a_section_for_every_cause_and_no_other() {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/causes.md"));
+    let page = page.unwrap();
+    let ids: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("### ")).collect();
+    let known: Vec<&str> = CATALOGUE.iter().map(|cause| cause.id()).collect();
+    assert_eq!(ids, known);
 }
