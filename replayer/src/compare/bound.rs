@@ -89,6 +89,17 @@ impl Allowed {
         }
     }
 
+    /// The same, stored with this variance; `again`: as the product with a factor, which
+    /// was stored before, and the factor is rounded too, alike for all.
+    pub fn stored(self, storage: f64, again: bool) -> Allowed {
+        match again {
+            false => Allowed { own: self.own + storage, ..self },
+            true => {
+                Allowed { own: self.own + 2.0 * storage, shared: self.shared + storage, ..self }
+            }
+        }
+    }
+
     /// The error that is exceeded with probability `exp(-x)` at most.
     pub fn reach(&self, x: f64) -> f64 {
         (2.0 * x * (self.own + self.row)).sqrt()

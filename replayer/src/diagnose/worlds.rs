@@ -8,9 +8,9 @@ use backtape::role::Role;
 
 use super::evidence::Evidence;
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
-use crate::kernels::matrix::IGNORED;
+use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::{NoProgress, Tiles, reference};
-use crate::replay::world::{At, Pass, World};
+use crate::replay::world::{At, Expectation, Pass, World};
 
 /// Some stages are a factor of what they should be.
 pub struct Scaled {
@@ -29,17 +29,114 @@ impl World for Scaled {
 /// lse of every microbatch whose own was not captured, as the head declares it.
 pub type DeclaredLse = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// lse where it was not captured: what a backward starts from whose forward was right.
-pub fn declared_lse(evidence: &Evidence<'_>) -> DeclaredLse {
-    let one = |inputs: &MicrobatchInputs| {
-        if evidence.step.find(Role::Lse, inputs.microbatch).is_some() {
+/// What the backward of a wrong head may start from.
+pub struct Starts {
+    /// lse that was captured, or that the wrong head has: nothing is given.
+    pub as_it_is: DeclaredLse,
+    /// lse as declared, where it was not captured: the forward was right.
+    pub declared: DeclaredLse,
+    /// lse of the wrong head, where another was captured: the backward has its own.
+    pub own: DeclaredLse,
+}
+
+impl Starts {
+    /// Of a head whose options or inputs are others.
+    pub fn of(evidence: &Evidence<'_>, options: &dyn Fn(&mut HeadOptions), bias: f64) -> Starts {
+        let mut other = evidence.step.clone();
+        options(&mut other.options);
+        let mut found = Starts {
+            as_it_is: DeclaredLse::new(),
+            declared: DeclaredLse::new(),
+            own: DeclaredLse::new(),
+        };
+        if !evidence.fails_any(&super::evidence::GRADIENTS) {
+            return found;
+        }
+        for inputs in evidence.inputs {
+            let captured = evidence.step.find(Role::Lse, inputs.microbatch).is_some();
+            let step = if captured { &other } else { evidence.step };
+            let times = if captured { bias } else { 1.0 };
+            let list = if captured { &mut found.own } else { &mut found.declared };
+            list.extend(forward(inputs, step, times).map(|of| (inputs.microbatch, of.lse)));
+        }
+        found
+    }
+
+    /// Each with its place in words, without those that are empty.
+    pub fn each(self) -> Vec<(DeclaredLse, &'static str)> {
+        let mut found = vec![(self.as_it_is, "all that fails")];
+        for (lse, words) in [
+            (self.declared, "the backward, from the lse of a right forward"),
+            (self.own, "the backward, with an lse of its own"),
+        ] {
+            if !lse.is_empty() {
+                found.push((lse, words));
+            }
+        }
+        found
+    }
+}
+
+/// Where a cause is, of which this world is a part.
+pub const FORWARD_ONLY: &str = "the forward; the backward has the declared one";
+
+/// A forward of a wrong head was recorded; the backward is that of the declared head.
+pub struct ForwardOnly {
+    /// lse and label logits of the wrong forward, and the declared lse, `[T]` each.
+    columns: BTreeMap<Option<Microbatch>, [Vec<f64>; 3]>,
+}
+
+impl ForwardOnly {
+    /// Of a head whose options or bias are others; none where gradients are right, or say
+    /// nothing of the forward.
+    pub fn of(
+        evidence: &Evidence<'_>,
+        options: &dyn Fn(&mut HeadOptions),
+        bias: f64,
+    ) -> Option<ForwardOnly> {
+        let captured =
+            |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
+        let fails = evidence.fails(Stage::Lse) && evidence.fails_any(&super::evidence::GRADIENTS);
+        if !fails || !evidence.inputs.iter().all(captured) {
             return None;
         }
-        let head = inputs.head(evidence.step)?;
-        let found = reference::forward(&head, Tiles::default(), &NoProgress);
-        Some((inputs.microbatch, found.lse))
-    };
-    evidence.inputs.iter().filter_map(one).collect()
+        let mut other = evidence.step.clone();
+        options(&mut other.options);
+        let one = |inputs: &MicrobatchInputs| {
+            let wrong = forward(inputs, &other, bias)?;
+            let right = forward(inputs, evidence.step, 1.0)?;
+            Some((inputs.microbatch, [wrong.lse, wrong.label_logits, right.lse]))
+        };
+        Some(ForwardOnly { columns: evidence.inputs.iter().filter_map(one).collect() })
+    }
+}
+
+impl World for ForwardOnly {
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        if let Some([wrong, _, right]) = self.columns.get(&inputs.microbatch) {
+            lse.copy_from_slice(if pass == Pass::Forward { wrong } else { right });
+        }
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        if let (Stage::LabelLogits, Some([_, label, _])) =
+            (of.at.stage, self.columns.get(&of.at.microbatch))
+        {
+            of.values.iter_mut().zip(of.rows).for_each(|(to, &row)| *to = label[row]);
+        }
+    }
+}
+
+/// The forward of a microbatch in f64, with so many times its bias.
+fn forward(
+    inputs: &MicrobatchInputs,
+    step: &HeadStep<'_>,
+    times: f64,
+) -> Option<reference::Forward> {
+    let biases: Option<Vec<f64>> =
+        inputs.bias.as_ref().map(|all| all.iter().map(|b| b * times).collect());
+    let head = HeadInputs { bias: biases.as_deref(), ..inputs.head(step)? };
+    Some(reference::forward(&head, Tiles::default(), &NoProgress))
 }
 
 /// Other options of the head, and what follows from them.

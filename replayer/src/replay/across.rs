@@ -171,8 +171,9 @@ impl Replay<'_> {
             let at = row * columns + column;
             let sum = summed(sum, addends.count, addends.total[at], addends.squares[at]);
             let inner = (sum + addends.storage[at]) / (divisor * divisor);
-            let own = inner + stored(precision, x) + rounded(reduce, x);
-            Allowed { own, ..Allowed::default() }
+            let own = inner + rounded(reduce, x);
+            let again = super::dk::rounds(factor);
+            Allowed { own, ..Allowed::default() }.stored(stored(precision, x), again)
         };
         let rows =
             Rows { captured, reference: &reference, index: &|row| row as u64, repeats: &once };

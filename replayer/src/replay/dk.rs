@@ -265,7 +265,7 @@ impl Replay<'_> {
             let exact = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
             let reference = self.supposed(problem, slab, (gradient, forced), exact);
             let first = slab.range.start * d;
-            let (factor, stores) = self.factor(problem, stage);
+            let (factor, again) = self.factor(problem, stage);
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
                 let inner = match (stage, &parts) {
@@ -280,7 +280,7 @@ impl Replay<'_> {
                 };
                 let lost = if forced { 0.0 } else { slab.lost(stage, at) };
                 let inner = Allowed { certain: inner.certain + lost, ..inner }.times(factor);
-                Allowed { own: inner.own + stores * gradient.storage(first + at, x), ..inner }
+                inner.stored(gradient.storage(first + at, x), again)
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -292,12 +292,11 @@ impl Replay<'_> {
         }
     }
 
-    /// The world's factor of a stage, and how often a value of it was stored: a product
-    /// that no power of two makes is rounded once more than what it is a product of.
-    pub(super) fn factor(&self, problem: &Problem<'_>, stage: Stage) -> (f64, f64) {
+    /// The world's factor of a stage, and whether its product is rounded.
+    pub(super) fn factor(&self, problem: &Problem<'_>, stage: Stage) -> (f64, bool) {
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         let factor = self.world.scale(at);
-        (factor, if factor.abs().log2().fract() == 0.0 { 1.0 } else { 2.0 })
+        (factor, rounds(factor))
     }
 
     /// What the world says of a stage's rows: its policy's values where it has one, and
@@ -341,7 +340,7 @@ impl Replay<'_> {
         let entry = square(dlogits.unit_roundoff().max(label_grad.unit_roundoff())) / 3.0;
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
         let bound = self.bound(problem.head.k.rows, 1);
-        let (factor, stores) = self.factor(problem, Stage::Dbias);
+        let (factor, again) = self.factor(problem, Stage::Dbias);
         let allowed = |row: usize, _, supposed: f64| {
             let squares = slab.dbias_sq[row];
             let tokens = t as f64 * square(problem.entry_floor);
@@ -361,7 +360,7 @@ impl Replay<'_> {
             };
             let inner = inner.times(factor);
             let storage = gradient.storage(slab.range.start + row, supposed);
-            Allowed { own: inner.own + stores * storage, ..inner }
+            inner.stored(storage, again)
         };
         let index = |row: usize| (slab.range.start + row) as u64;
         let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -389,6 +388,11 @@ pub(super) fn reference_of(
         (_, Some(parts)) => sum(&parts.lse, &parts.label),
         _ => sum(lse, label),
     }
+}
+
+/// Whether a product with a factor is rounded: a power of two changes no digit.
+pub(super) fn rounds(factor: f64) -> bool {
+    factor != 0.0 && factor.abs().log2().fract() != 0.0
 }
 
 /// Sum of each column.

@@ -203,7 +203,7 @@ impl Replay<'_> {
             let exact = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
             let forced = parts.is_some() && stage == Stage::Dq;
             let reference = self.supposed_dq(problem, state, (gradient, forced), unit, exact);
-            let (factor, stores) = self.factor(problem, stage);
+            let (factor, again) = self.factor(problem, stage);
             let lost = match &state.ties {
                 Some(ties) if !forced => member_values(ties, stage).to_vec(),
                 _ if self.roundings.swamps() && !forced => state.lost(stage, &reference),
@@ -223,7 +223,7 @@ impl Replay<'_> {
                 };
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
                 let inner = Allowed { certain, ..inner }.times(factor);
-                Allowed { own: inner.own + stores * gradient.storage(at, x), ..inner }
+                inner.stored(gradient.storage(at, x), again)
             };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;

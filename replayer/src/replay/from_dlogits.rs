@@ -38,8 +38,8 @@ struct Product<'a> {
     /// Sum of the other factor's squares, a column each, where entries may lie in the
     /// smallest numbers of their format.
     floor: &'a [f64],
-    /// The world's factor, and how often its product was stored.
-    factor: (f64, f64),
+    /// The world's factor, and whether its product is rounded.
+    factor: (f64, bool),
 }
 
 impl Replay<'_> {
@@ -155,7 +155,7 @@ impl Replay<'_> {
         let unit = |p: Precision| p.unit_roundoff().powi(2) / 3.0;
         let each = dlogits.stored.map_or(0.0, unit) + unit(entry) + self.product_rel_var();
         let length = product.length as f64;
-        let (factor, stores) = product.factor;
+        let (factor, again) = product.factor;
         let allowed = |row: usize, column: usize, supposed: f64| {
             let at = row * columns + column;
             let x = if factor == 0.0 { 0.0 } else { supposed / factor };
@@ -171,7 +171,7 @@ impl Replay<'_> {
                 + relative(self.roundings.compute(), x);
             let shared = self.narrowing() * squares;
             let inner = Allowed { own, shared, ..Allowed::default() }.times(factor);
-            Allowed { own: inner.own + stores * storage, ..inner }
+            inner.stored(storage, again)
         };
         let captured = rows_of(&whole, product.first..product.first + rows);
         let place = |row: usize| index(product.first + row);

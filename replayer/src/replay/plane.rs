@@ -258,7 +258,7 @@ impl Replay<'_> {
                 _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
             }
             .times(world);
-            Allowed { own: inner.own + stored(precision, supposed), ..inner }
+            inner.stored(stored(precision, supposed), super::dk::rounds(world))
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
         let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);

@@ -110,6 +110,10 @@ impl<'a, F: Real> Head<'a, F> {
         let (to, scale) = (options.rounding.logits, F::of(options.scale()));
         let mut z = raw;
         if let Some(&bias) = self.bias.get(v) {
+            let bias = match self.job.fault {
+                Fault::Biased(times) => bias * F::of(times.into()),
+                _ => bias,
+            };
             z = (z + bias).round(to);
         }
         if options.scale() != 1.0 {

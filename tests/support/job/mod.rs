@@ -51,6 +51,8 @@ pub(crate) enum Fault {
     Window(Window),
     /// A mean over no tokens is 0/0.
     Unguarded,
+    /// The bias is added so many times.
+    Biased(f32),
     /// dbias is without the label's part.
     DbiasUnlabelled,
 }
@@ -67,8 +69,6 @@ pub(crate) enum What {
     /// The same and the loss.
     LossToo,
     Dbias,
-    /// dk summed over microbatches.
-    Accumulated,
     /// dk summed over ranks.
     Reduced,
 }

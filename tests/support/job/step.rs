@@ -221,9 +221,6 @@ fn accumulated<F: Real>(job: &Job, parts: &[Vec<Part<F>>]) -> Vec<Vec<F>> {
             parts.iter().map(|ranks| ranks[rank].gradients.dk.clone()).collect();
         window(job, &mut each);
         let mut sum = added(job, each.iter().map(Vec::as_slice));
-        if let Fault::Scaled(What::Accumulated, by) = job.fault {
-            scale(&mut sum, by);
-        }
         if job.options.microbatch_reduction == MicrobatchReduction::Mean {
             let count = F::of(job.microbatches as f64);
             sum.iter_mut().for_each(|x| *x = (*x / count).round(to));

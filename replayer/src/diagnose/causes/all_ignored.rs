@@ -16,6 +16,10 @@ use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::name;
 
+/// Share of the values that must be no numbers: a class that no product reaches, or an
+/// exact zero, may keep one.
+const MOST: f64 = 0.9;
+
 /// The catalogue's entry.
 pub struct AllIgnored;
 
@@ -49,7 +53,7 @@ impl Cause for AllIgnored {
         };
         let sound = |key: &Key| {
             let one = &evidence.residuals[key];
-            one.nonfinite > 0 && none(key) && rows_agree(evidence, key, &empty)
+            one.nonfinite > 0 && none(key) && all_of_them(evidence, key, &empty)
         };
         if empty.is_empty() || evidence.failing.is_empty() || !evidence.failing.iter().all(sound) {
             return None;
@@ -101,22 +105,38 @@ fn is_sum(stage: Stage) -> bool {
     matches!(stage, Stage::Accumulate | Stage::Reduce)
 }
 
-/// Whether the first value that is no number lies in the row of a token that does not
-/// count, for stages whose rows are tokens.
-fn rows_agree(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
-    let tokens = [Stage::Dq, Stage::DqLse, Stage::DqLabel, Stage::Dlogits, Stage::Dlogprobs];
-    if !tokens.contains(&key.stage) {
-        return true;
-    }
+/// Whether every value that such tokens have a part in is no number: one that is alone has
+/// another origin. Label parts have none, and a sum over tokens has all of theirs.
+fn all_of_them(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
+    let found = &evidence.residuals[key];
+    let share = found.nonfinite as f64 / found.elements.max(1) as f64;
     let inputs = evidence.inputs.iter().find(|one| one.microbatch == key.microbatch);
-    let of = |one: &&crate::replay::outcome::Comparison| {
-        one.microbatch == key.microbatch && one.rank == key.rank
-    };
-    let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
-    let first = found.and_then(|one| one.tally.first_nonfinite.as_ref());
-    let Some((inputs, first)) = inputs.zip(first) else { return false };
-    let row = first.index.0 as usize;
-    let silent = inputs.labels.get(row).is_some_and(|&label| label == IGNORED)
-        || inputs.weights.get(row) == Some(&0.0);
-    silent && empty.iter().any(|(microbatch, _)| *microbatch == key.microbatch)
+    match key.stage {
+        Stage::DqLabel | Stage::DkLabel => true,
+        Stage::Dk | Stage::DkLse | Stage::Dbias | Stage::Accumulate | Stage::Reduce => {
+            share >= MOST * valid(&evidence.inputs[0], evidence)
+        }
+        _ if key.rank.is_some() => share >= MOST,
+        _ => inputs.is_some_and(|inputs| share >= MOST * silent_share(evidence, inputs, empty)),
+    }
+}
+
+/// Share of the classes that are valid.
+fn valid(inputs: &MicrobatchInputs, evidence: &Evidence<'_>) -> f64 {
+    let all = inputs.head(evidence.step).map_or(1, |head| head.k.rows.max(1));
+    inputs.valid_vocab.min(all) as f64 / all as f64
+}
+
+/// Share of a microbatch's tokens that are of ranks without one that counts.
+fn silent_share(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, empty: &[Empty]) -> f64 {
+    let of = empty.iter().find(|(microbatch, _)| *microbatch == inputs.microbatch);
+    let Some((_, ranks)) = of else { return 1.0 };
+    let mut step = evidence.step.clone();
+    step.options.scope = Scope::Rank;
+    let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
+    let units = step.denominators(&all, inputs).unwrap_or_default();
+    let theirs = units.iter().filter(|(unit, _)| unit.ranks.iter().any(|r| ranks.contains(r)));
+    let rows: usize = theirs.map(|(unit, _)| unit.rows.len()).sum();
+    let rows = if ranks.is_empty() { inputs.tokens() } else { rows };
+    rows as f64 / inputs.tokens().max(1) as f64
 }

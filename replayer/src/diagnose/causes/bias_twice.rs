@@ -7,7 +7,7 @@
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::uniform::stages_times;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS, Key};
-use crate::diagnose::worlds::{DeclaredLse, Scaled, declared_lse};
+use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled, Starts};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, UnitTokens, World};
 
@@ -37,16 +37,17 @@ impl Cause for BiasTwice {
         if !biased || !(gradients || evidence.fails_any(&FORWARD)) {
             return Vec::new();
         }
-        let lse = declared_lse(evidence);
         let mut found = Vec::new();
         for times in [0.0, 2.0] {
-            let of = |lse: &DeclaredLse, place: &str| {
+            let of = |(lse, place): (DeclaredLse, &'static str)| {
                 let parameters = vec![("times", times.to_string()), ("in", place.to_string())];
-                Hypothesis::new(Biased { times, lse: lse.clone() }, parameters)
+                Hypothesis::new(Biased { times, lse }, parameters)
             };
-            found.push(of(&DeclaredLse::new(), "all that fails"));
-            if gradients && !lse.is_empty() {
-                found.push(of(&lse, "the backward alone"));
+            found.extend(Starts::of(evidence, &|_| {}, times).each().into_iter().map(of));
+            if let Some(world) = ForwardOnly::of(evidence, &|_| {}, times) {
+                let parameters =
+                    vec![("times", times.to_string()), ("in", FORWARD_ONLY.to_string())];
+                found.push(Hypothesis::new(world, parameters));
             }
             let stages = stages_times(evidence, times, &[Stage::Dbias]);
             if !stages.is_empty() || (times == 0.0 && zero(evidence, Stage::Dbias)) {

@@ -10,7 +10,7 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::fit::{least, readings, shown};
 use crate::diagnose::detectors::tokens::Tokens;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
-use crate::diagnose::worlds::{DeclaredLse, Optioned, declared_lse};
+use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Starts};
 use crate::head::HeadOptions;
 use crate::kernels::matrix::Transform;
 
@@ -70,18 +70,21 @@ impl Cause for SoftcapMismatch {
 
 /// Another cap in the forward and the backward, and in the backward alone.
 fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypothesis> {
-    let of = |lse: DeclaredLse, place: &str| {
-        let change = move |options: &mut HeadOptions| options.transform.softcap = cap;
-        let declared = evidence.step.options.transform.softcap;
-        let words = |cap: Option<f64>| cap.map_or("none".to_string(), shown);
-        let parameters =
-            vec![("declared", words(declared)), ("softcap", words(cap)), ("in", place.to_string())];
-        Hypothesis::new(Optioned { change, lse, factor: 1.0 }, parameters).fitted(fitted)
+    let change = move |options: &mut HeadOptions| options.transform.softcap = cap;
+    let declared = evidence.step.options.transform.softcap;
+    let words = |cap: Option<f64>| cap.map_or("none".to_string(), shown);
+    let parameters = |place: &str| {
+        vec![("declared", words(declared)), ("softcap", words(cap)), ("in", place.to_string())]
     };
-    let lse = declared_lse(evidence);
-    let mut found = vec![of(DeclaredLse::new(), "all that fails")];
-    if !lse.is_empty() && evidence.fails_any(&GRADIENTS) {
-        found.push(of(lse, "the backward alone"));
+    let of = |(lse, place): (DeclaredLse, &'static str)| {
+        let world = Optioned { change, lse, factor: 1.0 };
+        Hypothesis::new(world, parameters(place)).fitted(fitted)
+    };
+    let mut found: Vec<Hypothesis> =
+        Starts::of(evidence, &change, 1.0).each().into_iter().map(of).collect();
+    if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
+        let parameters = parameters(FORWARD_ONLY);
+        found.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
     found
 }

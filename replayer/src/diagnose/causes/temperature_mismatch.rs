@@ -11,7 +11,7 @@ use crate::diagnose::detectors::fit::{least, readings, shown};
 use crate::diagnose::detectors::tokens::Tokens;
 use crate::diagnose::detectors::uniform::stages_times;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
-use crate::diagnose::worlds::{DeclaredLse, Optioned, Scaled, declared_lse};
+use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Scaled, Starts};
 use crate::head::HeadOptions;
 use crate::kernels::matrix::Transform;
 
@@ -80,25 +80,31 @@ impl Cause for TemperatureMismatch {
 /// the backward alone.
 fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis> {
     let declared = evidence.step.options.transform.scale;
-    let of = |lse: &DeclaredLse, factor: f64, place: &str| {
-        let change = move |options: &mut HeadOptions| options.transform.scale = other;
-        let parameters = vec![
+    let change = move |options: &mut HeadOptions| options.transform.scale = other;
+    let parameters = |place: String| {
+        vec![
             ("declared factor of the logits", shown(declared)),
             ("factor", shown(other)),
-            ("in", place.to_string()),
-        ];
+            ("in", place),
+        ]
+    };
+    let of = |lse: &DeclaredLse, factor: f64, place: String| {
+        let parameters = parameters(place);
         let world = Optioned { change, lse: lse.clone(), factor };
         Hypothesis::new(world, parameters).fitted(fitted)
     };
-    let mut found = vec![of(&DeclaredLse::new(), 1.0, "all that fails")];
-    if evidence.fails_any(&GRADIENTS) {
-        let back = declared / other;
-        found.push(of(&DeclaredLse::new(), back, "the softmax, not in what leaves it"));
-        let lse = declared_lse(evidence);
-        if !lse.is_empty() {
-            found.push(of(&lse, 1.0, "the backward alone"));
-            found.push(of(&lse, back, "the softmax of the backward alone"));
+    let gradients = evidence.fails_any(&GRADIENTS);
+    let mut found = Vec::new();
+    for (lse, place) in Starts::of(evidence, &change, 1.0).each() {
+        found.push(of(&lse, 1.0, place.into()));
+        if gradients {
+            let place = format!("{place}, but for the factor of dlogits");
+            found.push(of(&lse, declared / other, place));
         }
+    }
+    if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
+        let parameters = parameters(FORWARD_ONLY.into());
+        found.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
     found
 }

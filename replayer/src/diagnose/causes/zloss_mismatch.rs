@@ -55,6 +55,16 @@ impl Cause for ZLossMismatch {
             let fitted = linear(evidence, &GRADIENTS, from, &world).unwrap_or_default();
             slopes.extend(fitted.into_iter().map(|slope| (slope, 1)));
         }
+        if gradients && evidence.fails(Stage::Loss) {
+            // The loss is the more exact of the two, where both have the same λ.
+            let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+            let world = |loss: f64| -> Box<dyn World> {
+                Box::new(ZLoss { loss: Some(loss), slope: 2.0 * loss })
+            };
+            let from = (lambda, lambda.max(USUAL));
+            let fitted = linear(evidence, &stages, from, &world).unwrap_or_default();
+            slopes.extend(fitted.into_iter().map(|loss| (2.0 * loss, 1)));
+        }
         for (slope, fitted) in slopes {
             let mut losses = vec![None];
             if evidence.fails(Stage::Loss) {

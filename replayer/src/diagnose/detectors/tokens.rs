@@ -12,7 +12,7 @@ use crate::kernels::matrix::{HeadInputs, IGNORED, Transform};
 /// Tokens of the whole step that are looked at.
 const TOKENS: usize = 24;
 /// The same where each try walks all of k.
-const ROWS: usize = 6;
+const ROWS: usize = 12;
 /// A fit is believed when it leaves less than this share of the squared error.
 const LEFT: f64 = 0.05;
 
@@ -55,8 +55,7 @@ impl<'a> Tokens<'a> {
     }
 
     /// Squared error of the captured lse and label logits with another transform; where
-    /// neither was captured, the share of dq that lies beside what it should be a multiple
-    /// of. NaN where there is nothing to compare with.
+    /// neither was captured, that of dq beside what it should be a multiple of. NaN where there is nothing to compare with.
     pub fn error(&self, transform: Transform) -> f64 {
         let forward = self.each.iter().any(|one| one.lse.is_some() || one.label_logit.is_some());
         let one = |token: &Token| {
@@ -144,7 +143,7 @@ fn logits(token: &Token, head: &HeadInputs<'_>, transform: Transform) -> (Vec<f6
     (z, max + sum.ln())
 }
 
-/// Share of a row of dq that is no multiple of `Σ (p - onehot) slope k`.
+/// Squared length of what of a row of dq is no multiple of `Σ (p - onehot) slope k`.
 fn beside(
     token: &Token,
     head: &HeadInputs<'_>,
@@ -162,5 +161,5 @@ fn beside(
     }
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     let along = dot(dq, &model).powi(2) / dot(&model, &model);
-    Some(1.0 - along / dot(dq, dq)).filter(|share| share.is_finite())
+    Some(dot(dq, dq) - along).filter(|energy| energy.is_finite())
 }

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::head::Stage;
 
-/// How far from a factor a measured one may lie to be worth a trial. The trial decides,
-/// not this: rounding moves a slope by 1e-2 at most.
+/// How far from a ratio of counts a measured factor may lie to be worth a trial. The trial
+/// decides, not this: rounding moves a slope by 1e-2 at most.
 const NEAR: f64 = 0.02;
 
 /// Stages that a factor of the gradients may show in.
@@ -30,6 +30,13 @@ pub fn is_near(found: f64, wanted: f64) -> bool {
     (found - wanted).abs() <= NEAR * wanted.abs()
 }
 
+/// Whether a measured factor is nearer to this one than to 1: another fault may stand
+/// beside it.
+fn is_towards(found: f64, wanted: f64) -> bool {
+    let away = wanted.abs().ln();
+    found * wanted > 0.0 && (found.abs().ln() - away).abs() < away.abs() / 2.0
+}
+
 /// The comparisons of a stage that say something of its scale: not those of a rank
 /// without tokens, whose gradient is zero.
 pub fn informative<'e>(
@@ -49,7 +56,7 @@ pub fn stages_times(evidence: &Evidence<'_>, factor: f64, of: &[Stage]) -> BTree
         let mut each = informative(evidence, stage).peekable();
         evidence.fails(stage)
             && each.peek().is_some()
-            && each.all(|(_, one)| one.nonfinite == 0 && is_near(one.factor, factor))
+            && each.all(|(_, one)| one.nonfinite == 0 && is_towards(one.factor, factor))
     };
     of.iter().copied().filter(all).collect()
 }
