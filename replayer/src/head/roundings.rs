@@ -138,6 +138,14 @@ impl Roundings {
         all.into_iter().chain([tile_add, chunk_add]).any(|p| p.unit_roundoff() > F32)
     }
 
+    /// Whether the label's term may be one of the sum that the softmax's terms make, and
+    /// every later partial sum carry it: always where dlogits are formed whole, and in a
+    /// fused kernel that takes 1 off p in place, which nobody declares. Parts that were
+    /// recorded (not `whole`), and a declared policy, say that it is not so.
+    pub fn carries_label(&self, whole: bool) -> bool {
+        self.widest.path != Path::Fused || (whole && !self.declared)
+    }
+
     /// 1 when one rounded entry of dlogits multiplies a whole row: the label's
     /// entry is nearly one number, `g (p - 1)`, for all tokens with small p; else 0.
     pub fn shared_g(&self) -> f64 {

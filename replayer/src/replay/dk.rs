@@ -223,17 +223,17 @@ impl Replay<'_> {
         if norm > 0.0 { k * k / (norm * norm) } else { 0.0 }
     }
 
-    /// Allowance of the label part.
-    fn dk_label(&self, problem: &Problem<'_>, slab: &Slab, at: usize) -> Allowed {
+    /// Allowance of the label part; `whole` where the parts were not told apart.
+    fn dk_label(&self, problem: &Problem<'_>, slab: &Slab, at: usize, whole: bool) -> Allowed {
         let Policy { sums, path, label_grad, .. } = self.roundings.widest;
         let hits = f64::from(slab.hits[at / problem.head.q.cols]);
         let (x, squares) = (slab.label[at], slab.label_sq[at]);
         let alike = slab.label_alike[at];
         let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
         let tiny = label_grad.smallest_subnormal() / 2.0;
-        let inside = match path {
-            Path::Fused => 0.0,
-            _ => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
+        let inside = match self.roundings.carries_label(whole) {
+            false => 0.0,
+            true => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
         };
         let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
         Allowed {
@@ -270,11 +270,11 @@ impl Replay<'_> {
                 let at = row * d + column;
                 let inner = match (stage, &parts) {
                     (Stage::DkLse, _) => self.dk_lse(problem, slab, at),
-                    (Stage::DkLabel, _) => self.dk_label(problem, slab, at),
+                    (Stage::DkLabel, _) => self.dk_label(problem, slab, at, false),
                     (_, Some(parts)) => parts.allowed(self, at),
                     _ => self.both(
                         self.dk_lse(problem, slab, at),
-                        self.dk_label(problem, slab, at),
+                        self.dk_label(problem, slab, at, true),
                         (slab.lse[at], slab.label[at]),
                     ),
                 };

@@ -10,7 +10,7 @@ use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
-use crate::kernels::policy::{DqParts, Path, Policy};
+use crate::kernels::policy::{DqParts, Policy};
 use crate::kernels::reference;
 
 /// The reference and the emulated members of dq, `[T, D]` each.
@@ -137,15 +137,20 @@ impl Replay<'_> {
         }
     }
 
-    /// Allowance of the label part.
-    fn dq_label(&self, problem: &Problem<'_>, dq: &reference::Backward, at: usize) -> Allowed {
+    /// Allowance of the label part; `whole` where the parts were not told apart.
+    fn dq_label(
+        &self,
+        problem: &Problem<'_>,
+        dq: &reference::Backward,
+        at: usize,
+        whole: bool,
+    ) -> Allowed {
         let x = dq.dq_label[at];
         let squared = x * x;
-        let Policy { path, sums, label_grad, .. } = self.roundings.widest;
-        // Where dlogits are whole the label's term is one of the sum over V.
-        let inside = match path {
-            Path::Fused => 0.0,
-            _ => carried(sums.dq, problem.head.valid_vocab as f64, squared),
+        let Policy { sums, label_grad, .. } = self.roundings.widest;
+        let inside = match self.roundings.carries_label(whole) {
+            false => 0.0,
+            true => carried(sums.dq, problem.head.valid_vocab as f64, squared),
         };
         Allowed {
             own: rounded(label_grad, x) + inside,
@@ -213,11 +218,11 @@ impl Replay<'_> {
                 let at = row * d + column;
                 let inner = match (stage, &parts) {
                     (Stage::DqLse, _) => self.dq_lse(problem, dq, at),
-                    (Stage::DqLabel, _) => self.dq_label(problem, dq, at),
+                    (Stage::DqLabel, _) => self.dq_label(problem, dq, at, false),
                     (_, Some(parts)) => parts.allowed(self, at),
                     _ => self.both(
                         self.dq_lse(problem, dq, at),
-                        self.dq_label(problem, dq, at),
+                        self.dq_label(problem, dq, at, true),
                         (dq.dq_lse[at], dq.dq_label[at]),
                     ),
                 };

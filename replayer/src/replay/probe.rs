@@ -67,6 +67,8 @@ pub struct Model {
     pub input: f64,
     /// Half the smallest step of an entry, where that is coarse.
     pub entry_floor: f64,
+    /// Whether the label's term may be one of the whole sum.
+    pub carries_label: bool,
     /// Relative variance of a label gradient's scalar.
     pub label_row: f64,
     /// Relative variance of one constant in all softmax terms.
@@ -408,7 +410,7 @@ impl Judge<'_> {
             found = found + self.lse_part(side, row, at, energies.lse);
         }
         if parts.label {
-            found = found + self.label_part(side, row, at, energies.label);
+            found = found + self.label_part((side, parts.lse), row, at, energies.label);
         }
         if parts.lse && parts.label {
             found.row += self.each(part, energies.lse) + self.each(part, energies.label);
@@ -497,13 +499,18 @@ impl Judge<'_> {
         }
     }
 
-    fn label_part(&self, side: Side, row: usize, at: usize, energy: f64) -> Allowed {
+    fn label_part(
+        &self,
+        (side, whole): (Side, bool),
+        row: usize,
+        at: usize,
+        energy: f64,
+    ) -> Allowed {
         let (model, labels, probes) = (self.model, self.labels, self.plan.probes);
         let Policy { sums, path, label_grad, .. } = model.widest;
-        // Where dlogits are whole the label's term is one of the whole sum.
-        let inside = |sum: Sum, n: usize, squares: f64| match path {
-            Path::Fused => 0.0,
-            _ => carried(sum, n as f64, squares),
+        let inside = |sum: Sum, n: usize, squares: f64| match whole && model.carries_label {
+            false => 0.0,
+            true => carried(sum, n as f64, squares),
         };
         let head = &self.backward.head;
         match side {

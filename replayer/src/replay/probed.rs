@@ -140,6 +140,7 @@ impl Replay<'_> {
             compute: self.roundings.compute(),
             input: self.roundings.input(),
             entry_floor: problem.entry_floor,
+            carries_label: self.roundings.carries_label(true),
             label_row: self.label_row_scale(),
             alike: self.shared_scale(problem.alike) + problem.constants,
             label_alike: self.shared_scale(self.roundings.shared_g()) + problem.constants,

@@ -95,6 +95,7 @@ impl Head {
             compute: Precision::F32.unit_roundoff(),
             input: 0.0,
             entry_floor: 0.0,
+            carries_label: true,
             label_row: 0.0,
             alike: 0.0,
             label_alike: 0.0,
