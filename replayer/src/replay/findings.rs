@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Replay;
-use super::allowed::stored;
+use super::allowed::{half_spacing, stored};
 use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
@@ -76,6 +76,19 @@ impl Gradient {
             Held::Summed { storage, .. } => storage[at],
         }
     }
+
+    /// What storing element `at`, which should be `x` and errs within `inner` so far,
+    /// `times` over adds to it.
+    pub(super) fn storing(&self, at: usize, x: f64, times: f64, inner: Allowed) -> Allowed {
+        let variance = times * self.storage(at, x);
+        if let Held::Summed { .. } = self.values {
+            return Allowed { own: inner.own + variance, ..inner };
+        }
+        // What is rounded is not x but what the job had in its place.
+        let size = x.abs() + inner.most + inner.certain + 8.0 * inner.total().sqrt();
+        let half = |to: Option<Precision>| to.map_or(0.0, |to| half_spacing(to, size));
+        inner.with_few(variance, times * (half(self.stored) + half(self.rounded)))
+    }
 }
 
 /// The captured tensors of one unit, by stage.
@@ -136,8 +149,8 @@ impl Parts {
     /// The job may have added the parts before it rounded them to what was
     /// captured, or after.
     pub(super) fn allowed(&self, replay: &Replay<'_>, at: usize) -> Allowed {
-        let own = self.storage[at] + replay.added(self.lse[at], self.label[at]);
-        Allowed { own, ..Allowed::default() }
+        let own = self.storage[at];
+        replay.added(self.lse[at], self.label[at]) + Allowed { own, ..Allowed::default() }
     }
 }
 

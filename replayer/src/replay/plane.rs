@@ -217,6 +217,7 @@ impl Replay<'_> {
                         // A scale of the logits moves p by (z - E z) of itself.
                         shared: (shared + transformed * (1.0 + span.spread[row].powi(2))) * x * x,
                         certain: if dropped { x.abs() } else { 0.0 },
+                        ..Allowed::default()
                     }
                 }
                 Stage::Logprobs => {
