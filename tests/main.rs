@@ -17,3 +17,4 @@ mod recorder;
 mod replay;
 mod support;
 mod tidy;
+mod verdict;

@@ -17,6 +17,11 @@
 //! out or to lose to one side (a gradient filter, an accumulator of few bits). It
 //! adds to every statistic as it is.
 //!
+//! A rounding is never beyond half a spacing, whatever its tail would allow. Where few
+//! roundings make most of `v` their largest sum, `most`, is less than a normal tail: each
+//! statistic is bounded both ways, with `v` whole and with the rest of `v` beside `most`,
+//! and the smaller bound holds.
+//!
 //! `c` is the rounding of one number: it is never beyond half a spacing, which
 //! is √3 of its standard deviation, so it adds `√(3c)` and no tail.
 //!
@@ -63,6 +68,10 @@ impl Bound {
 pub struct Allowed {
     /// Of the error that is its own.
     pub own: f64,
+    /// The share of `own` that is of few roundings, whose sum has a largest value.
+    pub few: f64,
+    /// Largest error, not variance, of those few.
+    pub most: f64,
     /// Of the error that its row shares.
     pub row: f64,
     /// Of the error that the whole stage shares.
@@ -83,6 +92,8 @@ impl Allowed {
         let square = factor * factor;
         Allowed {
             own: self.own * square,
+            few: self.few * square,
+            most: self.most * factor.abs(),
             row: self.row * square,
             shared: self.shared * square,
             certain: self.certain * factor.abs(),
@@ -100,9 +111,17 @@ impl Allowed {
         }
     }
 
+    /// Adds few roundings of this variance, of which the largest sum is known.
+    pub fn with_few(self, variance: f64, most: f64) -> Allowed {
+        let (own, few) = (self.own + variance, self.few + variance);
+        Allowed { own, few, most: self.most + most, ..self }
+    }
+
     /// The error that is exceeded with probability `exp(-x)` at most.
     pub fn reach(&self, x: f64) -> f64 {
-        (2.0 * x * (self.own + self.row)).sqrt()
+        let many = (self.own - self.few).max(0.0);
+        let apart = (2.0 * x * (many + self.row)).sqrt() + self.most;
+        (2.0 * x * (self.own + self.row)).sqrt().min(apart)
             + (ONE_ROUNDING * self.shared).sqrt()
             + self.certain
     }
@@ -113,6 +132,8 @@ impl std::ops::Add for Allowed {
     fn add(self, other: Allowed) -> Allowed {
         Allowed {
             own: self.own + other.own,
+            few: self.few + other.few,
+            most: self.most + other.most,
             row: self.row + other.row,
             shared: self.shared + other.shared,
             certain: self.certain + other.certain,
@@ -152,6 +173,9 @@ impl Independent {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Budget {
     own: Independent,
+    /// `own` without what is of few roundings, and the largest energy of those.
+    many: Independent,
+    most: f64,
     rows: Independent,
     shared: f64,
     certain: f64,
@@ -163,6 +187,8 @@ impl Budget {
         let (mut budget, mut row) = (Budget::default(), 0.0);
         for allowed in elements {
             budget.own.add(allowed.own);
+            budget.many.add((allowed.own - allowed.few).max(0.0));
+            budget.most += allowed.most * allowed.most;
             budget.shared += allowed.shared;
             budget.certain += allowed.certain * allowed.certain;
             row += allowed.row;
@@ -179,6 +205,8 @@ impl Budget {
     /// Adds a row that is one of `repeats` rows with equal errors.
     pub fn merge_repeated(&mut self, other: &Budget, repeats: f64) {
         self.own.merge(&other.own, repeats);
+        self.many.merge(&other.many, repeats);
+        self.most += other.most;
         self.rows.merge(&other.rows, repeats);
         self.shared += other.shared;
         self.certain += other.certain;
@@ -194,7 +222,9 @@ impl Budget {
     pub fn energy(&self, x: f64) -> f64 {
         let amplitude = |energy: f64| energy.max(0.0).sqrt();
         let (shared, certain) = (ONE_ROUNDING * self.shared, self.certain);
-        let random = amplitude(self.own.energy(x)) + amplitude(self.rows.energy(x));
+        let apart = amplitude(self.many.energy(x)) + amplitude(self.most);
+        let own = amplitude(self.own.energy(x)).min(apart);
+        let random = own + amplitude(self.rows.energy(x));
         (random + amplitude(shared) + amplitude(certain)).powi(2)
     }
 }
@@ -237,6 +267,20 @@ mod tests {
         (0..100).for_each(|_| copies.merge_repeated(&row(1.0), 100.0));
         let (found, wanted) = (copies.energy(16.0), row(100.0).energy(16.0));
         assert!((found / wanted - 1.0).abs() < 1e-9, "{found} {wanted}");
+    }
+
+    /// Goal: two rounded parts that nearly cancel do not explain an error beyond half a
+    /// spacing of each. Method: two roundings to bf16, the bound of the longest report.
+    #[test]
+    fn few_roundings_are_never_further_off_than_half_a_spacing_of_each() {
+        let u = f64::powi(2.0, -8);
+        let parts = Allowed::default().with_few(2.0 * u * u / 3.0, 2.0 * u);
+        assert_eq!(parts.reach(22.0), 2.0 * u);
+        let beside = parts + own(1e-2 * u * u);
+        assert!(beside.reach(22.0) < 2.7 * u && beside.reach(1.0) < beside.reach(22.0));
+        assert!(parts.reach(0.1) < u, "where the tail is shorter it is the bound");
+        let row = Budget::of_row((0..2).map(|_| parts));
+        assert!(row.energy(16.0) <= 2.0 * (2.0 * u).powi(2) * (1.0 + 1e-12));
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! Sequential summation is the worst order in use; blocked ones do better.
 
 use super::Replay;
+use crate::compare::Allowed;
 use crate::kernels::policy::{Order, Policy, Sum};
 use crate::kernels::reference::TermNoise;
 use crate::kernels::round::Precision;
@@ -25,6 +26,11 @@ const EXP_ERROR: f64 = 4.0;
 pub(super) fn rounded(precision: Precision, x: f64) -> f64 {
     let tiny = precision.smallest_subnormal() / 2.0;
     relative(precision.unit_roundoff(), x) + tiny * tiny
+}
+
+/// The largest error of rounding `x` once to a precision: half a spacing.
+pub(super) fn half_spacing(precision: Precision, x: f64) -> f64 {
+    precision.unit_roundoff() * x.abs() + precision.smallest_subnormal() / 2.0
 }
 
 /// Variance of rounding `x` once to a stored dtype; `None` rounds nothing.
@@ -248,12 +254,13 @@ impl Replay<'_> {
         }
     }
 
-    /// Variance of adding two parts, each of which may be rounded first.
-    pub(super) fn added(&self, one: f64, other: f64) -> f64 {
-        let parts = self.roundings.widest.parts;
-        rounded(parts, one)
-            + rounded(parts, other)
-            + relative(self.roundings.compute(), one + other)
+    /// Adding two parts, each of which may be rounded first: three roundings at most.
+    pub(super) fn added(&self, one: f64, other: f64) -> Allowed {
+        let (parts, compute) = (self.roundings.widest.parts, self.roundings.compute());
+        let variance = rounded(parts, one) + rounded(parts, other) + relative(compute, one + other);
+        let most = half_spacing(parts, one) + half_spacing(parts, other);
+        let most = most + compute * (one.abs() + other.abs()) + FLUSH;
+        Allowed::default().with_few(variance, most)
     }
 }
 

@@ -212,6 +212,7 @@ impl Replay<'_> {
                 // Entries that all lie in a format's smallest numbers round alike.
                 + problem.entry_floor.powi(2) * sums_of_q * sums_of_q,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
+            ..Allowed::default()
         }
     }
 
@@ -236,17 +237,17 @@ impl Replay<'_> {
             true => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
         };
         let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
+        // Alike or not, each addend errs within half a spacing; Σ|a| ≤ √(n Σa²).
+        let product = self.roundings.widest.product.unit_roundoff();
+        let most = (label_grad.unit_roundoff() + product) * (hits * squares).sqrt() + hits * tiny;
         Allowed {
-            own: each * alike
-                + hits * tiny * tiny
-                + slab.label_var[at]
-                + summed(scatter, hits, x, squares)
-                + inside,
+            own: slab.label_var[at] + summed(scatter, hits, x, squares) + inside,
             row: self.label_row_scale() * alike,
             shared: self.shared_scale(self.roundings.shared_g()) * x * x
                 + (problem.largest_variance() + self.narrowing() + problem.constants) * alike,
-            certain: 0.0,
+            ..Allowed::default()
         }
+        .with_few(each * alike + hits * tiny * tiny, most)
     }
 
     pub(super) fn judge_dk(
@@ -280,7 +281,7 @@ impl Replay<'_> {
                 };
                 let lost = if forced { 0.0 } else { slab.lost(stage, at) };
                 let inner = Allowed { certain: inner.certain + lost, ..inner }.times(factor);
-                inner.stored(gradient.storage(first + at, x), again)
+                gradient.storing(first + at, x, again, inner)
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -352,15 +353,14 @@ impl Replay<'_> {
                     + summed(sums.dk, t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
                     + rounded(self.roundings.widest.parts, x),
-                row: 0.0,
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
                     * squares
                     + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
+                ..Allowed::default()
             };
             let inner = inner.times(factor);
-            let storage = gradient.storage(slab.range.start + row, supposed);
-            inner.stored(storage, again)
+            gradient.storing(slab.range.start + row, supposed, again, inner)
         };
         let index = |row: usize| (slab.range.start + row) as u64;
         let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -371,7 +371,7 @@ impl Replay<'_> {
 
     /// Both parts' allowances and what adding them may round.
     pub(super) fn both(&self, lse: Allowed, label: Allowed, parts: (f64, f64)) -> Allowed {
-        lse + label + Allowed { own: self.added(parts.0, parts.1), ..Allowed::default() }
+        lse + label + self.added(parts.0, parts.1)
     }
 }
 

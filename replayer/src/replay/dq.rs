@@ -1,7 +1,7 @@
 //! dq of one unit: allowance and comparison, once the whole vocabulary was walked.
 
 use super::Replay;
-use super::allowed::{carried, rounded, summed};
+use super::allowed::{carried, half_spacing, rounded, summed};
 use super::backward::Problem;
 use super::dk::{column_squares, column_sums, reference_of};
 use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
@@ -134,6 +134,7 @@ impl Replay<'_> {
                 + (self.narrowing() + problem.constants) * squares
                 + problem.constants * x * x,
             certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
+            ..Allowed::default()
         }
     }
 
@@ -153,15 +154,16 @@ impl Replay<'_> {
             true => carried(sums.dq, problem.head.valid_vocab as f64, squared),
         };
         Allowed {
-            own: rounded(label_grad, x) + inside,
+            own: inside,
             row: (self.label_row_scale() + problem.variance[at / problem.head.q.cols]) * squared
                 + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
             shared: (self.shared_scale(self.roundings.shared_g())
                 + self.narrowing()
                 + problem.constants)
                 * squared,
-            certain: 0.0,
+            ..Allowed::default()
         }
+        .with_few(rounded(label_grad, x), half_spacing(label_grad, x))
     }
 
     /// What the world says of a stage's rows, as `supposed` does for dk.
@@ -228,7 +230,7 @@ impl Replay<'_> {
                 };
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
                 let inner = Allowed { certain, ..inner }.times(factor);
-                inner.stored(gradient.storage(at, x), again)
+                gradient.storing(at, x, again, inner)
             };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Replay;
-use super::allowed::stored;
+use super::allowed::{half_spacing, stored};
 use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
@@ -76,6 +76,23 @@ impl Gradient {
             Held::Summed { storage, .. } => storage[at],
         }
     }
+
+    /// What storing element `at`, which should be `x` and errs within `inner` so far, adds
+    /// to it; `again`: as the product with a factor, which was stored before, and the factor
+    /// is rounded too, alike for all.
+    pub(super) fn storing(&self, at: usize, x: f64, again: bool, inner: Allowed) -> Allowed {
+        let (times, alike) = if again { (2.0, 1.0) } else { (1.0, 0.0) };
+        let storage = self.storage(at, x);
+        let variance = times * storage;
+        let inner = Allowed { shared: inner.shared + alike * storage, ..inner };
+        if let Held::Summed { .. } = self.values {
+            return Allowed { own: inner.own + variance, ..inner };
+        }
+        // What is rounded is not x but what the job had in its place.
+        let size = x.abs() + inner.most + inner.certain + 8.0 * inner.total().sqrt();
+        let half = |to: Option<Precision>| to.map_or(0.0, |to| half_spacing(to, size));
+        inner.with_few(variance, times * (half(self.stored) + half(self.rounded)))
+    }
 }
 
 /// The captured tensors of one unit, by stage.
@@ -136,8 +153,8 @@ impl Parts {
     /// The job may have added the parts before it rounded them to what was
     /// captured, or after.
     pub(super) fn allowed(&self, replay: &Replay<'_>, at: usize) -> Allowed {
-        let own = self.storage[at] + replay.added(self.lse[at], self.label[at]);
-        Allowed { own, ..Allowed::default() }
+        let own = self.storage[at];
+        replay.added(self.lse[at], self.label[at]) + Allowed { own, ..Allowed::default() }
     }
 }
 

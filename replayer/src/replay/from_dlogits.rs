@@ -165,13 +165,12 @@ impl Replay<'_> {
             let label = carried(sum, length, squares);
             let inner = summed(sum, length, x, squares) + label + joined + each * squares;
             let floor = product.floor.get(column).copied().unwrap_or(0.0);
-            let storage = gradient.storage(product.first * columns + at, supposed);
             let own = inner
                 + self.entry_floor(0.0).powi(2) * floor
                 + relative(self.roundings.compute(), x);
             let shared = self.narrowing() * squares;
             let inner = Allowed { own, shared, ..Allowed::default() }.times(factor);
-            inner.stored(storage, again)
+            gradient.storing(product.first * columns + at, supposed, again, inner)
         };
         let captured = rows_of(&whole, product.first..product.first + rows);
         let place = |row: usize| index(product.first + row);

@@ -246,6 +246,7 @@ impl Replay<'_> {
                         // A scale of the logits moves p by (z - E z) of itself.
                         shared: (shared + transformed * (1.0 + span.spread[row].powi(2))) * x * x,
                         certain: dropped + tie,
+                        ..Allowed::default()
                     }
                 }
                 Stage::Logprobs => {

@@ -173,7 +173,8 @@ fn numbers(job: &mut Job, random: &mut Random) {
         policy.ratio == RatioLevel::Token && policy.average == LossAverage::Token
     });
     let can_ignore = options.ignore_label.is_some();
-    let silent = can_ignore && job.ranks > 1 && of_tokens && random.chance(0.2);
+    let mask = options.grpo().is_some();
+    let silent = (can_ignore || !mask) && job.ranks > 1 && of_tokens && random.chance(0.2);
     let most = if options.layout.input == Float::F16 { 4.0f64 } else { f64::MAX };
     let data = Data {
         spread: most.min(random.one_of(&[0.01, 0.5, 2.0, 2.0, 4.0, 15.0])),
@@ -186,9 +187,13 @@ fn numbers(job: &mut Job, random: &mut Random) {
         on_policy: random.chance(0.4),
         advantage_of_sequence: !of_tokens || random.chance(0.5),
     };
-    let mask = options.grpo().is_some();
     let kinds = [Weights::Absent, Weights::Mixed, Weights::Mask];
     let weights = if mask { Weights::Mask } else { random.one_of(&kinds) };
+    // What is silent without an ignored label is so by its weights.
+    let data = match weights {
+        Weights::Absent if !can_ignore => Data { silent_rank: None, ..data },
+        _ => data,
+    };
     // A copy of a sequence's first token is not the first token of another.
     let copies = data.copies.filter(|_| !mask);
     (job.options.data, job.options.weights) = (Data { copies, ..data }, weights);

@@ -89,7 +89,7 @@ impl Inputs {
     fn share(&self, job: &Job, rank: usize, random: &mut Random) -> Share {
         let tokens = job.rows(rank);
         let labels = labels(job, rank, tokens, random);
-        let weights = weights(job, tokens, random);
+        let weights = weights(job, rank, tokens, random);
         let mut share = Share {
             tokens,
             q: Vec::new(),
@@ -169,7 +169,7 @@ fn labels(job: &Job, rank: usize, tokens: usize, random: &mut Random) -> Vec<i64
     labels
 }
 
-fn weights(job: &Job, tokens: usize, random: &mut Random) -> Vec<f64> {
+fn weights(job: &Job, rank: usize, tokens: usize, random: &mut Random) -> Vec<f64> {
     let length = job.options.layout.sequence.unwrap_or(tokens);
     let one = |t: usize| match job.options.weights {
         Weights::Absent => 1.0,
@@ -180,6 +180,10 @@ fn weights(job: &Job, tokens: usize, random: &mut Random) -> Vec<f64> {
     let mut weights: Vec<f64> = (0..tokens).map(one).collect();
     if let Some(copies) = job.options.data.copies {
         repeat(&mut weights, 1, copies);
+    }
+    // Without a label that is ignored, it is the weights that make a rank silent.
+    if job.options.ignore_label.is_none() && job.options.data.silent_rank == Some(rank) {
+        weights.fill(0.0);
     }
     weights
 }

@@ -23,7 +23,7 @@ use backtape::head::{DeclaredTiles, HeadDeclaration, KLayout, Loss};
 
 use super::dump::Shard;
 use inputs::Inputs;
-use number::Float;
+pub(crate) use number::Float;
 use options::{Kind, Options};
 use step::Step;
 

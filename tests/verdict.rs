@@ -1,0 +1,77 @@
+//! What the verdict allows and what it does not, in the places where real training
+//! programs showed it to be too narrow or too wide.
+
+use backtape::head::{HeadDeclaration, Scope};
+use backtape::role::Role;
+use backtape_replayer::cli::replay_report;
+use backtape_replayer::dump::Selection;
+use backtape_replayer::report::schema::{Report, Verdict};
+use backtape_replayer::report::text;
+
+use crate::support::dump;
+use crate::support::job::options::Rounding;
+use crate::support::job::{Float, Job};
+
+const ASKED: &[Role] = &[Role::Dq, Role::Dk];
+
+fn declared(job: &Job, declare: impl FnOnce(&mut HeadDeclaration)) -> Report {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run-a");
+    let mut head = job.head();
+    declare(&mut head);
+    dump::write(&path, job.ranks as u32, &head, &job.shards());
+    replay_report(&path, &Selection::default(), ASKED, None).unwrap()
+}
+
+/// A job that computes and stores in this dtype what it does not declare.
+fn in_dtype(to: Float, job: Job) -> Job {
+    let mut job = job;
+    let options = &mut job.options;
+    (options.layout.input, options.layout.dq) = (to, Float::F32);
+    options.rounding =
+        Rounding { dlogits: Float::F32, label_grad: Float::F32, ..options.rounding.clone() };
+    job
+}
+
+/// Goal: a mean over no tokens is 0, not 0/0. Method: the weights of one rank, or of
+/// none but that rank, are 0, and a job that guards the division.
+#[test]
+fn a_part_of_the_batch_whose_weights_are_all_zero_has_gradients_of_zero() {
+    for (scope, ranks) in [(Scope::Rank, 3), (Scope::Microbatch, 1)] {
+        let mut job = Job { ranks, ..Job::default() };
+        job.options.scope = scope;
+        job.options.data.silent_rank = Some(ranks - 1);
+        let report = declared(&job, |_| {});
+        assert_eq!(report.verdict, Verdict::Agreed, "{scope:?}\n{}", text::render(&report));
+    }
+}
+
+/// Goal: a fused kernel may form p - 1 in place: the label's term is then carried
+/// through the sum like any other. Method: a plain job that calls itself fused.
+#[test]
+fn a_fused_job_in_f32_that_never_tells_the_parts_apart_agrees() {
+    for seed in 1..5 {
+        let mut job = in_dtype(Float::F32, Job { seed, fused: false, ..Job::default() });
+        (job.vocab, job.valid) = (785, 785);
+        (job.options.data.spread, job.options.data.confident) = (0.5, None);
+        let report = declared(&job, |head| head.path = "fused".into());
+        assert_eq!(report.verdict, Verdict::Agreed, "seed {seed}\n{}", text::render(&report));
+    }
+}
+
+/// Goal: p in f16 explains no loss below f16's range in dlogits, which are g p: its
+/// smallest step is g times smaller there. Method: dlogits fall below f16's range, and
+/// the job says that it keeps them in f32.
+#[test]
+fn an_underflow_of_dlogits_is_not_explained_by_the_smallest_step_of_p() {
+    let mut job = in_dtype(Float::F16, Job { fused: false, tokens: 300, ..Job::default() });
+    (job.options.cotangent, job.options.data.confident) = (0.02, None);
+    let honest = |head: &mut HeadDeclaration| {
+        head.dtypes.insert("dlogits".into(), "f32".into());
+    };
+    let clean = declared(&job, honest);
+    assert_eq!(clean.verdict, Verdict::Agreed, "{}", text::render(&clean));
+    job.options.rounding.dlogits = Float::F16;
+    let report = declared(&job, honest);
+    assert_eq!(report.verdict, Verdict::Diverged, "{}", text::render(&report));
+}
