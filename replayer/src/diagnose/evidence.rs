@@ -64,6 +64,9 @@ impl Residual {
     }
 }
 
+/// Multiply-adds of one GEMM up to which a reference of all rows is worked out.
+const ALL_ROWS: u64 = 1 << 31;
+
 /// Every comparison of an outcome.
 pub type Residuals = BTreeMap<Key, Residual>;
 
@@ -115,6 +118,7 @@ pub struct Evidence<'a> {
     /// Rows that trials look at; none for all of them.
     pub rows: Option<Rows>,
     reference: OnceCell<Reference>,
+    all_rows: OnceCell<Reference>,
     captured: RefCell<BTreeMap<Key, Option<Rc<Values>>>>,
 }
 
@@ -132,7 +136,8 @@ impl<'a> Evidence<'a> {
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
         let rows = sample::rows(outcome, inputs);
-        let (reference, captured) = (OnceCell::new(), RefCell::default());
+        let (reference, all_rows) = (OnceCell::new(), OnceCell::new());
+        let captured = RefCell::default();
         let (search, units) = (None, OnceCell::new());
         Evidence {
             step,
@@ -144,6 +149,7 @@ impl<'a> Evidence<'a> {
             background,
             rows,
             reference,
+            all_rows,
             captured,
             search,
             units,
@@ -167,6 +173,19 @@ impl<'a> Evidence<'a> {
     pub fn reference(&self) -> &Reference {
         let rows = self.rows.as_ref();
         self.reference.get_or_init(|| reference::reference(self, None, rows))
+    }
+
+    /// The same with every row, where a sample does not do and all of them are not too many.
+    pub fn all_rows(&self) -> Option<&Reference> {
+        let work = |one: &MicrobatchInputs| {
+            let head = one.head(self.step)?;
+            Some(head.q.rows as u64 * head.k.rows as u64 * head.q.cols.max(1) as u64)
+        };
+        match &self.rows {
+            None => Some(self.reference()),
+            Some(_) if self.inputs.iter().filter_map(work).sum::<u64>() > ALL_ROWS => None,
+            Some(_) => Some(self.all_rows.get_or_init(|| reference::reference(self, None, None))),
+        }
     }
 
     /// What the dump holds of a comparison.

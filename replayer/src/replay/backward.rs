@@ -41,6 +41,8 @@ pub(super) struct Problem<'a> {
     pub(super) scale: Vec<f64>,
     /// Relative variance of the token's g.
     pub(super) variance: Vec<f64>,
+    /// The largest of `scale` and of `variance`.
+    largest: (f64, f64),
     g_lse: Vec<f64>,
     g_label: Vec<f64>,
     g_smooth: Vec<f64>,
@@ -69,6 +71,7 @@ impl Problem<'_> {
             lse: self.lse.clone(),
             scale: self.scale.clone(),
             variance: self.variance.clone(),
+            largest: self.largest,
             g_lse: self.g_lse.clone(),
             g_label: self.g_label.clone(),
             g_smooth: self.g_smooth.clone(),
@@ -86,11 +89,11 @@ impl Problem<'_> {
     }
 
     pub(super) fn largest_variance(&self) -> f64 {
-        self.variance.iter().copied().fold(0.0, f64::max)
+        self.largest.1
     }
 
     pub(super) fn largest_scale(&self) -> f64 {
-        self.scale.iter().copied().fold(0.0, f64::max) + self.largest_variance()
+        self.largest.0 + self.largest.1
     }
 }
 
@@ -221,6 +224,9 @@ impl Replay<'_> {
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
         let constants = self.transform_scale() * (1.0 + spread * spread);
+        // Asked for at every element: looked for once.
+        let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
+        let largest = (most(&scale), most(&variance));
         Problem {
             head,
             microbatch: inputs.microbatch,
@@ -229,6 +235,7 @@ impl Replay<'_> {
             constants,
             scale,
             variance,
+            largest,
             g_lse,
             g_label,
             g_smooth,

@@ -171,7 +171,11 @@ fn shows(
     direct: &Direct<'_>,
     moved: &Moved,
 ) -> bool {
-    let looked = tokens(evidence, inputs);
+    // A label's logit is a token's own, whatever it weighs.
+    let looked: Vec<usize> = match evidence.fails(Stage::LabelLogits) {
+        true => (0..inputs.tokens()).collect(),
+        false => tokens(evidence, inputs),
+    };
     let of = |stage: Stage| {
         let mut keys = evidence.failing.iter();
         let key = keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch)?;

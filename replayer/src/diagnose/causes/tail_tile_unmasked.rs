@@ -59,6 +59,7 @@ impl Cause for TailTileUnmasked {
         let seen: Vec<(&MicrobatchInputs, Vec<Seen>)> =
             evidence.inputs.iter().map(|inputs| (inputs, seen_lse(evidence, inputs))).collect();
         if seen.iter().all(|(_, seen)| seen.is_empty()) {
+            found.extend(of_loss(evidence));
             return found;
         }
         found.extend(zeros(evidence, &seen));
@@ -91,15 +92,17 @@ type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// Filling of one logit, 0 but for softcap and scale, which leave 0 as it is.
 fn zeros(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
-    let Some(vocab) = vocabulary(evidence) else { return Vec::new() };
     let added = |of: &Seen| of.lse.exp() * (of.seen - of.lse).exp_m1();
     // A token's lse of 50 shows nothing of what 100 zeros add.
     let tells = |of: &&Seen| (of.seen - of.lse).abs() > 1e-3;
     let all: Vec<f64> = seen.iter().flat_map(|(_, seen)| seen).filter(tells).map(added).collect();
     let counted = median(all);
-    if !(counted > 0.5) {
-        return Vec::new();
-    }
+    if counted > 0.5 { filled(evidence, counted) } else { Vec::new() }
+}
+
+/// So many columns of zeros, or nearly so many as some tile lacks.
+fn filled(evidence: &Evidence<'_>, counted: f64) -> Vec<Hypothesis> {
+    let Some(vocab) = vocabulary(evidence) else { return Vec::new() };
     let near = |n: usize| n > 0 && (counted / n as f64 - 1.0).abs() < 10.0 * WHOLE;
     let tiles = TILES.iter().copied().chain(declared_tile(evidence));
     let mut counts: Vec<(usize, Option<usize>)> =
@@ -122,6 +125,34 @@ fn zeros(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Ve
         hypothesis(evidence, lse, parameters, usize::from(tile.is_none()))
     };
     counts.into_iter().map(one).collect()
+}
+
+/// Filling of zeros where nothing but the loss shows it: as many columns as the loss needs.
+fn of_loss(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let shown = || {
+        let (key, residual) = evidence.failing_of(&[Stage::Loss]).next()?;
+        let captured = evidence.captured(key)?;
+        let reference = evidence.reference();
+        let table = reference.stages.get(&key)?;
+        let (lse, g) =
+            (reference.forward_lse.get(&key.microbatch)?, reference.g.get(&key.microbatch)?);
+        let upstream = evidence.step.options.cotangent;
+        if captured.values.len() != 1 || residual.nonfinite > 0 || upstream == 0.0 {
+            return None;
+        }
+        let more = captured.values[0] - table.values().flatten().next()?;
+        let added = |n: f64| -> f64 {
+            let of = |(lse, g): (&f64, &f64)| g / upstream * (n * (-lse).exp()).ln_1p();
+            lse.iter().zip(g).map(of).sum()
+        };
+        let (mut low, mut high) = (0.0, 65_536.0);
+        for _ in 0..80 {
+            let middle = 0.5 * (low + high);
+            *(if added(middle) < more { &mut low } else { &mut high }) = middle;
+        }
+        (low > 0.5 && high < 65_535.0).then_some(low)
+    };
+    shown().map_or(Vec::new(), |counted| filled(evidence, counted))
 }
 
 fn vocabulary(evidence: &Evidence<'_>) -> Option<usize> {

@@ -88,7 +88,8 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let named = all_orders(evidence, inputs)
             .into_iter()
             .find(|order| fits(&captured, table, &inverse(&order.from)));
-        let order = named.or_else(|| matched(&captured, table, inputs.tokens()));
+        let whole = || evidence.all_rows()?.stages.get(&key);
+        let order = named.or_else(|| matched(&captured, whole()?, inputs.tokens()));
         let Some(order) = order else { return Vec::new() };
         found.entry(order.name).or_default().insert(key.microbatch, order.from);
     }

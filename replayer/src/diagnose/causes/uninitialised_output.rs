@@ -164,10 +164,9 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         else {
             continue;
         };
-        let Some(table) = evidence.reference().stages.get(&key) else { continue };
-        if table.len() != inputs.tokens() {
+        let Some(table) = evidence.all_rows().and_then(|all| all.stages.get(&key)) else {
             return Vec::new(); // a sample does not hold the other rows
-        }
+        };
         let mut from: Vec<Row> = (0..inputs.tokens()).map(Row::From).collect();
         for (&t, _) in table.iter().filter(|(_, wanted)| energy(wanted) == 0.0) {
             let row = captured.row(t);
@@ -204,10 +203,7 @@ fn stale_tail(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut world = Instead::default();
     let mut words: Vec<String> = Vec::new();
     for (key, _) in evidence.failing_of(&[Stage::DkLse, Stage::Dk, Stage::Dq]) {
-        let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
-        if table.len() != captured.rows() {
-            return None;
-        }
+        let (captured, table) = (evidence.captured(key)?, evidence.all_rows()?.stages.get(&key)?);
         let wrong =
             |row: &usize| distance(captured.row(*row), &table[row]) > 0.25 * energy(&table[row]);
         let first = (0..captured.rows()).find(wrong)?;
