@@ -101,6 +101,13 @@ fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     else {
         return Vec::new(); // a whole rank: its part was not reduced
     };
+    // Left out by every rank alike, it was left out of a sum that all take alike.
+    let same = |one: &Solved| {
+        one.addends.iter().any(|of| of.weight == 0.0 && of.microbatch == out.microbatch)
+    };
+    if of.len() > 1 && of.iter().all(same) {
+        return Vec::new();
+    }
     let mb = out.microbatch.map_or(String::new(), |mb| mb.to_string());
     let rank = out.rank.map_or("all".into(), |rank| rank.to_string());
     let parameters = vec![("microbatch", mb), ("rank", rank)];

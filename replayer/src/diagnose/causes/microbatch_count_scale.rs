@@ -6,7 +6,7 @@
 //! Emulation: the factor.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::{SCALED, stages_times};
+use crate::diagnose::detectors::uniform::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::Scaled;
 
@@ -37,11 +37,13 @@ impl Cause for MicrobatchCountScale {
             return Vec::new();
         }
         let of = |(factor, words): (f64, &str)| {
-            let stages = stages_times(evidence, factor, &SCALED);
-            let parameters =
-                vec![("factor", words.to_string()), ("microbatches", count.to_string())];
-            (!stages.is_empty()).then(|| Hypothesis::new(Scaled { factor, stages }, parameters))
+            let one = move |stages| {
+                let parameters =
+                    vec![("factor", words.to_string()), ("microbatches", count.to_string())];
+                Hypothesis::new(Scaled { factor, stages }, parameters)
+            };
+            sets_times(evidence, factor, &SCALED).into_iter().map(one).collect::<Vec<_>>()
         };
-        [(count, "M"), (1.0 / count, "1/M")].into_iter().filter_map(of).collect()
+        [(count, "M"), (1.0 / count, "1/M")].into_iter().flat_map(of).collect()
     }
 }

@@ -65,8 +65,7 @@ impl Cause for MicrobatchMeanOfMeans {
             for &count in &counts {
                 for &means in &means {
                     let world = Counted { count, scope, means, sums: sums(evidence) };
-                    let differ =
-                        |of: &[Ratio]| of.iter().any(|one| !is_near(one.ratio, of[0].ratio));
+                    let differ = |of: &[Ratio]| of.iter().any(|one| one.ratio != of[0].ratio);
                     if fits(evidence, &world, differ) {
                         found.push(hypothesis(world));
                     }

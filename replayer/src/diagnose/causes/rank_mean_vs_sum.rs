@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::{SCALED, stages_times};
+use crate::diagnose::detectors::uniform::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::Scaled;
 
@@ -39,13 +39,15 @@ impl Cause for RankMeanVsSum {
         let sizes = group_sizes(evidence);
         let of = |(&size, words): (&u32, &String)| {
             let ranks = f64::from(size);
-            let one = |(factor, name): (f64, &str)| {
-                let stages = stages_times(evidence, factor, &SCALED);
-                let parameters =
-                    vec![("factor", name.to_string()), ("ranks", format!("{size} ({words})"))];
-                (!stages.is_empty()).then(|| Hypothesis::new(Scaled { factor, stages }, parameters))
+            let one = |(factor, name): (f64, &'static str)| {
+                let one = move |stages| {
+                    let parameters =
+                        vec![("factor", name.to_string()), ("ranks", format!("{size} ({words})"))];
+                    Hypothesis::new(Scaled { factor, stages }, parameters)
+                };
+                sets_times(evidence, factor, &SCALED).into_iter().map(one).collect::<Vec<_>>()
             };
-            [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().filter_map(one).collect::<Vec<_>>()
+            [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
         };
         sizes.iter().flat_map(of).collect()
     }

@@ -37,6 +37,30 @@ fn is_towards(found: f64, wanted: f64) -> bool {
     found * wanted > 0.0 && (found.abs().ln() - away).abs() < away.abs() / 2.0
 }
 
+/// Whether a measured factor is on this one's side of 1, further than rounding brings it.
+fn is_beyond(found: f64, wanted: f64) -> bool {
+    found * wanted > 0.0 && found.abs().ln() / wanted.abs().ln() > 0.1
+}
+
+/// Sets of stages that a factor may explain: those that are near it; and, where one of
+/// them has it exactly, all that another fault may have brought further from it.
+pub fn sets_times(evidence: &Evidence<'_>, factor: f64, of: &[Stage]) -> Vec<BTreeSet<Stage>> {
+    let near = stages_times(evidence, factor, of);
+    let every = |stage: Stage, test: &dyn Fn(f64) -> bool| {
+        informative(evidence, stage).all(|(_, one)| one.nonfinite == 0 && test(one.factor))
+    };
+    let exact = near.iter().any(|&stage| every(stage, &|found| is_near(found, factor)));
+    let beyond =
+        |&stage: &Stage| evidence.fails(stage) && every(stage, &|found| is_beyond(found, factor));
+    let wide: BTreeSet<Stage> = of.iter().copied().filter(beyond).collect();
+    let mut found = vec![near];
+    if exact && wide != found[0] {
+        found.push(wide);
+    }
+    found.retain(|set| !set.is_empty());
+    found
+}
+
 /// The comparisons of a stage that say something of its scale: not those of a rank
 /// without tokens, whose gradient is zero.
 pub fn informative<'e>(
