@@ -5,6 +5,10 @@
 #![allow(clippy::unwrap_used)]
 
 mod against;
+mod causes;
+mod causes_arithmetic;
+mod causes_scale;
+mod checks;
 mod coordination;
 mod efforts;
 mod errors;

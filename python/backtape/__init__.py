@@ -13,7 +13,7 @@ Importing backtape imports no framework; one that the job has imported is found 
 """
 
 from backtape._native import RecorderError, Summary, __version__
-from backtape.postmortem import Report, Run, Step, open, replay
+from backtape.postmortem import Report, Run, Step, checks, open, replay
 from backtape.recorder import Recorder
 from backtape.tape import Tape
 
@@ -26,6 +26,7 @@ __all__ = [
     "Summary",
     "Tape",
     "__version__",
+    "checks",
     "open",
     "replay",
 ]

@@ -1,6 +1,7 @@
 """The compiled half of backtape; see python/src."""
 
 from pathlib import Path
+from typing import Any
 
 from backtape.settings import Settings
 from backtape.shards import Key, Shard
@@ -59,5 +60,19 @@ def replay(
     step: int | None = None,
     compare: list[str] | None = None,
     against: str | None = None,
+) -> tuple[str, str]: ...
+def variant_inputs(
+    path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
+) -> list[dict[str, Any]]: ...
+def replay_varied(
+    path: str,
+    variants: list[tuple[str, list[tuple[str, int | None, int | None, bytes, str]]]],
+    run: str | None = None,
+    attempt: int | None = None,
+    step: int | None = None,
+    compare: list[str] | None = None,
+) -> tuple[str, str]: ...
+def checks(
+    path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
 ) -> tuple[str, str]: ...
 def replay_main(arguments: list[str]) -> int: ...

@@ -3,18 +3,15 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from backtape import _native
-
-
-def _dtype(name: str) -> np.dtype:
-    """numpy's dtype of this name; bf16 and the 8-bit floats are ml_dtypes'."""
-    return np.dtype(getattr(ml_dtypes, name, None) or name)
+from backtape.reading import tensor_of
+from backtape.variants import Function, call
 
 
 class Step:
@@ -51,8 +48,7 @@ class Step:
         Raises KeyError for a tensor that is not there, RuntimeError with what is missing for one
         that cannot be put together.
         """
-        data, dtype, shape = self._native.tensor(name, microbatch, when, rank)
-        return np.frombuffer(data, dtype=_dtype(dtype)).reshape(shape)
+        return tensor_of(self._native, name, microbatch, when, rank)
 
 
 class Run:
@@ -69,7 +65,10 @@ class Run:
 
 
 class Report:
-    """What a replay found: the fields of schema backtape.report/1 as attributes."""
+    """What was found: the fields of the schema as attributes, `json` as plain data, str() as text.
+
+    Of a replay it is backtape.report/1, of checks backtape.checks/1.
+    """
 
     def __init__(self, text: str, data: str) -> None:
         self._text = text
@@ -94,15 +93,41 @@ def replay(
     against: str | os.PathLike[str] | None = None,
     run: str | None = None,
     attempt: int | None = None,
+    variants: Mapping[str, Function] | None = None,
 ) -> Report:
     """Replays the loss head of a step; the report's `verdict` is agreed, diverged or incomplete.
 
     compare: roles to compare, with every stage that leads to them; all by default.
     against: another run of the same step.
+    variants: functions of your own for stages of the head, by name (see backtape.variants): each is
+        compared with the reference (is it right?) and with what was captured (is it what the job
+        did?), and takes part in the search for the cause. Not together with against.
     Raises RuntimeError with one sentence where no verdict can be given at all.
     """
     other = None if against is None else os.fspath(against)
+    if variants:
+        if other is not None:
+            raise ValueError("variants are tried on one run: leave against= out")
+        given = call((os.fspath(path), run, attempt), step, variants)
+        data, text = _native.replay_varied(os.fspath(path), given, run, attempt, step, compare)
+        return Report(text, data)
     data, text = _native.replay(os.fspath(path), run, attempt, step, compare, other)
+    return Report(text, data)
+
+
+def checks(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    run: str | None = None,
+    attempt: int | None = None,
+) -> Report:
+    """Checks a dump without a replay; the report's `verdict` is passed, failed or incomplete.
+
+    step: all dumped steps by default, compared with each other.
+    Raises RuntimeError with one sentence where the dump cannot be opened.
+    """
+    data, text = _native.checks(os.fspath(path), run, attempt, step)
     return Report(text, data)
 
 

@@ -17,6 +17,7 @@ mod settings;
 mod shard;
 mod summary;
 mod tape;
+mod variants;
 
 use pyo3::prelude::*;
 
@@ -33,7 +34,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<summary::Summary>()?;
     module.add_class::<postmortem::StepDump>()?;
     module.add_function(wrap_pyfunction!(postmortem::replay, module)?)?;
+    module.add_function(wrap_pyfunction!(postmortem::checks, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::replay_main, module)?)?;
+    module.add_function(wrap_pyfunction!(variants::variant_inputs, module)?)?;
+    module.add_function(wrap_pyfunction!(variants::replay_varied, module)?)?;
     module.add_function(wrap_pyfunction!(shard::fingerprint, module)?)?;
     module.add_function(wrap_pyfunction!(shard::check_dtype, module)?)?;
     Ok(())

@@ -16,7 +16,7 @@ use pyo3::types::PyBytes;
 pub(crate) struct StepDump(dump::StepDump);
 
 /// The whole chain of an error, on one line.
-fn failed(error: impl std::error::Error) -> PyErr {
+pub(crate) fn failed(error: impl std::error::Error) -> PyErr {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(source) = next {
@@ -24,6 +24,12 @@ fn failed(error: impl std::error::Error) -> PyErr {
         next = source.source();
     }
     PyRuntimeError::new_err(text)
+}
+
+/// The moment of a tensor as Python spells it.
+pub(crate) fn moment(key: &TensorKey) -> Option<String> {
+    let when = key.when.and_then(|when| serde_json::to_value(when).ok());
+    when.and_then(|when| when.as_str().map(str::to_string))
 }
 
 #[pymethods]
@@ -54,11 +60,8 @@ impl StepDump {
 
     /// Name, microbatch and moment of every tensor.
     fn keys(&self) -> Vec<(String, Option<u32>, Option<String>)> {
-        let one = |key: &TensorKey| {
-            let when = key.when.and_then(|when| serde_json::to_value(when).ok());
-            let when = when.and_then(|when| when.as_str().map(str::to_string));
-            (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), when)
-        };
+        let one =
+            |key: &TensorKey| (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), moment(key));
         self.0.tensors().keys().map(one).collect()
     }
 
@@ -139,6 +142,23 @@ pub(crate) fn replay(
     let report = found.map_err(failed)?;
     let json = serde_json::to_string(&report).map_err(failed)?;
     Ok((json, backtape_replayer::report::text::render(&report)))
+}
+
+/// What the checks find as JSON, schema `backtape.checks/1`, and as text.
+#[pyfunction]
+#[pyo3(signature = (path, run=None, attempt=None, step=None))]
+pub(crate) fn checks(
+    py: Python<'_>,
+    path: PathBuf,
+    run: Option<String>,
+    attempt: Option<u32>,
+    step: Option<u64>,
+) -> PyResult<(String, String)> {
+    let selection = Selection { run, attempt, step };
+    let found = py.detach(|| cli::checks_report(&path, &selection));
+    let report = found.map_err(failed)?;
+    let json = serde_json::to_string(&report).map_err(failed)?;
+    Ok((json, backtape_replayer::report::checked::render(&report)))
 }
 
 /// The command `replay` with these arguments, the program's name first.

@@ -53,6 +53,14 @@ def test_the_two_runs_part_at_the_label_part_of_dk_and_hold_equal_inputs(dumps):
     assert inputs and all(d.unequal == 0 for d in inputs)
 
 
+def test_the_checks_find_no_fault_with_a_real_job_and_name_what_they_looked_at(dumps):
+    report = backtape.checks(dumps / "fixed")
+    assert report.verdict == "passed", str(report)
+    assert not [found for found in report.findings if found.severity != "note"], str(report)
+    looked = {check.check for check in report.checks if check.looked_at > 0}
+    assert {"batches", "labels", "nonfinite", "poison", "zeros", "replicas"} <= looked, str(report)
+
+
 def test_a_reassembled_tensor_is_numpy_in_the_dtype_of_the_job(dumps):
     step = backtape.open(dumps / "fixed").step(0)
     dq = step.tensor("dq", microbatch=1)

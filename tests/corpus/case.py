@@ -1,7 +1,7 @@
 """A case: one draw of one fault, its fixed twin, and what answers are right."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,6 +30,10 @@ class Case:
     kind: str = "cause"
     # Where the fault may show first; None: what the two runs' tapes say (oracle.py).
     stages: set[str] | None = None
+    # "unknown" is as good an answer: no catalogue entry describes just this.
+    unknown_too: bool = False
+    # The fixed program as coarse as the head's declaration leaves room for.
+    loose: Run | None = None
 
 
 # cause -> function(rng, seed) -> Case. Filled by the families, in the order of the catalogue.
@@ -50,13 +54,30 @@ def plant(cause):
 def switched(
     cause, job, kept, right=(Code(), Step()), wrong=(Code(), Step()), also=(), **more
 ):  # fmt: skip
-    """A fault that is one change of the program, under the same job."""
+    """A fault that is one change of the program, under the same job. `cause`: an id, or several
+    of a composite fault."""
     names = frozenset(names_of(kept) | {"loss", "dk", "dq"})
     run = lambda how: lambda: (job, train.train(job, *how, names=names))
-    accept = [{cause}, *map(set, also)]
+    ids = {cause} if isinstance(cause, str) else set(cause)
+    cause = cause if isinstance(cause, str) else "composite"
+    accept = [ids, *map(set, also)]
+    coarser = loose(job, right[0])
+    if coarser != right[0]:
+        more.setdefault("loose", run((coarser, right[1])))
     parameters = {"dtype": job.dtype, "ranks": job.ranks, "microbatches": job.count, **describe(right, wrong)}
     parameters |= more.pop("parameters", {})
+    parameters |= {"faults": " + ".join(sorted(ids))} if len(ids) > 1 else {}
     return Case(cause, accept, kept, run(wrong), run(right), parameters, **more)
+
+
+def loose(job, code):
+    """What the head does not declare may be rounded to the inputs' dtype: logits, and dlogits."""
+    coarser = {}
+    if "logits" not in job.declared["dtypes"]:
+        coarser |= {"forward_logits": job.dtype, "backward_logits": job.dtype}
+    if "dlogits" not in job.declared["dtypes"] and code.head == "kernel":
+        coarser["shown_dlogits"] = job.dtype
+    return code if job.dtype == "f32" else replace(code, **coarser)
 
 
 def describe(right, wrong):

@@ -24,6 +24,7 @@ class Code:
     head: str = "plain"
     tile: int = 128  # vocabulary entries
     chunk: int = 64  # tokens
+    devices: int = 1  # over which XLA cuts the tokens of one rank by itself
     # Precision.
     gather: str = "f32"  # of k's rows for the label's logit, and of its transpose
     chunk_sum: str = "f32"  # dk over token chunks
@@ -34,6 +35,7 @@ class Code:
     forward_logits: str = "f32"
     backward_logits: str = "f32"
     kept_lse: str = "f32"  # between forward and backward
+    shown_dlogits: str | None = None  # as they are kept, for the tape and for the bias
     dlogits: str | None = None  # as the GEMMs take them; None: the inputs' dtype
     out: str | None = None  # dq and dk; None: the inputs' dtype
     loss_in: str | None = None  # the difference lse - label's logit
@@ -52,18 +54,31 @@ class Code:
     token_weights: bool = True  # in the backward
     # Index.
     masks_tail: bool = True
+    maximum: bool = True  # taken off before exp
     # Anything else: the name of a twist of its own.
     twist: str | None = None
 
 
 def rounded(x, name):
-    return x if name is None else x.astype(NARROW[name]).astype(x.dtype)
+    """x as a format holds it, in its own dtype. tf32 is f32 with 10 bits of mantissa."""
+    if name is None:
+        return x
+    if name != "tf32":
+        return x.astype(NARROW[name]).astype(x.dtype)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    kept = (bits + 0x0FFF + ((bits >> 13) & 1)) & jnp.uint32(0xFFFFE000)
+    return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(x.dtype)
+
+
+def for_gemm(x, name):
+    """An operand as the matrix unit takes it."""
+    return rounded(x, name) if name in (None, "tf32") else x.astype(NARROW[name])
 
 
 def raw_logits(q, k, code, backward=False):
     """[T, V] f32."""
     to = (code.gemm_backward if backward else None) or code.gemm
-    q, k = (x if to is None else x.astype(NARROW[to]) for x in (q, k))
+    q, k = for_gemm(q, to), for_gemm(k, to)
     return jnp.einsum("td,vd->tv", q, k, preferred_element_type=jnp.float32)
 
 
@@ -93,7 +108,7 @@ def smoothing_of(o, code, classes):
 
 def token_losses(z, labels, o, code, classes):
     """(loss of each token, lse, label's logit)."""
-    lse = jax.nn.logsumexp(z, axis=-1)
+    lse = jax.nn.logsumexp(z, axis=-1) if code.maximum else jnp.log(jnp.sum(jnp.exp(z), axis=-1))
     own = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
     s = smoothing_of(o, code, classes)
     loss = lse - (1 - s) * own
@@ -143,7 +158,7 @@ def dlogits_of(saved, g, o, code):
     s = smoothing_of(o, code, classes) if code.backward_smoothing else 0.0
     target = (1 - s) * (entry == labels[:, None]) + jnp.where(entry < classes, s / classes, 0.0)
     # Narrowed before the label's 1 comes off it, little of p - 1 is left where p is near 1.
-    p = rounded(p, code.early_p)
+    p = twisted(code, rounded(p, code.early_p), z, lse, labels)
     d = (1 + 2 * code.backward_zloss * zloss * lse)[:, None] * p - target
     cap = code.softcap if code.softcap is not None else o.softcap
     if cap and code.backward_softcap:
@@ -153,6 +168,29 @@ def dlogits_of(saved, g, o, code):
     if code.filter:
         d = filtered(d, code.filter, code.tile)
     return g[:, None] * d
+
+
+def twisted(code, p, z, lse, labels):
+    """p with a fault that is in no catalogue."""
+    entry = jnp.arange(p.shape[1])
+    own = jnp.take_along_axis(p, labels[:, None], axis=-1)
+    if code.twist == "exp by a power":
+        return jnp.maximum(1 + (z - lse[:, None]) / 64, 0) ** 64
+    if code.twist == "exp by a table":
+        step = jnp.floor((z - lse[:, None]) * 8)
+        return p * (1 + 0.01 * jnp.sin(step * 12.9898))
+    if code.twist == "focal":
+        return p + ((1 - own) ** 2 - 1) * (p - (entry == labels[:, None]))
+    if code.twist == "top 20 only":
+        least = jnp.sort(z, axis=-1)[:, -20][:, None]
+        return jnp.where(z >= least, p, 0.0)
+    if code.twist == "smoothed by frequency":
+        share = jnp.zeros(p.shape[1]).at[labels].add(1.0 / labels.size)
+        return p + 0.1 * ((entry == labels[:, None]) - share)
+    if code.twist == "temperature of the position":
+        warmer = jax.nn.softmax(z / (1 + jnp.arange(p.shape[0]) / p.shape[0])[:, None], axis=-1)
+        return warmer
+    return p
 
 
 def filtered(d, least, tile):
@@ -175,19 +213,19 @@ def kernel(q, k, bias, labels, weights, denominator, o, code):
     g = weights / denominator if code.token_weights else (weights != 0) / denominator
     narrow = NARROW[code.dlogits] if code.dlogits else q.dtype
     gemm = code.gemm_backward or code.gemm
-    narrow = NARROW[gemm] if gemm else narrow
     out = NARROW[code.out] if code.out else q.dtype
     given = lambda name: o.cotangent if code.cotangent in ("both", name) else 1.0
     to_q, to_k = (dlogits_of(saved, given(name) * g, o, code) for name in ("dq", "dk"))
     product = lambda spec, d, x: jnp.einsum(
-        spec, d.astype(narrow), x.astype(narrow) if gemm else x, preferred_element_type=jnp.float32
+        spec, for_gemm(d.astype(narrow), gemm), for_gemm(x, gemm), preferred_element_type=jnp.float32
     )
+    to_k_shown = rounded(to_k, code.shown_dlogits)
     found = {
         "lse": lse, "label_logits": own, "loss": reduced(losses, weights, denominator),
-        "dlogits": to_k, "logits": z, "dq": product("tv,vd->td", to_q, k).astype(out),
+        "dlogits": to_k_shown, "logits": z, "dq": product("tv,vd->td", to_q, k).astype(out),
         "dk": product("tv,td->vd", to_k, q).astype(out),
     }  # fmt: skip
-    return found | ({} if bias is None else {"dbias": code.bias_times * to_k.sum(0)})
+    return found | ({} if bias is None else {"dbias": code.bias_times * to_k_shown.sum(0)})
 
 
 # --- fused: no more than one tile of logits ---------------------------------------------------
@@ -216,7 +254,7 @@ def tiled_lse(q, k, bias, o, code):
     def add(running, tile):
         top, total = running
         z = rounded(tile_logits(q, *tile, k.shape[0], o, code), code.forward_logits)
-        higher = jnp.maximum(top, z.max(axis=-1))
+        higher = jnp.maximum(top, z.max(axis=-1)) if code.maximum else jnp.zeros_like(top)
         total = total * jnp.exp(top - higher) + jnp.exp(z - higher[:, None]).sum(axis=-1)
         return (higher, total), None
 
@@ -263,11 +301,11 @@ def token_blocks(dlogits, q, code, sums):
     product = lambda a, b: jnp.einsum("tv,td->vd", a, b, preferred_element_type=jnp.float32)
     if sums == jnp.float32:
         return product(dlogits, q)
-    total = jnp.zeros((dlogits.shape[1], q.shape[1]), sums)
-    for start in range(0, q.shape[0], code.chunk):
-        block = slice(start, start + code.chunk)
-        total = total + product(dlogits[block], q[block]).astype(sums)
-    return total
+    fill = ((0, -q.shape[0] % code.chunk), (0, 0))
+    blocks = [jnp.pad(x, fill).reshape(-1, code.chunk, x.shape[1]) for x in (dlogits, q)]
+    add = lambda total, block: (total + product(*block).astype(sums), None)
+    start = jnp.zeros((dlogits.shape[1], q.shape[1]), sums)
+    return jax.lax.scan(add, start, tuple(blocks))[0]
 
 
 tiled_lse.defvjp(tiled_forward, tiled_backward)

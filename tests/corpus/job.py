@@ -51,6 +51,8 @@ class Job:
     bias: np.ndarray | None = None
     declared: dict = field(default_factory=dict)  # beside the options: dtypes, path, tiles
     sequence: int | None = None  # tokens of a row, where tokens are recorded as [B, S]
+    tensor: int = 1  # ranks that share the tokens and have the vocabulary cut between them
+    extra: list[dict[str, np.ndarray]] = field(default_factory=list)  # other tensors, each microbatch
 
     @property
     def vocab(self):
@@ -119,13 +121,13 @@ def zipf_labels(rng, tokens, classes, exponent=1.2):
     return rng.permutation(classes)[rng.choice(classes, tokens, p=shares / shares.sum())].astype(np.int32)
 
 
-def hidden_states(rng, k, labels, confident, spread):
+def hidden_states(rng, k, labels, confident, spread, most=12):
     """q [T, D] f64: logits of this spread; a share of the tokens is sure of its label."""
     tokens, depth = labels.size, k.shape[1]
     q = rng.standard_normal((tokens, depth)) * spread / np.sqrt(depth)
     rows = k[labels % k.shape[0]]
     # q k_y grows by `gain` above the others' log-sum-exp: 1 - p_y from 0.3 down to 1e-6.
-    gain = np.log(k.shape[0]) + rng.uniform(-1, 12, tokens)
+    gain = np.log(k.shape[0]) + rng.uniform(-1, most, tokens)
     lean = (rng.random(tokens) < confident) * gain / (rows**2).sum(-1)
     return q + lean[:, None] * rows
 
@@ -133,7 +135,7 @@ def hidden_states(rng, k, labels, confident, spread):
 def draw_job(
     rng, seed, *, dtype=None, ranks=None, microbatches=None, large=False, options=None,
     confident=None, spread=None, bias=None, weights=True, padded=None, uneven=True, path="plain",
-    tile=None, chunk=None, dtypes=None, size=None,
+    tile=None, chunk=None, dtypes=None, size=None, gain=12,
 ):  # fmt: skip
     """A job; what is not given is drawn."""
     tokens, vocab, depth = size or pick(rng, sizes(seed, large))
@@ -145,6 +147,10 @@ def draw_job(
     o = {"cotangent": pick(rng, [1.0, 1.75, -0.5, 3.0]), "valid_vocab": valid}
     if padded:
         o["mask_value"] = pick(rng, [None, -0.7 * float(np.finfo(np.float32).max), -1e9])
+    # What else a head may have, in any job.
+    for name, value in (("softcap", 30.0), ("z_loss", 1e-3), ("temperature", 1.5)):
+        if rng.random() < 0.12:
+            o[name] = value
     options = Options(**(o | (options or {})))
     classes = options.valid_vocab or vocab
     k = rng.standard_normal((vocab, depth))
@@ -158,7 +164,7 @@ def draw_job(
     for mb in range(count):
         labels = zipf_labels(np.random.default_rng([seed, 5]), tokens * ranks, classes)
         labels = rng.permutation(labels) if mb == 0 else zipf_labels(rng, tokens * ranks, classes)
-        q = hidden_states(rng, k.astype(np.float64), labels, confident, spread).astype(narrow)
+        q = hidden_states(rng, k.astype(np.float64), labels, confident, spread, gain).astype(narrow)
         data = {"q": q, "labels": labels}
         # Packed documents: every rank and microbatch has another share of padding.
         kept = rng.uniform(0.35, 0.98, ranks) if uneven else np.full(ranks, 0.9)
@@ -166,7 +172,8 @@ def draw_job(
         if options.ignore_label is not None:
             labels[~counts] = options.ignore_label
         if weights:
-            values = rng.uniform(0.2, 1.8, labels.size) if rng.random() < 0.5 else np.ones(labels.size)
+            mixed = weights == "mixed" or rng.random() < 0.5
+            values = rng.uniform(0.2, 1.8, labels.size) if mixed else np.ones(labels.size)
             data["weights"] = (values * counts).astype(np.float32)
         job.microbatches.append(data)
     job.declared = {"path": path, "dtypes": draw_dtypes(rng) if dtypes is None else dtypes}
@@ -179,8 +186,8 @@ def draw_job(
 
 def draw_dtypes(rng):
     """What an author says of the precision: f32 wherever he thinks of it."""
-    named = ["logits", "lse", "accumulate", "reduce"]
-    return {name: "f32" for name in named if rng.random() < 0.5}
+    chances = {"logits": 0.8, "lse": 0.5, "accumulate": 0.5, "reduce": 0.5}
+    return {name: "f32" for name, chance in chances.items() if rng.random() < chance}
 
 
 def with_options(job, **changed):

@@ -4,14 +4,13 @@ The gradient of the same inputs in f64, by numpy and by the textbook's formulas:
 with the programs nor with the replay.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from corpus.record import STAGES, names_of
 
-# Probability theory of a matched filter: a known change of length d under independent errors of
-# standard deviation sigma stands out by d / sigma. Below 5 nobody sees it, not even knowing it.
+# Deviations of a statistic that nobody takes for chance.
 SEEN = 5.0
 
 
@@ -39,7 +38,7 @@ def gradients(job, mb, rank):
     losses = lse - (1 - s) * own + o.z_loss * lse**2
     if s:
         losses = losses - s * z[:, :classes].mean(-1)
-    n = job.denominator(mb)
+    n = job.denominator(mb) or 1.0  # without a token that counts the loss is 0
     g = o.cotangent * weights / n
     dense = (g * (1 + 2 * o.z_loss * lse))[:, None] * np.exp(z - lse[:, None])
     if s:
@@ -62,15 +61,15 @@ class Effect:
     change: float  # ‖faulty - fixed‖ / ‖fixed‖
     rounding: float  # ‖fixed - f64‖ / ‖f64‖
     ratio: float  # ‖faulty - f64‖ / ‖fixed - f64‖
-    seen: float  # what a matched filter that knows the change would see, in sigmas
+    seen: float  # in how many deviations its energy or its slope leaves the twin's
 
     @property
     def standing(self):
         if self.change == 0:
             return "identical"
-        if not self.seen >= SEEN:
-            return "below"
-        return "clear" if not self.ratio < 1.5 else "weak"
+        if not self.seen < SEEN or not self.ratio < 2:
+            return "clear" if not self.ratio < 1.5 else "weak"
+        return "below"
 
 
 def tensors(job, captured, kept, reference=False):
@@ -110,21 +109,19 @@ def compared(stage, faulty, fixed, ideal):
     a, b, c = (np.atleast_1d(np.asarray(x)).astype(np.float64) for x in (faulty, fixed, ideal))
     if a.shape != b.shape:
         return Effect(stage, np.inf, 0.0, np.inf, np.inf)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    if same.all():
+    if ((a == b) | (np.isnan(a) & np.isnan(b))).all():
         return Effect(stage, 0.0, 0.0, 1.0, 0.0)
     masked = ~np.isfinite(b) | (np.abs(b) > 1e30)
     a, b, c = (np.where(masked, 0.0, x) for x in (a, b, c))
     if not np.isfinite(a).all():
         return Effect(stage, np.inf, 0.0, np.inf, np.inf)
-    norm = lambda x: float(np.linalg.norm(x))
-    change, own = norm(a - b), norm(b - c)
-    # A tensor of few elements may be right by chance: no less than what storing it in f32 does.
-    sigma = max(own, 2.0**-24 * norm(c)) / np.sqrt(c.size)
-    ratio = norm(a - c) / (sigma * np.sqrt(c.size)) if sigma else np.inf
-    least = norm(b) or 1.0
-    rows = worst_row(a, b, c)
-    return Effect(stage, change / least, own / (norm(c) or 1.0), max(ratio, rows / 4), change / sigma if sigma else np.inf)
+    norm = lambda x: float(np.linalg.norm(x)) or 1e-300
+    # A tensor of few elements may be right by chance: no less than what a few roundings do.
+    own = max(norm(b - c), 2.0**-23 * norm(c))
+    energy = ((norm(a - c) / own) ** 2 - 1) * np.sqrt(c.size / 2)
+    slope = abs(float(np.vdot(a - b, c))) / norm(c) / (own / np.sqrt(c.size))
+    ratio = max(norm(a - c) / own, worst_row(a, b, c) / 4)
+    return Effect(stage, norm(a - b) / norm(b), own / norm(c), ratio, max(energy, slope))
 
 
 def worst_row(a, b, c):
@@ -151,6 +148,9 @@ def effects(job, faulty, fixed, kept):
         held = found.get(key[0])
         if held is None or (one.standing == "clear", one.seen) > (held.standing == "clear", held.seen):
             found[key[0]] = one
+    if faulty.replicas and any(x.tobytes() != faulty.replicas[0].tobytes() for x in faulty.replicas):
+        # Copies of one tensor need no rounding to be told apart.
+        found["reduce"] = Effect("reduce", np.inf, 0.0, np.inf, np.inf)
     return found
 
 
@@ -165,6 +165,21 @@ def forced(of_faulty, ideal, own):
     return moved
 
 
+def near(found):
+    """True where a coarser clean program might err as much as the fault does."""
+    return any(one.standing == "clear" and one.ratio < np.inf for one in found.values())
+
+
+def under(found, clean):
+    """Effects measured by the error of the coarsest clean program under the same declaration."""
+
+    def measured(one):
+        coarser = max(clean[one.stage].ratio, 1.0)
+        return replace(one, ratio=one.ratio / coarser, seen=one.seen / coarser)
+
+    return {stage: measured(one) for stage, one in found.items()}
+
+
 def standing(found):
     """How well the whole fault can be seen: clear, weak, below or identical."""
     order = ["identical", "below", "weak", "clear"]
@@ -172,11 +187,12 @@ def standing(found):
 
 
 def first_stages(found):
-    """Where the fault may be seen first: from the first stage that it changes more than rounding
-    hides, up to the first where it is clear."""
+    """Where the fault may be seen first: from the first stage that it changes at all up to the
+    first where it is clear; sums that only round otherwise are not changed by it."""
     stages = []
     for stage, one in found.items():
-        if one.standing in ("weak", "clear"):
+        sums = stage in ("accumulate", "reduce")
+        if one.standing in ("weak", "clear") or (one.change and not sums):
             stages.append(stage)
         if one.standing == "clear":
             break

@@ -51,18 +51,37 @@ def names_of(kept):
 
 def record(job, captured, kept, directory):
     """Writes the dump of one step; returns nothing before it is committed."""
-    options = {"world_size": job.ranks, "strict": True}
-    if job.ranks > 1:
-        options["mesh"] = {"data": job.ranks}
-    recorders = [backtape.Recorder(directory, rank=rank, **options) for rank in range(job.ranks)]
+    world = job.ranks * job.tensor
+    options = {"world_size": world, "strict": True}
+    if world > 1:
+        options["mesh"] = {"tensor" if job.tensor > 1 else "data": world}
+    recorders = [backtape.Recorder(directory, rank=rank, **options) for rank in range(world)]
     for rank, recorder in enumerate(recorders):
         with recorder.step(0) as tape:
-            write_rank(tape, rank, job, captured, kept)
-    with ThreadPoolExecutor(job.ranks) as pool:
+            write = write_tensor_rank if job.tensor > 1 else write_rank
+            write(tape, rank, job, captured, kept)
+    with ThreadPoolExecutor(world) as pool:
         summaries = list(pool.map(lambda recorder: recorder.close(), recorders))
     for summary in summaries:
         if summary.steps_partial or summary.omissions or summary.faults:
             raise RuntimeError(f"the dump is not whole: {summary}")
+
+
+def write_tensor_rank(tape, rank, job, captured, kept):
+    """A rank that holds all tokens and a part of the vocabulary: rank 0 records what is of tokens."""
+    tape.head(**job.head())
+    own = job.vocab // job.tensor
+    box = {"global_shape": job.k.shape, "offsets": (rank * own, 0)}
+    rows, wanted = slice(rank * own, (rank + 1) * own), names_of(kept)
+    tape.record("k", job.k[rows], **box)
+    for mb, data in enumerate(job.microbatches):
+        if rank == 0:
+            held = data | {n: x for n, x in captured.forward[mb].items() if n in wanted}
+            for name, array in held.items():
+                tape.record(name, array, microbatch=mb)
+        tape.record("dk", captured.addends[mb]["dk"][0][rows], microbatch=mb, when="pre_reduce", **box)
+    if kept.reduced:
+        tape.record("dk", captured.reduced[rows], when="post_reduce", **box)
 
 
 def write_rank(tape, rank, job, captured, kept):
@@ -78,6 +97,8 @@ def write_rank(tape, rank, job, captured, kept):
                 write_tokens(tape, name, array, rows, mb, job)
             else:
                 tape.record(name, array, microbatch=mb)
+        for name, array in (job.extra[mb] if job.extra else {}).items():
+            write_tokens(tape, name, array, rows, mb, job)
         how = {"partial": "sum"} if job.ranks > 1 else {}
         for name, each in captured.addends[mb].items():
             if name in wanted:

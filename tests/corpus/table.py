@@ -17,7 +17,7 @@ def answer(outcome):
     if outcome.kind == "unknown":
         return "WRONG" if named or tied else "unknown" if unknown else "nothing"
     if not named and not tied:
-        return "unknown" if unknown else "nothing"
+        return "tied" if unknown and outcome.unknown_too else "unknown" if unknown else "nothing"
     if named in accept and not tied:
         return "right"
     whole = set().union(*accept)
@@ -33,8 +33,8 @@ def detected(outcome):
 
 
 def above(outcome):
-    """True where rounding does not hide the fault."""
-    return outcome.standing in ("clear", "weak") and outcome.kind not in ("clean", "checks")
+    """True where the fault is clearly more than a right program under this declaration errs by."""
+    return outcome.standing == "clear" and outcome.kind not in ("clean", "checks")
 
 
 def false_alarm(outcome):
@@ -51,7 +51,7 @@ def line(o):
     if o.fixed or o.kind in ("clean", "checks"):
         note = "FALSE ALARM" if detected(o) else "ok"
     elif not detected(o):
-        note = "missed" if above(o) else "below the floor"
+        note = "MISSED" if above(o) else "weak, unseen" if o.standing == "weak" else "below the floor"
     else:
         note = "ok" if stage_right(o) else f"STAGE, not {'/'.join(o.stages)}"
     return (
@@ -61,7 +61,7 @@ def line(o):
 
 
 COLUMNS = (
-    "cause", "cases", "below", "detected", "stage", "right", "tied", "part", "unknown", "nothing",
+    "cause", "cases", "below", "weak", "seen weak", "clear", "detected", "stage", "right", "tied", "part", "unknown", "nothing",
     "WRONG", "twins", "false alarms", "s/case",
 )  # fmt: skip
 
@@ -77,13 +77,16 @@ def rows(found):
 
 def counts(name, group):
     faulty = [o for o in group if not o.fixed and o.kind not in ("clean", "checks")]
+    below = [o for o in faulty if o.standing in ("below", "identical")]
+    weak = [o for o in faulty if o.standing == "weak"]
     visible = [o for o in faulty if above(o)]
     clean = [o for o in group if o not in faulty]
     said = Counter(answer(o) for o in visible)
     wrong = sum(answer(o) == "WRONG" for o in group)
     seconds = sum(o.generate_s + o.replay_s for o in group) / max(len(group), 1)
     return (
-        name, len(faulty), len(faulty) - len(visible), sum(map(detected, visible)),
+        name, len(faulty), len(below), len(weak), sum(map(detected, weak)), len(visible),
+        sum(map(detected, visible)),
         sum(map(stage_right, visible)), said["right"], said["tied"], said["part"], said["unknown"],
         said["nothing"], wrong, len(clean), sum(map(false_alarm, clean)), f"{seconds:.1f}",
     )  # fmt: skip
@@ -130,7 +133,7 @@ def statements(found):
     visible = [o for o in faulty if above(o)]
     wrong = [o for o in found if answer(o) == "WRONG"]
     alarms = [o for o in clean if false_alarm(o)]
-    lines = [f"{len(found)} cases: {len(visible)} faults above the floor, {len(faulty) - len(visible)} below it, {len(clean)} clean"]
+    lines = [f"{len(found)} cases: {len(visible)} faults above the floor, {len(faulty) - len(visible)} at or below it, {len(clean)} clean"]
     for what, bad, of in (("wrong causes", wrong, found), ("false alarms", alarms, clean)):
         if of:
             bound = upper_bound(len(bad), len(of))
@@ -169,14 +172,14 @@ def hidden(found):
     """The faults below the floor, and what shows that nobody could see them."""
     lines = []
     for o in found:
-        if o.fixed or o.kind in ("clean", "checks") or above(o):
+        if o.fixed or o.kind in ("clean", "checks") or o.standing not in ("below", "identical"):
             continue
         worst = max(o.effect.values(), key=lambda e: e["seen"], default=None)
         why = "every recorded tensor is bit-identical to the twin's"
         if worst and worst["change"]:
             why = (
-                f"{worst['stage']} changes by {worst['change']:.1e}, rounding by {worst['rounding']:.1e}: "
-                f"a matched filter that knows the change sees {worst['seen']:.1f} sigma"
+                f"{worst['stage']} changes by {worst['change']:.1e}, rounding by {worst['rounding']:.1e}; its error is "
+                f"{worst['ratio']:.2f} times the twin's, its energy and slope {worst['seen']:.1f} deviations off the twin's"
             )
         lines.append((o.case, why))
     return lines

@@ -5,13 +5,14 @@ job's tape can see: values of the head for each microbatch, each rank's addends 
 """
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from corpus import launches
 from corpus.heads import HEADS, NARROW, Code
 
 SUMMED = {"dk", "dk_lse", "dk_label", "dbias"}  # over tokens: each rank has its addend
@@ -30,6 +31,7 @@ class Step:
     window: str | None = None  # which microbatches reach the sum
     clip: float | None = None  # share of the norm that is left
     clip_at: str = "reduced"
+    guarded: bool = True  # a microbatch without tokens divides by 1, not by 0
 
 
 @dataclass
@@ -79,18 +81,28 @@ PLANE = frozenset({"logits", "dlogits"})
 
 def run_head(job, code, data, weights, denominators, names=NAMES):
     """(values over all tokens, addends of each rank) of one microbatch."""
+    if code.head == "launches":
+        return launches.run(job, code, data, weights, denominators)
     head = compiled(code.head, job.ranks, job.options, code, names)
     labels = data["labels"]
     if job.options.ignore_label is not None:
         labels = np.where(labels == job.options.ignore_label, 0, labels)
-    counts = np.asarray(denominators, np.float32)
-    found = head(
-        data["q"], job.k, job.bias, labels, weights, counts[0] if job.ranks == 1 else counts
-    )
+    counts, q = np.asarray(denominators, np.float32), data["q"]
+    if code.devices > 1:
+        q, labels, weights = (cut(x, code.devices) for x in (q, labels, weights))
+    found = head(q, job.k, job.bias, labels, weights, counts[0] if job.ranks == 1 else counts)
     found = {name: np.asarray(value) for name, value in found.items()}
+    if code.devices > 1:
+        found |= {n: x[: len(data["q"])] for n, x in found.items() if n not in SUMMED | {"loss"}}
     addends = {name: np.split(found.pop(name), job.ranks) for name in SUMMED & found.keys()}
     found["loss"] = np.float32(found["loss"].sum(dtype=np.float32))
     return found, addends
+
+
+def cut(x, devices):
+    """An array over several devices along its first dimension, filled up with tokens of weight 0."""
+    fill = ((0, -x.shape[0] % devices),) + ((0, 0),) * (x.ndim - 1)
+    return jax.device_put(np.pad(x, fill), NamedSharding(mesh_of(devices), P("data")))
 
 
 def token_weights(job, mb):
@@ -106,6 +118,8 @@ def counted(job, step, mb):
         own = job.number(mb) * (job.count if step.mean_of_means == "loss" else 1)
     else:
         own = job.denominator(mb)
+    if step.guarded and own == 0:
+        own = 1.0
     if step.rank_scale == "loss":
         own *= job.ranks
     if step.count_scale == "twice":
@@ -161,9 +175,11 @@ def window(which, own):
     return {"last": own[-1:], "first": own[:1], "not the first": own[1:], "not the last": own[:-1]}[which]
 
 
-def train(job, code=Code(), step=Step(), names=NAMES):
-    """The whole step."""
+def train(job, code=Code(), step=Step(), names=NAMES, change=None):
+    """The whole step; `change(forward, addends)` is what the program does to them on the way."""
     forward, addends = forward_backward(job, code, step, names)
+    if change is not None:
+        change(forward, addends)
     if step.clip and step.clip_at == "microbatch":
         shrink = lambda x: (x.astype(np.float32) * np.float32(step.clip)).astype(x.dtype)
         for found, sums in zip(forward, addends):

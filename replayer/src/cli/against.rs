@@ -12,6 +12,7 @@ use backtape::role::Role;
 
 use super::progress::Bar;
 use super::run::{How, RunError, replay_one, report as report_one};
+use crate::diagnose::{Found, diagnose};
 use crate::dump::{self, Selection, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
@@ -49,7 +50,9 @@ pub(super) fn report(
     let replayed = (pair(&ours), pair(&theirs));
     let parts = |judged| Option::as_ref(judged).map(|(step, outcome)| (step, outcome));
     let mut report = report_one(path, dump, parts(&ours), proof);
-    let other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
+    let mut other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
+    report.causes = causes(path, &ours)?;
+    other.causes = causes(other_path, &theirs)?;
     join(&mut report, other, differences, replayed);
     if let (Some((step, _)), Some((other_step, _)), Some(against)) =
         (&ours, &theirs, &mut report.against)
@@ -58,6 +61,13 @@ pub(super) fn report(
         against.norm_gap = between(step, other_step).map_err(wrong)?;
     }
     Ok(report)
+}
+
+/// Why a run leaves its own reference, where it does.
+fn causes(path: &Path, judged: &Judged<'_>) -> Result<Vec<Found>, RunError> {
+    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
+    let found = judged.as_ref().map(|(step, outcome)| diagnose(step, outcome, &[]).map_err(wrong));
+    Ok(found.transpose()?.unwrap_or_default())
 }
 
 /// Replays the head where there is one and the request is about it.
@@ -120,6 +130,7 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
     report.against = Some(AgainstReport {
         dump: other.dump,
         stages: other.stages,
+        causes: other.causes,
         differences: found.stages,
         tensors: found.named,
         likely: found.likely,

@@ -23,9 +23,20 @@ pub(super) enum Command {
     Verify(DumpArguments),
     /// Lists what a step holds: tensors, shapes, dtypes, microbatches, ranks.
     Inspect(DumpArguments),
+    /// Checks that need no head and no replay: data, bits, replicas, counts. All dumped
+    /// steps are checked, and compared with each other, unless --step names one.
+    Checks(DumpArguments),
+    /// Lists the catalogue of causes: what each is, where it happened, what cures it.
+    Causes(CausesArguments),
     /// Shows what finite precision does: sums of exponentials, and finite differences at
     /// every step, on the dump's own data.
     Precision(PrecisionArguments),
+}
+
+#[derive(Debug, Args)]
+pub(super) struct CausesArguments {
+    /// One cause; all by default.
+    pub(super) id: Option<String>,
 }
 
 #[derive(Debug, Args)]

@@ -4,6 +4,7 @@
 
 mod against;
 mod args;
+mod checks;
 mod precision;
 mod progress;
 mod run;
@@ -13,8 +14,11 @@ use std::io::Write;
 
 use clap::Parser;
 
+pub use checks::checks_report;
 pub use precision::precision_report;
-pub use run::{RunError, probed_report, replay_report, sampled_report};
+pub use run::{
+    RunError, probed_report, replay_report, sampled_report, variant_inputs, varied_report,
+};
 
 /// Exit codes of replay.
 pub mod exit {

@@ -1,6 +1,7 @@
 //! From parsed arguments to a report and an exit code.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use backtape::head::PolicyDeclaration;
 use backtape::role::Role;
@@ -9,8 +10,8 @@ use backtape::shard::TensorKey;
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
-use super::{against, precision};
-use crate::diagnose::diagnose;
+use super::{against, checks, precision};
+use crate::diagnose::{self, diagnose};
 use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
 use crate::head::HeadStep;
@@ -19,10 +20,11 @@ use crate::head::step::StepError;
 use crate::precision::PrecisionError;
 use crate::replay::against::{AgainstError, Asked, PatternError};
 use crate::replay::outcome::{NotChecked, Outcome};
+use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
 use crate::report::number::plural;
 use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
-use crate::report::{dumped, text};
+use crate::report::{catalogue, dumped, text};
 use crate::verify::{Verification, verify};
 
 /// Why `replay` ended without a verdict.
@@ -87,6 +89,9 @@ pub enum RunError {
         /// Why.
         source: PolicyError,
     },
+    /// The catalogue has no such cause.
+    #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
+    NoCause(String),
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),
@@ -118,6 +123,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
     match &arguments.command {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
+        Some(Command::Checks(arguments)) => checks::run(arguments),
+        Some(Command::Causes(arguments)) => run_causes(arguments.id.as_deref()),
         Some(Command::Precision(arguments)) => precision::run(arguments),
         None => match arguments.replay.threads {
             None => run_replay(&arguments.replay),
@@ -141,6 +148,7 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
         policy: policy.as_ref(),
         probes: arguments.freivalds.map(|n| n as usize),
         tokens: arguments.tokens.map(|n| n as usize),
+        variants: &[],
     };
     let report = report_with(path, &selection, &asked, other, how, &bar)?;
     bar.finish();
@@ -161,6 +169,27 @@ pub fn replay_report(
     other: Option<&Path>,
 ) -> Result<Report, RunError> {
     report_with(path, selection, &compare.into(), other, How::default(), &Bar::new(true))
+}
+
+/// The report of a replay in which a user's own functions take part.
+pub fn varied_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    variants: &[Arc<Variant>],
+) -> Result<Report, RunError> {
+    let how = How { variants, ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
+/// What a user's own functions are called with, unit by unit.
+pub fn variant_inputs(path: &Path, selection: &Selection) -> Result<Vec<UnitInputs>, RunError> {
+    let dump = dump::open(path, selection)?;
+    let proof = verify(&dump, &|_| {});
+    let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
+    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
+    let step = HeadStep::new(&dump, None, unusable).map_err(wrong)?;
+    unit_inputs(&step).map_err(wrong)
 }
 
 /// The report of a replay that checks dk and dq with this many random probes.
@@ -192,6 +221,8 @@ pub(super) struct How<'a> {
     pub(super) policy: Option<&'a PolicyDeclaration>,
     probes: Option<usize>,
     tokens: Option<usize>,
+    /// A user's own functions.
+    variants: &'a [Arc<Variant>],
 }
 
 fn read_policy(path: &Path) -> Result<PolicyDeclaration, RunError> {
@@ -218,9 +249,10 @@ fn report_with(
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
     }
     let (step, outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
-    let causes = diagnose(&step, &outcome)
-        .map_err(|source| RunError::Step { path: path.into(), source: Box::new(source) })?;
-    Ok(Report { causes, ..report(path, &dump, Some((&step, &outcome)), &proof) })
+    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
+    let causes = diagnose(&step, &outcome, how.variants).map_err(wrong)?;
+    let variants = diagnose::variants(&step, how.variants).map_err(wrong)?;
+    Ok(Report { causes, variants, ..report(path, &dump, Some((&step, &outcome)), &proof) })
 }
 
 pub(super) fn replay_one<'a>(
@@ -278,6 +310,7 @@ pub(super) fn report(
         dump,
         stages: outcome.map(StageReport::all).unwrap_or_default(),
         causes: Vec::new(),
+        variants: Vec::new(),
         grad_norm: outcome.map(|outcome| outcome.grad_norm.clone()).unwrap_or_default(),
         against: None,
         findings,
@@ -348,6 +381,13 @@ fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let json = || serde_json::to_string_pretty(&dump.manifest).expect("plain data");
     Ok((output(arguments.json.as_deref(), json, || dumped::inventory(&dump))?, exit::AGREED))
+}
+
+fn run_causes(id: Option<&str>) -> Result<(String, i32), RunError> {
+    match catalogue::text(id) {
+        Some(text) => Ok((text, exit::AGREED)),
+        None => Err(RunError::NoCause(id.unwrap_or_default().into())),
+    }
 }
 
 pub(super) fn selection(which: &WhichArguments) -> Selection {

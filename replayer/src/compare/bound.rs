@@ -74,6 +74,17 @@ impl Allowed {
         self.own + self.row + self.shared + self.certain * self.certain
     }
 
+    /// What is allowed of the element times a factor.
+    pub fn times(self, factor: f64) -> Allowed {
+        let square = factor * factor;
+        Allowed {
+            own: self.own * square,
+            row: self.row * square,
+            shared: self.shared * square,
+            certain: self.certain * factor.abs(),
+        }
+    }
+
     /// The error that is exceeded with probability `exp(-x)` at most.
     pub fn reach(&self, x: f64) -> f64 {
         (2.0 * x * (self.own + self.row)).sqrt()

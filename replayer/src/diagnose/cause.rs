@@ -8,16 +8,16 @@ use crate::replay::world::World;
 /// One entry of the catalogue. Everything that is known of it lies in its own file.
 pub trait Cause: Sync {
     /// Its id, as NUMERICS and the reports spell it.
-    fn id(&self) -> &'static str;
+    fn id(&self) -> &str;
 
     /// What it is, in one sentence.
-    fn about(&self) -> &'static str;
+    fn about(&self) -> &str;
 
     /// Where it really happened: projects and their issues.
     fn cases(&self) -> &'static [&'static str];
 
     /// What cures it, in one sentence.
-    fn advice(&self) -> &'static str;
+    fn advice(&self) -> &str;
 
     /// What is worth trying, with parameters; empty where the detectors say that this
     /// cause cannot be.

@@ -25,7 +25,7 @@ pub struct Decision {
 }
 
 /// Decides over one set of failing comparisons; `None` when nothing explains all of it.
-pub fn decide(tried: &[Tried], keys: &BTreeSet<Key>) -> Option<Decision> {
+pub fn decide(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Decision> {
     let accepted: Vec<usize> =
         (0..tried.len()).filter(|&at| tried[at].explains.is_superset(keys)).collect();
     let left: Vec<f64> = tried.iter().map(|one| one.left_of(keys)).collect();
@@ -42,7 +42,7 @@ pub fn decide(tried: &[Tried], keys: &BTreeSet<Key>) -> Option<Decision> {
 }
 
 /// The best accepted hypothesis of each cause.
-fn best_of_causes(tried: &[Tried], accepted: &[usize], left: &[f64]) -> Vec<usize> {
+fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<usize> {
     let mut best: Vec<usize> = Vec::new();
     for &at in accepted {
         let id = tried[at].cause.id();
@@ -56,18 +56,18 @@ fn best_of_causes(tried: &[Tried], accepted: &[usize], left: &[f64]) -> Vec<usiz
 }
 
 /// Energy with a penalty for each fitted number.
-fn penalized(tried: &[Tried], left: &[f64], at: usize) -> f64 {
+fn penalized(tried: &[Tried<'_>], left: &[f64], at: usize) -> f64 {
     left[at] * OCCAM.powi(tried[at].hypothesis.fitted as i32)
 }
 
-fn order(tried: &[Tried], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
+fn order(tried: &[Tried<'_>], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
     let fitted = |at: usize| tried[at].hypothesis.fitted;
     let of = |at| penalized(tried, left, at);
     of(a).total_cmp(&of(b)).then(fitted(a).cmp(&fitted(b)))
 }
 
 /// Whether the evidence cannot tell two accepted causes apart.
-fn is_tied(tried: &[Tried], left: &[f64], first: usize, other: usize) -> bool {
+fn is_tied(tried: &[Tried<'_>], left: &[f64], first: usize, other: usize) -> bool {
     let fitted = |at: usize| tried[at].hypothesis.fitted;
     if fitted(other) > fitted(first) {
         return false; // It buys its fit with numbers that the first does not need.
@@ -85,17 +85,17 @@ fn ratio(one: f64, other: f64) -> f64 {
 
 /// Few hypotheses that explain all together what none explains alone: the one that
 /// explains most first, then what is left. Each must explain something of its own.
-pub fn cover(tried: &[Tried], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>, Decision)>> {
+pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>, Decision)>> {
     let mut left = keys.clone();
     let mut found = Vec::new();
     while !left.is_empty() {
-        let gain = |one: &Tried| one.explains.intersection(&left).count();
+        let gain = |one: &Tried<'_>| one.explains.intersection(&left).count();
         let most = tried.iter().map(gain).max().filter(|&most| most > 0)?;
         // Of equal gain, the set that the least energy is left of.
-        let of = |one: &&Tried| gain(one) == most;
+        let of = |one: &&Tried<'_>| gain(one) == most;
         let best = tried.iter().filter(of).min_by(|a, b| {
             let share =
-                |one: &Tried| one.left_of(&one.explains.intersection(&left).copied().collect());
+                |one: &Tried<'_>| one.left_of(&one.explains.intersection(&left).copied().collect());
             share(a).total_cmp(&share(b))
         })?;
         let part: BTreeSet<Key> = best.explains.intersection(&left).copied().collect();
@@ -111,3 +111,114 @@ pub fn cover(tried: &[Tried], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>
 
 /// Causes that one step is believed to have at once.
 const MOST: usize = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::diagnose::cause::{Cause, Hypothesis};
+    use crate::diagnose::evidence::{Evidence, Residual, Residuals};
+    use crate::head::Stage;
+    use crate::replay::world::Declared;
+
+    struct Named(&'static str);
+
+    impl Cause for Named {
+        fn id(&self) -> &str {
+            self.0
+        }
+        fn about(&self) -> &str {
+            "about"
+        }
+        fn cases(&self) -> &'static [&'static str] {
+            &[]
+        }
+        fn advice(&self) -> &str {
+            "advice"
+        }
+        fn hypotheses(&self, _: &Evidence<'_>) -> Vec<Hypothesis> {
+            Vec::new()
+        }
+    }
+
+    const ONE: Named = Named("one");
+    const TWO: Named = Named("two");
+
+    fn key(stage: Stage) -> Key {
+        Key { stage, microbatch: None, rank: None }
+    }
+
+    /// A hypothesis that leaves so many floors of energy in dq and in dk; it passes where
+    /// that is at most one and a half.
+    fn tried<'c>(cause: &'c dyn Cause, dq: f64, dk: f64, fitted: usize) -> Tried<'c> {
+        let of = |energy: f64| Residual {
+            energy,
+            floor: 1.0,
+            reference: 100.0,
+            captured: 100.0,
+            factor: 1.0,
+            elements: 100,
+            nonfinite: 0,
+            passes: energy <= 1.5,
+        };
+        let residuals: Residuals =
+            [(key(Stage::Dq), of(dq)), (key(Stage::Dk), of(dk))].into_iter().collect();
+        let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
+        let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
+        Tried { cause, hypothesis, residuals, explains, left: dq + dk }
+    }
+
+    fn both() -> BTreeSet<Key> {
+        BTreeSet::from([key(Stage::Dq), key(Stage::Dk)])
+    }
+
+    fn winners(all: &[Tried<'_>]) -> Option<Vec<usize>> {
+        decide(all, &both()).map(|decision| decision.winners)
+    }
+
+    #[test]
+    fn what_no_hypothesis_explains_whole_is_not_decided() {
+        assert!(winners(&[tried(&ONE, 0.5, 9.0, 0), tried(&TWO, 9.0, 0.5, 0)]).is_none());
+        assert!(winners(&[]).is_none());
+    }
+
+    #[test]
+    fn of_two_that_pass_the_clearly_nearer_is_named_and_else_they_are_tied() {
+        let near = || tried(&ONE, 0.01, 0.01, 0);
+        assert_eq!(winners(&[tried(&TWO, 1.0, 1.0, 0), near()]), Some(vec![1]));
+        assert_eq!(winners(&[near(), tried(&TWO, 0.02, 0.02, 0)]).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn parameters_of_one_cause_do_not_tie_with_each_other() {
+        let all = [tried(&ONE, 1.0, 1.0, 0), tried(&ONE, 0.9, 0.9, 0)];
+        assert_eq!(winners(&all), Some(vec![1]));
+    }
+
+    #[test]
+    fn a_fitted_number_does_not_beat_one_that_the_dump_declares() {
+        let all = [tried(&ONE, 0.9, 0.9, 1), tried(&TWO, 1.0, 1.0, 0)];
+        assert_eq!(winners(&all), Some(vec![1]));
+        // Where it leaves clearly less, it is believed.
+        let all = [tried(&ONE, 0.01, 0.01, 1), tried(&TWO, 1.0, 1.0, 0)];
+        assert_eq!(winners(&all), Some(vec![0]));
+    }
+
+    #[test]
+    fn nan_is_never_explained_by_what_leaves_it() {
+        assert!(winners(&[tried(&ONE, f64::NAN, 0.1, 0)]).is_none());
+    }
+
+    #[test]
+    fn bit_equality_beats_what_is_only_within_rounding() {
+        assert_eq!(winners(&[tried(&TWO, 0.4, 0.4, 0), tried(&ONE, 0.0, 0.0, 0)]), Some(vec![1]));
+    }
+
+    #[test]
+    fn two_causes_that_explain_one_stage_each_cover_both() {
+        let all = [tried(&ONE, 0.5, 9.0, 0), tried(&TWO, 9.0, 0.5, 0)];
+        let parts = cover(&all, &both()).unwrap();
+        let found: BTreeSet<usize> = parts.iter().map(|(_, d)| d.winners[0]).collect();
+        assert_eq!((parts.len(), found), (2, BTreeSet::from([0, 1])));
+        assert!(cover(&all[..1], &both()).is_none());
+    }
+}

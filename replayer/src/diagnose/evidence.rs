@@ -7,8 +7,11 @@ use backtape::identity::{Microbatch, Rank};
 
 use super::detectors::units::{UnitState, units};
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
+use crate::replay::forward_cache::ForwardCache;
 use crate::replay::outcome::Outcome;
 use crate::replay::world::World;
+
+use super::search::Search;
 
 /// One comparison of a replay: a stage of one microbatch and unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -101,6 +104,8 @@ pub struct Evidence<'a> {
     pub background: Vec<&'a dyn World>,
     /// What each unit's backward starts from, once somebody asked.
     units: OnceCell<Vec<UnitState>>,
+    /// Where a world can be tried while its parameters are looked for.
+    search: Option<&'a Search<'a>>,
 }
 
 impl<'a> Evidence<'a> {
@@ -115,7 +120,25 @@ impl<'a> Evidence<'a> {
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
         let units = OnceCell::new();
-        Evidence { step, outcome, inputs, residuals, failing, background, units }
+        Evidence { step, outcome, inputs, residuals, failing, background, search: None, units }
+    }
+
+    /// The same with a search that parameters can be fitted in.
+    pub fn searched_by(self, search: &'a Search<'a>) -> Evidence<'a> {
+        Evidence { search: Some(search), ..self }
+    }
+
+    /// Forward passes that trials have in common.
+    pub(super) fn cache(&self) -> Option<&ForwardCache> {
+        self.search.map(|search| &search.cache)
+    }
+
+    /// Every comparison in a world on top of the background; none where the dump cannot
+    /// be judged in it.
+    pub fn residuals_in(&self, world: &dyn World) -> Option<Residuals> {
+        let mut worlds = self.background.clone();
+        worlds.push(world);
+        self.search?.residuals(&worlds)
     }
 
     /// Whether some comparison of a stage fails.
@@ -157,6 +180,11 @@ impl<'a> Evidence<'a> {
     pub fn roundings(&self) -> Option<Roundings> {
         let dtype = self.inputs.first()?.dtype(self.step);
         Roundings::plausible(&self.step.options, dtype).ok()
+    }
+
+    /// Whether something of the forward pass before the loss was compared.
+    pub fn captured_forward(&self) -> bool {
+        self.residuals.keys().any(|key| FORWARD[..4].contains(&key.stage))
     }
 
     /// Microbatches of the step.

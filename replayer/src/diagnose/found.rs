@@ -53,7 +53,7 @@ pub struct Found {
 
 /// The causes of a decision: one named, or several tied.
 pub(super) fn of_decision(
-    tried: &[Tried],
+    tried: &[Tried<'_>],
     decision: &Decision,
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
@@ -65,7 +65,7 @@ pub(super) fn of_decision(
 }
 
 fn of_one(
-    of: &Tried,
+    of: &Tried<'_>,
     standing: Standing,
     next: Option<(&str, f64)>,
     keys: &BTreeSet<Key>,
@@ -99,7 +99,7 @@ fn of_one(
 }
 
 /// The first of two causes that together explain what neither does alone.
-pub(super) fn partner(of: &Tried, left: f64, evidence: &Evidence<'_>) -> Found {
+pub(super) fn partner(of: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> Found {
     let before = left_of(&evidence.residuals, &evidence.failing);
     let mut found = of_one(of, Standing::Named, None, &evidence.failing, evidence);
     found.explained = ((before - of.left) / (before - left)).clamp(0.0, 1.0);
@@ -112,7 +112,7 @@ pub(super) fn partner(of: &Tried, left: f64, evidence: &Evidence<'_>) -> Found {
 }
 
 /// Nothing explains it; the evidence says what comes nearest.
-pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried]) -> Found {
+pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>]) -> Found {
     let nearest = tried.iter().min_by(|a, b| a.left.total_cmp(&b.left));
     let before = left_of(&evidence.residuals, &evidence.failing);
     let words = match nearest {
@@ -144,8 +144,8 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried]) -> Found {
 }
 
 /// Causes that are seen rather than computed.
-pub(super) fn observed(catalogue: &[&'static dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
-    let one = |cause: &&'static dyn Cause| {
+pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
+    let one = |cause: &&dyn Cause| {
         let Observed { evidence: words, stages, parameters: of } = cause.observed(evidence)?;
         Some(Found {
             id: cause.id().into(),

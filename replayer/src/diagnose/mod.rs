@@ -11,20 +11,27 @@ pub mod decide;
 pub mod detectors;
 pub mod evidence;
 mod found;
+mod own;
 mod sample;
 pub mod search;
+pub mod worlds;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::replay::forward_cache::ForwardCache;
 use crate::replay::outcome::Outcome;
+use crate::replay::variant::Variant;
 use crate::replay::world::World;
 use catalogue::CATALOGUE;
+use cause::Cause;
 use decide::{Decision, cover, decide};
 use evidence::{Evidence, Key, residuals};
 use found::unknown;
 pub use found::{Found, Standing};
+pub use own::VariantStage;
 use search::{Search, Tried};
 
 /// Hypotheses that a second cause is sought beside.
@@ -32,8 +39,27 @@ const PARTNERS: usize = 6;
 /// A partner of a composite must remove this share of the energy beyond the floor.
 const PARTIAL: f64 = 0.2;
 
-/// Names the causes of a divergence; empty when nothing diverged.
-pub fn diagnose(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
+/// How every stage of every variant came out.
+pub fn variants(
+    step: &HeadStep<'_>,
+    variants: &[Arc<Variant>],
+) -> Result<Vec<VariantStage>, StepError> {
+    let all: Vec<Vec<VariantStage>> =
+        variants.iter().map(|one| own::judge(step, one)).collect::<Result<_, _>>()?;
+    Ok(all.concat())
+}
+
+/// Names the causes of a divergence; empty when nothing diverged. Variants are tried
+/// beside the catalogue.
+pub fn diagnose(
+    step: &HeadStep<'_>,
+    outcome: &Outcome,
+    variants: &[Arc<Variant>],
+) -> Result<Vec<Found>, StepError> {
+    let own: Vec<own::Own> = variants.iter().cloned().map(own::Own).collect();
+    let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
+    catalogue.extend(own.iter().map(|one| one as &dyn Cause));
+    let catalogue = &catalogue[..];
     let failing: Vec<Stage> = stages(outcome, |_| true);
     if outcome.first_divergence().is_none() {
         return Ok(Vec::new());
@@ -41,33 +67,40 @@ pub fn diagnose(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, St
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
     let compared: BTreeSet<Stage> = failing.into_iter().collect();
-    let search = Search { step, compared, rows: sample::rows(outcome, &inputs) };
+    let cache = ForwardCache::default();
+    let search = Search { step, compared, rows: sample::rows(outcome, &inputs), cache };
     let base = match &search.rows {
         Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
         None => residuals(outcome),
     };
-    let evidence = Evidence::new(step, outcome, &inputs, base, Vec::new());
-    let seen = found::observed(CATALOGUE, &evidence);
-    if !seen.is_empty() {
+    let mut evidence = Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
+    let mut seen = found::observed(catalogue, &evidence);
+    let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
+    evidence.failing.retain(|key| !of_seen(key));
+    if evidence.failing.is_empty() && !seen.is_empty() {
         return Ok(seen);
     }
+    seen.extend(computed(&search, catalogue, &evidence));
+    Ok(seen)
+}
+
+/// The causes that emulation finds.
+fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
     if evidence.failing.is_empty() {
-        return Ok(vec![unknown(&evidence, &[])]);
+        return vec![unknown(evidence, &[])];
     }
-    let tried = search.all(CATALOGUE, &evidence);
+    let tried = search.all(catalogue, evidence);
     if let Some(decision) = decide(&tried, &evidence.failing) {
-        return Ok(found::of_decision(&tried, &decision, &evidence.failing, &evidence));
+        return found::of_decision(&tried, &decision, &evidence.failing, evidence);
     }
     if let Some(parts) = cover(&tried, &evidence.failing) {
         let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
-            found::of_decision(&tried, decision, keys, &evidence)
+            found::of_decision(&tried, decision, keys, evidence)
         };
-        return Ok(parts.iter().flat_map(of).collect());
+        return parts.iter().flat_map(of).collect();
     }
-    match stacked(&search, &tried, &evidence) {
-        Some(found) => Ok(found),
-        None => Ok(vec![unknown(&evidence, &tried)]),
-    }
+    let stacked = stacked(search, catalogue, &tried, evidence);
+    stacked.unwrap_or_else(|| vec![unknown(evidence, &tried)])
 }
 
 /// Stages with comparisons.
@@ -77,10 +110,15 @@ fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
 }
 
 /// Two causes in one comparison: the second explains what the first leaves.
-fn stacked(search: &Search<'_>, tried: &[Tried], evidence: &Evidence<'_>) -> Option<Vec<Found>> {
+fn stacked<'a>(
+    search: &'a Search<'a>,
+    catalogue: &[&dyn Cause],
+    tried: &'a [Tried<'_>],
+    evidence: &Evidence<'a>,
+) -> Option<Vec<Found>> {
     let before = search::left_of(&evidence.residuals, &evidence.failing);
     let floor = evidence.failing.len() as f64;
-    let mut partners: Vec<&Tried> = tried
+    let mut partners: Vec<&Tried<'_>> = tried
         .iter()
         .filter(|one| before - one.left > PARTIAL * (before - floor).max(0.0))
         .collect();
@@ -90,16 +128,19 @@ fn stacked(search: &Search<'_>, tried: &[Tried], evidence: &Evidence<'_>) -> Opt
     let mut pairs: Vec<[&str; 2]> = Vec::new();
     for first in partners {
         let world: &dyn World = &*first.hypothesis.world;
-        let inner = Evidence::new(
+        let mut inner = Evidence::new(
             evidence.step,
             evidence.outcome,
             evidence.inputs,
             first.residuals.clone(),
             vec![world],
-        );
-        let second = search.all(CATALOGUE, &inner);
-        let other = |one: &Tried| one.cause.id() != first.cause.id();
-        let second: Vec<Tried> = second.into_iter().filter(other).collect();
+        )
+        .searched_by(search);
+        // What passes as declared need not pass in the first cause's world too.
+        inner.failing.retain(|key| evidence.failing.contains(key));
+        let second = search.all(catalogue, &inner);
+        let other = |one: &Tried<'_>| one.cause.id() != first.cause.id();
+        let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
         let Some(decision) = decide(&second, &inner.failing) else { continue };
         let left = second[decision.winners[0]].left_of(&evidence.failing);
         let mut ids = [first.cause.id(), second[decision.winners[0]].cause.id()];

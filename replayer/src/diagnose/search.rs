@@ -5,13 +5,17 @@ use std::collections::BTreeSet;
 use super::cause::{Cause, Hypothesis};
 use super::evidence::{Evidence, Key, Residuals, residuals};
 use crate::head::{HeadStep, Stage};
+use crate::replay::forward_cache::ForwardCache;
 use crate::replay::trial::{Rows, trial};
-use crate::replay::world::World;
+use crate::replay::world::{AtTies, World};
+
+/// A hypothesis that leaves less than this share of the energy may fail by ties alone.
+const NEAR: f64 = 0.1;
 
 /// A hypothesis with what it explains.
-pub struct Tried {
+pub struct Tried<'c> {
     /// Its cause.
-    pub cause: &'static dyn Cause,
+    pub cause: &'c dyn Cause,
     /// Its world and parameters.
     pub hypothesis: Hypothesis,
     /// Every comparison in its world.
@@ -22,7 +26,7 @@ pub struct Tried {
     pub left: f64,
 }
 
-impl Tried {
+impl Tried<'_> {
     /// Energy that is left of some comparisons, each over what rounding is expected to
     /// make of it, so that stages of different size count alike.
     pub fn left_of(&self, keys: &BTreeSet<Key>) -> f64 {
@@ -53,18 +57,21 @@ pub struct Search<'a> {
     pub compared: BTreeSet<Stage>,
     /// Rows that trials look at.
     pub rows: Option<Rows>,
+    /// Forward passes that trials have in common.
+    pub cache: ForwardCache,
 }
 
 impl Search<'_> {
     /// Every comparison in a world; `None` where the dump cannot be judged in it.
     pub fn residuals(&self, worlds: &[&dyn World]) -> Option<Residuals> {
         let all: Vec<&dyn World> = worlds.to_vec();
-        let outcome = trial(self.step, &self.compared, &all, self.rows.as_ref()).ok()?;
+        let rows = (self.rows.as_ref(), Some(&self.cache));
+        let outcome = trial(self.step, &self.compared, &all, rows).ok()?;
         Some(residuals(&outcome))
     }
 
     /// Tries every hypothesis of the catalogue on top of the evidence's background.
-    pub fn all(&self, catalogue: &[&'static dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried> {
+    pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
         let mut found = Vec::new();
         for &cause in catalogue {
             for hypothesis in cause.hypotheses(evidence) {
@@ -74,18 +81,50 @@ impl Search<'_> {
         found
     }
 
-    fn one(
+    fn one<'c>(
         &self,
-        cause: &'static dyn Cause,
+        cause: &'c dyn Cause,
         hypothesis: Hypothesis,
         evidence: &Evidence<'_>,
-    ) -> Option<Tried> {
+    ) -> Option<Tried<'c>> {
         let mut worlds = evidence.background.clone();
         worlds.push(&*hypothesis.world);
-        let residuals = self.residuals(&worlds)?;
-        let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);
-        let explains = evidence.failing.iter().filter(passes).copied().collect();
+        let mut residuals = self.residuals(&worlds)?;
+        let explains = |residuals: &Residuals| -> BTreeSet<Key> {
+            let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);
+            evidence.failing.iter().filter(passes).copied().collect()
+        };
+        let mut explains_now = explains(&residuals);
         let left = left_of(&residuals, &evidence.failing);
+        let before = left_of(&evidence.residuals, &evidence.failing);
+        // Near, and a few values may have rounded the other way in the job.
+        if explains_now.len() < evidence.failing.len() && left < NEAR * before {
+            worlds.push(&AtTies);
+            residuals = self.residuals(&worlds)?;
+            explains_now = explains(&residuals);
+        }
+        let explains = explains_now;
+        if std::env::var_os("BT_DEBUG").is_some() {
+            eprintln!(
+                "{} {:?} left {left:.4e} of {before:.4e} explains {} of {}",
+                cause.id(),
+                hypothesis.parameters,
+                explains.len(),
+                evidence.failing.len()
+            );
+            if left < 0.3 * before {
+                for key in &evidence.failing {
+                    let r = residuals[key];
+                    eprintln!(
+                        "   {key:?} energy {:.3e} floor {:.3e} ratio {:.3} passes {}",
+                        r.energy,
+                        r.floor,
+                        r.energy / r.floor,
+                        r.passes
+                    );
+                }
+            }
+        }
         Some(Tried { cause, hypothesis, residuals, explains, left })
     }
 }

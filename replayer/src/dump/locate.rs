@@ -20,7 +20,20 @@ pub(super) struct Located {
     pub(super) step: StepDir,
 }
 
-pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, OpenError> {
+/// Every step of the run, in whichever attempts are meant.
+pub(super) fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
+    let (run, held) = held(path, selection)?;
+    let mut steps: Vec<Step> = held.iter().map(|(_, dir)| dir.step).collect();
+    steps.sort_unstable();
+    steps.dedup();
+    if steps.is_empty() { Err(OpenError::NoSteps { path: run }) } else { Ok(steps) }
+}
+
+/// The run's directory, and the steps in the attempts that are meant.
+fn held(
+    path: &Path,
+    selection: &Selection,
+) -> Result<(PathBuf, Vec<(AttemptDir, StepDir)>), OpenError> {
     let run = find_run(path, selection.run.as_deref())?;
     let attempts = choose_attempts(&run, selection.attempt.map(Attempt))?;
     let mut held = Vec::new();
@@ -30,6 +43,11 @@ pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, Open
         let steps = steps.into_iter().filter(|step| step.path.is_dir());
         held.extend(steps.map(|step| (attempt.clone(), step)));
     }
+    Ok((run, held))
+}
+
+pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, OpenError> {
+    let (run, mut held) = held(path, selection)?;
     let step = choose_step(&run, &held, selection.step.map(Step))?;
     held.retain(|(_, dir)| dir.step == step);
     match <[_; 1]>::try_from(held) {

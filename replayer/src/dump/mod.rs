@@ -133,6 +133,12 @@ impl StepDump {
     }
 }
 
+/// The steps that were dumped of the run that `path` and `selection` mean, ascending;
+/// `selection.step` is not looked at.
+pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
+    locate::steps(path, selection)
+}
+
 /// Opens the step that `path` and `selection` mean.
 pub fn open(path: &Path, selection: &Selection) -> Result<StepDump, OpenError> {
     let located = locate::locate(path, selection)?;

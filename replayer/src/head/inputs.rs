@@ -61,6 +61,14 @@ impl MicrobatchInputs {
         self.labels.len()
     }
 
+    /// D, or 0 where the head does not start from q and k.
+    pub fn width(&self) -> usize {
+        match &self.scores {
+            Scores::Product { q, .. } => q.shape.last().map_or(0, |&n| n as usize),
+            _ => 0,
+        }
+    }
+
     /// The dtype that the head's own roundings are measured by.
     pub fn dtype(&self, step: &HeadStep<'_>) -> Dtype {
         match &self.scores {

@@ -125,6 +125,21 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
     }
 }
 
+/// Logits of the labels alone, `[T]`, as `forward` gives them: T·D multiply-adds.
+pub fn label_logits(inputs: &HeadInputs) -> Vec<f64> {
+    check(inputs);
+    let (chain, d, v) = (Chain::of(inputs), inputs.q.cols, inputs.k.rows);
+    let of = |t: usize| {
+        let Some(row) = inputs.label(t) else { return 0.0 };
+        let term = |i: usize| inputs.q.get_f64(t * d + i) * inputs.k.get_f64(row * d + i);
+        let given = inputs.given.map(|given| given.get_f64(t * v + row));
+        let mut logit = [given.unwrap_or_else(|| (0..d).map(term).sum())];
+        chain.apply(&mut logit, row);
+        logit[0]
+    };
+    (0..inputs.q.rows).into_par_iter().map(of).collect()
+}
+
 impl RunningSum {
     fn absorb(&mut self, row: &[f64]) {
         let shift = self.raise(row.iter().fold(self.max, |max, &logit| max.max(logit)));

@@ -158,6 +158,9 @@ impl Replay<'_> {
         let mut reference = chained.unwrap_or_else(|| wide.clone());
         let every: Vec<usize> = (0..captured.rows).collect();
         let at = At { stage, microbatch: None, rank };
+        let factor = self.world.scale(at);
+        reference.iter_mut().for_each(|x| *x *= factor);
+        let divisor = divisor / factor;
         let (rows, columns, values) = (&every[..], captured.cols, &mut reference[..]);
         self.world.expected(&mut Expectation { at, rows, columns, values });
         let (precision, reduce) = (precision_of(tensor.dtype), self.roundings.reduce);

@@ -9,7 +9,11 @@
 //! Sequential summation is the worst order in use; blocked ones do better.
 
 use super::Replay;
-use crate::kernels::policy::{Order, Policy, Sum};
+use super::forward::CONFIDENT;
+use crate::dump::TensorInfo;
+use crate::head::roundings::F32;
+use crate::head::{HeadStep, Roundings};
+use crate::kernels::policy::{Order, Path, Policy, Sum};
 use crate::kernels::reference::TermNoise;
 use crate::kernels::round::Precision;
 
@@ -84,6 +88,18 @@ pub(super) fn carried(sum: Sum, n: f64, carried: f64) -> f64 {
     u * u / 3.0 * additions * carried
 }
 
+/// Whether the label's part is added to an entry of dlogits before that is rounded:
+/// wherever dlogits are whole, unless p was declared to be rounded by itself. A job that
+/// recorded the parts has them.
+pub(super) fn whole(step: &HeadStep<'_>, roundings: &Roundings) -> bool {
+    use backtape::role::Role::{DkLabel, DkLse, DqLabel, DqLse};
+    let parts = [DqLse, DqLabel, DkLse, DkLabel];
+    let part = |info: &TensorInfo| info.role.is_some_and(|role| parts.contains(&role));
+    roundings.widest.path != Path::Fused
+        && roundings.narrowest.p.unit_roundoff() <= F32
+        && !step.tensors.values().any(part)
+}
+
 impl Replay<'_> {
     /// Relative variance of one softmax term `g_lse p` as the job may hold it.
     pub(super) fn term_noise(&self, d: usize) -> TermNoise {
@@ -107,14 +123,29 @@ impl Replay<'_> {
             cap_rel_var: square(logits) / 3.0 + (EXP_ERROR * compute).powi(2),
             label_step: 2.0 * self.roundings.widest.label_grad.unit_roundoff(),
             filter: self.step.options.declared.gradient_filter.unwrap_or(0.0),
+            whole: self.whole,
+            exp_rel_var: (EXP_ERROR * compute).powi(2),
+            confident: if self.constant() > F32 { CONFIDENT } else { 0.0 },
         }
     }
 
-    /// Half the smallest step of what an entry of dlogits may be rounded to, where
-    /// that is coarse: f16 and f8 lose entries of a mean over many tokens in it.
-    pub(super) fn entry_floor(&self) -> f64 {
+    /// Unit roundoff of the coarsest rounding of `g p`.
+    fn constant(&self) -> f64 {
         let Policy { p, dlogits, .. } = self.roundings.widest;
-        let tiny = p.smallest_subnormal().max(dlogits.smallest_subnormal()) / 2.0;
+        p.unit_roundoff().max(dlogits.unit_roundoff())
+    }
+
+    /// Relative variance of one such rounding, of entries that share it.
+    pub(super) fn one_constant(&self) -> f64 {
+        self.constant().powi(2) / 3.0
+    }
+
+    /// Half the smallest step of what an entry of dlogits may be rounded to, where that is
+    /// coarse, of tokens whose gradient is `g` at most (p is rounded before g multiplies
+    /// it): f16 and f8 lose entries of a mean over many tokens in it.
+    pub(super) fn entry_floor(&self, g: f64) -> f64 {
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let tiny = (g * p.smallest_subnormal()).max(dlogits.smallest_subnormal()) / 2.0;
         if tiny > FLUSH { tiny } else { 0.0 }
     }
 
@@ -221,9 +252,7 @@ impl Replay<'_> {
     /// `g p` where p is near 1, and `g (p - 1)` where p is near 0.
     /// `alike` is the share of the roundings, 0 to 1, that are one.
     pub(super) fn shared_scale(&self, alike: f64) -> f64 {
-        let Policy { p, dlogits, .. } = self.roundings.widest;
-        let constant = p.unit_roundoff().max(dlogits.unit_roundoff());
-        (2.0 * self.roundings.compute()).powi(2) + alike * constant * constant / 3.0
+        (2.0 * self.roundings.compute()).powi(2) + alike * self.one_constant()
     }
 
     /// Relative variance of what the transform does to all logits alike: the job holds
@@ -239,8 +268,12 @@ impl Replay<'_> {
         }
     }
 
-    /// Variance of adding two parts, each of which may be rounded first.
+    /// Variance of adding two parts, each of which may be rounded first; of whole dlogits
+    /// there are none.
     pub(super) fn added(&self, one: f64, other: f64) -> f64 {
+        if self.whole {
+            return relative(self.roundings.compute(), one + other);
+        }
         let parts = self.roundings.widest.parts;
         rounded(parts, one)
             + rounded(parts, other)

@@ -16,7 +16,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
-use super::world::UnitTokens;
+use super::world::{At, UnitTokens};
 use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
@@ -48,6 +48,10 @@ pub(super) struct Problem<'a> {
     pub(super) constants: f64,
     /// Share of the roundings of `g p` that may be alike for all tokens.
     pub(super) alike: f64,
+    /// The same of entries that are not nearly g.
+    pub(super) few: f64,
+    /// Half the smallest step of an entry's format, where that is coarse.
+    pub(super) entry_floor: f64,
     /// For each token, the variance of errors that add up along q, over `q²/|q|⁴`; and
     /// the same for the rows of k, over `k²/|k|⁴`.
     pub(super) sliced: (Vec<f64>, f64),
@@ -72,6 +76,8 @@ impl Problem<'_> {
             g_smooth: self.g_smooth.clone(),
             constants: self.constants,
             alike: self.alike,
+            few: self.few,
+            entry_floor: self.entry_floor,
             sliced: self.sliced.clone(),
             k_squares: self.k_squares.clone(),
             k_sums: self.k_sums.clone(),
@@ -196,15 +202,18 @@ impl Replay<'_> {
     ) -> Problem<'h> {
         let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect::<Vec<f64>>();
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
-        let alike = unit.rows.iter().map(|&t| state.alike[t]).fold(0.0, f64::max);
+        let most = |of: &[f64]| unit.rows.iter().map(|&t| of[t]).fold(0.0, f64::max);
+        let (alike, few) = (most(&state.alike), most(&state.few));
         let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
         let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
-        let (k_sums, k_squares) = k_sums(self, &rows_of(&head.k, 0..head.valid_vocab));
+        let (k_sums, k_squares) =
+            k_sums(self, largest(&g_lse), &rows_of(&head.k, 0..head.valid_vocab));
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
         let constants = self.transform_scale() * (1.0 + spread * spread);
+        let entry_floor = self.entry_floor(largest(&g_lse));
         Problem {
             head,
             microbatch: inputs.microbatch,
@@ -217,6 +226,8 @@ impl Replay<'_> {
             g_label,
             g_smooth,
             alike,
+            few,
+            entry_floor,
             sliced,
             k_squares,
             k_sums,
@@ -231,7 +242,7 @@ impl Replay<'_> {
     fn sliced(&self, head: &HeadInputs<'_>, g: &[f64], spread: &[f64]) -> (Vec<f64>, f64) {
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let u = p.unit_roundoff().max(dlogits.unit_roundoff());
-        let (d, floor) = (head.q.cols, self.entry_floor());
+        let (d, floor) = (head.q.cols, self.entry_floor(largest(g)));
         let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
         // a σ² v of a token, v of an entry near g/K.
         let each = |t: usize| {
@@ -279,6 +290,13 @@ impl Replay<'_> {
         let stages = DQ.into_iter().chain(DK).chain([Stage::Dbias]);
         for stage in stages.filter(|&stage| self.wants(stage)) {
             let role = stage.role().expect("gradients have roles");
+            let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+            let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
+            if let Some((values, stored)) = self.stand_in(&at, columns) {
+                let source = format!("a variant's {stage}");
+                found.gradients.push(Gradient { stage, values, stored, rounded: None, source });
+                continue;
+            }
             let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
                 continue;
             };
@@ -475,4 +493,8 @@ fn note_lost(
 
 pub(super) fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {
     one.iter().zip(other).map(|(a, b)| a + b).collect()
+}
+
+fn largest(values: &[f64]) -> f64 {
+    values.iter().fold(0.0, |most: f64, x| most.max(x.abs()))
 }

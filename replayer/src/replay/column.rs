@@ -4,11 +4,12 @@ use backtape::role::Role;
 
 use super::allowed::stored;
 use super::outcome::{Comparison, MemberError};
+use super::world::At;
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};
-use crate::head::MicrobatchInputs;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
+use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{IGNORED, Matrix, Values};
 use crate::kernels::round::Precision;
 
@@ -31,6 +32,17 @@ pub(super) struct Expected {
     pub(super) shared: Vec<f64>,
 }
 
+impl Expected {
+    /// The same times a factor.
+    pub(super) fn times(mut self, factor: f64) -> Expected {
+        let square = factor * factor;
+        self.values.iter_mut().for_each(|x| *x *= factor);
+        self.certain.iter_mut().for_each(|x| *x *= factor.abs());
+        self.variance.iter_mut().chain(&mut self.shared).for_each(|x| *x *= square);
+        self
+    }
+}
+
 impl Column {
     /// The captured value and the variance that storing it brought.
     pub(super) fn at(&self, token: usize) -> (f64, f64) {
@@ -41,7 +53,14 @@ impl Column {
 impl Replay<'_> {
     /// A captured `[T]` tensor of the microbatch, if it was recorded.
     pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
-        let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
+        let microbatch = slice.inputs.microbatch;
+        if let Some(stage) = Stage::of_role(role)
+            && let Some(own) = self.world.captured(&At { stage, microbatch, rank: None })
+        {
+            let (values, stored) = (own.values.clone(), own.precision);
+            return Ok(Some(Column { source: format!("a variant's {stage}"), values, stored }));
+        }
+        let Some(key) = self.step.find(role, microbatch) else {
             return Ok(None);
         };
         let tokens = slice.inputs.tokens();

@@ -26,6 +26,9 @@ pub(super) struct Slab {
     label_var: Vec<f64>,
     label_alike: Vec<f64>,
     dropped: Vec<f64>,
+    /// Dense entries of confident p, and the label part as it is rounded.
+    confident: Vec<f64>,
+    label_whole: Vec<f64>,
     pub(super) hits: Vec<u32>,
     pub(super) dbias: Vec<f64>,
     dbias_var: Vec<f64>,
@@ -59,6 +62,8 @@ impl Slab {
             label_var: zeros(),
             label_alike: zeros(),
             dropped: Vec::new(),
+            confident: Vec::new(),
+            label_whole: zeros(),
             hits: vec![0; rows],
             dbias: column(),
             dbias_var: column(),
@@ -94,6 +99,7 @@ impl Slab {
                 let (at, q) = (row * d + i, head.q.get_f64(t * d + i));
                 slab.label[at] += entry * q;
                 slab.label_sq[at] += (entry * q).powi(2);
+                slab.label_whole[at] += entry * q;
                 slab.label_alike[at] += copies * (entry * q).powi(2);
                 slab.label_var[at] += entry_var * q * q;
             }
@@ -111,12 +117,17 @@ impl Slab {
             (&mut self.label_sq, block.dk_label_sq),
             (&mut self.label_var, block.dk_label_var),
             (&mut self.label_alike, block.dk_label_alike),
+            (&mut self.label_whole, block.dk_label_whole),
         ] {
             to[at.clone()].copy_from_slice(from);
         }
-        if !block.dk_dropped.is_empty() {
-            self.dropped.resize(self.lse.len(), 0.0);
-            self.dropped[at].copy_from_slice(block.dk_dropped);
+        for (to, from) in
+            [(&mut self.dropped, block.dk_dropped), (&mut self.confident, block.dk_confident)]
+        {
+            if !from.is_empty() {
+                to.resize(self.lse.len(), 0.0);
+                to[at.clone()].copy_from_slice(from);
+            }
         }
         let rows = block.rows.clone();
         self.hits[rows.clone()].copy_from_slice(block.hits);
@@ -184,7 +195,7 @@ impl Replay<'_> {
             false => 0.0,
         };
         slab.k_norms = (0..head.k.rows).map(norm).collect();
-        if self.entry_floor() > 0.0 {
+        if problem.entry_floor > 0.0 {
             slab.q_squares = column_squares(&head.q, head.copies);
             slab.q_sums = column_sums(&head.q);
         }
@@ -199,7 +210,10 @@ impl Replay<'_> {
         let (x, squares) = (slab.lse[at], slab.lse_sq[at]);
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
         let sums_of_q = slab.q_sums.get(at % d).copied().unwrap_or(0.0);
-        let floor = self.entry_floor().powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
+        let entry_floor = problem.entry_floor;
+        let together = if self.whole { x + slab.label[at] } else { x };
+        let confident = slab.confident.get(at).copied().unwrap_or(0.0);
+        let floor = entry_floor.powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
         Allowed {
             own: summed(sums.dk, t as f64, x, squares)
                 + self.joined(tiles, path == Path::Chunked, x, squares)
@@ -207,9 +221,11 @@ impl Replay<'_> {
                 + floor,
             row: slab.lse_var[at] + problem.sliced.1 * self.along_k(problem, slab, at),
             shared: (problem.largest_scale() + self.narrowing() + problem.constants) * squares
-                + (self.shared_scale(problem.alike) + problem.constants) * x * x
+                + self.shared_scale(problem.few) * together * together
+                + self.one_constant() * confident * confident
+                + problem.constants * x * x
                 // Entries that all lie in a format's smallest numbers round alike.
-                + self.entry_floor().powi(2) * sums_of_q * sums_of_q,
+                + entry_floor.powi(2) * sums_of_q * sums_of_q,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
         }
     }
@@ -242,7 +258,8 @@ impl Replay<'_> {
                 + summed(scatter, hits, x, squares)
                 + inside,
             row: self.label_row_scale() * alike,
-            shared: self.shared_scale(self.roundings.shared_g()) * x * x
+            shared: self.shared_scale(0.0) * x * x
+                + self.roundings.shared_g() * self.one_constant() * slab.label_whole[at].powi(2)
                 + (problem.largest_variance() + self.narrowing() + problem.constants) * alike,
             certain: 0.0,
         }
@@ -264,6 +281,7 @@ impl Replay<'_> {
             let exact = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
             let reference = self.supposed(problem, slab, (gradient, forced), exact);
             let first = slab.range.start * d;
+            let (factor, stores) = self.factor(problem, stage);
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
                 let inner = match (stage, &parts) {
@@ -276,10 +294,33 @@ impl Replay<'_> {
                         (slab.lse[at], slab.label[at]),
                     ),
                 };
-                let own = inner.own + gradient.storage(first + at, x);
                 let lost = if forced { 0.0 } else { slab.lost(stage, at) };
-                Allowed { own, certain: inner.certain + lost, ..inner }
+                let certain = inner.certain + lost;
+                let inner = Allowed { certain, ..inner }.times(factor);
+                Allowed { own: inner.own + stores * gradient.storage(first + at, x), ..inner }
             };
+            if std::env::var_os("BT_TERMS").is_some() && !self.trial {
+                let mut t = [0.0f64; 9];
+                let m = gradient.matrix();
+                for at in 0..slab.lse.len() {
+                    let (a, b) = (self.dk_lse(problem, slab, at), self.dk_label(problem, slab, at));
+                    let e = m.get_f64(first + at) - reference[at];
+                    for (t, x) in t.iter_mut().zip([
+                        e * e,
+                        a.own,
+                        a.row,
+                        a.shared,
+                        b.own,
+                        b.row,
+                        b.shared,
+                        self.added(slab.lse[at], slab.label[at]),
+                        gradient.storage(first + at, reference[at]),
+                    ]) {
+                        *t += x;
+                    }
+                }
+                eprintln!("{stage} {:?}", t.map(|x| format!("{x:.2e}")));
+            }
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
             let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
@@ -288,6 +329,14 @@ impl Replay<'_> {
                 findings.count_hits(stage, &rows, &allowed, &slab.hits);
             }
         }
+    }
+
+    /// The world's factor of a stage, and how often a value of it was stored: a product
+    /// that no power of two makes is rounded once more than what it is a product of.
+    pub(super) fn factor(&self, problem: &Problem<'_>, stage: Stage) -> (f64, f64) {
+        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let factor = self.world.scale(at);
+        (factor, if factor.abs().log2().fract() == 0.0 { 1.0 } else { 2.0 })
     }
 
     /// What the world says of a stage's rows: its policy's values where it has one, and
@@ -310,6 +359,8 @@ impl Replay<'_> {
         let rows = slab.classes.as_deref().unwrap_or(&range);
         let columns = values.len() / rows.len().max(1);
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let factor = self.world.scale(at);
+        values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         values
     }
@@ -329,23 +380,27 @@ impl Replay<'_> {
         let entry = square(dlogits.unit_roundoff().max(label_grad.unit_roundoff())) / 3.0;
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
         let bound = self.bound(problem.head.k.rows, 1);
-        let allowed = |row: usize, _, x: f64| {
+        let (factor, stores) = self.factor(problem, Stage::Dbias);
+        let allowed = |row: usize, _, supposed: f64| {
             let squares = slab.dbias_sq[row];
-            let tokens = t as f64 * square(self.entry_floor());
-            Allowed {
+            let tokens = t as f64 * square(problem.entry_floor);
+            let x = slab.dbias[row];
+            let inner = Allowed {
                 own: slab.dbias_var[row]
                     + entry * squares
                     + tokens
                     + summed(sums.dk, t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
-                    + rounded(self.roundings.widest.parts, x)
-                    + gradient.storage(slab.range.start + row, x),
+                    + rounded(self.roundings.widest.parts, x),
                 row: 0.0,
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
                     * squares
                     + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
-            }
+            };
+            let inner = inner.times(factor);
+            let storage = gradient.storage(slab.range.start + row, supposed);
+            Allowed { own: inner.own + stores * storage, ..inner }
         };
         let index = |row: usize| (slab.range.start + row) as u64;
         let captured = rows_of(&gradient.matrix(), slab.range.clone());

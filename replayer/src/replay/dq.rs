@@ -32,6 +32,7 @@ impl DqState {
             dq_lse_var: zeros(),
             dq_lse_sq: zeros(),
             dq_label_rel_var: vec![0.0; tokens],
+            dq_label_share: vec![1.0; tokens],
             ..reference::Backward::default()
         };
         DqState { exact, emulated: Vec::new(), instead: None, ties: None }
@@ -96,11 +97,14 @@ pub(super) fn gather(
     for (at, &label) in head.labels.iter().enumerate() {
         if label != IGNORED {
             total.dq_label_rel_var[at] = part.dq_label_rel_var[at];
+            total.dq_label_share[at] = part.dq_label_share[at];
         }
     }
-    for (to, from) in
-        [(&mut total.dq_label_var, &part.dq_label_var), (&mut total.dq_dropped, &part.dq_dropped)]
-    {
+    for (to, from) in [
+        (&mut total.dq_label_var, &part.dq_label_var),
+        (&mut total.dq_dropped, &part.dq_dropped),
+        (&mut total.dq_confident, &part.dq_confident),
+    ] {
         to.resize(to.len().max(from.len()), 0.0);
         add(to, from);
     }
@@ -120,17 +124,21 @@ impl Replay<'_> {
         let floor = problem.k_squares.get(at % d).copied().unwrap_or(0.0);
         let alike = problem.k_sums.get(at % d).copied().unwrap_or(0.0);
         let token = at / d;
+        let entry_floor = problem.entry_floor;
+        let together = if self.whole { x + dq.dq_label[at] } else { x };
+        let confident = dq.dq_confident.get(at).copied().unwrap_or(0.0);
         Allowed {
             own: summed(sums.dq, v as f64, x, squares)
                 + self.joined(tiles, false, x, squares)
                 + self.product_rel_var() * squares
-                + self.entry_floor().powi(2) * floor,
+                + entry_floor.powi(2) * floor,
             // Entries that all lie in a format's smallest numbers round alike.
             row: dq.dq_lse_var[at]
                 + problem.sliced.0[token] * problem.head.q.get_f64(at).powi(2)
-                + self.entry_floor().powi(2) * alike * alike
+                + entry_floor.powi(2) * alike * alike
                 + (problem.scale[token] + problem.variance[token]) * x * x,
-            shared: (self.shared_scale(problem.alike)) * x * x
+            shared: self.shared_scale(problem.few) * together * together
+                + self.one_constant() * confident * confident
                 + (self.narrowing() + problem.constants) * squares
                 + problem.constants * x * x,
             certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
@@ -147,14 +155,18 @@ impl Replay<'_> {
             Path::Fused => 0.0,
             _ => carried(sums.dq, problem.head.valid_vocab as f64, squared),
         };
+        let token = at / problem.head.q.cols;
+        // Of a whole entry that much is rounded.
+        let share = dq.dq_label_share[token] * squared;
+        let own = if self.whole { 0.0 } else { rounded(label_grad, x) };
+        let (row, alike) = (self.label_row_scale(), self.roundings.shared_g());
         Allowed {
-            own: rounded(label_grad, x) + inside,
-            row: (self.label_row_scale() + problem.variance[at / problem.head.q.cols]) * squared
+            own: own + inside,
+            row: row * share
+                + (problem.variance[token] + self.shared_scale(0.0)) * squared
                 + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
-            shared: (self.shared_scale(self.roundings.shared_g())
-                + self.narrowing()
-                + problem.constants)
-                * squared,
+            shared: alike * self.one_constant() * share
+                + (self.shared_scale(0.0) + self.narrowing() + problem.constants) * squared,
             certain: 0.0,
         }
     }
@@ -177,6 +189,8 @@ impl Replay<'_> {
         };
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         let (rows, columns) = (&unit.rows[..], problem.head.q.cols);
+        let factor = self.world.scale(at);
+        values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         values
     }
@@ -201,6 +215,7 @@ impl Replay<'_> {
             let exact = reference_of(stage, &dq.dq_lse, &dq.dq_label, parts.as_ref());
             let forced = parts.is_some() && stage == Stage::Dq;
             let reference = self.supposed_dq(problem, state, (gradient, forced), unit, exact);
+            let (factor, stores) = self.factor(problem, stage);
             let lost = match &state.ties {
                 Some(ties) if !forced => member_values(ties, stage).to_vec(),
                 _ if self.roundings.swamps() && !forced => state.lost(stage, &reference),
@@ -218,9 +233,9 @@ impl Replay<'_> {
                         (dq.dq_lse[at], dq.dq_label[at]),
                     ),
                 };
-                let own = inner.own + gradient.storage(at, x);
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
-                Allowed { own, certain, ..inner }
+                let inner = Allowed { certain, ..inner }.times(factor);
+                Allowed { own: inner.own + stores * gradient.storage(at, x), ..inner }
             };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;
@@ -278,8 +293,8 @@ pub(super) fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
 }
 
 /// Sums of k and of k² over the rows, a column each; only where they are needed.
-pub(super) fn k_sums(replay: &Replay<'_>, k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
-    match replay.entry_floor() > 0.0 {
+pub(super) fn k_sums(replay: &Replay<'_>, g: f64, k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
+    match replay.entry_floor(g) > 0.0 {
         true => (column_sums(k), column_squares(k, None)),
         false => (Vec::new(), Vec::new()),
     }

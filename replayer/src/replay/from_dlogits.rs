@@ -15,7 +15,7 @@ use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
 use crate::head::{Stage, Unit};
-use crate::kernels::matrix::Matrix;
+use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference;
 use crate::kernels::round::Precision;
@@ -38,6 +38,39 @@ struct Product<'a> {
     /// Sum of the other factor's squares, a column each, where entries may lie in the
     /// smallest numbers of their format.
     floor: &'a [f64],
+    /// The world's factor, and how often its product was stored.
+    factor: (f64, f64),
+}
+
+/// Operands of the products as a hypothesis has them.
+struct Operands {
+    entries: Wide,
+    q: Wide,
+    k: Wide,
+}
+
+impl Operands {
+    fn head<'h>(&'h self, of: &HeadInputs<'h>) -> HeadInputs<'h> {
+        HeadInputs { q: self.q.matrix(), k: self.k.matrix(), ..*of }
+    }
+}
+
+struct Wide {
+    rows: usize,
+    cols: usize,
+    values: Vec<f64>,
+}
+
+impl Wide {
+    fn matrix(&self) -> Matrix<'_> {
+        Matrix { rows: self.rows, cols: self.cols, values: Values::F64(&self.values) }
+    }
+}
+
+/// A matrix whose values are rounded to a format.
+fn narrowed(of: &Matrix<'_>, precision: Precision) -> Wide {
+    let values = (0..of.len()).map(|at| precision.round64(of.get_f64(at))).collect();
+    Wide { rows: of.rows, cols: of.cols, values }
 }
 
 impl Replay<'_> {
@@ -66,14 +99,22 @@ impl Replay<'_> {
     ) {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
-        let entries: Matrix<'_> = dlogits.values.matrix();
+        let supposed = self.world.policy(&self.roundings).map(|(of, _)| Operands {
+            entries: narrowed(&dlogits.values.matrix(), of.dlogits),
+            q: narrowed(&problem.head.q, of.input),
+            k: narrowed(&problem.head.k, of.input),
+        });
+        let (entries, head): (Matrix<'_>, HeadInputs<'_>) = match &supposed {
+            Some(of) => (of.entries.matrix(), of.head(&problem.head)),
+            None => (dlogits.values.matrix(), problem.head),
+        };
         let tiles = self.tiles;
-        let coarse = self.entry_floor() > 0.0;
+        let coarse = self.entry_floor(0.0) > 0.0;
         let q = |_| column_squares(&problem.head.q, problem.head.copies);
         let q_squares = Some(()).filter(|()| coarse).map(q).unwrap_or_default();
         let ones = [t as f64];
         let mut blocks = Vec::new();
-        let dq = reference::from_dlogits(&problem.head, &entries, tiles, self.progress, &mut |b| {
+        let dq = reference::from_dlogits(&head, &entries, tiles, self.progress, &mut |b| {
             for (stage, values, squares) in [(Dk, b.dk, b.dk_sq), (Dbias, b.dbias, b.dbias_sq)] {
                 let gradient = captured.stage(stage).filter(|_| stages.contains(&stage));
                 if let Some(gradient) = gradient {
@@ -81,8 +122,9 @@ impl Replay<'_> {
                     let floor = if stage == Dbias { &ones[..] } else { &q_squares[..] };
                     let rows: Vec<usize> = b.rows.clone().collect();
                     let values = &self.supposed_product(problem, stage, &rows, values)[..];
+                    let (length, factor) = (t, self.factor(problem, stage));
                     let product =
-                        Product { first, values, squares, length: t, tokens: true, floor };
+                        Product { first, values, squares, length, tokens: true, floor, factor };
                     let index = |row: usize| row as u64;
                     blocks.push((
                         stage,
@@ -100,7 +142,9 @@ impl Replay<'_> {
             let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
             let floor = &problem.k_squares[..];
             let values = &self.supposed_product(problem, Dq, &unit.rows, values)[..];
-            let product = Product { first: 0, values, squares, length: v, tokens: false, floor };
+            let factor = self.factor(problem, Dq);
+            let product =
+                Product { first: 0, values, squares, length: v, tokens: false, floor, factor };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;
             let tally = self.judge_product(dlogits, gradient, &product, &index, copies);
@@ -119,6 +163,8 @@ impl Replay<'_> {
         let mut values = exact.to_vec();
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         let columns = values.len() / rows.len().max(1);
+        let factor = self.world.scale(at);
+        values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         values
     }
@@ -147,20 +193,23 @@ impl Replay<'_> {
         let unit = |p: Precision| p.unit_roundoff().powi(2) / 3.0;
         let each = dlogits.stored.map_or(0.0, unit) + unit(entry) + self.product_rel_var();
         let length = product.length as f64;
-        let allowed = |row: usize, column: usize, x: f64| {
+        let (factor, stores) = product.factor;
+        let allowed = |row: usize, column: usize, supposed: f64| {
             let at = row * columns + column;
+            let x = if factor == 0.0 { 0.0 } else { supposed / factor };
             let squares = product.squares[at];
             let joined = self.joined(parts, product.tokens && path == Path::Chunked, x, squares);
             // The label's entry is the largest: met first, every later sum carries it.
             let label = carried(sum, length, squares);
             let inner = summed(sum, length, x, squares) + label + joined + each * squares;
             let floor = product.floor.get(column).copied().unwrap_or(0.0);
-            let storage = gradient.storage(product.first * columns + at, x);
+            let storage = gradient.storage(product.first * columns + at, supposed);
             let own = inner
-                + self.entry_floor().powi(2) * floor
-                + relative(self.roundings.compute(), x)
-                + storage;
-            Allowed { own, shared: self.narrowing() * squares, ..Allowed::default() }
+                + self.entry_floor(0.0).powi(2) * floor
+                + relative(self.roundings.compute(), x);
+            let shared = self.narrowing() * squares;
+            let inner = Allowed { own, shared, ..Allowed::default() }.times(factor);
+            Allowed { own: inner.own + stores * storage, ..inner }
         };
         let captured = rows_of(&whole, product.first..product.first + rows);
         let place = |row: usize| index(product.first + row);

@@ -69,9 +69,11 @@ impl Replay<'_> {
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
         let (exact, expected) = self.policy_gradient(slice, state)?;
+        let at = At { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
+        let supposed = expected.clone().times(self.world.scale(at));
         let captured = self.column(Role::Dlogprobs, slice)?;
         if let Some(captured) = captured.as_ref().filter(|_| self.wants(Stage::Dlogprobs)) {
-            let found = self.judge_column(inputs, captured, &expected, false, Vec::new());
+            let found = self.judge_column(inputs, captured, &supposed, false, Vec::new());
             outcome.add(Stage::Dlogprobs, found);
         }
         for t in 0..inputs.tokens() {
@@ -262,6 +264,8 @@ impl Replay<'_> {
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
         let Some(key) = self.step.find(Role::Loss, inputs.microbatch) else { return Ok(()) };
+        let at = At { stage: Stage::Loss, microbatch: inputs.microbatch, rank: None };
+        let terms = &terms.clone().times(self.world.scale(at));
         if !self.wants(Stage::Loss) {
             return Ok(());
         }
@@ -279,7 +283,6 @@ impl Replay<'_> {
             return Err(unfit(&tensor, "one float"));
         };
         let mut value = [terms.values.iter().sum::<f64>()];
-        let at = At { stage: Stage::Loss, microbatch: inputs.microbatch, rank: None };
         let (rows, values) = (&[0][..], &mut value[..]);
         self.world.expected(&mut Expectation { at, rows, columns: 1, values });
         let [total] = value;

@@ -15,6 +15,7 @@ mod dq;
 pub mod estimate;
 mod findings;
 mod forward;
+pub mod forward_cache;
 mod from_dlogits;
 pub(crate) mod gather;
 mod loss;
@@ -28,6 +29,7 @@ mod probed;
 pub mod sample;
 mod sampled;
 pub mod trial;
+pub mod variant;
 pub mod world;
 
 use std::collections::BTreeSet;
@@ -39,6 +41,7 @@ use crate::compare::Bound;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
+use forward_cache::ForwardCache;
 use outcome::{NotChecked, Outcome};
 use world::{Declared, World};
 
@@ -87,9 +90,13 @@ pub(crate) struct Replay<'a> {
     effort: Effort,
     /// What the job is supposed to have done.
     world: &'a dyn World,
+    /// Forward passes that this one has in common with others.
+    cache: Option<&'a ForwardCache>,
     /// True for a trial of a hypothesis: no floors, no norms.
     trial: bool,
     progress: &'a dyn Progress,
+    /// Whether entries of dlogits are rounded with the label's part in them.
+    whole: bool,
 }
 
 /// A microbatch with its units.
@@ -112,9 +119,21 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let tiles = Tiles::default();
     let comparisons = wanted.len() * units.max(1);
     let (effort, progress) = (request.effort, request.progress);
-    let trial = false;
-    let replay =
-        Replay { step, wanted, roundings, tiles, comparisons, effort, world, trial, progress };
+    let (trial, cache) = (false, None);
+    let whole = allowed::whole(step, &roundings);
+    let replay = Replay {
+        step,
+        whole,
+        wanted,
+        roundings,
+        tiles,
+        comparisons,
+        effort,
+        world,
+        cache,
+        trial,
+        progress,
+    };
     (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);
     for slice in &slices {
@@ -146,10 +165,14 @@ fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepErro
         step.microbatches.iter().map(gather).collect::<Result<_, StepError>>()?;
     let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
     let counted = |one: &MicrobatchInputs| {
-        step.denominators(&all, one).map_err(|why| StepError::Unfit {
+        let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
             key: one.rows_key.clone(),
             found: "held by several ranks".into(),
             wanted: format!("tokens that one rank counts, for scope=rank: {why}"),
+        });
+        found.map(|mut found| {
+            world.denominators(step, &all, one, &mut found);
+            found
         })
     };
     let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;

@@ -177,18 +177,25 @@ impl Replay<'_> {
             return Vec::new();
         }
         let vocab = span.head.k.rows;
-        let emulated = |head: &HeadInputs<'_>, lse: &[f64]| {
+        let emulated = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
             let mut found = vec![0.0; plane.dlogits.len()];
-            let (cotangents, progress) = (&span.cotangents, self.progress);
+            let progress = self.progress;
             policy::plane(&of, head, lse, cotangents, tiles, progress, &mut |tile| {
                 place(&mut found, vocab, &tile.tokens, &tile.cols, tile.dlogits);
             });
             found
         };
-        let middle = emulated(&span.head, span.lse);
-        let [(head_a, lse_a), (head_b, lse_b)] =
-            near_ties(self.roundings.compute(), &span.head, span.lse);
-        let ties = distance(&emulated(&head_a, &lse_a), &emulated(&head_b, &lse_b));
+        let middle = emulated(&span.head, span.lse, &span.cotangents);
+        if !self.world.at_ties() {
+            plane.dlogits = middle;
+            return Vec::new();
+        }
+        let ends = near_ties(self.roundings.compute(), &span.head, span.lse);
+        let [a, b] = ends.map(|end| {
+            let [lse, label, smooth] = &end.cotangents(&span.cotangents);
+            emulated(&end.head, &end.lse, &Cotangents { lse, label, smooth })
+        });
+        let ties = distance(&a, &b);
         plane.dlogits = middle;
         ties
     }
@@ -218,6 +225,8 @@ impl Replay<'_> {
         }
         let rows: Vec<usize> = span.tokens.clone().collect();
         let at = At { stage, microbatch: span.microbatch, rank: None };
+        let world = self.world.scale(at);
+        reference.iter_mut().for_each(|x| *x *= world);
         let values = &mut reference[..];
         self.world.expected(&mut Expectation { at, rows: &rows, columns, values });
         let scales: Vec<f64> = (0..span.tokens.len()).map(scale).collect();
@@ -226,9 +235,10 @@ impl Replay<'_> {
         let shared = self.shared_scale(if stage == Stage::Dlogits { 1.0 } else { 0.0 });
         let transformed = self.transform_scale();
         let factor = self.step.options.transform.scale.abs();
-        let allowed = |row: usize, column: usize, x: f64| {
-            let own = variance[row * columns + column] + stored(precision, x);
-            match stage {
+        let allowed = |row: usize, column: usize, supposed: f64| {
+            let own = variance[row * columns + column];
+            let x = if world == 0.0 { 0.0 } else { supposed / world };
+            let inner = match stage {
                 Stage::Dlogits => {
                     let (a, b) = (span.cotangents.lse[row], span.cotangents.label[row]);
                     let is_label = span.head.labels[row] as usize == column;
@@ -254,6 +264,8 @@ impl Replay<'_> {
                 }
                 _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
             }
+            .times(world);
+            Allowed { own: inner.own + stored(precision, supposed), ..inner }
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
         let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);

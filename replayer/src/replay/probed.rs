@@ -139,7 +139,7 @@ impl Replay<'_> {
             tiles: self.roundings.tiles,
             compute: self.roundings.compute(),
             input: self.roundings.input(),
-            entry_floor: self.entry_floor(),
+            entry_floor: problem.entry_floor,
             label_row: self.label_row_scale(),
             alike: self.shared_scale(problem.alike) + problem.constants,
             label_alike: self.shared_scale(self.roundings.shared_g()) + problem.constants,

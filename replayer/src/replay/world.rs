@@ -7,9 +7,10 @@
 //! A world changes every microbatch and rank alike unless it says otherwise; which of
 //! them it explains is read off the comparisons that pass in it.
 
+use super::variant::Supplied;
 use backtape::identity::{Microbatch, Rank};
 
-use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
+use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::policy::Policy;
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::Tiles;
@@ -78,6 +79,17 @@ pub trait World: Sync {
     /// Other inputs of a microbatch. Shapes and the range of labels stay.
     fn inputs(&self, _step: &HeadStep<'_>, _inputs: &mut MicrobatchInputs) {}
 
+    /// Other numbers that the tokens' losses are divided by: groups of the microbatch's
+    /// tokens, each with its own. `all`: every microbatch of the step.
+    fn denominators(
+        &self,
+        _step: &HeadStep<'_>,
+        _all: &[&MicrobatchInputs],
+        _own: &MicrobatchInputs,
+        _of: &mut Vec<(Unit, f64)>,
+    ) {
+    }
+
     /// Another lse, `[T]` of the microbatch.
     fn lse(&self, _pass: Pass, _inputs: &MicrobatchInputs, _lse: &mut [f64]) {}
 
@@ -95,8 +107,20 @@ pub trait World: Sync {
         None
     }
 
+    /// A factor of the stage's values and of their rounding, but not of the rounding with
+    /// which they were stored.
+    fn scale(&self, _at: At) -> f64 {
+        1.0
+    }
+
     /// Last: other values than the stage would have.
     fn expected(&self, _of: &mut Expectation<'_>) {}
+
+    /// What stands in for a captured tensor: a fixed kernel's values, to be judged in its
+    /// place.
+    fn captured(&self, _at: &At) -> Option<&Supplied> {
+        None
+    }
 
     /// Weight of an addend in the sum over microbatches (`Accumulate`) or over ranks
     /// (`Reduce`).
@@ -114,6 +138,12 @@ pub trait World: Sync {
     /// each may be off for values that lie near ties, empty for not at all.
     fn nll(&self, _inputs: &MicrobatchInputs, _read: &Read<'_>, _nll: &mut [f64]) -> Vec<f64> {
         Vec::new()
+    }
+
+    /// Whether policies are emulated at both ends of what the job's own arithmetic may do to
+    /// a logit: where they differ a value lies near a tie, and may have rounded either way.
+    fn at_ties(&self) -> bool {
+        false
     }
 
     /// How far what a world says of a stage of one number a token may be off, `[T]` of the
@@ -140,6 +170,15 @@ pub struct Declared;
 
 impl World for Declared {}
 
+/// Beside another world: values near ties may have rounded either way.
+pub struct AtTies;
+
+impl World for AtTies {
+    fn at_ties(&self) -> bool {
+        true
+    }
+}
+
 /// Several worlds at once, one after the other.
 impl<W: World + ?Sized> World for Vec<&W> {
     fn options(&self, options: &mut HeadOptions) {
@@ -148,6 +187,16 @@ impl<W: World + ?Sized> World for Vec<&W> {
 
     fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         self.iter().for_each(|world| world.inputs(step, inputs));
+    }
+
+    fn denominators(
+        &self,
+        step: &HeadStep<'_>,
+        all: &[&MicrobatchInputs],
+        own: &MicrobatchInputs,
+        of: &mut Vec<(Unit, f64)>,
+    ) {
+        self.iter().for_each(|world| world.denominators(step, all, own, of));
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
@@ -169,8 +218,16 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().find_map(|world| world.policy(declared))
     }
 
+    fn scale(&self, at: At) -> f64 {
+        self.iter().map(|world| world.scale(at)).product()
+    }
+
     fn expected(&self, of: &mut Expectation<'_>) {
         self.iter().for_each(|world| world.expected(of));
+    }
+
+    fn captured(&self, at: &At) -> Option<&Supplied> {
+        self.iter().find_map(|world| world.captured(at))
     }
 
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
@@ -188,6 +245,10 @@ impl<W: World + ?Sized> World for Vec<&W> {
             ties = if own.is_empty() { ties } else { own };
         }
         ties
+    }
+
+    fn at_ties(&self) -> bool {
+        self.iter().any(|world| world.at_ties())
     }
 
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {

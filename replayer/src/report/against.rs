@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::causes;
 use super::number::{error, plural, ratio, short};
 use super::schema::{AgainstReport, Report, Verdict};
 use super::text::{place, word, wrap};
@@ -27,6 +28,7 @@ pub(super) fn render(out: &mut String, against: &AgainstReport) {
             names => format!("diverges from its own reference at {}", names.join(", ")),
         };
         wrap(out, "other run ", &other);
+        causes::render(out, &against.causes);
     }
     out.push('\n');
 }

@@ -1,8 +1,8 @@
 //! The causes of a divergence as text: named, tied or unknown, with what shows them.
 
-use super::number::ratio;
+use super::number::{error, ratio};
 use super::text::wrap;
-use crate::diagnose::{Found, Standing};
+use crate::diagnose::{Found, Standing, VariantStage};
 
 /// Lines of all causes; nothing where nothing diverged.
 pub(super) fn render(out: &mut String, causes: &[Found]) {
@@ -23,6 +23,24 @@ pub(super) fn render(out: &mut String, causes: &[Found]) {
     }
     if !causes.is_empty() {
         out.push('\n');
+    }
+}
+
+/// Lines of a user's own functions.
+pub(super) fn variants(out: &mut String, all: &[VariantStage]) {
+    for one in all {
+        let right = match one.agrees {
+            true => format!("right: ratio {} to the floor", ratio(one.ratio)),
+            false => format!("WRONG: {}", one.reason),
+        };
+        let like = match (one.explains, one.distance) {
+            (Some(true), _) => "; it is what was captured, but for rounding".to_string(),
+            (Some(false), Some(distance)) => {
+                format!("; what was captured is {} away from it", error(distance))
+            }
+            _ => "; the stage was not captured".to_string(),
+        };
+        wrap(out, "variant   ", &format!("{}, {}: {right}{like}", one.variant, one.stage));
     }
 }
 

@@ -2,7 +2,9 @@
 //! out. No verdict is made here.
 
 mod against;
+pub mod catalogue;
 mod causes;
+pub mod checked;
 pub mod dumped;
 mod measured;
 mod norm;

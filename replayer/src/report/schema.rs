@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
-use crate::diagnose::Found;
+use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{
@@ -163,6 +163,8 @@ pub struct AgainstReport {
     pub dump: DumpSummary,
     /// Its stages against the reference.
     pub stages: Vec<StageReport>,
+    /// Why it leaves the reference, where it does.
+    pub causes: Vec<Found>,
     /// Stage by stage.
     pub differences: Vec<Difference>,
     /// Tensors without a part in the head, in the order of capture.
@@ -196,6 +198,8 @@ pub struct Report {
     pub stages: Vec<StageReport>,
     /// Causes from the catalogue.
     pub causes: Vec<Found>,
+    /// How the stages of a user's own functions came out; empty without any.
+    pub variants: Vec<VariantStage>,
     /// The norm of the gradients.
     pub grad_norm: GradNorm,
     /// The other dump of `--against`.

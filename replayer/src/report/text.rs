@@ -34,6 +34,7 @@ pub fn render(report: &Report) -> String {
     }
     unchecked(&mut out, &report.not_checked);
     out.push('\n');
+    causes::variants(&mut out, &report.variants);
     causes::render(&mut out, &report.causes);
     wrap(&mut out, "", &verdict(report));
     out

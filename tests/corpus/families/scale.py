@@ -65,3 +65,98 @@ def zloss(rng, seed):
     changed = {"dropped": {"backward_zloss": 0.0}, "half": {"backward_zloss": 0.5}, "other": {"zloss": factor * 10}}
     wrong = replace(code, **changed[how])
     return switched("zloss-mismatch", job, kept_for(rng, code), (code, Step()), (wrong, Step()))
+
+
+@plant("rank-mean-vs-sum")
+def rank_mean(rng, seed):
+    """The addends' mean over ranks where their sum is meant, or each rank's loss over W too."""
+    how = pick(rng, ["pmean", "pmean", "loss"])
+    job = draw_job(rng, seed, ranks=pick(rng, [2, 3, 4]))
+    code, step = code_for(rng, job), Step(rank_scale=how)
+    also = [{"microbatch-count-scale"}] if job.count == job.ranks else []
+    return switched("rank-mean-vs-sum", job, kept_for(rng, code), (code, Step()), (code, step), also)
+
+
+@plant("valid-count")
+def valid_count(rng, seed):
+    """The mean is over all tokens, padding included; in the loss too, or in the backward only."""
+    options = {"ignore_label": pick(rng, [-100, -1]), "denominator": "valid"}
+    job = draw_job(rng, seed, weights=False, options=options)
+    code = code_for(rng, job)
+    step = Step(denominator="all", denominator_in=pick(rng, ["both", "backward"]))
+    return switched("valid-count", job, kept_for(rng, code), (code, Step()), (code, step))
+
+
+@plant("cotangent-dropped")
+def cotangent_dropped(rng, seed):
+    """The backward leaves out what multiplies the loss: of one gradient or of both."""
+    how = pick(rng, ["dq", "dk", "none", "weights"])
+    job = draw_job(rng, seed, weights="mixed", options={"cotangent": pick(rng, [0.5, 1.75, 3.0])})
+    code = code_for(rng, job, "kernel")
+    wrong = replace(code, token_weights=False) if how == "weights" else replace(code, cotangent=how)
+    return switched("cotangent-dropped", job, kept_for(rng, code), (code, Step()), (wrong, Step()))
+
+
+@plant("accumulation-window")
+def accumulation_window(rng, seed):
+    """Not every microbatch reaches the sum, or the sum is added to itself."""
+    which = pick(rng, ["last", "first", "not the first", "not the last", "doubled"])
+    job = draw_job(rng, seed, microbatches=pick(rng, [3, 4, 5]))
+    code = code_for(rng, job)
+    also = [{"dropped-batch"}] if which.startswith("not") else []
+    step = Step(window=which)
+    return switched("accumulation-window", job, kept_for(rng, code), (code, Step()), (code, step), also)
+
+
+@plant("smoothing-mismatch")
+def smoothing(rng, seed):
+    """Label smoothing in the loss and not in the gradient, or by the other formula."""
+    options = {"label_smoothing": pick(rng, [0.05, 0.1, 0.2]), "smoothing_formula": pick(rng, ["uniform", "megatron"])}
+    how = pick(rng, ["backward", "backward", "formula"])
+    job = draw_job(rng, seed, options=options, dtype="f32" if how == "formula" and rng.random() < 0.6 else None)
+    code = code_for(rng, job, "kernel" if how == "backward" else pick(rng, ["plain", "kernel", "chunked"]))
+    other = {"uniform": "megatron", "megatron": "uniform"}[options["smoothing_formula"]]
+    wrong = replace(code, backward_smoothing=False) if how == "backward" else replace(code, smoothing_formula=other)
+    return switched("smoothing-mismatch", job, kept_for(rng, code), (code, Step()), (wrong, Step()))
+
+
+@plant("temperature-mismatch")
+def temperature(rng, seed):
+    """The temperature's factor is missing in the backward, or another one is used."""
+    declared = pick(rng, [0.7, 1.5, 2.0])
+    how = pick(rng, ["backward", "other", "none"])
+    job = draw_job(rng, seed, options={"temperature": declared})
+    code = code_for(rng, job, "kernel" if how == "backward" else None)
+    changed = {"backward": {"backward_temperature": False}, "other": {"temperature": declared * 1.1}, "none": {"temperature": 1.0}}
+    wrong = replace(code, **changed[how])
+    return switched("temperature-mismatch", job, kept_for(rng, code), (code, Step()), (wrong, Step()))
+
+
+@plant("bias-twice")
+def bias_twice(rng, seed):
+    """The logits come with the bias, and it is added again."""
+    job = draw_job(rng, seed, bias=True)
+    code = code_for(rng, job)
+    wrong = replace(code, bias_times=2.0)
+    return switched("bias-twice", job, kept_for(rng, code), (code, Step()), (wrong, Step()))
+
+
+@plant("all-ignored")
+def all_ignored(rng, seed):
+    """A microbatch without a token that counts: its mean is 0 / 0."""
+    options = {"scope": "microbatch", "microbatch_reduction": "mean"}
+    job = draw_job(rng, seed, microbatches=pick(rng, [2, 3]), options=options)
+    job.microbatches[int(rng.integers(job.count))]["weights"][:] = 0
+    code = code_for(rng, job)
+    step = Step(guarded=False)
+    also = [{"nan-origin"}, {"all-ignored", "nan-origin"}]
+    return switched("all-ignored", job, kept_for(rng, code), (code, Step()), (code, step), also)
+
+
+@plant("clipping")
+def clipping(rng, seed):
+    """The gradients that are recorded have been clipped to a norm."""
+    where = pick(rng, ["reduced", "reduced", "microbatch"])
+    job = draw_job(rng, seed)
+    code, step = code_for(rng, job), Step(clip=float(rng.uniform(0.2, 0.9)), clip_at=where)
+    return switched("clipping", job, kept_for(rng, code), (code, Step()), (code, step))

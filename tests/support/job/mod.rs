@@ -12,7 +12,7 @@
 mod draw;
 mod inputs;
 mod math;
-mod number;
+pub(crate) mod number;
 pub(crate) mod options;
 mod policy;
 mod record;
@@ -43,6 +43,79 @@ pub(crate) enum Fault {
     RankMean,
     /// One element of dq is NaN.
     NanInDq,
+    /// Some of what is recorded is scaled; what is summed from it follows.
+    Scaled(What, f32),
+    /// dk of one rank's one microbatch is scaled.
+    OneScaled(f32),
+    /// The sum over microbatches does not hold each once.
+    Window(Window),
+    /// A mean over no tokens is 0/0.
+    Unguarded,
+    /// dbias is without the label's part.
+    DbiasUnlabelled,
+    /// Something is rounded to a format that the job does not declare.
+    Narrow(Narrow, Float),
+    /// Blocks of so many tokens and classes in which no `|p - onehot|` reaches the first
+    /// number are left out of dlogits.
+    Filter(f32, [usize; 2]),
+}
+
+/// What is rounded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Narrow {
+    /// dk's sum over chunks of the declared size, and each chunk's part.
+    Chunks,
+    /// dq's sum over vocabulary tiles and dk's over tiles of 32 tokens, and their parts.
+    Tiles,
+    /// dk's sum over microbatches.
+    Microbatches,
+    /// p before 1 is taken off it.
+    EarlyP,
+    /// lse between forward and backward.
+    KeptLse,
+    /// The backward's logits.
+    BackwardLogits,
+    /// The logits that lse and the label's logit are taken from.
+    ForwardLogits,
+    /// lse and the label's logit, and their difference, for the loss.
+    Loss,
+    /// Operands of every product.
+    Gemm,
+    /// Operands of the backward's products.
+    GemmBackward,
+    /// dlogits, in products.
+    Dlogits,
+}
+
+/// What a fault scales.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum What {
+    /// dq and its parts.
+    Dq,
+    /// dk, its parts and dbias.
+    Dk,
+    /// dq, dk, their parts, dbias and dlogits.
+    Gradients,
+    /// The same and the loss.
+    LossToo,
+    Dbias,
+    /// dk summed over microbatches.
+    Accumulated,
+    /// dk summed over ranks.
+    Reduced,
+}
+
+/// Weights of a sum over microbatches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Window {
+    /// The last alone.
+    Last,
+    /// All but the first.
+    NotFirst,
+    /// Doubled before another is added.
+    Doubled,
+    /// The first is added with this weight: no window at all.
+    First(f32),
 }
 
 /// Sizes, seed and options of a job: its `Debug` is enough to build it again.
@@ -148,6 +221,14 @@ impl Job {
         match self.fault {
             Fault::LabelScatterBf16 => Float::Bf16,
             _ => self.options.rounding.label_scatter,
+        }
+    }
+
+    /// What the fault rounds this to, if it does.
+    fn narrow(&self, what: Narrow) -> Option<Float> {
+        match self.fault {
+            Fault::Narrow(of, to) if of == what => Some(to),
+            _ => None,
         }
     }
 

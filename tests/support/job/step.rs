@@ -8,7 +8,7 @@ use super::math::{Backward, Forward, Head};
 use super::number::{Float, Order, Random, Real, Sum, zeros};
 use super::options::Kind;
 use super::policy::{self, Counts};
-use super::{Fault, Job};
+use super::{Fault, Job, Narrow, What, Window};
 
 /// One rank's microbatch, computed.
 pub(super) struct Part<F> {
@@ -39,16 +39,27 @@ impl<F: Real> Step<F> {
             (0..job.ranks).map(|rank| part(job, inputs, &head, mb, rank)).collect::<Vec<Part<F>>>()
         };
         let parts: Vec<Vec<Part<F>>> = (0..job.microbatches).map(one).collect();
-        let total = Sum { order: Order::Sequential, tile: usize::MAX, accumulator: Float::F32 };
+        let total = Sum {
+            order: Order::Sequential,
+            tile: usize::MAX,
+            accumulator: Float::F32,
+            between: Float::F32,
+        };
         let loss = |ranks: &Vec<Part<F>>| {
             let each: Vec<F> = ranks.iter().map(|part| total.of(&part.losses)).collect();
             total.of(&each)
         };
-        let losses = parts.iter().map(loss).collect();
+        let mut losses: Vec<F> = parts.iter().map(loss).collect();
+        if let Fault::Scaled(What::LossToo, by) = job.fault {
+            losses.iter_mut().for_each(|loss| *loss = *loss * F::of(by.into()));
+        }
         let accumulated = accumulated(job, &parts);
         let mut reduced = added(job, accumulated.iter().map(Vec::as_slice));
         if job.fault == Fault::RankMean {
             reduced.iter_mut().for_each(|x| *x = *x / F::of(job.ranks as f64));
+        }
+        if let Fault::Scaled(What::Reduced, by) = job.fault {
+            reduced.iter_mut().for_each(|x| *x = *x * F::of(by.into()));
         }
         let squares: Vec<F> = reduced.iter().map(|&x| x * x).collect();
         let grad_norm = total.of(&squares).sqrt();
@@ -95,7 +106,7 @@ fn part<F: Real>(
         tie(job, mb, rank, &mut gradients.dk);
     }
     store(job, &mut gradients);
-    plant(job, mb, rank, &mut forward, &mut gradients);
+    plant(job, (mb, rank), counts.tokens, &mut forward, &mut gradients);
     Part { forward, logprobs, losses, dlogprobs, gradients }
 }
 
@@ -125,8 +136,8 @@ fn store<F: Real>(job: &Job, gradients: &mut Backward<F>) {
 /// Faults that show in what one rank's microbatch leaves.
 fn plant<F: Real>(
     job: &Job,
-    mb: usize,
-    rank: usize,
+    (mb, rank): (usize, usize),
+    count: f64,
     forward: &mut Forward<F>,
     gradients: &mut Backward<F>,
 ) {
@@ -137,8 +148,38 @@ fn plant<F: Real>(
         Fault::LseOff(by) if mb == 1 => {
             forward.lse.iter_mut().for_each(|x| *x += F::of(by.into()));
         }
+        Fault::OneScaled(by) if rank == 1 && mb == 0 => scale(&mut gradients.dk, by),
+        Fault::Scaled(what, by) => scale_all(what, by, gradients),
+        Fault::Unguarded if count == 0.0 => {
+            let all = [&mut gradients.dq, &mut gradients.dk_lse, &mut gradients.dk_label];
+            all.into_iter().chain([&mut gradients.dk]).for_each(|of| of.fill(F::of(f64::NAN)));
+        }
         Fault::NanInDq if rank == 1 && mb == 0 => gradients.dq[5] = F::of(f64::NAN),
         _ => {}
+    }
+}
+
+fn scale<F: Real>(values: &mut [F], by: f32) {
+    values.iter_mut().for_each(|x| *x = *x * F::of(by.into()));
+}
+
+fn scale_all<F: Real>(what: What, by: f32, gradients: &mut Backward<F>) {
+    let of_q = matches!(what, What::Dq | What::Gradients | What::LossToo);
+    let of_k = matches!(what, What::Dk | What::Gradients | What::LossToo);
+    let Backward { dlogits, dq_lse, dq_label, dq, dk_lse, dk_label, dk, dbias } = gradients;
+    for (values, here) in [
+        (dlogits, of_q && of_k),
+        (dq_lse, of_q),
+        (dq_label, of_q),
+        (dq, of_q),
+        (dk_lse, of_k),
+        (dk_label, of_k),
+        (dk, of_k),
+        (dbias, of_k || what == What::Dbias),
+    ] {
+        if here {
+            scale(values, by);
+        }
     }
 }
 
@@ -170,7 +211,9 @@ fn counts(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> Counts {
         (LossReduction::Sum | LossReduction::None, _) => 1.0,
         (_, Denominator::Number(n)) => n,
         // Jobs that survive a batch without tokens guard the division so.
-        _ => Some(shares.into_iter().map(count).sum()).filter(|&n: &f64| n > 0.0).unwrap_or(1.0),
+        _ => Some(shares.into_iter().map(count).sum())
+            .filter(|&n: &f64| n > 0.0 || job.fault == Fault::Unguarded)
+            .unwrap_or(1.0),
     };
     Counts { tokens, sequences }
 }
@@ -179,8 +222,16 @@ fn counts(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> Counts {
 fn accumulated<F: Real>(job: &Job, parts: &[Vec<Part<F>>]) -> Vec<Vec<F>> {
     let to = job.options.rounding.reduce;
     let of_rank = |rank: usize| {
-        let each = parts.iter().map(|ranks| ranks[rank].gradients.dk.as_slice());
-        let mut sum = added(job, each);
+        let mut each: Vec<Vec<F>> =
+            parts.iter().map(|ranks| ranks[rank].gradients.dk.clone()).collect();
+        window(job, &mut each);
+        let mut sum = match job.narrow(Narrow::Microbatches) {
+            Some(to) => added_in(to, each.iter().map(Vec::as_slice)),
+            None => added(job, each.iter().map(Vec::as_slice)),
+        };
+        if let Fault::Scaled(What::Accumulated, by) = job.fault {
+            scale(&mut sum, by);
+        }
         if job.options.microbatch_reduction == MicrobatchReduction::Mean {
             let count = F::of(job.microbatches as f64);
             sum.iter_mut().for_each(|x| *x = (*x / count).round(to));
@@ -190,9 +241,33 @@ fn accumulated<F: Real>(job: &Job, parts: &[Vec<Part<F>>]) -> Vec<Vec<F>> {
     (0..job.ranks).map(of_rank).collect()
 }
 
+/// Weighs the microbatches as a faulty sum over them does.
+fn window<F: Real>(job: &Job, each: &mut [Vec<F>]) {
+    let Fault::Window(kind) = job.fault else { return };
+    let n = each.len();
+    for (at, values) in each.iter_mut().enumerate() {
+        let by = match kind {
+            Window::Last => f32::from(u8::from(at + 1 == n)),
+            Window::NotFirst => f32::from(u8::from(at > 0)),
+            Window::Doubled => (1u32 << (n - 1 - at)) as f32,
+            Window::First(by) => {
+                if at == 0 {
+                    by
+                } else {
+                    1.0
+                }
+            }
+        };
+        scale(values, by);
+    }
+}
+
 /// The sum of several gradients, one after another.
-fn added<'a, F: Real + 'a>(job: &Job, mut each: impl Iterator<Item = &'a [F]>) -> Vec<F> {
-    let to = job.options.rounding.reduce;
+fn added<'a, F: Real + 'a>(job: &Job, each: impl Iterator<Item = &'a [F]>) -> Vec<F> {
+    added_in(job.options.rounding.reduce, each)
+}
+
+fn added_in<'a, F: Real + 'a>(to: Float, mut each: impl Iterator<Item = &'a [F]>) -> Vec<F> {
     let mut sum = each.next().map_or(zeros(0), <[F]>::to_vec);
     sum.iter_mut().for_each(|x| *x = x.round(to));
     for addend in each {

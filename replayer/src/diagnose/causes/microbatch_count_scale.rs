@@ -1,14 +1,14 @@
-//! `microbatch-count-scale`: gradients of microbatches are M or 1/M of what they should
-//! be, because their mean was declared and their sum was taken, or the other way round,
-//! or twice.
+//! `microbatch-count-scale`: gradients are M or 1/M of what they should be, because their
+//! mean was declared and their sum was taken, or the other way round, or twice.
 //!
-//! Detectors: D6, one factor explains each failing comparison.
+//! Detectors: D6, one factor in every microbatch and on every rank of a stage: of the
+//! losses and gradients of microbatches, of their sum, or of the reduced gradient.
 //! Emulation: the factor.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
-use crate::head::Stage;
-use crate::replay::world::{Expectation, World};
+use crate::diagnose::detectors::uniform::{SCALED, stages_times};
+use crate::diagnose::evidence::Evidence;
+use crate::diagnose::worlds::Scaled;
 
 /// The catalogue's entry.
 pub struct MicrobatchCountScale;
@@ -33,29 +33,15 @@ impl Cause for MicrobatchCountScale {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let count = evidence.step.options.declared.microbatches as usize;
         let count = count.max(evidence.microbatches()) as f64;
-        let stages = [&GRADIENTS[..], &[Stage::Accumulate, Stage::Reduce]].concat();
-        if count < 2.0 || !evidence.all_scaled(&stages) {
+        if count < 2.0 {
             return Vec::new();
         }
         let of = |(factor, words): (f64, &str)| {
+            let stages = stages_times(evidence, factor, &SCALED);
             let parameters =
                 vec![("factor", words.to_string()), ("microbatches", count.to_string())];
-            Hypothesis::new(Scaled { factor }, parameters)
+            (!stages.is_empty()).then(|| Hypothesis::new(Scaled { factor, stages }, parameters))
         };
-        [(count, "M"), (1.0 / count, "1/M")].into_iter().map(of).collect()
-    }
-}
-
-struct Scaled {
-    factor: f64,
-}
-
-impl World for Scaled {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        if GRADIENTS.contains(&of.at.stage)
-            || matches!(of.at.stage, Stage::Accumulate | Stage::Reduce)
-        {
-            of.values.iter_mut().for_each(|x| *x *= self.factor);
-        }
+        [(count, "M"), (1.0 / count, "1/M")].into_iter().filter_map(of).collect()
     }
 }

@@ -1,14 +1,22 @@
-//! `zloss-mismatch`: the z-loss `λ lse²` counts otherwise in the gradient than declared.
+//! `zloss-mismatch`: the z-loss `λ lse²` counts otherwise in the loss or in the gradient
+//! than declared: left out, with another λ, or there though none was declared.
 //!
-//! Detectors: D3, a token's softmax part is `1 + c lse` times what it should be.
-//! Emulation: `g_lse = g (1 + c lse)` with c in {0, λ, 2λ, 4λ}.
+//! Detectors: D3, a token's softmax part is `1 + c lse` times what it should be; c is
+//! fitted to all that fails.
+//! Emulation: `g_lse = g (1 + c lse)` with c in {0, λ, 2λ, 4λ} or the fitted one, and the
+//! loss with or without its term.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::fit::{linear, shown};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::head::{HeadOptions, Stage};
 use crate::replay::world::{UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct ZLossMismatch;
+
+/// A usual λ, to start a fit with.
+const USUAL: f64 = 1e-4;
 
 impl Cause for ZLossMismatch {
     fn id(&self) -> &'static str {
@@ -16,7 +24,7 @@ impl Cause for ZLossMismatch {
     }
 
     fn about(&self) -> &'static str {
-        "the gradient of the z-loss is left out, or counted with another factor than the declared one"
+        "the z-loss is left out of the loss or of the gradient, or counted with another factor than the declared one"
     }
 
     fn cases(&self) -> &'static [&'static str] {
@@ -24,30 +32,77 @@ impl Cause for ZLossMismatch {
     }
 
     fn advice(&self) -> &'static str {
-        "multiply the softmax part by 1 + 2 λ lse, with the λ that the loss has"
+        "declare the z-loss that the job has, and multiply the softmax part by 1 + 2 λ lse with the λ of the loss"
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let lambda = evidence.step.options.declared.z_loss;
-        if lambda == 0.0 || !evidence.fails_any(&GRADIENTS) {
+        let gradients = evidence.fails_any(&GRADIENTS);
+        if evidence.step.is_policy_loss() || !(gradients || evidence.fails(Stage::Loss)) {
             return Vec::new();
         }
-        let of = |(slope, words): (f64, &str)| {
-            let parameters = vec![("gradient", words.to_string()), ("z_loss", lambda.to_string())];
-            Hypothesis::new(Sloped { slope }, parameters)
-        };
-        [(0.0, "left out"), (lambda, "λ lse in place of 2 λ lse"), (4.0 * lambda, "twice")]
-            .into_iter()
-            .map(of)
-            .collect()
+        let declared = &evidence.step.options.declared;
+        let (lambda, in_loss) =
+            (declared.z_loss, declared.z_loss_in_loss && declared.z_loss != 0.0);
+        let mut found = Vec::new();
+        // Of the gradient: nothing, or slopes, with the λ in the loss that each implies.
+        let mut slopes = vec![(2.0 * lambda, 0)];
+        if gradients && lambda != 0.0 {
+            slopes.extend([0.0, lambda, 4.0 * lambda].map(|slope| (slope, 0)));
+        }
+        if gradients {
+            let world = |slope: f64| -> Box<dyn World> { Box::new(ZLoss { loss: None, slope }) };
+            let from = (2.0 * lambda, 2.0 * lambda.max(USUAL));
+            let fitted = linear(evidence, &GRADIENTS, from, &world).unwrap_or_default();
+            slopes.extend(fitted.into_iter().map(|slope| (slope, 1)));
+        }
+        for (slope, fitted) in slopes {
+            let mut losses = vec![None];
+            if evidence.fails(Stage::Loss) {
+                losses = vec![Some(slope / 2.0)];
+                losses.extend(if in_loss { [Some(0.0)] } else { [Some(lambda)] });
+            }
+            for loss in losses {
+                if slope != 2.0 * lambda || loss.is_some() {
+                    found.push(ZLoss { loss, slope }.hypothesis(lambda, fitted));
+                }
+            }
+        }
+        if evidence.fails(Stage::Loss) {
+            let slope = 2.0 * lambda;
+            let world =
+                |loss: f64| -> Box<dyn World> { Box::new(ZLoss { loss: Some(loss), slope }) };
+            let from = (if in_loss { lambda } else { 0.0 }, lambda.max(USUAL));
+            let fitted = linear(evidence, &[Stage::Loss], from, &world).unwrap_or_default();
+            let one = |loss: f64| ZLoss { loss: Some(loss), slope }.hypothesis(lambda, 1);
+            found.extend(fitted.into_iter().map(one));
+        }
+        found
     }
 }
 
-struct Sloped {
+/// λ of the loss, if not as declared, and `c` of the gradient.
+struct ZLoss {
+    loss: Option<f64>,
     slope: f64,
 }
 
-impl World for Sloped {
+impl ZLoss {
+    fn hypothesis(self, lambda: f64, fitted: usize) -> Hypothesis {
+        let of = |x: f64| if x == 0.0 { "left out".into() } else { shown(x) };
+        let mut parameters =
+            vec![("declared λ", lambda.to_string()), ("λ of the gradient", of(self.slope / 2.0))];
+        parameters.extend(self.loss.map(|loss| ("λ of the loss", of(loss))));
+        Hypothesis::new(self, parameters).fitted(fitted)
+    }
+}
+
+impl World for ZLoss {
+    fn options(&self, options: &mut HeadOptions) {
+        if let Some(loss) = self.loss {
+            (options.declared.z_loss, options.declared.z_loss_in_loss) = (loss, loss != 0.0);
+        }
+    }
+
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, ..]: [&mut [f64]; 3]) {
         for ((to, l), &g) in lse.iter_mut().zip(tokens.lse).zip(tokens.g) {
             *to = if g == 0.0 { 0.0 } else { g * (1.0 + self.slope * l) };

@@ -1,0 +1,332 @@
+//! Equal batches and equal sequences, over ranks, microbatches and dumped steps.
+//!
+//! A batch is what one rank held of a microbatch; a sequence is a row of a `[B, S]`
+//! tensor, or the whole of a `[T]` one. Shards of one box are replicas, not repeats.
+//!
+//! Two sequences may be equal by chance, so equality alone is no evidence. Each symbol x
+//! of a sequence is given the probability that the *other* distinct sequences and the
+//! sequence's own beginning make of it,
+//!
+//! ```text
+//! P(x | before) = (c(before, x) + p(x)) / (c(before) + 1)
+//! ```
+//!
+//! and 1 where x is the symbol before it once more, as in padding; c counts pairs, p is
+//! the share of x among all symbols. -Σ log2 P is the surprisal of the sequence: small for
+//! padding, constants, few classes and stock phrases. A repeat is reported when chance would give one among N(N-1)/2 pairs with probability below
+//! [`FALSE_ALARM`], shared over the tests of the check.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use backtape::hash::ContentHash;
+use backtape::head::Loss;
+use backtape::identity::Microbatch;
+use backtape::role::Role;
+
+use super::tokens::{Batch, batches, is_input, is_labels, rows_of_q};
+use super::{Found, Place, Severity, Subject};
+use crate::compare::bound::FALSE_ALARM;
+use crate::dump::name_ranks;
+use crate::report::number::plural;
+
+/// Repeats named one by one.
+const NAMED: usize = 6;
+
+/// A batch with where it was held.
+struct Held<'a> {
+    step: u64,
+    microbatch: Option<Microbatch>,
+    batch: Batch<'a>,
+}
+
+/// What tells sequences apart: content, first column, length.
+type Sequence = (u128, u64, usize);
+
+/// One sequence: which batch, which row of it.
+#[derive(Clone, Copy)]
+struct Row {
+    batch: usize,
+    row: usize,
+}
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    let mut named: BTreeMap<&str, Vec<Held<'_>>> = BTreeMap::new();
+    let mut of_q: BTreeMap<&str, Vec<Held<'_>>> = BTreeMap::new();
+    for subject in subjects {
+        for (key, info) in subject.dump.tensors() {
+            let into = match info.role {
+                _ if is_labels(info) || is_input(key, info) => &mut named,
+                Some(Role::Q) => &mut of_q,
+                _ => continue,
+            };
+            let batches = match info.role {
+                Some(Role::Q) => rows_of_q(subject, info),
+                _ => batches(subject, info),
+            };
+            let (step, microbatch) = (subject.dump.step.0, key.microbatch);
+            let held = batches.into_iter().map(|batch| Held { step, microbatch, batch });
+            into.entry(key.tensor.as_str()).or_default().extend(held);
+        }
+    }
+    if named.is_empty() {
+        found.skip("token ids", "neither labels nor integer inputs were recorded");
+        named = of_q;
+    }
+    // Two tests, of batches and of sequences, for every tensor.
+    let tests = 2 * named.len().max(1);
+    let policy = subjects.iter().filter_map(Subject::head).any(|head| head.loss == Loss::Grpo);
+    for (name, held) in &named {
+        if held.len() > 1 || held.iter().any(|one| symbols(&one.batch).0 > 1) {
+            found.looked();
+            tensor(name, held, tests, policy, found);
+        }
+    }
+    if found.looked_at == 0 {
+        found.skip("equal batches", "only one sequence was recorded");
+    }
+}
+
+/// Rows of a batch and symbols of a row.
+fn symbols(batch: &Batch<'_>) -> (usize, usize) {
+    let piece = &batch.piece;
+    let count = match piece.record.role {
+        Some(Role::Q) => piece.rows(),
+        _ => piece.bytes.len() / piece.record.dtype.width(),
+    };
+    (count / batch.length, batch.length)
+}
+
+/// Each symbol of a row, as a number.
+fn row_symbols(batch: &Batch<'_>, row: usize) -> Vec<i64> {
+    let (from, length) = (row * batch.length, batch.length);
+    match batch.piece.record.role {
+        Some(Role::Q) => (from..from + length)
+            .map(|t| ContentHash::of(batch.piece.row_bytes(t)).0 as i64)
+            .collect(),
+        _ => batch.ids().skip(from).take(length).collect(),
+    }
+}
+
+fn row_key(batch: &Batch<'_>, row: usize) -> Sequence {
+    let (rows, length) = symbols(batch);
+    let width = batch.piece.bytes.len() / rows.max(1);
+    let bytes = &batch.piece.bytes[row * width..(row + 1) * width];
+    // A vector is one sequence wherever it lies; rows cut along the sequence are
+    // compared with the same part of others.
+    let dims = batch.piece.place().0.len() - usize::from(batch.piece.record.role == Some(Role::Q));
+    let start = if dims > 1 { batch.piece.place().0[dims - 1].0 } else { 0 };
+    (ContentHash::of(bytes).0, start, length)
+}
+
+fn tensor(name: &str, held: &[Held<'_>], tests: usize, policy: bool, found: &mut Found) {
+    let keys: Vec<Vec<Sequence>> = held
+        .iter()
+        .map(|one| (0..symbols(&one.batch).0).map(|row| row_key(&one.batch, row)).collect())
+        .collect();
+    let mut classes: BTreeMap<Sequence, Vec<Row>> = BTreeMap::new();
+    for (batch, keys) in keys.iter().enumerate() {
+        for (row, key) in keys.iter().enumerate() {
+            classes.entry(*key).or_default().push(Row { batch, row });
+        }
+    }
+    if classes.values().all(|rows| rows.len() < 2) {
+        return;
+    }
+    let bits = surprisals(held, &classes);
+    let sequences: usize = keys.iter().map(Vec::len).sum();
+    let whole = equal_batches(&keys, &bits, needed(held.len(), tests));
+    report_batches(name, held, &whole, policy, found);
+    let again: BTreeSet<usize> =
+        whole.iter().flat_map(|(class, _)| class.iter().skip(1)).copied().collect();
+    let enough = needed(sequences, tests);
+    let mut repeats: Vec<(Vec<Row>, f64)> = Vec::new();
+    for (key, rows) in &classes {
+        let other: Vec<Row> =
+            rows.iter().filter(|row| !again.contains(&row.batch)).copied().collect();
+        let surprisal = bits.get(key).copied().unwrap_or(0.0);
+        if other.len() > 1 && surprisal >= enough {
+            repeats.push((other, surprisal));
+        }
+    }
+    // By place, not by hash.
+    repeats.sort_by_key(|(rows, _)| (rows[0].batch, rows[0].row));
+    report_rows(name, held, &repeats, sequences, policy, found);
+}
+
+/// The surprisal in bits that equality by chance among so many cannot have.
+fn needed(count: usize, tests: usize) -> f64 {
+    let pairs = count as f64 * (count as f64 - 1.0) / 2.0;
+    (pairs.max(1.0) * tests as f64 / FALSE_ALARM).log2()
+}
+
+/// Surprisal in bits of every sequence that occurs more than once.
+fn surprisals(
+    held: &[Held<'_>],
+    classes: &BTreeMap<Sequence, Vec<Row>>,
+) -> BTreeMap<Sequence, f64> {
+    let of = |rows: &[Row]| row_symbols(&held[rows[0].batch].batch, rows[0].row);
+    let (mut single, mut total) = (HashMap::<i64, u64>::new(), 0u64);
+    let mut pairs = HashMap::<(i64, i64), u64>::new();
+    let mut before = HashMap::<i64, u64>::new();
+    for rows in classes.values() {
+        let symbols = of(rows);
+        total += symbols.len() as u64;
+        symbols.iter().for_each(|&x| *single.entry(x).or_default() += 1);
+        for pair in symbols.windows(2) {
+            *pairs.entry((pair[0], pair[1])).or_default() += 1;
+            *before.entry(pair[0]).or_default() += 1;
+        }
+    }
+    let share = |x: i64| single[&x] as f64 / total as f64;
+    let repeated = classes.iter().filter(|(_, rows)| rows.len() > 1);
+    repeated.map(|(key, rows)| (*key, surprisal(&of(rows), share, &pairs, &before))).collect()
+}
+
+fn surprisal(
+    symbols: &[i64],
+    share: impl Fn(i64) -> f64,
+    pairs: &HashMap<(i64, i64), u64>,
+    before: &HashMap<i64, u64>,
+) -> f64 {
+    let (mut own_pairs, mut own_before) = (HashMap::new(), HashMap::new());
+    for pair in symbols.windows(2) {
+        *own_pairs.entry((pair[0], pair[1])).or_insert(0u64) += 1;
+        *own_before.entry(pair[0]).or_insert(0u64) += 1;
+    }
+    // Own pairs that lie behind: what remains of `own` lies ahead and is not known yet.
+    let (mut ahead_pairs, mut ahead_before) = (own_pairs, own_before);
+    let mut bits = symbols.first().map_or(0.0, |&x| -share(x).log2());
+    for pair in symbols.windows(2) {
+        let pair = (pair[0], pair[1]);
+        let seen = (pairs[&pair] - ahead_pairs[&pair]) as f64;
+        let context = (before[&pair.0] - ahead_before[&pair.0]) as f64;
+        let repeats = pair.0 == pair.1;
+        bits -= if repeats { 0.0 } else { ((seen + share(pair.1)) / (context + 1.0)).log2() };
+        *ahead_pairs.entry(pair).or_default() -= 1;
+        *ahead_before.entry(pair.0).or_default() -= 1;
+    }
+    bits
+}
+
+/// Batches with the same sequences, in whatever order, and the surprisal of one.
+fn equal_batches(
+    keys: &[Vec<Sequence>],
+    bits: &BTreeMap<Sequence, f64>,
+    needed: f64,
+) -> Vec<(Vec<usize>, f64)> {
+    let mut classes: BTreeMap<Vec<Sequence>, Vec<usize>> = BTreeMap::new();
+    for (at, keys) in keys.iter().enumerate() {
+        let mut sorted = keys.clone();
+        sorted.sort_unstable();
+        classes.entry(sorted).or_default().push(at);
+    }
+    let surprisal = |keys: &[Sequence]| -> f64 {
+        let distinct: BTreeSet<&Sequence> = keys.iter().collect();
+        distinct.iter().map(|key| bits.get(key).copied().unwrap_or(0.0)).sum()
+    };
+    let repeated = classes.into_iter().filter(|(_, held)| held.len() > 1);
+    let mut found: Vec<(Vec<usize>, f64)> =
+        repeated.map(|(keys, held)| (held, surprisal(&keys))).collect();
+    found.retain(|(_, bits)| *bits >= needed);
+    found.sort_by_key(|(held, _)| held[0]);
+    found
+}
+
+fn report_batches(
+    name: &str,
+    held: &[Held<'_>],
+    whole: &[(Vec<usize>, f64)],
+    policy: bool,
+    found: &mut Found,
+) {
+    let repeats: usize = whole.iter().map(|(class, _)| class.len() - 1).sum();
+    let Some(least) = whole.iter().map(|(_, bits)| *bits).reduce(f64::min) else {
+        return;
+    };
+    let one = |(class, _): &(Vec<usize>, f64)| {
+        let names: Vec<String> = class.iter().take(NAMED).map(|&at| place(&held[at])).collect();
+        let more = class.len().saturating_sub(NAMED);
+        let more = if more > 0 { format!(" = {more} more") } else { String::new() };
+        names.join(" = ") + &more
+    };
+    let mut shown: Vec<String> = whole.iter().take(NAMED).map(one).collect();
+    if whole.len() > NAMED {
+        shown.push(format!("{} more", whole.len() - NAMED));
+    }
+    let evidence = format!(
+        "{name}: {repeats} of {} repeat another: {}; a batch has at least {least:.0} bits that its peers do not foretell",
+        plural(held.len() as u64, "batch").replace("batchs", "batches"),
+        shown.join("; "),
+    );
+    let again = whole.iter().flat_map(|(class, _)| class.iter().skip(1));
+    let severity = if policy { Severity::Note } else { Severity::Fail };
+    let advice = match policy {
+        true => "Right where a policy is updated several times on the batch it sampled",
+        false => {
+            "Give each rank, microbatch and step its own part of the data: check the sampler's rank, world size, seed and epoch, and whether an iterator was restarted"
+        }
+    };
+    let place = common_place(name, held, again.map(|&at| &held[at]));
+    found.add(severity, Some("duplicate-batch"), place, evidence, advice);
+}
+
+fn report_rows(
+    name: &str,
+    held: &[Held<'_>],
+    repeats: &[(Vec<Row>, f64)],
+    sequences: usize,
+    policy: bool,
+    found: &mut Found,
+) {
+    let again: usize = repeats.iter().map(|(rows, _)| rows.len() - 1).sum();
+    let Some(least) = repeats.iter().map(|(_, bits)| *bits).reduce(f64::min) else {
+        return;
+    };
+    let sequence = |row: &Row| {
+        let one = &held[row.batch];
+        let first = one.batch.piece.place().0.first().map_or(0, |range| range.0);
+        format!("{} row {}", place(one), first + row.row as u64)
+    };
+    let one = |(rows, _): &(Vec<Row>, f64)| {
+        let names: Vec<String> = rows.iter().take(NAMED).map(sequence).collect();
+        let more = rows.len().saturating_sub(NAMED);
+        let more = if more > 0 { format!(" = {more} more") } else { String::new() };
+        names.join(" = ") + &more
+    };
+    let mut shown: Vec<String> = repeats.iter().take(NAMED).map(one).collect();
+    if repeats.len() > NAMED {
+        shown.push(format!("{} more", repeats.len() - NAMED));
+    }
+    let evidence = format!(
+        "{name}: {again} of {} repeat another ({:.2} %): {}; each has at least {least:.0} bits that the others do not foretell",
+        plural(sequences as u64, "sequence"),
+        100.0 * again as f64 / sequences as f64,
+        shown.join("; "),
+    );
+    let severity = if policy { Severity::Note } else { Severity::Warn };
+    let all = repeats.iter().flat_map(|(rows, _)| rows.iter().skip(1));
+    let place = common_place(name, held, all.map(|row| &held[row.batch]));
+    let advice = "Look whether the data hold these documents more than once, or a shard of them is read twice";
+    found.add(severity, Some("duplicate-batch"), place, evidence, advice);
+}
+
+/// Step and microbatch where all agree, and every rank.
+fn common_place<'a, 'b: 'a>(
+    name: &str,
+    held: &[Held<'b>],
+    all: impl Iterator<Item = &'a Held<'b>>,
+) -> Place {
+    let all: Vec<&Held<'_>> = all.collect();
+    let first = all.first().copied().unwrap_or(&held[0]);
+    let ranks: Vec<_> = all.iter().flat_map(|one| one.batch.ranks()).copied().collect();
+    let step = all.iter().all(|one| one.step == first.step).then_some(first.step);
+    let same = all.iter().all(|one| one.microbatch == first.microbatch);
+    let place = Place { step, tensor: Some(name.into()), ..Place::default() };
+    place.ranks(&ranks).microbatch(first.microbatch.filter(|_| same))
+}
+
+/// `step 0 microbatch 1 rank 3`.
+fn place(held: &Held<'_>) -> String {
+    let microbatch = held.microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
+    format!("step {}{microbatch} {}", held.step, name_ranks(held.batch.ranks()))
+}

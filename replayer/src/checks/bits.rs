@@ -1,0 +1,138 @@
+//! What the bits of one element are, in every dtype, without a conversion of the tensor.
+
+use backtape::dtype::Dtype;
+use half::{bf16, f16};
+
+/// What kind of value some bits are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Either zero.
+    Zero,
+    /// Any other number.
+    Finite,
+    /// An infinity; true for the negative one.
+    Infinite(bool),
+    /// No number.
+    Nan,
+}
+
+/// Exponent and fraction bits of a float dtype; `None` for integers.
+pub(super) fn format(dtype: Dtype) -> Option<(u32, u32)> {
+    match dtype {
+        Dtype::F8E4m3 => Some((4, 3)),
+        Dtype::F8E5m2 => Some((5, 2)),
+        Dtype::F16 => Some((5, 10)),
+        Dtype::Bf16 => Some((8, 7)),
+        Dtype::F32 => Some((8, 23)),
+        Dtype::F64 => Some((11, 52)),
+        _ => None,
+    }
+}
+
+/// Bits that two unrelated elements of one size hardly share: the fraction's, or for
+/// integers the width's.
+pub(super) fn random_bits(dtype: Dtype) -> u32 {
+    format(dtype).map_or(8 * dtype.width() as u32, |(_, fraction)| fraction)
+}
+
+/// The bits of element `index`, in the low end.
+///
+/// Panics when the element lies beyond `bytes`.
+pub(super) fn bits(bytes: &[u8], width: usize, index: usize) -> u64 {
+    let at = &bytes[index * width..(index + 1) * width];
+    at.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))
+}
+
+/// The kind of a value by its bits.
+pub(super) fn kind(dtype: Dtype, bits: u64) -> Kind {
+    let Some((exponent, fraction)) = format(dtype) else {
+        return if bits == 0 { Kind::Zero } else { Kind::Finite };
+    };
+    let magnitude = bits & !(1 << (exponent + fraction));
+    let top = ((1u64 << exponent) - 1) << fraction;
+    match magnitude {
+        0 => Kind::Zero,
+        // e4m3 has no infinity, and one NaN.
+        _ if dtype == Dtype::F8E4m3 => {
+            if magnitude == 0x7f {
+                Kind::Nan
+            } else {
+                Kind::Finite
+            }
+        }
+        m if m < top => Kind::Finite,
+        m if m == top => Kind::Infinite(magnitude != bits),
+        _ => Kind::Nan,
+    }
+}
+
+/// The value of some bits.
+pub(super) fn value(dtype: Dtype, bits: u64) -> f64 {
+    match dtype {
+        Dtype::Bool | Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64 => bits as f64,
+        Dtype::I8 => f64::from(bits as u8 as i8),
+        Dtype::I16 => f64::from(bits as u16 as i16),
+        Dtype::I32 => f64::from(bits as u32 as i32),
+        Dtype::I64 => bits as i64 as f64,
+        // f16 has e5m2's exponent, and eight bits more of fraction.
+        Dtype::F8E5m2 => f16::from_bits((bits as u16) << 8).to_f64(),
+        Dtype::F8E4m3 => small(bits as u8),
+        Dtype::F16 => f16::from_bits(bits as u16).to_f64(),
+        Dtype::Bf16 => bf16::from_bits(bits as u16).to_f64(),
+        Dtype::F32 => f64::from(f32::from_bits(bits as u32)),
+        Dtype::F64 => f64::from_bits(bits),
+    }
+}
+
+fn small(bits: u8) -> f64 {
+    let (exponent, fraction) = (i32::from(bits >> 3 & 15), f64::from(bits & 7));
+    let size = match (exponent, bits & 7) {
+        (15, 7) => f64::NAN,
+        (0, _) => fraction / 8.0 * (-6f64).exp2(),
+        _ => (1.0 + fraction / 8.0) * f64::from(exponent - 7).exp2(),
+    };
+    if bits & 0x80 == 0 { size } else { -size }
+}
+
+/// Whole numbers of an integer dtype; `None` for floats and for what exceeds i64.
+pub(super) fn integer(dtype: Dtype, bits: u64) -> Option<i64> {
+    match dtype {
+        Dtype::U8 | Dtype::U16 | Dtype::U32 => Some(bits as i64),
+        Dtype::U64 => i64::try_from(bits).ok(),
+        Dtype::I8 => Some(i64::from(bits as u8 as i8)),
+        Dtype::I16 => Some(i64::from(bits as u16 as i16)),
+        Dtype::I32 => Some(i64::from(bits as u32 as i32)),
+        Dtype::I64 => Some(bits as i64),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: the classes by bits are those of the values, in every small format.
+    #[test]
+    fn every_pattern_of_the_small_formats_has_the_kind_of_its_value() {
+        for dtype in [Dtype::F8E4m3, Dtype::F8E5m2, Dtype::F16, Dtype::Bf16] {
+            for bits in 0..1u64 << (8 * dtype.width()) {
+                let value = value(dtype, bits);
+                let wanted = match value {
+                    x if x.is_nan() => Kind::Nan,
+                    x if x.is_infinite() => Kind::Infinite(x < 0.0),
+                    0.0 => Kind::Zero,
+                    _ => Kind::Finite,
+                };
+                assert_eq!(kind(dtype, bits), wanted, "{dtype} {bits:#x}");
+            }
+        }
+        assert_eq!(value(Dtype::F8E4m3, 0x7e), 448.0);
+        assert_eq!(value(Dtype::F8E4m3, 0x81), -(-9f64).exp2());
+    }
+
+    #[test]
+    fn elements_are_read_low_byte_first() {
+        assert_eq!(bits(&[1, 2, 3, 4], 2, 1), 0x0403);
+        assert_eq!(integer(Dtype::I32, 0xffff_ff9c), Some(-100));
+    }
+}

@@ -1,0 +1,175 @@
+//! The denominator that the recorded loss was divided by, against what the data count.
+//!
+//! With S = Σ w (lse - label_logit + z_loss lse²) over the tokens of the loss, the job
+//! divided by N = S / loss. The error of N is that of S, where each term errs by a few u
+//! (|lse| + |label_logit|) and the sum of T terms by T 2⁻²⁴ Σ|terms| at most, and that of
+//! the loss's own dtype. A wrong count is called when another count fits N within that and
+//! the declared one does not. Where none fits it is a warning, unless N is as near as a
+//! loss kept in bf16 would be.
+
+use backtape::head::{Denominator, HeadDeclaration, Loss, LossReduction, Scope};
+use backtape::role::Role;
+
+use super::facts::{Facts, facts, roundoff};
+use super::gradients::number;
+use super::{Found, Place, Severity, Subject};
+use crate::report::number::short;
+
+/// Roundings of a term: two logits, their difference, its product with the weight.
+const ROUNDINGS: f64 = 4.0;
+const U32: f64 = 1.0 / (1u64 << 24) as f64;
+/// A loss that passed through bf16 a few times is no nearer than this.
+const COARSE: f64 = 4.0 / 256.0;
+/// Beyond this uncertainty counts cannot be told apart.
+const USELESS: f64 = 0.1;
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        let what = format!("step {}: the loss's denominator", subject.dump.step);
+        let Some(head) = subject.head() else {
+            found.skip(what, "no head was declared");
+            continue;
+        };
+        if let Some(why) = unfit(subject, head) {
+            found.skip(what, why);
+            continue;
+        }
+        let all: Vec<Facts> = facts(subject).into_iter().flatten().collect();
+        for one in &all {
+            microbatch(subject, head, one, &all, found);
+        }
+    }
+}
+
+/// Why the head's loss is no simple quotient.
+fn unfit(subject: &Subject<'_>, head: &HeadDeclaration) -> Option<&'static str> {
+    match head {
+        _ if head.loss == Loss::Grpo => Some("a policy loss is no sum of -log p"),
+        _ if head.reduction == LossReduction::None => Some("the loss is not reduced"),
+        _ if head.label_smoothing != 0.0 => Some("with label smoothing the loss needs every logit"),
+        _ if head.scope == Scope::Rank && subject.dump.manifest.world_size > 1 => {
+            Some("each rank has a loss of its own")
+        }
+        _ => None,
+    }
+}
+
+/// What could have been counted, and how many it is.
+struct Count {
+    name: &'static str,
+    n: f64,
+}
+
+fn microbatch(
+    subject: &Subject<'_>,
+    head: &HeadDeclaration,
+    facts: &Facts,
+    all: &[Facts],
+    found: &mut Found,
+) {
+    let of = subject.of_role(Role::Loss).find(|(key, _)| key.microbatch == facts.microbatch);
+    let Some((key, info)) = of else {
+        return found.skip(facts.key.to_string(), "its loss was not recorded");
+    };
+    let Some(loss) = number(subject, info) else {
+        return found.skip(key.to_string(), "the loss is not one number");
+    };
+    let Some((sum, error)) = numerator(head, facts) else {
+        return found.skip(key.to_string(), "lse and label_logits were not both recorded");
+    };
+    let uncertain = error / sum.abs() + roundoff(info.dtype) + U32;
+    if !(uncertain < USELESS) || !loss.is_finite() || loss == 0.0 {
+        return found.skip(key.to_string(), "the sum of the token losses is not certain enough");
+    }
+    found.looked();
+    let used = sum / loss;
+    let fits = |n: f64| (used / n - 1.0).abs() <= uncertain;
+    let declared = declared(head, facts, all);
+    if fits(declared) {
+        return;
+    }
+    let fitting: Vec<Count> =
+        candidates(facts, all).into_iter().filter(|count| fits(count.n)).collect();
+    let near = (used / declared - 1.0).abs() <= COARSE;
+    if fitting.is_empty() && near {
+        return;
+    }
+    report(subject, key, (used, declared), &fitting, found);
+}
+
+/// Σ of the token losses and its largest error; `None` where they cannot be had.
+fn numerator(head: &HeadDeclaration, facts: &Facts) -> Option<(f64, f64)> {
+    let (lse, label_logits) = facts.likelihood.as_ref()?;
+    let (mut sum, mut error, mut sizes) = (0.0, 0.0, 0.0f64);
+    let z_loss = if head.z_loss_in_loss { head.z_loss } else { 0.0 };
+    let u = ROUNDINGS * facts.roundoff.max(U32);
+    for t in (0..facts.tokens()).filter(|&t| facts.weights[t] != 0.0) {
+        let (w, z) = (facts.weights[t], z_loss * lse[t] * lse[t]);
+        let term = w * (facts.nll(t)? + z);
+        sum += term;
+        sizes += term.abs();
+        error += w.abs() * u * (lse[t].abs() + label_logits[t].abs() + 2.0 * z.abs());
+    }
+    Some((sum, error + facts.tokens() as f64 * U32 * sizes))
+}
+
+fn weights(facts: &Facts) -> f64 {
+    facts.weights.iter().sum()
+}
+
+fn declared(head: &HeadDeclaration, facts: &Facts, all: &[Facts]) -> f64 {
+    if head.reduction == LossReduction::Sum {
+        return 1.0;
+    }
+    let over = |of: fn(&Facts) -> f64| match head.scope {
+        Scope::Global => all.iter().map(of).sum(),
+        Scope::Microbatch | Scope::Rank => of(facts),
+    };
+    match head.denominator {
+        Denominator::Valid => over(|facts| facts.valid() as f64),
+        Denominator::All => over(|facts| facts.tokens() as f64),
+        Denominator::Weights => over(weights),
+        Denominator::Number(n) => n,
+    }
+}
+
+fn candidates(facts: &Facts, all: &[Facts]) -> Vec<Count> {
+    let total = |of: fn(&Facts) -> f64| all.iter().map(of).sum::<f64>();
+    let (valid, tokens): (fn(&Facts) -> f64, fn(&Facts) -> f64) =
+        (|facts| facts.valid() as f64, |facts| facts.tokens() as f64);
+    vec![
+        Count { name: "the valid tokens of the step", n: total(valid) },
+        Count { name: "the valid tokens of the microbatch", n: valid(facts) },
+        Count { name: "all tokens of the step", n: total(tokens) },
+        Count { name: "all tokens of the microbatch", n: tokens(facts) },
+        Count { name: "the weights' sum over the step", n: total(weights) },
+        Count { name: "the weights' sum over the microbatch", n: weights(facts) },
+        Count { name: "nothing: the loss is a sum", n: 1.0 },
+    ]
+}
+
+fn report(
+    subject: &Subject<'_>,
+    key: &backtape::shard::TensorKey,
+    (used, declared): (f64, f64),
+    fitting: &[Count],
+    found: &mut Found,
+) {
+    let names: Vec<&str> = fitting.iter().map(|count| count.name).collect();
+    let which = match names.is_empty() {
+        true => "which is no count of tokens or weights".to_string(),
+        false => format!("which is {}", names.join(", or ")),
+    };
+    let evidence = format!(
+        "{key} was divided by {}, {which}; what is declared comes to {}",
+        short(used),
+        short(declared),
+    );
+    // All tokens where valid ones were declared is the catalogue's cause; other counts
+    // have several.
+    let all = names.iter().all(|name| name.starts_with("all tokens")) && !names.is_empty();
+    let severity = if names.is_empty() { Severity::Warn } else { Severity::Fail };
+    let place = Place::of(subject).tensor(key);
+    let advice = "Divide by what the loss really counts, or declare denominator= and scope= as the job divides";
+    found.add(severity, all.then_some("valid-count"), place, evidence, advice);
+}

@@ -1,0 +1,197 @@
+//! Statistics of every gradient that was recorded, layer by layer, and how many steps
+//! were clipped.
+//!
+//! Norms are summed in f64, so they are what the recorded bits are, whatever the job's
+//! own norm was summed in. Shards of one box count once; addends are given apart, by rank.
+
+use backtape::role::Role;
+use backtape::shard::{TensorKey, When};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use super::bits::{Kind, bits, format, kind, value};
+use super::pieces::{Piece, pieces};
+use super::{Found, Place, Severity, Subject};
+use crate::dump::TensorInfo;
+use crate::report::number::short;
+
+/// What a gradient is like. Numbers are over its finite elements.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GradientStatistics {
+    /// Which step.
+    pub step: u64,
+    /// Which tensor, by name.
+    pub tensor: String,
+    /// Which microbatch.
+    pub microbatch: Option<u32>,
+    /// When it was captured.
+    pub when: Option<When>,
+    /// Whose addend, where it is one.
+    pub rank: Option<u32>,
+    /// Elements that could be read.
+    pub elements: u64,
+    /// Euclidean norm.
+    pub norm: f64,
+    /// Largest magnitude.
+    pub max: f64,
+    /// Share of exact zeros.
+    pub zero_share: f64,
+    /// Share of what is no finite number.
+    pub nonfinite_share: f64,
+}
+
+#[derive(Default)]
+struct Sums {
+    elements: u64,
+    squares: f64,
+    max: f64,
+    zeros: u64,
+    nonfinite: u64,
+}
+
+const CHUNK: usize = 1 << 16;
+
+/// True for a gradient of the head or, by its name, of a layer.
+fn is_gradient(key: &TensorKey, info: &TensorInfo) -> bool {
+    let name = key.tensor.as_str();
+    let part = |word: &str| name.split(['/', '.']).any(|part| part == word);
+    let named = part("grads") || part("grad") || part("layers") || name.ends_with("_grad");
+    let of_head = matches!(
+        info.role,
+        Some(
+            Role::Dlogits
+                | Role::Dq
+                | Role::Dk
+                | Role::Dbias
+                | Role::DqLse
+                | Role::DqLabel
+                | Role::DkLse
+                | Role::DkLabel
+        )
+    );
+    format(info.dtype).is_some() && (of_head || (info.role.is_none() && named))
+}
+
+/// Statistics of every gradient of these steps, in order.
+pub fn statistics(subjects: &[Subject<'_>]) -> Vec<GradientStatistics> {
+    let mut found = Vec::new();
+    for subject in subjects {
+        let all = subject.dump.tensors().iter().filter(|(key, info)| is_gradient(key, info));
+        for (key, info) in all {
+            let (held, _) = pieces(subject.dump, info);
+            let ranks = held.iter().flat_map(|piece| piece.ranks.first());
+            let mut ranks: Vec<_> = ranks.copied().collect();
+            ranks.sort_unstable();
+            ranks.dedup();
+            if info.partial.is_none() {
+                found.extend(one(subject, key, None, &held.iter().collect::<Vec<_>>()));
+                continue;
+            }
+            for rank in ranks {
+                let own: Vec<&Piece<'_>> =
+                    held.iter().filter(|piece| piece.ranks.first() == Some(&rank)).collect();
+                found.extend(one(subject, key, Some(rank.0), &own));
+            }
+        }
+    }
+    found
+}
+
+fn one(
+    subject: &Subject<'_>,
+    key: &TensorKey,
+    rank: Option<u32>,
+    held: &[&Piece<'_>],
+) -> Option<GradientStatistics> {
+    let mut places = std::collections::BTreeSet::new();
+    let sums = held.iter().filter(|piece| places.insert(piece.place()));
+    let sums = sums.map(|piece| sums_of(piece)).fold(Sums::default(), add);
+    let share = |n: u64| n as f64 / sums.elements as f64;
+    (sums.elements > 0).then(|| GradientStatistics {
+        step: subject.dump.step.0,
+        tensor: key.tensor.to_string(),
+        microbatch: key.microbatch.map(|mb| mb.0),
+        when: key.when,
+        rank,
+        elements: sums.elements,
+        norm: sums.squares.sqrt(),
+        max: sums.max,
+        zero_share: share(sums.zeros),
+        nonfinite_share: share(sums.nonfinite),
+    })
+}
+
+fn add(a: Sums, b: Sums) -> Sums {
+    Sums {
+        elements: a.elements + b.elements,
+        squares: a.squares + b.squares,
+        max: a.max.max(b.max),
+        zeros: a.zeros + b.zeros,
+        nonfinite: a.nonfinite + b.nonfinite,
+    }
+}
+
+fn sums_of(piece: &Piece<'_>) -> Sums {
+    let (dtype, width) = (piece.record.dtype, piece.record.dtype.width());
+    let chunk = |bytes: &[u8]| {
+        let mut sums = Sums::default();
+        for i in 0..bytes.len() / width {
+            let bits = bits(bytes, width, i);
+            sums.elements += 1;
+            match kind(dtype, bits) {
+                Kind::Zero => sums.zeros += 1,
+                Kind::Finite => {
+                    let size = value(dtype, bits).abs();
+                    sums.squares += size * size;
+                    sums.max = sums.max.max(size);
+                }
+                _ => sums.nonfinite += 1,
+            }
+        }
+        sums
+    };
+    // In order: the sum must not depend on the thread count.
+    let parts: Vec<Sums> = piece.bytes.par_chunks(CHUNK * width).map(chunk).collect();
+    parts.into_iter().fold(Sums::default(), add)
+}
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    let (mut steps, mut clipped, mut pairs) = (0u64, Vec::new(), 0u64);
+    for subject in subjects {
+        let at = |when| {
+            let of = subject.of_role(Role::GradNorm).find(|(key, _)| key.when == Some(when));
+            of.and_then(|(_, info)| number(subject, info))
+        };
+        let Some((before, after)) = at(When::BeforeOp).zip(at(When::AfterOp)) else { continue };
+        found.looked();
+        (steps, pairs) = (steps + 1, pairs + 1);
+        // Half a spacing of f32, twice: both norms are rounded.
+        if after < before * (1.0 - (-23f64).exp2()) {
+            clipped.push((subject.dump.step.0, before, after));
+        }
+    }
+    if pairs == 0 {
+        let why = "grad_norm was not recorded with when=\"before_op\" and when=\"after_op\"";
+        return found.skip("the share of clipped steps", why);
+    }
+    if let Some((step, before, after)) = clipped.first() {
+        let evidence = format!(
+            "{} of {steps} dumped steps were clipped, the first step {step}: grad_norm {} before, {} after",
+            clipped.len(),
+            short(*before),
+            short(*after),
+        );
+        let place =
+            Place { step: Some(*step), tensor: Some("grad_norm".into()), ..Place::default() };
+        let advice =
+            "Compare gradients before clipping: one clipped by its norm is scaled as a whole";
+        found.add(Severity::Note, None, place, evidence, advice);
+    }
+}
+
+/// The one number of a tensor.
+pub(super) fn number(subject: &Subject<'_>, info: &TensorInfo) -> Option<f64> {
+    let (held, _) = pieces(subject.dump, info);
+    let piece = held.first().filter(|piece| piece.bytes.len() == info.dtype.width())?;
+    Some(value(info.dtype, bits(piece.bytes, info.dtype.width(), 0)))
+}

@@ -1,0 +1,135 @@
+//! Labels that name no class, and microbatches in which no token counts.
+//!
+//! A label outside `0..V` that is not the ignored one is read by some kernels' backward
+//! though their forward skips it. Where no token counts, a mean is 0/0: it fails where
+//! the loss shows it, and is a note where the job guards the division.
+
+use backtape::head::{Denominator, LossReduction, Scope};
+use backtape::role::Role;
+
+use super::bits::{Kind, bits, kind};
+use super::facts::{Facts, classes, customary, facts};
+use super::pieces::pieces;
+use super::{Found, Place, Severity, Subject};
+use crate::report::number::plural;
+
+const OUT_OF_RANGE: &str = "int-target-out-of-range";
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        let all = facts(subject);
+        if all.is_empty() {
+            found.skip(format!("step {}", subject.dump.step), "no labels were recorded");
+        }
+        let mut known = Vec::new();
+        for facts in all {
+            match facts {
+                Ok(facts) => known.push(facts),
+                Err((key, why)) => found.skip(format!("step {}: {key}", subject.dump.step), why),
+            }
+        }
+        match classes(subject) {
+            Some(classes) => known.iter().for_each(|one| range(subject, one, classes, found)),
+            None if known.is_empty() => {}
+            None => found.skip(
+                format!("step {}: the range of labels", subject.dump.step),
+                "neither a head with k nor logits say how many classes there are",
+            ),
+        }
+        ignored(subject, &known, found);
+    }
+}
+
+fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, found: &mut Found) {
+    found.looked();
+    let inside = |label: i64| u64::try_from(label).is_ok_and(|label| label < classes);
+    let head = subject.head();
+    let outside = facts
+        .recorded
+        .iter()
+        .enumerate()
+        .filter(|(_, label)| !inside(**label) && !super::facts::ignored(head, **label));
+    let outside: Vec<(u64, i64)> = outside.map(|(t, &label)| (t as u64, label)).collect();
+    let Some(&(token, label)) = outside.first() else {
+        return;
+    };
+    let rows: Vec<u64> = outside.iter().map(|(t, _)| *t).collect();
+    let weightless = rows.iter().all(|&t| facts.weights[t as usize] == 0.0) && facts.weighted;
+    let undeclared = outside.iter().all(|(_, label)| customary(*label));
+    let severity = match (undeclared, weightless) {
+        (true, _) => Severity::Warn,
+        (false, true) => Severity::Warn,
+        (false, false) => Severity::Fail,
+    };
+    let evidence = format!(
+        "{}: {} of {} are no class of 0..{classes}: token {token} has {label}{}",
+        facts.key,
+        plural(outside.len() as u64, "label"),
+        facts.tokens(),
+        if weightless { "; their weights are 0" } else { "" },
+    );
+    let place = Place::of(subject).tensor(&facts.key).rows(&rows);
+    let place = place.ranks(&facts.holders[facts.holder[token as usize]]);
+    let advice = match undeclared {
+        true => format!("Declare ignore_label={label} if it means nothing"),
+        false => "Give every counted token a class, or the ignored label; a kernel may read or write out of bounds here".into(),
+    };
+    found.add(severity, Some(OUT_OF_RANGE), place, evidence, advice);
+}
+
+/// Tokens in none of which anything counts, over what the denominator counts.
+fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
+    let silent = |facts: &&Facts| facts.tokens() > 0 && facts.weights.iter().all(|&w| w == 0.0);
+    let head = subject.head();
+    let scope = head.map_or(Scope::Microbatch, |head| head.scope);
+    for facts in known {
+        found.looked();
+        let by_rank = scope == Scope::Rank;
+        let groups = (0..facts.holders.len()).filter(|group| {
+            let mut held = (0..facts.tokens()).filter(|&t| facts.holder[t] == *group).peekable();
+            held.peek().is_some() && held.all(|t| facts.weights[t] == 0.0)
+        });
+        let ranks: Vec<_> = groups.flat_map(|group| facts.holders[group].clone()).collect();
+        let whole = silent(&facts);
+        if !whole && ranks.is_empty() {
+            continue;
+        }
+        let divided = head.is_none_or(|head| {
+            head.reduction == LossReduction::Mean
+                && matches!(head.denominator, Denominator::Valid | Denominator::Weights)
+        });
+        let in_scope = match scope {
+            Scope::Global => known.iter().all(|facts| silent(&facts)),
+            Scope::Microbatch => whole,
+            Scope::Rank => by_rank,
+        };
+        let broken = divided && in_scope && nonfinite(subject, facts);
+        let severity = if broken { Severity::Fail } else { Severity::Note };
+        let who =
+            if whole { "of the microbatch".to_string() } else { crate::dump::name_ranks(&ranks) };
+        let evidence = format!(
+            "{}: no token {}{who} counts: every label is ignored or has weight 0{}",
+            facts.key,
+            if whole { "" } else { "of " },
+            if broken { ", and the loss or dq is not finite: 0/0" } else { "" },
+        );
+        let place = Place::of(subject).tensor(&facts.key).ranks(&ranks);
+        let advice = "Guard the division: a mean over no token is 0/0; or fill the batch so that every scope of the denominator counts a token";
+        found.add(severity, Some("all-ignored"), place, evidence, advice);
+    }
+}
+
+/// Whether the loss or dq of the microbatch holds what is no number.
+fn nonfinite(subject: &Subject<'_>, facts: &Facts) -> bool {
+    [Role::Loss, Role::Dq, Role::Dlogits].iter().any(|&role| {
+        let of = subject.of_role(role).filter(|(key, _)| key.microbatch == facts.microbatch);
+        of.into_iter().any(|(_, info)| {
+            let (held, _) = pieces(subject.dump, info);
+            held.iter().any(|piece| {
+                let width = info.dtype.width();
+                (0..piece.bytes.len() / width)
+                    .any(|i| kind(info.dtype, bits(piece.bytes, width, i)) == Kind::Nan)
+            })
+        })
+    })
+}

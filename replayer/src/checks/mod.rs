@@ -1,0 +1,177 @@
+//! Checks of a dump that need no replay and, most of them, no head: what the data, the
+//! bits and the ranks say of themselves.
+//!
+//! A check is a function over the opened steps. It reads shards where they lie in the
+//! mapped files, so its memory is bounded by the token ids, not by the tensors. What it
+//! could not look at it names: a check that looked at nothing has passed nothing.
+//!
+//! ```text
+//! check(&[subject])
+//!   -> batches: step 0: rank 2 holds the tokens of rank 0 (duplicate-batch)
+//! ```
+//!
+//! Adding a check touches its file and [`CHECKS`].
+
+mod batches;
+mod bits;
+mod counts;
+mod damage;
+mod facts;
+mod finding;
+mod gradients;
+mod labels;
+mod nonfinite;
+mod pieces;
+mod poison;
+mod reduced;
+mod replicas;
+mod shift;
+mod stale;
+mod start;
+mod tokens;
+mod zeros;
+
+use backtape::head::HeadDeclaration;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+use rayon::prelude::*;
+use serde::Serialize;
+
+pub use damage::is_damage;
+pub use finding::{Finding, Found, NAMED_ROWS, Place, Severity};
+pub use gradients::{GradientStatistics, statistics};
+
+use crate::dump::{StepDump, TensorInfo};
+use crate::verify::{NotChecked, Verification};
+
+/// One dumped step, and what verification said of it.
+pub struct Subject<'a> {
+    /// The step.
+    pub dump: &'a StepDump,
+    /// Its proofs.
+    pub proof: &'a Verification,
+}
+
+impl<'a> Subject<'a> {
+    /// The head, where the job declared one.
+    pub fn head(&self) -> Option<&'a HeadDeclaration> {
+        self.dump.manifest.head.as_ref()
+    }
+
+    /// The tensors of a role, by key.
+    pub fn of_role(&self, role: Role) -> impl Iterator<Item = (&'a TensorKey, &'a TensorInfo)> {
+        self.dump.tensors().iter().filter(move |(_, info)| info.role == Some(role))
+    }
+}
+
+/// One check.
+pub struct Check {
+    /// As findings and reports call it.
+    pub name: &'static str,
+    /// What it looks for, in a few words.
+    pub about: &'static str,
+    run: fn(&[Subject<'_>], &mut Found),
+}
+
+/// Every check, in the order of a report.
+pub const CHECKS: &[Check] = &[
+    Check { name: "damage", about: "all of the dump can be read", run: damage::run },
+    Check { name: "batches", about: "no batch and no sequence repeats", run: batches::run },
+    Check { name: "shift", about: "labels are the ids that follow the inputs", run: shift::run },
+    Check { name: "labels", about: "labels name classes, and some count", run: labels::run },
+    Check { name: "nonfinite", about: "every value is a number", run: nonfinite::run },
+    Check { name: "poison", about: "no memory was left unwritten", run: poison::run },
+    Check { name: "buffers", about: "no gradient is another buffer", run: stale::run },
+    Check { name: "zeros", about: "no row is zero that cannot be", run: zeros::run },
+    Check { name: "replicas", about: "replicas hold the same bits", run: replicas::run },
+    Check { name: "reduced", about: "reduced gradients are no rank's own", run: reduced::run },
+    Check { name: "counts", about: "the loss counts what the data count", run: counts::run },
+    Check { name: "start", about: "the first loss against log V", run: start::run },
+    Check { name: "clipping", about: "how many steps were clipped", run: gradients::run },
+];
+
+/// How a check ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// A finding at fail level.
+    Fail,
+    /// One at warn level.
+    Warn,
+    /// It looked, and found nothing to warn of.
+    Pass,
+    /// There was nothing that it could look at.
+    NotChecked,
+}
+
+/// What one check did.
+#[derive(Clone, Debug, Serialize)]
+pub struct CheckSummary {
+    /// Its name.
+    pub check: &'static str,
+    /// What it looks for.
+    pub about: &'static str,
+    /// How it ended.
+    pub status: Status,
+    /// How many tensors, pairs or steps it looked at.
+    pub looked_at: u64,
+}
+
+/// Everything that the checks have to say.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Checked {
+    /// By check.
+    pub checks: Vec<CheckSummary>,
+    /// The gravest first, then by check.
+    pub findings: Vec<Finding>,
+    /// What was not checked, and why.
+    pub not_checked: Vec<CheckSkipped>,
+    /// Of every gradient that was recorded.
+    pub statistics: Vec<GradientStatistics>,
+}
+
+/// What a check did not look at.
+#[derive(Clone, Debug, Serialize)]
+pub struct CheckSkipped {
+    /// The check's name.
+    pub check: &'static str,
+    /// What, and why.
+    #[serde(flatten)]
+    pub item: NotChecked,
+}
+
+impl Checked {
+    /// True when something is found to be wrong.
+    pub fn failed(&self) -> bool {
+        self.findings.iter().any(|finding| finding.severity == Severity::Fail)
+    }
+}
+
+/// Runs every check over some steps of one run, in ascending order of steps.
+pub fn check(subjects: &[Subject<'_>]) -> Checked {
+    let one = |check: &Check| {
+        let mut found = Found::new(check.name);
+        (check.run)(subjects, &mut found);
+        found
+    };
+    let all: Vec<Found> = CHECKS.par_iter().map(one).collect();
+    let mut checked = Checked { statistics: statistics(subjects), ..Checked::default() };
+    for (check, found) in CHECKS.iter().zip(all) {
+        let worst = found.findings.iter().map(|finding| finding.severity).min();
+        let status = match worst {
+            Some(Severity::Fail) => Status::Fail,
+            Some(Severity::Warn) => Status::Warn,
+            _ if found.looked_at == 0 => Status::NotChecked,
+            _ => Status::Pass,
+        };
+        let Check { name, about, .. } = *check;
+        let looked_at = found.looked_at;
+        checked.checks.push(CheckSummary { check: name, about, status, looked_at });
+        checked.findings.extend(found.findings);
+        let skipped = found.not_checked.into_iter();
+        checked.not_checked.extend(skipped.map(|item| CheckSkipped { check: name, item }));
+    }
+    // Stable: a check's own order is kept.
+    checked.findings.sort_by_key(|finding| finding.severity);
+    checked
+}

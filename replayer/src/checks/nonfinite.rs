@@ -1,0 +1,234 @@
+//! Non-finite values: in which stage, microbatch, rank and row they appear first.
+//!
+//! Every element of every float tensor is classified by its bits. What is infinite on
+//! purpose is not counted: a mask of minus infinity on logits, on a bias and on tensors
+//! outside the head, and the log-probability of a masked class.
+
+use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
+use backtape::shard::{TensorKey, When};
+use rayon::prelude::*;
+
+use super::bits::{Kind, bits, format, kind};
+use super::pieces::{Piece, pieces};
+use super::{Found, Place, Severity, Subject};
+use crate::dump::{TensorInfo, name_ranks};
+use crate::head::Stage;
+use crate::report::number::plural;
+
+/// Later tensors that are named one by one.
+const NAMED: usize = 12;
+const CHUNK: usize = 1 << 16;
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        step(subject, found);
+    }
+}
+
+/// What a tensor holds that is not a number.
+#[derive(Clone, Default)]
+struct Count {
+    nan: u64,
+    infinite: u64,
+    elements: u64,
+    /// The first of them: row, then the ranks of its piece.
+    first: Option<(u64, Vec<Rank>)>,
+    rows: Vec<u64>,
+}
+
+fn step(subject: &Subject<'_>, found: &mut Found) {
+    let mut hit: Vec<(&TensorKey, Option<Role>, Count)> = Vec::new();
+    for (key, info) in subject.dump.tensors() {
+        if format(info.dtype).is_none() {
+            continue;
+        }
+        let (held, lost) = pieces(subject.dump, info);
+        if lost > 0 {
+            let why = format!("{} of it cannot be read", plural(lost as u64, "shard"));
+            found.skip(format!("step {}: {key}", subject.dump.step), why);
+        }
+        if held.is_empty() {
+            continue;
+        }
+        found.looked();
+        let count = count(subject, info, &held);
+        if count.nan + count.infinite > 0 {
+            hit.push((key, info.role, count));
+        }
+    }
+    hit.sort_by_key(|(key, role, _)| order(key, *role));
+    let Some(((key, role, count), later)) = hit.split_first() else {
+        return;
+    };
+    origin(subject, found, (key, *role, count), later);
+}
+
+/// When in a step a tensor came to be: parameters before microbatches, those one after
+/// another with their stages in order, then what is summed over them. Tensors outside
+/// the head come last: where they stand is not known.
+fn order(key: &TensorKey, role: Option<Role>) -> (u8, Option<Microbatch>, Option<Stage>, bool) {
+    let stage = role.and_then(Stage::of_role);
+    let group = match (stage, key.microbatch) {
+        (None, _) => 3,
+        (Some(stage), None) if stage.is_input() => 0,
+        (Some(_), Some(_)) => 1,
+        (Some(_), None) => 2,
+    };
+    (group, key.microbatch, stage, key.when == Some(When::PostReduce))
+}
+
+fn count(subject: &Subject<'_>, info: &TensorInfo, held: &[Piece<'_>]) -> Count {
+    let mut total = Count::default();
+    for piece in held {
+        let one = piece_count(subject, info, piece);
+        total.nan += one.nan;
+        total.infinite += one.infinite;
+        total.elements += one.elements;
+        total.rows.extend(&one.rows);
+        match (&total.first, one.first) {
+            (Some((row, _)), Some((other, _))) if *row <= other => {}
+            (_, Some(first)) => total.first = Some(first),
+            (_, None) => {}
+        }
+    }
+    total.rows.sort_unstable();
+    total.rows.dedup();
+    total
+}
+
+fn piece_count(subject: &Subject<'_>, info: &TensorInfo, piece: &Piece<'_>) -> Count {
+    let (dtype, width) = (info.dtype, info.dtype.width());
+    let masks = masked_from(subject, info);
+    let (columns, start) = (piece.columns(), piece.column_range().0);
+    let elements = piece.bytes.len() / width;
+    let chunk = |at: usize| {
+        let (from, to) = (at * CHUNK, elements.min((at + 1) * CHUNK));
+        let mut count = Count { elements: (to - from) as u64, ..Count::default() };
+        for i in from..to {
+            let (nan, infinite) = match kind(dtype, bits(piece.bytes, width, i)) {
+                Kind::Nan => (1, 0),
+                Kind::Infinite(negative) => {
+                    let column = start + (i % columns) as u64;
+                    (0, u64::from(!negative || masks.is_none_or(|from| column < from)))
+                }
+                _ => continue,
+            };
+            count.nan += nan;
+            count.infinite += infinite;
+            if nan + infinite > 0 && count.rows.last() != Some(&((i / columns) as u64)) {
+                count.rows.push((i / columns) as u64);
+            }
+        }
+        count
+    };
+    let parts: Vec<Count> = (0..elements.div_ceil(CHUNK)).into_par_iter().map(chunk).collect();
+    let mut count = Count::default();
+    for part in parts {
+        count.nan += part.nan;
+        count.infinite += part.infinite;
+        count.elements += part.elements;
+        count.rows.extend(part.rows.iter().map(|&row| piece.global_row(row as usize)));
+    }
+    count.rows.dedup();
+    count.first = count.rows.first().map(|&row| (row, piece.ranks.clone()));
+    count
+}
+
+/// The column from which minus infinity is a mask; `None` where it never is.
+fn masked_from(subject: &Subject<'_>, info: &TensorInfo) -> Option<u64> {
+    match info.role {
+        Some(Role::Bias) | None => Some(0),
+        Some(Role::Logits | Role::Logprobs) if info.shape.len() > 1 => {
+            let valid = subject.head().and_then(|head| head.valid_vocab);
+            // Without a declared padding a job may mask any class it likes.
+            Some(valid.unwrap_or(0))
+        }
+        _ => None,
+    }
+}
+
+fn origin(
+    subject: &Subject<'_>,
+    found: &mut Found,
+    (key, role, count): (&TensorKey, Option<Role>, &Count),
+    later: &[(&TensorKey, Option<Role>, Count)],
+) {
+    let (row, ranks) = count.first.clone().unwrap_or_default();
+    let before = match role.and_then(Stage::of_role) {
+        Some(stage) => clean_before(subject, key, stage),
+        None => String::new(),
+    };
+    let evidence = format!(
+        "{key} is the first tensor of the step with non-finite values: {} in {}, the first in row {row} on {}{before}{}",
+        amounts(count),
+        plural(count.rows.len() as u64, "row"),
+        name_ranks(&ranks),
+        also(later),
+    );
+    let place = Place::of(subject).tensor(key).ranks(&ranks).rows(&count.rows);
+    let advice = match role.and_then(Stage::of_role) {
+        Some(stage) if stage.is_input() => format!(
+            "Look for the op that made {} on {}: what the head was given is not finite already",
+            key.tensor,
+            name_ranks(&ranks)
+        ),
+        Some(_) => format!(
+            "Look at row {row} of {}: overflow, 0/0, and 0 times infinity in a masked class are usual",
+            key.tensor
+        ),
+        None => format!("Look for the op that made {} on {}", key.tensor, name_ranks(&ranks)),
+    };
+    found.add(Severity::Fail, Some("nan-origin"), place, evidence, advice);
+    for (key, _, count) in later {
+        let ranks = count.first.as_ref().map(|(_, ranks)| ranks.as_slice()).unwrap_or_default();
+        let place = Place::of(subject).tensor(key).ranks(ranks).rows(&count.rows);
+        let evidence = format!(
+            "{key} holds {} of {} in {}",
+            amounts(count),
+            plural(count.elements, "element"),
+            plural(count.rows.len() as u64, "row")
+        );
+        found.add(Severity::Note, None, place, evidence, "Cure the first one, then look again");
+    }
+}
+
+fn amounts(count: &Count) -> String {
+    match (count.nan, count.infinite) {
+        (nan, 0) => format!("{} NaN", crate::report::number::count(nan)),
+        (0, infinite) => format!("{} infinite", crate::report::number::count(infinite)),
+        (nan, infinite) => format!("{nan} NaN and {infinite} infinite"),
+    }
+}
+
+/// Names the earlier stages of the microbatch that were recorded and are finite.
+fn clean_before(subject: &Subject<'_>, key: &TensorKey, stage: Stage) -> String {
+    let earlier = |other: &Stage| *other < stage && stage.depends_on(*other);
+    let recorded = |other: &Stage| {
+        let keys = subject.dump.tensors().iter();
+        let mut held = keys.filter(|(held, info)| {
+            info.role.is_some()
+                && info.role == other.role()
+                && (held.microbatch == key.microbatch || held.microbatch.is_none())
+        });
+        held.any(|(_, info)| format(info.dtype).is_some())
+    };
+    let stages = Stage::ALL.iter().filter(|other| earlier(other) && recorded(other));
+    let names: Vec<&str> = stages.map(|other| other.name()).collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!("; finite before it: {}", names.join(", ")),
+    }
+}
+
+fn also(later: &[(&TensorKey, Option<Role>, Count)]) -> String {
+    let mut names: Vec<String> =
+        later.iter().take(NAMED).map(|(key, ..)| key.to_string()).collect();
+    if later.len() > NAMED {
+        names.push(format!("{} more", later.len() - NAMED));
+    }
+    match names.is_empty() {
+        true => String::new(),
+        false => format!("; after it also in {}", names.join(", ")),
+    }
+}

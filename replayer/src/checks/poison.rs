@@ -1,0 +1,186 @@
+//! Memory that was never written: fill patterns of allocators and debuggers, and NaNs
+//! that no arithmetic makes.
+//!
+//! A pattern counts where it fills words of four bytes one after another. Chance gives a
+//! run of r words among n, each of b bits that unrelated values hardly share (the
+//! fractions of its elements), for one of P patterns with probability `n P 2^(-r b)` at
+//! most; shorter runs than make this [`FALSE_ALARM`], over the tensors of a step, are not
+//! reported.
+
+use backtape::dtype::Dtype;
+use backtape::shard::TensorKey;
+use rayon::prelude::*;
+
+use super::bits::{Kind, bits, format, kind, random_bits};
+use super::pieces::{Piece, pieces};
+use super::{Found, Place, Severity, Subject};
+use crate::compare::bound::FALSE_ALARM;
+use crate::dump::{TensorInfo, name_ranks};
+use crate::report::number::plural;
+
+const CAUSE: &str = "uninitialised-output";
+
+/// Words of fill patterns, and who leaves them.
+const PATTERNS: [(u32, &str); 12] = [
+    (0xcdcd_cdcd, "0xCD, a debug heap's fresh memory"),
+    (0xaaaa_aaaa, "0xAA, a poisoned buffer"),
+    (0xcccc_cccc, "0xCC, a stack that was not initialised"),
+    (0xdddd_dddd, "0xDD, a debug heap's freed memory"),
+    (0xfdfd_fdfd, "0xFD, a debug heap's guard"),
+    (0xa5a5_a5a5, "0xA5, an allocator's junk"),
+    (0x5a5a_5a5a, "0x5A, an allocator's freed junk"),
+    (0xdead_beef, "0xDEADBEEF"),
+    (0xbaad_f00d, "0xBAADF00D"),
+    (0xfeee_feee, "0xFEEEFEEE"),
+    (0xabab_abab, "0xAB, an allocator's guard"),
+    (ALL_ONES, "all bits set, a NaN"),
+];
+/// Minus one in integers, where it is a value like another.
+const ALL_ONES: u32 = u32::MAX;
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        let tensors: Vec<_> = subject.dump.tensors().iter().collect();
+        let scanned = tensors.par_iter().map(|(_, info)| scanned(subject, info, tensors.len()));
+        let all: Vec<_> = scanned.collect();
+        for ((key, _), scanned) in tensors.iter().zip(all) {
+            let Some((held, hits)) = scanned else { continue };
+            found.looked();
+            runs(subject, key, &held, &hits, found);
+            payloads(subject, key, &held, &hits, found);
+        }
+    }
+}
+
+/// What one piece holds.
+#[derive(Default)]
+struct Hit {
+    /// Pattern, words in long enough runs, and the first word of the first.
+    filled: Option<(usize, u64, usize)>,
+    /// NaNs with odd payloads, and the first.
+    payloads: u64,
+    first_payload: Option<(usize, u64)>,
+}
+
+/// The pieces of a tensor and what each holds; `None` where there is nothing to see.
+fn scanned<'a>(
+    subject: &Subject<'a>,
+    info: &'a TensorInfo,
+    tensors: usize,
+) -> Option<(Vec<Piece<'a>>, Vec<Hit>)> {
+    if info.dtype.width() == 1 && format(info.dtype).is_none() {
+        return None;
+    }
+    let (held, _) = pieces(subject.dump, info);
+    let hits = held.iter().map(|piece| scan(info, piece, tensors)).collect();
+    (!held.is_empty()).then_some((held, hits))
+}
+
+/// Words that one pattern must fill without a break.
+fn needed(dtype: Dtype, words: usize, tensors: usize) -> usize {
+    let elements = (4 / dtype.width()).max(1) as f64;
+    let per_word = elements * f64::from(random_bits(dtype).min(32));
+    let tries = words as f64 * PATTERNS.len() as f64 * tensors.max(1) as f64;
+    ((tries / FALSE_ALARM).log2() / per_word).ceil().max(2.0) as usize
+}
+
+fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize) -> Hit {
+    let words = piece.bytes.chunks_exact(4);
+    let needed = needed(info.dtype, words.len(), tensors);
+    let mut hit = Hit::default();
+    let (mut run, mut pattern) = (0, usize::MAX);
+    let mut close = |run: usize, pattern: usize, end: usize| {
+        if run < needed || (PATTERNS[pattern].0 == ALL_ONES && !info.dtype.is_float()) {
+            return;
+        }
+        match &mut hit.filled {
+            Some((known, words, _)) if *known == pattern => *words += run as u64,
+            Some(_) => {}
+            None => hit.filled = Some((pattern, run as u64, end - run)),
+        }
+    };
+    for (at, word) in words.clone().enumerate() {
+        let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+        if run > 0 && PATTERNS[pattern].0 == word {
+            run += 1;
+            continue;
+        }
+        if run > 0 {
+            close(run, pattern, at);
+        }
+        let found = PATTERNS.iter().position(|(known, _)| *known == word);
+        (run, pattern) = found.map_or((0, usize::MAX), |found| (1, found));
+    }
+    if run > 0 {
+        close(run, pattern, words.len());
+    }
+    odd_payloads(info.dtype, piece, &mut hit);
+    hit
+}
+
+/// NaNs whose fraction is neither the quiet bit alone nor all ones, which is what the
+/// arithmetic of processors and accelerators makes.
+fn odd_payloads(dtype: Dtype, piece: &Piece<'_>, hit: &mut Hit) {
+    let Some((_, fraction)) = format(dtype).filter(|_| dtype.width() > 1) else { return };
+    let (all, quiet) = ((1u64 << fraction) - 1, 1u64 << (fraction - 1));
+    let width = dtype.width();
+    for i in 0..piece.bytes.len() / width {
+        let bits = bits(piece.bytes, width, i);
+        if kind(dtype, bits) == Kind::Nan && ![all, quiet].contains(&(bits & all)) {
+            hit.payloads += 1;
+            hit.first_payload.get_or_insert((i, bits));
+        }
+    }
+}
+
+fn runs(
+    subject: &Subject<'_>,
+    key: &TensorKey,
+    held: &[Piece<'_>],
+    hits: &[Hit],
+    found: &mut Found,
+) {
+    for (piece, hit) in held.iter().zip(hits) {
+        let Some((pattern, words, first)) = hit.filled else { continue };
+        let width = piece.record.dtype.width();
+        let row = piece.global_row(first * 4 / width / piece.columns().max(1));
+        let (_, name) = PATTERNS[pattern];
+        let all = words as usize * 4 == piece.bytes.len();
+        let evidence = format!(
+            "{key} {} of {}: {} of {}{} hold {name}, from row {row} on",
+            piece.place(),
+            name_ranks(&piece.ranks),
+            plural(words * 4, "byte"),
+            piece.bytes.len(),
+            if all { " (all of it)" } else { "" },
+        );
+        let nan = PATTERNS[pattern].0 == ALL_ONES;
+        let severity = if nan { Severity::Warn } else { Severity::Fail };
+        let place = Place::of(subject).tensor(key).ranks(&piece.ranks).rows(&[row]);
+        let advice = "The op did not write this part of its output: look at its grid, its tails and its early exits";
+        found.add(severity, Some(CAUSE), place, evidence, advice);
+    }
+}
+
+fn payloads(
+    subject: &Subject<'_>,
+    key: &TensorKey,
+    held: &[Piece<'_>],
+    hits: &[Hit],
+    found: &mut Found,
+) {
+    for (piece, hit) in held.iter().zip(hits).filter(|(_, hit)| hit.filled.is_none()) {
+        let Some((element, bits)) = hit.first_payload else { continue };
+        let row = piece.global_row(element / piece.columns().max(1));
+        let digits = 2 * piece.record.dtype.width();
+        let evidence = format!(
+            "{key} {} of {}: {} whose bits no arithmetic makes, the first 0x{bits:0digits$x} in row {row}",
+            piece.place(),
+            name_ranks(&piece.ranks),
+            plural(hit.payloads, "NaN"),
+        );
+        let place = Place::of(subject).tensor(key).ranks(&piece.ranks).rows(&[row]);
+        let advice = "Look for memory that is read before it is written, or read as another dtype";
+        found.add(Severity::Warn, Some(CAUSE), place, evidence, advice);
+    }
+}

@@ -1,0 +1,159 @@
+//! Replicas that differ, and gradients that are not what every rank should hold.
+//!
+//! Replicas are compared by the hash that the training process took. Where they differ
+//! the elements are counted: numerics that diverge touch many elements in their last
+//! bits, a fault of memory or transport few elements by one bit each. A flip of a bit
+//! above the two lowest, in at most [`FLIPS`] elements of a thousand times as many, is
+//! called corruption; other orders of summation do not do that.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::role::Role;
+use backtape::shard::{TensorKey, When};
+
+use super::bits::bits;
+use super::pieces::{Piece, pieces};
+use super::reduced::own_addend;
+use super::{Found, Place, Severity, Subject};
+use crate::dump::{TensorInfo, name_ranks};
+use crate::report::number::plural;
+
+/// Most elements that count as a few.
+const FLIPS: usize = 8;
+/// How many times as many there must be in the shard.
+const RARE: usize = 1000;
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        for (key, info) in subject.dump.tensors() {
+            if info.partial.is_none() {
+                tensor(subject, key, info, found);
+            }
+        }
+        if found.looked_at == 0 {
+            let why = "no box of a tensor was held by two ranks";
+            found.skip(format!("step {}: replicas", subject.dump.step), why);
+        }
+    }
+}
+
+fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut Found) {
+    let (held, _) = pieces(subject.dump, info);
+    let mut boxes: BTreeMap<&IndexBox, Vec<&Piece<'_>>> = BTreeMap::new();
+    held.iter().for_each(|piece| boxes.entry(piece.place()).or_default().push(piece));
+    let shared = boxes.values().any(|one| one.iter().map(|p| p.ranks.len()).sum::<usize>() > 1);
+    if shared {
+        found.looked();
+    }
+    for mut versions in boxes.into_values().filter(|versions| versions.len() > 1) {
+        versions.sort_by_key(|piece| (std::cmp::Reverse(piece.ranks.len()), piece.ranks.clone()));
+        differ(subject, key, info, &versions, found);
+    }
+}
+
+/// Where two versions of a box differ.
+struct Difference {
+    elements: usize,
+    /// Element and flipped bits, of the first [`FLIPS`].
+    first: Vec<(usize, u64)>,
+}
+
+fn difference(info: &TensorInfo, one: &Piece<'_>, other: &Piece<'_>) -> Difference {
+    let width = info.dtype.width();
+    let mut found = Difference { elements: 0, first: Vec::new() };
+    let pairs = one.bytes.chunks_exact(width).zip(other.bytes.chunks_exact(width));
+    for (i, (a, b)) in pairs.enumerate().filter(|(_, (a, b))| a != b) {
+        found.elements += 1;
+        if found.first.len() < FLIPS {
+            found.first.push((i, bits(a, width, 0) ^ bits(b, width, 0)));
+        }
+    }
+    found
+}
+
+fn differ(
+    subject: &Subject<'_>,
+    key: &TensorKey,
+    info: &TensorInfo,
+    versions: &[&Piece<'_>],
+    found: &mut Found,
+) {
+    let holders: usize = versions.iter().map(|piece| piece.ranks.len()).sum();
+    let majority = versions[0].ranks.len() * 2 > holders;
+    let odd: Vec<Rank> = match majority {
+        true => versions[1..].iter().flat_map(|piece| piece.ranks.clone()).collect(),
+        false => versions.iter().flat_map(|piece| piece.ranks.clone()).collect(),
+    };
+    let worst = difference(info, versions[0], versions[1]);
+    let total = versions[0].bytes.len() / info.dtype.width();
+    let who = match majority {
+        true => format!(
+            "{} differs from {}, which agree",
+            name_ranks(&odd),
+            name_ranks(&versions[0].ranks)
+        ),
+        false => {
+            let named: Vec<String> =
+                versions.iter().map(|piece| name_ranks(&piece.ranks)).collect();
+            format!("there is no majority: {}", named.join(" against "))
+        }
+    };
+    let row = |element: usize| versions[0].global_row(element / versions[0].columns().max(1));
+    let mut rows: Vec<u64> = worst.first.iter().map(|(element, _)| row(*element)).collect();
+    rows.dedup();
+    let place = Place::of(subject).tensor(key).ranks(&odd).rows(&rows);
+    let corrupted = flipped(&worst, total);
+    let addends = reduced_gradient(key, info);
+    let own: Vec<Rank> = match addends {
+        true => versions.iter().filter_map(|piece| own_addend(subject, key, info, piece)).collect(),
+        false => Vec::new(),
+    };
+    let (cause, advice): (_, String) = match (corrupted, addends, own.is_empty()) {
+        (true, ..) => (
+            "silent-corruption",
+            format!("Test the memory, the processor and the links of {}", name_ranks(&odd)),
+        ),
+        (_, true, false) => (
+            "partial-not-reduced",
+            format!("Reduce on every rank: {} kept its own addend", name_ranks(&own)),
+        ),
+        (_, true, true) => (
+            "sync-wrong-microbatch",
+            "Reduce once, on every rank, after the last microbatch: look for a no_sync that one rank leaves later".into(),
+        ),
+        _ => (
+            "replica-divergence",
+            "Look for state that is not broadcast, a seed that differs, or an op that is not deterministic".into(),
+        ),
+    };
+    let bits = match corrupted {
+        true => flips(&worst, |element| row(element)),
+        false => String::new(),
+    };
+    let evidence = format!(
+        "{key} {} should be the same bits on all its holders: {who}; {} of {total} differ{bits}",
+        versions[0].place(),
+        plural(worst.elements as u64, "element"),
+    );
+    found.add(Severity::Fail, Some(cause), place, evidence, advice);
+}
+
+fn reduced_gradient(key: &TensorKey, info: &TensorInfo) -> bool {
+    let gradient = matches!(info.role, Some(Role::Dk | Role::DkLse | Role::DkLabel | Role::Dbias));
+    key.when == Some(When::PostReduce) || (gradient && key.microbatch.is_none())
+}
+
+fn flipped(found: &Difference, total: usize) -> bool {
+    let single = found.first.iter().all(|(_, flipped)| flipped.count_ones() == 1);
+    let high = found.first.iter().any(|(_, flipped)| flipped.trailing_zeros() >= 2);
+    found.elements <= FLIPS && found.elements * RARE <= total && single && high
+}
+
+fn flips(found: &Difference, row: impl Fn(usize) -> u64) -> String {
+    let one = |(element, flipped): &(usize, u64)| {
+        format!("bit {} in row {}", flipped.trailing_zeros(), row(*element))
+    };
+    format!(" by one bit each: {}", found.first.iter().map(one).collect::<Vec<_>>().join(", "))
+}

@@ -1,0 +1,217 @@
+//! Labels against the ids that the model read: which shift holds, and at the ends of
+//! sequences.
+//!
+//! For each shift s in -2..=2 the share of counted positions t is taken at which
+//! `labels[t] = inputs[t + s]` inside a sequence. A shift holds when that share is above
+//! a half and chance cannot bring it there: with c = Σ P(input = x) P(label = x), n
+//! positions match with share r or more with probability `exp(-n KL(r, c))` at most
+//! (Chernoff). A wrong shift is called only by positions where it and the declared one
+//! name different ids, so text that repeats itself decides nothing.
+
+use std::collections::HashMap;
+
+use backtape::shard::TensorKey;
+
+use super::facts::{Facts, facts, integers};
+use super::tokens::is_input;
+use super::{Found, Place, Severity, Subject};
+use crate::assemble::assemble;
+use crate::compare::bound::FALSE_ALARM;
+
+const SHIFTS: std::ops::RangeInclusive<i64> = -2..=2;
+const CAUSE: &str = "label-shift";
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        let inputs: Vec<&TensorKey> = subject
+            .dump
+            .tensors()
+            .iter()
+            .filter(|(key, info)| is_input(key, info))
+            .map(|(key, _)| key)
+            .collect();
+        if inputs.is_empty() {
+            let why = "no integer inputs were recorded: tape.record(\"tokens\", ...) would have them compared";
+            found.skip(format!("step {}: labels against inputs", subject.dump.step), why);
+            continue;
+        }
+        for facts in facts(subject).into_iter().flatten() {
+            let same = inputs.iter().find(|key| key.microbatch == facts.microbatch);
+            match same.or_else(|| inputs.iter().find(|key| key.microbatch.is_none())) {
+                Some(key) => pair(subject, key, &facts, found),
+                None => found.skip(facts.key.to_string(), "no inputs of this microbatch"),
+            }
+        }
+    }
+}
+
+/// Ids and labels side by side.
+struct Pair<'a> {
+    inputs: &'a [i64],
+    labels: &'a [i64],
+    counted: Vec<bool>,
+    sequence: usize,
+    /// Probability that two unrelated ids are equal.
+    chance: f64,
+}
+
+fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, found: &mut Found) {
+    let tensor = match assemble(subject.dump, key) {
+        Ok(tensor) => tensor,
+        Err(error) => return found.skip(key.to_string(), error.to_string()),
+    };
+    let labels_shape = &subject.dump.tensors()[&facts.key].shape;
+    let inputs = integers(&tensor).filter(|ids| ids.len() == facts.recorded.len());
+    let (Some(inputs), true) = (inputs, tensor.shape == *labels_shape || labels_shape.len() < 2)
+    else {
+        let why =
+            format!("its shape {:?} is not that of the labels, {labels_shape:?}", tensor.shape);
+        return found.skip(key.to_string(), why);
+    };
+    found.looked();
+    let head = subject.head();
+    let counts = |t: usize| !super::facts::ignored(head, facts.recorded[t]);
+    let counted: Vec<bool> = (0..inputs.len()).map(counts).collect();
+    let sequence = tensor.shape.last().map_or(inputs.len(), |&n| n as usize).max(1);
+    let chance = chance(&inputs, &facts.recorded, &counted);
+    let pair = Pair { inputs: &inputs, labels: &facts.recorded, counted, sequence, chance };
+    let expected = head.map(|head| i64::from(head.labels_shifted));
+    judge(subject, key, facts, &pair, expected, found);
+}
+
+/// Σ P(input = x) P(label = x) over counted labels.
+fn chance(inputs: &[i64], labels: &[i64], counted: &[bool]) -> f64 {
+    let mut shares: HashMap<i64, u64> = HashMap::new();
+    inputs.iter().for_each(|&x| *shares.entry(x).or_default() += 1);
+    let counted = labels.iter().zip(counted).filter(|(_, here)| **here);
+    let (mut sum, mut n) = (0u64, 0u64);
+    for (label, _) in counted {
+        sum += shares.get(label).copied().unwrap_or(0);
+        n += 1;
+    }
+    sum as f64 / (n.max(1) as f64 * inputs.len().max(1) as f64)
+}
+
+impl Pair<'_> {
+    /// The id that a shift names at a position, inside its sequence.
+    fn named(&self, t: usize, shift: i64) -> Option<i64> {
+        let within = (t % self.sequence) as i64 + shift;
+        let inside = (0..self.sequence as i64).contains(&within);
+        inside.then(|| self.inputs[(t as i64 + shift) as usize])
+    }
+
+    /// Matches and counted positions, of those where `unlike` names another id.
+    fn matches(&self, shift: i64, unlike: Option<i64>) -> (u64, u64) {
+        let (mut matches, mut n) = (0, 0);
+        for t in (0..self.labels.len()).filter(|&t| self.counted[t]) {
+            let Some(id) = self.named(t, shift) else { continue };
+            if unlike.is_some_and(|other| self.named(t, other) == Some(id)) {
+                continue;
+            }
+            n += 1;
+            matches += u64::from(id == self.labels[t]);
+        }
+        (matches, n)
+    }
+
+    /// Whether so many matches are more than half, and more than chance.
+    fn holds(&self, (matches, n): (u64, u64)) -> bool {
+        let share = matches as f64 / n.max(1) as f64;
+        let tests = SHIFTS.count() as f64 + 2.0;
+        share > 0.5 && n as f64 * divergence(share, self.chance) > (tests / FALSE_ALARM).ln()
+    }
+}
+
+/// KL(r, c) of two coins, for r above c; 0 otherwise.
+fn divergence(r: f64, c: f64) -> f64 {
+    if !(r > c) || c <= 0.0 {
+        return if r > c { f64::INFINITY } else { 0.0 };
+    }
+    let tail = if r < 1.0 { (1.0 - r) * ((1.0 - r) / (1.0 - c)).ln() } else { 0.0 };
+    r * (r / c).ln() + tail
+}
+
+fn judge(
+    subject: &Subject<'_>,
+    key: &TensorKey,
+    facts: &Facts,
+    pair: &Pair<'_>,
+    expected: Option<i64>,
+    found: &mut Found,
+) {
+    let share = |shift| {
+        let (matches, n) = pair.matches(shift, None);
+        matches as f64 / n.max(1) as f64
+    };
+    let best = SHIFTS.max_by(|&a, &b| share(a).total_cmp(&share(b))).unwrap_or(0);
+    let place = Place::of(subject).tensor(&facts.key);
+    let at = |shift: i64| format!("labels[t] = {}[t{shift:+}]", key.tensor);
+    if !pair.holds(pair.matches(best, None)) {
+        let why = "no shift from -2 to 2 holds: the labels are not the next ids, or too few tell";
+        return found.skip(format!("step {}: {}", subject.dump.step, facts.key), why);
+    }
+    let shares = format!("{} at {:.1} % of the counted positions", at(best), 100.0 * share(best));
+    match expected {
+        Some(expected) if expected != best => {
+            if !pair.holds(pair.matches(best, Some(expected))) {
+                return;
+            }
+            let evidence = format!(
+                "{shares}, where labels_shifted={} makes it {} ({:.1} %){}",
+                if expected == 1 { "True" } else { "False" },
+                at(expected),
+                100.0 * share(expected),
+                if best == 0 { ": the model copies its input" } else { "" },
+            );
+            let advice = format!(
+                "Shift once: labels[t] = {}[t+1] with labels_shifted=True, or unshifted labels with labels_shifted=False",
+                key.tensor
+            );
+            found.add(Severity::Fail, Some(CAUSE), place, evidence, advice);
+        }
+        None => {
+            let odd = !(0..=1).contains(&best);
+            let severity = if odd { Severity::Warn } else { Severity::Note };
+            let cause = odd.then_some(CAUSE);
+            let advice = "Right if the loss takes them so: shifted labels as they are, unshifted ones with a shift of its own";
+            found.add(severity, cause, place, shares, advice);
+        }
+        Some(_) => {}
+    }
+    if best == 1 {
+        ends(subject, key, facts, pair, found);
+    }
+}
+
+/// What the labels of the last positions are: the row's own first id is a roll.
+fn ends(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, pair: &Pair<'_>, found: &mut Found) {
+    let rows = pair.inputs.len() / pair.sequence;
+    let first = |row: usize| pair.inputs[(row % rows) * pair.sequence];
+    let (mut own, mut next, mut n) = (0u64, 0u64, 0u64);
+    for row in 0..rows {
+        let last = (row + 1) * pair.sequence - 1;
+        // Rows that begin alike cannot tell the one from the other.
+        if !pair.counted[last] || first(row) == first(row + 1) {
+            continue;
+        }
+        n += 1;
+        own += u64::from(pair.labels[last] == first(row));
+        next += u64::from(pair.labels[last] == first(row + 1));
+    }
+    let place = Place::of(subject).tensor(&facts.key);
+    if pair.holds((own, n)) {
+        let evidence = format!(
+            "the label of a row's last position is the row's own first id, in {own} of {n} rows of {}: a roll along the sequence",
+            key.tensor
+        );
+        let advice = "Ignore the last position of each row, or give it the id that really follows";
+        found.add(Severity::Warn, Some(CAUSE), place, evidence, advice);
+    } else if pair.holds((next, n)) {
+        let evidence = format!(
+            "the label of a row's last position is the first id of the next row, in {next} of {n} rows of {}: labels run across the ends of rows",
+            key.tensor
+        );
+        let advice = "Right where rows are consecutive pieces of one stream; wrong where each row is a document of its own";
+        found.add(Severity::Note, None, place, evidence, advice);
+    }
+}

@@ -1,0 +1,230 @@
+//! Gradients that are another buffer: equal bit for bit to what they were computed from,
+//! or to what the buffer held a microbatch before.
+//!
+//! An element that is not zero equals an unrelated one of its dtype with probability 2⁻ᵇ
+//! at most, b the bits of the fraction. A run of r equal elements in one place of two
+//! tensors of n, none a repeat of the one before it, is reported when `n 2^(-r b)` is
+//! below [`FALSE_ALARM`], over the pairs of a step. Rows of two microbatches are compared
+//! whole, and only where their labels differ: dq depends on nothing else that equal
+//! hidden states leave open.
+
+use backtape::dtype::Dtype;
+use backtape::identity::Rank;
+use backtape::role::Role;
+use backtape::shard::{TensorKey, When};
+
+use super::bits::{Kind, bits, kind, random_bits};
+use super::facts::{Facts, facts};
+use super::pieces::{Piece, pieces};
+use super::{Found, Place, Severity, Subject};
+use crate::assemble::{extract, pieces as cut};
+use crate::compare::bound::FALSE_ALARM;
+use crate::dump::{TensorInfo, name_ranks};
+use crate::report::number::plural;
+
+/// What must not equal what, in one microbatch.
+const PAIRS: [(Role, Role); 5] = [
+    (Role::Dlogits, Role::Logits),
+    (Role::Dq, Role::Q),
+    (Role::DqLse, Role::Q),
+    (Role::Dk, Role::K),
+    (Role::DkLse, Role::K),
+];
+/// Gradients that two microbatches with other labels cannot share.
+const FRESH: [Role; 4] = [Role::Dlogits, Role::Dq, Role::Dk, Role::DkLse];
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        for (gradient, source) in PAIRS {
+            for (key, info) in subject.of_role(gradient) {
+                against(subject, (key, info), source, found);
+            }
+        }
+    }
+    for role in FRESH {
+        earlier(subjects, role, found);
+    }
+    if found.looked_at == 0 {
+        found.skip("buffers", "no gradient was recorded beside what it could be mistaken for");
+    }
+}
+
+/// Elements in a row that chance does not make equal.
+fn needed(dtype: Dtype, elements: usize) -> usize {
+    let tries = elements.max(1) as f64 * (PAIRS.len() + FRESH.len()) as f64;
+    ((tries / FALSE_ALARM).log2() / f64::from(random_bits(dtype))).ceil() as usize
+}
+
+type Named<'a> = (&'a TensorKey, &'a TensorInfo);
+
+fn against(subject: &Subject<'_>, (key, info): Named<'_>, source: Role, found: &mut Found) {
+    let same = |(other, of): &Named<'_>| {
+        of.dtype == info.dtype
+            && of.shape == info.shape
+            && (other.microbatch == key.microbatch || other.microbatch.is_none())
+    };
+    let Some((other, of)) = subject.of_role(source).find(same) else {
+        return;
+    };
+    found.looked();
+    let ((held, _), (sources, _)) = (pieces(subject.dump, info), pieces(subject.dump, of));
+    for piece in &held {
+        let Some((rows, equal)) = equal_runs(info, piece, &sources) else { continue };
+        let evidence = format!(
+            "{key} {} of {}: {} in {} equal {other} bit for bit, from row {} on",
+            piece.place(),
+            name_ranks(&piece.ranks),
+            plural(equal, "element"),
+            plural(rows.len() as u64, "row"),
+            rows[0],
+        );
+        let place = Place::of(subject).tensor(key).ranks(&piece.ranks).rows(&rows);
+        let advice = format!(
+            "{} still holds {}: the op left its output unwritten, or its buffer was shared",
+            key.tensor, other.tensor
+        );
+        found.add(Severity::Fail, Some("uninitialised-output"), place, evidence, advice);
+    }
+}
+
+/// Rows of a piece with long runs equal to the same place of another tensor, and how
+/// many elements they make.
+fn equal_runs(
+    info: &TensorInfo,
+    piece: &Piece<'_>,
+    sources: &[Piece<'_>],
+) -> Option<(Vec<u64>, u64)> {
+    let width = info.dtype.width();
+    let elements = piece.bytes.len() / width;
+    let needed = needed(info.dtype, elements);
+    let (mut rows, mut equal) = (Vec::new(), 0u64);
+    for part in cut(piece.place(), width) {
+        let inside = |other: &&Piece<'_>| other.place().intersection(&part).as_ref() == Some(&part);
+        let Some(other) = sources.iter().find(inside) else { continue };
+        let own = extract(&part, piece.place(), piece.bytes, width);
+        let theirs = extract(&part, other.place(), other.bytes, width);
+        let columns = part.0.last().map_or(1, |(from, to)| (to - from) as usize).max(1);
+        let (mut run, mut last) = (0usize, 0u64);
+        for i in 0..own.len() / width {
+            let (a, b) = (bits(&own, width, i), bits(&theirs, width, i));
+            if a != b || kind(info.dtype, a) != Kind::Finite {
+                (run, last) = (0, 0);
+                continue;
+            }
+            run += usize::from(a != last);
+            last = a;
+            if run >= needed {
+                equal += if run == needed { needed as u64 } else { 1 };
+                let row = global_row(&part, info, i / columns);
+                if rows.last() != Some(&row) {
+                    rows.push(row);
+                }
+            }
+        }
+    }
+    rows.dedup();
+    (!rows.is_empty()).then_some((rows, equal))
+}
+
+fn global_row(part: &backtape::index_box::IndexBox, info: &TensorInfo, row: usize) -> u64 {
+    let leading = part.0.len().saturating_sub(1);
+    let (mut rest, mut flat, mut stride) = (row as u64, 0, 1);
+    for (&(from, to), &size) in part.0[..leading].iter().zip(&info.shape).rev() {
+        let extent = (to - from).max(1);
+        flat += (from + rest % extent) * stride;
+        rest /= extent;
+        stride *= size;
+    }
+    flat
+}
+
+/// Compares a gradient with itself one microbatch (or dumped step) before.
+fn earlier(subjects: &[Subject<'_>], role: Role, found: &mut Found) {
+    let mut before: Option<(&Subject<'_>, Named<'_>, Facts)> = None;
+    for subject in subjects {
+        for facts in facts(subject).into_iter().flatten() {
+            let of = subject.of_role(role).find(|(key, _)| {
+                key.microbatch == facts.microbatch && key.when != Some(When::PostReduce)
+            });
+            let Some(now) = of else { continue };
+            if let Some((past, then, labels)) = &before
+                && then.1.shape == now.1.shape
+                && then.1.dtype == now.1.dtype
+            {
+                found.looked();
+                repeats((past, *then, labels), (subject, now, &facts), found);
+            }
+            before = Some((subject, now, facts));
+        }
+    }
+}
+
+type At<'a> = (&'a Subject<'a>, Named<'a>, &'a Facts);
+
+fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
+    let (subject, (key, info), facts) = now;
+    let ((held, _), (old, _)) = (pieces(subject.dump, info), pieces(past.0.dump, past.1.1));
+    let of_tokens = matches!(info.role, Some(Role::Dq | Role::Dlogits));
+    if of_tokens && past.2.targets.len() != facts.targets.len() {
+        return;
+    }
+    for piece in &held {
+        let same = |other: &&Piece<'_>| {
+            other.place() == piece.place() && other.ranks.iter().any(|r| piece.ranks.contains(r))
+        };
+        let Some(other) = old.iter().find(same) else { continue };
+        if !of_tokens && same_labels(past.2, facts, &piece.ranks) {
+            continue;
+        }
+        let needed = needed(info.dtype, piece.bytes.len() / info.dtype.width());
+        let fresh = |row: usize| {
+            let token = piece.global_row(row) as usize;
+            !of_tokens || past.2.targets.get(token) != facts.targets.get(token)
+        };
+        let stale = |row: usize| {
+            piece.row_bytes(row) == other.row_bytes(row)
+                && fresh(row)
+                && told(info.dtype, piece.row_bytes(row)) >= needed
+        };
+        let rows = (0..piece.rows()).filter(|&row| stale(row));
+        let rows: Vec<u64> = rows.map(|row| piece.global_row(row)).collect();
+        let Some(first) = rows.first() else { continue };
+        let evidence = format!(
+            "{key} of step {} and {} of step {} are equal bit for bit in {} of {}, from row {first} on, though their tokens differ",
+            subject.dump.step,
+            past.1.0,
+            past.0.dump.step,
+            plural(rows.len() as u64, "row"),
+            name_ranks(&piece.ranks),
+        );
+        let place = Place::of(subject).tensor(key).ranks(&piece.ranks).rows(&rows);
+        let advice = format!(
+            "{} still holds what was there before: the op did not write these rows",
+            key.tensor
+        );
+        found.add(Severity::Fail, Some("uninitialised-output"), place, evidence, advice);
+    }
+}
+
+/// Elements of a row that say something: numbers that differ from the one before.
+fn told(dtype: Dtype, row: &[u8]) -> usize {
+    let width = dtype.width();
+    let all = (0..row.len() / width).map(|i| bits(row, width, i));
+    let mut last = 0;
+    all.filter(|&bits| {
+        let tells = kind(dtype, bits) == Kind::Finite && bits != last;
+        last = bits;
+        tells
+    })
+    .count()
+}
+
+/// Whether these ranks predict the same classes in both microbatches.
+fn same_labels(one: &Facts, other: &Facts, ranks: &[Rank]) -> bool {
+    let of = |facts: &Facts| -> Vec<Option<i64>> {
+        let held = |group: usize| facts.holders[group].iter().any(|rank| ranks.contains(rank));
+        let tokens = (0..facts.tokens()).filter(|&t| held(facts.holder[t]));
+        tokens.map(|t| facts.targets[t]).collect()
+    };
+    of(one) == of(other)
+}

@@ -1,0 +1,46 @@
+//! The loss of the first step against log V.
+//!
+//! A model that knows nothing gives every class the same probability: its mean -log p is
+//! log V, and more by about half the variance of its logits. Far below it, either the
+//! model was trained before or it can see its labels. It is a note: a dump does not say
+//! whether the weights were fresh.
+
+use backtape::identity::Step;
+
+use super::facts::{classes, facts};
+use super::{Found, Place, Severity, Subject};
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    let Some(subject) = subjects.iter().find(|subject| subject.dump.step == Step(0)) else {
+        return found.skip("the loss against log V", "step 0 was not dumped");
+    };
+    let Some(classes) = classes(subject).filter(|&classes| classes > 1) else {
+        return found.skip("the loss against log V", "the number of classes is not known");
+    };
+    let (mut sum, mut n) = (0.0, 0.0);
+    for facts in facts(subject).into_iter().flatten() {
+        for t in (0..facts.tokens()).filter(|&t| facts.weights[t] != 0.0) {
+            if let Some(nll) = facts.nll(t) {
+                (sum, n) = (sum + nll, n + 1.0);
+            }
+        }
+    }
+    if n == 0.0 {
+        return found.skip("the loss against log V", "lse and label_logits were not both recorded");
+    }
+    found.looked();
+    let (mean, uniform) = (sum / n, (classes as f64).ln());
+    let reading = match mean / uniform {
+        x if x < 0.5 => {
+            "far below: the model was trained before, copies its input or sees its labels"
+        }
+        x if x <= 1.25 => "as an untrained model has",
+        x if x.is_nan() => "not a number",
+        _ => "above: its logits are spread widely, which knows less than nothing",
+    };
+    let evidence = format!(
+        "the mean of -log p over {n} counted tokens is {mean:.4}, log {classes} = {uniform:.4}: {reading}"
+    );
+    let advice = "Look at the shift of the labels and at the mask if the weights were fresh";
+    found.add(Severity::Note, None, Place::of(subject), evidence, advice);
+}

@@ -1,0 +1,270 @@
+//! Rows of dq and dk that are zero where the data say that they cannot be.
+//!
+//! A token that counts and whose label has probability below [`SURE`] has a gradient of
+//! the logits of at least 2⁻⁶ of its weight in the label's class: no rounding to bf16
+//! (2⁻⁸) brings a whole row of dq to zero, nor the label's row of dk. So
+//!
+//! - dq: the row of every such token is not zero, where k is not;
+//! - dk: the row of every class that such a token has as its label is not zero on the
+//!   ranks that hold the token, where the token's q is not.
+//!
+//! Rows of padding, of ignored tokens and of classes that no token has are right to be
+//! zero. f16 and f8 may lose small gradients below their range, so there it is a note.
+
+use backtape::dtype::Dtype;
+use backtape::head::{HeadDeclaration, KLayout, Loss};
+use backtape::identity::Rank;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+
+use super::bits::{Kind, bits, kind};
+use super::facts::{Facts, facts, vector};
+use super::pieces::{Piece, pieces};
+use super::{Found, Place, Severity, Subject};
+use crate::dump::{TensorInfo, name_ranks};
+use crate::report::number::plural;
+
+/// A label this likely may have a gradient that rounds to nothing.
+const SURE: f64 = 1.0 - 1.0 / 64.0;
+
+pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+    for subject in subjects {
+        let skip = |found: &mut Found, why: &str| {
+            found.skip(format!("step {}: zero rows of dq and dk", subject.dump.step), why);
+        };
+        match subject.head() {
+            None => skip(found, "no head was declared: it is not known which tokens count"),
+            Some(head) if head.loss != Loss::SoftmaxXent => {
+                skip(found, "only cross-entropy on q and k has such rows: a policy loss clips");
+            }
+            Some(head) => step(subject, head, found),
+        }
+    }
+}
+
+fn step(subject: &Subject<'_>, head: &HeadDeclaration, found: &mut Found) {
+    let of_k = subject.of_role(Role::K).map(|(_, info)| info);
+    if !of_k.into_iter().any(|info| nonzero(subject, info)) {
+        let why = "k was not recorded, or is zero: gradients may be";
+        return found.skip(format!("step {}: zero rows of dq", subject.dump.step), why);
+    }
+    let mut all: Vec<(Facts, Vec<bool>)> = Vec::new();
+    for facts in facts(subject).into_iter().flatten() {
+        match telling(subject, head, &facts) {
+            Some(telling) => {
+                dq(subject, &facts, &telling, found);
+                dk(subject, head, facts.microbatch, &[(&facts, &telling)], found);
+                all.push((facts, telling));
+            }
+            None => {
+                let why = "lse, label_logits and q were not all recorded: a token may be so sure that its gradient is nothing";
+                found.skip(facts.key.to_string(), why);
+            }
+        }
+    }
+    if all.iter().any(|(facts, _)| facts.microbatch.is_some()) {
+        let all: Vec<_> = all.iter().map(|(facts, telling)| (facts, telling)).collect();
+        dk(subject, head, None, &all, found);
+    }
+}
+
+fn nonzero(subject: &Subject<'_>, info: &TensorInfo) -> bool {
+    let (held, _) = pieces(subject.dump, info);
+    held.iter().any(|piece| piece.bytes.iter().any(|&byte| byte & 0x7f != 0))
+}
+
+/// Tokens whose gradient cannot be zero; `None` where that is not known.
+fn telling(subject: &Subject<'_>, head: &HeadDeclaration, facts: &Facts) -> Option<Vec<bool>> {
+    let (_, label_logits) = facts.likelihood.as_ref()?;
+    let cotangent = vector(subject, Role::Cotangent, facts.microbatch, facts.tokens());
+    let q = subject.of_role(Role::Q).find(|(key, _)| key.microbatch == facts.microbatch)?;
+    let (held, _) = pieces(subject.dump, q.1);
+    let mut live = vec![false; facts.tokens()];
+    for piece in held.iter().filter(|_| q.1.shape.len() > 1) {
+        for row in 0..piece.rows() {
+            if let Some(live) = live.get_mut(piece.global_row(row) as usize) {
+                *live |= !all_zero(q.1.dtype, piece.row_bytes(row));
+            }
+        }
+    }
+    let filter = head.gradient_filter.unwrap_or(0.0);
+    let sure = SURE.min(1.0 - 2.0 * filter);
+    let one = |t: usize| {
+        let likely = -facts.nll(t).unwrap_or(0.0);
+        // Beyond the cap the derivative of tanh is nothing.
+        let capped = head.softcap.is_some_and(|cap| !(label_logits[t].abs() < cap * SURE));
+        let upstream = cotangent.as_ref().map_or(head.cotangent, |(all, _)| all[t]);
+        let counts = facts.weights[t].is_finite() && facts.weights[t] != 0.0;
+        live[t] && counts && upstream != 0.0 && !capped && likely.exp() < sure
+    };
+    Some((0..facts.tokens()).map(one).collect())
+}
+
+fn all_zero(dtype: Dtype, bytes: &[u8]) -> bool {
+    let width = dtype.width();
+    (0..bytes.len() / width).all(|i| kind(dtype, bits(bytes, width, i)) == Kind::Zero)
+}
+
+fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], found: &mut Found) {
+    let of = subject.of_role(Role::Dq).find(|(key, info)| {
+        key.microbatch == facts.microbatch && info.partial.is_none() && info.shape.len() > 1
+    });
+    let Some((key, info)) = of else { return };
+    found.looked();
+    let (held, _) = pieces(subject.dump, info);
+    // A row may be cut over ranks: it is zero where all of its parts are.
+    let mut zero = vec![true; telling.len()];
+    let mut seen = vec![0u64; telling.len()];
+    for piece in &held {
+        for row in 0..piece.rows() {
+            let token = piece.global_row(row) as usize;
+            if token < zero.len() {
+                zero[token] &= all_zero(info.dtype, piece.row_bytes(row));
+                seen[token] += piece.columns() as u64;
+            }
+        }
+    }
+    let width = info.shape.last().copied().unwrap_or(0);
+    let hit = (0..zero.len()).filter(|&t| telling[t] && zero[t] && seen[t] >= width);
+    let rows: Vec<u64> = hit.map(|t| t as u64).collect();
+    let Some(&first) = rows.first() else { return };
+    let ranks = &facts.holders[facts.holder[first as usize]];
+    let run = run_of_zeros(&zero, first as usize);
+    report(subject, (key, info), ranks, &rows, run, "tokens that count and are not sure", found);
+}
+
+/// dk of a microbatch (or of the step) from the tokens that made it.
+fn dk(
+    subject: &Subject<'_>,
+    head: &HeadDeclaration,
+    microbatch: Option<backtape::identity::Microbatch>,
+    from: &[(&Facts, &Vec<bool>)],
+    found: &mut Found,
+) {
+    for role in [Role::Dk, Role::DkLabel] {
+        let of = subject.of_role(role).filter(|(key, info)| {
+            key.microbatch == microbatch
+                && info.shape.len() == 2
+                && (role, info.partial) != (Role::Dk, None)
+                || key.microbatch == microbatch && info.shape.len() == 2 && !head.tied_embedding
+        });
+        for (key, info) in of {
+            found.looked();
+            of_vocabulary(subject, head, (key, info), from, found);
+        }
+    }
+}
+
+fn of_vocabulary(
+    subject: &Subject<'_>,
+    head: &HeadDeclaration,
+    (key, info): (&TensorKey, &TensorInfo),
+    from: &[(&Facts, &Vec<bool>)],
+    found: &mut Found,
+) {
+    let transposed = head.k_layout == KLayout::Dv;
+    let vocabulary = info.shape[usize::from(transposed)] as usize;
+    let (held, _) = pieces(subject.dump, info);
+    let depth = info.shape[usize::from(!transposed)];
+    // Whether any of the holders that matter has something in the row.
+    let zero_on = |ranks: Option<&[Rank]>| -> Vec<bool> {
+        let mut alive = vec![false; vocabulary];
+        let mut seen = vec![0u64; vocabulary];
+        let matters = |piece: &&Piece<'_>| {
+            ranks.is_none_or(|ranks| piece.ranks.iter().any(|rank| ranks.contains(rank)))
+        };
+        for piece in held.iter().filter(matters) {
+            mark(info, piece, transposed, &mut alive, &mut seen);
+        }
+        alive.iter().zip(&seen).map(|(alive, &seen)| !alive && seen >= depth).collect()
+    };
+    let mut hit: Vec<(u64, Vec<Rank>, Option<(u64, u64)>)> = Vec::new();
+    for (facts, telling) in from {
+        for (group, ranks) in facts.holders.iter().enumerate() {
+            let zero = zero_on(info.partial.map(|_| ranks.as_slice()));
+            let tokens = (0..facts.tokens()).filter(|&t| facts.holder[t] == group && telling[t]);
+            for class in tokens.filter_map(|t| facts.targets[t]) {
+                if usize::try_from(class).is_ok_and(|class| zero.get(class) == Some(&true)) {
+                    let run = run_of_zeros(&zero, class as usize);
+                    hit.push((class as u64, ranks.clone(), run));
+                }
+            }
+        }
+    }
+    hit.sort();
+    let mut rows: Vec<u64> = hit.iter().map(|(row, ..)| *row).collect();
+    rows.dedup();
+    let Some((_, ranks, run)) = hit.first().cloned() else { return };
+    let what = "classes that are the label of tokens that count and are not sure";
+    report(subject, (key, info), &ranks, &rows, run, what, found);
+}
+
+/// Marks the classes of which a piece holds something, and counts what it holds of each.
+fn mark(
+    info: &TensorInfo,
+    piece: &Piece<'_>,
+    transposed: bool,
+    alive: &mut [bool],
+    seen: &mut [u64],
+) {
+    let (columns, start) = (piece.columns(), piece.column_range().0 as usize);
+    let width = info.dtype.width();
+    for row in 0..piece.rows() {
+        let class = piece.global_row(row) as usize;
+        match transposed {
+            false => {
+                alive[class] |= !all_zero(info.dtype, piece.row_bytes(row));
+                seen[class] += columns as u64;
+            }
+            true => {
+                let bytes = piece.row_bytes(row);
+                for column in 0..columns {
+                    let zero = kind(info.dtype, bits(bytes, width, column)) == Kind::Zero;
+                    alive[start + column] |= !zero;
+                    seen[start + column] += 1;
+                }
+            }
+        }
+    }
+}
+
+/// The run of zero rows around one, where it is a tile: as long as a power of two of at
+/// least 8 and aligned to it, or to the end.
+fn run_of_zeros(zero: &[bool], at: usize) -> Option<(u64, u64)> {
+    let start = zero[..at].iter().rposition(|zero| !zero).map_or(0, |last| last + 1);
+    let end = zero[at..].iter().position(|zero| !zero).map_or(zero.len(), |n| at + n);
+    let tile = 1 << (end - start).max(1).ilog2();
+    let aligned = tile >= 8 && start % tile == 0 && (end % tile == 0 || end == zero.len());
+    aligned.then_some((start as u64, end as u64))
+}
+
+fn report(
+    subject: &Subject<'_>,
+    (key, info): (&TensorKey, &TensorInfo),
+    ranks: &[Rank],
+    rows: &[u64],
+    run: Option<(u64, u64)>,
+    what: &str,
+    found: &mut Found,
+) {
+    let small = matches!(info.dtype, Dtype::F16 | Dtype::F8E4m3 | Dtype::F8E5m2);
+    let severity = if small { Severity::Note } else { Severity::Fail };
+    let tile = match run {
+        Some((start, end)) => format!("; rows {start} to {} are a whole tile", end - 1),
+        None => String::new(),
+    };
+    let lost = if small {
+        format!("; {} may have lost them below its range", info.dtype)
+    } else {
+        String::new()
+    };
+    let evidence = format!(
+        "{key}: {} of {what} are exactly zero, the first row {} ({}){tile}{lost}",
+        plural(rows.len() as u64, "row"),
+        rows[0],
+        name_ranks(ranks),
+    );
+    let place = Place::of(subject).tensor(key).ranks(ranks).rows(rows);
+    let advice = "Look for tiles that are skipped or never written, and for a filter or a mask that takes too much";
+    found.add(severity, None, place, evidence, advice);
+}

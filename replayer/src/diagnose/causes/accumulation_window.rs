@@ -1,0 +1,201 @@
+//! `accumulation-window`: the sum over microbatches does not hold each of them once: only
+//! some, only the last, or earlier ones doubled each time another is added.
+//!
+//! Detectors: the captured sum is solved for weights of the captured addends, by least
+//! squares; they must be whole numbers, up to one common factor of counts.
+//! Emulation: the sum with these weights.
+
+use std::collections::BTreeMap;
+
+use backtape::head::MicrobatchReduction;
+use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+
+use crate::assemble;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::Stage;
+use crate::head::step::numbers;
+use crate::replay::world::World;
+
+/// The catalogue's entry.
+pub struct AccumulationWindow;
+
+/// Elements of dk that the weights are solved on, evenly spread.
+const ELEMENTS: usize = 1 << 17;
+/// Microbatches up to which the weights are solved: the system is as large as their square.
+const MOST: usize = 256;
+/// How far from a whole number a weight may lie.
+const NEAR: f64 = 0.02;
+/// The largest whole number that a weight may be: 2^16 is a window of 16 doublings.
+const LARGEST: f64 = 65536.0;
+
+impl Cause for AccumulationWindow {
+    fn id(&self) -> &'static str {
+        "accumulation-window"
+    }
+
+    fn about(&self) -> &'static str {
+        "the sum over microbatches does not hold each of them once"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["transformers 39659", "burn 5695", "Megatron-LM 7186", "Megatron-LM 6660"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "clear the accumulated gradient once before the first microbatch of a step and add every microbatch to it once"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let count = evidence.microbatches();
+        if !(2..=MOST).contains(&count) {
+            return Vec::new();
+        }
+        let stages = [Stage::Accumulate, Stage::Reduce];
+        let keys: Vec<Key> = evidence.failing_of(&stages).map(|(key, _)| key).collect();
+        let mut weights = BTreeMap::new();
+        for key in keys {
+            if let Some(found) = solved(evidence, key).and_then(|found| whole(evidence, &found)) {
+                weights.insert((key.stage, key.rank), found);
+            }
+        }
+        let Some(first) = weights.values().next() else { return Vec::new() };
+        let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
+        let ids: Vec<Option<Microbatch>> =
+            evidence.inputs.iter().map(|one| one.microbatch).collect();
+        let mut parameters = vec![("weights of the microbatches", words.join(", "))];
+        if weights.values().any(|one| one != first) {
+            parameters.push(("on", "the first rank; other ranks differ".to_string()));
+        }
+        vec![Hypothesis::new(Window { ids, weights }, parameters)]
+    }
+}
+
+fn short(x: f64) -> String {
+    format!("{}", (x * 1e4).round() / 1e4)
+}
+
+/// Weights of the captured addends in a captured sum; none where they cannot be told.
+fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
+    let step = evidence.step;
+    let reduced = key.stage == Stage::Reduce;
+    if reduced && step.find_reduced(Role::Dk, false).is_some() {
+        return None; // Reduced from sums that were captured: they have no microbatches.
+    }
+    let of = step.find_reduced(Role::Dk, reduced)?;
+    let total = held(evidence, of, key.rank.filter(|_| !reduced))?;
+    let stride = total.len().div_ceil(ELEMENTS).max(1);
+    let chosen = |all: Vec<f64>| all.into_iter().step_by(stride).collect::<Vec<f64>>();
+    let size = total.len();
+    let total = chosen(total);
+    let part = |inputs: &crate::head::MicrobatchInputs| {
+        let of = step.find(Role::Dk, inputs.microbatch)?;
+        let whole = held(evidence, of, key.rank.filter(|_| !reduced))?;
+        Some(whole).filter(|whole| whole.len() == size).map(chosen)
+    };
+    let parts: Vec<Vec<f64>> = evidence.inputs.iter().map(part).collect::<Option<_>>()?;
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let system = parts.iter().map(|a| {
+        let mut row: Vec<f64> = parts.iter().map(|b| dot(a, b)).collect();
+        row.push(dot(a, &total));
+        row
+    });
+    eliminated(system.collect())
+}
+
+/// A tensor's addend of one rank, or the sum of all.
+fn held(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<Vec<f64>> {
+    let step = evidence.step;
+    if step.tensors[key].partial.is_none() {
+        return numbers(&step.assemble(key).ok()?);
+    }
+    let ranks = rank.map_or_else(|| assemble::holders(step.dump, key), |rank| vec![rank]);
+    let mut total: Vec<f64> = Vec::new();
+    for rank in ranks {
+        let values = numbers(&step.addend(key, &[rank]).ok()?)?;
+        total.resize(total.len().max(values.len()), 0.0);
+        total.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+    }
+    Some(total)
+}
+
+/// Solves a symmetric system, the right side in the last column; none where addends are
+/// too alike to be told apart.
+fn eliminated(mut rows: Vec<Vec<f64>>) -> Option<Vec<f64>> {
+    let n = rows.len();
+    for at in 0..n {
+        let before = rows[at][at];
+        let pivot = (at..n).max_by(|&a, &b| rows[a][at].abs().total_cmp(&rows[b][at].abs()))?;
+        rows.swap(at, pivot);
+        let largest =
+            rows.iter().flat_map(|row| &row[..n]).fold(0.0f64, |most, x| most.max(x.abs()));
+        if !(rows[at][at].abs() > 1e-9 * largest.max(before.abs())) {
+            return None;
+        }
+        let own = rows[at].clone();
+        for row in rows.iter_mut().skip(at + 1) {
+            let factor = row[at] / own[at];
+            row.iter_mut().zip(&own).for_each(|(x, own)| *x -= factor * own);
+        }
+    }
+    let mut found = vec![0.0; n];
+    for at in (0..n).rev() {
+        let known: f64 = (at + 1..n).map(|j| rows[at][j] * found[j]).sum();
+        found[at] = (rows[at][n] - known) / rows[at][at];
+    }
+    Some(found).filter(|found| found.iter().all(|x| x.is_finite()))
+}
+
+/// Whole numbers times one factor of counts, as weights over declared ones; none where
+/// they are no such numbers, or all alike: that is a scale, not a window.
+fn whole(evidence: &Evidence<'_>, found: &[f64]) -> Option<Vec<f64>> {
+    let count = found.len() as f64;
+    let divisor = match evidence.step.options.microbatch_reduction {
+        MicrobatchReduction::Mean => count,
+        MicrobatchReduction::Sum => 1.0,
+    };
+    let weights: Vec<f64> = found.iter().map(|x| x * divisor).collect();
+    let held = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
+    // A window that is divided by what it holds, by all, or not at all.
+    let factors = [1.0, 1.0 / count, count, 1.0 / held, count / held];
+    let nearest = |factor: f64| {
+        let one = |x: &f64| {
+            let n = (x / factor).round();
+            let near = (x / factor - n).abs() <= NEAR * n.max(1.0);
+            (near && (0.0..=LARGEST).contains(&n)).then_some(n * factor)
+        };
+        weights.iter().map(one).collect::<Option<Vec<f64>>>()
+    };
+    let found = factors.into_iter().find_map(nearest)?;
+    found.iter().any(|x| *x != found[0]).then_some(found)
+}
+
+/// Weights of each microbatch in a sum, by stage and rank.
+struct Window {
+    ids: Vec<Option<Microbatch>>,
+    weights: BTreeMap<(Stage, Option<Rank>), Vec<f64>>,
+}
+
+impl World for Window {
+    fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
+        // The reduction is one sum, whichever rank an addend comes from.
+        let rank = rank.filter(|_| stage == Stage::Accumulate);
+        let at = self.ids.iter().position(|id| *id == microbatch && id.is_some());
+        let weights = self.weights.get(&(stage, rank));
+        weights.zip(at).map_or(1.0, |(weights, at)| weights[at])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_system_is_solved_and_equal_addends_are_not_told_apart() {
+        let rows = vec![vec![0.0, 2.0, 4.0], vec![1.0, 1.0, 5.0]];
+        assert_eq!(eliminated(rows), Some(vec![3.0, 2.0]));
+        assert_eq!(eliminated(vec![vec![1.0, 1.0, 1.0], vec![1.0, 1.0, 1.0]]), None);
+    }
+}

@@ -1,0 +1,131 @@
+//! `clipping`: gradients were recorded after they were clipped to a norm, as if they were
+//! the raw ones.
+//!
+//! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be
+//! that of a clip: every captured gradient of the step has it, or the clipped norm is a
+//! round number, or the reported grad_norm says so.
+//! Emulation: the factor, fitted.
+
+use std::collections::BTreeSet;
+
+use backtape::role::Role;
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::fit::{rounded, shown};
+use crate::diagnose::detectors::uniform::informative;
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key, Residual};
+use crate::diagnose::worlds::Scaled;
+use crate::head::Stage;
+use crate::head::step::numbers;
+
+/// The catalogue's entry.
+pub struct Clipping;
+
+/// How far measured factors of one clip may lie apart: rounding of bf16 values moves a
+/// slope by less.
+const ALIKE: f64 = 2e-3;
+/// How near to a round number the norm of clipped gradients must lie. torch divides by
+/// the norm plus 1e-6; a round number of two digits is met by chance once in 100 times.
+const ROUND: f64 = 2e-4;
+
+impl Cause for Clipping {
+    fn id(&self) -> &'static str {
+        "clipping"
+    }
+
+    fn about(&self) -> &'static str {
+        "gradients were clipped to a norm before they were recorded"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["norm-clipped gradients recorded as raw ones"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "record gradients before they are clipped, or compare runs that clip alike"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let all = [&GRADIENTS[..], &[Stage::Accumulate, Stage::Reduce]].concat();
+        let failing: BTreeSet<Stage> =
+            evidence.failing_of(&all).map(|(key, _)| key.stage).collect();
+        let each: Vec<(Key, Residual)> =
+            failing.iter().flat_map(|&stage| informative(evidence, stage)).collect();
+        let Some(factor) = common(&each) else { return Vec::new() };
+        let Some(support) = support(evidence, &failing, &each, factor) else { return Vec::new() };
+        let mut parameters = vec![("factor", shown(factor)), ("supported by", support.0)];
+        parameters.extend(support.1.map(|norm| ("max_norm", norm.to_string())));
+        vec![Hypothesis::new(Scaled { factor, stages: failing }, parameters).fitted(1)]
+    }
+}
+
+/// The one factor of comparisons, below 1: the mean of theirs, each counted as exactly as
+/// it is known.
+fn common(each: &[(Key, Residual)]) -> Option<f64> {
+    let weight = |one: &Residual| one.reference / one.floor.max(f64::MIN_POSITIVE);
+    let sum: f64 = each.iter().map(|(_, one)| weight(one)).sum();
+    let mean = each.iter().map(|(_, one)| weight(one) * one.factor).sum::<f64>() / sum;
+    let alike = |(_, one): &(Key, Residual)| {
+        one.nonfinite == 0 && one.is_scaled() && (one.factor - mean).abs() <= ALIKE * mean
+    };
+    ((0.0..1.0).contains(&mean) && mean > 0.0 && each.iter().all(alike)).then_some(mean)
+}
+
+/// What shows that a factor is a clip's, in words, and the norm clipped to if known.
+fn support(
+    evidence: &Evidence<'_>,
+    failing: &BTreeSet<Stage>,
+    each: &[(Key, Residual)],
+    factor: f64,
+) -> Option<(String, Option<f64>)> {
+    let norm = &evidence.outcome.grad_norm;
+    let round = |norm: f64| {
+        let found = rounded(norm, 2);
+        ((norm - found).abs() <= ROUND * norm).then_some(found)
+    };
+    let parameters = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Accumulate, Stage::Reduce];
+    // Only gradients of parameters are clipped, so only they may fail.
+    if failing.iter().all(|stage| parameters.contains(stage)) {
+        let reported = norm.captured.filter(|norm| *norm > 0.0);
+        if let Some(to) = reported.and_then(|norm| round(norm * factor)) {
+            let words = "the reported grad_norm times the factor is a round number";
+            return Some((words.into(), Some(to)));
+        }
+        let clipped = last(evidence, failing).filter(|norm| *norm > 0.0);
+        if let Some(to) = clipped.and_then(round) {
+            return Some(("the norm of the recorded dk is a round number".into(), Some(to)));
+        }
+    }
+    let gradients = GRADIENTS.iter().flat_map(|&stage| informative(evidence, stage));
+    let both = |of: &[Stage]| each.iter().any(|(key, _)| of.contains(&key.stage));
+    let dq = both(&[Stage::Dq, Stage::DqLse, Stage::DqLabel]);
+    let dk = both(&parameters[..3]);
+    // dk that follows from its captured parts passes as it is.
+    let forced = |key: &Key| {
+        let parts = match key.stage {
+            Stage::Dq => [Stage::DqLse, Stage::DqLabel],
+            Stage::Dk => [Stage::DkLse, Stage::DkLabel],
+            _ => return false,
+        };
+        parts.iter().all(|stage| failing.contains(stage))
+    };
+    let every = gradients.into_iter().all(|(key, one)| !one.passes || forced(&key));
+    (dq && dk && every).then(|| ("every gradient of the step has it".into(), None))
+}
+
+/// Norm of the captured dk that fails: the reduced one, or that of the only microbatch.
+fn last(evidence: &Evidence<'_>, failing: &BTreeSet<Stage>) -> Option<f64> {
+    let step = evidence.step;
+    let reduced = failing.contains(&Stage::Reduce);
+    let single = evidence.microbatches() == 1 && failing.contains(&Stage::Dk);
+    let key = match (reduced, single) {
+        (true, _) => step.find_reduced(Role::Dk, true)?,
+        (false, true) => step.find(Role::Dk, evidence.inputs[0].microbatch)?,
+        _ => return None,
+    };
+    if step.tensors[key].partial.is_some() {
+        return None;
+    }
+    let values = numbers(&step.assemble(key).ok()?)?;
+    Some(values.iter().map(|x| x * x).sum::<f64>().sqrt())
+}

@@ -1,0 +1,67 @@
+//! `rank-mean-vs-sum`: gradients are W or 1/W of what they should be, because ranks were
+//! averaged where their sum was declared, or the other way round, or twice.
+//!
+//! Detectors: D6, one factor in every microbatch and on every rank of a stage; W is the
+//! number of ranks, or of those along some axes of the mesh.
+//! Emulation: the factor.
+
+use std::collections::BTreeMap;
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::uniform::{SCALED, stages_times};
+use crate::diagnose::evidence::Evidence;
+use crate::diagnose::worlds::Scaled;
+
+/// The catalogue's entry.
+pub struct RankMeanVsSum;
+
+/// Axes of a mesh whose subsets are looked at; real meshes have four or five.
+const AXES: usize = 8;
+
+impl Cause for RankMeanVsSum {
+    fn id(&self) -> &'static str {
+        "rank-mean-vs-sum"
+    }
+
+    fn about(&self) -> &'static str {
+        "gradients are off by exactly the number of ranks that they are reduced over"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["torchtune 2172", "torchtitan 1842", "torchtitan 2206", "torchtitan 2972", "miles 3231"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "reduce with the operation that the loss expects: a sum where it is divided by the global count, a mean where each rank divides by its own"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let sizes = group_sizes(evidence);
+        let of = |(&size, words): (&u32, &String)| {
+            let ranks = f64::from(size);
+            let one = |(factor, name): (f64, &str)| {
+                let stages = stages_times(evidence, factor, &SCALED);
+                let parameters =
+                    vec![("factor", name.to_string()), ("ranks", format!("{size} ({words})"))];
+                (!stages.is_empty()).then(|| Hypothesis::new(Scaled { factor, stages }, parameters))
+            };
+            [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().filter_map(one).collect::<Vec<_>>()
+        };
+        sizes.iter().flat_map(of).collect()
+    }
+}
+
+/// Sizes of groups of ranks that a gradient may be reduced over, each with its name.
+fn group_sizes(evidence: &Evidence<'_>) -> BTreeMap<u32, String> {
+    let manifest = &evidence.step.dump.manifest;
+    let mut found = BTreeMap::from([(manifest.world_size, "all ranks".to_string())]);
+    let axes = &manifest.mesh.0[..manifest.mesh.0.len().min(AXES)];
+    for subset in 1u32..1 << axes.len() {
+        let chosen = || axes.iter().enumerate().filter(|(at, _)| subset >> at & 1 == 1);
+        let size = chosen().map(|(_, (_, size))| size).product();
+        let names: Vec<&str> = chosen().map(|(_, (name, _))| name.as_str()).collect();
+        found.entry(size).or_insert_with(|| format!("axis {}", names.join(" x ")));
+    }
+    found.retain(|&size, _| size > 1);
+    found
+}

@@ -1,0 +1,87 @@
+//! `softcap-mismatch`: the softcap of the logits is missing, another one, or without its
+//! derivative, in the forward, in the backward, or in both.
+//!
+//! Detectors: D1 (a missing derivative makes the column sum zero); another cap is fitted
+//! to the captured lse and label logits, or to rows of dq.
+//! Emulation: the other cap; where only the backward has it, it starts from the lse of the
+//! declared forward.
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::fit::{least, readings, shown};
+use crate::diagnose::detectors::tokens::Tokens;
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::worlds::{DeclaredLse, Optioned, declared_lse};
+use crate::head::HeadOptions;
+use crate::kernels::matrix::Transform;
+
+/// The catalogue's entry.
+pub struct SoftcapMismatch;
+
+/// Caps that a fit looks between: below, all logits are one; above, none is capped.
+const CAPS: (f64, f64) = (0.5, 2000.0);
+
+impl Cause for SoftcapMismatch {
+    fn id(&self) -> &'static str {
+        "softcap-mismatch"
+    }
+
+    fn about(&self) -> &'static str {
+        "the softcap of the logits is not the declared one, or its derivative is left out"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["ml-cross-entropy 48", "unsloth-zoo 593"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "apply the same softcap in the forward and where the backward recomputes logits, and multiply dlogits by 1 - tanh²"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let forward = evidence.fails_any(&FORWARD);
+        if !forward && !evidence.fails_any(&GRADIENTS) {
+            return Vec::new();
+        }
+        let cap = evidence.step.options.transform.softcap;
+        let mut found = Vec::new();
+        if let Some(cap) = cap {
+            let change = |options: &mut HeadOptions| options.transform.uncapped = true;
+            let world = Optioned { change, lse: DeclaredLse::new(), factor: 1.0 };
+            let parameters =
+                vec![("softcap", cap.to_string()), ("left out", "its derivative".to_string())];
+            found.push(Hypothesis::new(world, parameters));
+            found.extend(capped(evidence, None, 0));
+        }
+        // A forward that is right leaves no other cap to be found in it.
+        if forward || !evidence.captured_forward() {
+            let transform = evidence.step.options.transform;
+            let tokens = Tokens::of(evidence);
+            let error = |cap: f64| tokens.error(Transform { softcap: Some(cap), ..transform });
+            let fitted = least(&error, CAPS).filter(|&found| tokens.believes(found, &error));
+            for other in fitted.map_or(Vec::new(), |other| readings(other, u64::MAX)) {
+                if Some(other) != cap {
+                    found.extend(capped(evidence, Some(other), 1));
+                }
+            }
+        }
+        found
+    }
+}
+
+/// Another cap in the forward and the backward, and in the backward alone.
+fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypothesis> {
+    let of = |lse: DeclaredLse, place: &str| {
+        let change = move |options: &mut HeadOptions| options.transform.softcap = cap;
+        let declared = evidence.step.options.transform.softcap;
+        let words = |cap: Option<f64>| cap.map_or("none".to_string(), shown);
+        let parameters =
+            vec![("declared", words(declared)), ("softcap", words(cap)), ("in", place.to_string())];
+        Hypothesis::new(Optioned { change, lse, factor: 1.0 }, parameters).fitted(fitted)
+    };
+    let lse = declared_lse(evidence);
+    let mut found = vec![of(DeclaredLse::new(), "all that fails")];
+    if !lse.is_empty() && evidence.fails_any(&GRADIENTS) {
+        found.push(of(lse, "the backward alone"));
+    }
+    found
+}

@@ -1,0 +1,104 @@
+//! `temperature-mismatch`: the logits are not multiplied by the declared factor (the
+//! inverse temperature): not at all, by its inverse, twice, by another one, or not where
+//! the backward passes through it.
+//!
+//! Detectors: D6 for the factor of the backward; another factor is fitted to the captured
+//! lse and label logits, or to rows of dq.
+//! Emulation: the other factor.
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::fit::{least, readings, shown};
+use crate::diagnose::detectors::tokens::Tokens;
+use crate::diagnose::detectors::uniform::stages_times;
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::worlds::{DeclaredLse, Optioned, Scaled, declared_lse};
+use crate::head::HeadOptions;
+use crate::kernels::matrix::Transform;
+
+/// The catalogue's entry.
+pub struct TemperatureMismatch;
+
+/// How much larger or smaller than declared a fitted factor may be.
+const AROUND: f64 = 30.0;
+
+impl Cause for TemperatureMismatch {
+    fn id(&self) -> &'static str {
+        "temperature-mismatch"
+    }
+
+    fn about(&self) -> &'static str {
+        "logits, or the gradients that pass through them, are not scaled by the declared temperature"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["logits divided by the temperature in the loss and not in its backward, or twice"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "divide the logits by the temperature once, and the gradient that leaves them once"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let forward = evidence.fails_any(&FORWARD);
+        if !forward && !evidence.fails_any(&GRADIENTS) {
+            return Vec::new();
+        }
+        let transform = evidence.step.options.transform;
+        let scale = transform.scale;
+        let mut found = Vec::new();
+        if scale != 1.0 {
+            for (factor, words) in [(1.0 / scale, "left out"), (scale, "twice")] {
+                let stages = stages_times(evidence, factor, &GRADIENTS);
+                if !stages.is_empty() {
+                    let parameters = vec![
+                        ("factor of the logits", shown(scale)),
+                        ("in the backward", words.to_string()),
+                    ];
+                    found.push(Hypothesis::new(Scaled { factor, stages }, parameters));
+                }
+            }
+            for other in [1.0, 1.0 / scale, scale * scale] {
+                found.extend(scaled(evidence, other, 0));
+            }
+        }
+        // A forward that is right leaves no other factor to be found in it.
+        if forward || !evidence.captured_forward() {
+            let tokens = Tokens::of(evidence);
+            let (sign, size) = (scale.signum(), scale.abs());
+            let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
+            let range = (size / AROUND, size * AROUND);
+            let fitted = least(&error, range).filter(|&x| tokens.believes(x, &error));
+            for other in fitted.map_or(Vec::new(), |other| readings(other, u64::MAX)) {
+                found.extend(scaled(evidence, sign * other, 1));
+            }
+        }
+        found
+    }
+}
+
+/// Another factor of the logits: everywhere, without its share in the backward, and in
+/// the backward alone.
+fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis> {
+    let declared = evidence.step.options.transform.scale;
+    let of = |lse: &DeclaredLse, factor: f64, place: &str| {
+        let change = move |options: &mut HeadOptions| options.transform.scale = other;
+        let parameters = vec![
+            ("declared factor of the logits", shown(declared)),
+            ("factor", shown(other)),
+            ("in", place.to_string()),
+        ];
+        let world = Optioned { change, lse: lse.clone(), factor };
+        Hypothesis::new(world, parameters).fitted(fitted)
+    };
+    let mut found = vec![of(&DeclaredLse::new(), 1.0, "all that fails")];
+    if evidence.fails_any(&GRADIENTS) {
+        let back = declared / other;
+        found.push(of(&DeclaredLse::new(), back, "the softmax, not in what leaves it"));
+        let lse = declared_lse(evidence);
+        if !lse.is_empty() {
+            found.push(of(&lse, 1.0, "the backward alone"));
+            found.push(of(&lse, back, "the softmax of the backward alone"));
+        }
+    }
+    found
+}

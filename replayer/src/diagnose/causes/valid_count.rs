@@ -1,0 +1,63 @@
+//! `valid-count`: the loss was divided by another count than the declared one: all tokens
+//! for those that are not ignored, a count taken before the labels were shifted, the sum
+//! of the weights, or by nothing.
+//!
+//! Detectors: D6, the factor of every comparison is the ratio of the two counts.
+//! Emulation: the other count.
+
+use backtape::head::Scope;
+
+use super::microbatch_mean_of_means::{fits, sums};
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::evidence::Evidence;
+use crate::diagnose::worlds::{Count, Counted, Ratio};
+
+/// The catalogue's entry.
+pub struct ValidCount;
+
+impl Cause for ValidCount {
+    fn id(&self) -> &'static str {
+        "valid-count"
+    }
+
+    fn about(&self) -> &'static str {
+        "the loss was divided by another count of tokens than the declared one"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["TransformerEngine 2476", "TransformerEngine 1879"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "count the tokens that the loss is divided by from the labels and weights that it is summed over"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let options = &evidence.step.options;
+        let declared = Count::declared(options);
+        // A number or a sum has no scope: the counts of any may have been taken.
+        let scopes = match declared {
+            Some(Count::One) | None => vec![Scope::Global, Scope::Microbatch, Scope::Rank],
+            Some(_) => vec![options.scope],
+        };
+        let mut found = Vec::new();
+        for &scope in &scopes {
+            for count in Count::ALL.into_iter().filter(|&count| Some(count) != declared) {
+                if count == Count::One && scope != scopes[0] {
+                    continue;
+                }
+                let world = Counted { count, scope, means: 1.0, sums: sums(evidence) };
+                if fits(evidence, &world, |of: &[Ratio]| of.iter().any(|one| one.ratio != 1.0)) {
+                    let words = declared.map_or("a number".to_string(), |of| of.words().into());
+                    let parameters = vec![
+                        ("declared", words),
+                        ("divided by", count.words().to_string()),
+                        ("counted over", format!("{scope:?}").to_lowercase()),
+                    ];
+                    found.push(Hypothesis::new(world, parameters));
+                }
+            }
+        }
+        found
+    }
+}

@@ -1,0 +1,131 @@
+//! Numbers that are fitted to what was captured.
+
+use std::collections::BTreeSet;
+
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::Stage;
+use crate::replay::world::World;
+
+/// Fewest captured values that one number may be fitted to.
+const FEWEST: u64 = 3;
+/// From here on a fitted number is believed as it is; below, only if it is a round one.
+const MANY: u64 = 12;
+/// How far from a fitted number a round one may lie.
+const ROUND: f64 = 5e-3;
+
+/// The value at which a parameter explains the failing comparisons of some stages best,
+/// where the stages are linear in it: their squared error is then a parabola, and three
+/// trials give its lowest point. `step`: a usual size of the parameter, away from `from`.
+pub fn linear(
+    evidence: &Evidence<'_>,
+    stages: &[Stage],
+    (from, step): (f64, f64),
+    world: &dyn Fn(f64) -> Box<dyn World>,
+) -> Option<Vec<f64>> {
+    let keys: BTreeSet<Key> =
+        evidence.failing_of(stages).filter(|(_, one)| one.nonfinite == 0).map(|of| of.0).collect();
+    let values: u64 = keys.iter().map(|key| evidence.residuals[key].elements).sum();
+    if values < FEWEST {
+        return None;
+    }
+    let (mut at, mut step) = (from, step);
+    // A second time with steps of the size of the answer, where cancellation is least.
+    for _ in 0..2 {
+        let energy = |x: f64| energy(evidence, &keys, &*world(x));
+        let (low, middle, high) = (energy(at)?, energy(at + step)?, energy(at + 2.0 * step)?);
+        let bend = low - 2.0 * middle + high;
+        let slope = (high - low) / 2.0;
+        if !(bend > 0.0) || !slope.is_finite() {
+            return None;
+        }
+        let best = at + step - step * slope / bend;
+        // Something as small as this has no effect that could be seen.
+        if !((best - from).abs() > 1e-9 * step.abs()) {
+            return None;
+        }
+        (at, step) = (from, (best - from) / 2.0);
+    }
+    Some(readings(at + 2.0 * step, values))
+}
+
+/// Squared error of some comparisons, each over what rounding is expected to make of it.
+fn energy(evidence: &Evidence<'_>, keys: &BTreeSet<Key>, world: &dyn World) -> Option<f64> {
+    let found = evidence.residuals_in(world)?;
+    let one = |key: &Key| {
+        let floor = evidence.residuals[key].floor.max(f64::MIN_POSITIVE);
+        found.get(key).map(|residual| residual.energy / floor)
+    };
+    keys.iter().map(one).sum::<Option<f64>>().filter(|sum| sum.is_finite())
+}
+
+/// A fitted number, and the round one that it may stand for. `values`: what it was
+/// fitted to.
+pub fn readings(fitted: f64, values: u64) -> Vec<f64> {
+    let mut found: Vec<f64> = (1..=2).map(|digits| rounded(fitted, digits)).collect();
+    found.retain(|x| (x - fitted).abs() <= ROUND * fitted.abs());
+    found.truncate(1);
+    if values >= MANY {
+        found.push(fitted);
+    }
+    found
+}
+
+/// To so many significant digits.
+pub fn rounded(x: f64, digits: i32) -> f64 {
+    if x == 0.0 || !x.is_finite() {
+        return x;
+    }
+    let unit = 10f64.powi(x.abs().log10().floor() as i32 - digits + 1);
+    // Through text: 3 * 0.1 is not 0.3.
+    let text = format!("{:e}", (x / unit).round() * unit);
+    let short = format!("{:.*e}", (digits - 1) as usize, text.parse::<f64>().unwrap_or(x));
+    short.parse().unwrap_or(x)
+}
+
+/// A fitted number for the report: four digits.
+pub fn shown(x: f64) -> String {
+    format!("{}", rounded(x, 4))
+}
+
+/// Where a function of one positive number is least, between two bounds: the best of a
+/// grid, then golden sections around it; none where it is at an end of the grid.
+pub fn least(function: &dyn Fn(f64) -> f64, (low, high): (f64, f64)) -> Option<f64> {
+    const STEPS: i32 = 48;
+    const SECTIONS: i32 = 48;
+    let (from, to) = (low.ln(), high.ln());
+    let place = |i: i32| from + (to - from) * f64::from(i) / f64::from(STEPS);
+    let values: Vec<f64> = (0..=STEPS).map(|i| function(place(i).exp())).collect();
+    let best = (0..=STEPS).filter(|&i| values[i as usize].is_finite());
+    let best = best.min_by(|&a, &b| values[a as usize].total_cmp(&values[b as usize]))?;
+    if best == 0 || best == STEPS {
+        return None;
+    }
+    let (mut a, mut b) = (place(best - 1), place(best + 1));
+    let golden = (5f64.sqrt() - 1.0) / 2.0;
+    for _ in 0..SECTIONS {
+        let (c, d) = (b - golden * (b - a), a + golden * (b - a));
+        if function(c.exp()) < function(d.exp()) { b = d } else { a = c }
+    }
+    Some(((a + b) / 2.0).exp())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fitted_number_near_a_round_one_is_read_as_it_too() {
+        assert_eq!(readings(1.0003e-4, 100), [1e-4, 1.0003e-4]);
+        assert_eq!(readings(0.3, 5), [0.3]);
+        assert_eq!(readings(0.3141, 5), Vec::<f64>::new());
+        assert_eq!(rounded(0.012_345, 2), 0.012);
+        assert_eq!((rounded(0.0, 3), shown(-29.999_99)), (0.0, "-30".to_string()));
+    }
+
+    #[test]
+    fn the_least_of_a_valley_is_found_and_none_where_it_falls_to_the_end() {
+        let found = least(&|x: f64| (x.ln() - 2.0).powi(2), (0.1, 100.0)).unwrap();
+        assert!((found - 2f64.exp()).abs() < 1e-6, "{found}");
+        assert_eq!(least(&|x: f64| x, (0.1, 100.0)), None);
+    }
+}

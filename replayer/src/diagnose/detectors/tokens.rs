@@ -1,0 +1,166 @@
+//! Some tokens with their raw logits, on which another softcap or temperature can be
+//! tried for next to nothing: a fit takes a hundred tries, and a trial of the whole a GEMM.
+
+use backtape::identity::Microbatch;
+use backtape::role::Role;
+
+use crate::diagnose::evidence::Evidence;
+use crate::head::MicrobatchInputs;
+use crate::head::step::{matrix, numbers};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Transform};
+
+/// Tokens of the whole step that are looked at.
+const TOKENS: usize = 24;
+/// The same where each try walks all of k.
+const ROWS: usize = 6;
+/// A fit is believed when it leaves less than this share of the squared error.
+const LEFT: f64 = 0.05;
+
+/// What is looked at.
+pub struct Tokens<'a> {
+    each: Vec<Token>,
+    heads: Vec<HeadInputs<'a>>,
+    declared: f64,
+}
+
+struct Token {
+    head: usize,
+    label: usize,
+    /// Products and bias, over the valid vocabulary.
+    raw: Vec<f64>,
+    lse: Option<f64>,
+    label_logit: Option<f64>,
+    dq: Option<Vec<f64>>,
+}
+
+impl<'a> Tokens<'a> {
+    /// Tokens that count, evenly from every microbatch.
+    pub fn of(evidence: &Evidence<'a>) -> Tokens<'a> {
+        let mut found = Tokens { each: Vec::new(), heads: Vec::new(), declared: f64::NAN };
+        let most = if evidence.captured_forward() { TOKENS } else { ROWS };
+        let per = most.div_ceil(evidence.inputs.len().max(1));
+        for inputs in evidence.inputs {
+            let Some(head) = inputs.head(evidence.step) else { continue };
+            let counted = |&t: &usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
+            let all: Vec<usize> = (0..inputs.tokens()).filter(counted).collect();
+            let step = all.len().div_ceil(per).max(1);
+            let captured = Columns::of(evidence, inputs);
+            for &t in all.iter().step_by(step) {
+                found.each.push(captured.token(&head, found.heads.len(), t));
+            }
+            found.heads.push(head);
+        }
+        found.declared = found.error(evidence.step.options.transform);
+        found
+    }
+
+    /// Squared error of the captured lse and label logits with another transform; where
+    /// neither was captured, the share of dq that lies beside what it should be a multiple
+    /// of. NaN where there is nothing to compare with.
+    pub fn error(&self, transform: Transform) -> f64 {
+        let forward = self.each.iter().any(|one| one.lse.is_some() || one.label_logit.is_some());
+        let one = |token: &Token| {
+            let head = &self.heads[token.head];
+            let (z, lse) = logits(token, head, transform);
+            if !forward {
+                return beside(token, head, transform, (&z, lse));
+            }
+            let off = |captured: Option<f64>, x: f64| captured.map_or(0.0, |c| (c - x).powi(2));
+            Some(off(token.lse, lse) + off(token.label_logit, z[token.label]))
+        };
+        let errors: Vec<f64> = self.each.iter().filter_map(one).collect();
+        if errors.is_empty() { f64::NAN } else { errors.iter().sum() }
+    }
+
+    /// Whether a fitted number leaves much less than the declared one.
+    pub fn believes(&self, found: f64, error: &dyn Fn(f64) -> f64) -> bool {
+        error(found) < LEFT * self.declared
+    }
+}
+
+/// Captured tensors of a microbatch, `[T]` and `[T, D]`.
+struct Columns {
+    lse: Option<Vec<f64>>,
+    label_logits: Option<Vec<f64>>,
+    dq: Option<Vec<f64>>,
+}
+
+impl Columns {
+    fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Columns {
+        let of = |role: Role, count: usize| {
+            let values = captured(evidence, role, inputs.microbatch)?;
+            Some(values).filter(|values| values.len() == count)
+        };
+        let (n, d) = (inputs.tokens(), inputs.head(evidence.step).map_or(0, |head| head.q.cols));
+        let forward = evidence.captured_forward();
+        let dq = if forward || d == 0 { None } else { of(Role::Dq, n * d) };
+        Columns { lse: of(Role::Lse, n), label_logits: of(Role::LabelLogits, n), dq }
+    }
+
+    fn token(&self, head: &HeadInputs<'_>, number: usize, t: usize) -> Token {
+        let d = head.q.cols;
+        let raw = |v: usize| {
+            let product = match &head.given {
+                Some(given) => given.get_f64(t * given.cols + v),
+                None => (0..d).map(|i| head.q.get_f64(t * d + i) * head.k.get_f64(v * d + i)).sum(),
+            };
+            product + head.bias.map_or(0.0, |bias| bias[v])
+        };
+        let at = |of: &Option<Vec<f64>>| of.as_ref().map(|values| values[t]);
+        Token {
+            head: number,
+            label: head.labels[t] as usize,
+            raw: (0..head.valid_vocab).map(raw).collect(),
+            lse: at(&self.lse),
+            label_logit: at(&self.label_logits),
+            dq: self.dq.as_ref().map(|values| values[t * d..(t + 1) * d].to_vec()),
+        }
+    }
+}
+
+fn captured(
+    evidence: &Evidence<'_>,
+    role: Role,
+    microbatch: Option<Microbatch>,
+) -> Option<Vec<f64>> {
+    let key = evidence.step.find(role, microbatch)?;
+    if evidence.step.tensors[key].partial.is_some() {
+        return None;
+    }
+    let tensor = evidence.step.assemble(key).ok()?;
+    matrix(&tensor)?;
+    numbers(&tensor)
+}
+
+/// Logits of a token and their lse.
+fn logits(token: &Token, head: &HeadInputs<'_>, transform: Transform) -> (Vec<f64>, f64) {
+    let bend = |x: f64| transform.softcap.map_or(x, |cap| cap * (x / cap).tanh());
+    let z: Vec<f64> = token.raw.iter().map(|x| bend(transform.scale * x)).collect();
+    let masked = head.k.rows.max(token.raw.len()) - token.raw.len();
+    let mask = head.mask.filter(|_| masked > 0);
+    let max = z.iter().copied().chain(mask).fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = z.iter().map(|x| (x - max).exp()).sum();
+    let sum = sum + mask.map_or(0.0, |mask| masked as f64 * (mask - max).exp());
+    (z, max + sum.ln())
+}
+
+/// Share of a row of dq that is no multiple of `Σ (p - onehot) slope k`.
+fn beside(
+    token: &Token,
+    head: &HeadInputs<'_>,
+    transform: Transform,
+    (z, lse): (&[f64], f64),
+) -> Option<f64> {
+    let dq = token.dq.as_ref()?;
+    let d = dq.len();
+    let mut model = vec![0.0; d];
+    for (v, &z) in z.iter().enumerate() {
+        let slope = transform.softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
+        let onehot = if v == token.label { 1.0 } else { 0.0 };
+        let entry = ((z - lse).exp() - onehot) * slope;
+        model.iter_mut().enumerate().for_each(|(i, x)| *x += entry * head.k.get_f64(v * d + i));
+    }
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let along = dot(dq, &model).powi(2) / dot(&model, &model);
+    Some(1.0 - along / dot(dq, dq)).filter(|share| share.is_finite())
+}

@@ -1,0 +1,55 @@
+//! D6: stages that are off by one factor, the same in every microbatch and on every rank.
+
+use std::collections::BTreeSet;
+
+use crate::diagnose::evidence::{Evidence, Key, Residual};
+use crate::head::Stage;
+
+/// How far from a factor a measured one may lie to be worth a trial. The trial decides,
+/// not this: rounding moves a slope by 1e-2 at most.
+const NEAR: f64 = 0.02;
+
+/// Stages that a factor of the gradients may show in.
+pub const SCALED: [Stage; 12] = [
+    Stage::Loss,
+    Stage::Dlogprobs,
+    Stage::Dlogits,
+    Stage::DqLse,
+    Stage::DqLabel,
+    Stage::Dq,
+    Stage::DkLse,
+    Stage::DkLabel,
+    Stage::Dk,
+    Stage::Dbias,
+    Stage::Accumulate,
+    Stage::Reduce,
+];
+
+/// Whether a measured factor is about this one.
+pub fn is_near(found: f64, wanted: f64) -> bool {
+    (found - wanted).abs() <= NEAR * wanted.abs()
+}
+
+/// The comparisons of a stage that say something of its scale: not those of a rank
+/// without tokens, whose gradient is zero.
+pub fn informative<'e>(
+    evidence: &'e Evidence<'_>,
+    stage: Stage,
+) -> impl Iterator<Item = (Key, Residual)> + 'e {
+    let of = evidence.residuals.iter().filter(move |(key, residual)| {
+        key.stage == stage && (residual.reference > 0.0 || !residual.passes)
+    });
+    of.map(|(&key, &residual)| (key, residual))
+}
+
+/// Of some stages those that fail, and that one factor explains in every microbatch and
+/// on every rank: what only one of them has is not a matter of counts.
+pub fn stages_times(evidence: &Evidence<'_>, factor: f64, of: &[Stage]) -> BTreeSet<Stage> {
+    let all = |&stage: &Stage| {
+        let mut each = informative(evidence, stage).peekable();
+        evidence.fails(stage)
+            && each.peek().is_some()
+            && each.all(|(_, one)| one.nonfinite == 0 && is_near(one.factor, factor))
+    };
+    of.iter().copied().filter(all).collect()
+}

@@ -1,0 +1,262 @@
+//! Worlds that several causes are made of.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use backtape::head::{Denominator, LossReduction, Scope};
+use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
+
+use super::evidence::Evidence;
+use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
+use crate::kernels::matrix::IGNORED;
+use crate::kernels::{NoProgress, Tiles, reference};
+use crate::replay::world::{At, Pass, World};
+
+/// Some stages are a factor of what they should be.
+pub struct Scaled {
+    /// The factor.
+    pub factor: f64,
+    /// The stages.
+    pub stages: BTreeSet<Stage>,
+}
+
+impl World for Scaled {
+    fn scale(&self, at: At) -> f64 {
+        if self.stages.contains(&at.stage) { self.factor } else { 1.0 }
+    }
+}
+
+/// lse of every microbatch whose own was not captured, as the head declares it.
+pub type DeclaredLse = BTreeMap<Option<Microbatch>, Vec<f64>>;
+
+/// lse where it was not captured: what a backward starts from whose forward was right.
+pub fn declared_lse(evidence: &Evidence<'_>) -> DeclaredLse {
+    let one = |inputs: &MicrobatchInputs| {
+        if evidence.step.find(Role::Lse, inputs.microbatch).is_some() {
+            return None;
+        }
+        let head = inputs.head(evidence.step)?;
+        let found = reference::forward(&head, Tiles::default(), &NoProgress);
+        Some((inputs.microbatch, found.lse))
+    };
+    evidence.inputs.iter().filter_map(one).collect()
+}
+
+/// Other options of the head, and what follows from them.
+#[derive(Clone)]
+pub struct Optioned<F> {
+    /// Changes the options.
+    pub change: F,
+    /// lse that the backward starts from all the same; empty where the forward has the
+    /// changed options too.
+    pub lse: DeclaredLse,
+    /// A factor of all gradients besides.
+    pub factor: f64,
+}
+
+impl<F: Fn(&mut HeadOptions) + Sync> World for Optioned<F> {
+    fn options(&self, options: &mut HeadOptions) {
+        (self.change)(options);
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        if let (Pass::Backward, Some(declared)) = (pass, self.lse.get(&inputs.microbatch)) {
+            lse.copy_from_slice(declared);
+        }
+    }
+
+    fn scale(&self, at: At) -> f64 {
+        if super::evidence::GRADIENTS.contains(&at.stage) { self.factor } else { 1.0 }
+    }
+}
+
+/// What tokens are counted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Count {
+    /// Tokens that are not ignored.
+    Valid,
+    /// All tokens.
+    All,
+    /// The sum of the weights.
+    Weights,
+    /// Tokens that are not ignored, and one more for each sequence: what was not ignored
+    /// before labels were shifted by one.
+    ValidBeforeShift,
+    /// Tokens that are not ignored, but the first of each sequence: they were counted
+    /// after one more shift.
+    ValidAfterShift,
+    /// All tokens but one of each sequence.
+    AllAfterShift,
+    /// Nothing: the sum is not divided.
+    One,
+}
+
+impl Count {
+    /// All of them.
+    pub const ALL: [Count; 7] = [
+        Count::Valid,
+        Count::All,
+        Count::Weights,
+        Count::ValidBeforeShift,
+        Count::ValidAfterShift,
+        Count::AllAfterShift,
+        Count::One,
+    ];
+
+    /// What is counted, for the report.
+    pub fn words(self) -> &'static str {
+        match self {
+            Count::Valid => "tokens that are not ignored",
+            Count::All => "all tokens",
+            Count::Weights => "the sum of the weights",
+            Count::ValidBeforeShift => "tokens not ignored before the labels were shifted",
+            Count::ValidAfterShift => "tokens not ignored after one shift too many",
+            Count::AllAfterShift => "all tokens but one of each sequence",
+            Count::One => "nothing: the sum over tokens",
+        }
+    }
+
+    /// What the head declares, where it is one of these.
+    pub fn declared(options: &HeadOptions) -> Option<Count> {
+        match (options.reduction, options.denominator) {
+            (LossReduction::Mean, Denominator::Valid) => Some(Count::Valid),
+            (LossReduction::Mean, Denominator::All) => Some(Count::All),
+            (LossReduction::Mean, Denominator::Weights) => Some(Count::Weights),
+            (LossReduction::Mean, Denominator::Number(_)) => None,
+            _ => Some(Count::One),
+        }
+    }
+
+    /// The count over some rows.
+    fn of(self, inputs: &MicrobatchInputs, policy: bool, rows: &[usize]) -> f64 {
+        let length = inputs.sequence.max(1);
+        let kept =
+            |t: &&usize| inputs.labels[**t] != IGNORED && !(policy && inputs.weights[**t] == 0.0);
+        let first = |t: &&usize| (**t).is_multiple_of(length);
+        let number = |n: usize| n as f64;
+        let sequences = number(rows.iter().filter(first).count());
+        let valid = || number(rows.iter().filter(kept).count());
+        match self {
+            Count::Valid => valid(),
+            Count::All => number(rows.len()),
+            Count::Weights => rows.iter().filter(kept).map(|&t| inputs.weights[t]).sum(),
+            Count::ValidBeforeShift => valid() + sequences,
+            Count::ValidAfterShift => {
+                number(rows.iter().filter(kept).filter(|t| !first(t)).count())
+            }
+            Count::AllAfterShift => number(rows.len()) - sequences,
+            Count::One => 1.0,
+        }
+    }
+}
+
+/// Losses are divided by another count, over other tokens.
+#[derive(Clone, Debug)]
+pub struct Counted {
+    /// What is counted.
+    pub count: Count,
+    /// Over which tokens.
+    pub scope: Scope,
+    /// What the loss is divided by beside the count: the number of means, for instance,
+    /// that are averaged.
+    pub means: f64,
+    /// Factor of the sums over microbatches and over ranks.
+    pub sums: BTreeMap<Stage, f64>,
+}
+
+impl Counted {
+    /// The tokens of a microbatch by what divides them; none where ranks share tokens.
+    pub fn used(
+        &self,
+        step: &HeadStep<'_>,
+        all: &[&MicrobatchInputs],
+        own: &MicrobatchInputs,
+    ) -> Option<Vec<(Unit, f64)>> {
+        let every = |one: &MicrobatchInputs| (0..one.tokens()).collect::<Vec<usize>>();
+        let policy = step.is_policy_loss();
+        let total = |one: &MicrobatchInputs| self.count.of(one, policy, &every(one));
+        let whole = Unit { ranks: Vec::new(), rows: every(own) };
+        let n = match self.scope {
+            _ if self.count == Count::One => 1.0,
+            Scope::Global => all.iter().map(|one| total(one)).sum(),
+            Scope::Microbatch => total(own),
+            Scope::Rank => {
+                let mut other = step.clone();
+                other.options.scope = Scope::Rank;
+                let units = other.denominators(all, own).ok()?;
+                let of = |unit: &Unit| self.count.of(own, policy, &unit.rows) * self.means;
+                return Some(
+                    units.into_iter().map(|(unit, _)| (of(&unit), unit)).map(swap).collect(),
+                );
+            }
+        };
+        Some(vec![(whole, n * self.means)])
+    }
+
+    /// Gradients of this world over declared ones, each microbatch's rank with its own;
+    /// none where it cannot be said.
+    pub fn ratios(&self, step: &HeadStep<'_>, inputs: &[MicrobatchInputs]) -> Option<Vec<Ratio>> {
+        let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
+        let mut found = Vec::new();
+        for own in inputs {
+            let (used, declared) =
+                (self.used(step, &all, own)?, step.denominators(&all, own).ok()?);
+            for (unit, n) in if used.len() >= declared.len() { &used } else { &declared } {
+                let Some(&row) = unit.rows.first() else { continue };
+                let ratio = divisor(&declared, row)? / divisor(&used, row)?;
+                if n.is_finite() && ratio.is_finite() {
+                    let (microbatch, rank) = (own.microbatch, unit.rank());
+                    found.push(Ratio { microbatch, rank, ratio });
+                }
+            }
+        }
+        Some(found).filter(|found| !found.is_empty())
+    }
+}
+
+/// How much larger a unit's gradient is than declared.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ratio {
+    /// Which microbatch.
+    pub microbatch: Option<Microbatch>,
+    /// Which rank; none for all.
+    pub rank: Option<Rank>,
+    /// The factor.
+    pub ratio: f64,
+}
+
+fn swap((n, unit): (f64, Unit)) -> (Unit, f64) {
+    (unit, n)
+}
+
+/// What a token's loss is divided by.
+fn divisor(of: &[(Unit, f64)], row: usize) -> Option<f64> {
+    of.iter().find(|(unit, _)| unit.rows.binary_search(&row).is_ok()).map(|(_, n)| *n)
+}
+
+impl World for Counted {
+    fn denominators(
+        &self,
+        step: &HeadStep<'_>,
+        all: &[&MicrobatchInputs],
+        own: &MicrobatchInputs,
+        of: &mut Vec<(Unit, f64)>,
+    ) {
+        let (used, declared) = (self.used(step, all, own), step.denominators(all, own).ok());
+        let Some((used, declared)) = used.zip(declared) else { return };
+        let finer = if used.len() >= of.len() { &used } else { &*of };
+        // Over what the background of this world divides by, not over the declared.
+        let one = |(unit, n): &(Unit, f64)| {
+            let ratio = |&row: &usize| {
+                Some(divisor(of, row)? * divisor(&used, row)? / divisor(&declared, row)?)
+            };
+            let found = unit.rows.first().and_then(ratio).filter(|n| n.is_finite());
+            (unit.clone(), found.unwrap_or(*n))
+        };
+        *of = finer.iter().map(one).collect();
+    }
+
+    fn scale(&self, at: At) -> f64 {
+        self.sums.get(&at.stage).copied().unwrap_or(1.0)
+    }
+}
