@@ -6,6 +6,7 @@
 
 mod against;
 mod causes;
+mod causes_arithmetic;
 mod causes_scale;
 mod checks;
 mod coordination;

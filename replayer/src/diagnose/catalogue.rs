@@ -13,6 +13,7 @@ pub const CATALOGUE: &[&dyn Cause] = &[
     &causes::lse_logits_mismatch::LseLogitsMismatch,
     &causes::lse_cancellation::LseCancellation,
     &causes::gemm_low_precision::GemmLowPrecision,
+    &causes::gradient_filter::GradientFilter,
     &causes::underflow::Underflow,
     &causes::microbatch_count_scale::MicrobatchCountScale,
     &causes::microbatch_mean_of_means::MicrobatchMeanOfMeans,

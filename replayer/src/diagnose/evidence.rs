@@ -11,6 +11,7 @@ use super::detectors::reference::{self, Reference};
 use super::detectors::units::{UnitState, units};
 use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
+use crate::replay::forward_cache::ForwardCache;
 use crate::replay::outcome::Outcome;
 use crate::replay::trial::Rows;
 use crate::replay::world::World;
@@ -159,6 +160,11 @@ impl<'a> Evidence<'a> {
     /// The same with a search that parameters can be fitted in.
     pub fn searched_by(self, search: &'a Search<'a>) -> Evidence<'a> {
         Evidence { search: Some(search), ..self }
+    }
+
+    /// Forward passes that trials have in common.
+    pub(super) fn cache(&self) -> Option<&ForwardCache> {
+        self.search.map(|search| &search.cache)
     }
 
     /// Every comparison in a world on top of the background; none where the dump cannot

@@ -7,7 +7,10 @@ use super::evidence::{Evidence, Key, Residuals, residuals};
 use crate::head::{HeadStep, Stage};
 use crate::replay::forward_cache::ForwardCache;
 use crate::replay::trial::{Rows, trial};
-use crate::replay::world::World;
+use crate::replay::world::{AtTies, World};
+
+/// A hypothesis that leaves less than this share of the energy may fail by ties alone.
+const NEAR: f64 = 0.1;
 
 /// A hypothesis with what it explains.
 pub struct Tried<'c> {
@@ -71,7 +74,8 @@ impl Search<'_> {
 
     /// Every comparison in a world, over all rows.
     fn in_full(&self, worlds: &[&dyn World]) -> Option<Residuals> {
-        let all: Vec<&dyn World> = worlds.to_vec();
+        let mut all: Vec<&dyn World> = worlds.to_vec();
+        all.push(&AtTies);
         let outcome = trial(self.step, &self.compared, &all, (None, Some(&self.cache))).ok()?;
         Some(residuals(&outcome))
     }
@@ -112,10 +116,21 @@ impl Search<'_> {
     ) -> Option<Tried<'c>> {
         let mut worlds = evidence.background.clone();
         worlds.push(&*hypothesis.world);
-        let residuals = self.residuals(&worlds)?;
-        let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);
-        let explains = evidence.failing.iter().filter(passes).copied().collect();
+        let mut residuals = self.residuals(&worlds)?;
+        let explains = |residuals: &Residuals| -> BTreeSet<Key> {
+            let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);
+            evidence.failing.iter().filter(passes).copied().collect()
+        };
+        let mut explains_now = explains(&residuals);
         let left = left_of(&residuals, &evidence.failing);
+        let before = left_of(&evidence.residuals, &evidence.failing);
+        // Near, and a few values may have rounded the other way in the job.
+        if explains_now.len() < evidence.failing.len() && left < NEAR * before {
+            worlds.push(&AtTies);
+            residuals = self.residuals(&worlds)?;
+            explains_now = explains(&residuals);
+        }
+        let explains = explains_now;
         Some(Tried { cause, hypothesis, residuals, explains, left, full: self.rows.is_none() })
     }
 }

@@ -138,6 +138,9 @@ impl MicrobatchInputs {
     }
 }
 
+/// Labels that name no class, by token.
+type Outside = Vec<(usize, i64)>;
+
 impl HeadStep<'_> {
     /// Gathers the inputs of a microbatch.
     pub fn inputs(&self, microbatch: Option<Microbatch>) -> Result<MicrobatchInputs, StepError> {
@@ -242,7 +245,7 @@ impl HeadStep<'_> {
         key: &TensorKey,
         tokens: usize,
         valid: usize,
-    ) -> Result<(Vec<u32>, usize, Vec<(usize, i64)>), StepError> {
+    ) -> Result<(Vec<u32>, usize, Outside), StepError> {
         let tensor = self.assemble(key)?;
         let values = integers(&tensor).filter(|values| values.len() == tokens);
         let values = values.ok_or_else(|| unfit(&tensor, &format!("{tokens} integers")))?;

@@ -289,7 +289,9 @@ impl Replay<'_> {
         let squares: f64 = terms.values.iter().map(|x| x * x).sum();
         let compute = self.roundings.compute();
         let sum = self.roundings.widest.sums.lse;
-        let own = terms.variance.iter().sum::<f64>()
+        // Tokens that are copies err alike: m equal errors of variance a sum to m² a.
+        let errs = terms.variance.iter().zip(&inputs.copies).map(|(own, copies)| copies * own);
+        let own = errs.sum::<f64>()
             + summed(sum, terms.values.len() as f64, total, squares)
             + stored(precision_of(tensor.dtype), total)
             + relative(2.0 * compute, total);

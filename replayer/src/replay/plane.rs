@@ -177,18 +177,25 @@ impl Replay<'_> {
             return Vec::new();
         }
         let vocab = span.head.k.rows;
-        let emulated = |head: &HeadInputs<'_>, lse: &[f64]| {
+        let emulated = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
             let mut found = vec![0.0; plane.dlogits.len()];
-            let (cotangents, progress) = (&span.cotangents, self.progress);
+            let progress = self.progress;
             policy::plane(&of, head, lse, cotangents, tiles, progress, &mut |tile| {
                 place(&mut found, vocab, &tile.tokens, &tile.cols, tile.dlogits);
             });
             found
         };
-        let middle = emulated(&span.head, span.lse);
-        let [(head_a, lse_a), (head_b, lse_b)] =
-            near_ties(self.roundings.compute(), &span.head, span.lse);
-        let ties = distance(&emulated(&head_a, &lse_a), &emulated(&head_b, &lse_b));
+        let middle = emulated(&span.head, span.lse, &span.cotangents);
+        if !self.world.at_ties() {
+            plane.dlogits = middle;
+            return Vec::new();
+        }
+        let ends = near_ties(self.roundings.compute(), &span.head, span.lse);
+        let [a, b] = ends.map(|end| {
+            let [lse, label, smooth] = &end.cotangents(&span.cotangents);
+            emulated(&end.head, &end.lse, &Cotangents { lse, label, smooth })
+        });
+        let ties = distance(&a, &b);
         plane.dlogits = middle;
         ties
     }

@@ -22,7 +22,7 @@ use super::world::{At, World};
 use super::{Effort, Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads, Values};
 use crate::kernels::policy::{self, DqParts};
 use crate::kernels::{NoProgress, Tiles};
 
@@ -209,10 +209,10 @@ impl Replay<'_> {
     /// dk as the world's policy has it, in place of the reference.
     fn emulate_dk(&self, problem: &Problem<'_>, head: &HeadInputs<'_>, slab: &mut Slab) {
         let Some((of, tiles)) = self.world.policy(&self.roundings) else { return };
-        let run = |head: &HeadInputs<'_>, lse: &[f64]| {
+        let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
             let mut found: Lists = Vec::new();
-            let (cotangents, progress) = (problem.cotangents(), self.progress);
-            policy::backward(&of, head, lse, &cotangents, tiles, progress, &mut |block| {
+            let progress = self.progress;
+            policy::backward(&of, head, lse, cotangents, tiles, progress, &mut |block| {
                 let all = [
                     (Stage::DkLse, block.dk_lse),
                     (Stage::DkLabel, block.dk_label),
@@ -226,9 +226,15 @@ impl Replay<'_> {
             });
             found
         };
-        slab.instead = run(head, &problem.lse);
-        let [one, other] = near_ties(self.roundings.compute(), head, &problem.lse)
-            .map(|(head, lse)| run(&head, &lse));
+        slab.instead = run(head, &problem.lse, &problem.cotangents());
+        if !self.world.at_ties() {
+            return;
+        }
+        let ends = near_ties(self.roundings.compute(), head, &problem.lse);
+        let [one, other] = ends.map(|end| {
+            let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
+            run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
+        });
         let pairs = one.iter().zip(&other);
         slab.lost = pairs.map(|((stage, a), (_, b))| (*stage, distance(a, b))).collect();
     }
@@ -250,18 +256,23 @@ impl Replay<'_> {
             self.reference_slab(problem, &head, range, &mut dq.exact);
         }
         if let Some((of, tiles)) = self.world.policy(&self.roundings) {
-            let (cotangents, progress) = (problem.cotangents(), self.progress);
-            let run = |head: &HeadInputs<'_>, lse: &[f64]| {
-                policy::backward(&of, head, lse, &cotangents, tiles, progress, &mut |_| {})
+            let progress = self.progress;
+            let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
+                policy::backward(&of, head, lse, cotangents, tiles, progress, &mut |_| {})
             };
-            dq.instead = Some(run(&problem.head, &problem.lse));
-            let both = near_ties(self.roundings.compute(), &problem.head, &problem.lse);
-            let [a, b] = both.map(|(head, lse)| run(&head, &lse));
-            dq.ties = Some(DqParts {
-                dq_lse: distance(&a.dq_lse, &b.dq_lse),
-                dq_label: distance(&a.dq_label, &b.dq_label),
-                dq: distance(&a.dq, &b.dq),
-            });
+            dq.instead = Some(run(&problem.head, &problem.lse, &problem.cotangents()));
+            if self.world.at_ties() {
+                let ends = near_ties(self.roundings.compute(), &problem.head, &problem.lse);
+                let [a, b] = ends.map(|end| {
+                    let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
+                    run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
+                });
+                dq.ties = Some(DqParts {
+                    dq_lse: distance(&a.dq_lse, &b.dq_lse),
+                    dq_label: distance(&a.dq_label, &b.dq_label),
+                    dq: distance(&a.dq, &b.dq),
+                });
+            }
         }
         self.judge_dq(problem, &dq, (captured, &DQ), unit, findings);
     }
@@ -273,18 +284,32 @@ fn columns_of(of: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
     (0..of.rows).flat_map(row).collect()
 }
 
-/// The head with logits as far off as arithmetic of unit roundoff `u` may bring them, either
-/// way, with lse likewise: what is rounded to one side in one and to the other in the other
-/// lies near a tie, and the job may have rounded it either way.
+/// A head as far off to one side as its job's own arithmetic may bring it.
+pub(crate) struct End<'h> {
+    pub(crate) head: HeadInputs<'h>,
+    pub(crate) lse: Vec<f64>,
+    /// Factors of the cotangents of lse, of the label and of smoothing.
+    factors: [f64; 3],
+}
+
+impl End<'_> {
+    /// Cotangents at this end.
+    pub(super) fn cotangents(&self, of: &Cotangents<'_, f64>) -> [Vec<f64>; 3] {
+        let times = |values: &[f64], by: f64| values.iter().map(|x| x * by).collect();
+        let [lse, label, smooth] = self.factors;
+        [times(of.lse, lse), times(of.label, label), times(of.smooth, smooth)]
+    }
+}
+
+/// The head as far off as arithmetic of unit roundoff `u` may bring it, either way: what is
+/// rounded to one side in one and to the other in the other lies near a tie, and the job may
+/// have rounded it either way.
 ///
 /// A logit errs by its dot product, `u |q| |k| √(D/6)/√D` and `u |z| √(D/9)`, and by the
 /// bias, scale and lse that follow, a rounding each; three standard deviations of it, as a
-/// factor of the logits and as a step of lse.
-pub(crate) fn near_ties<'h>(
-    u: f64,
-    head: &HeadInputs<'h>,
-    lse: &[f64],
-) -> [(HeadInputs<'h>, Vec<f64>); 2] {
+/// factor of the logits and as a step of lse. An entry errs by the few products that make
+/// it of p and g, in whatever order they are taken: [`PRODUCTS`] roundings.
+pub(crate) fn near_ties<'h>(u: f64, head: &HeadInputs<'h>, lse: &[f64]) -> [End<'h>; 2] {
     let d = head.q.cols;
     let norm = |matrix: &Matrix<'_>, row: usize| {
         (row * d..(row + 1) * d).map(|at| matrix.get_f64(at).powi(2)).sum::<f64>()
@@ -300,10 +325,15 @@ pub(crate) fn near_ties<'h>(
     [-1.0, 1.0].map(|sign| {
         let mut off = *head;
         off.transform.scale *= 1.0 + sign * factor;
-        let moved = lse.iter().zip(&steps).map(|(lse, step)| lse - sign * step);
-        (off, moved.collect())
+        let moved = lse.iter().zip(&steps).map(|(lse, step)| lse - sign * step).collect();
+        let more = sign * PRODUCTS * u;
+        // The label's part has the other sign: both ends move away from each other.
+        End { head: off, lse: moved, factors: [1.0 + more, 1.0 - more, 1.0 - more] }
     })
 }
+
+/// Products between p and an entry: g, a cotangent, a temperature, a softcap's derivative.
+const PRODUCTS: f64 = 4.0;
 
 /// Values by stage.
 type Lists = Vec<(Stage, Vec<f64>)>;

@@ -157,6 +157,12 @@ pub trait World: Sync {
         Vec::new()
     }
 
+    /// Whether policies are emulated at both ends of what the job's own arithmetic may do to
+    /// a logit: where they differ a value lies near a tie, and may have rounded either way.
+    fn at_ties(&self) -> bool {
+        false
+    }
+
     /// How far what a world says of a stage of one number a token may be off, `[T]` of the
     /// microbatch: a value that lies within the arithmetic's error of a tie may round
     /// either way. `None`: not at all.
@@ -180,6 +186,15 @@ pub struct Chain {
 pub struct Declared;
 
 impl World for Declared {}
+
+/// Beside another world: values near ties may have rounded either way.
+pub struct AtTies;
+
+impl World for AtTies {
+    fn at_ties(&self) -> bool {
+        true
+    }
+}
 
 /// Several worlds at once, one after the other.
 impl<W: World + ?Sized> World for Vec<&W> {
@@ -259,6 +274,10 @@ impl<W: World + ?Sized> World for Vec<&W> {
             ties = if own.is_empty() { ties } else { own };
         }
         ties
+    }
+
+    fn at_ties(&self) -> bool {
+        self.iter().any(|world| world.at_ties())
     }
 
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {

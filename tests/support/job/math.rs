@@ -9,7 +9,7 @@
 use super::inputs::{Inputs, Share};
 use super::number::{Float, Real, Sum, all, zeros};
 use super::options::Kind;
-use super::{Fault, Job};
+use super::{Fault, Job, Narrow};
 
 /// What all ranks share.
 pub(super) struct Head<'a, F> {
@@ -60,7 +60,8 @@ impl<'a, F: Real> Head<'a, F> {
 
     fn sum(&self, tile: usize) -> Sum {
         let options = &self.job.options;
-        Sum { order: options.order, tile, accumulator: options.rounding.accumulate }
+        let accumulator = options.rounding.accumulate;
+        Sum { order: options.order, tile, accumulator, between: Float::F32 }
     }
 
     pub(super) fn forward(&self, share: &Share, targets: &[Option<usize>]) -> Forward<F> {
@@ -85,7 +86,8 @@ impl<'a, F: Real> Head<'a, F> {
                 };
                 (found.z[at], found.slope[at]) = self.transformed(raw, v);
             }
-            let row = &found.z[t * job.vocab..][..job.valid];
+            let row: Vec<F> = found.z[t * job.vocab..][..job.valid].to_vec();
+            let row = &rounded(row, job.narrow(Narrow::ForwardLogits))[..];
             (found.max[t], found.sum[t]) = self.softmax(row);
             found.lse[t] = found.max[t] + found.sum[t].ln();
             if job.options.label_smoothing > 0.0 {
@@ -100,7 +102,9 @@ impl<'a, F: Real> Head<'a, F> {
 
     fn dot(&self, q: &[F], v: usize, terms: &mut [F]) -> F {
         let k = &self.k[v * self.job.width..][..self.job.width];
-        terms.iter_mut().zip(q.iter().zip(k)).for_each(|(term, (&q, &k))| *term = q * k);
+        let to = self.job.narrow(Narrow::Gemm).unwrap_or(Float::F32);
+        let each = terms.iter_mut().zip(q.iter().zip(k));
+        each.for_each(|(term, (&q, &k))| *term = q.round(to) * k.round(to));
         self.sum(usize::MAX).of(terms).round(self.job.options.rounding.logits)
     }
 
@@ -148,6 +152,9 @@ impl<'a, F: Real> Head<'a, F> {
                 return F::of(0.0);
             }
             let mut loss = lse - F::of(1.0 - smoothed) * forward.label_logits[t];
+            if let Some(to) = self.job.narrow(Narrow::Loss) {
+                loss = (lse.round(to) - forward.label_logits[t].round(to)).round(to);
+            }
             if smoothed > 0.0 {
                 loss = loss - F::of(smoothed / self.job.valid as f64) * forward.z_sums[t];
             }
@@ -209,10 +216,14 @@ impl<'a, F: Real> Head<'a, F> {
             let upstream = one + F::of(2.0 * options.z_loss) * forward.lse[t];
             for v in 0..job.valid {
                 let at = t * job.vocab + v;
+                let to = |what| job.narrow(what).unwrap_or(Float::F32);
+                let lse = forward.lse[t].round(to(Narrow::KeptLse));
+                let z = forward.z[at].round(to(Narrow::BackwardLogits));
                 let p = match options.divides {
                     true => (forward.z[at] - forward.max[t]).exp() / forward.sum[t],
-                    false => (forward.z[at] - forward.lse[t]).exp(),
+                    false => (z - lse).exp(),
                 };
+                let p = p.round(to(Narrow::EarlyP));
                 let mut entry = match job.fused() {
                     true => g[t] * upstream * p.round(rounding.p),
                     false if v == target => g[t] * (upstream * p - kept),
@@ -227,7 +238,35 @@ impl<'a, F: Real> Head<'a, F> {
                 label[t] = -(g[t] * kept) * forward.slope[t * job.vocab + target];
             }
         }
+        if let Fault::Filter(least, block) = job.fault {
+            self.filter((least.into(), block), targets, forward, &mut dense);
+        }
         (dense, label)
+    }
+
+    /// Clears the blocks in which no `|p - onehot|` reaches a threshold.
+    fn filter(
+        &self,
+        (least, block): (f64, [usize; 2]),
+        targets: &[Option<usize>],
+        forward: &Forward<F>,
+        dense: &mut [F],
+    ) {
+        let (v, valid) = (self.job.vocab, self.job.valid);
+        let size = |t: usize, class: usize| {
+            let p = (forward.z[t * v + class] - forward.lse[t]).exp().wide();
+            if targets[t] == Some(class) { (p - 1.0).abs() } else { p }
+        };
+        for first in (0..targets.len()).step_by(block[0]) {
+            let tokens = first..(first + block[0]).min(targets.len());
+            for from in (0..valid).step_by(block[1]) {
+                let classes = from..(from + block[1]).min(valid);
+                let all = || tokens.clone().flat_map(|t| classes.clone().map(move |c| (t, c)));
+                if all().all(|(t, class)| size(t, class) < least) {
+                    all().for_each(|(t, class)| dense[t * v + class] = F::of(0.0));
+                }
+            }
+        }
     }
 
     /// `W M` over the vocabulary, `[T, D]`, or `Wᵀ M` over the tokens, `[V, D]`.
@@ -239,16 +278,29 @@ impl<'a, F: Real> Head<'a, F> {
             false if job.fused() => job.options.tile,
             false => usize::MAX,
         };
-        let sum = self.sum(tile);
+        let between = match job.fault {
+            Fault::Narrow(Narrow::Chunks, to) if over_tokens => to,
+            Fault::Narrow(Narrow::Tiles, to) => to,
+            _ => Float::F32,
+        };
+        let tile = match job.fault {
+            Fault::Narrow(Narrow::Tiles, _) if over_tokens => 32,
+            _ => tile,
+        };
+        let sum = Sum { between, ..self.sum(tile) };
+        let gemm = job.narrow(Narrow::Gemm).or(job.narrow(Narrow::GemmBackward));
+        let other = gemm.unwrap_or(Float::F32);
+        let entry = gemm.or(job.narrow(Narrow::Dlogits)).unwrap_or(Float::F32);
         let mut found = zeros(if over_tokens { v * d } else { n * d });
         let (mut terms, mut column) = (zeros(length), zeros(length));
         for row in 0..rows {
             for (j, w_j) in column.iter_mut().enumerate() {
                 *w_j = if over_tokens { w[j * v + row] } else { w[row * v + j] };
+                *w_j = w_j.round(entry);
             }
             for i in 0..d {
                 for (j, term) in terms.iter_mut().enumerate() {
-                    *term = column[j] * m[j * d + i];
+                    *term = column[j] * m[j * d + i].round(other);
                 }
                 found[row * d + i] = sum.of(&terms);
             }
@@ -294,4 +346,9 @@ impl<'a, F: Real> Head<'a, F> {
         }
         found
     }
+}
+
+fn rounded<F: Real>(mut values: Vec<F>, to: Option<Float>) -> Vec<F> {
+    values.iter_mut().for_each(|x| *x = x.round(to.unwrap_or(Float::F32)));
+    values
 }

@@ -12,7 +12,7 @@
 mod draw;
 mod inputs;
 mod math;
-mod number;
+pub(crate) mod number;
 pub(crate) mod options;
 mod policy;
 mod record;
@@ -55,6 +55,38 @@ pub(crate) enum Fault {
     Biased(f32),
     /// dbias is without the label's part.
     DbiasUnlabelled,
+    /// Something is rounded to a format that the job does not declare.
+    Narrow(Narrow, Float),
+    /// Blocks of so many tokens and classes in which no `|p - onehot|` reaches the first
+    /// number are left out of dlogits.
+    Filter(f32, [usize; 2]),
+}
+
+/// What is rounded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Narrow {
+    /// dk's sum over chunks of the declared size, and each chunk's part.
+    Chunks,
+    /// dq's sum over vocabulary tiles and dk's over tiles of 32 tokens, and their parts.
+    Tiles,
+    /// dk's sum over microbatches.
+    Microbatches,
+    /// p before 1 is taken off it.
+    EarlyP,
+    /// lse between forward and backward.
+    KeptLse,
+    /// The backward's logits.
+    BackwardLogits,
+    /// The logits that lse and the label's logit are taken from.
+    ForwardLogits,
+    /// lse and the label's logit, and their difference, for the loss.
+    Loss,
+    /// Operands of every product.
+    Gemm,
+    /// Operands of the backward's products.
+    GemmBackward,
+    /// dlogits, in products.
+    Dlogits,
 }
 
 /// What a fault scales.
@@ -189,6 +221,14 @@ impl Job {
         match self.fault {
             Fault::LabelScatterBf16 => Float::Bf16,
             _ => self.options.rounding.label_scatter,
+        }
+    }
+
+    /// What the fault rounds this to, if it does.
+    fn narrow(&self, what: Narrow) -> Option<Float> {
+        match self.fault {
+            Fault::Narrow(of, to) if of == what => Some(to),
+            _ => None,
         }
     }
 

@@ -113,13 +113,16 @@ pub(super) struct Sum {
     pub(super) tile: usize,
     /// Every partial sum is rounded to it.
     pub(super) accumulator: Float,
+    /// What a tile's part is rounded to before it is added, and the sum after.
+    pub(super) between: Float,
 }
 
 impl Sum {
     pub(super) fn of<F: Real>(&self, terms: &[F]) -> F {
-        let mut tiles = terms.chunks(self.tile.max(1)).map(|tile| self.tile(tile));
+        let part = |tile: &[F]| self.tile(tile).round(self.between);
+        let mut tiles = terms.chunks(self.tile.max(1)).map(part);
         let first = tiles.next().unwrap_or(F::of(0.0));
-        tiles.fold(first, |sum, tile| (sum + tile).round(self.accumulator))
+        tiles.fold(first, |sum, tile| (sum + tile).round(self.accumulator).round(self.between))
     }
 
     fn tile<F: Real>(&self, terms: &[F]) -> F {

@@ -8,7 +8,7 @@ use super::math::{Backward, Forward, Head};
 use super::number::{Float, Order, Random, Real, Sum, zeros};
 use super::options::Kind;
 use super::policy::{self, Counts};
-use super::{Fault, Job, What, Window};
+use super::{Fault, Job, Narrow, What, Window};
 
 /// One rank's microbatch, computed.
 pub(super) struct Part<F> {
@@ -39,7 +39,12 @@ impl<F: Real> Step<F> {
             (0..job.ranks).map(|rank| part(job, inputs, &head, mb, rank)).collect::<Vec<Part<F>>>()
         };
         let parts: Vec<Vec<Part<F>>> = (0..job.microbatches).map(one).collect();
-        let total = Sum { order: Order::Sequential, tile: usize::MAX, accumulator: Float::F32 };
+        let total = Sum {
+            order: Order::Sequential,
+            tile: usize::MAX,
+            accumulator: Float::F32,
+            between: Float::F32,
+        };
         let loss = |ranks: &Vec<Part<F>>| {
             let each: Vec<F> = ranks.iter().map(|part| total.of(&part.losses)).collect();
             total.of(&each)
@@ -220,7 +225,10 @@ fn accumulated<F: Real>(job: &Job, parts: &[Vec<Part<F>>]) -> Vec<Vec<F>> {
         let mut each: Vec<Vec<F>> =
             parts.iter().map(|ranks| ranks[rank].gradients.dk.clone()).collect();
         window(job, &mut each);
-        let mut sum = added(job, each.iter().map(Vec::as_slice));
+        let mut sum = match job.narrow(Narrow::Microbatches) {
+            Some(to) => added_in(to, each.iter().map(Vec::as_slice)),
+            None => added(job, each.iter().map(Vec::as_slice)),
+        };
         if job.options.microbatch_reduction == MicrobatchReduction::Mean {
             let count = F::of(job.microbatches as f64);
             sum.iter_mut().for_each(|x| *x = (*x / count).round(to));
@@ -252,8 +260,11 @@ fn window<F: Real>(job: &Job, each: &mut [Vec<F>]) {
 }
 
 /// The sum of several gradients, one after another.
-fn added<'a, F: Real + 'a>(job: &Job, mut each: impl Iterator<Item = &'a [F]>) -> Vec<F> {
-    let to = job.options.rounding.reduce;
+fn added<'a, F: Real + 'a>(job: &Job, each: impl Iterator<Item = &'a [F]>) -> Vec<F> {
+    added_in(job.options.rounding.reduce, each)
+}
+
+fn added_in<'a, F: Real + 'a>(to: Float, mut each: impl Iterator<Item = &'a [F]>) -> Vec<F> {
     let mut sum = each.next().map_or(zeros(0), <[F]>::to_vec);
     sum.iter_mut().for_each(|x| *x = x.round(to));
     for addend in each {

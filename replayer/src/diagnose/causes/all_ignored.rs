@@ -92,7 +92,7 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
         let units = by_rank.denominators(&all, one).unwrap_or_default();
         let ranks: Vec<Rank> = units
             .iter()
-            .filter(|(unit, _)| !unit.rows.is_empty() && unit.rows.iter().all(|t| silent(t)))
+            .filter(|(unit, _)| !unit.rows.is_empty() && unit.rows.iter().all(&silent))
             .flat_map(|(unit, _)| unit.ranks.clone())
             .collect();
         let whole = (0..one.tokens()).all(|t| silent(&t));

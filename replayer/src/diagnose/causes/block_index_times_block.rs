@@ -81,7 +81,7 @@ fn sizes(evidence: &Evidence<'_>, operand: Operand) -> Vec<usize> {
         Operand::K => inputs.head(evidence.step).map(|head| head.k.rows),
     };
     let n = evidence.inputs.first().and_then(rows).unwrap_or(0);
-    let tiles = evidence.step.options.declared.tiles.clone().unwrap_or_default();
+    let tiles = evidence.step.options.declared.tiles.unwrap_or_default();
     let declared = if operand == Operand::Q { tiles.tokens } else { tiles.vocab };
     let mut sizes: Vec<usize> =
         BLOCKS.into_iter().chain(declared.map(|size| size as usize)).collect();

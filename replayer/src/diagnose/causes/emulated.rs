@@ -52,10 +52,10 @@ impl World for Emulated {
 
     fn expected(&self, of: &mut Expectation<'_>) {
         let here = self.forward.get(&of.at.microbatch);
-        if let Some(label) = here.and_then(|here| here.label.as_ref()) {
-            if of.at.stage == Stage::LabelLogits {
-                of.values.copy_from_slice(label);
-            }
+        if let Some(label) = here.and_then(|here| here.label.as_ref())
+            && of.at.stage == Stage::LabelLogits
+        {
+            of.values.copy_from_slice(label);
         }
     }
 
@@ -80,7 +80,7 @@ pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forw
         };
         let middle = run(&head);
         let both = near_ties(roundings.compute(), &head, &middle.lse);
-        let [a, b] = both.map(|(head, _)| run(&head));
+        let [a, b] = both.map(|end| run(&end.head));
         let apart = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).collect();
         let ties = [apart(&a.lse, &b.lse), apart(&a.label_logits, &b.label_logits)];
         let label = label.then_some(middle.label_logits);

@@ -309,12 +309,16 @@ fn with_denominators(
     found
 }
 
+/// What the labels at the ends of runs are, by the run's place.
+type EndsOf<'a> =
+    dyn Fn(&MicrobatchInputs, &[(usize, usize)]) -> Option<BTreeMap<usize, Ends>> + 'a;
+
 /// What each end of each run shows, where no one way explains them all.
 fn with_read_ends(
     evidence: &Evidence<'_>,
     by: isize,
     of: &RunsOf<'_>,
-    end: &dyn Fn(&MicrobatchInputs, &[(usize, usize)]) -> Option<BTreeMap<usize, Ends>>,
+    end: &EndsOf<'_>,
 ) -> Vec<Hypothesis> {
     let mut labels = Labels::new();
     let (mut name, mut kinds) = (String::new(), Vec::new());

@@ -43,7 +43,7 @@ impl Cause for LseLogitsMismatch {
         for precision in [Precision::Bf16, Precision::F16] {
             if evidence.fails_any(&GRADIENTS) {
                 found.push(kept(precision));
-                found.extend(backward(&roundings, precision));
+                found.extend(backward(evidence, &roundings, precision));
             }
             // Where lse was captured the backward is judged from it, whatever it is.
             let forward_fails = evidence.fails_any(&FORWARD);
@@ -64,19 +64,37 @@ fn kept(precision: Precision) -> Hypothesis {
     Hypothesis::new(Kept { precision }, parameters)
 }
 
-/// The backward's logits rounded.
-fn backward(roundings: &Roundings, precision: Precision) -> Vec<Hypothesis> {
+/// The backward's logits rounded, as they leave their GEMM or after every option as well.
+fn backward(
+    evidence: &Evidence<'_>,
+    roundings: &Roundings,
+    precision: Precision,
+) -> Vec<Hypothesis> {
     let finer = |base: &Policy| precision.unit_roundoff() > base.logits.unit_roundoff();
-    let one = |base: Policy| {
-        let parameters = vec![
-            ("what", "logits of the backward".to_string()),
-            ("rounded to", precision.name().to_string()),
-            ("dlogits rounded to", base.dlogits.name().to_string()),
-        ];
-        let policy = Policy { logits: precision, ..base };
-        Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters)
-    };
-    bases(roundings).into_iter().filter(finer).map(one).collect()
+    let mut found = Vec::new();
+    for base in bases(roundings).into_iter().filter(finer) {
+        for logits_once in once(evidence) {
+            let parameters = vec![
+                ("what", "logits of the backward".to_string()),
+                ("rounded to", precision.name().to_string()),
+                ("dlogits rounded to", base.dlogits.name().to_string()),
+            ];
+            let policy = Policy { logits: precision, logits_once, ..base };
+            found.push(Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters));
+        }
+    }
+    found
+}
+
+/// Whether the head rounds its logits once, or after every option too: one way where
+/// nothing follows the GEMM.
+fn once(evidence: &Evidence<'_>) -> Vec<bool> {
+    let transform = evidence.step.options.transform;
+    let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
+    match biased || transform.scale != 1.0 || transform.softcap.is_some() {
+        true => vec![true, false],
+        false => vec![false],
+    }
 }
 
 /// The forward's logits rounded. A fused head computes the label's logit by itself.
@@ -89,10 +107,11 @@ fn forwards(
     if precision.unit_roundoff() <= base.logits.unit_roundoff() {
         return Vec::new();
     }
-    let policy = Policy { logits: precision, ..base };
     let both = [true, false].into_iter();
     let labels = both.filter(|&label| label || base.path == Path::Fused);
-    let one = |label: bool| {
+    let ways = labels.flat_map(|label| once(evidence).into_iter().map(move |once| (label, once)));
+    let one = |(label, logits_once): (bool, bool)| {
+        let policy = Policy { logits: precision, logits_once, ..base };
         let parameters = vec![
             ("what", "logits of the forward".to_string()),
             ("rounded to", precision.name().to_string()),
@@ -101,7 +120,7 @@ fn forwards(
         let forward = forward(evidence, &policy, label);
         Hypothesis::new(Emulated { policy: None, forward }, parameters)
     };
-    labels.map(one).collect()
+    ways.map(one).collect()
 }
 
 struct Kept {

@@ -12,6 +12,7 @@ pub mod dropped_batch;
 pub mod duplicate_batch;
 mod emulated;
 pub mod gemm_low_precision;
+pub mod gradient_filter;
 pub mod index_overflow_32;
 pub mod int_target_out_of_range;
 pub mod label_prob_rounded_early;

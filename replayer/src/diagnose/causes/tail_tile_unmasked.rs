@@ -160,7 +160,7 @@ fn vocabulary(evidence: &Evidence<'_>) -> Option<usize> {
 }
 
 fn declared_tile(evidence: &Evidence<'_>) -> Option<usize> {
-    let tiles = evidence.step.options.declared.tiles.clone()?;
+    let tiles = evidence.step.options.declared.tiles?;
     Some(tiles.vocab? as usize).filter(|&tile| tile > 0)
 }
 
@@ -211,11 +211,17 @@ fn others(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> V
     found
 }
 
+/// Logits in place of masked ones, from a token's and the next one's.
+type Filled<'a> = dyn Fn(&[f64], Option<&[f64]>) -> Vec<f64> + 'a;
+
+/// A token's lse, from the declared one and its own and the next token's logits.
+type OfToken<'a> = dyn Fn(f64, &[f64], Option<&[f64]>) -> f64 + Sync + 'a;
+
 /// Whether some tokens' rows show this filling.
 fn shows(
     evidence: &Evidence<'_>,
     seen: &[(&MicrobatchInputs, Vec<Seen>)],
-    filling: &dyn Fn(&[f64], Option<&[f64]>) -> Vec<f64>,
+    filling: &Filled<'_>,
 ) -> bool {
     let Some((inputs, seen)) = seen.iter().find(|(_, seen)| !seen.is_empty()) else {
         return false;
@@ -239,10 +245,7 @@ fn shows(
 
 /// lse of every token, as a function of its declared lse, its own and the next token's
 /// logits.
-fn lse_of(
-    evidence: &Evidence<'_>,
-    other: &(dyn Fn(f64, &[f64], Option<&[f64]>) -> f64 + Sync),
-) -> Lse {
+fn lse_of(evidence: &Evidence<'_>, other: &OfToken<'_>) -> Lse {
     let reference = evidence.reference();
     let one = |inputs: &MicrobatchInputs| {
         let direct = Direct::new(evidence.step, inputs)?;

@@ -78,7 +78,7 @@ fn small(evidence: &Evidence<'_>, policy: &Policy) -> Option<f64> {
     let counted: Vec<usize> = (0..unit.rows.len()).filter(|&t| unit.g[t] != 0.0).collect();
     let tokens: Vec<usize> =
         (0..TOKENS.min(counted.len())).map(|i| counted[i * counted.len() / TOKENS]).collect();
-    let entries = unit.part(evidence, &tokens, &classes, true)?.entries(evidence.step, policy);
+    let entries = unit.part(evidence, &tokens, &classes, true)?.entries(policy);
     let below = entries.iter().filter(|x| x.abs() < LEAST && **x != 0.0).count();
     Some(below as f64 / entries.len().max(1) as f64)
 }

@@ -204,11 +204,13 @@ fn stale_tail(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut words: Vec<String> = Vec::new();
     for (key, _) in evidence.failing_of(&[Stage::DkLse, Stage::Dk, Stage::Dq]) {
         let (captured, table) = (evidence.captured(key)?, evidence.all_rows()?.stages.get(&key)?);
+        // Rows of padding have no reference.
+        let rows = (0..captured.rows()).take_while(|row| table.contains_key(row)).count();
         let wrong =
             |row: &usize| distance(captured.row(*row), &table[row]) > 0.25 * energy(&table[row]);
-        let first = (0..captured.rows()).find(wrong)?;
-        let tail = first..captured.rows();
-        if tail.len() < 2 || 2 * tail.len() > captured.rows() {
+        let Some(first) = (0..rows).find(wrong) else { continue };
+        let tail = first..rows;
+        if tail.len() < 2 || 2 * tail.len() > rows {
             continue;
         }
         let others: Vec<usize> =

@@ -132,7 +132,7 @@ pub fn fitted(
     values: &[f64],
 ) -> Option<(Vec<Addend>, f64)> {
     let count = parts.len();
-    if count < 2 || count > MOST || parts.iter().any(|(_, x)| x.len() != values.len()) {
+    if !(2..=MOST).contains(&count) || parts.iter().any(|(_, x)| x.len() != values.len()) {
         return None;
     }
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
@@ -221,9 +221,9 @@ fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
         }
         for row in at + 1..n {
             let factor = a[row][at] / a[at][at];
-            for column in at..n {
-                a[row][column] -= factor * a[at][column];
-            }
+            let (above, below) = a.split_at_mut(row);
+            let pairs = below[0][at..].iter_mut().zip(&above[at][at..]);
+            pairs.for_each(|(x, pivot)| *x -= factor * pivot);
             b[row] -= factor * b[at];
         }
     }

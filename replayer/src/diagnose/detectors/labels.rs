@@ -27,8 +27,11 @@ pub struct LabelTest<'a> {
     inputs: &'a MicrobatchInputs,
     label_logits: Option<Rc<Values>>,
     /// Captured dq, what it should be, and each token's cotangent of its label logit.
-    dq: Option<(Rc<Values>, &'a Table, &'a BTreeMap<usize, [f64; 3]>)>,
+    dq: Option<(Rc<Values>, &'a Table, &'a Cotangents)>,
 }
+
+/// Of lse, the label's logit and all logits, by token.
+type Cotangents = BTreeMap<usize, [f64; 3]>;
 
 impl<'a> LabelTest<'a> {
     /// `None` where nothing that fails tells one label from another.

@@ -141,11 +141,14 @@ impl<'a> Looked<'a> {
     }
 }
 
+/// What the dump holds of a comparison.
+type Captured = std::rc::Rc<Values>;
+
 /// Tokens that are furthest from what they should be, and count.
 fn wrong(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
-    (lse, dq): (&Option<std::rc::Rc<Values>>, &Option<(std::rc::Rc<Values>, Key)>),
+    (lse, dq): (&Option<Captured>, &Option<(Captured, Key)>),
 ) -> Vec<usize> {
     let reference = evidence.reference();
     let counts = |t: &usize| inputs.labels[*t] != IGNORED && inputs.weights[*t] != 0.0;

@@ -7,6 +7,7 @@ pub mod captured;
 pub mod dense;
 pub mod direct;
 pub mod extents;
+pub mod filter;
 pub mod fit;
 pub mod labels;
 pub mod maps;

@@ -13,6 +13,7 @@ use crate::head::step::matrix;
 use crate::kernels::matrix::{IGNORED, Matrix};
 use crate::kernels::policy::{Policy, Walk};
 use crate::kernels::round::Precision;
+use crate::replay::outcome::Comparison;
 
 /// Rows and columns of a gradient that sizes are tried on.
 const ROWS: usize = 24;
@@ -50,6 +51,8 @@ pub struct Sums {
     /// `[rows, cols]`.
     captured: Vec<f64>,
     stored: Option<Precision>,
+    /// Which class or token each row is.
+    places: Vec<usize>,
 }
 
 impl Sums {
@@ -66,16 +69,16 @@ impl Sums {
         let head = inputs.head(evidence.step)?;
         let captured = unit.captured(evidence.step, stage)?;
         let (values, stored) = (matrix(&captured)?, precision_of(captured.dtype));
-        let classes = classes(unit, &inputs.labels, head.valid_vocab);
+        let classes = classes(evidence, unit, stage, &inputs.labels, head.valid_vocab);
         let tokens: Vec<usize> = (0..unit.rows.len()).collect();
         let columns = spread(head.q.cols, COLUMNS);
         let part = unit.part(evidence, &tokens, &classes, whole)?;
-        let entries = part.entries(evidence.step, policy);
+        let entries = part.entries(policy);
         let others = chosen(&head.q, &unit.rows, &columns);
         let mut rest = vec![0.0; classes.len() * columns.len()];
         if !whole && stage == Stage::Dk {
             let labels = unit.part(evidence, &tokens, &classes, true)?;
-            let labelled = labels.entries(evidence.step, policy);
+            let labelled = labels.entries(policy);
             for (t, (both, dense)) in
                 labelled.chunks(classes.len()).zip(entries.chunks(classes.len())).enumerate()
             {
@@ -98,6 +101,7 @@ impl Sums {
             rest,
             captured,
             stored,
+            places: classes,
         })
     }
 
@@ -118,7 +122,7 @@ impl Sums {
         let classes: Vec<usize> = (0..head.valid_vocab).collect();
         let columns = spread(head.k.cols, COLUMNS);
         let part = unit.part(evidence, &tokens, &classes, false)?;
-        let by_token = part.entries(evidence.step, policy);
+        let by_token = part.entries(policy);
         let (n, rows) = (classes.len(), tokens.len());
         let mut entries = vec![0.0f32; n * rows];
         for (t, row) in by_token.chunks(n.max(1)).enumerate() {
@@ -145,6 +149,7 @@ impl Sums {
             rest,
             captured: wide(&chosen(&values, &global, &columns)),
             stored,
+            places: global,
         })
     }
 
@@ -178,6 +183,31 @@ impl Sums {
         total.iter().zip(&self.rest).zip(&self.captured).map(error).sum()
     }
 
+    /// Squared distance from the sum of all entries but those that are left out, given by
+    /// addend and class.
+    pub(super) fn misfit_without(&self, left_out: &dyn Fn(usize, usize) -> bool) -> f64 {
+        let Sums { n, rows, cols, entries, others, .. } = self;
+        let mut total = self.rest.clone();
+        for i in 0..*n {
+            let other = &others[i * cols..(i + 1) * cols];
+            for row in (0..*rows).filter(|&row| !left_out(i, self.places[row])) {
+                let entry = f64::from(entries[i * rows + row]);
+                let total = &mut total[row * cols..(row + 1) * cols];
+                total.iter_mut().zip(other).for_each(|(sum, &x)| *sum += entry * f64::from(x));
+            }
+        }
+        let stored = |x: f64| self.stored.map_or(x, |precision| precision.round64(x));
+        let error = |(&sum, captured): (&f64, &f64)| (stored(sum) - captured).powi(2);
+        // Rows count alike: what is left out of a row is little beside a frequent label's.
+        let rows = total.chunks(*cols).zip(self.captured.chunks(*cols));
+        let relative = rows.map(|(total, captured)| {
+            let size: f64 = captured.iter().map(|x| x * x).sum();
+            let error: f64 = total.iter().zip(captured).map(error).sum();
+            error / (size + error).max(f64::MIN_POSITIVE)
+        });
+        relative.sum()
+    }
+
     /// The sizes that fit, the best first, where one of them fits much better than a sum in
     /// f32 does.
     pub fn search(&self, precision: Precision, declared: Option<usize>) -> Vec<Pieces> {
@@ -208,7 +238,7 @@ fn sizes(n: usize, declared: Option<usize>) -> Vec<usize> {
     let mut found: Vec<usize> = powers.flat_map(|size| [size, size + size / 2]).collect();
     found.extend((1..=20).map(|i| 10 * i));
     found.extend((2..=64).map(|parts| n.div_ceil(parts)));
-    found.extend((2..=64).filter(|parts| n % parts == 0).map(|parts| n / parts));
+    found.extend((2..=64).filter(|&parts| n.is_multiple_of(parts)).map(|parts| n / parts));
     found.extend((1..=32).map(|i| 8 * i));
     found.extend(declared);
     found.retain(|&size| size > 0 && size < n);
@@ -217,18 +247,29 @@ fn sizes(n: usize, declared: Option<usize>) -> Vec<usize> {
     found
 }
 
-/// Classes to look at: labels that are frequent, and others that lie evenly; ascending.
-fn classes(unit: &UnitState, labels: &[u32], valid: usize) -> Vec<usize> {
+/// Classes to look at: those that are worst, labels that are frequent, and others that lie
+/// evenly; ascending.
+fn classes(
+    evidence: &Evidence<'_>,
+    unit: &UnitState,
+    stage: Stage,
+    labels: &[u32],
+    valid: usize,
+) -> Vec<usize> {
     let mut hits = vec![0u32; valid];
     let own = unit.rows.iter().map(|&row| labels[row]).filter(|&label| label != IGNORED);
     own.for_each(|label| hits[label as usize] += 1);
-    let mut by_hits: Vec<usize> = (0..valid).collect();
-    by_hits.sort_by_key(|&class| std::cmp::Reverse(hits[class]));
-    by_hits.truncate(ROWS / 2);
-    by_hits.extend(spread(valid, ROWS / 2));
-    by_hits.sort_unstable();
-    by_hits.dedup();
-    by_hits
+    let mut found: Vec<usize> = (0..valid).collect();
+    found.sort_by_key(|&class| std::cmp::Reverse(hits[class]));
+    found.truncate(ROWS / 3);
+    let of_unit = |one: &&Comparison| one.microbatch == unit.microbatch && one.rank == unit.rank;
+    let comparisons = evidence.outcome.stage(stage).comparisons.iter().filter(of_unit);
+    let worst = comparisons.flat_map(|one| &one.tally.worst_rows).take(ROWS / 3);
+    found.extend(worst.map(|row| row.row as usize).filter(|&row| row < valid));
+    found.extend(spread(valid, ROWS - found.len()));
+    found.sort_unstable();
+    found.dedup();
+    found
 }
 
 /// At most `most` of `n` indices, evenly.
@@ -269,6 +310,7 @@ mod tests {
             rest: zeros.clone(),
             captured: zeros,
             stored: None,
+            places: (0..rows).collect(),
         };
         // The captured values are what is left when nothing is taken away.
         let captured = taken(&sums, pieces);
@@ -288,6 +330,7 @@ mod tests {
                     entries: sums.entries.clone(),
                     others: sums.others.clone(),
                     rest: sums.rest.clone(),
+                    places: sums.places.clone(),
                     ..*sums
                 };
                 one.misfit(pieces)

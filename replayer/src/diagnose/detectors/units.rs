@@ -9,7 +9,7 @@ use backtape::identity::{Microbatch, Rank};
 use crate::assemble::Tensor;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{HeadStep, MicrobatchInputs, Scores, Stage};
-use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Transform};
 use crate::kernels::policy::{self, Path, Policy};
 use crate::kernels::{NoProgress, Tiles};
 use crate::replay::gather::Gathered;
@@ -36,8 +36,11 @@ pub struct UnitState {
 /// Listens to what the backward is given.
 #[derive(Default)]
 struct Spy {
-    seen: Mutex<BTreeMap<(Option<Microbatch>, Option<Rank>), UnitState>>,
+    seen: Mutex<States>,
 }
+
+/// By microbatch and first rank.
+type States = BTreeMap<(Option<Microbatch>, Option<Rank>), UnitState>;
 
 impl World for Spy {
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
@@ -70,7 +73,7 @@ pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
     let rows = Rows { tokens: evidence.inputs.iter().map(one).collect(), classes: vec![0] };
     let wanted = [Stage::Lse, Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::Dlogits];
     let wanted = wanted.into_iter().chain([Stage::DkLse, Stage::DkLabel, Stage::Dk]).collect();
-    if trial(evidence.step, &wanted, &worlds, (Some(&rows), None)).is_err() {
+    if trial(evidence.step, &wanted, &worlds, (Some(&rows), evidence.cache())).is_err() {
         return Vec::new();
     }
     let seen = spy.seen.into_inner().unwrap_or_default();
@@ -88,6 +91,7 @@ pub struct Part {
     labels: Vec<u32>,
     bias: Option<Vec<f64>>,
     valid: usize,
+    transform: Transform,
     lse: Vec<f64>,
     cotangents: [Vec<f64>; 3],
 }
@@ -123,9 +127,22 @@ impl UnitState {
             labels: rows.iter().map(place).collect(),
             bias: head.bias.map(|bias| classes.iter().map(|&v| bias[v]).collect()),
             valid: classes.partition_point(|&v| v < head.valid_vocab),
+            transform: head.transform,
             lse: pick(&self.lse),
             cotangents: [pick(a), pick(b), pick(c)],
         })
+    }
+
+    /// Cotangents of some tokens as if each token's nll had the gradient 1, whatever its
+    /// weight.
+    pub fn ones(&self, evidence: &Evidence<'_>, tokens: &[usize]) -> [Vec<f64>; 3] {
+        let options = &evidence.step.options;
+        let classes = self.inputs(evidence).map_or(1, |inputs| inputs.valid_vocab.max(1));
+        let s = options.smoothing(classes);
+        let by_z = |&t: &usize| 1.0 + 2.0 * options.declared.z_loss * self.lse[t];
+        let all = |x: f64| vec![x; tokens.len()];
+        let lse = tokens.iter().map(by_z).collect();
+        [lse, all(-(1.0 - s)), all(-s / classes as f64)]
     }
 
     /// A captured gradient of the unit: `[V, D]` of dk and its parts, `[n, D]` of dq's.
@@ -144,18 +161,43 @@ impl UnitState {
 }
 
 impl Part {
+    /// Some of its tokens against some of its classes, both ascending indices into it.
+    pub fn sub(&self, tokens: &[usize], classes: &[usize]) -> Part {
+        let place = |label: u32| match classes.binary_search(&(label as usize)) {
+            Ok(at) if label != IGNORED => at as u32,
+            _ => IGNORED,
+        };
+        let pick = |values: &[f64]| tokens.iter().map(|&t| values[t]).collect::<Vec<f64>>();
+        let [a, b, c] = &self.cotangents;
+        Part {
+            q: Gathered::new(&self.q.matrix(), tokens),
+            k: Gathered::new(&self.k.matrix(), classes),
+            labels: tokens.iter().map(|&t| place(self.labels[t])).collect(),
+            bias: self.bias.as_ref().map(|bias| classes.iter().map(|&v| bias[v]).collect()),
+            valid: classes.partition_point(|&v| v < self.valid),
+            transform: self.transform,
+            lse: pick(&self.lse),
+            cotangents: [pick(a), pick(b), pick(c)],
+        }
+    }
+
+    /// The same entries for other upstream gradients.
+    pub fn with(self, cotangents: [Vec<f64>; 3]) -> Part {
+        Part { cotangents, ..self }
+    }
+
     /// As kernels read it.
-    pub fn head(&self, step: &HeadStep<'_>) -> HeadInputs<'_> {
+    pub fn head(&self) -> HeadInputs<'_> {
         HeadInputs {
             bias: self.bias.as_deref(),
-            transform: step.options.transform,
+            transform: self.transform,
             ..HeadInputs::plain(self.q.matrix(), self.k.matrix(), &self.labels, self.valid)
         }
     }
 
     /// Entries of dlogits, `[tokens, classes]`, as a policy rounds them.
-    pub fn entries(&self, step: &HeadStep<'_>, of: &Policy) -> Vec<f64> {
-        let head = self.head(step);
+    pub fn entries(&self, of: &Policy) -> Vec<f64> {
+        let head = self.head();
         let (rows, width) = (head.q.rows, head.k.rows);
         let mut found = vec![0.0; rows * width];
         let [lse, label, smooth] = &self.cotangents;

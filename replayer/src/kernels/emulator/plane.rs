@@ -89,11 +89,11 @@ impl<'a> Elements<'a> {
 
     /// A row of raw logits becomes logits: rounded, and again after each option.
     fn finish(&self, row: &mut [f64], cols: Range<usize>) {
-        let logits = self.policy.logits;
+        let transformed = self.policy.transformed();
         let each = |row: &mut [f64], f: &dyn Fn(usize, f64) -> f64| {
-            row.iter_mut().enumerate().for_each(|(col, x)| *x = logits.round64(f(col, *x)));
+            row.iter_mut().enumerate().for_each(|(col, x)| *x = transformed.round64(f(col, *x)));
         };
-        each(row, &|_, x| x);
+        self.policy.logits.round_slice64(row);
         if !self.bias.is_empty() {
             let bias = &self.bias[cols];
             each(row, &|col, x| self.one(x + bias[col]));

@@ -102,6 +102,8 @@ pub struct Policy {
     /// What the logits are rounded to as they leave their GEMM, and again after bias,
     /// scale and softcap, each where the head has it.
     pub logits: Precision,
+    /// True where what follows the GEMM is not rounded again.
+    pub logits_once: bool,
     /// What `p = exp(logit - lse)` is rounded to before its cotangent multiplies it.
     pub p: Precision,
     /// What dlogits (fused: their softmax part alone) are rounded to before the GEMMs.
@@ -138,6 +140,7 @@ impl Policy {
             input: precision,
             product: precision,
             logits: precision,
+            logits_once: false,
             p: precision,
             dlogits: precision,
             label_grad: precision,
@@ -212,6 +215,11 @@ impl Policy {
         let scatter =
             label_scatter.order == Order::Native && label_scatter.precision != Precision::F64;
         native && self.product == Precision::F32 && (scatter || self.path != Path::Fused)
+    }
+
+    /// What logits are rounded to after bias, scale and softcap.
+    pub(in crate::kernels) fn transformed(&self) -> Precision {
+        if self.logits_once { Precision::F64 } else { self.logits }
     }
 
     /// What the parts of dq and of dk are rounded to before they are added, and what their

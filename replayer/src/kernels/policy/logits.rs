@@ -29,15 +29,15 @@ impl<'a> Finish<'a> {
         policy.logits.round_slice(row);
         if !bias.is_empty() {
             row.iter_mut().zip(bias).for_each(|(logit, bias)| *logit += bias);
-            policy.logits.round_slice(row);
+            policy.transformed().round_slice(row);
         }
         if slope.scale != 1.0 {
             row.iter_mut().for_each(|logit| *logit *= slope.scale);
-            policy.logits.round_slice(row);
+            policy.transformed().round_slice(row);
         }
         if let Some(cap) = slope.softcap {
             softcap(row, cap);
-            policy.logits.round_slice(row);
+            policy.transformed().round_slice(row);
         }
     }
 }

@@ -1,0 +1,180 @@
+//! `gradient-filter`: tiles of dlogits are left out where nothing in them reaches a
+//! threshold, and the job does not declare it.
+//!
+//! Real: Apple's CCE (`filter_eps`, 2⁻¹² by default). Rows of dk whose tiles are all left
+//! out are exactly zero; others lose their small terms, dq with them.
+//!
+//! Detectors: dk loses what a filter of some size and threshold would leave out
+//! (`detectors::filter`).
+//! Emulation: the entries of those tiles taken off dq, dk and dlogits.
+
+use std::sync::Arc;
+
+use super::emulated::has_products;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::filter::{Filter, Filtered, Tiled};
+use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::head::Stage;
+use crate::kernels::policy::{Path, Policy};
+use crate::replay::world::{Expectation, World};
+
+/// The catalogue's entry.
+pub struct GradientFilter;
+
+impl Cause for GradientFilter {
+    fn id(&self) -> &'static str {
+        "gradient-filter"
+    }
+
+    fn about(&self) -> &'static str {
+        "tiles of dlogits in which nothing reaches a threshold are left out of dq and dk"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["ml-cross-entropy filter_eps"]
+    }
+
+    fn advice(&self) -> &'static str {
+        "switch the gradient filter off (CCE: filter_eps=None), or declare gradient_filter"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let Some(roundings) = evidence.roundings() else { return Vec::new() };
+        if !has_products(evidence) || !evidence.fails(Stage::Dk) || !loses(evidence) {
+            return Vec::new();
+        }
+        let base = roundings.narrowest;
+        let kinds = [true, false].into_iter();
+        kinds
+            .filter(|&labelled| labelled || base.path == Path::Fused)
+            .flat_map(|labelled| of(evidence, &base, labelled))
+            .collect()
+    }
+}
+
+/// Whether no gradient has more than it should: a filter only takes away.
+fn loses(evidence: &Evidence<'_>) -> bool {
+    let most = |stage| evidence.failing_of(&[stage]).map(|(_, of)| of.factor).fold(0.0, f64::max);
+    // A row's worth of noise may be left on either side.
+    most(Stage::Dk) < 1.01
+}
+
+fn of(evidence: &Evidence<'_>, base: &Policy, labelled: bool) -> Vec<Hypothesis> {
+    let Some(worst) = evidence.worst_unit(&GRADIENTS[6..7]) else { return Vec::new() };
+    let look = |unit| Filtered::new(evidence, unit, base, labelled);
+    let Some(seen) = look(worst) else { return Vec::new() };
+    let filters = seen.search(evidence, worst, base, labelled);
+    if filters.is_empty() {
+        return Vec::new();
+    }
+    let units: Arc<Vec<Filtered>> = Arc::new(evidence.units().iter().filter_map(look).collect());
+    let one = |filter: Filter| {
+        let [tokens, classes] = filter.tile;
+        let magnitude = if labelled { "|p - onehot|" } else { "p" };
+        let parameters = vec![
+            ("threshold", format!("{:.3e}", filter.least)),
+            ("of", magnitude.to_string()),
+            ("tile", format!("{tokens} tokens x {classes} classes")),
+        ];
+        let tiles = units.iter().map(|unit| unit.dropped(&filter)).collect();
+        let world = Skips { units: units.clone(), tiles, policy: *base };
+        Hypothesis::new(world, parameters).fitted(2)
+    };
+    filters.into_iter().map(one).collect()
+}
+
+struct Skips {
+    units: Arc<Vec<Filtered>>,
+    /// Which tiles of each unit are left out.
+    tiles: Vec<Tiled>,
+    policy: Policy,
+}
+
+impl World for Skips {
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let at = of.at;
+        let here = |unit: &Filtered| {
+            unit.microbatch == at.microbatch && (unit.rank == at.rank || at.rank.is_none())
+        };
+        for (unit, tiled) in self.units.iter().zip(&self.tiles) {
+            if !here(unit) {
+                continue;
+            }
+            match of.at.stage {
+                Stage::Dk | Stage::DkLse => self.take_dk(unit, tiled, of),
+                Stage::Dq | Stage::DqLse => self.take_dq(unit, tiled, of),
+                Stage::Dbias => self.take_dbias(unit, tiled, of),
+                Stage::Dlogits => clear(unit, tiled, of),
+                _ => {}
+            }
+        }
+    }
+}
+
+impl Skips {
+    /// Entries `[tokens of the unit, classes]` that are left out, zeros where they are not.
+    fn lost(
+        &self,
+        unit: &Filtered,
+        tiled: &Tiled,
+        tokens: &[usize],
+        classes: &[usize],
+    ) -> Vec<f64> {
+        let mut entries = unit.part.sub(tokens, classes).entries(&self.policy);
+        for (&t, row) in tokens.iter().zip(entries.chunks_mut(classes.len().max(1))) {
+            for (&v, x) in classes.iter().zip(row) {
+                *x = if tiled.drops(t, v) { *x } else { 0.0 };
+            }
+        }
+        entries
+    }
+
+    fn take_dk(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+        let tokens: Vec<usize> = (0..unit.rows.len()).collect();
+        let valid: Vec<usize> = of.rows.iter().copied().filter(|&v| v < unit.classes).collect();
+        let q = unit.part.head().q;
+        let lost = self.lost(unit, tiled, &tokens, &valid);
+        for (t, row) in lost.chunks(valid.len().max(1)).enumerate() {
+            for (at, &entry) in row.iter().enumerate().filter(|(_, x)| **x != 0.0) {
+                let values = &mut of.values[at * of.columns..(at + 1) * of.columns];
+                values.iter_mut().enumerate().for_each(|(d, value)| {
+                    *value -= entry * q.get_f64(t * q.cols + d);
+                });
+            }
+        }
+    }
+
+    fn take_dq(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+        let k = unit.part.head().k;
+        let classes: Vec<usize> = (0..unit.classes).collect();
+        let own = |(at, row): (usize, &usize)| Some((at, unit.rows.binary_search(row).ok()?));
+        let (places, tokens): (Vec<usize>, Vec<usize>) =
+            of.rows.iter().enumerate().filter_map(own).unzip();
+        let lost = self.lost(unit, tiled, &tokens, &classes);
+        for (&at, row) in places.iter().zip(lost.chunks(classes.len().max(1))) {
+            let values = &mut of.values[at * of.columns..(at + 1) * of.columns];
+            for (v, &entry) in row.iter().enumerate().filter(|(_, x)| **x != 0.0) {
+                values.iter_mut().enumerate().for_each(|(d, value)| {
+                    *value -= entry * k.get_f64(v * k.cols + d);
+                });
+            }
+        }
+    }
+
+    fn take_dbias(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+        let tokens: Vec<usize> = (0..unit.rows.len()).collect();
+        let valid: Vec<usize> = of.rows.iter().copied().filter(|&v| v < unit.classes).collect();
+        for row in self.lost(unit, tiled, &tokens, &valid).chunks(valid.len().max(1)) {
+            of.values.iter_mut().zip(row).for_each(|(value, entry)| *value -= entry);
+        }
+    }
+}
+
+fn clear(unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+    for (at, row) in of.rows.iter().enumerate() {
+        let Ok(token) = unit.rows.binary_search(row) else { continue };
+        for v in (0..of.columns.min(unit.classes)).filter(|&v| tiled.drops(token, v)) {
+            of.values[at * of.columns + v] = 0.0;
+        }
+    }
+}
