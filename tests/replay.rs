@@ -121,7 +121,8 @@ fn every_line_of_a_report_fits_a_screen() {
     let shown = text::render(&report);
     let wide: Vec<&str> = shown.lines().filter(|line| line.chars().count() > text::WIDTH).collect();
     assert!(wide.is_empty(), "{wide:#?}");
-    assert!(shown.lines().count() < 50, "{shown}");
+    // With the cause, which takes ten.
+    assert!(shown.lines().count() < 60, "{shown}");
 }
 
 #[test]

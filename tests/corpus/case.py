@@ -71,8 +71,10 @@ def switched(
 
 
 def loose(job, code):
-    """What the head does not declare may be rounded to the inputs' dtype: logits, and dlogits."""
+    """What the head does not declare may be rounded to the inputs' dtype: logits, p, and dlogits."""
     coarser = {}
+    if "p" not in job.declared["dtypes"]:
+        coarser["early_p"] = job.dtype
     if "logits" not in job.declared["dtypes"]:
         coarser |= {"forward_logits": job.dtype, "backward_logits": job.dtype}
     if "dlogits" not in job.declared["dtypes"] and code.head == "kernel":

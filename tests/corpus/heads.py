@@ -281,7 +281,7 @@ def tiled_backward(o, code, saved, g):
         z, pull = jax.vjp(lambda raw: transform(raw, row_bias, o, code, first), raw)
         if code.masks_tail:
             z = jnp.where(first + jnp.arange(rows.shape[0]) < k.shape[0], z, -jnp.inf)
-        p = jnp.exp(rounded(z, code.backward_logits) - lse[:, None])
+        p = rounded(jnp.exp(rounded(z, code.backward_logits) - lse[:, None]), code.early_p)
         if code.filter:
             p = jnp.where(jnp.max(p) < code.filter, 0.0, p)
         (dz,) = pull(g[:, None] * p)

@@ -186,7 +186,7 @@ def draw_job(
 
 def draw_dtypes(rng):
     """What an author says of the precision: f32 wherever he thinks of it."""
-    chances = {"logits": 0.8, "lse": 0.5, "accumulate": 0.5, "reduce": 0.5}
+    chances = {"logits": 0.8, "lse": 0.5, "p": 0.5, "accumulate": 0.5, "reduce": 0.5}
     return {name: "f32" for name, chance in chances.items() if rng.random() < chance}
 
 

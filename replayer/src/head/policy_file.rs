@@ -287,6 +287,7 @@ mod tests {
             input: Precision::Bf16,
             product: Precision::Tf32,
             logits: Precision::F16,
+            operand: Precision::F64,
             logits_once: false,
             p: Precision::Bf16,
             dlogits: Precision::F8E4m3,

@@ -182,6 +182,12 @@ impl Replay<'_> {
         if found.excess.is_none() {
             found.excess = self.chain_excess(slices, &whole, &bound)?;
         }
+        if found.excess.is_some() && self.step.options.declared.tied_embedding {
+            // The lookup's part may have been added after the addends were recorded.
+            let why = "tied_embedding=True: the sum is not that of the recorded dk; it may hold the input embedding's part, which the head does not know";
+            outcome.skip(stage, why);
+            return Ok(());
+        }
         outcome.add(stage, found);
         Ok(())
     }

@@ -9,8 +9,12 @@
 //! Sequential summation is the worst order in use; blocked ones do better.
 
 use super::Replay;
+use super::forward::CONFIDENT;
 use crate::compare::Allowed;
-use crate::kernels::policy::{Order, Policy, Sum};
+use crate::dump::TensorInfo;
+use crate::head::roundings::F32;
+use crate::head::{HeadStep, Roundings};
+use crate::kernels::policy::{Order, Path, Policy, Sum};
 use crate::kernels::reference::TermNoise;
 use crate::kernels::round::Precision;
 
@@ -90,6 +94,18 @@ pub(super) fn carried(sum: Sum, n: f64, carried: f64) -> f64 {
     u * u / 3.0 * additions * carried
 }
 
+/// Whether the label's part is added to an entry of dlogits before that is rounded:
+/// wherever dlogits are whole, where p is declared not to be rounded by itself. A job that
+/// recorded the parts has them.
+pub(super) fn whole(step: &HeadStep<'_>, roundings: &Roundings) -> bool {
+    use backtape::role::Role::{DkLabel, DkLse, DqLabel, DqLse};
+    let parts = [DqLse, DqLabel, DkLse, DkLabel];
+    let part = |info: &TensorInfo| info.role.is_some_and(|role| parts.contains(&role));
+    roundings.widest.path != Path::Fused
+        && roundings.widest.p.unit_roundoff() <= F32
+        && !step.tensors.values().any(part)
+}
+
 impl Replay<'_> {
     /// Relative variance of one softmax term `g_lse p` as the job may hold it.
     pub(super) fn term_noise(&self, d: usize) -> TermNoise {
@@ -113,7 +129,21 @@ impl Replay<'_> {
             cap_rel_var: square(logits) / 3.0 + (EXP_ERROR * compute).powi(2),
             label_step: 2.0 * self.roundings.widest.label_grad.unit_roundoff(),
             filter: self.step.options.declared.gradient_filter.unwrap_or(0.0),
+            whole: self.whole,
+            exp_rel_var: (EXP_ERROR * compute).powi(2),
+            confident: if self.constant() > F32 { CONFIDENT } else { 0.0 },
         }
+    }
+
+    /// Unit roundoff of the coarsest rounding of `g p`.
+    fn constant(&self) -> f64 {
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        p.unit_roundoff().max(dlogits.unit_roundoff())
+    }
+
+    /// Relative variance of one such rounding, of entries that share it.
+    pub(super) fn one_constant(&self) -> f64 {
+        self.constant().powi(2) / 3.0
     }
 
     /// Half the smallest step of what an entry of dlogits may be rounded to, where
@@ -236,9 +266,7 @@ impl Replay<'_> {
     /// `g p` where p is near 1, and `g (p - 1)` where p is near 0.
     /// `alike` is the share of the roundings, 0 to 1, that are one.
     pub(super) fn shared_scale(&self, alike: f64) -> f64 {
-        let Policy { p, dlogits, .. } = self.roundings.widest;
-        let constant = p.unit_roundoff().max(dlogits.unit_roundoff());
-        (2.0 * self.roundings.compute()).powi(2) + alike * constant * constant / 3.0
+        (2.0 * self.roundings.compute()).powi(2) + alike * self.one_constant()
     }
 
     /// Relative variance of what the transform does to all logits alike: the job holds
@@ -254,9 +282,16 @@ impl Replay<'_> {
         }
     }
 
-    /// Adding two parts, each of which may be rounded first: three roundings at most.
+    /// Adding two parts, each of which may be rounded first: three roundings at most. Whole
+    /// dlogits have no parts.
     pub(super) fn added(&self, one: f64, other: f64) -> Allowed {
-        let (parts, compute) = (self.roundings.widest.parts, self.roundings.compute());
+        let compute = self.roundings.compute();
+        if self.whole {
+            let sum = one + other;
+            let most = compute * sum.abs() + FLUSH;
+            return Allowed::default().with_few(relative(compute, sum), most);
+        }
+        let parts = self.roundings.widest.parts;
         let variance = rounded(parts, one) + rounded(parts, other) + relative(compute, one + other);
         let most = half_spacing(parts, one) + half_spacing(parts, other);
         let most = most + compute * (one.abs() + other.abs()) + FLUSH;

@@ -50,6 +50,8 @@ pub(super) struct Problem<'a> {
     pub(super) constants: f64,
     /// Share of the roundings of `g p` that may be alike for all tokens.
     pub(super) alike: f64,
+    /// The same of entries that are not nearly g.
+    pub(super) few: f64,
     /// For each token, the variance of errors that add up along q, over `q²/|q|⁴`; and
     /// the same for the rows of k, over `k²/|k|⁴`.
     pub(super) sliced: (Vec<f64>, f64),
@@ -77,6 +79,7 @@ impl Problem<'_> {
             g_smooth: self.g_smooth.clone(),
             constants: self.constants,
             alike: self.alike,
+            few: self.few,
             sliced: self.sliced.clone(),
             entry_floor: self.entry_floor,
             k_squares: self.k_squares.clone(),
@@ -210,7 +213,8 @@ impl Replay<'_> {
     ) -> Problem<'h> {
         let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect::<Vec<f64>>();
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
-        let alike = unit.rows.iter().map(|&t| state.alike[t]).fold(0.0, f64::max);
+        let most = |of: &[f64]| unit.rows.iter().map(|&t| of[t]).fold(0.0, f64::max);
+        let (alike, few) = (most(&state.alike), most(&state.few));
         let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
         let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
@@ -240,6 +244,7 @@ impl Replay<'_> {
             g_label,
             g_smooth,
             alike,
+            few,
             sliced,
             entry_floor,
             k_squares,

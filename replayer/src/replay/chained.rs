@@ -188,11 +188,15 @@ impl Replay<'_> {
 
 /// What jobs do that sum in few bits: over microbatches, over ranks, over both.
 fn likely(stage: Stage, precision: Precision) -> Vec<[Option<Chain>; 2]> {
-    let chain = Some(Chain { precision, descending: false, divides_first: false });
-    match stage {
-        Stage::Accumulate => vec![[chain, None]],
-        _ => vec![[chain, None], [None, chain], [chain, chain]],
-    }
+    let of = |rounds_addends: bool| {
+        let chain =
+            Some(Chain { precision, descending: false, divides_first: false, rounds_addends });
+        match stage {
+            Stage::Accumulate => vec![[chain, None]],
+            _ => vec![[chain, None], [None, chain], [chain, chain]],
+        }
+    };
+    [of(true), of(false)].concat()
 }
 
 /// A sum of addends over a divisor; without a chain in f64.
@@ -217,11 +221,12 @@ impl Running {
     fn add(&mut self, addend: Vec<f64>) {
         self.sum.resize(addend.len(), 0.0);
         let pairs = self.sum.iter_mut().zip(addend);
-        let Some(Chain { precision, divides_first, .. }) = self.chain else {
+        let Some(Chain { precision, divides_first, rounds_addends, .. }) = self.chain else {
             return pairs.for_each(|(sum, x)| *sum += x);
         };
         let before = if divides_first { self.divisor } else { 1.0 };
-        pairs.for_each(|(sum, x)| *sum = precision.round64(*sum + precision.round64(x / before)));
+        let addend = |x: f64| if rounds_addends { precision.round64(x) } else { x };
+        pairs.for_each(|(sum, x)| *sum = precision.round64(*sum + addend(x / before)));
     }
 
     fn finish(mut self) -> Vec<f64> {
@@ -243,7 +248,8 @@ mod tests {
     use crate::kernels::matrix::Values;
 
     fn chain(descending: bool, divides_first: bool) -> Option<Chain> {
-        Some(Chain { precision: Precision::Bf16, descending, divides_first })
+        let rounds_addends = true;
+        Some(Chain { precision: Precision::Bf16, descending, divides_first, rounds_addends })
     }
 
     fn added(mut each: Vec<Vec<f64>>, chain: Option<Chain>, divisor: f64) -> Vec<f64> {

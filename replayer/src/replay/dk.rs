@@ -26,6 +26,9 @@ pub(super) struct Slab {
     label_var: Vec<f64>,
     label_alike: Vec<f64>,
     dropped: Vec<f64>,
+    /// Dense entries of confident p, and the label part as it is rounded.
+    confident: Vec<f64>,
+    label_whole: Vec<f64>,
     pub(super) hits: Vec<u32>,
     pub(super) dbias: Vec<f64>,
     dbias_var: Vec<f64>,
@@ -59,6 +62,8 @@ impl Slab {
             label_var: zeros(),
             label_alike: zeros(),
             dropped: Vec::new(),
+            confident: Vec::new(),
+            label_whole: zeros(),
             hits: vec![0; rows],
             dbias: column(),
             dbias_var: column(),
@@ -94,6 +99,7 @@ impl Slab {
                 let (at, q) = (row * d + i, head.q.get_f64(t * d + i));
                 slab.label[at] += entry * q;
                 slab.label_sq[at] += (entry * q).powi(2);
+                slab.label_whole[at] += entry * q;
                 slab.label_alike[at] += copies * (entry * q).powi(2);
                 slab.label_var[at] += entry_var * q * q;
             }
@@ -111,12 +117,17 @@ impl Slab {
             (&mut self.label_sq, block.dk_label_sq),
             (&mut self.label_var, block.dk_label_var),
             (&mut self.label_alike, block.dk_label_alike),
+            (&mut self.label_whole, block.dk_label_whole),
         ] {
             to[at.clone()].copy_from_slice(from);
         }
-        if !block.dk_dropped.is_empty() {
-            self.dropped.resize(self.lse.len(), 0.0);
-            self.dropped[at].copy_from_slice(block.dk_dropped);
+        for (to, from) in
+            [(&mut self.dropped, block.dk_dropped), (&mut self.confident, block.dk_confident)]
+        {
+            if !from.is_empty() {
+                to.resize(self.lse.len(), 0.0);
+                to[at.clone()].copy_from_slice(from);
+            }
         }
         let rows = block.rows.clone();
         self.hits[rows.clone()].copy_from_slice(block.hits);
@@ -201,6 +212,8 @@ impl Replay<'_> {
         let sums_of_q = slab.q_sums.get(at % d).copied().unwrap_or(0.0);
         let floor =
             problem.entry_floor.powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
+        let together = if self.whole { x + slab.label[at] } else { x };
+        let confident = slab.confident.get(at).copied().unwrap_or(0.0);
         Allowed {
             own: summed(sums.dk, t as f64, x, squares)
                 + self.joined(tiles, path == Path::Chunked, x, squares)
@@ -208,7 +221,9 @@ impl Replay<'_> {
                 + floor,
             row: slab.lse_var[at] + problem.sliced.1 * self.along_k(problem, slab, at),
             shared: (problem.largest_scale() + self.narrowing() + problem.constants) * squares
-                + (self.shared_scale(problem.alike) + problem.constants) * x * x
+                + self.shared_scale(problem.few) * together * together
+                + self.one_constant() * confident * confident
+                + problem.constants * x * x
                 // Entries that all lie in a format's smallest numbers round alike.
                 + problem.entry_floor.powi(2) * sums_of_q * sums_of_q,
             certain: slab.dropped.get(at).copied().unwrap_or(0.0),
@@ -243,7 +258,8 @@ impl Replay<'_> {
         Allowed {
             own: slab.label_var[at] + summed(scatter, hits, x, squares) + inside,
             row: self.label_row_scale() * alike,
-            shared: self.shared_scale(self.roundings.shared_g()) * x * x
+            shared: self.shared_scale(0.0) * x * x
+                + self.roundings.shared_g() * self.one_constant() * slab.label_whole[at].powi(2)
                 + (problem.largest_variance() + self.narrowing() + problem.constants) * alike,
             ..Allowed::default()
         }

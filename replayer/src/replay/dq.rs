@@ -32,6 +32,7 @@ impl DqState {
             dq_lse_var: zeros(),
             dq_lse_sq: zeros(),
             dq_label_rel_var: vec![0.0; tokens],
+            dq_label_share: vec![1.0; tokens],
             ..reference::Backward::default()
         };
         DqState { exact, emulated: Vec::new(), instead: None, ties: None }
@@ -96,11 +97,14 @@ pub(super) fn gather(
     for (at, &label) in head.labels.iter().enumerate() {
         if label != IGNORED {
             total.dq_label_rel_var[at] = part.dq_label_rel_var[at];
+            total.dq_label_share[at] = part.dq_label_share[at];
         }
     }
-    for (to, from) in
-        [(&mut total.dq_label_var, &part.dq_label_var), (&mut total.dq_dropped, &part.dq_dropped)]
-    {
+    for (to, from) in [
+        (&mut total.dq_label_var, &part.dq_label_var),
+        (&mut total.dq_dropped, &part.dq_dropped),
+        (&mut total.dq_confident, &part.dq_confident),
+    ] {
         to.resize(to.len().max(from.len()), 0.0);
         add(to, from);
     }
@@ -120,6 +124,8 @@ impl Replay<'_> {
         let floor = problem.k_squares.get(at % d).copied().unwrap_or(0.0);
         let alike = problem.k_sums.get(at % d).copied().unwrap_or(0.0);
         let token = at / d;
+        let together = if self.whole { x + dq.dq_label[at] } else { x };
+        let confident = dq.dq_confident.get(at).copied().unwrap_or(0.0);
         Allowed {
             own: summed(sums.dq, v as f64, x, squares)
                 + self.joined(tiles, false, x, squares)
@@ -130,7 +136,8 @@ impl Replay<'_> {
                 + problem.sliced.0[token] * problem.head.q.get_f64(at).powi(2)
                 + problem.entry_floor.powi(2) * alike * alike
                 + (problem.scale[token] + problem.variance[token]) * x * x,
-            shared: (self.shared_scale(problem.alike)) * x * x
+            shared: self.shared_scale(problem.few) * together * together
+                + self.one_constant() * confident * confident
                 + (self.narrowing() + problem.constants) * squares
                 + problem.constants * x * x,
             certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
@@ -153,17 +160,24 @@ impl Replay<'_> {
             false => 0.0,
             true => carried(sums.dq, problem.head.valid_vocab as f64, squared),
         };
+        let token = at / problem.head.q.cols;
+        // Of a whole entry that much is rounded.
+        let share = dq.dq_label_share[token] * squared;
+        let (few, most) = match self.whole {
+            true => (0.0, 0.0),
+            false => (rounded(label_grad, x), half_spacing(label_grad, x)),
+        };
+        let (row, alike) = (self.label_row_scale(), self.roundings.shared_g());
         Allowed {
             own: inside,
-            row: (self.label_row_scale() + problem.variance[at / problem.head.q.cols]) * squared
+            row: row * share
+                + (problem.variance[token] + self.shared_scale(0.0)) * squared
                 + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
-            shared: (self.shared_scale(self.roundings.shared_g())
-                + self.narrowing()
-                + problem.constants)
-                * squared,
+            shared: alike * self.one_constant() * share
+                + (self.shared_scale(0.0) + self.narrowing() + problem.constants) * squared,
             ..Allowed::default()
         }
-        .with_few(rounded(label_grad, x), half_spacing(label_grad, x))
+        .with_few(few, most)
     }
 
     /// What the world says of a stage's rows, as `supposed` does for dk.

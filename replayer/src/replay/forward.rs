@@ -17,7 +17,7 @@ use crate::kernels::{policy, reference};
 
 /// From here on `g p` lies within two spacings of bf16's exponent of g, so that
 /// tokens of one g may round alike.
-const CONFIDENT: f64 = 0.25;
+pub(super) const CONFIDENT: f64 = 0.25;
 
 /// Share of the roundings that are one, of numbers that spread over σ steps of a grid:
 /// they have so few errors, not one each. The squares of the steps' shares sum to
@@ -41,6 +41,8 @@ pub(super) struct ForwardState {
     /// Share of the rounding of `g p` that is alike for all of a token's classes, 0 to 1:
     /// of a token with one p so large that it is nearly g, or with all p nearly equal.
     pub(super) alike: Vec<f64>,
+    /// The same of the tokens' other entries, those that are not nearly g.
+    pub(super) few: Vec<f64>,
     /// Variance of the logits of a token, where they are nearly equal.
     pub(super) logit_variance: Vec<f64>,
     /// Label logits, captured or reference, with their variance.
@@ -315,9 +317,11 @@ impl Replay<'_> {
         let alike = |(t, max): (usize, f64)| {
             let variance = 2.0 * (exact.lse[t] - classes.ln() - exact.logit_sum[t] / classes);
             let variance = variance.max(0.0);
-            (if max > CONFIDENT { 1.0 } else { few(variance.sqrt() / step) }, variance)
+            let few = few(variance.sqrt() / step);
+            (if max > CONFIDENT { 1.0 } else { few }, (few, variance))
         };
-        let (alike, logit_variance) = largest.enumerate().map(alike).unzip();
+        let (alike, rest): (Vec<f64>, Vec<(f64, f64)>) = largest.enumerate().map(alike).unzip();
+        let (few, logit_variance) = rest.into_iter().unzip();
         let (lse, scale) = match &captured.0 {
             Some(column) => {
                 let unit = column.stored.map_or(0.0, |precision| precision.unit_roundoff());
@@ -348,6 +352,7 @@ impl Replay<'_> {
             lse_ties: lse.certain,
             scale,
             alike,
+            few,
             logit_variance,
             spread,
             label,
@@ -368,6 +373,7 @@ impl ForwardState {
             lse_ties: Vec::new(),
             scale: vec![0.0; tokens],
             alike: vec![0.0; tokens],
+            few: vec![0.0; tokens],
             logit_variance: vec![0.0; tokens],
             spread: vec![0.0; tokens],
             label: Expected::new(vec![0.0; tokens], vec![0.0; tokens]),

@@ -15,7 +15,7 @@ use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
 use crate::head::{Stage, Unit};
-use crate::kernels::matrix::Matrix;
+use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference;
 use crate::kernels::round::Precision;
@@ -40,6 +40,37 @@ struct Product<'a> {
     floor: &'a [f64],
     /// The world's factor, and whether its product is rounded.
     factor: (f64, bool),
+}
+
+/// Operands of the products as a hypothesis has them.
+struct Operands {
+    entries: Wide,
+    q: Wide,
+    k: Wide,
+}
+
+impl Operands {
+    fn head<'h>(&'h self, of: &HeadInputs<'h>) -> HeadInputs<'h> {
+        HeadInputs { q: self.q.matrix(), k: self.k.matrix(), ..*of }
+    }
+}
+
+struct Wide {
+    rows: usize,
+    cols: usize,
+    values: Vec<f64>,
+}
+
+impl Wide {
+    fn matrix(&self) -> Matrix<'_> {
+        Matrix { rows: self.rows, cols: self.cols, values: Values::F64(&self.values) }
+    }
+}
+
+/// A matrix whose values are rounded to a format.
+fn narrowed(of: &Matrix<'_>, precision: Precision) -> Wide {
+    let values = (0..of.len()).map(|at| precision.round64(of.get_f64(at))).collect();
+    Wide { rows: of.rows, cols: of.cols, values }
 }
 
 impl Replay<'_> {
@@ -69,14 +100,22 @@ impl Replay<'_> {
     ) {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
-        let entries: Matrix<'_> = dlogits.values.matrix();
+        let supposed = self.world.policy(&self.roundings).map(|(of, _)| Operands {
+            entries: narrowed(&dlogits.values.matrix(), of.dlogits),
+            q: narrowed(&problem.head.q, of.input),
+            k: narrowed(&problem.head.k, of.input),
+        });
+        let (entries, head): (Matrix<'_>, HeadInputs<'_>) = match &supposed {
+            Some(of) => (of.entries.matrix(), of.head(&problem.head)),
+            None => (dlogits.values.matrix(), problem.head),
+        };
         let tiles = self.tiles;
         let coarse = self.entry_floor(0.0) > 0.0;
         let q = |_| column_squares(&problem.head.q, problem.head.copies);
         let q_squares = Some(()).filter(|()| coarse).map(q).unwrap_or_default();
         let ones = [t as f64];
         let mut blocks = Vec::new();
-        let dq = reference::from_dlogits(&problem.head, &entries, tiles, self.progress, &mut |b| {
+        let dq = reference::from_dlogits(&head, &entries, tiles, self.progress, &mut |b| {
             for (stage, values, squares) in [(Dk, b.dk, b.dk_sq), (Dbias, b.dbias, b.dbias_sq)] {
                 let gradient = captured.stage(stage).filter(|_| stages.contains(&stage));
                 if let Some(gradient) = gradient {

@@ -291,8 +291,10 @@ impl Replay<'_> {
         let sum = self.roundings.widest.sums.lse;
         // Tokens that are copies err alike: m equal errors of variance a sum to m² a.
         let errs = terms.variance.iter().zip(&inputs.copies).map(|(own, copies)| copies * own);
+        // So do the additions of equal addends.
+        let most = inputs.copies.iter().copied().fold(1.0, f64::max);
         let own = errs.sum::<f64>()
-            + summed(sum, terms.values.len() as f64, total, squares)
+            + most * summed(sum, terms.values.len() as f64, total, squares)
             + stored(precision_of(tensor.dtype), total)
             + relative(2.0 * compute, total);
         // One constant moves all terms the same way: amplitudes add.

@@ -28,6 +28,7 @@ pub mod probe;
 mod probed;
 pub mod sample;
 mod sampled;
+pub(crate) mod ties;
 pub mod trial;
 pub mod variant;
 pub mod world;
@@ -95,6 +96,8 @@ pub(crate) struct Replay<'a> {
     /// True for a trial of a hypothesis: no floors, no norms.
     trial: bool,
     progress: &'a dyn Progress,
+    /// Whether entries of dlogits are rounded with the label's part in them.
+    whole: bool,
 }
 
 /// A microbatch with its units.
@@ -118,8 +121,10 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let comparisons = wanted.len() * units.max(1);
     let (effort, progress) = (request.effort, request.progress);
     let (trial, cache) = (false, None);
+    let whole = allowed::whole(step, &roundings);
     let replay = Replay {
         step,
+        whole,
         wanted,
         roundings,
         tiles,

@@ -8,12 +8,12 @@ use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
 
 use super::allowed::{relative, stored};
-use super::forward::ForwardState;
+use super::forward::{ForwardState, few};
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
-use super::trial::near_ties;
+use super::ties::near_ties;
 use super::world::{At, Expectation, UnitTokens};
 use super::{Replay, Slice};
 use crate::assemble;
@@ -48,7 +48,18 @@ struct Span<'a> {
     cotangents: Cotangents<'a, f64>,
     /// How far a token's logits lie apart, as far as its softmax sees them.
     spread: &'a [f64],
+    /// Share of the roundings of a token's entries that are one, 0 to 1, and the variance
+    /// of its logits where they are nearly equal.
+    alike: &'a [(f64, f64)],
     microbatch: Option<Microbatch>,
+}
+
+impl Span<'_> {
+    /// Share of the roundings of a token's entries to a format that are one.
+    fn alike(&self, row: usize, to: Precision) -> f64 {
+        let (alike, variance) = self.alike[row];
+        alike.max(few(variance.sqrt() / (2.0 * to.unit_roundoff())))
+    }
 }
 
 impl Replay<'_> {
@@ -85,6 +96,8 @@ impl Replay<'_> {
                 let cotangents = Cotangents { lse: &a, label: &b, smooth: &c };
                 let part = span_of(&head, tokens.clone());
                 let spread = of(&state.spread);
+                let pairs = tokens.clone().map(|t| (state.alike[t], state.logit_variance[t]));
+                let alike: Vec<(f64, f64)> = pairs.collect();
                 let tokens_here = tokens.clone();
                 let span = Span {
                     head: part,
@@ -92,6 +105,7 @@ impl Replay<'_> {
                     lse: &lse,
                     cotangents,
                     spread: &spread,
+                    alike: &alike,
                     microbatch: inputs.microbatch,
                 };
                 let mut plane = self.exact_plane(&span);
@@ -266,7 +280,14 @@ impl Replay<'_> {
                 _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
             }
             .times(world);
-            inner.stored(stored(precision, supposed), super::dk::rounds(world))
+            let storage = stored(precision, supposed);
+            // Entries that are alike are rounded alike as they are stored.
+            let alike = match (stage, precision) {
+                (Stage::Dlogits, Some(to)) => span.alike(row, to) * storage,
+                _ => 0.0,
+            };
+            let inner = inner.stored(storage, super::dk::rounds(world));
+            Allowed { shared: inner.shared + alike, ..inner }
         };
         let index = |row: usize| (span.tokens.start + row) as u64;
         let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);
@@ -338,7 +359,7 @@ pub(super) fn distance(one: &[f64], other: &[f64]) -> Vec<f64> {
 }
 
 /// Some tokens of a head.
-fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
+pub(super) fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
     let cut = |matrix: Matrix<'h>| match matrix.cols {
         0 => Matrix { rows: tokens.len(), ..matrix },
         _ => rows_of(&matrix, tokens.clone()),

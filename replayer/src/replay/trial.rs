@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Microbatch;
 
-use super::backward::Problem;
+use super::backward::{Problem, sum};
 use super::dk::Slab;
 use super::dq::DqState;
 use super::findings::{Captured, DK, DQ, Findings, Gradient, Held};
@@ -18,6 +18,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
 use super::plane::distance;
+use super::ties::near_ties;
 use super::world::{At, World};
 use super::{Effort, Replay, Slice};
 use crate::head::step::StepError;
@@ -77,8 +78,10 @@ pub(super) fn in_world(
     let slices = super::slices(&altered, world)?;
     let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+    let whole = super::allowed::whole(&altered, &roundings);
     let replay = Replay {
         step: &altered,
+        whole,
         wanted: compared.clone(),
         roundings,
         tiles: Tiles::default(),
@@ -231,12 +234,17 @@ impl Replay<'_> {
             return;
         }
         let ends = near_ties(self.roundings.compute(), head, &problem.lse);
+        let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
+        let flipped = flips.of_dk(head);
         let [one, other] = ends.map(|end| {
             let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
             run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
         });
-        let pairs = one.iter().zip(&other);
-        slab.lost = pairs.map(|((stage, a), (_, b))| (*stage, distance(a, b))).collect();
+        let lost = |((stage, a), (_, b)): (&(Stage, Vec<f64>), &(Stage, Vec<f64>))| {
+            let apart = distance(a, b);
+            (*stage, if *stage == Stage::DkLabel { apart } else { sum(&apart, &flipped) })
+        };
+        slab.lost = one.iter().zip(&other).map(lost).collect();
     }
 
     fn try_dq(
@@ -263,14 +271,16 @@ impl Replay<'_> {
             dq.instead = Some(run(&problem.head, &problem.lse, &problem.cotangents()));
             if self.world.at_ties() {
                 let ends = near_ties(self.roundings.compute(), &problem.head, &problem.lse);
+                let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
+                let flipped = flips.of_dq(&problem.head);
                 let [a, b] = ends.map(|end| {
                     let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
                     run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
                 });
                 dq.ties = Some(DqParts {
-                    dq_lse: distance(&a.dq_lse, &b.dq_lse),
+                    dq_lse: sum(&distance(&a.dq_lse, &b.dq_lse), &flipped),
                     dq_label: distance(&a.dq_label, &b.dq_label),
-                    dq: distance(&a.dq, &b.dq),
+                    dq: sum(&distance(&a.dq, &b.dq), &flipped),
                 });
             }
         }
@@ -283,57 +293,6 @@ fn columns_of(of: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
     let row = |row: usize| columns.iter().map(move |column| of.get_f64(row * of.cols + column));
     (0..of.rows).flat_map(row).collect()
 }
-
-/// A head as far off to one side as its job's own arithmetic may bring it.
-pub(crate) struct End<'h> {
-    pub(crate) head: HeadInputs<'h>,
-    pub(crate) lse: Vec<f64>,
-    /// Factors of the cotangents of lse, of the label and of smoothing.
-    factors: [f64; 3],
-}
-
-impl End<'_> {
-    /// Cotangents at this end.
-    pub(super) fn cotangents(&self, of: &Cotangents<'_, f64>) -> [Vec<f64>; 3] {
-        let times = |values: &[f64], by: f64| values.iter().map(|x| x * by).collect();
-        let [lse, label, smooth] = self.factors;
-        [times(of.lse, lse), times(of.label, label), times(of.smooth, smooth)]
-    }
-}
-
-/// The head as far off as arithmetic of unit roundoff `u` may bring it, either way: what is
-/// rounded to one side in one and to the other in the other lies near a tie, and the job may
-/// have rounded it either way.
-///
-/// A logit errs by its dot product, `u |q| |k| √(D/6)/√D` and `u |z| √(D/9)`, and by the
-/// bias, scale and lse that follow, a rounding each; three standard deviations of it, as a
-/// factor of the logits and as a step of lse. An entry errs by the few products that make
-/// it of p and g, in whatever order they are taken: [`PRODUCTS`] roundings.
-pub(crate) fn near_ties<'h>(u: f64, head: &HeadInputs<'h>, lse: &[f64]) -> [End<'h>; 2] {
-    let d = head.q.cols;
-    let norm = |matrix: &Matrix<'_>, row: usize| {
-        (row * d..(row + 1) * d).map(|at| matrix.get_f64(at).powi(2)).sum::<f64>()
-    };
-    let largest = (0..head.valid_vocab).map(|v| norm(&head.k, v)).fold(0.0, f64::max);
-    let scale = head.transform.scale.abs();
-    let factor = 3.0 * u * (1.0 + (d as f64 / 9.0).sqrt());
-    let step = |t: usize| {
-        let dot = (norm(&head.q, t) * largest / 6.0).sqrt() * scale;
-        3.0 * u * (dot + 4.0 + 2.0 * lse[t].abs())
-    };
-    let steps: Vec<f64> = (0..lse.len()).map(step).collect();
-    [-1.0, 1.0].map(|sign| {
-        let mut off = *head;
-        off.transform.scale *= 1.0 + sign * factor;
-        let moved = lse.iter().zip(&steps).map(|(lse, step)| lse - sign * step).collect();
-        let more = sign * PRODUCTS * u;
-        // The label's part has the other sign: both ends move away from each other.
-        End { head: off, lse: moved, factors: [1.0 + more, 1.0 - more, 1.0 - more] }
-    })
-}
-
-/// Products between p and an entry: g, a cotangent, a temperature, a softcap's derivative.
-const PRODUCTS: f64 = 4.0;
 
 /// Values by stage.
 type Lists = Vec<(Stage, Vec<f64>)>;

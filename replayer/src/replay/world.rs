@@ -180,6 +180,8 @@ pub struct Chain {
     pub descending: bool,
     /// True where each addend is divided (and rounded) before it is added, not the sum.
     pub divides_first: bool,
+    /// True where an addend is brought to the format before it is added.
+    pub rounds_addends: bool,
 }
 
 /// The job did what it declared.

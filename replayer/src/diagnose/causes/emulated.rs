@@ -10,7 +10,7 @@ use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::{self, Path, Policy};
 use crate::kernels::round::Precision;
 use crate::kernels::{NoProgress, Tiles};
-use crate::replay::trial::near_ties;
+use crate::replay::ties::near_ties;
 use crate::replay::world::{Expectation, Pass, World};
 
 /// The backward in another policy, and where it is given the forward as well.

@@ -54,21 +54,24 @@ impl Cause for GemmLowPrecision {
 
 fn of(evidence: &Evidence<'_>, roundings: &Roundings, precision: Precision) -> Vec<Hypothesis> {
     let base = Policy { input: precision, ..roundings.narrowest };
+    let last = Policy { operand: precision, ..roundings.narrowest };
     let mut found = Vec::new();
-    let mut offer = |products: &str, forward: Forward, dlogits: Precision| {
+    let mut offer = |products: &str, base: &Policy, forward: Forward, dlogits: Precision| {
         let parameters = vec![
             ("operands rounded to", precision.name().to_string()),
             ("products", products.to_string()),
             ("dlogits rounded to", dlogits.name().to_string()),
         ];
-        let policy = Some((Policy { dlogits, ..base }, roundings.tiles));
+        let policy = Some((Policy { dlogits, ..*base }, roundings.tiles));
         found.push(Hypothesis::new(Emulated { policy, forward }, parameters));
     };
     // dlogits are an operand as well; where they are made inside a kernel they may not be.
     let entries = [precision, roundings.narrowest.dlogits];
     for dlogits in entries {
         if evidence.fails_any(&GRADIENTS) {
-            offer("the backward's", Forward::new(), dlogits);
+            offer("the backward's", &base, Forward::new(), dlogits);
+            // Logits that were kept, or made in full, and narrowed operands of dlogits.
+            offer("of dlogits", &last, Forward::new(), dlogits);
         }
     }
     if evidence.fails_any(&[Stage::Lse, Stage::LabelLogits, Stage::Loss])
@@ -78,7 +81,7 @@ fn of(evidence: &Evidence<'_>, roundings: &Roundings, precision: Precision) -> V
         let apart = base.path == Path::Fused;
         for label in [true, false].into_iter().filter(|&label| label || apart) {
             let all = if label { "all" } else { "all but the label's" };
-            offer(all, forward(evidence, &base, label), precision);
+            offer(all, &base, forward(evidence, &base, label), precision);
         }
     }
     found

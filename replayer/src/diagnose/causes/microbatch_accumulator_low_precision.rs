@@ -48,7 +48,9 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
         for precision in [Precision::Bf16, Precision::F16] {
             for descending in [false, true] {
                 for divides_first in [false, true].into_iter().filter(|&first| mean || !first) {
-                    let chain = Chain { precision, descending, divides_first };
+                    let chain =
+                        Chain { precision, descending, divides_first, rounds_addends: true };
+                    let chains = [chain, Chain { rounds_addends: false, ..chain }];
                     for over in [Over::Microbatches, Over::Ranks, Over::Both] {
                         let possible = match over {
                             Over::Microbatches => several,
@@ -56,7 +58,7 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
                             Over::Both => ranks && several && evidence.ranks() > 1,
                         };
                         if possible {
-                            found.push(hypothesis(chain, over));
+                            found.extend(chains.map(|chain| hypothesis(chain, over)));
                         }
                     }
                 }
@@ -86,6 +88,7 @@ fn hypothesis(chain: Chain, over: Over) -> Hypothesis {
         ("over", words.to_string()),
         ("order", order.to_string()),
         ("divided before the sum", chain.divides_first.to_string()),
+        ("addends rounded first", chain.rounds_addends.to_string()),
     ];
     Hypothesis::new(Chained { chain, over }, parameters)
 }

@@ -198,6 +198,12 @@ impl Sums {
         }
         let stored = |x: f64| self.stored.map_or(x, |precision| precision.round64(x));
         let error = |(&sum, captured): (&f64, &f64)| (stored(sum) - captured).powi(2);
+        if self.stored.is_some_and(|precision| !precision.keeps_f32()) {
+            // Little may be left out, in a few elements: those that it brings to another
+            // stored value count, and not how far.
+            let others = total.iter().zip(&self.captured).filter(|(sum, x)| stored(**sum) != **x);
+            return others.count() as f64;
+        }
         // Rows count alike: what is left out of a row is little beside a frequent label's.
         let rows = total.chunks(*cols).zip(self.captured.chunks(*cols));
         let relative = rows.map(|(total, captured)| {

@@ -55,7 +55,8 @@ impl<'a> Tokens<'a> {
     }
 
     /// Squared error of the captured lse and label logits with another transform; where
-    /// neither was captured, that of dq beside what it should be a multiple of. NaN where there is nothing to compare with.
+    /// neither was captured, that of dq beside what it should be a multiple of. NaN where
+    /// there is nothing to compare with.
     pub fn error(&self, transform: Transform) -> f64 {
         let forward = self.each.iter().any(|one| one.lse.is_some() || one.label_logit.is_some());
         let one = |token: &Token| {

@@ -129,6 +129,7 @@ impl Block<'_> {
         let (depth, width) = (inputs.q.cols, self.cols.len());
         let k = self.elements.panel(&inputs.k, self.cols.clone());
         let keys = transposed(&k, depth);
+        let k = narrowed(policy.operand, k);
         let [_, between] = policy.between();
         let mut dk = Rows::new(policy, policy.sums.dk, (width, depth), between);
         let mut dbias = Rows::new(policy, policy.sums.dk, (1, width), between);
@@ -138,6 +139,7 @@ impl Block<'_> {
             tile.resize(span.len() * width, 0.0);
             let (at, label_g) = ((span.clone(), self.cols.clone()), &mut label_g[span.clone()]);
             self.elements.logits(&q, &keys, at.clone(), &mut tile);
+            let q = narrowed(policy.operand, q);
             let upstream = self.upstream.of(span.clone());
             self.elements.dlogits(whole(policy), &mut tile, at, upstream, label_g);
             dq.tile(span.clone(), |token, sum, scratch| {
@@ -161,6 +163,12 @@ impl Block<'_> {
         }
         (dk.finish(), dbias.finish())
     }
+}
+
+/// A panel as operand of a gradient's product.
+fn narrowed(to: Precision, mut panel: Vec<f64>) -> Vec<f64> {
+    to.round_slice64(&mut panel);
+    panel
 }
 
 fn finish_block(

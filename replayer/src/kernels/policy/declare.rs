@@ -96,6 +96,8 @@ pub struct Policy {
     pub path: Path,
     /// What q and k are rounded to before any GEMM.
     pub input: Precision,
+    /// What q and k are rounded to besides as operands of the gradients' GEMMs.
+    pub operand: Precision,
     /// What each product of a GEMM is rounded to before it is added. (The fast path may
     /// fuse product and addition; in the emulator `F64` does.)
     pub product: Precision,
@@ -138,6 +140,7 @@ impl Policy {
         Policy {
             path,
             input: precision,
+            operand: Precision::F64,
             product: precision,
             logits: precision,
             logits_once: false,

@@ -65,7 +65,10 @@ impl Panels<'_> {
         dk: (&mut [f32], bool),
         tile: (usize, usize),
     ) {
-        let Panels { q, k, depth } = *self;
+        let (mut narrow_q, mut narrow_k) = (Vec::new(), Vec::new());
+        let q = narrowed(policy.operand, self.q, &mut narrow_q);
+        let k = narrowed(policy.operand, self.k, &mut narrow_k);
+        let depth = self.depth;
         let (tokens, width) = tile;
         let by_token = Operand::rows(dlogits, width);
         let [of_dq, of_dk] = policy.between();
@@ -104,6 +107,16 @@ pub(super) fn joined(
         round_all(part, target);
     }
     round_all(total, target);
+}
+
+/// A panel as operand of a gradient's GEMM: borrowed where that is what it is already.
+fn narrowed<'p>(to: Precision, panel: &'p [f32], buffer: &'p mut Vec<f32>) -> &'p [f32] {
+    if to.keeps_f32() {
+        return panel;
+    }
+    buffer.extend_from_slice(panel);
+    round_all(to, buffer);
+    buffer
 }
 
 /// Rounds a large buffer in parallel.

@@ -37,6 +37,14 @@ pub struct TermNoise {
     pub label_step: f64,
     /// Probabilities below it may have been dropped by the job; 0 for none.
     pub filter: f64,
+    /// True where the label's part is added before an entry is rounded: the entry in the
+    /// label's column then errs by `p_rel_var` of `c.lse p + c.smooth + c.label`, and of p
+    /// itself only by `exp_rel_var`.
+    pub whole: bool,
+    /// From evaluating p.
+    pub exp_rel_var: f64,
+    /// Probabilities from here on are close enough to each other to round alike; 0: none.
+    pub confident: f64,
 }
 
 /// Gradients with respect to q, `[T, D]` but where said otherwise.
@@ -60,6 +68,12 @@ pub struct Backward {
     /// Sum over v of `|e| |k|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
     pub dq_dropped: Vec<f64>,
+    /// Sum over v of `e k` over the dense entries whose p is confident; those of labels
+    /// are left out where entries are whole. Empty where no p counts as confident.
+    pub dq_confident: Vec<f64>,
+    /// `[T]`: the square of the whole entry in the label's column over that of the label
+    /// part alone; 1 where entries are not whole.
+    pub dq_label_share: Vec<f64>,
 }
 
 /// Gradients with respect to a block of rows of k, `[rows, D]`, and of the bias, `[rows]`.
@@ -88,6 +102,11 @@ pub struct DkBlock<'a> {
     /// Sum over t of `|e| |q|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
     pub dk_dropped: &'a [f64],
+    /// As `dq_confident`, over t.
+    pub dk_confident: &'a [f64],
+    /// The label part, or where entries are whole the sum of the whole entries of the hits
+    /// times q.
+    pub dk_label_whole: &'a [f64],
     /// `[rows]`: tokens whose label the row is.
     pub hits: &'a [u32],
     /// `[rows]`: sum over t of the dense entries.
@@ -150,12 +169,13 @@ pub fn backward(
                 of_key = &own_key;
             }
             accumulate(&mut dq, &mut block, &terms, of_query, of_key, inputs.q.cols);
+            add_confident(&mut dq, &mut block, &terms, of_query, of_key, inputs.q.cols);
             block.add_biases(inputs, &terms, (span.start, span.len()), valid.len());
             block.keep_slopes(&terms, span.start);
             progress.advance(GEMMS * work(inputs, span.len(), valid.len()));
         }
-        block.add_labels(inputs, upstream.cotangents.label, &mut dq);
-        block.cluster_labels(inputs, upstream.cotangents.label, noise.label_step);
+        block.add_labels(inputs, upstream.cotangents.label, noise.whole, &mut dq);
+        block.cluster_labels(inputs, noise.label_step);
         on_dk(block.emit());
     }
     dq
@@ -174,6 +194,29 @@ impl Backward {
             dq_label_rel_var: vec![0.0; inputs.q.rows],
             dq_label_var: when(inputs.transform.softcap.is_some()),
             dq_dropped: when(noise.filter > 0.0),
+            dq_confident: when(noise.confident > 0.0),
+            dq_label_share: vec![1.0; inputs.q.rows],
+        }
+    }
+}
+
+/// Adds the few entries of a tile whose p is confident.
+fn add_confident(
+    dq: &mut Backward,
+    block: &mut Block,
+    terms: &Terms,
+    query: &Panel,
+    key: &Panel,
+    depth: usize,
+) {
+    for (row, of_row) in terms.confident.iter().enumerate() {
+        for &(column, entry) in of_row {
+            let (token, q) = (query.rows.start + row, &query.values[row * depth..][..depth]);
+            let k = &key.values[column * depth..][..depth];
+            let to_dq = &mut dq.dq_confident[token * depth..][..depth];
+            to_dq.iter_mut().zip(k).for_each(|(sum, k)| *sum += entry * k);
+            let to_dk = &mut block.confident[column * depth..][..depth];
+            to_dk.iter_mut().zip(q).for_each(|(sum, q)| *sum += entry * q);
         }
     }
 }

@@ -21,6 +21,8 @@ pub(super) struct Block {
     label_var: Vec<f64>,
     label_alike: Vec<f64>,
     pub(super) dropped: Vec<f64>,
+    pub(super) confident: Vec<f64>,
+    label_whole: Vec<f64>,
     hits: Vec<u32>,
     bias_lse: Vec<f64>,
     bias_label: Vec<f64>,
@@ -29,8 +31,10 @@ pub(super) struct Block {
     depth: usize,
     /// (label, token) of every token that is not ignored, by label, then by token.
     labelled: Vec<(u32, usize)>,
-    /// `[T]`: F and its variance in the label's column, once its tile was seen.
+    /// `[T]`: F and its variance in the label's column, once its tile was seen, and what
+    /// the label's entry is rounded as.
     slopes: Vec<(f64, f64)>,
+    entries: Vec<f64>,
     ones: Vec<f64>,
 }
 
@@ -40,12 +44,14 @@ impl Block {
         let mut labelled: Vec<_> = (0..inputs.labels.len()).filter_map(pair).collect();
         labelled.sort_unstable();
         let slopes = vec![(0.0, 0.0); inputs.labels.len()];
-        Block { labelled, slopes, depth: inputs.q.cols, ..Block::default() }
+        let entries = vec![0.0; inputs.labels.len()];
+        Block { labelled, slopes, entries, depth: inputs.q.cols, ..Block::default() }
     }
 
     pub(super) fn clear(&mut self, rows: Range<usize>, noise: &TermNoise) {
         let size = rows.len() * self.depth;
         let dropped = if noise.filter > 0.0 { size } else { 0 };
+        let confident = if noise.confident > 0.0 { size } else { 0 };
         for (buffer, size) in [
             (&mut self.lse, size),
             (&mut self.label, size),
@@ -55,6 +61,8 @@ impl Block {
             (&mut self.label_var, size),
             (&mut self.label_alike, size),
             (&mut self.dropped, dropped),
+            (&mut self.confident, confident),
+            (&mut self.label_whole, size),
             (&mut self.bias_lse, rows.len()),
             (&mut self.bias_label, rows.len()),
             (&mut self.bias_var, rows.len()),
@@ -97,10 +105,19 @@ impl Block {
         for (slope, found) in self.slopes[first..].iter_mut().zip(&terms.label_slopes) {
             *slope = found.unwrap_or(*slope);
         }
+        for (entry, found) in self.entries[first..].iter_mut().zip(&terms.label_entries) {
+            *entry = found.unwrap_or(*entry);
+        }
     }
 
     /// The label path of every token whose label lies in the rows, in token order.
-    pub(super) fn add_labels(&mut self, inputs: &HeadInputs, c_label: &[f64], dq: &mut Backward) {
+    pub(super) fn add_labels(
+        &mut self,
+        inputs: &HeadInputs,
+        c_label: &[f64],
+        whole: bool,
+        dq: &mut Backward,
+    ) {
         let depth = self.depth;
         let first = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.start);
         let (mut q, mut k) = (Vec::new(), Vec::new());
@@ -113,6 +130,10 @@ impl Block {
             let ((slope, slope_var), c) = (self.slopes[token], c_label[token]);
             let copies = inputs.copies.map_or(1.0, |copies| copies[token]);
             let (entry, entry_var) = (slope * c, copies * c * c * slope_var);
+            let rounded = self.entries[token];
+            if whole {
+                dq.dq_label_share[token] = share(rounded, entry);
+            }
             self.hits[row] += 1;
             if inputs.bias.is_some() {
                 self.bias_label[row] += entry;
@@ -124,6 +145,7 @@ impl Block {
             for d in 0..depth {
                 let (at, addend) = (row * depth + d, entry * q[d]);
                 self.label[at] += addend;
+                self.label_whole[at] += rounded * q[d];
                 self.label_sq[at] += addend * addend;
                 self.label_var[at] += entry_var * q[d] * q[d];
                 dq.dq_label[token * depth + d] = entry * k[d];
@@ -139,7 +161,7 @@ impl Block {
 
     /// Squares of the sums of addends that lie within a quarter step of their format: they
     /// round alike, so their errors are one error. Exact copies are such addends.
-    pub(super) fn cluster_labels(&mut self, inputs: &HeadInputs, c_label: &[f64], step: f64) {
+    pub(super) fn cluster_labels(&mut self, inputs: &HeadInputs, step: f64) {
         let depth = self.depth;
         let first = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.start);
         let last = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.end);
@@ -152,7 +174,7 @@ impl Block {
             for &(_, token) in hits {
                 load(&inputs.q, token..token + 1, &mut one);
                 q.extend_from_slice(&one);
-                entries.push(self.slopes[token].0 * c_label[token]);
+                entries.push(self.entries[token]);
             }
             for d in 0..depth {
                 addends.clear();
@@ -174,6 +196,8 @@ impl Block {
             dk_label_var: &self.label_var,
             dk_label_alike: &self.label_alike,
             dk_dropped: &self.dropped,
+            dk_confident: &self.confident,
+            dk_label_whole: &self.label_whole,
             hits: &self.hits,
             dbias_lse: &self.bias_lse,
             dbias_label: &self.bias_label,
@@ -181,6 +205,11 @@ impl Block {
             dbias_sq: &self.bias_sq,
         }
     }
+}
+
+/// Square of a whole entry over that of its label part; 0 where both are 0.
+fn share(whole: f64, label: f64) -> f64 {
+    if whole == 0.0 { 0.0 } else { (whole / label).powi(2) }
 }
 
 /// Sum of the squared sums of ascending values that lie within `width` of the first of

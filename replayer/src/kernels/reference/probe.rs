@@ -212,6 +212,9 @@ mod tests {
         logit_floor: 0.003,
         label_step: 0.0,
         filter: 0.02,
+        whole: false,
+        exp_rel_var: 0.0,
+        confident: 0.0,
     };
 
     fn optioned() -> Fixture {

@@ -20,7 +20,13 @@ const NOISE: TermNoise = TermNoise {
     cap_rel_var: 0.125,
     label_step: 0.0,
     filter: 0.0,
+    whole: false,
+    exp_rel_var: 0.0625,
+    confident: 0.05,
 };
+
+/// The label's part is rounded with its entry.
+const WHOLE: TermNoise = TermNoise { whole: true, ..NOISE };
 
 /// All the dk blocks put together.
 #[derive(Debug, Default, PartialEq)]
@@ -32,6 +38,8 @@ struct Dk {
     label_sq: Vec<f64>,
     label_var: Vec<f64>,
     dropped: Vec<f64>,
+    confident: Vec<f64>,
+    label_whole: Vec<f64>,
     hits: Vec<u32>,
     bias_lse: Vec<f64>,
     bias_label: Vec<f64>,
@@ -74,6 +82,8 @@ fn run_with(
             (&mut dk.label_sq, block.dk_label_sq),
             (&mut dk.label_var, block.dk_label_var),
             (&mut dk.dropped, block.dk_dropped),
+            (&mut dk.confident, block.dk_confident),
+            (&mut dk.label_whole, block.dk_label_whole),
             (&mut dk.bias_lse, block.dbias_lse),
             (&mut dk.bias_label, block.dbias_label),
             (&mut dk.bias_var, block.dbias_var),
@@ -178,6 +188,9 @@ fn assert_is_naive(fixture: &Fixture, noise: &TermNoise, tiles: Tiles) {
         ("dq_lse", &dq.dq_lse, &wanted_dq.dq_lse, &dq_size.dq_lse),
         ("dq_label", &dq.dq_label, &wanted_dq.dq_label, &dq_size.dq_label),
         ("dq_dropped", &dq.dq_dropped, &wanted_dq.dq_dropped, &dq_size.dq_dropped),
+        ("dq_confident", &dq.dq_confident, &wanted_dq.dq_confident, &dq_size.dq_confident),
+        ("dk_confident", &dk.confident, &wanted_dk.confident, &dk_size.confident),
+        ("dk_label_whole", &dk.label_whole, &wanted_dk.label_whole, &dk_size.label_whole),
         ("dk_lse", &dk.lse, &wanted_dk.lse, &dk_size.lse),
         ("dk_label", &dk.label, &wanted_dk.label, &dk_size.label),
         ("dk_dropped", &dk.dropped, &wanted_dk.dropped, &dk_size.dropped),
@@ -207,6 +220,10 @@ fn assert_is_naive(fixture: &Fixture, noise: &TermNoise, tiles: Tiles) {
         assert_close(what, got, wanted, |i| size[i], 4.0 * bound);
     }
     assert_eq!(dk.hits, wanted_dk.hits);
+    // A share that cancels, 1 - p of a confident token, errs by its addends.
+    let share = |t: usize| 1.0 + wanted_dq.dq_label_share[t] + dq_size.dq_label_share[t];
+    let (got, wanted) = (&dq.dq_label_share, &wanted_dq.dq_label_share);
+    assert_close("dq_label_share", got, wanted, share, 8.0 * bound);
 }
 
 /// The plane against the loops.
@@ -243,7 +260,9 @@ fn the_reference_is_what_loops_over_scalars_give() {
         (150, 6, 301, 290, wide),
     ];
     for (tokens, depth, vocab, valid, tiles) in sizes {
-        assert_is_naive(&Fixture::new(tokens, depth, vocab, valid), &NOISE, tiles);
+        let fixture = Fixture::new(tokens, depth, vocab, valid);
+        assert_is_naive(&fixture, &NOISE, tiles);
+        assert_is_naive(&fixture, &WHOLE, tiles);
     }
 }
 

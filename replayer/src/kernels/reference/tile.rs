@@ -72,6 +72,11 @@ pub(super) struct Terms {
     /// `[tokens]`: `F` and its variance in the label's column, where that lies in the
     /// tile; `None` elsewhere.
     pub(super) label_slopes: Vec<Option<(f64, f64)>>,
+    /// `[tokens]`: what the entry in the label's column is rounded as: the label part, or
+    /// the whole entry.
+    pub(super) label_entries: Vec<Option<f64>>,
+    /// `[tokens]`: columns whose p is confident, with their dense entries.
+    pub(super) confident: Vec<Vec<(usize, f64)>>,
 }
 
 /// What makes entries of logits.
@@ -133,6 +138,14 @@ impl Token<'_> {
         Dense { p, by_logit: softmax + self.c_smooth, var }
     }
 
+    /// Variance of the whole entry in the label's column, `F` left out.
+    pub(super) fn whole_var(&self, logit: &Logit) -> f64 {
+        let dense = self.dense(logit);
+        let (softmax, entry) = (self.c_lse * dense.p, dense.by_logit + self.c_label);
+        entry * entry * self.noise.p_rel_var
+            + softmax * softmax * (self.noise.exp_rel_var + logit.var)
+    }
+
     /// What a gradient filter may have left out of an entry. It drops a tile where all
     /// of `|p - onehot|` lies below it: a confident token goes with its label.
     fn dropped(&self, dense: &Dense, slope: f64, is_label: bool) -> f64 {
@@ -167,6 +180,10 @@ impl Terms {
         self.dropped.resize(if filters { size } else { 0 }, 0.0);
         self.label_slopes.clear();
         self.label_slopes.resize(tokens.len(), None);
+        self.label_entries.clear();
+        self.label_entries.resize(tokens.len(), None);
+        self.confident.iter_mut().for_each(Vec::clear);
+        self.confident.resize_with(tokens.len(), Vec::new);
         let mut dropped: Vec<&mut [f64]> = self.dropped.chunks_mut(width).collect();
         dropped.resize_with(tokens.len(), Default::default);
         let chain = Chain::of(inputs);
@@ -174,28 +191,31 @@ impl Terms {
             self.dense.par_chunks_mut(width),
             self.squared.par_chunks_mut(width),
             self.noisy.par_chunks_mut(width),
-            &mut self.label_slopes,
+            (&mut self.label_slopes, &mut self.label_entries, &mut self.confident),
             dropped,
         )
             .into_par_iter()
             .enumerate()
-            .for_each(|(row, (dense, squared, noisy, slope, dropped))| {
-                let token_at = first + row;
-                let token = upstream.token(token_at);
-                let label = label_column(inputs.labels[first + row], &cols);
-                let row_norm = query.norms[row];
-                let norms = |v: usize| row_norm * key.norms[v];
-                let mut row = Row { dense, squared, noisy, dropped, slope, label };
-                if chain.is_plain() {
-                    row.fill(token, |v, x| Logit::plain(x, norms(v), token.noise));
-                } else {
-                    let column = cols.start;
-                    row.fill(token, |v, x| chain.logit(x, column + v, norms(v), token.noise));
-                }
-                if let Some(copies) = inputs.copies {
-                    row.noisy.iter_mut().for_each(|noisy| *noisy *= copies[token_at]);
-                }
-            });
+            .for_each(
+                |(row, (dense, squared, noisy, (slope, own, confident), dropped))| {
+                    let token_at = first + row;
+                    let token = upstream.token(token_at);
+                    let label = label_column(inputs.labels[first + row], &cols);
+                    let row_norm = query.norms[row];
+                    let norms = |v: usize| row_norm * key.norms[v];
+                    let mut row =
+                        Row { dense, squared, noisy, dropped, slope, own, confident, label };
+                    if chain.is_plain() {
+                        row.fill(token, |v, x| Logit::plain(x, norms(v), token.noise));
+                    } else {
+                        let column = cols.start;
+                        row.fill(token, |v, x| chain.logit(x, column + v, norms(v), token.noise));
+                    }
+                    if let Some(copies) = inputs.copies {
+                        row.noisy.iter_mut().for_each(|noisy| *noisy *= copies[token_at]);
+                    }
+                },
+            );
     }
 }
 
@@ -206,6 +226,8 @@ struct Row<'a> {
     noisy: &'a mut [f64],
     dropped: &'a mut [f64],
     slope: &'a mut Option<(f64, f64)>,
+    own: &'a mut Option<f64>,
+    confident: &'a mut Vec<(usize, f64)>,
     label: Option<usize>,
 }
 
@@ -215,11 +237,18 @@ impl Row<'_> {
     #[inline(always)]
     fn fill(&mut self, token: Token, logit: impl Fn(usize, f64) -> Logit) {
         let of_label = self.label.map(|v| logit(v, self.dense[v]));
-        *self.slope = of_label.map(|logit| (logit.slope, logit.slope_var));
+        *self.slope = of_label.as_ref().map(|logit| (logit.slope, logit.slope_var));
+        let whole = token.noise.whole;
+        let entry = |logit: &Logit| {
+            let dense = if whole { token.dense(logit).by_logit } else { 0.0 };
+            logit.slope * (dense + token.c_label)
+        };
+        *self.own = of_label.as_ref().map(entry);
         for (v, dropped) in self.dropped.iter_mut().enumerate() {
             let logit = logit(v, self.dense[v]);
             *dropped = token.dropped(&token.dense(&logit), logit.slope, self.label == Some(v));
         }
+        let confident = token.noise.confident;
         let buffers = self.dense.iter_mut().zip(&mut *self.squared).zip(&mut *self.noisy);
         for (v, ((dense, squared), noisy)) in buffers.enumerate() {
             let logit = logit(v, *dense);
@@ -232,6 +261,14 @@ impl Row<'_> {
             if logit.slope_var != 0.0 {
                 *noisy += terms.by_logit * terms.by_logit * logit.slope_var;
             }
+            if confident > 0.0 && terms.p >= confident && !(whole && self.label == Some(v)) {
+                self.confident.push((v, entry));
+            }
+        }
+        if let (Some(v), Some(logit)) = (self.label.filter(|_| whole), of_label) {
+            let by_logit = token.dense(&logit).by_logit;
+            self.noisy[v] = logit.slope * logit.slope * token.whole_var(&logit)
+                + by_logit * by_logit * logit.slope_var;
         }
     }
 }

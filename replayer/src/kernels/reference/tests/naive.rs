@@ -120,6 +120,9 @@ pub(super) struct Entry {
     label_sq: f64,
     label_var: f64,
     label_rel_var: f64,
+    confident: f64,
+    /// What the label's part is rounded as.
+    label_whole: f64,
     /// Of dense and label part together.
     pub(super) total: f64,
     pub(super) total_var: f64,
@@ -144,6 +147,10 @@ pub(super) fn entries(
         let by_logit = softmax + smooth;
         let rounded = (f * softmax).powi(2) * (noise.p_rel_var + var)
             + (f * smooth).powi(2) * noise.p_rel_var;
+        let whole = noise.whole && is_label;
+        let exp = f * f * softmax * softmax * (noise.exp_rel_var + var);
+        let entry_var = f * f * (by_logit + c).powi(2) * noise.p_rel_var + exp;
+        let confident = noise.confident > 0.0 && p >= noise.confident && !whole;
         let dropped = match () {
             () if p < noise.filter => (f * by_logit).abs(),
             () if is_label && 1.0 - p < noise.filter => (f * (by_logit + c)).abs(),
@@ -152,15 +159,16 @@ pub(super) fn entries(
         Entry {
             dense: f * by_logit,
             dense_sq: (f * by_logit).powi(2),
-            dense_var: rounded + by_logit.powi(2) * slope_var,
+            dense_var: if whole { entry_var } else { rounded } + by_logit.powi(2) * slope_var,
             dropped,
             label: f * c,
             label_sq: (f * c).powi(2),
             label_var: c * c * slope_var,
             label_rel_var: if is_label { slope_var / (f * f) } else { 0.0 },
+            confident: if confident { f * by_logit } else { 0.0 },
+            label_whole: f * if whole { by_logit + c } else { c },
             total: f * (by_logit + c),
-            total_var: rounded
-                + (f * c).powi(2) * noise.p_rel_var
+            total_var: if whole { entry_var } else { rounded + (f * c).powi(2) * noise.p_rel_var }
                 + (by_logit + c).powi(2) * slope_var,
         }
     };
@@ -200,6 +208,8 @@ fn zeros(fixture: &Fixture, noise: &TermNoise) -> (Backward, Dk) {
         dq_label_rel_var: vec![0.0; tokens],
         dq_label_var: when(fixture.transform.softcap.is_some(), tokens * depth),
         dq_dropped: when(noise.filter > 0.0, tokens * depth),
+        dq_confident: when(noise.confident > 0.0, tokens * depth),
+        dq_label_share: vec![1.0; tokens],
     };
     let dk = Dk {
         lse: k0(),
@@ -209,6 +219,8 @@ fn zeros(fixture: &Fixture, noise: &TermNoise) -> (Backward, Dk) {
         label_sq: k0(),
         label_var: k0(),
         dropped: when(noise.filter > 0.0, vocab * depth),
+        confident: when(noise.confident > 0.0, vocab * depth),
+        label_whole: k0(),
         hits: vec![0; vocab],
         bias_lse: v0(),
         bias_label: v0(),
@@ -228,6 +240,9 @@ fn add(
     let depth = fixture.depth;
     dk.hits[v] += u32::from(fixture.labels[t] == v as u32);
     dq.dq_label_rel_var[t] += entry.label_rel_var;
+    if entry.label != 0.0 {
+        dq.dq_label_share[t] = (entry.label_whole / entry.label).powi(2);
+    }
     if fixture.bias.is_some() {
         dk.bias_lse[v] += entry.dense;
         dk.bias_label[v] += entry.label;
@@ -247,6 +262,11 @@ fn add(
         dk.lse_var[j] += entry.dense_var * q * q;
         dk.label_sq[j] += entry.label_sq * q * q;
         dk.label_var[j] += entry.label_var * q * q;
+        dk.label_whole[j] += entry.label_whole * q;
+        if let Some(confident) = dq.dq_confident.get_mut(i) {
+            *confident += entry.confident * k;
+            dk.confident[j] += entry.confident * q;
+        }
         if let Some(var) = dq.dq_label_var.get_mut(i) {
             *var += entry.label_var * k * k;
         }

@@ -41,6 +41,7 @@ proptest! {
         filter in prop_oneof![Just(0.0), 0.01f64..0.7],
     ) {
         assert_is_naive(&fixture, &TermNoise { filter, ..NOISE }, tiles);
+        assert_is_naive(&fixture, &TermNoise { filter, ..WHOLE }, tiles);
         let lse = naive(&fixture).0.lse;
         assert_plane_is_naive(&fixture, &lse, tiles);
     }
