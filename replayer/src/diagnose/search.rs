@@ -69,18 +69,6 @@ impl Search<'_> {
         let all: Vec<&dyn World> = worlds.to_vec();
         let rows = (self.rows.as_ref(), Some(&self.cache));
         let outcome = trial(self.step, &self.compared, &all, rows).ok()?;
-        if std::env::var_os("BT_EX").is_some() {
-            for one in &outcome.stages {
-                for c in &one.comparisons {
-                    if c.excess.is_some()
-                        && c.tally.error_energy < 100.0 * c.tally.budget.expected()
-                    {
-                        eprintln!(
-                            "EX {:?} {:?} {:?} {:?} worst {:?}",
-                            one.stage, c.microbatch, c.rank, c.excess, c.tally.worst
-                        );
-                    }
-                }
         Some(residuals(&outcome))
     }
 
@@ -113,9 +101,7 @@ impl Search<'_> {
     pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
         let mut found = Vec::new();
         for &cause in catalogue {
-            if std::env::var_os("BT_DEBUG").is_some() {
-                eprintln!("H {} {} in {:?}", cause.id(), of.len(), t0.elapsed());
-            for hypothesis in of {
+            for hypothesis in cause.hypotheses(evidence) {
                 found.extend(self.one(cause, hypothesis, evidence));
             }
         }
@@ -145,26 +131,6 @@ impl Search<'_> {
             explains_now = explains(&residuals);
         }
         let explains = explains_now;
-        if std::env::var_os("BT_DEBUG").is_some() {
-            eprintln!(
-                "{} {:?} left {left:.4e} of {before:.4e} explains {} of {} in {:?}",
-                cause.id(),
-                hypothesis.parameters,
-                explains.len(),
-                evidence.failing.len(),
-                started.elapsed()
-            if left < 0.3 * before {
-                for key in &evidence.failing {
-                    let r = residuals[key];
-                    if !r.passes {
-                        eprintln!(
-                            "   {key:?} energy {:.3e} floor {:.3e} ratio {:.3}",
-                            r.energy,
-                            r.floor,
-                            r.energy / r.floor
-                        );
-                    }
-                }
         Some(Tried { cause, hypothesis, residuals, explains, left, full: self.rows.is_none() })
     }
 }

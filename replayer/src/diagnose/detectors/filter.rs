@@ -127,8 +127,6 @@ impl Filtered {
             }
         }
         found.sort_by(|a, b| a.0.total_cmp(&b.0));
-        if std::env::var_os("BT_DEBUG").is_some() {
-            eprintln!("FILTER none {none} best {:?}", &found[..found.len().min(4)]);
         let seen = found.iter().filter(|(misfit, _)| *misfit < SEEN * none);
         seen.map(|&(_, filter)| filter).take(OFFERED).collect()
     }
