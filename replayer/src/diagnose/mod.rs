@@ -28,7 +28,7 @@ use crate::replay::variant::Variant;
 use crate::replay::world::World;
 use catalogue::CATALOGUE;
 use cause::Cause;
-use decide::{Decision, cover, decide};
+use decide::{CLEAR, Decision, cover, decide};
 use evidence::{Evidence, Key, residuals};
 use found::unknown;
 pub use found::{Found, Standing};
@@ -153,6 +153,11 @@ fn stacked<'a>(
         let other = |one: &Tried<'_>| one.cause.id() != first.cause.id();
         let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
         let Some(decision) = decide(&second, &inner.failing) else { continue };
+        // A second cause explains little, and little is explained by many: it is believed
+        // when nothing else comes near.
+        if decision.winners.len() > 1 || decision.next.is_some_and(|(_, by)| by < CLEAR) {
+            continue;
+        }
         let winner = &second[decision.winners[0]];
         let worlds = [world, &*winner.hypothesis.world];
         if search.rows.is_some() && !search.holds(&worlds, &inner.failing) {

@@ -282,10 +282,8 @@ impl Replay<'_> {
             .times(world);
             let storage = stored(precision, supposed);
             // Entries that are alike are rounded alike as they are stored.
-            let alike = match (stage, precision) {
-                (Stage::Dlogits, Some(to)) => span.alike(row, to) * storage,
-                _ => 0.0,
-            };
+            let to = precision.filter(|_| stage == Stage::Dlogits);
+            let alike = to.map_or(0.0, |to| span.alike(row, to) * storage);
             let inner = inner.stored(storage, super::dk::rounds(world));
             Allowed { shared: inner.shared + alike, ..inner }
         };

@@ -240,7 +240,7 @@ impl Replay<'_> {
             let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
             run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
         });
-        let lost = |((stage, a), (_, b)): (&(Stage, Vec<f64>), &(Stage, Vec<f64>))| {
+        let lost = |((stage, a), (_, b)): (&List, &List)| {
             let apart = distance(a, b);
             (*stage, if *stage == Stage::DkLabel { apart } else { sum(&apart, &flipped) })
         };
@@ -295,7 +295,8 @@ fn columns_of(of: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
 }
 
 /// Values by stage.
-type Lists = Vec<(Stage, Vec<f64>)>;
+type List = (Stage, Vec<f64>);
+type Lists = Vec<List>;
 
 /// Writes values into the list of a stage, which grows as they come.
 fn put(lists: &mut Lists, stage: Stage, at: usize, values: &[f64]) {

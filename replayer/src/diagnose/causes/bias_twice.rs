@@ -9,7 +9,7 @@ use crate::diagnose::detectors::uniform::stages_times;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS, Key};
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled, Starts};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
-use crate::replay::world::{Pass, UnitTokens, World};
+use crate::replay::world::{At, Pass, UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct BiasTwice;
@@ -39,11 +39,20 @@ impl Cause for BiasTwice {
         }
         let mut found = Vec::new();
         for times in [0.0, 2.0] {
-            let of = |(lse, place): (DeclaredLse, &'static str)| {
-                let parameters = vec![("times", times.to_string()), ("in", place.to_string())];
-                Hypothesis::new(Biased { times, lse }, parameters)
-            };
-            found.extend(Starts::of(evidence, &|_| {}, times).each().into_iter().map(of));
+            // Differentiated, a bias that is added twice has twice its gradient.
+            let own: &[f64] = if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
+            for (lse, place) in Starts::of(evidence, &|_| {}, times).each() {
+                let of = |&gradient: &f64| {
+                    let mut parameters =
+                        vec![("times", times.to_string()), ("in", place.to_string())];
+                    if own.len() > 1 {
+                        parameters.push(("its gradient times", gradient.to_string()));
+                    }
+                    let lse = lse.clone();
+                    Hypothesis::new(Biased { times, lse, gradient }, parameters)
+                };
+                found.extend(own.iter().map(of));
+            }
             if let Some(world) = ForwardOnly::of(evidence, &|_| {}, times) {
                 let parameters =
                     vec![("times", times.to_string()), ("in", FORWARD_ONLY.to_string())];
@@ -76,11 +85,17 @@ fn zero(evidence: &Evidence<'_>, stage: Stage) -> bool {
 struct Biased {
     times: f64,
     lse: DeclaredLse,
+    /// Factor of the bias's gradient.
+    gradient: f64,
 }
 
 impl World for Biased {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         inputs.bias.iter_mut().flatten().for_each(|b| *b *= self.times);
+    }
+
+    fn scale(&self, at: At) -> f64 {
+        if at.stage == Stage::Dbias { self.gradient } else { 1.0 }
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {

@@ -10,13 +10,16 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
+use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
+use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::strays::Strays;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::diagnose::rearranged::Relabelled;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
+use crate::kernels::round::Precision;
 
 /// The catalogue's entry.
 pub struct IntTargetOutOfRange;
@@ -48,7 +51,9 @@ impl Cause for IntTargetOutOfRange {
         }
         let mut found = Vec::new();
         for (softmax, entry) in [(false, true), (true, false), (true, true)] {
-            found.extend(stray(evidence, &all, softmax, entry));
+            for to in formats(evidence).into_iter().filter(|to| entry || to.keeps_f32()) {
+                found.extend(stray(evidence, &all, (softmax, entry), to));
+            }
         }
         for clamp in [Clamp::First, Clamp::Last, Clamp::FromTheEnd] {
             found.extend(clamped(evidence, &all, clamp));
@@ -97,8 +102,34 @@ fn odd(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Odd> {
     Some(Odd { microbatch: inputs.microbatch, labels, g })
 }
 
+/// The softmax part of an entry of dlogits, as declared.
+fn softmax_entry(
+    evidence: &Evidence<'_>,
+    inputs: &MicrobatchInputs,
+    token: usize,
+    class: usize,
+) -> Option<f64> {
+    let direct = Direct::new(evidence.step, inputs)?;
+    let reference = evidence.reference();
+    let [c, ..] = *reference.cotangents.get(&inputs.microbatch)?.get(&token)?;
+    let lse = reference.lse.get(&inputs.microbatch)?[token];
+    let (logit, slope) = direct.logit_of(&direct.q(Row::From(token)), class);
+    Some(c * slope * (logit - lse).exp()).filter(|x| x.is_finite())
+}
+
+/// What an entry may be rounded to: stray entries are all one number, g, and all off alike.
+fn formats(evidence: &Evidence<'_>) -> Vec<Precision> {
+    let narrow = evidence.roundings().map(|of| of.widest.dlogits);
+    [Precision::F64].into_iter().chain(narrow.filter(|to| !to.keeps_f32())).collect()
+}
+
 /// The label's entry at the flat index of the label, the softmax part, or both.
-fn stray(evidence: &Evidence<'_>, all: &[Odd], softmax: bool, entry: bool) -> Option<Hypothesis> {
+fn stray(
+    evidence: &Evidence<'_>,
+    all: &[Odd],
+    (softmax, entry): (bool, bool),
+    to: Precision,
+) -> Option<Hypothesis> {
     let mut world = Strays::default();
     let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
     for odd in all {
@@ -115,7 +146,10 @@ fn stray(evidence: &Evidence<'_>, all: &[Odd], softmax: bool, entry: bool) -> Op
                 let Ok(row) = usize::try_from(flat.div_euclid(vocab)) else { continue };
                 let Some(&token) = run.get(row) else { continue };
                 let class = flat.rem_euclid(vocab) as usize;
-                entries.push((token, class, -odd.g[t] * (1.0 - s)));
+                // It is added to what the row's token has there, and both are rounded.
+                let there = softmax_entry(evidence, inputs, token, class).unwrap_or(0.0);
+                let entry = to.round64(there - odd.g[t] * (1.0 - s)) - there;
+                entries.push((token, class, entry));
             }
         }
         world.add(evidence, inputs, &entries)?;
@@ -125,7 +159,11 @@ fn stray(evidence: &Evidence<'_>, all: &[Odd], softmax: bool, entry: bool) -> Op
         (true, false) => "the softmax part alone",
         _ => "the label's part alone, at the flat index",
     };
-    Some(Hypothesis::new(world, parameters(all, words)))
+    let mut parameters = parameters(all, words);
+    if !to.keeps_f32() {
+        parameters.push(("its entries rounded to", to.name().to_string()));
+    }
+    Some(Hypothesis::new(world, parameters))
 }
 
 fn parameters(all: &[Odd], words: &str) -> Vec<(&'static str, String)> {

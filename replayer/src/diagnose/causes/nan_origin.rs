@@ -5,13 +5,16 @@
 //! Emulation: no number wherever none was captured, and all else as it should be; stages
 //! that follow start from what was captured, or from the reference.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+
+use backtape::identity::Microbatch;
 
 use super::tail_tile_unmasked::captured_lse;
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Hypothesis, Observed};
 use crate::diagnose::detectors::nan::{NanWhere, Nans, nans};
-use crate::diagnose::evidence::Evidence;
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::OtherLse;
+use crate::head::Stage;
 use crate::kernels::matrix::{IGNORED, Matrix};
 
 /// The catalogue's entry.
@@ -35,6 +38,26 @@ impl Cause for NanOrigin {
 
     fn advice(&self) -> &str {
         "look at the named row's inputs and at the operation that makes the named stage: nothing before it is wrong"
+    }
+
+    /// A value of q or k that is no number: all that is made of it is none either.
+    fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
+        let parameters = of_inputs(evidence)?;
+        let broken = |mb: Option<Microbatch>| {
+            let head = evidence.inputs_of(mb).and_then(|one| one.head(evidence.step));
+            let whole = |of: &Matrix<'_>| (0..of.len()).all(|at| of.get_f64(at).is_finite());
+            head.is_some_and(|head| !whole(&head.q) || !whole(&head.k))
+        };
+        let after = |key: &Key| {
+            let sums = matches!(key.stage, Stage::Accumulate | Stage::Reduce);
+            evidence.whole[key].nonfinite > 0 && (sums || broken(key.microbatch))
+        };
+        let failing = || evidence.failing.iter();
+        let only = |stage: &Stage| failing().filter(|key| key.stage == *stage).all(after);
+        let stages: BTreeSet<Stage> = failing().map(|key| key.stage).collect();
+        let stages = stages.into_iter().filter(only).collect();
+        let evidence = "the input holds a value that is no number, and the stages after it hold more where they are made of it".into();
+        Some(Observed { evidence, stages, parameters })
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

@@ -5,6 +5,8 @@
 //! way is what it should be.
 //! Emulation: those elements hold what was captured, every other one must be right.
 
+use std::collections::BTreeSet;
+
 use half::{bf16, f16};
 
 use crate::diagnose::cause::{Cause, Hypothesis};
@@ -108,6 +110,11 @@ fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         words.push(format!("{} rows {rows:?}", key.stage));
         world = world.rows(key, rows.into_iter().map(|row| (row, captured.row(row).to_vec())));
+    }
+    // What comes back in another microbatch is made by the program.
+    let microbatches: BTreeSet<_> = world.of.keys().map(|key| key.microbatch).collect();
+    if microbatches.iter().flatten().count() > 1 {
+        return None;
     }
     let fitted = 2 + words.len();
     let parameters = vec![("where", words.join("; ")), ("rows", "hold garbage".to_string())];
