@@ -177,6 +177,7 @@ def arguments_of(argv):
     parser.add_argument("--cause", action="append", help="only this one; may be repeated")
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--draws", type=int, default=8, help="of every cause")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="replays at a time, of one thread each")
     parser.add_argument("--only", metavar="CASE", help="one case, by its name in the table")
     parser.add_argument("--twins", choices=("both", "only", "no"), default="both")
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps, reports and oracles here")
@@ -190,11 +191,11 @@ def outcomes(arguments):
     cases, directory = plan(arguments), arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
     bench = Bench([binary()], directory, bool(arguments.keep))
     try:
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(arguments.jobs) as pool:
             waiting = []
             for planned in cases:
                 waiting.append(pool.submit(bench.judge, *bench.generate(planned)))
-                while len(waiting) > 2:
+                while len(waiting) > arguments.jobs + 1:
                     yield waiting.pop(0).result()
             for one in waiting:
                 yield one.result()

@@ -118,6 +118,7 @@ pub struct Evidence<'a> {
     units: OnceCell<Vec<UnitState>>,
     /// Rows that trials look at; none for all of them.
     pub rows: Option<Rows>,
+    glance: OnceCell<Option<Residuals>>,
     reference: OnceCell<Reference>,
     all_rows: OnceCell<Reference>,
     captured: RefCell<BTreeMap<Key, Option<Rc<Values>>>>,
@@ -149,6 +150,7 @@ impl<'a> Evidence<'a> {
             failing,
             background,
             rows,
+            glance: OnceCell::new(),
             reference,
             all_rows,
             captured,
@@ -173,6 +175,20 @@ impl<'a> Evidence<'a> {
         let mut worlds = self.background.clone();
         worlds.push(world);
         self.search?.residuals(&worlds)
+    }
+
+    /// The background's comparisons over the few rows of a glance; none where all rows are
+    /// few.
+    pub(super) fn glance(&self) -> Option<&Residuals> {
+        let found = || self.search.and_then(|search| search.glance(&self.background));
+        self.glance.get_or_init(found).as_ref()
+    }
+
+    /// The same in a world on top of the background.
+    pub fn glance_in(&self, world: &dyn World) -> Option<Residuals> {
+        let mut worlds = self.background.clone();
+        worlds.push(world);
+        self.search?.glance(&worlds)
     }
 
     /// What every compared stage should be in the background.

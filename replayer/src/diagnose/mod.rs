@@ -70,7 +70,13 @@ pub fn diagnose(
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
     let compared: BTreeSet<Stage> = failing.into_iter().collect();
     let cache = ForwardCache::default();
-    let search = Search { step, compared, rows: sample::rows(outcome, &inputs), cache };
+    let search = Search {
+        step,
+        compared,
+        rows: sample::rows(outcome, &inputs),
+        few: sample::few(outcome, &inputs),
+        cache,
+    };
     let base = match &search.rows {
         Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
         None => residuals(outcome),

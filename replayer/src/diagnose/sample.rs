@@ -15,9 +15,26 @@ use crate::replay::trial::Rows;
 const ALL: u64 = 1 << 26;
 /// Rows of dk, and tokens of a microbatch, in a sample.
 const KEPT: usize = 192;
+/// The same for a glance.
+const FEW: usize = 24;
+/// Multiply-adds of one GEMM from which a glance is cheaper than a look at all rows.
+const WORTH: u64 = 1 << 20;
 
 /// A sample of rows; `None` where all of them can be looked at.
 pub(super) fn rows(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows> {
+    sampled(outcome, inputs, (ALL, KEPT))
+}
+
+/// The few rows that show at a glance that a hypothesis is no better than the declaration.
+pub(super) fn few(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows> {
+    sampled(outcome, inputs, (WORTH, FEW))
+}
+
+fn sampled(
+    outcome: &Outcome,
+    inputs: &[MicrobatchInputs],
+    (from, kept): (u64, usize),
+) -> Option<Rows> {
     let sizes = inputs.iter().filter_map(|one| match &one.scores {
         Scores::Product { q, k } => {
             let d = q.shape.last().copied().unwrap_or(1);
@@ -26,7 +43,7 @@ pub(super) fn rows(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Row
         _ => None,
     });
     let (work, vocab) = sizes.fold((0, 0), |(work, _), (of, vocab)| (work + of, vocab));
-    if work <= ALL {
+    if work <= from {
         return None;
     }
     let mut hits: BTreeMap<u32, u64> = BTreeMap::new();
@@ -35,13 +52,13 @@ pub(super) fn rows(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Row
     let mut frequent: Vec<(u64, u32)> = hits.into_iter().map(|(label, n)| (n, label)).collect();
     frequent.sort_unstable_by(|a, b| b.cmp(a));
     let mut classes =
-        worst(outcome, &[Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias], None);
-    classes.extend(frequent.iter().take(KEPT / 3).map(|&(_, label)| label as usize));
-    spread(&mut classes, vocab);
+        worst(outcome, &[Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias], None, kept);
+    classes.extend(frequent.iter().take(kept / 3).map(|&(_, label)| label as usize));
+    spread(&mut classes, vocab, kept);
     let tokens = inputs.iter().map(|one| {
         let stages = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
-        let mut tokens = worst(outcome, &stages, Some(one.microbatch));
-        spread(&mut tokens, one.tokens());
+        let mut tokens = worst(outcome, &stages, Some(one.microbatch), kept);
+        spread(&mut tokens, one.tokens(), kept);
         (one.microbatch, tokens.into_iter().collect())
     });
     Some(Rows { tokens: tokens.collect(), classes: classes.iter().copied().collect() })
@@ -52,6 +69,7 @@ fn worst(
     outcome: &Outcome,
     stages: &[Stage],
     microbatch: Option<Option<backtape::identity::Microbatch>>,
+    kept: usize,
 ) -> BTreeSet<usize> {
     let mut found = BTreeSet::new();
     for &stage in stages {
@@ -64,13 +82,13 @@ fn worst(
             found.extend(single.into_iter().flatten().map(|worst| worst.index.0 as usize));
         }
     }
-    found.into_iter().take(KEPT / 3).collect()
+    found.into_iter().take(kept / 3).collect()
 }
 
 /// Fills up with rows that lie evenly, both ends among them.
-fn spread(rows: &mut BTreeSet<usize>, of: usize) {
+fn spread(rows: &mut BTreeSet<usize>, of: usize, kept: usize) {
     rows.retain(|&row| row < of);
-    let more = KEPT.saturating_sub(rows.len()).max(1);
+    let more = kept.saturating_sub(rows.len()).max(1);
     if of > 0 {
         rows.extend(
             (0..more)

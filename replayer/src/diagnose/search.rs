@@ -11,6 +11,10 @@ use crate::replay::world::{AtTies, World};
 
 /// A hypothesis that leaves less than this share of the energy may fail by ties alone.
 const NEAR: f64 = 0.1;
+/// A glance that shows this many times the floor in all that fails speaks for all rows.
+const SHOWN: f64 = 4.0;
+/// A hypothesis that leaves more than this share of the energy is dismissed at a glance.
+const DISMISSED: f64 = 0.95;
 
 /// A hypothesis with what it explains.
 pub struct Tried<'c> {
@@ -59,8 +63,16 @@ pub struct Search<'a> {
     pub compared: BTreeSet<Stage>,
     /// Rows that trials look at.
     pub rows: Option<Rows>,
+    /// Few of them, for a glance; none where all are few.
+    pub few: Option<Rows>,
     /// Forward passes that trials have in common.
     pub cache: ForwardCache,
+}
+
+/// What a glance shows of a hypothesis that is no better than its background.
+struct Dismissed {
+    residuals: Residuals,
+    left: f64,
 }
 
 impl Search<'_> {
@@ -70,6 +82,31 @@ impl Search<'_> {
         let rows = (self.rows.as_ref(), Some(&self.cache));
         let outcome = trial(self.step, &self.compared, &all, rows).ok()?;
         Some(residuals(&outcome))
+    }
+
+    /// Every comparison in a world, over the few rows of a glance.
+    pub fn glance(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+        let all: Vec<&dyn World> = worlds.to_vec();
+        let rows = (Some(self.few.as_ref()?), Some(&self.cache));
+        Some(residuals(&trial(self.step, &self.compared, &all, rows).ok()?))
+    }
+
+    /// A hypothesis that a glance shows to be no better than its background, where the
+    /// glance shows all that fails.
+    fn dismissed(&self, worlds: &[&dyn World], evidence: &Evidence<'_>) -> Option<Dismissed> {
+        let base = evidence.glance()?;
+        let clear =
+            |key: &Key| base.get(key).is_some_and(|of| !of.passes && of.energy > SHOWN * of.floor);
+        if !evidence.failing.iter().all(clear) {
+            return None;
+        }
+        let residuals = self.glance(worlds)?;
+        let share = left_of(&residuals, &evidence.failing) / left_of(base, &evidence.failing);
+        let passes = |key: &Key| residuals.get(key).is_some_and(|of| of.passes);
+        if !(share > DISMISSED) || evidence.failing.iter().any(passes) {
+            return None;
+        }
+        Some(Dismissed { residuals, left: share * left_of(&evidence.residuals, &evidence.failing) })
     }
 
     /// Every comparison in a world, over all rows.
@@ -116,6 +153,10 @@ impl Search<'_> {
     ) -> Option<Tried<'c>> {
         let mut worlds = evidence.background.clone();
         worlds.push(&*hypothesis.world);
+        if let Some(Dismissed { residuals, left }) = self.dismissed(&worlds, evidence) {
+            let (explains, full) = (BTreeSet::new(), false);
+            return Some(Tried { cause, hypothesis, residuals, explains, left, full });
+        }
         let mut residuals = self.residuals(&worlds)?;
         let explains = |residuals: &Residuals| -> BTreeSet<Key> {
             let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);

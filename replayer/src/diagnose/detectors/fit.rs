@@ -12,6 +12,9 @@ const FEWEST: u64 = 3;
 const MANY: u64 = 12;
 /// How far from a fitted number a round one may lie: in bf16 no small term is known better.
 const ROUND: f64 = 0.04;
+/// A number that leaves more than this share of the energy is not looked at further. Other
+/// faults beside it may leave nearly all.
+const USELESS: f64 = 0.999;
 
 /// The value at which a parameter explains the failing comparisons of some stages best,
 /// where the stages are linear in it: their squared error is then a parabola, and three
@@ -28,29 +31,40 @@ pub fn linear(
     if values < FEWEST {
         return None;
     }
-    let (mut at, mut step) = (from, step);
-    // A second time with steps of the size of the answer, where cancellation is least.
-    for _ in 0..2 {
-        let energy = |x: f64| energy(evidence, &keys, &*world(x));
-        let (low, middle, high) = (energy(at)?, energy(at + step)?, energy(at + 2.0 * step)?);
+    let mut step = step;
+    // A second time with steps of the size of the answer, where cancellation is least; the
+    // first time a glance will do.
+    for glances in [true, false] {
+        let energy = |x: f64| energy(evidence, &keys, &*world(x), glances);
+        let (low, middle, high) = (energy(from)?, energy(from + step)?, energy(from + 2.0 * step)?);
         let bend = low - 2.0 * middle + high;
         let slope = (high - low) / 2.0;
         if !(bend > 0.0) || !slope.is_finite() {
             return None;
         }
-        let best = at + step - step * slope / bend;
-        // Something as small as this has no effect that could be seen.
-        if !((best - from).abs() > 1e-9 * step.abs()) {
+        let best = from + step - step * slope / bend;
+        let lowest = middle - slope * slope / (2.0 * bend);
+        // Something as small as this has no effect that could be seen, or explains nothing.
+        if !((best - from).abs() > 1e-9 * step.abs()) || lowest > USELESS * low {
             return None;
         }
-        (at, step) = (from, (best - from) / 2.0);
+        step = (best - from) / 2.0;
     }
-    Some(readings(at + 2.0 * step, values))
+    Some(readings(from + 2.0 * step, values))
 }
 
 /// Squared error of some comparisons, each over what rounding is expected to make of it.
-fn energy(evidence: &Evidence<'_>, keys: &BTreeSet<Key>, world: &dyn World) -> Option<f64> {
-    let found = evidence.residuals_in(world)?;
+fn energy(
+    evidence: &Evidence<'_>,
+    keys: &BTreeSet<Key>,
+    world: &dyn World,
+    glances: bool,
+) -> Option<f64> {
+    let glance = if glances { evidence.glance_in(world) } else { None };
+    let found = match glance {
+        Some(found) => found,
+        None => evidence.residuals_in(world)?,
+    };
     let one = |key: &Key| {
         let floor = evidence.residuals[key].floor.max(f64::MIN_POSITIVE);
         found.get(key).map(|residual| residual.energy / floor)
