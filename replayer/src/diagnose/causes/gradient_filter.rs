@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use super::emulated::has_products;
+use super::emulated::{bases, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::filter::{Filter, Filtered, Tiled};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
@@ -43,12 +43,13 @@ impl Cause for GradientFilter {
         if !has_products(evidence) || !evidence.fails(Stage::Dk) || !loses(evidence) {
             return Vec::new();
         }
-        let base = roundings.narrowest;
-        let kinds = [true, false].into_iter();
-        kinds
-            .filter(|&labelled| labelled || base.path == Path::Fused)
-            .flat_map(|labelled| of(evidence, &base, labelled))
-            .collect()
+        // What is seen through the rounding of the entries depends on what that is.
+        let each = bases(&roundings).into_iter().flat_map(|base| {
+            let kinds = [true, false].into_iter();
+            let kinds = kinds.filter(move |&labelled| labelled || base.path == Path::Fused);
+            kinds.flat_map(move |labelled| of(evidence, &base, labelled))
+        });
+        each.collect()
     }
 }
 
