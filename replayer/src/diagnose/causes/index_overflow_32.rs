@@ -196,13 +196,10 @@ fn shows(
     }
     let Some((captured, key)) = of(Stage::Dq) else { return of(Stage::Dlogits).is_some() };
     let reference = evidence.reference();
-    let (Some(table), Some(cotangents)) =
-        (reference.stages.get(&key), reference.cotangents.get(&key.microbatch))
-    else {
-        return false;
-    };
+    let Some(cotangents) = reference.cotangents.get(&key.microbatch) else { return false };
     share(&|t, _| {
-        let (Some(row), Some(of)) = (table.get(&t), cotangents.get(&t)) else { return false };
+        let row = reference.of_token((key.stage, key.microbatch), t);
+        let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return false };
         let class = inputs.labels[t] as usize;
         let slope = direct.logit_of(&direct.q(Row::From(t)), class).1;
         let label = direct.k(Row::From(class));

@@ -167,7 +167,9 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(table) = evidence.all_rows().and_then(|all| all.stages.get(&key)) else {
             return Vec::new(); // a sample does not hold the other rows
         };
-        let mut from: Vec<Row> = (0..inputs.tokens()).map(Row::From).collect();
+        // One map a microbatch: each of its ranks has rows of its own.
+        let own = || (0..inputs.tokens()).map(Row::From).collect();
+        let from = moved.entry(key.microbatch).or_insert_with(own);
         for (&t, _) in table.iter().filter(|(_, wanted)| energy(wanted) == 0.0) {
             let row = captured.row(t);
             if energy(row) == 0.0 {
@@ -177,7 +179,6 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             from[t] = Row::From(other);
             count += 1;
         }
-        moved.insert(key.microbatch, from);
     }
     if count == 0 {
         return Vec::new();
