@@ -9,7 +9,8 @@ use crate::replay::forward_cache::ForwardCache;
 use crate::replay::trial::{Rows, trial};
 use crate::replay::world::{AtTies, World};
 
-/// A hypothesis that leaves less than this share of the energy may fail by ties alone.
+/// A hypothesis that leaves less than this share of the energy, of all comparisons or of
+/// one, may fail by ties alone.
 const NEAR: f64 = 0.1;
 /// A glance that shows this many times the floor in all that fails speaks for all rows.
 const SHOWN: f64 = 4.0;
@@ -165,8 +166,15 @@ impl Search<'_> {
         let mut explains_now = explains(&residuals);
         let left = left_of(&residuals, &evidence.failing);
         let before = left_of(&evidence.residuals, &evidence.failing);
+        // One comparison may be near while a second fault is all of the energy.
+        let is_near = |key: &Key| {
+            let pair = residuals.get(key).zip(evidence.residuals.get(key));
+            !explains_now.contains(key)
+                && pair.is_some_and(|(now, before)| now.energy < NEAR * before.energy)
+        };
+        let near = left < NEAR * before || evidence.failing.iter().any(is_near);
         // Near, and a few values may have rounded the other way in the job.
-        if explains_now.len() < evidence.failing.len() && left < NEAR * before {
+        if explains_now.len() < evidence.failing.len() && near {
             worlds.push(&AtTies);
             residuals = self.residuals(&worlds)?;
             explains_now = explains(&residuals);

@@ -13,6 +13,7 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::captured::{Values, widened};
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
+use crate::diagnose::detectors::reference::{Reference, reference};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::inputs::Misread;
@@ -93,12 +94,18 @@ type Tokens<T> = BTreeMap<Option<Microbatch>, T>;
 fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Logits]).map(|(key, _)| key).collect();
     let mut found = Vec::new();
+    if keys.is_empty() {
+        return found;
+    }
+    // What the job computed before the buffer was written over: with an lse of the right
+    // logits, not of what was captured in their place.
+    let right = Instead { distrusts: vec![Stage::Logits], ..Instead::default() };
+    let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
     for held in [Held::Gradient, Held::Probabilities, Held::LogProbabilities] {
-        let all = |key: &Key| logits_hold(evidence, *key, held).unwrap_or(false);
-        if keys.is_empty() || !keys.iter().all(all) {
+        let all = |key: &Key| logits_hold(evidence, &reference, *key, held).unwrap_or(false);
+        if !keys.iter().all(all) {
             continue;
         }
-        let reference = evidence.reference();
         let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
         let world = LogitsHold {
             held,
@@ -114,10 +121,15 @@ fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 }
 
 /// Whether a few tokens' captured logits are something else.
-fn logits_hold(evidence: &Evidence<'_>, key: Key, held: Held) -> Option<bool> {
+fn logits_hold(
+    evidence: &Evidence<'_>,
+    reference: &Reference,
+    key: Key,
+    held: Held,
+) -> Option<bool> {
     let inputs = evidence.inputs_of(key.microbatch)?;
     let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence.step, inputs)?);
-    let cotangents = evidence.reference().cotangents.get(&key.microbatch)?;
+    let cotangents = reference.cotangents.get(&key.microbatch)?;
     let all = tokens(evidence, inputs);
     let (mut off, mut size) = (0.0, 0.0);
     for &t in all.iter().step_by(all.len().div_ceil(16).max(1)) {

@@ -16,6 +16,7 @@ use crate::diagnose::detectors::strays::Strays;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::Precision;
 use crate::kernels::matrix::IGNORED;
 
 /// The catalogue's entry.
@@ -23,6 +24,8 @@ pub struct IndexOverflow32;
 
 /// Bits of integers that an index may be held in.
 const BITS: [u32; 8] = [15, 16, 17, 18, 20, 24, 31, 32];
+/// Where dlogits are kept in this, their rounding is not seen.
+const FULL: Precision = Precision::F32;
 /// Share of the tokens that must be where an index says.
 const FITS: f64 = 0.9;
 
@@ -56,7 +59,14 @@ impl Cause for IndexOverflow32 {
                         continue;
                     }
                     let index = Index { bits, signed, negative };
-                    found.extend(of_labels(evidence, index));
+                    let before = found.len();
+                    found.extend(of_labels(evidence, index, None));
+                    // What dlogits may be kept in: -g alone in its entry rounds alike for
+                    // all tokens, where p and -g together do not.
+                    let seen = evidence.roundings().filter(|_| found.len() > before);
+                    let kept = seen.map(|of| of.widest.dlogits);
+                    let few = kept.filter(|&of| of.unit_roundoff() > FULL.unit_roundoff());
+                    found.extend(few.and_then(|of| of_labels(evidence, index, Some(of))));
                 }
             }
         }
@@ -123,8 +133,12 @@ fn moved(inputs: &MicrobatchInputs, runs: &[Vec<usize>], vocab: usize, index: In
 }
 
 /// Label logits and label entries that are read and written elsewhere.
-fn of_labels(evidence: &Evidence<'_>, index: Index) -> Option<Hypothesis> {
-    let mut world = Strays::default();
+fn of_labels(
+    evidence: &Evidence<'_>,
+    index: Index,
+    rounded: Option<Precision>,
+) -> Option<Hypothesis> {
+    let mut world = Strays::rounded(rounded);
     let (mut shown, mut rows) = (false, String::new());
     for inputs in evidence.inputs {
         let head = inputs.head(evidence.step)?;
@@ -149,13 +163,28 @@ fn of_labels(evidence: &Evidence<'_>, index: Index) -> Option<Hypothesis> {
         world.add(evidence, inputs, &entries)?;
         let logits = moved.iter().map(|&(t, to)| (t, read(&direct, to))).collect();
         world.label_logits.insert(inputs.microbatch, logits);
+        let off = moved.iter().map(|&(t, to)| (t, off(evidence, &direct, to))).collect();
+        world.off.insert(inputs.microbatch, off);
     }
-    let parameters = vec![
+    let mut parameters = vec![
         ("index", index.name()),
         ("of", "the label's logit and its gradient".to_string()),
         ("rows", rows),
     ];
+    parameters.extend(rounded.map(|to| ("dlogits rounded to", to.name().to_string())));
     shown.then(|| Hypothesis::new(world, parameters))
+}
+
+/// How far the logit that an index reads may be off: its product is another token's.
+fn off(evidence: &Evidence<'_>, direct: &Direct<'_>, to: Option<(usize, usize)>) -> f64 {
+    let (Some((token, class)), Some(roundings)) = (to, evidence.roundings()) else { return 0.0 };
+    let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
+    let squares: f64 = q.iter().zip(&k).map(|(q, k)| (q * k).powi(2)).sum();
+    let (z, slope) = direct.logit_of(&q, class);
+    let kept = roundings.widest.logits.unit_roundoff();
+    let (sum, compute) = ((q.len() as f64 * squares).sqrt(), roundings.compute());
+    // Three standard deviations of the sum, and each result on the way to the logit.
+    3.0 * compute * (slope * sum + 2.0 * z.abs()) + kept * z.abs()
 }
 
 /// The logit that an index reads.
@@ -196,13 +225,10 @@ fn shows(
     }
     let Some((captured, key)) = of(Stage::Dq) else { return of(Stage::Dlogits).is_some() };
     let reference = evidence.reference();
-    let (Some(table), Some(cotangents)) =
-        (reference.stages.get(&key), reference.cotangents.get(&key.microbatch))
-    else {
-        return false;
-    };
+    let Some(cotangents) = reference.cotangents.get(&key.microbatch) else { return false };
     share(&|t, _| {
-        let (Some(row), Some(of)) = (table.get(&t), cotangents.get(&t)) else { return false };
+        let row = reference.of_token((key.stage, key.microbatch), t);
+        let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return false };
         let class = inputs.labels[t] as usize;
         let slope = direct.logit_of(&direct.q(Row::From(t)), class).1;
         let label = direct.k(Row::From(class));

@@ -167,7 +167,9 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(table) = evidence.all_rows().and_then(|all| all.stages.get(&key)) else {
             return Vec::new(); // a sample does not hold the other rows
         };
-        let mut from: Vec<Row> = (0..inputs.tokens()).map(Row::From).collect();
+        // One map a microbatch: each of its ranks has rows of its own.
+        let own = || (0..inputs.tokens()).map(Row::From).collect();
+        let from = moved.entry(key.microbatch).or_insert_with(own);
         for (&t, _) in table.iter().filter(|(_, wanted)| energy(wanted) == 0.0) {
             let row = captured.row(t);
             if energy(row) == 0.0 {
@@ -177,7 +179,6 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             from[t] = Row::From(other);
             count += 1;
         }
-        moved.insert(key.microbatch, from);
     }
     if count == 0 {
         return Vec::new();
@@ -202,29 +203,42 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 fn stale_tail(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut world = Instead::default();
     let mut words: Vec<String> = Vec::new();
+    let mut seen = 0;
     for (key, _) in evidence.failing_of(&[Stage::DkLse, Stage::Dk, Stage::Dq]) {
         let (captured, table) = (evidence.captured(key)?, evidence.all_rows()?.stages.get(&key)?);
-        // Rows of padding have no reference.
-        let rows = (0..captured.rows()).take_while(|row| table.contains_key(row)).count();
-        let wrong =
-            |row: &usize| distance(captured.row(*row), &table[row]) > 0.25 * energy(&table[row]);
-        let Some(first) = (0..rows).find(wrong) else { continue };
-        let tail = first..rows;
-        if tail.len() < 2 || 2 * tail.len() > rows {
-            continue;
-        }
-        let others: Vec<usize> =
-            tail.clone().map_while(|row| other_row(captured.row(row), table, row)).collect();
-        let apart = |pair: &[usize]| pair[1] == pair[0] + 1;
-        if others.len() < tail.len() || !others.windows(2).all(apart) {
-            continue;
-        }
-        words.push(format!(
-            "{} {}..{} hold rows {}.. of it",
-            key.stage, tail.start, tail.end, others[0]
-        ));
+        let Some((tail, other, shown)) = tail_of_others(&captured, table) else { continue };
+        seen += shown;
+        words.push(format!("{} {}..{} hold rows {other}.. of it", key.stage, tail.start, tail.end));
         world = world.rows(key, tail.map(|row| (row, captured.row(row).to_vec())));
     }
-    let found = !world.of.is_empty();
-    found.then(|| Hypothesis::new(world, vec![("rows", words.join("; "))]).fitted(3))
+    words.sort();
+    words.dedup();
+    // One row of one gradient may be anything.
+    let parameters = vec![("rows", words.join("; "))];
+    (seen > 1).then(|| Hypothesis::new(world, parameters).fitted(3))
+}
+
+/// The tail of a gradient that holds rows of it from another one on, that row, and how many
+/// of the tail's are not zeros in both: the padding of the vocabulary is, and its rows may
+/// be all that shows it.
+fn tail_of_others(captured: &Values, table: &Table) -> Option<(Range<usize>, usize, usize)> {
+    let (&start, &last) = (table.keys().next()?, table.keys().next_back()?);
+    let rows = start..last + 1;
+    if rows.len() != table.len() || rows.end > captured.rows() {
+        return None;
+    }
+    let wrong =
+        |row: &usize| distance(captured.row(*row), &table[row]) > 0.25 * energy(&table[row]);
+    let first = rows.clone().find(wrong)?;
+    let tail = first..rows.end;
+    if tail.len() < 2 || 2 * tail.len() > rows.len() {
+        return None;
+    }
+    let other = other_row(captured.row(first), table, first)?;
+    let holds = |row: usize| {
+        let (values, wanted) = (captured.row(row), table.get(&(other + row - first))?);
+        (distance(values, wanted) <= 1e-3 * energy(values)).then(|| energy(values) > 0.0)
+    };
+    let held: Vec<bool> = tail.clone().map(holds).collect::<Option<_>>()?;
+    Some((tail, other, held.into_iter().filter(|&shown| shown).count()))
 }

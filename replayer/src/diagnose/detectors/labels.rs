@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use super::captured::Values;
 use super::direct::{Direct, distance, energy};
-use super::reference::Table;
+use super::reference::Reference;
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
@@ -26,8 +26,10 @@ pub struct LabelTest<'a> {
     direct: Direct<'a>,
     inputs: &'a MicrobatchInputs,
     label_logits: Option<Rc<Values>>,
-    /// Captured dq, what it should be, and each token's cotangent of its label logit.
-    dq: Option<(Rc<Values>, &'a Table, &'a Cotangents)>,
+    /// Captured dq, which stage it is, and each token's cotangent of its label logit.
+    dq: Option<(Rc<Values>, Stage, &'a Cotangents)>,
+    /// What dq should be: the tokens of every rank, not of one alone.
+    reference: &'a Reference,
 }
 
 /// Of lse, the label's logit and all logits, by token.
@@ -45,19 +47,20 @@ impl<'a> LabelTest<'a> {
         let dq = of(Stage::Dq).or(of(Stage::DqLabel)).and_then(|key: Key| {
             let captured = evidence.captured(key)?;
             let cotangents = reference.cotangents.get(&inputs.microbatch)?;
-            Some((captured, reference.stages.get(&key)?, cotangents))
+            Some((captured, key.stage, cotangents))
         });
         let label_logits = of(Stage::LabelLogits).and_then(|key| evidence.captured(key));
-        let found = LabelTest { direct, inputs, label_logits, dq };
+        let found = LabelTest { direct, inputs, label_logits, dq, reference };
         (found.dq.is_some() || found.label_logits.is_some()).then_some(found)
     }
 
     /// True when the token's row is what this label gives.
     pub fn fits(&self, token: usize, label: u32) -> bool {
         match (&self.dq, &self.label_logits) {
-            (Some((captured, table, cotangents)), _) => {
+            (Some((captured, stage, cotangents)), _) => {
+                let of = (*stage, self.inputs.microbatch);
                 let (Some(reference), Some(cotangents)) =
-                    (table.get(&token), cotangents.get(&token))
+                    (self.reference.of_token(of, token), cotangents.get(&token))
                 else {
                     return false;
                 };

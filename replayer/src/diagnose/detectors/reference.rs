@@ -34,6 +34,19 @@ pub struct Reference {
     pub cotangents: BTreeMap<Option<Microbatch>, BTreeMap<usize, [f64; 3]>>,
 }
 
+impl Reference {
+    /// A token's row of a stage: of whichever unit holds it.
+    pub fn of_token(
+        &self,
+        (stage, microbatch): (Stage, Option<Microbatch>),
+        token: usize,
+    ) -> Option<&Vec<f64>> {
+        let of = |key: &Key| key.stage == stage && key.microbatch == microbatch;
+        let mut tables = self.stages.iter().filter(|(key, _)| of(key));
+        tables.find_map(|(_, table)| table.get(&token))
+    }
+}
+
 /// The reference in a world, on top of the evidence's background.
 pub fn reference(
     evidence: &Evidence<'_>,

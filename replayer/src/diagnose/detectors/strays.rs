@@ -1,14 +1,19 @@
 //! Entries of dlogits that were written elsewhere: the label's `-g` of a token lands in
 //! another token's row, at another class.
+//!
+//! Where dlogits are kept in few bits the whole entry is rounded, not the label's part: all
+//! tokens of one g round alike, and that shows in sums.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use backtape::identity::{Microbatch, Rank};
 
 use super::direct::Direct;
+use super::reference::Reference;
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::Precision;
 use crate::replay::world::{Expectation, UnitTokens, World};
 
 /// An entry that is not the label's own.
@@ -31,11 +36,21 @@ pub struct Strays {
     strays: BTreeMap<Option<Microbatch>, Vec<Stray>>,
     /// Label logits that were read elsewhere, by token.
     pub label_logits: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
+    /// How far each of those may be off: an element of another row is rounded as that row's
+    /// products are, not as the token's own.
+    pub off: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
+    /// What an entry of dlogits is rounded to with the stray in it; none for not at all.
+    rounded: Option<Precision>,
     /// Upstream gradients of tokens that do not count, where the softmax part takes them.
     pub upstream: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
 }
 
 impl Strays {
+    /// Of dlogits that are kept in a format of few bits.
+    pub fn rounded(rounded: Option<Precision>) -> Strays {
+        Strays { rounded, ..Strays::default() }
+    }
+
     /// No label entry of these tokens.
     pub fn miss(&mut self, microbatch: Option<Microbatch>, tokens: Vec<usize>) {
         self.missing.insert(microbatch, tokens);
@@ -52,7 +67,13 @@ impl Strays {
         let units = evidence.step.units(inputs).ok()?;
         let of = |&(token, class, c): &(usize, usize, f64)| {
             let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
-            let entry = c * direct.logit_of(&q, class).1;
+            let (z, slope) = direct.logit_of(&q, class);
+            let own = own_entry(evidence.reference(), inputs.microbatch, token, (z, slope));
+            let whole = own + c * slope;
+            let entry = match self.rounded {
+                Some(to) => f64::from(to.round(whole as f32)) - own,
+                None => c * slope,
+            };
             let unit = units.iter().find(|unit| unit.rows.binary_search(&token).is_ok());
             let rank = unit.and_then(|unit| unit.rank());
             Stray { token, class, entry, k, q, rank }
@@ -62,6 +83,19 @@ impl Strays {
         self.strays.insert(inputs.microbatch, all);
         Some(())
     }
+}
+
+/// The softmax part of an entry of dlogits.
+fn own_entry(
+    of: &Reference,
+    microbatch: Option<Microbatch>,
+    token: usize,
+    (z, slope): (f64, f64),
+) -> f64 {
+    let cotangents = of.cotangents.get(&microbatch).and_then(|all| all.get(&token));
+    let lse = of.lse.get(&microbatch).and_then(|all| all.get(token));
+    let of = |(cotangents, lse): (&[f64; 3], &f64)| cotangents[0] * (z - lse).exp() * slope;
+    cotangents.zip(lse).map_or(0.0, of)
 }
 
 impl World for Strays {
@@ -88,9 +122,11 @@ impl World for Strays {
             }
             return;
         }
+        let Some(strays) = self.strays.get(&mb) else { return };
         let width = of.columns.max(1);
-        for stray in self.strays.get(&mb).into_iter().flatten() {
-            let place = |row: usize| of.rows.iter().position(|&at| at == row);
+        let place: HashMap<usize, usize> =
+            of.rows.iter().enumerate().map(|(at, &row)| (row, at)).collect();
+        for stray in strays {
             let (row, more): (usize, Vec<(usize, f64)>) = match of.at.stage {
                 Stage::Dlogits => (stray.token, vec![(stray.class, stray.entry)]),
                 Stage::Dq | Stage::DqLabel => {
@@ -102,10 +138,17 @@ impl World for Strays {
                 Stage::Dbias if stray.rank == of.at.rank => (stray.class, vec![(0, stray.entry)]),
                 _ => continue,
             };
-            let Some(at) = place(row) else { continue };
+            let Some(&at) = place.get(&row) else { continue };
             for (column, x) in more {
                 of.values[at * width + column] += x;
             }
         }
+    }
+
+    fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
+        let off = self.off.get(&inputs.microbatch).filter(|_| stage == Stage::LabelLogits)?;
+        let mut all = vec![0.0; inputs.tokens()];
+        off.iter().for_each(|(&t, &x)| all[t] = x);
+        Some(all)
     }
 }
