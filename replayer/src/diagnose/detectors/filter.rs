@@ -9,7 +9,6 @@ use backtape::identity::{Microbatch, Rank};
 use super::sums::Sums;
 use super::units::{Part, UnitState};
 use crate::diagnose::evidence::Evidence;
-use crate::head::Stage;
 use crate::kernels::policy::Policy;
 
 /// Tokens and classes of a block: every tile in use is made of such.
@@ -110,7 +109,7 @@ impl Filtered {
         policy: &Policy,
         labelled: bool,
     ) -> Vec<Filter> {
-        let Some(sums) = Sums::of_dk(evidence, unit, Stage::Dk, policy, labelled) else {
+        let Some(sums) = Sums::of_many_dk(evidence, unit, policy, labelled) else {
             return Vec::new();
         };
         let none = sums.misfit_without(&|_, _| false);

@@ -16,9 +16,9 @@ use crate::kernels::round::Precision;
 use crate::replay::outcome::Comparison;
 
 /// Rows and columns of a gradient that sizes are tried on.
-const ROWS: usize = 24;
-/// See [`ROWS`].
-const COLUMNS: usize = 16;
+const SIZES: [usize; 2] = [24, 16];
+/// The same for what is left out: that may be in few rows, and shows in any column.
+const FILTERS: [usize; 2] = [96, 4];
 /// A size counts as seen when it leaves less than this share of what one sum in f32 leaves.
 const SEEN: f64 = 0.5;
 /// Sizes that are offered.
@@ -65,13 +65,34 @@ impl Sums {
         policy: &Policy,
         whole: bool,
     ) -> Option<Sums> {
+        Sums::of_rows(evidence, (unit, stage), policy, whole, SIZES)
+    }
+
+    /// More rows of a unit's dk, fewer columns: to see what is left out of some of them.
+    pub fn of_many_dk(
+        evidence: &Evidence<'_>,
+        unit: &UnitState,
+        policy: &Policy,
+        whole: bool,
+    ) -> Option<Sums> {
+        Sums::of_rows(evidence, (unit, Stage::Dk), policy, whole, FILTERS)
+    }
+
+    fn of_rows(
+        evidence: &Evidence<'_>,
+        (unit, stage): (&UnitState, Stage),
+        policy: &Policy,
+        whole: bool,
+        [rows, columns]: [usize; 2],
+    ) -> Option<Sums> {
         let inputs = unit.inputs(evidence)?;
         let head = inputs.head(evidence.step)?;
         let captured = unit.captured(evidence.step, stage)?;
         let (values, stored) = (matrix(&captured)?, precision_of(captured.dtype));
-        let classes = classes(evidence, unit, stage, &inputs.labels, head.valid_vocab);
+        let valid = head.valid_vocab;
+        let classes = classes(evidence, (unit, stage), &inputs.labels, valid, rows);
         let tokens: Vec<usize> = (0..unit.rows.len()).collect();
-        let columns = spread(head.q.cols, COLUMNS);
+        let columns = spread(head.q.cols, columns);
         let part = unit.part(evidence, &tokens, &classes, whole)?;
         let entries = part.entries(policy);
         let others = chosen(&head.q, &unit.rows, &columns);
@@ -118,9 +139,9 @@ impl Sums {
         let (values, stored) = (matrix(&captured)?, precision_of(captured.dtype));
         let counted: Vec<usize> = (0..unit.rows.len()).filter(|&t| unit.g[t] != 0.0).collect();
         let tokens: Vec<usize> =
-            spread(counted.len(), ROWS).into_iter().map(|at| counted[at]).collect();
+            spread(counted.len(), SIZES[0]).into_iter().map(|at| counted[at]).collect();
         let classes: Vec<usize> = (0..head.valid_vocab).collect();
-        let columns = spread(head.k.cols, COLUMNS);
+        let columns = spread(head.k.cols, SIZES[1]);
         let part = unit.part(evidence, &tokens, &classes, false)?;
         let by_token = part.entries(policy);
         let (n, rows) = (classes.len(), tokens.len());
@@ -257,22 +278,22 @@ fn sizes(n: usize, declared: Option<usize>) -> Vec<usize> {
 /// evenly; ascending.
 fn classes(
     evidence: &Evidence<'_>,
-    unit: &UnitState,
-    stage: Stage,
+    (unit, stage): (&UnitState, Stage),
     labels: &[u32],
     valid: usize,
+    rows: usize,
 ) -> Vec<usize> {
     let mut hits = vec![0u32; valid];
     let own = unit.rows.iter().map(|&row| labels[row]).filter(|&label| label != IGNORED);
     own.for_each(|label| hits[label as usize] += 1);
     let mut found: Vec<usize> = (0..valid).collect();
     found.sort_by_key(|&class| std::cmp::Reverse(hits[class]));
-    found.truncate(ROWS / 3);
+    found.truncate(rows / 3);
     let of_unit = |one: &&Comparison| one.microbatch == unit.microbatch && one.rank == unit.rank;
     let comparisons = evidence.outcome.stage(stage).comparisons.iter().filter(of_unit);
-    let worst = comparisons.flat_map(|one| &one.tally.worst_rows).take(ROWS / 3);
+    let worst = comparisons.flat_map(|one| &one.tally.worst_rows).take(rows / 3);
     found.extend(worst.map(|row| row.row as usize).filter(|&row| row < valid));
-    found.extend(spread(valid, ROWS - found.len()));
+    found.extend(spread(valid, rows - found.len()));
     found.sort_unstable();
     found.dedup();
     found

@@ -42,19 +42,18 @@ fn is_beyond(found: f64, wanted: f64) -> bool {
     found * wanted > 0.0 && found.abs().ln() / wanted.abs().ln() > 0.1
 }
 
-/// Sets of stages that a factor may explain: those that are near it; and, where one of
-/// them has it exactly, all that another fault may have brought further from it.
+/// Sets of stages that a factor may explain: those that are near it; and all that another
+/// fault may have brought further from it.
 pub fn sets_times(evidence: &Evidence<'_>, factor: f64, of: &[Stage]) -> Vec<BTreeSet<Stage>> {
     let near = stages_times(evidence, factor, of);
     let every = |stage: Stage, test: &dyn Fn(f64) -> bool| {
         informative(evidence, stage).all(|(_, one)| one.nonfinite == 0 && test(one.factor))
     };
-    let exact = near.iter().any(|&stage| every(stage, &|found| is_near(found, factor)));
     let beyond =
         |&stage: &Stage| evidence.fails(stage) && every(stage, &|found| is_beyond(found, factor));
     let wide: BTreeSet<Stage> = of.iter().copied().filter(beyond).collect();
     let mut found = vec![near];
-    if exact && wide != found[0] {
+    if !found[0].is_empty() && wide != found[0] {
         found.push(wide);
     }
     found.retain(|set| !set.is_empty());
