@@ -58,13 +58,6 @@ impl Cause for SyncWrongMicrobatch {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
         let (of, sums) = all.iter().find_map(|of| Some((of, of.as_sums(evidence)?)))?;
-        // Versions of one and the same sum differ by something else.
-        let weights = |(_, addends): &(Vec<Rank>, Vec<Addend>)| {
-            addends.iter().map(|of| of.weight).collect::<Vec<f64>>()
-        };
-        if sums.windows(2).all(|pair| weights(&pair[0]) == weights(&pair[1])) {
-            return None;
-        }
         let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
             let held = addends.iter().filter(|of| of.weight != 0.0);
             let held: Vec<String> = held

@@ -130,7 +130,8 @@ impl Versions {
         self.of[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
     }
 
-    /// Each version as a sum of gradients of ranks and microbatches, with their weights.
+    /// Each version as a sum of gradients of ranks and microbatches, with their weights;
+    /// none where all are one and the same sum, and differ by something else.
     pub fn as_sums(&self, evidence: &Evidence<'_>) -> Option<Vec<(Vec<Rank>, Vec<Addend>)>> {
         if self.stage() != Some(Stage::Reduce) || !self.whole {
             return None;
@@ -146,7 +147,10 @@ impl Versions {
             }
             (energy(&left) <= LEFT * energy(values)).then(|| (ranks.clone(), addends))
         };
-        self.of.iter().map(one).collect()
+        let sums: Vec<(Vec<Rank>, Vec<Addend>)> = self.of.iter().map(one).collect::<Option<_>>()?;
+        let weights = |at: usize| sums[at].1.iter().map(|of: &Addend| of.weight);
+        let differ = (1..sums.len()).any(|at| !weights(at).eq(weights(0)));
+        differ.then_some(sums)
     }
 
     /// True where the versions are parts of one sum: a few tokens' rows of dq added over
