@@ -492,3 +492,17 @@ fn two_faults_in_one_step_are_both_named() {
         );
     }
 }
+
+/// Goal: a fault that nothing in the catalogue describes does not hide one beside it.
+#[test]
+fn a_known_fault_is_named_beside_a_factor_that_no_count_explains() {
+    for seed in SEEDS {
+        let right = job(seed, |job| job.options.z_loss = 1e-2);
+        let fault = Fault::Scaled(What::Reduced, 0.613);
+        let faulty = Job { fault, ..with(&right, |o| o.z_loss = 0.0) };
+        let report = backward_of(&right, &faulty);
+        assert_eq!(ids(&report), ["zloss-mismatch", "unknown"], "{}", text::render(&report));
+        let words = &report.causes[1].evidence;
+        assert!(words.contains("one factor, 0.613"), "{words}");
+    }
+}

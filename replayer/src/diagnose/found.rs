@@ -112,13 +112,14 @@ pub(super) fn partner(of: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> Fou
     found
 }
 
-/// Nothing explains it; the evidence says what comes nearest.
-pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>]) -> Found {
-    let nearest = tried.iter().min_by(|a, b| a.left.total_cmp(&b.left));
-    let before = left_of(&evidence.residuals, &evidence.failing);
+/// Nothing explains these comparisons; the evidence says what comes nearest.
+pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Found {
+    let left = |of: &Tried<'_>| of.left_of(keys);
+    let nearest = tried.iter().min_by(|a, b| left(a).total_cmp(&left(b)));
+    let before = left_of(&evidence.residuals, keys);
     let words = match nearest {
         None => "no cause of the catalogue fits what the detectors see".to_string(),
-        Some(near) if near.left >= before => format!(
+        Some(near) if left(near) >= before => format!(
             "{} hypotheses were emulated, and none comes nearer to what was captured than the declared head",
             tried.len()
         ),
@@ -126,7 +127,13 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>]) -> Found {
             "{} hypotheses were emulated; the nearest, {}, leaves {:.3} times the energy that the declared head leaves, which is more than rounding explains",
             tried.len(),
             near.cause.id(),
-            near.left / before
+            left(near) / before
+        ),
+    };
+    let words = match one_factor(evidence, keys) {
+        None => words,
+        Some(factor) => format!(
+            "{words}; one factor, {factor:.6}, is all of it, and it is none that the dump's counts give"
         ),
     };
     Found {
@@ -138,10 +145,18 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>]) -> Found {
         next: nearest.map(|near| near.cause.id().to_string()),
         bit_equal: false,
         parameters: BTreeMap::new(),
-        stages: stages(&evidence.failing),
+        stages: stages(keys),
         evidence: words,
         advice: "look at the rows, tiles, ranks and microbatches that the report names; a hypothesis of your own can be tried with backtape.replay(..., variants={\"mine\": fn})".into(),
     }
+}
+
+/// The factor that explains every one of these comparisons, where there is one.
+fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
+    let all: Vec<_> = keys.iter().map(|key| evidence.residuals.get(key)).collect::<Option<_>>()?;
+    let factor = all.first()?.factor;
+    let same = |of: &f64| (of / factor - 1.0).abs() < 1e-3;
+    all.iter().all(|of| of.is_scaled() && same(&of.factor)).then_some(factor)
 }
 
 /// Causes that are seen rather than computed.

@@ -37,6 +37,8 @@ use search::{Search, Tried};
 
 /// Hypotheses that a second cause is sought beside.
 const PARTNERS: usize = 6;
+/// The same of those that explain some comparisons and make others worse.
+const EXPLAINING: usize = 2;
 /// A partner of a composite must remove this share of the energy beyond the floor.
 const PARTIAL: f64 = 0.2;
 
@@ -97,27 +99,62 @@ pub fn diagnose(
 
 /// The causes that emulation finds.
 fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
-    if evidence.failing.is_empty() {
-        return vec![unknown(evidence, &[])];
+    let failing = &evidence.failing;
+    if failing.is_empty() {
+        return vec![unknown(evidence, &[], failing)];
     }
     let mut tried = search.all(catalogue, evidence);
-    while let Some(decision) = decide(&tried, &evidence.failing) {
-        let again: Vec<usize> =
-            decision.winners.iter().copied().filter(|&at| !tried[at].full).collect();
-        if search.rows.is_none() || again.is_empty() {
-            return found::of_decision(&tried, &decision, &evidence.failing, evidence);
-        }
-        // What a sample accepts must hold for all rows.
-        again.iter().for_each(|&at| search.confirm(&mut tried[at], evidence));
+    if let Some(found) = alone(search, &mut tried, failing, evidence) {
+        return found;
     }
-    if let Some(parts) = cover(&tried, &evidence.failing) {
+    if let Some(parts) = cover(&tried, failing) {
         let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
             found::of_decision(&tried, decision, keys, evidence)
         };
         return parts.iter().flat_map(of).collect();
     }
     let stacked = stacked(search, catalogue, &tried, evidence);
-    stacked.unwrap_or_else(|| vec![unknown(evidence, &tried)])
+    stacked.unwrap_or_else(|| apart(search, &mut tried, evidence))
+}
+
+/// One cause, or several tied, of some failing comparisons.
+fn alone(
+    search: &Search<'_>,
+    tried: &mut [Tried<'_>],
+    keys: &BTreeSet<Key>,
+    evidence: &Evidence<'_>,
+) -> Option<Vec<Found>> {
+    loop {
+        let decision = decide(tried, keys)?;
+        let again: Vec<usize> =
+            decision.winners.iter().copied().filter(|&at| !tried[at].full).collect();
+        if search.rows.is_none() || again.is_empty() {
+            return Some(found::of_decision(tried, &decision, keys, evidence));
+        }
+        // What a sample accepts must hold for all rows.
+        again.iter().for_each(|&at| search.confirm(&mut tried[at], evidence));
+    }
+}
+
+/// The head's stages and the sums after them, each for itself: sums are judged from the
+/// addends that were captured, so what is wrong with one says nothing of the other, and
+/// that one is not known does not hide the other.
+fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) -> Vec<Found> {
+    let is_sum = |key: &Key| matches!(key.stage, Stage::Accumulate | Stage::Reduce);
+    let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
+        evidence.failing.iter().copied().partition(is_sum);
+    if sums.is_empty() || head.is_empty() {
+        return vec![unknown(evidence, tried, &evidence.failing)];
+    }
+    let mut one = |keys| alone(search, tried, keys, evidence);
+    let each = [(one(&head), &head), (one(&sums), &sums)];
+    if each.iter().all(|(found, _)| found.is_none()) {
+        return vec![unknown(evidence, tried, &evidence.failing)];
+    }
+    let of = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
+        found.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
+    };
+    each.into_iter().flat_map(of).collect()
 }
 
 /// Stages with comparisons.
@@ -133,16 +170,8 @@ fn stacked<'a>(
     tried: &'a [Tried<'_>],
     evidence: &Evidence<'a>,
 ) -> Option<Vec<Found>> {
-    let before = search::left_of(&evidence.residuals, &evidence.failing);
-    let floor = evidence.failing.len() as f64;
-    let mut partners: Vec<&Tried<'_>> = tried
-        .iter()
-        .filter(|one| before - one.left > PARTIAL * (before - floor).max(0.0))
-        .collect();
-    partners.sort_by(|a, b| a.left.total_cmp(&b.left));
-    partners.truncate(PARTNERS);
-    let mut best: Option<(f64, Vec<Found>)> = None;
-    let mut pairs: Vec<[&str; 2]> = Vec::new();
+    let partners = partners(tried, evidence);
+    let mut pairs: Vec<Pair<'_>> = Vec::new();
     for first in partners {
         let world: &dyn World = &*first.hypothesis.world;
         let mut inner = Evidence::new(
@@ -161,26 +190,70 @@ fn stacked<'a>(
         let Some(decision) = decide(&second, &inner.failing) else { continue };
         // A second cause explains little, and little is explained by many: it is believed
         // when nothing else comes near.
-        if decision.winners.len() > 1 || decision.next.is_some_and(|(_, by)| by < CLEAR) {
+        if decision.next.is_some_and(|(_, by)| by < CLEAR) {
             continue;
         }
-        let winner = &second[decision.winners[0]];
-        let worlds = [world, &*winner.hypothesis.world];
-        if search.rows.is_some() && !search.holds(&worlds, &inner.failing) {
-            continue;
-        }
-        let left = winner.left_of(&evidence.failing);
-        let mut ids = [first.cause.id(), second[decision.winners[0]].cause.id()];
-        ids.sort_unstable();
-        if pairs.contains(&ids) {
-            continue; // The same two the other way round.
-        }
-        pairs.push(ids);
-        if best.as_ref().is_none_or(|(of, _)| left < *of) {
-            let mut all = vec![found::partner(first, left, evidence)];
-            all.extend(found::of_decision(&second, &decision, &inner.failing, &inner));
-            best = Some((left, all));
+        let said = found::of_decision(&second, &decision, &inner.failing, &inner);
+        for (&at, said) in decision.winners.iter().zip(said) {
+            let winner = &second[at];
+            let mut ids = [first.cause.id(), winner.cause.id()];
+            ids.sort_unstable();
+            let worlds = [world, &*winner.hypothesis.world];
+            let known = pairs.iter().any(|pair| pair.ids == ids && pair.sure);
+            // The same two the other way round, or what a sample accepts and all rows do not.
+            if known || search.rows.is_some() && !search.holds(&worlds, &inner.failing) {
+                continue;
+            }
+            // What the first explains is as the first leaves it: the second may be in one
+            // gradient alone.
+            let done: BTreeSet<Key> =
+                evidence.failing.difference(&inner.failing).copied().collect();
+            let left = winner.left_of(&inner.failing) + first.left_of(&done);
+            let found = vec![found::partner(first, left, evidence), said];
+            pairs.push(Pair { ids, left, found, sure: decision.winners.len() == 1 });
         }
     }
-    best.map(|(_, found)| found)
+    best_pairs(pairs)
+}
+
+/// What a second cause is sought beside: whatever takes most of the energy away, and
+/// whatever explains most comparisons though it makes others worse.
+fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a Tried<'c>> {
+    let before = search::left_of(&evidence.residuals, &evidence.failing);
+    let floor = evidence.failing.len() as f64;
+    let takes = |one: &&Tried<'_>| before - one.left > PARTIAL * (before - floor).max(0.0);
+    let mut found: Vec<&Tried<'_>> = tried.iter().filter(takes).collect();
+    found.sort_by(|a, b| a.left.total_cmp(&b.left));
+    found.truncate(PARTNERS);
+    let explains = |one: &&Tried<'_>| !takes(one) && !one.explains.is_empty();
+    let mut more: Vec<&Tried<'_>> = tried.iter().filter(explains).collect();
+    more.sort_by_key(|one| std::cmp::Reverse(one.explains.len()));
+    found.extend(more.into_iter().take(EXPLAINING));
+    found
+}
+
+/// Two causes that together explain everything.
+struct Pair<'a> {
+    ids: [&'a str; 2],
+    left: f64,
+    found: Vec<Found>,
+    /// Whether no other second cause explains as much beside the first.
+    sure: bool,
+}
+
+/// The pair that leaves least; of several that leave nearly as little, what not all of them
+/// hold is tied.
+fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<Found>> {
+    pairs.sort_by(|a, b| a.left.total_cmp(&b.left));
+    let least = pairs.iter().find(|pair| pair.sure)?.left;
+    pairs.retain(|pair| !(pair.left >= CLEAR * least.max(f64::MIN_POSITIVE)));
+    let common = |id: &str| pairs.iter().all(|pair| pair.ids.contains(&id));
+    let mut all: Vec<Found> = Vec::new();
+    for one in pairs.iter().flat_map(|pair| &pair.found) {
+        if all.iter().all(|of| of.id != one.id) {
+            let standing = if common(&one.id) { one.standing } else { Standing::Tied };
+            all.push(Found { standing, ..one.clone() });
+        }
+    }
+    Some(all)
 }

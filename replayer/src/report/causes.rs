@@ -6,13 +6,14 @@ use crate::diagnose::{Found, Standing, VariantStage};
 
 /// Lines of all causes; nothing where nothing diverged.
 pub(super) fn render(out: &mut String, causes: &[Found]) {
-    for (at, cause) in causes.iter().enumerate() {
-        if at == 0 && cause.standing == Standing::Tied {
-            let ids: Vec<&str> = causes.iter().map(|cause| cause.id.as_str()).collect();
-            let words =
-                format!("TIED: {}; the captured tensors cannot tell them apart", ids.join(", "));
-            wrap(out, "cause     ", &words);
-        }
+    let tied = causes.iter().filter(|cause| cause.standing == Standing::Tied);
+    let tied: Vec<&str> = tied.map(|cause| cause.id.as_str()).collect();
+    if !tied.is_empty() {
+        let words =
+            format!("TIED: {}; the captured tensors cannot tell them apart", tied.join(", "));
+        wrap(out, "cause     ", &words);
+    }
+    for cause in causes {
         wrap(out, "cause     ", &format!("{}{}", cause.id, figures(cause)));
         wrap(out, "          ", &format!("{}.", cause.evidence));
         if !cause.parameters.is_empty() {

@@ -14,7 +14,7 @@ use super::emulated::{Emulated, bases, has_products, likely_formats};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::sums::{Pieces, Sums};
 use crate::diagnose::evidence::Evidence;
-use crate::head::Stage;
+use crate::head::{Roundings, Stage};
 use crate::kernels::policy::{Path, Policy, Walk};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::Tiles;
@@ -51,18 +51,24 @@ impl Cause for ChunkAccumulatorLowPrecision {
         if fused && evidence.fails_any(&dq) {
             return Vec::new();
         }
-        let declared = evidence.step.options.declared.tiles.and_then(|tiles| tiles.tokens);
-        let declared = declared.map(|size| size as usize);
-        let mut found = Vec::new();
-        for precision in likely_formats(&roundings) {
-            for base in bases(&roundings) {
-                for pieces in searched(evidence, &base, precision, declared) {
-                    found.push(hypothesis(&base, &pieces, declared, fused));
-                }
+        of_dk(evidence, &roundings)
+    }
+}
+
+/// dk of the failing stage in chunks of tokens, of every size that its sums show.
+pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypothesis> {
+    let fused = roundings.widest.path == Path::Fused;
+    let declared = evidence.step.options.declared.tiles.and_then(|tiles| tiles.tokens);
+    let declared = declared.map(|size| size as usize);
+    let mut found = Vec::new();
+    for precision in likely_formats(roundings) {
+        for base in bases(roundings) {
+            for pieces in searched(evidence, &base, precision, declared) {
+                found.push(hypothesis(&base, &pieces, declared, fused));
             }
         }
-        found
     }
+    found
 }
 
 fn searched(

@@ -6,11 +6,13 @@
 //! tiles. With atomics the order is another one each time: then nothing here fits, and
 //! the cause stays unknown.
 //!
-//! Detectors: dq fails; a few rows of dq (and of dk) summed again in tiles of some size fit
+//! Detectors: dq or dk fails; a few rows of dq (and of dk) summed again in tiles of some size fit
 //! much better than one sum in f32 does (`detectors::sums`).
 //! Emulation: `acc = round(acc + round(tile))` for dq over the vocabulary, for dk over the
-//! tokens.
+//! tokens. Where dq does not show it, tiles of tokens are what chunks are, and both names
+//! are tied.
 
+use super::chunk_accumulator_low_precision;
 use super::emulated::{Emulated, bases, has_products, likely_formats};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::sums::{Pieces, Sums};
@@ -43,8 +45,12 @@ impl Cause for TileAddLowPrecision {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let fused = roundings.widest.path == Path::Fused;
-        if !fused || !has_products(evidence) || !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
+        if !fused || !has_products(evidence) {
             return Vec::new();
+        }
+        if !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
+            // Tiles of tokens are chunks as far as dk shows.
+            return chunk_accumulator_low_precision::of_dk(evidence, &roundings);
         }
         let mut found = Vec::new();
         for precision in likely_formats(&roundings) {

@@ -111,7 +111,17 @@ fn unwritten(evidence: &Evidence<'_>, key: Key) -> Option<(f64, Vec<Range<usize>
         false => all.iter().map(|&(row, _)| row).collect(),
     };
     let runs = runs_of(&rows);
+    if is_computed(value) && (rows.len() == captured.rows() || runs.iter().any(|run| run.len() < 2))
+    {
+        return None;
+    }
     (value != 0.0 || is_hole(&captured, table, &runs)).then_some((value, runs))
+}
+
+/// The NaN that arithmetic makes: it comes in single rows, or in all that it reached. A tile
+/// that was never written may hold it too, where the framework fills memory with it.
+fn is_computed(value: f64) -> bool {
+    value.to_bits() << 1 == f64::NAN.to_bits() << 1
 }
 
 /// Zeros in few runs of rows, where the gradient has its usual size.
