@@ -56,20 +56,37 @@ impl Cause for CotangentDropped {
         let weights = any(|one| &one.weights);
         let mut found = Vec::new();
         if cotangent {
-            found.push(Dropped::hypothesis(evidence, true, false, false));
+            found.push(Dropped::hypothesis(evidence, true, Weights::Kept, false));
         }
+        // Tokens of no weight stay out, or without their weight they count as well.
+        let zero = |one: &MicrobatchInputs| one.weights.contains(&0.0);
+        let masked = evidence.inputs.iter().any(zero);
         for both in [false, true].into_iter().filter(|&both| weights && (!both || cotangent)) {
             for counted in [false, true] {
-                found.push(Dropped::hypothesis(evidence, both, true, counted));
+                found.push(Dropped::hypothesis(evidence, both, Weights::Dropped, counted));
+                if masked {
+                    found.push(Dropped::hypothesis(evidence, both, Weights::Mask, counted));
+                }
             }
         }
         found
     }
 }
 
+/// What the backward takes of the tokens' weights.
+#[derive(Clone, Copy, PartialEq)]
+enum Weights {
+    /// As declared.
+    Kept,
+    /// Only which of them are 0.
+    Mask,
+    /// Nothing.
+    Dropped,
+}
+
 struct Dropped {
     cotangent: bool,
-    weights: bool,
+    weights: Weights,
     /// The declared denominators of each microbatch, where they are kept.
     kept: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
@@ -78,7 +95,7 @@ impl Dropped {
     fn hypothesis(
         evidence: &Evidence<'_>,
         cotangent: bool,
-        weights: bool,
+        weights: Weights,
         counted: bool,
     ) -> Hypothesis {
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
@@ -91,12 +108,15 @@ impl Dropped {
             false => evidence.inputs.iter().filter_map(declared).collect(),
         };
         let words = match (cotangent, weights) {
-            (true, false) => "the cotangent",
+            (true, Weights::Kept) => "the cotangent",
             (false, _) => "the weights",
-            (true, true) => "the cotangent and the weights",
+            (true, _) => "the cotangent and the weights",
         };
         let mut parameters = vec![("left out", words.to_string())];
-        if weights {
+        if weights == Weights::Mask {
+            parameters.push(("kept", "which tokens have no weight".to_string()));
+        }
+        if weights != Weights::Kept {
             let from = if counted { "counted without weights" } else { "as declared" };
             parameters.push(("denominator", from.to_string()));
         }
@@ -115,9 +135,12 @@ impl World for Dropped {
         if self.cotangent {
             inputs.cotangent.fill(1.0);
         }
-        if self.weights {
-            inputs.weights.fill(1.0);
-        }
+        let taken = |weight: f64| match self.weights {
+            Weights::Kept => weight,
+            Weights::Mask => f64::from(u8::from(weight != 0.0)),
+            Weights::Dropped => 1.0,
+        };
+        inputs.weights.iter_mut().for_each(|weight| *weight = taken(*weight));
     }
 
     fn denominators(

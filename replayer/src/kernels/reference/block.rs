@@ -207,9 +207,9 @@ impl Block {
     }
 }
 
-/// Square of a whole entry over that of its label part; 0 where both are 0.
+/// Square of a whole entry over that of its label part; 0 where there is no such part.
 fn share(whole: f64, label: f64) -> f64 {
-    if whole == 0.0 { 0.0 } else { (whole / label).powi(2) }
+    if label == 0.0 { 0.0 } else { (whole / label).powi(2) }
 }
 
 /// Sum of the squared sums of ascending values that lie within `width` of the first of
