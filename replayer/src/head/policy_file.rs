@@ -245,7 +245,7 @@ fn unknown(what: &str, name: &str, known: &[&str]) -> PolicyError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::policy::Walk;
+    use crate::kernels::policy::{LogitRounding, Walk};
 
     fn read(text: &str) -> Result<(Policy, Tiles), String> {
         let declared = read_toml(text).map_err(|error| error.to_string())?;
@@ -288,7 +288,7 @@ mod tests {
             product: Precision::Tf32,
             logits: Precision::F16,
             operand: Precision::F64,
-            logits_once: false,
+            logits_when: LogitRounding::Each,
             p: Precision::Bf16,
             dlogits: Precision::F8E4m3,
             label_grad: Precision::F8E5m2,

@@ -24,7 +24,7 @@ mod step;
 mod tests;
 mod tile;
 
-pub use declare::{Order, Path, Policy, Sum, Sums, Walk};
+pub use declare::{LogitRounding, Order, Path, Policy, Sum, Sums, Walk};
 pub use dispatch::{
     DkParts, DqParts, PlaneTile, PolicyForward, backward, backward_work, forward, forward_work,
     plane, plane_work,

@@ -13,7 +13,7 @@ use super::emulated::{Emulated, bases, forward, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::head::{MicrobatchInputs, Roundings};
-use crate::kernels::policy::{Path, Policy};
+use crate::kernels::policy::{LogitRounding, Path, Policy};
 use crate::kernels::round::Precision;
 use crate::replay::world::{Pass, World};
 
@@ -73,27 +73,26 @@ fn backward(
     let finer = |base: &Policy| precision.unit_roundoff() > base.logits.unit_roundoff();
     let mut found = Vec::new();
     for base in bases(roundings).into_iter().filter(finer) {
-        for logits_once in once(evidence) {
+        for logits_when in ways(evidence) {
             let parameters = vec![
                 ("what", "logits of the backward".to_string()),
                 ("rounded to", precision.name().to_string()),
                 ("dlogits rounded to", base.dlogits.name().to_string()),
             ];
-            let policy = Policy { logits: precision, logits_once, ..base };
+            let policy = Policy { logits: precision, logits_when, ..base };
             found.push(Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters));
         }
     }
     found
 }
 
-/// Whether the head rounds its logits once, or after every option too: one way where
-/// nothing follows the GEMM.
-fn once(evidence: &Evidence<'_>) -> Vec<bool> {
+/// When logits may be rounded: one way where nothing follows the GEMM.
+fn ways(evidence: &Evidence<'_>) -> Vec<LogitRounding> {
     let transform = evidence.step.options.transform;
     let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
     match biased || transform.scale != 1.0 || transform.softcap.is_some() {
-        true => vec![true, false],
-        false => vec![false],
+        true => vec![LogitRounding::Gemm, LogitRounding::Each, LogitRounding::End],
+        false => vec![LogitRounding::Each],
     }
 }
 
@@ -109,9 +108,9 @@ fn forwards(
     }
     let both = [true, false].into_iter();
     let labels = both.filter(|&label| label || base.path == Path::Fused);
-    let ways = labels.flat_map(|label| once(evidence).into_iter().map(move |once| (label, once)));
-    let one = |(label, logits_once): (bool, bool)| {
-        let policy = Policy { logits: precision, logits_once, ..base };
+    let ways = labels.flat_map(|label| ways(evidence).into_iter().map(move |when| (label, when)));
+    let one = |(label, logits_when): (bool, LogitRounding)| {
+        let policy = Policy { logits: precision, logits_when, ..base };
         let parameters = vec![
             ("what", "logits of the forward".to_string()),
             ("rounded to", precision.name().to_string()),

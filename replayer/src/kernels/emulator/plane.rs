@@ -87,13 +87,13 @@ impl<'a> Elements<'a> {
         });
     }
 
-    /// A row of raw logits becomes logits: rounded, and again after each option.
+    /// A row of raw logits becomes logits, rounded when the policy says.
     fn finish(&self, row: &mut [f64], cols: Range<usize>) {
-        let transformed = self.policy.transformed();
+        let [leaving, between, end] = self.policy.logit_steps();
         let each = |row: &mut [f64], f: &dyn Fn(usize, f64) -> f64| {
-            row.iter_mut().enumerate().for_each(|(col, x)| *x = transformed.round64(f(col, *x)));
+            row.iter_mut().enumerate().for_each(|(col, x)| *x = between.round64(f(col, *x)));
         };
-        self.policy.logits.round_slice64(row);
+        leaving.round_slice64(row);
         if !self.bias.is_empty() {
             let bias = &self.bias[cols];
             each(row, &|col, x| self.one(x + bias[col]));
@@ -104,6 +104,7 @@ impl<'a> Elements<'a> {
         if let Some(cap) = self.softcap {
             each(row, &|_, x| self.one(cap * self.one(libm::tanh(self.one(x / cap)))));
         }
+        end.round_slice64(row);
     }
 
     /// Derivative of the transform at a logit.

@@ -88,6 +88,17 @@ pub enum Walk {
     Descending,
 }
 
+/// When logits are rounded, where bias, scale or softcap follow their GEMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogitRounding {
+    /// As they leave the GEMM, not again.
+    Gemm,
+    /// As they leave the GEMM, and after each option: an eager job of few bits.
+    Each,
+    /// After all options alone: kept wide, and cast at the end.
+    End,
+}
+
 /// One implementation: its path, rounding points and sums. `F64` at a rounding point
 /// rounds nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,11 +112,10 @@ pub struct Policy {
     /// What each product of a GEMM is rounded to before it is added. (The fast path may
     /// fuse product and addition; in the emulator `F64` does.)
     pub product: Precision,
-    /// What the logits are rounded to as they leave their GEMM, and again after bias,
-    /// scale and softcap, each where the head has it.
+    /// What the logits are rounded to.
     pub logits: Precision,
-    /// True where what follows the GEMM is not rounded again.
-    pub logits_once: bool,
+    /// When they are.
+    pub logits_when: LogitRounding,
     /// What `p = exp(logit - lse)` is rounded to before its cotangent multiplies it.
     pub p: Precision,
     /// What dlogits (fused: their softmax part alone) are rounded to before the GEMMs.
@@ -143,7 +153,7 @@ impl Policy {
             operand: Precision::F64,
             product: precision,
             logits: precision,
-            logits_once: false,
+            logits_when: LogitRounding::Each,
             p: precision,
             dlogits: precision,
             label_grad: precision,
@@ -220,9 +230,15 @@ impl Policy {
         native && self.product == Precision::F32 && (scatter || self.path != Path::Fused)
     }
 
-    /// What logits are rounded to after bias, scale and softcap.
-    pub(in crate::kernels) fn transformed(&self) -> Precision {
-        if self.logits_once { Precision::F64 } else { self.logits }
+    /// What logits are rounded to as they leave their GEMM, after each of bias, scale and
+    /// softcap, and at the end.
+    pub(in crate::kernels) fn logit_steps(&self) -> [Precision; 3] {
+        let (own, none) = (self.logits, Precision::F64);
+        match self.logits_when {
+            LogitRounding::Gemm => [own, none, none],
+            LogitRounding::Each => [own, own, own],
+            LogitRounding::End => [none, none, own],
+        }
     }
 
     /// What the parts of dq and of dk are rounded to before they are added, and what their

@@ -23,22 +23,24 @@ impl<'a> Finish<'a> {
         Finish { policy, bias, slope: Slope::new(inputs.transform) }
     }
 
-    /// A row of raw logits becomes logits: rounded, and again after each option.
+    /// A row of raw logits becomes logits, rounded when the policy says.
     pub(super) fn row(&self, row: &mut [f32]) {
         let Finish { policy, bias, slope } = self;
-        policy.logits.round_slice(row);
+        let [leaving, between, end] = policy.logit_steps();
+        leaving.round_slice(row);
         if !bias.is_empty() {
             row.iter_mut().zip(bias).for_each(|(logit, bias)| *logit += bias);
-            policy.transformed().round_slice(row);
+            between.round_slice(row);
         }
         if slope.scale != 1.0 {
             row.iter_mut().for_each(|logit| *logit *= slope.scale);
-            policy.transformed().round_slice(row);
+            between.round_slice(row);
         }
         if let Some(cap) = slope.softcap {
             softcap(row, cap);
-            policy.transformed().round_slice(row);
+            between.round_slice(row);
         }
+        end.round_slice(row);
     }
 }
 
