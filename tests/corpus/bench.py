@@ -61,6 +61,7 @@ class Outcome:
     first: str | None = None
     said: list[dict] = field(default_factory=list)
     reason: str = ""
+    warned: list[str] = field(default_factory=list)  # stages that pass for want of a declaration
     generate_s: float = 0.0
     replay_s: float = 0.0
 
@@ -130,6 +131,7 @@ class Bench:
             first = said["first_divergence"]
             outcome.verdict, outcome.first = said["verdict"], first and first["stage"]
             outcome.said = said["causes"]
+            outcome.warned = [s["name"] for s in said["stages"] if s["status"] == "warn"]
             failed = [s for s in said["stages"] if s["name"] == outcome.first]
             outcome.reason = failed[0]["reason"] if failed else "; ".join(map(str, said["findings"]))
         else:

@@ -138,6 +138,12 @@ def statements(found):
         if of:
             bound = upper_bound(len(bad), len(of))
             lines.append(f"{len(bad)} {what} in {len(of)}: a rate of at most {bound:.2%} at {CONFIDENCE:.0%} confidence (Clopper-Pearson)")
+    missed = [o for o in visible if not detected(o)]
+    warned = [o for o in clean if o.warned]
+    lines.append(
+        f"{len(missed)} of {len(visible)} faults above the floor are not detected, {sum(bool(o.warned) for o in missed)} of them with a "
+        f"warning that a stage passes only for want of a declaration; {len(warned)} of {len(clean)} clean cases have one"
+    )
     return lines
 
 
@@ -160,7 +166,8 @@ def failures(found):
             bad.append((o.case, "false alarm", f"{o.verdict} at {o.first}: {o.reason}"))
         elif not clean and above(o) and not detected(o):
             worst = max(o.effect.values(), key=lambda e: e["seen"])
-            bad.append((o.case, f"missed ({o.standing})", f"{worst['stage']}: change {worst['change']:.1e}, rounding {worst['rounding']:.1e}, ratio {worst['ratio']:.2f}; {o.parameters}"))
+            note = f", but warned of {' and '.join(o.warned)}" if o.warned else ""
+            bad.append((o.case, f"missed ({o.standing}){note}", f"{worst['stage']}: change {worst['change']:.1e}, rounding {worst['rounding']:.1e}, ratio {worst['ratio']:.2f}; {o.parameters}"))
         elif not clean and above(o) and not stage_right(o):
             bad.append((o.case, "stage", f"{o.first}, not {'/'.join(o.stages)}: {o.reason}"))
         if answer(o) in ("WRONG", "part"):

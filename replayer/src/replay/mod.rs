@@ -18,6 +18,7 @@ mod forward;
 pub mod forward_cache;
 mod from_dlogits;
 pub(crate) mod gather;
+mod loose;
 mod loss;
 mod members;
 mod norm;
@@ -153,6 +154,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     replay.note_effort(&slices, &mut outcome);
     replay.across(&slices, &mut outcome)?;
     outcome.finish(step);
+    replay.note_loose(&mut outcome);
     Ok(outcome)
 }
 

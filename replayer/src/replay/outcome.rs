@@ -20,7 +20,8 @@ use crate::head::{HeadStep, Stage};
 pub enum Status {
     /// Its error is what the declared precision must have.
     Pass,
-    /// It differs, and nothing says how much it may.
+    /// It differs, and nothing says how much it may; or it passes only because the job does
+    /// not declare how it rounds.
     Warn,
     /// Its error is more than rounding can explain.
     Fail,

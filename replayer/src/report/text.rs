@@ -215,8 +215,17 @@ fn verdict(report: &Report) -> String {
         }
         (Verdict::Agreed, _) => {
             let compared = report.stages.iter().filter(|stage| stage.worst.is_some()).count();
+            let loose = report.stages.iter().filter(|stage| stage.status == Status::Warn);
+            let loose: Vec<&str> = loose.map(|stage| stage.name).collect();
+            let only = match &loose[..] {
+                [] => String::new(),
+                names => format!(
+                    ", {} only because roundings are not declared (unchecked, above)",
+                    names.join(" and ")
+                ),
+            };
             format!(
-                "AGREED: all {compared} stages compared are what the declared precision must give."
+                "AGREED: all {compared} stages compared are what the declared precision must give{only}."
             )
         }
         _ => {
