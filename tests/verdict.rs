@@ -1,7 +1,7 @@
 //! What the verdict allows and what it does not, in the places where real training
 //! programs showed it to be too narrow or too wide.
 
-use backtape::head::{HeadDeclaration, Scope};
+use backtape::head::{HeadDeclaration, MicrobatchReduction, Scope};
 use backtape::role::Role;
 use backtape_replayer::cli::replay_report;
 use backtape_replayer::dump::Selection;
@@ -15,12 +15,16 @@ use crate::support::job::{Float, Job};
 const ASKED: &[Role] = &[Role::Dq, Role::Dk];
 
 fn declared(job: &Job, declare: impl FnOnce(&mut HeadDeclaration)) -> Report {
+    asked(job, ASKED, declare)
+}
+
+fn asked(job: &Job, roles: &[Role], declare: impl FnOnce(&mut HeadDeclaration)) -> Report {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("run-a");
     let mut head = job.head();
     declare(&mut head);
     dump::write(&path, job.ranks as u32, &head, &job.shards());
-    replay_report(&path, &Selection::default(), ASKED, None).unwrap()
+    replay_report(&path, &Selection::default(), roles, None).unwrap()
 }
 
 /// A job that computes and stores in this dtype what it does not declare.
@@ -48,6 +52,20 @@ fn a_part_of_the_batch_whose_weights_are_all_zero_has_gradients_of_zero() {
 
 /// Goal: a fused kernel may form p - 1 in place: the label's term is then carried
 /// through the sum like any other. Method: a plain job that calls itself fused.
+/// Goal: one constant that rounds alike for every element of a mean is no divergence.
+#[test]
+fn a_mean_over_three_microbatches_that_multiplies_by_a_third_agrees() {
+    for reciprocal in [false, true] {
+        let mut job = Job { microbatches: 3, ranks: 1, ..Job::default() };
+        job.options.layout.dk = Float::F32;
+        job.options.microbatch_reduction = MicrobatchReduction::Mean;
+        job.options.extras.accumulated = true;
+        job.options.reciprocal = reciprocal;
+        let report = asked(&job, &[], |_| {});
+        assert_eq!(report.verdict, Verdict::Agreed, "{}", text::render(&report));
+    }
+}
+
 #[test]
 fn a_fused_job_in_f32_that_never_tells_the_parts_apart_agrees() {
     for seed in 1..5 {

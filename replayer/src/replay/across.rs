@@ -167,13 +167,16 @@ impl Replay<'_> {
         let bound = self.bound(captured.rows, captured.cols);
         let columns = captured.cols;
         let sum = policy::Sum::of(reduce);
+        // A mean over three multiplies all by one rounded third.
+        let constant = addends.rounds || super::dk::rounds(divisor);
         let allowed = |row: usize, column: usize, x: f64| {
             let at = row * columns + column;
             let sum = summed(sum, addends.count, addends.total[at], addends.squares[at]);
             let inner = (sum + addends.storage[at]) / (divisor * divisor);
             let own = inner + rounded(reduce, x);
             let again = super::dk::rounds(factor);
-            Allowed { own, ..Allowed::default() }.stored(stored(precision, x), again)
+            let shared = if constant { rounded(reduce, x) } else { 0.0 };
+            Allowed { own, shared, ..Allowed::default() }.stored(stored(precision, x), again)
         };
         let rows =
             Rows { captured, reference: &reference, index: &|row| row as u64, repeats: &once };

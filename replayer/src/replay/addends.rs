@@ -5,6 +5,7 @@ use backtape::placement::Reduction;
 use backtape::shard::TensorKey;
 
 use super::allowed::stored;
+use super::dk::rounds;
 use crate::assemble::{self, Tensor};
 use crate::head::HeadStep;
 use crate::head::roundings::precision_of;
@@ -21,6 +22,8 @@ pub(crate) struct Sum {
     pub(super) storage: Vec<f64>,
     /// Addends of the element that has most.
     pub(super) count: f64,
+    /// Whether a mean's constant, which rounds alike for all, is no power of two.
+    pub(super) rounds: bool,
 }
 
 impl Sum {
@@ -32,6 +35,7 @@ impl Sum {
             squares: zeros(),
             storage: zeros(),
             count: 0.0,
+            rounds: false,
         }
     }
 
@@ -68,6 +72,7 @@ impl Sum {
             Reduction::Sum => 1.0,
             Reduction::Mean => 1.0 / ranks.len().max(1) as f64,
         };
+        self.rounds |= rounds(factor);
         let before = self.count;
         for &rank in &ranks {
             let parts = assemble::addend_parts(step.dump, key, rank)

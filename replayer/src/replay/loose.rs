@@ -13,7 +13,7 @@ use crate::kernels::round::Precision;
 
 /// Errors of clean jobs over that of the member that rounds most: beyond it, it is said. It
 /// decides no verdict.
-const LOOSE: f64 = 3.0;
+const LOOSE: f64 = 2.0;
 
 impl Replay<'_> {
     /// Says of every stage that passes with an error far beyond every member's what the

@@ -248,4 +248,5 @@ fn extras(job: &mut Job, random: &mut Random) {
         accumulated: random.chance(0.3),
         dq_parts: job.fused && random.chance(0.3),
     };
+    job.options.reciprocal = random.chance(0.5);
 }

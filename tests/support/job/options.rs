@@ -135,6 +135,8 @@ pub(crate) struct Options {
     pub(crate) denominator: Denominator,
     pub(crate) scope: Scope,
     pub(crate) microbatch_reduction: MicrobatchReduction,
+    /// Means over microbatches multiply by `1 / M`, a rounded number, and do not divide.
+    pub(crate) reciprocal: bool,
     pub(crate) cotangent: f64,
     pub(crate) weights: Weights,
     pub(crate) ignore_label: Option<i64>,
@@ -222,6 +224,7 @@ impl Default for Options {
             denominator: Denominator::Weights,
             scope: Scope::Global,
             microbatch_reduction: MicrobatchReduction::Sum,
+            reciprocal: false,
             cotangent: 1.75,
             weights: Weights::Mixed,
             ignore_label: None,

@@ -231,7 +231,9 @@ fn accumulated<F: Real>(job: &Job, parts: &[Vec<Part<F>>]) -> Vec<Vec<F>> {
         };
         if job.options.microbatch_reduction == MicrobatchReduction::Mean {
             let count = F::of(job.microbatches as f64);
-            sum.iter_mut().for_each(|x| *x = (*x / count).round(to));
+            let share = F::of(1.0) / count;
+            let mean = |x: F| if job.options.reciprocal { x * share } else { x / count };
+            sum.iter_mut().for_each(|x| *x = mean(*x).round(to));
         }
         sum
     };
