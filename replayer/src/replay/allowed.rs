@@ -81,6 +81,16 @@ pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
     u * u / 3.0 * partial_sums
 }
 
+/// Variance of summing addends one after the other: every partial sum is rounded once.
+pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
+    let u = unit(sum.precision);
+    let partial = addends.iter().scan(0.0, |sum, x| {
+        *sum += x;
+        Some(*sum * *sum)
+    });
+    u * u / 3.0 * partial.sum::<f64>()
+}
+
 /// Variance of carrying `carried` (a square) through the partial sums of `n` addends:
 /// what a large addend that comes first adds to every rounding after it.
 pub(super) fn carried(sum: Sum, n: f64, carried: f64) -> f64 {
@@ -190,7 +200,10 @@ impl Replay<'_> {
         let each = |held: bool| if held { 0.0 } else { u * u / 3.0 };
         // 1/0.7 as a factor, or 0.7 as a divisor: what the job did is not known.
         let scale = exact(transform.scale) && exact(1.0 / transform.scale);
-        each(scale) + each(transform.softcap.is_none_or(exact))
+        // tanh of a small number of few bits is rounded back to that number: its x²/3 is lost
+        // of every logit, to the same side.
+        let tanh = transform.softcap.is_none() || u <= F32;
+        each(scale) + each(transform.softcap.is_none_or(exact)) + each(tanh)
     }
 
     /// Operations between the product and the logit, each of which may round.

@@ -358,19 +358,22 @@ impl Replay<'_> {
         let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
         let bound = self.bound(problem.head.k.rows, 1);
         let (factor, again) = self.factor(problem, Stage::Dbias);
+        let tokens = problem.head.copies.map_or(t as f64, |copies| copies.iter().sum());
         let allowed = |row: usize, _, supposed: f64| {
             let squares = slab.dbias_sq[row];
-            let tokens = t as f64 * square(problem.entry_floor);
+            // Copies of a token lose alike below a format's smallest step, and so may all.
+            let floor = square(problem.entry_floor);
             let x = slab.dbias[row];
             let inner = Allowed {
                 own: slab.dbias_var[row]
                     + entry * squares
-                    + tokens
+                    + tokens * floor
                     + summed(sums.dk, t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
                     + rounded(self.roundings.widest.parts, x),
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
                     * squares
+                    + square(t as f64) * floor
                     + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
                 ..Allowed::default()

@@ -4,7 +4,7 @@
 use backtape::head::{LossReduction, Scope};
 use backtape::role::Role;
 
-use super::allowed::{relative, stored, summed};
+use super::allowed::{in_order, relative, stored, summed};
 use super::column::Expected;
 use super::forward::ForwardState;
 use super::outcome::{Comparison, Outcome};
@@ -293,8 +293,11 @@ impl Replay<'_> {
         let errs = terms.variance.iter().zip(&inputs.copies).map(|(own, copies)| copies * own);
         // So do the additions of equal addends.
         let most = inputs.copies.iter().copied().fold(1.0, f64::max);
+        // Terms of one sequence are alike: their partial sums, in the order of the tokens,
+        // may be larger than those of terms in an order that does not know them.
+        let in_order = in_order(sum, &terms.values);
         let own = errs.sum::<f64>()
-            + most * summed(sum, terms.values.len() as f64, total, squares)
+            + most * summed(sum, terms.values.len() as f64, total, squares).max(in_order)
             + stored(precision_of(tensor.dtype), total)
             + relative(2.0 * compute, total);
         // One constant moves all terms the same way: amplitudes add.
