@@ -82,6 +82,7 @@ class Bench:
     def generate(self, planned):
         """Computes and records one case; its outcome so far, and where its dump lies."""
         start, path = time.monotonic(), self.directory / planned.name
+        shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted
         key = planned.cause, planned.draw
         known = self.twins.pop(key, None)
         if known is None:
@@ -184,13 +185,22 @@ def arguments_of(argv):
     parser.add_argument("--twins", choices=("both", "only", "no"), default="both")
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps, reports and oracles here")
     parser.add_argument("--json", metavar="FILE", help="append every outcome, one object a line, as it comes")
+    parser.add_argument("--resume", action="store_true", help="take what --json FILE already holds as it is")
     parser.add_argument("--publish", action="store_true", help="write docs/causes-table.md")
     return parser.parse_args(argv)
 
 
-def outcomes(arguments):
-    """Every case's outcome, generated and replayed side by side."""
-    cases, directory = plan(arguments), arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
+def held(arguments):
+    """The outcomes of an interrupted run of this seed."""
+    if not arguments.resume or not arguments.json or not Path(arguments.json).exists():
+        return []
+    lines = map(json.loads, Path(arguments.json).read_text().splitlines())
+    return [Outcome(**one) for one in lines if one["seed"] == arguments.seed]
+
+
+def outcomes(arguments, known):
+    """Every other case's outcome, generated and replayed side by side."""
+    cases, directory = [one for one in plan(arguments) if one.name not in known], arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
     bench = Bench([binary()], directory, bool(arguments.keep))
     try:
         with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -210,8 +220,8 @@ def main(argv):
     from corpus import table
 
     arguments = arguments_of(argv)
-    found = []
-    for outcome in outcomes(arguments):
+    found = held(arguments)
+    for outcome in outcomes(arguments, {one.case for one in found}):
         found.append(outcome)
         if arguments.json:
             with open(arguments.json, "a") as lines:

@@ -143,7 +143,9 @@ fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) 
     let is_sum = |key: &Key| matches!(key.stage, Stage::Accumulate | Stage::Reduce);
     let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
         evidence.failing.iter().copied().partition(is_sum);
-    if sums.is_empty() || head.is_empty() {
+    let nans = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite > 0);
+    // A sum of what is no number is none: that says nothing of the sum.
+    if sums.is_empty() || head.is_empty() || head.iter().any(nans) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
     let mut one = |keys| alone(search, tried, keys, evidence);
