@@ -101,7 +101,7 @@ def test_torch_tensors_are_values_too(tmp_path):
     ("returned", "words"),
     [
         ({"dk": np.zeros((V, D + 1))}, r"'dk' of shape \(173, 25\): wanted \(173, 24\)"),
-        ({"grad": np.zeros(3)}, "'grad': the stages that it may return are lse"),
+        ({"grad": np.zeros(3)}, '"grad": the stages that it may return are lse'),
         ({"dk": np.zeros((V, D), np.int64)}, "'dk' as int64"),
         (np.zeros(3), "returned ndarray: return a dict of stages"),
     ],
