@@ -5,12 +5,13 @@ use backtape::head::{HeadDeclaration, MicrobatchReduction, Scope};
 use backtape::role::Role;
 use backtape_replayer::cli::replay_report;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::replay::outcome::Status;
 use backtape_replayer::report::schema::{Report, Verdict};
 use backtape_replayer::report::text;
 
 use crate::support::dump;
 use crate::support::job::options::Rounding;
-use crate::support::job::{Float, Job};
+use crate::support::job::{Fault, Float, Job, What};
 
 const ASKED: &[Role] = &[Role::Dq, Role::Dk];
 
@@ -92,4 +93,29 @@ fn an_underflow_of_dlogits_is_not_explained_by_the_smallest_step_of_p() {
     job.options.rounding.dlogits = Float::F16;
     let report = declared(&job, honest);
     assert_eq!(report.verdict, Verdict::Diverged, "{}", text::render(&report));
+}
+
+/// Goal: what passes only because nobody says how the job rounds is said, with what to
+/// declare; a clean job is not called so, and with the declaration it is a divergence.
+#[test]
+fn an_error_beyond_every_policy_that_only_worst_cases_allow_is_a_warning() {
+    let dk = |report: &Report| report.stages.iter().find(|one| one.name == "dk").unwrap().status;
+    let mut job = Job { ranks: 1, microbatches: 1, fused: false, ..Job::default() };
+    job.options.declared = vec![];
+    // Logits are small, or rounding them would make an error as large as the fault's.
+    (job.options.data.confident, job.options.data.spread) = (None, 0.5);
+    let clean = declared(&job, |_| {});
+    assert_eq!((clean.verdict, dk(&clean)), (Verdict::Agreed, Status::Pass));
+    job.fault = Fault::Scaled(What::Gradients, 1.006);
+    let loose = declared(&job, |_| {});
+    let words = text::render(&loose);
+    assert_eq!((loose.verdict, dk(&loose)), (Verdict::Agreed, Status::Warn), "{words}");
+    assert!(words.contains("dk as closely as it could be"), "{words}");
+    assert!(words.contains("roundings are not declared"), "{words}");
+    let said = declared(&job, |head| {
+        for name in ["logits", "p", "dlogits"] {
+            head.dtypes.insert(name.into(), "f32".into());
+        }
+    });
+    assert_eq!(said.verdict, Verdict::Diverged, "{}", text::render(&said));
 }

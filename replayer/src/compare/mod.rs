@@ -7,5 +7,5 @@ pub mod pair;
 pub mod tally;
 pub mod ulp;
 
-pub use bound::{Allowed, Bound};
+pub use bound::{Allowed, Bound, ONE_ROUNDING};
 pub use tally::{Rows, Tally, Worst, once};

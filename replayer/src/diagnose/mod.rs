@@ -259,3 +259,52 @@ fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<Found>> {
     }
     Some(all)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    fn found(id: &str) -> Found {
+        Found {
+            id: id.into(),
+            standing: Standing::Named,
+            explained: 1.0,
+            norm_gap_explained: None,
+            beats_next_by: None,
+            next: None,
+            bit_equal: false,
+            parameters: BTreeMap::new(),
+            stages: Vec::new(),
+            evidence: String::new(),
+            advice: String::new(),
+        }
+    }
+
+    fn pair<'a>(ids: [&'a str; 2], left: f64, sure: bool) -> Pair<'a> {
+        Pair { ids, left, found: ids.map(found).into(), sure }
+    }
+
+    fn said(pairs: Vec<Pair<'_>>) -> Vec<(String, Standing)> {
+        let all = best_pairs(pairs).unwrap_or_default();
+        all.into_iter().map(|one| (one.id, one.standing)).collect()
+    }
+
+    #[test]
+    fn what_not_every_pair_holds_is_tied_and_what_all_hold_is_named() {
+        let all = vec![pair(["a", "b"], 1.0, true), pair(["a", "c"], 3.0, false)];
+        let wanted = [("a", Standing::Named), ("b", Standing::Tied), ("c", Standing::Tied)];
+        assert_eq!(said(all), wanted.map(|(id, standing)| (id.to_string(), standing)));
+    }
+
+    #[test]
+    fn a_pair_that_leaves_ten_times_more_ties_with_nothing() {
+        let all = vec![pair(["a", "c"], 10.0, true), pair(["a", "b"], 1.0, true)];
+        assert!(said(all).iter().all(|(_, standing)| *standing == Standing::Named));
+    }
+
+    #[test]
+    fn pairs_of_which_none_is_sure_are_not_believed() {
+        assert_eq!(said(vec![pair(["a", "b"], 1.0, false), pair(["a", "c"], 1.0, false)]), []);
+    }
+}

@@ -49,7 +49,7 @@ pub(super) fn relative(u: f64, x: f64) -> f64 {
 
 /// Unit roundoff of a sum. Where the job sums in f64 the reference errs as much as it
 /// does, so both count.
-fn unit(precision: Precision) -> f64 {
+pub(super) fn unit(precision: Precision) -> f64 {
     match precision {
         Precision::F64 => 2.0 * Precision::F64.unit_roundoff(),
         other => other.unit_roundoff(),
@@ -79,16 +79,6 @@ pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
         Order::Kahan | Order::Neumaier => 4.0 * total * total + (n * u).powi(2) * n * squares,
     };
     u * u / 3.0 * partial_sums
-}
-
-/// Variance of summing addends one after the other: every partial sum is rounded once.
-pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
-    let u = unit(sum.precision);
-    let partial = addends.iter().scan(0.0, |sum, x| {
-        *sum += x;
-        Some(*sum * *sum)
-    });
-    u * u / 3.0 * partial.sum::<f64>()
 }
 
 /// Variance of carrying `carried` (a square) through the partial sums of `n` addends:

@@ -227,7 +227,11 @@ impl Replay<'_> {
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
-        let constants = self.transform_scale() * (1.0 + spread * spread);
+        let of_lse = match state.lse_shared.is_empty() {
+            true => 0.0,
+            false => most(&state.lse_shared),
+        };
+        let constants = self.transform_scale() * (1.0 + spread * spread) + of_lse;
         // Asked for at every element: looked for once.
         let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
         let largest = (most(&scale), most(&variance));

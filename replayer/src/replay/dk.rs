@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::Replay;
+use super::alike::{nearly_equal, spread};
 use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
@@ -374,6 +375,7 @@ impl Replay<'_> {
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
                     * squares
                     + square(t as f64) * floor
+                    + nearly_equal(sums.dk, t as f64, spread(t as f64, x, squares)) * x * x
                     + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
                 ..Allowed::default()

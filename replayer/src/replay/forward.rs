@@ -3,6 +3,7 @@
 
 use backtape::role::Role;
 
+use super::alike::nearly_equal;
 use super::allowed::{LabelSize, TokenSize, relative, stored};
 use super::column::{Column, Expected};
 use super::members::members;
@@ -34,6 +35,9 @@ pub(super) struct ForwardState {
     pub(super) loss_lse: Vec<f64>,
     /// Variance of `lse` beyond what storing it says.
     pub(super) lse_variance: Vec<f64>,
+    /// Variance of the error of a recomputed `lse` that tokens of nearly equal logits share;
+    /// empty for none.
+    pub(super) lse_shared: Vec<f64>,
     /// How far a hypothesis' lse may be off for values that lie near ties; empty for none.
     pub(super) lse_ties: Vec<f64>,
     /// Relative variance, alike over a token's row, that this lse brings.
@@ -237,8 +241,9 @@ impl Replay<'_> {
             stored(storage, x) + sum + relative(4.0 * compute, exact.lse[t].abs() + x + 1.0)
         });
         let label = exact.label_logits.iter().map(|&x| stored(storage, x));
+        let shared = self.equal_logits(&exact, head.valid_vocab as f64);
         let variance = Variances {
-            lse: Expected::new(exact.lse.clone(), lse.collect()),
+            lse: Expected { shared, ..Expected::new(exact.lse.clone(), lse.collect()) },
             label: Expected::new(exact.label_logits.clone(), label.collect()),
         };
         Ok((exact, variance))
@@ -276,6 +281,7 @@ impl Replay<'_> {
         let (alike, classes) = (self.transform_scale(), head.valid_vocab.max(1) as f64);
         let moved = exact.lse.iter().zip(&exact.row_max);
         let moved = moved.map(|(lse, max)| alike * max.abs().max(lse.abs() + classes.ln()).powi(2));
+        let moved = moved.zip(self.equal_logits(exact, classes)).map(|(one, other)| one + other);
         let labels = exact.label_logits.iter().map(|x| alike * x * x);
         let (moved, labels) = (moved.collect(), labels.collect());
         Variances {
@@ -285,6 +291,13 @@ impl Replay<'_> {
                 ..Expected::new(exact.label_logits.clone(), label.collect())
             },
         }
+    }
+
+    /// Variance of each token's lse, alike for all, from logits that are nearly equal.
+    fn equal_logits(&self, exact: &reference::Forward, classes: f64) -> Vec<f64> {
+        let sum = self.roundings.widest.sums.lse;
+        let spread = |t: usize| logit_variance(exact, t, classes).sqrt();
+        (0..exact.lse.len()).map(|t| nearly_equal(sum, classes, spread(t))).collect()
     }
 
     /// lse and label logits of the members that round the logits most differently.
@@ -313,15 +326,17 @@ impl Replay<'_> {
             .collect();
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
-        // lse - ln K - mean is half the variance of logits that are nearly equal.
         let alike = |(t, max): (usize, f64)| {
-            let variance = 2.0 * (exact.lse[t] - classes.ln() - exact.logit_sum[t] / classes);
-            let variance = variance.max(0.0);
+            let variance = logit_variance(&exact, t, classes);
             let few = few(variance.sqrt() / step);
             (if max > CONFIDENT { 1.0 } else { few }, (few, variance))
         };
         let (alike, rest): (Vec<f64>, Vec<(f64, f64)>) = largest.enumerate().map(alike).unzip();
         let (few, logit_variance) = rest.into_iter().unzip();
+        let lse_shared = match captured.0 {
+            Some(_) => Vec::new(),
+            None => self.equal_logits(&exact, classes),
+        };
         let (lse, scale) = match &captured.0 {
             Some(column) => {
                 let unit = column.stored.map_or(0.0, |precision| precision.unit_roundoff());
@@ -349,6 +364,7 @@ impl Replay<'_> {
             lse: lse.values,
             loss_lse: Vec::new(),
             lse_variance: lse.variance,
+            lse_shared,
             lse_ties: lse.certain,
             scale,
             alike,
@@ -370,6 +386,7 @@ impl ForwardState {
             lse: vec![0.0; tokens],
             loss_lse: vec![0.0; tokens],
             lse_variance: vec![0.0; tokens],
+            lse_shared: Vec::new(),
             lse_ties: Vec::new(),
             scale: vec![0.0; tokens],
             alike: vec![0.0; tokens],
@@ -394,6 +411,11 @@ impl Expected {
 fn captured_expectation(column: &Column) -> Expected {
     let (values, variance) = (0..column.values.len()).map(|t| column.at(t)).unzip();
     Expected::new(values, variance)
+}
+
+/// Variance of a token's logits where they are nearly equal: twice `lse - ln V - mean`.
+fn logit_variance(exact: &reference::Forward, token: usize, classes: f64) -> f64 {
+    (2.0 * (exact.lse[token] - classes.ln() - exact.logit_sum[token] / classes)).max(0.0)
 }
 
 struct Variances {

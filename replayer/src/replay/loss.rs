@@ -4,7 +4,8 @@
 use backtape::head::{LossReduction, Scope};
 use backtape::role::Role;
 
-use super::allowed::{in_order, relative, stored, summed};
+use super::alike::{in_order, to_one_side};
+use super::allowed::{relative, stored, summed};
 use super::column::Expected;
 use super::forward::ForwardState;
 use super::outcome::{Comparison, Outcome};
@@ -240,8 +241,12 @@ impl Replay<'_> {
             (weight * nll[t], weight * weight * variance)
         };
         let (values, variance): (Vec<f64>, Vec<f64>) = (0..inputs.tokens()).map(token).unzip();
-        let alike = |x: &f64| 4.0 * self.transform_scale() * x * x;
-        let shared = values.iter().map(alike).collect();
+        let shared = values.iter().enumerate().map(|(t, x)| {
+            let weight = share(inputs.weights[t], divided[t]);
+            let of_lse = state.lse_shared.get(t).copied().unwrap_or(0.0);
+            4.0 * self.transform_scale() * x * x + weight * weight * of_lse
+        });
+        let shared = shared.collect();
         let certain = (0..inputs.tokens()).map(|t| {
             let counted = inputs.labels[t] != IGNORED;
             let weight = if counted { share(inputs.weights[t], divided[t]) } else { 0.0 };
@@ -296,6 +301,8 @@ impl Replay<'_> {
         // Terms of one sequence are alike: their partial sums, in the order of the tokens,
         // may be larger than those of terms in an order that does not know them.
         let in_order = in_order(sum, &terms.values);
+        let counted: Vec<f64> = terms.values.iter().copied().filter(|&x| x != 0.0).collect();
+        let to_one_side = to_one_side(sum, &counted);
         let own = errs.sum::<f64>()
             + most * summed(sum, terms.values.len() as f64, total, squares).max(in_order)
             + stored(precision_of(tensor.dtype), total)
@@ -304,7 +311,7 @@ impl Replay<'_> {
         let shared = terms.shared.iter().map(|v| v.sqrt()).sum::<f64>().powi(2);
         let bound = self.bound(1, 1);
         let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
-        let certain = terms.certain.iter().sum();
+        let certain = terms.certain.iter().sum::<f64>() + to_one_side;
         let allowed = |_, _, _| Allowed { own, shared, certain, ..Allowed::default() };
         let tally = Tally::of(&rows, allowed, &bound);
         outcome.add(

@@ -6,6 +6,7 @@
 mod across;
 pub(crate) mod addends;
 pub mod against;
+mod alike;
 mod allowed;
 mod backward;
 mod chained;

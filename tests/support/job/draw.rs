@@ -178,6 +178,7 @@ fn numbers(job: &mut Job, random: &mut Random) {
     let most = if options.layout.input == Float::F16 { 4.0f64 } else { f64::MAX };
     let data = Data {
         spread: most.min(random.one_of(&[0.01, 0.5, 2.0, 2.0, 4.0, 15.0])),
+        head: 1.0,
         confident: random
             .chance(0.6)
             .then(|| (random.between(2, 9), random.one_of(&[5.0, 12.0, 25.0]))),
@@ -249,4 +250,7 @@ fn extras(job: &mut Job, random: &mut Random) {
         dq_parts: job.fused && random.chance(0.3),
     };
     job.options.reciprocal = random.chance(0.5);
+    if random.chance(0.06) {
+        job.options.data.head = random.one_of(&[0.0, 1e-3]);
+    }
 }

@@ -76,7 +76,7 @@ impl Inputs {
         let mut normals = |n: usize, size: f64, to: Float| -> Vec<f64> {
             (0..n).map(|_| rounded(to, random.normal() * size)).collect()
         };
-        let k = normals(job.vocab * job.width, K_SIZE, layout.input);
+        let k = normals(job.vocab * job.width, K_SIZE * job.options.data.head, layout.input);
         let bias = normals(if job.options.bias { job.vocab } else { 0 }, 1.0, layout.bias);
         let mut inputs = Inputs { k, bias, shares: Vec::new() };
         for _ in 0..job.microbatches {
@@ -201,7 +201,8 @@ fn given(job: &Job, share: &Share, random: &mut Random) -> Vec<f64> {
             }
         }
     }
-    values.into_iter().map(|x| rounded(options.layout.input, x)).collect()
+    let each = |x: f64| rounded(options.layout.input, x * options.data.head);
+    values.into_iter().map(each).collect()
 }
 
 /// Makes row t a copy of row t mod n.

@@ -68,6 +68,9 @@ impl Rounding {
 pub(crate) struct Data {
     /// Standard deviation of the logits of a token that is not confident.
     pub(crate) spread: f64,
+    /// What k (or the logits, where they are the input) is multiplied by: 0 where the job
+    /// starts from a head of zeros, as muP does.
+    pub(crate) head: f64,
     /// Every nth token is confident: its label's logit lies this far above.
     pub(crate) confident: Option<(usize, f64)>,
     /// Token t is a copy of token t mod n.
@@ -198,6 +201,7 @@ impl Default for Options {
             },
             data: Data {
                 spread: 2.0,
+                head: 1.0,
                 confident: Some((7, 23.0)),
                 copies: None,
                 ignored: 0.0,

@@ -10,9 +10,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
-use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::strays::Strays;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
@@ -102,21 +100,6 @@ fn odd(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Odd> {
     Some(Odd { microbatch: inputs.microbatch, labels, g })
 }
 
-/// The softmax part of an entry of dlogits, as declared.
-fn softmax_entry(
-    evidence: &Evidence<'_>,
-    inputs: &MicrobatchInputs,
-    token: usize,
-    class: usize,
-) -> Option<f64> {
-    let direct = Direct::new(evidence.step, inputs)?;
-    let reference = evidence.reference();
-    let [c, ..] = *reference.cotangents.get(&inputs.microbatch)?.get(&token)?;
-    let lse = reference.lse.get(&inputs.microbatch)?[token];
-    let (logit, slope) = direct.logit_of(&direct.q(Row::From(token)), class);
-    Some(c * slope * (logit - lse).exp()).filter(|x| x.is_finite())
-}
-
 /// What an entry may be rounded to: stray entries are all one number, g, and all off alike.
 fn formats(evidence: &Evidence<'_>) -> Vec<Precision> {
     let narrow = evidence.roundings().map(|of| of.widest.dlogits);
@@ -130,7 +113,8 @@ fn stray(
     (softmax, entry): (bool, bool),
     to: Precision,
 ) -> Option<Hypothesis> {
-    let mut world = Strays::default();
+    // It is added to what the row's token has there, and both are rounded.
+    let mut world = Strays::rounded((!to.keeps_f32()).then_some(to));
     let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
     for odd in all {
         let inputs = evidence.inputs_of(odd.microbatch)?;
@@ -146,10 +130,7 @@ fn stray(
                 let Ok(row) = usize::try_from(flat.div_euclid(vocab)) else { continue };
                 let Some(&token) = run.get(row) else { continue };
                 let class = flat.rem_euclid(vocab) as usize;
-                // It is added to what the row's token has there, and both are rounded.
-                let there = softmax_entry(evidence, inputs, token, class).unwrap_or(0.0);
-                let entry = to.round64(there - odd.g[t] * (1.0 - s)) - there;
-                entries.push((token, class, entry));
+                entries.push((token, class, -odd.g[t] * (1.0 - s)));
             }
         }
         world.add(evidence, inputs, &entries)?;

@@ -35,6 +35,19 @@ pub struct Reference {
 }
 
 impl Reference {
+    /// The softmax part of an entry of dlogits, from its logit and that's derivative; none
+    /// where the token was not looked at, or it is no number.
+    pub fn softmax_entry(
+        &self,
+        microbatch: Option<Microbatch>,
+        token: usize,
+        (logit, slope): (f64, f64),
+    ) -> Option<f64> {
+        let [c, ..] = *self.cotangents.get(&microbatch)?.get(&token)?;
+        let lse = *self.lse.get(&microbatch)?.get(token)?;
+        Some(c * slope * (logit - lse).exp()).filter(|x| x.is_finite())
+    }
+
     /// A token's row of a stage: of whichever unit holds it.
     pub fn of_token(
         &self,

@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, HashMap};
 use backtape::identity::{Microbatch, Rank};
 
 use super::direct::Direct;
-use super::reference::Reference;
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
@@ -68,7 +67,8 @@ impl Strays {
         let of = |&(token, class, c): &(usize, usize, f64)| {
             let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
             let (z, slope) = direct.logit_of(&q, class);
-            let own = own_entry(evidence.reference(), inputs.microbatch, token, (z, slope));
+            let of = evidence.reference();
+            let own = of.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
             let whole = own + c * slope;
             let entry = match self.rounded {
                 Some(to) => f64::from(to.round(whole as f32)) - own,
@@ -83,19 +83,6 @@ impl Strays {
         self.strays.insert(inputs.microbatch, all);
         Some(())
     }
-}
-
-/// The softmax part of an entry of dlogits.
-fn own_entry(
-    of: &Reference,
-    microbatch: Option<Microbatch>,
-    token: usize,
-    (z, slope): (f64, f64),
-) -> f64 {
-    let cotangents = of.cotangents.get(&microbatch).and_then(|all| all.get(&token));
-    let lse = of.lse.get(&microbatch).and_then(|all| all.get(token));
-    let of = |(cotangents, lse): (&[f64; 3], &f64)| cotangents[0] * (z - lse).exp() * slope;
-    cotangents.zip(lse).map_or(0.0, of)
 }
 
 impl World for Strays {

@@ -1,0 +1,185 @@
+//! Sums of addends that are nearly equal, whose roundings do not average out.
+//!
+//! A partial sum in the binade of spacing `U` is a multiple of `U`, so adding `x` to any
+//! of them errs by what rounding `x` itself to `U` does: equal addends err alike, however
+//! they are ordered. The √n law of `allowed` takes them for independent. Heads that
+//! start at zero, or near it, have such sums at step 0: the exponentials of a token, the
+//! losses of all tokens, the entries of dlogits that dbias sums.
+
+use super::allowed::unit;
+use crate::compare::ONE_ROUNDING;
+use crate::kernels::policy::{Order, Sum};
+use crate::kernels::round::Precision;
+
+/// Relative variance, alike for sums that are alike, of a sum of `n` addends whose
+/// relative standard deviation is `spread`; 0 where they spread over several spacings.
+///
+/// The spacing at the whole sum is between `n u` and `2 n u` addends. Each partial sum
+/// `s_k` errs by `u s_k` at most, to one side: `Σ u s_k` is `u n/2` times the total.
+pub(super) fn nearly_equal(sum: Sum, n: f64, spread: f64) -> f64 {
+    let u = unit(sum.precision);
+    let additions = match sum.order {
+        Order::Native | Order::Sequential => n,
+        Order::Blocked(block) => {
+            let block = (block.max(1) as f64).min(n);
+            block + n / block
+        }
+        Order::Pairwise | Order::Kahan | Order::Neumaier => return 0.0,
+    };
+    // A sum in a low precision stops growing: what that loses is counted elsewhere.
+    match spread < 2.0 * u * additions && sum.precision.keeps_f32() {
+        true => (u * additions / 2.0).powi(2) / ONE_ROUNDING,
+        false => 0.0,
+    }
+}
+
+/// Relative standard deviation of `n` addends of that total and squares.
+pub(super) fn spread(n: f64, total: f64, squares: f64) -> f64 {
+    match total == 0.0 {
+        true => f64::INFINITY,
+        false => (n * squares / (total * total) - 1.0).max(0.0).sqrt(),
+    }
+}
+
+/// Variance of summing addends one after the other: every partial sum is rounded once.
+pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
+    let u = unit(sum.precision);
+    let partial = addends.iter().scan(0.0, |sum, x| {
+        *sum += x;
+        Some(*sum * *sum)
+    });
+    u * u / 3.0 * partial.sum::<f64>()
+}
+
+/// How far summing these one after the other may be off because many round to the same
+/// side: for each binade that the partial sums pass, the addends' mean error there.
+pub(super) fn to_one_side(sum: Sum, addends: &[f64]) -> f64 {
+    if !sum.precision.keeps_f32() || sum.precision == Precision::F64 {
+        return 0.0;
+    }
+    let u = unit(sum.precision);
+    let (mut off, mut done, mut partial) = (0.0, 0, 0.0f64);
+    let binade = |x: f64| x.abs().log2().floor();
+    while done < addends.len() {
+        let first = binade(partial + addends[done]);
+        let start = done;
+        while done < addends.len() && binade(partial + addends[done]) == first {
+            partial += addends[done];
+            done += 1;
+        }
+        let spacing = 2.0 * u * first.exp2();
+        if spacing.is_finite() && spacing > 0.0 {
+            off += (done - start) as f64 * mean_error(addends, spacing);
+        }
+    }
+    off
+}
+
+/// The addends' mean error of rounding to multiples of a spacing, beyond what it is by
+/// chance. An addend that lies near a tie may go to either side: moved by an eighth of
+/// the spacing they all go to one.
+fn mean_error(addends: &[f64], spacing: f64) -> f64 {
+    let n = addends.len() as f64;
+    let error = |x: f64| (x / spacing).round_ties_even() - x / spacing;
+    let mean = |by: f64| addends.iter().map(|x| error(x + by * spacing)).sum::<f64>() / n;
+    let most = [-0.125, 0.0, 0.125].map(|by| mean(by).abs()).into_iter().fold(0.0, f64::max);
+    spacing * (most - 2.0 / (12.0 * n).sqrt()).max(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::allowed::summed;
+
+    /// Numbers of -0.5 to 0.5.
+    fn uniform() -> impl FnMut() -> f64 {
+        let mut state = 0x9e37_79b9_7f4a_7c15u64;
+        move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 11) as f64 / (1u64 << 53) as f64 - 0.5
+        }
+    }
+
+    fn wide(addends: &[f32]) -> Vec<f64> {
+        addends.iter().map(|&x| f64::from(x)).collect()
+    }
+
+    fn error(addends: &[f32]) -> f64 {
+        let sum: f32 = addends.iter().sum();
+        (f64::from(sum) - wide(addends).iter().sum::<f64>()).abs()
+    }
+
+    /// Goal: no sum of equal, nearly equal or repeated addends errs more than is allowed,
+    /// which five standard deviations of independent roundings do not allow.
+    #[test]
+    fn addends_that_are_alike_err_within_what_is_allowed() {
+        let mut uniform = uniform();
+        let mut beyond = 0;
+        for draw in 0..300 {
+            let (first, second) = (uniform() + 10.5, uniform() + 10.5);
+            let spread = [0.0, 1e-6, 1e-4, 1e-2][draw % 4];
+            let one = |at: usize, uniform: &mut dyn FnMut() -> f64| {
+                let base = if draw % 3 == 0 && at.is_multiple_of(2) { second } else { first };
+                (base + spread * uniform()) as f32
+            };
+            let addends: Vec<f32> = (0..5000).map(|at| one(at, &mut uniform)).collect();
+            let of = wide(&addends);
+            let random = in_order(Sum::NATIVE, &of).sqrt();
+            let side = to_one_side(Sum::NATIVE, &of);
+            let error = error(&addends);
+            assert!(error < side + 5.0 * random, "draw {draw}: {error} {side} {random}");
+            beyond += usize::from(error > 5.0 * random);
+        }
+        assert!(beyond > 50, "{beyond} of 300 draws needed it");
+    }
+
+    #[test]
+    fn addends_that_differ_are_given_next_to_nothing() {
+        let mut uniform = uniform();
+        for _ in 0..50 {
+            let addends: Vec<f32> = (0..5000).map(|_| uniform() as f32 + 10.0).collect();
+            let of = wide(&addends);
+            let side = to_one_side(Sum::NATIVE, &of);
+            assert!(side < in_order(Sum::NATIVE, &of).sqrt(), "{side}");
+        }
+    }
+
+    #[test]
+    fn nearly_equal_exponentials_err_within_their_share_of_the_total() {
+        let mut uniform = uniform();
+        for draw in 0..100 {
+            let spread = [1e-7, 1e-6, 1e-5, 1e-4][draw % 4];
+            let addends: Vec<f32> =
+                (0..3000).map(|_| (1.0 + spread * (uniform() - 0.5)) as f32).collect();
+            let (n, total) = (addends.len() as f64, wide(&addends).iter().sum::<f64>());
+            let deviation = spread / 12f64.sqrt();
+            let alike = (ONE_ROUNDING * nearly_equal(Sum::NATIVE, n, deviation)).sqrt() * total;
+            let random = summed(Sum::NATIVE, n, total, total * total / n).sqrt();
+            let error = error(&addends);
+            assert!(error < alike + 5.0 * random, "{spread}: {error} {alike} {random}");
+        }
+    }
+
+    /// Goal: runs of addends of either sign, whose partial sums an order that does not
+    /// know them underestimates.
+    #[test]
+    fn runs_of_alike_addends_err_within_the_variance_of_their_own_order() {
+        let mut uniform = uniform();
+        let (mut squared, mut known, mut unknown) = (0.0, 0.0, 0.0);
+        for _ in 0..400 {
+            let (mut base, mut addends) = (0.0, Vec::new());
+            for at in 0..1200 {
+                base = if at % 40 == 0 { uniform() } else { base };
+                addends.push((base + 0.1 * uniform()) as f32);
+            }
+            let wide = wide(&addends);
+            let total: f64 = wide.iter().sum();
+            let squares = wide.iter().map(|x| x * x).sum();
+            squared += error(&addends).powi(2);
+            known += in_order(Sum::NATIVE, &wide);
+            unknown += summed(Sum::NATIVE, wide.len() as f64, total, squares);
+        }
+        assert!(squared < known, "{squared} {known}");
+        assert!(unknown < known, "{unknown} {known}");
+    }
+}
