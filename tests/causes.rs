@@ -35,8 +35,8 @@ fn replayed<'d>(dumped: &'d StepDump) -> (HeadStep<'d>, Outcome) {
 
 fn causes(job: &Job) -> Vec<Found> {
     let dumped = opened(job);
-    let (step, outcome) = replayed(&dumped);
-    diagnose(&step, &outcome, &[]).unwrap()
+    let (step, mut outcome) = replayed(&dumped);
+    diagnose(&step, &mut outcome, &[]).unwrap()
 }
 
 fn compared(outcome: &Outcome) -> BTreeSet<Stage> {

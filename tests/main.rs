@@ -13,6 +13,7 @@ mod coordination;
 mod efforts;
 mod errors;
 mod false_alarms;
+mod hidden;
 mod precision;
 mod recorder;
 mod replay;

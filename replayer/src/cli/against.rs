@@ -24,8 +24,8 @@ use crate::verify::{Verification, verify};
 
 /// A dump that was opened and verified.
 type Opened<'a> = (&'a Path, &'a StepDump, &'a Verification);
-/// A head that was replayed.
-type Judged<'a> = Option<(HeadStep<'a>, Outcome)>;
+/// A head that was replayed, and why it leaves its reference.
+type Judged<'a> = Option<(HeadStep<'a>, Outcome, Vec<Found>)>;
 
 /// The report of a run against another.
 pub(super) fn report(
@@ -48,26 +48,20 @@ pub(super) fn report(
     let differences = against(&two.0, &two.1, asked)?;
     let pair = |judged: &Judged<'_>| judged.is_some();
     let replayed = (pair(&ours), pair(&theirs));
-    let parts = |judged| Option::as_ref(judged).map(|(step, outcome)| (step, outcome));
+    let parts = |judged| Option::as_ref(judged).map(|(step, outcome, _)| (step, outcome));
+    let causes =
+        |judged: &Judged<'_>| judged.as_ref().map_or(Vec::new(), |(.., causes)| causes.clone());
     let mut report = report_one(path, dump, parts(&ours), proof);
     let mut other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
-    report.causes = causes(path, &ours)?;
-    other.causes = causes(other_path, &theirs)?;
+    (report.causes, other.causes) = (causes(&ours), causes(&theirs));
     join(&mut report, other, differences, replayed);
-    if let (Some((step, _)), Some((other_step, _)), Some(against)) =
+    if let (Some((step, ..)), Some((other_step, ..)), Some(against)) =
         (&ours, &theirs, &mut report.against)
     {
         let wrong = |source| RunError::Step { path: other_path.into(), source: Box::new(source) };
         against.norm_gap = between(step, other_step).map_err(wrong)?;
     }
     Ok(report)
-}
-
-/// Why a run leaves its own reference, where it does.
-fn causes(path: &Path, judged: &Judged<'_>) -> Result<Vec<Found>, RunError> {
-    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let found = judged.as_ref().map(|(step, outcome)| diagnose(step, outcome, &[]).map_err(wrong));
-    Ok(found.transpose()?.unwrap_or_default())
 }
 
 /// Replays the head where there is one and the request is about it.
@@ -79,12 +73,18 @@ fn judge<'a>(
 ) -> Result<Judged<'a>, RunError> {
     let about = asked.everything() || !roles.is_empty();
     let replayed = dump.manifest.head.is_some() && about;
-    replayed.then(|| replay_one(path, dump, proof, roles, how)).transpose()
+    if !replayed {
+        return Ok(None);
+    }
+    let (step, mut outcome) = replay_one(path, dump, proof, roles, how)?;
+    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
+    let causes = diagnose(&step, &mut outcome, &[]).map_err(wrong)?;
+    Ok(Some((step, outcome, causes)))
 }
 
 fn side<'a>(dump: &'a StepDump, proof: &Verification, judged: &'a Judged<'_>) -> Side<'a> {
     let unusable = |key: &_| proof.unusable(key).map(str::to_string);
-    let outcome = judged.as_ref().map(|(_, outcome)| outcome);
+    let outcome = judged.as_ref().map(|(_, outcome, _)| outcome);
     Side { outcome, ..Side::new(dump, unusable) }
 }
 

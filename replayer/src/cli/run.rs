@@ -248,9 +248,9 @@ fn report_with(
         let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
     }
-    let (step, outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
+    let (step, mut outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let causes = diagnose(&step, &outcome, how.variants).map_err(wrong)?;
+    let causes = diagnose(&step, &mut outcome, how.variants).map_err(wrong)?;
     let variants = diagnose::variants(&step, how.variants).map_err(wrong)?;
     Ok(Report { causes, variants, ..report(path, &dump, Some((&step, &outcome)), &proof) })
 }

@@ -12,6 +12,7 @@ pub mod detectors;
 pub mod evidence;
 mod found;
 mod own;
+mod proof;
 pub mod rearranged;
 mod sample;
 pub mod search;
@@ -33,6 +34,7 @@ use evidence::{Evidence, Key, residuals};
 use found::unknown;
 pub use found::{Found, Standing};
 pub use own::VariantStage;
+use proof::Proof;
 use search::{Search, Tried};
 
 /// Hypotheses that a second cause is sought beside.
@@ -52,21 +54,47 @@ pub fn variants(
     Ok(all.concat())
 }
 
-/// Names the causes of a divergence; empty when nothing diverged. Variants are tried
+/// Names the causes of a divergence; empty when nothing diverged. What undeclared roundings
+/// hide and a cause reproduces becomes a divergence of the outcome. Variants are tried
 /// beside the catalogue.
 pub fn diagnose(
     step: &HeadStep<'_>,
-    outcome: &Outcome,
+    outcome: &mut Outcome,
     variants: &[Arc<Variant>],
 ) -> Result<Vec<Found>, StepError> {
     let own: Vec<own::Own> = variants.iter().cloned().map(own::Own).collect();
     let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
     catalogue.extend(own.iter().map(|one| one as &dyn Cause));
-    let catalogue = &catalogue[..];
+    Ok(match examine(step, outcome, &catalogue)? {
+        Examined::Diverged(found) => found,
+        Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.told(outcome)),
+        Examined::Cleared(keys) => {
+            keys.iter().for_each(|key| outcome.cleared(key.stage, (key.microbatch, key.rank)));
+            Vec::new()
+        }
+    })
+}
+
+/// What an examination of an outcome finds.
+enum Examined {
+    /// Why it diverged, if it did.
+    Diverged(Vec<Found>),
+    /// A fault of a head that passes.
+    Hidden(Option<Proof>),
+    /// It leaves its bounds, and a plausible policy errs as it does: the bounds are wrong.
+    Cleared(BTreeSet<Key>),
+}
+
+fn examine(
+    step: &HeadStep<'_>,
+    outcome: &Outcome,
+    catalogue: &[&dyn Cause],
+) -> Result<Examined, StepError> {
     let failing: Vec<Stage> = stages(outcome, |_| true);
     let diverged = outcome.first_divergence().is_some();
-    if !diverged && step.unusable.is_empty() {
-        return Ok(Vec::new());
+    let open = proof::open(outcome);
+    if !diverged && step.unusable.is_empty() && open.is_empty() {
+        return Ok(Examined::Diverged(Vec::new()));
     }
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
@@ -87,14 +115,21 @@ pub fn diagnose(
     let fails = |(_, of): &(&Key, &evidence::Residual)| !of.passes;
     let failing = evidence.whole.iter().filter(fails).map(|(&key, _)| key).collect();
     evidence.failing = failing;
+    if !diverged && step.unusable.is_empty() {
+        evidence.failing = open;
+        return Ok(Examined::Hidden(proof::prove(&search, catalogue, &evidence)));
+    }
+    if diverged && step.unusable.is_empty() && proof::cleared(&search, &evidence) {
+        return Ok(Examined::Cleared(evidence.failing));
+    }
     let mut seen = found::observed(catalogue, &evidence);
     let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !of_seen(key));
     if evidence.failing.is_empty() && !(seen.is_empty() && diverged) {
-        return Ok(seen);
+        return Ok(Examined::Diverged(seen));
     }
     seen.extend(computed(&search, catalogue, &evidence));
-    Ok(seen)
+    Ok(Examined::Diverged(seen))
 }
 
 /// The causes that emulation finds.
@@ -114,7 +149,13 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
         return parts.iter().flat_map(of).collect();
     }
     let stacked = stacked(search, catalogue, &tried, evidence);
-    stacked.unwrap_or_else(|| apart(search, &mut tried, evidence))
+    if let Some(found) = stacked {
+        return found;
+    }
+    match proof::beside(search, catalogue, evidence) {
+        Some(found) => found,
+        None => apart(search, &mut tried, evidence),
+    }
 }
 
 /// One cause, or several tied, of some failing comparisons.

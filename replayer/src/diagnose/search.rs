@@ -111,7 +111,7 @@ impl Search<'_> {
     }
 
     /// Every comparison in a world, over all rows.
-    fn in_full(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+    pub(super) fn in_full(&self, worlds: &[&dyn World]) -> Option<Residuals> {
         let mut all: Vec<&dyn World> = worlds.to_vec();
         all.push(&AtTies);
         let outcome = trial(self.step, &self.compared, &all, (None, Some(&self.cache))).ok()?;

@@ -298,6 +298,7 @@ mod tests {
             chunk_add: Precision::F32,
             addend: Precision::F32,
             scatter_shards: 1,
+            scatter_join: Precision::F32,
             scatter_order: Walk::Ascending,
             sums,
             tile_order: Walk::Ascending,

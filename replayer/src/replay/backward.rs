@@ -7,6 +7,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::addends::Sum;
+use super::alike::of_label_addends;
 use super::dk::Slab;
 use super::dq::{DqState, add, k_sums};
 use super::estimate::estimate_work;
@@ -21,8 +22,8 @@ use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
-use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads};
-use crate::kernels::policy::Policy;
+use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads};
+use crate::kernels::policy::{Path, Policy};
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -61,6 +62,8 @@ pub(super) struct Problem<'a> {
     pub(super) k_squares: Vec<f64>,
     /// Sum of k, likewise.
     pub(super) k_sums: Vec<f64>,
+    /// Mean relative error of the label's addends, of dq and of dk.
+    pub(super) label_bias: [f64; 2],
 }
 
 impl Problem<'_> {
@@ -84,6 +87,7 @@ impl Problem<'_> {
             entry_floor: self.entry_floor,
             k_squares: self.k_squares.clone(),
             k_sums: self.k_sums.clone(),
+            label_bias: self.label_bias,
         }
     }
 
@@ -224,6 +228,7 @@ impl Replay<'_> {
             true => k_sums(&rows_of(&head.k, 0..head.valid_vocab)),
             false => (Vec::new(), Vec::new()),
         };
+        let label_bias = self.label_bias(&head, &g_label);
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
@@ -253,7 +258,28 @@ impl Replay<'_> {
             entry_floor,
             k_squares,
             k_sums,
+            label_bias,
         }
+    }
+
+    /// The mean relative errors of `g k[y]` and of `g q`, where they are rounded.
+    fn label_bias(&self, head: &HeadInputs<'_>, g_label: &[f64]) -> [f64; 2] {
+        let Policy { path, label_grad, .. } = self.roundings.widest;
+        if path != Path::Fused || label_grad.keeps_f32() {
+            return [0.0; 2];
+        }
+        let d = head.q.cols;
+        let of = |matrix: &Matrix<'_>, row: usize| -> Vec<f64> {
+            (row * d..(row + 1) * d).map(|at| matrix.get_f64(at)).collect()
+        };
+        let of_k = |t: usize| match head.labels[t] {
+            IGNORED => Vec::new(),
+            label => of(&head.k, label as usize),
+        };
+        [
+            of_label_addends(label_grad, g_label, of_k),
+            of_label_addends(label_grad, g_label, |t| of(&head.q, t)),
+        ]
     }
 
     /// Where all of a row's terms lie on a few steps of their format, the terms of one

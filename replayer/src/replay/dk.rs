@@ -258,6 +258,7 @@ impl Replay<'_> {
         let most = (label_grad.unit_roundoff() + product) * (hits * squares).sqrt() + hits * tiny;
         Allowed {
             own: slab.label_var[at] + summed(scatter, hits, x, squares) + inside,
+            certain: problem.label_bias[1] * x.abs(),
             row: self.label_row_scale() * alike,
             shared: self.shared_scale(0.0) * x * x
                 + self.roundings.shared_g() * self.one_constant() * slab.label_whole[at].powi(2)

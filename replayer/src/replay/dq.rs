@@ -170,6 +170,7 @@ impl Replay<'_> {
         let (row, alike) = (self.label_row_scale(), self.roundings.shared_g());
         Allowed {
             own: inside,
+            certain: problem.label_bias[0] * x.abs(),
             row: row * share
                 + (problem.variance[token] + self.shared_scale(0.0)) * squared
                 + dq.dq_label_var.get(at).copied().unwrap_or(0.0),

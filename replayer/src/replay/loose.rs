@@ -4,10 +4,12 @@
 //! members of the floor are what such policies really do. A clean job errs as one of them
 //! does: what errs several times as much passes for want of a declaration, and is said.
 
+use backtape::identity::{Microbatch, Rank};
+
 use super::Replay;
 use super::outcome::{Comparison, NotChecked, Outcome, Status};
-use crate::head::Roundings;
 use crate::head::roundings::F32;
+use crate::head::{Roundings, Stage};
 use crate::kernels::policy::Path;
 use crate::kernels::round::Precision;
 
@@ -36,7 +38,7 @@ impl Replay<'_> {
             let times = worst.ratio();
             stage.status = Status::Warn;
             notes.push(NotChecked {
-                what: format!("{} as closely as it could be", stage.stage),
+                what: loosely(stage.stage),
                 why: format!(
                     "its error is {:.1} times that of any policy that was emulated, and passes only because {} may be rounded to the inputs' dtype: declare them (tape.head(dtypes=...)) and replay again",
                     times,
@@ -46,6 +48,53 @@ impl Replay<'_> {
         }
         outcome.not_checked.extend(notes);
     }
+}
+
+impl Outcome {
+    /// A comparison that passes by its bound was shown to be wrong all the same.
+    pub(crate) fn reproduced(
+        &mut self,
+        stage: Stage,
+        (microbatch, rank): (Option<Microbatch>, Option<Rank>),
+        words: &str,
+    ) {
+        self.not_checked.retain(|note| note.what != loosely(stage));
+        let outcome = &mut self.stages[stage as usize];
+        let of = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
+        if let Some(one) = outcome.comparisons.iter_mut().find(of) {
+            one.excess = Some(words.into());
+        }
+        (outcome.status, outcome.reason) = (Status::Fail, words.into());
+    }
+}
+
+impl Outcome {
+    /// A comparison that its bound rejects was shown to be right all the same.
+    pub(crate) fn cleared(
+        &mut self,
+        stage: Stage,
+        (microbatch, rank): (Option<Microbatch>, Option<Rank>),
+    ) {
+        let outcome = &mut self.stages[stage as usize];
+        let of = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
+        if let Some(one) = outcome.comparisons.iter_mut().find(of) {
+            one.excess = None;
+        }
+        if outcome.failing().next().is_none() {
+            outcome.status = Status::Pass;
+            outcome.reason.clear();
+        }
+        let what = format!("the bound of {stage}");
+        let why = "its error is more than the bound allows, and a policy that the declaration leaves open makes it element by element: please report the bound as too narrow".into();
+        if self.not_checked.iter().all(|note| note.what != what) {
+            self.not_checked.push(NotChecked { what, why });
+        }
+    }
+}
+
+/// What is said not to be checked of a stage that passes for want of a declaration.
+fn loosely(stage: Stage) -> String {
+    format!("{stage} as closely as it could be")
 }
 
 /// Rounding points that the job leaves open, by their names in the declaration.

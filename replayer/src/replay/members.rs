@@ -5,16 +5,16 @@ use crate::kernels::policy::{Path, Policy};
 use crate::kernels::round::Precision;
 
 /// One plausible policy and what it is called.
-pub(super) struct Member {
-    pub(super) name: String,
-    pub(super) policy: Policy,
+pub(crate) struct Member {
+    pub(crate) name: String,
+    pub(crate) policy: Policy,
 }
 
 /// Every rounding point that the job leaves open adds one member to those before
 /// it: what all members share, then the next point rounded as well. A declared
 /// policy is its only member. Output rounding is applied to each captured tensor
 /// by its own dtype.
-pub(super) fn members(roundings: &Roundings) -> Vec<Member> {
+pub(crate) fn members(roundings: &Roundings) -> Vec<Member> {
     let (wide, mut policy) = (roundings.widest, roundings.narrowest);
     if roundings.declared {
         return vec![Member { name: "the declared policy".into(), policy }];
@@ -43,6 +43,62 @@ pub(super) fn members(roundings: &Roundings) -> Vec<Member> {
         }
     }
     found
+}
+
+/// A point at which a job may round.
+#[derive(Clone, Copy)]
+pub(crate) struct Point {
+    name: &'static str,
+    of: fn(&mut Policy) -> &mut Precision,
+}
+
+/// All of them, in the order of the computation.
+const POINTS: [Point; 6] = [
+    Point { name: "logits", of: |policy| &mut policy.logits },
+    Point { name: "p", of: |policy| &mut policy.p },
+    Point { name: "dlogits", of: |policy| &mut policy.dlogits },
+    Point { name: "label_grad", of: |policy| &mut policy.label_grad },
+    Point { name: "parts", of: |policy| &mut policy.parts },
+    Point { name: "output", of: |policy| &mut policy.output },
+];
+
+impl Point {
+    fn in_policy(self, mut policy: Policy) -> Precision {
+        *(self.of)(&mut policy)
+    }
+
+    /// The policy with the other rounding at this point.
+    pub(crate) fn switched(self, mut policy: Policy, roundings: &Roundings) -> Policy {
+        let [wide, narrow] =
+            [roundings.widest, roundings.narrowest].map(|policy| self.in_policy(policy));
+        let point = (self.of)(&mut policy);
+        *point = if *point == wide { narrow } else { wide };
+        policy
+    }
+}
+
+/// The points that the job leaves open.
+pub(crate) fn points(roundings: &Roundings) -> Vec<Point> {
+    let open =
+        |point: &Point| point.in_policy(roundings.widest) != point.in_policy(roundings.narrowest);
+    POINTS.into_iter().filter(|point| !roundings.declared && open(point)).collect()
+}
+
+/// Every plausible policy: each point that the job leaves open, rounded or not.
+pub(crate) fn all(roundings: &Roundings) -> Vec<Policy> {
+    points(roundings).into_iter().fold(vec![roundings.narrowest], |mut found, point| {
+        let other: Vec<Policy> = found.iter().map(|&of| point.switched(of, roundings)).collect();
+        found.extend(other);
+        found
+    })
+}
+
+/// The open points that a policy rounds, with the format; empty for none.
+pub(crate) fn rounded(policy: &Policy, roundings: &Roundings) -> String {
+    let rounds = |point: &Point| point.in_policy(*policy) != point.in_policy(roundings.narrowest);
+    let words = |point: Point| format!("{} to {}", point.name, point.in_policy(*policy).name());
+    let all = points(roundings).into_iter().filter(rounds).map(words);
+    all.collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

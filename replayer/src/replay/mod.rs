@@ -21,7 +21,7 @@ mod from_dlogits;
 pub(crate) mod gather;
 mod loose;
 mod loss;
-mod members;
+pub(crate) mod members;
 mod norm;
 pub mod norm_pair;
 pub mod outcome;

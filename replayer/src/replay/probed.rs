@@ -12,7 +12,7 @@ use super::findings::{Captured, DK, DQ, Findings};
 use super::outcome::{NotChecked, Outcome};
 use super::probe::{self, CapturedGradient, Model, Plan};
 use super::{Effort, Replay, Slice};
-use crate::compare::{Allowed, Rows, Tally, once};
+use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
 use crate::head::{Stage, Unit};
 use crate::report::number::error;
 
@@ -143,7 +143,9 @@ impl Replay<'_> {
             carries_label: self.roundings.carries_label(true),
             label_row: self.label_row_scale(),
             alike: self.shared_scale(problem.alike) + problem.constants,
-            label_alike: self.shared_scale(self.roundings.shared_g()) + problem.constants,
+            label_alike: self.shared_scale(self.roundings.shared_g())
+                + problem.constants
+                + problem.label_bias.into_iter().fold(0.0, f64::max).powi(2) / ONE_ROUNDING,
             addends_alike: self.narrowing() + problem.constants,
             sliced: problem.sliced.clone(),
         }

@@ -9,6 +9,8 @@
 //! Emulation: `acc = round(acc + round(g q))` over a row's tokens, for every plausible
 //! format, with and without rounding of the product, from either end, in shards.
 
+use std::collections::BTreeSet;
+
 use super::emulated::{Emulated, likely_formats};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::evidence::Evidence;
@@ -50,11 +52,9 @@ impl Cause for LabelScatterLowPrecision {
         for precision in likely_formats(&roundings) {
             for product in [precision, Precision::F32] {
                 for parts in [precision, Precision::F32].into_iter().skip(usize::from(apart)) {
-                    for shards in shards(evidence) {
-                        for order in [Walk::Ascending, Walk::Descending] {
-                            let of = Scatter { precision, product, parts, shards, order };
-                            found.push(of.hypothesis(&roundings));
-                        }
+                    for (shards, join, order) in cuts(evidence, precision) {
+                        let of = Scatter { precision, product, parts, shards, join, order };
+                        found.push(of.hypothesis(&roundings));
                     }
                 }
             }
@@ -70,40 +70,54 @@ fn repeats(labels: &[u32]) -> bool {
     sorted.windows(2).any(|pair| pair[0] == pair[1])
 }
 
-/// How many shards a unit's tokens may have been scattered in: one, or one a rank where dk
-/// was captured over the tokens of all ranks.
-fn shards(evidence: &Evidence<'_>) -> Vec<usize> {
-    let stages = [Stage::DkLabel, Stage::Dk];
-    let whole = evidence.failing_of(&stages).any(|(key, _)| key.rank.is_none());
-    match evidence.ranks() {
-        ranks if whole && ranks > 1 => vec![1, ranks],
-        _ => vec![1],
-    }
+/// In how many shards a unit's tokens may have been scattered, in which precision the
+/// shards' sums are added, and from which end: in one, in one a rank where dk was captured
+/// over the tokens of all ranks, or in one a device of a program that the compiler cut.
+fn cuts(evidence: &Evidence<'_>, precision: Precision) -> Vec<(usize, Precision, Walk)> {
+    let whole =
+        evidence.failing_of(&[Stage::DkLabel, Stage::Dk]).any(|(key, _)| key.rank.is_none());
+    let ranks = Some(evidence.ranks()).filter(|_| whole);
+    let shards: BTreeSet<usize> = DEVICES.into_iter().chain(ranks).filter(|&n| n > 1).collect();
+    let one = [Walk::Ascending, Walk::Descending].map(|order| (1, precision, order));
+    let several = shards.into_iter().flat_map(|shards| {
+        // Two sums are added with one rounding in either.
+        let joins = [precision, Precision::F32].into_iter().take(if shards > 2 { 2 } else { 1 });
+        joins.map(move |join| (shards, join, Walk::Ascending))
+    });
+    one.into_iter().chain(several).collect()
 }
+
+/// Devices that a compiler may have cut a rank's tokens over.
+const DEVICES: [usize; 3] = [2, 4, 8];
 
 struct Scatter {
     precision: Precision,
     product: Precision,
     parts: Precision,
     shards: usize,
+    join: Precision,
     order: Walk,
 }
 
 impl Scatter {
     fn hypothesis(&self, roundings: &Roundings) -> Hypothesis {
-        let Scatter { precision, product, parts, shards, order } = *self;
+        let Scatter { precision, product, parts, shards, join, order } = *self;
         let mut policy = Policy { path: Path::Fused, ..roundings.narrowest };
         policy.sums.label_scatter = Sum { precision, order: Order::Native };
         (policy.label_grad, policy.parts) = (product, parts);
-        (policy.scatter_shards, policy.scatter_order) = (shards, order);
+        (policy.scatter_shards, policy.scatter_join) = (shards, join);
+        policy.scatter_order = order;
         let end = if order == Walk::Ascending { "the first" } else { "the last" };
-        let parameters = vec![
+        let mut parameters = vec![
             ("accumulator", precision.name().to_string()),
             ("g q rounded to", product.name().to_string()),
             ("parts rounded to", parts.name().to_string()),
             ("shards", shards.to_string()),
             ("starts at", format!("{end} token")),
         ];
+        if shards > 2 {
+            parameters.push(("shards added in", join.name().to_string()));
+        }
         Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters)
     }
 }

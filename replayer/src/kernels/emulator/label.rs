@@ -3,6 +3,7 @@
 
 use super::plane::Elements;
 use super::sum::Running;
+use crate::kernels::policy::Sum;
 use crate::kernels::policy::internal::Hits;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -29,11 +30,12 @@ impl LabelPath<'_> {
         let depth = inputs.q.cols;
         self.each_row(depth, dk, |index, label| {
             let hits = hits.of(rows.start + index);
-            let zeros = || Running::new(policy.sums.label_scatter, policy.product, depth);
+            let scatter = policy.sums.label_scatter;
+            let zeros = |sum| Running::new(sum, policy.product, depth);
             let shards = policy.scattered(hits, inputs.q.rows);
-            let mut sums = zeros();
+            let mut sums = zeros(Sum { precision: policy.scatter_join, ..scatter });
             for shard in &shards {
-                let mut running = zeros();
+                let mut running = zeros(scatter);
                 for &token in shard {
                     let mut addend = self.elements.panel(&inputs.q, token..token + 1);
                     self.scale(token, &mut addend);
@@ -44,6 +46,9 @@ impl LabelPath<'_> {
                     sums.add(label);
                     sums.finish(label);
                 }
+            }
+            if shards.len() > 1 {
+                label.iter_mut().for_each(|x| *x = scatter.precision.round64(*x));
             }
             !hits.is_empty()
         });

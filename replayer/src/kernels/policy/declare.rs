@@ -133,8 +133,11 @@ pub struct Policy {
     /// Fused, chunked: what a tile's or chunk's own part is rounded to before it is added.
     pub addend: Precision,
     /// Fused: tokens are cut into so many shards, each scatters from 0, and the shards'
-    /// sums are added one after the other in the precision of the scatter.
+    /// sums are added one after the other.
     pub scatter_shards: usize,
+    /// Fused: precision in which the shards' sums are added; the total is rounded to the
+    /// scatter's. A reduction over devices may be promoted to f32, as XLA's are.
+    pub scatter_join: Precision,
     /// Fused: which token a scatter starts at.
     pub scatter_order: Walk,
     /// How each sum is taken.
@@ -163,6 +166,7 @@ impl Policy {
             chunk_add: precision,
             addend: precision,
             scatter_shards: 1,
+            scatter_join: precision,
             scatter_order: Walk::Ascending,
             sums: Sums::all(Sum::of(precision)),
             tile_order: Walk::Ascending,

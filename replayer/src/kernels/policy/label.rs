@@ -6,6 +6,7 @@
 
 use super::Policy;
 use crate::kernels::matrix::HeadInputs;
+use crate::kernels::round::Precision;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -128,11 +129,11 @@ impl LabelPath<'_> {
 
     /// `acc = round(acc + round(g q))` over the hits of one row, in token order.
     fn scatter(&self, hits: &[(u32, u32)], acc: &mut [f32]) {
-        let Policy { input, label_grad, .. } = *self.policy;
+        let Policy { input, label_grad, scatter_join, .. } = *self.policy;
         let label_scatter = self.policy.sums.label_scatter.precision;
-        let add = |acc: &mut [f32], addends: &[f32]| {
+        let add = |acc: &mut [f32], addends: &[f32], to: Precision| {
             acc.iter_mut().zip(addends).for_each(|(acc, addend)| *acc += addend);
-            label_scatter.round_slice(acc);
+            to.round_slice(acc);
         };
         let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
         let shards = self.policy.scattered(hits, self.inputs.q.rows);
@@ -145,13 +146,14 @@ impl LabelPath<'_> {
                 let g = self.g_label[token];
                 q.iter_mut().for_each(|q| *q *= g);
                 label_grad.round_slice(&mut q);
-                add(sum, &q);
+                add(sum, &q, label_scatter);
             }
             if shards.len() > 1 {
-                add(acc, &own);
+                add(acc, &own, scatter_join);
                 own.fill(0.0);
             }
         }
+        label_scatter.round_slice(acc);
     }
 
     /// `round(g k[label])` of one token; empty when it is ignored.

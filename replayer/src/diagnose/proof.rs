@@ -1,0 +1,358 @@
+//! Faults that undeclared roundings hide, proved by reproducing them.
+//!
+//! A job that does not declare how it rounds is allowed every plausible rounding at its
+//! worst, and a fault that is smaller than that passes. But rounding is no noise: a right
+//! head in the policy that the job has errs as the job does, element by element. So the
+//! policy is found first, by emulating the plausible ones. Where one of them leaves a tenth
+//! of the energy, the comparison is explained. Where none does, the causes are tried, each
+//! together with the policies: one that leaves a tenth of what is left by every policy
+//! without it has reproduced the job's own rounding errors, which chance does not.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::cause::{Cause, Hypothesis};
+use super::decide::{CLEAR, decide};
+use super::evidence::{Evidence, FORWARD, Key, Residuals};
+use super::found::{self, Found};
+use super::search::{Search, Tried, left_of};
+use crate::head::roundings::F32;
+use crate::head::{Roundings, Stage};
+use crate::kernels::Tiles;
+use crate::kernels::policy::Policy;
+use crate::replay::members;
+use crate::replay::outcome::{Comparison, Outcome};
+use crate::replay::world::World;
+
+/// A hypothesis that leaves this many times what the best policy leaves is dismissed.
+const DISMISSED: f64 = 1.2;
+/// What is reproduced may make the other comparisons this many times worse: they are
+/// rounded as the declared head would.
+const WORSE: f64 = 2.0;
+/// Errors of so many roundings to f32 are not told from none.
+const MANY: f64 = 16.0;
+/// Rounds of trying every rounding point the other way.
+const PASSES: usize = 2;
+
+/// Stages that a policy is emulated for.
+const EMULATED: [Stage; 7] = [
+    Stage::DqLse,
+    Stage::DqLabel,
+    Stage::Dq,
+    Stage::DkLse,
+    Stage::DkLabel,
+    Stage::Dk,
+    Stage::Dbias,
+];
+
+/// A fault that was reproduced.
+pub(super) struct Proof {
+    /// Its cause, or several tied.
+    pub(super) found: Vec<Found>,
+    /// Comparisons that pass by their bound and are reproduced with the fault alone.
+    pub(super) of: BTreeSet<Key>,
+    /// How many times less energy it leaves there than any policy without it.
+    pub(super) times: f64,
+}
+
+impl Proof {
+    /// Makes the comparisons fail that it proves to be wrong, and returns the causes.
+    pub(super) fn told(self, outcome: &mut Outcome) -> Vec<Found> {
+        let ids: Vec<&str> = self.found.iter().map(|one| one.id.as_str()).collect();
+        let words = format!(
+            "undeclared roundings may be as large, but with {} {}",
+            ids.join(" or "),
+            words(self.times)
+        );
+        for Key { stage, microbatch, rank } in self.of {
+            outcome.reproduced(stage, (microbatch, rank), &words);
+        }
+        self.found
+    }
+}
+
+/// Comparisons that pass, where roundings below f32 are plausible and not declared.
+pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
+    let mut found = BTreeSet::new();
+    for stage in outcome.stages.iter().filter(|one| EMULATED.contains(&one.stage)) {
+        let open = stage
+            .comparisons
+            .iter()
+            .filter(|one| one.excess.is_none() && one.members.len() > 1 && one.floor() > 2.0 * F32);
+        let key = |one: &Comparison| Key {
+            stage: stage.stage,
+            microbatch: one.microbatch,
+            rank: one.rank,
+        };
+        found.extend(open.map(key));
+    }
+    found
+}
+
+/// Stands in for the declared policy.
+#[derive(Clone, Copy, PartialEq)]
+struct Rounded(Policy, Tiles);
+
+impl World for Rounded {
+    fn policy(&self, _declared: &Roundings) -> Option<(Policy, Tiles)> {
+        Some((self.0, self.1))
+    }
+}
+
+/// Looks for the policy of a job, and for a fault beside it.
+struct Reproduction<'a> {
+    search: &'a Search<'a>,
+    evidence: &'a Evidence<'a>,
+    roundings: Roundings,
+}
+
+/// A policy and what it leaves.
+#[derive(Clone)]
+struct Fit {
+    rounded: Rounded,
+    residuals: Residuals,
+    left: f64,
+}
+
+/// A fault beside which some policy reproduces what no policy alone does; the evidence's
+/// failing comparisons are those that are open.
+pub(super) fn prove(
+    search: &Search<'_>,
+    catalogue: &[&dyn Cause],
+    evidence: &Evidence<'_>,
+) -> Option<Proof> {
+    let roundings = evidence.roundings()?;
+    let of = Reproduction { search, evidence, roundings };
+    let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
+    if of.is_explained(&right.residuals) {
+        return None;
+    }
+    let hypotheses = catalogue
+        .iter()
+        .flat_map(|cause| cause.hypotheses(evidence).into_iter().map(move |h| (*cause, h)));
+    let near: Vec<(&dyn Cause, Hypothesis, Rounded)> = hypotheses
+        .filter_map(|(cause, hypothesis)| {
+            let fit = of.beside(&hypothesis, &right)?;
+            of.gains(&fit, &right).then_some((cause, hypothesis, fit.rounded))
+        })
+        .collect();
+    if near.is_empty() {
+        return None;
+    }
+    of.confirmed(near)
+}
+
+/// Whether some plausible policy reproduces every failing comparison, and each passes beside
+/// it: the declared head was computed as plausible heads are, and what failed is the bound.
+/// Only of tests over a comparison as a whole: a row or an element that is wrong is hardly
+/// any of the energy, and the policy that explains the rest says nothing of it.
+pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
+    let single = |key: &Key| {
+        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        found.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
+    };
+    if evidence.failing.iter().any(single) {
+        return false;
+    }
+    let Some(of) = emulated(search, evidence) else { return false };
+    let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
+    let Some(fit) = of.fit(first, None) else { return false };
+    if !of.is_explained(&fit.residuals) {
+        return false;
+    }
+    let keys = &evidence.failing;
+    let all = search.in_full(&[&fit.rounded]).unwrap_or_default();
+    let closely = |key: &Key| {
+        let before = evidence.whole.get(key).map_or(0.0, |of| of.energy);
+        all.get(key).is_some_and(|of| of.passes && CLEAR * CLEAR * of.energy <= before)
+    };
+    keys.iter().all(closely)
+}
+
+/// A cause of failing comparisons that is found only beside a policy.
+pub(super) fn beside(
+    search: &Search<'_>,
+    catalogue: &[&dyn Cause],
+    evidence: &Evidence<'_>,
+) -> Option<Vec<Found>> {
+    emulated(search, evidence)?;
+    let proof = prove(search, catalogue, evidence)?;
+    proof.of.is_superset(&evidence.failing).then_some(proof.found)
+}
+
+/// Where all that fails is emulated.
+fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
+    let keys = &evidence.failing;
+    let all = keys.iter().all(|key| EMULATED.contains(&key.stage));
+    let numbers = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
+    let able = !keys.is_empty() && all && keys.iter().all(numbers);
+    able.then(|| {
+        evidence.roundings().map(|roundings| Reproduction { search, evidence, roundings })
+    })?
+}
+
+impl<'a> Reproduction<'a> {
+    /// The comparisons as declared, over the same rows as a look.
+    fn declared(&self) -> Option<&Residuals> {
+        Some(self.evidence.glance().unwrap_or(&self.evidence.residuals))
+    }
+
+    fn look(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+        match self.search.few {
+            Some(_) => self.search.glance(worlds),
+            None => self.search.residuals(worlds),
+        }
+    }
+
+    /// The policy, of those that differ in rounding points that the job leaves open, that
+    /// leaves least in a world: points nearer to the inputs first, because what is
+    /// rounded later shows only where they are right.
+    fn fit(&self, from: Rounded, world: Option<&dyn World>) -> Option<Fit> {
+        let keys = &self.evidence.failing;
+        let look = |rounded: Rounded| -> Option<Fit> {
+            let worlds: Vec<&dyn World> =
+                std::iter::once(&rounded as &dyn World).chain(world).collect();
+            let residuals = self.look(&worlds)?;
+            let left = left_of(&residuals, keys);
+            Some(Fit { rounded, residuals, left })
+        };
+        let mut best = look(from)?;
+        for _ in 0..PASSES {
+            let before = best.rounded;
+            for other in members::points(&self.roundings) {
+                let Rounded(policy, tiles) = best.rounded;
+                let other = look(Rounded(other.switched(policy, &self.roundings), tiles))?;
+                if other.left < best.left {
+                    best = other;
+                }
+                if world.is_none() && self.is_explained(&best.residuals) {
+                    return Some(best);
+                }
+            }
+            if best.rounded == before {
+                break;
+            }
+        }
+        Some(best)
+    }
+
+    /// The best fit beside a hypothesis; none where it cannot be what happened.
+    fn beside(&self, hypothesis: &Hypothesis, right: &Fit) -> Option<Fit> {
+        let world = &*hypothesis.world;
+        let own = world.policy(&self.roundings).map(|(policy, tiles)| Rounded(policy, tiles));
+        let at_first = |from: Rounded| {
+            let residuals = self.look(&[&from, world])?;
+            Some((from, left_of(&residuals, &self.evidence.failing)))
+        };
+        let starts = match own {
+            Some(own) => vec![own],
+            None => vec![right.rounded, Rounded(self.roundings.narrowest, self.roundings.tiles)],
+        };
+        let first = starts.into_iter().filter_map(at_first);
+        let (from, left) = first.min_by(|a, b| a.1.total_cmp(&b.1))?;
+        if !(left < DISMISSED * right.left) {
+            return None;
+        }
+        self.fit(from, Some(world))
+    }
+
+    /// Whether one fit may have reproduced a comparison that the other has not.
+    fn gains(&self, one: &Fit, other: &Fit) -> bool {
+        let energy =
+            |of: &Fit, key: &Key| of.residuals.get(key).map_or(f64::INFINITY, |of| of.energy);
+        let mut keys = self.evidence.failing.iter();
+        keys.any(|key| CLEAR * energy(one, key) <= DISMISSED * energy(other, key))
+    }
+
+    /// Whether a policy reproduces every comparison.
+    fn is_explained(&self, left: &Residuals) -> bool {
+        let Some(declared) = self.declared() else { return true };
+        let energy = |of: &Residuals, key: &Key| of.get(key).map_or(f64::INFINITY, |of| of.energy);
+        let mut keys = self.evidence.failing.iter();
+        keys.all(|key| CLEAR * energy(left, key) <= energy(declared, key))
+    }
+
+    /// The least energy that any plausible policy leaves of each comparison.
+    fn least(&self) -> BTreeMap<Key, f64> {
+        let energy = |of: &Residuals, key: &Key| of.get(key).map_or(f64::INFINITY, |of| of.energy);
+        let declared = &self.evidence.residuals;
+        let mut found: BTreeMap<Key, f64> =
+            self.evidence.failing.iter().map(|key| (*key, energy(declared, key))).collect();
+        for policy in members::all(&self.roundings) {
+            let rounded = Rounded(policy, self.roundings.tiles);
+            let Some(of) = self.search.residuals(&[&rounded]) else { continue };
+            found.iter_mut().for_each(|(key, least)| *least = least.min(energy(&of, key)));
+        }
+        found
+    }
+
+    /// What holds against every plausible policy, over more rows than a look.
+    fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Rounded)>) -> Option<Proof> {
+        let least = self.least();
+        let declared = &self.evidence.residuals;
+        let tried = near.into_iter().filter_map(|(cause, mut hypothesis, rounded)| {
+            let residuals = self.search.residuals(&[&rounded, &*hypothesis.world])?;
+            let energy = |key: &Key| residuals.get(key).map_or(f64::INFINITY, |of| of.energy);
+            let explained = |key: &Key| CLEAR * least[key] <= declared[key].energy;
+            let harms = |key: &Key| match explained(key) {
+                true => !(CLEAR * energy(key) <= declared[key].energy),
+                false => !(energy(key) <= WORSE * least[key]),
+            };
+            let gains = |key: &&Key| !explained(key) && CLEAR * energy(key) <= least[*key];
+            let explains: BTreeSet<Key> = least.keys().filter(gains).copied().collect();
+            if explains.is_empty() || least.keys().any(harms) {
+                return None;
+            }
+            let rounds = members::rounded(&rounded.0, &self.roundings);
+            if !rounds.is_empty() {
+                hypothesis.parameters.push(("the job rounds", rounds));
+            }
+            let left = left_of(&residuals, &self.evidence.failing);
+            Some(Tried { cause, hypothesis, residuals, explains, left, full: true })
+        });
+        self.proof(&tried.collect::<Vec<_>>(), &least)
+    }
+
+    /// The best of what was confirmed.
+    fn proof(&self, tried: &[Tried<'_>], least: &BTreeMap<Key, f64>) -> Option<Proof> {
+        let most = |one: &&Tried<'_>| one.explains.len();
+        let mut of = tried.iter().max_by_key(most)?.explains.clone();
+        let decision = decide(tried, &of)?;
+        let winner = &tried[decision.winners[0]];
+        let energy = |key: &Key| winner.residuals[key].energy;
+        let times =
+            of.iter().map(|key| least[key]).sum::<f64>() / of.iter().map(energy).sum::<f64>();
+        let mut found = found::of_decision(tried, &decision, &of, self.evidence);
+        for one in &mut found {
+            let of = tried.iter().find(|of| of.cause.id() == one.id);
+            let about = of.map_or("", |of| of.cause.about());
+            one.evidence = format!("{about}: {}", words(times));
+        }
+        of.extend(self.forward(winner));
+        Some(Proof { found, of, times })
+    }
+
+    /// Comparisons of the forward pass that lie nearer to the proved fault than to the
+    /// declared head: the fault is there too, however wide the bound.
+    fn forward(&self, of: &Tried<'_>) -> BTreeSet<Key> {
+        let declared = &self.evidence.residuals;
+        let nearer = |key: &&Key| {
+            let (Some(before), Some(after)) = (declared.get(key), of.residuals.get(key)) else {
+                return false;
+            };
+            let told_apart = before.energy > (MANY * F32).powi(2) * before.reference;
+            told_apart && CLEAR * after.energy <= before.energy
+        };
+        declared.keys().filter(|key| FORWARD.contains(&key.stage)).filter(nearer).copied().collect()
+    }
+}
+
+/// How closely a fault is reproduced, as a clause.
+fn words(times: f64) -> String {
+    match times.is_finite() {
+        true => format!(
+            "the emulated head leaves 1/{times:.0} of the squared error that the best plausible rounding without it leaves"
+        ),
+        false => "the emulated head equals in every bit what was captured, and no plausible rounding without it does".into(),
+    }
+}

@@ -1,0 +1,104 @@
+//! Faults that are smaller than what undeclared roundings may do, found all the same by
+//! finding the policy of the job and the fault beside it.
+
+use backtape::role::Role;
+use backtape_replayer::cli::replay_report;
+use backtape_replayer::diagnose::{Standing, diagnose};
+use backtape_replayer::dump::{Selection, open};
+use backtape_replayer::head::{HeadStep, Stage};
+use backtape_replayer::kernels::NoProgress;
+use backtape_replayer::replay::outcome::{NotChecked, Status};
+use backtape_replayer::replay::{Effort, Request, replay};
+use backtape_replayer::report::schema::{Report, Verdict};
+use backtape_replayer::report::text;
+
+use crate::support::dump;
+use crate::support::job::{Fault, Float, Job, Narrow};
+
+const ASKED: &[Role] = &[];
+
+fn report(job: &Job) -> Report {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run-a");
+    dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
+    replay_report(&path, &Selection::default(), ASKED, None).unwrap()
+}
+
+/// A job that declares no rounding, with so few tokens that the fault is small.
+fn small(seed: u64, fault: Fault) -> Job {
+    let mut job = Job { seed, ranks: 1, microbatches: 1, tokens: 24, fault, ..Job::default() };
+    job.options.declared = vec![];
+    job
+}
+
+fn words(report: &Report) -> String {
+    text::render(report)
+}
+
+/// Goal: a scatter in bf16 of labels that hardly repeat errs less than bf16 addends may, and
+/// is proved by its own rounding errors. Its clean twin has the same policy, and no cause.
+#[test]
+fn a_fault_within_undeclared_roundings_is_reproduced_and_named() {
+    let mut hidden = 0;
+    for seed in 0..4 {
+        let clean = report(&small(seed, Fault::None));
+        assert_eq!(clean.verdict, Verdict::Agreed, "seed {seed}\n{}", words(&clean));
+        assert!(clean.causes.is_empty());
+        let found = report(&small(seed, Fault::LabelScatterBf16));
+        assert_eq!(found.verdict, Verdict::Diverged, "seed {seed}\n{}", words(&found));
+        let [cause] = &found.causes[..] else { panic!("seed {seed}\n{}", words(&found)) };
+        assert_eq!(cause.id, "label-scatter-low-precision", "seed {seed}");
+        assert_eq!(cause.standing, Standing::Named, "seed {seed}");
+        let first = found.first_divergence.as_ref().unwrap();
+        assert_eq!(first.stage, "dk_label", "seed {seed}\n{}", words(&found));
+        hidden += usize::from(words(&found).contains("undeclared roundings may be as large"));
+    }
+    assert!(hidden >= 2, "the bound itself found all but {hidden}");
+}
+
+/// Goal: the words say that the bound did not find it, and by how much it was reproduced.
+#[test]
+fn what_is_reproduced_says_so_and_what_the_job_rounds() {
+    let found = report(&small(0, Fault::LabelScatterBf16));
+    let words = words(&found);
+    assert!(words.contains("undeclared roundings may be as large"), "{words}");
+    assert!(words.contains("no plausible"), "{words}");
+    assert!(words.contains("the job rounds: "), "{words}");
+    assert!(!words.contains("as closely as it could be"), "{words}");
+}
+
+/// Goal: nothing is called reproduced that is not: a rounding that no cause describes and no
+/// policy has leaves the verdict to the bound.
+#[test]
+fn roundings_that_no_policy_has_are_no_proof_of_a_fault() {
+    for seed in 0..4 {
+        let found = report(&small(seed, Fault::Narrow(Narrow::KeptLse, Float::F16)));
+        let wrong = |id: &str| !["lse-logits-mismatch", "unknown"].contains(&id);
+        assert!(!found.causes.iter().any(|one| wrong(&one.id)), "{}", words(&found));
+    }
+}
+
+/// Goal: what a plausible policy makes element by element is right, whatever the bound says,
+/// and what no policy makes is not. Method: comparisons of a clean and of a faulty job that
+/// are said to fail.
+#[test]
+fn a_comparison_that_a_plausible_policy_reproduces_is_no_divergence() {
+    for (fault, right) in [(Fault::None, true), (Fault::LabelScatterBf16, false)] {
+        let job = Job { ranks: 1, microbatches: 1, fault, ..Job::default() };
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("run-a");
+        dump::write(&path, 1, &job.head(), &job.shards());
+        let dumped = open(&path, &Selection::default()).unwrap();
+        let step = HeadStep::new(&dumped, None, |_| None).unwrap();
+        let request =
+            Request { compare: &[], effort: Effort::All, progress: &NoProgress, total: &|_| {} };
+        let mut outcome = replay(&step, &request).unwrap();
+        let dk = &mut outcome.stages[Stage::DkLabel as usize];
+        dk.status = Status::Fail;
+        dk.comparisons[0].excess = Some("as a bound that is too narrow would say".into());
+        diagnose(&step, &mut outcome, &[]).unwrap();
+        assert_eq!(outcome.first_divergence().is_none(), right, "{fault:?}");
+        let said = |note: &NotChecked| note.what == "the bound of dk_label";
+        assert_eq!(outcome.not_checked.iter().any(said), right);
+    }
+}
