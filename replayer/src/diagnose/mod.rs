@@ -149,13 +149,7 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
         return parts.iter().flat_map(of).collect();
     }
     let stacked = stacked(search, catalogue, &tried, evidence);
-    if let Some(found) = stacked {
-        return found;
-    }
-    match proof::beside(search, catalogue, evidence) {
-        Some(found) => found,
-        None => apart(search, &mut tried, evidence),
-    }
+    stacked.unwrap_or_else(|| apart(search, &mut tried, evidence))
 }
 
 /// One cause, or several tied, of some failing comparisons.

@@ -169,17 +169,6 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     keys.iter().all(closely)
 }
 
-/// A cause of failing comparisons that is found only beside a policy.
-pub(super) fn beside(
-    search: &Search<'_>,
-    catalogue: &[&dyn Cause],
-    evidence: &Evidence<'_>,
-) -> Option<Vec<Found>> {
-    emulated(search, evidence)?;
-    let proof = prove(search, catalogue, evidence)?;
-    proof.of.is_superset(&evidence.failing).then_some(proof.found)
-}
-
 /// Where all that fails is emulated.
 fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
     let keys = &evidence.failing;
