@@ -13,7 +13,7 @@ use backtape_replayer::report::schema::{Report, Verdict};
 use backtape_replayer::report::text;
 
 use crate::support::dump;
-use crate::support::job::{Fault, Float, Job, Narrow};
+use crate::support::job::{Fault, Float, Job, Narrow, What};
 
 const ASKED: &[Role] = &[];
 
@@ -100,5 +100,22 @@ fn a_comparison_that_a_plausible_policy_reproduces_is_no_divergence() {
         assert_eq!(outcome.first_divergence().is_none(), right, "{fault:?}");
         let said = |note: &NotChecked| note.what == "the bound of dk_label";
         assert_eq!(outcome.not_checked.iter().any(said), right);
+    }
+}
+
+/// Goal: a small fault that no cause describes is not given the name of one, however much
+/// of it a fitted number would explain.
+#[test]
+fn a_hidden_fault_that_no_cause_describes_has_no_name() {
+    for seed in 0..3 {
+        for what in [What::Gradients, What::Dk, What::Dq] {
+            for factor in [1.003, 1.006] {
+                let mut job = small(seed, Fault::Scaled(what, factor));
+                (job.options.data.confident, job.options.data.spread) = (None, 0.5);
+                let found = report(&job);
+                let named = found.causes.iter().any(|one| one.id != "unknown");
+                assert!(!named, "seed {seed} {what:?} {factor}\n{}", words(&found));
+            }
+        }
     }
 }

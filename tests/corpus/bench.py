@@ -26,6 +26,8 @@ from corpus.case import PLANTS, Case  # noqa: E402
 from corpus.record import record  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
+# Seconds of one replay: far more than any takes, so that one that never ends is seen.
+LONGEST = 900
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Bench:
         start, report = time.monotonic(), path.with_suffix(".json")
         done = subprocess.run(
             [*self.command, "--quiet", "--threads", "1", "--dump", path, "--json", report],
-            capture_output=True, text=True,
+            capture_output=True, text=True, timeout=LONGEST,
         )  # fmt: skip
         outcome.replay_s = time.monotonic() - start
         if report.exists():

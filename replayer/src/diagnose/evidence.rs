@@ -11,8 +11,8 @@ use super::detectors::reference::{self, Reference};
 use super::detectors::units::{UnitState, units};
 use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
-use crate::replay::forward_cache::ForwardCache;
 use crate::replay::outcome::Outcome;
+use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::Rows;
 use crate::replay::world::World;
 
@@ -165,7 +165,7 @@ impl<'a> Evidence<'a> {
     }
 
     /// Forward passes that trials have in common.
-    pub(super) fn cache(&self) -> Option<&ForwardCache> {
+    pub(super) fn cache(&self) -> Option<&PassCache> {
         self.search.map(|search| &search.cache)
     }
 

@@ -23,8 +23,8 @@ use std::sync::Arc;
 
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
-use crate::replay::forward_cache::ForwardCache;
 use crate::replay::outcome::Outcome;
+use crate::replay::pass_cache::PassCache;
 use crate::replay::variant::Variant;
 use crate::replay::world::World;
 use catalogue::CATALOGUE;
@@ -99,7 +99,7 @@ fn examine(
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
     let compared: BTreeSet<Stage> = failing.into_iter().collect();
-    let cache = ForwardCache::default();
+    let cache = PassCache::default();
     let search = Search {
         step,
         compared,

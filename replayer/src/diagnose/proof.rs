@@ -6,13 +6,14 @@
 //! policy is found first, by emulating the plausible ones. Where one of them leaves a tenth
 //! of the energy, the comparison is explained. Where none does, the causes are tried, each
 //! together with the policies: one that leaves a tenth of what is left by every policy
-//! without it has reproduced the job's own rounding errors, which chance does not.
+//! without it, and of what it leaves itself in f64, has reproduced the job's own rounding
+//! errors, which chance does not.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::cause::{Cause, Hypothesis};
 use super::decide::{CLEAR, decide};
-use super::evidence::{Evidence, FORWARD, Key, Residuals};
+use super::evidence::{Evidence, FORWARD, GRADIENTS, Key, Residuals};
 use super::found::{self, Found};
 use super::search::{Search, Tried, left_of};
 use crate::head::roundings::F32;
@@ -33,16 +34,10 @@ const MANY: f64 = 16.0;
 /// Rounds of trying every rounding point the other way.
 const PASSES: usize = 2;
 
-/// Stages that a policy is emulated for.
-const EMULATED: [Stage; 7] = [
-    Stage::DqLse,
-    Stage::DqLabel,
-    Stage::Dq,
-    Stage::DkLse,
-    Stage::DkLabel,
-    Stage::Dk,
-    Stage::Dbias,
-];
+/// Whether a policy is emulated for a stage: all gradients but the plane of dlogits.
+fn is_emulated(stage: Stage) -> bool {
+    GRADIENTS.contains(&stage) && stage != Stage::Dlogits
+}
 
 /// A fault that was reproduced.
 pub(super) struct Proof {
@@ -73,7 +68,7 @@ impl Proof {
 /// Comparisons that pass, where roundings below f32 are plausible and not declared.
 pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
     let mut found = BTreeSet::new();
-    for stage in outcome.stages.iter().filter(|one| EMULATED.contains(&one.stage)) {
+    for stage in outcome.stages.iter().filter(|one| is_emulated(one.stage)) {
         let open = stage
             .comparisons
             .iter()
@@ -123,7 +118,7 @@ pub(super) fn prove(
     let roundings = evidence.roundings()?;
     let of = Reproduction { search, evidence, roundings };
     let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
-    if of.is_explained(&right.residuals) {
+    if of.is_explained(&right) {
         return None;
     }
     let hypotheses = catalogue
@@ -157,7 +152,7 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     let Some(of) = emulated(search, evidence) else { return false };
     let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
     let Some(fit) = of.fit(first, None) else { return false };
-    if !of.is_explained(&fit.residuals) {
+    if !of.is_explained(&fit) {
         return false;
     }
     let keys = &evidence.failing;
@@ -172,7 +167,7 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
 /// Where all that fails is emulated.
 fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
     let keys = &evidence.failing;
-    let all = keys.iter().all(|key| EMULATED.contains(&key.stage));
+    let all = keys.iter().all(|key| is_emulated(key.stage));
     let numbers = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
     let able = !keys.is_empty() && all && keys.iter().all(numbers);
     able.then(|| {
@@ -182,8 +177,8 @@ fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Re
 
 impl<'a> Reproduction<'a> {
     /// The comparisons as declared, over the same rows as a look.
-    fn declared(&self) -> Option<&Residuals> {
-        Some(self.evidence.glance().unwrap_or(&self.evidence.residuals))
+    fn declared(&self) -> &Residuals {
+        self.evidence.glance().unwrap_or(&self.evidence.residuals)
     }
 
     fn look(&self, worlds: &[&dyn World]) -> Option<Residuals> {
@@ -214,7 +209,7 @@ impl<'a> Reproduction<'a> {
                 if other.left < best.left {
                     best = other;
                 }
-                if world.is_none() && self.is_explained(&best.residuals) {
+                if world.is_none() && self.is_explained(&best) {
                     return Some(best);
                 }
             }
@@ -245,28 +240,28 @@ impl<'a> Reproduction<'a> {
         self.fit(from, Some(world))
     }
 
-    /// Whether one fit may have reproduced a comparison that the other has not.
-    fn gains(&self, one: &Fit, other: &Fit) -> bool {
-        let energy =
-            |of: &Fit, key: &Key| of.residuals.get(key).map_or(f64::INFINITY, |of| of.energy);
-        let mut keys = self.evidence.failing.iter();
-        keys.any(|key| CLEAR * energy(one, key) <= DISMISSED * energy(other, key))
+    /// Whether a fit may have reproduced a comparison that the right head does not explain.
+    fn gains(&self, one: &Fit, right: &Fit) -> bool {
+        let unexplained = self.evidence.failing.iter().filter(|key| !self.explains(right, key));
+        let less = |key: &Key| {
+            CLEAR * energy(&one.residuals, key) <= DISMISSED * energy(&right.residuals, key)
+        };
+        unexplained.into_iter().any(less)
+    }
+
+    fn explains(&self, fit: &Fit, key: &Key) -> bool {
+        CLEAR * energy(&fit.residuals, key) <= energy(self.declared(), key)
     }
 
     /// Whether a policy reproduces every comparison.
-    fn is_explained(&self, left: &Residuals) -> bool {
-        let Some(declared) = self.declared() else { return true };
-        let energy = |of: &Residuals, key: &Key| of.get(key).map_or(f64::INFINITY, |of| of.energy);
-        let mut keys = self.evidence.failing.iter();
-        keys.all(|key| CLEAR * energy(left, key) <= energy(declared, key))
+    fn is_explained(&self, fit: &Fit) -> bool {
+        self.evidence.failing.iter().all(|key| self.explains(fit, key))
     }
 
     /// The least energy that any plausible policy leaves of each comparison.
     fn least(&self) -> BTreeMap<Key, f64> {
-        let energy = |of: &Residuals, key: &Key| of.get(key).map_or(f64::INFINITY, |of| of.energy);
-        let declared = &self.evidence.residuals;
-        let mut found: BTreeMap<Key, f64> =
-            self.evidence.failing.iter().map(|key| (*key, energy(declared, key))).collect();
+        let declared = |key: &Key| (*key, energy(&self.evidence.residuals, key));
+        let mut found: BTreeMap<Key, f64> = self.evidence.failing.iter().map(declared).collect();
         for policy in members::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
             let Some(of) = self.search.residuals(&[&rounded]) else { continue };
@@ -275,19 +270,39 @@ impl<'a> Reproduction<'a> {
         found
     }
 
+    /// What a hypothesis leaves in f64, where it is no policy itself: what a policy beside it
+    /// must still explain.
+    fn unrounded(&self, hypothesis: &Hypothesis) -> Option<Residuals> {
+        match hypothesis.world.policy(&self.roundings) {
+            Some(_) => None,
+            None => self.search.residuals(&[&*hypothesis.world]),
+        }
+    }
+
     /// What holds against every plausible policy, over more rows than a look.
     fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Rounded)>) -> Option<Proof> {
         let least = self.least();
         let declared = &self.evidence.residuals;
         let tried = near.into_iter().filter_map(|(cause, mut hypothesis, rounded)| {
             let residuals = self.search.residuals(&[&rounded, &*hypothesis.world])?;
-            let energy = |key: &Key| residuals.get(key).map_or(f64::INFINITY, |of| of.energy);
+            let energy = |key: &Key| energy(&residuals, key);
+            let unrounded = self.unrounded(&hypothesis);
+            // A number that is fitted may take most of a fault away that it is not: what it
+            // leaves must be the job's roundings, and the policy must explain those too.
+            let reproduces = |key: &Key| {
+                let exact =
+                    residuals.get(key).map_or(0.0, |of| (MANY * F32).powi(2) * of.reference);
+                let of = unrounded.as_ref().map(|of| self::energy(of, key));
+                of.is_none_or(|of| CLEAR * energy(key) <= of || energy(key) <= exact)
+            };
             let explained = |key: &Key| CLEAR * least[key] <= declared[key].energy;
             let harms = |key: &Key| match explained(key) {
                 true => !(CLEAR * energy(key) <= declared[key].energy),
                 false => !(energy(key) <= WORSE * least[key]),
             };
-            let gains = |key: &&Key| !explained(key) && CLEAR * energy(key) <= least[*key];
+            let gains = |key: &&Key| {
+                !explained(key) && CLEAR * energy(key) <= least[*key] && reproduces(key)
+            };
             let explains: BTreeSet<Key> = least.keys().filter(gains).copied().collect();
             if explains.is_empty() || least.keys().any(harms) {
                 return None;
@@ -334,6 +349,10 @@ impl<'a> Reproduction<'a> {
         };
         declared.keys().filter(|key| FORWARD.contains(&key.stage)).filter(nearer).copied().collect()
     }
+}
+
+fn energy(of: &Residuals, key: &Key) -> f64 {
+    of.get(key).map_or(f64::INFINITY, |of| of.energy)
 }
 
 /// How closely a fault is reproduced, as a clause.

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::cause::{Cause, Hypothesis};
 use super::evidence::{Evidence, Key, Residuals, residuals};
 use crate::head::{HeadStep, Stage};
-use crate::replay::forward_cache::ForwardCache;
+use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::{Rows, trial};
 use crate::replay::world::{AtTies, World};
 
@@ -67,7 +67,7 @@ pub struct Search<'a> {
     /// Few of them, for a glance; none where all are few.
     pub few: Option<Rows>,
     /// Forward passes that trials have in common.
-    pub cache: ForwardCache,
+    pub cache: PassCache,
 }
 
 /// What a glance shows of a hypothesis that is no better than its background.

@@ -6,6 +6,8 @@
 //! start at zero, or near it, have such sums at step 0: the exponentials of a token, the
 //! losses of all tokens, the entries of dlogits that dbias sums.
 
+use std::collections::BTreeMap;
+
 use super::allowed::unit;
 use crate::compare::ONE_ROUNDING;
 use crate::kernels::policy::{Order, Sum};
@@ -57,22 +59,24 @@ pub(super) fn to_one_side(sum: Sum, addends: &[f64]) -> f64 {
     if !sum.precision.keeps_f32() || sum.precision == Precision::F64 {
         return 0.0;
     }
+    if !addends.iter().sum::<f64>().is_finite() {
+        return 0.0;
+    }
     let u = unit(sum.precision);
-    let (mut off, mut done, mut partial) = (0.0, 0, 0.0f64);
-    let binade = |x: f64| x.abs().log2().floor();
-    while done < addends.len() {
-        let first = binade(partial + addends[done]);
-        let start = done;
-        while done < addends.len() && binade(partial + addends[done]) == first {
-            partial += addends[done];
-            done += 1;
-        }
-        let spacing = 2.0 * u * first.exp2();
-        if spacing.is_finite() && spacing > 0.0 {
-            off += (done - start) as f64 * mean_error(addends, spacing);
+    // Partial sums in each binade, by its exponent: of addends of either sign they come back.
+    let mut passed: BTreeMap<i32, usize> = BTreeMap::new();
+    let mut partial = 0.0f64;
+    for x in addends {
+        partial += x;
+        if partial != 0.0 {
+            *passed.entry(partial.abs().log2().floor() as i32).or_default() += 1;
         }
     }
-    off
+    let of = |(exponent, count): (i32, usize)| {
+        let spacing = 2.0 * u * f64::from(exponent).exp2();
+        if spacing > 0.0 { count as f64 * mean_error(addends, spacing) } else { 0.0 }
+    };
+    passed.into_iter().map(of).sum()
 }
 
 /// The addends' mean error of rounding to multiples of a spacing, beyond what it is by
@@ -178,6 +182,16 @@ mod tests {
         let u = Precision::Bf16.unit_roundoff();
         assert!((of(1023.0) / (0.25 * u) - 1.0).abs() < 0.05, "{}", of(1023.0) / u);
         assert!(of(1000.0) < 0.05 * u && of(1024.0) < 1e-3 * u, "{} {}", of(1000.0), of(1024.0));
+    }
+
+    /// Goal: what is no number, and sums that change their sign at every step, end at once.
+    #[test]
+    fn addends_that_are_no_numbers_or_of_either_sign_are_walked_once() {
+        for wrong in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, f64::MAX] {
+            assert_eq!(to_one_side(Sum::NATIVE, &[1.0, wrong, wrong, 2.0]), 0.0, "{wrong}");
+        }
+        let signs: Vec<f64> = (0..200_000).map(|at| if at % 2 == 0 { 1.5 } else { -1.5 }).collect();
+        assert!(to_one_side(Sum::NATIVE, &signs).is_finite());
     }
 
     #[test]

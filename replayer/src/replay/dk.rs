@@ -2,12 +2,14 @@
 //! vocabulary at a time.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::Replay;
 use super::alike::{nearly_equal, spread};
 use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
+use super::pass_cache::{BackwardPass, Keep};
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::Stage;
@@ -17,6 +19,7 @@ use crate::kernels::policy::{Path, Policy};
 use crate::kernels::{policy, reference};
 
 /// Reference values over one slab of k's rows: `[rows, D]`, of the bias `[rows]`.
+#[derive(Clone, Default)]
 pub(super) struct Slab {
     pub(super) range: Range<usize>,
     pub(super) lse: Vec<f64>,
@@ -172,6 +175,7 @@ impl Slab {
 }
 
 impl Replay<'_> {
+    /// The reference over a slab of k's rows; what it adds to dq goes to `dq`.
     pub(super) fn reference_slab(
         &self,
         problem: &Problem<'_>,
@@ -179,29 +183,47 @@ impl Replay<'_> {
         range: Range<usize>,
         dq: &mut reference::Backward,
     ) -> Slab {
-        let d = head.q.cols;
-        let mut slab = Slab::zeros(range, d);
-        let part = reference::backward(
-            head,
-            &problem.lse,
-            &problem.cotangents(),
-            &self.term_noise(d),
-            self.tiles,
-            self.progress,
-            &mut |block| slab.take(&block, d),
-        );
-        let square = |at: usize| head.k.get_f64(at).powi(2);
-        let norm = |row: usize| match row < head.valid_vocab {
-            true => (row * d..(row + 1) * d).map(square).sum(),
-            false => 0.0,
+        let pass = self.reference_pass(problem, head, Keep::Both);
+        super::dq::gather(dq, &pass.dq, head);
+        let pass = Arc::try_unwrap(pass).map_or_else(|held| held.slab.clone(), |own| own.slab);
+        Slab { range, ..pass }
+    }
+
+    /// One pass of the reference; in a trial the one that another had, if it was the same.
+    pub(super) fn reference_pass(
+        &self,
+        problem: &Problem<'_>,
+        head: &HeadInputs<'_>,
+        keep: Keep,
+    ) -> Arc<BackwardPass> {
+        let (cotangents, noise) = (problem.cotangents(), self.term_noise(head.q.cols));
+        let small = problem.entry_floor > 0.0;
+        let mut run = || {
+            let (d, rows) = (head.q.cols, head.k.rows);
+            let mut slab = Slab::zeros(0..rows, d);
+            let take = &mut |block: reference::DkBlock<'_>| slab.take(&block, d);
+            let (tiles, progress) = (self.tiles, self.progress);
+            let dq =
+                reference::backward(head, &problem.lse, &cotangents, &noise, tiles, progress, take);
+            let square = |at: usize| head.k.get_f64(at).powi(2);
+            let norm = |row: usize| match row < head.valid_vocab {
+                true => (row * d..(row + 1) * d).map(square).sum(),
+                false => 0.0,
+            };
+            slab.k_norms = (0..rows).map(norm).collect();
+            if small {
+                slab.q_squares = column_squares(&head.q, head.copies);
+                slab.q_sums = column_sums(&head.q);
+            }
+            BackwardPass { dq, slab }
         };
-        slab.k_norms = (0..head.k.rows).map(norm).collect();
-        if problem.entry_floor > 0.0 {
-            slab.q_squares = column_squares(&head.q, head.copies);
-            slab.q_sums = column_sums(&head.q);
+        match self.cache {
+            Some(cache) => {
+                let inputs = (head, &problem.lse[..], &cotangents);
+                cache.backward(inputs, (keep, &(noise, small)), &mut run)
+            }
+            None => Arc::new(run()),
         }
-        super::dq::gather(dq, part, head);
-        slab
     }
 
     /// Allowance of the dense part at an element of the slab.

@@ -81,7 +81,7 @@ fn member_values(member: &DqParts, stage: Stage) -> &[f64] {
 /// Adds one slab's share of dq.
 pub(super) fn gather(
     total: &mut reference::Backward,
-    part: reference::Backward,
+    part: &reference::Backward,
     head: &HeadInputs<'_>,
 ) {
     let ones = vec![1.0; head.labels.len()];

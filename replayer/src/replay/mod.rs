@@ -16,7 +16,6 @@ mod dq;
 pub mod estimate;
 mod findings;
 mod forward;
-pub mod forward_cache;
 mod from_dlogits;
 pub(crate) mod gather;
 mod loose;
@@ -25,6 +24,7 @@ pub(crate) mod members;
 mod norm;
 pub mod norm_pair;
 pub mod outcome;
+pub mod pass_cache;
 mod plane;
 pub mod probe;
 mod probed;
@@ -44,8 +44,8 @@ use crate::compare::Bound;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
-use forward_cache::ForwardCache;
 use outcome::{NotChecked, Outcome};
+use pass_cache::PassCache;
 use world::{Declared, World};
 
 /// What to compare, and how.
@@ -94,7 +94,7 @@ pub(crate) struct Replay<'a> {
     /// What the job is supposed to have done.
     world: &'a dyn World,
     /// Forward passes that this one has in common with others.
-    cache: Option<&'a ForwardCache>,
+    cache: Option<&'a PassCache>,
     /// True for a trial of a hypothesis: no floors, no norms.
     trial: bool,
     progress: &'a dyn Progress,

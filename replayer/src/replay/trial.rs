@@ -13,10 +13,10 @@ use super::dk::Slab;
 use super::dq::DqState;
 use super::findings::{Captured, DK, DQ, Findings, Gradient, Held};
 use super::forward::ForwardState;
-use super::forward_cache::ForwardCache;
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
+use super::pass_cache::{Keep, PassCache};
 use super::plane::distance;
 use super::ties::near_ties;
 use super::world::{At, World};
@@ -44,7 +44,7 @@ pub fn trial(
     step: &HeadStep<'_>,
     compared: &BTreeSet<Stage>,
     world: &dyn World,
-    (rows, cache): (Option<&Rows>, Option<&ForwardCache>),
+    (rows, cache): (Option<&Rows>, Option<&PassCache>),
 ) -> Result<Outcome, StepError> {
     let mut found = None;
     in_world(step, compared, (world, cache), &mut |replay, slices| {
@@ -70,7 +70,7 @@ pub fn trial(
 pub(super) fn in_world(
     step: &HeadStep<'_>,
     compared: &BTreeSet<Stage>,
-    (world, cache): (&dyn World, Option<&ForwardCache>),
+    (world, cache): (&dyn World, Option<&PassCache>),
     then: &mut Within<'_>,
 ) -> Result<(), StepError> {
     let mut altered = step.clone();
@@ -123,8 +123,9 @@ impl Replay<'_> {
             kept.retain(|t| tokens.is_none_or(|tokens| tokens.binary_search(t).is_ok()));
             let some = Unit { ranks: unit.ranks.clone(), rows: kept };
             let from = self.sources(slice, &some);
+            let keep = if rows.is_some() { Keep::Dq } else { Keep::Both };
             self.with_problem(slice, &from, state, upstream, &mut |problem| {
-                self.try_dq(problem, &captured, &some, &mut findings);
+                self.try_dq(problem, &captured, (&some, keep), &mut findings);
             });
         }
         if let Some(dlogits) = &dlogits {
@@ -199,9 +200,8 @@ impl Replay<'_> {
         let k = k.matrix();
         let head = HeadInputs { k, labels: &labels, valid_vocab, bias, reads, ..problem.head };
         let problem = problem.over(head);
-        let mut unused = DqState::new(head.q.rows, head.q.cols);
-        let range = 0..classes.len();
-        let mut slab = self.reference_slab(&problem, &head, range, &mut unused.exact);
+        let pass = self.reference_pass(&problem, &head, Keep::Dk);
+        let mut slab = pass.slab.clone();
         slab.classes = Some(classes.clone());
         self.emulate_dk(&problem, &head, &mut slab);
         let captured = picked_classes(captured, classes);
@@ -251,7 +251,7 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         captured: &Captured,
-        unit: &Unit,
+        (unit, keep): (&Unit, Keep),
         findings: &mut Findings,
     ) {
         let (t, d, v) = (problem.head.q.rows, problem.head.q.cols, problem.head.k.rows);
@@ -261,7 +261,8 @@ impl Replay<'_> {
             let mut labels = Vec::new();
             let head =
                 crate::head::step::vocabulary_slab(&problem.head, range.clone(), &mut labels);
-            self.reference_slab(problem, &head, range, &mut dq.exact);
+            let pass = self.reference_pass(problem, &head, keep);
+            super::dq::gather(&mut dq.exact, &pass.dq, &head);
         }
         if let Some((of, tiles)) = self.world.policy(&self.roundings) {
             let progress = self.progress;

@@ -1,8 +1,9 @@
 //! A gradient filter: tiles of dlogits in which nothing reaches a threshold are left out.
 //!
 //! The threshold is on `|p - onehot|`, before g multiplies it, so every unit's plane is
-//! looked at once with g = 1: what is kept of it is the largest magnitude of each block of
-//! 8 x 8. Sizes and thresholds that jobs use are then tried on a few rows of dk.
+//! looked at once with g = 1: what is kept of it is every magnitude, or of a large plane the
+//! largest of each block. Sizes and thresholds that jobs use are then tried on a few rows of
+//! dk.
 
 use backtape::identity::{Microbatch, Rank};
 
@@ -11,8 +12,11 @@ use super::units::{Part, UnitState};
 use crate::diagnose::evidence::Evidence;
 use crate::kernels::policy::Policy;
 
-/// Tokens and classes of a block: every tile in use is made of such.
-pub const BLOCK: usize = 8;
+/// Tokens and classes of a block: tiles are made of such.
+const BLOCKS: [usize; 3] = [1, 4, 8];
+/// Blocks of a plane up to which smaller ones are held: some memory, and every tile looks at
+/// all of them.
+const HELD: usize = 1 << 19;
 /// Rows and columns of the plane that are held at a time.
 const SPAN: usize = 256;
 /// See [`SPAN`].
@@ -45,6 +49,8 @@ pub struct Filtered {
     pub part: Part,
     /// Classes.
     pub classes: usize,
+    /// Tokens and classes of a block.
+    block: usize,
     /// `[blocks of tokens, blocks of classes]`: the largest magnitude in each.
     magnitudes: Vec<f32>,
 }
@@ -62,42 +68,43 @@ impl Filtered {
         let n = unit.rows.len();
         let (tokens, all): (Vec<usize>, Vec<usize>) = ((0..n).collect(), (0..classes).collect());
         let part = unit.part(evidence, &tokens, &all, labelled)?;
-        let across = classes.div_ceil(BLOCK);
-        let mut magnitudes = vec![0.0f32; n.div_ceil(BLOCK) * across];
+        let block = block_of(n, classes);
+        let across = classes.div_ceil(block);
+        let mut magnitudes = vec![0.0f32; n.div_ceil(block) * across];
         let ones = |tokens: &[usize]| unit.ones(evidence, tokens);
         for span in tokens.chunks(SPAN) {
             for columns in all.chunks(COLUMNS) {
                 let entries = part.sub(span, columns).with(ones(span)).entries(policy);
                 for (&t, row) in span.iter().zip(entries.chunks(columns.len())) {
                     for (&v, x) in columns.iter().zip(row) {
-                        let at = &mut magnitudes[t / BLOCK * across + v / BLOCK];
+                        let at = &mut magnitudes[t / block * across + v / block];
                         *at = at.max(x.abs() as f32);
                     }
                 }
             }
         }
         let (microbatch, rank, rows) = (unit.microbatch, unit.rank, unit.rows.clone());
-        Some(Filtered { microbatch, rank, rows, part, classes, magnitudes })
+        Some(Filtered { microbatch, rank, rows, part, classes, block, magnitudes })
     }
 
     /// For every tile, row-major, whether the filter leaves it out.
     pub fn dropped(&self, filter: &Filter) -> Tiled {
-        let largest = self.largest(filter.tile);
-        let dropped = largest.values.iter().map(|&x| f64::from(x) < filter.least).collect();
-        Tiled { tile: filter.tile, across: largest.across, dropped }
+        self.largest(filter.tile).dropped(filter.least)
     }
 
-    fn largest(&self, [tokens, classes]: [usize; 2]) -> Largest {
-        let blocks = self.classes.div_ceil(BLOCK);
+    fn largest(&self, tile: [usize; 2]) -> Largest {
+        let [tokens, classes] = tile;
+        let blocks = self.classes.div_ceil(self.block);
         let across = self.classes.div_ceil(classes);
         let mut values = vec![0.0f32; self.rows.len().div_ceil(tokens) * across];
-        for (block, row) in self.magnitudes.chunks(blocks.max(1)).enumerate() {
+        for (at, row) in self.magnitudes.chunks(blocks.max(1)).enumerate() {
+            let first = at * self.block / tokens * across;
             for (column, &x) in row.iter().enumerate() {
-                let at = block * BLOCK / tokens * across + column * BLOCK / classes;
+                let at = first + column * self.block / classes;
                 values[at] = values[at].max(x);
             }
         }
-        Largest { values, across }
+        Largest { tile, values, across }
     }
 
     /// The filters that fit a captured dk of the unit best, where one fits much better than
@@ -116,13 +123,16 @@ impl Filtered {
         let mut found: Vec<(f64, Filter)> = Vec::new();
         for tile in self.tiles() {
             let largest = self.largest(tile);
+            let mut before = 0;
             for least in thresholds() {
-                if !largest.values.iter().any(|&x| f64::from(x) < least) {
+                let tiled = largest.dropped(least);
+                let dropped = tiled.dropped.iter().filter(|dropped| **dropped).count();
+                // What leaves out as much leaves out the same.
+                if dropped == std::mem::replace(&mut before, dropped) {
                     continue;
                 }
-                let filter = Filter { least, tile, labelled };
-                let tiled = self.dropped(&filter);
-                found.push((sums.misfit_without(&|t, v| tiled.drops(t, v)), filter));
+                let misfit = sums.misfit_without(&|t, v| tiled.drops(t, v));
+                found.push((misfit, Filter { least, tile, labelled }));
             }
         }
         found.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -130,17 +140,34 @@ impl Filtered {
         seen.map(|&(_, filter)| filter).take(OFFERED).collect()
     }
 
+    /// Powers of two, and the whole of the tokens or of the classes.
     fn tiles(&self) -> Vec<[usize; 2]> {
-        let sizes = [8, 16, 32, 64, 128, 256, 512];
-        let whole = self.rows.len().div_ceil(BLOCK) * BLOCK;
-        let tokens = sizes.into_iter().filter(|&n| n < whole).chain([whole]);
-        tokens.flat_map(|t| sizes.into_iter().map(move |v| [t, v])).collect()
+        let sizes = |of: usize| {
+            let whole = of.next_multiple_of(self.block);
+            let sizes = (0..=9).map(|i| 1usize << i).filter(|size| size % self.block == 0);
+            sizes.filter(move |&size| size < whole).chain([whole])
+        };
+        let tokens = sizes(self.rows.len());
+        tokens.flat_map(|t| sizes(self.classes).map(move |v| [t, v])).collect()
     }
 }
 
+fn block_of(tokens: usize, classes: usize) -> usize {
+    let few = |block: &usize| tokens.div_ceil(*block) * classes.div_ceil(*block) <= HELD;
+    BLOCKS.into_iter().find(few).unwrap_or(BLOCKS[2])
+}
+
 struct Largest {
+    tile: [usize; 2],
     values: Vec<f32>,
     across: usize,
+}
+
+impl Largest {
+    fn dropped(&self, least: f64) -> Tiled {
+        let dropped = self.values.iter().map(|&x| f64::from(x) < least).collect();
+        Tiled { tile: self.tile, across: self.across, dropped }
+    }
 }
 
 /// Which tiles of a plane are left out.
@@ -157,10 +184,12 @@ impl Tiled {
     }
 }
 
-/// Thresholds in use: powers of two around CCE's 2⁻¹², and of ten.
-fn thresholds() -> impl Iterator<Item = f64> {
+/// Thresholds in use, ascending: powers of two around CCE's 2⁻¹², and of ten.
+fn thresholds() -> Vec<f64> {
     let twos = (4..=18).map(|k| 2f64.powi(-k));
-    twos.chain((2..=6).map(|k| 10f64.powi(-k)))
+    let mut all: Vec<f64> = twos.chain((2..=6).map(|k| 10f64.powi(-k))).collect();
+    all.sort_by(f64::total_cmp);
+    all
 }
 
 #[cfg(test)]
@@ -177,6 +206,6 @@ mod tests {
 
     #[test]
     fn the_default_of_cce_is_a_threshold_that_is_tried() {
-        assert!(thresholds().any(|x| x == 2f64.powi(-12)));
+        assert!(thresholds().contains(&2f64.powi(-12)));
     }
 }

@@ -81,8 +81,8 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
     Bits { lse: of(&lse), label_logits: of(&label_logits), dq: of(&dq), dk: of(&dk) }
 }
 
-/// The named policies, and both paths with every rounding point at work.
-fn policies() -> [Policy; 6] {
+/// The named policies, both paths with every rounding point at work, and scatters in shards.
+fn policies() -> [Policy; 8] {
     let half = Precision::Bf16;
     let all = |path| Policy {
         path,
@@ -102,6 +102,8 @@ fn policies() -> [Policy; 6] {
         Policy::fused_f32(),
         Policy::fused_bf16(),
         all(Path::Fused),
+        Policy { scatter_shards: 3, scatter_join: half, ..all(Path::Fused) },
+        Policy { scatter_shards: 4, scatter_join: Precision::F32, ..all(Path::Fused) },
     ]
 }
 
