@@ -67,14 +67,17 @@ fn what_is_reproduced_says_so_and_what_the_job_rounds() {
     assert!(!words.contains("as closely as it could be"), "{words}");
 }
 
-/// Goal: nothing is called reproduced that is not: a rounding that no cause describes and no
-/// policy has leaves the verdict to the bound.
+/// Goal: intermediates that a job rounds and does not declare are no fault where the bounds
+/// allow them, however exactly a cause reproduces them: JAX itself rounds p before it takes 1
+/// off it where all is bf16.
 #[test]
-fn roundings_that_no_policy_has_are_no_proof_of_a_fault() {
+fn roundings_of_intermediates_are_no_proof_of_a_fault() {
     for seed in 0..4 {
-        let found = report(&small(seed, Fault::Narrow(Narrow::KeptLse, Float::F16)));
-        let wrong = |id: &str| !["lse-logits-mismatch", "unknown"].contains(&id);
-        assert!(!found.causes.iter().any(|one| wrong(&one.id)), "{}", words(&found));
+        for what in [Narrow::KeptLse, Narrow::EarlyP] {
+            let found = report(&small(seed, Fault::Narrow(what, Float::Bf16)));
+            let words = words(&found);
+            assert!(!words.contains("undeclared roundings may be as large"), "{what:?}\n{words}");
+        }
     }
 }
 

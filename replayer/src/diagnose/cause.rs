@@ -25,6 +25,12 @@ pub trait Cause: Sync {
         Vec::new()
     }
 
+    /// True when what it does may be no more than to round an intermediate: a job that does
+    /// not declare how it rounds may do that, and where the bounds allow it, it is no fault.
+    fn may_be_right(&self) -> bool {
+        false
+    }
+
     /// For causes that are seen and not computed: the sentence that proves it.
     fn observed(&self, _evidence: &Evidence<'_>) -> Option<Observed> {
         None

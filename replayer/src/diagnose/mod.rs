@@ -85,12 +85,23 @@ enum Examined {
     Cleared(BTreeSet<Key>),
 }
 
+/// Multiply-adds of one GEMM over all microbatches up to which a trial takes less time than
+/// its threads take to wake each other.
+const SMALL: u64 = 1 << 22;
+
+/// Runs a search in one thread where its trials are small.
+fn in_few_threads<R: Send>(inputs: &[MicrobatchInputs], run: impl FnOnce() -> R + Send) -> R {
+    match rayon::ThreadPoolBuilder::new().num_threads(1).build() {
+        Ok(one) if sample::work(inputs).0 <= SMALL => one.install(run),
+        _ => run(),
+    }
+}
+
 fn examine(
     step: &HeadStep<'_>,
     outcome: &Outcome,
     catalogue: &[&dyn Cause],
 ) -> Result<Examined, StepError> {
-    let failing: Vec<Stage> = stages(outcome, |_| true);
     let diverged = outcome.first_divergence().is_some();
     let open = proof::open(outcome);
     if !diverged && step.unusable.is_empty() && open.is_empty() {
@@ -98,38 +109,48 @@ fn examine(
     }
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
-    let compared: BTreeSet<Stage> = failing.into_iter().collect();
+    Ok(in_few_threads(&inputs, || searched((step, outcome, &inputs), catalogue, (diverged, open))))
+}
+
+fn searched(
+    (step, outcome, inputs): (&HeadStep<'_>, &Outcome, &[MicrobatchInputs]),
+    catalogue: &[&dyn Cause],
+    (diverged, open): (bool, BTreeSet<Key>),
+) -> Examined {
+    // What passes is asked for its roundings: sums of it say nothing of those.
+    let compared: BTreeSet<Stage> =
+        stages(outcome, |stage| diverged || !is_sum(stage)).into_iter().collect();
     let cache = PassCache::default();
     let search = Search {
         step,
         compared,
-        rows: sample::rows(outcome, &inputs),
-        few: sample::few(outcome, &inputs),
+        rows: sample::rows(outcome, inputs),
+        few: sample::few(outcome, inputs),
         cache,
     };
     let base = match &search.rows {
         Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
         None => residuals(outcome),
     };
-    let mut evidence = Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
+    let mut evidence = Evidence::new(step, outcome, inputs, base, Vec::new()).searched_by(&search);
     let fails = |(_, of): &(&Key, &evidence::Residual)| !of.passes;
     let failing = evidence.whole.iter().filter(fails).map(|(&key, _)| key).collect();
     evidence.failing = failing;
     if !diverged && step.unusable.is_empty() {
         evidence.failing = open;
-        return Ok(Examined::Hidden(proof::prove(&search, catalogue, &evidence)));
+        return Examined::Hidden(proof::prove(&search, catalogue, &evidence));
     }
     if diverged && step.unusable.is_empty() && proof::cleared(&search, &evidence) {
-        return Ok(Examined::Cleared(evidence.failing));
+        return Examined::Cleared(evidence.failing);
     }
     let mut seen = found::observed(catalogue, &evidence);
     let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !of_seen(key));
     if evidence.failing.is_empty() && !(seen.is_empty() && diverged) {
-        return Ok(Examined::Diverged(seen));
+        return Examined::Diverged(seen);
     }
     seen.extend(computed(&search, catalogue, &evidence));
-    Ok(Examined::Diverged(seen))
+    Examined::Diverged(seen)
 }
 
 /// The causes that emulation finds.
@@ -175,9 +196,8 @@ fn alone(
 /// addends that were captured, so what is wrong with one says nothing of the other, and
 /// that one is not known does not hide the other.
 fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) -> Vec<Found> {
-    let is_sum = |key: &Key| matches!(key.stage, Stage::Accumulate | Stage::Reduce);
     let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
-        evidence.failing.iter().copied().partition(is_sum);
+        evidence.failing.iter().copied().partition(|key| is_sum(key.stage));
     let nans = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite > 0);
     // A sum of what is no number is none: that says nothing of the sum.
     if sums.is_empty() || head.is_empty() || head.iter().any(nans) {
@@ -192,6 +212,11 @@ fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) 
         found.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
     };
     each.into_iter().flat_map(of).collect()
+}
+
+/// Whether a stage is a sum of gradients, over microbatches or ranks.
+fn is_sum(stage: Stage) -> bool {
+    matches!(stage, Stage::Accumulate | Stage::Reduce)
 }
 
 /// Stages with comparisons.

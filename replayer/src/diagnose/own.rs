@@ -33,6 +33,11 @@ impl Cause for Own {
         "compare the function's formulas with the declared head: they are not the same"
     }
 
+    /// A function may be the declared head, rounded as the job rounds it.
+    fn may_be_right(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let stages: Vec<Stage> = self.0.stages().into_iter().collect();
         match evidence.fails_any(&stages) {
@@ -78,7 +83,7 @@ pub(super) fn judge(
     for stage in stages {
         // One stage at a time: what is upstream of it comes from the dump.
         let only = BTreeSet::from([stage]);
-        let cured = trial(step, &only, &StandsIn(variant), (None, None))?;
+        let cured = trial(step, &only, &StandsIn(variant.clone()), (None, None))?;
         let explained = trial(step, &only, &Explains(variant.clone()), (None, None))?;
         let judged = cured.stage(stage);
         let Some(worst) = judged.worst() else { continue };

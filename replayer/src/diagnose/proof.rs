@@ -24,8 +24,11 @@ use crate::replay::members;
 use crate::replay::outcome::{Comparison, Outcome};
 use crate::replay::world::World;
 
-/// A hypothesis that leaves this many times what the best policy leaves is dismissed.
-const DISMISSED: f64 = 1.2;
+/// A hypothesis is dismissed that leaves more than this share of what the best policy leaves
+/// of every comparison, in that policy: a fault that is there is most of it.
+const HELPS: f64 = 0.9;
+/// A hypothesis over the rows of a look may leave this many times what it leaves over more.
+const ROUGHLY: f64 = 1.2;
 /// What is reproduced may make the other comparisons this many times worse: they are
 /// rounded as the declared head would.
 const WORSE: f64 = 2.0;
@@ -121,9 +124,9 @@ pub(super) fn prove(
     if of.is_explained(&right) {
         return None;
     }
-    let hypotheses = catalogue
-        .iter()
-        .flat_map(|cause| cause.hypotheses(evidence).into_iter().map(move |h| (*cause, h)));
+    let provable = catalogue.iter().filter(|cause| !cause.may_be_right());
+    let hypotheses =
+        provable.flat_map(|cause| cause.hypotheses(evidence).into_iter().map(move |h| (*cause, h)));
     let near: Vec<(&dyn Cause, Hypothesis, Rounded)> = hypotheses
         .filter_map(|(cause, hypothesis)| {
             let fit = of.beside(&hypothesis, &right)?;
@@ -223,34 +226,39 @@ impl<'a> Reproduction<'a> {
     /// The best fit beside a hypothesis; none where it cannot be what happened.
     fn beside(&self, hypothesis: &Hypothesis, right: &Fit) -> Option<Fit> {
         let world = &*hypothesis.world;
-        let own = world.policy(&self.roundings).map(|(policy, tiles)| Rounded(policy, tiles));
-        let at_first = |from: Rounded| {
-            let residuals = self.look(&[&from, world])?;
-            Some((from, left_of(&residuals, &self.evidence.failing)))
+        let of_right = right.rounded;
+        let starts = match world.policy(&self.roundings) {
+            // Its own rounding of a sum, and for the rest that of the right head.
+            Some((own, tiles)) => {
+                let joined = members::joined(own, of_right.0, &self.roundings);
+                [Some(joined), (joined != own).then_some(own)].map(|of| Some(Rounded(of?, tiles)))
+            }
+            None => [Some(of_right), None],
         };
-        let starts = match own {
-            Some(own) => vec![own],
-            None => vec![right.rounded, Rounded(self.roundings.narrowest, self.roundings.tiles)],
+        let helps = |from: &Rounded| {
+            let residuals = self.look(&[from, world]).unwrap_or_default();
+            let less = |key| energy(&residuals, key) <= HELPS * energy(&right.residuals, key);
+            self.unexplained(right).any(less)
         };
-        let first = starts.into_iter().filter_map(at_first);
-        let (from, left) = first.min_by(|a, b| a.1.total_cmp(&b.1))?;
-        if !(left < DISMISSED * right.left) {
-            return None;
-        }
+        let from = starts.into_iter().flatten().find(helps)?;
         self.fit(from, Some(world))
     }
 
     /// Whether a fit may have reproduced a comparison that the right head does not explain.
     fn gains(&self, one: &Fit, right: &Fit) -> bool {
-        let unexplained = self.evidence.failing.iter().filter(|key| !self.explains(right, key));
-        let less = |key: &Key| {
-            CLEAR * energy(&one.residuals, key) <= DISMISSED * energy(&right.residuals, key)
-        };
-        unexplained.into_iter().any(less)
+        self.unexplained(right).any(|key| {
+            CLEAR * energy(&one.residuals, key) <= ROUGHLY * energy(&right.residuals, key)
+        })
+    }
+
+    /// Comparisons that the right head does not explain.
+    fn unexplained<'s>(&'s self, right: &'s Fit) -> impl Iterator<Item = &'s Key> + 's {
+        self.evidence.failing.iter().filter(|key| !self.explains(right, key))
     }
 
     fn explains(&self, fit: &Fit, key: &Key) -> bool {
         CLEAR * energy(&fit.residuals, key) <= energy(self.declared(), key)
+            || is_exact(&fit.residuals, key)
     }
 
     /// Whether a policy reproduces every comparison.
@@ -290,10 +298,8 @@ impl<'a> Reproduction<'a> {
             // A number that is fitted may take most of a fault away that it is not: what it
             // leaves must be the job's roundings, and the policy must explain those too.
             let reproduces = |key: &Key| {
-                let exact =
-                    residuals.get(key).map_or(0.0, |of| (MANY * F32).powi(2) * of.reference);
                 let of = unrounded.as_ref().map(|of| self::energy(of, key));
-                of.is_none_or(|of| CLEAR * energy(key) <= of || energy(key) <= exact)
+                of.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
             };
             let explained = |key: &Key| CLEAR * least[key] <= declared[key].energy;
             let harms = |key: &Key| match explained(key) {
@@ -353,6 +359,11 @@ impl<'a> Reproduction<'a> {
 
 fn energy(of: &Residuals, key: &Key) -> f64 {
     of.get(key).map_or(f64::INFINITY, |of| of.energy)
+}
+
+/// Whether what is left of a comparison is no more than f32 itself may leave.
+fn is_exact(of: &Residuals, key: &Key) -> bool {
+    of.get(key).is_some_and(|of| of.energy <= (MANY * F32).powi(2) * of.reference)
 }
 
 /// How closely a fault is reproduced, as a clause.

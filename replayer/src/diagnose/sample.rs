@@ -30,11 +30,9 @@ pub(super) fn few(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows
     sampled(outcome, inputs, (WORTH, FEW))
 }
 
-fn sampled(
-    outcome: &Outcome,
-    inputs: &[MicrobatchInputs],
-    (from, kept): (u64, usize),
-) -> Option<Rows> {
+/// Multiply-adds of one GEMM over all microbatches, and the rows of k; zeros where there are
+/// no products.
+pub(super) fn work(inputs: &[MicrobatchInputs]) -> (u64, usize) {
     let sizes = inputs.iter().filter_map(|one| match &one.scores {
         Scores::Product { q, k } => {
             let d = q.shape.last().copied().unwrap_or(1);
@@ -42,7 +40,15 @@ fn sampled(
         }
         _ => None,
     });
-    let (work, vocab) = sizes.fold((0, 0), |(work, _), (of, vocab)| (work + of, vocab));
+    sizes.fold((0, 0), |(work, _), (of, vocab)| (work + of, vocab))
+}
+
+fn sampled(
+    outcome: &Outcome,
+    inputs: &[MicrobatchInputs],
+    (from, kept): (u64, usize),
+) -> Option<Rows> {
+    let (work, vocab) = work(inputs);
     if work <= from {
         return None;
     }

@@ -6,13 +6,15 @@ use backtape::head::{Denominator, LossReduction, Scope};
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
-use super::evidence::Evidence;
+use super::cause::Hypothesis;
+use super::evidence::{Evidence, Key};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::{NoProgress, Tiles, reference};
 use crate::replay::world::{At, Expectation, Pass, World};
 
 /// Some stages are a factor of what they should be.
+#[derive(Clone)]
 pub struct Scaled {
     /// The factor.
     pub factor: f64,
@@ -24,6 +26,38 @@ impl World for Scaled {
     fn scale(&self, at: At) -> f64 {
         if self.stages.contains(&at.stage) { self.factor } else { 1.0 }
     }
+}
+
+/// A factor that entered with the loss: what the backward rounds has it already, which
+/// shows where entries lie in a format's smallest numbers.
+struct Entering(Scaled);
+
+impl World for Entering {
+    fn upstream(&self, _inputs: &MicrobatchInputs, g: &mut [f64]) {
+        g.iter_mut().for_each(|g| *g *= self.0.factor);
+    }
+
+    fn scale(&self, at: At) -> f64 {
+        if super::evidence::GRADIENTS.contains(&at.stage) { 1.0 } else { self.0.scale(at) }
+    }
+}
+
+/// A factor of some stages: after the backward, and where every gradient that fails is among
+/// them also before it.
+pub fn scaled(
+    evidence: &Evidence<'_>,
+    of: Scaled,
+    parameters: Vec<(&'static str, String)>,
+) -> Vec<Hypothesis> {
+    let gradients = |key: &&Key| super::evidence::GRADIENTS.contains(&key.stage);
+    let mut gradients = evidence.failing.iter().filter(gradients).peekable();
+    let enters = gradients.peek().is_some() && gradients.all(|key| of.stages.contains(&key.stage));
+    let before = enters.then(|| {
+        let mut parameters = parameters.clone();
+        parameters.push(("it enters", "with the loss".into()));
+        Hypothesis::new(Entering(of.clone()), parameters)
+    });
+    before.into_iter().chain([Hypothesis::new(of, parameters)]).collect()
 }
 
 /// lse of every microbatch whose own was not captured, as the head declares it.

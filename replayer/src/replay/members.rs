@@ -84,6 +84,16 @@ pub(crate) fn points(roundings: &Roundings) -> Vec<Point> {
     POINTS.into_iter().filter(|point| !roundings.declared && open(point)).collect()
 }
 
+/// A policy with the open points of another, where it has the narrowest.
+pub(crate) fn joined(policy: Policy, with: Policy, roundings: &Roundings) -> Policy {
+    points(roundings).into_iter().fold(policy, |mut found, point| {
+        if point.in_policy(found) == point.in_policy(roundings.narrowest) {
+            *(point.of)(&mut found) = point.in_policy(with);
+        }
+        found
+    })
+}
+
 /// Every plausible policy: each point that the job leaves open, rounded or not.
 pub(crate) fn all(roundings: &Roundings) -> Vec<Policy> {
     points(roundings).into_iter().fold(vec![roundings.narrowest], |mut found, point| {

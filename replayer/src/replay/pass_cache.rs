@@ -101,7 +101,8 @@ impl PassCache {
         let (bytes, found) = (found.bytes(), Arc::new(found));
         let mut all = self.held();
         if all.bytes + bytes > HELD {
-            (all.backward.clear(), all.bytes = 0);
+            all.backward.clear();
+            all.bytes = 0;
         }
         all.bytes += bytes;
         all.backward.insert(key, found.clone());

@@ -143,9 +143,9 @@ impl World for Explains {
 }
 
 /// The world in which the function's values were captured.
-pub struct StandsIn<'a>(pub &'a Variant);
+pub struct StandsIn(pub Arc<Variant>);
 
-impl World for StandsIn<'_> {
+impl World for StandsIn {
     fn captured(&self, at: &At) -> Option<&Supplied> {
         self.0.of(at)
     }

@@ -35,6 +35,10 @@ impl Cause for GemmLowPrecision {
         "ask for full precision in the products (jax_default_matmul_precision=highest, allow_tf32=False), or declare dtypes={\"input\": ...}"
     }
 
+    fn may_be_right(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let fails = evidence.fails_any(&FORWARD) || evidence.fails_any(&GRADIENTS);

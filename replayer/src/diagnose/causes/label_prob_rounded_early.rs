@@ -32,6 +32,10 @@ impl Cause for LabelProbRoundedEarly {
         "take the label's 1 off p in f32, and round dlogits afterwards"
     }
 
+    fn may_be_right(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         if !evidence.fails_any(&GRADIENTS) || !has_labels(evidence) {

@@ -42,6 +42,10 @@ impl Cause for LseCancellation {
         "take lse - logit in f32, or the logits' distance from their maximum before anything is summed"
     }
 
+    fn may_be_right(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let options = &evidence.step.options.declared;
         let plain = options.z_loss == 0.0 && options.label_smoothing == 0.0;

@@ -37,6 +37,10 @@ impl Cause for LseLogitsMismatch {
         "compute lse from the same logits, in the same precision, that the backward takes exp of, and keep it in f32"
     }
 
+    fn may_be_right(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let mut found = Vec::new();

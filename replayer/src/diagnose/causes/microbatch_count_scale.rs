@@ -8,7 +8,7 @@
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::uniform::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::Scaled;
+use crate::diagnose::worlds::{Scaled, scaled};
 
 /// The catalogue's entry.
 pub struct MicrobatchCountScale;
@@ -40,9 +40,9 @@ impl Cause for MicrobatchCountScale {
             let one = move |stages| {
                 let parameters =
                     vec![("factor", words.to_string()), ("microbatches", count.to_string())];
-                Hypothesis::new(Scaled { factor, stages }, parameters)
+                scaled(evidence, Scaled { factor, stages }, parameters)
             };
-            sets_times(evidence, factor, &SCALED).into_iter().map(one).collect::<Vec<_>>()
+            sets_times(evidence, factor, &SCALED).into_iter().flat_map(one).collect::<Vec<_>>()
         };
         [(count, "M"), (1.0 / count, "1/M")].into_iter().flat_map(of).collect()
     }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::uniform::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::Scaled;
+use crate::diagnose::worlds::{Scaled, scaled};
 
 /// The catalogue's entry.
 pub struct RankMeanVsSum;
@@ -43,9 +43,9 @@ impl Cause for RankMeanVsSum {
                 let one = move |stages| {
                     let parameters =
                         vec![("factor", name.to_string()), ("ranks", format!("{size} ({words})"))];
-                    Hypothesis::new(Scaled { factor, stages }, parameters)
+                    scaled(evidence, Scaled { factor, stages }, parameters)
                 };
-                sets_times(evidence, factor, &SCALED).into_iter().map(one).collect::<Vec<_>>()
+                sets_times(evidence, factor, &SCALED).into_iter().flat_map(one).collect::<Vec<_>>()
             };
             [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
         };

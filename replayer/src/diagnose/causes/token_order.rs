@@ -6,6 +6,7 @@
 //! Emulation: dq's rows, all of a token's inputs, the labels or q alone in that order.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use backtape::identity::Microbatch;
 
@@ -22,6 +23,8 @@ use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::rearranged::{Moved, MovedRows, Relabelled};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
+use crate::replay::variant::{StandsIn, Supplied, Variant};
+use crate::replay::world::At;
 
 /// The catalogue's entry.
 pub struct TokenOrder;
@@ -82,6 +85,7 @@ type Orders = BTreeMap<Option<Microbatch>, Vec<usize>>;
 /// Rows of dq in another order: dq's own, or those of everything that a token has.
 fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut found: BTreeMap<String, Orders> = BTreeMap::new();
+    let mut put_back = Vec::new();
     for key in failing_dq(evidence) {
         let Some(inputs) = evidence.inputs_of(key.microbatch) else { continue };
         let Some(captured) = evidence.captured(key) else { continue };
@@ -92,18 +96,28 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let whole = || evidence.all_rows()?.stages.get(&key);
         let order = named.or_else(|| matched(&captured, whole()?, inputs.tokens()));
         let Some(order) = order else { return Vec::new() };
+        put_back.push(in_place(key, &captured, &inverse(&order.from)));
         found.entry(order.name).or_default().insert(key.microbatch, order.from);
     }
     // Microbatches of one job have one order, but for those that only a match tells.
     if found.len() != 1 {
         return Vec::new();
     }
+    // Of rows whose parts were captured in their places, only the sum was moved.
+    let alone = failing_dq(evidence).all(|key| key.stage == Stage::Dq)
+        && evidence.residuals.keys().any(|key| key.stage == Stage::DqLse);
     let mut hypotheses = Vec::new();
     for (name, from) in found {
         let fitted = if name == MATCH { 4 } else { 0 };
         let rows = |of: &Vec<usize>| of.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
         let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
         let parameters = |what: &str| vec![("order", name.clone()), ("of", what.to_string())];
+        if alone {
+            let supplied = std::mem::take(&mut put_back);
+            let world = StandsIn(Arc::new(Variant { name: name.clone(), supplied }));
+            let parameters = parameters("rows of dq after its parts were added");
+            hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));
+        }
         let rows = MovedRows { from: moved };
         hypotheses.push(Hypothesis::new(rows, parameters("rows of dq")).fitted(fitted));
         if evidence.fails(Stage::Lse) || evidence.fails(Stage::LabelLogits) {
@@ -113,6 +127,13 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
     }
     hypotheses
+}
+
+/// The captured rows where the order is undone: what stands at `to[t]` is token t's.
+fn in_place(key: Key, captured: &Values, to: &[usize]) -> Supplied {
+    let at = At { stage: key.stage, microbatch: key.microbatch, rank: None };
+    let values = to.iter().flat_map(|&row| captured.row(row)).copied().collect();
+    Supplied { at, values, precision: captured.stored() }
 }
 
 /// Name of an order that has none.

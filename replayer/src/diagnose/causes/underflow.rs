@@ -41,6 +41,10 @@ impl Cause for Underflow {
         "keep dlogits in f32 or bf16, or scale the loss before the backward and unscale the gradients after it"
     }
 
+    fn may_be_right(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let half = Precision::F16;

@@ -7,6 +7,7 @@ use crate::diagnose::evidence::Key;
 use crate::head::step::matrix;
 use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::Matrix;
+use crate::kernels::round::Precision;
 use crate::replay::addends::Sum;
 
 /// Values that are looked at whole at most: beyond it detectors do without.
@@ -29,6 +30,17 @@ impl Values {
     /// One row.
     pub fn row(&self, row: usize) -> &[f64] {
         &self.values[row * self.columns..(row + 1) * self.columns]
+    }
+
+    /// What an element was stored in; `None` for a sum of addends, and for 8 bits.
+    pub fn stored(&self) -> Option<Precision> {
+        match (self.bits, self.is_bf16) {
+            (16, true) => Some(Precision::Bf16),
+            (16, false) => Some(Precision::F16),
+            (32, _) => Some(Precision::F32),
+            (64, _) => Some(Precision::F64),
+            _ => None,
+        }
     }
 
     /// How many there are.

@@ -5,6 +5,8 @@
 //! largest of each block. Sizes and thresholds that jobs use are then tried on a few rows of
 //! dk.
 
+use std::collections::BTreeSet;
+
 use backtape::identity::{Microbatch, Rank};
 
 use super::sums::Sums;
@@ -22,7 +24,7 @@ const SPAN: usize = 256;
 /// See [`SPAN`].
 const COLUMNS: usize = 4096;
 /// Tiles offered, the best first.
-const OFFERED: usize = 3;
+const OFFERED: usize = 8;
 /// A filter counts as seen when it leaves less than this share of what none leaves.
 const SEEN: f64 = 0.5;
 
@@ -123,12 +125,11 @@ impl Filtered {
         let mut found: Vec<(f64, Filter)> = Vec::new();
         for tile in self.tiles() {
             let largest = self.largest(tile);
-            let mut before = 0;
+            // What leaves out as much leaves out the same.
+            let mut tried = BTreeSet::from([0]);
             for least in thresholds() {
                 let tiled = largest.dropped(least);
-                let dropped = tiled.dropped.iter().filter(|dropped| **dropped).count();
-                // What leaves out as much leaves out the same.
-                if dropped == std::mem::replace(&mut before, dropped) {
+                if !tried.insert(tiled.dropped.iter().filter(|dropped| **dropped).count()) {
                     continue;
                 }
                 let misfit = sums.misfit_without(&|t, v| tiled.drops(t, v));
@@ -184,12 +185,10 @@ impl Tiled {
     }
 }
 
-/// Thresholds in use, ascending: powers of two around CCE's 2⁻¹², and of ten.
-fn thresholds() -> Vec<f64> {
+/// Thresholds in use: powers of two around CCE's 2⁻¹², and of ten.
+fn thresholds() -> impl Iterator<Item = f64> {
     let twos = (4..=18).map(|k| 2f64.powi(-k));
-    let mut all: Vec<f64> = twos.chain((2..=6).map(|k| 10f64.powi(-k))).collect();
-    all.sort_by(f64::total_cmp);
-    all
+    twos.chain((2..=6).map(|k| 10f64.powi(-k)))
 }
 
 #[cfg(test)]
@@ -206,6 +205,6 @@ mod tests {
 
     #[test]
     fn the_default_of_cce_is_a_threshold_that_is_tried() {
-        assert!(thresholds().contains(&2f64.powi(-12)));
+        assert!(thresholds().any(|x| x == 2f64.powi(-12)));
     }
 }
