@@ -3,6 +3,8 @@
 
 use std::collections::BTreeSet;
 
+use backtape::role::Role;
+use backtape_replayer::cli::replay_report;
 use backtape_replayer::diagnose::catalogue::CATALOGUE;
 use backtape_replayer::diagnose::evidence::{Residual, residuals};
 use backtape_replayer::diagnose::{Found, Standing, diagnose};
@@ -14,7 +16,7 @@ use backtape_replayer::replay::trial::{Rows, trial};
 use backtape_replayer::replay::world::Declared;
 use backtape_replayer::replay::{Effort, Request, replay};
 
-use crate::support::dump as written;
+use crate::support::dump::{self as written, Shard};
 use crate::support::job::{Fault, Job};
 
 fn opened(job: &Job) -> StepDump {
@@ -106,6 +108,34 @@ fn a_bf16_label_scatter_is_named_and_reproduced_bit_for_bit() {
         assert_eq!(found[0].standing, Standing::Named, "seed {seed}: {found:?}");
         assert!(found[0].explained > 0.99, "seed {seed}: {found:?}");
     }
+}
+
+/// Goal: rows of dq that stand in another order than their own captured parts, over all
+/// ranks, are named. Method: the rows of a clean job, the last first.
+#[test]
+fn rows_of_dq_that_were_moved_after_their_parts_were_added_are_named() {
+    let mut job = Job { fused: true, ranks: 3, microbatches: 1, ..Job::default() };
+    job.options.extras.dq_parts = true;
+    let mut shards = job.shards();
+    let of_dq = |shard: &&mut Shard| shard.name == "dq";
+    let mut rows: Vec<Vec<u8>> = Vec::new();
+    for shard in shards.iter_mut().filter(of_dq) {
+        let row = shard.bytes.len() / (shard.place.0[0].1 - shard.place.0[0].0) as usize;
+        rows.extend(shard.bytes.chunks(row).map(<[u8]>::to_vec));
+    }
+    for shard in shards.iter_mut().filter(of_dq) {
+        let own = (shard.place.0[0].1 - shard.place.0[0].0) as usize;
+        shard.bytes = rows.split_off(rows.len() - own).into_iter().rev().flatten().collect();
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run-a");
+    written::write(&path, job.ranks as u32, &job.head(), &shards);
+    let all: &[Role] = &[];
+    let report = replay_report(&path, &Selection::default(), all, None).unwrap();
+    let [cause] = &report.causes[..] else { panic!("{:?}", report.causes) };
+    assert_eq!((cause.id.as_str(), cause.standing), ("token-order", Standing::Named));
+    assert_eq!(cause.parameters["of"], "rows of dq after its parts were added");
+    assert_eq!(cause.parameters["order"], "reversed in each sequence");
 }
 
 #[test]

@@ -13,7 +13,7 @@ use backtape_replayer::report::text;
 
 use crate::support::dump::{self, Shard};
 use crate::support::job::options::Options;
-use crate::support::job::{Fault, Job, What, Window};
+use crate::support::job::{Fault, Float, Job, What, Window};
 
 const SEEDS: [u64; 2] = [11, 12];
 
@@ -159,6 +159,27 @@ fn a_factor_of_the_number_of_microbatches_is_named_wherever_it_enters() {
         let cause_stages = declares(&job, &summed);
         assert_eq!(named(&cause_stages, "microbatch-count-scale").stages, ["accumulate"]);
         named(&declares(&summed, &job), "microbatch-count-scale");
+    }
+}
+
+/// Goal: entries in the smallest numbers of f16 round as the scaled loss has them, not as a
+/// factor of what is declared.
+#[test]
+fn a_factor_of_a_loss_whose_gradients_are_hardly_numbers_is_named() {
+    for seed in SEEDS {
+        let job = job(seed, |job| {
+            let layout = &mut job.options.layout;
+            (layout.input, layout.dq, layout.dk) = (Float::F16, Float::F16, Float::F16);
+            let rounding = &mut job.options.rounding;
+            (rounding.dlogits, rounding.label_grad) = (Float::F16, Float::F16);
+            job.options.cotangent = 0.01;
+        });
+        for by in [2.0, 0.5] {
+            let real = with(&job, |o| o.cotangent *= by);
+            let clean = declares(&real, &real);
+            assert_eq!(clean.verdict, Verdict::Agreed, "{}", text::render(&clean));
+            named(&declares(&job, &real), "microbatch-count-scale");
+        }
     }
 }
 

@@ -77,13 +77,15 @@ def draw(planned: Planned) -> Case:
 class Bench:
     """`command`: the words that start `replay`."""
 
-    def __init__(self, command, directory, keep):
-        self.command, self.directory, self.keep = command, Path(directory), keep
+    def __init__(self, command, directory, keep, again=False):
+        self.command, self.directory, self.keep, self.again = command, Path(directory), keep, again
         self.twins = {}
 
     def generate(self, planned):
         """Computes and records one case; its outcome so far, and where its dump lies."""
         start, path = time.monotonic(), self.directory / planned.name
+        if self.again and (path / "oracle.json").exists():
+            return Outcome(**json.loads((path / "oracle.json").read_text())), path
         shutil.rmtree(path, ignore_errors=True)  # of a run that was interrupted
         key = planned.cause, planned.draw
         known = self.twins.pop(key, None)
@@ -186,6 +188,7 @@ def arguments_of(argv):
     parser.add_argument("--only", metavar="CASE", help="one case, by its name in the table")
     parser.add_argument("--twins", choices=("both", "only", "no"), default="both")
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps, reports and oracles here")
+    parser.add_argument("--again", action="store_true", help="judge the dumps that --keep DIR holds already")
     parser.add_argument("--json", metavar="FILE", help="append every outcome, one object a line, as it comes")
     parser.add_argument("--resume", action="store_true", help="take what --json FILE already holds as it is")
     parser.add_argument("--publish", action="store_true", help="write docs/causes-table.md")
@@ -203,7 +206,7 @@ def held(arguments):
 def outcomes(arguments, known):
     """Every other case's outcome, generated and replayed side by side."""
     cases, directory = [one for one in plan(arguments) if one.name not in known], arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
-    bench = Bench([binary()], directory, bool(arguments.keep))
+    bench = Bench([binary()], directory, bool(arguments.keep), arguments.again)
     try:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             waiting = []

@@ -32,8 +32,8 @@ const ROUGHLY: f64 = 1.2;
 /// What is reproduced may make the other comparisons this many times worse: they are
 /// rounded as the declared head would.
 const WORSE: f64 = 2.0;
-/// Errors of so many roundings to f32 are not told from none.
-const MANY: f64 = 16.0;
+/// Energy of so many roundings to f32 is not told from none.
+const EXACT: f64 = (16.0 * F32) * (16.0 * F32);
 /// Rounds of trying every rounding point the other way.
 const PASSES: usize = 2;
 
@@ -68,14 +68,16 @@ impl Proof {
     }
 }
 
-/// Comparisons that pass, where roundings below f32 are plausible and not declared.
+/// Comparisons that pass and are off by more than f32, where roundings below f32 are plausible
+/// and not declared.
 pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
     let mut found = BTreeSet::new();
     for stage in outcome.stages.iter().filter(|one| is_emulated(one.stage)) {
-        let open = stage
-            .comparisons
-            .iter()
-            .filter(|one| one.excess.is_none() && one.members.len() > 1 && one.floor() > 2.0 * F32);
+        let rounds = |one: &&Comparison| one.members.len() > 1 && one.floor() > 2.0 * F32;
+        let off =
+            |one: &&Comparison| !(one.tally.error_energy <= EXACT * one.tally.reference_energy);
+        let passing = stage.comparisons.iter().filter(|one| one.excess.is_none());
+        let open = passing.filter(rounds).filter(off);
         let key = |one: &Comparison| Key {
             stage: stage.stage,
             microbatch: one.microbatch,
@@ -287,6 +289,17 @@ impl<'a> Reproduction<'a> {
         }
     }
 
+    /// Whether what the dump holds to f32 as declared is something else in a world: then that
+    /// is not what happened, though no policy is asked to be as exact.
+    fn contradicts(&self, of: &Residuals) -> bool {
+        let declared = &self.evidence.residuals;
+        let exact = |key: &&Key| {
+            let open = self.evidence.failing.contains(key);
+            !open && is_emulated(key.stage) && is_exact(declared, key)
+        };
+        declared.keys().filter(exact).any(|key| !is_exact(of, key))
+    }
+
     /// What holds against every plausible policy, over more rows than a look.
     fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Rounded)>) -> Option<Proof> {
         let least = self.least();
@@ -295,6 +308,9 @@ impl<'a> Reproduction<'a> {
             let residuals = self.search.residuals(&[&rounded, &*hypothesis.world])?;
             let energy = |key: &Key| energy(&residuals, key);
             let unrounded = self.unrounded(&hypothesis);
+            if unrounded.as_ref().is_some_and(|of| self.contradicts(of)) {
+                return None;
+            }
             // A number that is fitted may take most of a fault away that it is not: what it
             // leaves must be the job's roundings, and the policy must explain those too.
             let reproduces = |key: &Key| {
@@ -350,7 +366,7 @@ impl<'a> Reproduction<'a> {
             let (Some(before), Some(after)) = (declared.get(key), of.residuals.get(key)) else {
                 return false;
             };
-            let told_apart = before.energy > (MANY * F32).powi(2) * before.reference;
+            let told_apart = before.energy > EXACT * before.reference;
             told_apart && CLEAR * after.energy <= before.energy
         };
         declared.keys().filter(|key| FORWARD.contains(&key.stage)).filter(nearer).copied().collect()
@@ -363,7 +379,7 @@ fn energy(of: &Residuals, key: &Key) -> f64 {
 
 /// Whether what is left of a comparison is no more than f32 itself may leave.
 fn is_exact(of: &Residuals, key: &Key) -> bool {
-    of.get(key).is_some_and(|of| of.energy <= (MANY * F32).powi(2) * of.reference)
+    of.get(key).is_some_and(|of| of.energy <= EXACT * of.reference)
 }
 
 /// How closely a fault is reproduced, as a clause.

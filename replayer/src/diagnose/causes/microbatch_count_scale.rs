@@ -3,7 +3,7 @@
 //!
 //! Detectors: D6, one factor in every microbatch and on every rank of a stage: of the
 //! losses and gradients of microbatches, of their sum, or of the reduced gradient.
-//! Emulation: the factor.
+//! Emulation: the factor, of the loss or of what the backward gave.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::uniform::{SCALED, sets_times};

@@ -3,7 +3,8 @@
 //!
 //! Detectors: D9, captured rows of dq are the reference's rows in another order; the
 //! labels that the failing rows show are the recorded ones in another order.
-//! Emulation: dq's rows, all of a token's inputs, the labels or q alone in that order.
+//! Emulation: dq's rows, after their parts were added or before, all of a token's inputs, the labels
+//! or q alone in that order.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
