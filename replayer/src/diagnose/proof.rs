@@ -7,7 +7,8 @@
 //! of the energy, the comparison is explained. Where none does, the causes are tried, each
 //! together with the policies: one that leaves a tenth of what is left by every policy
 //! without it, and of what it leaves itself in f64, has reproduced the job's own rounding
-//! errors, which chance does not.
+//! errors, which chance does not. Causes that may be no more than a rounding of an
+//! intermediate are not tried: undeclared ones are right.
 
 use std::collections::{BTreeMap, BTreeSet};
 

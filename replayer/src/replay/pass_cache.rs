@@ -7,7 +7,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::dk::Slab;
-use crate::kernels::matrix::{Cotangents, HeadInputs, Values};
+use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Transform, Values};
 use crate::kernels::{Progress, Tiles, reference};
 
 /// Bytes of backward passes that are held; beyond it all are forgotten.
@@ -118,28 +118,101 @@ impl BackwardPass {
     }
 }
 
-/// All that a forward pass depends on, but for the labels. In one process 64 bits of
-/// SipHash tell apart what a search tries.
+/// All that a forward pass depends on, but for the labels; of the backward's all but those,
+/// the copies and what is a product of what. In one process 64 bits of SipHash tell apart
+/// what a search tries.
+///
+/// Every field is named: one that is added and forgotten here would give the passes of
+/// another world.
 fn put(hash: &mut DefaultHasher, head: &HeadInputs<'_>) {
-    let reads = head.reads;
-    let scores = reads.and_then(|reads| reads.scores);
-    let read = [reads.map(|reads| reads.q), reads.map(|reads| reads.k), scores.map(|(of, _)| of)];
-    scores.map(|(_, first)| first).hash(hash);
-    for of in [Some(head.q), Some(head.k), head.given].into_iter().chain(read) {
-        let Some(of) = of else {
-            hash.write_u8(0);
-            continue;
-        };
-        (of.rows, of.cols).hash(hash);
-        std::mem::discriminant(&of.values).hash(hash);
-        match of.values {
-            Values::Bf16(bits) | Values::F16(bits) => bits.hash(hash),
-            Values::F32(all) => all.iter().for_each(|x| hash.write_u32(x.to_bits())),
-            Values::F64(all) => all.iter().for_each(|x| hash.write_u64(x.to_bits())),
-        }
+    let &HeadInputs {
+        q,
+        k,
+        labels: _,
+        valid_vocab,
+        bias,
+        given,
+        transform,
+        mask,
+        copies: _,
+        reads,
+    } = head;
+    let Transform { scale, softcap, uncapped } = transform;
+    [Some(q), Some(k), given].iter().for_each(|of| put_matrix(hash, of.as_ref()));
+    if let Some(Reads { q, k, q_product: _, k_product: _, scores }) = reads {
+        scores.map(|(_, first)| first).hash(hash);
+        let all = [Some(q), Some(k), scores.map(|(of, _)| of)];
+        all.iter().for_each(|of| put_matrix(hash, of.as_ref()));
     }
     let bits = |x: f64| x.to_bits();
-    head.bias.map(|bias| bias.iter().copied().map(bits).collect::<Vec<_>>()).hash(hash);
-    (bits(head.transform.scale), head.transform.softcap.map(bits)).hash(hash);
-    (head.mask.map(bits), head.valid_vocab).hash(hash);
+    bias.map(|bias| bias.iter().copied().map(bits).collect::<Vec<_>>()).hash(hash);
+    (bits(scale), softcap.map(bits), uncapped).hash(hash);
+    (mask.map(bits), valid_vocab).hash(hash);
+}
+
+fn put_matrix(hash: &mut DefaultHasher, of: Option<&Matrix<'_>>) {
+    let Some(of) = of else {
+        hash.write_u8(0);
+        return;
+    };
+    (of.rows, of.cols).hash(hash);
+    std::mem::discriminant(&of.values).hash(hash);
+    match of.values {
+        Values::Bf16(bits) | Values::F16(bits) => bits.hash(hash),
+        Values::F32(all) => all.iter().for_each(|x| hash.write_u32(x.to_bits())),
+        Values::F64(all) => all.iter().for_each(|x| hash.write_u64(x.to_bits())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(head: &HeadInputs<'_>) -> u64 {
+        let mut hash = DefaultHasher::new();
+        put(&mut hash, head);
+        hash.finish()
+    }
+
+    /// Goal: passes of heads that differ in anything are not taken for each other: a softcap
+    /// whose derivative was left out once got the gradients of the declared one.
+    #[test]
+    fn heads_that_differ_in_one_thing_have_different_keys() {
+        let (one, other) = ([1u16, 2], [1u16, 3]);
+        let of = |bits| Matrix { rows: 2, cols: 1, values: Values::Bf16(bits) };
+        let head = HeadInputs {
+            q: of(&one),
+            k: of(&one),
+            labels: &[0, 1],
+            valid_vocab: 2,
+            bias: None,
+            given: None,
+            transform: Transform::NONE,
+            mask: None,
+            copies: None,
+            reads: None,
+        };
+        let reads =
+            Reads { q: of(&one), k: of(&one), q_product: true, k_product: true, scores: None };
+        let scores = Some((of(&one), 0));
+        let transform = Transform::NONE;
+        let all = [
+            head,
+            HeadInputs { q: of(&other), ..head },
+            HeadInputs { k: of(&other), ..head },
+            HeadInputs { q: Matrix { values: Values::F16(&one), ..of(&one) }, ..head },
+            HeadInputs { valid_vocab: 1, ..head },
+            HeadInputs { bias: Some(&[0.0, 0.0]), ..head },
+            HeadInputs { given: Some(of(&one)), ..head },
+            HeadInputs { transform: Transform { scale: 2.0, ..transform }, ..head },
+            HeadInputs { transform: Transform { softcap: Some(1.0), ..transform }, ..head },
+            HeadInputs { transform: Transform { uncapped: true, ..transform }, ..head },
+            HeadInputs { mask: Some(0.0), ..head },
+            HeadInputs { reads: Some(reads), ..head },
+            HeadInputs { reads: Some(Reads { k: of(&other), ..reads }), ..head },
+            HeadInputs { reads: Some(Reads { scores, ..reads }), ..head },
+        ];
+        let keys: std::collections::BTreeSet<u64> = all.iter().map(key).collect();
+        assert_eq!(keys.len(), all.len());
+    }
 }
