@@ -290,6 +290,21 @@ impl<'a> Reproduction<'a> {
         }
     }
 
+    /// What a hypothesis that is a policy leaves once its sums are right again: a rounding of
+    /// intermediates that came with it, and that no plausible policy has, is not its fault.
+    fn with_right_sums(&self, hypothesis: &Hypothesis, fitted: &Rounded) -> Option<Residuals> {
+        hypothesis.world.policy(&self.roundings)?;
+        let narrow = self.roundings.narrowest;
+        let policy = Policy {
+            sums: narrow.sums,
+            scatter_shards: narrow.scatter_shards,
+            scatter_join: narrow.scatter_join,
+            scatter_order: narrow.scatter_order,
+            ..fitted.0
+        };
+        self.search.residuals(&[&Rounded(policy, self.roundings.tiles)])
+    }
+
     /// Whether what the dump holds to f32 as declared is something else in a world: then that
     /// is not what happened, though no policy is asked to be as exact.
     fn contradicts(&self, of: &Residuals) -> bool {
@@ -323,8 +338,13 @@ impl<'a> Reproduction<'a> {
                 true => !(CLEAR * energy(key) <= declared[key].energy),
                 false => !(energy(key) <= WORSE * least[key]),
             };
+            let right_sums = self.with_right_sums(&hypothesis, &rounded);
+            let sums = |key: &Key| {
+                right_sums.as_ref().is_none_or(|of| CLEAR * energy(key) <= self::energy(of, key))
+            };
             let gains = |key: &&Key| {
-                !explained(key) && CLEAR * energy(key) <= least[*key] && reproduces(key)
+                let less = CLEAR * energy(key) <= least[*key];
+                !explained(key) && less && reproduces(key) && sums(key)
             };
             let explains: BTreeSet<Key> = least.keys().filter(gains).copied().collect();
             if explains.is_empty() || least.keys().any(harms) {
