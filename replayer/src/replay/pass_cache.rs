@@ -99,6 +99,9 @@ impl PassCache {
             Keep::Dk => found.dq = reference::Backward::default(),
         }
         let (bytes, found) = (found.bytes(), Arc::new(found));
+        if bytes > HELD {
+            return found;
+        }
         let mut all = self.held();
         if all.bytes + bytes > HELD {
             all.backward.clear();

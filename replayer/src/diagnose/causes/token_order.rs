@@ -105,7 +105,7 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         return Vec::new();
     }
     // Of rows whose parts were captured in their places, only the sum was moved.
-    let alone = failing_dq(evidence).all(|key| key.stage == Stage::Dq)
+    let alone = !evidence.fails_any(&[Stage::DqLse, Stage::DqLabel])
         && evidence.residuals.keys().any(|key| key.stage == Stage::DqLse);
     let mut hypotheses = Vec::new();
     for (name, from) in found {
