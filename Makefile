@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python bench bench-loss-head bench-replay bench-compare \
+.PHONY: demo test test-rust test-python test-torch bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-false-alarms bench-causes wheel clean
 
 demo: $(VENV)/.installed
@@ -20,6 +20,19 @@ test-rust:
 
 test-python: $(VENV)/.installed
 	$(BIN)/python -m pytest -q python/tests
+
+# The tests that need torch, in an environment of its own: its default wheel brings CUDA along.
+test-torch: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python -m pytest -q python/tests_torch
+
+$(VENV)-torch/.tools: python/requirements-torch.txt
+	$(PYTHON) -m venv $(VENV)-torch
+	$(VENV)-torch/bin/python -m pip install --quiet --disable-pip-version-check -r python/requirements-torch.txt
+	touch $@
+
+$(VENV)-torch/.installed: $(VENV)/.wheel $(VENV)-torch/.tools
+	$(VENV)-torch/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
+	touch $@
 
 wheel: $(VENV)/.wheel
 

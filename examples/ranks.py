@@ -30,6 +30,12 @@ def add_arguments(parser):
     parser.add_argument("--coordinator-address", default=address, metavar="HOST:PORT")
 
 
+def without_launch(argv):
+    """The arguments of one rank: all but --launch and its number."""
+    at = next(i for i, word in enumerate(argv) if word.startswith("--launch"))
+    return argv[:at] + argv[at + (1 if "=" in argv[at] else 2) :]
+
+
 def run(train, args):
     """Runs `train(args)` as this rank; the process ends at once when it fails.
 

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xent_jax
-from transformer_jax import COMPUTE, Shape, backbone, parameter_specs
+from parameters import Shape
+from transformer_jax import COMPUTE, backbone, parameter_specs
 
 RANKS = ("data", "fsdp")  # tokens and addends are split over every rank
 BATCH = P(None, RANKS, None)  # tokens, labels, weights [M, rows, S]

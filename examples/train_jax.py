@@ -25,8 +25,8 @@ import numpy as np
 import ranks
 import text
 import xent_jax
+from parameters import Shape, init_parameters
 from step_jax import BATCH, RANKS, Job, compile_step, state_shardings
-from transformer_jax import Shape, init_parameters
 
 
 def declared_dtypes(job):
@@ -167,9 +167,7 @@ def main(argv):
     args = parse_arguments(argv)
     if args.launch is None:
         return ranks.run(train, args)
-    at = next(i for i, word in enumerate(argv) if word.startswith("--launch"))
-    rest = argv[:at] + argv[at + (1 if "=" in argv[at] else 2) :]
-    return ranks.launch(args.launch, rest)
+    return ranks.launch(args.launch, ranks.without_launch(argv))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 //! element's bits with its *global* index, and sums over elements modulo 2³² in
 //! two lanes. The sum does not depend on how the tensor was cut: the sum over
 //! its shards is the fingerprint of the whole. The framework computes it on the
-//! sharded array with its own idea of global indices (python/backtape/jax.py);
+//! sharded array with its own idea of global indices (python/backtape/jax_arrays.py);
 //! this module computes it again from the box that the record claims.
 //!
 //! For the element with bits `w` at `(i_0, …, i_{n-1})`, all arithmetic modulo 2³²:
@@ -47,26 +47,30 @@ impl Fingerprint {
             ranges.push((0, 2));
         }
         let word = dtype.width().min(4);
-        let Some((&(lo, hi), leading)) = ranges.split_last() else {
-            return row(position(SEED, &[]), None, bytes, word);
+        let Some(((lo, hi), leading)) = ranges.pop().map(|last| (last, ranges)) else {
+            return row(bytes, word, |_| SEED);
         };
-        let row_bytes = (hi - lo) as usize * word;
-        if row_bytes == 0 {
-            return Fingerprint::default();
+        let leading: Vec<Vec<u64>> = leading.iter().map(|&(lo, hi)| (lo..hi).collect()).collect();
+        rows(&leading, (hi - lo) as usize, bytes, word, |h, chunk| {
+            row(chunk, word, |i| step(h, (lo as u32).wrapping_add(i as u32)))
+        })
+    }
+
+    /// The fingerprint of `bytes`, a row-major array whose element `(j_0, …)` is the global
+    /// tensor's `(indices[0][j_0], …)`: for a framework that says itself which indices a
+    /// shard holds. `bytes.len()` must be the product of the lists' lengths, times the width.
+    pub fn at(dtype: Dtype, indices: &[Vec<u64>], bytes: &[u8]) -> Fingerprint {
+        let mut lists = indices.to_vec();
+        if dtype.width() == 8 {
+            lists.push(vec![0, 1]);
         }
-        let mut index: Vec<u64> = leading.iter().map(|range| range.0).collect();
-        let mut sum = Fingerprint::default();
-        for chunk in bytes.chunks_exact(row_bytes) {
-            sum = sum.plus(row(position(SEED, &index), Some(lo), chunk, word));
-            for (i, range) in index.iter_mut().zip(leading).rev() {
-                *i += 1;
-                if *i < range.1 {
-                    break;
-                }
-                *i = range.0;
-            }
-        }
-        sum
+        let word = dtype.width().min(4);
+        let Some(last) = lists.pop() else {
+            return row(bytes, word, |_| SEED);
+        };
+        rows(&lists, last.len(), bytes, word, |h, chunk| {
+            row(chunk, word, |i| step(h, last[i] as u32))
+        })
     }
 }
 
@@ -90,14 +94,44 @@ fn step(h: u32, index: u32) -> u32 {
     fmix(h.wrapping_add(index.wrapping_add(1).wrapping_mul(STRIDE)))
 }
 
-fn position(seed: u32, index: &[u64]) -> u32 {
-    index.iter().fold(seed, |h, &i| step(h, i as u32))
+fn position(index: &[u64]) -> u32 {
+    index.iter().fold(SEED, |h, &i| step(h, i as u32))
 }
 
-/// One run of elements along the last dimension, from index `start`; `None`
-/// for a scalar, which has no dimension to mix in.
-fn row(h: u32, start: Option<u64>, bytes: &[u8], word: usize) -> Fingerprint {
-    let place = |i: usize| start.map_or(h, |lo| step(h, (lo as u32).wrapping_add(i as u32)));
+/// The sum of `row(h, chunk)` over the rows of `length` elements, `h` being the position so far.
+#[inline(always)]
+fn rows(
+    leading: &[Vec<u64>],
+    length: usize,
+    bytes: &[u8],
+    word: usize,
+    row: impl Fn(u32, &[u8]) -> Fingerprint,
+) -> Fingerprint {
+    if length == 0 {
+        return Fingerprint::default();
+    }
+    if leading.iter().any(Vec::is_empty) {
+        return Fingerprint::default();
+    }
+    let mut at = vec![0; leading.len()];
+    let mut index: Vec<u64> = leading.iter().map(|list| list[0]).collect();
+    let mut sum = Fingerprint::default();
+    for chunk in bytes.chunks_exact(length * word) {
+        sum = sum.plus(row(position(&index), chunk));
+        for (dim, list) in leading.iter().enumerate().rev() {
+            at[dim] = (at[dim] + 1) % list.len();
+            index[dim] = list[at[dim]];
+            if at[dim] > 0 {
+                break;
+            }
+        }
+    }
+    sum
+}
+
+/// One run of elements; `place` is the mixed position of each.
+#[inline(always)]
+fn row(bytes: &[u8], word: usize, place: impl Fn(usize) -> u32) -> Fingerprint {
     let mix = |sum: Fingerprint, (i, w): (usize, u32)| {
         let a = fmix(place(i) ^ w.wrapping_mul(WORD));
         sum.plus(Fingerprint(a, fmix(a ^ LANE)))
@@ -141,6 +175,27 @@ mod tests {
         let by_columns = cut(vec![(0, 6), (0, 3)]).plus(cut(vec![(0, 6), (3, 10)]));
         assert_eq!(by_rows, all);
         assert_eq!(by_columns, all);
+    }
+
+    #[test]
+    fn index_lists_give_what_the_box_gives_and_strided_rows_add_up_to_the_whole() {
+        for (dtype, width) in [(Dtype::Bf16, 2), (Dtype::F64, 8)] {
+            let row: usize = 5 * width;
+            let bytes: Vec<u8> = (0..6 * row).map(|i| (i * 37 % 251) as u8).collect();
+            let all = Fingerprint::of(dtype, &whole(&[6, 5]), &bytes);
+            let columns: Vec<u64> = (0..5).collect();
+            let of = |rows: &[u64]| {
+                let at = |&r: &u64| &bytes[r as usize * row..][..row];
+                let held: Vec<u8> = rows.iter().flat_map(at).copied().collect();
+                Fingerprint::at(dtype, &[rows.to_vec(), columns.clone()], &held)
+            };
+            assert_eq!(of(&[0, 1, 2, 3, 4, 5]), all);
+            assert_eq!(of(&[0, 1, 4]).plus(of(&[2, 3, 5])), all);
+            assert_ne!(of(&[0, 1, 2, 3, 5, 4]), Fingerprint::default());
+        }
+        let scalar = 7u32.to_le_bytes();
+        let boxed = Fingerprint::of(Dtype::U32, &whole(&[]), &scalar);
+        assert_eq!(Fingerprint::at(Dtype::U32, &[], &scalar), boxed);
     }
 
     #[test]

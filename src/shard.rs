@@ -26,6 +26,8 @@ pub enum When {
     PreReduce,
     /// After the reduction over ranks.
     PostReduce,
+    /// Again, in the backward pass: activation checkpointing computes the forward anew.
+    Recompute,
 }
 
 /// Who computed a fingerprint.
@@ -62,6 +64,7 @@ impl std::fmt::Display for TensorKey {
             Some(When::AfterOp) => f.write_str(" after the op"),
             Some(When::PreReduce) => f.write_str(" before the reduction"),
             Some(When::PostReduce) => f.write_str(" after the reduction"),
+            Some(When::Recompute) => f.write_str(" as recomputed"),
             None => Ok(()),
         }
     }
@@ -104,6 +107,9 @@ pub struct ShardRecord {
     pub fingerprint: Fingerprint,
     /// Who computed the fingerprint.
     pub fingerprint_source: FingerprintSource,
+    /// True when a graph compiler (torch.compile) made the code around the capture.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub compiled: bool,
     /// The entry of the safetensors file that holds the bytes.
     pub entry: String,
 }

@@ -95,6 +95,7 @@ fn write_file(directory: &Path, values: &[u8; 4]) -> (FileRecord, PathBuf) {
         hash: ContentHash::of(values),
         length: 4,
         fingerprint_source: FingerprintSource::Recorder,
+        compiled: false,
         entry: String::new(),
     };
     writer.append(record, values).unwrap();

@@ -14,6 +14,47 @@ pub trait Payload: AsRef<[u8]> + Send {}
 
 impl<T: AsRef<[u8]> + Send> Payload for T {}
 
+/// Who says where the elements of a shard lie in the global tensor.
+#[derive(Clone, Debug, Default)]
+pub enum Located {
+    /// Only the box: the fingerprint proves transport, not place.
+    #[default]
+    ByBox,
+    /// The framework computed the fingerprint itself, on the sharded array.
+    BySums(Fingerprint),
+    /// The framework's own global indices along each dimension, as ranges `[start, end)` that
+    /// together are as long as the box is wide; the recorder computes the fingerprint from
+    /// them, not from the box.
+    ByIndices(Vec<Vec<(u64, u64)>>),
+}
+
+impl Located {
+    /// The fingerprint of a shard's bytes.
+    pub(crate) fn fingerprint(&self, dtype: Dtype, place: &IndexBox, bytes: &[u8]) -> Fingerprint {
+        match self {
+            Located::ByBox => Fingerprint::of(dtype, place, bytes),
+            Located::BySums(sums) => *sums,
+            Located::ByIndices(runs) => {
+                let list = |runs: &Vec<(u64, u64)>| runs.iter().flat_map(|&(a, b)| a..b).collect();
+                Fingerprint::at(dtype, &runs.iter().map(list).collect::<Vec<_>>(), bytes)
+            }
+        }
+    }
+
+    /// Refuses indices that are not as many as the box is wide.
+    fn check(&self, place: &IndexBox) -> Result<(), String> {
+        let Located::ByIndices(indices) = self else { return Ok(()) };
+        let length = |runs: &Vec<(u64, u64)>| {
+            runs.iter().fold(0u64, |n, &(a, b)| n.saturating_add(b.saturating_sub(a)))
+        };
+        let found: Vec<u64> = indices.iter().map(length).collect();
+        if found == place.extent() {
+            return Ok(());
+        }
+        Err(format!("the framework says it holds {found:?} indices, box {place} has others"))
+    }
+}
+
 /// One shard to record.
 pub struct Capture {
     /// Name of the global tensor.
@@ -36,8 +77,10 @@ pub struct Capture {
     pub partial: Option<Reduction>,
     /// 0 for the first holder of this box, higher for its replicas.
     pub replica: u32,
-    /// The framework's fingerprint of this box; `None`: computed from the box.
-    pub fingerprint: Option<Fingerprint>,
+    /// Where the fingerprint's positions come from.
+    pub located: Located,
+    /// True when a graph compiler made the code around the capture.
+    pub compiled: bool,
     /// The bytes.
     pub payload: Box<dyn Payload>,
 }
@@ -52,7 +95,8 @@ pub(crate) struct Queued {
     pub(crate) placement: Placements,
     pub(crate) partial: Option<Reduction>,
     pub(crate) replica: u32,
-    pub(crate) fingerprint: Option<Fingerprint>,
+    pub(crate) located: Located,
+    pub(crate) compiled: bool,
     pub(crate) length: u64,
     pub(crate) payload: Box<dyn Payload>,
 }
@@ -62,6 +106,8 @@ impl Capture {
     pub(crate) fn check(self) -> Result<Queued, String> {
         let tensor = Name::new(self.tensor.as_str()).map_err(|error| error.to_string())?;
         let role = match &self.role {
+            // The forward's value plays the part; what is computed anew is compared with it.
+            _ if self.when == Some(When::Recompute) => None,
             None => Role::from_name(&self.tensor),
             Some(name) => Some(Role::from_name(name).ok_or_else(|| unknown_role(name))?),
         };
@@ -72,6 +118,7 @@ impl Capture {
             ));
         }
         self.place.check(&self.shape).map_err(|error| error.to_string())?;
+        self.located.check(&self.place)?;
         // The payload is the caller's code: its panic must not reach the training loop.
         let measured = std::panic::AssertUnwindSafe(|| self.payload.as_ref().as_ref().len() as u64);
         let length = std::panic::catch_unwind(measured).map_err(|_| "its payload panicked")?;
@@ -93,7 +140,8 @@ impl Capture {
             placement: self.placement,
             partial: self.partial,
             replica: self.replica,
-            fingerprint: self.fingerprint,
+            located: self.located,
+            compiled: self.compiled,
             length,
             payload: self.payload,
         })

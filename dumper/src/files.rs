@@ -14,7 +14,7 @@ use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::{FinishedFile, ShardWriter, layout};
 
-use crate::capture::Queued;
+use crate::capture::{Located, Queued};
 use crate::omissions::Omissions;
 use crate::settings::Plan;
 
@@ -53,9 +53,9 @@ impl StepFiles {
         // The payload is the caller's code: it may panic here too.
         let measured = catch_unwind(AssertUnwindSafe(|| {
             let bytes = queued.payload.as_ref().as_ref();
-            let own = || Fingerprint::of(queued.dtype, &queued.place, bytes);
+            let place = || queued.located.fingerprint(queued.dtype, &queued.place, bytes);
             let same = bytes.len() as u64 == queued.length;
-            same.then(|| (ContentHash::of(bytes), queued.fingerprint.unwrap_or_else(own)))
+            same.then(|| (ContentHash::of(bytes), place()))
         }));
         let measured = measured.map_err(|_| "its payload panicked when it was read")?;
         let (hash, fingerprint) = measured.ok_or("its payload changed its length")?;
@@ -108,10 +108,11 @@ impl StepFiles {
             hash,
             length: queued.length,
             fingerprint,
-            fingerprint_source: match queued.fingerprint {
-                Some(_) => FingerprintSource::Framework,
-                None => FingerprintSource::Recorder,
+            fingerprint_source: match queued.located {
+                Located::BySums(_) | Located::ByIndices(_) => FingerprintSource::Framework,
+                Located::ByBox => FingerprintSource::Recorder,
             },
+            compiled: queued.compiled,
             // The writer chooses the entry's name.
             entry: String::new(),
         }

@@ -37,7 +37,7 @@ mod worker;
 
 use backtape::identity::Rank;
 
-pub use capture::{Capture, Payload};
+pub use capture::{Capture, Located, Payload};
 pub use error::RecorderError;
 pub use recorder::{Recorder, Tape};
 pub use selection::{SelectionError, StepSelection};

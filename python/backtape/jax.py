@@ -1,184 +1,319 @@
-"""jax.Array to shards, and the proof of place.
+"""Taps: values and gradients of traced code, recorded where they are computed.
 
-Every shard that this process holds is recorded with the box, replica and placement that jax
-itself gives. Nothing is gathered, resharded or donated, and no collective runs: a process that
-records alone does not wait for the others.
+    q = backtape.jax.tap("q", q, microbatch=i)              # the value, and
+    q = backtape.jax.tap_grad("dq", q, microbatch=i)        # its cotangent, in the backward pass
 
-The fingerprint of src/fingerprint.rs is computed here by XLA on the sharded array: indices come
-from an iota over the *global* shape, which the partitioner splits as it split the array. It shares
-no arithmetic of boxes with the record, so a wrong box cannot agree with it.
+They work inside jit, scan, remat and shard_map, and record every local shard of the step that
+is open (`with recorder.step(n)`), or nothing. A function is compiled once with its taps and once
+without: steps that are not recorded run no callback. What the tap does to the arithmetic around it
+is the same in both (an optimization barrier), so that recording changes no bit of the job.
+
+How a shard says where it lies. jax hands a callback the local shard and nothing else, so the device's
+index in the mesh comes along as an operand, and the sharding, which the compiler chooses, is asked of
+the compiler. Inside shard_map the job says it: `spec=`, or `partial=` for an addend.
 """
 
+import logging
+import threading
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import partial as bind
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, partial_eval
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from backtape._native import check_dtype
-from backtape.shards import REPLICATE, Box, Guard, Held, Shard, flat, in_box, own_bytes
+from backtape.failopen import CAUGHT, describe
+from backtape.jax_arrays import placement_of
+from backtape.shards import REPLICATE, Shard, own_bytes
+from backtape.tape import Tape, open_tape
 
-# The constants of src/fingerprint.rs; known values in tests tie the two definitions.
-SEED, STRIDE, WORD, LANE = 0x9747B28C, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35
+log = logging.getLogger("backtape")
 
-# Compiled programs kept: a step records tens of tensors, each in one shape and layout.
-PROGRAMS = 512
+# Part of jit's cache key: True while a step is recorded, so that its functions are traced anew.
+taping = jax.make_user_context(False)
+
+NO_MICROBATCH = -1
+UNKNOWN = -1  # which device of the mesh
 
 
-def shards_of(
-    array: jax.Array, box: Box | None, partial: str | None, place_proof: bool, guard: Guard
-) -> list[Shard]:
-    """The addressable shards of `array`.
+@dataclass(frozen=True)
+class Key:
+    """What a tap says of its tensor, all static."""
 
-    `box` is for an array on one device, which is then that box of the tensor. Neither such a box
-    nor an addend (`partial`) has a place that jax knows: they get no fingerprint here.
+    name: str
+    role: str | None = None
+    partial: str | None = None
+    when: str | None = None
+    spec: PartitionSpec | None = None
+
+    def options(self, microbatch: int, again: bool) -> dict[str, Any]:
+        """Keyword arguments of `tape.record_shards`."""
+        return {
+            "role": self.role,
+            "partial": self.partial,
+            "when": "recompute" if again else self.when,
+            "microbatch": None if microbatch == NO_MICROBATCH else microbatch,
+        }
+
+
+def tap(
+    name: str,
+    x: jax.Array,
+    *,
+    microbatch: Any = None,
+    role: str | None = None,
+    partial: str | None = None,
+    when: str | None = None,
+    spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """Records `x` under `name` and returns it.
+
+    microbatch: a number, or a traced one: the loop variable of a scan.
+    role, partial, when: as in `tape.record`.
+    spec: inside shard_map, how the local shards make up the tensor (P() where all are alike).
+
+    What `jax.checkpoint` computes again in the backward pass is recorded under when="recompute".
     """
-    if isinstance(array, jax.core.Tracer):
-        raise TypeError("a traced value has no bytes yet: return it from the jitted function")
-    check_dtype(array.dtype.name)
-    placement = placement_of(array.sharding, partial)
-    # What the job forbids its own code (jax.transfer_guard) is what recording is.
-    with jax.transfer_guard("allow"):
-        if box is not None:
-            if not isinstance(array.sharding, SingleDeviceSharding):
-                raise ValueError("global_shape and offsets are for an array on one device")
-            return [in_box(host_bytes(array), box)]
-        pieces = array.addressable_shards
-        # Started first, so that it runs on the device while the bytes come to the host.
-        lanes = {}
-        if place_proof and partial is None:
-            with guard("place proof"):
-                lanes = lanes_by_device(array)
-        held = [host_bytes(piece.data) for piece in pieces]
-        proofs = {}
-        with guard("place proof"):
-            proofs = {device: to_pair(sums) for device, sums in lanes.items()}
-    return [
-        Shard(
-            data,
-            dtype,
-            shape=array.shape,
-            offsets=tuple(part.indices(size)[0] for part, size in zip(piece.index, array.shape)),
-            extent=extent,
-            replica=piece.replica_id,
-            placement=placement,
-            fingerprint=proofs.get(piece.device),
-        )
-        for piece, (data, dtype, extent) in zip(pieces, held)
-    ]
+    return _tapped(Key(name, role, partial, when, spec), x, microbatch)
 
 
-def host_bytes(array: jax.Array) -> Held:
-    """Bytes, dtype and shape of an array on one device; its own memory where that is the host's.
+def tap_grad(name: str, x: jax.Array, *, microbatch: Any = None, **key: Any) -> jax.Array:
+    """Returns `x`; the cotangent of what is returned is recorded under `name`.
 
-    A view holds the device buffer. When the job donates the array, XLA sees the hold and copies,
-    so the bytes stay what they were.
+    Of a weight that is the part that flows through this use of it. For reverse mode only, as
+    every custom_vjp.
     """
-    values = np.asarray(array)
-    if values.flags.c_contiguous and not values.flags.writeable:
-        return flat(values), values.dtype.name, values.shape
-    return own_bytes(values)
+    return _grad_tapped(Key(name, **key), x, _index(microbatch))
 
 
-def placement_of(sharding: Sharding, partial: str | None) -> dict[str, int | str]:
-    """Per mesh axis the dimension that it splits, or `replicate`; {} where no mesh is known.
-
-    Of an addend only the split axes are said: along which others it adds up, jax does not know.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return {}
-    unreduced = getattr(sharding.spec, "unreduced", ())
-    if unreduced and partial is None:
-        axes = ", ".join(map(str, unreduced))
-        raise ValueError(f"the array is not reduced along {axes}: say partial='sum'")
-    placement: dict[str, int | str] = {}
-    if partial is None:
-        placement = {str(axis): REPLICATE for axis in sharding.mesh.axis_names}
-    for dim, axes in enumerate(sharding.spec):
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
-            placement[str(axis)] = dim
-    return placement
+@bind(jax.custom_vjp, nondiff_argnums=(0,))
+def _grad_tapped(key: Key, x: jax.Array, microbatch: Any) -> jax.Array:
+    return x
 
 
-def lanes_by_device(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """The fingerprint of every addressable shard, uint32 [1, 2], still on its device.
-
-    Empty for a layout that no mesh describes: the recorder computes its own.
-    """
-    found = layout_of(array.sharding)
-    if found is None:
-        return {}
-    mesh, spec = found
-    # The job's own mesh context (jax.set_mesh) may be another one than the array's.
-    with jax.set_mesh(mesh):
-        sums = fingerprinting(array.shape, array.dtype, mesh, spec)(array)
-    return {piece.device: piece.data for piece in sums.addressable_shards}
+def _forward(key: Key, x: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
+    return x, microbatch
 
 
-def layout_of(sharding: Sharding) -> tuple[Mesh, PartitionSpec] | None:
-    """The mesh and spec of an array; one device is a mesh of its own."""
+def _backward(key: Key, microbatch: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return _tapped(key, cotangent, microbatch), None
+
+
+_grad_tapped.defvjp(_forward, _backward)
+
+
+def _index(microbatch: Any) -> Any:
+    return jnp.int32(NO_MICROBATCH if microbatch is None else microbatch)
+
+
+def _tapped(key: Key, x: jax.Array, microbatch: Any) -> jax.Array:
+    """`x` behind a barrier that stands there whether or not the step is recorded: without it XLA
+    would fuse, and so round, differently where a callback looks on."""
+    x = lax.optimization_barrier(x)
+    if not taping.value:
+        return x
+    try:
+        _listen(key, x, _index(microbatch))
+    except CAUGHT as error:
+        # While the job is traced: there is no value yet, and no device that could be at fault.
+        _leave_out(key, error)
+    return x
+
+
+def _leave_out(key: Key, error: BaseException) -> None:
+    tape = open_tape()
+    reason = f"its tap cannot be compiled: {describe(error)}"
+    if tape is not None:
+        tape.leave_out(key.name, None, reason)
+    log.warning("%s is not recorded: %s", key.name, reason)
+
+
+# --- in the traced program ------------------------------------------------------------------
+
+
+def _listen(key: Key, x: jax.Array, microbatch: jax.Array) -> None:
+    """Puts the callback into the program that is being traced."""
+    if is_mapped(x):
+        raise ValueError("inside vmap a value has no place in a tensor: tap outside of it")
+    mesh = jax.sharding.get_abstract_mesh()
+    again = recomputed_p.bind(again=0)
+    if mesh.manual_axes:
+        if set(mesh.manual_axes) != set(mesh.axis_names):
+            raise ValueError("a shard_map over some axes of the mesh only: tap outside of it")
+        spec = key.spec
+        if spec is None and key.partial is None:
+            raise ValueError("inside shard_map say spec=P(...), or partial='sum' for an addend")
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
+        place = jnp.stack([lax.axis_index(name) for name in mesh.axis_names])
+        heard = bind(_heard_local, key, spec or PartitionSpec(), sizes)
+        jax.debug.callback(heard, x, place, microbatch, again)
+        return
+    if key.spec is not None:
+        raise ValueError("spec= is for the inside of shard_map: elsewhere the compiler is asked")
+    layout = Layout(tuple(x.shape))
+    jax.debug.inspect_array_sharding(x, callback=layout.add)
+    heard = bind(_heard, key, layout)
+    jax.debug.callback(heard, x, _device_index(mesh), microbatch, again, partitioned=True)
+
+
+def is_mapped(x: Any) -> bool:
+    """True for a value that vmap follows, also below grad."""
+    while x is not None:
+        if type(x).__name__ == "BatchTracer":
+            return True
+        x = getattr(x, "primal", None)
+    return False
+
+
+def _device_index(mesh: Any) -> jax.Array:
+    """int32 [1] on every device of the mesh: its index; [UNKNOWN] where no mesh is set."""
+    if mesh.empty:
+        return jnp.full(1, UNKNOWN, jnp.int32)
+    spec = PartitionSpec(mesh.axis_names)
+    index = jnp.arange(mesh.size, dtype=jnp.int32)
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(index, spec)
+    return lax.with_sharding_constraint(index, spec)
+
+
+# 0 in the forward pass, 1 where jax.checkpoint computes it again: the rule below is asked which
+# part of an equation belongs to which, and gives the second a copy that says so.
+recomputed_p = Primitive("backtape_recomputed")
+recomputed_p.def_impl(lambda *, again: jnp.int32(again))
+recomputed_p.def_abstract_eval(lambda *, again: jax.core.ShapedArray((), jnp.int32))
+mlir.register_lowering(
+    recomputed_p,
+    mlir.lower_fun(lambda *, again: jnp.int32(again), multiple_results=False),
+)
+
+
+def _split(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
+    later = equation.replace(params={"again": 1})
+    return equation, later, [False], [True], []
+
+
+partial_eval.partial_eval_jaxpr_custom_rules[recomputed_p] = _split
+
+
+# --- when a value arrives -------------------------------------------------------------------
+
+
+@dataclass
+class Layout:
+    """Where the compiler put an array: known once the program is compiled."""
+
+    shape: tuple[int, ...]
+    found: list[Sharding] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, sharding: Sharding) -> None:
+        """Called by the compiler, once for each copy of the tap in the program."""
+        with self.lock:
+            if sharding not in self.found:
+                self.found.append(sharding)
+
+    def place(self, index: int, extent: tuple[int, ...]) -> tuple[Sharding, tuple[slice, ...], int]:
+        """Sharding, box and replica of the shard of the mesh's `index`-th device."""
+        with self.lock:
+            found = [one for one in self.found if one.shard_shape(self.shape) == extent]
+        if len(found) != 1:
+            kinds = ", ".join(map(str, self.found)) or "none"
+            raise ValueError(f"a shard of {extent} fits none or several of its shardings: {kinds}")
+        sharding = found[0]
+        devices = ordered_devices(sharding)
+        if index == UNKNOWN:
+            index = only_local(devices)
+        boxes = sharding.devices_indices_map(self.shape)
+        box = boxes[devices[index]]
+        replica = sum(boxes[device] == box for device in devices[:index])
+        return sharding, box, replica
+
+
+def ordered_devices(sharding: Sharding) -> list[Any]:
+    """The devices of a sharding in the order of its mesh."""
     if isinstance(sharding, NamedSharding):
-        return sharding.mesh, sharding.spec
+        return list(sharding.mesh.devices.flat)
     if isinstance(sharding, SingleDeviceSharding):
-        return Mesh(np.array(list(sharding.device_set)), ("device",)), PartitionSpec()
-    return None
+        return list(sharding.device_set)
+    return list(sharding._device_assignment)
 
 
-@lru_cache(maxsize=PROGRAMS)
-def fingerprinting(
-    shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh, spec: PartitionSpec
-) -> Callable[[jax.Array], jax.Array]:
-    """The jitted fingerprint: an array -> uint32 [devices, 2], a row on each device.
-
-    Positions are mixed in on the global array, then every device sums what it holds (shard_map
-    knows no indices). One program, so that XLA fuses it into one pass without temporaries.
-    """
-    del shape, dtype  # They only key the cache.
-    axes = PartitionSpec(mesh.axis_names, None)
-    local = jax.shard_map(
-        sum_lanes, mesh=mesh, in_specs=spec, out_specs=axes, check_vma=False
-    )
-    return jax.jit(lambda array: local(first_lane(array)))
+def only_local(devices: list[Any]) -> int:
+    """The index of this process's device, where it has one only."""
+    here = jax.process_index()
+    local = [i for i, device in enumerate(devices) if device.process_index == here]
+    if len(local) != 1:
+        raise ValueError("which device it comes from is not known: trace under jax.set_mesh(mesh)")
+    return local[0]
 
 
-def first_lane(array: jax.Array) -> jax.Array:
-    """fmix(position ^ bits * WORD) of each element, uint32, of the array's shape, or [*shape, 2]
-    for the words of 64-bit elements. Positions are global."""
-    bits = words(array)
-    position = jnp.full(bits.shape, SEED, jnp.uint32)
-    for dim in range(bits.ndim):
-        index = lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-        position = fmix(position + (index + jnp.uint32(1)) * jnp.uint32(STRIDE))
-    return fmix(position ^ (bits * jnp.uint32(WORD)))
+def _heard(key: Key, layout: Layout, block: Any, index: Any, microbatch: Any, again: Any) -> None:
+    """One local shard, from the callback's thread."""
+
+    def shard() -> Shard:
+        values = np.asarray(block)
+        sharding, box, replica = layout.place(int(np.asarray(index)[0]), values.shape)
+        offsets = tuple(part.indices(size)[0] for part, size in zip(box, layout.shape))
+        data, dtype, extent = own_bytes(values)
+        placement = placement_of(sharding, key.partial)
+        return Shard(data, dtype, layout.shape, offsets, extent, replica, placement)
+
+    _record(key, shard, microbatch, again)
 
 
-def words(array: jax.Array) -> jax.Array:
-    """The bits of each element as uint32: zero-extended, or two words, least significant first."""
-    if array.dtype == jnp.bool_:
-        return array.astype(jnp.uint32)
-    width = array.dtype.itemsize
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width]
-    return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+def _heard_local(
+    key: Key,
+    spec: PartitionSpec,
+    sizes: dict[str, int],
+    block: Any,
+    place: Any,
+    microbatch: Any,
+    again: Any,
+) -> None:
+    """One shard inside shard_map, whose place the job said."""
+
+    def shard() -> Shard:
+        data, dtype, extent = own_bytes(np.asarray(block))
+        here = dict(zip(sizes, np.asarray(place).tolist()))
+        split = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
+        split += [()] * (len(extent) - len(split))
+        shape, offsets = [], []
+        for size, axes in zip(extent, split, strict=True):
+            count, at = 1, 0
+            for axis in axes:
+                count, at = count * sizes[axis], at * sizes[axis] + here[axis]
+            shape.append(size * count)
+            offsets.append(size * at)
+        used = {axis: dim for dim, axes in enumerate(split) for axis in axes}
+        replica = 0
+        for axis in sizes:
+            if axis not in used:
+                replica = replica * sizes[axis] + here[axis]
+        if key.partial and jax.local_device_count() > 1:
+            raise ValueError("addends of several devices of one process: run one process a device")
+        words = used if key.partial else {axis: used.get(axis, REPLICATE) for axis in sizes}
+        return Shard(
+            data, dtype, tuple(shape), tuple(offsets), extent, 0 if key.partial else replica, words
+        )
+
+    _record(key, shard, microbatch, again)
 
 
-def sum_lanes(first: jax.Array) -> jax.Array:
-    """Both lanes summed modulo 2**32 over one device's elements: uint32 [1, 2]."""
-    second = fmix(first ^ jnp.uint32(LANE))
-    return jnp.stack([jnp.sum(first, dtype=jnp.uint32), jnp.sum(second, dtype=jnp.uint32)])[None]
+def _record(key: Key, shard: Callable[[], Shard], microbatch: Any, again: Any) -> None:
+    tape = open_tape()
+    if tape is None:
+        # The step was over: `wait_for_taps` makes this impossible for a program of the step.
+        return
+    options = key.options(int(np.asarray(microbatch)), bool(np.asarray(again)))
+    tape.record_shards(key.name, shard, **options)
 
 
-def to_pair(sums: jax.Array) -> tuple[int, int]:
-    """Two lanes as Python integers; waits for them."""
-    first, second = np.asarray(sums)[0]
-    return int(first), int(second)
-
-
-def fmix(h: jax.Array) -> jax.Array:
-    """murmur3's 32-bit finaliser."""
-    h = (h ^ (h >> 16)) * jnp.uint32(MIX_1)
-    h = (h ^ (h >> 13)) * jnp.uint32(MIX_2)
-    return h ^ (h >> 16)
+def wait_for_taps() -> None:
+    """Returns when every callback of the programs that were started has run."""
+    jax.effects_barrier()

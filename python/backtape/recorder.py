@@ -19,6 +19,7 @@ from backtape.settings import (
     truth,
     versions,
 )
+from backtape.shards import Mesh
 from backtape.tape import Tape
 
 
@@ -29,7 +30,7 @@ class Recorder:
     steps: "0", "0,100-110" or "every:1000".
     rank, world_size: this process's index in the job and the number of processes.
     coordinator: "host:port"; by default one is embedded, for jobs on one machine.
-    mesh: a jax Mesh, or a dict of axis sizes, outermost first.
+    mesh: a jax Mesh, a torch DeviceMesh, or a dict of axis sizes, outermost first.
     strict: raise RecorderError where recording fails. Otherwise it is logged once for each kind,
         the dump names what is missing, and the job goes on.
     attempt: which launch of the run this is, where the launcher counts restarts.
@@ -66,11 +67,12 @@ class Recorder:
         with self._faults.guard("start"):
             if dir is None:
                 raise ValueError("no directory: set dir= or BACKTAPE_DIR")
+            axes, here = mesh_axes(mesh), mesh_coordinates(mesh, rank, world_size)
             settings = Settings(
                 os.fspath(dir), str(steps), rank, world_size, run, coordinator, attempt, host,
-                mesh_axes(mesh), mesh_coordinates(mesh, rank, world_size), transport, bool(strict),
-                versions=versions(), **more,
+                axes, here, transport, bool(strict), versions=versions(), **more,
             )
+            self._mesh = Mesh(dict(axes), here, rank, world_size)
             self._native = _native.Recorder(settings)
             self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
             atexit.register(self._at_exit)
@@ -116,7 +118,7 @@ class Recorder:
         with self._faults.guard("step", step):
             # A forked child has no recorder thread: what it records would wait for nobody.
             if native.wants(step) and self._process == os.getpid():
-                return Tape(native.step(step), step, self._faults, self._place_proof)
+                return Tape(native.step(step), step, self._faults, self._place_proof, self._mesh)
         return self._nothing
 
     def close(self) -> _native.Summary | None:

@@ -88,11 +88,12 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
     """This process's index in the job and the number of processes.
 
-    backtape's own variables win, then a jax that was told (`jax.distributed.initialize`), then
-    the launcher's variables; a process that nobody launched is rank 0 of 1.
+    backtape's own variables win, then a framework that was told (`jax.distributed.initialize`,
+    `torch.distributed.init_process_group`), then the launcher's variables; a process that nobody
+    launched is rank 0 of 1.
     """
     own, *launchers = LAUNCHERS
-    found = _pair(environment, own) or _jax_process()
+    found = _pair(environment, own) or _jax_process() or _torch_process()
     return found or next(filter(None, (_pair(environment, pair) for pair in launchers)), (0, 1))
 
 
@@ -108,10 +109,21 @@ def _jax_process() -> tuple[int, int] | None:
     return jax.process_index(), jax.process_count()
 
 
+def _torch_process() -> tuple[int, int] | None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
 def mesh_axes(mesh: Any) -> list[tuple[str, int]]:
-    """Axis names and sizes, outermost first, of a dict of sizes or a jax mesh."""
+    """Axis names and sizes, outermost first, of a dict of sizes, a jax mesh or a torch
+    DeviceMesh."""
     if mesh is None:
         return []
+    if hasattr(mesh, "get_coordinate"):
+        names = mesh.mesh_dim_names or [f"axis{i}" for i in range(mesh.ndim)]
+        return [(str(name), int(size)) for name, size in zip(names, mesh.shape)]
     shape = mesh if isinstance(mesh, Mapping) else mesh.shape
     return [(str(name), int(size)) for name, size in shape.items()]
 
@@ -119,12 +131,15 @@ def mesh_axes(mesh: Any) -> list[tuple[str, int]]:
 def mesh_coordinates(mesh: Any, rank: int, world_size: int) -> dict[str, int]:
     """Where this process sits on the mesh.
 
-    Of a jax mesh: the coordinates of its first local device. Of a dict of sizes whose product is
+    Of a jax mesh: the coordinates of its first local device; of a DeviceMesh: its own. Of a dict of sizes whose product is
     the world size: ranks count along the last axis first. Else empty: not known.
     """
     axes = mesh_axes(mesh)
     if not axes:
         return {}
+    if hasattr(mesh, "get_coordinate"):
+        here = mesh.get_coordinate()
+        return {name: int(at) for (name, _), at in zip(axes, here)} if here else {}
     sizes = [size for _, size in axes]
     if not isinstance(mesh, Mapping):
         place = _first_local_device(mesh)

@@ -4,9 +4,10 @@ No dtype is converted. bf16 and f8 have no buffer protocol in numpy, so the byte
 as uint8; a numpy array can be changed by the job at any time, so it is copied here and now.
 """
 
+import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,9 @@ Held = tuple[np.ndarray, str, tuple[int, ...]]
 
 # Global shape and offsets of a box that the job placed itself.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Per mesh axis the dimension that it splits, or "replicate", "sum", "mean".
+Placement = Mapping[str, int | str]
 
 # Around what may fail without losing the shard: `Faults.guard`.
 Guard = Callable[[str], AbstractContextManager[None]]
@@ -42,14 +46,38 @@ class Key:
 class Shard:
     """One box of a tensor and its bytes, as `backtape._native.Tape.record` reads them."""
 
-    data: np.ndarray  # uint8 [bytes], C order, never written again
+    data: Any  # C-ordered bytes: a uint8 array or a staging block, never written again
     dtype: str  # numpy's or ml_dtypes' name
     shape: tuple[int, ...]  # of the global tensor
     offsets: tuple[int, ...]  # where the box starts
     extent: tuple[int, ...]  # how far it reaches
     replica: int = 0
     placement: dict[str, int | str] = field(default_factory=dict)  # axis: dimension or word
+    partial: str | None = None  # the framework says that it is an addend: "sum" or "mean"
     fingerprint: tuple[int, int] | None = None  # two uint32 sums, by the framework
+    # Global indices per dimension as ranges [start, end), by the framework.
+    indices: list[list[tuple[int, int]]] | None = None
+    compiled: bool = False  # a graph compiler made the code around the capture
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The job's mesh and where this rank sits on it."""
+
+    sizes: dict[str, int]  # by axis, outermost first; empty where the job named none
+    here: dict[str, int]
+    rank: int
+    world_size: int
+
+    def along(self, axis: str) -> tuple[int, int]:
+        """Size of an axis and this rank's index on it. Without a mesh, any one axis is the ranks."""
+        if not self.sizes:
+            return self.world_size, self.rank
+        if axis not in self.sizes:
+            raise ValueError(f"the mesh has no axis {axis!r}, but {', '.join(self.sizes)}")
+        if axis not in self.here:
+            raise ValueError("where this rank sits on the mesh is not known: say offsets instead")
+        return self.sizes[axis], self.here[axis]
 
 
 def shards_of(
@@ -58,35 +86,126 @@ def shards_of(
     global_shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     partial: str | None = None,
+    flat_offset: int | None = None,
+    placement: Placement | None = None,
+    mesh: Mesh | None = None,
     place_proof: bool = True,
     guard: Guard = nullcontext,
 ) -> list[Shard]:
     """The shards of `array` that this process holds.
 
+    placement: of an array that does not know how it lies on the mesh, how it does: every rank
+    holds an equal part along the dimensions that are split.
+
     Raises TypeError or ValueError for what cannot be recorded, and whatever the framework raises
     for an array that is gone (deleted, donated).
     """
-    box = declared_box(global_shape, offsets)
+    box = declared_box(global_shape, offsets, flat_offset)
+    if placement is not None:
+        if box is not None or mesh is None:
+            raise ValueError("placement says where the array lies: leave out global_shape")
+        options = {"partial": partial, "place_proof": place_proof, "guard": guard}
+        return [by_placement(shard, placement, mesh) for shard in shards_of(array, **options)]
+    if is_torch(array):
+        import backtape.torch
+
+        return backtape.torch.shards_of(array, box, partial, flat_offset, place_proof, guard)
+    if flat_offset is not None:
+        raise TypeError("flat_offset is for torch tensors")
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.Array):
-        import backtape.jax
+        import backtape.jax_arrays
 
-        return backtape.jax.shards_of(array, box, partial, place_proof, guard)
-    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
-        raise TypeError("torch tensors are not recorded yet: pass tensor.detach().cpu().numpy()")
+        return backtape.jax_arrays.shards_of(array, box, partial, place_proof, guard)
     return [in_box(own_bytes(array), box)]
 
 
+def by_placement(shard: Shard, placement: Placement, mesh: Mesh) -> Shard:
+    """A whole array as this rank's equal part of a tensor, or as its addend."""
+    if shard.placement:
+        raise ValueError("the array says itself how it lies on the mesh: leave out placement")
+    if len(placement) > 1 and not mesh.sizes:
+        raise ValueError("a placement over several axes needs mesh= of the recorder")
+    shape, offsets = list(shard.shape), [0] * len(shard.shape)
+    words: dict[str, int | str] = {axis: REPLICATE for axis in mesh.sizes} | dict(placement)
+    replica = 0
+    # Outermost axis first, as the mesh cuts: an inner axis cuts what an outer one left.
+    for axis, word in words.items():
+        size, at = mesh.along(axis)
+        if word == REPLICATE:
+            replica = replica * size + at
+        elif isinstance(word, str):
+            if shard.partial not in (None, word):
+                raise ValueError(f"it is an addend of a {shard.partial} and of a {word}")
+            shard.partial = word
+        else:
+            dim = operator.index(word)
+            if not 0 <= dim < len(shape):
+                raise ValueError(f"it has no dimension {dim} that {axis!r} could split")
+            shape[dim] *= size
+            offsets[dim] = offsets[dim] * size + at * shard.extent[dim]
+    shard.shape, shard.offsets = tuple(shape), tuple(offsets)
+    shard.placement, shard.replica = words, replica
+    return shard
+
+
+def is_torch(array: Any) -> bool:
+    """True for a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
 def declared_box(
-    global_shape: Sequence[int] | None, offsets: Sequence[int] | None
+    global_shape: Sequence[int] | None,
+    offsets: Sequence[int] | None,
+    flat_offset: int | None = None,
 ) -> Box | None:
-    """Global shape and offsets as the job gave them: both or neither."""
-    if (global_shape is None) != (offsets is None):
+    """Global shape and offsets as the job gave them: both or neither.
+
+    With `flat_offset` the array is a run of the flattened tensor, and the offsets are unused.
+    """
+    if flat_offset is not None and (global_shape is None or offsets is not None):
+        raise ValueError("flat_offset takes global_shape beside it, and no offsets")
+    if flat_offset is None and (global_shape is None) != (offsets is None):
         raise ValueError("global_shape and offsets say together where a box lies: give both")
-    if global_shape is None or offsets is None:
+    if global_shape is None:
         return None
-    shape, start = (tuple(map(operator.index, sizes)) for sizes in (global_shape, offsets))
-    return shape, start
+    shape = tuple(map(operator.index, global_shape))
+    return shape, tuple(map(operator.index, offsets or (0,) * len(shape)))
+
+
+def boxes_of_run(shape: Sequence[int], start: int, count: int) -> list[tuple[Box, int]]:
+    """The boxes that elements [start, start + count) of a flattened tensor make up.
+
+    Returns (offsets, extent) and the number of elements of each, in the order of the run: at
+    most two a dimension, the ragged ends, and one between.
+    """
+    if count == 0:
+        return []
+    if not shape:
+        return [(((), ()), 1)]
+    inner = math.prod(shape[1:])
+    row, ahead = divmod(start, inner)
+    boxes: list[tuple[Box, int]] = []
+    if ahead or count < inner:
+        first = min(count, inner - ahead)
+        boxes += _inside_row(row, shape, ahead, first)
+        row, count = row + 1, count - first
+    if whole := count // inner:
+        offsets, extent = (row, *(0 for _ in shape[1:])), (whole, *shape[1:])
+        boxes.append(((offsets, extent), whole * inner))
+        row, count = row + whole, count - whole * inner
+    return boxes + _inside_row(row, shape, 0, count)
+
+
+def _inside_row(
+    row: int, shape: Sequence[int], start: int, count: int
+) -> list[tuple[Box, int]]:
+    """The boxes of a run that lies in one index of the first dimension."""
+    return [
+        (((row, *offsets), (1, *extent)), elements)
+        for (offsets, extent), elements in boxes_of_run(shape[1:], start, count)
+    ]
 
 
 def own_bytes(array: Any) -> Held:

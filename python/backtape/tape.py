@@ -3,7 +3,9 @@
 import functools
 import logging
 import operator
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self
 
@@ -11,9 +13,9 @@ import numpy as np
 
 from backtape import _native
 from backtape.failopen import CAUGHT, Faults, describe, text_of
-from backtape.shards import Key, Shard, shards_of
+from backtape.shards import Key, Mesh, Placement, Shard, shards_of
 
-When = Literal["before_op", "after_op", "pre_reduce", "post_reduce"]
+When = Literal["before_op", "after_op", "pre_reduce", "post_reduce", "recompute"]
 Reduction = Literal["sum", "mean"]
 
 
@@ -56,16 +58,29 @@ class Tape:
             state, taped = steps[tape.active](state, batch)
     """
 
-    __slots__ = ("active", "_native", "_faults", "_step", "_place_proof")
+    __slots__ = (
+        "active", "_native", "_faults", "_step", "_place_proof", "_mesh", "_expected", "_arrived",
+        "_tracing",
+    )
 
     def __init__(
-        self, native: _native.Tape | None, step: int, faults: Faults, place_proof: bool
+        self,
+        native: _native.Tape | None,
+        step: int,
+        faults: Faults,
+        place_proof: bool,
+        mesh: Mesh | None = None,
     ) -> None:
         self.active = native is not None
         self._native = native
         self._step = step
         self._faults = faults
         self._place_proof = place_proof
+        self._mesh = mesh
+        # Gradients that a tap waits for, and those that came, as (name, microbatch).
+        self._expected: set[tuple[str, int | None]] = set()
+        self._arrived: set[tuple[str, int | None]] = set()
+        self._tracing: AbstractContextManager[object] | None = None
 
     @fail_open
     def head(self, **declaration: Any) -> None:
@@ -100,15 +115,24 @@ class Tape:
         microbatch: int | None = None,
         global_shape: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        flat_offset: int | None = None,
         partial: Reduction | None = None,
         when: When | None = None,
+        placement: Placement | None = None,
+        _compiled: bool = False,
     ) -> None:
         """Records what this process holds of a tensor.
 
-        array: numpy or ml_dtypes array, number, or jax.Array (all its addressable shards).
+        array: numpy or ml_dtypes array, number, jax.Array (all its addressable shards),
+            torch.Tensor or DTensor (this rank's shard, with the placements that it has).
         role: the part in the loss head; by default the name, if that is a role.
         global_shape, offsets: `array` is the box of the tensor that starts at `offsets`.
+        global_shape, flat_offset: `array` is a run of the flattened tensor (FSDP1's flat
+            parameters); it may end inside a row.
         partial: `array` is one addend of the tensor, over ranks.
+        placement: of a local array, how it lies on the recorder's mesh: {"data": 0} where the
+            axis `data` splits dimension 0 into equal parts, {"data": "sum"} or "mean" for
+            addends; other axes replicate.
         when: the moment of capture, for tensors that change.
         """
         shards = shards_of(
@@ -116,10 +140,59 @@ class Tape:
             global_shape=global_shape,
             offsets=offsets,
             partial=partial,
+            flat_offset=flat_offset,
+            placement=placement,
+            mesh=self._mesh,
             place_proof=self._place_proof,
             guard=self._faults.guard,
         )
+        for shard in shards:
+            shard.compiled = _compiled
         self._hand_over(Key(name, role, microbatch, when, partial), shards)
+
+    def record_shards(
+        self,
+        name: str,
+        shard: Callable[[], Shard],
+        *,
+        role: str | None,
+        microbatch: int | None,
+        partial: Reduction | None,
+        when: When | None,
+    ) -> None:
+        """Records the one shard that a tap of traced code holds; called from its thread."""
+        native = self._native
+        if native is None:
+            return
+
+        def omit(reason: str) -> None:
+            native.omit(name, microbatch, reason)
+
+        with self._faults.guard("tap", name, omit, (_native.RecorderError,)):
+            self._hand_over(Key(name, role, microbatch, when, partial), [shard()])
+
+    def record_compiled(self, name: str, array: Any, compiled: bool, **key: Any) -> None:
+        """`record`, for a tap that knows whether a graph compiler made the code around it."""
+        self.record(name, array, _compiled=compiled, **key)
+
+    def leave_out(self, name: str, microbatch: Any, reason: str) -> None:
+        """Says in the dump that a tensor is not recorded, and why."""
+        native = self._native
+        if native is not None:
+            with self._faults.guard("leave out", name):
+                native.omit(text_of(name), index_or_none(microbatch), reason)
+
+    def expect(self, name: str, microbatch: int | None) -> None:
+        """A tap waits for this gradient: if it never comes, the dump says so."""
+        self._expected.add((name, index_or_none(microbatch)))
+
+    def arrived(self, name: str, microbatch: int | None) -> None:
+        """The gradient came."""
+        self._arrived.add((name, index_or_none(microbatch)))
+
+    def guarded(self, what: str, subject: object) -> AbstractContextManager[None]:
+        """Around a part of backtape that handles many tensors: its faults are told, not raised."""
+        return self._faults.guard(what, subject)
 
     def _hand_over(self, key: Key, shards: list[Shard]) -> None:
         for index, shard in enumerate(shards):
@@ -134,6 +207,13 @@ class Tape:
                 raise
 
     def __enter__(self) -> Self:
+        if self.active:
+            _open.append(self)
+            # Only a job that imports backtape.jax has taps, and is compiled anew for them.
+            jax = sys.modules.get("backtape.jax")
+            if jax is not None:
+                self._tracing = jax.taping(True)
+                self._tracing.__enter__()
         return self
 
     def __exit__(
@@ -146,7 +226,13 @@ class Tape:
         native = self._native
         if native is None:
             return
+        if kind is None:
+            self._settle()
         self.active, self._native = False, None
+        if self._tracing is not None:
+            self._tracing.__exit__(None, None, None)
+        if self in _open:
+            _open.remove(self)
         if kind is None:
             with self._faults.guard("step", self._step):
                 native.close()
@@ -159,6 +245,26 @@ class Tape:
         self._faults.say(
             logging.WARNING, "step %d ended early: the body raised %s", self._step, kind.__name__
         )
+
+
+    def _settle(self) -> None:
+        """Before the step ends: waits for taps in jitted code, and names gradients that never came."""
+        jax = sys.modules.get("backtape.jax")
+        if jax is not None:
+            with self._faults.guard("taps of step", self._step):
+                jax.wait_for_taps()
+        for name, microbatch in sorted(self._expected - self._arrived, key=str):
+            self.leave_out(name, microbatch, "no gradient reached its tap before the step ended")
+
+
+# Tapes in use, the innermost last: a tap inside the model has no other way to its tape. Of the
+# process and not of a thread, as backward passes and callbacks run in threads of their own.
+_open: list[Tape] = []
+
+
+def open_tape() -> Tape | None:
+    """The tape of the step that is being recorded, if one is."""
+    return _open[-1] if _open else None
 
 
 def plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ mod postmortem;
 mod recorder;
 mod settings;
 mod shard;
+mod staging;
 mod summary;
 mod tape;
 mod variants;
@@ -32,6 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<recorder::Recorder>()?;
     module.add_class::<tape::Tape>()?;
     module.add_class::<summary::Summary>()?;
+    module.add_class::<staging::Staging>()?;
     module.add_class::<postmortem::StepDump>()?;
     module.add_function(wrap_pyfunction!(postmortem::replay, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::checks, module)?)?;

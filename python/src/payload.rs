@@ -9,9 +9,12 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use backtape_dumper::Payload;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+
+use crate::staging::Block;
 
 /// Exports that wait to be released, bounded by what the queue let in.
 static SPENT: Mutex<Vec<PyBuffer<u8>>> = Mutex::new(Vec::new());
@@ -28,6 +31,14 @@ impl HeldBuffer {
             return Err(PyValueError::new_err("the bytes of a shard must be contiguous"));
         }
         Ok(HeldBuffer(Some(buffer)))
+    }
+}
+
+/// The payload of a shard's bytes: a staging block's own memory, or an export of any other buffer.
+pub(crate) fn payload(data: &Bound<'_, PyAny>) -> PyResult<Box<dyn Payload>> {
+    match data.cast::<Block>() {
+        Ok(block) => Ok(Box::new(block.get().staged())),
+        Err(_) => Ok(Box::new(HeldBuffer::new(data)?)),
     }
 }
 

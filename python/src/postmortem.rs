@@ -102,7 +102,11 @@ impl StepDump {
         let matches = |key: &&TensorKey| {
             key.tensor == tensor
                 && key.microbatch == microbatch
-                && (when.is_none() || key.when == when)
+                && match when {
+                    // What was computed again is asked for by name.
+                    None => key.when != Some(When::Recompute),
+                    Some(_) => key.when == when,
+                }
         };
         let found: Vec<&TensorKey> = self.0.tensors().keys().filter(matches).collect();
         match found.as_slice() {

@@ -7,7 +7,7 @@ use backtape::fingerprint::Fingerprint;
 use backtape::index_box::IndexBox;
 use backtape::placement::{Placement, Reduction};
 use backtape::shard::When;
-use backtape_dumper::Capture;
+use backtape_dumper::{Capture, Located};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -15,7 +15,7 @@ use serde::de::IntoDeserializer;
 use serde::de::value::{Error as WordError, StrDeserializer};
 
 use crate::errors::invalid;
-use crate::payload::HeldBuffer;
+use crate::payload::{HeldBuffer, payload};
 
 /// A placement along one mesh axis: a dimension, or `replicate`, `sum`, `mean`.
 #[derive(FromPyObject)]
@@ -44,7 +44,10 @@ pub(crate) struct Shard<'py> {
     extent: Vec<u64>,
     replica: u32,
     placement: BTreeMap<String, PlacementWord>,
+    partial: Option<String>,
     fingerprint: Option<(u32, u32)>,
+    indices: Option<Vec<Vec<(u64, u64)>>>,
+    compiled: bool,
 }
 
 impl Shard<'_> {
@@ -52,7 +55,9 @@ impl Shard<'_> {
     pub(crate) fn capture(self, key: Key) -> PyResult<Capture> {
         let place = boxed(&self.offsets, &self.extent, &self.shape)?;
         let placement = self.placement.into_iter().map(|(axis, word)| Ok((axis, word.read()?)));
-        let partial = key.partial.as_deref().map(|text| word::<Reduction>("partial", text));
+        // What the job said, else what the framework knows of the array.
+        let partial = key.partial.or(self.partial);
+        let partial = partial.as_deref().map(|text| word::<Reduction>("partial", text));
         let when = key.when.as_deref().map(|text| word::<When>("when", text));
         Ok(Capture {
             tensor: key.name,
@@ -65,8 +70,13 @@ impl Shard<'_> {
             placement: placement.collect::<PyResult<_>>()?,
             partial: partial.transpose()?,
             replica: self.replica,
-            fingerprint: self.fingerprint.map(|(a, b)| Fingerprint(a, b)),
-            payload: Box::new(HeldBuffer::new(&self.data)?),
+            located: match (self.fingerprint, self.indices) {
+                (Some((a, b)), _) => Located::BySums(Fingerprint(a, b)),
+                (None, Some(runs)) => Located::ByIndices(runs),
+                (None, None) => Located::ByBox,
+            },
+            compiled: self.compiled,
+            payload: payload(&self.data)?,
         })
     }
 }
@@ -103,7 +113,7 @@ pub(crate) fn check_dtype(name: &str) -> PyResult<()> {
 }
 
 /// The recorder's own fingerprint of a box, as two 32-bit sums: the definition
-/// that `backtape.jax` has to agree with.
+/// that `backtape.jax_arrays` has to agree with.
 #[pyfunction]
 pub(crate) fn fingerprint(shard: Shard<'_>) -> PyResult<(u32, u32)> {
     let place = boxed(&shard.offsets, &shard.extent, &shard.shape)?;

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import backtape
-from backtape.jax import lanes_by_device, to_pair
+from backtape.jax_arrays import lanes_by_device, to_pair
 
 rank, world, port = map(int, sys.argv[1:4])
 directory, mode = Path(sys.argv[4]), sys.argv[5]

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from backtape import _native
-from backtape.jax import lanes_by_device, to_pair
+from backtape.jax_arrays import lanes_by_device, to_pair
 from backtape.shards import shards_of
 
 DTYPES = [
@@ -126,7 +126,7 @@ def test_a_wrong_box_does_not_agree():
 
 
 def test_no_collective_is_compiled_in():
-    from backtape.jax import fingerprinting
+    from backtape.jax_arrays import fingerprinting
 
     for spec in SPECS:
         x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh(), spec))
@@ -138,7 +138,7 @@ def test_no_collective_is_compiled_in():
 
 
 def test_programs_are_compiled_once_for_a_layout():
-    from backtape.jax import fingerprinting
+    from backtape.jax_arrays import fingerprinting
 
     sharding = NamedSharding(mesh(), P("a"))
     for value in range(3):

@@ -125,7 +125,7 @@ def test_a_failing_place_proof_costs_the_proof_not_the_shard(tmp_path, mesh, mon
     def fail(_array):
         raise MemoryError("no room on the device")
 
-    monkeypatch.setattr("backtape.jax.lanes_by_device", fail)
+    monkeypatch.setattr("backtape.jax_arrays.lanes_by_device", fail)
     _, array = put(mesh, P("data"))
     with backtape.Recorder(tmp_path / "run") as recorder, recorder.step(0) as tape:
         tape.record("q", array)

@@ -202,6 +202,7 @@ fn dump(directory: &Path, side: u64) -> Vec<String> {
                 length: bytes.len() as u64,
                 fingerprint: Fingerprint::of(dtype, &place, &bytes),
                 fingerprint_source: FingerprintSource::Framework,
+                compiled: false,
                 entry: String::new(),
                 place,
             };

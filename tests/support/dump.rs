@@ -54,6 +54,7 @@ impl Shard {
             length: self.bytes.len() as u64,
             fingerprint: Fingerprint::of(self.dtype, &self.place, &self.bytes),
             fingerprint_source: FingerprintSource::Framework,
+            compiled: false,
             entry: String::new(),
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
-use backtape_dumper::{Capture, Recorder, Settings, Summary};
+use backtape_dumper::{Capture, Located, Recorder, Settings, Summary};
 
 /// Longest wait for a condition; reached only when the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -112,7 +112,8 @@ pub(crate) fn capture(
         placement: Default::default(),
         partial: None,
         replica: 0,
-        fingerprint: None,
+        located: Located::ByBox,
+        compiled: false,
         payload: Box::new(bits(rank)),
     }
 }

@@ -99,9 +99,11 @@ pub fn addend_parts(
 
 /// Ranks that hold an addend of a partial tensor (or a shard of any other).
 pub fn holders(dump: &StepDump, key: &TensorKey) -> Vec<Rank> {
-    let shards = dump.tensors().get(key).map(|info| info.shards.as_slice());
-    let ranks = shards.unwrap_or_default().iter().map(|at| dump.record(at).rank);
-    let mut ranks: Vec<Rank> = ranks.collect();
+    let Some(info) = dump.tensors().get(key) else { return Vec::new() };
+    let records = info.shards.iter().map(|at| dump.record(at));
+    // Ranks along an axis that replicates hold the same addend: it is added once.
+    let counted = records.filter(|record| info.partial.is_none() || record.replica == 0);
+    let mut ranks: Vec<Rank> = counted.map(|record| record.rank).collect();
     ranks.dedup();
     ranks
 }

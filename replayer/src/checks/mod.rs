@@ -23,6 +23,7 @@ mod labels;
 mod nonfinite;
 mod pieces;
 mod poison;
+mod recompute;
 mod reduced;
 mod replicas;
 mod shift;
@@ -84,6 +85,7 @@ pub const CHECKS: &[Check] = &[
     Check { name: "buffers", about: "no gradient is another buffer", run: stale::run },
     Check { name: "zeros", about: "no row is zero that cannot be", run: zeros::run },
     Check { name: "replicas", about: "replicas hold the same bits", run: replicas::run },
+    Check { name: "recompute", about: "what is computed again is the same", run: recompute::run },
     Check { name: "reduced", about: "reduced gradients are no rank's own", run: reduced::run },
     Check { name: "counts", about: "the loss counts what the data count", run: counts::run },
     Check { name: "start", about: "the first loss against log V", run: start::run },

@@ -101,6 +101,7 @@ pub(crate) fn held(
             false => Fingerprint::of(dtype, &place, &bytes),
         },
         fingerprint_source: FingerprintSource::Framework,
+        compiled: false,
         entry: String::new(),
         place,
     };

@@ -7,6 +7,7 @@
 //! `r = Σ r_j` share it out exactly too, since `c² - r² = Σ_j (c_j - r_j)(c + r)`.
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::placement::Reduction;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use serde::Serialize;
@@ -132,7 +133,7 @@ impl Replay<'_> {
         let whole = slices.iter().all(|slice| slice.blocked.is_none());
         let reduced = self.step.find_reduced(Role::Dk, true).filter(|_| whole);
         let reference = outcome.reference_dk.take();
-        let divisor = self.divisor(slices);
+        let divisor = self.divisor(slices).map(|divisor| divisor * self.ranks_averaged(slices));
         if let (Some(key), Some(reference), Ok(divisor)) = (reduced, reference, divisor) {
             let tensor = self.step.oriented(self.step.assemble(key)?)?;
             let columns = tensor.shape.last().map_or(1, |&n| n as usize);
@@ -150,6 +151,15 @@ impl Replay<'_> {
         }
         outcome.grad_norm = norm;
         Ok(())
+    }
+
+    /// What the reduction over ranks divides by: their number where dk's addends make up a mean.
+    fn ranks_averaged(&self, slices: &[Slice]) -> f64 {
+        let first = slices.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
+        match first.map(|key| (key, self.step.tensors[key].partial)) {
+            Some((key, Some(Reduction::Mean))) => self.holders(key).len().max(1) as f64,
+            _ => 1.0,
+        }
     }
 
     fn gap(

@@ -1,0 +1,202 @@
+//! Staging: host memory that mutable arrays (torch tensors) are copied into, faulted in
+//! beforehand and used again.
+//!
+//! The first write to a fresh page costs a fault, which makes a copy into new memory take about
+//! twice as long as one into memory that was used before. So what a capture is done with is kept
+//! for the next, up to a limit. A range goes back when the recorder's own thread drops the
+//! payload, which takes no interpreter.
+
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memmap2::{Advice, MmapRaw};
+use pyo3::exceptions::{PyBufferError, PyMemoryError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+/// Least size of an arena: small tensors share one.
+const ARENA_BYTES: usize = 16 << 20;
+
+/// Ranges start and end at multiples of this: cache lines are not shared, vector loads aligned.
+const ALIGNMENT: usize = 64;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One mapping and which of its ranges nobody holds, by start.
+struct Arena {
+    map: MmapRaw,
+    free: Mutex<BTreeMap<usize, usize>>,
+}
+
+impl Arena {
+    fn new(bytes: usize) -> std::io::Result<Arena> {
+        let map = memmap2::MmapMut::map_anon(bytes)?;
+        // Both are wishes: an older kernel faults the pages in one by one, at the first copy.
+        let _ = map.advise(Advice::HugePage);
+        let _ = map.advise(Advice::PopulateWrite);
+        Ok(Arena { map: map.into(), free: Mutex::new(BTreeMap::from([(0, bytes)])) })
+    }
+
+    fn is_free(&self) -> bool {
+        lock(&self.free).get(&0) == Some(&self.map.len())
+    }
+
+    /// The first range that is long enough.
+    fn take(&self, length: usize) -> Option<usize> {
+        let mut free = lock(&self.free);
+        let (&start, &room) = free.iter().find(|&(_, &room)| room >= length)?;
+        free.remove(&start);
+        if room > length {
+            free.insert(start + length, room - length);
+        }
+        Some(start)
+    }
+
+    /// Gives a range back and joins it with its free neighbours.
+    fn give_back(&self, start: usize, length: usize) {
+        let mut free = lock(&self.free);
+        let (mut start, mut length) = (start, length);
+        if let Some(after) = free.remove(&(start + length)) {
+            length += after;
+        }
+        if let Some((&before, &room)) = free.range(..start).next_back()
+            && before + room == start
+        {
+            (start, length) = (before, room + length);
+        }
+        free.insert(start, length);
+    }
+}
+
+/// A range of an arena, given back when it is dropped.
+struct Range {
+    arena: Arc<Arena>,
+    start: usize,
+    reserved: usize,
+    length: usize,
+}
+
+impl Range {
+    fn pointer(&self) -> *mut u8 {
+        self.arena.map.as_mut_ptr().wrapping_add(self.start)
+    }
+}
+
+impl Drop for Range {
+    fn drop(&mut self) {
+        self.arena.give_back(self.start, self.reserved);
+    }
+}
+
+/// Host memory for captures of one process; keeps at most `keep_bytes` that nobody uses.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct Staging {
+    arenas: Mutex<Vec<Arc<Arena>>>,
+    keep_bytes: usize,
+}
+
+#[pymethods]
+impl Staging {
+    #[new]
+    fn new(keep_bytes: usize) -> Staging {
+        Staging { arenas: Mutex::default(), keep_bytes }
+    }
+
+    /// Faults memory in now, so that the first capture does not have to.
+    fn reserve(&self, py: Python<'_>, bytes: usize) -> PyResult<()> {
+        let arena = py.detach(|| Arena::new(bytes.max(ARENA_BYTES)))?;
+        lock(&self.arenas).push(Arc::new(arena));
+        Ok(())
+    }
+
+    /// Bytes that are mapped, used or not.
+    fn mapped(&self) -> usize {
+        lock(&self.arenas).iter().map(|arena| arena.map.len()).sum()
+    }
+
+    /// A writable block of `length` bytes.
+    fn take(&self, py: Python<'_>, length: usize) -> PyResult<Block> {
+        let range = py.detach(|| self.range(length));
+        let range = range.map_err(|error| {
+            PyMemoryError::new_err(format!("no {length} bytes to copy a tensor into: {error}"))
+        })?;
+        Ok(Block(Arc::new(range)))
+    }
+}
+
+impl Staging {
+    fn range(&self, length: usize) -> std::io::Result<Range> {
+        let reserved = length.max(1).next_multiple_of(ALIGNMENT);
+        let mut arenas = lock(&self.arenas);
+        let in_arena =
+            |arena: &Arc<Arena>, start| Range { arena: arena.clone(), start, reserved, length };
+        for arena in arenas.iter() {
+            if let Some(start) = arena.take(reserved) {
+                return Ok(in_arena(arena, start));
+            }
+        }
+        let bytes = reserved.max(ARENA_BYTES);
+        let mapped: usize = arenas.iter().map(|arena| arena.map.len()).sum();
+        if mapped + bytes > self.keep_bytes {
+            arenas.retain(|arena| !arena.is_free());
+        }
+        let arena = Arc::new(Arena::new(bytes)?);
+        let start = arena.take(reserved).unwrap_or_default();
+        arenas.push(arena.clone());
+        Ok(in_arena(&arena, start))
+    }
+}
+
+/// Memory that Python fills once and then hands to `Tape.record`.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct Block(Arc<Range>);
+
+impl Block {
+    /// The payload of what was copied in.
+    pub(crate) fn staged(&self) -> Staged {
+        Staged(self.0.clone())
+    }
+}
+
+#[pymethods]
+impl Block {
+    /// A writable view for the copy; nobody may write once the block was handed to `Tape.record`.
+    ///
+    /// # Safety
+    /// Called by the interpreter, with a `view` that it releases.
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
+        let range = slf.get().0.clone();
+        let length = isize::try_from(range.length)
+            .map_err(|error| PyBufferError::new_err(error.to_string()))?;
+        // SAFETY: the range is mapped for as long as this object lives, and the view holds it.
+        let failed = unsafe {
+            let memory = range.pointer().cast();
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory, length, 0, flags)
+        };
+        if failed == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// A block's bytes while the recorder reads them.
+pub(crate) struct Staged(Arc<Range>);
+
+impl AsRef<[u8]> for Staged {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: the range is inside the arena's mapping, which lives as long as the range;
+        // nobody else has it before it is given back. `backtape.torch.staged` fills it before
+        // it hands it over, and keeps no view.
+        unsafe { std::slice::from_raw_parts(self.0.pointer(), self.0.length) }
+    }
+}
+
+// SAFETY: a range is memory that its holder alone uses; see `Staged::as_ref`.
+unsafe impl Send for Range {}
+// SAFETY: as above; nothing is changed through a shared reference.
+unsafe impl Sync for Range {}
