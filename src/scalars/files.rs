@@ -9,7 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use super::line::{Header, Line};
-use super::{DIRECTORY, Row, csv, events, is_global_name, json_lines, line};
+use super::{Row, csv, events, is_global_name, json_lines, line};
 use crate::store::durable;
 
 /// Bytes of one rank's three files together: a million steps of twenty scalars, or ten
@@ -22,7 +22,8 @@ pub struct ScalarFiles {
     header: Header,
     json_lines: PathBuf,
     csv: PathBuf,
-    events: PathBuf,
+    /// `None` until the files were looked at; each process writes events to its own.
+    events: Option<PathBuf>,
     limit_bytes: u64,
     written: u64,
     rows: u64,
@@ -32,33 +33,44 @@ pub struct ScalarFiles {
 }
 
 impl ScalarFiles {
-    /// The files of a rank below an attempt's directory. Rows that this very process wrote
-    /// before are counted, so that what is sent again is not written twice.
-    pub fn open(attempt: &Path, header: Header, limit_bytes: u64) -> io::Result<ScalarFiles> {
+    /// The files of a rank below an attempt's directory, which are made with the first row.
+    pub fn of(attempt: &Path, header: Header, limit_bytes: u64) -> ScalarFiles {
         let json_lines = json_lines(attempt, header.rank);
-        let stem = json_lines.with_extension("");
-        let csv = json_lines.with_extension("csv");
-        durable::create_directory(&attempt.join(DIRECTORY))?;
+        ScalarFiles {
+            csv: json_lines.with_extension("csv"),
+            header,
+            json_lines,
+            events: None,
+            limit_bytes,
+            written: 0,
+            rows: 0,
+            said: 0,
+            begun: false,
+        }
+    }
+
+    /// The same, made now. Rows that this very process wrote before are counted, so that
+    /// what is sent again is not written twice.
+    pub fn open(attempt: &Path, header: Header, limit_bytes: u64) -> io::Result<ScalarFiles> {
+        let mut files = ScalarFiles::of(attempt, header, limit_bytes);
+        files.begin()?;
+        Ok(files)
+    }
+
+    fn begin(&mut self) -> io::Result<PathBuf> {
+        if let Some(events) = &self.events {
+            return Ok(events.clone());
+        }
+        let stem = self.json_lines.with_extension("");
         durable::create_directory(&stem)?;
-        let mut written = length(&json_lines) + length(&csv);
+        let mut written = length(&self.json_lines) + length(&self.csv);
         for entry in std::fs::read_dir(&stem)? {
             written += entry?.metadata()?.len();
         }
-        let (rows, begun) = rows_of(&json_lines, &header)?;
-        let events = stem.join(format!("events.out.tfevents.{}", header.host));
-        let mut files = ScalarFiles {
-            header,
-            json_lines,
-            csv,
-            events,
-            limit_bytes,
-            written,
-            rows,
-            said: 0,
-            begun,
-        };
-        files.next_events()?;
-        Ok(files)
+        (self.rows, self.begun) = rows_of(&self.json_lines, &self.header)?;
+        let events = next_events(&stem, &self.header)?;
+        (self.written, self.events) = (written, Some(events.clone()));
+        Ok(events)
     }
 
     /// Rows that this process has in the files.
@@ -71,9 +83,11 @@ impl ScalarFiles {
         &self.json_lines
     }
 
-    /// Appends rows, as few of their scalars as the cap leaves room for. After an error
-    /// the rows count as not written: they may be appended again.
-    pub fn append(&mut self, rows: &[Row]) -> io::Result<()> {
+    /// Appends rows, as few of their scalars as the cap leaves room for. After an error the
+    /// rows are not written and may be appended again. An error *inside* of `Ok` is of the
+    /// copies for other readers: the lines are written, and are what counts.
+    pub fn append(&mut self, rows: &[Row]) -> io::Result<Option<io::Error>> {
+        let events_path = self.begin()?;
         let (mut text, mut table, mut records) = (Vec::new(), Vec::new(), Vec::new());
         if !self.begun {
             Line::Header(self.header.clone()).write(&mut text);
@@ -81,7 +95,7 @@ impl ScalarFiles {
         if length(&self.csv) == 0 {
             table.extend_from_slice(csv::HEADER.as_bytes());
         }
-        if length(&self.events) == 0 {
+        if length(&events_path) == 0 {
             events::write_version(rows.first().map_or(0.0, |row| row.time), &mut records);
         }
         let mut said = self.said;
@@ -98,14 +112,16 @@ impl ScalarFiles {
         (self.begun, self.said) = (true, said);
         self.rows += rows.len() as u64;
         self.written += (text.len() + table.len() + records.len()) as u64;
-        // The lines count; a copy of them that fails is no reason to write them again.
-        append(&self.csv, &table, true)?;
-        if let Err(error) = append(&self.events, &records, false) {
+        Ok(self.append_copies(&table, &events_path, &records).err())
+    }
+
+    fn append_copies(&mut self, table: &[u8], events: &Path, records: &[u8]) -> io::Result<()> {
+        append(&self.csv, table, true)?;
+        append(events, records, false).or_else(|error| {
             // A record after a torn one is never found: the next ones get a file of their own.
-            self.next_events()?;
-            return Err(error);
-        }
-        Ok(())
+            self.events = Some(next_events(&self.json_lines.with_extension(""), &self.header)?);
+            Err(error)
+        })
     }
 
     /// What the cap leaves of a row; says in the lines once what it takes.
@@ -131,22 +147,19 @@ impl ScalarFiles {
         let values = row.values.iter().filter(|(name, _)| is_global_name(name)).cloned();
         Some(Row { values: values.collect(), ..*row })
     }
+}
 
-    /// A file of events that does not exist yet: each process writes its own.
-    fn next_events(&mut self) -> io::Result<()> {
-        let stem = self.events.with_file_name(format!("events.out.tfevents.{}", self.header.host));
-        for n in 0..u32::MAX {
-            // The number stands where TensorBoard sorts by: it reads files in this order.
-            let name = format!("events.out.tfevents.{n:010}.{}", self.header.host);
-            let path = stem.with_file_name(name);
-            match path.try_exists()? {
-                true => continue,
-                false => self.events = path,
-            }
-            return Ok(());
+/// A file of events that does not exist yet.
+fn next_events(directory: &Path, header: &Header) -> io::Result<PathBuf> {
+    for n in 0..u32::MAX {
+        // The number stands where TensorBoard sorts by: it reads files in this order.
+        let name = format!("events.out.tfevents.{n:010}.{}", header.host);
+        let path = directory.join(name);
+        if !path.try_exists()? {
+            return Ok(path);
         }
-        Err(io::Error::other("no name is left for a file of events"))
     }
+    Err(io::Error::other("no name is left for a file of events"))
 }
 
 fn length(path: &Path) -> u64 {
@@ -199,6 +212,7 @@ fn append(path: &Path, bytes: &[u8], text: bool) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::identity::{Attempt, Name, Rank};
+    use crate::scalars::LineError;
 
     fn header(incarnation: u64) -> Header {
         Header {
@@ -220,8 +234,6 @@ mod tests {
     fn read(path: &Path) -> Vec<Result<Line, LineError>> {
         std::fs::read_to_string(path).unwrap().lines().map(Line::parse).collect()
     }
-
-    use super::super::LineError;
 
     #[test]
     fn a_torn_line_is_left_alone_and_the_next_process_goes_on_below_it() {
@@ -253,11 +265,14 @@ mod tests {
         assert_eq!(notes, 2);
         let widths: Vec<usize> = lines
             .iter()
-            .filter_map(|line| if let Line::Row(row) = line { Some(row.values.len()) } else { None })
+            .filter_map(
+                |line| if let Line::Row(row) = line { Some(row.values.len()) } else { None },
+            )
             .collect();
         assert_eq!((widths.first(), widths.last()), (Some(&2), Some(&1)));
         assert!(widths.len() < 200);
-        let all = length(&files.json_lines) + length(&files.csv) + length(&files.events);
+        let all =
+            length(&files.json_lines) + length(&files.csv) + length(files.events.as_ref().unwrap());
         assert!(all < 8000 + 500, "{all}");
         assert_eq!(files.rows(), 200, "what the cap left out is not to be sent again");
     }

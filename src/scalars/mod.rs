@@ -31,6 +31,10 @@ pub const MAX_NAME_BYTES: usize = 256;
 /// Scalars of one step: a thousand layers with ten numbers each, sixfold.
 pub const MAX_VALUES: usize = 1 << 16;
 
+/// A step counts as clipped where the norm before is this many times the norm after: one
+/// spacing of bf16, the coarsest format that norms are kept in.
+pub const CLIPPED_BEYOND: f64 = 1.0 + 1.0 / 128.0;
+
 /// The scalars that one rank recorded together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
