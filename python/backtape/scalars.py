@@ -12,11 +12,15 @@ tokens (of this step, of the whole job), vocabulary; grad_norm/<layer>, param_no
 exp_avg_* and exp_avg_sq_*. This module imports no framework.
 """
 
+import functools
+import logging
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ParamSpec
+
+from backtape.failopen import CAUGHT, describe, log
 
 # Rows that wait for a device: their values are held on it. A job that runs ahead of its device by
 # more steps than this has the oldest dropped and counted.
@@ -148,6 +152,31 @@ def parts(names: list[str], vector: Any) -> dict[str, Any]:
     return {name: Part(pending, index) for index, name in enumerate(names)}
 
 
+Arguments = ParamSpec("Arguments")
+
+_TOLD: set[str] = set()
+
+
+def fail_open(function: Callable[Arguments, dict[str, Any]]) -> Callable[Arguments, dict[str, Any]]:
+    """Statistics that cannot be computed are none, with one line in the log: they are called by
+    the job itself, before any recorder could keep their exceptions from it."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **options: Arguments.kwargs) -> dict[str, Any]:
+        try:
+            return function(*args, **options)
+        except CAUGHT as error:
+            name = function.__name__
+            if name not in _TOLD:
+                _TOLD.add(name)
+                message = "[backtape] scalars.%s failed and the job goes on: %s"
+                log.log(logging.WARNING, message, name, describe(error))
+            return {}
+
+    return call
+
+
+@fail_open
 def of_torch(
     model: Any,
     optimizer: Any = None,
@@ -169,7 +198,9 @@ def of_torch(
 
         def add(name: str, number: Any) -> None:
             names.append(name)
-            numbers.append(number.to(dtype=torch.float32))
+            # A model may lie on several devices: the vector is on the first one's.
+            device = numbers[0].device if numbers else number.device
+            numbers.append(number.to(device, torch.float32, non_blocking=True))
 
         # Squares of large norms overflow f16: they are taken in f32.
         norm = torch.linalg.vector_norm
@@ -204,6 +235,7 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@fail_open
 def of_jax(
     grads: Any = None,
     opt_state: Any = None,

@@ -276,6 +276,12 @@ def test_statistics_of_a_torch_model_are_those_of_its_tensors(tmp_path):
     assert rows(tmp_path / "run")[0]["values"]["loss"] == 2.0
 
 
+def test_statistics_that_cannot_be_computed_are_none_and_the_job_goes_on(caplog):
+    assert of_jax({"a": jnp.ones(3)}, mean=object(), params={"b": Late()}) != {}
+    assert backtape.scalars.of_torch(object()) == {}
+    assert "of_torch failed and the job goes on" in caplog.text
+
+
 def test_importing_backtape_imports_no_framework():
     code = "import sys, backtape; print(sorted({'jax', 'torch'} & set(sys.modules)))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
