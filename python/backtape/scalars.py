@@ -308,7 +308,7 @@ def statistics(
         numbers: list[Any] = []
         # Not the order of `arrays`: jit sorts the keys of a dict.
         for kind in kinds:
-            held = [leaf.astype(jnp.float32) for leaf in held]
+            held = [leaf.astype(jnp.float32) for leaf in arrays[kind]]
             if kind.startswith("exp_avg"):
                 count = sum(leaf.size for leaf in held)
                 numbers.append(sum(leaf.sum() for leaf in held) / count)
