@@ -8,7 +8,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-torch bench bench-loss-head bench-replay bench-compare \
-	bench-inactive bench-false-alarms bench-causes wheel clean
+	bench-inactive bench-scalars bench-false-alarms bench-causes wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -86,6 +86,10 @@ bench-compare: $(VENV)-numpy/.installed $(VENV)-msprobe/.installed
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed
 	$(BIN)/python python/benches/inactive.py
+
+# What recording scalars costs: inactive, active, and as a share of a small step.
+bench-scalars: $(VENV)/.installed
+	$(BIN)/python python/benches/scalars.py
 
 # How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.
 bench-false-alarms:

@@ -200,6 +200,31 @@ impl Client {
         Ok(answer.await?.committed)
     }
 
+    /// Sends rows of scalars as JSON lines; how many rows of this process are written.
+    pub(crate) async fn record_scalars(
+        &self,
+        host: &str,
+        first: u64,
+        lines: Vec<u8>,
+        deadline: Instant,
+    ) -> Result<u64, CallError> {
+        let request = proto::RecordScalarsRequest {
+            member: Some(self.member.clone()),
+            host: host.into(),
+            first,
+            lines: lines.into(),
+        };
+        let answer = retry(deadline, || async {
+            within(limit(deadline), self.rpc.clone().record_scalars(request.clone())).await
+        });
+        Ok(answer.await?.rows)
+    }
+
+    /// Which process of which launch this client speaks for.
+    pub(crate) fn incarnation(&self) -> u64 {
+        self.member.incarnation
+    }
+
     /// Whether a step is committed, and why not if that is known; one try.
     pub(crate) async fn step_status(&self, step: u64) -> Result<(bool, String), CallError> {
         let request = proto::StepStatusRequest {

@@ -29,6 +29,7 @@ mod omissions;
 mod queue;
 mod recorder;
 mod rendezvous;
+mod scalars;
 mod selection;
 mod session;
 mod settings;
@@ -37,6 +38,7 @@ mod worker;
 
 use backtape::identity::Rank;
 
+pub use backtape::scalars::Row;
 pub use capture::{Capture, Located, Payload};
 pub use error::RecorderError;
 pub use recorder::{Recorder, Tape};

@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use backtape::head::HeadDeclaration;
+use backtape::scalars::Row;
 
 use crate::capture::Capture;
 use crate::error::RecorderError;
 use crate::omissions::{self, Omissions};
 use crate::queue::{Command, Queue, Refused};
+use crate::scalars;
 use crate::settings::{Plan, Settings};
 use crate::summary::Summary;
 use crate::worker;
@@ -47,6 +49,7 @@ struct TapeState {
 pub(crate) struct Shared {
     pub(crate) plan: Plan,
     pub(crate) queue: Queue,
+    pub(crate) scalars: scalars::Buffer,
     summary: Mutex<Summary>,
 }
 
@@ -103,6 +106,7 @@ impl Recorder {
         let shared = Arc::new(Shared {
             queue: Queue::new(plan.settings.queue_bytes),
             plan,
+            scalars: scalars::Buffer::default(),
             summary: Mutex::default(),
         });
         worker::spawn(shared.clone()).map_err(|problem| RecorderError::Thread { rank, problem })?;
@@ -131,6 +135,20 @@ impl Recorder {
         Ok(Tape { shared: self.shared.clone(), step, state: Mutex::default() })
     }
 
+    /// Hands the scalars of a step to the background: any step, recorded or not. Never
+    /// waits; rows beyond what the buffer holds are dropped and counted.
+    pub fn scalars(&self, row: Row) -> Result<(), RecorderError> {
+        if self.closed {
+            return Err(RecorderError::Closed { rank: self.shared.rank() });
+        }
+        let (row, left_out) = row.bounded();
+        if left_out > 0 {
+            self.shared.fault(scalars::nameless(self.shared.rank()));
+        }
+        self.shared.scalars.push(row);
+        self.shared.strict_check()
+    }
+
     /// Waits, bounded by the join and step deadlines, until everything is
     /// durable and every step recorded here is committed or known not to be.
     /// Closing again returns the same summary.
@@ -138,6 +156,7 @@ impl Recorder {
         let settings = &self.shared.plan.settings;
         if !self.closed {
             self.closed = true;
+            self.shared.scalars.close();
             self.shared.queue.close();
             let patience = settings.join_deadline + settings.step_deadline + CLOSE_MARGIN;
             if !self.shared.queue.wait_end(Instant::now() + patience) {
@@ -162,6 +181,7 @@ impl Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         if !self.closed {
+            self.shared.scalars.close();
             self.shared.queue.close();
             let patience = self.shared.plan.settings.call_cap;
             self.shared.queue.wait_end(Instant::now() + patience);

@@ -287,7 +287,7 @@ fn payload_bytes(file: &FileRecord) -> u64 {
 
 /// Whether files are sent. In `Auto` the same `run.json` at the same path says
 /// that the store is shared; the coordinator's look at each file proves it.
-fn streams(shared: &Shared, entered: &Entered) -> bool {
+pub(crate) fn streams(shared: &Shared, entered: &Entered) -> bool {
     match shared.plan.settings.transport {
         TransportChoice::Direct => false,
         TransportChoice::Stream => true,

@@ -9,6 +9,8 @@ pub struct Summary {
     pub shards: u64,
     /// Their bytes.
     pub bytes: u64,
+    /// Rows of scalars that lie in the store.
+    pub scalar_rows: u64,
     /// Steps whose manifest stands at its final name.
     pub steps_committed: Vec<u64>,
     /// Steps recorded here that are not known to be committed.

@@ -12,6 +12,7 @@ use crate::embedded::Embedded;
 use crate::queue::Command;
 use crate::recorder::Shared;
 use crate::rendezvous::Rendezvous;
+use crate::scalars;
 use crate::session::Session;
 
 /// Pauses while the coordinator is looked for.
@@ -46,7 +47,7 @@ async fn work(shared: Arc<Shared>) {
     let settings = &shared.plan.settings;
     if settings.coordinator.is_some() || settings.rank > 0 {
         return match enter(&shared, incarnation).await {
-            Ok((client, entered)) => record(&shared, client, &entered, None).await,
+            Ok((client, entered)) => record_all(&shared, client, &entered, None).await,
             Err(why) => give_up(&shared, &why),
         };
     }
@@ -82,12 +83,23 @@ async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
                     path.display()
                 ));
             }
-            record(shared, client, &entered, Some(&embedded)).await;
+            record_all(shared, client, &entered, Some(&embedded)).await;
             rendezvous.withdraw(&directory);
         }
         Err(error) => give_up(shared, &error.to_string()),
     }
     embedded.stop().await;
+}
+
+/// Tensors and scalars side by side: a row does not wait for a step's commit.
+async fn record_all(
+    shared: &Arc<Shared>,
+    client: Client,
+    entered: &Entered,
+    embedded: Option<&Embedded>,
+) {
+    let scalars = scalars::work(shared, client.clone(), entered);
+    tokio::join!(record(shared, client, entered, embedded), scalars);
 }
 
 /// Works off the queue until the recorder is closed, then waits for commits.
@@ -179,6 +191,7 @@ fn rendezvous(shared: &Shared) -> Result<String, CallError> {
 fn give_up(shared: &Shared, why: &str) {
     let reason = format!("nothing is recorded on rank {}: {why}", shared.rank());
     shared.fault(reason.clone());
+    scalars::abandon(shared);
     for command in shared.queue.kill(&reason) {
         match command {
             Command::Capture(step, queued) => {

@@ -13,7 +13,8 @@ Importing backtape imports no framework; one that the job has imported is found 
 """
 
 from backtape._native import RecorderError, Summary, __version__
-from backtape.postmortem import Report, Run, Step, checks, open, replay
+from backtape import scalars
+from backtape.postmortem import Report, Run, Step, checks, open, replay, trajectory
 from backtape.recorder import Recorder
 from backtape.tape import Tape
 
@@ -29,4 +30,6 @@ __all__ = [
     "checks",
     "open",
     "replay",
+    "scalars",
+    "trajectory",
 ]

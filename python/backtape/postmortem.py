@@ -67,7 +67,8 @@ class Run:
 class Report:
     """What was found: the fields of the schema as attributes, `json` as plain data, str() as text.
 
-    Of a replay it is backtape.report/1, of checks backtape.checks/1.
+    Of a replay it is backtape.report/1, of checks backtape.checks/1, of a
+    trajectory backtape.trajectory/1.
     """
 
     def __init__(self, text: str, data: str) -> None:
@@ -128,6 +129,25 @@ def checks(
     Raises RuntimeError with one sentence where the dump cannot be opened.
     """
     data, text = _native.checks(os.fspath(path), run, attempt, step)
+    return Report(text, data)
+
+
+def trajectory(
+    path: str | os.PathLike[str],
+    *,
+    run: str | None = None,
+    attempt: int | None = None,
+    vocabulary: int | None = None,
+    local: list[str] | None = None,
+    shared: list[str] | None = None,
+) -> Report:
+    """Judges the scalars of a run; the report's `verdict` is clear, flagged or incomplete.
+
+    vocabulary: classes of the head, where neither a scalar nor a dumped step says.
+    local, shared: scalars that are each rank's own, or that all ranks must agree on.
+    Raises RuntimeError with one sentence where no scalars were recorded.
+    """
+    data, text = _native.trajectory(os.fspath(path), run, attempt, vocabulary, local, shared)
     return Report(text, data)
 
 

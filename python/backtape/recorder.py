@@ -19,6 +19,7 @@ from backtape.settings import (
     truth,
     versions,
 )
+from backtape.scalars import Rows
 from backtape.shards import Mesh
 from backtape.tape import Tape
 
@@ -33,6 +34,8 @@ class Recorder:
     mesh: a jax Mesh, a torch DeviceMesh, or a dict of axis sizes, outermost first.
     strict: raise RecorderError where recording fails. Otherwise it is logged once for each kind,
         the dump names what is missing, and the job goes on.
+    scalars: take scalars() at every step also where no steps are recorded (steps=None). A recorder
+        with steps takes them anyway.
     attempt: which launch of the run this is, where the launcher counts restarts.
     transport: "auto", "direct" (the rank writes the store) or "stream" (the coordinator does).
     place_proof: compute the fingerprint of jax arrays by jax: about one pass over each array, and
@@ -55,6 +58,7 @@ class Recorder:
         *,
         host: str | None = None,
         place_proof: bool = True,
+        scalars: bool = False,
         **more: Any,
     ) -> None:
         self._faults = Faults(bool(strict), rank, host)
@@ -62,8 +66,11 @@ class Recorder:
         self._place_proof = place_proof
         self._nothing = Tape(None, -1, self._faults, False)
         self._process = os.getpid()
+        self._rows: Rows | None = None
         if not steps and steps != 0:
-            return
+            if not scalars:
+                return
+            steps = ""
         with self._faults.guard("start"):
             if dir is None:
                 raise ValueError("no directory: set dir= or BACKTAPE_DIR")
@@ -74,6 +81,7 @@ class Recorder:
             )
             self._mesh = Mesh(dict(axes), here, rank, world_size)
             self._native = _native.Recorder(settings)
+            self._rows = Rows(self._native.scalars)
             self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
             atexit.register(self._at_exit)
 
@@ -85,7 +93,9 @@ class Recorder:
         the launcher (torchrun, Slurm, Open MPI), in this order.
         """
         environment = os.environ
-        if not (overrides.get("steps") or environment.get("BACKTAPE_STEPS")):
+        recorded = overrides.get("steps") or environment.get("BACKTAPE_STEPS")
+        scalars = overrides.get("scalars") or is_true(environment, "BACKTAPE_SCALARS")
+        if not (recorded or scalars):
             return cls(steps=None)
         strict = overrides.get("strict", is_true(environment, "BACKTAPE_STRICT"))
         faults = Faults(strict, overrides.get("rank"), overrides.get("host"))
@@ -93,7 +103,7 @@ class Recorder:
             options = from_environment(environment)
             if not {"rank", "world_size"} <= overrides.keys():
                 options["rank"], options["world_size"] = rank_and_world_size(environment)
-            return cls(**(options | overrides))
+            return cls(**({"steps": None} | options | overrides))
         return cls(steps=None)
 
     @property
@@ -121,20 +131,51 @@ class Recorder:
                 return Tape(native.step(step), step, self._faults, self._place_proof, self._mesh)
         return self._nothing
 
+    def scalars(self, step: int, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        """Records numbers of a step, recorded or not: loss=, learning_rate=, grad_norm=, ...
+
+        values, more: by name, Python or numpy numbers, jax arrays or torch tensors of one element,
+        or what backtape.scalars.of_torch and of_jax give. None is left out. Waits for no device
+        and never raises into the job; on an inactive recorder it does nothing.
+        """
+        rows = self._rows
+        if rows is None:
+            return
+        with self._faults.guard("scalars", step):
+            if self._process != os.getpid():
+                return
+            both = (*(values or {}).items(), *more.items())
+            if refused := rows.add(step, both):
+                raise TypeError(f"left out: {'; '.join(refused)}")
+
     def close(self) -> _native.Summary | None:
         """Waits until what was recorded is durable and its steps are committed, or known not to be.
 
         Returns the summary; None when nothing was recorded. Closing again does nothing.
         """
         native, self._native = self._native, None
+        rows, self._rows = self._rows, None
         if native is None or self._process != os.getpid():
             return None
         atexit.unregister(self._at_exit)
+        if rows is not None:
+            self._finish(rows)
         with self._faults.guard("close"):
             summary = native.close()
             self._report(summary)
             return summary
         return None
+
+    def _finish(self, rows: Rows) -> None:
+        """Hands over what still waits. A row whose value raises is lost, not the rows after it."""
+        while len(rows):
+            try:
+                rows.drain(wait=True)
+            except CAUGHT as error:
+                self._faults.tell("scalars", "", error, describe(error))
+        if rows.dropped:
+            message = "%d rows of scalars were dropped: their values were not computed in time"
+            self._faults.say(logging.WARNING, message, rows.dropped)
 
     def _report(self, summary: _native.Summary) -> None:
         trouble = summary.faults or summary.omissions or summary.steps_partial

@@ -2,7 +2,7 @@
 
 Variables: BACKTAPE_STEPS (unset: record nothing), BACKTAPE_DIR, BACKTAPE_RUN,
 BACKTAPE_COORDINATOR, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_TRANSPORT,
-BACKTAPE_PLACE_PROOF; BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, else the launcher's own.
+BACKTAPE_PLACE_PROOF, BACKTAPE_SCALARS (1: scalars also where no steps are recorded); BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, else the launcher's own.
 """
 
 import os
@@ -79,7 +79,11 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             options[name] = environment[variable]
     if environment.get("BACKTAPE_ATTEMPT"):
         options["attempt"] = int(environment["BACKTAPE_ATTEMPT"])
-    for name, variable in (("strict", "BACKTAPE_STRICT"), ("place_proof", "BACKTAPE_PLACE_PROOF")):
+    for name, variable in (
+        ("strict", "BACKTAPE_STRICT"),
+        ("place_proof", "BACKTAPE_PLACE_PROOF"),
+        ("scalars", "BACKTAPE_SCALARS"),
+    ):
         if variable in environment:
             options[name] = truth(variable, environment[variable])
     return options

@@ -37,6 +37,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<postmortem::StepDump>()?;
     module.add_function(wrap_pyfunction!(postmortem::replay, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::checks, module)?)?;
+    module.add_function(wrap_pyfunction!(postmortem::trajectory, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::replay_main, module)?)?;
     module.add_function(wrap_pyfunction!(variants::variant_inputs, module)?)?;
     module.add_function(wrap_pyfunction!(variants::replay_varied, module)?)?;

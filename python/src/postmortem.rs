@@ -6,6 +6,7 @@ use backtape::identity::{Microbatch, Name, Rank};
 use backtape::shard::{TensorKey, When};
 use backtape_replayer::dump::{self, Selection};
 use backtape_replayer::replay::against::{Asked, PatternError};
+use backtape_replayer::trajectory::Declared;
 use backtape_replayer::{assemble, cli};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -163,6 +164,28 @@ pub(crate) fn checks(
     let report = found.map_err(failed)?;
     let json = serde_json::to_string(&report).map_err(failed)?;
     Ok((json, backtape_replayer::report::checked::render(&report)))
+}
+
+/// What the scalars of a run say of its trajectory as JSON, schema `backtape.trajectory/1`,
+/// and as text.
+#[pyfunction]
+#[pyo3(signature = (path, run=None, attempt=None, vocabulary=None, local=None, shared=None))]
+pub(crate) fn trajectory(
+    py: Python<'_>,
+    path: PathBuf,
+    run: Option<String>,
+    attempt: Option<u32>,
+    vocabulary: Option<u64>,
+    local: Option<Vec<String>>,
+    shared: Option<Vec<String>>,
+) -> PyResult<(String, String)> {
+    let selection = Selection { run, attempt, step: None };
+    let (local, shared) = (local.unwrap_or_default(), shared.unwrap_or_default());
+    let declared = Declared { vocabulary, local, shared };
+    let found = py.detach(|| cli::trajectory_report(&path, &selection, &declared));
+    let report = found.map_err(failed)?;
+    let json = serde_json::to_string(&report).map_err(failed)?;
+    Ok((json, backtape_replayer::report::trajectory::render(&report)))
 }
 
 /// The command `replay` with these arguments, the program's name first.

@@ -46,6 +46,12 @@ impl Recorder {
         tape.map(Tape::new).map_err(|error| refused(&error))
     }
 
+    /// Hands over the scalars of a step; waits for nothing.
+    fn scalars(&self, step: u64, time: f64, values: Vec<(String, f64)>) -> PyResult<()> {
+        let row = backtape_dumper::Row { step, time, values };
+        lock(&self.0).scalars(row).map_err(|error| refused(&error))
+    }
+
     /// What was done so far.
     fn summary(&self, py: Python<'_>) -> Summary {
         py.detach(|| lock(&self.0).summary()).into()

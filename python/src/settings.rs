@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use backtape::placement::Mesh;
-use backtape_dumper::TransportChoice;
+use backtape_dumper::{SelectionError, StepSelection, TransportChoice};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -38,7 +38,7 @@ impl Settings {
     pub(crate) fn read(self) -> PyResult<backtape_dumper::Settings> {
         let mut settings =
             backtape_dumper::Settings::new(self.directory, self.rank, self.world_size);
-        settings.steps = self.steps.parse().map_err(|error| invalid("steps", &error))?;
+        settings.steps = selection(&self.steps).map_err(|error| invalid("steps", &error))?;
         settings.transport = transport(&self.transport)?;
         settings.run = self.run;
         settings.coordinator = self.coordinator;
@@ -61,6 +61,11 @@ impl Settings {
         }
         Ok(settings)
     }
+}
+
+/// No step at all where only scalars are recorded.
+fn selection(steps: &str) -> Result<StepSelection, SelectionError> {
+    if steps.is_empty() { Ok(StepSelection::none()) } else { steps.parse() }
 }
 
 fn transport(word: &str) -> PyResult<TransportChoice> {

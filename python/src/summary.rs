@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 pub(crate) struct Summary {
     shards: u64,
     bytes: u64,
+    scalar_rows: u64,
     steps_committed: Vec<u64>,
     steps_partial: Vec<u64>,
     omissions: Vec<String>,
@@ -23,6 +24,7 @@ impl From<backtape_dumper::Summary> for Summary {
         Summary {
             shards: summary.shards,
             bytes: summary.bytes,
+            scalar_rows: summary.scalar_rows,
             steps_committed: summary.steps_committed,
             steps_partial: summary.steps_partial,
             omissions: summary.omissions,
@@ -42,6 +44,9 @@ impl Summary {
             "{} shards, {} bytes; steps committed {:?}, partial {:?}",
             self.shards, self.bytes, self.steps_committed, self.steps_partial
         );
+        if self.scalar_rows > 0 {
+            text.push_str(&format!("; {} rows of scalars", self.scalar_rows));
+        }
         for (list, what) in [(&self.omissions, "omitted"), (&self.faults, "fault")] {
             if let Some(first) = list.first() {
                 text.push_str(&format!("; {} {what}, the first: {first}", list.len()));

@@ -4,7 +4,8 @@
 //! Layers, each knowing only those before it: `dump` (what lies on disk),
 //! `assemble`, `verify`, `head` (stage graph and options), `kernels` (arithmetic,
 //! no I/O), `compare` (errors against what rounding explains), `checks` (what needs
-//! no replay), `replay` (stages in order, in the world of a hypothesis too),
+//! no replay), `trajectory`
+//! (what the scalars of all steps say), `replay` (stages in order, in the world of a hypothesis too),
 //! `diagnose` (the catalogue of causes), `report` (plain data to text or JSON), `cli`.
 
 pub mod assemble;
@@ -19,4 +20,5 @@ pub mod kernels;
 pub mod precision;
 pub mod replay;
 pub mod report;
+pub mod trajectory;
 pub mod verify;

@@ -123,6 +123,12 @@ fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
         Request::Status(run, attempt, step, reply) => {
             answer(reply, move |runs| runs.log(&run, attempt).map(|log| log.state.status(step)))
         }
+        Request::Place(member, reply) => {
+            let place = runs
+                .member(&member)
+                .map(|log| (log.directory.clone(), log.state.opened().world_size));
+            answer(reply, move |_| place)
+        }
         Request::Unsettled(reply) => answer(reply, |runs| Ok(runs.unsettled())),
         Request::Tick => {
             runs.tick(now_ms);

@@ -22,6 +22,7 @@ mod model_test;
 mod refusal;
 mod request;
 mod runs;
+mod scalars;
 mod server;
 mod service;
 mod state;

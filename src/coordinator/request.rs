@@ -81,5 +81,7 @@ pub(crate) enum Request {
     Close(Member, Step, Closing, Reply<bool>),
     Status(Name, Attempt, Step, Reply<StepStatus>),
     Unsettled(Reply<Vec<Unsettled>>),
+    /// Where a member's attempt lies, and of how many ranks it is.
+    Place(Member, Reply<(AttemptDir, u32)>),
     Tick,
 }

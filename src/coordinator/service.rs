@@ -14,6 +14,7 @@ use super::intake::{Arrival, Claimed};
 use super::limits::{MAX_UPLOADS, REQUEST_DEADLINE, UPLOAD_IDLE};
 use super::refusal::Refusal;
 use super::request::{self, Admission, FileClaim, Member};
+use super::scalars::Scalars;
 use super::wire;
 use crate::identity::{Rank, Step};
 use crate::manifest::FileRecord;
@@ -24,12 +25,13 @@ type Answer<T> = Result<Response<T>, Status>;
 pub(super) struct Service {
     handle: Handle,
     uploads: Arc<Semaphore>,
+    scalars: Arc<Scalars>,
 }
 
 impl Service {
     pub(super) fn new(handle: Handle) -> Service {
         let uploads = Arc::new(Semaphore::new(MAX_UPLOADS));
-        Service { handle, uploads }
+        Service { handle, uploads, scalars: Arc::default() }
     }
 
     async fn admit(
@@ -86,6 +88,15 @@ impl Service {
         // A terabyte takes a while to hash: the rank's own deadline bounds it.
         let finish = blocking(Duration::MAX, move || arrival.finish());
         self.record(member, step, finish.await?).await
+    }
+
+    async fn scalars(&self, wire: proto::RecordScalarsRequest) -> Result<u64, Refusal> {
+        let rows = wire::scalars(wire)?;
+        let member = rows.member.clone();
+        let place = self.handle.ask(|reply| request::Request::Place(member, reply));
+        let (attempt, world_size) = place.await?;
+        let scalars = self.scalars.clone();
+        blocking(REQUEST_DEADLINE, move || scalars.append(rows, &attempt, world_size)).await
     }
 }
 
@@ -172,6 +183,14 @@ impl Rpc for Service {
             bytes: status.bytes,
             reason: status.reason,
         }))
+    }
+
+    async fn record_scalars(
+        &self,
+        request: Request<proto::RecordScalarsRequest>,
+    ) -> Answer<proto::RecordScalarsResponse> {
+        let rows = self.scalars(request.into_inner()).await.map_err(refuse)?;
+        Ok(Response::new(proto::RecordScalarsResponse { rows }))
     }
 }
 

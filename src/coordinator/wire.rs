@@ -6,9 +6,11 @@ use super::event::Closing;
 use super::limits::MAX_FILE_BYTES;
 use super::refusal::Refusal;
 use super::request::{FileClaim, Join, Member};
+use super::scalars::SentRows;
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
 use crate::manifest::Omission;
+use crate::scalars::Line;
 
 /// Bytes of an omission's tensor or reason that are accepted.
 const MAX_TEXT_BYTES: usize = 4096;
@@ -85,6 +87,20 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
     let closing =
         Closing { files: wire.files, head, omissions: omissions.collect::<Result<_, _>>()? };
     Ok((member, Step(wire.step), closing))
+}
+
+pub(super) fn scalars(wire: proto::RecordScalarsRequest) -> Result<SentRows, Refusal> {
+    let text = std::str::from_utf8(&wire.lines).map_err(malformed)?;
+    let row = |line: &str| match Line::parse(line).map_err(malformed)? {
+        // A rank bounds its rows: one that did not is none of ours.
+        Line::Row(row) => match row.bounded() {
+            (row, 0) => Ok(row),
+            (row, n) => Err(malformed(format!("{n} scalars of step {} have no name", row.step))),
+        },
+        _ => Err(malformed("a line of scalars is no row")),
+    };
+    let rows = text.lines().map(row).collect::<Result<_, _>>()?;
+    Ok(SentRows { member: member(wire.member)?, host: name(wire.host)?, first: wire.first, rows })
 }
 
 pub(super) fn status(wire: proto::StepStatusRequest) -> Result<(Name, Attempt, Step), Refusal> {

@@ -26,6 +26,9 @@ pub(super) enum Command {
     /// Checks that need no head and no replay: data, bits, replicas, counts. All dumped
     /// steps are checked, and compared with each other, unless --step names one.
     Checks(DumpArguments),
+    /// Judges the scalars of every step: loss, learning rate, gradient norms, Adam's
+    /// moments. 0: no flag is raised, 1: one is, 3: a part could not be read.
+    Trajectory(TrajectoryArguments),
     /// Lists the catalogue of causes: what each is, where it happened, what cures it.
     Causes(CausesArguments),
     /// Shows what finite precision does: sums of exponentials, and finite differences at
@@ -85,6 +88,31 @@ pub(super) struct DumpArguments {
     #[command(flatten)]
     pub(super) which: WhichArguments,
     /// Writes the result as JSON; `-` for standard output.
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct TrajectoryArguments {
+    /// The run, or a store that holds it.
+    #[arg(long, value_name = "DIR")]
+    pub(super) dump: PathBuf,
+    /// Which run, where the store holds several.
+    #[arg(long)]
+    pub(super) run: Option<String>,
+    /// Which launch of the run, where several recorded scalars.
+    #[arg(long)]
+    pub(super) attempt: Option<u32>,
+    /// Classes of the loss head, where neither a scalar nor a dumped step says.
+    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u64).range(2..))]
+    pub(super) vocabulary: Option<u64>,
+    /// Scalars that are each rank's own, whatever their names.
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    pub(super) local: Vec<String>,
+    /// Scalars that every rank must agree on.
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    pub(super) shared: Vec<String>,
+    /// Writes the report as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
 }

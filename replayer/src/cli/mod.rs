@@ -8,6 +8,7 @@ mod checks;
 mod precision;
 mod progress;
 mod run;
+mod trajectory;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -19,6 +20,7 @@ pub use precision::precision_report;
 pub use run::{
     RunError, probed_report, replay_report, sampled_report, variant_inputs, varied_report,
 };
+pub use trajectory::trajectory_report;
 
 /// Exit codes of replay.
 pub mod exit {

@@ -10,7 +10,7 @@ use backtape::shard::TensorKey;
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
-use super::{against, checks, precision};
+use super::{against, checks, precision, trajectory};
 use crate::diagnose::{self, diagnose};
 use crate::draw::seed_of;
 use crate::dump::{self, OpenError, Selection, StepDump, StepState};
@@ -25,6 +25,7 @@ use crate::replay::{self, Effort, Request};
 use crate::report::number::plural;
 use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
 use crate::report::{catalogue, dumped, text};
+use crate::trajectory::ReadError;
 use crate::verify::{Verification, verify};
 
 /// Why `replay` ended without a verdict.
@@ -64,6 +65,17 @@ pub enum RunError {
         path: PathBuf,
         /// Why.
         source: Box<PrecisionError>,
+    },
+    /// The scalars could not be read.
+    #[error(transparent)]
+    Trajectory(#[from] ReadError),
+    /// Scalars lie in several attempts.
+    #[error("{path} holds scalars of several attempts: choose one of {attempts} with --attempt")]
+    SeveralAttempts {
+        /// The run.
+        path: PathBuf,
+        /// Their numbers.
+        attempts: String,
     },
     /// The report could not be written.
     #[error("the report cannot be written to {path}: choose another file for --json")]
@@ -124,6 +136,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
         Some(Command::Checks(arguments)) => checks::run(arguments),
+        Some(Command::Trajectory(arguments)) => trajectory::run(arguments),
         Some(Command::Causes(arguments)) => run_causes(arguments.id.as_deref()),
         Some(Command::Precision(arguments)) => precision::run(arguments),
         None => match arguments.replay.threads {

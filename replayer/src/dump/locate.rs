@@ -29,13 +29,22 @@ pub(super) fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, Ope
     if steps.is_empty() { Err(OpenError::NoSteps { path: run }) } else { Ok(steps) }
 }
 
+/// The run's directory and the attempts that are meant.
+pub(super) fn attempts(
+    path: &Path,
+    selection: &Selection,
+) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
+    let run = find_run(path, selection.run.as_deref())?;
+    let attempts = choose_attempts(&run, selection.attempt.map(Attempt))?;
+    Ok((run, attempts))
+}
+
 /// The run's directory, and the steps in the attempts that are meant.
 fn held(
     path: &Path,
     selection: &Selection,
 ) -> Result<(PathBuf, Vec<(AttemptDir, StepDir)>), OpenError> {
-    let run = find_run(path, selection.run.as_deref())?;
-    let attempts = choose_attempts(&run, selection.attempt.map(Attempt))?;
+    let (run, attempts) = attempts(path, selection)?;
     let mut held = Vec::new();
     for attempt in attempts {
         let steps = attempt.steps().map_err(read(&attempt.path))?;

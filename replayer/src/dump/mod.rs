@@ -30,8 +30,8 @@ use std::path::{Path, PathBuf};
 use backtape::identity::{Attempt, Name, Rank, Step};
 use backtape::manifest::{FileRecord, Manifest, ManifestError, RunRecord};
 use backtape::shard::{ShardRecord, TensorKey};
-use backtape::store::StepDir;
 use backtape::store::layout::RUN_RECORD;
+use backtape::store::{AttemptDir, StepDir};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -137,6 +137,15 @@ impl StepDump {
 /// `selection.step` is not looked at.
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     locate::steps(path, selection)
+}
+
+/// The run that `path` and `selection` mean, and its attempts; `selection.step` is not
+/// looked at.
+pub fn attempts(
+    path: &Path,
+    selection: &Selection,
+) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
+    locate::attempts(path, selection)
 }
 
 /// Opens the step that `path` and `selection` mean.

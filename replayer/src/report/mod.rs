@@ -12,5 +12,6 @@ pub mod number;
 pub mod precision;
 pub mod schema;
 pub mod text;
+pub mod trajectory;
 
 pub use schema::Report;

@@ -1,0 +1,309 @@
+//! Scalars on their way to the store: a bounded buffer that the training thread never
+//! waits for, and the part of the recorder's thread that empties it.
+
+use std::collections::VecDeque;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use backtape::identity::{Attempt, Rank};
+use backtape::scalars::files::LIMIT_BYTES;
+use backtape::scalars::{CLIPPED_BEYOND, Header, MAX_NAME_BYTES, Row, ScalarFiles, line};
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use crate::client::{CallError, Client, Entered};
+use crate::recorder::Shared;
+use crate::session::streams;
+
+/// Most values that wait: some 30 MB with their names.
+const MAX_WAITING_VALUES: usize = 1 << 18;
+
+/// How long rows are gathered before the next write, and before the next call where they
+/// are sent: a kill loses at most these seconds.
+const WRITE_INTERVAL: Duration = Duration::from_millis(200);
+const SEND_INTERVAL: Duration = Duration::from_secs(5);
+
+/// How long one sending may take while the job runs; at the end there is more patience.
+const SEND_DEADLINE: Duration = Duration::from_secs(10);
+
+/// Bytes of rows in one call, far below the coordinator's limit for a message.
+const SEND_BYTES: usize = 1 << 20;
+
+/// Rows between the training thread and the recorder's own.
+#[derive(Default)]
+pub(crate) struct Buffer {
+    state: Mutex<State>,
+    ready: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    rows: VecDeque<Row>,
+    values: usize,
+    dropped: u64,
+    /// Steps with a norm before and after clipping, and those of them that were clipped.
+    norms: u64,
+    clipped: u64,
+    closed: bool,
+}
+
+impl Buffer {
+    /// A panic while the lock was held left plain data behind: go on with it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a row, or drops it where too much waits already.
+    pub(crate) fn push(&self, mut row: Row) {
+        let mut state = self.lock();
+        if state.closed || state.values + row.values.len() > MAX_WAITING_VALUES {
+            state.dropped += 1;
+            return;
+        }
+        state.count_clipping(&mut row);
+        state.values += row.values.len();
+        state.rows.push_back(row);
+        drop(state);
+        self.ready.notify_one();
+    }
+
+    /// No more rows come.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        self.ready.notify_one();
+    }
+
+    /// Waits until rows wait or none will come.
+    async fn wait_for(&self, enough: impl Fn(&State) -> bool) {
+        while !enough(&self.lock()) {
+            self.ready.notified().await;
+        }
+    }
+
+    /// What waits, and whether that was all.
+    fn take(&self) -> (VecDeque<Row>, bool) {
+        let mut state = self.lock();
+        state.values = 0;
+        (std::mem::take(&mut state.rows), state.closed)
+    }
+}
+
+impl State {
+    /// Adds the share of clipped steps so far to a row that has both norms.
+    fn count_clipping(&mut self, row: &mut Row) {
+        let of = |name: &str| row.values.iter().find(|(n, _)| n == name).map(|(_, value)| *value);
+        let norms = of("grad_norm").zip(of("grad_norm_clipped"));
+        let Some((before, after)) = norms.filter(|(b, a)| b.is_finite() && a.is_finite()) else {
+            return;
+        };
+        self.norms += 1;
+        self.clipped += u64::from(before > after * CLIPPED_BEYOND);
+        if of("clip_rate").is_none() {
+            let rate = self.clipped as f64 / self.norms as f64;
+            row.values.push(("clip_rate".into(), rate));
+        }
+    }
+}
+
+/// What is said of scalars that have no name to be stored by.
+pub(crate) fn nameless(rank: u32) -> String {
+    format!(
+        "some scalars of rank {rank} are left out: a name has 1 to {MAX_NAME_BYTES} bytes, and a \
+         step at most {} scalars",
+        backtape::scalars::MAX_VALUES
+    )
+}
+
+/// Where rows go.
+enum Destination {
+    Files(Box<ScalarFiles>),
+    Coordinator { client: Client, host: String, sent: u64 },
+}
+
+/// Empties the buffer until it is closed. What cannot be written stays and is tried again;
+/// at the end it is kept in a file of its own, and the summary says where.
+pub(crate) async fn work(shared: &Shared, client: Client, entered: &Entered) {
+    let mut to = destination(shared, client, entered);
+    let interval = match to {
+        Destination::Files(_) => WRITE_INTERVAL,
+        Destination::Coordinator { .. } => SEND_INTERVAL,
+    };
+    let mut pending = VecDeque::new();
+    loop {
+        shared.scalars.wait_for(|state| !state.rows.is_empty() || state.closed).await;
+        // While the last rows could not be written, the buffer's own bound is enough.
+        let mut closed = shared.scalars.lock().closed;
+        if pending.is_empty() || closed {
+            let (rows, all) = shared.scalars.take();
+            pending.extend(rows);
+            closed = all;
+        }
+        let patience = if closed { shared.plan.settings.join_deadline } else { SEND_DEADLINE };
+        if let Err(why) = to.write(shared, &mut pending, Instant::now() + patience).await {
+            shared.fault(format!("scalars of rank {} are not written: {why}", shared.rank()));
+        }
+        if closed {
+            break;
+        }
+        let closing = shared.scalars.wait_for(|state| state.closed);
+        let _ = tokio::time::timeout(interval, closing).await;
+    }
+    keep(shared, pending);
+}
+
+/// Recording is given up: rows that come from now on are dropped, those that wait are kept.
+pub(crate) fn abandon(shared: &Shared) {
+    shared.scalars.close();
+    let (rows, _) = shared.scalars.take();
+    keep(shared, rows);
+}
+
+fn destination(shared: &Shared, client: Client, entered: &Entered) -> Destination {
+    let plan = &shared.plan;
+    if streams(shared, entered) {
+        return Destination::Coordinator { client, host: plan.host.to_string(), sent: 0 };
+    }
+    let header = Header {
+        schema: line::SCHEMA.into(),
+        run: plan.run.clone(),
+        attempt: Attempt(entered.attempt),
+        rank: Rank(plan.settings.rank),
+        world_size: plan.settings.world_size,
+        host: plan.host.clone(),
+        incarnation: client.incarnation(),
+    };
+    // Nothing is created before there is a row: most recorders have none.
+    Destination::Files(Box::new(ScalarFiles::of(&entered.directory, header, LIMIT_BYTES)))
+}
+
+impl Destination {
+    /// Writes rows from the front; those that are written are taken out.
+    async fn write(
+        &mut self,
+        shared: &Shared,
+        rows: &mut VecDeque<Row>,
+        deadline: Instant,
+    ) -> Result<(), String> {
+        while !rows.is_empty() {
+            let written = match self {
+                Destination::Files(files) => {
+                    let path = files.path().display().to_string();
+                    let batch = rows.make_contiguous();
+                    let appended = files.append(batch);
+                    let copies = appended.map_err(|error| format!("{path}: {error}"))?;
+                    if let Some(error) = copies {
+                        let rank = shared.rank();
+                        shared.fault(format!(
+                            "the CSV or TensorBoard copy of the scalars of rank {rank} is not \
+                             whole ({path} is): {error}"
+                        ));
+                    }
+                    batch.len()
+                }
+                Destination::Coordinator { client, host, sent } => {
+                    send(client, host, sent, rows, deadline).await.map_err(|e| e.to_string())?
+                }
+            };
+            rows.drain(..written);
+            shared.summary().scalar_rows += written as u64;
+        }
+        Ok(())
+    }
+}
+
+/// Sends some rows from the front; how many of them are written.
+async fn send(
+    client: &Client,
+    host: &str,
+    sent: &mut u64,
+    rows: &VecDeque<Row>,
+    deadline: Instant,
+) -> Result<usize, CallError> {
+    let mut lines = Vec::new();
+    for row in rows {
+        line::write_row(row, &mut lines);
+        if lines.len() >= SEND_BYTES {
+            break;
+        }
+    }
+    let known = client.record_scalars(host, *sent, lines, deadline).await?;
+    let new = known.checked_sub(*sent).and_then(|n| usize::try_from(n).ok());
+    match new.filter(|n| (1..=rows.len()).contains(n)) {
+        Some(new) => {
+            *sent = known;
+            Ok(new)
+        }
+        None => Err(CallError::Refused(format!(
+            "the coordinator has {known} rows of this process, {sent} were sent: were its files \
+             of scalars moved?"
+        ))),
+    }
+}
+
+/// Rows that do not reach the store: in a file of this machine, which is named.
+fn keep(shared: &Shared, rows: VecDeque<Row>) {
+    let rank = shared.rank();
+    let dropped = shared.scalars.lock().dropped;
+    if dropped > 0 {
+        shared.fault(format!(
+            "{dropped} rows of scalars of rank {rank} were dropped: more than \
+             {MAX_WAITING_VALUES} values waited to be written"
+        ));
+    }
+    if rows.is_empty() {
+        return;
+    }
+    let count = rows.len();
+    match keep_file(rank, &rows) {
+        Ok(path) => shared.fault(format!(
+            "{count} rows of scalars of rank {rank} did not reach the store: they lie in {} on {}",
+            path.display(),
+            shared.plan.host
+        )),
+        Err(error) => shared
+            .fault(format!("{count} rows of scalars of rank {rank} are lost: no place: {error}")),
+    }
+}
+
+fn keep_file(rank: u32, rows: &VecDeque<Row>) -> std::io::Result<PathBuf> {
+    let mut lines = Vec::new();
+    rows.iter().for_each(|row| line::write_row(row, &mut lines));
+    let prefix = format!("backtape-scalars-rank-{rank:05}-");
+    let mut file = tempfile::Builder::new().prefix(&prefix).suffix(".jsonl").tempfile()?;
+    file.write_all(&lines)?;
+    Ok(file.keep().map_err(|kept| kept.error)?.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(before: f64, after: f64) -> Row {
+        let values = vec![("grad_norm".into(), before), ("grad_norm_clipped".into(), after)];
+        Row { step: 0, time: 0.0, values }
+    }
+
+    #[test]
+    fn the_share_of_clipped_steps_is_added_and_rounding_is_no_clipping() {
+        let buffer = Buffer::default();
+        for (before, after) in [(2.0, 1.0), (0.5, 0.5), (1.001, 1.0), (f64::NAN, 1.0)] {
+            buffer.push(row(before, after));
+        }
+        let rates: Vec<Option<f64>> =
+            buffer.take().0.iter().map(|row| row.values.get(2).map(|(_, rate)| *rate)).collect();
+        assert_eq!(rates, [Some(1.0), Some(0.5), Some(1.0 / 3.0), None]);
+    }
+
+    #[test]
+    fn a_buffer_that_nobody_empties_stops_growing_and_counts_what_it_drops() {
+        let buffer = Buffer::default();
+        for _ in 0..MAX_WAITING_VALUES {
+            buffer.push(row(1.0, 1.0));
+        }
+        let state = buffer.lock();
+        assert!(state.values <= MAX_WAITING_VALUES);
+        assert_eq!(state.rows.len() as u64 + state.dropped, MAX_WAITING_VALUES as u64);
+    }
+}

@@ -1,0 +1,69 @@
+//! `replay trajectory`: from parsed arguments to flags and an exit code.
+
+use std::path::Path;
+
+use backtape::head::KLayout;
+use backtape::role::Role;
+use backtape::scalars;
+use backtape::store::AttemptDir;
+
+use super::args::TrajectoryArguments;
+use super::exit;
+use super::run::{RunError, output};
+use crate::dump::{self, Selection};
+use crate::report::trajectory::{TrajectoryReport, TrajectoryVerdict, render};
+use crate::trajectory::{Declared, ReadError, judge, read};
+
+pub(super) fn run(arguments: &TrajectoryArguments) -> Result<(String, i32), RunError> {
+    let TrajectoryArguments { run, attempt, vocabulary, local, shared, .. } = arguments;
+    let selection = Selection { run: run.clone(), attempt: *attempt, step: None };
+    let declared =
+        Declared { vocabulary: *vocabulary, local: local.clone(), shared: shared.clone() };
+    let report = trajectory_report(&arguments.dump, &selection, &declared)?;
+    let code = match report.verdict {
+        TrajectoryVerdict::Clear => exit::AGREED,
+        TrajectoryVerdict::Flagged => exit::DIVERGED,
+        TrajectoryVerdict::Incomplete => exit::INCOMPLETE,
+    };
+    let json = || serde_json::to_string_pretty(&report).expect("plain data");
+    Ok((output(arguments.json.as_deref(), json, || render(&report))?, code))
+}
+
+/// What the scalars of one attempt say of its trajectory.
+pub fn trajectory_report(
+    path: &Path,
+    selection: &Selection,
+    declared: &Declared,
+) -> Result<TrajectoryReport, RunError> {
+    let (run, attempts) = dump::attempts(path, selection)?;
+    let holds = |attempt: &&AttemptDir| attempt.path.join(scalars::DIRECTORY).is_dir();
+    let held: Vec<&AttemptDir> = attempts.iter().filter(holds).collect();
+    let attempt = match held.as_slice() {
+        [one] => *one,
+        [] => return Err(ReadError::None { path: run }.into()),
+        several => {
+            let numbers: Vec<String> = several.iter().map(|a| a.attempt.to_string()).collect();
+            return Err(RunError::SeveralAttempts { path: run, attempts: numbers.join(", ") });
+        }
+    };
+    let mut trajectory = read(&attempt.path)?;
+    trajectory.vocabulary = dumped_vocabulary(&run, attempt);
+    let judged = judge(&trajectory, declared);
+    let name = run.canonicalize().unwrap_or(run.clone());
+    let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(TrajectoryReport::new(run.display().to_string(), name, attempt.attempt, &trajectory, judged))
+}
+
+/// Classes of the head, as the first dumped step that has one says.
+fn dumped_vocabulary(run: &Path, attempt: &AttemptDir) -> Option<u64> {
+    let first = attempt.steps().ok()?.into_iter().next()?;
+    let number = Some(attempt.attempt.0);
+    let selection = Selection { run: None, attempt: number, step: Some(first.step.0) };
+    let dump = dump::open(run, &selection).ok()?;
+    let head = dump.manifest.head.as_ref()?;
+    let of_k = || {
+        let k = dump.tensors().values().find(|info| info.role == Some(Role::K))?;
+        k.shape.get(usize::from(head.k_layout == KLayout::Dv)).copied()
+    };
+    head.valid_vocab.or_else(of_k)
+}

@@ -1,0 +1,57 @@
+//! How likely chance is to make what a flag sees, and what rounding may do to a norm.
+
+/// Probability that a healthy run raises one flag by chance: as every check of backtape.
+pub(crate) const FALSE_ALARM: f64 = crate::compare::bound::FALSE_ALARM;
+
+/// Relative error of a norm in f32, whatever the order of its sum: pairwise sums of 2³²
+/// elements have 32 roundings, the square root and the reduction over ranks a few more;
+/// twice that many units of 2⁻²⁴ is past them.
+pub(crate) const NORM_ROUNDING: f64 = 64.0 / (1u64 << 24) as f64;
+
+/// P(X ≥ k) of n trials with probability p, by its terms.
+pub(crate) fn binomial_tail(n: u64, k: u64, p: f64) -> f64 {
+    let choose = |k: u64| {
+        libm::lgamma(n as f64 + 1.0)
+            - libm::lgamma(k as f64 + 1.0)
+            - libm::lgamma((n - k) as f64 + 1.0)
+    };
+    let term = |k: u64| (choose(k) + k as f64 * p.ln() + (n - k) as f64 * (1.0 - p).ln()).exp();
+    (k..=n).map(term).sum::<f64>().min(1.0)
+}
+
+/// The spacing, relative, of the coarsest format that holds all these values: one of bf16,
+/// f16, f32, f64. A norm that the job rounded to bf16 differs by that much for nothing.
+pub(crate) fn spacing(values: impl Iterator<Item = f64> + Clone) -> f64 {
+    let fits = |bits: i32| {
+        let keeps = |value: f64| {
+            let mask = !((1u64 << (52 - bits)) - 1);
+            !value.is_finite() || value.to_bits() & !mask == 0
+        };
+        values.clone().all(keeps)
+    };
+    // Powers of two fit every format and say nothing of it.
+    let told = values.clone().filter(|v| v.is_finite() && v.to_bits() << 12 != 0).count();
+    let coarse = [7, 10, 23].into_iter().find(|&bits| told > 0 && fits(bits));
+    (-f64::from(coarse.unwrap_or(52))).exp2()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tail_of_a_binomial_is_what_the_definition_gives() {
+        assert!((binomial_tail(3, 2, 0.5) - 0.5).abs() < 1e-12);
+        assert!((binomial_tail(88, 88, 0.9) - 0.9f64.powi(88)).abs() < 1e-12);
+        assert_eq!(binomial_tail(10, 0, 0.3), 1.0);
+    }
+
+    #[test]
+    fn the_format_of_values_is_seen_in_their_bits() {
+        let of = |values: &[f64]| spacing(values.iter().copied());
+        assert_eq!(of(&[1.0078125, 3.0]), 2f64.powi(-7));
+        assert_eq!(of(&[f64::from(0.1f32)]), 2f64.powi(-23));
+        assert_eq!(of(&[0.1]), 2f64.powi(-52));
+        assert_eq!(of(&[1.0, f64::NAN]), 2f64.powi(-52));
+    }
+}

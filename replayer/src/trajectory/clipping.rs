@@ -1,0 +1,91 @@
+//! Every step clipped: then the clip threshold is the step size, and the gradient's length
+//! is thrown away.
+//!
+//! Looked at is what follows the warm-up, where learning_rate was recorded, and at most the
+//! second half: early steps are clipped in healthy jobs. The share is held against nine in
+//! ten by the binomial: fewer clipped steps than that would show so many once in 10,000.
+
+use backtape::scalars::CLIPPED_BEYOND;
+
+use super::chance::{FALSE_ALARM, binomial_tail};
+use super::finding::{Found, Place};
+use super::series::median;
+use super::{Series, View};
+use crate::report::number::short;
+
+/// Share of clipped steps that is too large.
+const SHARE: f64 = 0.9;
+
+/// Steps of which all must be clipped to show a share above nine in ten: 0.9^88 < 1e-4.
+const LEAST: usize = 88;
+
+pub(super) fn run(view: &View<'_>, found: &mut Found) {
+    let what = "whether every step is clipped";
+    let pair = view.of("grad_norm").zip(view.of("grad_norm_clipped"));
+    let Some((before, after)) = pair else {
+        return found.skip(what, "grad_norm and grad_norm_clipped were not both recorded");
+    };
+    let at = |(&step, &norm): (&u64, &f64)| after.at(step).map(|clipped| (step, norm, clipped));
+    let mut all: Vec<(u64, f64, f64)> =
+        before.steps().iter().zip(before.values()).filter_map(at).collect();
+    all.retain(|(_, norm, clipped)| norm.is_finite() && clipped.is_finite());
+    swapped(&all, found);
+    let warm = view.of("learning_rate").and_then(warm_from).unwrap_or(0);
+    let from = all.partition_point(|(step, ..)| *step < warm);
+    let settled = &all[from.max(all.len() / 2)..];
+    if settled.len() < LEAST {
+        let why = format!(
+            "{} steps with both norms after the warm-up in the second half, {LEAST} are needed",
+            settled.len()
+        );
+        return found.skip(what, why);
+    }
+    found.looked();
+    let clipped: Vec<&(u64, f64, f64)> =
+        settled.iter().filter(|(_, norm, clipped)| *norm > clipped * CLIPPED_BEYOND).collect();
+    let (n, k) = (settled.len() as u64, clipped.len() as u64);
+    let Some((first, ..)) = clipped.first() else { return };
+    if binomial_tail(n, k, SHARE) > FALSE_ALARM {
+        return;
+    }
+    let thresholds: Vec<f64> = clipped.iter().map(|(.., clipped)| *clipped).collect();
+    let ratios: Vec<f64> = clipped.iter().map(|(_, norm, clipped)| norm / clipped).collect();
+    let evidence = format!(
+        "{k} of {n} steps from step {} on were clipped, to {} from a norm that is {} times as \
+         large (medians)",
+        settled[0].0,
+        short(median(&thresholds)),
+        short(median(&ratios)),
+    );
+    let threshold = format!(
+        "nine in ten: a smaller share shows {k} of {n} with probability {:.0e} at most (binomial), \
+         and one in 10,000 is allowed",
+        binomial_tail(n, k, SHARE)
+    );
+    found.raise(Place::at("grad_norm_clipped", *first), evidence, threshold);
+}
+
+/// The step at which the learning rate is first at its largest.
+fn warm_from(rate: &Series) -> Option<u64> {
+    let finite = rate.finite();
+    let most = finite.values().iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let at = finite.values().iter().position(|&value| value >= most)?;
+    Some(finite.steps()[at])
+}
+
+/// Clipping never makes a norm larger.
+fn swapped(all: &[(u64, f64, f64)], found: &mut Found) {
+    let larger = |(_, norm, clipped): &&(u64, f64, f64)| *clipped > norm * CLIPPED_BEYOND;
+    let count = all.iter().filter(larger).count();
+    if let Some((step, norm, clipped)) = all.iter().find(larger) {
+        let evidence = format!(
+            "grad_norm_clipped is larger than grad_norm on {count} of {} steps, first at step \
+             {step}: {} after {}: were they swapped?",
+            all.len(),
+            short(*clipped),
+            short(*norm),
+        );
+        let threshold = "one spacing of bf16: clipping cannot lengthen a gradient".into();
+        found.raise(Place::at("grad_norm_clipped", *step), evidence, threshold);
+    }
+}

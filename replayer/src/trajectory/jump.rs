@@ -1,0 +1,104 @@
+//! A loss that jumps and does not come back; jumps that do are a note.
+//!
+//! The W values before a step and all values after it are compared by rank alone: if the
+//! loss did not shift, all of at least W later values lie above all of W earlier ones with
+//! probability 1 / C(2W, W) at most, whatever the noise's shape. A slow rise passes that
+//! too, so the level must rise by a tenth as well.
+
+use super::View;
+use super::chance::FALSE_ALARM;
+use super::finding::{Found, Place};
+use super::series::{median, noise};
+use crate::report::number::short;
+
+/// Values before and after: C(40, 20) is 1.4e11, and 1e7 steps are tested.
+const WINDOW: usize = 20;
+
+/// How much the level must rise, relative: a loss that wanders by less is at its plateau.
+const RISE: f64 = 0.1;
+
+/// Times the noise of the medians of windows, four deviations of a difference of two: a loss
+/// whose batches resemble their neighbours wanders by itself.
+const WANDER: f64 = 6.0;
+
+/// Times the noise that a single value must leave its neighbours by to be called a spike.
+const SPIKE: f64 = 8.0;
+
+pub(super) fn run(view: &View<'_>, found: &mut Found) {
+    let what = "whether the loss comes back from jumps";
+    let Some(loss) = view.loss.as_ref().filter(|loss| loss.len() >= 2 * WINDOW) else {
+        return found.skip(what, format!("fewer than {} losses were recorded", 2 * WINDOW));
+    };
+    let values = loss.values();
+    if values.iter().any(|&value| value < 0.0) {
+        return found.skip(what, "loss is negative at some steps: no level to rise from");
+    }
+    found.looked();
+    let n = values.len();
+    // The least of everything from a step on.
+    let mut least = vec![f64::INFINITY; n + 1];
+    for i in (0..n).rev() {
+        least[i] = least[i + 1].min(values[i]);
+    }
+    let levels: Vec<f64> = values.chunks_exact(WINDOW).map(median).collect();
+    let wander = WANDER * noise(&levels);
+    for at in WINDOW..=n - WINDOW {
+        let before = &values[at - WINDOW..at];
+        let highest = before.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if least[at] <= highest {
+            continue;
+        }
+        // As many as give a level: all of them would cost a square of the steps.
+        let after = &values[at..n.min(at + 10 * WINDOW)];
+        let (low, high) = (median(before), median(after));
+        if high > low * (1.0 + RISE) && high - low > wander {
+            let step = loss.steps()[at];
+            let evidence = format!(
+                "loss jumps from {} to {} at step {step} and does not come back: all {} values \
+                 from there on are above the {WINDOW} before",
+                short(low),
+                short(values[at]),
+                n - at
+            );
+            let threshold = format!(
+                "a rise of a tenth and of {} ({WANDER} times what the medians of {WINDOW} values \
+                 wander by), and a chance of {:.0e} for that order at a step (1 / C({}, \
+                 {WINDOW}))",
+                short(wander),
+                FALSE_ALARM.min(7.3e-12),
+                2 * WINDOW
+            );
+            return found.raise(Place::at("loss", step), evidence, threshold);
+        }
+    }
+    spikes(view, found);
+}
+
+/// Values far above both sides, which came back.
+fn spikes(view: &View<'_>, found: &mut Found) {
+    let loss = view.loss.as_ref().expect("looked at");
+    let values = loss.values();
+    let least = SPIKE * noise(values);
+    let (mut spikes, mut inside) = (Vec::new(), false);
+    for at in WINDOW..values.len() {
+        let level = median(&values[at - WINDOW..at]);
+        let above = values[at] > level + least && values[at] > level * (1.0 + RISE);
+        if above && !inside {
+            spikes.push((at, values[at], level));
+        }
+        inside = above;
+    }
+    let Some(&(at, value, level)) = spikes.first() else { return };
+    let step = loss.steps()[at];
+    let evidence = format!(
+        "{} spikes of loss that came back, the first at step {step}: {} above a level of {}",
+        spikes.len(),
+        short(value - level),
+        short(level),
+    );
+    let threshold = format!(
+        "{SPIKE} times the noise from step to step ({}) and a tenth of the level",
+        short(noise(values))
+    );
+    found.note(Place::at("loss", step), evidence, threshold);
+}

@@ -1,0 +1,190 @@
+//! What the scalars of a run say of its trajectory: flags that experience raises, each a
+//! function over what was read, with its evidence and the source of its threshold.
+//!
+//! ```text
+//! judge(&trajectory, &declared)
+//!   -> ranks: grad_norm of rank 2 leaves the other 3 ranks at step 40: 1.25 against 1.31
+//! ```
+//!
+//! It reads no tensors and needs no head. A flag that looked at nothing has cleared
+//! nothing: it is not checked, with the reason. Adding one touches its file and [`FLAGS`].
+
+mod chance;
+mod clipping;
+mod falling;
+mod finding;
+mod frozen;
+mod jump;
+mod moments;
+mod nonfinite;
+mod oscillation;
+mod ranks;
+mod read;
+mod repeated;
+mod series;
+#[cfg(test)]
+mod simulation;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
+
+use serde::Serialize;
+
+pub use finding::{Finding, Found, Severity, Skipped};
+pub use read::{RankScalars, ReadError, Trajectory, read};
+pub use series::Series;
+
+/// What the user knows of the job and its scalars do not say.
+#[derive(Clone, Debug, Default)]
+pub struct Declared {
+    /// Classes of the loss head.
+    pub vocabulary: Option<u64>,
+    /// Scalars that are each rank's own, whatever their names.
+    pub local: Vec<String>,
+    /// Scalars that every rank must agree on.
+    pub shared: Vec<String>,
+}
+
+/// Scalars that by their meaning are the whole job's.
+const SHARED: [&str; 3] = ["learning_rate", "grad_norm", "grad_norm_clipped"];
+
+/// What a flag looks at.
+pub(crate) struct View<'a> {
+    pub(crate) trajectory: &'a Trajectory,
+    /// The job's loss: the mean over ranks where they differ.
+    pub(crate) loss: Option<Series>,
+    /// Classes of the head, and who says so.
+    pub(crate) vocabulary: Option<(f64, String)>,
+    declared: &'a Declared,
+}
+
+impl View<'_> {
+    /// A scalar of the job: that of the first rank which recorded it.
+    pub(crate) fn of(&self, name: &str) -> Option<&Series> {
+        self.trajectory.ranks.iter().find_map(|rank| rank.series.get(name))
+    }
+
+    /// Every name, in order.
+    pub(crate) fn names(&self) -> BTreeSet<&str> {
+        self.trajectory
+            .ranks
+            .iter()
+            .flat_map(|rank| rank.series.keys().map(String::as_str))
+            .collect()
+    }
+
+    /// True for a scalar that all ranks must agree on by name or by declaration.
+    pub(crate) fn is_shared(&self, name: &str) -> bool {
+        let listed = |list: &[String]| list.iter().any(|one| one == name);
+        let by_name = SHARED.contains(&name) || name == "vocabulary";
+        !listed(&self.declared.local) && (by_name || listed(&self.declared.shared))
+    }
+
+    pub(crate) fn is_local(&self, name: &str) -> bool {
+        self.declared.local.iter().any(|one| one == name)
+    }
+}
+
+/// One flag.
+pub struct Flag {
+    /// As findings and reports call it.
+    pub name: &'static str,
+    /// What it looks for, in a few words.
+    pub about: &'static str,
+    run: fn(&View<'_>, &mut Found),
+}
+
+/// Every flag, in the order of a report.
+pub const FLAGS: &[Flag] = &[
+    Flag { name: "nonfinite", about: "every scalar is a number", run: nonfinite::run },
+    Flag { name: "ranks", about: "ranks agree on what is the job's", run: ranks::run },
+    Flag { name: "falling", about: "the loss falls no faster than data allow", run: falling::run },
+    Flag { name: "repeated", about: "the loss has no fixed period", run: repeated::run },
+    Flag { name: "jump", about: "the loss comes back from every jump", run: jump::run },
+    Flag { name: "oscillation", about: "the loss does not swing in place", run: oscillation::run },
+    Flag { name: "clipping", about: "not every step is clipped", run: clipping::run },
+    Flag { name: "frozen", about: "gradient norms move", run: frozen::run },
+    Flag { name: "moments", about: "Adam's second moment is its gradients'", run: moments::run },
+];
+
+/// How a flag ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// Raised.
+    Flagged,
+    /// It looked, and is not raised.
+    Clear,
+    /// There was nothing that it could look at.
+    NotChecked,
+}
+
+/// What one flag did.
+#[derive(Clone, Debug, Serialize)]
+pub struct FlagSummary {
+    /// Its name.
+    pub flag: &'static str,
+    /// What it looks for.
+    pub about: &'static str,
+    /// How it ended.
+    pub status: Status,
+    /// How many series or points it looked at.
+    pub looked_at: u64,
+}
+
+/// Everything that the flags have to say.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Judged {
+    /// By flag.
+    pub flags: Vec<FlagSummary>,
+    /// Raised ones first, then by flag.
+    pub findings: Vec<Finding>,
+    /// What was not checked, and why.
+    pub not_checked: Vec<Skipped>,
+}
+
+impl Judged {
+    /// True when a flag is raised.
+    pub fn flagged(&self) -> bool {
+        self.findings.iter().any(|finding| finding.severity == Severity::Flag)
+    }
+}
+
+/// Runs every flag over what was read.
+pub fn judge(trajectory: &Trajectory, declared: &Declared) -> Judged {
+    let mut view = View { trajectory, loss: None, vocabulary: None, declared };
+    view.loss = series::mean_over_ranks(trajectory, "loss");
+    view.vocabulary = vocabulary(&view);
+    let mut judged = Judged::default();
+    for flag in FLAGS {
+        let mut found = Found::new(flag.name);
+        (flag.run)(&view, &mut found);
+        let raised = found.findings.iter().any(|one| one.severity == Severity::Flag);
+        let status = match (raised, found.looked_at) {
+            (true, _) => Status::Flagged,
+            (false, 0) => Status::NotChecked,
+            (false, _) => Status::Clear,
+        };
+        let Flag { name, about, .. } = *flag;
+        judged.flags.push(FlagSummary { flag: name, about, status, looked_at: found.looked_at });
+        judged.findings.extend(found.findings);
+        judged.not_checked.extend(found.not_checked);
+    }
+    // Stable: a flag's own order is kept.
+    judged.findings.sort_by_key(|finding| finding.severity);
+    judged
+}
+
+/// Classes of the head: as declared, as recorded, as dumped.
+fn vocabulary(view: &View<'_>) -> Option<(f64, String)> {
+    if let Some(classes) = view.declared.vocabulary {
+        return Some((classes as f64, "declared".into()));
+    }
+    let recorded = view.of("vocabulary").and_then(|series| series.values().last().copied());
+    match recorded.filter(|classes| classes.is_finite()) {
+        Some(classes) => Some((classes, "recorded as a scalar".into())),
+        None => view.trajectory.vocabulary.map(|v| (v as f64, "of k in the dump".into())),
+    }
+    .filter(|(classes, _)| *classes >= 2.0)
+}

@@ -1,0 +1,110 @@
+//! Adam's second moment: what it can be, and whether it explodes.
+//!
+//! v is a mean of past squares of the very gradients that the optimizer got, so none of its
+//! elements is above the largest squared norm of them, or above what v was when the record
+//! began. A v beyond that is of other gradients: not unscaled, not clipped, not reduced, or
+//! restored from elsewhere. A v that the gradients explain and that is a thousand times what
+//! it was in the middle of the run is exploding with them.
+
+use super::View;
+use super::chance::NORM_ROUNDING;
+use super::finding::{Found, Place};
+use super::series::{Series, median};
+use crate::report::number::short;
+
+/// Values of which the median is taken at the end, and that a run must have for it.
+const END: usize = 5;
+const LEAST: usize = 40;
+
+/// Growth over the median of the second quarter: gradients that are thirty times larger.
+/// The bias of a young v (it starts at zero) is at most a factor of four from there on.
+const GROWTH: f64 = 1000.0;
+
+pub(super) fn run(view: &View<'_>, found: &mut Found) {
+    let what = "Adam's second moment";
+    let is_square = |name: &&str| name.starts_with("exp_avg_sq_");
+    let names: Vec<&str> = view.names().into_iter().filter(is_square).collect();
+    if names.is_empty() {
+        let why = "no exp_avg_sq_* was recorded: pass on backtape.scalars.of_torch or of_jax";
+        return found.skip(what, why);
+    }
+    let norms = view.of("grad_norm_clipped").or_else(|| view.of("grad_norm"));
+    if norms.is_none() {
+        found.skip("whether the second moment is of these gradients", "no grad_norm was recorded");
+    }
+    for name in names {
+        for rank in &view.trajectory.ranks {
+            let Some(series) = rank.series.get(name) else { continue };
+            found.looked();
+            let series = series.finite();
+            let beyond = norms.filter(|_| is_bounded(name)).and_then(|n| beyond(&series, n));
+            let (step, evidence, threshold) = match (beyond, exploding(&series)) {
+                (Some((step, value, most)), _) => (
+                    step,
+                    format!(
+                        "{name} is {} on rank {} at step {step}, above {}, the largest squared \
+                         norm of any gradient so far: the moment is of other gradients",
+                        short(value),
+                        rank.rank,
+                        short(most),
+                    ),
+                    "no mean of squares is above the largest sum of them".to_string(),
+                ),
+                (None, Some((step, value, middle))) => (
+                    step,
+                    format!(
+                        "{name} on rank {} explodes: {} at the end, {} in the second quarter",
+                        rank.rank,
+                        short(value),
+                        short(middle),
+                    ),
+                    format!("{GROWTH} times: gradients thirty times larger than then"),
+                ),
+                (None, None) => continue,
+            };
+            let place = Place { step: Some(step), ranks: vec![rank.rank], scalar: name };
+            found.raise(place, evidence, threshold);
+            // One rank and one statistic are evidence enough: the others are in the files.
+            return;
+        }
+    }
+}
+
+/// Largest element, mean and root of the mean square are all below the largest element; a
+/// sum over elements may be anything, and of f16 with a loss scale nothing is known.
+fn is_bounded(name: &str) -> bool {
+    let kind = name.trim_start_matches("exp_avg_sq_").split('/').next();
+    matches!(kind, Some("max" | "mean" | "rms"))
+}
+
+/// The first step at which v is above the largest squared norm and its own start.
+fn beyond(series: &Series, norms: &Series) -> Option<(u64, f64, f64)> {
+    let (mut most, mut next) = (*series.values().first()?, 0);
+    for (&step, &value) in series.steps().iter().zip(series.values()) {
+        // Norms of steps before the record's own are unknown: not held against v.
+        while next < norms.len() && norms.steps()[next] <= step {
+            let square = norms.values()[next].powi(2);
+            // A gradient that is no number makes any v possible.
+            most = if square.is_nan() { f64::INFINITY } else { most.max(square) };
+            next += 1;
+        }
+        // v may be kept in bf16, its norm too: one spacing each, squared.
+        let slack = (1.0 + 1.0 / 128.0f64).powi(3) + NORM_ROUNDING;
+        if value > most * slack {
+            // Steps between two recorded ones had gradients that nobody saw.
+            let gap = series.steps().windows(2).chain(norms.steps().windows(2));
+            let whole = gap.clone().all(|pair| pair[1] - pair[0] == 1);
+            return whole.then_some((step, value, most));
+        }
+    }
+    None
+}
+
+fn exploding(series: &Series) -> Option<(u64, f64, f64)> {
+    let (n, values) = (series.len(), series.values());
+    if n < LEAST {
+        return None;
+    }
+    let (middle, end) = (median(&values[n / 4..n / 2]), median(&values[n - END..]));
+    (middle > 0.0 && end > GROWTH * middle).then(|| (series.steps()[n - END], end, middle))
+}

@@ -1,0 +1,114 @@
+//! NaN and infinities: which scalar, on which rank, from which step.
+//!
+//! One kind is healthy: a loss scaler of f16 makes gradients overflow, skips the step and
+//! halves its scale. So a gradient norm that is finite again after at most
+//! [`MOST_SKIPS`] steps, with a loss that stays a number, is a note.
+
+use super::finding::{Found, Place};
+use super::read::RankScalars;
+use super::{Series, View};
+
+/// Steps that a loss scaler may skip in a row: from the largest start in use, 2³², it is
+/// at 1 after 32 halvings; twice that is no scaler.
+const MOST_SKIPS: usize = 64;
+
+/// Scalars that are named; the others are counted.
+const NAMED: usize = 3;
+
+/// One scalar of one rank that is not a number somewhere.
+struct Hit<'a> {
+    step: u64,
+    rank: u32,
+    name: &'a str,
+    value: f64,
+    count: usize,
+    of: usize,
+}
+
+pub(super) fn run(view: &View<'_>, found: &mut Found) {
+    let (mut hits, mut skipped) = (Vec::new(), Vec::new());
+    for rank in &view.trajectory.ranks {
+        for (name, series) in &rank.series {
+            found.looked();
+            let Some(hit) = first(rank, name, series) else { continue };
+            match name.starts_with("grad_norm") && recovers(rank, series) {
+                true => skipped.push(hit),
+                false => hits.push(hit),
+            }
+        }
+    }
+    let order = |hit: &Hit<'_>| (hit.step, hit.name != "loss", hit.name.to_string(), hit.rank);
+    hits.sort_by_key(order);
+    skipped.sort_by_key(order);
+    if let Some(hit) = hits.first() {
+        let named: Vec<String> = names(&hits);
+        let threshold = "none: a number is what the scalar has to be".into();
+        found.raise(place(hit, &hits), named.join("; then "), threshold);
+    }
+    if let Some(hit) = skipped.first() {
+        let evidence = format!(
+            "{}; it came back each time and the loss stayed a number, as where a loss scaler \
+             skips a step",
+            names(&skipped).join("; then ")
+        );
+        let threshold =
+            format!("at most {MOST_SKIPS} steps in a row: twice what a scaler halves from 2^32");
+        found.note(place(hit, &skipped), evidence, threshold);
+    }
+}
+
+fn first<'a>(rank: &RankScalars, name: &'a str, series: &Series) -> Option<Hit<'a>> {
+    let at = series.values().iter().position(|value| !value.is_finite())?;
+    let count = series.values().iter().filter(|value| !value.is_finite()).count();
+    let (step, value) = (series.steps()[at], series.values()[at]);
+    Some(Hit { step, rank: rank.rank, name, value, count, of: series.len() })
+}
+
+/// Whether every stretch without a number is short, ends, and leaves the loss a number. One
+/// step at the very end may be a skipped one.
+fn recovers(rank: &RankScalars, series: &Series) -> bool {
+    let loss = rank.series.get("loss");
+    if loss.is_some_and(|loss| loss.values().iter().any(|value| !value.is_finite())) {
+        return false;
+    }
+    let (mut run, mut longest) = (0, 0);
+    for value in series.values() {
+        run = if value.is_finite() { 0 } else { run + 1 };
+        longest = longest.max(run);
+    }
+    longest <= MOST_SKIPS && (run == 0 || (run == 1 && series.len() > 1))
+}
+
+/// The first of each scalar, with the ranks that have it at the same step.
+fn names(hits: &[Hit<'_>]) -> Vec<String> {
+    let mut named: Vec<&str> = Vec::new();
+    let mut sentences = Vec::new();
+    for hit in hits {
+        if named.contains(&hit.name) {
+            continue;
+        }
+        named.push(hit.name);
+        if sentences.len() < NAMED {
+            let same = |other: &&Hit<'_>| other.name == hit.name && other.step == hit.step;
+            let ranks: Vec<u32> = hits.iter().filter(same).map(|other| other.rank).collect();
+            sentences.push(format!(
+                "{} is {} on {} from step {} on ({} of {} steps)",
+                hit.name,
+                hit.value,
+                super::ranks::name_ranks(&ranks),
+                hit.step,
+                hit.count,
+                hit.of
+            ));
+        }
+    }
+    if named.len() > NAMED {
+        sentences.push(format!("{} more scalars", named.len() - NAMED));
+    }
+    sentences
+}
+
+fn place<'a>(hit: &Hit<'a>, hits: &[Hit<'_>]) -> Place<'a> {
+    let same = hits.iter().filter(|other| other.name == hit.name && other.step == hit.step);
+    Place { step: Some(hit.step), ranks: same.map(|hit| hit.rank).collect(), scalar: hit.name }
+}

@@ -1,0 +1,80 @@
+//! A loss that swings in place: it comes down as often as it goes up, with a period.
+//!
+//! Looked at is the second half. There the loss makes no progress (the medians of its first
+//! and last third differ by less than its swing), swings by more than a fiftieth of its
+//! level, and swings regularly: half a period apart the values are opposite, a period apart
+//! they are alike. Independent noise around a level, and noise that wanders, do neither.
+
+use super::View;
+use super::finding::{Found, Place};
+use super::series::{Series, median};
+use crate::report::number::short;
+
+/// Values that the second half must have.
+const LEAST: usize = 48;
+
+/// Periods that it must hold.
+const PERIODS: usize = 6;
+
+/// Correlation half a period apart, at most, and a period apart, at least.
+const OPPOSITE: f64 = -0.5;
+const ALIKE: f64 = 0.4;
+
+/// Swing over level, at least: less is of no consequence.
+const SWING: f64 = 0.02;
+
+pub(super) fn run(view: &View<'_>, found: &mut Found) {
+    let what = "whether the loss swings in place";
+    let Some(loss) = view.loss.as_ref().map(Series::regular) else {
+        return found.skip(what, "no loss was recorded");
+    };
+    let half = loss.len() / 2;
+    let values = &loss.values()[half..];
+    if values.len() < LEAST {
+        let why = format!("fewer than {} losses at even distances", 2 * LEAST);
+        return found.skip(what, why);
+    }
+    found.looked();
+    let n = values.len();
+    let (first, last) = (median(&values[..n / 3]), median(&values[n - n / 3..]));
+    let level = values.iter().sum::<f64>() / n as f64;
+    let apart: Vec<f64> = values.iter().map(|value| value - level).collect();
+    let variance = apart.iter().map(|x| x * x).sum::<f64>() / n as f64;
+    let swing = variance.sqrt();
+    // Not: swing < SWING * level, which a NaN would pass.
+    if !(swing > SWING * level.abs()) || first - last > swing {
+        return;
+    }
+    let at = |lag: usize| {
+        let pairs = apart.iter().zip(&apart[lag..]);
+        pairs.map(|(a, b)| a * b).sum::<f64>() / (n - lag) as f64 / variance
+    };
+    let opposite = (1..=n / (2 * PERIODS)).find(|&lag| at(lag) <= OPPOSITE);
+    let Some(lag) = opposite else { return };
+    // The deepest point of the first trough is half a period.
+    let trough = (lag..=n / (2 * PERIODS)).take_while(|&l| l == lag || at(l) <= at(l - 1)).last();
+    let period = 2 * trough.unwrap_or(lag);
+    if at(period) < ALIKE {
+        return;
+    }
+    let (steps, stride) = (loss.steps(), loss.steps()[1] - loss.steps()[0]);
+    let evidence = format!(
+        "loss swings by {} around {} with a period of {} steps from step {} to {} and does not \
+         fall (median {} in the first third, {} in the last)",
+        short(swing),
+        short(level),
+        period as u64 * stride,
+        steps[half],
+        steps[steps.len() - 1],
+        short(first),
+        short(last),
+    );
+    let threshold = format!(
+        "a swing of {SWING} of the level; correlations of {OPPOSITE} half a period and {ALIKE} a \
+         period apart ({:.2} and {:.2} here), which independent noise has at about {:.2}",
+        at(period / 2),
+        at(period),
+        1.0 / (n as f64).sqrt(),
+    );
+    found.raise(Place::at("loss", steps[half]), evidence, threshold);
+}

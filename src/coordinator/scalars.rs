@@ -1,0 +1,140 @@
+//! Rows of scalars from ranks that do not share the store: appended to the files that a
+//! rank beside the store writes itself.
+//!
+//! Rows are counted per process, so a batch that is sent again changes nothing. The count
+//! is read back from the file after a restart of the coordinator.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::refusal::Refusal;
+use super::request::Member;
+use crate::identity::{Attempt, Name, Rank};
+use crate::scalars::files::LIMIT_BYTES;
+use crate::scalars::{Header, Row, ScalarFiles, line};
+use crate::store::AttemptDir;
+
+/// Rows that a rank sent.
+#[derive(Clone, Debug)]
+pub(crate) struct SentRows {
+    pub(crate) member: Member,
+    pub(crate) host: Name,
+    /// Rows that this process sent before.
+    pub(crate) first: u64,
+    pub(crate) rows: Vec<Row>,
+}
+
+/// The files of every rank that sends.
+#[derive(Default)]
+pub(crate) struct Scalars {
+    open: Mutex<HashMap<(Name, Attempt, Rank), Arc<Mutex<Files>>>>,
+}
+
+/// The files of one rank, and which of its processes they were opened for.
+#[derive(Default)]
+struct Files(Option<(u64, ScalarFiles)>);
+
+impl Scalars {
+    /// Appends what is new of the rows; the number of rows of this process in the files.
+    pub(crate) fn append(
+        &self,
+        sent: SentRows,
+        attempt: &AttemptDir,
+        world_size: u32,
+    ) -> Result<u64, Refusal> {
+        let key = (sent.member.run.clone(), sent.member.attempt, sent.member.rank);
+        let files = {
+            let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+            match open.entry(key) {
+                Entry::Occupied(slot) => slot.get().clone(),
+                Entry::Vacant(slot) => slot.insert(Arc::default()).clone(),
+            }
+        };
+        // One rank at a time here; other ranks do not wait for its disk.
+        let mut files = files.lock().unwrap_or_else(PoisonError::into_inner);
+        let files = files.of(&sent, attempt, world_size)?;
+        let known = files.rows();
+        let Some(skip) = known.checked_sub(sent.first) else {
+            // Rows before these are missing: the rank sends from here on again.
+            return Ok(known);
+        };
+        let new = sent.rows.get(usize::try_from(skip).unwrap_or(usize::MAX)..).unwrap_or_default();
+        if !new.is_empty() {
+            let written = files.append(new);
+            written.map_err(|error| refused(files, &error))?;
+        }
+        Ok(files.rows())
+    }
+}
+
+impl Files {
+    fn of(
+        &mut self,
+        sent: &SentRows,
+        attempt: &AttemptDir,
+        world_size: u32,
+    ) -> Result<&mut ScalarFiles, Refusal> {
+        let member = &sent.member;
+        if self.0.as_ref().is_none_or(|(incarnation, _)| *incarnation != member.incarnation) {
+            let header = Header {
+                schema: line::SCHEMA.into(),
+                run: member.run.clone(),
+                attempt: member.attempt,
+                rank: member.rank,
+                world_size,
+                host: sent.host.clone(),
+                incarnation: member.incarnation,
+            };
+            let opened = ScalarFiles::open(&attempt.path, header, LIMIT_BYTES);
+            let opened = opened.map_err(|error| {
+                let (rank, path) = (member.rank, attempt.path.display());
+                Refusal::Storage(format!("the scalars of rank {rank} below {path}: {error}"))
+            })?;
+            self.0 = Some((member.incarnation, opened));
+        }
+        Ok(&mut self.0.as_mut().expect("just opened").1)
+    }
+}
+
+fn refused(files: &ScalarFiles, error: &std::io::Error) -> Refusal {
+    Refusal::Storage(format!("{}: {error}", files.path().display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sent(first: u64, steps: std::ops::Range<u64>) -> SentRows {
+        let values = || vec![("loss".into(), 1.0)];
+        SentRows {
+            member: Member {
+                run: Name::new("run-a").unwrap(),
+                attempt: Attempt(0),
+                rank: Rank(1),
+                incarnation: 7,
+            },
+            host: Name::new("host-a").unwrap(),
+            first,
+            rows: steps.map(|step| Row { step, time: 1.0, values: values() }).collect(),
+        }
+    }
+
+    /// Goal: sending is idempotent, also over a restart. Method: overlapping, repeated and
+    /// premature batches, and a second service over the same directory.
+    #[test]
+    fn rows_that_are_sent_again_are_written_once_and_a_gap_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let attempt = AttemptDir::of(dir.path(), Attempt(0));
+        let first = Scalars::default();
+        assert_eq!(first.append(sent(0, 0..3), &attempt, 2).unwrap(), 3);
+        assert_eq!(first.append(sent(0, 0..3), &attempt, 2).unwrap(), 3);
+        assert_eq!(first.append(sent(2, 2..5), &attempt, 2).unwrap(), 5);
+        assert_eq!(first.append(sent(9, 9..10), &attempt, 2).unwrap(), 5, "4 are missing");
+        let second = Scalars::default();
+        assert_eq!(second.append(sent(4, 4..6), &attempt, 2).unwrap(), 6);
+        let path = crate::scalars::json_lines(dir.path(), Rank(1));
+        let text = std::fs::read_to_string(path).unwrap();
+        assert_eq!(text.lines().count(), 7, "a header and six rows: {text}");
+    }
+}
