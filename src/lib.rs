@@ -17,6 +17,7 @@ pub mod index_box;
 pub mod manifest;
 pub mod placement;
 pub mod role;
+pub mod selection;
 pub mod shard;
 pub mod store;
 

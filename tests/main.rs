@@ -19,4 +19,5 @@ mod recorder;
 mod replay;
 mod support;
 mod tidy;
+mod triggers;
 mod verdict;

@@ -25,21 +25,30 @@ mod client;
 mod embedded;
 mod error;
 mod files;
+mod heartbeat;
 mod omissions;
 mod queue;
 mod recorder;
 mod rendezvous;
-mod selection;
+mod ring;
+mod schedule;
 mod session;
 mod settings;
 mod summary;
+mod tape;
+mod watch;
 mod worker;
 
 use backtape::identity::Rank;
 
+pub use backtape::coordinator::Rules;
+pub use backtape::selection::{
+    ByteLimit, IndexSelection, Selection, SelectionError, StepSelection, TensorSelection,
+};
 pub use capture::{Capture, Payload};
 pub use error::RecorderError;
-pub use recorder::{Recorder, Tape};
-pub use selection::{SelectionError, StepSelection};
+pub use recorder::Recorder;
 pub use settings::{Settings, TransportChoice};
 pub use summary::Summary;
+pub use tape::Tape;
+pub use watch::Conditions;
