@@ -17,12 +17,16 @@ use crate::client::{CallError, Client, jittered};
 use crate::omissions::Omissions;
 use crate::queue::{Command, Ending};
 use crate::recorder::Shared;
+use crate::rendezvous::Rendezvous;
 use crate::ring::Holds;
 use crate::schedule::Asked;
 
 /// Longest pause while a trigger is open, and while the recorder is being closed.
 const OPEN_PAUSE: Duration = Duration::from_millis(100);
 const LEAVING_PAUSE: Duration = Duration::from_millis(50);
+
+/// More heartbeats than these bring the coordinator refuses.
+const SHORTEST_PERIOD: Duration = Duration::from_millis(30);
 
 /// [`jittered`] gives half to the whole of what it is given: this makes a
 /// period's pauses lie around it, and never beyond what the coordinator reckons with.
@@ -33,8 +37,9 @@ const STRETCH: f64 = 1.25;
 const FREEZE_PATIENCE: Duration = Duration::from_secs(120);
 
 /// How long a rank that is being closed waits for what others may still have
-/// seen in their last steps, and for open triggers.
-const LEAVING_PATIENCE: Duration = Duration::from_secs(10);
+/// seen in their last steps, and for open triggers: longer than the coordinator
+/// waits for a rank that fell silent.
+const LEAVING_PATIENCE: Duration = Duration::from_secs(15);
 
 /// Different reasons why reports triggered nothing that are named.
 const MAX_REFUSALS: usize = 16;
@@ -105,7 +110,9 @@ async fn beat_on(shared: &Arc<Shared>, client: &Client) {
         let answered = client.heartbeat(mind.beat(report.clone())).await;
         match answered {
             Ok(orders) => mind.hear(report, orders),
-            Err(CallError::Unreachable(_)) => mind.all_leaving = false,
+            // Rank 0 ended its coordinator: it had heard that everyone leaves.
+            Err(CallError::Unreachable(_)) if mind.orphaned() => return,
+            Err(CallError::Unreachable(_)) => {}
             Err(error) => return shared.fault(format!("heartbeats ended: {error}")),
         }
         if mind.is_done() {
@@ -121,7 +128,7 @@ async fn beat_on(shared: &Arc<Shared>, client: &Client) {
 impl Mind {
     fn beat(&self, report: Option<(u64, String)>) -> Beat {
         let (step, steps_per_second) = self.shared.schedule.progress();
-        let period = self.shared.plan.settings.heartbeat.as_millis();
+        let period = self.period().as_millis();
         Beat {
             step,
             steps_per_second,
@@ -132,6 +139,13 @@ impl Mind {
             ring: self.held(),
             leaving: self.closed_at().is_some(),
         }
+    }
+
+    /// True when rank 0 carried the coordinator and has taken it away.
+    fn orphaned(&self) -> bool {
+        let plan = &self.shared.plan;
+        let embedded = plan.settings.coordinator.is_none() && self.closed_at().is_some();
+        embedded && Rendezvous::read(&plan.run_directory()).is_none()
     }
 
     fn closed_at(&self) -> Option<Instant> {
@@ -252,8 +266,12 @@ impl Mind {
         }
     }
 
+    fn period(&self) -> Duration {
+        self.shared.plan.settings.heartbeat.max(SHORTEST_PERIOD)
+    }
+
     fn pause(&self) -> Duration {
-        let period = self.shared.plan.settings.heartbeat;
+        let period = self.period();
         match (self.closed_at(), self.open.is_empty()) {
             (Some(_), _) => LEAVING_PAUSE.min(period),
             (None, false) => OPEN_PAUSE.min(period),
@@ -264,7 +282,7 @@ impl Mind {
     /// True when nothing more is to be told or heard.
     fn is_done(&self) -> bool {
         let Some(closed_at) = self.closed_at() else { return false };
-        if closed_at.elapsed() >= LEAVING_PATIENCE.max(self.shared.plan.settings.heartbeat * 5) {
+        if closed_at.elapsed() >= LEAVING_PATIENCE {
             for open in &self.open {
                 let number = open.number;
                 self.shared

@@ -1,4 +1,5 @@
-//! The recorder: what the training thread touches. Nothing here does I/O; everything slow happens on the recorder's own thread.
+//! The recorder: what the training thread touches. Nothing here does I/O;
+//! everything slow happens on the recorder's own thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

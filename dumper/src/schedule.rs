@@ -15,7 +15,7 @@ use backtape::selection::{Planned, Selection};
 const PACE_STEPS: usize = 16;
 
 /// Late steps that are named one by one.
-const MAX_LATE: usize = 64;
+const MAX_LATE: usize = 1024;
 
 /// What becomes of a step on this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -111,6 +111,8 @@ class Tape:
         partial: `array` is one addend of the tensor, over ranks.
         when: the moment of capture, for tensors that change.
         """
+        if isinstance(name, str) and not self._native.wants(name, role, microbatch):
+            return
         shards = shards_of(
             array,
             global_shape=global_shape,
