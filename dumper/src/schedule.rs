@@ -190,3 +190,57 @@ impl State {
         (self.current, self.began) = (Some(step), Some(now));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use backtape::identity::Step;
+    use backtape::selection::Changes;
+
+    use super::*;
+
+    fn waiting(ring: bool) -> Schedule {
+        let own = Selection { steps: "none".parse().unwrap(), ..Selection::default() };
+        Schedule::new(1, own, true, ring)
+    }
+
+    fn plan(version: u32, from: u64, steps: &str, ranks: &str) -> Planned {
+        let (steps, ranks) = (steps.parse().ok(), ranks.parse().ok());
+        let changes = Changes { steps, ranks, ..Changes::default() };
+        Planned { version, from: Step(from), changes }
+    }
+
+    #[test]
+    fn a_plan_holds_from_its_step_on_and_until_the_next_one() {
+        let schedule = waiting(false);
+        assert_eq!(schedule.look(10), Course::Pass);
+        assert_eq!(schedule.add_plan(&plan(1, 12, "every:1", "all")), [0u64; 0]);
+        assert_eq!(schedule.add_plan(&plan(2, 14, "every:1", "0")), [0u64; 0]);
+        assert_eq!(schedule.look(11), Course::Pass);
+        assert!(matches!(schedule.look(12), Course::Record(_)));
+        assert!(schedule.take(12) && !schedule.take(12));
+        assert_eq!(schedule.look(12), Course::Pass, "it has its tape");
+        assert!(matches!(schedule.look(13), Course::Record(_)));
+        assert!(matches!(schedule.look(14), Course::Empty(_)), "rank 1 is not asked");
+    }
+
+    #[test]
+    fn steps_that_were_over_when_the_order_came_are_named_once_and_taken() {
+        let schedule = waiting(true);
+        for step in 0..=20 {
+            assert!(matches!(schedule.look(step), Course::Hold(_)));
+        }
+        assert_eq!(schedule.add_plan(&plan(1, 17, "18-30", "all")), [18, 19, 20]);
+        assert_eq!(schedule.ask(19), Asked::Taken);
+        assert_eq!(schedule.ask(15), Asked::Over);
+        assert_eq!(schedule.ask(25), Asked::Ahead);
+        assert!(matches!(schedule.look(25), Course::Record(_)));
+    }
+
+    #[test]
+    fn the_ring_begins_each_step_once_and_none_that_is_older() {
+        let schedule = waiting(true);
+        assert!(schedule.hold(5) && !schedule.hold(5) && !schedule.hold(4));
+        assert_eq!(schedule.look(4), Course::Pass);
+        assert!(matches!(schedule.look(6), Course::Hold(_)));
+    }
+}
