@@ -116,7 +116,7 @@ fn center_and_deviation(window: &VecDeque<f64>) -> (f64, f64) {
 }
 
 fn median(values: &mut [f64]) -> f64 {
-    let (middle, even) = (values.len() / 2, values.len() % 2 == 0);
+    let (middle, even) = (values.len() / 2, values.len().is_multiple_of(2));
     let (below, upper, _) = values.select_nth_unstable_by(middle, f64::total_cmp);
     match below.iter().copied().max_by(f64::total_cmp) {
         Some(lower) if even => (lower + *upper) / 2.0,

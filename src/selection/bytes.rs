@@ -49,7 +49,7 @@ impl FromStr for ByteLimit {
 
 impl std::fmt::Display for ByteLimit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let exact = UNITS.iter().find(|(_, factor)| self.0 > 0 && self.0 % factor == 0);
+        let exact = UNITS.iter().find(|(_, factor)| self.0 > 0 && self.0.is_multiple_of(*factor));
         let (unit, factor) = exact.copied().unwrap_or(("B", 1));
         write!(f, "{}{unit}", self.0 / factor)
     }
