@@ -18,6 +18,7 @@ pub mod manifest;
 pub mod placement;
 pub mod role;
 pub mod scalars;
+pub mod selection;
 pub mod shard;
 pub mod store;
 

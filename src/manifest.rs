@@ -10,6 +10,7 @@ use crate::hash::TrustHash;
 use crate::head::HeadDeclaration;
 use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
 use crate::placement::Mesh;
+use crate::selection::{IndexSelection, Selection};
 use crate::shard::ShardRecord;
 
 /// One durable file of one rank and the shards in it.
@@ -63,6 +64,37 @@ pub struct Manifest {
     pub files: Vec<FileRecord>,
     /// What was given up on, so that nothing is silently absent.
     pub omissions: Vec<Omission>,
+    /// What was asked for, by ranks that were not asked for everything: what is
+    /// absent by it is no loss. Empty in dumps of before it was kept.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub selections: Vec<RankSelection>,
+    /// Why this step was recorded, where nobody had selected it beforehand.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trigger: Option<TriggerRecord>,
+}
+
+/// Ranks that were asked for the same.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankSelection {
+    /// Which.
+    pub ranks: IndexSelection,
+    /// What.
+    pub selection: Selection,
+}
+
+/// What made a step be recorded while the job ran.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TriggerRecord {
+    /// Counts the triggers of an attempt from 1.
+    pub number: u32,
+    /// Why, in words.
+    pub reason: String,
+    /// Who saw it; absent: a person asked.
+    pub rank: Option<Rank>,
+    /// The step that it is about.
+    pub seen: Step,
+    /// True when the captures came out of the ranks' rings, held since the step itself.
+    pub ring: bool,
 }
 
 /// The manifest as it stands on disk, sealed by its own hash.
@@ -88,7 +120,32 @@ pub enum ManifestError {
     Altered,
 }
 
+impl TriggerRecord {
+    /// One line for people.
+    pub fn sentence(&self) -> String {
+        let who = self.rank.map_or("a person".into(), |rank| format!("rank {rank}"));
+        let from = if self.ring { "kept in the ring; " } else { "" };
+        format!("{from}trigger {} by {who} at step {}: {}", self.number, self.seen, self.reason)
+    }
+}
+
 impl Manifest {
+    /// Why a tensor is absent, if no rank was asked for it; without a microbatch,
+    /// for one that is absent from all of them.
+    pub fn unselected(&self, tensor: &str, microbatch: Option<u32>) -> Option<String> {
+        let asked = |rank: u32| {
+            let mut own = self.selections.iter().filter(|kept| kept.ranks.contains(rank));
+            own.next().is_none_or(|kept| {
+                kept.selection.ranks.contains(rank) && kept.selection.wants(tensor, microbatch)
+            })
+        };
+        if (0..self.world_size).any(asked) {
+            return None;
+        }
+        let kept = self.selections.first()?;
+        Some(format!("not recorded: selection ({})", kept.selection.restrictions()))
+    }
+
     /// The bytes that stand at the final name.
     pub fn to_bytes(&self) -> Vec<u8> {
         let manifest = serde_json::to_value(self).expect("a manifest is plain data");

@@ -20,4 +20,5 @@ mod replay;
 mod support;
 mod tidy;
 mod trajectory;
+mod triggers;
 mod verdict;

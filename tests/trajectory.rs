@@ -26,7 +26,7 @@ fn row(step: u64, rank: u32) -> Row {
 
 fn scalars_alone(directory: &Path, rank: u32, world_size: u32) -> Settings {
     let mut settings = settings(directory, rank, world_size);
-    settings.steps = StepSelection::none();
+    settings.selection.steps = StepSelection::none();
     settings
 }
 

@@ -10,8 +10,7 @@ use backtape::coordinator::limits::{
     CHUNK_BYTES, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT, REQUEST_DEADLINE, WINDOW_BYTES,
 };
 use backtape::hash::TrustHash;
-use backtape::head::HeadDeclaration;
-use backtape::manifest::{FileRecord, Omission};
+use backtape::manifest::FileRecord;
 use backtape_proto as proto;
 use bytes::Bytes;
 use proto::coordinator_client::CoordinatorClient;
@@ -22,7 +21,10 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
+use crate::queue::Ending;
 use crate::settings::Plan;
+
+pub(crate) mod steering;
 
 /// Pauses between tries: short enough for a coordinator that restarts, long
 /// enough that 10,000 ranks do not keep it from restarting.
@@ -63,25 +65,16 @@ pub(crate) struct Entered {
 /// One connection to a coordinator; reconnects by itself.
 #[derive(Clone)]
 pub(crate) struct Client {
+    address: String,
     rpc: CoordinatorClient<Channel>,
     member: proto::Member,
 }
 
 impl Client {
     pub(crate) fn new(address: &str, plan: &Plan, incarnation: u64) -> Result<Client, CallError> {
-        let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| {
-            CallError::Refused(format!("{address:?} is not host:port of a coordinator: {error}"))
-        })?;
-        let channel = endpoint
-            .connect_timeout(CONNECT_DEADLINE)
-            .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-            .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-            .initial_stream_window_size(WINDOW_BYTES)
-            .initial_connection_window_size(WINDOW_BYTES)
-            .tcp_nodelay(true)
-            .connect_lazy();
         Ok(Client {
-            rpc: CoordinatorClient::new(channel),
+            address: address.into(),
+            rpc: connection(address)?,
             member: proto::Member {
                 run: plan.run.to_string(),
                 attempt: 0,
@@ -89,6 +82,12 @@ impl Client {
                 incarnation,
             },
         })
+    }
+
+    /// The same member on a connection of its own: one is driven by the runtime
+    /// that it was opened on, and must not wait for what that one blocks on.
+    pub(crate) fn reopened(&self) -> Result<Client, CallError> {
+        Ok(Client { rpc: connection(&self.address)?, ..self.clone() })
     }
 
     /// Enters the run, one try.
@@ -175,17 +174,25 @@ impl Client {
         &self,
         step: u64,
         files: u32,
-        head: Option<&HeadDeclaration>,
-        omissions: &[Omission],
+        ending: &Ending,
         deadline: Instant,
     ) -> Result<bool, CallError> {
-        let head = head.map(serde_json::to_vec).transpose();
-        let head = head.map_err(|error| CallError::Refused(error.to_string()))?;
-        let head = Bytes::from(head.unwrap_or_default());
-        let omissions = omissions.iter().map(|omission| proto::Omission {
-            tensor: omission.tensor.clone(),
+        let json = |value: serde_json::Result<Vec<u8>>| {
+            value.map(Bytes::from).map_err(|error| CallError::Refused(error.to_string()))
+        };
+        let head = match &ending.head {
+            Some(head) => json(serde_json::to_vec(head))?,
+            None => Bytes::new(),
+        };
+        let selection = match ending.selection.is_whole() {
+            true => Bytes::new(),
+            false => json(serde_json::to_vec(&*ending.selection))?,
+        };
+        let omissions = ending.omissions.records(self.member.rank);
+        let omissions = omissions.into_iter().map(|omission| proto::Omission {
+            tensor: omission.tensor,
             microbatch: omission.microbatch.map(|mb| mb.0),
-            reason: omission.reason.clone(),
+            reason: omission.reason,
         });
         let request = proto::CloseStepRequest {
             member: Some(self.member.clone()),
@@ -193,6 +200,7 @@ impl Client {
             files,
             head,
             omissions: omissions.collect(),
+            selection,
         };
         let answer = retry(deadline, || async {
             within(limit(deadline), self.rpc.clone().close_step(request.clone())).await
@@ -235,6 +243,22 @@ impl Client {
         let answer = within(CONNECT_DEADLINE, self.rpc.clone().step_status(request)).await?;
         Ok((answer.committed, answer.reason))
     }
+}
+
+/// Opened by the first call.
+fn connection(address: &str) -> Result<CoordinatorClient<Channel>, CallError> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| {
+        CallError::Refused(format!("{address:?} is not host:port of a coordinator: {error}"))
+    })?;
+    let channel = endpoint
+        .connect_timeout(CONNECT_DEADLINE)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
+        .tcp_nodelay(true)
+        .connect_lazy();
+    Ok(CoordinatorClient::new(channel))
 }
 
 async fn read_parts(

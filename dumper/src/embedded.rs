@@ -44,6 +44,7 @@ impl Embedded {
             run: Some(plan.run.clone()),
             new_attempt: true,
             step_deadline: plan.settings.step_deadline,
+            rules: plan.settings.rules,
             ..Config::new(&plan.store, plan.settings.world_size)
         };
         let (stop, stopped) = oneshot::channel();

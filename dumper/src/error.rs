@@ -32,6 +32,15 @@ pub enum RecorderError {
         /// As given.
         path: PathBuf,
     },
+    /// A ring longer than the coordinator accepts.
+    #[error(
+        "a ring of {steps} steps is too long: at most {} are kept",
+        backtape::coordinator::limits::MAX_RING_STEPS
+    )]
+    RingTooLong {
+        /// As given.
+        steps: u32,
+    },
     /// The background thread could not be started.
     #[error("the recorder's thread cannot be started on rank {rank}: {problem}")]
     Thread {

@@ -25,23 +25,32 @@ mod client;
 mod embedded;
 mod error;
 mod files;
+mod heartbeat;
 mod omissions;
 mod queue;
 mod recorder;
 mod rendezvous;
+mod ring;
 mod scalars;
-mod selection;
+mod schedule;
 mod session;
 mod settings;
 mod summary;
+mod tape;
+mod watch;
 mod worker;
 
 use backtape::identity::Rank;
 
+pub use backtape::coordinator::Rules;
 pub use backtape::scalars::Row;
+pub use backtape::selection::{
+    ByteLimit, IndexSelection, Selection, SelectionError, StepSelection, TensorSelection,
+};
 pub use capture::{Capture, Located, Payload};
 pub use error::RecorderError;
-pub use recorder::{Recorder, Tape};
-pub use selection::{SelectionError, StepSelection};
+pub use recorder::Recorder;
 pub use settings::{Settings, TransportChoice};
 pub use summary::Summary;
+pub use tape::Tape;
+pub use watch::Conditions;

@@ -2,10 +2,11 @@
 //! bytes, and bounded in how long it holds anyone up.
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use backtape::head::HeadDeclaration;
+use backtape::selection::Selection;
 use tokio::sync::Notify;
 
 use crate::capture::Queued;
@@ -13,16 +14,26 @@ use crate::omissions::Omissions;
 
 /// Charged for each capture beside its payload, so that a million scalars
 /// cannot grow the queue without bound.
-const CAPTURE_OVERHEAD_BYTES: u64 = 1024;
+pub(crate) const CAPTURE_OVERHEAD_BYTES: u64 = 1024;
 
 /// What the training thread asks of the background.
 pub(crate) enum Command {
     /// Write this shard.
     Capture(u64, Box<Queued>),
     /// Nothing more comes for the step: report and close it.
-    Close(u64, Option<Box<HeadDeclaration>>, Omissions),
+    Close(u64, Box<Ending>),
+    /// Write what the ring holds of a step, and close it.
+    Ring(u64),
     /// The tape was dropped: keep what is there, but do not close the step.
     Abandon(u64),
+}
+
+/// What is said of a step when it is closed.
+pub(crate) struct Ending {
+    pub(crate) head: Option<Box<HeadDeclaration>>,
+    pub(crate) omissions: Omissions,
+    /// What this rank was asked for.
+    pub(crate) selection: Arc<Selection>,
 }
 
 /// Why a capture did not enter the queue.
@@ -124,6 +135,17 @@ impl Queue {
         state.commands.push_back(command);
         self.ready.notify_one();
         Ok(())
+    }
+
+    /// Queues what the coordinator asked for, also while the recorder is being
+    /// closed: a step that went wrong is often the last. At most as many come
+    /// as the ring has steps and a late rank is told of.
+    pub(crate) fn push_order(&self, command: Command) {
+        let mut state = self.lock();
+        if state.dead.is_none() {
+            state.commands.push_back(command);
+            self.ready.notify_one();
+        }
     }
 
     /// The next command; `None` once closed and empty. Cancel-safe: a command

@@ -1,20 +1,22 @@
-//! The recorder and its tapes: what the training thread touches. Nothing here
-//! does I/O; everything slow happens on the recorder's own thread.
+//! The recorder: what the training thread touches. Nothing here does I/O;
+//! everything slow happens on the recorder's own thread.
 
-use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use backtape::head::HeadDeclaration;
 use backtape::scalars::Row;
+use tokio::sync::Notify;
 
-use crate::capture::Capture;
 use crate::error::RecorderError;
 use crate::omissions::{self, Omissions};
-use crate::queue::{Command, Queue, Refused};
+use crate::queue::{Command, Ending, Queue};
+use crate::ring::{Dropped, Ring};
 use crate::scalars;
+use crate::schedule::{Course, Schedule};
 use crate::settings::{Plan, Settings};
 use crate::summary::Summary;
+use crate::tape::Tape;
+use crate::watch::Watch;
 use crate::worker;
 
 /// Omissions and faults that a summary names: a log line, not a database.
@@ -27,21 +29,7 @@ const CLOSE_MARGIN: Duration = Duration::from_secs(5);
 /// Records chosen steps of one rank.
 pub struct Recorder {
     shared: Arc<Shared>,
-    taken: Mutex<BTreeSet<u64>>,
-    closed: bool,
-}
-
-/// The recording of one step.
-pub struct Tape {
-    shared: Arc<Shared>,
-    step: u64,
-    state: Mutex<TapeState>,
-}
-
-#[derive(Default)]
-struct TapeState {
-    head: Option<Box<HeadDeclaration>>,
-    omissions: Omissions,
+    watch: Mutex<Watch>,
     closed: bool,
 }
 
@@ -50,11 +38,17 @@ pub(crate) struct Shared {
     pub(crate) plan: Plan,
     pub(crate) queue: Queue,
     pub(crate) scalars: scalars::Buffer,
+    pub(crate) schedule: Schedule,
+    pub(crate) ring: Ring,
+    /// What went wrong here and was not yet told to the coordinator.
+    report: Mutex<Option<(u64, String)>>,
+    /// Signalled when the heartbeat should not wait for its time.
+    pub(crate) wake: Notify,
     summary: Mutex<Summary>,
 }
 
 /// A panic while the lock was held left plain data behind: go on with it.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -85,8 +79,36 @@ impl Shared {
         }
     }
 
+    /// What the coordinator asked for, for the summary.
+    pub(crate) fn ordered(&self, sentence: String) {
+        tracing::info!(rank = self.rank(), "{sentence}");
+        let mut summary = self.summary();
+        if summary.orders.len() < MAX_SENTENCES && !summary.orders.contains(&sentence) {
+            summary.orders.push(sentence);
+        }
+    }
+
+    /// What is to be reported next; it stays until [`Shared::reported`].
+    pub(crate) fn report(&self) -> Option<(u64, String)> {
+        lock(&self.report).clone()
+    }
+
+    /// The report was answered.
+    pub(crate) fn reported(&self, report: &(u64, String)) {
+        let mut pending = lock(&self.report);
+        if pending.as_ref() == Some(report) {
+            *pending = None;
+        }
+    }
+
+    /// No more will come from the training thread.
+    fn close(&self) {
+        self.queue.close();
+        self.wake.notify_one();
+    }
+
     /// In strict mode, the first fault of the background.
-    fn strict_check(&self) -> Result<(), RecorderError> {
+    pub(crate) fn strict_check(&self) -> Result<(), RecorderError> {
         if !self.plan.settings.strict {
             return Ok(());
         }
@@ -103,20 +125,49 @@ impl Recorder {
     pub fn start(settings: Settings) -> Result<Recorder, RecorderError> {
         let plan = settings.validate()?;
         let rank = plan.settings.rank;
+        let settings = &plan.settings;
+        let (watches, ring) = (settings.watches(), settings.ring_steps > 0);
+        let watch = Mutex::new(Watch::new(settings.conditions));
         let shared = Arc::new(Shared {
-            queue: Queue::new(plan.settings.queue_bytes),
+            queue: Queue::new(settings.queue_bytes),
+            schedule: Schedule::new(rank, settings.selection.clone(), watches, ring),
+            ring: Ring::new(settings.ring_steps, settings.ring_bytes),
+            report: Mutex::default(),
+            wake: Notify::new(),
             plan,
             scalars: scalars::Buffer::default(),
             summary: Mutex::default(),
         });
         worker::spawn(shared.clone()).map_err(|problem| RecorderError::Thread { rank, problem })?;
-        Ok(Recorder { shared, taken: Mutex::default(), closed: false })
+        Ok(Recorder { shared, watch, closed: false })
     }
 
-    /// True when this step is to be recorded and was not yet.
+    /// True when this step has something to record here and was not yet. Of a
+    /// step that is recorded by other ranks alone, this rank's empty part is closed.
     pub fn wants(&self, step: u64) -> bool {
-        let selected = self.shared.plan.settings.steps.contains(step);
-        selected && !self.closed && !lock(&self.taken).contains(&step)
+        if self.closed {
+            return false;
+        }
+        let shared = &self.shared;
+        match shared.schedule.look(step) {
+            Course::Record(_) | Course::Hold(_) => true,
+            Course::Pass => false,
+            Course::Empty(selection) => {
+                if shared.schedule.take(step) {
+                    let (head, omissions) = (None, Omissions::default());
+                    let ending = Ending { head, omissions, selection };
+                    // Refused when recording was given up, which is said elsewhere.
+                    let _ = shared.queue.push_end(Command::Close(step, Box::new(ending)));
+                }
+                false
+            }
+            Course::HoldEmpty(selection) => {
+                if shared.schedule.hold(step) {
+                    shared.ring.begin(step, selection, true);
+                }
+                false
+            }
+        }
     }
 
     /// Opens the tape of a step; one tape for each step.
@@ -125,14 +176,33 @@ impl Recorder {
         if self.closed {
             return Err(RecorderError::Closed { rank });
         }
-        if !self.shared.plan.settings.steps.contains(step) {
-            return Err(RecorderError::NotSelected { step });
-        }
         self.shared.strict_check()?;
-        if !lock(&self.taken).insert(step) {
-            return Err(RecorderError::AlreadyRecorded { step, rank });
+        let schedule = &self.shared.schedule;
+        match schedule.look(step) {
+            Course::Record(selection) if schedule.take(step) => {
+                Ok(Tape::new(self.shared.clone(), step, selection, false))
+            }
+            Course::Hold(selection) if schedule.hold(step) => {
+                self.shared.ring.begin(step, selection.clone(), false);
+                Ok(Tape::new(self.shared.clone(), step, selection, true))
+            }
+            Course::Pass if !schedule.is_taken(step) => Err(RecorderError::NotSelected { step }),
+            Course::Empty(_) | Course::HoldEmpty(_) => Err(RecorderError::NotSelected { step }),
+            _ => Err(RecorderError::AlreadyRecorded { step, rank }),
         }
-        Ok(Tape { shared: self.shared.clone(), step, state: Mutex::default() })
+    }
+
+    /// Looks at numbers of a step that is over, or nearly so, and triggers a
+    /// recording on every rank when they are not what the conditions allow.
+    pub fn watch(&self, step: u64, loss: Option<f64>, grad_norm: Option<f64>) {
+        if self.closed || !self.shared.plan.settings.watches() {
+            return;
+        }
+        if let Some(reason) = lock(&self.watch).judge(loss, grad_norm) {
+            // The first of several that were not told yet is where it began.
+            lock(&self.shared.report).get_or_insert((step, reason));
+            self.shared.wake.notify_one();
+        }
     }
 
     /// Hands the scalars of a step to the background: any step, recorded or not. Never
@@ -157,9 +227,11 @@ impl Recorder {
         if !self.closed {
             self.closed = true;
             self.shared.scalars.close();
-            self.shared.queue.close();
+            self.shared.close();
             let patience = settings.join_deadline + settings.step_deadline + CLOSE_MARGIN;
-            if !self.shared.queue.wait_end(Instant::now() + patience) {
+            let ended = self.shared.queue.wait_end(Instant::now() + patience);
+            self.note_ring();
+            if !ended {
                 self.shared.fault(format!(
                     "rank {} did not finish writing within {} s: the disk or the coordinator hangs",
                     settings.rank,
@@ -169,6 +241,19 @@ impl Recorder {
         }
         self.shared.strict_check()?;
         Ok(self.summary())
+    }
+
+    /// Gives the ring's memory back and says what it could not keep.
+    fn note_ring(&self) {
+        if let Some(Dropped { first, last, count }) = self.shared.ring.dropped() {
+            self.shared.summary().ring_dropped = count;
+            self.shared.ordered(format!(
+                "{count} steps, {first} to {last}, fell out of the ring of {} bytes before their time: \
+                 raise ring_bytes, or select fewer tensors",
+                self.shared.plan.settings.ring_bytes
+            ));
+        }
+        self.shared.ring.clear();
     }
 
     /// What was done so far.
@@ -182,99 +267,9 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         if !self.closed {
             self.shared.scalars.close();
-            self.shared.queue.close();
+            self.shared.close();
             let patience = self.shared.plan.settings.call_cap;
             self.shared.queue.wait_end(Instant::now() + patience);
-        }
-    }
-}
-
-impl Tape {
-    /// Which step this is.
-    pub fn step(&self) -> u64 {
-        self.step
-    }
-
-    /// Declares the loss head of this step. The same declaration again is fine.
-    pub fn head(&self, declaration: HeadDeclaration) -> Result<(), RecorderError> {
-        if !survives_json(&declaration) {
-            return Err(RecorderError::HeadNotFinite { step: self.step, rank: self.shared.rank() });
-        }
-        let mut state = lock(&self.state);
-        match &state.head {
-            Some(first) if **first != declaration => {
-                Err(RecorderError::HeadDisagrees { step: self.step, rank: self.shared.rank() })
-            }
-            _ => {
-                state.head = Some(Box::new(declaration));
-                Ok(())
-            }
-        }
-    }
-
-    /// Hands one shard to the background. An error means that the shard is not
-    /// in the dump; the step's close reports it with its reason.
-    pub fn record(&self, capture: Capture) -> Result<(), RecorderError> {
-        let (tensor, microbatch) = (capture.tensor.clone(), capture.microbatch);
-        let queue = &self.shared.queue;
-        let cap = self.shared.plan.settings.call_cap;
-        let queued = capture.check().map_err(Refused::Full);
-        match queued.and_then(|queued| queue.push_capture(self.step, queued, cap)) {
-            Ok(()) => self.shared.strict_check(),
-            Err(Refused::Closed) => Err(self.closed()),
-            Err(Refused::Full(reason)) => {
-                self.omit(&tensor, microbatch, reason.clone());
-                Err(RecorderError::Omitted {
-                    tensor,
-                    step: self.step,
-                    rank: self.shared.rank(),
-                    reason,
-                })
-            }
-        }
-    }
-
-    /// Says that a tensor is not recorded, and why, so that it is not silently absent.
-    pub fn omit(&self, tensor: &str, microbatch: Option<u32>, reason: String) {
-        lock(&self.state).omissions.add(tensor, microbatch, &reason);
-        self.shared.omitted(self.step, tensor, microbatch, &reason);
-    }
-
-    /// Ends the step; returns at once, the background reports and closes it.
-    pub fn close(self) -> Result<(), RecorderError> {
-        let command = {
-            let mut state = lock(&self.state);
-            state.closed = true;
-            let omissions = std::mem::take(&mut state.omissions);
-            Command::Close(self.step, state.head.take(), omissions)
-        };
-        match self.shared.queue.push_end(command) {
-            Ok(()) => self.shared.strict_check(),
-            Err(Refused::Closed) => Err(self.closed()),
-            Err(Refused::Full(detail)) => {
-                Err(RecorderError::Faulty { rank: self.shared.rank(), detail })
-            }
-        }
-    }
-
-    fn closed(&self) -> RecorderError {
-        RecorderError::Closed { rank: self.shared.rank() }
-    }
-}
-
-/// JSON has no NaN and no infinity: they would come back as absent options.
-fn survives_json(declaration: &HeadDeclaration) -> bool {
-    let bytes = serde_json::to_vec(declaration).ok();
-    let back = bytes.and_then(|bytes| serde_json::from_slice::<HeadDeclaration>(&bytes).ok());
-    back.as_ref() == Some(declaration)
-}
-
-/// A tape that was dropped (the step raised, say) leaves its step partial:
-/// what was captured is kept, but nobody said that it was all.
-impl Drop for Tape {
-    fn drop(&mut self) {
-        if !lock(&self.state).closed {
-            let _ = self.shared.queue.push_end(Command::Abandon(self.step));
         }
     }
 }

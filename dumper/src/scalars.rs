@@ -119,7 +119,7 @@ pub(crate) fn nameless(rank: u32) -> String {
 /// Where rows go.
 enum Destination {
     Files(Box<ScalarFiles>),
-    Coordinator { client: Client, host: String, sent: u64 },
+    Coordinator { client: Box<Client>, host: String, sent: u64 },
 }
 
 /// Empties the buffer until it is closed. What cannot be written stays and is tried again;
@@ -163,7 +163,11 @@ pub(crate) fn abandon(shared: &Shared) {
 fn destination(shared: &Shared, client: Client, entered: &Entered) -> Destination {
     let plan = &shared.plan;
     if streams(shared, entered) {
-        return Destination::Coordinator { client, host: plan.host.to_string(), sent: 0 };
+        return Destination::Coordinator {
+            client: Box::new(client),
+            host: plan.host.to_string(),
+            sent: 0,
+        };
     }
     let header = Header {
         schema: line::SCHEMA.into(),

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use backtape::head::HeadDeclaration;
 use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
@@ -17,6 +16,7 @@ use crate::client::{CallError, Client, Entered};
 use crate::embedded::Embedded;
 use crate::files::StepFiles;
 use crate::omissions::Omissions;
+use crate::queue::Ending;
 use crate::recorder::Shared;
 use crate::settings::TransportChoice;
 
@@ -83,10 +83,27 @@ impl Session {
 
     /// Writes one capture; what does not get in is named.
     pub(crate) fn write(&mut self, step: u64, queued: Queued) {
+        self.write_from(step, queued, false);
+    }
+
+    /// Writes what the ring held of a step, like any other step.
+    pub(crate) async fn write_ring(&mut self, step: u64) {
+        let shared = self.shared.clone();
+        let Some(held) = shared.ring.take(step) else { return };
+        for queued in held.captures {
+            self.write_from(step, queued, true);
+        }
+        shared.ring.settle(held.bytes);
+        self.close(step, held.ending).await;
+    }
+
+    fn write_from(&mut self, step: u64, queued: Queued, from_ring: bool) {
         let shared = self.shared.clone();
         let (key, length) = (queued.key.clone(), queued.length);
         let written = self.files(step).write(&shared.plan, queued);
-        shared.queue.release(length);
+        if !from_ring {
+            shared.queue.release(length);
+        }
         if let Err(reason) = written {
             let microbatch = key.microbatch.map(|mb| mb.0);
             self.files(step).omissions.add(key.tensor.as_str(), microbatch, &reason);
@@ -97,21 +114,15 @@ impl Session {
     }
 
     /// Delivers a step's files and closes this rank's part of it.
-    pub(crate) async fn close(
-        &mut self,
-        step: u64,
-        head: Option<&HeadDeclaration>,
-        omissions: Omissions,
-    ) {
+    pub(crate) async fn close(&mut self, step: u64, mut ending: Ending) {
         let deadline = self.deadline();
         let (files, mut left_out) = self.deliver(step, deadline).await;
-        left_out.append(omissions);
+        left_out.append(std::mem::take(&mut ending.omissions));
+        ending.omissions = left_out;
         let Some(files) = files else {
             return;
         };
-        let records = left_out.records(self.shared.rank());
-        let closed = self.client.close_step(step, files, head, &records, deadline).await;
-        match closed {
+        match self.client.close_step(step, files, &ending, deadline).await {
             Ok(true) => self.shared.summary().steps_committed.push(step),
             Ok(false) => {
                 self.waiting.insert(step);

@@ -5,11 +5,14 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use backtape::coordinator::Rules;
+use backtape::coordinator::limits::MAX_RING_STEPS;
 use backtape::identity::Name;
 use backtape::placement::{Mesh, MeshCoordinates};
+use backtape::selection::Selection;
 
 use crate::error::RecorderError;
-use crate::selection::StepSelection;
+use crate::watch::Conditions;
 
 /// How the bytes of a shard file reach the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,8 +48,22 @@ pub struct Settings {
     pub mesh: Mesh,
     /// Where this rank sits on the mesh.
     pub coordinates: MeshCoordinates,
-    /// Which steps to record.
-    pub steps: StepSelection,
+    /// What to record: steps, tensors, ranks, microbatches, and how many bytes.
+    pub selection: Selection,
+    /// Send heartbeats, and record what the coordinator then asks for: plans
+    /// and triggers. A ring implies it.
+    pub watch: bool,
+    /// How often a heartbeat is sent.
+    pub heartbeat: Duration,
+    /// Steps that are not selected keep their loss-head tensors in memory for
+    /// this many steps, to be written when something triggers; 0: none do.
+    pub ring_steps: u32,
+    /// Most bytes that those hold, beside `queue_bytes`.
+    pub ring_bytes: u64,
+    /// What [`crate::Recorder::watch`] triggers on.
+    pub conditions: Conditions,
+    /// Bounds on triggered recordings, for the coordinator inside rank 0.
+    pub rules: Rules,
     /// How bytes reach the store.
     pub transport: TransportChoice,
     /// Faults of the background thread come out of the calls, not only into
@@ -77,7 +94,13 @@ impl Settings {
             host: None,
             mesh: Mesh::default(),
             coordinates: MeshCoordinates::new(),
-            steps: StepSelection::default(),
+            selection: Selection::default(),
+            watch: false,
+            heartbeat: Duration::from_secs(1),
+            ring_steps: 0,
+            ring_bytes: 1 << 30,
+            conditions: Conditions::default(),
+            rules: Rules::default(),
             transport: TransportChoice::Auto,
             strict: false,
             queue_bytes: 1 << 30,
@@ -94,6 +117,9 @@ impl Settings {
             let (rank, world_size) = (self.rank, self.world_size);
             return Err(RecorderError::RankOutside { rank, world_size });
         }
+        if self.ring_steps as usize > MAX_RING_STEPS {
+            return Err(RecorderError::RingTooLong { steps: self.ring_steps });
+        }
         let (store, run) = self.store_and_run()?;
         let name = |what, text: String| {
             Name::new(text).map_err(|problem| RecorderError::Name { what, problem })
@@ -104,6 +130,11 @@ impl Settings {
             None => local_host(),
         };
         Ok(Plan { store, run, host, settings: self })
+    }
+
+    /// True when the coordinator is to be asked while the job runs.
+    pub(crate) fn watches(&self) -> bool {
+        self.watch || self.ring_steps > 0
     }
 
     fn store_and_run(&self) -> Result<(PathBuf, String), RecorderError> {

@@ -19,6 +19,10 @@ pub struct Summary {
     pub omissions: Vec<String>,
     /// What went wrong in the background, each one sentence.
     pub faults: Vec<String>,
+    /// What the coordinator asked for while the job ran, each one sentence.
+    pub orders: Vec<String>,
+    /// Steps that fell out of the ring before their time, for want of memory.
+    pub ring_dropped: u64,
     /// Which launch of the run this is, once the coordinator has said so.
     pub attempt: Option<u32>,
     /// Directory of the attempt, as the coordinator sees it.

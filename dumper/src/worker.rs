@@ -9,6 +9,7 @@ use tokio::time::Instant;
 
 use crate::client::{CallError, Client, Entered, jittered};
 use crate::embedded::Embedded;
+use crate::heartbeat::Heartbeat;
 use crate::queue::Command;
 use crate::recorder::Shared;
 use crate::rendezvous::Rendezvous;
@@ -109,22 +110,46 @@ async fn record(
     entered: &Entered,
     embedded: Option<&Embedded>,
 ) {
+    let heartbeat = start_heartbeat(shared, &client);
     let mut session = match Session::new(shared.clone(), client, entered) {
         Ok(session) => session,
         Err(error) => return give_up(shared, &format!("it has no room to spool in: {error}")),
     };
-    while let Some(command) = shared.queue.next().await {
-        match command {
-            Command::Capture(step, queued) => session.write(step, *queued),
-            Command::Close(step, head, omissions) => {
-                session.close(step, head.as_deref(), omissions).await;
-            }
-            Command::Abandon(step) => session.abandon(step).await,
-        }
+    work_off(shared, &mut session).await;
+    // What was triggered by the last steps is asked for after the recorder was closed.
+    if let Some(heartbeat) = heartbeat {
+        heartbeat.finish().await;
+        work_off(shared, &mut session).await;
     }
     match embedded {
         Some(embedded) => session.settle_all(embedded).await,
         None => session.settle().await,
+    }
+}
+
+async fn work_off(shared: &Shared, session: &mut Session) {
+    while let Some(command) = shared.queue.next().await {
+        match command {
+            Command::Capture(step, queued) => session.write(step, *queued),
+            Command::Close(step, ending) => session.close(step, *ending).await,
+            Command::Ring(step) => session.write_ring(step).await,
+            Command::Abandon(step) => session.abandon(step).await,
+        }
+    }
+}
+
+/// Where the job is watched. Without heartbeats the selected steps are recorded all the same.
+fn start_heartbeat(shared: &Arc<Shared>, client: &Client) -> Option<Heartbeat> {
+    if !shared.plan.settings.watches() {
+        return None;
+    }
+    match Heartbeat::start(shared.clone(), client.clone()) {
+        Ok(heartbeat) => Some(heartbeat),
+        Err(error) => {
+            shared
+                .fault(format!("no heartbeats are sent: their thread cannot be started: {error}"));
+            None
+        }
     }
 }
 
@@ -198,7 +223,7 @@ fn give_up(shared: &Shared, why: &str) {
                 let microbatch = queued.key.microbatch.map(|mb| mb.0);
                 shared.omitted(step, queued.key.tensor.as_str(), microbatch, &reason);
             }
-            Command::Close(step, ..) | Command::Abandon(step) => {
+            Command::Close(step, _) | Command::Ring(step) | Command::Abandon(step) => {
                 shared.summary().steps_partial.push(step);
             }
         }

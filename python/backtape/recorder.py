@@ -18,17 +18,24 @@ from backtape.settings import (
     rank_and_world_size,
     truth,
     versions,
+    waits,
 )
 from backtape.scalars import Rows
 from backtape.shards import Mesh
 from backtape.tape import Tape
+from backtape.watch import Readings
 
 
 class Recorder:
     """Records chosen steps of one rank; without steps to record it costs next to nothing.
 
     dir: the run's directory, or with `run` the store that holds it.
-    steps: "0", "0,100-110" or "every:1000".
+    steps: "0", "0,100-110", "every:1000" or "none".
+    tensors, ranks, microbatches: what of a step, "q,k,dq*,!d*_label", "0-3,7", "0".
+    max_tensor_bytes, max_step_bytes: what is larger is left out and named, "512MiB".
+    watch: hear plans and triggers while the job runs. ring: keep the loss-head tensors of so many
+        steps that are not selected, in at most `ring_bytes`, until something triggers.
+    trigger_grad_norm, trigger_spread: what `watch()` triggers on. docs/selection.md has all of it.
     rank, world_size: this process's index in the job and the number of processes.
     coordinator: "host:port"; by default one is embedded, for jobs on one machine.
     mesh: a jax Mesh, a torch DeviceMesh, or a dict of axis sizes, outermost first.
@@ -67,10 +74,11 @@ class Recorder:
         self._nothing = Tape(None, -1, self._faults, False)
         self._process = os.getpid()
         self._rows: Rows | None = None
+        self._readings: Readings | None = None
         if not steps and steps != 0:
-            if not scalars:
+            if not (scalars or waits(more)):
                 return
-            steps = ""
+            steps = "none"
         with self._faults.guard("start"):
             if dir is None:
                 raise ValueError("no directory: set dir= or BACKTAPE_DIR")
@@ -82,20 +90,22 @@ class Recorder:
             self._mesh = Mesh(dict(axes), here, rank, world_size)
             self._native = _native.Recorder(settings)
             self._rows = Rows(self._native.scalars)
+            self._readings = Readings() if waits(more) else None
             self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
             atexit.register(self._at_exit)
 
     @classmethod
     def from_env(cls, **overrides: Any) -> Self:
-        """The recorder that the BACKTAPE_* variables ask for: none unless BACKTAPE_STEPS is set.
+        """The recorder that the BACKTAPE_* variables ask for: none unless BACKTAPE_STEPS,
+        BACKTAPE_WATCH or BACKTAPE_RING is set.
 
         Rank and world size come from `overrides`, BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, jax or
         the launcher (torchrun, Slurm, Open MPI), in this order.
         """
         environment = os.environ
-        recorded = overrides.get("steps") or environment.get("BACKTAPE_STEPS")
+        asked = any(environment.get(f"BACKTAPE_{name}") for name in ("STEPS", "WATCH", "RING"))
         scalars = overrides.get("scalars") or is_true(environment, "BACKTAPE_SCALARS")
-        if not (recorded or scalars):
+        if not (asked or scalars or overrides.get("steps") or waits(overrides)):
             return cls(steps=None)
         strict = overrides.get("strict", is_true(environment, "BACKTAPE_STRICT"))
         faults = Faults(strict, overrides.get("rank"), overrides.get("host"))
@@ -148,6 +158,21 @@ class Recorder:
             if refused := rows.add(step, both):
                 raise TypeError(f"left out: {'; '.join(refused)}")
 
+    def watch(self, step: int, loss: Any = None, grad_norm: Any = None) -> None:
+        """Looks at a step's loss and gradient norm, and has every rank record where they are wrong.
+
+        Numbers or arrays of one element. What a device still computes is looked at by a later
+        call: this one waits for nothing. Does nothing unless the recorder has `watch` or `ring`.
+        """
+        readings = self._readings
+        if readings is None or self._native is None:
+            return
+        with self._faults.guard("watch", step):
+            if self._process == os.getpid():
+                readings.add(step, loss, grad_norm)
+                for reading in readings.ready():
+                    self._native.watch(*reading)
+
     def close(self) -> _native.Summary | None:
         """Waits until what was recorded is durable and its steps are committed, or known not to be.
 
@@ -160,6 +185,10 @@ class Recorder:
         atexit.unregister(self._at_exit)
         if rows is not None:
             self._finish(rows)
+        if self._readings is not None:
+            with self._faults.guard("watch"):
+                for reading in self._readings.ready():
+                    native.watch(*reading)
         with self._faults.guard("close"):
             summary = native.close()
             self._report(summary)

@@ -1,8 +1,12 @@
 """What a recorder is told, and where the environment says it.
 
-Variables: BACKTAPE_STEPS (unset: record nothing), BACKTAPE_DIR, BACKTAPE_RUN,
+Variables: BACKTAPE_STEPS (unset: record nothing, unless it is to wait), BACKTAPE_DIR, BACKTAPE_RUN,
 BACKTAPE_COORDINATOR, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_TRANSPORT,
-BACKTAPE_PLACE_PROOF, BACKTAPE_SCALARS (1: scalars also where no steps are recorded); BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, else the launcher's own.
+BACKTAPE_PLACE_PROOF, BACKTAPE_SCALARS (1: scalars also where no steps are recorded); BACKTAPE_RANK
+and BACKTAPE_WORLD_SIZE, else the launcher's own.
+What of a step: BACKTAPE_TENSORS, BACKTAPE_RANKS, BACKTAPE_MICROBATCHES, BACKTAPE_MAX_TENSOR_BYTES,
+BACKTAPE_MAX_STEP_BYTES. To wait for plans and triggers: BACKTAPE_WATCH, BACKTAPE_RING,
+BACKTAPE_RING_BYTES, BACKTAPE_TRIGGER_GRAD_NORM, BACKTAPE_TRIGGER_SPREAD. docs/selection.md.
 """
 
 import os
@@ -26,6 +30,12 @@ LAUNCHERS = (
 
 # Software whose versions go into run.json, if the job has imported it.
 FRAMEWORKS = ("numpy", "ml_dtypes", "jax", "jaxlib", "torch")
+
+# Parts of the selection that are read from their text.
+SPELLED = ("tensors", "ranks", "microbatches", "max_tensor_bytes", "max_step_bytes", "ring_bytes")
+
+# Numbers that the environment may give.
+NUMBERS = (("attempt", int), ("ring", int), ("trigger_grad_norm", float), ("trigger_spread", float))
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -53,7 +63,26 @@ class Settings:
     call_cap_s: float | None = None
     join_deadline_s: float | None = None
     step_deadline_s: float | None = None
+    tensors: str | None = None
+    ranks: str | None = None
+    microbatches: str | None = None
+    max_tensor_bytes: str | int | None = None
+    max_step_bytes: str | int | None = None
+    watch: bool = False
+    ring: int = 0
+    ring_bytes: str | int | None = None
+    heartbeat_s: float | None = None
+    trigger_grad_norm: float | None = None
+    trigger_spread: float | None = None
+    max_triggers: int | None = None
+    trigger_cooldown_s: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Written 3 or 512 as readily as "3" or "512MiB".
+        for name in SPELLED:
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else str(value))
 
 
 def truth(name: str, word: str) -> bool:
@@ -68,25 +97,26 @@ def truth(name: str, word: str) -> bool:
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Keyword arguments of `Recorder` that the environment gives."""
     options: dict[str, Any] = {}
-    for name, variable in (
-        ("dir", "BACKTAPE_DIR"),
-        ("steps", "BACKTAPE_STEPS"),
-        ("run", "BACKTAPE_RUN"),
-        ("coordinator", "BACKTAPE_COORDINATOR"),
-        ("transport", "BACKTAPE_TRANSPORT"),
-    ):
-        if environment.get(variable):
-            options[name] = environment[variable]
-    if environment.get("BACKTAPE_ATTEMPT"):
-        options["attempt"] = int(environment["BACKTAPE_ATTEMPT"])
-    for name, variable in (
-        ("strict", "BACKTAPE_STRICT"),
-        ("place_proof", "BACKTAPE_PLACE_PROOF"),
-        ("scalars", "BACKTAPE_SCALARS"),
-    ):
-        if variable in environment:
-            options[name] = truth(variable, environment[variable])
+    for name in ("dir", "steps", "run", "coordinator", "transport", *SPELLED):
+        if environment.get(variable(name)):
+            options[name] = environment[variable(name)]
+    for name, number in NUMBERS:
+        if environment.get(variable(name)):
+            options[name] = number(environment[variable(name)])
+    for name in ("strict", "place_proof", "watch", "scalars"):
+        if variable(name) in environment:
+            options[name] = truth(variable(name), environment[variable(name)])
     return options
+
+
+def variable(option: str) -> str:
+    """The environment variable of a keyword argument."""
+    return "BACKTAPE_" + option.upper()
+
+
+def waits(options: Mapping[str, Any]) -> bool:
+    """True when a recorder of these options is to wait for plans and triggers."""
+    return bool(options.get("watch") or options.get("ring"))
 
 
 def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -135,6 +135,8 @@ class Tape:
             addends; other axes replicate.
         when: the moment of capture, for tensors that change.
         """
+        if isinstance(name, str) and not self._native.wants(name, role, microbatch):
+            return
         shards = shards_of(
             array,
             global_shape=global_shape,

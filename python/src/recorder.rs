@@ -36,13 +36,16 @@ impl Recorder {
 
     /// True when this step is to be recorded and was not yet.
     fn wants(&self, py: Python<'_>, step: u64) -> bool {
+        let wants = lock(&self.0).wants(step);
         release_spent(py);
-        lock(&self.0).wants(step)
+        wants
     }
 
     /// Opens the tape of a step.
     fn step(&self, py: Python<'_>, step: u64) -> PyResult<Tape> {
         let tape = py.detach(|| lock(&self.0).step(step));
+        // The ring may have let its oldest step go.
+        release_spent(py);
         tape.map(Tape::new).map_err(|error| refused(&error))
     }
 
@@ -50,6 +53,11 @@ impl Recorder {
     fn scalars(&self, step: u64, time: f64, values: Vec<(String, f64)>) -> PyResult<()> {
         let row = backtape_dumper::Row { step, time, values };
         lock(&self.0).scalars(row).map_err(|error| refused(&error))
+    }
+
+    /// Looks at numbers of a step, and triggers a recording where they are wrong.
+    fn watch(&self, py: Python<'_>, step: u64, loss: Option<f64>, grad_norm: Option<f64>) {
+        py.detach(|| lock(&self.0).watch(step, loss, grad_norm));
     }
 
     /// What was done so far.

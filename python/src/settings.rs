@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use backtape::placement::Mesh;
-use backtape_dumper::{SelectionError, StepSelection, TransportChoice};
+use backtape_dumper::{ByteLimit, Conditions, Selection, SelectionError, TransportChoice};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -30,6 +31,19 @@ pub(crate) struct Settings {
     call_cap_s: Option<f64>,
     join_deadline_s: Option<f64>,
     step_deadline_s: Option<f64>,
+    tensors: Option<String>,
+    ranks: Option<String>,
+    microbatches: Option<String>,
+    max_tensor_bytes: Option<String>,
+    max_step_bytes: Option<String>,
+    watch: bool,
+    ring: u32,
+    ring_bytes: Option<String>,
+    heartbeat_s: Option<f64>,
+    trigger_grad_norm: Option<f64>,
+    trigger_spread: Option<f64>,
+    max_triggers: Option<u32>,
+    trigger_cooldown_s: Option<f64>,
     versions: BTreeMap<String, String>,
 }
 
@@ -38,7 +52,20 @@ impl Settings {
     pub(crate) fn read(self) -> PyResult<backtape_dumper::Settings> {
         let mut settings =
             backtape_dumper::Settings::new(self.directory, self.rank, self.world_size);
-        settings.steps = selection(&self.steps).map_err(|error| invalid("steps", &error))?;
+        settings.selection = Selection {
+            steps: part("steps", Some(self.steps))?.unwrap_or_default(),
+            tensors: part("tensors", self.tensors)?.unwrap_or_default(),
+            ranks: part("ranks", self.ranks)?.unwrap_or_default(),
+            microbatches: part("microbatches", self.microbatches)?.unwrap_or_default(),
+            max_tensor_bytes: part("max_tensor_bytes", self.max_tensor_bytes)?,
+            max_step_bytes: part("max_step_bytes", self.max_step_bytes)?,
+        };
+        settings.watch = self.watch;
+        settings.ring_steps = self.ring;
+        let ring_bytes: Option<ByteLimit> = part("ring_bytes", self.ring_bytes)?;
+        settings.ring_bytes = ring_bytes.map_or(settings.ring_bytes, |limit| limit.0);
+        settings.conditions = conditions(self.trigger_grad_norm, self.trigger_spread)?;
+        settings.rules.max_triggers = self.max_triggers.unwrap_or(settings.rules.max_triggers);
         settings.transport = transport(&self.transport)?;
         settings.run = self.run;
         settings.coordinator = self.coordinator;
@@ -53,6 +80,8 @@ impl Settings {
             ("call_cap_s", self.call_cap_s, &mut settings.call_cap),
             ("join_deadline_s", self.join_deadline_s, &mut settings.join_deadline),
             ("step_deadline_s", self.step_deadline_s, &mut settings.step_deadline),
+            ("heartbeat_s", self.heartbeat_s, &mut settings.heartbeat),
+            ("trigger_cooldown_s", self.trigger_cooldown_s, &mut settings.rules.trigger_cooldown),
         ] {
             if let Some(seconds) = seconds {
                 *field =
@@ -63,9 +92,21 @@ impl Settings {
     }
 }
 
-/// No step at all where only scalars are recorded.
-fn selection(steps: &str) -> Result<StepSelection, SelectionError> {
-    if steps.is_empty() { Ok(StepSelection::none()) } else { steps.parse() }
+/// One part of the selection, as its text spells it.
+fn part<T: FromStr<Err = SelectionError>>(name: &str, text: Option<String>) -> PyResult<Option<T>> {
+    text.map(|text| text.parse().map_err(|error| invalid(name, &error))).transpose()
+}
+
+/// A spread of 0 turns that condition off.
+fn conditions(grad_norm: Option<f64>, spread: Option<f64>) -> PyResult<Conditions> {
+    for (name, value) in [("trigger_grad_norm", grad_norm), ("trigger_spread", spread)] {
+        if value.is_some_and(|value| !(value >= 0.0)) {
+            return Err(PyValueError::new_err(format!("{name}: it is a number of at least 0")));
+        }
+    }
+    let spread =
+        spread.map_or(Conditions::default().spread, |spread| (spread > 0.0).then_some(spread));
+    Ok(Conditions { grad_norm, spread })
 }
 
 fn transport(word: &str) -> PyResult<TransportChoice> {

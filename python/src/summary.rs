@@ -14,6 +14,8 @@ pub(crate) struct Summary {
     steps_partial: Vec<u64>,
     omissions: Vec<String>,
     faults: Vec<String>,
+    orders: Vec<String>,
+    ring_dropped: u64,
     attempt: Option<u32>,
     directory: Option<PathBuf>,
     streamed: bool,
@@ -29,6 +31,8 @@ impl From<backtape_dumper::Summary> for Summary {
             steps_partial: summary.steps_partial,
             omissions: summary.omissions,
             faults: summary.faults,
+            orders: summary.orders,
+            ring_dropped: summary.ring_dropped,
             attempt: summary.attempt,
             directory: summary.directory,
             streamed: summary.streamed,
@@ -47,7 +51,9 @@ impl Summary {
         if self.scalar_rows > 0 {
             text.push_str(&format!("; {} rows of scalars", self.scalar_rows));
         }
-        for (list, what) in [(&self.omissions, "omitted"), (&self.faults, "fault")] {
+        let lists =
+            [(&self.orders, "order"), (&self.omissions, "omitted"), (&self.faults, "fault")];
+        for (list, what) in lists {
             if let Some(first) = list.first() {
                 text.push_str(&format!("; {} {what}, the first: {first}", list.len()));
             }

@@ -50,6 +50,17 @@ impl Tape {
         self.with(py, |tape| tape.head(declaration))
     }
 
+    /// True when this tensor is asked for; what is not need not be copied.
+    fn wants(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        role: Option<&str>,
+        microbatch: Option<u32>,
+    ) -> bool {
+        py.detach(|| self.lock().as_ref().is_some_and(|tape| tape.wants(name, role, microbatch)))
+    }
+
     /// Hands one shard over; its bytes must not change from now on.
     fn record(&self, py: Python<'_>, key: Key, shard: Shard<'_>) -> PyResult<()> {
         let capture = shard.capture(key)?;

@@ -224,6 +224,8 @@ fn dump(directory: &Path, side: u64) -> Vec<String> {
         head: None,
         files: vec![record],
         omissions: Vec::new(),
+        selections: Vec::new(),
+        trigger: None,
     };
     durable::create(&step_dir.manifest(), &manifest.to_bytes()).unwrap();
     let path = step_dir.path.join(file.as_str());

@@ -1,4 +1,5 @@
 //! `coordinator --listen 127.0.0.1:7447 --store DIR --world-size N`
+//! `coordinator plan|trigger --coordinator HOST:PORT --run R ...`
 //!
 //! Commits the steps of a job that runs on several hosts. A job on one host
 //! needs no such process: its rank 0 carries the coordinator inside.
@@ -7,6 +8,9 @@
 //! [backtape][Hnode-0][coordinator] INFO listening on 127.0.0.1:7447, store /dumps, world size 8
 //! [backtape][Hnode-0][coordinator] INFO run fused attempt 0 step 0: committed
 //! ```
+//!
+//! `plan` and `trigger` ask a running one, embedded or not, to have the ranks
+//! of a running job record.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -14,8 +18,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use backtape::coordinator::{Config, Coordinator, limits};
-use clap::Parser;
+use backtape::coordinator::{Config, Coordinator, Rules, asking, limits};
+use clap::{Args, Parser, Subcommand};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{Event, Subscriber};
@@ -26,23 +30,133 @@ use tracing_subscriber::registry::LookupSpan;
 
 /// Commits the steps that the ranks of a training job record.
 #[derive(Parser)]
-#[command(name = "coordinator", version)]
+#[command(
+    name = "coordinator",
+    version,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true
+)]
 struct Arguments {
+    #[command(subcommand)]
+    question: Option<Question>,
     /// Address to listen on; port 0 takes a free one
     #[arg(long, default_value = "127.0.0.1:7447")]
     listen: SocketAddr,
     /// Directory that holds the runs
-    #[arg(long)]
-    store: PathBuf,
+    #[arg(long, required = true)]
+    store: Option<PathBuf>,
     /// Processes in the job
-    #[arg(long)]
-    world_size: u32,
+    #[arg(long, required = true)]
+    world_size: Option<u32>,
     /// Listen beyond this host without encryption or authentication
     #[arg(long)]
     insecure: bool,
     /// Seconds from a step's first event after which it is called partial
     #[arg(long, default_value_t = limits::STEP_DEADLINE.as_secs())]
     step_deadline: u64,
+    /// Most triggered recordings of a run
+    #[arg(long, default_value_t = limits::MAX_TRIGGERS)]
+    max_triggers: u32,
+    /// Seconds after a triggered recording in which ranks cannot trigger another
+    #[arg(long, default_value_t = limits::TRIGGER_COOLDOWN.as_secs())]
+    trigger_cooldown: u64,
+}
+
+#[derive(Subcommand)]
+enum Question {
+    /// Set what the ranks of a running job record from now on
+    Plan(PlanArguments),
+    /// Have every rank record the next step, and write what its ring holds
+    Trigger(TriggerArguments),
+}
+
+/// Which coordinator, and which run.
+#[derive(Args)]
+struct Target {
+    /// Address of the coordinator
+    #[arg(long, value_name = "HOST:PORT", required_unless_present = "dir")]
+    coordinator: Option<String>,
+    /// The run; by default the last component of --dir
+    #[arg(long, required_unless_present = "dir")]
+    run: Option<String>,
+    /// The run's directory, where rank 0 carries the coordinator
+    #[arg(long, conflicts_with = "coordinator")]
+    dir: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct PlanArguments {
+    #[command(flatten)]
+    target: Target,
+    /// Steps, for example 500-510 or every:1000, or next:10 from the first that every rank hears of
+    #[arg(long)]
+    steps: Option<String>,
+    /// Tensors by glob, for example q,k,dq*,!d*_label
+    #[arg(long)]
+    tensors: Option<String>,
+    /// Ranks, for example 0-3,7
+    #[arg(long)]
+    ranks: Option<String>,
+    /// Microbatches, for example 0
+    #[arg(long)]
+    microbatches: Option<String>,
+    /// Leave out tensors of more bytes, for example 512MiB
+    #[arg(long)]
+    max_tensor_bytes: Option<String>,
+    /// Leave out tensors once a step holds as many bytes, for example 2GiB
+    #[arg(long)]
+    max_step_bytes: Option<String>,
+}
+
+#[derive(Args)]
+struct TriggerArguments {
+    #[command(flatten)]
+    target: Target,
+    /// The step to record; by default the next that every rank can still hear of
+    #[arg(long)]
+    step: Option<u64>,
+    /// Why, for the manifest and the report
+    #[arg(long, default_value = "asked for by hand")]
+    reason: String,
+}
+
+impl Target {
+    /// The address and the run.
+    fn find(&self) -> anyhow::Result<(String, String)> {
+        let Some(dir) = &self.dir else {
+            let missing = "give --coordinator and --run, or --dir";
+            let address = self.coordinator.clone().context(missing)?;
+            return Ok((address, self.run.clone().context(missing)?));
+        };
+        let last = std::path::absolute(dir)?;
+        let last = last.file_name().map(|name| name.to_string_lossy().into_owned());
+        let run = self.run.clone().or(last).context("--dir names no run: give --run too")?;
+        Ok((asking::embedded_address(dir)?, run))
+    }
+}
+
+fn ask(question: &Question) -> anyhow::Result<String> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        Ok(match question {
+            Question::Plan(plan) => {
+                let (address, run) = plan.target.find()?;
+                let text = asking::PlanText {
+                    steps: plan.steps.clone(),
+                    tensors: plan.tensors.clone(),
+                    ranks: plan.ranks.clone(),
+                    microbatches: plan.microbatches.clone(),
+                    max_tensor_bytes: plan.max_tensor_bytes.clone(),
+                    max_step_bytes: plan.max_step_bytes.clone(),
+                };
+                asking::plan(&address, &run, text).await?
+            }
+            Question::Trigger(trigger) => {
+                let (address, run) = trigger.target.find()?;
+                asking::trigger(&address, &run, trigger.step, &trigger.reason).await?
+            }
+        })
+    })
 }
 
 fn main() -> ExitCode {
@@ -52,7 +166,11 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .event_format(Prefixed { host: host() })
         .init();
-    match serve(&arguments) {
+    let done = match &arguments.question {
+        Some(question) => ask(question).map(|answer| tracing::info!("{answer}")),
+        None => serve(&arguments),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
@@ -62,7 +180,10 @@ fn main() -> ExitCode {
 }
 
 fn serve(arguments: &Arguments) -> anyhow::Result<()> {
-    let Arguments { listen, store, .. } = arguments;
+    let Arguments { listen, .. } = arguments;
+    let missing = "give --store and --world-size";
+    let store = arguments.store.as_ref().context(missing)?;
+    let world_size = arguments.world_size.context(missing)?;
     if !listen.ip().is_loopback() && !arguments.insecure {
         bail!(
             "{listen} is reachable from other hosts, and the dumps would cross the network \
@@ -71,7 +192,11 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let config = Config {
         step_deadline: Duration::from_secs(arguments.step_deadline),
-        ..Config::new(store, arguments.world_size)
+        rules: Rules {
+            max_triggers: arguments.max_triggers,
+            trigger_cooldown: Duration::from_secs(arguments.trigger_cooldown),
+        },
+        ..Config::new(store, world_size)
     };
     let runtime = tokio::runtime::Runtime::new().context("the runtime cannot be started")?;
     runtime.block_on(async {
@@ -82,8 +207,8 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
         })?;
         let coordinator = Coordinator::open(&config)?;
         let address = listener.local_addr()?;
-        let (store, ranks) = (store.display(), arguments.world_size);
-        tracing::info!("listening on {address}, store {store}, world size {ranks}");
+        let store = store.display();
+        tracing::info!("listening on {address}, store {store}, world size {world_size}");
         let (mut interrupt, mut terminate) =
             (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
         let shutdown = async {

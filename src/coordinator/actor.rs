@@ -129,6 +129,24 @@ fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
                 .map(|log| (log.directory.clone(), log.state.opened().world_size));
             answer(reply, move |_| place)
         }
+        Request::Heartbeat(member, beat, reply) => {
+            let refused = runs.heartbeat(&member, &beat, now_ms);
+            answer(reply, move |runs| runs.orders(&member, &beat, refused?, now_ms))
+        }
+        Request::Plan(run, ask, reply) => {
+            let planned = runs.plan(&run, ask, now_ms);
+            answer(reply, move |runs| {
+                let (attempt, plan) = planned?;
+                runs.log(&run, attempt).map(|_| plan)
+            })
+        }
+        Request::Trigger(run, ask, reply) => {
+            let triggered = runs.trigger(&run, ask, now_ms);
+            answer(reply, move |runs| {
+                let (attempt, trigger) = triggered?;
+                runs.log(&run, attempt).map(|_| trigger)
+            })
+        }
         Request::Unsettled(reply) => answer(reply, |runs| Ok(runs.unsettled())),
         Request::Tick => {
             runs.tick(now_ms);

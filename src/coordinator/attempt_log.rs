@@ -9,6 +9,7 @@ use std::io;
 
 use super::event::{Event, Opened};
 use super::journal::{self, Batch, Journal, JournalError};
+use super::pulse::Pulse;
 use super::refusal::Refusal;
 use super::state::{AttemptState, Outcome};
 use crate::hash::TrustHash;
@@ -21,6 +22,8 @@ use crate::store::{AttemptDir, durable};
 pub(crate) struct AttemptLog {
     pub(crate) directory: AttemptDir,
     pub(crate) state: AttemptState,
+    /// Where its ranks are; no part of the state, as it is not journalled.
+    pub(crate) pulse: Pulse,
     journal: Journal,
     staged: Vec<Event>,
     poisoned: Option<String>,
@@ -33,6 +36,7 @@ impl AttemptLog {
         let journal = Journal::new(directory.path.join(JOURNAL));
         AttemptLog {
             state: AttemptState::new(opened.clone()),
+            pulse: Pulse::default(),
             journal,
             staged: vec![Event::Opened(opened)],
             directory,
@@ -67,6 +71,7 @@ impl AttemptLog {
         Ok(state.map(|state| AttemptLog {
             directory,
             state,
+            pulse: Pulse::default(),
             journal,
             staged: Vec::new(),
             poisoned: None,

@@ -21,6 +21,24 @@ pub struct Config {
     pub new_attempt: bool,
     /// How long a step may take from its first event before it is partial.
     pub step_deadline: Duration,
+    /// How often running ranks may be made to record.
+    pub rules: Rules,
+}
+
+/// Bounds on triggered recordings: a run that diverged triggers at every step,
+/// and must not fill the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rules {
+    /// Most triggered recordings of a run, over all its attempts.
+    pub max_triggers: u32,
+    /// How long after a triggered recording ranks cannot trigger another; a person can.
+    pub trigger_cooldown: Duration,
+}
+
+impl Default for Rules {
+    fn default() -> Rules {
+        Rules { max_triggers: limits::MAX_TRIGGERS, trigger_cooldown: limits::TRIGGER_COOLDOWN }
+    }
 }
 
 impl Config {
@@ -33,6 +51,7 @@ impl Config {
             run: None,
             new_attempt: false,
             step_deadline: limits::STEP_DEADLINE,
+            rules: Rules::default(),
         }
     }
 }

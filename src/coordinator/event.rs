@@ -8,6 +8,7 @@ use crate::head::HeadDeclaration;
 use crate::identity::{Attempt, Name, Rank, Step};
 use crate::manifest::{FileRecord, Omission};
 use crate::placement::Mesh;
+use crate::selection::{Planned, Selection, Trigger};
 
 /// Something that was accepted. Applying the same events in the same order
 /// gives the same state: nothing here depends on a clock or on the disk.
@@ -33,6 +34,17 @@ pub(crate) enum Event {
         rank: Rank,
         /// What it comprises.
         closing: Closing,
+    },
+    /// A person gave a plan.
+    Planned(Planned),
+    /// A rank or a person asked for a recording.
+    Triggered(Trigger),
+    /// What the ranks' rings hold in common of a trigger is known.
+    RingChosen {
+        /// Of which trigger.
+        number: u32,
+        /// Every rank writes these.
+        steps: Vec<Step>,
     },
 }
 
@@ -77,4 +89,7 @@ pub(crate) struct Closing {
     pub head: Option<Box<HeadDeclaration>>,
     /// What it did not record.
     pub omissions: Vec<Omission>,
+    /// What it was asked for, where that was not everything.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selection: Option<Box<Selection>>,
 }

@@ -52,3 +52,40 @@ pub const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
 
 /// How long a step may take from its first event before it is called partial.
 pub const STEP_DEADLINE: Duration = Duration::from_secs(600);
+
+/// Triggered recordings of a run unless it is told otherwise: the first shows
+/// what went wrong, the next two whether it does so again.
+pub const MAX_TRIGGERS: u32 = 3;
+
+/// How long ranks cannot trigger again: the same divergence triggers for as
+/// long as it lasts.
+pub const TRIGGER_COOLDOWN: Duration = Duration::from_secs(600);
+
+/// Plans of one attempt: each is a line in the journal and is sent to every rank.
+pub const MAX_PLANS: usize = 1000;
+
+/// Heartbeats of one rank in a second: an honest one sends one, and a few more
+/// while a trigger is settled.
+pub const MAX_BEATS_PER_SECOND: u32 = 64;
+
+/// Longest heartbeat period that is believed.
+pub const MAX_BEAT_PERIOD: Duration = Duration::from_secs(60);
+
+/// Fastest steps that are believed, each second.
+pub const MAX_STEP_RATE: f64 = 10_000.0;
+
+/// A step beyond this is no step of a job.
+pub const MAX_STEP: u64 = 1 << 53;
+
+/// What an answer may take beyond the heartbeat's period.
+pub const HEARING_SLACK: Duration = Duration::from_millis(500);
+
+/// How long a rank may be silent before nobody waits for its ring; never less
+/// than five of its own periods.
+pub const RANK_SILENCE: Duration = Duration::from_secs(10);
+
+/// Steps that a ring may hold.
+pub const MAX_RING_STEPS: usize = 1024;
+
+/// Bytes of a trigger's reason.
+pub const MAX_REASON_BYTES: usize = 500;

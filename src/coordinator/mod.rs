@@ -6,7 +6,8 @@
 //!
 //! `state` and `attempts` know neither clock nor disk; `actor` owns them and the
 //! journals, and answers only what is durable; `service` and `wire` alone name
-//! wire types. It holds no tensor bytes: a file that is sent goes to disk in
+//! wire types. `orders` (durable) and `pulse` (from heartbeats, forgotten) choose
+//! what running ranks are asked to record. It holds no tensor bytes: a file that is sent goes to disk in
 //! chunks.
 
 mod actor;
@@ -19,6 +20,8 @@ mod journal;
 pub mod limits;
 #[cfg(test)]
 mod model_test;
+mod orders;
+mod pulse;
 mod refusal;
 mod request;
 mod runs;
@@ -30,7 +33,8 @@ mod status;
 mod wire;
 
 pub use actor::Handle;
-pub use config::{Config, ServeError, StartError};
+pub use config::{Config, Rules, ServeError, StartError};
 pub use refusal::Refusal;
 pub use server::{Coordinator, run};
 pub use status::{StepStatus, Unsettled};
+pub use wire::asking;

@@ -14,6 +14,7 @@ use crate::hash::TrustHash;
 use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
 use crate::manifest::FileRecord;
 use crate::placement::Mesh;
+use crate::selection::{Changes, Planned, Trigger};
 use crate::store::layout;
 
 const WORLD: u32 = 3;
@@ -32,6 +33,21 @@ enum Op {
         step: u64,
         files: u32,
     },
+    /// A plan with this version, from this step on.
+    Plan {
+        version: u32,
+        from: u64,
+    },
+    /// A trigger with this number, for this step.
+    Trigger {
+        number: u32,
+        record: u64,
+    },
+    /// The choice of what the rings write.
+    Ring {
+        number: u32,
+        step: u64,
+    },
     /// Kill the coordinator and load its journal.
     Restart,
 }
@@ -40,13 +56,17 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     let (rank, step) = (0..WORLD, 0..2u64);
     let report = (rank.clone(), step.clone(), 0..2u32, prop_oneof![9 => Just(0u8), 1 => Just(1)])
         .prop_map(|(rank, step, file, version)| Op::Report { rank, step, file, version });
+    let plan = (1..4u32, 0..3u64).prop_map(|(version, from)| Op::Plan { version, from });
+    let trigger = (1..4u32, 0..3u64).prop_map(|(number, record)| Op::Trigger { number, record });
+    let ring = (1..4u32, 0..2u64).prop_map(|(number, step)| Op::Ring { number, step });
     let close = (rank.clone(), step, 0..3u32).prop_map(|(rank, step, files)| Op::Close {
         rank,
         step,
         files,
     });
     let op = prop_oneof![
-        1 => rank.prop_map(Op::Join), 6 => report, 3 => close, 1 => Just(Op::Restart)
+        1 => rank.prop_map(Op::Join), 6 => report, 3 => close, 1 => Just(Op::Restart),
+        1 => plan, 1 => trigger, 1 => ring
     ];
     proptest::collection::vec(op, 0..60)
 }
@@ -87,6 +107,20 @@ fn event(op: &Op) -> Option<Event> {
                 },
             }
         }
+        Op::Plan { version, from } => {
+            let tensors = Some("q".parse().unwrap());
+            let changes = Changes { tensors, ..Changes::default() };
+            Event::Planned(Planned { version, from: Step(from), changes })
+        }
+        Op::Trigger { number, record } => Event::Triggered(Trigger {
+            number,
+            reason: "the loss is NaN".into(),
+            rank: Some(Rank(0)),
+            seen: Step(0),
+            record: Step(record),
+            ring: None,
+        }),
+        Op::Ring { number, step } => Event::RingChosen { number, steps: vec![Step(step)] },
         Op::Close { rank, step, files } => Event::Closed {
             step: Step(step),
             rank: Rank(rank),
@@ -110,6 +144,9 @@ fn shard(rank: u32, microbatch: Microbatch) -> crate::shard::ShardRecord {
 struct Model {
     files: BTreeMap<(u64, u32, u32), u8>,
     closed: BTreeMap<(u64, u32), u32>,
+    /// `from` of each plan, `record` of each trigger, and each one's choice.
+    plans: Vec<u64>,
+    triggers: Vec<(u64, Option<u64>)>,
 }
 
 impl Model {
@@ -142,7 +179,36 @@ impl Model {
                 }
                 honest
             }
+            Op::Plan { version, from } => {
+                let last = self.plans.last().copied();
+                let again = last == Some(from) && self.plans.len() == version as usize;
+                let next = self.plans.len() + 1 == version as usize && last <= Some(from);
+                if next {
+                    self.plans.push(from);
+                }
+                again || next
+            }
+            Op::Trigger { number, record } => {
+                let again = self.triggers.len() == number as usize
+                    && self.triggers.last() == Some(&(record, None));
+                let next = self.triggers.len() + 1 == number as usize;
+                if next {
+                    self.triggers.push((record, None));
+                }
+                again || next
+            }
+            Op::Ring { number, step } => match self.triggers.get_mut(number as usize - 1) {
+                None => false,
+                Some((_, choice)) => *choice.get_or_insert(step) == step,
+            },
         }
+    }
+
+    /// The trigger that a step is in the dump for, and whether out of the rings.
+    fn trigger_of(&self, step: u64) -> Option<(u32, bool)> {
+        let ours = |(record, ring): &(u64, Option<u64>)| *record == step || *ring == Some(step);
+        let at = self.triggers.iter().position(ours)?;
+        Some((at as u32 + 1, self.triggers[at].1 == Some(step)))
     }
 
     fn committed(&self, step: u64) -> bool {
@@ -195,10 +261,16 @@ proptest! {
                 written.push(std::fs::metadata(&path).unwrap().len());
                 state.apply(event, at_ms);
             }
+            let orders = state.orders();
+            prop_assert_eq!(orders.plan().map(|plan| plan.from.0), model.plans.last().copied());
+            prop_assert_eq!(orders.triggers().len(), model.triggers.len());
             for step in 0..2 {
                 let manifest = state.manifest(Step(step));
                 prop_assert_eq!(manifest.is_some(), model.committed(step));
                 prop_assert_eq!(state.uncommitted().contains(&Step(step)), model.committed(step));
+                let trigger = manifest.as_ref().and_then(|manifest| manifest.trigger.clone());
+                let named = trigger.map(|trigger| (trigger.number, trigger.ring));
+                prop_assert!(!model.committed(step) || named == model.trigger_of(step));
                 let listed = manifest.map_or(0, |manifest| manifest.files.len());
                 let all = model.files.keys().filter(|(s, ..)| *s == step).count();
                 prop_assert!(!model.committed(step) || listed == all);

@@ -26,7 +26,7 @@ pub enum Refusal {
     Mesh { rank: Rank, found: String, first: String },
     #[error("this coordinator serves run {serves} only, not {run}: one run shares a directory")]
     OtherRun { run: Name, serves: Name },
-    #[error("run {run} is not known here: join it first")]
+    #[error("run {run} is not known here: check its name, or start its ranks first")]
     UnknownRun { run: Name },
     #[error(
         "attempt {attempt} of run {run} was superseded by attempt {latest}: restart rank {rank}"
@@ -62,6 +62,12 @@ pub enum Refusal {
     Malformed(String),
     #[error("{0} uploads are running, as many as this coordinator allows: try again")]
     Busy(usize),
+    #[error("rank {0} sends more heartbeats than {1} a second")]
+    TooOften(Rank, u32),
+    #[error("nothing is triggered: {0}")]
+    NotTriggered(String),
+    #[error("the plan is not taken: {0}")]
+    NotPlanned(String),
     #[error("the store failed: {0}")]
     Storage(String),
     #[error("attempt {attempt} of run {run} takes nothing more: {reason}")]

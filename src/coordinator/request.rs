@@ -6,12 +6,14 @@ use std::path::PathBuf;
 use tokio::sync::oneshot;
 
 use super::event::Closing;
+use super::pulse::Beat;
 use super::refusal::Refusal;
 use super::status::{StepStatus, Unsettled};
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Rank, Step};
 use crate::manifest::FileRecord;
 use crate::placement::Mesh;
+use crate::selection::{Changes, Planned, Trigger};
 use crate::store::AttemptDir;
 
 /// Which process of which launch a request speaks for.
@@ -72,6 +74,41 @@ pub(crate) enum Admission {
     Wanted(AttemptDir, u32),
 }
 
+/// What a heartbeat is answered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Orders {
+    /// A plan that the rank did not know.
+    pub plan: Option<Planned>,
+    /// Triggers that are not settled for it.
+    pub triggers: Vec<Trigger>,
+    /// Why its report triggered nothing.
+    pub report_refused: Option<String>,
+    /// Every rank that is there is being closed.
+    pub all_leaving: bool,
+}
+
+/// A person's plan for a run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PlanAsk {
+    /// What it replaces.
+    pub changes: Changes,
+    /// This many steps from the first that every rank can hear of.
+    pub next: Option<u64>,
+}
+
+/// A wish to record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TriggerAsk {
+    /// Who saw something; `None`: a person.
+    pub rank: Option<Rank>,
+    /// What, in words.
+    pub reason: String,
+    /// Where it was seen; `None`: wherever the job is.
+    pub seen: Option<Step>,
+    /// Which step to record; `None`: the next that every rank can hear of.
+    pub record: Option<Step>,
+}
+
 pub(crate) type Reply<T> = oneshot::Sender<Result<T, Refusal>>;
 
 pub(crate) enum Request {
@@ -80,6 +117,9 @@ pub(crate) enum Request {
     Report(Member, Step, FileRecord, Reply<u64>),
     Close(Member, Step, Closing, Reply<bool>),
     Status(Name, Attempt, Step, Reply<StepStatus>),
+    Heartbeat(Member, Beat, Reply<Orders>),
+    Plan(Name, PlanAsk, Reply<Planned>),
+    Trigger(Name, TriggerAsk, Reply<Trigger>),
     Unsettled(Reply<Vec<Unsettled>>),
     /// Where a member's attempt lies, and of how many ranks it is.
     Place(Member, Reply<(AttemptDir, u32)>),

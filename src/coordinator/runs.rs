@@ -1,5 +1,7 @@
 //! Every run of the store and its attempts; finds the one a request means.
 
+mod steering;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,7 +9,7 @@ use std::time::Duration;
 
 use super::attempt_log::AttemptLog;
 use super::attempts::{self, Entrant, Latest, Launch};
-use super::config::{Config, StartError};
+use super::config::{Config, Rules, StartError};
 use super::event::{Event, Joined, Opened};
 use super::refusal::Refusal;
 use super::request::{Entry, Join, Member};
@@ -22,6 +24,7 @@ pub(crate) struct Runs {
     only: Option<Name>,
     new_attempt: bool,
     step_deadline: Duration,
+    rules: Rules,
     runs: BTreeMap<Name, Run>,
     /// Attempts that took an event since the last flush.
     touched: BTreeSet<(Name, Attempt)>,
@@ -48,6 +51,7 @@ impl Runs {
             only: config.run.clone(),
             new_attempt: config.new_attempt,
             step_deadline: config.step_deadline,
+            rules: config.rules,
             runs: BTreeMap::new(),
             touched: BTreeSet::new(),
         };

@@ -25,10 +25,13 @@ pub(crate) struct SentRows {
     pub(crate) rows: Vec<Row>,
 }
 
+/// Run, launch and rank that a set of files belongs to.
+type Whose = (Name, Attempt, Rank);
+
 /// The files of every rank that sends.
 #[derive(Default)]
 pub(crate) struct Scalars {
-    open: Mutex<HashMap<(Name, Attempt, Rank), Arc<Mutex<Files>>>>,
+    open: Mutex<HashMap<Whose, Arc<Mutex<Files>>>>,
 }
 
 /// The files of one rank, and which of its processes they were opened for.

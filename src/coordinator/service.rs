@@ -192,6 +192,38 @@ impl Rpc for Service {
         let rows = self.scalars(request.into_inner()).await.map_err(refuse)?;
         Ok(Response::new(proto::RecordScalarsResponse { rows }))
     }
+
+    async fn heartbeat(
+        &self,
+        request: Request<proto::HeartbeatRequest>,
+    ) -> Answer<proto::HeartbeatResponse> {
+        let (member, beat) = wire::steering::heartbeat(request.into_inner()).map_err(refuse)?;
+        let beat = |reply| request::Request::Heartbeat(member, beat, reply);
+        let orders = self.handle.ask(beat).await.map_err(refuse)?;
+        Ok(Response::new(wire::steering::orders(orders).map_err(refuse)?))
+    }
+
+    async fn set_plan(
+        &self,
+        request: Request<proto::SetPlanRequest>,
+    ) -> Answer<proto::SetPlanResponse> {
+        let (run, ask) = wire::steering::plan(request.into_inner()).map_err(refuse)?;
+        let plan = |reply| request::Request::Plan(run, ask, reply);
+        let plan = self.handle.ask(plan).await.map_err(refuse)?;
+        let plan = Some(wire::steering::planned(plan).map_err(refuse)?);
+        Ok(Response::new(proto::SetPlanResponse { plan }))
+    }
+
+    async fn trigger(
+        &self,
+        request: Request<proto::TriggerRequest>,
+    ) -> Answer<proto::TriggerResponse> {
+        let (run, ask) = wire::steering::trigger(request.into_inner()).map_err(refuse)?;
+        let trigger = |reply| request::Request::Trigger(run, ask, reply);
+        let trigger = self.handle.ask(trigger).await.map_err(refuse)?;
+        let trigger = Some(wire::steering::order(trigger));
+        Ok(Response::new(proto::TriggerResponse { trigger }))
+    }
 }
 
 /// The code says to the client whether to try again; the sentence is for people.
@@ -211,13 +243,15 @@ fn refuse(refusal: Refusal) -> Status {
         | Refusal::NotJoined { .. }
         | Refusal::StepClosed { .. }
         | Refusal::CountShort { .. }
+        | Refusal::NotTriggered(_)
+        | Refusal::NotPlanned(_)
         | Refusal::Poisoned { .. } => Code::FailedPrecondition,
         Refusal::FileConflict { .. }
         | Refusal::ShardConflict { .. }
         | Refusal::CloseConflict { .. } => Code::AlreadyExists,
         Refusal::FileAbsent { .. } => Code::NotFound,
         Refusal::BadFile { .. } => Code::DataLoss,
-        Refusal::Busy(_) => Code::ResourceExhausted,
+        Refusal::Busy(_) | Refusal::TooOften(..) => Code::ResourceExhausted,
         Refusal::Storage(_) | Refusal::Stopping => Code::Unavailable,
         Refusal::Deadline(_) => Code::DeadlineExceeded,
     };

@@ -8,12 +8,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::event::{Closing, Event, Joined, Opened};
+use super::orders::Orders;
 use super::refusal::Refusal;
 use crate::head::HeadDeclaration;
 use crate::identity::{Name, Rank, Step};
 use crate::index_box::IndexBox;
-use crate::manifest::{FileRecord, Manifest, Omission};
+use crate::manifest::{FileRecord, Manifest, Omission, RankSelection};
 use crate::placement::{Mesh, Reduction};
+use crate::selection::{IndexSelection, Selection};
 use crate::shard::{ShardRecord, TensorKey};
 use crate::store::layout;
 
@@ -33,6 +35,8 @@ pub(crate) struct AttemptState {
     pub(super) mesh: Mesh,
     pub(super) ranks: BTreeMap<Rank, Joined>,
     pub(super) steps: BTreeMap<Step, StepState>,
+    /// What the ranks were asked while they ran.
+    orders: Orders,
     /// Complete, and not known to be committed.
     ready: BTreeSet<Step>,
 }
@@ -62,6 +66,7 @@ impl AttemptState {
             opened,
             ranks: BTreeMap::new(),
             steps: BTreeMap::new(),
+            orders: Orders::default(),
             ready: BTreeSet::new(),
         }
     }
@@ -69,6 +74,16 @@ impl AttemptState {
     /// What was known when it began.
     pub(crate) fn opened(&self) -> &Opened {
         &self.opened
+    }
+
+    /// What the ranks were asked while they ran.
+    pub(crate) fn orders(&self) -> &Orders {
+        &self.orders
+    }
+
+    /// Every rank that entered.
+    pub(crate) fn joined(&self) -> impl Iterator<Item = Rank> {
+        self.ranks.keys().copied()
     }
 
     /// True when some process joined as this rank.
@@ -111,6 +126,9 @@ impl AttemptState {
                 Ok(known)
             }
             Event::Closed { step, rank, closing } => self.check_close(*step, *rank, closing),
+            Event::Planned(plan) => self.orders.check_plan(plan),
+            Event::Triggered(trigger) => self.orders.check_trigger(trigger),
+            Event::RingChosen { number, steps } => self.orders.check_ring(*number, steps),
         }
     }
 
@@ -244,6 +262,9 @@ impl AttemptState {
                 self.step_at(step, at_ms).close(rank, closing);
                 self.note_complete(step);
             }
+            Event::Planned(plan) => self.orders.add_plan(plan),
+            Event::Triggered(trigger) => self.orders.add_trigger(trigger, at_ms),
+            Event::RingChosen { number, steps } => self.orders.choose_ring(number, steps),
         }
     }
 
@@ -284,6 +305,8 @@ impl AttemptState {
             head: state.head.as_ref().map(|(_, head)| head.clone()),
             files: state.files.values().flat_map(BTreeMap::values).cloned().collect(),
             omissions: omissions.chain(&state.notes).cloned().collect(),
+            selections: state.selections(),
+            trigger: self.orders.trigger_of(step),
         })
     }
 
@@ -327,6 +350,23 @@ impl StepState {
         if own.insert(file.name.clone(), file).is_none() {
             self.present += 1;
         }
+    }
+
+    /// What was asked for, ranks that were asked the same together.
+    fn selections(&self) -> Vec<RankSelection> {
+        let mut found: Vec<(&Selection, Vec<u32>)> = Vec::new();
+        for (rank, closing) in &self.closed {
+            let Some(own) = closing.selection.as_deref() else { continue };
+            match found.iter_mut().find(|(selection, _)| *selection == own) {
+                Some((_, ranks)) => ranks.push(rank.0),
+                None => found.push((own, vec![rank.0])),
+            }
+        }
+        let record = |(selection, ranks): (&Selection, Vec<u32>)| RankSelection {
+            ranks: IndexSelection::of(ranks),
+            selection: selection.clone(),
+        };
+        found.into_iter().map(record).collect()
     }
 
     fn close(&mut self, rank: Rank, closing: Closing) {

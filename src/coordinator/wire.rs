@@ -1,5 +1,8 @@
 //! From wire types to domain types: the one place where a message is doubted.
 
+pub mod asking;
+pub(super) mod steering;
+
 use backtape_proto as proto;
 
 use super::event::Closing;
@@ -84,8 +87,12 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
             reason: omission.reason,
         })
     });
-    let closing =
-        Closing { files: wire.files, head, omissions: omissions.collect::<Result<_, _>>()? };
+    let selection = match wire.selection.as_ref() {
+        [] => None,
+        bytes => Some(serde_json::from_slice(bytes).map_err(malformed)?),
+    };
+    let omissions = omissions.collect::<Result<_, _>>()?;
+    let closing = Closing { files: wire.files, head, omissions, selection };
     Ok((member, Step(wire.step), closing))
 }
 

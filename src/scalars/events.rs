@@ -108,7 +108,7 @@ mod tests {
                 }
             }
             let crc = !crc;
-            ((crc >> 15) | (crc << 17)).wrapping_add(0xa282_ead8).to_le_bytes()
+            crc.rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
         };
         assert_eq!(&out[8..12], naive(&out[..8]));
         assert_eq!(&out[12 + message.len()..], naive(message));

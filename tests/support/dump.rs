@@ -99,6 +99,8 @@ pub(crate) fn write_with(
         head: head.cloned(),
         files,
         omissions: Vec::new(),
+        selections: Vec::new(),
+        trigger: None,
     };
     backtape::store::durable::create(&step_dir.manifest(), &manifest.to_bytes()).unwrap();
     let record = RunRecord {

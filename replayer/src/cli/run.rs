@@ -298,12 +298,19 @@ pub(super) fn report(
     proof: &Verification,
 ) -> Report {
     let microbatches = judged.map(|(step, _)| step.microbatches.len());
+    let manifest = &dump.manifest;
     let dump = summary(path, dump, microbatches, proof);
     let findings: Vec<String> =
         proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
     let outcome = judged.map(|(_, outcome)| outcome);
     let mut not_checked: Vec<NotChecked> =
         outcome.map(|outcome| outcome.not_checked.clone()).unwrap_or_default();
+    // What nobody asked for was not forgotten by the job.
+    for item in not_checked.iter_mut().filter(|item| item.why.starts_with("not captured")) {
+        if let Some(why) = manifest.unselected(&item.what, None) {
+            item.why = why;
+        }
+    }
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
     let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
@@ -374,6 +381,11 @@ fn summary(
         shards: proof.shards,
         bytes: proof.bytes,
         proved: proof.intact(),
+        trigger: manifest.trigger.as_ref().map(|trigger| trigger.sentence()),
+        selection: manifest.selections.first().map(|kept| {
+            let (of, ranks) = (kept.selection.restrictions(), &kept.ranks);
+            format!("{of} (asked of ranks {ranks})")
+        }),
     }
 }
 

@@ -142,6 +142,8 @@ pub(crate) fn commit(shards: Vec<Held>, world_size: u32) -> Dumped {
         head: None,
         files: Vec::new(),
         omissions: Vec::new(),
+        selections: Vec::new(),
+        trigger: None,
     };
     std::fs::create_dir_all(&step.path).unwrap();
     for ((rank, microbatch), shards) in files {

@@ -112,6 +112,8 @@ fn put_together(
         mesh: record.map(|record| record.mesh).unwrap_or_default(),
         head: None,
         omissions: omissions.collect(),
+        selections: Vec::new(),
+        trigger: None,
         files: readable.into_iter().map(file_record).collect(),
     };
     let state = StepState::Partial { why, missing_ranks };

@@ -48,6 +48,12 @@ pub struct DumpSummary {
     pub bytes: u64,
     /// True when every check of the round trip passed.
     pub proved: bool,
+    /// What made the step be recorded, where nobody had selected it beforehand.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trigger: Option<String>,
+    /// What was asked for, where that was not everything.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub selection: Option<String>,
 }
 
 /// One stage of the report.

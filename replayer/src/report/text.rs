@@ -63,6 +63,12 @@ fn head(out: &mut String, report: &Report) {
         if dump.proved { "bytes, place, coverage and replicas proved" } else { "NOT proved" };
     let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
     wrap(out, "dump      ", &format!("{}; {size}; {proof}", dump.state));
+    if let Some(trigger) = &dump.trigger {
+        wrap(out, "trigger   ", trigger);
+    }
+    if let Some(selection) = &dump.selection {
+        wrap(out, "selection ", selection);
+    }
     wrap(out, "head      ", &dump.head);
     if let Some(against) = &report.against {
         let other = &against.dump;

@@ -1,9 +1,19 @@
-//! Which steps are recorded: `0`, `0,100-110`, `every:1000`, or several of them.
+//! Which steps are recorded: `0`, `0,100-110`, `every:1000`, several of them, or `none`.
 
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
+use super::{SelectionError, range, spelled, terms};
+
+const KIND: (&str, &str) = ("steps", "0 or 0,100-110 or every:1000");
+
+/// Steps that are looked at one by one: a rank that far behind is not late but absent.
+const MAX_SCANNED: usize = 100_000;
+
 /// A set of steps, as `BACKTAPE_STEPS` spells it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct StepSelection {
     terms: Vec<Term>,
 }
@@ -16,21 +26,20 @@ enum Term {
     Every(u64),
 }
 
-/// Why a selection cannot be read.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the steps {text:?} cannot be read at {term:?}: {problem}; write for example 0 or 0,100-110 or every:1000"
-)]
-pub struct SelectionError {
-    text: String,
-    term: String,
-    problem: &'static str,
-}
-
 impl StepSelection {
     /// No step at all.
     pub fn none() -> StepSelection {
         StepSelection { terms: Vec::new() }
+    }
+
+    /// These steps, both ends included.
+    pub fn range(first: u64, last: u64) -> StepSelection {
+        StepSelection { terms: vec![Term::Range(first, last)] }
+    }
+
+    /// The steps of a range that are selected, the first `most` of them.
+    pub fn within(&self, first: u64, last: u64, most: usize) -> Vec<u64> {
+        (first..=last).take(MAX_SCANNED).filter(|&step| self.contains(step)).take(most).collect()
     }
 
     /// True when this step is to be recorded.
@@ -53,20 +62,21 @@ impl FromStr for StepSelection {
     type Err = SelectionError;
 
     fn from_str(text: &str) -> Result<StepSelection, SelectionError> {
-        let terms = text.split(',').map(|term| {
-            parse_term(term.trim()).map_err(|problem| SelectionError {
-                text: text.chars().take(200).collect(),
-                term: term.trim().chars().take(80).collect(),
-                problem,
-            })
+        if text.trim() == "none" {
+            return Ok(StepSelection::none());
+        }
+        let terms = terms(KIND, text)?.map(|term| {
+            parse_term(term).map_err(|problem| SelectionError::new(KIND, text, term, problem))
         });
-        let terms = terms.collect::<Result<_, _>>()?;
-        Ok(StepSelection { terms })
+        Ok(StepSelection { terms: terms.collect::<Result<_, _>>()? })
     }
 }
 
 impl std::fmt::Display for StepSelection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.terms.is_empty() {
+            return f.write_str("none");
+        }
         for (index, term) in self.terms.iter().enumerate() {
             if index > 0 {
                 f.write_str(",")?;
@@ -82,32 +92,18 @@ impl std::fmt::Display for StepSelection {
 }
 
 fn parse_term(term: &str) -> Result<Term, &'static str> {
-    let number = |text: &str| {
-        let digits = text.trim();
-        let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
-        let parsed = plain.then(|| digits.parse::<u64>().ok()).flatten();
-        parsed.ok_or("a step is a whole number")
+    let one = "a step is a whole number";
+    let Some(stride) = term.strip_prefix("every:") else {
+        return range(term, one).map(|(first, last)| Term::Range(first, last));
     };
-    if term.is_empty() {
-        return Err("nothing stands there");
-    }
-    if let Some(stride) = term.strip_prefix("every:") {
-        return match number(stride)? {
-            0 => Err("every:0 names no step"),
-            stride => Ok(Term::Every(stride)),
-        };
-    }
-    match term.split_once('-') {
-        None => number(term).map(|step| Term::Range(step, step)),
-        Some((first, last)) => {
-            let (first, last) = (number(first)?, number(last)?);
-            if first > last {
-                return Err("the range ends before it starts");
-            }
-            Ok(Term::Range(first, last))
-        }
+    match range(stride.trim(), one)? {
+        (0, 0) => Err("every:0 names no step"),
+        (first, last) if first == last => Ok(Term::Every(first)),
+        _ => Err(one),
     }
 }
+
+spelled!(StepSelection);
 
 #[cfg(test)]
 mod tests {
@@ -137,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_selection_prints_as_it_is_written() {
-        for text in ["0", "0,100-110", "every:1000"] {
+        for text in ["0", "0,100-110", "every:1000", "none"] {
             assert_eq!(text.parse::<StepSelection>().unwrap().to_string(), text);
         }
     }

@@ -1,0 +1,382 @@
+//! The last steps that nobody selected, in memory, in case something triggers:
+//! so that the step that went wrong is itself in the dump.
+//!
+//! Bounded in steps and in bytes. When bytes run out the oldest whole step goes,
+//! so what was lost is one gap before what is held, and it is counted. While a
+//! trigger is open the ring is frozen: nothing that is complete goes, and new
+//! steps that do not fit are not kept.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use backtape::head::HeadDeclaration;
+use backtape::selection::Selection;
+
+use crate::capture::Queued;
+use crate::omissions::Omissions;
+use crate::queue::{CAPTURE_OVERHEAD_BYTES, Ending};
+
+/// Steps that a frozen ring may grow to, as a multiple of its length: beside
+/// bytes, entries without captures must be bounded too.
+const FROZEN_GROWTH: usize = 2;
+
+/// What a step holds that leaves the ring to be written.
+pub(crate) struct Taken {
+    pub(crate) captures: Vec<Queued>,
+    pub(crate) ending: Ending,
+    /// Charged until [`Ring::settle`].
+    pub(crate) bytes: u64,
+}
+
+/// Whether the ring can write a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holds {
+    /// Yes.
+    Whole,
+    /// Its tape is still open: its close will say.
+    Open,
+    /// It is not there.
+    Not,
+}
+
+pub(crate) struct Ring {
+    limit_steps: usize,
+    limit_bytes: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    steps: BTreeMap<u64, Held>,
+    /// Held, and taken but not yet written.
+    bytes: u64,
+    frozen: bool,
+    dropped: Option<Dropped>,
+}
+
+struct Held {
+    captures: Vec<Queued>,
+    head: Option<Box<HeadDeclaration>>,
+    omissions: Omissions,
+    selection: Arc<Selection>,
+    bytes: u64,
+    closed: bool,
+    /// Asked for while its tape was open.
+    wanted: bool,
+}
+
+/// Steps that were dropped for want of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Dropped {
+    pub(crate) first: u64,
+    pub(crate) last: u64,
+    pub(crate) count: u64,
+}
+
+impl State {
+    /// The oldest step that may go; never the one that is being recorded.
+    fn spare(&self, keep: u64) -> Option<u64> {
+        let goes = |(step, held): &(&u64, &Held)| **step != keep && !held.wanted && !self.frozen;
+        self.steps.iter().find(goes).map(|(step, _)| *step)
+    }
+
+    fn remove(&mut self, step: u64) -> Option<Held> {
+        let held = self.steps.remove(&step)?;
+        self.bytes = self.bytes.saturating_sub(held.bytes);
+        Some(held)
+    }
+
+    fn count_dropped(&mut self, step: u64) {
+        let so_far = self.dropped.unwrap_or(Dropped { first: step, last: step, count: 0 });
+        self.dropped = Some(Dropped {
+            first: so_far.first.min(step),
+            last: so_far.last.max(step),
+            count: so_far.count + 1,
+        });
+    }
+}
+
+impl Ring {
+    pub(crate) fn new(limit_steps: u32, limit_bytes: u64) -> Ring {
+        Ring { limit_steps: limit_steps as usize, limit_bytes, state: Mutex::default() }
+    }
+
+    /// True when steps are kept at all.
+    pub(crate) fn is_on(&self) -> bool {
+        self.limit_steps > 0
+    }
+
+    /// A panic while the lock was held left plain data behind: go on with it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes room for a step, whose tape is open from now on; `closed`: it has
+    /// none on this rank, which holds it all the same, being nothing.
+    pub(crate) fn begin(&self, step: u64, selection: Arc<Selection>, closed: bool) {
+        // Payloads are dropped after the lock is: a payload's drop is the caller's code.
+        let mut gone = Vec::new();
+        let mut state = self.lock();
+        while state.steps.len() >= self.limit_steps
+            && let Some(oldest) = state.spare(step)
+        {
+            gone.extend(state.remove(oldest));
+        }
+        if state.steps.len() >= self.limit_steps * FROZEN_GROWTH {
+            state.count_dropped(step);
+            return;
+        }
+        let (captures, omissions) = (Vec::new(), Omissions::default());
+        let held =
+            Held { captures, head: None, omissions, selection, bytes: 0, closed, wanted: false };
+        state.steps.insert(step, held);
+    }
+
+    /// Keeps a capture. Never waits: what does not fit makes the oldest step go,
+    /// and where nothing can go, its own.
+    pub(crate) fn push(&self, step: u64, capture: Queued) {
+        let cost = capture.length.saturating_add(CAPTURE_OVERHEAD_BYTES);
+        let mut gone = Vec::new();
+        let mut state = self.lock();
+        while state.bytes.saturating_add(cost) > self.limit_bytes {
+            let Some(oldest) = state.spare(step) else { break };
+            gone.extend(state.remove(oldest));
+            state.count_dropped(oldest);
+        }
+        let fits = state.bytes.saturating_add(cost) <= self.limit_bytes;
+        match state.steps.get_mut(&step) {
+            Some(held) if fits => {
+                held.captures.push(capture);
+                held.bytes += cost;
+                state.bytes += cost;
+            }
+            Some(_) => {
+                gone.extend(state.remove(step));
+                state.count_dropped(step);
+            }
+            // It was dropped before, and counted then.
+            None => {}
+        }
+        drop(state);
+        drop(gone);
+    }
+
+    /// The step's tape is closed; true when it was asked for in the meantime.
+    pub(crate) fn close(
+        &self,
+        step: u64,
+        head: Option<Box<HeadDeclaration>>,
+        omissions: Omissions,
+    ) -> bool {
+        let mut state = self.lock();
+        let Some(held) = state.steps.get_mut(&step) else { return false };
+        (held.head, held.omissions, held.closed) = (head, omissions, true);
+        held.wanted
+    }
+
+    /// The step's tape was dropped: nobody said that it was all.
+    pub(crate) fn abandon(&self, step: u64) {
+        let gone = self.lock().remove(step);
+        drop(gone);
+    }
+
+    /// Keeps everything that is there, until [`Ring::thaw`].
+    pub(crate) fn freeze(&self) {
+        self.lock().frozen = true;
+    }
+
+    /// Nothing is open any more: back to the ring's own length.
+    pub(crate) fn thaw(&self) {
+        let mut gone = Vec::new();
+        let mut state = self.lock();
+        state.frozen = false;
+        while state.steps.len() > self.limit_steps
+            && let Some(oldest) = state.spare(u64::MAX)
+        {
+            gone.extend(state.remove(oldest));
+        }
+    }
+
+    /// Steps that can be written, ascending.
+    pub(crate) fn held(&self) -> Vec<u64> {
+        let state = self.lock();
+        state.steps.iter().filter(|(_, held)| held.closed).map(|(step, _)| *step).collect()
+    }
+
+    /// Claims a step, so that it is not dropped before it is taken.
+    pub(crate) fn claim(&self, step: u64) -> Holds {
+        let mut state = self.lock();
+        let Some(held) = state.steps.get_mut(&step) else { return Holds::Not };
+        held.wanted = true;
+        if held.closed { Holds::Whole } else { Holds::Open }
+    }
+
+    /// Takes a step out to be written.
+    pub(crate) fn take(&self, step: u64) -> Option<Taken> {
+        let held = self.lock().steps.remove(&step)?;
+        let ending =
+            Ending { head: held.head, omissions: held.omissions, selection: held.selection };
+        Some(Taken { captures: held.captures, ending, bytes: held.bytes })
+    }
+
+    /// What was taken is written, and its payloads are dropped.
+    pub(crate) fn settle(&self, bytes: u64) {
+        let mut state = self.lock();
+        state.bytes = state.bytes.saturating_sub(bytes);
+    }
+
+    /// What was dropped for want of memory.
+    pub(crate) fn dropped(&self) -> Option<Dropped> {
+        self.lock().dropped
+    }
+
+    /// Bytes held, for tests of the bound.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> u64 {
+        self.lock().bytes
+    }
+
+    /// Gives everything back.
+    pub(crate) fn clear(&self) {
+        let gone = std::mem::take(&mut *self.lock());
+        drop(gone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use backtape::dtype::Dtype;
+    use backtape::index_box::IndexBox;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::capture::Capture;
+
+    static ALIVE: AtomicUsize = AtomicUsize::new(0);
+
+    /// Bytes that count how many of them are held.
+    struct Counted(Vec<u8>);
+
+    impl AsRef<[u8]> for Counted {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            ALIVE.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn capture(bytes: u64) -> Queued {
+        ALIVE.fetch_add(1, Ordering::SeqCst);
+        queued(bytes, Box::new(Counted(vec![0; bytes as usize])))
+    }
+
+    fn plain(bytes: u64) -> Queued {
+        queued(bytes, Box::new(vec![0; bytes as usize]))
+    }
+
+    fn queued(bytes: u64, payload: Box<dyn crate::capture::Payload>) -> Queued {
+        let capture = Capture {
+            tensor: "q".into(),
+            role: None,
+            microbatch: None,
+            when: None,
+            dtype: Dtype::U8,
+            shape: vec![bytes],
+            place: IndexBox(vec![(0, bytes)]),
+            placement: Default::default(),
+            partial: None,
+            replica: 0,
+            located: crate::capture::Located::ByBox,
+            compiled: false,
+            payload,
+        };
+        capture.check().unwrap()
+    }
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Step(Vec<u64>),
+        Freeze,
+        Thaw,
+        Write,
+    }
+
+    fn ops() -> impl Strategy<Value = Vec<Op>> {
+        let step = proptest::collection::vec(0..3000u64, 0..5).prop_map(Op::Step);
+        let op = prop_oneof![
+            8 => step, 1 => Just(Op::Freeze), 1 => Just(Op::Thaw), 2 => Just(Op::Write)
+        ];
+        proptest::collection::vec(op, 0..80)
+    }
+
+    proptest! {
+        /// Goal: bytes and steps never pass their bounds, a frozen ring loses
+        /// nothing that it held, an unfrozen one holds the newest steps without
+        /// a gap, and what is dropped is dropped for good. Method: random steps,
+        /// freezes and writes; the payloads count themselves.
+        #[test]
+        fn a_ring_is_bounded_and_loses_only_its_oldest_steps(ops in ops()) {
+            const LIMIT: u64 = 10_000;
+            let ring = Ring::new(6, LIMIT);
+            let (mut frozen, mut written) = (false, Vec::new());
+            for (step, op) in (0..).zip(ops) {
+                let before = ring.held();
+                match op {
+                    Op::Step(sizes) => {
+                        ring.begin(step, Arc::default(), false);
+                        for size in sizes {
+                            ring.push(step, capture(size));
+                            prop_assert!(ring.bytes() <= LIMIT);
+                        }
+                        ring.close(step, None, Omissions::default());
+                    }
+                    Op::Freeze => {
+                        ring.freeze();
+                        frozen = true;
+                    }
+                    Op::Thaw => {
+                        ring.thaw();
+                        frozen = false;
+                    }
+                    Op::Write => {
+                        if let Some(&oldest) = before.first() {
+                            prop_assert_eq!(ring.claim(oldest), Holds::Whole);
+                            let taken = ring.take(oldest).unwrap();
+                            drop(taken.captures);
+                            ring.settle(taken.bytes);
+                            written.push(oldest);
+                        }
+                    }
+                }
+                let held = ring.held();
+                let most = if frozen { 12 } else { 6 };
+                prop_assert!(held.len() <= most);
+                if frozen {
+                    let kept = before.iter().filter(|step| !written.contains(step));
+                    prop_assert!(kept.into_iter().all(|step| held.contains(step)));
+                }
+            }
+            ring.clear();
+            prop_assert_eq!((ring.bytes(), ALIVE.load(Ordering::SeqCst)), (0, 0));
+        }
+    }
+
+    #[test]
+    fn a_step_that_alone_is_too_large_is_dropped_whole_and_the_others_stay_away() {
+        let ring = Ring::new(4, 5000);
+        for (step, size) in [(1, 100), (2, 9000), (3, 100)] {
+            ring.begin(step, Arc::default(), false);
+            ring.push(step, plain(size));
+            ring.push(step, plain(size));
+            ring.close(step, None, Omissions::default());
+        }
+        assert_eq!(ring.held(), [3]);
+        assert_eq!(ring.dropped(), Some(Dropped { first: 1, last: 2, count: 2 }));
+    }
+}

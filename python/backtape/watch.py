@@ -1,0 +1,79 @@
+"""The numbers that `Recorder.watch` is given, until they can be read without waiting.
+
+A jax array that is still computed says `is_ready() == False`; reading it would hold the job up
+until the device has caught up. A torch tensor on a device is copied in the stream that computes
+it, and an event says when the copy is there. Both are read by a later call, one step or so on.
+"""
+
+import sys
+from collections import deque
+from typing import Any, Iterator
+
+import numpy as np
+
+# Steps whose numbers a device may still compute. One that is further behind lets the oldest go:
+# the numbers hold device memory.
+MAX_PENDING = 16
+
+
+class Readings:
+    """Numbers of steps, in order, that were not looked at yet."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_PENDING)
+
+    def add(self, step: int, loss: Any, grad_norm: Any) -> None:
+        """Keeps the numbers of a step."""
+        self._pending.append((int(step), started(loss), started(grad_norm)))
+
+    def ready(self) -> Iterator[tuple[int, float | None, float | None]]:
+        """Steps whose numbers are there, the oldest first; each is given once."""
+        while self._pending:
+            step, *values = self._pending[0]
+            if not all(is_ready(value) for value in values):
+                return
+            # Taken out first: a value that cannot be read is not tried again at every step.
+            self._pending.popleft()
+            loss, grad_norm = map(number, values)
+            yield step, loss, grad_norm
+
+
+class DeviceCopy:
+    """A number of a torch device on its way to the host."""
+
+    def __init__(self, tensor: Any) -> None:
+        torch = sys.modules["torch"]
+        with torch.cuda.device(tensor.device):
+            self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
+            self._host.copy_(tensor.detach().reshape(()).double(), non_blocking=True)
+            self._there = torch.cuda.Event()
+            self._there.record()
+
+    def is_ready(self) -> bool:
+        return self._there.query()
+
+    def __float__(self) -> float:
+        return float(self._host)
+
+
+def started(value: Any) -> Any:
+    """The value, or what will hold it, if reading it now would wait for a device."""
+    return DeviceCopy(value) if getattr(value, "is_cuda", False) else value
+
+
+def is_ready(value: Any) -> bool:
+    """False while a device computes the value."""
+    ready = getattr(value, "is_ready", None)
+    return ready is None or bool(ready())
+
+
+def number(value: Any) -> float | None:
+    """The value as a number; ValueError or TypeError where it is none."""
+    if value is None or isinstance(value, (int, float, DeviceCopy)):
+        return None if value is None else float(value)
+    if hasattr(value, "detach"):
+        return float(value.detach())
+    array = np.asarray(value)
+    if array.size != 1:
+        raise ValueError(f"an array of {array.size} elements is no number: watch(loss=loss.mean())")
+    return float(array.reshape(()).astype(np.float64))

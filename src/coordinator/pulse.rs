@@ -1,0 +1,303 @@
+//! Where the ranks of an attempt are, from their heartbeats. Pure, and not
+//! durable: after a restart the next heartbeats say it again.
+//!
+//! ```text
+//!            rank r, last heard at step 100, 0.8 s ago, 2.5 steps/s, period 1 s
+//!            it hears within 1.25 × 1 s + 0.5 s, so it may have begun step
+//!            100 + floor((0.8 + 1.75) × 2.5) + 1 = 107 by then: ask for 108
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::limits::{
+    HEARING_SLACK, MAX_BEAT_PERIOD, MAX_BEATS_PER_SECOND, MAX_STEP_RATE, RANK_SILENCE,
+};
+use super::refusal::Refusal;
+use crate::identity::{Rank, Step};
+use crate::selection::Trigger;
+
+/// Longest pause between two heartbeats, in periods: they are jittered.
+const PERIOD_STRETCH: f64 = 1.25;
+
+/// What a rank says of itself, checked by the adapter.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Beat {
+    /// The newest step it has begun.
+    pub step: Option<Step>,
+    /// Rate of its fastest recent step.
+    pub steps_per_second: f64,
+    /// How often it asks.
+    pub period_ms: u64,
+    /// The newest plan it knows.
+    pub plan_version: u32,
+    /// Triggers that are settled for it.
+    pub triggers_settled: u32,
+    /// What went wrong there.
+    pub report: Option<Report>,
+    /// What its ring holds.
+    pub ring: Option<RingReport>,
+    /// Its recorder is being closed.
+    pub leaving: bool,
+}
+
+/// A condition that a rank was told to watch for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Report {
+    /// In which step.
+    pub step: Step,
+    /// What was seen, in words.
+    pub reason: String,
+}
+
+/// What a ring holds, frozen for a trigger.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct RingReport {
+    /// The trigger's number.
+    pub trigger: u32,
+    /// Steps, ascending.
+    pub steps: Vec<Step>,
+}
+
+/// What is known of the running ranks.
+#[derive(Debug, Default)]
+pub(crate) struct Pulse {
+    ranks: BTreeMap<Rank, Seen>,
+    /// Rings frozen for a trigger, by its number and rank.
+    rings: BTreeMap<u32, BTreeMap<Rank, Vec<Step>>>,
+    /// When the first heartbeat came: before, silence means nothing.
+    since_ms: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    at_ms: u64,
+    step: Option<Step>,
+    steps_per_second: f64,
+    period_ms: u64,
+    leaving: bool,
+    /// Heartbeats in the second that began at `window_ms`.
+    window_ms: u64,
+    beats: u32,
+}
+
+impl Pulse {
+    /// Takes a heartbeat in.
+    pub(crate) fn note(&mut self, rank: Rank, beat: &Beat, now_ms: u64) -> Result<(), Refusal> {
+        self.since_ms.get_or_insert(now_ms);
+        let (mut window_ms, mut beats) = (now_ms, 1);
+        let mut step = beat.step;
+        if let Some(seen) = self.ranks.get(&rank) {
+            if now_ms.saturating_sub(seen.window_ms) < 1000 {
+                (window_ms, beats) = (seen.window_ms, seen.beats + 1);
+            }
+            if beats > MAX_BEATS_PER_SECOND {
+                return Err(Refusal::TooOften(rank, MAX_BEATS_PER_SECOND));
+            }
+            step = step.max(seen.step);
+        }
+        let rate = beat.steps_per_second;
+        let seen = Seen {
+            at_ms: now_ms,
+            step,
+            // NaN and negative rates say nothing.
+            steps_per_second: if rate > 0.0 { rate.min(MAX_STEP_RATE) } else { 0.0 },
+            period_ms: beat.period_ms.min(millis(MAX_BEAT_PERIOD)),
+            leaving: beat.leaving,
+            window_ms,
+            beats,
+        };
+        self.ranks.insert(rank, seen);
+        Ok(())
+    }
+
+    /// Keeps what a rank's ring holds for a trigger that is still open.
+    pub(crate) fn hold(&mut self, rank: Rank, ring: RingReport) {
+        self.rings.entry(ring.trigger).or_default().insert(rank, ring.steps);
+    }
+
+    /// The newest step that any rank is known to have begun.
+    pub(crate) fn newest(&self) -> Option<Step> {
+        self.ranks.values().filter_map(|seen| seen.step).max()
+    }
+
+    /// The first step that every rank will have heard of before it gets there;
+    /// `None` when no rank has begun one.
+    pub(crate) fn reach(&self, now_ms: u64) -> Option<Step> {
+        let one = |seen: &Seen| {
+            // A rank that fell silent has not gone on for ever.
+            let age = now_ms.saturating_sub(seen.at_ms).min(seen.silence_ms()) as f64;
+            let hearing = seen.period_ms as f64 * PERIOD_STRETCH + millis(HEARING_SLACK) as f64;
+            let begun = (age + hearing) / 1000.0 * seen.steps_per_second;
+            // Rates and times are capped: far below 2^53. One more step may
+            // begin at once, and the one after it is the first to ask for.
+            seen.step.map(|step| Step(step.0.saturating_add(begun.floor() as u64 + 2)))
+        };
+        self.ranks.values().filter_map(one).max()
+    }
+
+    /// True when nobody waits for this rank: it said that it leaves, or is gone.
+    fn absent(&self, rank: Rank, now_ms: u64) -> bool {
+        match self.ranks.get(&rank) {
+            Some(seen) => now_ms.saturating_sub(seen.at_ms) >= seen.silence_ms(),
+            None => {
+                let since = self.since_ms.unwrap_or(now_ms);
+                now_ms.saturating_sub(since) >= millis(RANK_SILENCE)
+            }
+        }
+    }
+
+    /// True when every rank that is there is being closed.
+    pub(crate) fn all_leaving(&self, joined: impl Iterator<Item = Rank>, now_ms: u64) -> bool {
+        let mut joined = joined;
+        joined.all(|rank| {
+            let leaving = self.ranks.get(&rank).is_some_and(|seen| seen.leaving);
+            leaving || self.absent(rank, now_ms)
+        })
+    }
+
+    /// What every rank shall write of its ring, once all that are there have
+    /// said what they hold: the steps that all of them hold, and the step the
+    /// trigger is about where any of them does.
+    pub(crate) fn ring_choice(
+        &self,
+        trigger: &Trigger,
+        mut joined: impl Iterator<Item = Rank>,
+        now_ms: u64,
+    ) -> Option<Vec<Step>> {
+        let none = BTreeMap::new();
+        let held = self.rings.get(&trigger.number).unwrap_or(&none);
+        if held.is_empty()
+            || joined.any(|rank| !held.contains_key(&rank) && !self.absent(rank, now_ms))
+        {
+            return None;
+        }
+        let mut lists = held.values();
+        let mut common: BTreeSet<Step> = lists.next()?.iter().copied().collect();
+        for list in lists {
+            let list: BTreeSet<Step> = list.iter().copied().collect();
+            common.retain(|step| list.contains(step));
+        }
+        if held.values().any(|list| list.contains(&trigger.seen)) {
+            common.insert(trigger.seen);
+        }
+        // What will be recorded by itself is not asked of the rings too.
+        common.remove(&trigger.record);
+        Some(common.into_iter().collect())
+    }
+
+    /// Nothing more is to be chosen for this trigger.
+    pub(crate) fn forget(&mut self, trigger: u32) {
+        self.rings.remove(&trigger);
+    }
+}
+
+impl Seen {
+    fn silence_ms(&self) -> u64 {
+        millis(RANK_SILENCE).max(self.period_ms * 5)
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn beat(step: u64, steps_per_second: f64, leaving: bool) -> Beat {
+        Beat {
+            step: Some(Step(step)),
+            steps_per_second,
+            period_ms: 1000,
+            plan_version: 0,
+            triggers_settled: 0,
+            report: None,
+            ring: None,
+            leaving,
+        }
+    }
+
+    fn trigger(seen: u64) -> Trigger {
+        Trigger {
+            number: 1,
+            reason: String::new(),
+            rank: None,
+            seen: Step(seen),
+            record: Step(90),
+            ring: None,
+        }
+    }
+
+    /// Goal: no rank that keeps its pace passes the step before it has heard.
+    /// Method: walk every rank to the latest moment at which it hears.
+    #[test]
+    fn the_chosen_step_is_ahead_of_every_rank_when_it_hears() {
+        for rate in [0.0, 0.05, 0.4, 1.0, 7.3, 250.0] {
+            for age_ms in [0, 300, 1250] {
+                let mut pulse = Pulse::default();
+                pulse.note(Rank(0), &beat(100, rate, false), 5000).unwrap();
+                pulse.note(Rank(1), &beat(97, rate, false), 5000 + age_ms).unwrap();
+                let now = 5000 + age_ms;
+                let chosen = pulse.reach(now).unwrap().0;
+                // Rank 0 may have begun step 101 right after its heartbeat.
+                let heard_ms = now + 1250 + 500;
+                let begun = 101 + ((heard_ms - 5000) as f64 / 1000.0 * rate).floor() as u64;
+                assert!(chosen > begun, "{rate} {age_ms}: {chosen} {begun}");
+                assert!(chosen <= begun + 1, "no further ahead than it must be");
+            }
+        }
+    }
+
+    #[test]
+    fn lies_about_rates_and_times_do_not_overflow() {
+        let mut pulse = Pulse::default();
+        for (rank, rate) in (0..).zip([f64::NAN, f64::INFINITY, -1.0, 1e308]) {
+            let lie = Beat { period_ms: u64::MAX, ..beat(1 << 53, rate, false) };
+            pulse.note(Rank(rank), &lie, 0).unwrap();
+        }
+        assert!(pulse.reach(u64::MAX).unwrap().0 > 1 << 53);
+    }
+
+    #[test]
+    fn more_heartbeats_than_a_rank_may_send_are_refused_until_the_next_second() {
+        let mut pulse = Pulse::default();
+        for _ in 0..MAX_BEATS_PER_SECOND {
+            pulse.note(Rank(0), &beat(1, 1.0, false), 10).unwrap();
+        }
+        assert!(pulse.note(Rank(0), &beat(1, 1.0, false), 1009).is_err());
+        pulse.note(Rank(1), &beat(1, 1.0, false), 1009).unwrap();
+        pulse.note(Rank(0), &beat(1, 1.0, false), 1010).unwrap();
+    }
+
+    #[test]
+    fn the_rings_write_what_all_hold_and_the_step_that_went_wrong() {
+        let ranks = || (0..3).map(Rank);
+        let mut pulse = Pulse::default();
+        let steps = |range: std::ops::Range<u64>| range.map(Step).collect::<Vec<_>>();
+        for (rank, held) in [(0, 10..20), (1, 15..22)] {
+            pulse.note(Rank(rank), &beat(20, 1.0, false), 0).unwrap();
+            pulse.hold(Rank(rank), RingReport { trigger: 1, steps: steps(held) });
+        }
+        assert_eq!(pulse.ring_choice(&trigger(18), ranks(), 100), None, "rank 2 may answer yet");
+        let gone_ms = millis(RANK_SILENCE);
+        let all = pulse.ring_choice(&trigger(18), ranks(), gone_ms).unwrap();
+        assert_eq!(all, steps(15..20), "a rank that is gone is not waited for");
+        pulse.note(Rank(2), &beat(20, 1.0, false), 200).unwrap();
+        pulse.hold(Rank(2), RingReport { trigger: 1, steps: vec![] });
+        let some = pulse.ring_choice(&trigger(18), ranks(), 300).unwrap();
+        assert_eq!(some, steps(18..19), "what went wrong is kept by whoever holds it");
+    }
+
+    #[test]
+    fn ranks_leave_together_or_without_those_that_are_gone() {
+        let mut pulse = Pulse::default();
+        pulse.note(Rank(0), &beat(1, 1.0, true), 0).unwrap();
+        pulse.note(Rank(1), &beat(1, 1.0, false), 0).unwrap();
+        assert!(!pulse.all_leaving((0..2).map(Rank), 100));
+        assert!(pulse.all_leaving((0..2).map(Rank), millis(RANK_SILENCE)));
+        pulse.note(Rank(1), &beat(1, 1.0, true), 200).unwrap();
+        assert!(pulse.all_leaving((0..2).map(Rank), 300));
+    }
+}

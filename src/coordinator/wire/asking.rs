@@ -1,0 +1,116 @@
+//! A person's side of the wire: one question to a coordinator that runs, for
+//! the command line. Ranks have their own client.
+
+use std::path::Path;
+use std::time::Duration;
+
+use backtape_proto as proto;
+use proto::coordinator_client::CoordinatorClient;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use crate::selection::Changes;
+use crate::store::layout::RENDEZVOUS;
+
+/// How long a coordinator may take to answer a person.
+const PATIENCE: Duration = Duration::from_secs(35);
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// Why a question has no answer.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum AskError {
+    #[error("{address:?} is not host:port of a coordinator")]
+    Address { address: String },
+    #[error(
+        "no coordinator answers at {address} ({why}): give the address that it says it listens on"
+    )]
+    Unreachable { address: String, why: String },
+    #[error("{path} does not say where a coordinator listens: give --coordinator HOST:PORT", path = .path.display())]
+    NoRendezvous { path: std::path::PathBuf },
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// A plan as a person writes it; absent parts stay as they are.
+#[derive(Clone, Debug, Default)]
+#[allow(missing_docs)]
+pub struct PlanText {
+    pub steps: Option<String>,
+    pub tensors: Option<String>,
+    pub ranks: Option<String>,
+    pub microbatches: Option<String>,
+    pub max_tensor_bytes: Option<String>,
+    pub max_step_bytes: Option<String>,
+}
+
+/// Where the coordinator inside rank 0 of a run listens, by the run's directory.
+pub fn embedded_address(run_directory: &Path) -> Result<String, AskError> {
+    let path = run_directory.join(RENDEZVOUS);
+    let absent = || AskError::NoRendezvous { path: path.clone() };
+    let bytes = std::fs::read(&path).map_err(|_| absent())?;
+    let found: serde_json::Value = serde_json::from_slice(&bytes).map_err(|_| absent())?;
+    let address = found.get("address").and_then(serde_json::Value::as_str);
+    address.map(str::to_string).ok_or_else(absent)
+}
+
+/// Sets a run's plan; a line that says from which step it holds.
+pub async fn plan(address: &str, run: &str, text: PlanText) -> Result<String, AskError> {
+    let request = proto::SetPlanRequest {
+        run: run.into(),
+        steps: text.steps,
+        tensors: text.tensors,
+        ranks: text.ranks,
+        microbatches: text.microbatches,
+        max_tensor_bytes: text.max_tensor_bytes,
+        max_step_bytes: text.max_step_bytes,
+    };
+    let answer = client(address)?.set_plan(request).await;
+    let plan = answer.map_err(|status| refused(address, status))?.into_inner().plan;
+    let plan = plan.unwrap_or_default();
+    let changes: Changes = serde_json::from_slice(&plan.changes).unwrap_or_default();
+    Ok(format!("plan {} of run {run} holds from step {}: {changes}", plan.version, plan.from))
+}
+
+/// Triggers a recording; a line that says which step it is.
+pub async fn trigger(
+    address: &str,
+    run: &str,
+    step: Option<u64>,
+    reason: &str,
+) -> Result<String, AskError> {
+    let request = proto::TriggerRequest { run: run.into(), step, reason: reason.into() };
+    let answer = client(address)?.trigger(request).await;
+    let answer = answer.map_err(|status| refused(address, status))?.into_inner();
+    let order = answer.trigger.unwrap_or_default();
+    Ok(format!(
+        "trigger {} of run {run}: every rank records step {}, and writes what its ring holds up to step {}",
+        order.number, order.record, order.seen
+    ))
+}
+
+fn client(address: &str) -> Result<CoordinatorClient<Channel>, AskError> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}"));
+    let endpoint = endpoint.map_err(|_| AskError::Address { address: address.into() })?;
+    let channel = endpoint.connect_timeout(CONNECT).timeout(PATIENCE).connect_lazy();
+    Ok(CoordinatorClient::new(channel))
+}
+
+fn refused(address: &str, status: Status) -> AskError {
+    match status.code() {
+        Code::Unavailable
+        | Code::Unknown
+        | Code::Cancelled
+        | Code::DeadlineExceeded
+        | Code::Unimplemented => {
+            let mut why = status.message().to_string();
+            let mut source = std::error::Error::source(&status);
+            while let Some(error) = source {
+                why = error.to_string();
+                source = error.source();
+            }
+            AskError::Unreachable { address: address.into(), why }
+        }
+        _ => AskError::Refused(status.message().into()),
+    }
+}

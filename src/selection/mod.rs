@@ -1,0 +1,201 @@
+//! What is recorded: which steps, tensors, ranks and microbatches, and how many
+//! bytes at most.
+//!
+//! The job says it (environment, arguments), the coordinator's plan may replace
+//! parts of it while the job runs, and the manifest keeps it, so that a tensor
+//! that nobody asked for is never taken for one that was lost.
+
+mod bytes;
+mod indices;
+mod order;
+mod steps;
+mod tensors;
+
+use serde::{Deserialize, Serialize};
+
+pub use bytes::ByteLimit;
+pub use indices::IndexSelection;
+pub use order::{Changes, Planned, Trigger};
+pub use steps::StepSelection;
+pub use tensors::TensorSelection;
+
+/// Longest text of one part of a selection: a plan is a line that somebody
+/// typed, and what a hostile one costs must be bounded before it is read.
+pub const MAX_TEXT_BYTES: usize = 16 << 10;
+
+/// Terms of one part: a list that is longer should be a range or a glob.
+pub const MAX_TERMS: usize = 1024;
+
+/// What is to be recorded.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Selection {
+    /// Which steps.
+    pub steps: StepSelection,
+    /// Which tensors, by name.
+    pub tensors: TensorSelection,
+    /// Which ranks; the others close an empty part of the step.
+    pub ranks: IndexSelection,
+    /// Which microbatches; what has none is not concerned.
+    pub microbatches: IndexSelection,
+    /// Largest tensor, as the whole tensor counts: so every rank leaves out the same ones.
+    pub max_tensor_bytes: Option<ByteLimit>,
+    /// Most bytes of a step, as its whole tensors count.
+    pub max_step_bytes: Option<ByteLimit>,
+}
+
+/// What a text should be, and an example of it.
+type Kind = (&'static str, &'static str);
+
+/// Why a selection cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the {what} {text:?} cannot be read at {term:?}: {problem}; write for example {example}",
+    what = kind.0,
+    example = kind.1
+)]
+pub struct SelectionError {
+    /// What it should be, and an example of it.
+    kind: Kind,
+    text: String,
+    term: String,
+    problem: String,
+}
+
+impl SelectionError {
+    fn new(kind: Kind, text: &str, term: &str, problem: impl Into<String>) -> SelectionError {
+        let clipped = |text: &str, length| text.chars().take(length).collect();
+        let (text, term) = (clipped(text, 200), clipped(term.trim(), 80));
+        SelectionError { kind, text, term, problem: problem.into() }
+    }
+}
+
+impl Selection {
+    /// True when this tensor of this microbatch is asked for on a rank that records.
+    pub fn wants(&self, tensor: &str, microbatch: Option<u32>) -> bool {
+        let slice = microbatch.is_none_or(|index| self.microbatches.contains(index));
+        slice && self.tensors.contains(tensor)
+    }
+
+    /// True when everything of its steps is asked for: then there is nothing
+    /// that a reader of the dump would have to be told.
+    pub fn is_whole(&self) -> bool {
+        Selection { steps: StepSelection::default(), ..self.clone() } == Selection::default()
+    }
+
+    /// The parts that leave something out, for people: `tensors q,k; ranks 0-3`.
+    pub fn restrictions(&self) -> String {
+        let mut parts = Vec::new();
+        if !self.tensors.is_all() {
+            parts.push(format!("tensors {}", self.tensors));
+        }
+        if !self.ranks.is_all() {
+            parts.push(format!("ranks {}", self.ranks));
+        }
+        if !self.microbatches.is_all() {
+            parts.push(format!("microbatches {}", self.microbatches));
+        }
+        if let Some(limit) = self.max_tensor_bytes {
+            parts.push(format!("tensors of at most {limit}"));
+        }
+        if let Some(limit) = self.max_step_bytes {
+            parts.push(format!("steps of at most {limit}"));
+        }
+        parts.join("; ")
+    }
+
+    /// This selection with the parts that a plan names in the place of its own.
+    pub fn with(&self, changes: &Changes) -> Selection {
+        let own = self.clone();
+        Selection {
+            steps: changes.steps.clone().unwrap_or(own.steps),
+            tensors: changes.tensors.clone().unwrap_or(own.tensors),
+            ranks: changes.ranks.clone().unwrap_or(own.ranks),
+            microbatches: changes.microbatches.clone().unwrap_or(own.microbatches),
+            max_tensor_bytes: changes.max_tensor_bytes.or(own.max_tensor_bytes),
+            max_step_bytes: changes.max_step_bytes.or(own.max_step_bytes),
+        }
+    }
+}
+
+/// The terms of a list with commas, bounded; each with the text for its error.
+fn terms(kind: Kind, text: &str) -> Result<impl Iterator<Item = &str> + use<'_>, SelectionError> {
+    if text.len() > MAX_TEXT_BYTES {
+        let problem = format!("it is longer than {MAX_TEXT_BYTES} bytes");
+        return Err(SelectionError::new(kind, text, text, problem));
+    }
+    if text.split(',').count() > MAX_TERMS {
+        let problem = format!("it has more than {MAX_TERMS} terms");
+        return Err(SelectionError::new(kind, text, text, problem));
+    }
+    Ok(text.split(',').map(str::trim))
+}
+
+/// A whole number, or a range with both ends included.
+fn range(term: &str, one: &'static str) -> Result<(u64, u64), &'static str> {
+    let number = |text: &str| {
+        let digits = text.trim();
+        let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+        plain.then(|| digits.parse::<u64>().ok()).flatten().ok_or(one)
+    };
+    if term.is_empty() {
+        return Err("nothing stands there");
+    }
+    let (first, last) = match term.split_once('-') {
+        None => number(term).map(|n| (n, n))?,
+        Some((first, last)) => (number(first)?, number(last)?),
+    };
+    if first > last {
+        return Err("the range ends before it starts");
+    }
+    Ok((first, last))
+}
+
+/// Written as text in JSON too: one spelling everywhere.
+macro_rules! spelled {
+    ($name:ident) => {
+        impl TryFrom<String> for $name {
+            type Error = $crate::selection::SelectionError;
+            fn try_from(text: String) -> Result<$name, Self::Error> {
+                text.parse()
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(value: $name) -> String {
+                value.to_string()
+            }
+        }
+    };
+}
+use spelled;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_selection_survives_json_and_missing_parts_are_whole() {
+        let text = r#"{"steps":"0,every:100","tensors":"q,!*_label","max_step_bytes":"2GiB"}"#;
+        let read: Selection = serde_json::from_str(text).unwrap();
+        assert!(read.wants("q", Some(3)) && !read.wants("k", None) && !read.is_whole());
+        let again: Selection =
+            serde_json::from_str(&serde_json::to_string(&read).unwrap()).unwrap();
+        assert_eq!(again, read);
+        assert_eq!(read.restrictions(), "tensors q,!*_label; steps of at most 2GiB");
+        assert!(serde_json::from_str::<Selection>("{}").unwrap().is_whole());
+    }
+
+    #[test]
+    fn a_plan_replaces_the_parts_that_it_names_and_no_others() {
+        let own = Selection {
+            steps: "0".parse().unwrap(),
+            ranks: "0-3".parse().unwrap(),
+            ..Selection::default()
+        };
+        let changes = Changes { steps: Some("7".parse().unwrap()), ..Changes::default() };
+        let planned = own.with(&changes);
+        assert!(planned.steps.contains(7) && !planned.steps.contains(0));
+        assert_eq!(planned.ranks, own.ranks);
+    }
+}
