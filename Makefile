@@ -8,7 +8,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-torch bench bench-loss-head bench-replay bench-compare \
-	bench-inactive bench-scalars bench-false-alarms bench-causes wheel clean
+	bench-inactive bench-blocking bench-step bench-scalars bench-false-alarms bench-causes wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -90,6 +90,14 @@ bench-inactive: $(VENV)/.installed
 # What recording scalars costs: inactive, active, and as a share of a small step.
 bench-scalars: $(VENV)/.installed
 	$(BIN)/python python/benches/scalars.py
+
+# P4: how long a snapshot of 1 GiB holds the training thread up, in torch and in jax.
+bench-blocking: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python python/benches/blocking.py
+
+# P3: what recording adds to a training step in torch.
+bench-step: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python python/benches/step_time.py
 
 # How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.
 bench-false-alarms:

@@ -31,6 +31,8 @@ struct TapeState {
     /// Which tensors the size limits let in, and their bytes so far.
     sizes: BTreeMap<TensorKey, bool>,
     bytes: u64,
+    /// What did not fit first: from there on the step is left out.
+    gap: Option<String>,
     closed: bool,
 }
 
@@ -106,8 +108,19 @@ impl Tape {
             self.shared.ring.push(self.step, queued);
             return Ok(());
         }
-        let cap = self.shared.plan.settings.call_cap;
-        self.shared.queue.push_capture(self.step, queued, cap)
+        // One contiguous gap: what follows would be let in or not by how fast the disk
+        // happens to be, and a step with scattered holes proves nothing.
+        if let Some(first) = &lock(&self.state).gap {
+            return Err(Refused::Full(format!(
+                "the rest of the step is left out after {first} did not fit"
+            )));
+        }
+        let (cap, key) = (self.shared.plan.settings.call_cap, queued.key.to_string());
+        let pushed = self.shared.queue.push_capture(self.step, queued, cap);
+        if matches!(pushed, Err(Refused::Full(_))) {
+            lock(&self.state).gap = Some(key);
+        }
+        pushed
     }
 
     /// Holds a tensor against the size limits, the whole of it at its first

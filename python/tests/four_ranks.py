@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import backtape
+from backtape.jax import tap, tap_grad
 from backtape.jax_arrays import lanes_by_device, to_pair
 
 rank, world, port = map(int, sys.argv[1:4])
@@ -58,5 +59,23 @@ def alone():
         time.sleep(0.05)
 
 
-{"together": together, "alone": alone}[mode]()
+def tapped():
+    """Taps in one program of four processes: scan under remat, with the mesh known and without."""
+    environment = {"BACKTAPE_STEPS": "0", "BACKTAPE_DIR": str(directory / "run"), "BACKTAPE_STRICT": "1"}
+    os.environ |= environment
+
+    @jax.checkpoint
+    def body(x, i):
+        x = tap_grad("dq", x, microbatch=i)
+        return tap("q", jnp.sin(x), microbatch=i), None
+
+    program = jax.jit(jax.grad(lambda x: jax.lax.scan(body, x, jnp.arange(2))[0].astype(jnp.float32).sum()))
+    with backtape.Recorder.from_env(mesh=mesh) as recorder, recorder.step(0) as tape:
+        with jax.set_mesh(mesh):
+            tape.record("gradient", program(place(P("data", "fsdp"))))
+        # One device a process: which it is needs no mesh.
+        jax.jit(lambda x: tap("columns", x * 2))(place(P(None, ("data", "fsdp"))))
+
+
+{"together": together, "alone": alone, "tapped": tapped}[mode]()
 jax.distributed.shutdown()

@@ -12,6 +12,8 @@ import numpy as np
 import oracle
 import reading
 
+import backtape
+
 PROGRAM = Path(__file__).with_name("four_ranks.py")
 HOST = np.arange(8 * 16).reshape(8, 16).astype(jnp.bfloat16)
 
@@ -67,3 +69,18 @@ def test_one_process_can_prove_the_place_of_its_shards_alone(tmp_path):
     launch(2, tmp_path, "alone")
     lanes = json.loads((tmp_path / "lanes-of-rank-0").read_text())
     assert tuple(lanes) == oracle.fingerprint(HOST[:4])
+
+
+def test_taps_in_a_program_of_four_processes_record_each_shard_once_with_its_place(tmp_path):
+    launch(4, tmp_path, "tapped")
+    step = backtape.open(tmp_path / "run").step(0)
+    assert step.manifest["omissions"] == []
+    at = jnp.asarray(HOST)
+    for i in range(2):
+        at = jnp.sin(at)
+        assert step.tensor("q", microbatch=i).tobytes() == np.asarray(at).tobytes()
+        assert step.tensor("q", microbatch=i, when="recompute").tobytes() == np.asarray(at).tobytes()
+    assert step.tensor("dq", microbatch=0).tobytes() == step.tensor("gradient").tobytes()
+    assert step.tensor("columns").tobytes() == np.asarray(jnp.asarray(HOST) * 2).tobytes()
+    holders = [e.record["rank"] for e in reading.entries(tmp_path / "run") if e.record["tensor"] == "columns"]
+    assert sorted(holders) == [0, 1, 2, 3]

@@ -57,8 +57,19 @@ def test_a_planted_fault_is_named(tmp_path, cause):
     assert code in (1, 3) and found["causes"][0]["id"] == cause, found["causes"]
 
 
-def test_the_same_weights_and_batch_in_jax_and_torch_differ_by_rounding_only(tmp_path):
+def test_of_the_same_weights_and_batch_in_jax_and_torch_only_the_backbones_rounding_differs(tmp_path):
     train("train_torch.py", tmp_path / "torch")
     train("train_jax.py", tmp_path / "jax")
-    code, found = report(tmp_path / "torch", "--against", str(tmp_path / "jax"))
-    assert code == 0, found["findings"]
+    command = [REPLAY, "--dump", tmp_path / "torch", "--against", tmp_path / "jax", "--step", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    said = done.stdout
+    # q comes out of two compilers' bf16 transformers, so the inputs of the heads differ.
+    assert done.returncode == 1 and "DIVERGED at q in run torch and jax" in said, said
+    both = said[said.index("both runs") :]
+    for name in ("k", "labels", "weights"):
+        rows = [line for line in both.splitlines() if line.split()[:1] == [name]]
+        assert rows and all("equal bit for bit" in line for line in rows), rows
+    for name in ("dk", "reduce"):
+        rows = [line for line in both.splitlines() if line.split()[:1] == [name]]
+        assert rows and all(line.split()[1] == "pass" for line in rows), rows
+    assert "other run agrees with its own reference at every stage compared" in said
