@@ -38,7 +38,10 @@ pub(crate) struct Ending {
 
 /// Why a capture did not enter the queue.
 pub(crate) enum Refused {
+    /// There is no room now, or the background takes nothing more.
     Full(String),
+    /// It could never be taken.
+    Unfit(String),
     Closed,
 }
 
@@ -90,7 +93,7 @@ impl Queue {
         let cost = capture.length.saturating_add(CAPTURE_OVERHEAD_BYTES);
         let (limit, length) = (self.limit_bytes, capture.length);
         if cost > limit {
-            return Err(Refused::Full(format!(
+            return Err(Refused::Unfit(format!(
                 "its {length} bytes do not fit the queue of {limit} bytes: raise queue_bytes"
             )));
         }

@@ -83,7 +83,7 @@ impl Tape {
         if !self.wants(&tensor, capture.role.as_deref(), microbatch) {
             return Ok(());
         }
-        let handed = match capture.check().map_err(Refused::Full) {
+        let handed = match capture.check().map_err(Refused::Unfit) {
             Ok(queued) if !self.fits(&queued) => Ok(()),
             Ok(queued) => self.hand_over(queued),
             Err(refused) => Err(refused),
@@ -91,7 +91,7 @@ impl Tape {
         match handed {
             Ok(()) => self.shared.strict_check(),
             Err(Refused::Closed) => Err(self.closed()),
-            Err(Refused::Full(reason)) => {
+            Err(Refused::Full(reason) | Refused::Unfit(reason)) => {
                 self.omit(&tensor, microbatch, reason.clone());
                 Err(RecorderError::Omitted {
                     tensor,
@@ -112,7 +112,7 @@ impl Tape {
         // happens to be, and a step with scattered holes proves nothing.
         if let Some(first) = &lock(&self.state).gap {
             return Err(Refused::Full(format!(
-                "the rest of the step is left out after {first} did not fit"
+                "the rest of the step is left out after {first} was refused"
             )));
         }
         let (cap, key) = (self.shared.plan.settings.call_cap, queued.key.to_string());
@@ -181,7 +181,7 @@ impl Tape {
         match self.shared.queue.push_end(Command::Close(self.step, Box::new(ending))) {
             Ok(()) => self.shared.strict_check(),
             Err(Refused::Closed) => Err(self.closed()),
-            Err(Refused::Full(detail)) => {
+            Err(Refused::Full(detail) | Refused::Unfit(detail)) => {
                 Err(RecorderError::Faulty { rank: self.shared.rank(), detail })
             }
         }
