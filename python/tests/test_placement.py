@@ -1,12 +1,10 @@
 """`placement=` of a local array: the parts that the ranks of a mesh hold make up one tensor."""
 
 import itertools
-import socket
 
 import numpy as np
 import pytest
 
-import backtape
 from backtape.shards import Mesh, shards_of
 
 AXES = {"data": 2, "fsdp": 3, "tensor": 2}
@@ -73,23 +71,3 @@ def test_what_cannot_be_true_is_refused_by_name(options, said):
     options = {"mesh": Mesh({"data": 2}, {"data": 0}, 0, 2)} | options
     with pytest.raises(ValueError, match=said):
         shards_of(np.ones(2), **options)
-
-
-def test_what_finds_the_queue_full_ends_the_step_in_one_gap(tmp_path):
-    with socket.socket() as silent:  # Accepts in its backlog and says nothing: the queue stays full.
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        coordinator = f"127.0.0.1:{silent.getsockname()[1]}"
-        options = {"queue_bytes": 1 << 20, "call_cap_s": 0.01, "join_deadline_s": 1}
-        recorder = backtape.Recorder(dir=tmp_path / "run", coordinator=coordinator, **options)
-        with recorder.step(0) as tape:
-            tape.record("never", np.ones(1 << 20))
-            tape.record("first", np.ones(90_000))
-            tape.record("second", np.ones(90_000))
-            for i in range(3):
-                tape.record("small", np.ones(10), microbatch=i)
-        said = recorder.close().omissions
-    of = lambda name: [one for one in said if one.startswith(name)]
-    assert "do not fit the queue" in of("never")[0]
-    assert "did not fit within" in of("second")[0]
-    assert len(of("small")) == 3 and all("after second was refused" in one for one in of("small"))
