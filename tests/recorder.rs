@@ -268,6 +268,14 @@ fn a_coordinator_that_never_answers_costs_one_call_cap_and_a_bounded_close() {
     let summary = recorder.close().unwrap();
     assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     assert_eq!(summary.omissions.len(), 50);
+    let gap =
+        summary.omissions.iter().filter(|one| one.contains("the rest of the step is left out"));
+    assert_eq!(
+        gap.count(),
+        46,
+        "the first that finds no room ends the step: {:?}",
+        summary.omissions
+    );
     assert!(summary.faults[0].contains("no coordinator was found"), "{:?}", summary.faults);
 }
 
