@@ -339,8 +339,12 @@ impl<'a> Reproduction<'a> {
                 false => !(energy(key) <= WORSE * least[key]),
             };
             let right_sums = self.with_right_sums(&hypothesis, &rounded);
+            // Where right sums leave nothing either, no sum is part of what was reproduced: of
+            // two energies of 0 neither is ten times the other.
             let sums = |key: &Key| {
-                right_sums.as_ref().is_none_or(|of| CLEAR * energy(key) <= self::energy(of, key))
+                let without = |of: &Residuals| CLEAR * energy(key) <= self::energy(of, key);
+                let needed = |of: &Residuals| !is_exact(of, key) && without(of);
+                right_sums.as_ref().is_none_or(needed)
             };
             let gains = |key: &&Key| {
                 let less = CLEAR * energy(key) <= least[*key];

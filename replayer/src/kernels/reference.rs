@@ -43,6 +43,8 @@ pub struct Forward {
     pub row_max: Vec<f64>,
     /// `[T]`: sum of the logits of the valid vocabulary, for label smoothing.
     pub logit_sum: Vec<f64>,
+    /// `[T]`: sum of their squares, which says how large the partial sums of that sum are.
+    pub logit_squares: Vec<f64>,
 }
 
 /// Running max of a row of logits, and the sum of `exp(logit - shift(max))`.
@@ -86,7 +88,8 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
     check(inputs);
     let tokens = inputs.q.rows;
     let mut running = vec![RunningSum { max: f64::NEG_INFINITY, sum: 0.0 }; tokens];
-    let (mut label_logits, mut logit_sum) = (vec![0.0; tokens], vec![0.0; tokens]);
+    let zeros = || vec![0.0; tokens];
+    let (mut label_logits, mut logit_sum, mut logit_squares) = (zeros(), zeros(), zeros());
     let (mut q, mut k, mut logits) = (Vec::new(), Vec::new(), Vec::new());
     let chain = Chain::of(inputs);
     let (of_q, of_k) = inputs.scored();
@@ -101,12 +104,14 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
                 &mut running[span.clone()],
                 &mut label_logits[span.clone()],
                 &mut logit_sum[span.clone()],
+                &mut logit_squares[span.clone()],
             )
                 .into_par_iter()
-                .for_each(|(row, &label, running, label_logit, sum)| {
+                .for_each(|(row, &label, running, label_logit, sum, squares)| {
                     chain.apply(row, cols.start);
                     running.absorb(row);
-                    *sum += sum_in_lanes(row);
+                    *sum += sum_in_lanes(row, |x| x);
+                    *squares += sum_in_lanes(row, |x| x * x);
                     if let Some(column) = label_column(label, &cols) {
                         *label_logit = row[column];
                     }
@@ -123,6 +128,7 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
         label_logits,
         row_max: running.iter().map(|running| running.max).collect(),
         logit_sum,
+        logit_squares,
     }
 }
 
@@ -174,15 +180,15 @@ impl RunningSum {
     }
 }
 
-/// Sum of a row in eight lanes, the order fixed: in one chain each addition would wait
-/// for the one before.
-fn sum_in_lanes(row: &[f64]) -> f64 {
+/// Sum of a row's values, or of what is made of each, in eight lanes, the order fixed: in one
+/// chain each addition would wait for the one before.
+fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0.0; 8];
     for chunk in chunks {
-        lanes.iter_mut().zip(chunk).for_each(|(lane, x)| *lane += x);
+        lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane += of(x));
     }
-    lanes.iter().sum::<f64>() + rest.iter().sum::<f64>()
+    lanes.iter().sum::<f64>() + rest.iter().map(|&x| of(x)).sum::<f64>()
 }
 
 /// What is subtracted before exp. An infinite max would turn inf - inf into NaN,

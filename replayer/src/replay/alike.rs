@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use super::allowed::unit;
+use super::allowed::{summed, unit};
 use crate::compare::ONE_ROUNDING;
 use crate::kernels::policy::{Order, Sum};
 use crate::kernels::round::Precision;
@@ -51,6 +51,23 @@ pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
         Some(*sum * *sum)
     });
     u * u / 3.0 * partial.sum::<f64>()
+}
+
+/// Variance, and largest error, that additions of equal addends bring beyond those of addends
+/// that differ: of `n` addends of that total and squares, of which `alike` is the sum of
+/// squares, each times the number of tokens whose addend is the same.
+///
+/// The additions of `m` copies in one binade err by one error, and `m` equal errors of
+/// variance `a` sum to `m² a`, not `m a`: the variance of the sum is `m` times what it is
+/// of others, `m` their mean in squares. Each is off by `u |s_k|` at most, and no partial
+/// sum is larger than `Σ|a| ≤ √(n Σa²)`. Both are 0 where no addend has a copy.
+pub(super) fn of_copies(sum: Sum, n: f64, (total, squares, alike): (f64, f64, f64)) -> (f64, f64) {
+    // A sum in a low precision stops growing: what that loses is counted elsewhere.
+    if !sum.precision.keeps_f32() || !(alike > squares) || squares <= 0.0 {
+        return (0.0, 0.0);
+    }
+    let more = alike / squares - 1.0;
+    (more * summed(sum, n, total, squares), unit(sum.precision) * n * (n * squares).sqrt())
 }
 
 /// How far summing these one after the other may be off because many round to the same
@@ -118,12 +135,11 @@ pub(super) fn of_label_addends(to: Precision, g: &[f64], row: impl Fn(usize) -> 
 }
 
 /// How far a job's g may be off by its own rounding: a few units of f32.
-const LAST_BITS: f64 = 2.4e-7;
+pub(super) const LAST_BITS: f64 = 2.4e-7;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::replay::allowed::summed;
 
     /// Numbers of -0.5 to 0.5.
     fn uniform() -> impl FnMut() -> f64 {
@@ -165,6 +181,31 @@ mod tests {
             beyond += usize::from(error > 5.0 * random);
         }
         assert!(beyond > 50, "{beyond} of 300 draws needed it");
+    }
+
+    /// Goal: a row of few distinct addends, each of many copies, errs beyond what is allowed of
+    /// addends that differ, and within what copies are allowed, their largest error included.
+    #[test]
+    fn copies_of_few_addends_err_within_what_copies_are_allowed() {
+        let mut uniform = uniform();
+        let (mut beyond, copies) = (0, 500);
+        for distinct in [1, 2, 5].repeat(60) {
+            let values: Vec<f32> = (0..distinct).map(|_| uniform() as f32 + 1.0).collect();
+            let addends: Vec<f32> =
+                (0..distinct * copies).map(|at| values[at % distinct]).collect();
+            let of = wide(&addends);
+            let (n, total) = (of.len() as f64, of.iter().sum::<f64>());
+            let squares: f64 = of.iter().map(|x| x * x).sum();
+            let apart = summed(Sum::NATIVE, n, total, squares);
+            let sums = (total, squares, copies as f64 * squares);
+            let (more, most) = of_copies(Sum::NATIVE, n, sums);
+            let error = error(&addends);
+            let reach = (5.0 * (apart + more).sqrt()).min(5.0 * apart.sqrt() + most);
+            assert!(error < reach, "{error} {reach}");
+            beyond += usize::from(error > 5.0 * apart.sqrt());
+            assert_eq!(of_copies(Sum::NATIVE, n, (total, squares, squares)), (0.0, 0.0));
+        }
+        assert!(beyond > 20, "{beyond} of 180 draws needed it");
     }
 
     /// Goal: g of 1023 tokens times numbers of bf16 is known to err to one side, by a

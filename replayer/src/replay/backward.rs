@@ -17,6 +17,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
+use super::smoothed::of_smoothed_entries;
 use super::world::{At, UnitTokens};
 use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
@@ -64,6 +65,8 @@ pub(super) struct Problem<'a> {
     pub(super) k_sums: Vec<f64>,
     /// Mean relative error of the label's addends, of dq and of dk.
     pub(super) label_bias: [f64; 2],
+    /// Mean relative error of the dense entries that smoothing moves off their grid.
+    pub(super) dense_bias: f64,
 }
 
 impl Problem<'_> {
@@ -88,6 +91,7 @@ impl Problem<'_> {
             k_squares: self.k_squares.clone(),
             k_sums: self.k_sums.clone(),
             label_bias: self.label_bias,
+            dense_bias: self.dense_bias,
         }
     }
 
@@ -229,6 +233,7 @@ impl Replay<'_> {
             false => (Vec::new(), Vec::new()),
         };
         let label_bias = self.label_bias(&head, &g_label);
+        let dense_bias = self.dense_bias(&g_lse, &g_smooth);
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
@@ -259,6 +264,7 @@ impl Replay<'_> {
             k_squares,
             k_sums,
             label_bias,
+            dense_bias,
         }
     }
 
@@ -280,6 +286,18 @@ impl Replay<'_> {
             of_label_addends(label_grad, g_label, of_k),
             of_label_addends(label_grad, g_label, |t| of(&head.q, t)),
         ]
+    }
+
+    /// The mean relative error of `g (p - s/K)`, where p and the difference are rounded. The
+    /// derivative of a softcap has other digits for each entry.
+    fn dense_bias(&self, g_lse: &[f64], g_smooth: &[f64]) -> f64 {
+        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let transform = self.step.options.transform;
+        if transform.softcap.is_some() {
+            return 0.0;
+        }
+        let scaled = |of: &[f64]| of.iter().map(|g| g * transform.scale).collect::<Vec<f64>>();
+        of_smoothed_entries(p, dlogits, (&scaled(g_lse), &scaled(g_smooth)))
     }
 
     /// Where all of a row's terms lie on a few steps of their format, the terms of one

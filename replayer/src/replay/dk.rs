@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Replay;
-use super::alike::{nearly_equal, spread};
+use super::alike::{nearly_equal, of_copies, spread};
 use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
@@ -249,7 +249,7 @@ impl Replay<'_> {
                 + problem.constants * x * x
                 // Entries that all lie in a format's smallest numbers round alike.
                 + problem.entry_floor.powi(2) * sums_of_q * sums_of_q,
-            certain: slab.dropped.get(at).copied().unwrap_or(0.0),
+            certain: slab.dropped.get(at).copied().unwrap_or(0.0) + problem.dense_bias * x.abs(),
             ..Allowed::default()
         }
     }
@@ -275,6 +275,7 @@ impl Replay<'_> {
             true => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
         };
         let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
+        let (copied, most_copied) = of_copies(scatter, hits, (x, squares, alike));
         // Alike or not, each addend errs within half a spacing; Σ|a| ≤ √(n Σa²).
         let product = self.roundings.widest.product.unit_roundoff();
         let most = (label_grad.unit_roundoff() + product) * (hits * squares).sqrt() + hits * tiny;
@@ -288,6 +289,7 @@ impl Replay<'_> {
             ..Allowed::default()
         }
         .with_few(each * alike + hits * tiny * tiny, most)
+        .with_few(copied, most_copied)
     }
 
     pub(super) fn judge_dk(

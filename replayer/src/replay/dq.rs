@@ -140,7 +140,7 @@ impl Replay<'_> {
                 + self.one_constant() * confident * confident
                 + (self.narrowing() + problem.constants) * squares
                 + problem.constants * x * x,
-            certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0),
+            certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0) + problem.dense_bias * x.abs(),
             ..Allowed::default()
         }
     }

@@ -55,6 +55,8 @@ pub(super) struct ForwardState {
     pub(super) spread: Vec<f64>,
     /// Sum over the valid classes of the logits.
     pub(super) logit_sum: Vec<f64>,
+    /// Sum of their squares.
+    pub(super) logit_squares: Vec<f64>,
     /// Log-probabilities of the labels, captured or recomputed, with their variance.
     pub(super) logprobs: Expected,
 }
@@ -226,7 +228,8 @@ impl Replay<'_> {
             exact.lse[rows.clone()].copy_from_slice(&part.lse);
             exact.label_logits[rows.clone()].copy_from_slice(&part.label_logits);
             exact.row_max[rows.clone()].copy_from_slice(&part.row_max);
-            exact.logit_sum[rows].copy_from_slice(&part.logit_sum);
+            exact.logit_sum[rows.clone()].copy_from_slice(&part.logit_sum);
+            exact.logit_squares[rows].copy_from_slice(&part.logit_squares);
             Ok(())
         })?;
         let compute = self.roundings.compute();
@@ -373,6 +376,7 @@ impl Replay<'_> {
             spread,
             label,
             logit_sum: exact.logit_sum,
+            logit_squares: exact.logit_squares,
             logprobs: Expected { shared: both, ..Expected::new(values, between) },
         }
     }
@@ -395,6 +399,7 @@ impl ForwardState {
             spread: vec![0.0; tokens],
             label: Expected::new(vec![0.0; tokens], vec![0.0; tokens]),
             logit_sum: vec![0.0; tokens],
+            logit_squares: vec![0.0; tokens],
             logprobs: captured_expectation(captured),
         }
     }

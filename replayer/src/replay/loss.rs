@@ -230,9 +230,11 @@ impl Replay<'_> {
             let (lse, label) = (state.loss_lse[t], state.label.values[t]);
             let mean = mean(t);
             let size = lse.abs() + label.abs() + s * mean.abs() + lambda.abs() * lse * lse;
-            // The mean of the logits: each is rounded, and so is their sum.
+            // The mean of the logits: each is rounded, and so is their sum. Logits of either
+            // sign have partial sums of √(Σz²) where their total is next to nothing.
             let logits = noise.logit_rel_var * (mean * mean + lse * lse);
-            let sum = summed(self.roundings.widest.sums.lse, k, 1.0, 0.0) * mean * mean;
+            let (total, squares) = (state.logit_sum[t], state.logit_squares[t]);
+            let sum = summed(self.roundings.widest.sums.lse, k, total, squares) / (k * k).max(1.0);
             let variance = (1.0 + 2.0 * lambda * lse).powi(2) * state.lse_variance[t]
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
@@ -241,19 +243,22 @@ impl Replay<'_> {
             (weight * nll[t], weight * weight * variance)
         };
         let (values, variance): (Vec<f64>, Vec<f64>) = (0..inputs.tokens()).map(token).unzip();
+        // What does not count is not divided: where no token counts, by 0.
+        let weight = |t: usize| match inputs.labels[t] {
+            IGNORED => 0.0,
+            _ => share(inputs.weights[t], divided[t]),
+        };
         let shared = values.iter().enumerate().map(|(t, x)| {
-            let weight = share(inputs.weights[t], divided[t]);
+            let weight = weight(t);
             let of_lse = state.lse_shared.get(t).copied().unwrap_or(0.0);
             4.0 * self.transform_scale() * x * x + weight * weight * of_lse
         });
         let shared = shared.collect();
         let certain = (0..inputs.tokens()).map(|t| {
-            let counted = inputs.labels[t] != IGNORED;
-            let weight = if counted { share(inputs.weights[t], divided[t]) } else { 0.0 };
             let of = |ties: &[f64]| ties.get(t).copied().unwrap_or(0.0);
             let read = of(&state.lse_ties) + of(&state.label.certain);
             // What the world says of a loss counts what it reads.
-            weight.abs() * if ties.is_empty() { read } else { of(&ties) }
+            weight(t).abs() * if ties.is_empty() { read } else { of(&ties) }
         });
         let certain = certain.collect();
         let terms = Expected { shared, certain, ..Expected::new(values, variance) };

@@ -30,6 +30,7 @@ pub mod probe;
 mod probed;
 pub mod sample;
 mod sampled;
+mod smoothed;
 pub(crate) mod ties;
 pub mod trial;
 pub mod variant;

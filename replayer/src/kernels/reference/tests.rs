@@ -181,6 +181,8 @@ fn assert_is_naive(fixture: &Fixture, noise: &TermNoise, tiles: Tiles) {
     assert_close("row_max", &got.row_max, &wanted.row_max, |_| size, bound);
     let sum = fixture.valid as f64 * size;
     assert_close("logit_sum", &got.logit_sum, &wanted.logit_sum, |_| sum, bound);
+    let squares = (&got.logit_squares, &wanted.logit_squares);
+    assert_close("logit_squares", squares.0, squares.1, |_| sum * size, 2.0 * bound);
 
     let (dq, dk) = run_with(fixture, &wanted.lse, noise, tiles, &NoProgress);
     let [(wanted_dq, wanted_dk), (dq_size, dk_size)] = naive_backward(fixture, noise, &wanted.lse);

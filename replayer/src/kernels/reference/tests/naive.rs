@@ -90,8 +90,13 @@ pub(super) fn cell(fixture: &Fixture, noise: &TermNoise, t: usize, v: usize) -> 
 
 /// Forward pass and final logits `[T][valid]`.
 pub(super) fn naive(fixture: &Fixture) -> (Forward, Vec<Vec<f64>>) {
-    let mut forward =
-        Forward { lse: vec![], label_logits: vec![], row_max: vec![], logit_sum: vec![] };
+    let mut forward = Forward {
+        lse: vec![],
+        label_logits: vec![],
+        row_max: vec![],
+        logit_sum: vec![],
+        logit_squares: vec![],
+    };
     let mut logits = Vec::new();
     for t in 0..fixture.tokens {
         let logit = |v: usize| cell(fixture, &TermNoise::default(), t, v).logit;
@@ -104,6 +109,7 @@ pub(super) fn naive(fixture: &Fixture) -> (Forward, Vec<Vec<f64>>) {
         forward.label_logits.push(if label == IGNORED { 0.0 } else { row[label as usize] });
         forward.row_max.push(max);
         forward.logit_sum.push(row.iter().sum());
+        forward.logit_squares.push(row.iter().map(|x| x * x).sum());
         logits.push(row);
     }
     (forward, logits)
