@@ -275,7 +275,7 @@ fn clean_jobs_drawn_at_random_raise_no_alarm() {
 }
 
 /// Clean jobs that were once called diverged, by what the model of rounding lacked.
-const ONCE_ALARMED: [u64; 11] = [
+const ONCE_ALARMED: [u64; 12] = [
     20_261_240, // dbias: entries of copied tokens below f16's smallest step
     20_261_301, // loss: terms of one sequence are alike, and summed one after the other
     40_261_239, // dk_label: g of few tokens times q of few bits rounds to one side
@@ -286,6 +286,7 @@ const ONCE_ALARMED: [u64; 11] = [
     60_261_258, // dk_label: one token repeated, whose equal addends err alike
     60_261_748, // dq_lse: a scatter's policy without its scatter equals the job in every bit
     60_262_500, // dk_lse: p on bf16's grid less smoothing's s/K rounds to one side
+    60_261_902, // dk_label: f32 sums that are declared in bf16 equal sums in f16
     50_261_298, // dk_lse: a scatter's policy rounded the parts as the job does
 ];
 

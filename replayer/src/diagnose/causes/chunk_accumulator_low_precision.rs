@@ -10,7 +10,7 @@
 //! Emulation: `acc = round(acc + round(chunk))`, the chunk's product rounded before it is
 //! added or not, from either end.
 
-use super::emulated::{Emulated, bases, has_products, likely_formats};
+use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::sums::{Pieces, Sums};
 use crate::diagnose::evidence::Evidence;
@@ -61,7 +61,7 @@ pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypot
     let declared = evidence.step.options.declared.tiles.and_then(|tiles| tiles.tokens);
     let declared = declared.map(|size| size as usize);
     let mut found = Vec::new();
-    for precision in likely_formats(roundings) {
+    for precision in formats_below(roundings.narrowest.chunk_add, roundings) {
         for base in bases(roundings) {
             for pieces in searched(evidence, &base, precision, declared) {
                 found.push(hypothesis(&base, &pieces, declared, fused));

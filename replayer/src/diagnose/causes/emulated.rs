@@ -127,3 +127,12 @@ pub(super) fn likely_formats(roundings: &Roundings) -> Vec<Precision> {
         _ => vec![Precision::Bf16, Precision::F16],
     }
 }
+
+/// Those of fewer bits than a sum is declared in. What is declared is no fault, nor is a sum
+/// in more bits: a job that declares its accumulators in bf16 may scatter in f32, and for a
+/// row of few addends f16 is as good.
+pub(super) fn formats_below(declared: Precision, roundings: &Roundings) -> Vec<Precision> {
+    let mut found = likely_formats(roundings);
+    found.retain(|of| of.unit_roundoff() > declared.unit_roundoff());
+    found
+}

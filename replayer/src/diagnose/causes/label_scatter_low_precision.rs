@@ -11,7 +11,7 @@
 
 use std::collections::BTreeSet;
 
-use super::emulated::{Emulated, likely_formats};
+use super::emulated::{Emulated, formats_below};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
@@ -49,7 +49,8 @@ impl Cause for LabelScatterLowPrecision {
         // Parts that were captured show by themselves what they were rounded to.
         let apart = evidence.residuals.keys().any(|key| key.stage == Stage::DkLabel);
         let mut found = Vec::new();
-        for precision in likely_formats(&roundings) {
+        let declared = roundings.narrowest.sums.label_scatter.precision;
+        for precision in formats_below(declared, &roundings) {
             for product in [precision, Precision::F32] {
                 for parts in [precision, Precision::F32].into_iter().skip(usize::from(apart)) {
                     for (shards, join, order) in cuts(evidence, precision) {

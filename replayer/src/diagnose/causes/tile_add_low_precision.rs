@@ -13,7 +13,7 @@
 //! are tied.
 
 use super::chunk_accumulator_low_precision;
-use super::emulated::{Emulated, bases, has_products, likely_formats};
+use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::sums::{Pieces, Sums};
 use crate::diagnose::evidence::Evidence;
@@ -53,7 +53,7 @@ impl Cause for TileAddLowPrecision {
             return chunk_accumulator_low_precision::of_dk(evidence, &roundings);
         }
         let mut found = Vec::new();
-        for precision in likely_formats(&roundings) {
+        for precision in formats_below(roundings.narrowest.tile_add, &roundings) {
             for base in bases(&roundings) {
                 found.extend(of(evidence, &roundings, &base, precision));
             }
