@@ -297,12 +297,16 @@ fn clean_jobs_that_once_raised_an_alarm_raise_none() {
     assert!(campaign.alarms.is_empty(), "{}", campaign.render());
 }
 
+/// Jobs whose sums of nearly equal addends err further than those of addends that differ.
+const ALIKE: [u64; 2] = [167, 219];
+
 /// Goal: a job whose head starts at zero, or near it, raises no alarm at its step 0, where
 /// all losses, and all entries of a column of p, are alike and so are their roundings.
 #[test]
 fn heads_of_zeros_raise_no_alarm() {
     for head in [0.0, 1e-3] {
-        let campaign = Campaign::with(0..number("BACKTAPE_HEADS", 20), |job| {
+        let seeds = (0..number("BACKTAPE_HEADS", 20)).chain(ALIKE);
+        let campaign = Campaign::with(seeds, |job| {
             job.options.data.head = head;
         });
         assert!(campaign.alarms.is_empty(), "{}", campaign.render());

@@ -93,6 +93,8 @@ pub struct Tally {
     pub measures: Measures,
     /// Elements by |error| in allowed standard deviations.
     pub scores: [u64; 6],
+    /// Error energy over its bound, of the element or row that is furthest beyond.
+    beyond: f64,
     slope_variance: f64,
     slope_shared: f64,
     slope_certain: f64,
@@ -167,9 +169,11 @@ impl Tally {
             alike += allowed.row.sqrt() * reference.abs();
             self.slope_shared += allowed.shared.sqrt() * reference.abs();
             self.slope_certain += allowed.certain * reference.abs();
-            if !(error.abs() <= allowed.reach(bound.element)) {
+            let reach = allowed.reach(bound.element);
+            if !(error.abs() <= reach) {
                 self.exceeding += 1;
                 self.first.get_or_insert_with(here);
+                self.beyond = self.beyond.max((error / reach).powi(2));
             }
             if self.worst.as_ref().is_none_or(|worst| score > worst.score) {
                 self.worst = Some(here());
@@ -180,8 +184,10 @@ impl Tally {
         self.rows += 1;
         self.error_energy += energy;
         self.reference_energy += norm;
-        if !(energy <= budget.energy(bound.row)) {
+        let most = budget.energy(bound.row);
+        if !(energy <= most) {
             self.exceeding_rows += 1;
+            self.beyond = self.beyond.max(energy / most);
             let expected = budget.expected();
             self.worst_rows.push(RowExcess {
                 row: (rows.index)(row),
@@ -212,6 +218,7 @@ impl Tally {
         self.first = self.first.take().or(other.first);
         self.exceeding += other.exceeding;
         self.exceeding_rows += other.exceeding_rows;
+        self.beyond = self.beyond.max(other.beyond);
         if let Some(theirs) = other.worst
             && self.worst.as_ref().is_none_or(|ours| theirs.score > ours.score)
         {
@@ -251,6 +258,18 @@ impl Tally {
         let random = (2.0 * bound.stage * self.slope_variance).sqrt();
         let shared = ONE_ROUNDING.sqrt() * self.slope_shared;
         (random + shared + self.slope_certain) / self.reference_energy
+    }
+
+    /// The largest error energy over its bound, of all tests: more than 1 where one fails;
+    /// infinite where a value is no number.
+    pub fn overshoot(&self, bound: &Bound) -> f64 {
+        let over = |used: f64, most: f64| if used == 0.0 { 0.0 } else { used / most };
+        let whole = over(self.error_energy, self.budget.energy(bound.stage));
+        let slope = over(self.slope().abs(), self.allowed_slope(bound)).powi(2);
+        match self.nonfinite > 0 || whole.is_nan() || slope.is_nan() {
+            true => f64::INFINITY,
+            false => self.beyond.max(whole).max(slope),
+        }
     }
 
     /// Why the stage is more wrong than rounding can explain, if it is.

@@ -159,6 +159,7 @@ mod tests {
             elements: 100,
             nonfinite: 0,
             passes: energy <= 1.5,
+            overshoot: energy / 1.5,
         };
         let residuals: Residuals =
             [(key(Stage::Dq), of(dq)), (key(Stage::Dk), of(dk))].into_iter().collect();

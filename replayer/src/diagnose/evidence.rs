@@ -48,6 +48,8 @@ pub struct Residual {
     pub nonfinite: u64,
     /// True when rounding explains it.
     pub passes: bool,
+    /// How many times the energy that rounding may make of it, or of a part of it, it has.
+    pub overshoot: f64,
 }
 
 impl Residual {
@@ -88,6 +90,7 @@ pub fn residuals(outcome: &Outcome) -> Residuals {
                 elements: tally.elements,
                 nonfinite: tally.nonfinite,
                 passes: one.excess.is_none(),
+                overshoot: one.overshoot,
             };
             found.insert(key, residual);
         }

@@ -130,6 +130,25 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
             left(near) / before
         ),
     };
+    unexplained(words, nearest.map(|near| near.cause.id().to_string()), (evidence, keys))
+}
+
+/// What fails by so little that many causes bring it within its bounds, and none reproduces it.
+pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
+    let keys = &evidence.failing;
+    let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |of| of.overshoot);
+    let most = keys.iter().map(over).fold(0.0, f64::max).sqrt();
+    let words = format!(
+        "the error is {most:.2} times the largest that undeclared roundings may make, so near that a wrong cause would pass as well, and with no cause does the emulated head reproduce what was captured; a job that declares its dtypes is judged more closely"
+    );
+    Found { evidence: words, ..unexplained(String::new(), None, (evidence, keys)) }
+}
+
+fn unexplained(
+    words: String,
+    next: Option<String>,
+    (evidence, keys): (&Evidence<'_>, &BTreeSet<Key>),
+) -> Found {
     let words = match one_factor(evidence, keys) {
         None => words,
         Some(factor) => format!(
@@ -142,7 +161,7 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
         explained: 0.0,
         norm_gap_explained: None,
         beats_next_by: None,
-        next: nearest.map(|near| near.cause.id().to_string()),
+        next,
         bit_equal: false,
         parameters: BTreeMap::new(),
         stages: stages(keys),

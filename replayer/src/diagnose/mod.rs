@@ -159,11 +159,17 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
     if failing.is_empty() {
         return vec![unknown(evidence, &[], failing)];
     }
+    if proof::is_marginal(evidence, failing) {
+        let proof = proof::prove(search, catalogue, evidence);
+        let proof = proof.filter(|proof| proof.of.is_superset(failing));
+        return proof.map_or_else(|| vec![found::unproved(evidence)], |proof| proof.found);
+    }
     let mut tried = search.all(catalogue, evidence);
     if let Some(found) = alone(search, &mut tried, failing, evidence) {
         return found;
     }
-    if let Some(parts) = cover(&tried, failing) {
+    let marginal = |(keys, _): &(BTreeSet<Key>, Decision)| proof::is_marginal(evidence, keys);
+    if let Some(parts) = cover(&tried, failing).filter(|parts| !parts.iter().any(marginal)) {
         let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
             found::of_decision(&tried, decision, keys, evidence)
         };

@@ -35,12 +35,35 @@ const ROUGHLY: f64 = 1.2;
 const WORSE: f64 = 2.0;
 /// Energy of so many roundings to f32 is not told from none.
 const EXACT: f64 = (16.0 * F32) * (16.0 * F32);
+/// The parts of the gradients.
+const PARTS: [Stage; 4] = [Stage::DqLse, Stage::DqLabel, Stage::DkLse, Stage::DkLabel];
 /// Rounds of trying every rounding point the other way.
 const PASSES: usize = 2;
 
 /// Whether a policy is emulated for a stage: all gradients but the plane of dlogits.
 fn is_emulated(stage: Stage) -> bool {
     GRADIENTS.contains(&stage) && stage != Stage::Dlogits
+}
+
+/// Whether comparisons fail by so little that a hypothesis brings them within their bounds
+/// without being what happened: by less than what tells one cause from the next, where the
+/// job leaves open how it rounds. Then a cause must be proved like one of a head that passes.
+pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool {
+    let open = |key: &Key| {
+        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        is_emulated(key.stage) && found.is_some_and(leaves_open)
+    };
+    let near = |key: &Key| {
+        let of = evidence.residuals.get(key);
+        of.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
+    };
+    !keys.is_empty() && keys.iter().all(|key| open(key) && near(key))
+}
+
+/// Whether roundings below f32 are plausible in a comparison and not declared.
+fn leaves_open(one: &Comparison) -> bool {
+    one.members.len() > 1 && one.floor() > 2.0 * F32
 }
 
 /// A fault that was reproduced.
@@ -74,11 +97,10 @@ impl Proof {
 pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
     let mut found = BTreeSet::new();
     for stage in outcome.stages.iter().filter(|one| is_emulated(one.stage)) {
-        let rounds = |one: &&Comparison| one.members.len() > 1 && one.floor() > 2.0 * F32;
         let off =
             |one: &&Comparison| !(one.tally.error_energy <= EXACT * one.tally.reference_energy);
         let passing = stage.comparisons.iter().filter(|one| one.excess.is_none());
-        let open = passing.filter(rounds).filter(off);
+        let open = passing.filter(|one| leaves_open(one)).filter(off);
         let key = |one: &Comparison| Key {
             stage: stage.stage,
             microbatch: one.microbatch,
@@ -104,6 +126,9 @@ struct Reproduction<'a> {
     search: &'a Search<'a>,
     evidence: &'a Evidence<'a>,
     roundings: Roundings,
+    /// Whether the comparisons fail: then a policy that takes most of the energy away
+    /// explains nothing, as the rest is the fault.
+    fail: bool,
 }
 
 /// A policy and what it leaves.
@@ -121,13 +146,13 @@ pub(super) fn prove(
     catalogue: &[&dyn Cause],
     evidence: &Evidence<'_>,
 ) -> Option<Proof> {
-    let roundings = evidence.roundings()?;
-    let of = Reproduction { search, evidence, roundings };
+    let of = Reproduction::new(search, evidence)?;
     let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
     if of.is_explained(&right) {
         return None;
     }
-    let provable = catalogue.iter().filter(|cause| !cause.may_be_right());
+    // What only rounds intermediates is right where the bounds allow it.
+    let provable = catalogue.iter().filter(|cause| of.fail || !cause.may_be_right());
     let hypotheses =
         provable.flat_map(|cause| cause.hypotheses(evidence).into_iter().map(move |h| (*cause, h)));
     let near: Vec<(&dyn Cause, Hypothesis, Rounded)> = hypotheses
@@ -176,12 +201,23 @@ fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Re
     let all = keys.iter().all(|key| is_emulated(key.stage));
     let numbers = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
     let able = !keys.is_empty() && all && keys.iter().all(numbers);
-    able.then(|| {
-        evidence.roundings().map(|roundings| Reproduction { search, evidence, roundings })
-    })?
+    let of = able.then(|| Reproduction::new(search, evidence))??;
+    Some(Reproduction { fail: false, ..of })
 }
 
 impl<'a> Reproduction<'a> {
+    fn new(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
+        let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|of| !of.passes);
+        let fail = evidence.failing.iter().any(fails);
+        let mut roundings = evidence.roundings()?;
+        // A part that was captured is allowed no rounding to what it would be added as.
+        let part = |key: &Key| PARTS.contains(&key.stage);
+        if fail && evidence.failing.iter().any(part) {
+            roundings.widest.parts = roundings.narrowest.parts;
+        }
+        Some(Reproduction { search, evidence, roundings, fail })
+    }
+
     /// The comparisons as declared, over the same rows as a look.
     fn declared(&self) -> &Residuals {
         self.evidence.glance().unwrap_or(&self.evidence.residuals)
@@ -260,8 +296,8 @@ impl<'a> Reproduction<'a> {
     }
 
     fn explains(&self, fit: &Fit, key: &Key) -> bool {
-        CLEAR * energy(&fit.residuals, key) <= energy(self.declared(), key)
-            || is_exact(&fit.residuals, key)
+        let most = CLEAR * energy(&fit.residuals, key) <= energy(self.declared(), key);
+        most && !self.fail || is_exact(&fit.residuals, key)
     }
 
     /// Whether a policy reproduces every comparison.
@@ -333,7 +369,7 @@ impl<'a> Reproduction<'a> {
                 let of = unrounded.as_ref().map(|of| self::energy(of, key));
                 of.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
             };
-            let explained = |key: &Key| CLEAR * least[key] <= declared[key].energy;
+            let explained = |key: &Key| !self.fail && CLEAR * least[key] <= declared[key].energy;
             let harms = |key: &Key| match explained(key) {
                 true => !(CLEAR * energy(key) <= declared[key].energy),
                 false => !(energy(key) <= WORSE * least[key]),

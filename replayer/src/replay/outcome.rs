@@ -73,6 +73,9 @@ pub struct Comparison {
     pub tally: Tally,
     /// Why it fails, if it does.
     pub excess: Option<String>,
+    /// How many times the error energy that it may have it has, by the test that it is
+    /// furthest beyond.
+    pub overshoot: f64,
     /// The emulated members; empty when the floor is propagated.
     pub members: Vec<MemberError>,
     /// For dk: error by label hits.
@@ -118,9 +121,9 @@ impl Comparison {
         tally: Tally,
         bound: &Bound,
     ) -> Comparison {
-        let excess = tally.excess(bound);
+        let (excess, overshoot) = (tally.excess(bound), tally.overshoot(bound));
         let (members, by_hits) = (Vec::new(), Vec::new());
-        Comparison { microbatch, rank, source, tally, excess, members, by_hits }
+        Comparison { microbatch, rank, source, tally, excess, overshoot, members, by_hits }
     }
 
     /// Error of the worst plausible member, or the propagated expectation.
