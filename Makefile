@@ -91,13 +91,22 @@ bench-inactive: $(VENV)/.installed
 bench-scalars: $(VENV)/.installed
 	$(BIN)/python python/benches/scalars.py
 
+# Peers of P3 and P4, beside the torch of the tests: a second copy would be gigabytes.
+$(VENV)-bench/.installed: $(VENV)-torch/.installed python/benches/requirements.txt
+	$(PYTHON) -m venv $(VENV)-bench
+	site='import site; print(site.getsitepackages()[0])'; \
+		$(VENV)-torch/bin/python -c "$$site" > "$$($(VENV)-bench/bin/python -c "$$site")/torch.pth"
+	$(VENV)-bench/bin/python -m pip install --quiet --disable-pip-version-check -r python/benches/requirements.txt
+	touch $@
+
 # P4: how long a snapshot of 1 GiB holds the training thread up, in torch and in jax.
-bench-blocking: $(VENV)-torch/.installed
-	$(VENV)-torch/bin/python python/benches/blocking.py
+bench-blocking: $(VENV)-bench/.installed
+	$(VENV)-bench/bin/python python/benches/blocking.py
 
 # P3: what recording adds to a training step in torch.
-bench-step: $(VENV)-torch/.installed
-	$(VENV)-torch/bin/python python/benches/step_time.py
+bench-step: $(VENV)-bench/.installed
+	$(VENV)-bench/bin/python python/benches/step_time.py
+	$(VENV)-bench/bin/python python/benches/everything.py
 
 # How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.
 bench-false-alarms:

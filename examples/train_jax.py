@@ -13,7 +13,6 @@ label has hundreds of hits on each rank, and grad_norm at step 0 comes out 2 % t
 What it takes to record a step is `write_tape`.
 """
 
-import argparse
 import contextlib
 import sys
 
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import arguments
 import ranks
 import text
 import xent_jax
@@ -137,29 +137,11 @@ def run_steps(job, stream, args):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    ranks.add_arguments(parser)
-    parser.add_argument("--use-fused-xent-loss", choices=("true", "false"), default="true")
-    parser.add_argument("--label-gather", choices=("bf16", "f32"), default="f32")
-    parser.add_argument("--num-microbatches", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
+    parser = arguments.of_job(__doc__.split("\n")[0])
     parser.add_argument("--fsdp", type=int, default=2, help="ranks along fsdp; the rest are data")
-    parser.add_argument("--rows", type=int, default=4, help="rows per rank and microbatch")
-    parser.add_argument("--length", type=int, default=256, help="tokens in a row")
-    parser.add_argument("--vocab", type=int, default=8300, help="entries learnt from the text")
-    parser.add_argument("--padded-vocab", type=int, default=8448)
-    parser.add_argument("--tile", type=int, default=1024, help="vocabulary entries in a tile")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    args = parser.parse_args(argv)
-    if args.launch is None and args.coordinator_address is None:
-        parser.error("give --launch N, or --rank, --world-size and --coordinator-address")
+    args = arguments.parsed(parser, argv)
     if (args.launch or args.world_size) % args.fsdp:
         parser.error("--fsdp must divide the number of ranks")
-    if args.padded_vocab < args.vocab:
-        parser.error("--padded-vocab must be at least --vocab")
     return args
 
 

@@ -14,7 +14,6 @@ last microbatch keeps its gradient to itself). What it takes to record a step is
 xent_torch.py and `declare` and `record_reduced` below.
 """
 
-import argparse
 import contextlib
 import sys
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 import backtape
 import backtape.torch
+import arguments
 import ranks
 import text
 import xent_torch
@@ -184,32 +184,14 @@ def run_steps(job, model, stream, args):
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    ranks.add_arguments(parser)
+    parser = arguments.of_job(__doc__.split("\n")[0])
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
-    parser.add_argument("--use-fused-xent-loss", choices=("true", "false"), default="true")
-    parser.add_argument("--label-gather", choices=("bf16", "f32"), default="f32")
     parser.add_argument("--mean-of-means", action="store_true")
     parser.add_argument("--sum-for-mean", action="store_true")
     parser.add_argument("--no-sync-last", action="store_true")
-    parser.add_argument("--num-microbatches", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=4, help="rows per rank and microbatch")
-    parser.add_argument("--length", type=int, default=256, help="tokens in a row")
-    parser.add_argument("--vocab", type=int, default=8300, help="entries learnt from the text")
-    parser.add_argument("--padded-vocab", type=int, default=8448)
-    parser.add_argument("--tile", type=int, default=1024, help="vocabulary entries in a tile")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    args = parser.parse_args(argv)
-    if args.launch is None and args.coordinator_address is None:
-        parser.error("give --launch N, or --rank, --world-size and --coordinator-address")
+    args = arguments.parsed(parser, argv)
     if args.sum_for_mean and args.parallel != "ddp":
         parser.error("--sum-for-mean is for DDP: gloo has no reduce-scatter that FSDP2 could sum with")
-    if args.padded_vocab < args.vocab:
-        parser.error("--padded-vocab must be at least --vocab")
     return args
 
 

@@ -48,7 +48,7 @@ class Alone(torch.nn.Module):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=1)
     rows = parser.parse_args().rows
     torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))

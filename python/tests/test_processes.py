@@ -1,16 +1,13 @@
 """Real processes with real jax.distributed: what a job on one machine does."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import reading
+from processes import free_port, run_ranks
 
 import backtape
 
@@ -20,24 +17,7 @@ HOST = np.arange(8 * 16).reshape(8, 16).astype(jnp.bfloat16)
 
 def launch(world, directory, mode):
     """Runs every rank to its end; a hang fails the test."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, *map(str, (rank, world, port, directory, mode))],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, text in zip(ranks, errors):
-        assert rank.returncode == 0, text
+    run_ranks(PROGRAM, world, free_port(), directory, mode, without=("XLA_FLAGS",))
 
 
 def test_four_ranks_record_one_sharded_array_and_the_step_is_committed(tmp_path):

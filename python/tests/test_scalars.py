@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import ended
 
 import backtape
 from backtape.scalars import Rows, find, of_jax
@@ -23,20 +24,8 @@ PROGRAM = Path(__file__).with_name("one_scalar_rank.py")
 
 
 def launch(world, directory, steps, ending="end"):
-    """Runs every rank to its end; their exit codes."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, *map(str, (rank, world, directory, steps, ending))],
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [rank.returncode for rank in ranks], errors
+    """Runs every rank to its end; their exit codes and errors."""
+    return ended(PROGRAM, world, directory, steps, ending)
 
 
 def recorder(directory, **more):

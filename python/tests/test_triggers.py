@@ -1,9 +1,6 @@
 """Selection and triggers, from the environment to the dump."""
 
 import json
-import os
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reading
+from processes import run_ranks
 
 import backtape
 from backtape.watch import MAX_PENDING, Readings
@@ -20,21 +18,7 @@ WORLD, WRONG = 4, 12
 
 
 def test_a_nan_loss_on_rank_2_puts_the_step_that_went_wrong_on_disk_for_all_ranks(tmp_path):
-    environment = os.environ | {"BACKTAPE_RING": "8", "BACKTAPE_STRICT": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, *map(str, (rank, WORLD, tmp_path))],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    try:
-        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, text in zip(ranks, errors):
-        assert rank.returncode == 0, text
+    run_ranks(PROGRAM, WORLD, tmp_path, BACKTAPE_RING="8", BACKTAPE_STRICT="1")
     manifest = reading.manifest(tmp_path / "run", WRONG)
     assert manifest["trigger"]["rank"] == 2 and manifest["trigger"]["seen"] == WRONG
     assert manifest["trigger"]["reason"] == "the loss is NaN" and manifest["trigger"]["ring"]

@@ -1,8 +1,6 @@
 """Tests that need torch, in an environment of its own (`make test-torch`)."""
 
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # What reads a dump without backtape, shared with the tests of jax.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from processes import free_port, run_ranks  # noqa: E402
+
 PROGRAM = Path(__file__).with_name("ranks.py")
 
 
@@ -23,23 +23,7 @@ def launch(tmp_path):
     """Runs every rank of a scenario of ranks.py to its end; a hang fails the test."""
 
     def run(scenario, world=4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, PROGRAM, *map(str, (rank, world, port, tmp_path, scenario))],
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        try:
-            errors = [rank.communicate(timeout=180)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        for rank, text in zip(ranks, errors):
-            assert rank.returncode == 0, text
+        run_ranks(PROGRAM, world, free_port(), tmp_path, scenario)
         return tmp_path
 
     return run
