@@ -52,6 +52,23 @@ def test_boxes_replicas_and_placement_are_those_of_jax(tmp_path, mesh, spec, pla
     assert reading.manifest(tmp_path / "run")["mesh"] == [["data", 2], ["tensor", 4]]
 
 
+def test_an_array_on_a_part_of_the_mesh_is_whole_in_the_dump(tmp_path, mesh):
+    """A pipeline stage has a mesh of its own: half of the devices, in another order."""
+    stage = Mesh(mesh.devices[1][::-1].reshape(2, 2), ("data", "tensor"))
+    host, array = put(stage, P("tensor", "data"))
+    with backtape.Recorder(tmp_path / "run", mesh=mesh, strict=True) as recorder:
+        with recorder.step(0) as tape:
+            tape.record("q", array)
+    found = reading.entries(tmp_path / "run")
+    assert len(found) == 4 and len({str(entry.record["box"]) for entry in found}) == 4
+    for entry in found:
+        box = tuple(slice(lo, hi) for lo, hi in entry.record["box"])
+        assert entry.data == host[box].tobytes()
+        assert entry.record["fingerprint_source"] == "framework"
+    whole = backtape.open(tmp_path / "run").step(0).tensor("q")
+    assert whole.tobytes() == host.tobytes()
+
+
 def test_the_host_arrays_of_jax_are_not_copied(mesh):
     _, array = put(mesh, P("data", "tensor"), dtype=jnp.float32)
     for shard, piece in zip(shards_of(array), array.addressable_shards):

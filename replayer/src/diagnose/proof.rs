@@ -333,6 +333,9 @@ impl<'a> Reproduction<'a> {
         let narrow = self.roundings.narrowest;
         let policy = Policy {
             sums: narrow.sums,
+            tile_add: narrow.tile_add,
+            chunk_add: narrow.chunk_add,
+            addend: narrow.addend,
             scatter_shards: narrow.scatter_shards,
             scatter_join: narrow.scatter_join,
             scatter_order: narrow.scatter_order,
