@@ -155,16 +155,17 @@ pub(super) fn prove(
     let provable = catalogue.iter().filter(|cause| of.fail || !cause.may_be_right());
     let hypotheses =
         provable.flat_map(|cause| cause.hypotheses(evidence).into_iter().map(move |h| (*cause, h)));
-    let near: Vec<(&dyn Cause, Hypothesis, Rounded)> = hypotheses
+    let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
         .filter_map(|(cause, hypothesis)| {
             let fit = of.beside(&hypothesis, &right)?;
-            of.gains(&fit, &right).then_some((cause, hypothesis, fit.rounded))
+            of.gains(&fit, &right).then_some((cause, hypothesis, fit))
         })
         .collect();
-    if near.is_empty() {
-        return None;
-    }
-    of.confirmed(near)
+    // What a look shows to be far behind the nearest is neither the cause nor tied with it.
+    let least = near.iter().map(|(.., fit)| fit.left).fold(f64::INFINITY, f64::min);
+    let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || of.is_exact(fit);
+    let near: Vec<_> = near.into_iter().filter(|(.., fit)| beside(fit)).collect();
+    if near.is_empty() { None } else { of.confirmed(near) }
 }
 
 /// Whether some plausible policy reproduces every failing comparison, and each passes beside
@@ -295,6 +296,11 @@ impl<'a> Reproduction<'a> {
         self.evidence.failing.iter().filter(|key| !self.explains(right, key))
     }
 
+    /// Whether nothing is left of any comparison.
+    fn is_exact(&self, fit: &Fit) -> bool {
+        self.evidence.failing.iter().all(|key| is_exact(&fit.residuals, key))
+    }
+
     fn explains(&self, fit: &Fit, key: &Key) -> bool {
         let most = CLEAR * energy(&fit.residuals, key) <= energy(self.declared(), key);
         most && !self.fail || is_exact(&fit.residuals, key)
@@ -356,10 +362,10 @@ impl<'a> Reproduction<'a> {
     }
 
     /// What holds against every plausible policy, over more rows than a look.
-    fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Rounded)>) -> Option<Proof> {
+    fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Fit)>) -> Option<Proof> {
         let least = self.least();
         let declared = &self.evidence.residuals;
-        let tried = near.into_iter().filter_map(|(cause, mut hypothesis, rounded)| {
+        let tried = near.into_iter().filter_map(|(cause, mut hypothesis, Fit { rounded, .. })| {
             let residuals = self.search.residuals(&[&rounded, &*hypothesis.world])?;
             let energy = |key: &Key| energy(&residuals, key);
             let unrounded = self.unrounded(&hypothesis);
@@ -398,7 +404,8 @@ impl<'a> Reproduction<'a> {
                 hypothesis.parameters.push(("the job rounds", rounds));
             }
             let left = left_of(&residuals, &self.evidence.failing);
-            Some(Tried { cause, hypothesis, residuals, explains, left, full: true })
+            let full = self.search.rows.is_none();
+            Some(Tried { cause, hypothesis, residuals, explains, left, full })
         });
         self.proof(&tried.collect::<Vec<_>>(), &least)
     }
