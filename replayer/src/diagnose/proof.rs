@@ -55,7 +55,8 @@ pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool
         is_emulated(key.stage) && found.is_some_and(leaves_open)
     };
     let near = |key: &Key| {
-        let of = evidence.residuals.get(key);
+        // Over all rows: a sample need not hold the one that is furthest off.
+        let of = evidence.whole.get(key);
         of.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
     };
     !keys.is_empty() && keys.iter().all(|key| open(key) && near(key))
@@ -146,7 +147,9 @@ pub(super) fn prove(
     catalogue: &[&dyn Cause],
     evidence: &Evidence<'_>,
 ) -> Option<Proof> {
-    let of = Reproduction::new(search, evidence)?;
+    let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|of| !of.passes);
+    let fail = evidence.failing.iter().any(fails);
+    let of = Reproduction::new(search, evidence, fail)?;
     let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
     if of.is_explained(&right) {
         return None;
@@ -202,14 +205,11 @@ fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Re
     let all = keys.iter().all(|key| is_emulated(key.stage));
     let numbers = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
     let able = !keys.is_empty() && all && keys.iter().all(numbers);
-    let of = able.then(|| Reproduction::new(search, evidence))??;
-    Some(Reproduction { fail: false, ..of })
+    able.then(|| Reproduction::new(search, evidence, false))?
 }
 
 impl<'a> Reproduction<'a> {
-    fn new(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
-        let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|of| !of.passes);
-        let fail = evidence.failing.iter().any(fails);
+    fn new(search: &'a Search<'a>, evidence: &'a Evidence<'a>, fail: bool) -> Option<Self> {
         let mut roundings = evidence.roundings()?;
         // A part that was captured is allowed no rounding to what it would be added as.
         let part = |key: &Key| PARTS.contains(&key.stage);
