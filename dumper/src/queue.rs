@@ -1,5 +1,8 @@
 //! The queue between the training thread and the recorder's own: bounded in
 //! bytes, and bounded in how long it holds anyone up.
+//!
+//! What comes close together is worked off after it: hashing and writing take the memory's
+//! bandwidth, and a core, from the copies that the training thread is making at that moment.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,6 +18,9 @@ use crate::omissions::Omissions;
 /// Charged for each capture beside its payload, so that a million scalars
 /// cannot grow the queue without bound.
 pub(crate) const CAPTURE_OVERHEAD_BYTES: u64 = 1024;
+
+/// The training thread has made its captures, for now, when none came for so long.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// What the training thread asks of the background.
 pub(crate) enum Command {
@@ -59,6 +65,11 @@ struct State {
     commands: VecDeque<Command>,
     /// Bytes queued or being written.
     bytes: u64,
+    /// Commands that are no captures, and when the last capture came.
+    ends: usize,
+    last: Option<Instant>,
+    /// The training thread waits for room.
+    waits: bool,
     /// A wait for room ran out; nobody waits again before some is made, so
     /// that a hung disk costs one call cap and not one for every capture.
     stalled: bool,
@@ -102,9 +113,12 @@ impl Queue {
         if full(&state) && !state.stalled && state.closing.is_none() && state.dead.is_none() {
             let wait =
                 |state: &mut State| full(state) && state.closing.is_none() && state.dead.is_none();
+            state.waits = true;
+            self.ready.notify_one();
             let waited = self.changed.wait_timeout_while(state, patience, wait);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             state.stalled = full(&state);
+            state.waits = false;
         }
         if state.closing.is_some() {
             return Err(Refused::Closed);
@@ -122,7 +136,11 @@ impl Queue {
         }
         state.bytes += cost;
         state.commands.push_back(Command::Capture(step, Box::new(capture)));
-        self.ready.notify_one();
+        state.last = Some(Instant::now());
+        // Else the background looks by itself, after the pause.
+        if state.commands.len() == 1 || state.pause(limit).is_none() {
+            self.ready.notify_one();
+        }
         Ok(())
     }
 
@@ -135,7 +153,7 @@ impl Queue {
         if let Some(reason) = &state.dead {
             return Err(Refused::Full(reason.clone()));
         }
-        state.commands.push_back(command);
+        state.push_end(command);
         self.ready.notify_one();
         Ok(())
     }
@@ -146,7 +164,7 @@ impl Queue {
     pub(crate) fn push_order(&self, command: Command) {
         let mut state = self.lock();
         if state.dead.is_none() {
-            state.commands.push_back(command);
+            state.push_end(command);
             self.ready.notify_one();
         }
     }
@@ -155,16 +173,26 @@ impl Queue {
     /// is taken only in the poll that returns it.
     pub(crate) async fn next(&self) -> Option<Command> {
         loop {
-            {
+            let pause = {
                 let mut state = self.lock();
-                if let Some(command) = state.commands.pop_front() {
-                    return Some(command);
+                let pause = state.pause(self.limit_bytes);
+                if pause.is_none() {
+                    if let Some(command) = state.pop() {
+                        return Some(command);
+                    }
+                    if state.closing.is_some() {
+                        return None;
+                    }
                 }
-                if state.closing.is_some() {
-                    return None;
+                pause
+            };
+            match pause {
+                None => self.ready.notified().await,
+                // Whether it ran out or something came: looked at again.
+                Some(pause) => {
+                    let _ = tokio::time::timeout(pause, self.ready.notified()).await;
                 }
             }
-            self.ready.notified().await;
         }
     }
 
@@ -196,6 +224,7 @@ impl Queue {
         state.dead.get_or_insert_with(|| reason.to_string());
         state.bytes = 0;
         let rest = std::mem::take(&mut state.commands);
+        state.ends = 0;
         drop(state);
         self.changed.notify_all();
         rest
@@ -213,5 +242,91 @@ impl Queue {
         let running = |state: &mut State| !state.ended;
         let waited = self.changed.wait_timeout_while(self.lock(), patience, running);
         waited.unwrap_or_else(PoisonError::into_inner).0.ended
+    }
+}
+
+impl State {
+    fn push_end(&mut self, command: Command) {
+        self.ends += 1;
+        self.commands.push_back(command);
+    }
+
+    fn pop(&mut self) -> Option<Command> {
+        let command = self.commands.pop_front()?;
+        self.ends -= usize::from(!matches!(command, Command::Capture(..)));
+        Some(command)
+    }
+
+    /// How long the background still leaves the training thread to its captures; `None` where
+    /// there are none, their step has ended, they fill half of the queue, or it waits for room.
+    fn pause(&self, limit_bytes: u64) -> Option<Duration> {
+        let now =
+            self.ends > 0 || self.closing.is_some() || self.waits || self.bytes > limit_bytes / 2;
+        let last = self.last.filter(|_| !now && !self.commands.is_empty())?;
+        PAUSE.checked_sub(last.elapsed()).filter(|left| !left.is_zero())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capture::{Capture, Located};
+    use backtape::dtype::Dtype;
+    use backtape::index_box::IndexBox;
+    use backtape::placement::Placements;
+
+    fn capture(bytes: usize) -> Queued {
+        let capture = Capture {
+            tensor: "x".into(),
+            role: None,
+            microbatch: None,
+            when: None,
+            dtype: Dtype::U8,
+            shape: vec![bytes as u64],
+            place: IndexBox::whole(&[bytes as u64]),
+            placement: Placements::default(),
+            partial: None,
+            replica: 0,
+            located: Located::ByBox,
+            compiled: false,
+            payload: Box::new(vec![0u8; bytes]),
+        };
+        capture.check().expect("a capture that can be read")
+    }
+
+    fn push(queue: &Queue, bytes: usize) {
+        assert!(queue.push_capture(0, capture(bytes), PAUSE).is_ok());
+    }
+
+    /// Whether the background would take something now.
+    fn takes(queue: &Queue) -> bool {
+        queue.lock().pause(queue.limit_bytes).is_none()
+    }
+
+    #[test]
+    fn captures_wait_for_the_end_of_their_step_or_half_of_the_queue() {
+        let queue = Queue::new(1 << 20);
+        push(&queue, 1000);
+        // Never later than the pause, so this holds however slow the machine is.
+        queue.lock().last = Some(Instant::now() + PAUSE);
+        assert!(!takes(&queue), "while captures come they are left alone");
+        push(&queue, 1 << 19);
+        assert!(takes(&queue), "a queue that fills up is worked off");
+        let queue = Queue::new(1 << 20);
+        push(&queue, 1000);
+        assert!(queue.push_end(Command::Abandon(0)).is_ok());
+        assert!(takes(&queue), "nothing more comes for the step");
+    }
+
+    /// Goal: a step that records and then computes for an hour is written meanwhile.
+    #[tokio::test]
+    async fn captures_are_taken_once_none_has_come_for_a_while() {
+        let queue = Queue::new(1 << 20);
+        let begin = Instant::now();
+        push(&queue, 1000);
+        assert!(matches!(queue.next().await, Some(Command::Capture(0, _))));
+        assert!(begin.elapsed() >= PAUSE);
+        queue.close();
+        assert!(queue.next().await.is_none());
     }
 }

@@ -19,6 +19,8 @@ mod tensor;
 #[cfg(test)]
 pub(crate) mod tests;
 
+use std::sync::Arc;
+
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
 use backtape::index_box::{IndexBox, gaps};
@@ -196,6 +198,7 @@ fn fill(
     let length = usize::try_from(bytes).map_err(|_| memory())?;
     let mut buffer = Buffer::zeroed(length).ok_or_else(memory)?;
     copy_all(&place, &sources, buffer.bytes_mut(), width);
+    let buffer = Arc::new(buffer);
     Ok(Tensor { key: key.clone(), dtype, shape: place.extent(), place, buffer })
 }
 

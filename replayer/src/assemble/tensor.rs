@@ -1,5 +1,7 @@
 //! An assembled tensor: its bytes, aligned, and views of them. No conversion:
-//! bf16 and the f8 types are handed out as bits.
+//! bf16 and the f8 types are handed out as bits. Its clones share the bytes.
+
+use std::sync::Arc;
 
 use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
@@ -11,6 +13,7 @@ use super::buffer::Buffer;
 use super::error::AssembleError;
 
 /// A tensor, or one box of it, in memory.
+#[derive(Clone)]
 pub struct Tensor {
     /// Which tensor.
     pub key: TensorKey,
@@ -20,7 +23,7 @@ pub struct Tensor {
     pub shape: Vec<u64>,
     /// Which part of the global tensor this is.
     pub place: IndexBox,
-    pub(super) buffer: Buffer,
+    pub(super) buffer: Arc<Buffer>,
 }
 
 /// What a row is made of.
@@ -61,7 +64,7 @@ impl Tensor {
             dtype: self.dtype,
             shape: vec![cols, rows],
             place,
-            buffer,
+            buffer: Arc::new(buffer),
         })
     }
 
@@ -100,7 +103,7 @@ impl Tensor {
                 }
             }
         }
-        let (key, dtype) = (self.key.clone(), self.dtype);
+        let (key, dtype, buffer) = (self.key.clone(), self.dtype, Arc::new(buffer));
         Some(Tensor { key, dtype, shape: self.shape.clone(), place: self.place.clone(), buffer })
     }
 

@@ -141,7 +141,7 @@ pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
     let words = format!(
         "the error is {most:.2} times the largest that undeclared roundings may make, so near that a wrong cause would pass as well, and with no cause does the emulated head reproduce what was captured; a job that declares its dtypes is judged more closely"
     );
-    Found { evidence: words, ..unexplained(String::new(), None, (evidence, keys)) }
+    nameless(words, None, keys)
 }
 
 fn unexplained(
@@ -155,6 +155,10 @@ fn unexplained(
             "{words}; one factor, {factor:.6}, is all of it, and it is none that the dump's counts give"
         ),
     };
+    nameless(words, next, keys)
+}
+
+fn nameless(words: String, next: Option<String>, keys: &BTreeSet<Key>) -> Found {
     Found {
         id: "unknown".into(),
         standing: Standing::Unknown,

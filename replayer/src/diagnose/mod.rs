@@ -107,6 +107,7 @@ fn examine(
     if !diverged && step.unusable.is_empty() && open.is_empty() {
         return Ok(Examined::Diverged(Vec::new()));
     }
+    let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
     Ok(in_few_threads(&inputs, || searched((step, outcome, &inputs), catalogue, (diverged, open))))

@@ -76,13 +76,24 @@ struct Dismissed {
     left: f64,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
     /// Every comparison in a world; `None` where the dump cannot be judged in it.
     pub fn residuals(&self, worlds: &[&dyn World]) -> Option<Residuals> {
         let all: Vec<&dyn World> = worlds.to_vec();
         let rows = (self.rows.as_ref(), Some(&self.cache));
         let outcome = trial(self.step, &self.compared, &all, rows).ok()?;
         Some(residuals(&outcome))
+    }
+
+    /// The same search of some stages alone.
+    pub(super) fn only(&self, wanted: impl Fn(Stage) -> bool) -> Search<'a> {
+        Search {
+            step: self.step,
+            compared: self.compared.iter().filter(|&&stage| wanted(stage)).copied().collect(),
+            rows: self.rows.clone(),
+            few: self.few.clone(),
+            cache: PassCache::default(),
+        }
     }
 
     /// Every comparison in a world, over the few rows of a glance.

@@ -211,7 +211,7 @@ impl HeadStep<'_> {
         q: Tensor,
         microbatch: Option<Microbatch>,
     ) -> Result<(Scores, usize, usize), StepError> {
-        let k = self.oriented(self.assemble(self.need(Role::K, microbatch)?)?)?;
+        let k = self.oriented(self.need(Role::K, microbatch)?, None)?;
         let columns = |tensor: &Tensor| tensor.shape.last().copied().unwrap_or(0);
         let d = columns(&q);
         if q.shape.len() < 2 || matrix(&q).is_none() {

@@ -3,6 +3,7 @@
 //! that is `kernels`.
 
 mod error;
+mod held;
 pub mod inputs;
 pub mod options;
 pub mod policy_file;

@@ -7,8 +7,9 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
+use super::held::{Assembled, Which};
 use super::options::HeadOptions;
-use crate::assemble::{self, Tensor};
+use crate::assemble::{self, AssembleError, Tensor};
 use crate::dump::{StepDump, TensorInfo};
 
 pub use super::error::StepError;
@@ -30,6 +31,8 @@ pub struct HeadStep<'a> {
     pub unusable: BTreeMap<TensorKey, String>,
     /// The microbatches in which the scores were recorded; `None` for a job without them.
     pub microbatches: Vec<Option<Microbatch>>,
+    /// Tensors that were assembled, where they are held.
+    assembled: Option<Assembled>,
 }
 
 impl<'a> HeadStep<'a> {
@@ -54,7 +57,14 @@ impl<'a> HeadStep<'a> {
         let usable = dump.tensors().iter().filter(|(key, _)| !unusable.contains_key(key));
         let tensors: BTreeMap<_, _> =
             usable.map(|(key, info)| (key.clone(), info.clone())).collect();
-        let mut step = HeadStep { dump, options, tensors, unusable, microbatches: Vec::new() };
+        let mut step = HeadStep {
+            dump,
+            options,
+            tensors,
+            unusable,
+            microbatches: Vec::new(),
+            assembled: None,
+        };
         let scores = step.scores();
         let of_scores = step.tensors.iter().filter(|(_, info)| info.role == Some(scores));
         let mut microbatches: Vec<_> = of_scores.map(|(key, _)| key.microbatch).collect();
@@ -106,30 +116,50 @@ impl<'a> HeadStep<'a> {
         self.tensors.iter().find(of).map(|(key, _)| key)
     }
 
+    /// The same step, of which every tensor is assembled once, as long as it or a clone of
+    /// it lives.
+    pub fn holding(&self) -> HeadStep<'a> {
+        HeadStep { assembled: Some(Assembled::default()), ..self.clone() }
+    }
+
     /// Assembles a tensor that is there.
     pub fn assemble(&self, key: &TensorKey) -> Result<Tensor, StepError> {
-        assemble::assemble(self.dump, key)
-            .map_err(|source| StepError::Assemble { key: key.clone(), source })
+        self.made(Which::whole(key, None), || assemble::assemble(self.dump, key))
     }
 
     /// The addend that some ranks hold together of a partial tensor.
     pub fn addend(&self, key: &TensorKey, ranks: &[Rank]) -> Result<Tensor, StepError> {
-        assemble::addend_of(self.dump, key, ranks)
-            .map_err(|source| StepError::Assemble { key: key.clone(), source })
+        let which = Which::whole(key, Some(ranks));
+        self.made(which, || assemble::addend_of(self.dump, key, ranks))
     }
 
     /// A tensor in the layout of the formulas: k and its gradients as `[V, D]`
     /// whatever the job's layout.
-    pub fn oriented(&self, tensor: Tensor) -> Result<Tensor, StepError> {
-        let role = self.tensors.get(&tensor.key).and_then(|info| info.role);
-        let key = tensor.key.clone();
+    pub fn oriented(&self, key: &TensorKey, ranks: Option<&[Rank]>) -> Result<Tensor, StepError> {
+        let tensor = match ranks {
+            Some(ranks) => self.addend(key, ranks)?,
+            None => self.assemble(key)?,
+        };
+        let role = self.tensors.get(key).and_then(|info| info.role);
         let of_k = matches!(role, Some(Role::K | Role::Dk | Role::DkLse | Role::DkLabel));
-        match self.options.transposed() && of_k && tensor.shape.len() == 2 {
-            true => tensor
-                .transposed()
-                .map_err(|source| StepError::Assemble { key: key.clone(), source }),
-            false => Ok(tensor),
+        if !(self.options.transposed() && of_k && tensor.shape.len() == 2) {
+            return Ok(tensor);
         }
+        let which = Which { transposed: true, ..Which::whole(key, ranks) };
+        self.made(which, || tensor.transposed())
+    }
+
+    fn made(
+        &self,
+        which: Which,
+        make: impl FnOnce() -> Result<Tensor, AssembleError>,
+    ) -> Result<Tensor, StepError> {
+        let key = which.key.clone();
+        let made = match &self.assembled {
+            Some(assembled) => assembled.get(which, make),
+            None => make(),
+        };
+        made.map_err(|source| StepError::Assemble { key, source })
     }
 
     pub(crate) fn missing(&self, role: Role, microbatch: Option<Microbatch>) -> StepError {

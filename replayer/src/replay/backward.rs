@@ -382,11 +382,11 @@ impl Replay<'_> {
                     Held::Summed { rows, cols, total, storage }
                 }
                 (true, false) if !unit.ranks.is_empty() => {
-                    Held::Whole(self.step.oriented(self.step.addend(key, &unit.ranks)?)?)
+                    Held::Whole(self.step.oriented(key, Some(&unit.ranks))?)
                 }
                 // A gradient over all tokens cannot be judged by some ranks' tokens.
                 (_, false) if !unit.ranks.is_empty() => continue,
-                _ => Held::Whole(self.step.oriented(self.step.assemble(key)?)?),
+                _ => Held::Whole(self.step.oriented(key, None)?),
             };
             let stored = match &values {
                 Held::Whole(tensor) => precision_of(tensor.dtype),

@@ -8,15 +8,20 @@ use super::Replay;
 use super::alike::{nearly_equal, of_copies, spread};
 use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
+use super::biased::shared_by_tokens;
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
 use super::pass_cache::{BackwardPass, Keep};
 use super::world::{At, Expectation};
-use crate::compare::{Allowed, Rows, Tally, once};
+use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
 use crate::head::Stage;
 use crate::head::step::rows_of;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::{policy, reference};
+
+/// Roundings of an entry that may err to one side at once, over the root of their variances'
+/// sum: those of four operations at most.
+const SEVERAL: f64 = 2.0;
 
 /// Reference values over one slab of k's rows: `[rows, D]`, of the bias `[rows]`.
 #[derive(Clone, Default)]
@@ -200,8 +205,15 @@ impl Replay<'_> {
         let small = problem.entry_floor > 0.0;
         let mut run = || {
             let (d, rows) = (head.q.cols, head.k.rows);
-            let mut slab = Slab::zeros(0..rows, d);
-            let take = &mut |block: reference::DkBlock<'_>| slab.take(&block, d);
+            let mut slab = match keep {
+                Keep::Dq => Slab::default(),
+                Keep::Both | Keep::Dk => Slab::zeros(0..rows, d),
+            };
+            let take = &mut |block: reference::DkBlock<'_>| {
+                if keep != Keep::Dq {
+                    slab.take(&block, d);
+                }
+            };
             let (tiles, progress) = (self.tiles, self.progress);
             let dq =
                 reference::backward(head, &problem.lse, &cotangents, &noise, tiles, progress, take);
@@ -210,8 +222,10 @@ impl Replay<'_> {
                 true => (row * d..(row + 1) * d).map(square).sum(),
                 false => 0.0,
             };
-            slab.k_norms = (0..rows).map(norm).collect();
-            if small {
+            if keep != Keep::Dq {
+                slab.k_norms = (0..rows).map(norm).collect();
+            }
+            if small && keep != Keep::Dq {
                 slab.q_squares = column_squares(&head.q, head.copies);
                 slab.q_sums = column_sums(&head.q);
             }
@@ -385,8 +399,12 @@ impl Replay<'_> {
         let bound = self.bound(problem.head.k.rows, 1);
         let (factor, again) = self.factor(problem, Stage::Dbias);
         let tokens = problem.head.copies.map_or(t as f64, |copies| copies.iter().sum());
+        let alike = self.alike_in_classes(problem);
         let allowed = |row: usize, _, supposed: f64| {
             let squares = slab.dbias_sq[row];
+            // Equal errors of all tokens: Σ √variance, squared, is n Σ variance at most.
+            let together = t as f64 * (slab.dbias_var[row] + entry * squares);
+            let one_side = alike.get(row).map_or(0.0, |share| share * together);
             // Copies of a token lose alike below a format's smallest step, and so may all.
             let floor = square(problem.entry_floor);
             let x = slab.dbias[row];
@@ -404,7 +422,8 @@ impl Replay<'_> {
                     + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
                 ..Allowed::default()
-            };
+            }
+            .with_few(one_side, SEVERAL * (ONE_ROUNDING * together).sqrt());
             let inner = inner.times(factor);
             gradient.storing(slab.range.start + row, supposed, again, inner)
         };
@@ -413,6 +432,15 @@ impl Replay<'_> {
         let reference = self.supposed(problem, slab, (gradient, false), slab.dbias.clone());
         let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
         findings.merge(Stage::Dbias, Tally::of(&rows, allowed, &bound), bound);
+    }
+
+    /// Share of a class's roundings that its tokens share, of each class of the slab.
+    fn alike_in_classes(&self, problem: &Problem<'_>) -> Vec<f64> {
+        let Policy { logits, p, dlogits, .. } = self.roundings.widest;
+        let of_p = p.unit_roundoff().max(dlogits.unit_roundoff());
+        let steps = (2.0 * logits.unit_roundoff(), 2.0 * of_p);
+        let g = problem.cotangents().lse;
+        shared_by_tokens(&problem.head, &problem.lse, |t| g[t] != 0.0, steps)
     }
 
     /// Both parts' allowances and what adding them may round.

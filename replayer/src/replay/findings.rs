@@ -16,6 +16,8 @@ use crate::kernels::round::Precision;
 
 pub(super) const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
 pub(super) const DK: [Stage; 3] = [Stage::DkLse, Stage::DkLabel, Stage::Dk];
+/// Those that have a row a class.
+const OF_CLASSES: [Stage; 4] = [DK[0], DK[1], DK[2], Stage::Dbias];
 
 /// One captured gradient.
 pub(super) struct Gradient {
@@ -69,6 +71,24 @@ impl Gradient {
         all.then_some(output)
     }
 
+    /// Some of its rows.
+    fn picked(&self, rows: &[usize]) -> Gradient {
+        let whole = self.matrix();
+        let values = match &self.values {
+            Held::Summed { total, storage, .. } => {
+                let chosen = |all: &[f64]| {
+                    let row = |&v: &usize| &all[v * whole.cols..(v + 1) * whole.cols];
+                    rows.iter().flat_map(row).copied().collect::<Vec<f64>>()
+                };
+                let (total, storage) = (chosen(total), chosen(storage));
+                Held::Summed { rows: rows.len(), cols: whole.cols, total, storage }
+            }
+            _ => Held::Picked(Gathered::new(&whole, rows)),
+        };
+        let (stage, stored, source) = (self.stage, self.stored, self.source.clone());
+        Gradient { stage, values, stored, rounded: self.rounded, source }
+    }
+
     /// Variance of storing element `at`, whose value should be `x`.
     pub(super) fn storage(&self, at: usize, x: f64) -> f64 {
         match &self.values {
@@ -119,6 +139,30 @@ impl Captured {
         let parts = |stages: &[Stage; 3]| stages[..2].iter().all(|&s| self.stage(s).is_some());
         let open = [(Stage::Dq, parts(&DQ)), (Stage::Dk, parts(&DK)), (Stage::Dbias, false)];
         open.into_iter().filter(|(_, parts)| !parts).map(|(stage, _)| stage).collect()
+    }
+
+    /// Some classes' rows of every captured dk and dbias.
+    pub(super) fn of_classes(&self, classes: &[usize]) -> Captured {
+        let all = self.of(&OF_CLASSES);
+        Captured { gradients: all.map(|gradient| gradient.picked(classes)).collect() }
+    }
+
+    /// All gradients, those of k and of the bias at some classes only.
+    pub(super) fn with_classes(mut self, classes: &[usize]) -> Captured {
+        for one in self.gradients.iter_mut().filter(|one| OF_CLASSES.contains(&one.stage)) {
+            *one = one.picked(classes);
+        }
+        self
+    }
+
+    /// Bytes of all values.
+    pub(super) fn bytes(&self) -> usize {
+        let of = |gradient: &Gradient| match &gradient.values {
+            Held::Whole(tensor) => tensor.bytes().len(),
+            Held::Picked(_) => gradient.matrix().len() * size_of::<f32>(),
+            Held::Summed { total, .. } => 2 * total.len() * size_of::<f64>(),
+        };
+        self.gradients.iter().map(of).sum()
     }
 
     pub(super) fn stage(&self, stage: Stage) -> Option<&Gradient> {

@@ -9,6 +9,7 @@ pub mod against;
 mod alike;
 mod allowed;
 mod backward;
+mod biased;
 mod chained;
 mod column;
 mod dk;

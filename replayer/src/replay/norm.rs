@@ -135,7 +135,7 @@ impl Replay<'_> {
         let reference = outcome.reference_dk.take();
         let divisor = self.divisor(slices).map(|divisor| divisor * self.ranks_averaged(slices));
         if let (Some(key), Some(reference), Ok(divisor)) = (reduced, reference, divisor) {
-            let tensor = self.step.oriented(self.step.assemble(key)?)?;
+            let tensor = self.step.oriented(key, None)?;
             let columns = tensor.shape.last().map_or(1, |&n| n as usize);
             let captured = matrix(&tensor).filter(|m| m.len() == reference.total.len());
             if let Some(captured) = captured {
@@ -207,11 +207,8 @@ impl Replay<'_> {
             let Some(key) = self.step.find(Role::Dk, addend.microbatch) else {
                 return Ok(Vec::new());
             };
-            let tensor = match addend.ranks.is_empty() {
-                true => self.step.assemble(key)?,
-                false => self.step.addend(key, &addend.ranks)?,
-            };
-            let tensor = self.step.oriented(tensor)?;
+            let ranks = (!addend.ranks.is_empty()).then_some(&addend.ranks[..]);
+            let tensor = self.step.oriented(key, ranks)?;
             let captured = numbers(&tensor).filter(|values| values.len() == cut.ours.len());
             let Some(captured) = captured else { return Ok(Vec::new()) };
             let along = captured.iter().zip(&addend.reference).zip(cut.ours.iter().zip(cut.theirs));

@@ -79,7 +79,7 @@ fn matches(one: &HeadStep<'_>, other: &HeadStep<'_>, key: &TensorKey, of: &Tenso
 }
 
 fn oriented(step: &HeadStep<'_>, key: &TensorKey) -> Result<(Vec<f64>, usize), StepError> {
-    let tensor = step.oriented(step.assemble(key)?)?;
+    let tensor = step.oriented(key, None)?;
     let columns = tensor.shape.last().map_or(1, |&n| n as usize);
     Ok((crate::head::step::numbers(&tensor).unwrap_or_default(), columns))
 }

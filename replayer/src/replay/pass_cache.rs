@@ -7,10 +7,12 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::dk::Slab;
+use super::findings::Captured;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Transform, Values};
 use crate::kernels::{Progress, Tiles, reference};
 
-/// Bytes of backward passes that are held; beyond it all are forgotten.
+/// Bytes of backward passes that are held; beyond it all are forgotten. As many of captured
+/// gradients, beyond which no more are held.
 const HELD: usize = 256 << 20;
 
 /// Passes by what they were computed from, labels apart in the forward ones.
@@ -21,6 +23,8 @@ pub struct PassCache(Mutex<Held>);
 struct Held {
     forward: HashMap<u64, reference::Forward>,
     backward: HashMap<u64, Arc<BackwardPass>>,
+    captured: HashMap<u64, Arc<Captured>>,
+    of_captured: usize,
     bytes: usize,
 }
 
@@ -65,6 +69,28 @@ impl PassCache {
         let found = reference::forward(head, tiles, progress);
         self.held().forward.insert(key, found.clone());
         found
+    }
+
+    /// Captured gradients, read once for all that ask for the same.
+    pub(super) fn captured<E>(
+        &self,
+        which: &dyn Debug,
+        read: &mut dyn FnMut() -> Result<Captured, E>,
+    ) -> Result<Arc<Captured>, E> {
+        let mut hash = DefaultHasher::new();
+        format!("{which:?}").hash(&mut hash);
+        let key = hash.finish();
+        let held = self.held().captured.get(&key).cloned();
+        if let Some(held) = held {
+            return Ok(held);
+        }
+        let found = Arc::new(read()?);
+        let (mut all, bytes) = (self.held(), found.bytes());
+        if all.of_captured + bytes <= HELD {
+            all.of_captured += bytes;
+            all.captured.insert(key, found.clone());
+        }
+        Ok(found)
     }
 
     /// A backward pass, computed once for all that have the same inputs.

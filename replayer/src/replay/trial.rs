@@ -5,13 +5,14 @@
 //! some classes over all tokens: each sampled row is judged as it would be in full.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use backtape::identity::Microbatch;
 
 use super::backward::{Problem, sum};
 use super::dk::Slab;
 use super::dq::DqState;
-use super::findings::{Captured, DK, DQ, Findings, Gradient, Held};
+use super::findings::{Captured, DK, DQ, Findings};
 use super::forward::ForwardState;
 use super::gather::Gathered;
 use super::loss::Upstream;
@@ -105,16 +106,17 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let Scores::Product { .. } = slice.inputs.scores else { return Ok(()) };
-        let captured = self.captured(slice, unit, outcome)?;
+        let dlogits = self.dlogits(slice, unit)?;
+        let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
+        let captured = self.captured_once((slice, unit), classes, outcome)?;
         if captured.gradients.is_empty() || unit.rows.iter().any(|&t| upstream.certain[t] > 0.0) {
             return Ok(());
         }
-        let dlogits = self.dlogits(slice, unit)?;
         let mut findings = Findings::default();
         let dk = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]).next().is_some();
         if dk {
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                self.try_dk(problem, &captured, rows, &mut findings);
+                self.try_dk(problem, &captured, (rows, classes.is_some()), &mut findings);
             });
         }
         if captured.of(&DQ).next().is_some() {
@@ -149,6 +151,35 @@ impl Replay<'_> {
         Ok(())
     }
 
+    /// What the dump holds of a unit's gradients, those of k at some classes only: read once
+    /// for all trials, as long as no world has its own.
+    fn captured_once(
+        &self,
+        (slice, unit): (&Slice, &Unit),
+        classes: Option<&[usize]>,
+        outcome: &mut Outcome,
+    ) -> Result<Arc<Captured>, StepError> {
+        let mut read = || {
+            let all = self.captured(slice, unit, outcome)?;
+            Ok(match classes {
+                Some(classes) => all.with_classes(classes),
+                None => all,
+            })
+        };
+        let of = |stage| At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let own = |&stage: &Stage| self.world.captured(&of(stage)).is_some();
+        // What is left out of a tied embedding is said in each outcome.
+        let each = self.step.options.declared.tied_embedding || self.wanted.iter().any(own);
+        match self.cache.filter(|_| !each) {
+            None => read().map(Arc::new),
+            Some(cache) => {
+                let read_as = (self.roundings.widest.output, self.step.options.transposed());
+                let of = (slice.inputs.microbatch, &unit.ranks, &self.wanted);
+                cache.captured(&(of, read_as, classes), &mut read)
+            }
+        }
+    }
+
     /// The tokens whose gradients the rows of dq hold in this world.
     fn sources(&self, slice: &Slice, unit: &Unit) -> Unit {
         let at = At { stage: Stage::Dq, microbatch: slice.inputs.microbatch, rank: unit.rank() };
@@ -160,7 +191,7 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         captured: &Captured,
-        rows: Option<&Rows>,
+        (rows, picked): (Option<&Rows>, bool),
         findings: &mut Findings,
     ) {
         let Some(classes) = rows.map(|rows| &rows.classes) else {
@@ -204,9 +235,10 @@ impl Replay<'_> {
         let mut slab = pass.slab.clone();
         slab.classes = Some(classes.clone());
         self.emulate_dk(&problem, &head, &mut slab);
-        let captured = picked_classes(captured, classes);
-        self.judge_dk(&problem, &slab, (&captured, &DK), findings);
-        self.judge_dbias(&problem, &slab, &captured, findings);
+        let chosen = (!picked).then(|| captured.of_classes(classes));
+        let captured = chosen.as_ref().unwrap_or(captured);
+        self.judge_dk(&problem, &slab, (captured, &DK), findings);
+        self.judge_dbias(&problem, &slab, captured, findings);
     }
 
     /// dk as the world's policy has it, in place of the reference.
@@ -308,26 +340,4 @@ fn put(lists: &mut Lists, stage: Stage, at: usize, values: &[f64]) {
     let list = &mut lists[index].1;
     list.resize(list.len().max(at + values.len()), 0.0);
     list[at..at + values.len()].copy_from_slice(values);
-}
-
-/// Some classes' rows of every captured dk and dbias.
-fn picked_classes(captured: &Captured, classes: &[usize]) -> Captured {
-    let of = |gradient: &Gradient| {
-        let whole = gradient.matrix();
-        let values = match &gradient.values {
-            Held::Summed { total, storage, .. } => {
-                let chosen = |all: &[f64]| {
-                    let row = |&v: &usize| &all[v * whole.cols..(v + 1) * whole.cols];
-                    classes.iter().flat_map(row).copied().collect::<Vec<f64>>()
-                };
-                let (rows, cols) = (classes.len(), whole.cols);
-                Held::Summed { rows, cols, total: chosen(total), storage: chosen(storage) }
-            }
-            _ => Held::Picked(Gathered::new(&whole, classes)),
-        };
-        let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
-        Gradient { stage, values, stored, rounded: gradient.rounded, source }
-    };
-    let all = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]);
-    Captured { gradients: all.map(of).collect() }
 }

@@ -69,10 +69,10 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
             let of_tokens = stage < Stage::DkLse;
             match (info.partial, of.rank) {
                 (Some(_), Some(rank)) if !of_tokens => {
-                    step.oriented(step.addend(key, &ranks(step, inputs, of, rank)?).ok()?).ok()?
+                    step.oriented(key, Some(&ranks(step, inputs, of, rank)?)).ok()?
                 }
                 (Some(_), _) => return summed(Sum::of_partial(step, key).ok()?),
-                (None, _) => step.oriented(step.assemble(key).ok()?).ok()?,
+                (None, _) => step.oriented(key, None).ok()?,
             }
         }
     };

@@ -150,13 +150,13 @@ impl UnitState {
         let key = step.find(stage.role()?, self.microbatch)?;
         let partial = step.tensors[key].partial.is_some();
         let of_tokens = matches!(stage, Stage::Dq | Stage::DqLse | Stage::DqLabel);
-        let tensor = match (partial, self.rank) {
+        let ranks = match (partial, self.rank) {
             (true, _) if of_tokens => return None,
-            (true, Some(rank)) => step.addend(key, &[rank]).ok()?,
+            (true, Some(rank)) => Some([rank]),
             (false, Some(_)) if !of_tokens => return None,
-            _ => step.assemble(key).ok()?,
+            _ => None,
         };
-        step.oriented(tensor).ok()
+        step.oriented(key, ranks.as_ref().map(|ranks| &ranks[..])).ok()
     }
 }
 

@@ -1,0 +1,156 @@
+//! What of a fault holds against every plausible policy.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::fit::{Fit, Reproduction, Rounded, energy, is_exact};
+use super::{CLEAR, EXACT, Proof, is_emulated, words};
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::decide::decide;
+use crate::diagnose::evidence::{FORWARD, Key, Residuals};
+use crate::diagnose::found;
+use crate::diagnose::search::{Tried, left_of};
+use crate::kernels::policy::Policy;
+use crate::replay::members;
+
+/// What is reproduced may make the other comparisons this many times worse: they are
+/// rounded as the declared head would.
+const WORSE: f64 = 2.0;
+
+impl Reproduction<'_> {
+    /// The least energy that any plausible policy leaves of each comparison.
+    fn least(&self) -> BTreeMap<Key, f64> {
+        let declared = |key: &Key| (*key, energy(&self.evidence.residuals, key));
+        let mut found: BTreeMap<Key, f64> = self.evidence.failing.iter().map(declared).collect();
+        for policy in members::all(&self.roundings) {
+            let rounded = Rounded(policy, self.roundings.tiles);
+            let Some(of) = self.search.residuals(&[&rounded]) else { continue };
+            found.iter_mut().for_each(|(key, least)| *least = least.min(energy(&of, key)));
+        }
+        found
+    }
+
+    /// What a hypothesis leaves in f64, where it is no policy itself: what a policy beside it
+    /// must still explain.
+    fn unrounded(&self, hypothesis: &Hypothesis) -> Option<Residuals> {
+        match hypothesis.world.policy(&self.roundings) {
+            Some(_) => None,
+            None => self.search.residuals(&[&*hypothesis.world]),
+        }
+    }
+
+    /// What a hypothesis that is a policy leaves once its sums are right again: a rounding of
+    /// intermediates that came with it, and that no plausible policy has, is not its fault.
+    fn with_right_sums(&self, hypothesis: &Hypothesis, fitted: &Rounded) -> Option<Residuals> {
+        hypothesis.world.policy(&self.roundings)?;
+        let narrow = self.roundings.narrowest;
+        let policy = Policy {
+            sums: narrow.sums,
+            tile_add: narrow.tile_add,
+            chunk_add: narrow.chunk_add,
+            addend: narrow.addend,
+            scatter_shards: narrow.scatter_shards,
+            scatter_join: narrow.scatter_join,
+            scatter_order: narrow.scatter_order,
+            ..fitted.0
+        };
+        self.search.residuals(&[&Rounded(policy, self.roundings.tiles)])
+    }
+
+    /// Whether what the dump holds to f32 as declared is something else in a world: then that
+    /// is not what happened, though no policy is asked to be as exact.
+    fn contradicts(&self, of: &Residuals) -> bool {
+        let declared = &self.evidence.residuals;
+        let exact = |key: &&Key| {
+            let open = self.evidence.failing.contains(key);
+            !open && is_emulated(key.stage) && is_exact(declared, key)
+        };
+        declared.keys().filter(exact).any(|key| !is_exact(of, key))
+    }
+
+    /// What holds against every plausible policy, over more rows than a look.
+    pub(super) fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Fit)>) -> Option<Proof> {
+        let least = self.least();
+        let declared = &self.evidence.residuals;
+        let tried = near.into_iter().filter_map(|(cause, mut hypothesis, Fit { rounded, .. })| {
+            let residuals = self.search.residuals(&[&rounded, &*hypothesis.world])?;
+            let energy = |key: &Key| energy(&residuals, key);
+            let unrounded = self.unrounded(&hypothesis);
+            if unrounded.as_ref().is_some_and(|of| self.contradicts(of)) {
+                return None;
+            }
+            // A number that is fitted may take most of a fault away that it is not: what it
+            // leaves must be the job's roundings, and the policy must explain those too.
+            let reproduces = |key: &Key| {
+                let of = unrounded.as_ref().map(|of| self::energy(of, key));
+                of.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
+            };
+            let explained = |key: &Key| !self.fail && CLEAR * least[key] <= declared[key].energy;
+            let harms = |key: &Key| match explained(key) {
+                true => !(CLEAR * energy(key) <= declared[key].energy),
+                false => !(energy(key) <= WORSE * least[key]),
+            };
+            let right_sums = self.with_right_sums(&hypothesis, &rounded);
+            // Where right sums leave nothing either, no sum is part of what was reproduced: of
+            // two energies of 0 neither is ten times the other.
+            let sums = |key: &Key| {
+                let without = |of: &Residuals| CLEAR * energy(key) <= self::energy(of, key);
+                let needed = |of: &Residuals| !is_exact(of, key) && without(of);
+                right_sums.as_ref().is_none_or(needed)
+            };
+            let gains = |key: &&Key| {
+                let less = CLEAR * energy(key) <= least[*key];
+                !explained(key) && less && reproduces(key) && sums(key)
+            };
+            let mut explains: BTreeSet<Key> = least.keys().filter(gains).copied().collect();
+            if self.fail && self.search.rows.is_some() && !explains.is_empty() {
+                // What a sample shows of comparisons that fail must hold for all rows.
+                let all = self.looks.in_full(&[&rounded, &*hypothesis.world])?;
+                explains.retain(|key| all.get(key).is_some_and(|of| of.passes));
+            }
+            if explains.is_empty() || least.keys().any(harms) {
+                return None;
+            }
+            let rounds = members::rounded(&rounded.0, &self.roundings);
+            if !rounds.is_empty() {
+                hypothesis.parameters.push(("the job rounds", rounds));
+            }
+            let left = left_of(&residuals, &self.evidence.failing);
+            let full = self.search.rows.is_none();
+            Some(Tried { cause, hypothesis, residuals, explains, left, full })
+        });
+        self.proof(&tried.collect::<Vec<_>>(), &least)
+    }
+
+    /// The best of what was confirmed.
+    fn proof(&self, tried: &[Tried<'_>], least: &BTreeMap<Key, f64>) -> Option<Proof> {
+        let most = |one: &&Tried<'_>| one.explains.len();
+        let mut of = tried.iter().max_by_key(most)?.explains.clone();
+        let decision = decide(tried, &of)?;
+        let winner = &tried[decision.winners[0]];
+        let energy = |key: &Key| winner.residuals[key].energy;
+        let times =
+            of.iter().map(|key| least[key]).sum::<f64>() / of.iter().map(energy).sum::<f64>();
+        let mut found = found::of_decision(tried, &decision, &of, self.evidence);
+        for one in &mut found {
+            let of = tried.iter().find(|of| of.cause.id() == one.id);
+            let about = of.map_or("", |of| of.cause.about());
+            one.evidence = format!("{about}: {}", words(times));
+        }
+        of.extend(self.forward(winner));
+        Some(Proof { found, of, times })
+    }
+
+    /// Comparisons of the forward pass that lie nearer to the proved fault than to the
+    /// declared head: the fault is there too, however wide the bound.
+    fn forward(&self, of: &Tried<'_>) -> BTreeSet<Key> {
+        let declared = &self.evidence.residuals;
+        let nearer = |key: &&Key| {
+            let (Some(before), Some(after)) = (declared.get(key), of.residuals.get(key)) else {
+                return false;
+            };
+            let told_apart = before.energy > EXACT * before.reference;
+            told_apart && CLEAR * after.energy <= before.energy
+        };
+        declared.keys().filter(|key| FORWARD.contains(&key.stage)).filter(nearer).copied().collect()
+    }
+}

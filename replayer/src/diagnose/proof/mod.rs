@@ -1,0 +1,191 @@
+//! Faults that undeclared roundings hide, proved by reproducing them.
+//!
+//! A job that does not declare how it rounds is allowed every plausible rounding at its
+//! worst, and a fault that is smaller than that passes. But rounding is no noise: a right
+//! head in the policy that the job has errs as the job does, element by element. So the
+//! policy is found first, by emulating the plausible ones. Where one of them leaves a tenth
+//! of the energy, the comparison is explained. Where none does, the causes are tried, each
+//! together with the policies: one that leaves a tenth of what is left by every policy
+//! without it, and of what it leaves itself in f64, has reproduced the job's own rounding
+//! errors, which chance does not. Causes that may be no more than a rounding of an
+//! intermediate are not tried: undeclared ones are right.
+
+mod confirm;
+mod fit;
+
+use std::collections::BTreeSet;
+
+use super::cause::{Cause, Hypothesis};
+use super::decide::CLEAR;
+use super::evidence::{Evidence, GRADIENTS, Key};
+use super::found::Found;
+use super::is_sum;
+use super::search::Search;
+use crate::head::Stage;
+use crate::head::roundings::F32;
+use crate::replay::outcome::{Comparison, Outcome};
+use fit::{Fit, Reproduction, Rounded};
+
+/// A hypothesis over the rows of a look may leave this many times what it leaves over more.
+const ROUGHLY: f64 = 1.2;
+/// Energy of so many roundings to f32 is not told from none.
+const EXACT: f64 = (16.0 * F32) * (16.0 * F32);
+/// The parts of the gradients.
+const PARTS: [Stage; 4] = [Stage::DqLse, Stage::DqLabel, Stage::DkLse, Stage::DkLabel];
+
+/// Whether a stage is the head's own: sums of gradients say nothing of how it rounds.
+fn is_of_head(stage: Stage) -> bool {
+    !is_sum(stage)
+}
+
+/// Whether a policy is emulated for a stage: all gradients but the plane of dlogits.
+fn is_emulated(stage: Stage) -> bool {
+    GRADIENTS.contains(&stage) && stage != Stage::Dlogits
+}
+
+/// Whether comparisons fail by so little that a hypothesis brings them within their bounds
+/// without being what happened: by less than what tells one cause from the next, where the
+/// job leaves open how it rounds. Then a cause must be proved like one of a head that passes.
+pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool {
+    let open = |key: &Key| {
+        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        is_emulated(key.stage) && found.is_some_and(leaves_open)
+    };
+    let near = |key: &Key| {
+        // Over all rows: a sample need not hold the one that is furthest off.
+        let of = evidence.whole.get(key);
+        of.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
+    };
+    !keys.is_empty() && keys.iter().all(|key| open(key) && near(key))
+}
+
+/// Whether roundings below f32 are plausible in a comparison and not declared.
+fn leaves_open(one: &Comparison) -> bool {
+    one.members.len() > 1 && one.floor() > 2.0 * F32
+}
+
+/// A fault that was reproduced.
+pub(super) struct Proof {
+    /// Its cause, or several tied.
+    pub(super) found: Vec<Found>,
+    /// Comparisons that pass by their bound and are reproduced with the fault alone.
+    pub(super) of: BTreeSet<Key>,
+    /// How many times less energy it leaves there than any policy without it.
+    pub(super) times: f64,
+}
+
+impl Proof {
+    /// Makes the comparisons fail that it proves to be wrong, and returns the causes.
+    pub(super) fn told(self, outcome: &mut Outcome) -> Vec<Found> {
+        let ids: Vec<&str> = self.found.iter().map(|one| one.id.as_str()).collect();
+        let words = format!(
+            "undeclared roundings may be as large, but with {} {}",
+            ids.join(" or "),
+            words(self.times)
+        );
+        for Key { stage, microbatch, rank } in self.of {
+            outcome.reproduced(stage, (microbatch, rank), &words);
+        }
+        self.found
+    }
+}
+
+/// Comparisons that pass and are off by more than f32, where roundings below f32 are plausible
+/// and not declared.
+pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
+    let mut found = BTreeSet::new();
+    for stage in outcome.stages.iter().filter(|one| is_emulated(one.stage)) {
+        let off =
+            |one: &&Comparison| !(one.tally.error_energy <= EXACT * one.tally.reference_energy);
+        let passing = stage.comparisons.iter().filter(|one| one.excess.is_none());
+        let open = passing.filter(|one| leaves_open(one)).filter(off);
+        let key = |one: &Comparison| Key {
+            stage: stage.stage,
+            microbatch: one.microbatch,
+            rank: one.rank,
+        };
+        found.extend(open.map(key));
+    }
+    found
+}
+
+/// A fault beside which some policy reproduces what no policy alone does; the evidence's
+/// failing comparisons are those that are open.
+pub(super) fn prove(
+    search: &Search<'_>,
+    catalogue: &[&dyn Cause],
+    evidence: &Evidence<'_>,
+) -> Option<Proof> {
+    let search = &search.only(is_of_head);
+    let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|of| !of.passes);
+    let fail = evidence.failing.iter().any(fails);
+    let of = Reproduction::new(search, evidence, fail)?;
+    let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
+    if of.is_explained(&right) {
+        return None;
+    }
+    // What only rounds intermediates is right where the bounds allow it.
+    let provable = catalogue.iter().filter(|cause| of.fail || !cause.may_be_right());
+    let hypotheses =
+        provable.flat_map(|cause| cause.hypotheses(evidence).into_iter().map(move |h| (*cause, h)));
+    let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
+        .filter_map(|(cause, hypothesis)| {
+            let fit = of.beside(&hypothesis, &right)?;
+            of.gains(&fit, &right).then_some((cause, hypothesis, fit))
+        })
+        .collect();
+    // What a look shows to be far behind the nearest is neither the cause nor tied with it.
+    let least = near.iter().map(|(.., fit)| fit.left).fold(f64::INFINITY, f64::min);
+    let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || of.is_exact(fit);
+    let near: Vec<_> = near.into_iter().filter(|(.., fit)| beside(fit)).collect();
+    if near.is_empty() { None } else { of.confirmed(near) }
+}
+
+/// Whether some plausible policy reproduces every failing comparison, and each passes beside
+/// it: the declared head was computed as plausible heads are, and what failed is the bound.
+/// Only of tests over a comparison as a whole: a row or an element that is wrong is hardly
+/// any of the energy, and the policy that explains the rest says nothing of it.
+pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
+    let single = |key: &Key| {
+        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        found.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
+    };
+    if evidence.failing.iter().any(single) {
+        return false;
+    }
+    let search = &search.only(is_of_head);
+    let Some(of) = emulated(search, evidence) else { return false };
+    let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
+    let Some(fit) = of.fit(first, None) else { return false };
+    if !of.is_explained(&fit) {
+        return false;
+    }
+    let keys = &evidence.failing;
+    let all = search.in_full(&[&fit.rounded]).unwrap_or_default();
+    let closely = |key: &Key| {
+        let before = evidence.whole.get(key).map_or(0.0, |of| of.energy);
+        all.get(key).is_some_and(|of| of.passes && CLEAR * CLEAR * of.energy <= before)
+    };
+    keys.iter().all(closely)
+}
+
+/// Where all that fails is emulated.
+fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
+    let keys = &evidence.failing;
+    let all = keys.iter().all(|key| is_emulated(key.stage));
+    let numbers = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
+    let able = !keys.is_empty() && all && keys.iter().all(numbers);
+    able.then(|| Reproduction::new(search, evidence, false))?
+}
+
+/// How closely a fault is reproduced, as a clause.
+fn words(times: f64) -> String {
+    match times.is_finite() {
+        true => format!(
+            "the emulated head leaves 1/{times:.0} of the squared error that the best plausible rounding without it leaves"
+        ),
+        false => "the emulated head equals in every bit what was captured, and no plausible rounding without it does".into(),
+    }
+}

@@ -1,0 +1,61 @@
+//! Tensors that many trials of one search look at, assembled once.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use backtape::identity::Rank;
+use backtape::shard::TensorKey;
+
+use crate::assemble::Tensor;
+
+/// Bytes that are held; what comes after it is assembled every time.
+const MOST: usize = 1 << 30;
+
+/// Which tensor: of the addends of some ranks, or of all that there is.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(super) struct Which {
+    pub(super) key: TensorKey,
+    pub(super) ranks: Option<Vec<Rank>>,
+    pub(super) transposed: bool,
+}
+
+impl Which {
+    pub(super) fn whole(key: &TensorKey, ranks: Option<&[Rank]>) -> Which {
+        Which { key: key.clone(), ranks: ranks.map(<[Rank]>::to_vec), transposed: false }
+    }
+}
+
+/// What was assembled so far.
+#[derive(Clone, Default)]
+pub(super) struct Assembled(Arc<Mutex<Held>>);
+
+#[derive(Default)]
+struct Held {
+    tensors: HashMap<Which, Tensor>,
+    bytes: usize,
+}
+
+impl Assembled {
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// The tensor that was made before, else the one that is made now.
+    pub(super) fn get<E>(
+        &self,
+        which: Which,
+        make: impl FnOnce() -> Result<Tensor, E>,
+    ) -> Result<Tensor, E> {
+        if let Some(tensor) = self.held().tensors.get(&which) {
+            return Ok(tensor.clone());
+        }
+        // Not under the lock: assembling takes long, and twice does no harm.
+        let made = make()?;
+        let mut held = self.held();
+        if held.bytes + made.bytes().len() <= MOST {
+            held.bytes += made.bytes().len();
+            held.tensors.insert(which, made.clone());
+        }
+        Ok(made)
+    }
+}

@@ -1,0 +1,47 @@
+//! Classes whose logits are nearly their bias, for all tokens.
+
+use super::forward::few;
+use crate::kernels::matrix::HeadInputs;
+
+/// For each class, the share of the roundings of its entries, 0 to 1, that all tokens share;
+/// empty without a bias.
+///
+/// Of a class whose row of k is nearly zero the logits `q k + b` lie within a few steps of
+/// their format, and so does its p where the tokens' lse is alike: they are rounded to few
+/// values, whose errors a sum over the tokens does not average out. A head without a bias
+/// has no such class: its logits spread as wide as they are large.
+///
+/// `lse` is `[T]`, `counts` says which tokens have a gradient, `steps` are the relative
+/// spacings of logits and of p.
+pub(super) fn shared_by_tokens(
+    head: &HeadInputs<'_>,
+    lse: &[f64],
+    counts: impl Fn(usize) -> bool,
+    (of_logits, of_p): (f64, f64),
+) -> Vec<f64> {
+    let (depth, classes) = (head.q.cols, head.k.rows);
+    let Some(bias) = head.bias else { return Vec::new() };
+    let tokens: Vec<usize> = (0..head.q.rows).filter(|&t| counts(t)).collect();
+    let moments: Vec<(f64, f64)> = (0..depth)
+        .map(|column| mean_and_variance(&tokens, |t| head.q.get_f64(t * depth + column)))
+        .collect();
+    let (_, of_lse) = mean_and_variance(&tokens, |t| lse[t]);
+    let share = |v: usize| {
+        let row = moments.iter().enumerate().map(|(column, moment)| {
+            let k = head.k.get_f64(v * depth + column);
+            (k * moment.0, k * k * moment.1)
+        });
+        let (mean, variance) = row.fold((bias[v], 0.0), |sum, x| (sum.0 + x.0, sum.1 + x.1));
+        let logits = variance.sqrt() / (of_logits * mean.abs());
+        let p = (variance + of_lse).sqrt() / of_p;
+        few(logits).max(few(p))
+    };
+    (0..classes).map(share).collect()
+}
+
+/// Of no numbers both are 0.
+fn mean_and_variance(tokens: &[usize], of: impl Fn(usize) -> f64) -> (f64, f64) {
+    let n = (tokens.len() as f64).max(1.0);
+    let mean = tokens.iter().map(|&t| of(t)).sum::<f64>() / n;
+    (mean, tokens.iter().map(|&t| (of(t) - mean).powi(2)).sum::<f64>() / n)
+}
