@@ -17,6 +17,7 @@ mod hidden;
 mod precision;
 mod recorder;
 mod replay;
+mod security;
 mod support;
 mod tidy;
 mod trajectory;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::limits;
+use crate::credentials::Guard;
 use crate::identity::Name;
 
 /// How a coordinator runs.
@@ -23,6 +24,8 @@ pub struct Config {
     pub step_deadline: Duration,
     /// How often running ranks may be made to record.
     pub rules: Rules,
+    /// What is asked of those who call.
+    pub guard: Guard,
 }
 
 /// Bounds on triggered recordings: a run that diverged triggers at every step,
@@ -52,6 +55,7 @@ impl Config {
             new_attempt: false,
             step_deadline: limits::STEP_DEADLINE,
             rules: Rules::default(),
+            guard: Guard::default(),
         }
     }
 }
@@ -64,6 +68,8 @@ pub enum StartError {
     Store { path: PathBuf, source: io::Error },
     #[error("the coordinator's thread cannot be started")]
     Thread(#[source] io::Error),
+    #[error("the certificate or its key cannot be used: {0}")]
+    Tls(String),
     #[error("a world size of 0 has no ranks to wait for: give the number of processes of the job")]
     NoRanks,
 }

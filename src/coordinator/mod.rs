@@ -37,4 +37,4 @@ pub use config::{Config, Rules, ServeError, StartError};
 pub use refusal::Refusal;
 pub use server::{Coordinator, run};
 pub use status::{StepStatus, Unsettled};
-pub use wire::asking;
+pub use wire::{asking, channel};

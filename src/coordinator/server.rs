@@ -6,18 +6,20 @@ use std::pin::pin;
 use backtape_proto::coordinator_server::CoordinatorServer;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
-use tonic::transport::Server;
+use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 use tonic::transport::server::TcpIncoming;
 
 use super::actor::{self, Handle};
 use super::config::{Config, ServeError, StartError};
 use super::limits;
 use super::service::Service;
+use crate::credentials::{Guard, Tls};
 
 /// A coordinator that has loaded its store and is ready to serve.
 pub struct Coordinator {
     handle: Handle,
     actor_end: oneshot::Receiver<()>,
+    guard: Guard,
 }
 
 impl Coordinator {
@@ -28,7 +30,7 @@ impl Coordinator {
             return Err(StartError::NoRanks);
         }
         let (handle, actor_end) = actor::start(config)?;
-        Ok(Coordinator { handle, actor_end })
+        Ok(Coordinator { handle, actor_end, guard: config.guard.clone() })
     }
 
     /// For whoever runs the coordinator in its own process.
@@ -43,10 +45,10 @@ impl Coordinator {
         shutdown: impl Future<Output = ()>,
     ) -> Result<(), ServeError> {
         let (stop, stopped) = oneshot::channel::<()>();
-        let service = CoordinatorServer::new(Service::new(self.handle.clone()))
+        let service = CoordinatorServer::new(Service::new(self.handle.clone(), self.guard.tokens))
             .max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let serving = Server::builder()
+        let serving = builder(self.guard.tls.as_ref())?
             .http2_keepalive_interval(Some(limits::KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(limits::KEEPALIVE_TIMEOUT))
             .initial_stream_window_size(limits::WINDOW_BYTES)
@@ -73,6 +75,17 @@ impl Coordinator {
         let _ = tokio::time::timeout(limits::SHUTDOWN_GRACE, serving).await;
         Ok(())
     }
+}
+
+/// A server that takes calls encrypted and from certificates of the authority alone, where it
+/// has one.
+fn builder(tls: Option<&Tls>) -> Result<Server, StartError> {
+    let Some(tls) = tls else { return Ok(Server::builder()) };
+    let config = ServerTlsConfig::new()
+        .identity(Identity::from_pem(&tls.certificate, &tls.key))
+        .client_ca_root(Certificate::from_pem(&tls.ca))
+        .timeout(limits::HANDSHAKE);
+    Server::builder().tls_config(config).map_err(|error| StartError::Tls(error.to_string()))
 }
 
 /// Opens the store and serves it on `listener` until `shutdown` completes.

@@ -16,7 +16,9 @@ use super::refusal::Refusal;
 use super::request::{self, Admission, FileClaim, Member};
 use super::scalars::Scalars;
 use super::wire;
-use crate::identity::{Rank, Step};
+use super::wire::channel::{AUTHORIZATION, BEARER};
+use crate::credentials::Tokens;
+use crate::identity::{Name, Rank, Step};
 use crate::manifest::FileRecord;
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -26,12 +28,32 @@ pub(super) struct Service {
     handle: Handle,
     uploads: Arc<Semaphore>,
     scalars: Arc<Scalars>,
+    tokens: Tokens,
+}
+
+/// What a caller shows: its token, if it has one.
+struct Shown(Option<String>);
+
+/// What a caller shows, and its message.
+fn open<T>(request: Request<T>) -> (Shown, T) {
+    let header = request.metadata().get(AUTHORIZATION);
+    let token = header.and_then(|value| value.to_str().ok()?.strip_prefix(BEARER));
+    let shown = Shown(token.map(str::to_string));
+    (shown, request.into_inner())
 }
 
 impl Service {
-    pub(super) fn new(handle: Handle) -> Service {
+    pub(super) fn new(handle: Handle, tokens: Tokens) -> Service {
         let uploads = Arc::new(Semaphore::new(MAX_UPLOADS));
-        Service { handle, uploads, scalars: Arc::default() }
+        Service { handle, uploads, scalars: Arc::default(), tokens }
+    }
+
+    /// Refuses whoever does not show the token of the run.
+    fn check(&self, shown: &Shown, run: &Name) -> Result<(), Refusal> {
+        match self.tokens.admit(run, shown.0.as_deref()) {
+            true => Ok(()),
+            false => Err(Refusal::Token { run: run.clone() }),
+        }
     }
 
     async fn admit(
@@ -48,8 +70,10 @@ impl Service {
         self.handle.ask(|reply| request::Request::Report(member, step, file, reply)).await
     }
 
-    async fn report(&self, wire: proto::ReportFileRequest) -> Result<u64, Refusal> {
+    async fn report(&self, request: Request<proto::ReportFileRequest>) -> Result<u64, Refusal> {
+        let (shown, wire) = open(request);
         let (member, step, claim) = wire::report(wire)?;
+        self.check(&shown, &member.run)?;
         let claimed = match self.admit(&member, step, &claim).await? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
@@ -60,7 +84,11 @@ impl Service {
         self.record(member, step, look.await?).await
     }
 
-    async fn upload(&self, mut parts: Streaming<proto::UploadFileRequest>) -> Result<u64, Refusal> {
+    async fn upload(
+        &self,
+        request: Request<Streaming<proto::UploadFileRequest>>,
+    ) -> Result<u64, Refusal> {
+        let (shown, mut parts) = open(request);
         // Refused at once, not queued: a waiting upload would hold its window.
         let permit = self.uploads.try_acquire();
         let _permit = permit.map_err(|_| Refusal::Busy(MAX_UPLOADS))?;
@@ -68,6 +96,7 @@ impl Service {
             return Err(Refusal::Malformed("an upload begins with its header".into()));
         };
         let (member, step, claim) = wire::report(header)?;
+        self.check(&shown, &member.run)?;
         let claimed = match self.admit(&member, step, &claim).await? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
@@ -90,8 +119,10 @@ impl Service {
         self.record(member, step, finish.await?).await
     }
 
-    async fn scalars(&self, wire: proto::RecordScalarsRequest) -> Result<u64, Refusal> {
+    async fn scalars(&self, request: Request<proto::RecordScalarsRequest>) -> Result<u64, Refusal> {
+        let (shown, wire) = open(request);
         let rows = wire::scalars(wire)?;
+        self.check(&shown, &rows.member.run)?;
         let member = rows.member.clone();
         let place = self.handle.ask(|reply| request::Request::Place(member, reply));
         let (attempt, world_size) = place.await?;
@@ -129,7 +160,9 @@ async fn next_part(
 #[tonic::async_trait]
 impl Rpc for Service {
     async fn join(&self, request: Request<proto::JoinRequest>) -> Answer<proto::JoinResponse> {
-        let join = wire::join(request.into_inner()).map_err(refuse)?;
+        let (shown, wire) = open(request);
+        let join = wire::join(wire).map_err(refuse)?;
+        self.check(&shown, &join.run).map_err(refuse)?;
         let entry = self.handle.ask(|reply| request::Request::Join(join, reply));
         let entry = entry.await.map_err(refuse)?;
         Ok(Response::new(proto::JoinResponse {
@@ -144,7 +177,7 @@ impl Rpc for Service {
         &self,
         request: Request<proto::ReportFileRequest>,
     ) -> Answer<proto::ReportFileResponse> {
-        let shards = self.report(request.into_inner()).await.map_err(refuse)?;
+        let shards = self.report(request).await.map_err(refuse)?;
         Ok(Response::new(proto::ReportFileResponse { shards }))
     }
 
@@ -152,7 +185,7 @@ impl Rpc for Service {
         &self,
         request: Request<Streaming<proto::UploadFileRequest>>,
     ) -> Answer<proto::ReportFileResponse> {
-        let shards = self.upload(request.into_inner()).await.map_err(refuse)?;
+        let shards = self.upload(request).await.map_err(refuse)?;
         Ok(Response::new(proto::ReportFileResponse { shards }))
     }
 
@@ -160,7 +193,9 @@ impl Rpc for Service {
         &self,
         request: Request<proto::CloseStepRequest>,
     ) -> Answer<proto::CloseStepResponse> {
-        let (member, step, closing) = wire::close(request.into_inner()).map_err(refuse)?;
+        let (shown, wire) = open(request);
+        let (member, step, closing) = wire::close(wire).map_err(refuse)?;
+        self.check(&shown, &member.run).map_err(refuse)?;
         let close = |reply| request::Request::Close(member, step, closing, reply);
         let committed = self.handle.ask(close).await.map_err(refuse)?;
         Ok(Response::new(proto::CloseStepResponse { committed }))
@@ -170,7 +205,9 @@ impl Rpc for Service {
         &self,
         request: Request<proto::StepStatusRequest>,
     ) -> Answer<proto::StepStatusResponse> {
-        let (run, attempt, step) = wire::status(request.into_inner()).map_err(refuse)?;
+        let (shown, wire) = open(request);
+        let (run, attempt, step) = wire::status(wire).map_err(refuse)?;
+        self.check(&shown, &run).map_err(refuse)?;
         let ask = |reply| request::Request::Status(run, attempt, step, reply);
         let status = self.handle.ask(ask).await.map_err(refuse)?;
         let numbers = |ranks: Vec<Rank>| ranks.into_iter().map(|rank| rank.0).collect();
@@ -189,7 +226,7 @@ impl Rpc for Service {
         &self,
         request: Request<proto::RecordScalarsRequest>,
     ) -> Answer<proto::RecordScalarsResponse> {
-        let rows = self.scalars(request.into_inner()).await.map_err(refuse)?;
+        let rows = self.scalars(request).await.map_err(refuse)?;
         Ok(Response::new(proto::RecordScalarsResponse { rows }))
     }
 
@@ -197,7 +234,9 @@ impl Rpc for Service {
         &self,
         request: Request<proto::HeartbeatRequest>,
     ) -> Answer<proto::HeartbeatResponse> {
-        let (member, beat) = wire::steering::heartbeat(request.into_inner()).map_err(refuse)?;
+        let (shown, wire) = open(request);
+        let (member, beat) = wire::steering::heartbeat(wire).map_err(refuse)?;
+        self.check(&shown, &member.run).map_err(refuse)?;
         let beat = |reply| request::Request::Heartbeat(member, beat, reply);
         let orders = self.handle.ask(beat).await.map_err(refuse)?;
         Ok(Response::new(wire::steering::orders(orders).map_err(refuse)?))
@@ -207,7 +246,9 @@ impl Rpc for Service {
         &self,
         request: Request<proto::SetPlanRequest>,
     ) -> Answer<proto::SetPlanResponse> {
-        let (run, ask) = wire::steering::plan(request.into_inner()).map_err(refuse)?;
+        let (shown, wire) = open(request);
+        let (run, ask) = wire::steering::plan(wire).map_err(refuse)?;
+        self.check(&shown, &run).map_err(refuse)?;
         let plan = |reply| request::Request::Plan(run, ask, reply);
         let plan = self.handle.ask(plan).await.map_err(refuse)?;
         let plan = Some(wire::steering::planned(plan).map_err(refuse)?);
@@ -218,7 +259,9 @@ impl Rpc for Service {
         &self,
         request: Request<proto::TriggerRequest>,
     ) -> Answer<proto::TriggerResponse> {
-        let (run, ask) = wire::steering::trigger(request.into_inner()).map_err(refuse)?;
+        let (shown, wire) = open(request);
+        let (run, ask) = wire::steering::trigger(wire).map_err(refuse)?;
+        self.check(&shown, &run).map_err(refuse)?;
         let trigger = |reply| request::Request::Trigger(run, ask, reply);
         let trigger = self.handle.ask(trigger).await.map_err(refuse)?;
         let trigger = Some(wire::steering::order(trigger));
@@ -249,6 +292,7 @@ fn refuse(refusal: Refusal) -> Status {
         Refusal::FileConflict { .. }
         | Refusal::ShardConflict { .. }
         | Refusal::CloseConflict { .. } => Code::AlreadyExists,
+        Refusal::Token { .. } => Code::Unauthenticated,
         Refusal::FileAbsent { .. } => Code::NotFound,
         Refusal::BadFile { .. } => Code::DataLoss,
         Refusal::Busy(_) | Refusal::TooOften(..) => Code::ResourceExhausted,

@@ -1,6 +1,7 @@
 //! From wire types to domain types: the one place where a message is doubted.
 
 pub mod asking;
+pub mod channel;
 pub(super) mod steering;
 
 use backtape_proto as proto;
