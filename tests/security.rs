@@ -66,7 +66,8 @@ fn ranks_that_show_certificate_and_token_commit_a_step_over_an_encrypted_stream(
 #[test]
 fn whoever_shows_no_certificate_or_that_of_another_authority_is_refused() {
     let (store, made) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let (issued, foreign) = (credentials(&made.path().join("a")), credentials(&made.path().join("b")));
+    let (issued, foreign) =
+        (credentials(&made.path().join("a")), credentials(&made.path().join("b")));
     let server = guarded(store.path(), 2, &issued.coordinator);
     let without = refused(&server, store.path(), None);
     assert!(without.contains("BACKTAPE_CREDENTIALS"), "{without}");

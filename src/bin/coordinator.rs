@@ -191,9 +191,7 @@ fn ask(question: &Question) -> anyhow::Result<String> {
     }
 }
 
-fn answer(
-    asked: impl Future<Output = Result<String, asking::AskError>>,
-) -> anyhow::Result<String> {
+fn answer(asked: impl Future<Output = Result<String, asking::AskError>>) -> anyhow::Result<String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     Ok(runtime.block_on(asked)?)
 }

@@ -6,8 +6,8 @@ use std::pin::pin;
 use backtape_proto::coordinator_server::CoordinatorServer;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
-use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 use tonic::transport::server::TcpIncoming;
+use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 
 use super::actor::{self, Handle};
 use super::config::{Config, ServeError, StartError};

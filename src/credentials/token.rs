@@ -144,17 +144,16 @@ mod tests {
 
     #[test]
     fn what_is_no_token_is_refused_with_its_line() {
-        for (text, says) in [
-            ("", "no token"),
-            ("short", "line 1"),
-            ("fused short", "line 1"),
-            ("a b c", "line 1"),
-        ] {
+        for (text, says) in
+            [("", "no token"), ("short", "line 1"), ("fused short", "line 1"), ("a b c", "line 1")]
+        {
             let refused = text.parse::<Tokens>().unwrap_err().to_string();
             assert!(refused.contains(says), "{text:?}: {refused}");
         }
         let drawn = Token::draw().unwrap();
-        assert!(Token::new(drawn.as_str()) == Some(drawn.clone()) && drawn != Token::draw().unwrap());
+        assert!(
+            Token::new(drawn.as_str()) == Some(drawn.clone()) && drawn != Token::draw().unwrap()
+        );
         assert!(!format!("{drawn:?}").contains(drawn.as_str()));
     }
 }
