@@ -1,5 +1,6 @@
 //! `coordinator --listen 127.0.0.1:7447 --store DIR --world-size N`
 //! `coordinator plan|trigger --coordinator HOST:PORT --run R ...`
+//! `coordinator status --coordinator HOST:PORT --run R`
 //! `coordinator certs --out DIR --host NAME ...`
 //!
 //! Commits the steps of a job that runs on several hosts. A job on one host
@@ -76,6 +77,8 @@ enum Question {
     Plan(PlanArguments),
     /// Have every rank record the next step, and write what its ring holds
     Trigger(TriggerArguments),
+    /// Say who joined a run, how far its steps are, and what is missing and why
+    Status(Target),
     /// Make credentials: a private authority, certificates, tokens
     Certs(CertsArguments),
 }
@@ -172,6 +175,10 @@ impl Target {
 fn ask(question: &Question) -> anyhow::Result<String> {
     match question {
         Question::Certs(certs) => make(certs),
+        Question::Status(target) => {
+            let (place, run) = target.find()?;
+            answer(asking::status(&place, &run))
+        }
         Question::Plan(plan) => {
             let (place, run) = plan.target.find()?;
             let text = asking::PlanText {
@@ -196,6 +203,14 @@ fn answer(asked: impl Future<Output = Result<String, asking::AskError>>) -> anyh
     Ok(runtime.block_on(asked)?)
 }
 
+/// What was asked for is the output; what was done is a line of the log.
+fn say(question: &Question, answer: &str) {
+    match question {
+        Question::Status(_) => println!("{answer}"),
+        _ => tracing::info!("{answer}"),
+    }
+}
+
 fn make(certs: &CertsArguments) -> anyhow::Result<String> {
     let runs = certs.runs.iter().map(|run| Name::new(run.as_str()));
     let runs: Vec<Name> = runs.collect::<Result<_, _>>()?;
@@ -217,7 +232,7 @@ fn main() -> ExitCode {
         .event_format(Prefixed { host: host() })
         .init();
     let done = match &arguments.question {
-        Some(question) => ask(question).map(|answer| tracing::info!("{answer}")),
+        Some(question) => ask(question).map(|answer| say(question, &answer)),
         None => serve(&arguments),
     };
     match done {

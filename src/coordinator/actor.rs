@@ -123,6 +123,7 @@ fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
         Request::Status(run, attempt, step, reply) => {
             answer(reply, move |runs| runs.log(&run, attempt).map(|log| log.state.status(step)))
         }
+        Request::Overview(run, reply) => answer(reply, move |runs| runs.overview(&run)),
         Request::Place(member, reply) => {
             let place = runs
                 .member(&member)

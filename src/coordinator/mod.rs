@@ -36,5 +36,5 @@ pub use actor::Handle;
 pub use config::{Config, Rules, ServeError, StartError};
 pub use refusal::Refusal;
 pub use server::{Coordinator, run};
-pub use status::{StepStatus, Unsettled};
+pub use status::{Overview, Progress, StepStatus, Unsettled};
 pub use wire::{asking, channel};

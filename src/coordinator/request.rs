@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use super::event::Closing;
 use super::pulse::Beat;
 use super::refusal::Refusal;
-use super::status::{StepStatus, Unsettled};
+use super::status::{Overview, StepStatus, Unsettled};
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Rank, Step};
 use crate::manifest::FileRecord;
@@ -117,6 +117,7 @@ pub(crate) enum Request {
     Report(Member, Step, FileRecord, Reply<u64>),
     Close(Member, Step, Closing, Reply<bool>),
     Status(Name, Attempt, Step, Reply<StepStatus>),
+    Overview(Name, Reply<Overview>),
     Heartbeat(Member, Beat, Reply<Orders>),
     Plan(Name, PlanAsk, Reply<Planned>),
     Trigger(Name, TriggerAsk, Reply<Trigger>),

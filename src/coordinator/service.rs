@@ -222,6 +222,17 @@ impl Rpc for Service {
         }))
     }
 
+    async fn run_status(
+        &self,
+        request: Request<proto::RunStatusRequest>,
+    ) -> Answer<proto::RunStatusResponse> {
+        let (shown, wire) = open(request);
+        let run = wire::run(wire.run).map_err(refuse)?;
+        self.check(&shown, &run).map_err(refuse)?;
+        let ask = |reply| request::Request::Overview(run, reply);
+        Ok(Response::new(wire::overview(self.handle.ask(ask).await.map_err(refuse)?)))
+    }
+
     async fn record_scalars(
         &self,
         request: Request<proto::RecordScalarsRequest>,

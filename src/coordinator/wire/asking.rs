@@ -82,6 +82,48 @@ pub async fn plan(place: &Place, run: &str, text: PlanText) -> Result<String, As
     Ok(format!("plan {} of run {run} holds from step {}: {changes}", plan.version, plan.from))
 }
 
+/// What is known of a run: a few lines for a person.
+pub async fn status(place: &Place, run: &str) -> Result<String, AskError> {
+    let request = proto::RunStatusRequest { run: run.into() };
+    let answer = connect(&place.address, &place.access)?.run_status(patient(request)).await;
+    let of = answer.map_err(|status| refused(&place.address, status))?.into_inner();
+    let absent = match of.absent.as_str() {
+        "" => String::new(),
+        ranks => format!(" (not yet: {ranks})"),
+    };
+    let mut text = format!(
+        "run {run} attempt {} in {}: {} of {} ranks joined{absent}; steps: {} committed, {} open; {}; coordinator {}",
+        of.attempt,
+        of.directory,
+        of.joined,
+        of.world_size,
+        of.committed,
+        of.open,
+        size(of.bytes),
+        of.version,
+    );
+    for step in &of.steps {
+        let state = match (step.committed, step.partial) {
+            (true, _) => "committed",
+            (false, true) => "partial",
+            (false, false) => "open",
+        };
+        text += &format!(
+            "\nstep {} {state}: {} of {} ranks closed, {} files, {} shards, {}",
+            step.step,
+            step.closed_ranks,
+            of.world_size,
+            step.files,
+            step.shards,
+            size(step.bytes)
+        );
+        if !step.missing.is_empty() {
+            text += &format!("; missing: {}", step.missing);
+        }
+    }
+    Ok(text)
+}
+
 /// Triggers a recording; a line that says which step it is.
 pub async fn trigger(
     place: &Place,
@@ -97,6 +139,19 @@ pub async fn trigger(
         "trigger {} of run {run}: every rank records step {}, and writes what its ring holds up to step {}",
         order.number, order.record, order.seen
     ))
+}
+
+/// Bytes as people say them: `1.5 GiB`.
+fn size(bytes: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB"];
+    let (mut value, mut unit) = (bytes as f64, "B");
+    for next in units {
+        if value < 1024.0 {
+            break;
+        }
+        (value, unit) = (value / 1024.0, next);
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") }
 }
 
 fn patient<T>(message: T) -> Request<T> {
