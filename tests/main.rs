@@ -14,6 +14,7 @@ mod efforts;
 mod errors;
 mod false_alarms;
 mod hidden;
+mod operating;
 mod precision;
 mod recorder;
 mod replay;

@@ -57,6 +57,9 @@ struct Arguments {
     /// certificates, and with the token of their run
     #[arg(long, value_name = "DIR")]
     credentials: Option<PathBuf>,
+    /// Serve /metrics (Prometheus) and /healthz there, in plain HTTP
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<SocketAddr>,
     /// Listen beyond this host without encryption or authentication
     #[arg(long)]
     insecure: bool,
@@ -262,6 +265,7 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let config = Config {
         guard,
+        metrics: arguments.metrics,
         step_deadline: Duration::from_secs(arguments.step_deadline),
         rules: Rules {
             max_triggers: arguments.max_triggers,

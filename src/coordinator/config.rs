@@ -1,6 +1,7 @@
 //! What a coordinator is told, and why it may not start.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -24,6 +25,8 @@ pub struct Config {
     pub step_deadline: Duration,
     /// How often running ranks may be made to record.
     pub rules: Rules,
+    /// Where `/metrics` and `/healthz` are served in plain HTTP; nowhere by default.
+    pub metrics: Option<SocketAddr>,
     /// What is asked of those who call.
     pub guard: Guard,
 }
@@ -55,6 +58,7 @@ impl Config {
             new_attempt: false,
             step_deadline: limits::STEP_DEADLINE,
             rules: Rules::default(),
+            metrics: None,
             guard: Guard::default(),
         }
     }
@@ -80,6 +84,8 @@ pub enum StartError {
 pub enum ServeError {
     #[error(transparent)]
     Start(#[from] StartError),
+    #[error("{0} cannot be listened on for metrics: choose another --metrics")]
+    Metrics(SocketAddr, #[source] io::Error),
     #[error("the coordinator can no longer accept connections")]
     Transport(#[source] tonic::transport::Error),
     #[error(

@@ -18,6 +18,7 @@ mod event;
 mod intake;
 mod journal;
 pub mod limits;
+mod metrics;
 #[cfg(test)]
 mod model_test;
 mod orders;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use tokio::sync::oneshot;
 
 use super::event::Closing;
+use super::metrics::Totals;
 use super::pulse::Beat;
 use super::refusal::Refusal;
 use super::status::{Overview, StepStatus, Unsettled};
@@ -122,6 +123,7 @@ pub(crate) enum Request {
     Plan(Name, PlanAsk, Reply<Planned>),
     Trigger(Name, TriggerAsk, Reply<Trigger>),
     Unsettled(Reply<Vec<Unsettled>>),
+    Totals(Reply<Totals>),
     /// Where a member's attempt lies, and of how many ranks it is.
     Place(Member, Reply<(AttemptDir, u32)>),
     Tick,

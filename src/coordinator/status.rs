@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::metrics::Totals;
 use super::state::{AttemptState, StepState};
 use crate::identity::{Attempt, Name, Rank, Step};
 
@@ -116,6 +117,19 @@ impl AttemptState {
             committed,
             open: self.steps.len() as u64 - committed,
             bytes: self.steps.values().map(StepState::bytes).sum(),
+        }
+    }
+
+    /// The totals with this attempt's.
+    pub(crate) fn add_to(&self, sum: Totals) -> Totals {
+        let count = |of: fn(&StepState) -> bool| self.steps.values().filter(|one| of(one)).count();
+        Totals {
+            ranks: sum.ranks + self.ranks.len() as u64,
+            committed: sum.committed + count(|one| one.committed) as u64,
+            open: sum.open + count(|one| !one.committed && !one.overdue) as u64,
+            partial: sum.partial + count(|one| !one.committed && one.overdue) as u64,
+            bytes: sum.bytes + self.steps.values().map(StepState::bytes).sum::<u64>(),
+            ..sum
         }
     }
 

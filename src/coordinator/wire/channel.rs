@@ -20,6 +20,9 @@ pub const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 pub(in crate::coordinator) const AUTHORIZATION: &str = "authorization";
 pub(in crate::coordinator) const BEARER: &str = "Bearer ";
 
+/// The header of every answer that says which version gave it.
+pub const VERSION: &str = "backtape-version";
+
 /// Calls to a coordinator.
 pub type Rpc = CoordinatorClient<InterceptedService<Channel, Bearer>>;
 
