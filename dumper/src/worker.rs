@@ -190,8 +190,15 @@ async fn try_enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered
         Some(address) => (address.clone(), plan.access.clone()),
         None => rendezvous(shared)?,
     };
+    let encrypted = access.tls.is_some();
     let mut client = Client::new(&address, access, plan, incarnation)?;
     let entered = client.join(plan).await.map_err(|error| match error {
+        // Someone is there and breaks off: most likely it wants to see a certificate.
+        CallError::Unreachable(why) if !encrypted && !why.contains("refused") => {
+            CallError::Unreachable(format!(
+                "{address}: {why}; where the coordinator has --credentials, set BACKTAPE_CREDENTIALS"
+            ))
+        }
         CallError::Unreachable(why) => CallError::Unreachable(format!("{address}: {why}")),
         other => other,
     })?;
