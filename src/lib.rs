@@ -8,6 +8,7 @@
 //! The dependency direction is `proto <- backtape <- {dumper, replayer} <- python`.
 
 pub mod coordinator;
+pub mod credentials;
 pub mod dtype;
 pub mod fingerprint;
 pub mod hash;

@@ -6,19 +6,17 @@ use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use backtape::coordinator::limits::{
-    CHUNK_BYTES, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT, REQUEST_DEADLINE, WINDOW_BYTES,
-};
+use backtape::coordinator::channel::{CONNECT_DEADLINE, Rpc, connect};
+use backtape::coordinator::limits::{CHUNK_BYTES, REQUEST_DEADLINE};
+use backtape::credentials::Access;
 use backtape::hash::TrustHash;
 use backtape::manifest::FileRecord;
 use backtape_proto as proto;
 use bytes::Bytes;
-use proto::coordinator_client::CoordinatorClient;
 use proto::upload_file_request::Part;
 use tokio::io::AsyncReadExt;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
 use crate::queue::Ending;
@@ -30,9 +28,6 @@ pub(crate) mod steering;
 /// enough that 10,000 ranks do not keep it from restarting.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-
-/// How long a connection may take to open.
-const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Chunks of an upload that wait for the network.
 const CHUNKS_AHEAD: usize = 2;
@@ -66,15 +61,22 @@ pub(crate) struct Entered {
 #[derive(Clone)]
 pub(crate) struct Client {
     address: String,
-    rpc: CoordinatorClient<Channel>,
+    access: Access,
+    rpc: Rpc,
     member: proto::Member,
 }
 
 impl Client {
-    pub(crate) fn new(address: &str, plan: &Plan, incarnation: u64) -> Result<Client, CallError> {
+    pub(crate) fn new(
+        address: &str,
+        access: Access,
+        plan: &Plan,
+        incarnation: u64,
+    ) -> Result<Client, CallError> {
         Ok(Client {
             address: address.into(),
-            rpc: connection(address)?,
+            rpc: connection(address, &access)?,
+            access,
             member: proto::Member {
                 run: plan.run.to_string(),
                 attempt: 0,
@@ -87,7 +89,7 @@ impl Client {
     /// The same member on a connection of its own: one is driven by the runtime
     /// that it was opened on, and must not wait for what that one blocks on.
     pub(crate) fn reopened(&self) -> Result<Client, CallError> {
-        Ok(Client { rpc: connection(&self.address)?, ..self.clone() })
+        Ok(Client { rpc: connection(&self.address, &self.access)?, ..self.clone() })
     }
 
     /// Enters the run, one try.
@@ -245,20 +247,8 @@ impl Client {
     }
 }
 
-/// Opened by the first call.
-fn connection(address: &str) -> Result<CoordinatorClient<Channel>, CallError> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| {
-        CallError::Refused(format!("{address:?} is not host:port of a coordinator: {error}"))
-    })?;
-    let channel = endpoint
-        .connect_timeout(CONNECT_DEADLINE)
-        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
-        .tcp_nodelay(true)
-        .connect_lazy();
-    Ok(CoordinatorClient::new(channel))
+fn connection(address: &str, access: &Access) -> Result<Rpc, CallError> {
+    connect(address, access).map_err(|error| CallError::Refused(error.to_string()))
 }
 
 async fn read_parts(

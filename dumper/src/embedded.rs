@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use backtape::coordinator::{Config, Coordinator, Handle, StartError};
+use backtape::credentials::{Guard, Token, Tokens};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
@@ -26,12 +27,16 @@ pub(crate) enum EmbedError {
     Store(StartError, String),
     #[error("the coordinator of rank 0 ended while it started")]
     Ended,
+    #[error("rank 0 cannot draw a token for its ranks: {0}")]
+    Token(io::Error),
 }
 
 /// A running embedded coordinator.
 pub(crate) struct Embedded {
     pub(crate) address: SocketAddr,
     pub(crate) handle: Handle,
+    /// Other users of this host reach the loopback address too.
+    pub(crate) token: Token,
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,
 }
@@ -40,7 +45,9 @@ type Started = Result<(SocketAddr, Handle), EmbedError>;
 
 impl Embedded {
     pub(crate) async fn start(plan: &Plan) -> Result<Embedded, EmbedError> {
+        let token = Token::draw().map_err(EmbedError::Token)?;
         let config = Config {
+            guard: Guard { tls: None, tokens: Tokens::any(token.clone()) },
             run: Some(plan.run.clone()),
             new_attempt: true,
             step_deadline: plan.settings.step_deadline,
@@ -53,7 +60,7 @@ impl Embedded {
         let thread = std::thread::Builder::new().name("backtape-coordinator".into());
         let thread = thread.spawn(body).map_err(EmbedError::Runtime)?;
         let (address, handle) = started.await.map_err(|_| EmbedError::Ended)??;
-        Ok(Embedded { address, handle, stop, thread })
+        Ok(Embedded { address, handle, token, stop, thread })
     }
 
     /// Lets open calls end, then stops; gives up waiting on a disk that hangs.

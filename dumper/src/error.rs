@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use backtape::credentials::CredentialsError;
 use backtape::identity::NameError;
 
 /// One clear sentence each: what, where, what to do.
@@ -26,6 +27,9 @@ pub enum RecorderError {
         /// What is wrong with it.
         problem: NameError,
     },
+    /// What is to be shown to the coordinator cannot be used.
+    #[error("{0}")]
+    Credentials(#[from] CredentialsError),
     /// The directory has no last component to name the run by.
     #[error("{path} does not name a run: give a directory such as dumps/run-a, or a store and a run", path = path.display())]
     Directory {

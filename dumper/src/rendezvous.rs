@@ -4,6 +4,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use backtape::credentials::Token;
 use backtape::store::durable;
 use backtape::store::layout::RENDEZVOUS;
 use serde::{Deserialize, Serialize};
@@ -18,6 +19,8 @@ pub(crate) struct Rendezvous {
     pub(crate) run: String,
     /// Drawn by rank 0: tells this launch's file from a later one's.
     pub(crate) launch: u64,
+    /// What the ranks show: whoever may read this file is one of them.
+    pub(crate) token: Option<Token>,
 }
 
 impl Rendezvous {

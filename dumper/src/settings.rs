@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use backtape::coordinator::Rules;
 use backtape::coordinator::limits::MAX_RING_STEPS;
+use backtape::credentials::Access;
 use backtape::identity::Name;
 use backtape::placement::{Mesh, MeshCoordinates};
 use backtape::selection::Selection;
@@ -36,6 +37,9 @@ pub struct Settings {
     /// `host:port` of a coordinator; `None` starts one inside rank 0, which
     /// serves the ranks of one host.
     pub coordinator: Option<String>,
+    /// Folder of what this rank shows to that coordinator, and it to the rank
+    /// (`coordinator certs`); `None` calls it unencrypted.
+    pub credentials: Option<PathBuf>,
     /// This process's index in the job.
     pub rank: u32,
     /// Processes in the job.
@@ -88,6 +92,7 @@ impl Settings {
             directory: directory.into(),
             run: None,
             coordinator: None,
+            credentials: None,
             rank,
             world_size,
             attempt: None,
@@ -129,7 +134,11 @@ impl Settings {
             Some(host) => name("host", host.clone())?,
             None => local_host(),
         };
-        Ok(Plan { store, run, host, settings: self })
+        let access = match &self.credentials {
+            Some(folder) => Access::read(folder, &run)?,
+            None => Access::default(),
+        };
+        Ok(Plan { store, run, host, access, settings: self })
     }
 
     /// True when the coordinator is to be asked while the job runs.
@@ -157,6 +166,7 @@ pub(crate) struct Plan {
     pub(crate) store: PathBuf,
     pub(crate) run: Name,
     pub(crate) host: Name,
+    pub(crate) access: Access,
     pub(crate) settings: Settings,
 }
 

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use backtape::credentials::Access;
 use tokio::time::Instant;
 
 use crate::client::{CallError, Client, Entered, jittered};
@@ -69,9 +70,11 @@ async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
         host: plan.host.to_string(),
         run: plan.run.to_string(),
         launch: incarnation,
+        token: Some(embedded.token.clone()),
     };
+    let access = Access { tls: None, token: Some(embedded.token.clone()) };
     let entered = async {
-        let mut client = Client::new(&address, plan, incarnation)?;
+        let mut client = Client::new(&address, access, plan, incarnation)?;
         let entered = client.join(plan).await?;
         Ok::<_, CallError>((client, entered))
     };
@@ -183,19 +186,26 @@ async fn enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), S
 
 async fn try_enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), CallError> {
     let plan = &shared.plan;
-    let address = match &plan.settings.coordinator {
-        Some(address) => address.clone(),
+    let (address, access) = match &plan.settings.coordinator {
+        Some(address) => (address.clone(), plan.access.clone()),
         None => rendezvous(shared)?,
     };
-    let mut client = Client::new(&address, plan, incarnation)?;
+    let encrypted = access.tls.is_some();
+    let mut client = Client::new(&address, access, plan, incarnation)?;
     let entered = client.join(plan).await.map_err(|error| match error {
+        // Someone is there and breaks off: most likely it wants to see a certificate.
+        CallError::Unreachable(why) if !encrypted && !why.contains("refused") => {
+            CallError::Unreachable(format!(
+                "{address}: {why}; where the coordinator has --credentials, set BACKTAPE_CREDENTIALS"
+            ))
+        }
         CallError::Unreachable(why) => CallError::Unreachable(format!("{address}: {why}")),
         other => other,
     })?;
     Ok((client, entered))
 }
 
-fn rendezvous(shared: &Shared) -> Result<String, CallError> {
+fn rendezvous(shared: &Shared) -> Result<(String, Access), CallError> {
     let plan = &shared.plan;
     let directory = plan.run_directory();
     let path = Rendezvous::path(&directory);
@@ -209,7 +219,7 @@ fn rendezvous(shared: &Shared) -> Result<String, CallError> {
             found.host, plan.settings.rank, plan.host
         )));
     }
-    Ok(found.address)
+    Ok((found.address, Access { tls: None, token: found.token }))
 }
 
 /// Recording is over before it began: says why, once, and names what was queued.

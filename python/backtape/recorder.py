@@ -38,6 +38,7 @@ class Recorder:
     trigger_grad_norm, trigger_spread: what `watch()` triggers on. docs/selection.md has all of it.
     rank, world_size: this process's index in the job and the number of processes.
     coordinator: "host:port"; by default one is embedded, for jobs on one machine.
+    credentials: this rank's folder of credentials, for a coordinator that asks (docs/security.md).
     mesh: a jax Mesh, a torch DeviceMesh, or a dict of axis sizes, outermost first.
     strict: raise RecorderError where recording fails. Otherwise it is logged once for each kind,
         the dump names what is missing, and the job goes on.

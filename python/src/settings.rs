@@ -21,6 +21,7 @@ pub(crate) struct Settings {
     world_size: u32,
     run: Option<String>,
     coordinator: Option<String>,
+    credentials: Option<PathBuf>,
     attempt: Option<u32>,
     host: Option<String>,
     mesh: Vec<(String, u32)>,
@@ -69,6 +70,7 @@ impl Settings {
         settings.transport = transport(&self.transport)?;
         settings.run = self.run;
         settings.coordinator = self.coordinator;
+        settings.credentials = self.credentials;
         settings.attempt = self.attempt;
         settings.host = self.host;
         settings.mesh = Mesh(self.mesh);

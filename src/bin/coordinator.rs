@@ -1,5 +1,7 @@
 //! `coordinator --listen 127.0.0.1:7447 --store DIR --world-size N`
 //! `coordinator plan|trigger --coordinator HOST:PORT --run R ...`
+//! `coordinator status --coordinator HOST:PORT --run R`
+//! `coordinator certs --out DIR --host NAME ...`
 //!
 //! Commits the steps of a job that runs on several hosts. A job on one host
 //! needs no such process: its rank 0 carries the coordinator inside.
@@ -10,7 +12,8 @@
 //! ```
 //!
 //! `plan` and `trigger` ask a running one, embedded or not, to have the ranks
-//! of a running job record.
+//! of a running job record. `certs` makes what a coordinator and ranks on other hosts show
+//! to each other.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -19,6 +22,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use backtape::coordinator::{Config, Coordinator, Rules, asking, limits};
+use backtape::credentials::{Access, Guard, issue};
+use backtape::identity::Name;
 use clap::{Args, Parser, Subcommand};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -48,6 +53,13 @@ struct Arguments {
     /// Processes in the job
     #[arg(long, required = true)]
     world_size: Option<u32>,
+    /// Folder of credentials (see `coordinator certs`): calls come encrypted, from its
+    /// certificates, and with the token of their run
+    #[arg(long, value_name = "DIR")]
+    credentials: Option<PathBuf>,
+    /// Serve /metrics (Prometheus) and /healthz there, in plain HTTP
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<SocketAddr>,
     /// Listen beyond this host without encryption or authentication
     #[arg(long)]
     insecure: bool,
@@ -68,6 +80,10 @@ enum Question {
     Plan(PlanArguments),
     /// Have every rank record the next step, and write what its ring holds
     Trigger(TriggerArguments),
+    /// Say who joined a run, how far its steps are, and what is missing and why
+    Status(Target),
+    /// Make credentials: a private authority, certificates, tokens
+    Certs(CertsArguments),
 }
 
 /// Which coordinator, and which run.
@@ -76,6 +92,9 @@ struct Target {
     /// Address of the coordinator
     #[arg(long, value_name = "HOST:PORT", required_unless_present = "dir")]
     coordinator: Option<String>,
+    /// Folder of a rank's credentials, where the coordinator has some
+    #[arg(long, value_name = "DIR", env = "BACKTAPE_CREDENTIALS", conflicts_with = "dir")]
+    credentials: Option<PathBuf>,
     /// The run; by default the last component of --dir
     #[arg(long, required_unless_present = "dir")]
     run: Option<String>,
@@ -120,43 +139,92 @@ struct TriggerArguments {
     reason: String,
 }
 
+#[derive(Args)]
+struct CertsArguments {
+    /// Folder to make: DIR/coordinator, and DIR/rank or DIR/rank-RUN
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Name or address by which ranks call the coordinator; may be repeated
+    #[arg(long = "host", required = true)]
+    hosts: Vec<String>,
+    /// A run that gets a token of its own; may be repeated
+    #[arg(long = "run")]
+    runs: Vec<String>,
+    /// How long the certificates hold
+    #[arg(long, default_value_t = 365)]
+    days: u32,
+}
+
 impl Target {
-    /// The address and the run.
-    fn find(&self) -> anyhow::Result<(String, String)> {
+    /// The coordinator and the run.
+    fn find(&self) -> anyhow::Result<(asking::Place, String)> {
         let Some(dir) = &self.dir else {
             let missing = "give --coordinator and --run, or --dir";
             let address = self.coordinator.clone().context(missing)?;
-            return Ok((address, self.run.clone().context(missing)?));
+            let run = self.run.clone().context(missing)?;
+            let access = match &self.credentials {
+                Some(folder) => Access::read(folder, &Name::new(run.as_str())?)?,
+                None => Access::default(),
+            };
+            return Ok((asking::Place { address, access }, run));
         };
         let last = std::path::absolute(dir)?;
         let last = last.file_name().map(|name| name.to_string_lossy().into_owned());
         let run = self.run.clone().or(last).context("--dir names no run: give --run too")?;
-        Ok((asking::embedded_address(dir)?, run))
+        Ok((asking::embedded(dir)?, run))
     }
 }
 
 fn ask(question: &Question) -> anyhow::Result<String> {
+    match question {
+        Question::Certs(certs) => make(certs),
+        Question::Status(target) => {
+            let (place, run) = target.find()?;
+            answer(asking::status(&place, &run))
+        }
+        Question::Plan(plan) => {
+            let (place, run) = plan.target.find()?;
+            let text = asking::PlanText {
+                steps: plan.steps.clone(),
+                tensors: plan.tensors.clone(),
+                ranks: plan.ranks.clone(),
+                microbatches: plan.microbatches.clone(),
+                max_tensor_bytes: plan.max_tensor_bytes.clone(),
+                max_step_bytes: plan.max_step_bytes.clone(),
+            };
+            answer(asking::plan(&place, &run, text))
+        }
+        Question::Trigger(trigger) => {
+            let (place, run) = trigger.target.find()?;
+            answer(asking::trigger(&place, &run, trigger.step, &trigger.reason))
+        }
+    }
+}
+
+fn answer(asked: impl Future<Output = Result<String, asking::AskError>>) -> anyhow::Result<String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        Ok(match question {
-            Question::Plan(plan) => {
-                let (address, run) = plan.target.find()?;
-                let text = asking::PlanText {
-                    steps: plan.steps.clone(),
-                    tensors: plan.tensors.clone(),
-                    ranks: plan.ranks.clone(),
-                    microbatches: plan.microbatches.clone(),
-                    max_tensor_bytes: plan.max_tensor_bytes.clone(),
-                    max_step_bytes: plan.max_step_bytes.clone(),
-                };
-                asking::plan(&address, &run, text).await?
-            }
-            Question::Trigger(trigger) => {
-                let (address, run) = trigger.target.find()?;
-                asking::trigger(&address, &run, trigger.step, &trigger.reason).await?
-            }
-        })
-    })
+    Ok(runtime.block_on(asked)?)
+}
+
+/// What was asked for is the output; what was done is a line of the log.
+fn say(question: &Question, answer: &str) {
+    match question {
+        Question::Status(_) => println!("{answer}"),
+        _ => tracing::info!("{answer}"),
+    }
+}
+
+fn make(certs: &CertsArguments) -> anyhow::Result<String> {
+    let runs = certs.runs.iter().map(|run| Name::new(run.as_str()));
+    let runs: Vec<Name> = runs.collect::<Result<_, _>>()?;
+    let made = issue(&certs.out, &certs.hosts, &runs, certs.days)?;
+    let ranks: Vec<String> = made.ranks.iter().map(|rank| rank.display().to_string()).collect();
+    Ok(format!(
+        "made {} for coordinator --credentials, and {} for the ranks' BACKTAPE_CREDENTIALS: copy each to its hosts and nowhere else; they hold {} days, the authority's key was not kept",
+        made.coordinator.display(),
+        ranks.join(", "),
+        certs.days
+    ))
 }
 
 fn main() -> ExitCode {
@@ -167,7 +235,7 @@ fn main() -> ExitCode {
         .event_format(Prefixed { host: host() })
         .init();
     let done = match &arguments.question {
-        Some(question) => ask(question).map(|answer| tracing::info!("{answer}")),
+        Some(question) => ask(question).map(|answer| say(question, &answer)),
         None => serve(&arguments),
     };
     match done {
@@ -184,13 +252,20 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
     let missing = "give --store and --world-size";
     let store = arguments.store.as_ref().context(missing)?;
     let world_size = arguments.world_size.context(missing)?;
-    if !listen.ip().is_loopback() && !arguments.insecure {
+    if !listen.ip().is_loopback() && !arguments.insecure && arguments.credentials.is_none() {
         bail!(
             "{listen} is reachable from other hosts, and the dumps would cross the network \
-             unencrypted to whoever asks: listen on 127.0.0.1, or accept that with --insecure"
+             unencrypted to whoever asks: give --credentials (see coordinator certs), listen on \
+             127.0.0.1, or accept that with --insecure"
         );
     }
+    let guard = match &arguments.credentials {
+        Some(folder) => Guard::read(folder)?,
+        None => Guard::default(),
+    };
     let config = Config {
+        guard,
+        metrics: arguments.metrics,
         step_deadline: Duration::from_secs(arguments.step_deadline),
         rules: Rules {
             max_triggers: arguments.max_triggers,

@@ -8,6 +8,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::config::{Config, StartError};
 use super::event::Event;
 use super::limits::{MAX_BATCH, QUEUE_REQUESTS, REQUEST_DEADLINE};
+use super::metrics::Totals;
 use super::refusal::Refusal;
 use super::request::{Admission, FileClaim, Member, Reply, Request};
 use super::runs::Runs;
@@ -25,6 +26,11 @@ impl Handle {
     /// Steps that are not committed, for whoever wants to wait for them.
     pub async fn unsettled(&self) -> Result<Vec<Unsettled>, Refusal> {
         self.ask(Request::Unsettled).await
+    }
+
+    /// What the store holds, in numbers.
+    pub(crate) async fn totals(&self) -> Result<Totals, Refusal> {
+        self.ask(Request::Totals).await
     }
 
     /// Sends one request and waits for its answer, within the deadline.
@@ -123,6 +129,7 @@ fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
         Request::Status(run, attempt, step, reply) => {
             answer(reply, move |runs| runs.log(&run, attempt).map(|log| log.state.status(step)))
         }
+        Request::Overview(run, reply) => answer(reply, move |runs| runs.overview(&run)),
         Request::Place(member, reply) => {
             let place = runs
                 .member(&member)
@@ -147,6 +154,7 @@ fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
                 runs.log(&run, attempt).map(|_| trigger)
             })
         }
+        Request::Totals(reply) => answer(reply, |runs| Ok(runs.totals())),
         Request::Unsettled(reply) => answer(reply, |runs| Ok(runs.unsettled())),
         Request::Tick => {
             runs.tick(now_ms);

@@ -1,10 +1,12 @@
 //! What a coordinator is told, and why it may not start.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use super::limits;
+use crate::credentials::Guard;
 use crate::identity::Name;
 
 /// How a coordinator runs.
@@ -23,6 +25,10 @@ pub struct Config {
     pub step_deadline: Duration,
     /// How often running ranks may be made to record.
     pub rules: Rules,
+    /// Where `/metrics` and `/healthz` are served in plain HTTP; nowhere by default.
+    pub metrics: Option<SocketAddr>,
+    /// What is asked of those who call.
+    pub guard: Guard,
 }
 
 /// Bounds on triggered recordings: a run that diverged triggers at every step,
@@ -52,6 +58,8 @@ impl Config {
             new_attempt: false,
             step_deadline: limits::STEP_DEADLINE,
             rules: Rules::default(),
+            metrics: None,
+            guard: Guard::default(),
         }
     }
 }
@@ -64,6 +72,8 @@ pub enum StartError {
     Store { path: PathBuf, source: io::Error },
     #[error("the coordinator's thread cannot be started")]
     Thread(#[source] io::Error),
+    #[error("the certificate or its key cannot be used: {0}")]
+    Tls(String),
     #[error("a world size of 0 has no ranks to wait for: give the number of processes of the job")]
     NoRanks,
 }
@@ -74,6 +84,8 @@ pub enum StartError {
 pub enum ServeError {
     #[error(transparent)]
     Start(#[from] StartError),
+    #[error("{0} cannot be listened on for metrics: choose another --metrics")]
+    Metrics(SocketAddr, #[source] io::Error),
     #[error("the coordinator can no longer accept connections")]
     Transport(#[source] tonic::transport::Error),
     #[error(

@@ -22,6 +22,9 @@ pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 /// How long a peer may take to answer a keepalive.
 pub const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a peer may take to show its certificate.
+pub const HANDSHAKE: Duration = Duration::from_secs(10);
+
 /// How long a request may wait for the actor and its fsync. A disk that takes
 /// longer hangs, and the rank should know.
 pub const REQUEST_DEADLINE: Duration = Duration::from_secs(30);

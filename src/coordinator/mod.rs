@@ -18,6 +18,7 @@ mod event;
 mod intake;
 mod journal;
 pub mod limits;
+mod metrics;
 #[cfg(test)]
 mod model_test;
 mod orders;
@@ -36,5 +37,5 @@ pub use actor::Handle;
 pub use config::{Config, Rules, ServeError, StartError};
 pub use refusal::Refusal;
 pub use server::{Coordinator, run};
-pub use status::{StepStatus, Unsettled};
-pub use wire::asking;
+pub use status::{Overview, Progress, StepStatus, Unsettled};
+pub use wire::{asking, channel};

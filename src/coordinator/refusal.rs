@@ -26,6 +26,10 @@ pub enum Refusal {
     Mesh { rank: Rank, found: String, first: String },
     #[error("this coordinator serves run {serves} only, not {run}: one run shares a directory")]
     OtherRun { run: Name, serves: Name },
+    #[error(
+        "the token of run {run} was not shown: give the rank the credentials that were made for this run (BACKTAPE_CREDENTIALS)"
+    )]
+    Token { run: Name },
     #[error("run {run} is not known here: check its name, or start its ranks first")]
     UnknownRun { run: Name },
     #[error(

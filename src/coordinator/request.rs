@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use tokio::sync::oneshot;
 
 use super::event::Closing;
+use super::metrics::Totals;
 use super::pulse::Beat;
 use super::refusal::Refusal;
-use super::status::{StepStatus, Unsettled};
+use super::status::{Overview, StepStatus, Unsettled};
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Rank, Step};
 use crate::manifest::FileRecord;
@@ -117,10 +118,12 @@ pub(crate) enum Request {
     Report(Member, Step, FileRecord, Reply<u64>),
     Close(Member, Step, Closing, Reply<bool>),
     Status(Name, Attempt, Step, Reply<StepStatus>),
+    Overview(Name, Reply<Overview>),
     Heartbeat(Member, Beat, Reply<Orders>),
     Plan(Name, PlanAsk, Reply<Planned>),
     Trigger(Name, TriggerAsk, Reply<Trigger>),
     Unsettled(Reply<Vec<Unsettled>>),
+    Totals(Reply<Totals>),
     /// Where a member's attempt lies, and of how many ranks it is.
     Place(Member, Reply<(AttemptDir, u32)>),
     Tick,

@@ -11,9 +11,10 @@ use super::attempt_log::AttemptLog;
 use super::attempts::{self, Entrant, Latest, Launch};
 use super::config::{Config, Rules, StartError};
 use super::event::{Event, Joined, Opened};
+use super::metrics::Totals;
 use super::refusal::Refusal;
 use super::request::{Entry, Join, Member};
-use super::status::Unsettled;
+use super::status::{Overview, Unsettled};
 use crate::identity::{Attempt, Name};
 use crate::store::{AttemptDir, durable, layout};
 
@@ -197,6 +198,21 @@ impl Runs {
                 );
             }
         }
+    }
+
+    /// What is known of a run's newest attempt.
+    pub(crate) fn overview(&self, run: &Name) -> Result<Overview, Refusal> {
+        let known = self.runs.get(run).and_then(|of| of.attempts.values().next_back());
+        let log = known.ok_or_else(|| Refusal::UnknownRun { run: run.clone() })?;
+        Ok(Overview { directory: log.directory.path.clone(), ..log.state.overview() })
+    }
+
+    /// The newest attempts, in numbers.
+    pub(crate) fn totals(&self) -> Totals {
+        let newest = self.runs.values().filter_map(|run| run.attempts.values().next_back());
+        newest.fold(Totals { runs: self.runs.len() as u64, ..Totals::default() }, |sum, log| {
+            log.state.add_to(sum)
+        })
     }
 
     /// Every step of every run's newest attempt that is not committed.

@@ -1,23 +1,28 @@
 //! The async shell: accepts connections, ticks, stops gracefully.
 
 use std::future::Future;
+use std::net::SocketAddr;
 use std::pin::pin;
 
 use backtape_proto::coordinator_server::CoordinatorServer;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
-use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
+use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 
 use super::actor::{self, Handle};
 use super::config::{Config, ServeError, StartError};
 use super::limits;
+use super::metrics::{self, Metrics};
 use super::service::Service;
+use crate::credentials::{Guard, Tls};
 
 /// A coordinator that has loaded its store and is ready to serve.
 pub struct Coordinator {
     handle: Handle,
     actor_end: oneshot::Receiver<()>,
+    guard: Guard,
+    metrics: Option<SocketAddr>,
 }
 
 impl Coordinator {
@@ -28,7 +33,7 @@ impl Coordinator {
             return Err(StartError::NoRanks);
         }
         let (handle, actor_end) = actor::start(config)?;
-        Ok(Coordinator { handle, actor_end })
+        Ok(Coordinator { handle, actor_end, guard: config.guard.clone(), metrics: config.metrics })
     }
 
     /// For whoever runs the coordinator in its own process.
@@ -43,16 +48,26 @@ impl Coordinator {
         shutdown: impl Future<Output = ()>,
     ) -> Result<(), ServeError> {
         let (stop, stopped) = oneshot::channel::<()>();
-        let service = CoordinatorServer::new(Service::new(self.handle.clone()))
-            .max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
+        let metrics = Metrics::default();
+        let service = Service::new(self.handle.clone(), self.guard.tokens, metrics.clone());
+        let service =
+            CoordinatorServer::new(service).max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
+        let (reporter, health) = tonic_health::server::health_reporter();
+        reporter.set_serving::<CoordinatorServer<Service>>().await;
+        // Dropped, and so ended, with this call.
+        let _scraped = match self.metrics {
+            Some(address) => Some(scraped(address, metrics, self.handle.clone()).await?),
+            None => None,
+        };
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let serving = Server::builder()
+        let serving = builder(self.guard.tls.as_ref())?
             .http2_keepalive_interval(Some(limits::KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(limits::KEEPALIVE_TIMEOUT))
             .initial_stream_window_size(limits::WINDOW_BYTES)
             .initial_connection_window_size(limits::WINDOW_BYTES)
             .max_frame_size(limits::FRAME_BYTES)
             .max_concurrent_streams(limits::MAX_STREAMS)
+            .add_service(health)
             .add_service(service)
             .serve_with_incoming_shutdown(incoming, async {
                 let _ = stopped.await;
@@ -67,12 +82,43 @@ impl Coordinator {
                 _ = ticks.tick() => self.handle.tick(),
             }
         }
+        reporter.set_not_serving::<CoordinatorServer<Service>>().await;
         drop(stop);
         // A peer that keeps its call open does not keep the coordinator up:
         // nothing that it was not told is lost.
         let _ = tokio::time::timeout(limits::SHUTDOWN_GRACE, serving).await;
         Ok(())
     }
+}
+
+/// Starts to serve the numbers; aborted when it is dropped with its set.
+async fn scraped(
+    address: SocketAddr,
+    metrics: Metrics,
+    handle: Handle,
+) -> Result<tokio::task::JoinSet<()>, ServeError> {
+    let listener = metrics::listen(address).await;
+    let listener = listener.map_err(|source| ServeError::Metrics(address, source))?;
+    let address = listener.local_addr().unwrap_or(address);
+    tracing::info!("metrics and health are served on http://{address}");
+    let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(async move {
+        if let Err(error) = metrics::serve(listener, metrics, handle).await {
+            tracing::error!("metrics are served no more: {error}");
+        }
+    });
+    Ok(tasks)
+}
+
+/// A server that takes calls encrypted and from certificates of the authority alone, where it
+/// has one.
+fn builder(tls: Option<&Tls>) -> Result<Server, StartError> {
+    let Some(tls) = tls else { return Ok(Server::builder()) };
+    let config = ServerTlsConfig::new()
+        .identity(Identity::from_pem(&tls.certificate, &tls.key))
+        .client_ca_root(Certificate::from_pem(&tls.ca))
+        .timeout(limits::HANDSHAKE);
+    Server::builder().tls_config(config).map_err(|error| StartError::Tls(error.to_string()))
 }
 
 /// Opens the store and serves it on `listener` until `shutdown` completes.

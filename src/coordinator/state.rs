@@ -303,7 +303,7 @@ impl AttemptState {
             world_size: self.opened.world_size,
             mesh: self.mesh.clone(),
             head: state.head.as_ref().map(|(_, head)| head.clone()),
-            files: state.files.values().flat_map(BTreeMap::values).cloned().collect(),
+            files: state.all_files().cloned().collect(),
             omissions: omissions.chain(&state.notes).cloned().collect(),
             selections: state.selections(),
             trigger: self.orders.trigger_of(step),
@@ -338,6 +338,16 @@ impl StepState {
     pub(super) fn reported(&self, rank: Rank) -> u32 {
         let own = self.files.get(&rank).map_or(0, BTreeMap::len);
         u32::try_from(own).unwrap_or(u32::MAX)
+    }
+
+    /// Every file that was reported.
+    pub(super) fn all_files(&self) -> impl Iterator<Item = &FileRecord> {
+        self.files.values().flat_map(BTreeMap::values)
+    }
+
+    /// Bytes of all shards.
+    pub(super) fn bytes(&self) -> u64 {
+        self.all_files().flat_map(|file| &file.shards).map(|shard| shard.length).sum()
     }
 
     /// No rank reports more than it counted, so equal sums are equal parts.

@@ -1,10 +1,15 @@
-//! What is present and what is missing of a step, in numbers and in a sentence.
+//! What is present and what is missing of a step and of a run, in numbers and in a sentence.
 
+use std::path::PathBuf;
+
+use super::metrics::Totals;
 use super::state::{AttemptState, StepState};
 use crate::identity::{Attempt, Name, Rank, Step};
 
 /// Ranks that a reason names; of 10,000 missing ones a few show the pattern.
 const RANKS_NAMED: usize = 8;
+/// Steps of a run that an overview lists: a job that records every step has a million.
+const STEPS_LISTED: usize = 100;
 
 /// The state of one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,6 +23,39 @@ pub struct StepStatus {
     pub bytes: u64,
     /// Why it is partial; empty while it is open or committed.
     pub reason: String,
+}
+
+/// What is known of a run's newest attempt.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Overview {
+    pub attempt: Attempt,
+    pub world_size: u32,
+    pub joined: u32,
+    /// Ranks that did not join, a few by number.
+    pub absent: String,
+    pub directory: PathBuf,
+    /// Steps that are not committed, and the newest that are; at most [`STEPS_LISTED`] of each.
+    pub steps: Vec<Progress>,
+    /// Of all steps.
+    pub committed: u64,
+    pub open: u64,
+    pub bytes: u64,
+}
+
+/// How far a step is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Progress {
+    pub step: Step,
+    pub committed: bool,
+    pub partial: bool,
+    pub closed: u32,
+    pub files: u64,
+    pub shards: u64,
+    pub bytes: u64,
+    /// Who owes it what.
+    pub missing: String,
 }
 
 /// A step that is not committed.
@@ -45,16 +83,66 @@ impl AttemptState {
         let state = self.steps.get(&step).unwrap_or(&unknown);
         let closed = |rank: &Rank| state.closed.contains_key(rank);
         let (closed_ranks, missing_ranks) = (0..world_size).map(Rank).partition(closed);
-        let files = || state.files.values().flat_map(|own| own.values());
         let late = state.overdue && !state.committed;
         StepStatus {
             committed: state.committed,
             world_size,
             closed_ranks,
             missing_ranks,
-            shards: files().map(|file| file.shards.len() as u64).sum(),
-            bytes: files().flat_map(|file| &file.shards).map(|shard| shard.length).sum(),
+            shards: state.all_files().map(|file| file.shards.len() as u64).sum(),
+            bytes: state.bytes(),
             reason: if late { self.missing(step) } else { String::new() },
+        }
+    }
+
+    /// What is known of the attempt, but for where it lies.
+    pub(crate) fn overview(&self) -> Overview {
+        let world_size = self.opened.world_size;
+        let absent: Vec<u32> =
+            (0..world_size).filter(|&rank| !self.has_joined(Rank(rank))).collect();
+        let listed = |committed: bool| {
+            let of = self.steps.iter().rev().filter(move |(_, state)| state.committed == committed);
+            of.take(STEPS_LISTED).map(|(&step, state)| self.progress(step, state))
+        };
+        let mut steps: Vec<Progress> = listed(true).chain(listed(false)).collect();
+        steps.sort_unstable_by_key(|one| one.step);
+        let committed = self.steps.values().filter(|state| state.committed).count() as u64;
+        Overview {
+            attempt: self.opened.attempt,
+            world_size,
+            joined: world_size - absent.len() as u32,
+            absent: listing(&absent),
+            directory: PathBuf::new(),
+            steps,
+            committed,
+            open: self.steps.len() as u64 - committed,
+            bytes: self.steps.values().map(StepState::bytes).sum(),
+        }
+    }
+
+    /// The totals with this attempt's.
+    pub(crate) fn add_to(&self, sum: Totals) -> Totals {
+        let count = |of: fn(&StepState) -> bool| self.steps.values().filter(|one| of(one)).count();
+        Totals {
+            ranks: sum.ranks + self.ranks.len() as u64,
+            committed: sum.committed + count(|one| one.committed) as u64,
+            open: sum.open + count(|one| !one.committed && !one.overdue) as u64,
+            partial: sum.partial + count(|one| !one.committed && one.overdue) as u64,
+            bytes: sum.bytes + self.steps.values().map(StepState::bytes).sum::<u64>(),
+            ..sum
+        }
+    }
+
+    fn progress(&self, step: Step, state: &StepState) -> Progress {
+        Progress {
+            step,
+            committed: state.committed,
+            partial: state.overdue && !state.committed,
+            closed: state.closed.len() as u32,
+            files: state.all_files().count() as u64,
+            shards: state.all_files().map(|file| file.shards.len() as u64).sum(),
+            bytes: state.bytes(),
+            missing: if state.committed { String::new() } else { self.missing(step) },
         }
     }
 
@@ -105,5 +193,40 @@ impl AttemptState {
             missing: self.missing(step),
         };
         open.map(one).collect()
+    }
+}
+
+/// Numbers as ranges, a few of them: `0-3, 7 and 12 more`.
+fn listing(ranks: &[u32]) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for &rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == rank => *last = rank,
+            _ => runs.push((rank, rank)),
+        }
+    }
+    let text = |&(first, last): &(u32, u32)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    let named: Vec<String> = runs.iter().take(RANKS_NAMED).map(text).collect();
+    let rest: u32 = runs.iter().skip(RANKS_NAMED).map(|(first, last)| last - first + 1).sum();
+    match rest {
+        0 => named.join(", "),
+        n => format!("{} and {n} more", named.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn absent_ranks_are_listed_as_ranges_and_thousands_in_a_line() {
+        assert_eq!(listing(&[]), "");
+        assert_eq!(listing(&[0, 1, 2, 7]), "0-2, 7");
+        let every_other: Vec<u32> = (0..10_000).step_by(2).collect();
+        let text = listing(&every_other);
+        assert!(text.ends_with("14 and 4992 more") && text.len() < 60, "{text}");
     }
 }

@@ -1,6 +1,7 @@
 //! From wire types to domain types: the one place where a message is doubted.
 
 pub mod asking;
+pub mod channel;
 pub(super) mod steering;
 
 use backtape_proto as proto;
@@ -10,6 +11,7 @@ use super::limits::MAX_FILE_BYTES;
 use super::refusal::Refusal;
 use super::request::{FileClaim, Join, Member};
 use super::scalars::SentRows;
+use super::status::{Overview, Progress};
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
 use crate::manifest::Omission;
@@ -108,6 +110,36 @@ pub(super) fn scalars(wire: proto::RecordScalarsRequest) -> Result<SentRows, Ref
     };
     let rows = text.lines().map(row).collect::<Result<_, _>>()?;
     Ok(SentRows { member: member(wire.member)?, host: name(wire.host)?, first: wire.first, rows })
+}
+
+/// The run that a question is about.
+pub(super) fn run(text: String) -> Result<Name, Refusal> {
+    name(text)
+}
+
+pub(super) fn overview(of: Overview) -> proto::RunStatusResponse {
+    let progress = |one: Progress| proto::StepProgress {
+        step: one.step.0,
+        committed: one.committed,
+        partial: one.partial,
+        closed_ranks: one.closed,
+        files: one.files,
+        shards: one.shards,
+        bytes: one.bytes,
+        missing: one.missing,
+    };
+    proto::RunStatusResponse {
+        attempt: of.attempt.0,
+        world_size: of.world_size,
+        joined: of.joined,
+        absent: of.absent,
+        directory: of.directory.to_string_lossy().into_owned(),
+        steps: of.steps.into_iter().map(progress).collect(),
+        committed: of.committed,
+        open: of.open,
+        bytes: of.bytes,
+        version: crate::VERSION.into(),
+    }
 }
 
 pub(super) fn status(wire: proto::StepStatusRequest) -> Result<(Name, Attempt, Step), Refusal> {

@@ -5,23 +5,22 @@ use std::path::Path;
 use std::time::Duration;
 
 use backtape_proto as proto;
-use proto::coordinator_client::CoordinatorClient;
-use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
+use tonic::{Code, Request, Status};
 
+use super::channel::{ChannelError, connect};
+use crate::credentials::{Access, Token};
 use crate::selection::Changes;
 use crate::store::layout::RENDEZVOUS;
 
 /// How long a coordinator may take to answer a person.
 const PATIENCE: Duration = Duration::from_secs(35);
-const CONNECT: Duration = Duration::from_secs(5);
 
 /// Why a question has no answer.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum AskError {
-    #[error("{address:?} is not host:port of a coordinator")]
-    Address { address: String },
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
     #[error(
         "no coordinator answers at {address} ({why}): give the address that it says it listens on"
     )]
@@ -44,18 +43,29 @@ pub struct PlanText {
     pub max_step_bytes: Option<String>,
 }
 
-/// Where the coordinator inside rank 0 of a run listens, by the run's directory.
-pub fn embedded_address(run_directory: &Path) -> Result<String, AskError> {
+/// Where a coordinator listens, and what it is shown.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct Place {
+    pub address: String,
+    pub access: Access,
+}
+
+/// The coordinator inside rank 0 of a run, by the run's directory.
+pub fn embedded(run_directory: &Path) -> Result<Place, AskError> {
     let path = run_directory.join(RENDEZVOUS);
     let absent = || AskError::NoRendezvous { path: path.clone() };
     let bytes = std::fs::read(&path).map_err(|_| absent())?;
     let found: serde_json::Value = serde_json::from_slice(&bytes).map_err(|_| absent())?;
     let address = found.get("address").and_then(serde_json::Value::as_str);
-    address.map(str::to_string).ok_or_else(absent)
+    let address = address.map(str::to_string).ok_or_else(absent)?;
+    let token = found.get("token").cloned();
+    let token: Option<Token> = token.and_then(|token| serde_json::from_value(token).ok());
+    Ok(Place { address, access: Access { tls: None, token } })
 }
 
 /// Sets a run's plan; a line that says from which step it holds.
-pub async fn plan(address: &str, run: &str, text: PlanText) -> Result<String, AskError> {
+pub async fn plan(place: &Place, run: &str, text: PlanText) -> Result<String, AskError> {
     let request = proto::SetPlanRequest {
         run: run.into(),
         steps: text.steps,
@@ -65,23 +75,65 @@ pub async fn plan(address: &str, run: &str, text: PlanText) -> Result<String, As
         max_tensor_bytes: text.max_tensor_bytes,
         max_step_bytes: text.max_step_bytes,
     };
-    let answer = client(address)?.set_plan(request).await;
-    let plan = answer.map_err(|status| refused(address, status))?.into_inner().plan;
+    let answer = connect(&place.address, &place.access)?.set_plan(patient(request)).await;
+    let plan = answer.map_err(|status| refused(&place.address, status))?.into_inner().plan;
     let plan = plan.unwrap_or_default();
     let changes: Changes = serde_json::from_slice(&plan.changes).unwrap_or_default();
     Ok(format!("plan {} of run {run} holds from step {}: {changes}", plan.version, plan.from))
 }
 
+/// What is known of a run: a few lines for a person.
+pub async fn status(place: &Place, run: &str) -> Result<String, AskError> {
+    let request = proto::RunStatusRequest { run: run.into() };
+    let answer = connect(&place.address, &place.access)?.run_status(patient(request)).await;
+    let of = answer.map_err(|status| refused(&place.address, status))?.into_inner();
+    let absent = match of.absent.as_str() {
+        "" => String::new(),
+        ranks => format!(" (not yet: {ranks})"),
+    };
+    let mut text = format!(
+        "run {run} attempt {} in {}: {} of {} ranks joined{absent}; steps: {} committed, {} open; {}; coordinator {}",
+        of.attempt,
+        of.directory,
+        of.joined,
+        of.world_size,
+        of.committed,
+        of.open,
+        size(of.bytes),
+        of.version,
+    );
+    for step in &of.steps {
+        let state = match (step.committed, step.partial) {
+            (true, _) => "committed",
+            (false, true) => "partial",
+            (false, false) => "open",
+        };
+        text += &format!(
+            "\nstep {} {state}: {} of {} ranks closed, {} files, {} shards, {}",
+            step.step,
+            step.closed_ranks,
+            of.world_size,
+            step.files,
+            step.shards,
+            size(step.bytes)
+        );
+        if !step.missing.is_empty() {
+            text += &format!("; missing: {}", step.missing);
+        }
+    }
+    Ok(text)
+}
+
 /// Triggers a recording; a line that says which step it is.
 pub async fn trigger(
-    address: &str,
+    place: &Place,
     run: &str,
     step: Option<u64>,
     reason: &str,
 ) -> Result<String, AskError> {
     let request = proto::TriggerRequest { run: run.into(), step, reason: reason.into() };
-    let answer = client(address)?.trigger(request).await;
-    let answer = answer.map_err(|status| refused(address, status))?.into_inner();
+    let answer = connect(&place.address, &place.access)?.trigger(patient(request)).await;
+    let answer = answer.map_err(|status| refused(&place.address, status))?.into_inner();
     let order = answer.trigger.unwrap_or_default();
     Ok(format!(
         "trigger {} of run {run}: every rank records step {}, and writes what its ring holds up to step {}",
@@ -89,11 +141,23 @@ pub async fn trigger(
     ))
 }
 
-fn client(address: &str) -> Result<CoordinatorClient<Channel>, AskError> {
-    let endpoint = Endpoint::from_shared(format!("http://{address}"));
-    let endpoint = endpoint.map_err(|_| AskError::Address { address: address.into() })?;
-    let channel = endpoint.connect_timeout(CONNECT).timeout(PATIENCE).connect_lazy();
-    Ok(CoordinatorClient::new(channel))
+/// Bytes as people say them: `1.5 GiB`.
+fn size(bytes: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB"];
+    let (mut value, mut unit) = (bytes as f64, "B");
+    for next in units {
+        if value < 1024.0 {
+            break;
+        }
+        (value, unit) = (value / 1024.0, next);
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") }
+}
+
+fn patient<T>(message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.set_timeout(PATIENCE);
+    request
 }
 
 fn refused(address: &str, status: Status) -> AskError {

@@ -1,0 +1,244 @@
+//! The gRPC adapter: wire types in, one question to the actor, wire types out.
+
+mod files;
+
+use std::sync::Arc;
+
+use backtape_proto as proto;
+use proto::coordinator_server::Coordinator as Rpc;
+use tokio::sync::Semaphore;
+use tonic::{Code, Request, Response, Status, Streaming};
+
+use super::actor::Handle;
+use super::limits::MAX_UPLOADS;
+use super::metrics::Metrics;
+use super::refusal::Refusal;
+use super::request;
+use super::scalars::Scalars;
+use super::wire;
+use super::wire::channel::{AUTHORIZATION, BEARER, VERSION};
+use crate::credentials::Tokens;
+use crate::identity::{Name, Rank};
+
+type Answer<T> = Result<Response<T>, Status>;
+
+/// Serves one store.
+pub(super) struct Service {
+    handle: Handle,
+    uploads: Arc<Semaphore>,
+    scalars: Arc<Scalars>,
+    tokens: Tokens,
+    metrics: Metrics,
+}
+
+/// What a caller shows: its token, if it has one.
+struct Shown(Option<String>);
+
+/// What a caller shows, and its message.
+fn open<T>(request: Request<T>) -> (Shown, T) {
+    let header = request.metadata().get(AUTHORIZATION);
+    let token = header.and_then(|value| value.to_str().ok()?.strip_prefix(BEARER));
+    let shown = Shown(token.map(str::to_string));
+    (shown, request.into_inner())
+}
+
+impl Service {
+    pub(super) fn new(handle: Handle, tokens: Tokens, metrics: Metrics) -> Service {
+        let uploads = Arc::new(Semaphore::new(MAX_UPLOADS));
+        Service { handle, uploads, scalars: Arc::default(), tokens, metrics }
+    }
+
+    /// Refuses whoever does not show the token of the run.
+    fn check(&self, shown: &Shown, run: &Name) -> Result<(), Refusal> {
+        match self.tokens.admit(run, shown.0.as_deref()) {
+            true => Ok(()),
+            false => Err(Refusal::Token { run: run.clone() }),
+        }
+    }
+
+    /// The answer on the wire, counted, with the version of who answers.
+    fn answer<T>(&self, method: &'static str, answer: Result<T, Refusal>) -> Answer<T> {
+        let mut answer = answer.map(Response::new).map_err(refuse);
+        let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
+        self.metrics.answered(method, code);
+        let metadata = match &mut answer {
+            Ok(response) => response.metadata_mut(),
+            Err(status) => status.metadata_mut(),
+        };
+        metadata.insert(VERSION, crate::VERSION.parse().expect("digits and dots"));
+        answer
+    }
+}
+
+#[tonic::async_trait]
+impl Rpc for Service {
+    async fn join(&self, request: Request<proto::JoinRequest>) -> Answer<proto::JoinResponse> {
+        let entry = async {
+            let (shown, wire) = open(request);
+            let join = wire::join(wire)?;
+            self.check(&shown, &join.run)?;
+            self.handle.ask(|reply| request::Request::Join(join, reply)).await
+        };
+        let response = entry.await.map(|entry| proto::JoinResponse {
+            attempt: entry.attempt.0,
+            directory: entry.directory.to_string_lossy().into_owned(),
+            version: crate::VERSION.into(),
+            run_record: entry.run_record.0.to_vec().into(),
+        });
+        self.answer("join", response)
+    }
+
+    async fn report_file(
+        &self,
+        request: Request<proto::ReportFileRequest>,
+    ) -> Answer<proto::ReportFileResponse> {
+        let shards = self.report(request).await;
+        self.answer("report_file", shards.map(|shards| proto::ReportFileResponse { shards }))
+    }
+
+    async fn upload_file(
+        &self,
+        request: Request<Streaming<proto::UploadFileRequest>>,
+    ) -> Answer<proto::ReportFileResponse> {
+        let shards = self.upload(request).await;
+        self.answer("upload_file", shards.map(|shards| proto::ReportFileResponse { shards }))
+    }
+
+    async fn close_step(
+        &self,
+        request: Request<proto::CloseStepRequest>,
+    ) -> Answer<proto::CloseStepResponse> {
+        let committed = async {
+            let (shown, wire) = open(request);
+            let (member, step, closing) = wire::close(wire)?;
+            self.check(&shown, &member.run)?;
+            let close = |reply| request::Request::Close(member, step, closing, reply);
+            self.handle.ask(close).await
+        };
+        let committed = committed.await;
+        self.answer("close_step", committed.map(|committed| proto::CloseStepResponse { committed }))
+    }
+
+    async fn step_status(
+        &self,
+        request: Request<proto::StepStatusRequest>,
+    ) -> Answer<proto::StepStatusResponse> {
+        let status = async {
+            let (shown, wire) = open(request);
+            let (run, attempt, step) = wire::status(wire)?;
+            self.check(&shown, &run)?;
+            self.handle.ask(|reply| request::Request::Status(run, attempt, step, reply)).await
+        };
+        let numbers = |ranks: Vec<Rank>| ranks.into_iter().map(|rank| rank.0).collect();
+        let response = status.await.map(|status| proto::StepStatusResponse {
+            committed: status.committed,
+            world_size: status.world_size,
+            closed_ranks: numbers(status.closed_ranks),
+            missing_ranks: numbers(status.missing_ranks),
+            shards: status.shards,
+            bytes: status.bytes,
+            reason: status.reason,
+        });
+        self.answer("step_status", response)
+    }
+
+    async fn run_status(
+        &self,
+        request: Request<proto::RunStatusRequest>,
+    ) -> Answer<proto::RunStatusResponse> {
+        let overview = async {
+            let (shown, wire) = open(request);
+            let run = wire::run(wire.run)?;
+            self.check(&shown, &run)?;
+            self.handle.ask(|reply| request::Request::Overview(run, reply)).await
+        };
+        let overview = overview.await.map(wire::overview);
+        self.answer("run_status", overview)
+    }
+
+    async fn record_scalars(
+        &self,
+        request: Request<proto::RecordScalarsRequest>,
+    ) -> Answer<proto::RecordScalarsResponse> {
+        let rows = self.scalars(request).await;
+        self.answer("record_scalars", rows.map(|rows| proto::RecordScalarsResponse { rows }))
+    }
+
+    async fn heartbeat(
+        &self,
+        request: Request<proto::HeartbeatRequest>,
+    ) -> Answer<proto::HeartbeatResponse> {
+        let orders = async {
+            let (shown, wire) = open(request);
+            let (member, beat) = wire::steering::heartbeat(wire)?;
+            self.check(&shown, &member.run)?;
+            let beat = |reply| request::Request::Heartbeat(member, beat, reply);
+            wire::steering::orders(self.handle.ask(beat).await?)
+        };
+        let orders = orders.await;
+        self.answer("heartbeat", orders)
+    }
+
+    async fn set_plan(
+        &self,
+        request: Request<proto::SetPlanRequest>,
+    ) -> Answer<proto::SetPlanResponse> {
+        let plan = async {
+            let (shown, wire) = open(request);
+            let (run, ask) = wire::steering::plan(wire)?;
+            self.check(&shown, &run)?;
+            let plan = |reply| request::Request::Plan(run, ask, reply);
+            wire::steering::planned(self.handle.ask(plan).await?)
+        };
+        let plan = plan.await;
+        self.answer("set_plan", plan.map(|plan| proto::SetPlanResponse { plan: Some(plan) }))
+    }
+
+    async fn trigger(
+        &self,
+        request: Request<proto::TriggerRequest>,
+    ) -> Answer<proto::TriggerResponse> {
+        let trigger = async {
+            let (shown, wire) = open(request);
+            let (run, ask) = wire::steering::trigger(wire)?;
+            self.check(&shown, &run)?;
+            let trigger = |reply| request::Request::Trigger(run, ask, reply);
+            Ok(wire::steering::order(self.handle.ask(trigger).await?))
+        };
+        let trigger = trigger.await.map(|order| proto::TriggerResponse { trigger: Some(order) });
+        self.answer("trigger", trigger)
+    }
+}
+
+/// The code says to the client whether to try again; the sentence is for people.
+fn refuse(refusal: Refusal) -> Status {
+    let code = match &refusal {
+        Refusal::WorldSize { .. }
+        | Refusal::RankOutside { .. }
+        | Refusal::FormatVersion { .. }
+        | Refusal::Mesh { .. }
+        | Refusal::ForeignFile { .. }
+        | Refusal::Record { .. }
+        | Refusal::Malformed(_) => Code::InvalidArgument,
+        Refusal::UnknownRun { .. }
+        | Refusal::OtherRun { .. }
+        | Refusal::OldAttempt { .. }
+        | Refusal::AttemptTaken { .. }
+        | Refusal::NotJoined { .. }
+        | Refusal::StepClosed { .. }
+        | Refusal::CountShort { .. }
+        | Refusal::NotTriggered(_)
+        | Refusal::NotPlanned(_)
+        | Refusal::Poisoned { .. } => Code::FailedPrecondition,
+        Refusal::FileConflict { .. }
+        | Refusal::ShardConflict { .. }
+        | Refusal::CloseConflict { .. } => Code::AlreadyExists,
+        Refusal::Token { .. } => Code::Unauthenticated,
+        Refusal::FileAbsent { .. } => Code::NotFound,
+        Refusal::BadFile { .. } => Code::DataLoss,
+        Refusal::Busy(_) | Refusal::TooOften(..) => Code::ResourceExhausted,
+        Refusal::Storage(_) | Refusal::Stopping => Code::Unavailable,
+        Refusal::Deadline(_) => Code::DeadlineExceeded,
+    };
+    Status::new(code, refusal.to_string())
+}
