@@ -89,7 +89,9 @@ impl Reproduction<'_> {
                 true => !(CLEAR * energy(key) <= declared[key].energy),
                 false => !(energy(key) <= WORSE * least[key]),
             };
-            let right_sums = self.with_right_sums(&hypothesis, &rounded);
+            // Of a cause that rounds intermediates no sum need be at fault.
+            let of_sums = !cause.may_be_right();
+            let right_sums = of_sums.then(|| self.with_right_sums(&hypothesis, &rounded)).flatten();
             // Where right sums leave nothing either, no sum is part of what was reproduced: of
             // two energies of 0 neither is ten times the other.
             let sums = |key: &Key| {
