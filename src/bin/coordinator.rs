@@ -15,6 +15,7 @@
 //! of a running job record. `certs` makes what a coordinator and ranks on other hosts show
 //! to each other.
 
+use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -209,7 +210,8 @@ fn answer(asked: impl Future<Output = Result<String, asking::AskError>>) -> anyh
 /// What was asked for is the output; what was done is a line of the log.
 fn say(question: &Question, answer: &str) {
     match question {
-        Question::Status(_) => println!("{answer}"),
+        // Whoever closed the pipe has read enough.
+        Question::Status(_) => drop(writeln!(std::io::stdout(), "{answer}")),
         _ => tracing::info!("{answer}"),
     }
 }

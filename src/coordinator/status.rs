@@ -35,7 +35,7 @@ pub struct Overview {
     /// Ranks that did not join, a few by number.
     pub absent: String,
     pub directory: PathBuf,
-    /// Steps that are not committed, and the newest that are; at most [`STEPS_LISTED`] of each.
+    /// Steps that are not committed, and the newest that are; at most 100 of each.
     pub steps: Vec<Progress>,
     /// Of all steps.
     pub committed: u64,
