@@ -22,7 +22,7 @@ pub enum AskError {
     #[error(transparent)]
     Channel(#[from] ChannelError),
     #[error(
-        "no coordinator answers at {address} ({why}): give the address that it says it listens on"
+        "no coordinator answers at {address} ({why}): give the address that it says it listens on, and --credentials where it has some"
     )]
     Unreachable { address: String, why: String },
     #[error("{path} does not say where a coordinator listens: give --coordinator HOST:PORT", path = .path.display())]
