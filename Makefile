@@ -3,6 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps
 # All that goes into the wheel: it is built again only when one of these changed.
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
@@ -18,11 +19,11 @@ test: test-rust test-python
 test-rust:
 	cargo test --locked
 
-test-python: $(VENV)/.installed
+test-python: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q python/tests
 
 # The tests that need torch, in an environment of its own: its default wheel brings CUDA along.
-test-torch: $(VENV)-torch/.installed
+test-torch: $(VENV)-torch/.installed-dev
 	$(VENV)-torch/bin/python -m pytest -q python/tests_torch
 
 $(VENV)-torch/.tools: python/requirements-torch.txt
@@ -31,8 +32,12 @@ $(VENV)-torch/.tools: python/requirements-torch.txt
 	touch $@
 
 $(VENV)-torch/.installed: $(VENV)/.wheel $(VENV)-torch/.tools
-	$(VENV)-torch/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
-	touch $@
+	$(VENV)-torch/$(INSTALL) $(VENV)/wheels/*.whl
+	rm -f $@-dev && touch $@
+
+$(VENV)-torch/.installed-dev: $(VENV)/.wheel-dev $(VENV)-torch/.tools
+	$(VENV)-torch/$(INSTALL) $(VENV)/wheels-dev/*.whl
+	rm -f $(@:-dev=) && touch $@
 
 wheel: $(VENV)/.wheel
 
@@ -47,9 +52,21 @@ $(VENV)/.wheel: $(VENV)/.tools $(SOURCES)
 	$(BIN)/maturin build --locked --release --quiet --manifest-path python/Cargo.toml --out $(VENV)/wheels
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(VENV)/wheels/*.whl
+# What the tests install: built with the profile of `cargo test`, of which it takes most of its
+# crates. The release takes minutes more.
+$(VENV)/.wheel-dev: $(VENV)/.tools $(SOURCES)
+	rm -rf $(VENV)/wheels-dev
+	$(BIN)/maturin build --locked --quiet --manifest-path python/Cargo.toml --out $(VENV)/wheels-dev
 	touch $@
+
+# Of the two wheels the environment holds the one that was installed last.
+$(VENV)/.installed: $(VENV)/.wheel
+	$(VENV)/$(INSTALL) $(VENV)/wheels/*.whl
+	rm -f $@-dev && touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.wheel-dev
+	$(VENV)/$(INSTALL) $(VENV)/wheels-dev/*.whl
+	rm -f $(@:-dev=) && touch $@
 
 bench: bench-loss-head bench-replay bench-compare bench-inactive bench-false-alarms
 

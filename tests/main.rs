@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod against;
+mod buckets;
 mod causes;
 mod causes_arithmetic;
 mod causes_scale;

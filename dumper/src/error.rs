@@ -36,6 +36,16 @@ pub enum RecorderError {
         /// As given.
         path: PathBuf,
     },
+    /// Ranks find the coordinator inside rank 0 by a file that only they can read.
+    #[error(
+        "{world_size} ranks cannot find each other through the bucket {store}: start `coordinator --store {store} --world-size {world_size}` and set BACKTAPE_COORDINATOR"
+    )]
+    BucketAlone {
+        /// The store.
+        store: String,
+        /// Ranks of the job.
+        world_size: u32,
+    },
     /// A ring longer than the coordinator accepts.
     #[error(
         "a ring of {steps} steps is too long: at most {} are kept",

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use crate::client::{CallError, Client, Entered};
 use crate::recorder::Shared;
-use crate::session::streams;
+use crate::session::sends_rows;
 
 /// Most values that wait: some 30 MB with their names.
 const MAX_WAITING_VALUES: usize = 1 << 18;
@@ -162,7 +162,7 @@ pub(crate) fn abandon(shared: &Shared) {
 
 fn destination(shared: &Shared, client: Client, entered: &Entered) -> Destination {
     let plan = &shared.plan;
-    if streams(shared, entered) {
+    if sends_rows(shared, entered) {
         return Destination::Coordinator {
             client: Box::new(client),
             host: plan.host.to_string(),

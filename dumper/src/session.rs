@@ -1,14 +1,17 @@
 //! What a rank does once it has entered a run: write, deliver, close, wait.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use backtape::hash::TrustHash;
 use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
-use backtape::store::{AttemptDir, FinishedFile};
+use backtape::store::backend::is_url;
+use backtape::store::layout::RUN_RECORD;
+use backtape::store::{AttemptDir, Backend, FinishedFile};
 use tokio::time::Instant;
 
 use crate::capture::Queued;
@@ -29,29 +32,54 @@ pub(crate) struct Session {
     shared: Arc<Shared>,
     client: Client,
     attempt: AttemptDir,
-    /// Where files are made that the coordinator is then sent; `None`: they
-    /// are made in the store itself.
-    spool: Option<tempfile::TempDir>,
+    way: Way,
     open: BTreeMap<u64, StepFiles>,
     /// Closed here, not known to be committed.
     waiting: BTreeSet<u64>,
 }
 
+/// How files reach the store.
+enum Way {
+    /// They are made in it.
+    Direct,
+    /// They are made in a spool of this host, then put into the store's bucket.
+    Bucket(Backend, tempfile::TempDir),
+    /// They are made in a spool of this host, then sent to the coordinator.
+    Stream(tempfile::TempDir),
+}
+
+impl Way {
+    /// Looks whether this rank reaches the store itself.
+    async fn find(shared: Arc<Shared>, entered: Entered) -> std::io::Result<Way> {
+        let spool = || tempfile::Builder::new().prefix("backtape-").tempdir();
+        let bucket = is_url(&entered.directory);
+        let looked = tokio::task::spawn_blocking(move || reached(&shared, &entered)).await;
+        Ok(match looked.ok().flatten() {
+            Some(backend) if bucket => Way::Bucket(backend, spool()?),
+            Some(_) => Way::Direct,
+            None => Way::Stream(spool()?),
+        })
+    }
+
+    fn spool(&self) -> Option<&Path> {
+        match self {
+            Way::Direct => None,
+            Way::Bucket(_, spool) | Way::Stream(spool) => Some(spool.path()),
+        }
+    }
+}
+
 impl Session {
-    pub(crate) fn new(
+    pub(crate) async fn new(
         shared: Arc<Shared>,
         client: Client,
         entered: &Entered,
     ) -> std::io::Result<Session> {
-        let stream = streams(&shared, entered);
-        let spool = match stream {
-            true => Some(tempfile::Builder::new().prefix("backtape-").tempdir()?),
-            false => None,
-        };
+        let way = Way::find(shared.clone(), entered.clone()).await?;
         let mut summary = shared.summary();
         summary.attempt = Some(entered.attempt);
         summary.directory = Some(entered.directory.clone());
-        summary.streamed = stream;
+        summary.streamed = matches!(way, Way::Stream(_));
         drop(summary);
         Ok(Session {
             shared,
@@ -60,7 +88,7 @@ impl Session {
                 attempt: Attempt(entered.attempt),
                 path: entered.directory.clone(),
             },
-            spool,
+            way,
             open: BTreeMap::new(),
             waiting: BTreeSet::new(),
         })
@@ -73,8 +101,8 @@ impl Session {
     }
 
     fn files(&mut self, step: u64) -> &mut StepFiles {
-        let directory = match &self.spool {
-            Some(spool) => spool.path().join(format!("step-{step:08}")),
+        let directory = match self.way.spool() {
+            Some(spool) => spool.join(format!("step-{step:08}")),
             None => self.attempt.step(Step(step)).path,
         };
         let attempt = self.attempt.attempt.0;
@@ -186,9 +214,16 @@ impl Session {
         file: FinishedFile,
         deadline: Instant,
     ) -> Result<u64, CallError> {
-        if self.spool.is_some() {
-            let path = file.scratch().to_path_buf();
-            return self.client.upload_file(step, &file.record, &path, deadline).await;
+        let bucket = match &self.way {
+            Way::Direct => None,
+            Way::Bucket(backend, _) => Some(backend.clone()),
+            Way::Stream(_) => {
+                let path = file.scratch().to_path_buf();
+                return self.client.upload_file(step, &file.record, &path, deadline).await;
+            }
+        };
+        if let Some(backend) = bucket {
+            return self.put_file(backend, step, file, deadline).await;
         }
         let (record, _) = file.publish().map_err(|error| {
             let directory = self.attempt.step(Step(step)).path;
@@ -205,6 +240,35 @@ impl Session {
             }
             reported => reported,
         }
+    }
+
+    /// Puts a file into the bucket and reports it; one that cannot be put is sent instead.
+    async fn put_file(
+        &mut self,
+        backend: Backend,
+        step: u64,
+        file: FinishedFile,
+        deadline: Instant,
+    ) -> Result<u64, CallError> {
+        let directory = self.attempt.step(Step(step)).path;
+        let file = Arc::new(file);
+        let (putting, place) = (file.clone(), directory.clone());
+        let put = tokio::task::spawn_blocking(move || putting.put(&backend, &place));
+        let why = match tokio::time::timeout_at(deadline, put).await {
+            Ok(Ok(Ok(_))) => return self.client.report_file(step, &file.record, deadline).await,
+            Ok(Ok(Err(error))) => error.to_string(),
+            Ok(Err(panicked)) => panicked.to_string(),
+            Err(_) => "it took too long".into(),
+        };
+        if self.may_stream() && file.scratch().exists() {
+            let path = file.scratch().to_path_buf();
+            return self.client.upload_file(step, &file.record, &path, deadline).await;
+        }
+        let name = &file.record.name;
+        Err(CallError::Refused(format!(
+            "{name} could not be put in {}: {why}",
+            directory.display()
+        )))
     }
 
     fn may_stream(&self) -> bool {
@@ -232,7 +296,7 @@ impl Session {
     /// One look: committed, will not be (with the reason), or not known yet.
     async fn look(&self, step: u64, deadline: Instant) -> Option<Result<(), String>> {
         let answer = self.client.step_status(step).await;
-        if matches!(answer, Ok((true, _))) || self.manifest(step).is_file() {
+        if matches!(answer, Ok((true, _))) || self.sees_manifest(step, answer.is_err()).await {
             return Some(Ok(()));
         }
         let late = Instant::now() >= deadline;
@@ -248,9 +312,18 @@ impl Session {
         }
     }
 
-    /// The manifest, where this machine can see it: it outlives the coordinator.
-    fn manifest(&self, step: u64) -> PathBuf {
-        self.attempt.step(Step(step)).manifest()
+    /// True where this rank can see the manifest, which outlives the coordinator. A bucket is
+    /// only asked when the coordinator did not answer: each look costs.
+    async fn sees_manifest(&self, step: u64, unanswered: bool) -> bool {
+        let manifest = self.attempt.step(Step(step)).manifest();
+        match &self.way {
+            Way::Bucket(backend, _) if unanswered => {
+                let backend = backend.clone();
+                let look = tokio::task::spawn_blocking(move || backend.holds(&manifest));
+                matches!(look.await, Ok(Ok(true)))
+            }
+            _ => manifest.is_file(),
+        }
     }
 
     /// True when the coordinator was rank 0's and rank 0 has withdrawn it.
@@ -296,17 +369,24 @@ fn payload_bytes(file: &FileRecord) -> u64 {
     file.shards.iter().map(|shard| shard.length).sum()
 }
 
-/// Whether files are sent. In `Auto` the same `run.json` at the same path says
-/// that the store is shared; the coordinator's look at each file proves it.
-pub(crate) fn streams(shared: &Shared, entered: &Entered) -> bool {
-    match shared.plan.settings.transport {
-        TransportChoice::Direct => false,
-        TransportChoice::Stream => true,
-        TransportChoice::Auto => {
-            let path = entered.directory.join(backtape::store::layout::RUN_RECORD);
-            let here = std::fs::read(path).ok();
-            let here = here.map(|bytes| backtape::hash::TrustHash::of(&bytes));
-            here.is_none() || here != entered.run_record
-        }
+/// True where rows of scalars are sent: to who has no part in the store, and into a bucket,
+/// which only the coordinator adds rows to.
+pub(crate) fn sends_rows(shared: &Shared, entered: &Entered) -> bool {
+    is_url(&entered.directory) || reached(shared, entered).is_none()
+}
+
+/// The store, where this rank reaches it itself. In `Auto` the same `run.json` at the same
+/// place says that it does; the coordinator's look at each file proves it.
+fn reached(shared: &Shared, entered: &Entered) -> Option<Backend> {
+    let transport = shared.plan.settings.transport;
+    if transport == TransportChoice::Stream {
+        return None;
     }
+    let backend = Backend::of(&entered.directory).ok()?;
+    if transport == TransportChoice::Direct {
+        return Some(backend);
+    }
+    let here = backend.read(&entered.directory.join(RUN_RECORD)).ok()?;
+    let same = Some(TrustHash::of(&here)) == entered.run_record;
+    same.then_some(backend)
 }

@@ -11,6 +11,7 @@ use backtape::credentials::Access;
 use backtape::identity::Name;
 use backtape::placement::{Mesh, MeshCoordinates};
 use backtape::selection::Selection;
+use backtape::store::backend::is_url;
 
 use crate::error::RecorderError;
 use crate::watch::Conditions;
@@ -126,6 +127,10 @@ impl Settings {
             return Err(RecorderError::RingTooLong { steps: self.ring_steps });
         }
         let (store, run) = self.store_and_run()?;
+        if is_url(&store) && self.world_size > 1 && self.coordinator.is_none() {
+            let (store, world_size) = (store.display().to_string(), self.world_size);
+            return Err(RecorderError::BucketAlone { store, world_size });
+        }
         let name = |what, text: String| {
             Name::new(text).map_err(|problem| RecorderError::Name { what, problem })
         };
@@ -150,12 +155,19 @@ impl Settings {
         if let Some(run) = &self.run {
             return Ok((self.directory.clone(), run.clone()));
         }
+        let refused = || RecorderError::Directory { path: self.directory.clone() };
+        if is_url(&self.directory) {
+            let (parent, run) = (self.directory.parent(), self.directory.file_name());
+            let store = parent.filter(|parent| is_url(parent)).ok_or_else(refused)?;
+            let run = run.and_then(|run| run.to_str()).ok_or_else(refused)?;
+            return Ok((store.to_path_buf(), run.to_string()));
+        }
         // `dumps/.` and a relative `.` have no last component of their own.
         let directory = std::path::absolute(&self.directory).unwrap_or(self.directory.clone());
         let parts = (directory.parent(), directory.file_name().and_then(|n| n.to_str()));
         match parts {
             (Some(parent), Some(run)) => Ok((parent.to_path_buf(), run.to_string())),
-            _ => Err(RecorderError::Directory { path: self.directory.clone() }),
+            _ => Err(refused()),
         }
     }
 }
@@ -203,6 +215,9 @@ mod tests {
         let plan = Settings::new("/dumps/fused", 0, 1).validate().unwrap();
         assert_eq!(plan.store, PathBuf::from("/dumps"));
         assert_eq!(plan.run.as_str(), "fused");
+        let plan = Settings::new("s3://dumps/team/fused", 0, 1).validate().unwrap();
+        assert_eq!(plan.run_directory(), PathBuf::from("s3://dumps/team/fused"));
+        assert_eq!(plan.run.as_str(), "fused");
         let mut settings = Settings::new("/dumps", 0, 1);
         settings.run = Some("plain".into());
         let plan = settings.validate().unwrap();
@@ -215,6 +230,9 @@ mod tests {
         let outside = refused(Settings::new("/dumps/a", 4, 4));
         assert!(outside.contains("rank 4") && outside.contains("world size 4"), "{outside}");
         assert!(refused(Settings::new("/", 0, 1)).contains("run"));
+        assert!(refused(Settings::new("s3://dumps", 0, 1)).contains("run"));
+        let alone = refused(Settings::new("s3://dumps/run", 0, 2));
+        assert!(alone.contains("coordinator --store s3://dumps --world-size 2"), "{alone}");
         let mut climbing = Settings::new("/dumps", 0, 1);
         climbing.run = Some("../elsewhere".into());
         assert!(refused(climbing).contains("../elsewhere"));

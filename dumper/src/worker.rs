@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use backtape::credentials::Access;
+use backtape::store::backend::is_url;
 use tokio::time::Instant;
 
 use crate::client::{CallError, Client, Entered, jittered};
@@ -80,7 +81,10 @@ async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
     };
     match entered.await {
         Ok((client, entered)) => {
-            if let Err(error) = rendezvous.publish(&directory) {
+            // In a bucket the token would lie with the dumps, so there a job of several ranks
+            // has a coordinator of its own.
+            let alone = is_url(&directory);
+            if !alone && let Err(error) = rendezvous.publish(&directory) {
                 let path = Rendezvous::path(&directory);
                 shared.fault(format!(
                     "the other ranks cannot find the coordinator: {} was not written: {error}",
@@ -88,7 +92,9 @@ async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
                 ));
             }
             record_all(shared, client, &entered, Some(&embedded)).await;
-            rendezvous.withdraw(&directory);
+            if !alone {
+                rendezvous.withdraw(&directory);
+            }
         }
         Err(error) => give_up(shared, &error.to_string()),
     }
@@ -114,7 +120,7 @@ async fn record(
     embedded: Option<&Embedded>,
 ) {
     let heartbeat = start_heartbeat(shared, &client);
-    let mut session = match Session::new(shared.clone(), client, entered) {
+    let mut session = match Session::new(shared.clone(), client, entered).await {
         Ok(session) => session,
         Err(error) => return give_up(shared, &format!("it has no room to spool in: {error}")),
     };

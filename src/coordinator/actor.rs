@@ -15,6 +15,7 @@ use super::runs::Runs;
 use super::state::Outcome;
 use super::status::Unsettled;
 use crate::identity::Step;
+use crate::store::Backend;
 
 /// Sends requests to the actor; it ends when the last handle is gone.
 #[derive(Clone)]
@@ -56,8 +57,11 @@ impl Handle {
 }
 
 /// Loads the store and starts the thread; the receiver fires when it ended.
-pub(crate) fn start(config: &Config) -> Result<(Handle, oneshot::Receiver<()>), StartError> {
-    let runs = Runs::open(config)?;
+pub(crate) fn start(
+    config: &Config,
+    backend: &Backend,
+) -> Result<(Handle, oneshot::Receiver<()>), StartError> {
+    let runs = Runs::open(config, backend)?;
     let (requests, inbox) = mpsc::channel(QUEUE_REQUESTS);
     let (ended, end) = oneshot::channel();
     let thread = std::thread::Builder::new().name("backtape-journal".into());

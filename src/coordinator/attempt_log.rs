@@ -15,8 +15,8 @@ use super::state::{AttemptState, Outcome};
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Step};
 use crate::manifest::RunRecord;
-use crate::store::layout::{JOURNAL, RUN_RECORD};
-use crate::store::{AttemptDir, durable};
+use crate::store::layout::RUN_RECORD;
+use crate::store::{AttemptDir, Backend};
 
 /// An attempt that takes events.
 pub(crate) struct AttemptLog {
@@ -24,6 +24,7 @@ pub(crate) struct AttemptLog {
     pub(crate) state: AttemptState,
     /// Where its ranks are; no part of the state, as it is not journalled.
     pub(crate) pulse: Pulse,
+    backend: Backend,
     journal: Journal,
     staged: Vec<Event>,
     poisoned: Option<String>,
@@ -32,12 +33,12 @@ pub(crate) struct AttemptLog {
 
 impl AttemptLog {
     /// A new attempt; nothing is on disk before the first flush.
-    pub(crate) fn open(directory: AttemptDir, opened: Opened) -> AttemptLog {
-        let journal = Journal::new(directory.path.join(JOURNAL));
+    pub(crate) fn open(backend: Backend, directory: AttemptDir, opened: Opened) -> AttemptLog {
         AttemptLog {
             state: AttemptState::new(opened.clone()),
             pulse: Pulse::default(),
-            journal,
+            journal: Journal::begin(&backend, &directory.path),
+            backend,
             staged: vec![Event::Opened(opened)],
             directory,
             poisoned: None,
@@ -46,17 +47,19 @@ impl AttemptLog {
     }
 
     /// Loads an attempt; `None` when its launch died before anything was durable.
-    pub(crate) fn load(directory: AttemptDir) -> Result<Option<AttemptLog>, JournalError> {
-        let path = directory.path.join(JOURNAL);
-        let replay = journal::replay(&path)?;
+    pub(crate) fn load(
+        backend: Backend,
+        directory: AttemptDir,
+    ) -> Result<Option<AttemptLog>, JournalError> {
+        let path = directory.path.clone();
+        let (replay, journal) = journal::load(&backend, &path)?;
         if replay.torn_bytes > 0 {
             tracing::warn!(
-                "{} ended in {} bytes that a crash cut off: they were never acknowledged and are dropped",
+                "the journal in {} ended in {} bytes that a crash cut off: they were never acknowledged and are dropped",
                 path.display(),
                 replay.torn_bytes
             );
         }
-        let journal = Journal::after(path.clone(), &replay);
         let mut state: Option<AttemptState> = None;
         for (index, batch) in replay.batches.into_iter().enumerate() {
             for event in batch.events {
@@ -72,6 +75,7 @@ impl AttemptLog {
             directory,
             state,
             pulse: Pulse::default(),
+            backend,
             journal,
             staged: Vec::new(),
             poisoned: None,
@@ -117,8 +121,8 @@ impl AttemptLog {
         let events = std::mem::take(&mut self.staged);
         let batch = Batch { at_ms: now_ms, events };
         if let Err(error) = self.journal.append(&batch) {
-            let path = self.directory.path.join(JOURNAL);
-            let reason = format!("{} could not be written: {error}", path.display());
+            let path = self.directory.path.display();
+            let reason = format!("the journal in {path} could not be written: {error}");
             tracing::error!("{reason}; restart the coordinator once the store is well");
             self.poisoned = Some(reason);
         }
@@ -144,8 +148,8 @@ impl AttemptLog {
         let written = || -> io::Result<Vec<u8>> {
             let mut bytes = serde_json::to_vec_pretty(&record)?;
             bytes.push(b'\n');
-            durable::create(&path, &bytes)?;
-            std::fs::read(&path)
+            self.backend.create(&path, &bytes)?;
+            self.backend.read(&path)
         };
         let bytes = written()
             .map_err(|error| Refusal::Storage(format!("{} of {}", error, path.display())))?;
@@ -181,8 +185,7 @@ impl AttemptLog {
             return Ok(());
         };
         let directory = self.directory.step(step);
-        durable::create_directory(&directory.path)?;
-        durable::create(&directory.manifest(), &manifest.to_bytes())?;
+        self.backend.create(&directory.manifest(), &manifest.to_bytes())?;
         Ok(())
     }
 }

@@ -8,11 +8,12 @@ use std::time::Duration;
 use super::limits;
 use crate::credentials::Guard;
 use crate::identity::Name;
+use crate::store::backend::ConnectError;
 
 /// How a coordinator runs.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Directory that holds the runs.
+    /// What holds the runs: a directory, or a bucket's URL.
     pub store: PathBuf,
     /// Ranks that must close a step before it is committed.
     pub world_size: u32,
@@ -68,8 +69,10 @@ impl Config {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum StartError {
-    #[error("{path} cannot be used as the store: choose a directory that this user can write", path = path.display())]
+    #[error("{path} cannot be used as the store: choose a directory or a bucket that this user can write", path = path.display())]
     Store { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Bucket(#[from] ConnectError),
     #[error("the coordinator's thread cannot be started")]
     Thread(#[source] io::Error),
     #[error("the certificate or its key cannot be used: {0}")]

@@ -4,9 +4,8 @@
 //! Names are checked [`Name`]s and no link is followed, so nothing outside the
 //! step's directory is read or written.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::refusal::Refusal;
@@ -14,8 +13,9 @@ use super::request::{FileClaim, Member};
 use crate::hash::ContentHash;
 use crate::identity::Step;
 use crate::manifest::FileRecord;
+use crate::store::backend::ReadAt;
 use crate::store::shard_file::{Description, describe};
-use crate::store::{AttemptDir, durable};
+use crate::store::{AttemptDir, Backend, durable};
 
 /// Bytes hashed at a time.
 const PIECE_BYTES: usize = 1 << 20;
@@ -23,6 +23,7 @@ const PIECE_BYTES: usize = 1 << 20;
 /// A file that a member claims, and where it belongs.
 #[derive(Clone, Debug)]
 pub(crate) struct Claimed {
+    pub(crate) backend: Backend,
     pub(crate) member: Member,
     pub(crate) step: Step,
     pub(crate) claim: FileClaim,
@@ -45,35 +46,16 @@ impl Claimed {
 
     /// Reads the header of the file where it lies in the store.
     pub(crate) fn look(&self) -> Result<FileRecord, Refusal> {
-        let file = self.open_in_place()?;
-        self.compare(&file).map(|(record, _)| record)
-    }
-
-    fn open_in_place(&self) -> Result<File, Refusal> {
         let path = self.path();
-        let directory = std::fs::symlink_metadata(self.directory());
-        if directory.is_ok_and(|found| !found.is_dir()) {
-            return Err(self.bad("its step directory is a link or a file"));
-        }
-        // O_NONBLOCK: opening a planted pipe would wait for its other end.
-        let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
-        let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(&path);
-        let file = opened.map_err(|error| match error.kind() {
+        let file = self.backend.open(&path).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Refusal::FileAbsent { path: path.clone() },
-            _ if error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
-                self.bad("it is a symbolic link")
-            }
             _ => self.bad(error),
         })?;
-        match file.metadata() {
-            Ok(found) if found.is_file() => Ok(file),
-            Ok(_) => Err(self.bad("it is not a plain file")),
-            Err(error) => Err(self.bad(error)),
-        }
+        self.compare(file.as_ref()).map(|(record, _)| record)
     }
 
     /// Holds the file against the claim and against who claims it.
-    fn compare(&self, file: &File) -> Result<(FileRecord, Description), Refusal> {
+    fn compare(&self, file: &dyn ReadAt) -> Result<(FileRecord, Description), Refusal> {
         let found = describe(&self.path(), file).map_err(|error| self.bad(error))?;
         if found.length != self.claim.length {
             let (is, said) = (found.length, self.claim.length);
@@ -106,7 +88,8 @@ impl Claimed {
     }
 }
 
-/// A file that is arriving, under a scratch name in its step's directory.
+/// A file that is arriving, under a scratch name in its step's directory, or on its way to a
+/// bucket among this host's temporary files.
 /// Dropped before it is published, it leaves nothing.
 pub(crate) struct Arrival {
     claimed: Claimed,
@@ -119,8 +102,8 @@ impl Arrival {
     pub(crate) fn begin(claimed: Claimed) -> Result<Arrival, Refusal> {
         let path = claimed.path();
         let storage = |error: io::Error| Refusal::Storage(format!("{error} at {}", path.display()));
-        durable::create_directory(&claimed.directory()).map_err(storage)?;
-        let scratch = durable::scratch_beside(&path);
+        claimed.backend.create_directory(&claimed.directory()).map_err(storage)?;
+        let scratch = claimed.backend.scratch(&path);
         let file = durable::create_private(&scratch).map_err(storage)?;
         Ok(Arrival { claimed, file, scratch, received: 0 })
     }
@@ -146,7 +129,7 @@ impl Arrival {
         }
         self.file.sync_all().map_err(|error| self.storage(&error))?;
         let scratch = std::mem::take(&mut self.scratch);
-        let created = durable::publish(&scratch, &self.claimed.path());
+        let created = self.claimed.backend.publish(&scratch, &self.claimed.path());
         if created.map_err(|error| self.storage(&error))? {
             Ok(record)
         } else {

@@ -11,6 +11,9 @@
 //! bad line before the last is damage to what was acknowledged: an error.
 //!
 //! After a failed write or fsync the descriptor is never used again (fsyncgate).
+//! A bucket cannot append: there each line is an object of its own.
+
+mod lines;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -19,9 +22,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use self::lines::Lines;
 use super::event::Event;
 use crate::hash::ContentHash;
-use crate::store::durable;
+use crate::store::layout::JOURNAL;
+use crate::store::{Backend, durable};
 
 /// Hexadecimal digits of a checksum, before the blank.
 const CHECKSUM_DIGITS: usize = 32;
@@ -50,10 +55,15 @@ pub(crate) struct Replay {
 /// looked at is not touched.
 #[derive(Debug)]
 pub(crate) struct Journal {
-    path: PathBuf,
-    file: Option<File>,
-    good_bytes: u64,
+    medium: Medium,
     chain: ContentHash,
+}
+
+/// What the lines are appended to.
+#[derive(Debug)]
+enum Medium {
+    File { path: PathBuf, file: Option<File>, good_bytes: u64 },
+    Objects(Lines),
 }
 
 /// Why a journal cannot be believed.
@@ -77,7 +87,26 @@ fn link(previous: ContentHash, json: &[u8]) -> ContentHash {
     ContentHash::of(&text)
 }
 
-/// Reads every durable batch.
+/// Reads every durable batch of an attempt, and goes on after the last.
+pub(crate) fn load(backend: &Backend, attempt: &Path) -> Result<(Replay, Journal), JournalError> {
+    if let Backend::Directory = backend {
+        let path = attempt.join(JOURNAL);
+        let replay = replay(&path)?;
+        let journal = Journal::after(path, &replay);
+        return Ok((replay, journal));
+    }
+    let (path, bytes, lines) = Lines::load(backend, attempt)?;
+    let replay = replay_bytes(&path, &bytes)?;
+    if replay.torn_bytes > 0 {
+        // An object is put whole or not at all: no crash cuts one off.
+        let (line, detail) = (replay.batches.len() + 1, "it is not what was put".into());
+        return Err(JournalError::Damaged { path, line, detail });
+    }
+    let chain = replay.chain;
+    Ok((replay, Journal { medium: Medium::Objects(lines), chain }))
+}
+
+/// Reads every durable batch of a file.
 pub(crate) fn replay(path: &Path) -> Result<Replay, JournalError> {
     let bytes =
         std::fs::read(path).map_err(|source| JournalError::Read { path: path.into(), source })?;
@@ -116,14 +145,27 @@ fn read_line(line: &[u8], previous: ContentHash) -> Result<(Batch, ContentHash),
 }
 
 impl Journal {
-    /// A journal that does not exist yet; the first append creates it.
-    pub(crate) fn new(path: PathBuf) -> Journal {
-        Journal { path, file: None, good_bytes: 0, chain: chain_start() }
+    /// The journal of a new attempt; the first append creates it.
+    pub(crate) fn begin(backend: &Backend, attempt: &Path) -> Journal {
+        match backend {
+            Backend::Directory => Journal::new(attempt.join(JOURNAL)),
+            Backend::Bucket(_) => {
+                let medium = Medium::Objects(Lines::begin(backend, attempt));
+                Journal { medium, chain: chain_start() }
+            }
+        }
     }
 
-    /// Goes on after what was replayed.
+    /// A file that does not exist yet.
+    pub(crate) fn new(path: PathBuf) -> Journal {
+        let medium = Medium::File { path, file: None, good_bytes: 0 };
+        Journal { medium, chain: chain_start() }
+    }
+
+    /// Goes on after what was replayed from a file.
     pub(crate) fn after(path: PathBuf, replay: &Replay) -> Journal {
-        Journal { path, file: None, good_bytes: replay.good_bytes, chain: replay.chain }
+        let medium = Medium::File { path, file: None, good_bytes: replay.good_bytes };
+        Journal { medium, chain: replay.chain }
     }
 
     /// Makes a batch durable. After an error the caller must not append again.
@@ -134,13 +176,18 @@ impl Journal {
         line.push(b' ');
         line.extend(&json);
         line.push(b'\n');
-        let file = match &mut self.file {
-            Some(file) => file,
-            slot => slot.insert(open(&self.path, self.good_bytes)?),
-        };
-        file.write_all(&line)?;
-        file.sync_data()?;
-        self.good_bytes += line.len() as u64;
+        match &mut self.medium {
+            Medium::Objects(lines) => lines.append(&line)?,
+            Medium::File { path, file, good_bytes } => {
+                let file = match file {
+                    Some(file) => file,
+                    slot => slot.insert(open(path, *good_bytes)?),
+                };
+                file.write_all(&line)?;
+                file.sync_data()?;
+                *good_bytes += line.len() as u64;
+            }
+        }
         self.chain = chain;
         Ok(())
     }

@@ -16,10 +16,11 @@ use super::refusal::Refusal;
 use super::request::{Entry, Join, Member};
 use super::status::{Overview, Unsettled};
 use crate::identity::{Attempt, Name};
-use crate::store::{AttemptDir, durable, layout};
+use crate::store::{AttemptDir, Backend, layout};
 
 /// The store as the coordinator knows it.
 pub(crate) struct Runs {
+    backend: Backend,
     store: PathBuf,
     world_size: u32,
     only: Option<Name>,
@@ -41,13 +42,16 @@ struct Run {
 
 impl Runs {
     /// Loads what the store holds and proves that it can be written.
-    pub(crate) fn open(config: &Config) -> Result<Runs, StartError> {
+    pub(crate) fn open(config: &Config, backend: &Backend) -> Result<Runs, StartError> {
         let unusable = |source: io::Error| StartError::Store { path: config.store.clone(), source };
-        durable::create_directory(&config.store).map_err(unusable)?;
-        prove_writable(&config.store).map_err(unusable)?;
+        backend.prove_writable(&config.store).map_err(unusable)?;
         let mut runs = Runs {
+            backend: backend.clone(),
             // Ranks are told where to write: they may have other working directories.
-            store: std::fs::canonicalize(&config.store).map_err(unusable)?,
+            store: match backend {
+                Backend::Directory => std::fs::canonicalize(&config.store).map_err(unusable)?,
+                Backend::Bucket(_) => config.store.clone(),
+            },
             world_size: config.world_size,
             only: config.run.clone(),
             new_attempt: config.new_attempt,
@@ -56,8 +60,8 @@ impl Runs {
             runs: BTreeMap::new(),
             touched: BTreeSet::new(),
         };
-        for (name, path) in names(config).map_err(unusable)? {
-            let run = load_run(&path, config.new_attempt).map_err(unusable)?;
+        for (name, path) in names(config, backend).map_err(unusable)? {
+            let run = load_run(backend, &path, config.new_attempt).map_err(unusable)?;
             runs.runs.insert(name, run);
         }
         runs.commit_all();
@@ -79,6 +83,7 @@ impl Runs {
         if let Some(reason) = run.damaged.get(&attempt) {
             return Err(Refusal::Poisoned { run: join.run, attempt, reason: reason.clone() });
         }
+        let backend = &self.backend;
         let log = run.attempts.entry(attempt).or_insert_with(|| {
             let opened = Opened {
                 format_version: crate::FORMAT_VERSION,
@@ -89,7 +94,7 @@ impl Runs {
                 mesh: join.mesh.clone(),
                 versions: join.versions,
             };
-            AttemptLog::open(AttemptDir::of(&directory, attempt), opened)
+            AttemptLog::open(backend.clone(), AttemptDir::of(&directory, attempt), opened)
         });
         let joined = Joined {
             rank: join.rank,
@@ -239,7 +244,7 @@ impl Run {
 }
 
 /// The runs to load, each with its directory.
-fn names(config: &Config) -> io::Result<Vec<(Name, PathBuf)>> {
+fn names(config: &Config, backend: &Backend) -> io::Result<Vec<(Name, PathBuf)>> {
     if let Some(name) = &config.run {
         return Ok(vec![(name.clone(), config.store.join(name.as_str()))]);
     }
@@ -247,15 +252,15 @@ fn names(config: &Config) -> io::Result<Vec<(Name, PathBuf)>> {
         let name = path.file_name()?.to_str()?;
         Some((Name::new(name).ok()?, path.clone()))
     };
-    Ok(layout::runs(&config.store)?.into_iter().filter_map(named).collect())
+    Ok(layout::runs(backend, &config.store)?.into_iter().filter_map(named).collect())
 }
 
-fn load_run(directory: &Path, new_attempt: bool) -> io::Result<Run> {
+fn load_run(backend: &Backend, directory: &Path, new_attempt: bool) -> io::Result<Run> {
     let mut run =
         Run { launch: if new_attempt { Launch::Older } else { Launch::Any }, ..Run::default() };
-    for found in AttemptDir::list(directory)? {
+    for found in AttemptDir::list(backend, directory)? {
         let attempt = found.attempt;
-        match AttemptLog::load(found) {
+        match AttemptLog::load(backend.clone(), found) {
             Ok(Some(log)) => {
                 run.attempts.insert(attempt, log);
             }
@@ -275,11 +280,4 @@ fn chain(error: &dyn std::error::Error) -> String {
         Some(source) => format!("{error}: {}", chain(source)),
         None => error.to_string(),
     }
-}
-
-/// A store that cannot be written is found now, not at the first join.
-fn prove_writable(store: &Path) -> io::Result<()> {
-    let scratch = durable::scratch_beside(&store.join("probe"));
-    durable::create_private(&scratch)?;
-    std::fs::remove_file(&scratch)
 }

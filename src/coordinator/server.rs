@@ -16,10 +16,12 @@ use super::limits;
 use super::metrics::{self, Metrics};
 use super::service::Service;
 use crate::credentials::{Guard, Tls};
+use crate::store::Backend;
 
 /// A coordinator that has loaded its store and is ready to serve.
 pub struct Coordinator {
     handle: Handle,
+    backend: Backend,
     actor_end: oneshot::Receiver<()>,
     guard: Guard,
     metrics: Option<SocketAddr>,
@@ -32,8 +34,10 @@ impl Coordinator {
         if config.world_size == 0 {
             return Err(StartError::NoRanks);
         }
-        let (handle, actor_end) = actor::start(config)?;
-        Ok(Coordinator { handle, actor_end, guard: config.guard.clone(), metrics: config.metrics })
+        let backend = Backend::of(&config.store)?;
+        let (handle, actor_end) = actor::start(config, &backend)?;
+        let (guard, metrics) = (config.guard.clone(), config.metrics);
+        Ok(Coordinator { handle, backend, actor_end, guard, metrics })
     }
 
     /// For whoever runs the coordinator in its own process.
@@ -49,7 +53,8 @@ impl Coordinator {
     ) -> Result<(), ServeError> {
         let (stop, stopped) = oneshot::channel::<()>();
         let metrics = Metrics::default();
-        let service = Service::new(self.handle.clone(), self.guard.tokens, metrics.clone());
+        let service =
+            Service::new(self.handle.clone(), self.backend, self.guard.tokens, metrics.clone());
         let service =
             CoordinatorServer::new(service).max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
         let (reporter, health) = tonic_health::server::health_reporter();

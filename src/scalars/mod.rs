@@ -5,6 +5,7 @@
 //! <attempt>/scalars/rank-00003.jsonl               what readers of backtape go by
 //! <attempt>/scalars/rank-00003.csv                 step,time,rank,name,value
 //! <attempt>/scalars/rank-00003/events.out.tfevents.*   for TensorBoard, one run each rank
+//! <attempt>/scalars/rank-00003/<process>-<from>-<to>.jsonl   in a bucket, which cannot append
 //! ```
 //!
 //! Scalars are telemetry, not shards: lines are appended whole and survive a kill of the
@@ -14,9 +15,11 @@ pub mod csv;
 pub mod events;
 pub mod files;
 pub mod line;
+pub mod objects;
 
 pub use files::ScalarFiles;
 pub use line::{Header, Line, LineError};
+pub use objects::ScalarObjects;
 
 use std::path::{Path, PathBuf};
 

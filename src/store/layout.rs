@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! <run>/run.json                                   attempt 0
-//! <run>/journal.jsonl                              the coordinator's record of it
+//! <run>/journal.jsonl                              the coordinator's record of it;
+//! <run>/journal/00000000.jsonl                     in a bucket, which cannot append: one object a line
 //! <run>/step-00000000/rank-00003-mb-0001.safetensors
 //! <run>/step-00000000/rank-00003.safetensors
 //! <run>/step-00000000/manifest.json                last, by one atomic create
@@ -15,6 +16,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::backend::{Backend, Listing};
 use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
 
 /// File that seals a step.
@@ -23,6 +25,8 @@ pub const MANIFEST: &str = "manifest.json";
 pub const RUN_RECORD: &str = "run.json";
 /// The coordinator's own record of an attempt.
 pub const JOURNAL: &str = "journal.jsonl";
+/// The same in a bucket: what holds the lines.
+pub const JOURNAL_LINES: &str = "journal";
 /// Where the ranks of an embedded job find their coordinator.
 pub const RENDEZVOUS: &str = "coordinator.json";
 
@@ -55,12 +59,20 @@ impl AttemptDir {
     }
 
     /// Every attempt of a run that has a journal or a run record, oldest first.
-    pub fn list(run: &Path) -> io::Result<Vec<AttemptDir>> {
-        let mut attempts = vec![AttemptDir::of(run, Attempt(0))];
-        let numbers = numbered(run, "attempt-")?.into_iter().filter_map(|n| u32::try_from(n).ok());
-        attempts.extend(numbers.filter(|&n| n > 0).map(|n| AttemptDir::of(run, Attempt(n))));
-        attempts
-            .retain(|dir| dir.path.join(RUN_RECORD).exists() || dir.path.join(JOURNAL).exists());
+    pub fn list(backend: &Backend, run: &Path) -> io::Result<Vec<AttemptDir>> {
+        let inside = backend.list(run)?;
+        let mut attempts = Vec::new();
+        if recorded(&inside) {
+            attempts.push(AttemptDir::of(run, Attempt(0)));
+        }
+        let mut numbers = numbered(inside.directories, "attempt-");
+        numbers.retain(|&n| n > 0);
+        for number in numbers.into_iter().filter_map(|n| u32::try_from(n).ok()) {
+            let attempt = AttemptDir::of(run, Attempt(number));
+            if recorded(&backend.list(&attempt.path)?) {
+                attempts.push(attempt);
+            }
+        }
         Ok(attempts)
     }
 
@@ -71,7 +83,8 @@ impl AttemptDir {
 
     /// Every step with a directory, in order.
     pub fn steps(&self) -> io::Result<Vec<StepDir>> {
-        let numbers = numbered(&self.path, "step-")?;
+        let inside = Backend::Directory.list(&self.path)?;
+        let numbers = numbered(inside.directories, "step-");
         Ok(numbers.into_iter().map(|n| self.step(Step(n))).collect())
     }
 }
@@ -92,30 +105,27 @@ pub fn file_name(rank: Rank, microbatch: Option<Microbatch>) -> Name {
     Name::new(text).expect("digits and dashes")
 }
 
-/// Directories below a store that look like runs.
-pub fn runs(store: &Path) -> io::Result<Vec<PathBuf>> {
+/// What lies below a store and looks like a run.
+pub fn runs(backend: &Backend, store: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(store)? {
-        let path = entry?.path();
-        if path.join(RUN_RECORD).is_file() || path.join(JOURNAL).is_file() {
-            found.push(path);
+    for name in backend.list(store)?.directories {
+        let run = store.join(name);
+        if recorded(&backend.list(&run)?) {
+            found.push(run);
         }
     }
-    found.sort();
     Ok(found)
 }
 
-fn numbered(directory: &Path, prefix: &str) -> io::Result<Vec<u64>> {
-    let entries = match std::fs::read_dir(directory) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries?,
-    };
-    let mut numbers = Vec::new();
-    for entry in entries {
-        let name = entry?.file_name();
-        let digits = name.to_str().and_then(|text| text.strip_prefix(prefix));
-        numbers.extend(digits.and_then(|digits| digits.parse::<u64>().ok()));
-    }
+/// True where an attempt left its journal or its run record.
+fn recorded(inside: &Listing) -> bool {
+    let file = |name: &str| inside.files.iter().any(|found| found == name);
+    file(RUN_RECORD) || file(JOURNAL) || inside.directories.iter().any(|d| d == JOURNAL_LINES)
+}
+
+fn numbered(names: Vec<String>, prefix: &str) -> Vec<u64> {
+    let digits = names.iter().filter_map(|name| name.strip_prefix(prefix));
+    let mut numbers: Vec<u64> = digits.filter_map(|digits| digits.parse().ok()).collect();
     numbers.sort_unstable();
-    Ok(numbers)
+    numbers
 }

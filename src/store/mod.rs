@@ -1,12 +1,14 @@
 //! The store on disk: where things lie, how they become durable, how a shard
 //! file is written and read. The only contract between dumper and replayer.
 
+pub mod backend;
 pub mod durable;
 pub mod header;
 pub mod layout;
 pub mod shard_file;
 pub mod shard_writer;
 
+pub use backend::Backend;
 pub use layout::{AttemptDir, StepDir};
 pub use shard_file::{ShardFile, ShardFileError};
 pub use shard_writer::{FinishedFile, ShardWriter};

@@ -3,12 +3,12 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 use safetensors::tensor::Metadata;
 
+use super::backend::ReadAt;
 use super::header::{FileSelf, MAX_HEADER, METADATA_KEY};
 use crate::FORMAT_VERSION;
 use crate::hash::TrustHash;
@@ -57,9 +57,9 @@ pub struct Description {
 }
 
 /// Reads and checks the header of an open file; `path` only names it.
-pub fn describe(path: &Path, file: &File) -> Result<Description, ShardFileError> {
+pub fn describe(path: &Path, file: &dyn ReadAt) -> Result<Description, ShardFileError> {
     let read = |source| ShardFileError::Read { path: path.into(), source };
-    let length = file.metadata().map_err(read)?.len();
+    let length = file.length().map_err(read)?;
     let truncated = |wanted| ShardFileError::Truncated { path: path.into(), found: length, wanted };
     if length < 8 {
         return Err(truncated(8));

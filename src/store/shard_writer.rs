@@ -8,6 +8,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use super::backend::Backend;
 use super::durable;
 use super::header::{self, FileSelf};
 use crate::hash::TrustHash;
@@ -129,6 +130,12 @@ impl FinishedFile {
         let created = durable::publish(&self.scratch, &target)?;
         self.scratch = PathBuf::new();
         Ok((self.record.clone(), created))
+    }
+
+    /// Puts the file into a directory of another backend; durable when this returns. False
+    /// when a file of that name was there.
+    pub fn put(&self, backend: &Backend, directory: &Path) -> io::Result<bool> {
+        backend.publish(&self.scratch, &directory.join(self.record.name.as_str()))
     }
 }
 

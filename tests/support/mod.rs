@@ -5,3 +5,4 @@ pub(crate) mod job;
 pub(crate) mod program;
 pub(crate) mod ranks;
 pub(crate) mod regroup;
+pub(crate) mod s3;

@@ -15,9 +15,23 @@ pub(crate) struct Ended {
 
 /// Runs `replay` to its end.
 pub(crate) fn replay<A: AsRef<OsStr>>(arguments: &[A]) -> Ended {
-    let output = Command::new(replay_binary()).args(arguments).output().unwrap();
+    ended(Command::new(replay_binary()).args(arguments))
+}
+
+/// The same with more in its environment.
+pub(crate) fn replay_with(arguments: &[&str], environment: Vec<(&str, String)>) -> Ended {
+    ended(Command::new(replay_binary()).args(arguments).envs(environment))
+}
+
+/// Asks with `coordinator` to its end.
+pub(crate) fn coordinator(arguments: &[&str]) -> Ended {
+    ended(Command::new(env!("CARGO_BIN_EXE_coordinator")).args(arguments))
+}
+
+fn ended(command: &mut Command) -> Ended {
+    let output = command.output().unwrap();
     Ended {
-        code: output.status.code().expect("replay was killed"),
+        code: output.status.code().expect("it was killed"),
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
     }

@@ -6,11 +6,12 @@ use backtape::head::KLayout;
 use backtape::role::Role;
 use backtape::scalars;
 use backtape::store::AttemptDir;
+use backtape::store::layout::MANIFEST;
 
 use super::args::TrajectoryArguments;
 use super::exit;
 use super::run::{RunError, output};
-use crate::dump::{self, Selection};
+use crate::dump::{self, Place, Selection};
 use crate::report::trajectory::{TrajectoryReport, TrajectoryVerdict, render};
 use crate::trajectory::{Declared, ReadError, judge, read};
 
@@ -35,28 +36,35 @@ pub fn trajectory_report(
     selection: &Selection,
     declared: &Declared,
 ) -> Result<TrajectoryReport, RunError> {
-    let (run, attempts) = dump::attempts(path, selection)?;
+    let place = Place::of(path)?;
+    let (run, attempts) = dump::attempts(&place, selection)?;
+    for attempt in &attempts {
+        place.bring_scalars(attempt)?;
+    }
     let holds = |attempt: &&AttemptDir| attempt.path.join(scalars::DIRECTORY).is_dir();
     let held: Vec<&AttemptDir> = attempts.iter().filter(holds).collect();
     let attempt = match held.as_slice() {
         [one] => *one,
-        [] => return Err(ReadError::None { path: run }.into()),
+        [] => return Err(ReadError::None { path: place.given(&run) }.into()),
         several => {
             let numbers: Vec<String> = several.iter().map(|a| a.attempt.to_string()).collect();
-            return Err(RunError::SeveralAttempts { path: run, attempts: numbers.join(", ") });
+            let path = place.given(&run);
+            return Err(RunError::SeveralAttempts { path, attempts: numbers.join(", ") });
         }
     };
     let mut trajectory = read(&attempt.path)?;
-    trajectory.vocabulary = dumped_vocabulary(&run, attempt);
+    trajectory.vocabulary = dumped_vocabulary(&place, &run, attempt);
     let judged = judge(&trajectory, declared);
     let name = run.canonicalize().unwrap_or(run.clone());
     let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    Ok(TrajectoryReport::new(run.display().to_string(), name, attempt.attempt, &trajectory, judged))
+    let given = place.given(&run).display().to_string();
+    Ok(TrajectoryReport::new(given, name, attempt.attempt, &trajectory, judged))
 }
 
 /// Classes of the head, as the first dumped step that has one says.
-fn dumped_vocabulary(run: &Path, attempt: &AttemptDir) -> Option<u64> {
+fn dumped_vocabulary(place: &Place, run: &Path, attempt: &AttemptDir) -> Option<u64> {
     let first = attempt.steps().ok()?.into_iter().next()?;
+    place.bring(&first, |name| name == MANIFEST).ok()?;
     let number = Some(attempt.attempt.0);
     let selection = Selection { run: None, attempt: number, step: Some(first.step.0) };
     let dump = dump::open(run, &selection).ok()?;

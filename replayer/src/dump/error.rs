@@ -3,10 +3,11 @@
 //! Damage inside a step is not here: a torn file is a [`super::FileFault`].
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use backtape::FORMAT_VERSION;
 use backtape::identity::{Attempt, Step};
+use backtape::store::backend::ConnectError;
 
 /// Why [`super::open`] could not choose or read a step.
 #[derive(Debug, thiserror::Error)]
@@ -47,8 +48,34 @@ pub enum OpenError {
         path = path.display()
     )]
     Misplaced { path: PathBuf, says: String, lies: String },
+    #[error(transparent)]
+    Bucket { source: ConnectError },
     #[error("{path} cannot be read: check that it exists and that you may read it", path = path.display())]
     Read { path: PathBuf, source: io::Error },
+}
+
+impl OpenError {
+    /// The same with other paths, for a dump that was read from a copy.
+    pub(super) fn with_paths(mut self, change: impl Fn(&Path) -> PathBuf) -> OpenError {
+        use OpenError::*;
+        let paths: Vec<&mut PathBuf> = match &mut self {
+            InsideARun { path, run, .. } => vec![path, run],
+            NotADump { path, .. }
+            | SeveralRuns { path, .. }
+            | NoSuchRun { path, .. }
+            | NoSuchAttempt { path, .. }
+            | SeveralAttempts { path, .. }
+            | NoSuchStep { path, .. }
+            | NoSteps { path }
+            | SeveralSteps { path, .. }
+            | Newer { path, .. }
+            | Misplaced { path, .. }
+            | Read { path, .. } => vec![path],
+            Bucket { .. } => Vec::new(),
+        };
+        paths.into_iter().for_each(|path| *path = change(path));
+        self
+    }
 }
 
 /// An attempt that holds the step, and whether it was committed there.

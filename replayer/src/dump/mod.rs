@@ -18,6 +18,7 @@ mod file;
 pub(crate) mod fixture;
 mod judge;
 mod locate;
+mod place;
 mod salvage;
 mod tensors;
 #[cfg(test)]
@@ -38,6 +39,7 @@ use serde::Serialize;
 pub use error::{AttemptState, OpenError};
 pub use fault::{FaultKind, FileFault};
 pub use file::DumpFile;
+pub use place::Place;
 pub use tensors::{Disagreement, ShardRef, TensorInfo};
 
 use locate::Located;
@@ -72,6 +74,8 @@ pub struct StepDump {
     files: Vec<DumpFile>,
     faults: Vec<FileFault>,
     tensors: BTreeMap<TensorKey, TensorInfo>,
+    /// Keeps what was brought of a bucket.
+    _place: Place,
 }
 
 /// Whether a step is known to be whole.
@@ -136,21 +140,29 @@ impl StepDump {
 /// The steps that were dumped of the run that `path` and `selection` mean, ascending;
 /// `selection.step` is not looked at.
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
-    locate::steps(path, selection)
+    let place = Place::of(path)?;
+    locate::steps(place.path(), selection).map_err(|error| place.told(error))
 }
 
-/// The run that `path` and `selection` mean, and its attempts; `selection.step` is not
+/// The run that a place and `selection` mean, and its attempts; `selection.step` is not
 /// looked at.
 pub fn attempts(
-    path: &Path,
+    place: &Place,
     selection: &Selection,
 ) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
-    locate::attempts(path, selection)
+    locate::attempts(place.path(), selection).map_err(|error| place.told(error))
 }
 
-/// Opens the step that `path` and `selection` mean.
+/// Opens the step that `path` and `selection` mean. Of a bucket its files are brought to this
+/// host first, and are gone when the dump is dropped.
 pub fn open(path: &Path, selection: &Selection) -> Result<StepDump, OpenError> {
-    let located = locate::locate(path, selection)?;
+    let place = Place::of(path)?;
+    open_at(&place, selection).map_err(|error| place.told(error))
+}
+
+fn open_at(place: &Place, selection: &Selection) -> Result<StepDump, OpenError> {
+    let located = locate::locate(place.path(), selection)?;
+    place.bring(&located.step, |_| true)?;
     let salvaged = match read_manifest(&located)? {
         Ok(manifest) => salvage::Salvaged::committed(manifest),
         Err(why) => salvage::salvage(&located, why)?,
@@ -180,6 +192,7 @@ pub fn open(path: &Path, selection: &Selection) -> Result<StepDump, OpenError> {
         files,
         faults,
         tensors,
+        _place: place.clone(),
     })
 }
 

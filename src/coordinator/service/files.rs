@@ -40,7 +40,8 @@ impl Service {
         let claimed = match self.admit(&member, step, &claim).await? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
-                Claimed { member: member.clone(), step, claim, attempt, world_size }
+                let (backend, member) = (self.backend.clone(), member.clone());
+                Claimed { backend, member, step, claim, attempt, world_size }
             }
         };
         let look = blocking(REQUEST_DEADLINE, move || claimed.look());
@@ -64,7 +65,8 @@ impl Service {
         let claimed = match self.admit(&member, step, &claim).await? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
-                Claimed { member: member.clone(), step, claim, attempt, world_size }
+                let (backend, member) = (self.backend.clone(), member.clone());
+                Claimed { backend, member, step, claim, attempt, world_size }
             }
         };
         let mut arrival = blocking(REQUEST_DEADLINE, move || Arrival::begin(claimed)).await?;

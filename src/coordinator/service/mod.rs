@@ -19,12 +19,14 @@ use super::wire;
 use super::wire::channel::{AUTHORIZATION, BEARER, VERSION};
 use crate::credentials::Tokens;
 use crate::identity::{Name, Rank};
+use crate::store::Backend;
 
 type Answer<T> = Result<Response<T>, Status>;
 
 /// Serves one store.
 pub(super) struct Service {
     handle: Handle,
+    backend: Backend,
     uploads: Arc<Semaphore>,
     scalars: Arc<Scalars>,
     tokens: Tokens,
@@ -43,9 +45,15 @@ fn open<T>(request: Request<T>) -> (Shown, T) {
 }
 
 impl Service {
-    pub(super) fn new(handle: Handle, tokens: Tokens, metrics: Metrics) -> Service {
+    pub(super) fn new(
+        handle: Handle,
+        backend: Backend,
+        tokens: Tokens,
+        metrics: Metrics,
+    ) -> Service {
         let uploads = Arc::new(Semaphore::new(MAX_UPLOADS));
-        Service { handle, uploads, scalars: Arc::default(), tokens, metrics }
+        let scalars = Arc::new(Scalars::new(backend.clone()));
+        Service { handle, backend, uploads, scalars, tokens, metrics }
     }
 
     /// Refuses whoever does not show the token of the run.

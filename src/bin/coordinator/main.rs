@@ -1,0 +1,139 @@
+//! `coordinator --listen 127.0.0.1:7447 --store DIR|s3://… --world-size N`
+//! `coordinator plan|trigger --coordinator HOST:PORT --run R ...`
+//! `coordinator status --coordinator HOST:PORT --run R`
+//! `coordinator certs --out DIR --host NAME ...`
+//!
+//! Commits the steps of a job that runs on several hosts. A job on one host
+//! needs no such process: its rank 0 carries the coordinator inside.
+//!
+//! ```text
+//! [backtape][Hnode-0][coordinator] INFO listening on 127.0.0.1:7447, store /dumps, world size 8
+//! [backtape][Hnode-0][coordinator] INFO run fused attempt 0 step 0: committed
+//! ```
+//!
+//! `plan` and `trigger` ask a running one, embedded or not, to have the ranks
+//! of a running job record. `certs` makes what a coordinator and ranks on other hosts show
+//! to each other.
+
+mod log;
+mod question;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use backtape::coordinator::{Config, Coordinator, Rules, limits};
+use backtape::credentials::Guard;
+use clap::Parser;
+use question::Question;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Commits the steps that the ranks of a training job record.
+#[derive(Parser)]
+#[command(
+    name = "coordinator",
+    version,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true
+)]
+struct Arguments {
+    #[command(subcommand)]
+    question: Option<Question>,
+    /// Address to listen on; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:7447")]
+    listen: SocketAddr,
+    /// What holds the runs: a directory, or a bucket such as s3://bucket/prefix
+    #[arg(long, required = true, value_name = "DIR|URL")]
+    store: Option<PathBuf>,
+    /// Processes in the job
+    #[arg(long, required = true)]
+    world_size: Option<u32>,
+    /// Folder of credentials (see `coordinator certs`): calls come encrypted, from its
+    /// certificates, and with the token of their run
+    #[arg(long, value_name = "DIR")]
+    credentials: Option<PathBuf>,
+    /// Serve /metrics (Prometheus) and /healthz there, in plain HTTP
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics: Option<SocketAddr>,
+    /// Listen beyond this host without encryption or authentication
+    #[arg(long)]
+    insecure: bool,
+    /// Seconds from a step's first event after which it is called partial
+    #[arg(long, default_value_t = limits::STEP_DEADLINE.as_secs())]
+    step_deadline: u64,
+    /// Most triggered recordings of a run
+    #[arg(long, default_value_t = limits::MAX_TRIGGERS)]
+    max_triggers: u32,
+    /// Seconds after a triggered recording in which ranks cannot trigger another
+    #[arg(long, default_value_t = limits::TRIGGER_COOLDOWN.as_secs())]
+    trigger_cooldown: u64,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    log::start();
+    let done = match &arguments.question {
+        Some(question) => question.ask(),
+        None => serve(&arguments),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn serve(arguments: &Arguments) -> anyhow::Result<()> {
+    let Arguments { listen, .. } = arguments;
+    let missing = "give --store and --world-size";
+    let store = arguments.store.as_ref().context(missing)?;
+    let world_size = arguments.world_size.context(missing)?;
+    if !listen.ip().is_loopback() && !arguments.insecure && arguments.credentials.is_none() {
+        bail!(
+            "{listen} is reachable from other hosts, and the dumps would cross the network \
+             unencrypted to whoever asks: give --credentials (see coordinator certs), listen on \
+             127.0.0.1, or accept that with --insecure"
+        );
+    }
+    let guard = match &arguments.credentials {
+        Some(folder) => Guard::read(folder)?,
+        None => Guard::default(),
+    };
+    let config = Config {
+        guard,
+        metrics: arguments.metrics,
+        step_deadline: Duration::from_secs(arguments.step_deadline),
+        rules: Rules {
+            max_triggers: arguments.max_triggers,
+            trigger_cooldown: Duration::from_secs(arguments.trigger_cooldown),
+        },
+        ..Config::new(store, world_size)
+    };
+    let runtime = tokio::runtime::Runtime::new().context("the runtime cannot be started")?;
+    runtime.block_on(async {
+        let listener = TcpListener::bind(listen).await.with_context(|| {
+            format!(
+                "{listen} cannot be listened on: stop what runs there or choose another --listen"
+            )
+        })?;
+        let coordinator = Coordinator::open(&config)?;
+        let address = listener.local_addr()?;
+        let store = store.display();
+        tracing::info!("listening on {address}, store {store}, world size {world_size}");
+        let (mut interrupt, mut terminate) =
+            (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+        let shutdown = async {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+            tracing::info!("stopping: what was acknowledged is in the journal");
+        };
+        Ok(coordinator.serve(listener, shutdown).await?)
+    })
+}

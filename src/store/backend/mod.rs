@@ -1,0 +1,231 @@
+//! What a store is made of: a directory (of this host or shared by many), or a bucket of an
+//! object store. One interface, so that the coordinator and the ranks do not know which.
+//!
+//! A place in a store is a path; in a bucket it begins with the bucket's URL
+//! (`s3://dumps/team/run-a`), so that layout, messages and records are the same for both.
+//! Nothing here overwrites: what has its final name keeps its bytes.
+
+mod bucket;
+#[cfg(test)]
+mod contract;
+#[cfg(test)]
+#[path = "../../../tests/support/s3.rs"]
+mod s3;
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::durable;
+pub use bucket::{Bucket, ConnectError};
+
+/// A directory or a bucket.
+#[derive(Clone, Debug)]
+pub enum Backend {
+    /// Files, made durable by [`durable`].
+    Directory,
+    /// Objects, durable when their put is answered.
+    Bucket(Bucket),
+}
+
+/// Something that is read at an offset, without moving a cursor.
+pub trait ReadAt: Send {
+    /// Bytes in all.
+    fn length(&self) -> io::Result<u64>;
+
+    /// Fills the buffer from `offset` on.
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+}
+
+impl ReadAt for File {
+    fn length(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        FileExt::read_exact_at(self, buffer, offset)
+    }
+}
+
+/// What lies directly in a place, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Listing {
+    /// Directories, or what objects' names have in common up to a slash.
+    pub directories: Vec<String>,
+    /// Files or objects.
+    pub files: Vec<String>,
+}
+
+/// True for the URL of a bucket, false for a path of this host.
+pub fn is_url(place: &Path) -> bool {
+    bucket::SCHEMES.iter().any(|scheme| {
+        place.to_str().is_some_and(|text| {
+            text.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://"))
+        })
+    })
+}
+
+impl Backend {
+    /// The backend of a place; buckets are reached with what the environment says
+    /// (`AWS_…`, `GOOGLE_…`, `AZURE_…`).
+    pub fn of(place: &Path) -> Result<Backend, ConnectError> {
+        match is_url(place) {
+            true => Ok(Backend::Bucket(Bucket::connect(place)?)),
+            false => Ok(Backend::Directory),
+        }
+    }
+
+    /// Creates `target` with these bytes, whole or not at all; false when it was there, and
+    /// then it is left alone. Durable when this returns.
+    pub fn create(&self, target: &Path, bytes: &[u8]) -> io::Result<bool> {
+        match self {
+            Backend::Directory => {
+                create_parent(target)?;
+                durable::create(target, bytes)
+            }
+            Backend::Bucket(bucket) => bucket.create(target, bytes),
+        }
+    }
+
+    /// The bytes of one file or object.
+    pub fn read(&self, target: &Path) -> io::Result<Vec<u8>> {
+        match self {
+            Backend::Directory => std::fs::read(target),
+            Backend::Bucket(bucket) => bucket.read(target),
+        }
+    }
+
+    /// The bytes of several; a bucket is asked for many at a time.
+    pub fn read_all(&self, targets: &[PathBuf]) -> io::Result<Vec<Vec<u8>>> {
+        match self {
+            Backend::Directory => targets.iter().map(std::fs::read).collect(),
+            Backend::Bucket(bucket) => bucket.read_all(targets),
+        }
+    }
+
+    /// Opens a plain file or an object to read parts of it. No link is followed.
+    pub fn open(&self, target: &Path) -> io::Result<Box<dyn ReadAt>> {
+        match self {
+            Backend::Directory => Ok(Box::new(open_plain(target)?)),
+            Backend::Bucket(bucket) => Ok(Box::new(bucket.open(target)?)),
+        }
+    }
+
+    /// Where a file is made that [`Backend::publish`] then gives its name: beside it in a
+    /// directory, else among this host's temporary files.
+    pub fn scratch(&self, target: &Path) -> PathBuf {
+        match self {
+            Backend::Directory => durable::scratch_beside(target),
+            Backend::Bucket(_) => {
+                let name = target.file_name().unwrap_or_default();
+                durable::scratch_beside(&std::env::temp_dir().join(name))
+            }
+        }
+    }
+
+    /// Gives a finished, synced file of this host its place, if that is free, and removes it
+    /// where it was; true when this call put it there. Durable when this returns.
+    pub fn publish(&self, scratch: &Path, target: &Path) -> io::Result<bool> {
+        match self {
+            Backend::Directory => durable::publish(scratch, target),
+            Backend::Bucket(bucket) => {
+                let created = bucket.send(scratch, target)?;
+                std::fs::remove_file(scratch)?;
+                Ok(created)
+            }
+        }
+    }
+
+    /// Makes a directory, durable; buckets have none.
+    pub fn create_directory(&self, path: &Path) -> io::Result<()> {
+        match self {
+            Backend::Directory => durable::create_directory(path),
+            Backend::Bucket(_) => Ok(()),
+        }
+    }
+
+    /// True when a file or an object has this name.
+    pub fn holds(&self, target: &Path) -> io::Result<bool> {
+        match self {
+            Backend::Directory => Ok(target.is_file()),
+            Backend::Bucket(bucket) => bucket.length(target).map(|_| true).or_else(absent(false)),
+        }
+    }
+
+    /// What lies directly in a place, sorted; nothing where there is no such place.
+    pub fn list(&self, directory: &Path) -> io::Result<Listing> {
+        let mut listing = match self {
+            Backend::Directory => list(directory).or_else(absent(Listing::default()))?,
+            Backend::Bucket(bucket) => bucket.list(directory)?,
+        };
+        listing.directories.sort_unstable();
+        listing.files.sort_unstable();
+        Ok(listing)
+    }
+
+    /// Proves that the store can be written: found now, not at the first acknowledgement.
+    pub fn prove_writable(&self, store: &Path) -> io::Result<()> {
+        let probe = durable::scratch_beside(&store.join("probe"));
+        match self {
+            Backend::Directory => {
+                durable::create_directory(store)?;
+                durable::create_private(&probe)?;
+                std::fs::remove_file(&probe)
+            }
+            Backend::Bucket(bucket) => bucket.prove_writable(&probe),
+        }
+    }
+}
+
+/// `NotFound` is an answer.
+fn absent<T>(instead: T) -> impl FnOnce(io::Error) -> io::Result<T> {
+    move |error| match error.kind() {
+        io::ErrorKind::NotFound => Ok(instead),
+        _ => Err(error),
+    }
+}
+
+fn create_parent(target: &Path) -> io::Result<()> {
+    match target.parent() {
+        Some(parent) => durable::create_directory(parent),
+        None => Ok(()),
+    }
+}
+
+/// Opens a plain file of a directory that other people may write to.
+fn open_plain(path: &Path) -> io::Result<File> {
+    let refuse = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
+    let directory = path.parent().map(std::fs::symlink_metadata);
+    if matches!(directory, Some(Ok(found)) if !found.is_dir()) {
+        return Err(refuse("its step directory is a link or a file"));
+    }
+    // O_NONBLOCK: opening a planted pipe would wait for its other end.
+    let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+    let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path);
+    let file = opened.map_err(|error| {
+        match error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) {
+            true => refuse("it is a symbolic link"),
+            false => error,
+        }
+    })?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(refuse("it is not a plain file")),
+    }
+}
+
+fn list(directory: &Path) -> io::Result<Listing> {
+    let mut listing = Listing::default();
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        // Names that are no text are none of ours.
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        // Through links: a run may be kept on another disk.
+        match entry.path().is_dir() {
+            true => listing.directories.push(name),
+            false => listing.files.push(name),
+        }
+    }
+    Ok(listing)
+}
