@@ -75,7 +75,7 @@ pub(crate) fn start(
 }
 
 /// Answers what is held back until the batch is durable.
-type Answer = Box<dyn FnOnce(&mut Runs)>;
+pub(super) type Answer = Box<dyn FnOnce(&mut Runs)>;
 
 fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
     let mut batch = Vec::new();
@@ -97,7 +97,7 @@ fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
 }
 
 /// Checks and stages one request; its answer waits for the flush.
-fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
+pub(super) fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
     match request {
         Request::Join(join, reply) => {
             let run = join.run.clone();

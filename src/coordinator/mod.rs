@@ -29,6 +29,8 @@ mod runs;
 mod scalars;
 mod server;
 mod service;
+#[cfg(test)]
+mod simulation;
 mod state;
 mod status;
 mod wire;

@@ -91,6 +91,13 @@ impl AttemptState {
         self.ranks.contains_key(&rank)
     }
 
+    /// Files of a rank that were reported of a step.
+    #[cfg(test)]
+    pub(super) fn files(&self, step: Step, rank: Rank) -> Vec<FileRecord> {
+        let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
+        own.map_or_else(Vec::new, |own| own.values().cloned().collect())
+    }
+
     /// Shards of a reported file.
     pub(crate) fn shards(&self, step: Step, rank: Rank, file: &Name) -> u64 {
         let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));

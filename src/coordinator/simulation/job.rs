@@ -1,0 +1,138 @@
+//! The simulated ranks: each asks for one thing after the other until it is told.
+
+use std::collections::BTreeMap;
+
+use super::{Acknowledged, run_name};
+use crate::coordinator::event::Closing;
+use crate::coordinator::request::{Join, Member};
+use crate::hash::TrustHash;
+use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
+use crate::manifest::FileRecord;
+use crate::placement::Mesh;
+use crate::store::layout;
+
+pub(super) const RANKS: u32 = 3;
+pub(super) const STEPS: u64 = 2;
+/// Files of one rank in one step.
+pub(super) const FILES: u32 = 2;
+
+/// What a rank asks.
+#[derive(Clone, Debug)]
+pub(super) enum Ask {
+    Join(Box<Join>),
+    Report(Member, Step, Box<FileRecord>),
+    Close(Member, Step, Closing),
+}
+
+/// What it is told.
+#[derive(Clone, Debug)]
+pub(super) enum Told {
+    Entered(Attempt),
+    Reported(Ask),
+    Closed(Ask, bool),
+    Refused(String),
+}
+
+/// One process of one rank.
+pub(super) struct Process {
+    pub(super) rank: Rank,
+    pub(super) incarnation: u64,
+    pub(super) attempt: Option<Attempt>,
+    /// Files and closes that it was told are safe.
+    done: u64,
+}
+
+impl Process {
+    pub(super) fn new(rank: Rank, incarnation: u64) -> Process {
+        Process { rank, incarnation, attempt: None, done: 0 }
+    }
+
+    /// What it wants next; nothing when it is through.
+    pub(super) fn ask(&self) -> Option<Ask> {
+        let Some(attempt) = self.attempt else { return Some(Ask::Join(Box::new(self.join()))) };
+        let a_step = u64::from(FILES) + 1;
+        let (step, part) = (Step(self.done / a_step), self.done % a_step);
+        if step.0 >= STEPS {
+            return None;
+        }
+        let member =
+            Member { run: run_name(), attempt, rank: self.rank, incarnation: self.incarnation };
+        Some(if part < u64::from(FILES) {
+            Ask::Report(member, step, Box::new(self.file(attempt, step, part as u32)))
+        } else {
+            Ask::Close(member, step, Closing { files: FILES, ..Closing::default() })
+        })
+    }
+
+    fn join(&self) -> Join {
+        Join {
+            run: run_name(),
+            rank: self.rank,
+            world_size: RANKS,
+            incarnation: self.incarnation,
+            host: Name::new("h").unwrap(),
+            attempt: None,
+            format_version: crate::FORMAT_VERSION,
+            mesh: Mesh::default(),
+            versions: BTreeMap::new(),
+        }
+    }
+
+    fn file(&self, attempt: Attempt, step: Step, number: u32) -> FileRecord {
+        let microbatch = number.checked_sub(1).map(Microbatch);
+        let content = format!("{} {step} {number}", self.incarnation);
+        let shard = serde_json::json!({
+            "tensor": "q", "microbatch": microbatch, "when": null, "role": "q", "dtype": "f32",
+            "shape": [1], "box": [[0, 1]], "rank": self.rank, "host": "h", "attempt": attempt,
+            "mesh": {}, "placement": {}, "partial": null, "replica": 0, "hash": "0".repeat(32),
+            "length": 4, "fingerprint": [0, 0], "fingerprint_source": "recorder", "entry": "q",
+        });
+        FileRecord {
+            name: layout::file_name(self.rank, microbatch),
+            rank: self.rank,
+            length: 4,
+            header_hash: TrustHash::of(content.as_bytes()),
+            shards: vec![serde_json::from_value(shard).unwrap()],
+        }
+    }
+
+    /// Takes an answer in; true when this process is refused for good.
+    pub(super) fn hear(
+        &mut self,
+        told: &Told,
+        acknowledged: &mut Acknowledged,
+        committed: &mut Vec<(Attempt, Step)>,
+    ) -> bool {
+        match told {
+            // The first answer counts: a request that was doubled may have entered a later attempt.
+            Told::Entered(attempt) => drop(self.attempt.get_or_insert(*attempt)),
+            Told::Reported(Ask::Report(member, step, file)) => {
+                let key = (member.attempt, *step, self.rank, file.name.clone());
+                acknowledged.insert(key, file.header_hash);
+                self.pass(
+                    *step,
+                    if file.name == layout::file_name(self.rank, None) { 0 } else { 1 },
+                );
+            }
+            Told::Closed(Ask::Close(member, step, _), done) => {
+                if *done {
+                    committed.push((member.attempt, *step));
+                }
+                self.pass(*step, u64::from(FILES));
+            }
+            Told::Refused(why) => {
+                let replaced = why.contains("attempt");
+                assert!(replaced, "an honest rank was refused: {why}");
+                return replaced;
+            }
+            other => panic!("an answer to something else: {other:?}"),
+        }
+        false
+    }
+
+    /// Goes on after what was told, unless it went on before.
+    fn pass(&mut self, step: Step, part: u64) {
+        let told = step.0 * (u64::from(FILES) + 1) + part + 1;
+        self.done = self.done.max(told);
+    }
+}
