@@ -44,6 +44,7 @@ impl Session {
         entered: &Entered,
     ) -> std::io::Result<Session> {
         let stream = streams(&shared, entered);
+        backtape::faults::point("session.spool")?;
         let spool = match stream {
             true => Some(tempfile::Builder::new().prefix("backtape-").tempdir()?),
             false => None,

@@ -14,6 +14,7 @@ use super::request::{Admission, FileClaim, Member, Reply, Request};
 use super::runs::Runs;
 use super::state::Outcome;
 use super::status::Unsettled;
+use crate::faults;
 use crate::identity::Step;
 
 /// Sends requests to the actor; it ends when the last handle is gone.
@@ -85,9 +86,18 @@ fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
         let now_ms = now_ms();
         let answers: Vec<Answer> =
             batch.drain(..).map(|request| handle(&mut runs, request, now_ms)).collect();
-        runs.flush(now_ms);
+        let unsafely = faults::seeded("ack-before-journal");
+        if !unsafely {
+            faults::pass("actor.before-flush");
+            runs.flush(now_ms);
+        }
         for answer in answers {
+            faults::pass("actor.before-answer");
             answer(&mut runs);
+        }
+        if unsafely {
+            faults::pass("actor.before-flush");
+            runs.flush(now_ms);
         }
     }
 }

@@ -12,6 +12,7 @@ use super::journal::{self, Batch, Journal, JournalError};
 use super::pulse::Pulse;
 use super::refusal::Refusal;
 use super::state::{AttemptState, Outcome};
+use crate::faults;
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Step};
 use crate::manifest::RunRecord;
@@ -145,6 +146,7 @@ impl AttemptLog {
             let mut bytes = serde_json::to_vec_pretty(&record)?;
             bytes.push(b'\n');
             durable::create(&path, &bytes)?;
+            faults::point("run-record.read")?;
             std::fs::read(&path)
         };
         let bytes = written()
@@ -182,7 +184,9 @@ impl AttemptLog {
         };
         let directory = self.directory.step(step);
         durable::create_directory(&directory.path)?;
+        faults::point("commit.manifest")?;
         durable::create(&directory.manifest(), &manifest.to_bytes())?;
+        faults::pass("commit.done");
         Ok(())
     }
 }

@@ -13,13 +13,14 @@
 //! After a failed write or fsync the descriptor is never used again (fsyncgate).
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::event::Event;
+use crate::faults;
 use crate::hash::ContentHash;
 use crate::store::durable;
 
@@ -79,8 +80,8 @@ fn link(previous: ContentHash, json: &[u8]) -> ContentHash {
 
 /// Reads every durable batch.
 pub(crate) fn replay(path: &Path) -> Result<Replay, JournalError> {
-    let bytes =
-        std::fs::read(path).map_err(|source| JournalError::Read { path: path.into(), source })?;
+    let bytes = faults::point("journal.read").and_then(|()| std::fs::read(path));
+    let bytes = bytes.map_err(|source| JournalError::Read { path: path.into(), source })?;
     replay_bytes(path, &bytes)
 }
 
@@ -94,7 +95,12 @@ fn replay_bytes(path: &Path, bytes: &[u8]) -> Result<Replay, JournalError> {
                 replay.batches.push(batch);
                 (replay.chain, replay.good_bytes) = (chain, end);
             }
-            Err(_) if end == bytes.len() as u64 => replay.torn_bytes = line.len() as u64,
+            Err(_) if end == bytes.len() as u64 => {
+                replay.torn_bytes = line.len() as u64;
+                if faults::seeded("torn-line-believed") {
+                    replay.good_bytes = end;
+                }
+            }
             Err(detail) => {
                 return Err(JournalError::Damaged { path: path.into(), line: index + 1, detail });
             }
@@ -138,12 +144,26 @@ impl Journal {
             Some(file) => file,
             slot => slot.insert(open(&self.path, self.good_bytes)?),
         };
-        file.write_all(&line)?;
-        file.sync_data()?;
+        faults::write_all("journal.write", file, &line)?;
+        let synced = faults::point("journal.sync").and_then(|()| sync(file));
+        if synced.is_err() && faults::seeded("retried-fsync") {
+            file.sync_data()?;
+        } else {
+            synced?;
+        }
+        faults::pass("journal.synced");
         self.good_bytes += line.len() as u64;
         self.chain = chain;
         Ok(())
     }
+}
+
+/// Makes what was written durable.
+fn sync(file: &File) -> io::Result<()> {
+    if faults::seeded("no-journal-fsync") {
+        return Ok(());
+    }
+    file.sync_data()
 }
 
 /// Opens a journal to append after its good bytes; what a crash left behind
@@ -152,6 +172,7 @@ fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
     if let Some(directory) = path.parent() {
         durable::create_directory(directory)?;
     }
+    faults::point("journal.open")?;
     let file = OpenOptions::new()
         .append(true)
         .create(true)
@@ -159,7 +180,9 @@ fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
         .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
         .open(path)?;
     if file.metadata()?.len() != good_bytes {
+        faults::point("journal.truncate")?;
         file.set_len(good_bytes)?;
+        faults::point("journal.sync-truncated")?;
         file.sync_all()?;
     }
     durable::sync_parent(path)?;

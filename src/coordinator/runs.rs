@@ -15,6 +15,7 @@ use super::metrics::Totals;
 use super::refusal::Refusal;
 use super::request::{Entry, Join, Member};
 use super::status::{Overview, Unsettled};
+use crate::faults;
 use crate::identity::{Attempt, Name};
 use crate::store::{AttemptDir, durable, layout};
 
@@ -141,7 +142,8 @@ impl Runs {
     /// The attempt that a member may still add to.
     pub(crate) fn member(&mut self, member: &Member) -> Result<&mut AttemptLog, Refusal> {
         let latest = self.runs.get(&member.run).and_then(Run::newest);
-        if let Some(latest) = latest.filter(|latest| member.attempt < *latest) {
+        let superseded = |latest: &Attempt| member.attempt < *latest;
+        if let Some(latest) = latest.filter(superseded).filter(|_| !faults::seeded("no-fencing")) {
             return Err(Refusal::OldAttempt {
                 run: member.run.clone(),
                 rank: member.rank,
@@ -179,6 +181,9 @@ impl Runs {
     }
 
     fn commit_all(&mut self) {
+        if faults::seeded("commit-forgotten") {
+            return;
+        }
         let logs = self.runs.values_mut().flat_map(|run| run.attempts.values_mut());
         logs.for_each(AttemptLog::commit);
     }
@@ -253,6 +258,7 @@ fn names(config: &Config) -> io::Result<Vec<(Name, PathBuf)>> {
 fn load_run(directory: &Path, new_attempt: bool) -> io::Result<Run> {
     let mut run =
         Run { launch: if new_attempt { Launch::Older } else { Launch::Any }, ..Run::default() };
+    faults::point("store.list")?;
     for found in AttemptDir::list(directory)? {
         let attempt = found.attempt;
         match AttemptLog::load(found) {
@@ -281,5 +287,6 @@ fn chain(error: &dyn std::error::Error) -> String {
 fn prove_writable(store: &Path) -> io::Result<()> {
     let scratch = durable::scratch_beside(&store.join("probe"));
     durable::create_private(&scratch)?;
+    faults::point("store.probe")?;
     std::fs::remove_file(&scratch)
 }
