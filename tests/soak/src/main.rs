@@ -3,7 +3,13 @@
 
 #![allow(clippy::print_stdout)]
 
+mod job;
+mod kill;
+mod ledger;
+mod oracle;
+mod processes;
 mod random;
+mod rank;
 
 use clap::{Parser, Subcommand};
 
@@ -15,8 +21,16 @@ struct Arguments {
 }
 
 #[derive(Subcommand)]
-enum Campaign {}
+enum Campaign {
+    /// kill -9 of coordinators and ranks, at random moments and at named points
+    Kill(kill::KillArguments),
+    #[command(hide = true)]
+    Rank(rank::RankArguments),
+}
 
 fn main() -> anyhow::Result<()> {
-    match Arguments::parse().campaign {}
+    match Arguments::parse().campaign {
+        Campaign::Kill(arguments) => kill::run(&arguments),
+        Campaign::Rank(arguments) => rank::run(&arguments),
+    }
 }
