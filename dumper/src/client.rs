@@ -212,7 +212,8 @@ impl Client {
         };
         let answer = retry(deadline, || async {
             faults::pass("client.before-close");
-            let answer = within(limit(deadline), self.rpc.clone().close_step(request.clone())).await;
+            let answer =
+                within(limit(deadline), self.rpc.clone().close_step(request.clone())).await;
             faults::pass("client.after-close");
             answer
         });

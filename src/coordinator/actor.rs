@@ -76,7 +76,11 @@ type Answer = Box<dyn FnOnce(&mut Runs)>;
 
 fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
     let mut batch = Vec::new();
+    let late = faults::seeded("ack-before-journal");
     while let Some(first) = inbox.blocking_recv() {
+        if late {
+            runs.flush(now_ms());
+        }
         batch.push(first);
         while batch.len() < MAX_BATCH
             && let Ok(next) = inbox.try_recv()
@@ -86,18 +90,13 @@ fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
         let now_ms = now_ms();
         let answers: Vec<Answer> =
             batch.drain(..).map(|request| handle(&mut runs, request, now_ms)).collect();
-        let unsafely = faults::seeded("ack-before-journal");
-        if !unsafely {
+        if !late {
             faults::pass("actor.before-flush");
             runs.flush(now_ms);
         }
         for answer in answers {
             faults::pass("actor.before-answer");
             answer(&mut runs);
-        }
-        if unsafely {
-            faults::pass("actor.before-flush");
-            runs.flush(now_ms);
         }
     }
 }

@@ -30,21 +30,58 @@ const FINAL: Duration = Duration::from_secs(60);
 
 /// Where a coordinator can be killed.
 pub(crate) const COORDINATOR_POINTS: &[&str] = &[
-    "actor.before-answer", "actor.before-flush", "commit.done", "commit.manifest",
-    "durable.create", "durable.link", "durable.make-directory", "durable.published",
-    "durable.sync", "durable.sync-directory", "durable.unlink", "durable.write", "intake.hash",
-    "intake.open", "intake.read", "intake.sync", "intake.write", "journal.open", "journal.read",
-    "journal.sync", "journal.sync-truncated", "journal.synced", "journal.truncate",
-    "journal.write", "run-record.read", "store.list", "store.probe",
+    "actor.before-answer",
+    "actor.before-flush",
+    "commit.done",
+    "commit.manifest",
+    "durable.create",
+    "durable.link",
+    "durable.make-directory",
+    "durable.published",
+    "durable.sync",
+    "durable.sync-directory",
+    "durable.unlink",
+    "durable.write",
+    "intake.hash",
+    "intake.open",
+    "intake.read",
+    "intake.sync",
+    "intake.write",
+    "journal.open",
+    "journal.read",
+    "journal.sync",
+    "journal.sync-truncated",
+    "journal.synced",
+    "journal.truncate",
+    "journal.write",
+    "run-record.read",
+    "store.list",
+    "store.probe",
 ];
 
 /// Where a rank can be killed.
 pub(crate) const RANK_POINTS: &[&str] = &[
-    "client.after-close", "client.after-join", "client.after-report", "client.before-close",
-    "client.before-join", "client.before-report", "client.open-spooled", "client.read-spooled",
-    "durable.create", "durable.link", "durable.make-directory", "durable.published",
-    "durable.sync-directory", "durable.unlink", "recorder.thread", "session.spool",
-    "shard.header", "shard.move", "shard.resize", "shard.sync", "shard.write",
+    "client.after-close",
+    "client.after-join",
+    "client.after-report",
+    "client.before-close",
+    "client.before-join",
+    "client.before-report",
+    "client.open-spooled",
+    "client.read-spooled",
+    "durable.create",
+    "durable.link",
+    "durable.make-directory",
+    "durable.published",
+    "durable.sync-directory",
+    "durable.unlink",
+    "recorder.thread",
+    "session.spool",
+    "shard.header",
+    "shard.move",
+    "shard.resize",
+    "shard.sync",
+    "shard.write",
 ];
 
 #[derive(Args, Clone, Debug)]
@@ -63,6 +100,9 @@ pub(crate) struct KillArguments {
     /// The coordinator's program; by default the one beside this program
     #[arg(long)]
     pub coordinator: Option<PathBuf>,
+    /// Dies at this named point alone, or at random moments
+    #[arg(long)]
+    pub point: Option<String>,
     /// A fault that is seeded into every process, to see whether it is found
     #[arg(long, default_value = "")]
     pub seeded: String,
@@ -152,7 +192,12 @@ fn add(total: &Mutex<Tally>, yard: Tally) {
     }
 }
 
-fn trial(arguments: &KillArguments, yard: u64, kills: u64, scratch: &Path) -> anyhow::Result<Tally> {
+fn trial(
+    arguments: &KillArguments,
+    yard: u64,
+    kills: u64,
+    scratch: &Path,
+) -> anyhow::Result<Tally> {
     let mut trial = Trial::begin(arguments, yard, scratch)?;
     while trial.tally.kills < kills {
         trial.disturb()?;
@@ -175,6 +220,8 @@ struct Trial {
     job: Job,
     random: Random,
     seeded: String,
+    /// The only point to die at, if it was chosen.
+    point: Option<String>,
     yard: Yard,
     oracle: Oracle,
     coordinator: Victim,
@@ -200,9 +247,19 @@ impl Trial {
         };
         let coordinator = Victim { process: yard.spawn_coordinator(4, &seeded)?, point: None };
         let counted = random.below(4) != 0;
-        let (ranks, launch, tally) = (Vec::new(), 0, Tally::default());
-        let mut trial =
-            Trial { job, random, seeded, yard, oracle, coordinator, ranks, launch, counted, tally };
+        let mut trial = Trial {
+            job,
+            random,
+            seeded,
+            point: arguments.point.clone(),
+            yard,
+            oracle,
+            coordinator,
+            ranks: Vec::new(),
+            launch: 0,
+            counted,
+            tally: Tally::default(),
+        };
         trial.launch(true)?;
         Ok(trial)
     }
@@ -212,7 +269,11 @@ impl Trial {
         if !faults::ACTIVE || self.random.below(share) != 0 {
             return (self.seeded.clone(), None);
         }
-        let point = points[self.random.below(points.len() as u64) as usize];
+        let drawn = points[self.random.below(points.len() as u64) as usize];
+        let point = self.point.as_deref().unwrap_or(drawn);
+        if !points.contains(&point) {
+            return (self.seeded.clone(), None);
+        }
         // Most points are passed often; a few once in a process.
         let at = 1 + self.random.below(8) * self.random.below(2);
         let faults = format!("{}{point}=kill@{at}", self.seeded);
@@ -346,7 +407,11 @@ impl Trial {
             if self.coordinator.process.ended()?.is_some() {
                 return Ok(false);
             }
-            ensure!(begin.elapsed() < FINAL, "it never answered: {}", self.coordinator.process.log()?);
+            ensure!(
+                begin.elapsed() < FINAL,
+                "it never answered: {}",
+                self.coordinator.process.log()?
+            );
             std::thread::park_timeout(Duration::from_micros(500));
         }
         for ((attempt, step), committed, shards) in self.oracle.steps() {

@@ -14,7 +14,11 @@ mod rank;
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
-#[command(name = "soak", version, about = "Long campaigns against the promise that nothing is lost")]
+#[command(
+    name = "soak",
+    version,
+    about = "Long campaigns against the promise that nothing is lost"
+)]
 struct Arguments {
     #[command(subcommand)]
     campaign: Campaign,

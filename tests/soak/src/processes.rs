@@ -97,7 +97,11 @@ impl Yard {
     }
 
     /// Starts a coordinator; it may not come up when faults were chosen for it.
-    pub(crate) fn spawn_coordinator(&mut self, world: u32, faults: &str) -> anyhow::Result<Process> {
+    pub(crate) fn spawn_coordinator(
+        &mut self,
+        world: u32,
+        faults: &str,
+    ) -> anyhow::Result<Process> {
         let program = COORDINATOR.get().context("no coordinator was chosen")?;
         let (mut command, log) = self.command(program, faults)?;
         command.args(["--listen", &self.address, "--world-size", &world.to_string(), "--store"]);
