@@ -27,6 +27,8 @@ const KILLS_PER_YARD: u64 = 25;
 const STRETCH: u64 = 70;
 /// How long the last launch may take.
 const FINAL: Duration = Duration::from_secs(60);
+/// Within which the end of a process that was killed is seen.
+const MOMENT: Duration = Duration::from_secs(5);
 
 /// Where a coordinator can be killed.
 pub(crate) const COORDINATOR_POINTS: &[&str] = &[
@@ -199,10 +201,11 @@ fn trial(
     scratch: &Path,
 ) -> anyhow::Result<Tally> {
     let mut trial = Trial::begin(arguments, yard, scratch)?;
-    while trial.tally.kills < kills {
-        trial.disturb()?;
+    let done = trial.all(kills);
+    if done.is_err() {
+        println!("kill: what is left lies in {}", trial.yard.keep().display());
     }
-    trial.end()?;
+    done?;
     trial.tally.shards = trial.oracle.shards();
     trial.tally.committed = trial.oracle.committed();
     trial.tally.slowest = trial.yard.slowest;
@@ -262,6 +265,13 @@ impl Trial {
         };
         trial.launch(true)?;
         Ok(trial)
+    }
+
+    fn all(&mut self, kills: u64) -> anyhow::Result<()> {
+        while self.tally.kills < kills {
+            self.disturb()?;
+        }
+        self.end()
     }
 
     /// Draws a point to die at, with the pass at which to do so.
@@ -415,11 +425,14 @@ impl Trial {
             std::thread::park_timeout(Duration::from_micros(500));
         }
         for ((attempt, step), committed, shards) in self.oracle.steps() {
-            let Ok(said) = self.yard.status(attempt, step) else {
-                // Its connections break a moment before its end can be seen.
-                let died = self.coordinator.process.wait(FINAL)?.is_some();
-                ensure!(died, "it does not say how attempt {attempt} step {step} is");
-                return Ok(false);
+            let said = match self.yard.status(attempt, step) {
+                Ok(said) => said,
+                Err(error) => {
+                    // Its connections break a moment before its end can be seen.
+                    let died = self.coordinator.process.wait(MOMENT)?.is_some();
+                    ensure!(died, "of attempt {attempt} step {step} it says: {error}");
+                    return Ok(false);
+                }
             };
             let place = format!("attempt {attempt} step {step}");
             ensure!(said.0 || !committed, "{place} is committed, and a restart forgot it");

@@ -3,6 +3,8 @@
 
 #![allow(clippy::print_stdout)]
 
+mod contract;
+mod fail_open;
 mod job;
 mod kill;
 mod ledger;
@@ -28,6 +30,10 @@ struct Arguments {
 enum Campaign {
     /// kill -9 of coordinators and ranks, at random moments and at named points
     Kill(kill::KillArguments),
+    /// What a coordinator must refuse, and what it must keep
+    Contract(contract::ContractArguments),
+    /// What a training loop must never notice
+    FailOpen(fail_open::FailOpenArguments),
     #[command(hide = true)]
     Rank(rank::RankArguments),
 }
@@ -35,6 +41,8 @@ enum Campaign {
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().campaign {
         Campaign::Kill(arguments) => kill::run(&arguments),
+        Campaign::Contract(arguments) => contract::run(&arguments),
+        Campaign::FailOpen(arguments) => fail_open::run(&arguments),
         Campaign::Rank(arguments) => rank::run(&arguments),
     }
 }

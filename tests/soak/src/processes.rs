@@ -67,6 +67,12 @@ impl Yard {
         })
     }
 
+    /// Leaves the yard where it is, to be looked at.
+    pub(crate) fn keep(&mut self) -> &Path {
+        self.directory.disable_cleanup(true);
+        self.directory.path()
+    }
+
     pub(crate) fn path(&self) -> &Path {
         self.directory.path()
     }
@@ -113,11 +119,18 @@ impl Yard {
     pub(crate) fn coordinator(&mut self, world: u32) -> anyhow::Result<(Process, Duration)> {
         let begin = Instant::now();
         let mut process = self.spawn_coordinator(world, "")?;
+        self.until_it_answers(&mut process)?;
+        let took = begin.elapsed();
+        self.slowest = self.slowest.max(took);
+        Ok((process, took))
+    }
+
+    /// Waits until a coordinator that was started answers.
+    pub(crate) fn until_it_answers(&self, process: &mut Process) -> anyhow::Result<()> {
+        let begin = Instant::now();
         while begin.elapsed() < PATIENCE {
             if self.status(0, 0).is_ok() {
-                let took = begin.elapsed();
-                self.slowest = self.slowest.max(took);
-                return Ok((process, took));
+                return Ok(());
             }
             if let Some(status) = process.ended()? {
                 bail!("the coordinator did not start ({status}): {}", process.log()?);
@@ -166,7 +179,7 @@ impl Yard {
         let answer = self.block_on(call);
         match answer.context("no answer in time")? {
             Ok(status) => Ok((status.get_ref().committed, status.get_ref().shards)),
-            Err(status) if status.code() == tonic::Code::FailedPrecondition => Ok((false, 0)),
+            Err(status) if status.message().contains("is not known here") => Ok((false, 0)),
             Err(status) => bail!("{status}"),
         }
     }

@@ -17,6 +17,8 @@ const LOOK: Duration = Duration::from_micros(300);
 /// The cap of one call of the recorder, with what a busy machine adds.
 const CALL_CAP: Duration = Duration::from_millis(250);
 const SCHEDULING: Duration = Duration::from_secs(2);
+/// What a rank of a small job takes beside its queue: code, stacks, connections.
+const SLACK_BYTES: u64 = 24 << 20;
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct RankArguments {
@@ -50,12 +52,30 @@ pub(crate) struct RankArguments {
     /// Hand over a payload that panics as well: it must be omitted, no more
     #[arg(long)]
     panics: bool,
+    /// Never wait for acknowledgements
+    #[arg(long)]
+    heedless: bool,
+    /// Cap of the recorder's queue; this process may not grow much beyond it
+    #[arg(long)]
+    queue_mib: Option<u64>,
     #[arg(long)]
     ledger: PathBuf,
 }
 
 /// Runs the ranks of this process. An error means that the training side was disturbed.
 pub(crate) fn run(arguments: &RankArguments) -> anyhow::Result<()> {
+    let before = peak_bytes()?;
+    train_all(arguments)?;
+    let grown = peak_bytes()?.saturating_sub(before);
+    match arguments.queue_mib {
+        Some(mebibytes) if grown > (mebibytes << 20) + SLACK_BYTES => {
+            bail!("memory grew by {grown} bytes, the queue's cap is {mebibytes} MiB")
+        }
+        _ => Ok(()),
+    }
+}
+
+fn train_all(arguments: &RankArguments) -> anyhow::Result<()> {
     let ledger = Ledger::open(&arguments.ledger)?;
     std::thread::scope(|scope| {
         let ranks = arguments.first..arguments.last;
@@ -97,6 +117,9 @@ impl Rank<'_> {
         settings.join_deadline = Duration::from_millis(arguments.join_ms);
         settings.step_deadline = Duration::from_millis(arguments.step_ms);
         settings.host = Some("node-0".into());
+        if let Some(mebibytes) = arguments.queue_mib {
+            settings.queue_bytes = mebibytes << 20;
+        }
         settings
     }
 
@@ -175,7 +198,7 @@ impl Rank<'_> {
     ) -> anyhow::Result<()> {
         let arguments = self.arguments;
         let end = Instant::now() + Duration::from_millis(arguments.join_ms + arguments.step_ms);
-        while Instant::now() < end {
+        while !arguments.heedless && Instant::now() < end {
             let summary = recorder.summary();
             self.note(&summary, delivered)?;
             let all = summary.shards as usize >= delivered.len() && summary.attempt.is_some();
@@ -219,4 +242,12 @@ impl AsRef<[u8]> for Panics {
 /// The clock that all processes of this machine share.
 fn now_ns() -> anyhow::Result<u64> {
     Ok(u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos())?)
+}
+
+/// The most memory that this process has held.
+fn peak_bytes() -> anyhow::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kibibytes = line.and_then(|rest| rest.trim().strip_suffix(" kB"));
+    Ok(kibibytes.context("/proc/self/status has no VmHWM")?.trim().parse::<u64>()? << 10)
 }
