@@ -180,6 +180,10 @@ fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
         .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
         .open(path)?;
     if file.metadata()?.len() != good_bytes {
+        // A journal that nobody loaded is never cut off: what is in it was acknowledged.
+        if good_bytes == 0 && !replay(path).is_ok_and(|found| found.batches.is_empty()) {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it holds an older record"));
+        }
         faults::point("journal.truncate")?;
         file.set_len(good_bytes)?;
         faults::point("journal.sync-truncated")?;

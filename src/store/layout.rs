@@ -92,12 +92,13 @@ pub fn file_name(rank: Rank, microbatch: Option<Microbatch>) -> Name {
     Name::new(text).expect("digits and dashes")
 }
 
-/// Directories below a store that look like runs.
+/// Directories below a store that look like runs: where any attempt has a record. A launcher
+/// that counts its restarts may begin with another attempt than 0.
 pub fn runs(store: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(store)? {
         let path = entry?.path();
-        if path.join(RUN_RECORD).is_file() || path.join(JOURNAL).is_file() {
+        if path.is_dir() && !AttemptDir::list(&path)?.is_empty() {
             found.push(path);
         }
     }
@@ -118,4 +119,21 @@ fn numbered(directory: &Path, prefix: &str) -> io::Result<Vec<u64>> {
     }
     numbers.sort_unstable();
     Ok(numbers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_whose_first_launch_left_nothing_is_found_by_a_later_one() {
+        let store = tempfile::tempdir().unwrap();
+        let run = store.path().join("run");
+        let restart = AttemptDir::of(&run, Attempt(1));
+        std::fs::create_dir_all(restart.path.join("step-00000000")).unwrap();
+        assert_eq!(runs(store.path()).unwrap(), Vec::<PathBuf>::new());
+        std::fs::write(restart.path.join(JOURNAL), b"").unwrap();
+        std::fs::write(store.path().join("a file"), b"").unwrap();
+        assert_eq!(runs(store.path()).unwrap(), [run]);
+    }
 }
