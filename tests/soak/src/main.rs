@@ -9,6 +9,7 @@ mod job;
 mod kill;
 mod ledger;
 mod oracle;
+mod order;
 mod processes;
 mod random;
 mod rank;
@@ -34,6 +35,8 @@ enum Campaign {
     Contract(contract::ContractArguments),
     /// What a training loop must never notice
     FailOpen(fail_open::FailOpenArguments),
+    /// What a power cut would leave, told from the system calls
+    Order(order::OrderArguments),
     #[command(hide = true)]
     Rank(rank::RankArguments),
 }
@@ -43,6 +46,7 @@ fn main() -> anyhow::Result<()> {
         Campaign::Kill(arguments) => kill::run(&arguments),
         Campaign::Contract(arguments) => contract::run(&arguments),
         Campaign::FailOpen(arguments) => fail_open::run(&arguments),
+        Campaign::Order(arguments) => order::run(&arguments),
         Campaign::Rank(arguments) => rank::run(&arguments),
     }
 }
