@@ -66,7 +66,8 @@ impl Job {
 
     fn length(&self, step: u64, file: u32, index: u32) -> u64 {
         let place = (step << 24) ^ u64::from(file << 4 | index);
-        1 + Random::of(!self.seed, place).below(self.bytes)
+        // Long enough that no two launches have the same bytes by chance.
+        16 + Random::of(!self.seed, place).below(self.bytes)
     }
 
     /// What the recorder is handed.

@@ -5,6 +5,7 @@
 
 mod contract;
 mod fail_open;
+mod io_errors;
 mod job;
 mod kill;
 mod ledger;
@@ -31,6 +32,8 @@ struct Arguments {
 enum Campaign {
     /// kill -9 of coordinators and ranks, at random moments and at named points
     Kill(kill::KillArguments),
+    /// Fails the k-th I/O call, for every k
+    IoErrors(io_errors::IoErrorsArguments),
     /// What a coordinator must refuse, and what it must keep
     Contract(contract::ContractArguments),
     /// What a training loop must never notice
@@ -47,6 +50,7 @@ fn main() -> anyhow::Result<()> {
         Campaign::Contract(arguments) => contract::run(&arguments),
         Campaign::FailOpen(arguments) => fail_open::run(&arguments),
         Campaign::Order(arguments) => order::run(&arguments),
+        Campaign::IoErrors(arguments) => io_errors::run(&arguments),
         Campaign::Rank(arguments) => rank::run(&arguments),
     }
 }
