@@ -10,6 +10,8 @@
 pub mod coordinator;
 pub mod credentials;
 pub mod dtype;
+#[doc(hidden)]
+pub mod faults;
 pub mod fingerprint;
 pub mod hash;
 pub mod head;

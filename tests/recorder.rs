@@ -151,6 +151,30 @@ fn a_coordinator_killed_in_the_middle_of_a_step_goes_on_after_its_restart() {
     assert!(journal.starts_with(&acknowledged), "nothing acknowledged was rewritten");
 }
 
+/// Found by `soak kill`: the directory of attempt 0 then has no record of its own.
+#[test]
+fn a_job_whose_launcher_counts_from_1_is_known_after_a_restart() {
+    let store = tempfile::tempdir().unwrap();
+    let run = store.path().join("run-a");
+    let first = Process::start(store.path(), "127.0.0.1:0", 2);
+    let address = first.address.clone();
+    let recorders = [0, 1].map(|rank| {
+        let mut settings = settings(&run, rank, 2);
+        (settings.coordinator, settings.attempt) = (Some(address.clone()), Some(1));
+        Recorder::start(settings).unwrap()
+    });
+    record_step(&recorders[0], 0, 2);
+    eventually("its shards are acknowledged", || recorders[0].summary().shards == 3);
+    first.kill();
+    let _second = Process::start(store.path(), &address, 2);
+    record_step(&recorders[1], 1, 2);
+    for mut recorder in recorders {
+        let summary = recorder.close().unwrap();
+        assert_eq!(summary.faults, Vec::<String>::new());
+        assert_eq!((summary.attempt, summary.steps_committed.as_slice()), (Some(1), &[0][..]));
+    }
+}
+
 #[test]
 fn a_rank_that_never_joins_leaves_the_step_partial_and_is_named() {
     let dir = tempfile::tempdir().unwrap();

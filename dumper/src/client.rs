@@ -9,6 +9,7 @@ use std::time::Duration;
 use backtape::coordinator::channel::{CONNECT_DEADLINE, Rpc, connect};
 use backtape::coordinator::limits::{CHUNK_BYTES, REQUEST_DEADLINE};
 use backtape::credentials::Access;
+use backtape::faults;
 use backtape::hash::TrustHash;
 use backtape::manifest::FileRecord;
 use backtape_proto as proto;
@@ -111,7 +112,9 @@ impl Client {
             transport: proto::Transport::Unspecified.into(),
             versions: settings.versions.clone().into_iter().collect(),
         };
+        faults::pass("client.before-join");
         let answer = within(REQUEST_DEADLINE, self.rpc.join(request)).await?;
+        faults::pass("client.after-join");
         self.member.attempt = answer.attempt;
         let hash = <[u8; 32]>::try_from(answer.run_record.as_ref());
         Ok(Entered {
@@ -142,7 +145,10 @@ impl Client {
     ) -> Result<u64, CallError> {
         let answer = retry(deadline, || async {
             let request = self.report(step, file);
-            within(limit(deadline), self.rpc.clone().report_file(request)).await
+            faults::pass("client.before-report");
+            let answer = within(limit(deadline), self.rpc.clone().report_file(request)).await;
+            faults::pass("client.after-report");
+            answer
         });
         Ok(answer.await?.shards)
     }
@@ -205,7 +211,11 @@ impl Client {
             selection,
         };
         let answer = retry(deadline, || async {
-            within(limit(deadline), self.rpc.clone().close_step(request.clone())).await
+            faults::pass("client.before-close");
+            let answer =
+                within(limit(deadline), self.rpc.clone().close_step(request.clone())).await;
+            faults::pass("client.after-close");
+            answer
         });
         Ok(answer.await?.committed)
     }
@@ -257,12 +267,14 @@ async fn read_parts(
     sender: tokio::sync::mpsc::Sender<proto::UploadFileRequest>,
 ) -> std::io::Result<()> {
     let part = |part| proto::UploadFileRequest { part: Some(part) };
+    faults::point("client.open-spooled")?;
     let mut file = tokio::fs::File::open(path).await?;
     // A closed channel means that the call ended: its answer says why.
     if sender.send(part(Part::Header(header))).await.is_err() {
         return Ok(());
     }
     loop {
+        faults::point("client.read-spooled")?;
         let mut chunk = bytes::BytesMut::with_capacity(CHUNK_BYTES);
         while chunk.len() < CHUNK_BYTES && file.read_buf(&mut chunk).await? > 0 {}
         if chunk.is_empty() || sender.send(part(Part::Chunk(chunk.freeze()))).await.is_err() {

@@ -138,20 +138,19 @@ impl StepFiles {
         Ok(slot.insert(OpenFile { writer, seen: BTreeMap::new() }))
     }
 
-    /// Makes every file durable. Shards of a file that fails are omitted by name.
-    pub(crate) fn finish(&mut self) -> Vec<FinishedFile> {
-        let mut finished = Vec::new();
+    /// Makes every file durable; and the shards of each file that is not, with the reason.
+    pub(crate) fn finish(&mut self) -> (Vec<FinishedFile>, Vec<(Vec<TensorKey>, String)>) {
+        let (mut finished, mut failed) = (Vec::new(), Vec::new());
         for (_, file) in std::mem::take(&mut self.files) {
             let keys: Vec<TensorKey> = file.seen.into_keys().map(|(key, ..)| key).collect();
             match file.writer.finish() {
                 Ok(done) => finished.push(done),
                 Err(error) => {
-                    let reason = format!("its file could not be made durable: {error}");
-                    self.omit_all(&keys, &reason);
+                    failed.push((keys, format!("its file could not be made durable: {error}")));
                 }
             }
         }
-        finished
+        (finished, failed)
     }
 
     /// Names shards that were written and are nevertheless not in the dump.

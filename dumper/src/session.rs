@@ -75,6 +75,7 @@ impl Session {
         client: Client,
         entered: &Entered,
     ) -> std::io::Result<Session> {
+        backtape::faults::point("session.spool")?;
         let way = Way::find(shared.clone(), entered.clone()).await?;
         let mut summary = shared.summary();
         summary.attempt = Some(entered.attempt);
@@ -180,7 +181,11 @@ impl Session {
             None => return (Some(0), Omissions::default()),
         };
         let mut acknowledged = 0;
-        for file in files.finish() {
+        let (finished, failed) = files.finish();
+        for (keys, reason) in failed {
+            self.left_out(step, &mut files, &keys, &reason);
+        }
+        for file in finished {
             let keys: Vec<TensorKey> = file.record.shards.iter().map(|s| s.key.clone()).collect();
             let (name, bytes) = (file.record.name.clone(), payload_bytes(&file.record));
             match self.deliver_file(step, file, deadline).await {
@@ -196,16 +201,22 @@ impl Session {
                 }
                 Err(error) => {
                     let reason = format!("{name} was not accepted: {error}");
-                    files.omit_all(&keys, &reason);
-                    for key in &keys {
-                        let microbatch = key.microbatch.map(|mb| mb.0);
-                        self.shared.omitted(step, key.tensor.as_str(), microbatch, &reason);
-                    }
-                    self.shared.fault(format!("step {step}: {reason}"));
+                    self.left_out(step, &mut files, &keys, &reason);
                 }
             }
         }
         (Some(acknowledged), files.omissions)
+    }
+
+    /// Names shards that were recorded and are not in the dump: in the step's close, in the
+    /// summary, and as a fault.
+    fn left_out(&self, step: u64, files: &mut StepFiles, keys: &[TensorKey], reason: &str) {
+        files.omit_all(keys, reason);
+        for key in keys {
+            let microbatch = key.microbatch.map(|mb| mb.0);
+            self.shared.omitted(step, key.tensor.as_str(), microbatch, reason);
+        }
+        self.shared.fault(format!("step {step}: {reason}"));
     }
 
     async fn deliver_file(

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use backtape::credentials::Access;
+use backtape::faults;
 use backtape::store::backend::is_url;
 use tokio::time::Instant;
 
@@ -138,6 +139,7 @@ async fn record(
 
 async fn work_off(shared: &Shared, session: &mut Session) {
     while let Some(command) = shared.queue.next().await {
+        faults::pass("recorder.thread");
         match command {
             Command::Capture(step, queued) => session.write(step, *queued),
             Command::Close(step, ending) => session.close(step, *ending).await,

@@ -14,6 +14,7 @@ use super::request::{Admission, FileClaim, Member, Reply, Request};
 use super::runs::Runs;
 use super::state::Outcome;
 use super::status::Unsettled;
+use crate::faults;
 use crate::identity::Step;
 use crate::store::Backend;
 
@@ -79,7 +80,11 @@ pub(super) type Answer = Box<dyn FnOnce(&mut Runs)>;
 
 fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
     let mut batch = Vec::new();
+    let late = faults::seeded("ack-before-journal");
     while let Some(first) = inbox.blocking_recv() {
+        if late {
+            runs.flush(now_ms());
+        }
         batch.push(first);
         while batch.len() < MAX_BATCH
             && let Ok(next) = inbox.try_recv()
@@ -89,8 +94,12 @@ fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
         let now_ms = now_ms();
         let answers: Vec<Answer> =
             batch.drain(..).map(|request| handle(&mut runs, request, now_ms)).collect();
-        runs.flush(now_ms);
+        if !late {
+            faults::pass("actor.before-flush");
+            runs.flush(now_ms);
+        }
         for answer in answers {
+            faults::pass("actor.before-answer");
             answer(&mut runs);
         }
     }

@@ -12,6 +12,7 @@ use super::journal::{self, Batch, Journal, JournalError};
 use super::pulse::Pulse;
 use super::refusal::Refusal;
 use super::state::{AttemptState, Outcome};
+use crate::faults;
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Step};
 use crate::manifest::RunRecord;
@@ -149,6 +150,7 @@ impl AttemptLog {
             let mut bytes = serde_json::to_vec_pretty(&record)?;
             bytes.push(b'\n');
             self.backend.create(&path, &bytes)?;
+            faults::point("run-record.read")?;
             self.backend.read(&path)
         };
         let bytes = written()
@@ -185,7 +187,9 @@ impl AttemptLog {
             return Ok(());
         };
         let directory = self.directory.step(step);
+        faults::point("commit.manifest")?;
         self.backend.create(&directory.manifest(), &manifest.to_bytes())?;
+        faults::pass("commit.done");
         Ok(())
     }
 }

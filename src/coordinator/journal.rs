@@ -16,7 +16,7 @@
 mod lines;
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use self::lines::Lines;
 use super::event::Event;
+use crate::faults;
 use crate::hash::ContentHash;
 use crate::store::layout::JOURNAL;
 use crate::store::{Backend, durable};
@@ -108,8 +109,8 @@ pub(crate) fn load(backend: &Backend, attempt: &Path) -> Result<(Replay, Journal
 
 /// Reads every durable batch of a file.
 pub(crate) fn replay(path: &Path) -> Result<Replay, JournalError> {
-    let bytes =
-        std::fs::read(path).map_err(|source| JournalError::Read { path: path.into(), source })?;
+    let bytes = faults::point("journal.read").and_then(|()| std::fs::read(path));
+    let bytes = bytes.map_err(|source| JournalError::Read { path: path.into(), source })?;
     replay_bytes(path, &bytes)
 }
 
@@ -123,7 +124,12 @@ fn replay_bytes(path: &Path, bytes: &[u8]) -> Result<Replay, JournalError> {
                 replay.batches.push(batch);
                 (replay.chain, replay.good_bytes) = (chain, end);
             }
-            Err(_) if end == bytes.len() as u64 => replay.torn_bytes = line.len() as u64,
+            Err(_) if end == bytes.len() as u64 => {
+                replay.torn_bytes = line.len() as u64;
+                if faults::seeded("torn-line-believed") {
+                    replay.good_bytes = end;
+                }
+            }
             Err(detail) => {
                 return Err(JournalError::Damaged { path: path.into(), line: index + 1, detail });
             }
@@ -183,8 +189,7 @@ impl Journal {
                     Some(file) => file,
                     slot => slot.insert(open(path, *good_bytes)?),
                 };
-                file.write_all(&line)?;
-                file.sync_data()?;
+                write(file, &line)?;
                 *good_bytes += line.len() as u64;
             }
         }
@@ -193,12 +198,34 @@ impl Journal {
     }
 }
 
+/// Appends a line, durable.
+fn write(file: &mut File, line: &[u8]) -> io::Result<()> {
+    faults::write_all("journal.write", file, line)?;
+    let synced = faults::point("journal.sync").and_then(|()| sync(file));
+    if synced.is_err() && faults::seeded("retried-fsync") {
+        file.sync_data()?;
+    } else {
+        synced?;
+    }
+    faults::pass("journal.synced");
+    Ok(())
+}
+
+/// Makes what was written durable.
+fn sync(file: &File) -> io::Result<()> {
+    if faults::seeded("no-journal-fsync") {
+        return Ok(());
+    }
+    file.sync_data()
+}
+
 /// Opens a journal to append after its good bytes; what a crash left behind
 /// them is cut off, durably, before anything is written there.
 fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
     if let Some(directory) = path.parent() {
         durable::create_directory(directory)?;
     }
+    faults::point("journal.open")?;
     let file = OpenOptions::new()
         .append(true)
         .create(true)
@@ -206,7 +233,13 @@ fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
         .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
         .open(path)?;
     if file.metadata()?.len() != good_bytes {
+        // A journal that nobody loaded is never cut off: what is in it was acknowledged.
+        if good_bytes == 0 && !replay(path).is_ok_and(|found| found.batches.is_empty()) {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it holds an older record"));
+        }
+        faults::point("journal.truncate")?;
         file.set_len(good_bytes)?;
+        faults::point("journal.sync-truncated")?;
         file.sync_all()?;
     }
     durable::sync_parent(path)?;

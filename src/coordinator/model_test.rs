@@ -322,6 +322,21 @@ fn a_failed_append_leaves_an_error_and_no_second_try_is_offered() {
 }
 
 #[test]
+fn a_journal_that_was_not_loaded_is_never_cut_off() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("journal.jsonl");
+    let batch = Batch { at_ms: 0, events: vec![Event::Opened(opened())] };
+    Journal::new(path.clone()).append(&batch).unwrap();
+    let good = std::fs::read(&path).unwrap();
+    assert!(Journal::new(path.clone()).append(&batch).is_err());
+    assert_eq!(std::fs::read(&path).unwrap(), good);
+    // Of an opening that was cut off nothing was acknowledged.
+    std::fs::write(&path, &good[..good.len() / 2]).unwrap();
+    Journal::new(path.clone()).append(&batch).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), good);
+}
+
+#[test]
 fn ranks_that_disagree_on_the_head_keep_the_first_and_are_named() {
     let mut state = AttemptState::new(opened());
     for rank in 0..WORLD {

@@ -6,14 +6,17 @@
 //! have dropped the dirty pages and would report success (fsyncgate).
 
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::faults;
+
 /// Opens a new file that only its owner can read, and never an existing one:
 /// a link planted at the name is not followed.
 pub fn create_private(path: &Path) -> io::Result<File> {
+    faults::point("durable.create")?;
     OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
 }
 
@@ -33,6 +36,7 @@ pub fn create_directory(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         create_directory(parent)?;
     }
+    faults::point("durable.make-directory")?;
     match DirBuilder::new().mode(0o700).create(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
@@ -42,6 +46,10 @@ pub fn create_directory(path: &Path) -> io::Result<()> {
 
 /// Makes the directory entry of `path` durable.
 pub fn sync_parent(path: &Path) -> io::Result<()> {
+    faults::point("durable.sync-directory")?;
+    if faults::seeded("no-directory-fsync") {
+        return Ok(());
+    }
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
 }
@@ -50,13 +58,20 @@ pub fn sync_parent(path: &Path) -> io::Result<()> {
 /// true when this call created it. A hard link, because a rename would replace
 /// what another committer put there first.
 pub fn publish(scratch: &Path, target: &Path) -> io::Result<bool> {
+    faults::point("durable.link")?;
+    if faults::seeded("second-overwrites-first") {
+        std::fs::rename(scratch, target)?;
+        return sync_parent(target).map(|()| true);
+    }
     let created = match std::fs::hard_link(scratch, target) {
         Ok(()) => true,
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
         Err(error) => return Err(error),
     };
+    faults::point("durable.unlink")?;
     std::fs::remove_file(scratch)?;
     sync_parent(target)?;
+    faults::pass("durable.published");
     Ok(created)
 }
 
@@ -69,6 +84,7 @@ pub fn create(target: &Path, bytes: &[u8]) -> io::Result<bool> {
 /// Replaces `target` with these bytes, whole or not at all.
 pub fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
     let scratch = write_scratch(target, bytes)?;
+    faults::point("durable.rename")?;
     std::fs::rename(&scratch, target)?;
     sync_parent(target)
 }
@@ -76,7 +92,11 @@ pub fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
 fn write_scratch(target: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
     let scratch = scratch_beside(target);
     let written = create_private(&scratch).and_then(|mut file| {
-        file.write_all(bytes)?;
+        faults::write_all("durable.write", &mut file, bytes)?;
+        faults::point("durable.sync")?;
+        if faults::seeded("name-before-data") {
+            return Ok(());
+        }
         file.sync_all()
     });
     match written {

@@ -105,12 +105,13 @@ pub fn file_name(rank: Rank, microbatch: Option<Microbatch>) -> Name {
     Name::new(text).expect("digits and dashes")
 }
 
-/// What lies below a store and looks like a run.
+/// What lies below a store and looks like a run: where any attempt has a record. A launcher that
+/// counts its restarts may begin with another attempt than 0.
 pub fn runs(backend: &Backend, store: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for name in backend.list(store)?.directories {
         let run = store.join(name);
-        if recorded(&backend.list(&run)?) {
+        if !AttemptDir::list(backend, &run)?.is_empty() {
             found.push(run);
         }
     }
@@ -128,4 +129,22 @@ fn numbered(names: Vec<String>, prefix: &str) -> Vec<u64> {
     let mut numbers: Vec<u64> = digits.filter_map(|digits| digits.parse().ok()).collect();
     numbers.sort_unstable();
     numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_whose_first_launch_left_nothing_is_found_by_a_later_one() {
+        let store = tempfile::tempdir().unwrap();
+        let run = store.path().join("run");
+        let restart = AttemptDir::of(&run, Attempt(1));
+        std::fs::create_dir_all(restart.path.join("step-00000000")).unwrap();
+        let runs = || runs(&Backend::Directory, store.path()).unwrap();
+        assert_eq!(runs(), Vec::<PathBuf>::new());
+        std::fs::write(restart.path.join(JOURNAL), b"").unwrap();
+        std::fs::write(store.path().join("a file"), b"").unwrap();
+        assert_eq!(runs(), [run]);
+    }
 }

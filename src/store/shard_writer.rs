@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use super::backend::Backend;
 use super::durable;
 use super::header::{self, FileSelf};
+use crate::faults;
 use crate::hash::TrustHash;
 use crate::identity::Name;
 use crate::manifest::FileRecord;
@@ -53,7 +54,9 @@ impl ShardWriter {
         record.check().map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         // At its own offset: a shard that failed half-way (a full disk) is
         // overwritten by the next one, and the file stays sound.
-        self.file.write_all_at(bytes, HEADER_ROOM as u64 + self.data)?;
+        faults::point("shard.write")?;
+        let short = if faults::seeded("ignored-short-write") { bytes.len() / 2 } else { 0 };
+        self.file.write_all_at(&bytes[short..], HEADER_ROOM as u64 + self.data)?;
         self.data += bytes.len() as u64;
         self.about.shards.push(record);
         Ok(())
@@ -67,12 +70,17 @@ impl ShardWriter {
     /// Writes the header and makes the contents durable.
     pub fn finish(mut self) -> io::Result<FinishedFile> {
         let header = header::encode(&self.about, HEADER_ROOM)?;
+        faults::point("shard.resize")?;
         self.file.set_len(HEADER_ROOM as u64 + self.data)?;
         if header.len() > HEADER_ROOM {
             self.move_data(header.len())?;
         }
+        faults::point("shard.header")?;
         self.file.write_all_at(&header, 0)?;
-        self.file.sync_all()?;
+        faults::point("shard.sync")?;
+        if !faults::seeded("name-before-data") {
+            self.file.sync_all()?;
+        }
         let record = FileRecord {
             name: self.name.clone(),
             rank: self.about.rank,
@@ -88,6 +96,7 @@ impl ShardWriter {
     fn move_data(&mut self, room: usize) -> io::Result<()> {
         let wider = self.scratch.with_extension("wide.tmp");
         let mut target = durable::create_private(&wider)?;
+        faults::point("shard.move")?;
         target.seek(SeekFrom::Start(room as u64))?;
         self.file.seek(SeekFrom::Start(HEADER_ROOM as u64))?;
         let copied = io::copy(&mut self.file, &mut target).and_then(|n| {

@@ -18,6 +18,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::durable;
+use crate::faults;
 pub use bucket::{Bucket, ConnectError};
 
 /// A directory or a bucket.
@@ -171,6 +172,7 @@ impl Backend {
             Backend::Directory => {
                 durable::create_directory(store)?;
                 durable::create_private(&probe)?;
+                faults::point("store.probe")?;
                 std::fs::remove_file(&probe)
             }
             Backend::Bucket(bucket) => bucket.prove_writable(&probe),
