@@ -3,7 +3,9 @@
 
 #![allow(clippy::print_stdout)]
 
+mod powercut;
 mod random;
+mod small_dump;
 
 use clap::{Parser, Subcommand};
 
@@ -15,8 +17,13 @@ struct Arguments {
 }
 
 #[derive(Subcommand)]
-enum Campaign {}
+enum Campaign {
+    /// R3: cut the power of a file system under real writers
+    Powercut(powercut::Arguments),
+}
 
 fn main() -> anyhow::Result<()> {
-    match Arguments::parse().campaign {}
+    match Arguments::parse().campaign {
+        Campaign::Powercut(arguments) => powercut::run(&arguments),
+    }
 }
