@@ -142,9 +142,7 @@ impl AttemptLog {
             versions: opened.versions.clone(),
         };
         let written = || -> io::Result<Vec<u8>> {
-            let mut bytes = serde_json::to_vec_pretty(&record)?;
-            bytes.push(b'\n');
-            durable::create(&path, &bytes)?;
+            durable::create(&path, &record.to_bytes())?;
             std::fs::read(&path)
         };
         let bytes = written()

@@ -3,14 +3,21 @@
 
 #![allow(clippy::print_stdout)]
 
+mod bitrot;
 mod powercut;
+mod race;
 mod random;
+mod reassembly;
 mod small_dump;
 
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
-#[command(name = "soak", version, about = "Long campaigns against the promise that nothing is lost")]
+#[command(
+    name = "soak",
+    version,
+    about = "Long campaigns against the promise that nothing is lost"
+)]
 struct Arguments {
     #[command(subcommand)]
     campaign: Campaign,
@@ -18,12 +25,25 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Campaign {
+    /// R7: damage a dump in every way; verify must find and name it
+    Bitrot(bitrot::Arguments),
+    /// R9: write tensors in random layouts and put them together again
+    Reassembly(reassembly::Arguments),
+    /// R10: committers race for one manifest
+    Race(race::Arguments),
+    /// A process of `race`
+    #[command(hide = true)]
+    RaceCommitter,
     /// R3: cut the power of a file system under real writers
     Powercut(powercut::Arguments),
 }
 
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().campaign {
+        Campaign::Bitrot(arguments) => bitrot::run(arguments),
+        Campaign::Reassembly(arguments) => reassembly::run(arguments),
+        Campaign::Race(arguments) => race::run(&arguments),
+        Campaign::RaceCommitter => race::committer(),
         Campaign::Powercut(arguments) => powercut::run(&arguments),
     }
 }

@@ -1,5 +1,6 @@
 //! Small dumps, written by the code that ranks write with.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
@@ -8,11 +9,12 @@ use backtape::fingerprint::Fingerprint;
 use backtape::hash::ContentHash;
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
-use backtape::placement::{MeshCoordinates, Placements, Reduction};
+use backtape::manifest::Manifest;
+use backtape::placement::{Mesh, MeshCoordinates, Placements, Reduction};
 use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::layout::file_name;
-use backtape::store::{FinishedFile, ShardWriter};
+use backtape::store::{AttemptDir, FinishedFile, ShardWriter, durable};
 
 use crate::random::Random;
 
@@ -122,4 +124,36 @@ pub(crate) fn content(seed: u64, coordinates: u64, longest: u64) -> Vec<u8> {
     let mut bytes: Vec<u8> = (0..words).flat_map(|_| random.next().to_le_bytes()).collect();
     bytes.truncate(length as usize);
     bytes
+}
+
+/// Writes step 0 of attempt 0 of `run-a` at `run`, as its ranks and their coordinator would.
+pub(crate) fn commit(run: &Path, world_size: u32, mesh: Mesh, shards: &[Shard]) -> io::Result<()> {
+    let name = Name::new("run-a").map_err(io::Error::other)?;
+    let step = AttemptDir::of(run, Attempt(0)).step(Step(0));
+    let mut files: BTreeMap<(u32, Option<u32>), Vec<&Shard>> = BTreeMap::new();
+    for shard in shards {
+        files.entry((shard.rank, shard.microbatch)).or_default().push(shard);
+    }
+    std::fs::create_dir_all(&step.path)?;
+    let mut manifest = Manifest {
+        format_version: backtape::FORMAT_VERSION,
+        version: backtape::VERSION.into(),
+        run: name.clone(),
+        attempt: Attempt(0),
+        step: Step(0),
+        world_size,
+        mesh,
+        head: None,
+        files: Vec::new(),
+        omissions: Vec::new(),
+        selections: Vec::new(),
+        trigger: None,
+    };
+    for ((rank, microbatch), shards) in files {
+        let owner = Owner { run: name.clone(), attempt: 0, step: 0, rank, world_size };
+        let written = write_file(&step.path, &owner, microbatch, &shards)?;
+        manifest.files.push(written.publish()?.0);
+    }
+    durable::create(&step.manifest(), &manifest.to_bytes())?;
+    Ok(())
 }

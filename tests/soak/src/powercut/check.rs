@@ -1,5 +1,6 @@
 //! Holds what is on the disk after a cut against what was acknowledged before it.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
@@ -13,7 +14,7 @@ use backtape_replayer::dump::{self, Selection};
 use backtape_replayer::verify::verify;
 use tokio::runtime::Handle;
 
-use super::ledger::{File, Ledger, StepOf};
+use super::ledger::{File, Ledger, Recorded, StepOf};
 use super::work::{LONGEST_FILE, RUN};
 use crate::small_dump::content;
 
@@ -177,10 +178,14 @@ impl Check<'_> {
 
     fn recorded(&mut self, ledger: &Ledger, scope: Scope, number: u64) -> Result<()> {
         let recent = format!("recorded-{:06}", number.saturating_sub(1));
-        for (run, told) in &ledger.recorded {
-            if scope == Scope::Touched && *run != recent {
-                continue;
-            }
+        let mut told: BTreeMap<&str, Recorded> = BTreeMap::new();
+        for ((run, _), rank) in &ledger.recorded {
+            let all = told.entry(run).or_default();
+            all.committed.extend(&rank.committed);
+            all.shards += rank.shards;
+        }
+        told.retain(|run, _| scope == Scope::Everything || *run == recent);
+        for (run, told) in told {
             let mut intact = 0;
             for step in 0..4 {
                 let at = Selection { run: None, attempt: Some(0), step: Some(step) };
@@ -200,7 +205,13 @@ impl Check<'_> {
     }
 
     /// What the coordinator says of a step once it was restarted.
-    pub(crate) fn answers(&mut self, ledger: &Ledger, touched: &[StepOf], rpc: &mut Rpc, on: &Handle) {
+    pub(crate) fn answers(
+        &mut self,
+        ledger: &Ledger,
+        touched: &[StepOf],
+        rpc: &mut Rpc,
+        on: &Handle,
+    ) {
         for &(attempt, step) in touched {
             let Some(told) = ledger.steps.get(&(attempt, step)) else { continue };
             let ask = proto::StepStatusRequest { run: RUN.into(), attempt, step };
@@ -220,7 +231,9 @@ impl Check<'_> {
                 ));
             }
             if let Some(rank) = forgot {
-                self.say(format!("attempt {attempt} step {step}: the close of rank {rank} is forgotten"));
+                self.say(format!(
+                    "attempt {attempt} step {step}: the close of rank {rank} is forgotten"
+                ));
             }
             if told.committed && !said.committed {
                 self.say(format!("attempt {attempt} step {step} is no longer committed"));

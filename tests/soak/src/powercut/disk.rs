@@ -186,13 +186,8 @@ impl Disk {
         for name in ["mount", "below"] {
             std::fs::create_dir_all(directory.join(name))?;
         }
-        let mut disk = Disk {
-            mounted: None,
-            device: None,
-            below: None,
-            system,
-            directory: directory.into(),
-        };
+        let mut disk =
+            Disk { mounted: None, device: None, below: None, system, directory: directory.into() };
         let image = directory.join("image");
         let _ = std::fs::remove_file(&image);
         if cut == Cut::Fs {

@@ -24,7 +24,7 @@ pub(crate) struct Step {
     pub(crate) committed: bool,
 }
 
-/// What recorders were told of a run.
+/// What a recorder was told of a run.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Recorded {
     pub(crate) committed: BTreeSet<u64>,
@@ -45,7 +45,8 @@ pub(crate) struct Ledger {
     pub(crate) manifests: BTreeMap<PathBuf, TrustHash>,
     /// Hash of `run.json`, by attempt.
     pub(crate) runs: BTreeMap<u32, TrustHash>,
-    pub(crate) recorded: BTreeMap<String, Recorded>,
+    /// By run and rank.
+    pub(crate) recorded: BTreeMap<(String, u32), Recorded>,
     /// Steps that were worked on since the last check.
     pub(crate) touched: BTreeSet<StepOf>,
     /// Calls that failed before the power was cut.

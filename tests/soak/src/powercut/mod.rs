@@ -35,10 +35,12 @@ use crate::random::Random;
 pub(crate) const UNAVAILABLE: i32 = 4;
 /// Cuts that one image sees.
 const CYCLES_PER_IMAGE: u64 = 32;
-/// The power goes within this time of the first write, at a moment drawn uniformly.
-const WINDOW: Duration = Duration::from_millis(14);
+/// The power goes within one of these times of the first write, at a moment drawn uniformly:
+/// early moments meet directories and journals that are being made, late ones commits.
+const WINDOWS: [Duration; 3] =
+    [Duration::from_millis(5), Duration::from_millis(20), Duration::from_millis(60)];
 /// Recorders start threads and a coordinator of their own first.
-const RECORDER_WINDOW: Duration = Duration::from_millis(60);
+const RECORDER_WINDOW: Duration = Duration::from_millis(150);
 /// One cycle in so many is worked by recorders.
 const RECORDERS_IN: u64 = 16;
 /// Violations after which nothing more is learnt.
@@ -196,7 +198,8 @@ impl Image {
 
     fn check(&self, mount: &Path, rpc: &mut Rpc, scope: Scope, number: u64) -> Result<Vec<String>> {
         let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut check = Check { mount, seed: self.seed, found: std::mem::take(&mut ledger.refused) };
+        let mut check =
+            Check { mount, seed: self.seed, found: std::mem::take(&mut ledger.refused) };
         let asked: Vec<_> = match scope {
             Scope::Touched => ledger.touched.iter().copied().collect(),
             Scope::Everything => ledger.steps.keys().copied().collect(),
@@ -215,7 +218,8 @@ impl Image {
             self.places.iter_mut().for_each(|place| place.incarnation = 1 + random.below(u64::MAX));
         }
         let recorders = random.below(RECORDERS_IN) == 0;
-        let window = if recorders { RECORDER_WINDOW } else { WINDOW };
+        let drawn = WINDOWS[random.below(3) as usize];
+        let window = if recorders { RECORDER_WINDOW } else { drawn };
         let moment = Duration::from_nanos(random.below(window.as_nanos() as u64));
         let cut = AtomicBool::new(false);
         let work = Cycle {

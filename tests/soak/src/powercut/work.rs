@@ -16,7 +16,7 @@ use backtape_proto as proto;
 use proto::upload_file_request::Part;
 use tokio::runtime::Handle;
 
-use super::ledger::{File, Ledger, Recorded};
+use super::ledger::{File, Ledger};
 use crate::small_dump::{Owner, Shard, content, write_file};
 
 pub(crate) const RUN: &str = "job";
@@ -50,10 +50,25 @@ impl Cycle<'_> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Enters what was acknowledged, unless the power is gone: nobody is told anything then, and
+    /// what a cut file system answers to those who still run here is worth nothing (xfs lets an
+    /// fsync of a directory succeed).
+    fn told(&self, enter: impl FnOnce(&mut Ledger)) {
+        let mut ledger = self.ledger();
+        if !self.cut.load(Ordering::SeqCst) {
+            enter(&mut ledger);
+        }
+    }
+
     /// Notes how a worker ended; after the cut every end is right.
     fn ended(&self, who: &str, how: Result<()>) {
         if let (Err(error), false) = (how, self.cut.load(Ordering::SeqCst)) {
-            self.ledger().refused.push(format!("{who} before the cut: {error:#}"));
+            let said = format!("{who} before the cut: {error:#}");
+            // Of two new processes one may have entered the old attempt before the other opened
+            // the next: it is told to start again, and in this cycle it is not.
+            if !said.contains("was superseded by attempt") {
+                self.ledger().refused.push(said);
+            }
         }
     }
 
@@ -73,7 +88,7 @@ impl Cycle<'_> {
                     let path = below.join(format!("created-{i}"));
                     let bytes = content(self.seed, coordinates, LONGEST_FILE);
                     durable::create(&self.mount.join(&path), &bytes)?;
-                    self.ledger().created.insert(path, coordinates);
+                    self.told(|ledger| _ = ledger.created.insert(path, coordinates));
                 }
                 1 => {
                     let version = self.ledger().replaced.1 + 1;
@@ -81,7 +96,7 @@ impl Cycle<'_> {
                     let bytes = content(self.seed, version, LONGEST_FILE);
                     let bytes = [&version.to_le_bytes()[..], &bytes].concat();
                     durable::replace(&self.mount.join("replaced"), &bytes)?;
-                    self.ledger().replaced.0 = version;
+                    self.told(|ledger| ledger.replaced.0 = version);
                 }
                 _ => {
                     let owner = owner(0, i, 0)?;
@@ -90,7 +105,7 @@ impl Cycle<'_> {
                     let written = write_file(&directory, &owner, Some(i as u32), &[&shard])?;
                     let (record, _) = written.publish()?;
                     let file = acknowledged(below.join(record.name.as_str()), &record);
-                    self.ledger().files.push(file);
+                    self.told(|ledger| ledger.files.push(file));
                 }
             }
         }
@@ -117,7 +132,7 @@ impl Cycle<'_> {
             *place = Place { attempt: entered.attempt, next: 0, ..*place };
         }
         let hash = TrustHash(entered.run_record.as_ref().try_into()?);
-        self.ledger().runs.insert(entered.attempt, hash);
+        self.told(|ledger| _ = ledger.runs.insert(entered.attempt, hash));
         while place.next < MOST {
             let step = place.next;
             self.ledger().touched.insert((place.attempt, step));
@@ -132,10 +147,11 @@ impl Cycle<'_> {
                 ..Default::default()
             };
             let committed = on.block_on(rpc.close_step(close))?.into_inner().committed;
-            let mut ledger = self.ledger();
-            let entry = ledger.steps.entry((place.attempt, step)).or_default();
-            entry.closed.insert(rank);
-            entry.committed |= committed;
+            self.told(|ledger| {
+                let entry = ledger.steps.entry((place.attempt, step)).or_default();
+                entry.closed.insert(rank);
+                entry.committed |= committed;
+            });
             place.next += 1;
         }
         Ok(())
@@ -160,7 +176,8 @@ impl Cycle<'_> {
         let shard = Shard::bytes_of(tensor, microbatch, &owner, bytes);
         let below = AttemptDir::of(Path::new(RUN), Attempt(attempt)).step(Step(step)).path;
         let sent = (step + u64::from(rank)).is_multiple_of(3);
-        let directory = if sent { self.spool.join(rank.to_string()) } else { self.mount.join(&below) };
+        let directory =
+            if sent { self.spool.join(rank.to_string()) } else { self.mount.join(&below) };
         let written = write_file(&directory, &owner, microbatch, &[&shard])?;
         let report = |record: &FileRecord| proto::ReportFileRequest {
             member: Some(member(rank, place)),
@@ -183,9 +200,10 @@ impl Cycle<'_> {
             record
         };
         let file = acknowledged(below.join(record.name.as_str()), &record);
-        let mut ledger = self.ledger();
-        let entry = ledger.steps.entry((attempt, step)).or_default();
-        entry.files.insert(file.path.clone(), file);
+        self.told(|ledger| {
+            let entry = ledger.steps.entry((attempt, step)).or_default();
+            entry.files.insert(file.path.clone(), file);
+        });
         Ok(())
     }
 
@@ -232,11 +250,17 @@ impl Cycle<'_> {
             }
             tape.close()?;
         }
-        let summary = recorder.close()?;
-        let mut ledger = self.ledger();
-        let entry: &mut Recorded = ledger.recorded.entry(run.into()).or_default();
-        entry.committed.extend(summary.steps_committed);
-        entry.shards += summary.shards;
+        // Looks until all is told, or the power is gone; a job would go on training.
+        while !self.cut.load(Ordering::SeqCst) {
+            let summary = recorder.summary();
+            self.told(|ledger| {
+                let entry = ledger.recorded.entry((run.into(), rank)).or_default();
+                entry.committed.extend(&summary.steps_committed);
+                entry.shards = summary.shards;
+            });
+            std::thread::yield_now();
+        }
+        recorder.close()?;
         Ok(())
     }
 }
