@@ -41,4 +41,4 @@ pub use journal::JournalError;
 pub use refusal::Refusal;
 pub use server::{Coordinator, run};
 pub use status::{Overview, Progress, StepStatus, Unsettled};
-pub use wire::{asking, channel};
+pub use wire::{asking, channel, doubt};

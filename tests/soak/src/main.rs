@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout)]
 
 mod bitrot;
+mod parsers;
 mod powercut;
 mod race;
 mod random;
@@ -11,6 +12,9 @@ mod reassembly;
 mod small_dump;
 
 use clap::{Parser, Subcommand};
+
+#[global_allocator]
+static ALLOCATOR: parsers::allocated::Counting = parsers::allocated::Counting;
 
 #[derive(Parser)]
 #[command(
@@ -29,6 +33,8 @@ enum Campaign {
     Bitrot(bitrot::Arguments),
     /// R9: write tensors in random layouts and put them together again
     Reassembly(reassembly::Arguments),
+    /// R8: throw damaged inputs at everything that reads bytes from outside
+    Parsers(parsers::Arguments),
     /// R10: committers race for one manifest
     Race(race::Arguments),
     /// A process of `race`
@@ -42,6 +48,7 @@ fn main() -> anyhow::Result<()> {
     match Arguments::parse().campaign {
         Campaign::Bitrot(arguments) => bitrot::run(arguments),
         Campaign::Reassembly(arguments) => reassembly::run(arguments),
+        Campaign::Parsers(arguments) => parsers::run(&arguments),
         Campaign::Race(arguments) => race::run(&arguments),
         Campaign::RaceCommitter => race::committer(),
         Campaign::Powercut(arguments) => powercut::run(&arguments),
