@@ -104,11 +104,11 @@ struct Sealed {
     manifest: serde_json::Value,
 }
 
-/// Why a manifest cannot be trusted.
+/// Why a manifest, or a run's record, cannot be trusted.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
     /// Not JSON of this shape.
-    #[error("it is not a manifest: {0}")]
+    #[error("it is not one that backtape wrote: {0}")]
     Syntax(#[from] serde_json::Error),
     /// Written by a newer backtape.
     #[error(
@@ -168,6 +168,12 @@ impl Manifest {
         if TrustHash::of(sealed.manifest.to_string().as_bytes()) != sealed.blake3 {
             return Err(ManifestError::Altered);
         }
+        // The hash is over what the text means. `1E5` for `1e5` means the same, and is damage.
+        let mut written = serde_json::to_vec(&sealed)?;
+        written.push(b'\n');
+        if written != bytes {
+            return Err(ManifestError::Altered);
+        }
         Ok(serde_json::from_value(sealed.manifest)?)
     }
 
@@ -196,4 +202,118 @@ pub struct RunRecord {
     pub started: u64,
     /// Versions of the job's software, as the first rank gave them.
     pub versions: BTreeMap<String, String>,
+}
+
+/// The key of `run.json` that seals the others.
+const SEAL: &str = "blake3";
+
+/// `run.json` as it was read.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReadRun {
+    /// What it says.
+    pub record: RunRecord,
+    /// False in a dump of before it had a seal: then nothing shows that it was not altered.
+    pub sealed: bool,
+}
+
+impl RunRecord {
+    /// The bytes that stand on disk: keys in order, sealed by a hash over the others.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut value = serde_json::to_value(self).expect("a record is plain data");
+        value[SEAL] = TrustHash::of(value.to_string().as_bytes()).to_string().into();
+        let mut bytes = serde_json::to_vec_pretty(&value).expect("plain data");
+        bytes.push(b'\n');
+        bytes
+    }
+
+    /// Reads a record back; refuses an altered one and one of a newer format.
+    pub fn from_bytes(bytes: &[u8]) -> Result<ReadRun, ManifestError> {
+        let mut value: serde_json::Value = serde_json::from_slice(bytes)?;
+        let version = value.get("format_version").and_then(serde_json::Value::as_u64);
+        let newer = version.filter(|&found| found > u64::from(FORMAT_VERSION));
+        let record = serde_json::from_value::<RunRecord>(value.clone());
+        let mut written = serde_json::to_vec_pretty(&value)?;
+        written.push(b'\n');
+        let seal = value.as_object_mut().and_then(|fields| fields.remove(SEAL));
+        let right = TrustHash::of(value.to_string().as_bytes()).to_string();
+        let sealed = seal.is_some_and(|seal| seal == right.as_str()) && written == bytes;
+        if let Some(found) = newer {
+            return Err(ManifestError::Newer(found));
+        }
+        let record = record?;
+        if !sealed {
+            // Before there was a seal it was written in the order of the fields.
+            let mut before = serde_json::to_vec_pretty(&record)?;
+            before.push(b'\n');
+            if before != bytes {
+                return Err(ManifestError::Altered);
+            }
+        }
+        Ok(ReadRun { record, sealed })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> RunRecord {
+        RunRecord {
+            format_version: FORMAT_VERSION,
+            version: "0.1.0".into(),
+            run: Name::new("run-a").unwrap(),
+            attempt: Attempt(0),
+            world_size: 2,
+            mesh: Mesh(vec![("data".into(), 2)]),
+            started: 1_767_225_600,
+            versions: BTreeMap::from([("jax".into(), "0.7.1".into())]),
+        }
+    }
+
+    fn manifest() -> Manifest {
+        let head = HeadDeclaration { z_loss: 1e-300, ..HeadDeclaration::default() };
+        Manifest {
+            format_version: FORMAT_VERSION,
+            version: "0.1.0".into(),
+            run: Name::new("run-a").unwrap(),
+            attempt: Attempt(0),
+            step: Step(3),
+            world_size: 2,
+            mesh: Mesh::default(),
+            head: Some(head),
+            files: Vec::new(),
+            omissions: Vec::new(),
+            selections: Vec::new(),
+            trigger: None,
+        }
+    }
+
+    /// Goal: no damage passes. Method: every bit of both files, one after the other; among them
+    /// those that leave the meaning as it was (`1e-300` and `1E-300`).
+    #[test]
+    fn every_flipped_bit_of_a_manifest_and_of_a_run_record_is_found() {
+        let (run, step) = (record().to_bytes(), manifest().to_bytes());
+        assert_eq!(RunRecord::from_bytes(&run).unwrap().record, record());
+        assert!(RunRecord::from_bytes(&run).unwrap().sealed);
+        assert_eq!(Manifest::from_bytes(&step).unwrap(), manifest());
+        for at in 0..8 * run.len() {
+            let mut damaged = run.clone();
+            damaged[at / 8] ^= 1 << (at % 8);
+            assert!(RunRecord::from_bytes(&damaged).is_err(), "bit {at} of run.json");
+        }
+        for at in 0..8 * step.len() {
+            let mut damaged = step.clone();
+            damaged[at / 8] ^= 1 << (at % 8);
+            assert!(Manifest::from_bytes(&damaged).is_err(), "bit {at} of manifest.json");
+        }
+    }
+
+    #[test]
+    fn a_run_record_of_before_the_seal_is_read_and_said_to_be_unsealed() {
+        let mut bytes = serde_json::to_vec_pretty(&record()).unwrap();
+        bytes.push(b'\n');
+        assert!(!RunRecord::from_bytes(&bytes).unwrap().sealed);
+        bytes[0] = b' ';
+        assert!(RunRecord::from_bytes(&bytes).is_err());
+    }
 }

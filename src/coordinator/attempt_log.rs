@@ -147,9 +147,7 @@ impl AttemptLog {
             versions: opened.versions.clone(),
         };
         let written = || -> io::Result<Vec<u8>> {
-            let mut bytes = serde_json::to_vec_pretty(&record)?;
-            bytes.push(b'\n');
-            self.backend.create(&path, &bytes)?;
+            self.backend.create(&path, &record.to_bytes())?;
             faults::point("run-record.read")?;
             self.backend.read(&path)
         };

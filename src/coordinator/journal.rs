@@ -70,15 +70,17 @@ enum Medium {
 /// Why a journal cannot be believed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub(crate) enum JournalError {
+pub enum JournalError {
     #[error("{path} cannot be read", path = path.display())]
     Read { path: PathBuf, source: io::Error },
+    #[error("{path} has {bytes} bytes: more than {most} are not read")]
+    TooLarge { path: String, bytes: u64, most: u64 },
     #[error("{path} is damaged at line {line}, before its end: {detail}; restore it, or start a new attempt", path = path.display())]
     Damaged { path: PathBuf, line: usize, detail: String },
 }
 
 /// The checksum before the first line.
-fn chain_start() -> ContentHash {
+pub(super) fn chain_start() -> ContentHash {
     ContentHash::of(b"backtape journal 1")
 }
 
@@ -139,6 +141,16 @@ fn replay_bytes(path: &Path, bytes: &[u8]) -> Result<Replay, JournalError> {
 }
 
 fn read_line(line: &[u8], previous: ContentHash) -> Result<(Batch, ContentHash), String> {
+    let (json, chain) = check_line(line, previous)?;
+    let batch = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+    Ok((batch, chain))
+}
+
+/// The JSON of a line whose checksum is right, and the checksum.
+pub(super) fn check_line(
+    line: &[u8],
+    previous: ContentHash,
+) -> Result<(&[u8], ContentHash), String> {
     let text = line.strip_suffix(b"\n").ok_or("it has no end")?;
     let (digits, rest) = text.split_at_checked(CHECKSUM_DIGITS).ok_or("it is too short")?;
     let json = rest.strip_prefix(b" ").ok_or("it has no checksum")?;
@@ -146,8 +158,7 @@ fn read_line(line: &[u8], previous: ContentHash) -> Result<(Batch, ContentHash),
     if digits != chain.to_string().as_bytes() {
         return Err("its checksum does not match its contents".into());
     }
-    let batch = serde_json::from_slice(json).map_err(|error| error.to_string())?;
-    Ok((batch, chain))
+    Ok((json, chain))
 }
 
 impl Journal {

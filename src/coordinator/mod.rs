@@ -15,6 +15,7 @@ mod attempt_log;
 mod attempts;
 mod config;
 mod event;
+mod examine;
 mod intake;
 mod journal;
 pub mod limits;
@@ -37,7 +38,9 @@ mod wire;
 
 pub use actor::Handle;
 pub use config::{Config, Rules, ServeError, StartError};
+pub use examine::{Examined, MAX_EXAMINED_BYTES, examine, examine_from};
+pub use journal::JournalError;
 pub use refusal::Refusal;
 pub use server::{Coordinator, run};
 pub use status::{Overview, Progress, StepStatus, Unsettled};
-pub use wire::{asking, channel};
+pub use wire::{asking, channel, doubt};

@@ -2,6 +2,7 @@
 
 pub mod asking;
 pub mod channel;
+pub mod doubt;
 pub(super) mod steering;
 
 use backtape_proto as proto;

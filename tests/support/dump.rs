@@ -113,6 +113,6 @@ pub(crate) fn write_with(
         started: 0,
         versions: BTreeMap::new(),
     };
-    let json = serde_json::to_vec(&record).unwrap();
-    backtape::store::durable::create(&dir.path.join(RUN_RECORD), &json).unwrap();
+    let path = dir.path.join(RUN_RECORD);
+    backtape::store::durable::create(&path, &record.to_bytes()).unwrap();
 }

@@ -226,7 +226,7 @@ fn read_manifest(located: &Located) -> Result<Result<Manifest, String>, OpenErro
 /// names and the mesh of a salvaged step.
 fn run_record(directory: &Path) -> Option<RunRecord> {
     let bytes = std::fs::read(directory.join(RUN_RECORD)).ok()?;
-    serde_json::from_slice(&bytes).ok()
+    RunRecord::from_bytes(&bytes).ok().map(|read| read.record)
 }
 
 /// Names of the plain files in a step's directory, sorted.

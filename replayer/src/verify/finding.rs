@@ -19,6 +19,8 @@ pub enum FindingKind {
     DamagedFile,
     /// A file that nobody listed.
     StrayFile,
+    /// The run's own record, or the coordinator's journal, is not what was written.
+    DamagedRecord,
     /// A shard's bytes do not hash to what the job hashed.
     BytesAltered,
     /// A shard's bytes are right and its place is not.

@@ -15,6 +15,7 @@ mod agreement;
 mod contents;
 mod declared;
 mod finding;
+mod records;
 #[cfg(test)]
 mod tests;
 
@@ -108,6 +109,7 @@ pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification 
         findings.extend(found);
         not_checked.extend(unchecked);
     }
+    findings.extend(records::findings(dump, &mut not_checked));
     not_checked.extend(unproved(dump, &verdicts, &contents));
     // Stable: findings of one kind and tensor keep the order of their boxes.
     findings.sort_by(|a, b| (a.severity, a.kind, &a.tensor).cmp(&(b.severity, b.kind, &b.tensor)));

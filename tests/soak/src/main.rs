@@ -3,6 +3,7 @@
 
 #![allow(clippy::print_stdout)]
 
+mod bitrot;
 mod contract;
 mod fail_open;
 mod io_errors;
@@ -11,11 +12,19 @@ mod kill;
 mod ledger;
 mod oracle;
 mod order;
+mod parsers;
+mod powercut;
 mod processes;
+mod race;
 mod random;
 mod rank;
+mod reassembly;
+mod small_dump;
 
 use clap::{Parser, Subcommand};
+
+#[global_allocator]
+static ALLOCATOR: parsers::allocated::Counting = parsers::allocated::Counting;
 
 #[derive(Parser)]
 #[command(
@@ -42,6 +51,19 @@ enum Campaign {
     Order(order::OrderArguments),
     #[command(hide = true)]
     Rank(rank::RankArguments),
+    /// R7: damage a dump in every way; verify must find and name it
+    Bitrot(bitrot::Arguments),
+    /// R9: write tensors in random layouts and put them together again
+    Reassembly(reassembly::Arguments),
+    /// R8: throw damaged inputs at everything that reads bytes from outside
+    Parsers(parsers::Arguments),
+    /// R10: committers race for one manifest
+    Race(race::Arguments),
+    /// A process of `race`
+    #[command(hide = true)]
+    RaceCommitter,
+    /// R3: cut the power of a file system under real writers
+    Powercut(powercut::Arguments),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -52,5 +74,11 @@ fn main() -> anyhow::Result<()> {
         Campaign::Order(arguments) => order::run(&arguments),
         Campaign::IoErrors(arguments) => io_errors::run(&arguments),
         Campaign::Rank(arguments) => rank::run(&arguments),
+        Campaign::Bitrot(arguments) => bitrot::run(arguments),
+        Campaign::Reassembly(arguments) => reassembly::run(arguments),
+        Campaign::Parsers(arguments) => parsers::run(&arguments),
+        Campaign::Race(arguments) => race::run(&arguments),
+        Campaign::RaceCommitter => race::committer(),
+        Campaign::Powercut(arguments) => powercut::run(&arguments),
     }
 }

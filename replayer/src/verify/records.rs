@@ -1,0 +1,88 @@
+//! What lies beside the steps: `run.json` and the coordinator's journal. No tensor rests on
+//! them, and a dump that was copied without them is whole; but where they are, they must be what
+//! was written.
+
+use std::path::Path;
+
+use backtape::coordinator::{JournalError, examine};
+use backtape::manifest::{ManifestError, RunRecord};
+use backtape::store::layout::{JOURNAL, RUN_RECORD};
+
+use super::finding::{FindingKind, NotChecked, VerifyFinding};
+use crate::dump::StepDump;
+
+pub(super) fn findings(dump: &StepDump, not_checked: &mut Vec<NotChecked>) -> Vec<VerifyFinding> {
+    let Some(attempt) = dump.directory.parent() else { return Vec::new() };
+    let run = run_record(dump, &attempt.join(RUN_RECORD), not_checked);
+    let mut found = Vec::from_iter(run);
+    found.extend(journal(dump, &attempt.join(JOURNAL), not_checked));
+    found
+}
+
+fn fault(path: &Path, sentence: String) -> VerifyFinding {
+    VerifyFinding::fault(FindingKind::DamagedRecord, sentence).within(path)
+}
+
+fn run_record(
+    dump: &StepDump,
+    path: &Path,
+    not_checked: &mut Vec<NotChecked>,
+) -> Option<VerifyFinding> {
+    let bytes = std::fs::read(path).ok()?;
+    let read = match RunRecord::from_bytes(&bytes) {
+        Ok(read) => read,
+        Err(error @ ManifestError::Altered) => {
+            return Some(fault(path, format!("{RUN_RECORD} is damaged: {error}")));
+        }
+        Err(error) => return Some(fault(path, format!("{RUN_RECORD} cannot be read: {error}"))),
+    };
+    if !read.sealed {
+        not_checked.push(NotChecked {
+            what: format!("whether {RUN_RECORD} is what was written"),
+            why: "it was written before it had a seal".into(),
+        });
+    }
+    let (own, of) = (&read.record, (&dump.run, dump.attempt));
+    ((&own.run, own.attempt) != of).then(|| {
+        let (run, attempt) = (&own.run, own.attempt);
+        fault(path, format!("{RUN_RECORD} is of run {run} attempt {attempt}: it was moved here"))
+    })
+}
+
+fn journal(dump: &StepDump, path: &Path, not_checked: &mut Vec<NotChecked>) -> Vec<VerifyFinding> {
+    if !path.is_file() {
+        return Vec::new();
+    }
+    let examined = match examine(path, dump.step) {
+        Ok(examined) => examined,
+        Err(JournalError::TooLarge { bytes, most, .. }) => {
+            not_checked.push(NotChecked {
+                what: JOURNAL.into(),
+                why: format!("its {bytes} bytes are more than the {most} that are read"),
+            });
+            return Vec::new();
+        }
+        Err(JournalError::Damaged { line, detail, .. }) => {
+            let sentence = format!("{JOURNAL} is damaged at line {line}: {detail}");
+            return vec![fault(path, sentence)];
+        }
+        Err(error) => return vec![fault(path, format!("{JOURNAL} cannot be read: {error}"))],
+    };
+    let mut found = Vec::new();
+    if let (true, Some(how)) = (dump.committed(), examined.contradicts(&dump.manifest)) {
+        let step = dump.step;
+        found.push(fault(
+            path,
+            format!("{JOURNAL} does not tell of step {step} what its manifest tells: {how}"),
+        ));
+    }
+    if examined.torn_bytes > 0 {
+        // What was being written when the coordinator stopped was acknowledged to nobody.
+        let sentence = format!(
+            "{JOURNAL} ends in {} bytes that are no whole line: a crash cut them off, or they were altered",
+            examined.torn_bytes
+        );
+        found.push(VerifyFinding::note(FindingKind::DamagedRecord, sentence).within(path));
+    }
+    found
+}
