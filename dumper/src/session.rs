@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use backtape::coordinator::limits::MAX_FILES_PER_REPORT;
 use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
@@ -23,6 +24,9 @@ use crate::settings::TransportChoice;
 /// Pauses between looks at a step that other ranks have yet to close.
 const FIRST_LOOK: Duration = Duration::from_millis(10);
 const SLOWEST_LOOK: Duration = Duration::from_millis(500);
+/// What each rank of the job adds to the slowest pause: together they ask 5,000 times a
+/// second at most.
+const LOOK_PER_RANK: Duration = Duration::from_micros(200);
 
 /// A rank inside a run.
 pub(crate) struct Session {
@@ -152,59 +156,86 @@ impl Session {
             None => return (Some(0), Omissions::default()),
         };
         let mut acknowledged = 0;
-        for file in files.finish() {
-            let keys: Vec<TensorKey> = file.record.shards.iter().map(|s| s.key.clone()).collect();
-            let (name, bytes) = (file.record.name.clone(), payload_bytes(&file.record));
-            match self.deliver_file(step, file, deadline).await {
-                Ok(shards) => {
-                    acknowledged += 1;
-                    let mut summary = self.shared.summary();
-                    summary.shards += shards;
-                    summary.bytes += bytes;
-                }
-                Err(CallError::Unreachable(why)) => {
-                    self.lost(step, &format!("{name} was not acknowledged: {why}"));
-                    return (None, files.omissions);
-                }
-                Err(error) => {
-                    let reason = format!("{name} was not accepted: {error}");
-                    files.omit_all(&keys, &reason);
-                    for key in &keys {
-                        let microbatch = key.microbatch.map(|mb| mb.0);
-                        self.shared.omitted(step, key.tensor.as_str(), microbatch, &reason);
+        let mut finished = files.finish().into_iter().peekable();
+        while finished.peek().is_some() {
+            // A file that is sent is answered for itself.
+            let most = if self.spool.is_some() { 1 } else { MAX_FILES_PER_REPORT };
+            let some: Vec<FinishedFile> = finished.by_ref().take(most).collect();
+            let records: Vec<FileRecord> = some.iter().map(|file| file.record.clone()).collect();
+            let outcomes = self.deliver_files(step, some, deadline).await;
+            for (record, outcome) in records.iter().zip(outcomes) {
+                match outcome {
+                    Ok(shards) => {
+                        acknowledged += 1;
+                        let mut summary = self.shared.summary();
+                        summary.shards += shards;
+                        summary.bytes += payload_bytes(record);
                     }
-                    self.shared.fault(format!("step {step}: {reason}"));
+                    Err(CallError::Unreachable(why)) => {
+                        let name = &record.name;
+                        self.lost(step, &format!("{name} was not acknowledged: {why}"));
+                        return (None, files.omissions);
+                    }
+                    Err(error) => self.refused(step, record, &error, &mut files),
                 }
             }
         }
         (Some(acknowledged), files.omissions)
     }
 
-    async fn deliver_file(
+    /// Names the shards of a file that the coordinator will not have.
+    fn refused(&self, step: u64, record: &FileRecord, error: &CallError, files: &mut StepFiles) {
+        let reason = format!("{} was not accepted: {error}", record.name);
+        let keys: Vec<TensorKey> = record.shards.iter().map(|s| s.key.clone()).collect();
+        files.omit_all(&keys, &reason);
+        for key in &keys {
+            let microbatch = key.microbatch.map(|mb| mb.0);
+            self.shared.omitted(step, key.tensor.as_str(), microbatch, &reason);
+        }
+        self.shared.fault(format!("step {step}: {reason}"));
+    }
+
+    /// Gives files their names and reports them, or sends them; the outcome of each.
+    async fn deliver_files(
         &mut self,
         step: u64,
-        file: FinishedFile,
+        files: Vec<FinishedFile>,
         deadline: Instant,
-    ) -> Result<u64, CallError> {
+    ) -> Vec<Result<u64, CallError>> {
+        let mut settled = Vec::new();
         if self.spool.is_some() {
-            let path = file.scratch().to_path_buf();
-            return self.client.upload_file(step, &file.record, &path, deadline).await;
-        }
-        let (record, _) = file.publish().map_err(|error| {
-            let directory = self.attempt.step(Step(step)).path;
-            CallError::Refused(format!(
-                "no file could be named in {}: {error}",
-                directory.display()
-            ))
-        })?;
-        match self.client.report_file(step, &record, deadline).await {
-            Err(CallError::NotThere(_)) if self.may_stream() => {
-                // The directory looked the same and is not: send what was written.
-                let path = self.attempt.step(Step(step)).path.join(record.name.as_str());
-                self.client.upload_file(step, &record, &path, deadline).await
+            for file in files {
+                let (record, path) = (&file.record, file.scratch().to_path_buf());
+                settled.push(self.client.upload_file(step, record, &path, deadline).await);
             }
-            reported => reported,
+            return settled;
         }
+        let directory = self.attempt.step(Step(step)).path;
+        let (mut named, mut publications) = (Vec::new(), Vec::new());
+        for file in files {
+            publications.push(file.publish().map(|(record, _)| named.push(record)).map_err(|error| {
+                let directory = directory.display();
+                CallError::Refused(format!("no file could be named in {directory}: {error}"))
+            }));
+        }
+        let reported = match named.is_empty() {
+            true => Vec::new(),
+            false => self.client.report_files(step, &named, deadline).await,
+        };
+        let mut reported = named.into_iter().zip(reported);
+        for publication in publications {
+            settled.push(match publication.map(|()| reported.next()) {
+                Err(error) => Err(error),
+                Ok(Some((record, Err(CallError::NotThere(_))))) if self.may_stream() => {
+                    // The directory looked the same and is not: send what was written.
+                    let path = directory.join(record.name.as_str());
+                    self.client.upload_file(step, &record, &path, deadline).await
+                }
+                Ok(Some((_, outcome))) => outcome,
+                Ok(None) => Err(CallError::Unreachable("no outcome came for it".into())),
+            });
+        }
+        settled
     }
 
     fn may_stream(&self) -> bool {
@@ -215,11 +246,12 @@ impl Session {
     pub(crate) async fn settle(&mut self) {
         let deadline = self.deadline();
         let mut pause = FIRST_LOOK;
+        let slowest = SLOWEST_LOOK.max(LOOK_PER_RANK * self.shared.plan.settings.world_size);
         while let Some(&step) = self.waiting.first() {
             match self.look(step, deadline).await {
                 None => {
                     tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(SLOWEST_LOOK);
+                    pause = (pause * 2).min(slowest);
                     continue;
                 }
                 Some(Ok(())) => self.shared.summary().steps_committed.push(step),

@@ -182,7 +182,7 @@ impl AttemptLog {
         };
         let directory = self.directory.step(step);
         durable::create_directory(&directory.path)?;
-        durable::create(&directory.manifest(), &manifest.to_bytes())?;
+        durable::create(&directory.manifest(), &manifest)?;
         Ok(())
     }
 }

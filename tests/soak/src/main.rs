@@ -3,7 +3,12 @@
 
 #![allow(clippy::print_stdout)]
 
+mod manifest;
+mod memory;
 mod random;
+mod scale;
+mod served;
+mod written;
 
 use clap::{Parser, Subcommand};
 
@@ -15,8 +20,16 @@ struct Arguments {
 }
 
 #[derive(Subcommand)]
-enum Campaign {}
+enum Campaign {
+    /// What the manifest of a large step costs to write and to read
+    Manifest(manifest::Arguments),
+    /// One step of a job of thousands of ranks
+    Scale(scale::Arguments),
+}
 
 fn main() -> anyhow::Result<()> {
-    match Arguments::parse().campaign {}
+    match Arguments::parse().campaign {
+        Campaign::Manifest(arguments) => manifest::run(&arguments),
+        Campaign::Scale(arguments) => scale::run(&arguments),
+    }
 }
