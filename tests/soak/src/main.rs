@@ -6,6 +6,7 @@
 mod manifest;
 mod memory;
 mod random;
+mod reports;
 mod scale;
 mod served;
 mod written;
@@ -23,6 +24,8 @@ struct Arguments {
 enum Campaign {
     /// What the manifest of a large step costs to write and to read
     Manifest(manifest::Arguments),
+    /// How many reports a coordinator takes in a second
+    Reports(reports::Arguments),
     /// One step of a job of thousands of ranks
     Scale(scale::Arguments),
 }
@@ -30,6 +33,7 @@ enum Campaign {
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().campaign {
         Campaign::Manifest(arguments) => manifest::run(&arguments),
+        Campaign::Reports(arguments) => reports::run(&arguments),
         Campaign::Scale(arguments) => scale::run(&arguments),
     }
 }

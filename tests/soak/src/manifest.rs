@@ -104,7 +104,7 @@ fn read(path: &Path) -> anyhow::Result<String> {
 }
 
 fn seconds(time: Duration) -> String {
-    format!("{:.3} s", time.as_secs_f64())
+    format!("{:.4} s", time.as_secs_f64())
 }
 
 fn tensor_name(index: u64) -> String {
