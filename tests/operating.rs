@@ -79,7 +79,7 @@ fn numbers_and_health_are_served_to_prometheus_and_to_probes() {
         "backtape_steps_committed 0",
         "backtape_dumped_bytes 72",
         "backtape_calls_total{method=\"join\",code=\"Ok\"} 2",
-        "backtape_calls_total{method=\"report_file\",code=\"Ok\"} 6",
+        "backtape_calls_total{method=\"report_files\",code=\"Ok\"} 2",
     ] {
         assert!(text.contains(line), "{line} is not in\n{text}");
     }

@@ -34,7 +34,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 const CHUNKS_AHEAD: usize = 2;
 
 /// Why a call gave no answer.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub(crate) enum CallError {
     /// Nobody answered in time; the same call may succeed later.
     #[error("{0}")]
@@ -125,14 +125,51 @@ impl Client {
     }
 
     fn report(&self, step: u64, file: &FileRecord) -> proto::ReportFileRequest {
-        proto::ReportFileRequest {
+        let member = Some(self.member.clone());
+        proto::ReportFileRequest { member, step, file: Some(claim(file)) }
+    }
+
+    /// Reports files that lie in the store; the outcome of each, in order.
+    pub(crate) async fn report_files(
+        &self,
+        step: u64,
+        files: &[FileRecord],
+        deadline: Instant,
+    ) -> Vec<Result<u64, CallError>> {
+        let request = proto::ReportFilesRequest {
             member: Some(self.member.clone()),
             step,
-            file: Some(proto::FileReport {
-                name: file.name.to_string(),
-                length: file.length,
-                header_hash: Bytes::copy_from_slice(&file.header_hash.0),
-            }),
+            files: files.iter().map(claim).collect(),
+        };
+        let answer = retry(deadline, || async {
+            let mut rpc = self.rpc.clone();
+            let called = async {
+                match rpc.report_files(request.clone()).await {
+                    Err(status) if status.code() == Code::Unimplemented => {
+                        Ok(tonic::Response::new(None))
+                    }
+                    answer => answer.map(|answer| answer.map(Some)),
+                }
+            };
+            within(limit(deadline), called).await
+        });
+        match answer.await {
+            Ok(Some(answer)) if answer.outcomes.len() == files.len() => {
+                answer.outcomes.into_iter().map(outcome).collect()
+            }
+            Ok(Some(_)) => {
+                let why = "the coordinator answered for another number of files";
+                files.iter().map(|_| Err(CallError::Unreachable(why.into()))).collect()
+            }
+            // A coordinator of before takes them one by one.
+            Ok(None) => {
+                let mut outcomes = Vec::new();
+                for file in files {
+                    outcomes.push(self.report_file(step, file, deadline).await);
+                }
+                outcomes
+            }
+            Err(error) => files.iter().map(|_| Err(error.clone())).collect(),
         }
     }
 
@@ -251,9 +288,25 @@ impl Client {
             run: self.member.run.clone(),
             attempt: self.member.attempt,
             step,
+            brief: true,
         };
         let answer = within(CONNECT_DEADLINE, self.rpc.clone().step_status(request)).await?;
         Ok((answer.committed, answer.reason))
+    }
+}
+
+fn claim(file: &FileRecord) -> proto::FileReport {
+    proto::FileReport {
+        name: file.name.to_string(),
+        length: file.length,
+        header_hash: Bytes::copy_from_slice(&file.header_hash.0),
+    }
+}
+
+fn outcome(of: proto::FileOutcome) -> Result<u64, CallError> {
+    match Code::from_i32(i32::try_from(of.code).unwrap_or(i32::MAX)) {
+        Code::Ok => Ok(of.shards),
+        code => Err(judge(Status::new(code, of.refusal))),
     }
 }
 

@@ -22,6 +22,7 @@
 
 mod capture;
 mod client;
+mod delivery;
 mod embedded;
 mod error;
 mod files;

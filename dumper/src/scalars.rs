@@ -14,8 +14,8 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::client::{CallError, Client, Entered};
+use crate::delivery::sends_rows;
 use crate::recorder::Shared;
-use crate::session::sends_rows;
 
 /// Most values that wait: some 30 MB with their names.
 const MAX_WAITING_VALUES: usize = 1 << 18;

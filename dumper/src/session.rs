@@ -1,21 +1,18 @@
 //! What a rank does once it has entered a run: write, deliver, close, wait.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use backtape::hash::TrustHash;
 use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
-use backtape::store::backend::is_url;
-use backtape::store::layout::RUN_RECORD;
-use backtape::store::{AttemptDir, Backend, FinishedFile};
+use backtape::store::{AttemptDir, FinishedFile};
 use tokio::time::Instant;
 
 use crate::capture::Queued;
 use crate::client::{CallError, Client, Entered};
+use crate::delivery::{Delivery, Way};
 use crate::embedded::Embedded;
 use crate::files::StepFiles;
 use crate::omissions::Omissions;
@@ -26,6 +23,9 @@ use crate::settings::TransportChoice;
 /// Pauses between looks at a step that other ranks have yet to close.
 const FIRST_LOOK: Duration = Duration::from_millis(10);
 const SLOWEST_LOOK: Duration = Duration::from_millis(500);
+/// What each rank of the job adds to the slowest pause: together they ask 5,000 times a
+/// second at most.
+const LOOK_PER_RANK: Duration = Duration::from_micros(200);
 
 /// A rank inside a run.
 pub(crate) struct Session {
@@ -36,37 +36,6 @@ pub(crate) struct Session {
     open: BTreeMap<u64, StepFiles>,
     /// Closed here, not known to be committed.
     waiting: BTreeSet<u64>,
-}
-
-/// How files reach the store.
-enum Way {
-    /// They are made in it.
-    Direct,
-    /// They are made in a spool of this host, then put into the store's bucket.
-    Bucket(Backend, tempfile::TempDir),
-    /// They are made in a spool of this host, then sent to the coordinator.
-    Stream(tempfile::TempDir),
-}
-
-impl Way {
-    /// Looks whether this rank reaches the store itself.
-    async fn find(shared: Arc<Shared>, entered: Entered) -> std::io::Result<Way> {
-        let spool = || tempfile::Builder::new().prefix("backtape-").tempdir();
-        let bucket = is_url(&entered.directory);
-        let looked = tokio::task::spawn_blocking(move || reached(&shared, &entered)).await;
-        Ok(match looked.ok().flatten() {
-            Some(backend) if bucket => Way::Bucket(backend, spool()?),
-            Some(_) => Way::Direct,
-            None => Way::Stream(spool()?),
-        })
-    }
-
-    fn spool(&self) -> Option<&Path> {
-        match self {
-            Way::Direct => None,
-            Way::Bucket(_, spool) | Way::Stream(spool) => Some(spool.path()),
-        }
-    }
 }
 
 impl Session {
@@ -180,28 +149,43 @@ impl Session {
             Some(files) => files,
             None => return (Some(0), Omissions::default()),
         };
-        let mut acknowledged = 0;
         let (finished, failed) = files.finish();
         for (keys, reason) in failed {
             self.left_out(step, &mut files, &keys, &reason);
         }
-        for file in finished {
-            let keys: Vec<TensorKey> = file.record.shards.iter().map(|s| s.key.clone()).collect();
-            let (name, bytes) = (file.record.name.clone(), payload_bytes(&file.record));
-            match self.deliver_file(step, file, deadline).await {
-                Ok(shards) => {
-                    acknowledged += 1;
-                    let mut summary = self.shared.summary();
-                    summary.shards += shards;
-                    summary.bytes += bytes;
-                }
-                Err(CallError::Unreachable(why)) => {
-                    self.lost(step, &format!("{name} was not acknowledged: {why}"));
-                    return (None, files.omissions);
-                }
-                Err(error) => {
-                    let reason = format!("{name} was not accepted: {error}");
-                    self.left_out(step, &mut files, &keys, &reason);
+        let delivery = Delivery {
+            way: &self.way,
+            client: &self.client,
+            step,
+            directory: self.attempt.step(Step(step)).path,
+            may_stream: self.shared.plan.settings.transport == TransportChoice::Auto,
+            deadline,
+        };
+        let mut acknowledged = 0;
+        let mut finished = finished.into_iter().peekable();
+        while finished.peek().is_some() {
+            let some: Vec<FinishedFile> = finished.by_ref().take(self.way.at_a_time()).collect();
+            let records: Vec<FileRecord> = some.iter().map(|file| file.record.clone()).collect();
+            let outcomes = delivery.deliver(some).await;
+            for (record, outcome) in records.iter().zip(outcomes) {
+                match outcome {
+                    Ok(shards) => {
+                        acknowledged += 1;
+                        let mut summary = self.shared.summary();
+                        summary.shards += shards;
+                        summary.bytes += payload_bytes(record);
+                    }
+                    Err(CallError::Unreachable(why)) => {
+                        let name = &record.name;
+                        self.lost(step, &format!("{name} was not acknowledged: {why}"));
+                        return (None, files.omissions);
+                    }
+                    Err(error) => {
+                        let reason = format!("{} was not accepted: {error}", record.name);
+                        let keys: Vec<TensorKey> =
+                            record.shards.iter().map(|shard| shard.key.clone()).collect();
+                        self.left_out(step, &mut files, &keys, &reason);
+                    }
                 }
             }
         }
@@ -219,82 +203,16 @@ impl Session {
         self.shared.fault(format!("step {step}: {reason}"));
     }
 
-    async fn deliver_file(
-        &mut self,
-        step: u64,
-        file: FinishedFile,
-        deadline: Instant,
-    ) -> Result<u64, CallError> {
-        let bucket = match &self.way {
-            Way::Direct => None,
-            Way::Bucket(backend, _) => Some(backend.clone()),
-            Way::Stream(_) => {
-                let path = file.scratch().to_path_buf();
-                return self.client.upload_file(step, &file.record, &path, deadline).await;
-            }
-        };
-        if let Some(backend) = bucket {
-            return self.put_file(backend, step, file, deadline).await;
-        }
-        let (record, _) = file.publish().map_err(|error| {
-            let directory = self.attempt.step(Step(step)).path;
-            CallError::Refused(format!(
-                "no file could be named in {}: {error}",
-                directory.display()
-            ))
-        })?;
-        match self.client.report_file(step, &record, deadline).await {
-            Err(CallError::NotThere(_)) if self.may_stream() => {
-                // The directory looked the same and is not: send what was written.
-                let path = self.attempt.step(Step(step)).path.join(record.name.as_str());
-                self.client.upload_file(step, &record, &path, deadline).await
-            }
-            reported => reported,
-        }
-    }
-
-    /// Puts a file into the bucket and reports it; one that cannot be put is sent instead.
-    async fn put_file(
-        &mut self,
-        backend: Backend,
-        step: u64,
-        file: FinishedFile,
-        deadline: Instant,
-    ) -> Result<u64, CallError> {
-        let directory = self.attempt.step(Step(step)).path;
-        let file = Arc::new(file);
-        let (putting, place) = (file.clone(), directory.clone());
-        let put = tokio::task::spawn_blocking(move || putting.put(&backend, &place));
-        let why = match tokio::time::timeout_at(deadline, put).await {
-            Ok(Ok(Ok(_))) => return self.client.report_file(step, &file.record, deadline).await,
-            Ok(Ok(Err(error))) => error.to_string(),
-            Ok(Err(panicked)) => panicked.to_string(),
-            Err(_) => "it took too long".into(),
-        };
-        if self.may_stream() && file.scratch().exists() {
-            let path = file.scratch().to_path_buf();
-            return self.client.upload_file(step, &file.record, &path, deadline).await;
-        }
-        let name = &file.record.name;
-        Err(CallError::Refused(format!(
-            "{name} could not be put in {}: {why}",
-            directory.display()
-        )))
-    }
-
-    fn may_stream(&self) -> bool {
-        self.shared.plan.settings.transport == TransportChoice::Auto
-    }
-
     /// Waits, bounded, until what was closed here is committed or will not be.
     pub(crate) async fn settle(&mut self) {
         let deadline = self.deadline();
         let mut pause = FIRST_LOOK;
+        let slowest = SLOWEST_LOOK.max(LOOK_PER_RANK * self.shared.plan.settings.world_size);
         while let Some(&step) = self.waiting.first() {
             match self.look(step, deadline).await {
                 None => {
                     tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(SLOWEST_LOOK);
+                    pause = (pause * 2).min(slowest);
                     continue;
                 }
                 Some(Ok(())) => self.shared.summary().steps_committed.push(step),
@@ -378,26 +296,4 @@ impl Session {
 
 fn payload_bytes(file: &FileRecord) -> u64 {
     file.shards.iter().map(|shard| shard.length).sum()
-}
-
-/// True where rows of scalars are sent: to who has no part in the store, and into a bucket,
-/// which only the coordinator adds rows to.
-pub(crate) fn sends_rows(shared: &Shared, entered: &Entered) -> bool {
-    is_url(&entered.directory) || reached(shared, entered).is_none()
-}
-
-/// The store, where this rank reaches it itself. In `Auto` the same `run.json` at the same
-/// place says that it does; the coordinator's look at each file proves it.
-fn reached(shared: &Shared, entered: &Entered) -> Option<Backend> {
-    let transport = shared.plan.settings.transport;
-    if transport == TransportChoice::Stream {
-        return None;
-    }
-    let backend = Backend::of(&entered.directory).ok()?;
-    if transport == TransportChoice::Direct {
-        return Some(backend);
-    }
-    let here = backend.read(&entered.directory.join(RUN_RECORD)).ok()?;
-    let same = Some(TrustHash::of(&here)) == entered.run_record;
-    same.then_some(backend)
 }

@@ -16,6 +16,7 @@ use super::state::Outcome;
 use super::status::Unsettled;
 use crate::faults;
 use crate::identity::Step;
+use crate::manifest::FileRecord;
 use crate::store::Backend;
 
 /// Sends requests to the actor; it ends when the last handle is gone.
@@ -113,21 +114,21 @@ pub(super) fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
             let attempt = runs.join(join, now_ms);
             answer(reply, move |runs| runs.entry(&run, attempt?))
         }
-        Request::Admit(member, step, claim, reply) => {
-            let admission = admit(runs, &member, step, &claim);
+        Request::Admit(member, step, claims, reply) => {
+            let admissions: Vec<_> =
+                claims.iter().map(|claim| admit(runs, &member, step, claim)).collect();
             answer(reply, move |runs| {
-                let admission = admission?;
                 // What was known may be of this very batch: durable or nothing.
-                runs.log(&member.run, member.attempt).map(|_| admission)
+                runs.log(&member.run, member.attempt).map(|_| admissions)
             })
         }
-        Request::Report(member, step, file, reply) => {
-            let shards = file.shards.len() as u64;
-            let staged = runs.submit(&member, Event::Reported { step, file }, now_ms);
-            answer(reply, move |runs| {
-                staged?;
-                runs.log(&member.run, member.attempt).map(|_| shards)
-            })
+        Request::Report(member, step, files, reply) => {
+            let mut stage = |file: FileRecord| {
+                let shards = file.shards.len() as u64;
+                runs.submit(&member, Event::Reported { step, file }, now_ms).map(|()| shards)
+            };
+            let staged: Vec<_> = files.into_iter().map(&mut stage).collect();
+            answer(reply, move |runs| runs.log(&member.run, member.attempt).map(|_| staged))
         }
         Request::Close(member, step, closing, reply) => {
             let rank = member.rank;
@@ -139,8 +140,8 @@ pub(super) fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
                 Ok(log.state.is_committed(step))
             })
         }
-        Request::Status(run, attempt, step, reply) => {
-            answer(reply, move |runs| runs.log(&run, attempt).map(|log| log.state.status(step)))
+        Request::Status(run, attempt, ask, reply) => {
+            answer(reply, move |runs| runs.log(&run, attempt).map(|log| log.state.status(ask)))
         }
         Request::Overview(run, reply) => answer(reply, move |runs| runs.overview(&run)),
         Request::Place(member, reply) => {

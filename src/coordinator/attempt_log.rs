@@ -186,7 +186,7 @@ impl AttemptLog {
         };
         let directory = self.directory.step(step);
         faults::point("commit.manifest")?;
-        self.backend.create(&directory.manifest(), &manifest.to_bytes())?;
+        self.backend.create(&directory.manifest(), &manifest)?;
         faults::pass("commit.done");
         Ok(())
     }

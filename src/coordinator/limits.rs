@@ -38,6 +38,10 @@ pub const MAX_UPLOADS: usize = 16;
 /// Largest file accepted: what one rank of a large model holds in f64, tenfold.
 pub const MAX_FILE_BYTES: u64 = 1 << 40;
 
+/// Files of one report: more than a rank has microbatches, and little to look at again
+/// when the answer was lost.
+pub const MAX_FILES_PER_REPORT: usize = 256;
+
 /// Streams of one connection: a rank has a handful of calls in flight.
 pub const MAX_STREAMS: u32 = 64;
 

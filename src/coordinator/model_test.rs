@@ -3,16 +3,18 @@
 //! reported, and nothing acknowledged is forgotten. Method: random operations
 //! on the state machine with a real journal, against a model of two maps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
 use super::event::{Closing, Event, Joined, Opened};
 use super::journal::{self, Batch, Journal};
-use super::state::{AttemptState, Outcome};
+use super::metrics::Totals;
+use super::request::StepAsk;
+use super::state::{AttemptState, Outcome, StepState};
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
-use crate::manifest::FileRecord;
+use crate::manifest::{FileRecord, Manifest};
 use crate::placement::Mesh;
 use crate::selection::{Changes, Planned, Trigger};
 use crate::store::layout;
@@ -48,6 +50,10 @@ enum Op {
         number: u32,
         step: u64,
     },
+    /// Put the manifests of complete steps at their final names.
+    Commit,
+    /// Look at the deadlines.
+    Tick,
     /// Kill the coordinator and load its journal.
     Restart,
 }
@@ -66,7 +72,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     });
     let op = prop_oneof![
         1 => rank.prop_map(Op::Join), 6 => report, 3 => close, 1 => Just(Op::Restart),
-        1 => plan, 1 => trigger, 1 => ring
+        1 => plan, 1 => trigger, 1 => ring, 1 => Just(Op::Commit), 1 => Just(Op::Tick)
     ];
     proptest::collection::vec(op, 0..60)
 }
@@ -85,7 +91,7 @@ fn opened() -> Opened {
 
 fn event(op: &Op) -> Option<Event> {
     Some(match *op {
-        Op::Restart => return None,
+        Op::Restart | Op::Commit | Op::Tick => return None,
         Op::Join(rank) => Event::Joined(Joined {
             rank: Rank(rank),
             incarnation: u64::from(rank),
@@ -147,9 +153,27 @@ struct Model {
     /// `from` of each plan, `record` of each trigger, and each one's choice.
     plans: Vec<u64>,
     triggers: Vec<(u64, Option<u64>)>,
+    committed: BTreeSet<u64>,
 }
 
 impl Model {
+    /// Files, shards and bytes of a step, one by one: a file with a microbatch has a shard.
+    fn sums(&self, step: u64) -> (u64, u64, u64) {
+        let own = self.files.keys().filter(|(s, ..)| *s == step);
+        own.fold((0, 0, 0), |(files, shards, bytes), (.., file)| {
+            let one = u64::from(*file > 0);
+            (files + 1, shards + one, bytes + 4 * one)
+        })
+    }
+
+    /// Ranks that owe a step something.
+    fn owing(&self, step: u64) -> Vec<u32> {
+        let owes = |rank: &u32| {
+            self.closed.get(&(step, *rank)).is_none_or(|n| self.count(step, *rank) < *n)
+        };
+        (0..WORLD).filter(owes).collect()
+    }
+
     fn count(&self, step: u64, rank: u32) -> u32 {
         self.files.keys().filter(|(s, r, _)| (*s, *r) == (step, rank)).count() as u32
     }
@@ -157,7 +181,7 @@ impl Model {
     /// Whether the operation must be acknowledged.
     fn accepts(&mut self, op: &Op) -> bool {
         match *op {
-            Op::Join(_) | Op::Restart => true,
+            Op::Join(_) | Op::Restart | Op::Commit | Op::Tick => true,
             Op::Report { rank, step, file, version } => {
                 if let Some(first) = self.files.get(&(step, rank, file)) {
                     return *first == version;
@@ -211,7 +235,7 @@ impl Model {
         Some((at as u32 + 1, self.triggers[at].1 == Some(step)))
     }
 
-    fn committed(&self, step: u64) -> bool {
+    fn complete(&self, step: u64) -> bool {
         (0..WORLD).all(|rank| self.closed.get(&(step, rank)) == Some(&self.count(step, rank)))
     }
 }
@@ -233,6 +257,41 @@ fn rebuild(batches: &[Batch]) -> Option<AttemptState> {
     state
 }
 
+/// The manifest of a complete step, read back.
+fn manifest(state: &AttemptState, step: u64) -> Option<Manifest> {
+    state.manifest(Step(step)).map(|bytes| Manifest::from_bytes(&bytes).unwrap())
+}
+
+/// Commits what is complete; which steps that were.
+fn commit(state: &mut AttemptState) -> Vec<u64> {
+    let ready = state.uncommitted();
+    ready.iter().for_each(|&step| state.set_committed(step));
+    ready.into_iter().map(|step| step.0).collect()
+}
+
+/// Holds what is kept as events come against the same, counted one by one.
+fn compare_sums(state: &AttemptState, model: &Model) {
+    let late = |state: &&StepState| state.overdue && !state.committed;
+    let partial = state.steps.values().filter(late).count() as u64;
+    let totals = state.add_to(Totals::default());
+    let committed = model.committed.len() as u64;
+    assert_eq!((totals.committed, totals.partial), (committed, partial));
+    assert_eq!(totals.open, state.steps.len() as u64 - committed - partial);
+    assert_eq!(totals.bytes, (0..2).map(|step| model.sums(step).2).sum::<u64>());
+    let overview = state.overview();
+    assert_eq!((overview.committed, overview.open), (committed, totals.open + partial));
+    assert_eq!(overview.bytes, totals.bytes);
+    for one in overview.steps {
+        assert_eq!((one.files, one.shards, one.bytes), model.sums(one.step.0));
+        let status = state.status(StepAsk { step: one.step, brief: true });
+        assert_eq!((one.files, status.shards, status.bytes), model.sums(one.step.0));
+        let missing = state.missing(one.step);
+        let named = missing.split("; ").filter(|text| !text.is_empty());
+        let named = named.map(|text| text.split(' ').nth(1).unwrap().parse().unwrap());
+        assert_eq!(named.collect::<Vec<u32>>(), model.owing(one.step.0), "{missing}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
     #[test]
@@ -248,9 +307,20 @@ proptest! {
         let mut model = Model::default();
         for (index, op) in ops.iter().enumerate() {
             let Some(event) = event(op) else {
-                let replay = journal::replay(&path).unwrap();
-                prop_assert_eq!(&rebuild(&replay.batches).unwrap(), &state);
-                journal = Journal::after(path.clone(), &replay);
+                match op {
+                    Op::Commit => model.committed.extend(commit(&mut state)),
+                    Op::Tick => drop(state.newly_overdue(index as u64, 10)),
+                    _ => {
+                        let replay = journal::replay(&path).unwrap();
+                        let mut again = rebuild(&replay.batches).unwrap();
+                        model.committed.iter().for_each(|&step| again.set_committed(Step(step)));
+                        // What is overdue is found again by the next tick.
+                        state.forget_overdue();
+                        prop_assert_eq!(&again, &state);
+                        (state, journal) = (again, Journal::after(path.clone(), &replay));
+                    }
+                }
+                compare_sums(&state, &model);
                 continue;
             };
             let verdict = state.check(&event);
@@ -264,16 +334,16 @@ proptest! {
             let orders = state.orders();
             prop_assert_eq!(orders.plan().map(|plan| plan.from.0), model.plans.last().copied());
             prop_assert_eq!(orders.triggers().len(), model.triggers.len());
+            compare_sums(&state, &model);
             for step in 0..2 {
-                let manifest = state.manifest(Step(step));
-                prop_assert_eq!(manifest.is_some(), model.committed(step));
-                prop_assert_eq!(state.uncommitted().contains(&Step(step)), model.committed(step));
-                let trigger = manifest.as_ref().and_then(|manifest| manifest.trigger.clone());
-                let named = trigger.map(|trigger| (trigger.number, trigger.ring));
-                prop_assert!(!model.committed(step) || named == model.trigger_of(step));
-                let listed = manifest.map_or(0, |manifest| manifest.files.len());
-                let all = model.files.keys().filter(|(s, ..)| *s == step).count();
-                prop_assert!(!model.committed(step) || listed == all);
+                let ready = model.complete(step) && !model.committed.contains(&step);
+                prop_assert_eq!(state.uncommitted().contains(&Step(step)), ready);
+                let manifest = manifest(&state, step);
+                prop_assert_eq!(manifest.is_some(), ready);
+                let Some(manifest) = manifest else { continue };
+                let named = manifest.trigger.map(|trigger| (trigger.number, trigger.ring));
+                prop_assert_eq!(named, model.trigger_of(step));
+                prop_assert_eq!(manifest.files.len() as u64, model.sums(step).0);
             }
         }
         // A crash at any byte: every line that was complete is there, no other.
@@ -348,7 +418,7 @@ fn ranks_that_disagree_on_the_head_keep_the_first_and_are_named() {
         let (step, rank) = (Step(0), Rank(rank));
         state.apply(Event::Closed { step, rank, closing }, 0);
     }
-    let manifest = state.manifest(Step(0)).unwrap();
+    let manifest = manifest(&state, 0).unwrap();
     assert_eq!(manifest.head.unwrap().z_loss, 0.0);
     assert_eq!(manifest.omissions.len(), 1);
     assert!(manifest.omissions[0].reason.contains("z_loss"), "{:?}", manifest.omissions);
@@ -363,11 +433,23 @@ fn an_overdue_step_says_of_each_missing_rank_what_is_known() {
     assert_eq!(state.newly_overdue(1999, 1000), vec![]);
     assert_eq!(state.newly_overdue(2000, 1000), vec![Step(5)]);
     assert_eq!(state.newly_overdue(3000, 1000), vec![], "named once");
-    let reason = state.status(Step(5)).reason;
+    let reason = state.status(StepAsk { step: Step(5), brief: false }).reason;
     assert!(reason.contains("rank 1 on h joined, reported nothing"), "{reason}");
     assert!(reason.contains("rank 2 never joined"), "{reason}");
     for rank in 1..WORLD {
         state.apply(event(&Op::Close { rank, step: 5, files: 0 }).unwrap(), 4000);
     }
     assert!(state.manifest(Step(5)).is_some(), "a late close still commits");
+}
+
+#[test]
+fn of_thousands_of_ranks_that_owe_a_few_are_named_and_the_others_counted() {
+    let mut state = AttemptState::new(Opened { world_size: 10_000, ..opened() });
+    for rank in (0..10_000).filter(|rank| rank % 5 > 0) {
+        let close = Op::Close { rank, step: 0, files: u32::from(rank == 9_999) };
+        state.apply(event(&close).unwrap(), 0);
+    }
+    let text = state.missing(Step(0));
+    assert!(text.starts_with("rank 0 never joined; rank 5 never joined; "), "{text}");
+    assert!(text.ends_with("rank 35 never joined; and 1993 more ranks"), "{text}");
 }

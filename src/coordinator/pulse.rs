@@ -67,6 +67,8 @@ pub(crate) struct Pulse {
     rings: BTreeMap<u32, BTreeMap<Rank, Vec<Step>>>,
     /// When the first heartbeat came: before, silence means nothing.
     since_ms: Option<u64>,
+    /// Who was found staying last: of 10,000 ranks that wait for one, each would look at all.
+    stays: Option<Rank>,
 }
 
 #[derive(Debug)]
@@ -148,12 +150,18 @@ impl Pulse {
     }
 
     /// True when every rank that is there is being closed.
-    pub(crate) fn all_leaving(&self, joined: impl Iterator<Item = Rank>, now_ms: u64) -> bool {
-        let mut joined = joined;
-        joined.all(|rank| {
+    pub(crate) fn all_leaving(
+        &mut self,
+        mut joined: impl Iterator<Item = Rank>,
+        now_ms: u64,
+    ) -> bool {
+        let stays = |rank: Rank| {
             let leaving = self.ranks.get(&rank).is_some_and(|seen| seen.leaving);
-            leaving || self.absent(rank, now_ms)
-        })
+            !leaving && !self.absent(rank, now_ms)
+        };
+        let found = self.stays.filter(|&rank| stays(rank)).or_else(|| joined.find(|&r| stays(r)));
+        self.stays = found;
+        found.is_none()
     }
 
     /// What every rank shall write of its ring, once all that are there have

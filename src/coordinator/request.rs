@@ -110,14 +110,25 @@ pub(crate) struct TriggerAsk {
     pub record: Option<Step>,
 }
 
+/// A question about a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepAsk {
+    /// Which.
+    pub step: Step,
+    /// Without the lists of ranks.
+    pub brief: bool,
+}
+
 pub(crate) type Reply<T> = oneshot::Sender<Result<T, Refusal>>;
 
 pub(crate) enum Request {
     Join(Join, Reply<Entry>),
-    Admit(Member, Step, FileClaim, Reply<Admission>),
-    Report(Member, Step, FileRecord, Reply<u64>),
+    /// May these files be looked at? One answer for each.
+    Admit(Member, Step, Vec<FileClaim>, Reply<Vec<Result<Admission, Refusal>>>),
+    /// These files are durable; the shards of each.
+    Report(Member, Step, Vec<FileRecord>, Reply<Vec<Result<u64, Refusal>>>),
     Close(Member, Step, Closing, Reply<bool>),
-    Status(Name, Attempt, Step, Reply<StepStatus>),
+    Status(Name, Attempt, StepAsk, Reply<StepStatus>),
     Overview(Name, Reply<Overview>),
     Heartbeat(Member, Beat, Reply<Orders>),
     Plan(Name, PlanAsk, Reply<Planned>),

@@ -215,7 +215,8 @@ impl World {
             }
             Ask::Report(member, step, file) => {
                 let (reply, answer) = oneshot::channel();
-                let request = Request::Report(member.clone(), *step, (**file).clone(), reply);
+                let files = vec![(**file).clone()];
+                let request = Request::Report(member.clone(), *step, files, reply);
                 (request, Waiting::Shards(answer))
             }
             Ask::Close(member, step, closing) => {
@@ -297,8 +298,7 @@ impl World {
         for ((attempt, step, rank, name), hash) in &self.acknowledged {
             let log = runs.log(&run_name(), *attempt).unwrap();
             let held = log.state.files(*step, *rank);
-            let found = held.iter().find(|file| file.name == *name);
-            assert_eq!(found.map(|f| f.header_hash), Some(*hash), "{name} of step {step} is lost");
+            assert_eq!(held.get(name), Some(hash), "{name} of step {step} is lost");
         }
         for (attempt, step) in &self.committed {
             let run = self.store.path().join("run");
@@ -318,7 +318,8 @@ impl World {
         for file in &manifest.files {
             assert!(file.shards.iter().all(|shard| shard.attempt == manifest.attempt));
             let held = log.state.files(manifest.step, file.rank);
-            assert!(held.contains(file), "{} is in no journal", file.name);
+            let known = held.get(&file.name) == Some(&file.header_hash);
+            assert!(known, "{} is in no journal", file.name);
         }
     }
 }
@@ -326,7 +327,7 @@ impl World {
 /// An answer that the actor has yet to give.
 enum Waiting {
     Entry(oneshot::Receiver<Result<Entry, Refusal>>),
-    Shards(oneshot::Receiver<Result<u64, Refusal>>),
+    Shards(oneshot::Receiver<Result<Vec<Result<u64, Refusal>>, Refusal>>),
     Committed(oneshot::Receiver<Result<bool, Refusal>>),
 }
 
@@ -339,7 +340,9 @@ impl Waiting {
                 .unwrap()
                 .map_or_else(refused, |entry| Told::Entered(entry.attempt)),
             Waiting::Shards(mut answer) => {
-                answer.try_recv().unwrap().map_or_else(refused, |_| Told::Reported(ask.clone()))
+                let told = answer.try_recv().unwrap();
+                let one = told.and_then(|mut outcomes| outcomes.remove(0));
+                one.map_or_else(refused, |_| Told::Reported(ask.clone()))
             }
             Waiting::Committed(mut answer) => answer
                 .try_recv()

@@ -4,6 +4,10 @@
 //! A step is complete when every rank closed its part and every file that they
 //! counted is reported. It is committed once the shell has put its manifest at
 //! its final name and said so; that is never undone.
+//!
+//! Of a file its text in the manifest is kept until then, and afterwards its hash and its
+//! counts: memory does not grow with what is dumped. Sums are kept as events come, so that
+//! nobody who asks waits for a walk over all shards.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,6 +15,7 @@ use super::event::{Closing, Event, Joined, Opened};
 use super::orders::Orders;
 use super::refusal::Refusal;
 use crate::faults;
+use crate::hash::TrustHash;
 use crate::head::HeadDeclaration;
 use crate::identity::{Name, Rank, Step};
 use crate::index_box::IndexBox;
@@ -40,6 +45,48 @@ pub(crate) struct AttemptState {
     orders: Orders,
     /// Complete, and not known to be committed.
     ready: BTreeSet<Step>,
+    /// Not known to be committed.
+    pub(super) open: BTreeSet<Step>,
+    /// How many of those are overdue.
+    pub(super) overdue: u64,
+    /// Of all steps.
+    pub(super) sums: Sums,
+}
+
+/// What files hold together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Sums {
+    pub(super) files: u64,
+    pub(super) shards: u64,
+    /// Of the shards.
+    pub(super) bytes: u64,
+}
+
+impl Sums {
+    fn of(file: &FileRecord) -> Sums {
+        let bytes = |sum: u64, shard: &ShardRecord| sum.saturating_add(shard.length);
+        Sums {
+            files: 1,
+            shards: file.shards.len() as u64,
+            bytes: file.shards.iter().fold(0, bytes),
+        }
+    }
+
+    fn add(&mut self, other: Sums) {
+        self.files += other.files;
+        self.shards += other.shards;
+        // A rank may lie about its tensors, and a sum must not end the coordinator.
+        self.bytes = self.bytes.saturating_add(other.bytes);
+    }
+}
+
+/// A reported file.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Kept {
+    header_hash: TrustHash,
+    pub(super) sums: Sums,
+    /// Its record as the manifest holds it; empty once the manifest stands.
+    text: String,
 }
 
 /// What is known of one step.
@@ -47,13 +94,15 @@ pub(crate) struct AttemptState {
 pub(super) struct StepState {
     /// When its first event came, in the coordinator's milliseconds.
     since_ms: u64,
-    pub(super) files: BTreeMap<Rank, BTreeMap<Name, FileRecord>>,
+    files: BTreeMap<Rank, BTreeMap<Name, Kept>>,
     pub(super) closed: BTreeMap<Rank, Closing>,
+    /// Ranks that closed and did not report all that they counted.
+    pub(super) short: BTreeSet<Rank>,
     head: Option<(Rank, HeadDeclaration)>,
     /// Disagreements between ranks that did not stop the step.
     notes: Vec<Omission>,
-    /// Files present, and files counted by the ranks that closed.
-    present: u64,
+    /// What is present, and files counted by the ranks that closed.
+    pub(super) sums: Sums,
     counted: u64,
     pub(super) committed: bool,
     pub(super) overdue: bool,
@@ -69,6 +118,9 @@ impl AttemptState {
             steps: BTreeMap::new(),
             orders: Orders::default(),
             ready: BTreeSet::new(),
+            open: BTreeSet::new(),
+            overdue: 0,
+            sums: Sums::default(),
         }
     }
 
@@ -92,18 +144,19 @@ impl AttemptState {
         self.ranks.contains_key(&rank)
     }
 
-    /// Files of a rank that were reported of a step.
+    /// Header hashes of a rank's files that were reported of a step, by name.
     #[cfg(test)]
-    pub(super) fn files(&self, step: Step, rank: Rank) -> Vec<FileRecord> {
+    pub(super) fn files(&self, step: Step, rank: Rank) -> BTreeMap<Name, TrustHash> {
         let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
-        own.map_or_else(Vec::new, |own| own.values().cloned().collect())
+        let hashes = own.into_iter().flatten().map(|(name, kept)| (name.clone(), kept.header_hash));
+        hashes.collect()
     }
 
     /// Shards of a reported file.
     pub(crate) fn shards(&self, step: Step, rank: Rank, file: &Name) -> u64 {
         let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
         let file = own.and_then(|own| own.get(file));
-        file.map_or(0, |file| file.shards.len() as u64)
+        file.map_or(0, |file| file.sums.shards)
     }
 
     /// True when the manifest of a step is known to stand at its final name.
@@ -171,7 +224,7 @@ impl AttemptState {
         step: Step,
         rank: Rank,
         file: &Name,
-        hash: crate::hash::TrustHash,
+        hash: TrustHash,
     ) -> Result<Outcome, Refusal> {
         let Some(state) = self.steps.get(&step) else {
             return Ok(Outcome::New);
@@ -263,7 +316,8 @@ impl AttemptState {
                 self.ranks.insert(joined.rank, joined);
             }
             Event::Reported { step, file } => {
-                self.step_at(step, at_ms).add(file);
+                let added = self.step_at(step, at_ms).add(&file);
+                self.sums.add(added);
                 self.note_complete(step);
             }
             Event::Closed { step, rank, closing } => {
@@ -285,9 +339,10 @@ impl AttemptState {
     }
 
     fn step_at(&mut self, step: Step, at_ms: u64) -> &mut StepState {
-        self.steps
-            .entry(step)
-            .or_insert_with(|| StepState { since_ms: at_ms, ..StepState::default() })
+        self.steps.entry(step).or_insert_with(|| {
+            self.open.insert(step);
+            StepState { since_ms: at_ms, ..StepState::default() }
+        })
     }
 
     /// Complete steps whose manifest is not known to be at its final name.
@@ -295,14 +350,15 @@ impl AttemptState {
         self.ready.iter().copied().collect()
     }
 
-    /// The manifest of a complete step: the same bytes from the same events.
-    pub(crate) fn manifest(&self, step: Step) -> Option<Manifest> {
+    /// The manifest of a complete step that is not committed, as it will stand at its final
+    /// name: the same bytes from the same events.
+    pub(crate) fn manifest(&self, step: Step) -> Option<Vec<u8>> {
         let state = self.steps.get(&step)?;
-        if !state.complete(self.opened.world_size) {
+        if state.committed || !state.complete(self.opened.world_size) {
             return None;
         }
         let omissions = state.closed.values().flat_map(|closing| &closing.omissions);
-        Some(Manifest {
+        let manifest = Manifest {
             format_version: crate::FORMAT_VERSION,
             version: crate::VERSION.into(),
             run: self.opened.run.clone(),
@@ -311,18 +367,31 @@ impl AttemptState {
             world_size: self.opened.world_size,
             mesh: self.mesh.clone(),
             head: state.head.as_ref().map(|(_, head)| head.clone()),
-            files: state.all_files().cloned().collect(),
+            files: Vec::new(),
             omissions: omissions.chain(&state.notes).cloned().collect(),
             selections: state.selections(),
             trigger: self.orders.trigger_of(step),
-        })
+        };
+        Some(manifest.to_bytes_of(state.texts()))
     }
 
     /// The step's manifest stands at its final name.
     pub(crate) fn set_committed(&mut self, step: Step) {
-        if let Some(state) = self.steps.get_mut(&step) {
-            state.committed = true;
-            self.ready.remove(&step);
+        let Some(state) = self.steps.get_mut(&step).filter(|state| !state.committed) else {
+            return;
+        };
+        state.settle();
+        self.overdue -= u64::from(state.overdue);
+        self.ready.remove(&step);
+        self.open.remove(&step);
+    }
+
+    /// As after a restart: the next look at the deadlines finds them again.
+    #[cfg(test)]
+    pub(super) fn forget_overdue(&mut self) {
+        self.overdue = 0;
+        for state in self.steps.values_mut() {
+            state.overdue = false;
         }
     }
 
@@ -330,13 +399,15 @@ impl AttemptState {
     pub(crate) fn newly_overdue(&mut self, now_ms: u64, deadline_ms: u64) -> Vec<Step> {
         let world_size = self.opened.world_size;
         let mut found = Vec::new();
-        for (step, state) in &mut self.steps {
+        for step in &self.open {
+            let Some(state) = self.steps.get_mut(step) else { continue };
             let late = now_ms.saturating_sub(state.since_ms) >= deadline_ms;
             if late && !state.overdue && !state.complete(world_size) {
                 state.overdue = true;
                 found.push(*step);
             }
         }
+        self.overdue += found.len() as u64;
         found
     }
 }
@@ -348,26 +419,44 @@ impl StepState {
         u32::try_from(own).unwrap_or(u32::MAX)
     }
 
-    /// Every file that was reported.
-    pub(super) fn all_files(&self) -> impl Iterator<Item = &FileRecord> {
-        self.files.values().flat_map(BTreeMap::values)
-    }
-
-    /// Bytes of all shards.
-    pub(super) fn bytes(&self) -> u64 {
-        self.all_files().flat_map(|file| &file.shards).map(|shard| shard.length).sum()
+    /// Every file that was reported, as the manifest lists them: by rank and name.
+    fn texts(&self) -> impl Iterator<Item = &str> {
+        self.files.values().flat_map(BTreeMap::values).map(|file| file.text.as_str())
     }
 
     /// No rank reports more than it counted, so equal sums are equal parts.
     fn complete(&self, world_size: u32) -> bool {
         let early = u64::from(faults::seeded("manifest-before-last-ack"));
-        self.closed.len() as u64 + early >= u64::from(world_size) && self.counted == self.present
+        self.closed.len() as u64 + early >= u64::from(world_size) && self.counted == self.sums.files
     }
 
-    fn add(&mut self, file: FileRecord) {
+    /// Adds a file that was not there; what it adds.
+    fn add(&mut self, file: &FileRecord) -> Sums {
+        let sums = Sums::of(file);
+        let kept = Kept { header_hash: file.header_hash, sums, text: file.to_text() };
         let own = self.files.entry(file.rank).or_default();
-        if own.insert(file.name.clone(), file).is_none() {
-            self.present += 1;
+        if own.insert(file.name.clone(), kept).is_some() {
+            return Sums::default();
+        }
+        self.sums.add(sums);
+        self.note_short(file.rank);
+        sums
+    }
+
+    /// Looks whether a rank still owes files that it counted.
+    fn note_short(&mut self, rank: Rank) {
+        let counted = self.closed.get(&rank).map_or(0, |closing| closing.files);
+        match self.reported(rank) < counted {
+            true => self.short.insert(rank),
+            false => self.short.remove(&rank),
+        };
+    }
+
+    /// The manifest stands and holds the records.
+    fn settle(&mut self) {
+        self.committed = true;
+        for file in self.files.values_mut().flat_map(BTreeMap::values_mut) {
+            file.text = String::new();
         }
     }
 
@@ -401,6 +490,7 @@ impl StepState {
         }
         self.counted += u64::from(closing.files);
         self.closed.insert(rank, closing);
+        self.note_short(rank);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::metrics::Totals;
+use super::request::StepAsk;
 use super::state::{AttemptState, StepState};
 use crate::identity::{Attempt, Name, Rank, Step};
 
@@ -77,20 +78,21 @@ pub struct Unsettled {
 
 impl AttemptState {
     /// What is known of a step; a step nobody spoke of misses every rank.
-    pub(crate) fn status(&self, step: Step) -> StepStatus {
+    pub(crate) fn status(&self, StepAsk { step, brief }: StepAsk) -> StepStatus {
         let world_size = self.opened.world_size;
+        let listed = if brief { 0 } else { world_size };
         let unknown = StepState::default();
         let state = self.steps.get(&step).unwrap_or(&unknown);
         let closed = |rank: &Rank| state.closed.contains_key(rank);
-        let (closed_ranks, missing_ranks) = (0..world_size).map(Rank).partition(closed);
+        let (closed_ranks, missing_ranks) = (0..listed).map(Rank).partition(closed);
         let late = state.overdue && !state.committed;
         StepStatus {
             committed: state.committed,
             world_size,
             closed_ranks,
             missing_ranks,
-            shards: state.all_files().map(|file| file.shards.len() as u64).sum(),
-            bytes: state.bytes(),
+            shards: state.sums.shards,
+            bytes: state.sums.bytes,
             reason: if late { self.missing(step) } else { String::new() },
         }
     }
@@ -100,13 +102,13 @@ impl AttemptState {
         let world_size = self.opened.world_size;
         let absent: Vec<u32> =
             (0..world_size).filter(|&rank| !self.has_joined(Rank(rank))).collect();
-        let listed = |committed: bool| {
-            let of = self.steps.iter().rev().filter(move |(_, state)| state.committed == committed);
-            of.take(STEPS_LISTED).map(|(&step, state)| self.progress(step, state))
-        };
-        let mut steps: Vec<Progress> = listed(true).chain(listed(false)).collect();
+        let committed = self.steps.iter().rev().filter(|(_, state)| state.committed);
+        let committed = committed.take(STEPS_LISTED);
+        let open = self.open.iter().rev().take(STEPS_LISTED);
+        let open = open.filter_map(|step| self.steps.get_key_value(step));
+        let mut steps: Vec<Progress> =
+            committed.chain(open).map(|(&step, state)| self.progress(step, state)).collect();
         steps.sort_unstable_by_key(|one| one.step);
-        let committed = self.steps.values().filter(|state| state.committed).count() as u64;
         Overview {
             attempt: self.opened.attempt,
             world_size,
@@ -114,21 +116,24 @@ impl AttemptState {
             absent: listing(&absent),
             directory: PathBuf::new(),
             steps,
-            committed,
-            open: self.steps.len() as u64 - committed,
-            bytes: self.steps.values().map(StepState::bytes).sum(),
+            committed: self.committed(),
+            open: self.open.len() as u64,
+            bytes: self.sums.bytes,
         }
+    }
+
+    fn committed(&self) -> u64 {
+        (self.steps.len() - self.open.len()) as u64
     }
 
     /// The totals with this attempt's.
     pub(crate) fn add_to(&self, sum: Totals) -> Totals {
-        let count = |of: fn(&StepState) -> bool| self.steps.values().filter(|one| of(one)).count();
         Totals {
             ranks: sum.ranks + self.ranks.len() as u64,
-            committed: sum.committed + count(|one| one.committed) as u64,
-            open: sum.open + count(|one| !one.committed && !one.overdue) as u64,
-            partial: sum.partial + count(|one| !one.committed && one.overdue) as u64,
-            bytes: sum.bytes + self.steps.values().map(StepState::bytes).sum::<u64>(),
+            committed: sum.committed + self.committed(),
+            open: sum.open + self.open.len() as u64 - self.overdue,
+            partial: sum.partial + self.overdue,
+            bytes: sum.bytes.saturating_add(self.sums.bytes),
             ..sum
         }
     }
@@ -139,23 +144,37 @@ impl AttemptState {
             committed: state.committed,
             partial: state.overdue && !state.committed,
             closed: state.closed.len() as u32,
-            files: state.all_files().count() as u64,
-            shards: state.all_files().map(|file| file.shards.len() as u64).sum(),
-            bytes: state.bytes(),
+            files: state.sums.files,
+            shards: state.sums.shards,
+            bytes: state.sums.bytes,
             missing: if state.committed { String::new() } else { self.missing(step) },
         }
     }
 
     /// Who did not close a step, with what is known of each.
     pub(crate) fn missing(&self, step: Step) -> String {
-        let status = |rank: &Rank| self.rank_progress(step, *rank);
-        let ranks = (0..self.opened.world_size).map(Rank);
-        let missing: Vec<String> = ranks.filter_map(|rank| status(&rank)).collect();
-        let mut text = missing[..missing.len().min(RANKS_NAMED)].join("; ");
-        if missing.len() > RANKS_NAMED {
-            text += &format!("; and {} more ranks", missing.len() - RANKS_NAMED);
+        let world_size = self.opened.world_size;
+        let state = self.steps.get(&step);
+        let closed = state.map_or(0, |state| state.closed.len() as u64);
+        let short = state.map_or(0, |state| state.short.len() as u64);
+        let owing = u64::from(world_size) - closed + short;
+        // Both in order: one walk finds the first that owe, however many do.
+        let mut done = state.into_iter().flat_map(|state| state.closed.keys());
+        let mut next = done.next();
+        let owes = |rank: &Rank| {
+            let here = next == Some(rank);
+            if here {
+                next = done.next();
+            }
+            !here || state.is_some_and(|state| state.short.contains(rank))
+        };
+        let named = (0..world_size).map(Rank).filter(owes).take(RANKS_NAMED);
+        let named: Vec<String> = named.filter_map(|rank| self.rank_progress(step, rank)).collect();
+        let rest = owing - named.len() as u64;
+        match rest {
+            0 => named.join("; "),
+            n => format!("{}; and {n} more ranks", named.join("; ")),
         }
-        text
     }
 
     /// What a rank still owes a step; `None` when it owes nothing.
@@ -180,16 +199,15 @@ impl AttemptState {
 
     /// Every step that is not committed.
     pub(crate) fn unsettled(&self) -> Vec<Unsettled> {
-        let open = self.steps.iter().filter(|(_, state)| !state.committed);
+        let ranks = (0..self.opened.world_size).map(Rank);
+        let never_joined: Vec<Rank> = ranks.filter(|rank| !self.has_joined(*rank)).collect();
+        let open = self.open.iter().filter_map(|step| self.steps.get_key_value(step));
         let one = |(&step, state): (&Step, &StepState)| Unsettled {
             run: self.opened.run.clone(),
             attempt: self.opened.attempt,
             step,
             partial: state.overdue,
-            never_joined: (0..self.opened.world_size)
-                .map(Rank)
-                .filter(|rank| !self.ranks.contains_key(rank))
-                .collect(),
+            never_joined: never_joined.clone(),
             missing: self.missing(step),
         };
         open.map(one).collect()

@@ -8,9 +8,9 @@ pub(super) mod steering;
 use backtape_proto as proto;
 
 use super::event::Closing;
-use super::limits::MAX_FILE_BYTES;
+use super::limits::{MAX_FILE_BYTES, MAX_FILES_PER_REPORT};
 use super::refusal::Refusal;
-use super::request::{FileClaim, Join, Member};
+use super::request::{FileClaim, Join, Member, StepAsk};
 use super::scalars::SentRows;
 use super::status::{Overview, Progress};
 use crate::hash::TrustHash;
@@ -59,6 +59,23 @@ fn member(wire: Option<proto::Member>) -> Result<Member, Refusal> {
 
 pub(super) fn report(wire: proto::ReportFileRequest) -> Result<(Member, Step, FileClaim), Refusal> {
     let file = wire.file.ok_or_else(|| malformed("it names no file"))?;
+    Ok((member(wire.member)?, Step(wire.step), claim(file)?))
+}
+
+pub(super) fn reports(
+    wire: proto::ReportFilesRequest,
+) -> Result<(Member, Step, Vec<FileClaim>), Refusal> {
+    if wire.files.len() > MAX_FILES_PER_REPORT {
+        let found = wire.files.len();
+        return Err(malformed(format!(
+            "{found} files in one report, at most {MAX_FILES_PER_REPORT} are accepted"
+        )));
+    }
+    let claims = wire.files.into_iter().map(claim).collect::<Result<_, _>>()?;
+    Ok((member(wire.member)?, Step(wire.step), claims))
+}
+
+fn claim(file: proto::FileReport) -> Result<FileClaim, Refusal> {
     let header: [u8; 32] = file.header_hash.as_ref().try_into().map_err(|_| {
         malformed(format!("a header hash has 32 bytes, not {}", file.header_hash.len()))
     })?;
@@ -68,9 +85,7 @@ pub(super) fn report(wire: proto::ReportFileRequest) -> Result<(Member, Step, Fi
             "{length} bytes in one file, at most {MAX_FILE_BYTES} are accepted"
         )));
     }
-    let claim =
-        FileClaim { name: name(file.name)?, length: file.length, header_hash: TrustHash(header) };
-    Ok((member(wire.member)?, Step(wire.step), claim))
+    Ok(FileClaim { name: name(file.name)?, length: file.length, header_hash: TrustHash(header) })
 }
 
 pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Closing), Refusal> {
@@ -143,6 +158,7 @@ pub(super) fn overview(of: Overview) -> proto::RunStatusResponse {
     }
 }
 
-pub(super) fn status(wire: proto::StepStatusRequest) -> Result<(Name, Attempt, Step), Refusal> {
-    Ok((name(wire.run)?, Attempt(wire.attempt), Step(wire.step)))
+pub(super) fn status(wire: proto::StepStatusRequest) -> Result<(Name, Attempt, StepAsk), Refusal> {
+    let ask = StepAsk { step: Step(wire.step), brief: wire.brief };
+    Ok((name(wire.run)?, Attempt(wire.attempt), ask))
 }

@@ -20,14 +20,19 @@ impl Service {
         &self,
         member: &Member,
         step: Step,
-        claim: &FileClaim,
-    ) -> Result<Admission, Refusal> {
-        let (member, claim) = (member.clone(), claim.clone());
-        self.handle.ask(|reply| request::Request::Admit(member, step, claim, reply)).await
+        claims: Vec<FileClaim>,
+    ) -> Result<Vec<Result<Admission, Refusal>>, Refusal> {
+        let member = member.clone();
+        self.handle.ask(|reply| request::Request::Admit(member, step, claims, reply)).await
     }
 
-    async fn record(&self, member: Member, step: Step, file: FileRecord) -> Result<u64, Refusal> {
-        self.handle.ask(|reply| request::Request::Report(member, step, file, reply)).await
+    async fn record(
+        &self,
+        member: Member,
+        step: Step,
+        files: Vec<FileRecord>,
+    ) -> Result<Vec<Result<u64, Refusal>>, Refusal> {
+        self.handle.ask(|reply| request::Request::Report(member, step, files, reply)).await
     }
 
     pub(super) async fn report(
@@ -37,15 +42,64 @@ impl Service {
         let (shown, wire) = open(request);
         let (member, step, claim) = wire::report(wire)?;
         self.check(&shown, &member.run)?;
-        let claimed = match self.admit(&member, step, &claim).await? {
-            Admission::Known(shards) => return Ok(shards),
-            Admission::Wanted(attempt, world_size) => {
-                let (backend, member) = (self.backend.clone(), member.clone());
-                Claimed { backend, member, step, claim, attempt, world_size }
-            }
+        one(self.look_and_record(member, step, vec![claim]).await?)
+    }
+
+    pub(super) async fn report_all(
+        &self,
+        request: Request<proto::ReportFilesRequest>,
+    ) -> Result<Vec<Result<u64, Refusal>>, Refusal> {
+        let (shown, wire) = open(request);
+        let (member, step, claims) = wire::reports(wire)?;
+        self.check(&shown, &member.run)?;
+        self.look_and_record(member, step, claims).await
+    }
+
+    /// Looks at files that lie in the store, and records those that are what they are said
+    /// to be: one outcome for each, in order.
+    async fn look_and_record(
+        &self,
+        member: Member,
+        step: Step,
+        claims: Vec<FileClaim>,
+    ) -> Result<Vec<Result<u64, Refusal>>, Refusal> {
+        let admissions = self.admit(&member, step, claims.clone()).await?;
+        let (whose, backend) = (member.clone(), self.backend.clone());
+        let look = move || {
+            let one = |(claim, admission): (FileClaim, Result<Admission, Refusal>)| {
+                Ok(match admission? {
+                    Admission::Known(shards) => Looked::Known(shards),
+                    Admission::Wanted(attempt, world_size) => {
+                        let (backend, member) = (backend.clone(), whose.clone());
+                        let claimed = Claimed { backend, member, step, claim, attempt, world_size };
+                        Looked::New(claimed.look()?)
+                    }
+                })
+            };
+            Ok(claims.into_iter().zip(admissions).map(one).collect::<Vec<_>>())
         };
-        let look = blocking(REQUEST_DEADLINE, move || claimed.look());
-        self.record(member, step, look.await?).await
+        let mut files = Vec::new();
+        let mut outcomes: Vec<Result<Option<u64>, Refusal>> = Vec::new();
+        for looked in blocking(REQUEST_DEADLINE, look).await? {
+            outcomes.push(looked.map(|looked| match looked {
+                Looked::Known(shards) => Some(shards),
+                Looked::New(file) => {
+                    files.push(file);
+                    None
+                }
+            }));
+        }
+        let recorded = match files.is_empty() {
+            true => Vec::new(),
+            false => self.record(member, step, files).await?,
+        };
+        let mut recorded = recorded.into_iter();
+        let mut settle = |outcome: Result<Option<u64>, Refusal>| match outcome {
+            Ok(Some(shards)) => Ok(shards),
+            Ok(None) => recorded.next().unwrap_or(Err(Refusal::Stopping)),
+            Err(refusal) => Err(refusal),
+        };
+        Ok(outcomes.into_iter().map(&mut settle).collect())
     }
 
     pub(super) async fn upload(
@@ -62,7 +116,7 @@ impl Service {
         // strangers must not take the places.
         let permit = self.uploads.try_acquire();
         let _permit = permit.map_err(|_| Refusal::Busy(MAX_UPLOADS))?;
-        let claimed = match self.admit(&member, step, &claim).await? {
+        let claimed = match one(self.admit(&member, step, vec![claim.clone()]).await?)? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
                 let (backend, member) = (self.backend.clone(), member.clone());
@@ -83,7 +137,7 @@ impl Service {
         }
         // A terabyte takes a while to hash: the rank's own deadline bounds it.
         let finish = blocking(Duration::MAX, move || arrival.finish());
-        self.record(member, step, finish.await?).await
+        one(self.record(member, step, vec![finish.await?]).await?)
     }
 
     pub(super) async fn scalars(
@@ -99,6 +153,18 @@ impl Service {
         let scalars = self.scalars.clone();
         blocking(REQUEST_DEADLINE, move || scalars.append(rows, &attempt, world_size)).await
     }
+}
+
+/// A file that was looked at.
+enum Looked {
+    /// It was reported before.
+    Known(u64),
+    New(FileRecord),
+}
+
+/// The only outcome.
+fn one<T>(mut outcomes: Vec<Result<T, Refusal>>) -> Result<T, Refusal> {
+    outcomes.pop().unwrap_or(Err(Refusal::Stopping))
 }
 
 /// Runs disk work off the runtime's threads, and does not wait for a hung disk.

@@ -104,6 +104,24 @@ impl Rpc for Service {
         self.answer("report_file", shards.map(|shards| proto::ReportFileResponse { shards }))
     }
 
+    async fn report_files(
+        &self,
+        request: Request<proto::ReportFilesRequest>,
+    ) -> Answer<proto::ReportFilesResponse> {
+        let outcomes = self.report_all(request).await.map(|outcomes| {
+            let outcomes = outcomes.into_iter().map(|outcome| match outcome {
+                Ok(shards) => proto::FileOutcome { shards, ..Default::default() },
+                Err(refusal) => {
+                    let status = refuse(refusal);
+                    let (code, refusal) = (status.code() as u32, status.message().to_string());
+                    proto::FileOutcome { shards: 0, code, refusal }
+                }
+            });
+            proto::ReportFilesResponse { outcomes: outcomes.collect() }
+        });
+        self.answer("report_files", outcomes)
+    }
+
     async fn upload_file(
         &self,
         request: Request<Streaming<proto::UploadFileRequest>>,
@@ -133,9 +151,9 @@ impl Rpc for Service {
     ) -> Answer<proto::StepStatusResponse> {
         let status = async {
             let (shown, wire) = open(request);
-            let (run, attempt, step) = wire::status(wire)?;
+            let (run, attempt, ask) = wire::status(wire)?;
             self.check(&shown, &run)?;
-            self.handle.ask(|reply| request::Request::Status(run, attempt, step, reply)).await
+            self.handle.ask(|reply| request::Request::Status(run, attempt, ask, reply)).await
         };
         let numbers = |ranks: Vec<Rank>| ranks.into_iter().map(|rank| rank.0).collect();
         let response = status.await.map(|status| proto::StepStatusResponse {

@@ -10,6 +10,8 @@ mod io_errors;
 mod job;
 mod kill;
 mod ledger;
+mod manifest;
+mod memory;
 mod oracle;
 mod order;
 mod parsers;
@@ -19,7 +21,11 @@ mod race;
 mod random;
 mod rank;
 mod reassembly;
+mod reports;
+mod scale;
+mod served;
 mod small_dump;
+mod written;
 
 use clap::{Parser, Subcommand};
 
@@ -64,6 +70,12 @@ enum Campaign {
     RaceCommitter,
     /// R3: cut the power of a file system under real writers
     Powercut(powercut::Arguments),
+    /// What the manifest of a large step costs to write and to read
+    Manifest(manifest::Arguments),
+    /// How many reports a coordinator takes in a second
+    Reports(reports::Arguments),
+    /// One step of a job of thousands of ranks
+    Scale(scale::Arguments),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -80,5 +92,8 @@ fn main() -> anyhow::Result<()> {
         Campaign::Race(arguments) => race::run(&arguments),
         Campaign::RaceCommitter => race::committer(),
         Campaign::Powercut(arguments) => powercut::run(&arguments),
+        Campaign::Manifest(arguments) => manifest::run(&arguments),
+        Campaign::Reports(arguments) => reports::run(&arguments),
+        Campaign::Scale(arguments) => scale::run(&arguments),
     }
 }

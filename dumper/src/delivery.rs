@@ -1,0 +1,166 @@
+//! Files on their way to the store: named in it, put into its bucket, or sent to the coordinator.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use backtape::coordinator::limits::MAX_FILES_PER_REPORT;
+use backtape::hash::TrustHash;
+use backtape::manifest::FileRecord;
+use backtape::store::backend::is_url;
+use backtape::store::layout::RUN_RECORD;
+use backtape::store::{Backend, FinishedFile};
+use tokio::time::Instant;
+
+use crate::client::{CallError, Client, Entered};
+use crate::recorder::Shared;
+use crate::settings::TransportChoice;
+
+/// How files reach the store.
+pub(crate) enum Way {
+    /// They are made in it.
+    Direct,
+    /// They are made in a spool of this host, then put into the store's bucket.
+    Bucket(Backend, tempfile::TempDir),
+    /// They are made in a spool of this host, then sent to the coordinator.
+    Stream(tempfile::TempDir),
+}
+
+impl Way {
+    /// Looks whether this rank reaches the store itself.
+    pub(crate) async fn find(shared: Arc<Shared>, entered: Entered) -> std::io::Result<Way> {
+        let spool = || tempfile::Builder::new().prefix("backtape-").tempdir();
+        let bucket = is_url(&entered.directory);
+        let looked = tokio::task::spawn_blocking(move || reached(&shared, &entered)).await;
+        Ok(match looked.ok().flatten() {
+            Some(backend) if bucket => Way::Bucket(backend, spool()?),
+            Some(_) => Way::Direct,
+            None => Way::Stream(spool()?),
+        })
+    }
+
+    pub(crate) fn spool(&self) -> Option<&Path> {
+        match self {
+            Way::Direct => None,
+            Way::Bucket(_, spool) | Way::Stream(spool) => Some(spool.path()),
+        }
+    }
+
+    /// Files that are delivered together: those that are sent are answered one by one.
+    pub(crate) fn at_a_time(&self) -> usize {
+        match self {
+            Way::Stream(_) => 1,
+            Way::Direct | Way::Bucket(..) => MAX_FILES_PER_REPORT,
+        }
+    }
+}
+
+/// Finished files of one step of this rank, and where they go.
+pub(crate) struct Delivery<'a> {
+    pub(crate) way: &'a Way,
+    pub(crate) client: &'a Client,
+    pub(crate) step: u64,
+    /// The step's directory in the store.
+    pub(crate) directory: PathBuf,
+    /// Whether what does not get there otherwise may be sent.
+    pub(crate) may_stream: bool,
+    pub(crate) deadline: Instant,
+}
+
+/// The shards of a file that was acknowledged, or why it was not.
+type Outcome = Result<u64, CallError>;
+
+impl Delivery<'_> {
+    /// Gives files their places and reports them together, or sends them; the outcome of each.
+    pub(crate) async fn deliver(&self, files: Vec<FinishedFile>) -> Vec<Outcome> {
+        let mut placed: Vec<Result<FileRecord, Outcome>> = Vec::new();
+        for file in files {
+            placed.push(self.place(file).await);
+        }
+        let named: Vec<FileRecord> =
+            placed.iter().filter_map(|p| p.as_ref().ok()).cloned().collect();
+        let reported = match named.is_empty() {
+            true => Vec::new(),
+            false => self.client.report_files(self.step, &named, self.deadline).await,
+        };
+        let mut reported = reported.into_iter();
+        let mut settled = Vec::new();
+        for place in placed {
+            settled.push(match place.map(|record| (record, reported.next())) {
+                Err(outcome) => outcome,
+                Ok((record, Some(Err(CallError::NotThere(_))))) if self.may_send_again() => {
+                    // The directory looked the same and is not: send what was written.
+                    let path = self.directory.join(record.name.as_str());
+                    self.send(&record, &path).await
+                }
+                Ok((_, Some(outcome))) => outcome,
+                Ok((_, None)) => Err(CallError::Unreachable("no outcome came for it".into())),
+            });
+        }
+        settled
+    }
+
+    /// What was put into a bucket is no longer here to be sent.
+    fn may_send_again(&self) -> bool {
+        self.may_stream && matches!(self.way, Way::Direct)
+    }
+
+    async fn send(&self, record: &FileRecord, path: &Path) -> Outcome {
+        self.client.upload_file(self.step, record, path, self.deadline).await
+    }
+
+    /// Gives a file its place in the store, or settles it otherwise.
+    async fn place(&self, file: FinishedFile) -> Result<FileRecord, Outcome> {
+        match self.way {
+            Way::Stream(_) => Err(self.send(&file.record, file.scratch()).await),
+            Way::Bucket(backend, _) => self.put(backend, file).await,
+            Way::Direct => match file.publish() {
+                Ok((record, _)) => Ok(record),
+                Err(error) => {
+                    let directory = self.directory.display();
+                    let why = format!("no file could be named in {directory}: {error}");
+                    Err(Err(CallError::Refused(why)))
+                }
+            },
+        }
+    }
+
+    /// Puts a file into the bucket; one that cannot be put is sent instead.
+    async fn put(&self, backend: &Backend, file: FinishedFile) -> Result<FileRecord, Outcome> {
+        let file = Arc::new(file);
+        let (putting, backend, directory) = (file.clone(), backend.clone(), self.directory.clone());
+        let put = tokio::task::spawn_blocking(move || putting.put(&backend, &directory));
+        let why = match tokio::time::timeout_at(self.deadline, put).await {
+            Ok(Ok(Ok(_))) => return Ok(file.record.clone()),
+            Ok(Ok(Err(error))) => error.to_string(),
+            Ok(Err(panicked)) => panicked.to_string(),
+            Err(_) => "it took too long".into(),
+        };
+        if self.may_stream && file.scratch().exists() {
+            return Err(self.send(&file.record, file.scratch()).await);
+        }
+        let (name, directory) = (&file.record.name, self.directory.display());
+        Err(Err(CallError::Refused(format!("{name} could not be put in {directory}: {why}"))))
+    }
+}
+
+/// True where rows of scalars are sent: to who has no part in the store, and into a bucket,
+/// which only the coordinator adds rows to.
+pub(crate) fn sends_rows(shared: &Shared, entered: &Entered) -> bool {
+    is_url(&entered.directory) || reached(shared, entered).is_none()
+}
+
+/// The store, where this rank reaches it itself. In `Auto` the same `run.json` at the same
+/// place says that it does; the coordinator's look at each file proves it.
+fn reached(shared: &Shared, entered: &Entered) -> Option<Backend> {
+    let transport = shared.plan.settings.transport;
+    if transport == TransportChoice::Stream {
+        return None;
+    }
+    let backend = Backend::of(&entered.directory).ok()?;
+    if transport == TransportChoice::Direct {
+        return Some(backend);
+    }
+    let here = backend.read(&entered.directory.join(RUN_RECORD)).ok()?;
+    let same = Some(TrustHash::of(&here)) == entered.run_record;
+    same.then_some(backend)
+}

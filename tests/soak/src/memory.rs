@@ -1,0 +1,12 @@
+//! How much memory a process has held, as the kernel counted it.
+
+use anyhow::Context;
+
+/// The most memory that a process held at a time (VmHWM), in MiB.
+pub(crate) fn peak_mib(pid: u32) -> anyhow::Result<f64> {
+    let path = format!("/proc/{pid}/status");
+    let text = std::fs::read_to_string(&path).with_context(|| path.clone())?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|rest| rest.split_whitespace().next()?.parse::<f64>().ok());
+    Ok(kib.with_context(|| format!("{path} has no VmHWM"))? / 1024.0)
+}
