@@ -28,6 +28,13 @@ pub mod store;
 /// Version of backtape itself, as every answer and every `run.json` carries it.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
+/// Which build this is, as who built it named it in `BACKTAPE_BUILD`: a commit, for example. Not
+/// asked of git: every commit would compile everything again.
+pub const BUILD: &str = match option_env!("BACKTAPE_BUILD") {
+    Some(build) => build,
+    None => "unnamed",
+};
+
 /// Major version of the on-disk format. A reader refuses a newer one by name:
 /// guessing at unknown fields could turn into a wrong verdict.
 pub const FORMAT_VERSION: u32 = 1;

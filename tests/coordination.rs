@@ -217,7 +217,8 @@ async fn a_step_is_committed_by_the_last_rank_and_a_restart_writes_the_same_mani
     // As after a crash between the journal's fsync and the manifest.
     let (mut client, _serving) = serve(store.path(), 2).await;
     assert_eq!(std::fs::read(&path).unwrap(), manifest);
-    let status = proto::StepStatusRequest { run: "run".into(), attempt: 0, step: 0 };
+    let status =
+        proto::StepStatusRequest { run: "run".into(), attempt: 0, step: 0, ..Default::default() };
     let status = client.step_status(status).await.unwrap().into_inner();
     assert_eq!((status.committed, status.shards, status.bytes), (true, 1, 4));
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use backtape::coordinator::channel::{VERSION, connect};
+use backtape::coordinator::channel::{BUILD, VERSION, connect};
 use backtape::credentials::Access;
 use backtape_dumper::Settings;
 use backtape_proto as proto;
@@ -101,4 +101,6 @@ async fn the_health_service_answers_and_every_answer_says_its_version() {
     let refused = rpc.run_status(request).await.unwrap_err();
     let version = refused.metadata().get(VERSION).unwrap().to_str().unwrap();
     assert_eq!(version, backtape::VERSION);
+    let build = refused.metadata().get(BUILD).unwrap().to_str().unwrap();
+    assert_eq!(build, backtape::BUILD);
 }

@@ -116,11 +116,12 @@ impl Examined {
         if (&opened.run, opened.attempt) != (&manifest.run, manifest.attempt) {
             return Some(format!("it is of run {} attempt {}", opened.run, opened.attempt));
         }
-        match state.manifest(manifest.step) {
+        // A header's hash is of all that the manifest says of the file's shards.
+        let listed = manifest.files.iter();
+        let listed = listed.map(|file| ((file.rank, file.name.clone()), file.header_hash));
+        match state.complete_files(manifest.step) {
             None => Some("by it the step was never complete".into()),
-            Some(own) if own.files != manifest.files => {
-                Some("by it other files were reported".into())
-            }
+            Some(own) if own != listed.collect() => Some("by it other files were reported".into()),
             Some(_) => None,
         }
     }

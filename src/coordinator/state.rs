@@ -147,9 +147,15 @@ impl AttemptState {
     /// Header hashes of a rank's files that were reported of a step, by name.
     #[cfg(test)]
     pub(super) fn files(&self, step: Step, rank: Rank) -> BTreeMap<Name, TrustHash> {
-        let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
-        let hashes = own.into_iter().flatten().map(|(name, kept)| (name.clone(), kept.header_hash));
-        hashes.collect()
+        let files = self.steps.get(&step).map(StepState::header_hashes).unwrap_or_default();
+        let own = files.into_iter().filter(|((of, _), _)| *of == rank);
+        own.map(|((_, name), hash)| (name, hash)).collect()
+    }
+
+    /// Header hashes of all files of a step, where every rank reported what it counted.
+    pub(super) fn complete_files(&self, step: Step) -> Option<BTreeMap<(Rank, Name), TrustHash>> {
+        let state = self.steps.get(&step)?;
+        state.complete(self.opened.world_size).then(|| state.header_hashes())
     }
 
     /// Shards of a reported file.
@@ -422,6 +428,16 @@ impl StepState {
     /// Every file that was reported, as the manifest lists them: by rank and name.
     fn texts(&self) -> impl Iterator<Item = &str> {
         self.files.values().flat_map(BTreeMap::values).map(|file| file.text.as_str())
+    }
+
+    fn header_hashes(&self) -> BTreeMap<(Rank, Name), TrustHash> {
+        let of = |(rank, own): (&Rank, &BTreeMap<Name, Kept>)| {
+            let rank = *rank;
+            own.iter()
+                .map(move |(name, kept)| ((rank, name.clone()), kept.header_hash))
+                .collect::<Vec<_>>()
+        };
+        self.files.iter().flat_map(of).collect()
     }
 
     /// No rank reports more than it counted, so equal sums are equal parts.

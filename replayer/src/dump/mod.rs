@@ -163,6 +163,7 @@ pub fn open(path: &Path, selection: &Selection) -> Result<StepDump, OpenError> {
 fn open_at(place: &Place, selection: &Selection) -> Result<StepDump, OpenError> {
     let located = locate::locate(place.path(), selection)?;
     place.bring(&located.step, |_| true)?;
+    place.bring_journal(&located.attempt)?;
     let salvaged = match read_manifest(&located)? {
         Ok(manifest) => salvage::Salvaged::committed(manifest),
         Err(why) => salvage::salvage(&located, why)?,

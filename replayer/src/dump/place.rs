@@ -9,10 +9,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use backtape::coordinator::MAX_EXAMINED_BYTES;
 use backtape::identity::Rank;
 use backtape::scalars::{self, ScalarObjects};
 use backtape::store::backend::{Bucket, is_url};
-use backtape::store::layout::{MANIFEST, RUN_RECORD};
+use backtape::store::layout::{JOURNAL, JOURNAL_LINES, MANIFEST, RUN_RECORD};
 use backtape::store::{AttemptDir, Backend, StepDir};
 use rayon::prelude::*;
 
@@ -106,6 +107,23 @@ impl Place {
         names.par_iter().try_for_each(|name| {
             copy.bring(name).map_err(|source| OpenError::Read { path: copy.url.join(name), source })
         })
+    }
+
+    /// Brings the coordinator's journal of an attempt: as the one file that it is in a directory.
+    pub fn bring_journal(&self, attempt: &AttemptDir) -> Result<(), OpenError> {
+        let Some(copy) = &self.copy else { return Ok(()) };
+        let below = attempt.path.strip_prefix(copy.root()).unwrap_or(&attempt.path);
+        let lines = below.join(JOURNAL_LINES);
+        // Numbered with leading zeros, so their order is that of their names.
+        let of = copy.objects.iter().filter(|(name, _)| name.parent() == Some(&lines));
+        let (names, sizes): (Vec<PathBuf>, Vec<u64>) =
+            of.map(|(name, bytes)| (copy.url.join(name), *bytes)).unzip();
+        if names.is_empty() || sizes.iter().sum::<u64>() > MAX_EXAMINED_BYTES {
+            return Ok(());
+        }
+        let read = |source| OpenError::Read { path: copy.url.join(&lines), source };
+        let text = Backend::Bucket(copy.bucket.clone()).read_all(&names).map_err(read)?.concat();
+        std::fs::write(attempt.path.join(JOURNAL), text).map_err(read)
     }
 
     /// Brings the scalars of an attempt.

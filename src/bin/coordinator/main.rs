@@ -35,7 +35,7 @@ use tokio::signal::unix::{SignalKind, signal};
 #[derive(Parser)]
 #[command(
     name = "coordinator",
-    version,
+    version = format!("{} build {}", backtape::VERSION, backtape::BUILD),
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true
 )]
@@ -124,7 +124,9 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
         let coordinator = Coordinator::open(&config)?;
         let address = listener.local_addr()?;
         let store = store.display();
+        let (version, build) = (backtape::VERSION, backtape::BUILD);
         tracing::info!("listening on {address}, store {store}, world size {world_size}");
+        tracing::info!("backtape {version} build {build}");
         let (mut interrupt, mut terminate) =
             (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
         let shutdown = async {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use backtape_proto as proto;
 use proto::coordinator_server::Coordinator as Rpc;
 use tokio::sync::Semaphore;
+use tonic::metadata::MetadataValue;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::actor::Handle;
@@ -16,7 +17,7 @@ use super::refusal::Refusal;
 use super::request;
 use super::scalars::Scalars;
 use super::wire;
-use super::wire::channel::{AUTHORIZATION, BEARER, VERSION};
+use super::wire::channel::{AUTHORIZATION, BEARER, BUILD, VERSION};
 use crate::credentials::Tokens;
 use crate::identity::{Name, Rank};
 use crate::store::Backend;
@@ -74,6 +75,9 @@ impl Service {
             Err(status) => status.metadata_mut(),
         };
         metadata.insert(VERSION, crate::VERSION.parse().expect("digits and dots"));
+        // Who builds may name it as no header can be.
+        let build = crate::BUILD.parse().unwrap_or(MetadataValue::from_static("unreadable"));
+        metadata.insert(BUILD, build);
         answer
     }
 }

@@ -22,6 +22,8 @@ pub(in crate::coordinator) const BEARER: &str = "Bearer ";
 
 /// The header of every answer that says which version gave it.
 pub const VERSION: &str = "backtape-version";
+/// And which build of it.
+pub const BUILD: &str = "backtape-build";
 
 /// Calls to a coordinator.
 pub type Rpc = CoordinatorClient<InterceptedService<Channel, Bearer>>;
