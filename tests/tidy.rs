@@ -135,3 +135,43 @@ fn the_reference_shares_no_arithmetic_with_the_policies() {
         assert!(!shared, "{name} uses the policies");
     }
 }
+
+/// Faults on purpose are for the tests: what users build cannot have them.
+#[test]
+fn no_build_for_users_has_faults_in_it() {
+    for folder in [".", "proto", "dumper", "replayer", "python"] {
+        let path = root().join(folder).join("Cargo.toml");
+        let text = std::fs::read_to_string(&path).unwrap();
+        for line in text.lines().filter(|line| line.contains("faults")) {
+            let own = folder == "." && line.starts_with("faults = ");
+            let comment = line.starts_with('#');
+            assert!(own || comment, "{} turns faults on: {line}", path.display());
+        }
+        assert!(!text.lines().any(|line| line.starts_with("default = ")), "{}", path.display());
+    }
+    let soak = std::fs::read_to_string(root().join("tests/soak/Cargo.toml")).unwrap();
+    assert!(!soak.lines().any(|line| line.starts_with("default = ")), "soak has them by default");
+}
+
+/// Every named point is one that the campaigns know, so that none is silently never tried.
+#[test]
+fn the_campaigns_know_every_named_point() {
+    let mut known = String::new();
+    for (name, text) in sources(&["tests/soak/src"], "rs") {
+        if name.ends_with("kill.rs") {
+            known = text;
+        }
+    }
+    // The embedded coordinator's file alone is replaced; `soak kill` starts no embedded one.
+    let elsewhere = ["durable.rename"];
+    for (name, text) in sources(&["src", "dumper/src"], "rs") {
+        for call in ["faults::point(\"", "faults::pass(\"", "faults::write_all(\""] {
+            for rest in text.split(call).skip(1) {
+                let point = rest.split('"').next().unwrap();
+                let quoted = format!("\"{point}\"");
+                let tried = known.contains(&quoted) || elsewhere.contains(&point);
+                assert!(tried, "{name}: soak kill does not know {point}");
+            }
+        }
+    }
+}

@@ -97,7 +97,9 @@ pub(super) async fn serve(
     // Alive is who still answers a question: not a process whose journal hangs.
     let alive = move || async move {
         match handle.totals().await {
-            Ok(_) => (StatusCode::OK, format!("backtape {} build {}\n", crate::VERSION, crate::BUILD)),
+            Ok(_) => {
+                (StatusCode::OK, format!("backtape {} build {}\n", crate::VERSION, crate::BUILD))
+            }
             Err(refusal) => (StatusCode::SERVICE_UNAVAILABLE, refusal.to_string()),
         }
     };

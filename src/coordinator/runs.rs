@@ -139,6 +139,9 @@ impl Runs {
     pub(crate) fn log(&mut self, run: &Name, attempt: Attempt) -> Result<&mut AttemptLog, Refusal> {
         let unknown = || Refusal::UnknownRun { run: run.clone() };
         let known = self.runs.get_mut(run).ok_or_else(unknown)?;
+        if let Some(reason) = known.damaged.get(&attempt) {
+            return Err(Refusal::Poisoned { run: run.clone(), attempt, reason: reason.clone() });
+        }
         let log = known.attempts.get_mut(&attempt).ok_or_else(unknown)?;
         log.usable()?;
         Ok(log)

@@ -25,9 +25,11 @@ use crate::processes::{Process, Yard, memory};
 use crate::random::Random;
 
 /// How long a job may take in all.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(240);
 /// Deadlines of the recorders: what cannot succeed is given up soon.
 const DEADLINES: [&str; 4] = ["--join-ms", "800", "--step-ms", "500"];
+/// And of those that nothing disturbs: other work may have the machine for a while.
+const PATIENT: [&str; 4] = ["--join-ms", "60000", "--step-ms", "120000"];
 /// What a point is made to return.
 const ERRORS: [&str; 4] = ["EIO", "ENOSPC", "EDQUOT", "EINTR"];
 /// System calls that strace fails, with an error that they can have.
@@ -275,8 +277,9 @@ fn heal(yard: &mut Yard, oracle: &mut Oracle, job: &Job) -> anyhow::Result<()> {
         ensure!(said.0 || !committed, "{place} is committed, and a restart forgot it");
         ensure!(said.1 >= shards, "{place}: {shards} shards acknowledged, {} known", said.1);
     }
+    let stream = [&PATIENT[..], &["--stream"]].concat();
     let mut ranks =
-        [yard.ranks(job, (0, 1), 1, &[], "")?, yard.ranks(job, (1, 2), 1, &["--stream"], "")?];
+        [yard.ranks(job, (0, 1), 1, &PATIENT, "")?, yard.ranks(job, (1, 2), 1, &stream, "")?];
     for rank in &mut ranks {
         ended_well(rank)?;
     }

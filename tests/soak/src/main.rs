@@ -20,9 +20,11 @@ mod processes;
 mod race;
 mod random;
 mod rank;
+mod ready;
 mod reassembly;
 mod reports;
 mod scale;
+mod seeded;
 mod served;
 mod small_dump;
 mod written;
@@ -53,6 +55,10 @@ enum Campaign {
     Contract(contract::ContractArguments),
     /// What a training loop must never notice
     FailOpen(fail_open::FailOpenArguments),
+    /// How soon a killed coordinator answers again, with 10,000 shards on record
+    Ready(ready::ReadyArguments),
+    /// Seeds known faults: each must be caught
+    Seeded(seeded::SeededArguments),
     /// What a power cut would leave, told from the system calls
     Order(order::OrderArguments),
     #[command(hide = true)]
@@ -85,6 +91,8 @@ fn main() -> anyhow::Result<()> {
         Campaign::FailOpen(arguments) => fail_open::run(&arguments),
         Campaign::Order(arguments) => order::run(&arguments),
         Campaign::IoErrors(arguments) => io_errors::run(&arguments),
+        Campaign::Seeded(arguments) => seeded::run(&arguments),
+        Campaign::Ready(arguments) => ready::run(&arguments),
         Campaign::Rank(arguments) => rank::run(&arguments),
         Campaign::Bitrot(arguments) => bitrot::run(arguments),
         Campaign::Reassembly(arguments) => reassembly::run(arguments),

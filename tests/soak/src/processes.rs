@@ -2,11 +2,11 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
@@ -53,8 +53,7 @@ impl Yard {
     /// A yard below `scratch`. A kill does not reach the page cache, so memory will do.
     pub(crate) fn new(scratch: &Path) -> anyhow::Result<Yard> {
         let directory = tempfile::Builder::new().prefix("backtape-soak-").tempdir_in(scratch)?;
-        // Bound to find a free port; its next holder may reuse it at once.
-        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+        let address = own_address();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         Ok(Yard {
             store: directory.path().join("store"),
@@ -75,6 +74,14 @@ impl Yard {
 
     pub(crate) fn path(&self) -> &Path {
         self.directory.path()
+    }
+
+    /// Copies the store below another directory, and uses it there.
+    pub(crate) fn move_store(&mut self, directory: &Path) -> anyhow::Result<()> {
+        let status = Command::new("cp").arg("-r").arg(&self.store).arg(directory).status()?;
+        ensure!(status.success(), "cp failed ({status})");
+        self.store = directory.join("store");
+        Ok(())
     }
 
     /// Every ledger that the ranks of this yard wrote.
@@ -240,6 +247,16 @@ impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.kill();
     }
+}
+
+/// A loopback address that no other yard has, of this process or another: coordinators come
+/// back to it, and a port that was merely free a moment ago may be somebody else's by then.
+fn own_address() -> String {
+    static YARDS: AtomicU32 = AtomicU32::new(0);
+    let yard = YARDS.fetch_add(1, Ordering::SeqCst);
+    let [_, a, b, c] = std::process::id().to_be_bytes();
+    // 127.0 is where everybody else is.
+    format!("127.{}.{b}.{c}:{}", a.wrapping_add(1), 10_000 + yard % 20_000)
 }
 
 /// Where trials lie that need no disk: memory, where there is some.

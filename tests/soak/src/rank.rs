@@ -16,7 +16,7 @@ use crate::ledger::{Ledger, Told};
 const LOOK: Duration = Duration::from_micros(300);
 /// The cap of one call of the recorder, with what a busy machine adds.
 const CALL_CAP: Duration = Duration::from_millis(250);
-const SCHEDULING: Duration = Duration::from_secs(2);
+const SCHEDULING: Duration = Duration::from_secs(10);
 /// What a rank of a small job takes beside its queue: code, stacks, connections.
 const SLACK_BYTES: u64 = 24 << 20;
 
