@@ -1,14 +1,13 @@
 //! What a rank does once it has entered a run: write, deliver, close, wait.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
-use backtape::store::{AttemptDir, FinishedFile};
+use backtape::store::{AttemptDir, FinishedFile, durable};
 use tokio::time::Instant;
 
 use crate::capture::Queued;
@@ -232,7 +231,7 @@ impl Session {
     /// One look: committed, will not be (with the reason), or not known yet.
     async fn look(&self, step: u64, deadline: Instant) -> Option<Result<(), String>> {
         let answer = self.client.step_status(step).await;
-        if matches!(answer, Ok((true, _))) || self.manifest(step).is_file() {
+        if matches!(answer, Ok((true, _))) || self.manifest_stands(step) {
             return Some(Ok(()));
         }
         let late = Instant::now() >= deadline;
@@ -248,9 +247,12 @@ impl Session {
         }
     }
 
-    /// The manifest, where this machine can see it: it outlives the coordinator.
-    fn manifest(&self, step: u64) -> PathBuf {
-        self.attempt.step(Step(step)).manifest()
+    /// The manifest, where this machine can see it: it outlives the coordinator. Whoever put it
+    /// there may not have come to the fsync of its directory: a power cut would take it away
+    /// again, and committed is never undone.
+    fn manifest_stands(&self, step: u64) -> bool {
+        let path = self.attempt.step(Step(step)).manifest();
+        path.is_file() && durable::sync_parent(&path).is_ok()
     }
 
     /// True when the coordinator was rank 0's and rank 0 has withdrawn it.

@@ -10,6 +10,7 @@ mod race;
 mod random;
 mod reassembly;
 mod small_dump;
+mod versions;
 
 use clap::{Parser, Subcommand};
 
@@ -35,6 +36,8 @@ enum Campaign {
     Reassembly(reassembly::Arguments),
     /// R8: throw damaged inputs at everything that reads bytes from outside
     Parsers(parsers::Arguments),
+    /// R12: read golden dumps, refuse what is newer
+    Versions(versions::Arguments),
     /// R10: committers race for one manifest
     Race(race::Arguments),
     /// A process of `race`
@@ -49,6 +52,7 @@ fn main() -> anyhow::Result<()> {
         Campaign::Bitrot(arguments) => bitrot::run(arguments),
         Campaign::Reassembly(arguments) => reassembly::run(arguments),
         Campaign::Parsers(arguments) => parsers::run(&arguments),
+        Campaign::Versions(arguments) => versions::run(&arguments),
         Campaign::Race(arguments) => race::run(&arguments),
         Campaign::RaceCommitter => race::committer(),
         Campaign::Powercut(arguments) => powercut::run(&arguments),

@@ -103,7 +103,11 @@ impl Process {
             let words: Vec<&str> = told.split_whitespace().collect();
             let [won, seen, begun, ended] = words[..] else { bail!("{line:?} is no answer") };
             let seen = TrustHash::try_from(seen.to_string())?;
-            return Ok(Outcome { won: won.parse()?, seen, during: (begun.parse()?, ended.parse()?) });
+            return Ok(Outcome {
+                won: won.parse()?,
+                seen,
+                during: (begun.parse()?, ended.parse()?),
+            });
         }
         bail!("a committer ended")
     }

@@ -146,9 +146,11 @@ fn bombs(seeds: &[Vec<u8>]) -> Vec<Vec<u8>> {
             }
             all.push(text);
         }
-        let shape = String::from_utf8_lossy(seed).replace("\"shape\":[4,3]", "\"shape\":[4294967296,4294967296,4294967296]");
+        let shape = String::from_utf8_lossy(seed)
+            .replace("\"shape\":[4,3]", "\"shape\":[4294967296,4294967296,4294967296]");
         all.push(shape.into_bytes());
-        let wide = String::from_utf8_lossy(seed).replace("[4,3]", &format!("[{}1]", "1,".repeat(5000)));
+        let wide =
+            String::from_utf8_lossy(seed).replace("[4,3]", &format!("[{}1]", "1,".repeat(5000)));
         all.push(wide.into_bytes());
     }
     all

@@ -13,9 +13,7 @@ use backtape::head::HeadDeclaration;
 use backtape::identity::{Name, Step};
 use backtape::manifest::{Manifest, RunRecord};
 use backtape::scalars::Line;
-use backtape::selection::{
-    ByteLimit, IndexSelection, Selection, StepSelection, TensorSelection,
-};
+use backtape::selection::{ByteLimit, IndexSelection, Selection, StepSelection, TensorSelection};
 use backtape::store::ShardFile;
 use backtape::store::header::{METADATA_KEY, encode};
 use backtape::store::shard_file::describe;
@@ -55,8 +53,7 @@ impl Parser {
     pub(crate) fn new(target: Target) -> Result<Parser> {
         let folder = memory()?;
         let path = folder.path().join("scratch");
-        let scratch =
-            File::options().read(true).write(true).create_new(true).open(&path)?;
+        let scratch = File::options().read(true).write(true).create_new(true).open(&path)?;
         let run = folder.path().join("run-a");
         record(&run)?;
         let seeds = seeds(target, &run)?;
@@ -73,7 +70,8 @@ impl Parser {
             (Target::Header, 1..=3) => prefixed(input),
             (Target::Header, _) => {
                 let text = String::from_utf8_lossy(&input).into_owned();
-                let entry = serde_json::json!({"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]});
+                let entry =
+                    serde_json::json!({"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]});
                 let outer = serde_json::json!({"__metadata__": {METADATA_KEY: text}, "q": entry});
                 let mut file = prefixed(outer.to_string().into_bytes());
                 file.extend([7; 12]);
@@ -127,9 +125,9 @@ impl Parser {
 
 fn select(input: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(input) else { return false };
-    let steps = text.parse::<StepSelection>().map(|steps| {
-        steps.within(0, 1000, 10).len() + usize::from(steps.contains(u64::MAX))
-    });
+    let steps = text
+        .parse::<StepSelection>()
+        .map(|steps| steps.within(0, 1000, 10).len() + usize::from(steps.contains(u64::MAX)));
     let tensors = text.parse::<TensorSelection>();
     let tensors = tensors.map(|tensors| tensors.contains("layers.0.attn.q_proj.weight"));
     let ranks = text.parse::<IndexSelection>().map(|ranks| ranks.contains(u32::MAX));
@@ -273,7 +271,8 @@ fn messages(head: &[u8]) -> Vec<Vec<u8>> {
             }
             .encode_to_vec(),
             Call::StepStatus => {
-                proto::StepStatusRequest { run: "run-a".into(), attempt: 1, step: 7 }.encode_to_vec()
+                proto::StepStatusRequest { run: "run-a".into(), attempt: 1, step: 7 }
+                    .encode_to_vec()
             }
             Call::RunStatus => proto::RunStatusRequest { run: "run-a".into() }.encode_to_vec(),
             Call::RecordScalars => proto::RecordScalarsRequest {

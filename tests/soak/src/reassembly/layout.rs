@@ -44,8 +44,11 @@ impl Grid {
     pub(crate) fn placements(&self, dims: usize, random: &mut Random) -> Placements {
         let one = |(axis, _): &(String, u32)| {
             let dim = random.below(dims as u64 + 1);
-            let placed =
-                if dim == dims as u64 { Placement::Replicate } else { Placement::Shard(dim as u32) };
+            let placed = if dim == dims as u64 {
+                Placement::Replicate
+            } else {
+                Placement::Shard(dim as u32)
+            };
             (axis.clone(), placed)
         };
         self.mesh.0.iter().map(one).collect()

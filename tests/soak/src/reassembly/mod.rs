@@ -124,9 +124,8 @@ enum Fault {
 fn one(run: &Path, random: &mut Random, counts: &mut Counts) -> Result<()> {
     let grid = Grid::draw(random);
     let tensors = 1 + random.below(3);
-    let cases: Vec<Case> = (0..tensors)
-        .map(|i| Case::draw(&grid, i, random, counts))
-        .collect::<Result<_>>()?;
+    let cases: Vec<Case> =
+        (0..tensors).map(|i| Case::draw(&grid, i, random, counts)).collect::<Result<_>>()?;
     let first = &cases[0];
     let boxes = first.held.len() as u64;
     let fault = match random.below(16) {
@@ -318,7 +317,8 @@ impl Case {
 
     /// Elements that nobody holds.
     fn uncovered(&self, left: &[&Held]) -> BTreeSet<usize> {
-        let mut open: BTreeSet<usize> = indices(&self.shape, &IndexBox::whole(&self.shape)).collect();
+        let mut open: BTreeSet<usize> =
+            indices(&self.shape, &IndexBox::whole(&self.shape)).collect();
         for held in left {
             for index in indices(&self.shape, &held.place) {
                 open.remove(&index);
