@@ -7,7 +7,7 @@ use std::time::Duration;
 use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
-use backtape::store::{AttemptDir, FinishedFile};
+use backtape::store::{AttemptDir, FinishedFile, durable};
 use tokio::time::Instant;
 
 use crate::capture::Queued;
@@ -241,8 +241,10 @@ impl Session {
         }
     }
 
-    /// True where this rank can see the manifest, which outlives the coordinator. A bucket is
-    /// only asked when the coordinator did not answer: each look costs.
+    /// True where this rank can see the manifest, which outlives the coordinator. Whoever put it
+    /// there may not have come to the fsync of its directory: a power cut would take it away
+    /// again, and committed is never undone. A bucket is only asked when the coordinator did not
+    /// answer: each look costs.
     async fn sees_manifest(&self, step: u64, unanswered: bool) -> bool {
         let manifest = self.attempt.step(Step(step)).manifest();
         match &self.way {
@@ -251,7 +253,8 @@ impl Session {
                 let look = tokio::task::spawn_blocking(move || backend.holds(&manifest));
                 matches!(look.await, Ok(Ok(true)))
             }
-            _ => manifest.is_file(),
+            Way::Bucket(..) => false,
+            _ => manifest.is_file() && durable::sync_parent(&manifest).is_ok(),
         }
     }
 

@@ -12,6 +12,7 @@ use std::path::Path;
 use super::event::Event;
 use super::journal::{self, Batch, JournalError};
 use super::state::AttemptState;
+use crate::FORMAT_VERSION;
 use crate::identity::Step;
 use crate::manifest::Manifest;
 
@@ -88,6 +89,12 @@ impl Examined {
         let batch: Batch = serde_json::from_slice(json).map_err(|error| error.to_string())?;
         for event in batch.events {
             match (&mut self.state, event) {
+                (None, Event::Opened(opened)) if opened.format_version > FORMAT_VERSION => {
+                    return Err(format!(
+                        "it has format version {}, this backtape reads up to {FORMAT_VERSION}",
+                        opened.format_version
+                    ));
+                }
                 (None, Event::Opened(opened)) => self.state = Some(AttemptState::new(opened)),
                 (None, _) => return Err("it does not begin with the opening of its attempt".into()),
                 (Some(state), event) => {

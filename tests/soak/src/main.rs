@@ -27,6 +27,7 @@ mod scale;
 mod seeded;
 mod served;
 mod small_dump;
+mod versions;
 mod written;
 
 use clap::{Parser, Subcommand};
@@ -69,6 +70,8 @@ enum Campaign {
     Reassembly(reassembly::Arguments),
     /// R8: throw damaged inputs at everything that reads bytes from outside
     Parsers(parsers::Arguments),
+    /// R12: read golden dumps, refuse what is newer
+    Versions(versions::Arguments),
     /// R10: committers race for one manifest
     Race(race::Arguments),
     /// A process of `race`
@@ -97,6 +100,7 @@ fn main() -> anyhow::Result<()> {
         Campaign::Bitrot(arguments) => bitrot::run(arguments),
         Campaign::Reassembly(arguments) => reassembly::run(arguments),
         Campaign::Parsers(arguments) => parsers::run(&arguments),
+        Campaign::Versions(arguments) => versions::run(&arguments),
         Campaign::Race(arguments) => race::run(&arguments),
         Campaign::RaceCommitter => race::committer(),
         Campaign::Powercut(arguments) => powercut::run(&arguments),

@@ -11,7 +11,7 @@ mod ledger;
 mod work;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,12 +35,13 @@ use crate::random::Random;
 pub(crate) const UNAVAILABLE: i32 = 4;
 /// Cuts that one image sees.
 const CYCLES_PER_IMAGE: u64 = 32;
-/// The power goes within one of these times of the first write, at a moment drawn uniformly:
-/// early moments meet directories and journals that are being made, late ones commits.
-const WINDOWS: [Duration; 3] =
-    [Duration::from_millis(5), Duration::from_millis(20), Duration::from_millis(60)];
-/// Recorders start threads and a coordinator of their own first.
-const RECORDER_WINDOW: Duration = Duration::from_millis(150);
+/// The power goes after so many acknowledgements, drawn uniformly, and a moment more: at none it
+/// meets directories and journals that are being made, later on commits. Counted and not timed,
+/// so that a busy machine is cut in the midst of as much work as an idle one.
+const ACKNOWLEDGED: u64 = 40;
+const MOMENT: Duration = Duration::from_millis(4);
+/// And after this time in any case.
+const LONGEST: Duration = Duration::from_millis(500);
 /// One cycle in so many is worked by recorders.
 const RECORDERS_IN: u64 = 16;
 /// Violations after which nothing more is learnt.
@@ -218,10 +219,9 @@ impl Image {
             self.places.iter_mut().for_each(|place| place.incarnation = 1 + random.below(u64::MAX));
         }
         let recorders = random.below(RECORDERS_IN) == 0;
-        let drawn = WINDOWS[random.below(3) as usize];
-        let window = if recorders { RECORDER_WINDOW } else { drawn };
-        let moment = Duration::from_nanos(random.below(window.as_nanos() as u64));
-        let cut = AtomicBool::new(false);
+        let wanted = random.below(if recorders { 12 } else { ACKNOWLEDGED });
+        let moment = Duration::from_nanos(random.below(MOMENT.as_nanos() as u64));
+        let (cut, acknowledged) = (AtomicBool::new(false), AtomicU64::new(0));
         let work = Cycle {
             seed: self.seed,
             number,
@@ -229,6 +229,7 @@ impl Image {
             spool: &self.spool,
             ledger: &self.ledger,
             cut: &cut,
+            acknowledged: &acknowledged,
         };
         let (work, handle) = (&work, self.runtime.handle());
         std::thread::scope(|scope| {
@@ -241,7 +242,11 @@ impl Image {
                     scope.spawn(move || work.rank(rank, place, rpc, handle));
                 }
             }
-            std::thread::sleep(moment);
+            let end = Instant::now() + LONGEST;
+            while acknowledged.load(Ordering::SeqCst) < wanted && Instant::now() < end {
+                std::thread::park_timeout(Duration::from_micros(50));
+            }
+            std::thread::park_timeout(moment);
             cut.store(true, Ordering::SeqCst);
             self.disk.cut()
         })

@@ -1,7 +1,7 @@
 //! What runs while the power is cut: backtape's own code, until it fails.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -35,6 +35,8 @@ pub(crate) struct Cycle<'a> {
     pub(crate) ledger: &'a Mutex<Ledger>,
     /// Set before the power goes: what fails earlier is a fault.
     pub(crate) cut: &'a AtomicBool,
+    /// How often somebody was told that something is durable.
+    pub(crate) acknowledged: &'a AtomicU64,
 }
 
 /// A rank that goes on where it was, or begins anew as another process.
@@ -57,6 +59,7 @@ impl Cycle<'_> {
         let mut ledger = self.ledger();
         if !self.cut.load(Ordering::SeqCst) {
             enter(&mut ledger);
+            self.acknowledged.fetch_add(1, Ordering::SeqCst);
         }
     }
 
@@ -251,14 +254,18 @@ impl Cycle<'_> {
             tape.close()?;
         }
         // Looks until all is told, or the power is gone; a job would go on training.
+        let mut told = (0, 0);
         while !self.cut.load(Ordering::SeqCst) {
             let summary = recorder.summary();
-            self.told(|ledger| {
-                let entry = ledger.recorded.entry((run.into(), rank)).or_default();
-                entry.committed.extend(&summary.steps_committed);
-                entry.shards = summary.shards;
-            });
-            std::thread::yield_now();
+            if summary.shards > told.0 || summary.steps_committed.len() > told.1 {
+                told = (summary.shards, summary.steps_committed.len());
+                self.told(|ledger| {
+                    let entry = ledger.recorded.entry((run.into(), rank)).or_default();
+                    entry.committed.extend(&summary.steps_committed);
+                    entry.shards = summary.shards;
+                });
+            }
+            std::thread::park_timeout(Duration::from_micros(50));
         }
         recorder.close()?;
         Ok(())
