@@ -9,6 +9,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use super::limits::MAX_ONLINE_HEADER;
 use super::refusal::Refusal;
 use super::request::{FileClaim, Member};
 use crate::hash::ContentHash;
@@ -49,12 +50,20 @@ impl Claimed {
         self.compare(&file).map(|(record, _)| record)
     }
 
+    /// The store's own path holds no link: one on the way to a step leads elsewhere.
+    fn refuse_link(&self) -> Result<(), Refusal> {
+        let directory = self.directory();
+        match std::fs::canonicalize(&directory) {
+            Ok(real) if real != directory => {
+                Err(self.bad("its step directory is a link or lies behind one"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn open_in_place(&self) -> Result<File, Refusal> {
         let path = self.path();
-        let directory = std::fs::symlink_metadata(self.directory());
-        if directory.is_ok_and(|found| !found.is_dir()) {
-            return Err(self.bad("its step directory is a link or a file"));
-        }
+        self.refuse_link()?;
         // O_NONBLOCK: opening a planted pipe would wait for its other end.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(&path);
@@ -74,6 +83,16 @@ impl Claimed {
 
     /// Holds the file against the claim and against who claims it.
     fn compare(&self, file: &File) -> Result<(FileRecord, Description), Refusal> {
+        let mut prefix = [0; 8];
+        // A file that is too short says so below.
+        if file.read_exact_at(&mut prefix, 0).is_ok() {
+            let header = u64::from_le_bytes(prefix);
+            if header > MAX_ONLINE_HEADER {
+                return Err(self.bad(format!(
+                    "its header has {header} bytes, at most {MAX_ONLINE_HEADER} are accepted"
+                )));
+            }
+        }
         let found = describe(&self.path(), file).map_err(|error| self.bad(error))?;
         if found.length != self.claim.length {
             let (is, said) = (found.length, self.claim.length);
@@ -120,9 +139,13 @@ impl Arrival {
         let path = claimed.path();
         let storage = |error: io::Error| Refusal::Storage(format!("{error} at {}", path.display()));
         durable::create_directory(&claimed.directory()).map_err(storage)?;
+        claimed.refuse_link()?;
         let scratch = durable::scratch_beside(&path);
         let file = durable::create_private(&scratch).map_err(storage)?;
-        Ok(Arrival { claimed, file, scratch, received: 0 })
+        let arrival = Arrival { claimed, file, scratch, received: 0 };
+        // Again: a link may have come in between. Not a byte is written through it.
+        arrival.claimed.refuse_link()?;
+        Ok(arrival)
     }
 
     pub(crate) fn write(&mut self, chunk: &[u8]) -> Result<(), Refusal> {

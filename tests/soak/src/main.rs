@@ -3,6 +3,8 @@
 
 #![allow(clippy::print_stdout)]
 
+mod frames;
+mod hostile;
 mod manifest;
 mod memory;
 mod random;
@@ -22,6 +24,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Campaign {
+    /// Peers that lie, and an honest rank among them
+    Hostile(hostile::Arguments),
     /// What the manifest of a large step costs to write and to read
     Manifest(manifest::Arguments),
     /// How many reports a coordinator takes in a second
@@ -32,6 +36,7 @@ enum Campaign {
 
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().campaign {
+        Campaign::Hostile(arguments) => hostile::run(&arguments),
         Campaign::Manifest(arguments) => manifest::run(&arguments),
         Campaign::Reports(arguments) => reports::run(&arguments),
         Campaign::Scale(arguments) => scale::run(&arguments),
