@@ -213,10 +213,12 @@ impl Session {
         let directory = self.attempt.step(Step(step)).path;
         let (mut named, mut publications) = (Vec::new(), Vec::new());
         for file in files {
-            publications.push(file.publish().map(|(record, _)| named.push(record)).map_err(|error| {
-                let directory = directory.display();
-                CallError::Refused(format!("no file could be named in {directory}: {error}"))
-            }));
+            publications.push(file.publish().map(|(record, _)| named.push(record)).map_err(
+                |error| {
+                    let directory = directory.display();
+                    CallError::Refused(format!("no file could be named in {directory}: {error}"))
+                },
+            ));
         }
         let reported = match named.is_empty() {
             true => Vec::new(),

@@ -169,8 +169,7 @@ impl AttemptState {
             !here || state.is_some_and(|state| state.short.contains(rank))
         };
         let named = (0..world_size).map(Rank).filter(owes).take(RANKS_NAMED);
-        let named: Vec<String> =
-            named.filter_map(|rank| self.rank_progress(step, rank)).collect();
+        let named: Vec<String> = named.filter_map(|rank| self.rank_progress(step, rank)).collect();
         let rest = owing - named.len() as u64;
         match rest {
             0 => named.join("; "),

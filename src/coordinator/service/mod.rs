@@ -51,7 +51,9 @@ fn open<T>(request: Request<T>) -> (Shown, T) {
 
 /// Refuses whoever shows no token that any run has, before its message is read: up to 8 MiB
 /// of a stranger's would be held. Which run it is for is known after that.
-pub(super) fn door(tokens: Tokens) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone {
+pub(super) fn door(
+    tokens: Tokens,
+) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone {
     move |request| match tokens.admit_some(shown(&request)) {
         true => Ok(request),
         false => Err(refuse(Refusal::NoToken)),
@@ -63,7 +65,16 @@ impl Service {
         let uploads = Arc::new(Semaphore::new(MAX_UPLOADS));
         let looks = Arc::new(Semaphore::new(MAX_LOOKS));
         let (of_ranks, rates) = (OpenUploads::default(), Rates::default());
-        Service { handle, uploads, of_ranks, looks, rates, scalars: Arc::default(), tokens, metrics }
+        Service {
+            handle,
+            uploads,
+            of_ranks,
+            looks,
+            rates,
+            scalars: Arc::default(),
+            tokens,
+            metrics,
+        }
     }
 
     /// Refuses whoever does not show the token of the run.

@@ -87,7 +87,9 @@ pub(crate) fn send(address: &str, flood: Flood, count: u32, random: &mut Random)
 
 fn piece(flood: Flood, stream: u32) -> Vec<u8> {
     match flood {
-        Flood::Resets => [frame(1, 4, stream, &call()), frame(3, 0, stream, &[0, 0, 0, 8])].concat(),
+        Flood::Resets => {
+            [frame(1, 4, stream, &call()), frame(3, 0, stream, &[0, 0, 0, 8])].concat()
+        }
         Flood::Pings => frame(6, 0, 0, &[7; 8]),
         Flood::Settings => frame(4, 0, 0, &[0, 1, 0, 0, 0, 0]),
         // A block of headers that never ends.

@@ -139,8 +139,22 @@ fn refused<T>(answer: Result<T, tonic::Status>) -> anyhow::Result<()> {
 /// Names that would leave their directory or their line.
 async fn names(rpc: &Rpc, random: &mut Random) -> anyhow::Result<()> {
     let all = [
-        "", ".", "..", "../x", "a/../../x", "/etc/passwd", "a\0b", "a\nb", ".hidden", "a\\b",
-        "\u{2024}\u{2024}/x", "\u{202e}exe", "ünïcode", "con trol\u{7f}", "~root", "%2e%2e",
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/../../x",
+        "/etc/passwd",
+        "a\0b",
+        "a\nb",
+        ".hidden",
+        "a\\b",
+        "\u{2024}\u{2024}/x",
+        "\u{202e}exe",
+        "ünïcode",
+        "con trol\u{7f}",
+        "~root",
+        "%2e%2e",
     ];
     let long = "x".repeat(64 << 10);
     let at = random.below(all.len() as u64 + 1) as usize;
@@ -164,8 +178,7 @@ async fn names(rpc: &Rpc, random: &mut Random) -> anyhow::Result<()> {
         }
         4 => {
             let lines = "{\"step\":0}\n".into();
-            let request =
-                proto::RecordScalarsRequest { member: own, host: name, first: 0, lines };
+            let request = proto::RecordScalarsRequest { member: own, host: name, first: 0, lines };
             refused(rpc.record_scalars(request).await)
         }
         _ => refused(rpc.close_step(crate::served::close(&name, 0, 0, 0)).await),
@@ -200,14 +213,17 @@ async fn lies(rpc: &Rpc, store: &Path, trial: u64, random: &mut Random) -> anyho
             let at = header + random.below((bytes.len() - header) as u64) as usize;
             bytes[at] ^= 1 << random.below(8);
         }
-        4 => replace(&mut bytes, b"\"F32\"", [&b"\"F99\""[..], b"\"F64\""][random.below(2) as usize]),
+        4 => {
+            replace(&mut bytes, b"\"F32\"", [&b"\"F99\""[..], b"\"F64\""][random.below(2) as usize])
+        }
         _ => replace(&mut bytes, b"\"data_offsets\":[0,", b"\"data_offsets\":[9,"),
     }
     if kind != 2 && bytes.len() >= header {
         claim.header_hash = backtape::hash::TrustHash::of(&bytes[..header]).0.to_vec().into();
     }
     let lying = kind != 0 || claim.length != bytes.len() as u64;
-    let request = proto::ReportFileRequest { member: Some(member(RUN, 0)), step, file: Some(claim) };
+    let request =
+        proto::ReportFileRequest { member: Some(member(RUN, 0)), step, file: Some(claim) };
     if lying {
         refused(rpc.clone().upload_file(parts(request, &bytes)).await)?;
         ensure!(!path.exists(), "{} was kept", path.display());
@@ -237,7 +253,8 @@ async fn links(rpc: &Rpc, store: &Path, trial: u64, random: &mut Random) -> anyh
     } else {
         std::os::unix::fs::symlink(store.with_file_name("canary"), &path)?;
     }
-    let request = proto::ReportFileRequest { member: Some(member(RUN, 1)), step, file: Some(claim) };
+    let request =
+        proto::ReportFileRequest { member: Some(member(RUN, 1)), step, file: Some(claim) };
     let mut rpc = rpc.clone();
     refused(rpc.report_file(request.clone()).await)?;
     refused(rpc.upload_file(parts(request, &bytes)).await)?;
@@ -252,7 +269,9 @@ async fn strange(served: &Served, access: &Access, random: &mut Random) -> anyho
         0 => refused(rpc.join(join(RUN, 0, RANKS)).await),
         1 => refused(rpc.run_status(proto::RunStatusRequest { run: RUN.into() }).await),
         2 => refused(rpc.close_step(crate::served::close(RUN, 0, 0, 0)).await),
-        _ => refused(rpc.set_plan(proto::SetPlanRequest { run: RUN.into(), ..Default::default() }).await),
+        _ => refused(
+            rpc.set_plan(proto::SetPlanRequest { run: RUN.into(), ..Default::default() }).await,
+        ),
     }
 }
 

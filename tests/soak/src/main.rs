@@ -16,7 +16,11 @@ mod written;
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
-#[command(name = "soak", version, about = "Long campaigns against the promise that nothing is lost")]
+#[command(
+    name = "soak",
+    version,
+    about = "Long campaigns against the promise that nothing is lost"
+)]
 struct Arguments {
     #[command(subcommand)]
     campaign: Campaign,

@@ -174,8 +174,7 @@ async fn report(
         return Ok(());
     }
     for file in files {
-        let request =
-            proto::ReportFileRequest { member: member.clone(), step, file: Some(file) };
+        let request = proto::ReportFileRequest { member: member.clone(), step, file: Some(file) };
         ensure!(rpc.report_file(request).await?.into_inner().shards == 1, "reports: no shard");
     }
     Ok(())

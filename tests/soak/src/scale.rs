@@ -126,7 +126,10 @@ async fn commit(rpcs: &[Rpc], ranks: u32, files: u32) -> anyhow::Result<()> {
     let began = Instant::now();
     let last = rpcs[0].clone().close_step(close(RUN, ranks - 1, 0, files)).await?;
     ensure!(last.into_inner().committed, "scale: the last close did not commit the step");
-    println!("  commit: {:.1} ms after the last close was sent", began.elapsed().as_secs_f64() * 1e3);
+    println!(
+        "  commit: {:.1} ms after the last close was sent",
+        began.elapsed().as_secs_f64() * 1e3
+    );
     Ok(())
 }
 

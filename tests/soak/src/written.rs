@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use backtape::dtype::Dtype;
-use backtape::fingerprint::{Fingerprint};
+use backtape::fingerprint::Fingerprint;
 use backtape::hash::{ContentHash, TrustHash};
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
@@ -31,8 +31,7 @@ pub(crate) fn files(
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;
     let one = |microbatch: u32| {
         let microbatch = Microbatch(microbatch);
-        let mut about =
-            FileSelf::new(name.clone(), Attempt(0), Step(step), Rank(rank), world_size);
+        let mut about = FileSelf::new(name.clone(), Attempt(0), Step(step), Rank(rank), world_size);
         let payload = payload(step, rank, microbatch.0);
         about.shards = (0..shards)
             .map(|index| record(rank, world_size, microbatch, index, &payload))
