@@ -84,7 +84,10 @@ fn whoever_shows_another_runs_token_is_refused_and_told_what_to_give() {
     let drawn = Token::draw().unwrap();
     std::fs::write(issued.ranks[0].join("token"), drawn.as_str()).unwrap();
     let said = refused(&server, store.path(), Some(issued.ranks[0].clone()));
-    assert!(said.contains("token of run run") && said.contains("BACKTAPE_CREDENTIALS"), "{said}");
+    assert!(
+        said.contains("token of this coordinator") && said.contains("BACKTAPE_CREDENTIALS"),
+        "{said}"
+    );
 }
 
 /// Goal: a rank that was taken over cannot collect the others' dumps.

@@ -108,6 +108,7 @@ impl AttemptLog {
     pub(crate) fn submit(&mut self, event: Event, now_ms: u64) -> Result<(), Refusal> {
         self.usable()?;
         if self.state.check(&event)? == Outcome::New {
+            self.state.check_quota(&event)?;
             self.staged.push(event.clone());
             self.state.apply(event, now_ms);
         }

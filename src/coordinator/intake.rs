@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::limits::MAX_ONLINE_HEADER;
 use super::refusal::Refusal;
 use super::request::{FileClaim, Member};
 use crate::faults;
@@ -48,6 +49,7 @@ impl Claimed {
     /// Reads the header of the file where it lies in the store.
     pub(crate) fn look(&self) -> Result<FileRecord, Refusal> {
         faults::point("intake.open").map_err(|error| self.bad(error))?;
+        self.refuse_link()?;
         let path = self.path();
         let file = self.backend.open(&path).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Refusal::FileAbsent { path: path.clone() },
@@ -56,9 +58,34 @@ impl Claimed {
         self.compare(file.as_ref()).map(|(record, _)| record)
     }
 
+    /// The store's own path holds no link: one on the way to a step leads elsewhere. A bucket has
+    /// none.
+    fn refuse_link(&self) -> Result<(), Refusal> {
+        let directory = self.directory();
+        if let Backend::Bucket(_) = self.backend {
+            return Ok(());
+        }
+        match std::fs::canonicalize(&directory) {
+            Ok(real) if real != directory => {
+                Err(self.bad("its step directory is a link or lies behind one"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Holds the file against the claim and against who claims it.
     fn compare(&self, file: &dyn ReadAt) -> Result<(FileRecord, Description), Refusal> {
         faults::point("intake.read").map_err(|error| self.bad(error))?;
+        let mut prefix = [0; 8];
+        // A file that is too short says so below.
+        if file.read_exact_at(&mut prefix, 0).is_ok() {
+            let header = u64::from_le_bytes(prefix);
+            if header > MAX_ONLINE_HEADER {
+                return Err(self.bad(format!(
+                    "its header has {header} bytes, at most {MAX_ONLINE_HEADER} are accepted"
+                )));
+            }
+        }
         let found = describe(&self.path(), file).map_err(|error| self.bad(error))?;
         if found.length != self.claim.length {
             let (is, said) = (found.length, self.claim.length);
@@ -106,9 +133,13 @@ impl Arrival {
         let path = claimed.path();
         let storage = |error: io::Error| Refusal::Storage(format!("{error} at {}", path.display()));
         claimed.backend.create_directory(&claimed.directory()).map_err(storage)?;
+        claimed.refuse_link()?;
         let scratch = claimed.backend.scratch(&path);
         let file = durable::create_private(&scratch).map_err(storage)?;
-        Ok(Arrival { claimed, file, scratch, received: 0 })
+        let arrival = Arrival { claimed, file, scratch, received: 0 };
+        // Again: a link may have come in between. Not a byte is written through it.
+        arrival.claimed.refuse_link()?;
+        Ok(arrival)
     }
 
     pub(crate) fn write(&mut self, chunk: &[u8]) -> Result<(), Refusal> {

@@ -38,6 +38,50 @@ pub const MAX_UPLOADS: usize = 16;
 /// Largest file accepted: what one rank of a large model holds in f64, tenfold.
 pub const MAX_FILE_BYTES: u64 = 1 << 40;
 
+/// Uploads of one rank at a time: it sends one after the other, and one more may still be
+/// ending on a connection that broke.
+pub const MAX_UPLOADS_PER_RANK: usize = 2;
+
+/// Requests of one rank in a second, heartbeats apart: an honest one waits for an fsync
+/// after each.
+pub const MAX_REQUESTS_PER_SECOND: u32 = 2000;
+
+/// Files of one rank in one step, one for each microbatch: no job accumulates over more.
+pub const MAX_FILES_PER_STEP: u32 = 4096;
+
+/// Shards in one file: a large model has 20,000 tensors.
+pub const MAX_SHARDS_PER_FILE: usize = 32_768;
+
+/// Bytes of shards of one rank in one step: what a host holds in memory.
+pub const MAX_RANK_STEP_BYTES: u64 = 4 << 40;
+
+/// Bytes of text kept of what one rank said of steps that are not committed: three steps of
+/// 32,768 shards at about 600 bytes each.
+pub const MAX_HELD_BYTES: u64 = 64 << 20;
+
+/// Largest header of a reported file: 20,000 shards take about 12 MiB, and reading one takes
+/// several times its size in memory.
+pub const MAX_ONLINE_HEADER: u64 = 16 << 20;
+
+/// Reports whose files are looked at, at a time: each may hold such a header.
+pub const MAX_LOOKS: usize = 4;
+
+/// Attempts of one run: a job that restarted every hour for a month.
+pub const MAX_ATTEMPTS: usize = 1000;
+
+/// Runs of one store that are served at a time.
+pub const MAX_RUNS: usize = 10_000;
+
+/// Connections of each rank: its recorder, its heartbeat, and both again after a break.
+pub const CONNECTIONS_PER_RANK: usize = 4;
+
+/// Connections beside those of the ranks: people who ask, probes.
+pub const MORE_CONNECTIONS: usize = 1024;
+
+/// Streams that a peer resets before they were looked at, and that we reset for its errors,
+/// before its connection is closed (CVE-2023-44487, CVE-2025-8671).
+pub const MAX_RESETS: usize = 64;
+
 /// Files of one report: more than a rank has microbatches, and little to look at again
 /// when the answer was lost.
 pub const MAX_FILES_PER_REPORT: usize = 256;

@@ -10,6 +10,7 @@
 //! what running ranks are asked to record. It holds no tensor bytes: a file that is sent goes to disk in
 //! chunks.
 
+mod accepted;
 mod actor;
 mod attempt_log;
 mod attempts;
@@ -24,6 +25,7 @@ mod metrics;
 mod model_test;
 mod orders;
 mod pulse;
+mod quotas;
 mod refusal;
 mod request;
 mod runs;

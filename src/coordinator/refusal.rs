@@ -30,6 +30,10 @@ pub enum Refusal {
         "the token of run {run} was not shown: give the rank the credentials that were made for this run (BACKTAPE_CREDENTIALS)"
     )]
     Token { run: Name },
+    #[error(
+        "no token of this coordinator's runs was shown: give the rank the credentials that were made for its run (BACKTAPE_CREDENTIALS)"
+    )]
+    NoToken,
     #[error("run {run} is not known here: check its name, or start its ranks first")]
     UnknownRun { run: Name },
     #[error(
@@ -68,6 +72,12 @@ pub enum Refusal {
     Busy(usize),
     #[error("rank {0} sends more heartbeats than {1} a second")]
     TooOften(Rank, u32),
+    #[error("rank {0} sends more than {1} requests in a second: try again")]
+    TooMany(Rank, u32),
+    #[error("{1} uploads of rank {0} are open, as many as one rank may have: try again")]
+    UploadsOfRank(Rank, usize),
+    #[error("{0}")]
+    Quota(String),
     #[error("nothing is triggered: {0}")]
     NotTriggered(String),
     #[error("the plan is not taken: {0}")]

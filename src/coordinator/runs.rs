@@ -11,6 +11,7 @@ use super::attempt_log::AttemptLog;
 use super::attempts::{self, Entrant, Latest, Launch};
 use super::config::{Config, Rules, StartError};
 use super::event::{Event, Joined, Opened};
+use super::limits::{MAX_ATTEMPTS, MAX_RUNS};
 use super::metrics::Totals;
 use super::refusal::Refusal;
 use super::request::{Entry, Join, Member};
@@ -81,6 +82,12 @@ impl Runs {
             explicit: join.attempt,
         };
         let attempt = attempts::choose(entrant, run.latest(), self.world_size)?;
+        if !run.attempts.contains_key(&attempt) && run.attempts.len() >= MAX_ATTEMPTS {
+            return Err(Refusal::Quota(format!(
+                "run {} has {MAX_ATTEMPTS} attempts, the most: give the job another run",
+                join.run
+            )));
+        }
         if let Some(reason) = run.damaged.get(&attempt) {
             return Err(Refusal::Poisoned { run: join.run, attempt, reason: reason.clone() });
         }
@@ -115,6 +122,11 @@ impl Runs {
         let (rank, expected) = (join.rank, self.world_size);
         if let Some(serves) = self.only.as_ref().filter(|only| **only != join.run) {
             return Err(Refusal::OtherRun { run: join.run.clone(), serves: serves.clone() });
+        }
+        if self.runs.len() >= MAX_RUNS && !self.runs.contains_key(&join.run) {
+            return Err(Refusal::Quota(format!(
+                "this coordinator serves {MAX_RUNS} runs, the most: give this one another store"
+            )));
         }
         if join.format_version != crate::FORMAT_VERSION {
             let found = join.format_version;

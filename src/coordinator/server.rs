@@ -7,14 +7,16 @@ use std::pin::pin;
 use backtape_proto::coordinator_server::CoordinatorServer;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 
+use super::accepted::accepted;
 use super::actor::{self, Handle};
 use super::config::{Config, ServeError, StartError};
 use super::limits;
 use super::metrics::{self, Metrics};
-use super::service::Service;
+use super::service::{self, Service};
 use crate::credentials::{Guard, Tls};
 use crate::store::Backend;
 
@@ -25,6 +27,8 @@ pub struct Coordinator {
     actor_end: oneshot::Receiver<()>,
     guard: Guard,
     metrics: Option<SocketAddr>,
+    /// Most connections at a time.
+    connections: usize,
 }
 
 impl Coordinator {
@@ -36,8 +40,15 @@ impl Coordinator {
         }
         let backend = Backend::of(&config.store)?;
         let (handle, actor_end) = actor::start(config, &backend)?;
-        let (guard, metrics) = (config.guard.clone(), config.metrics);
-        Ok(Coordinator { handle, backend, actor_end, guard, metrics })
+        let ranks = config.world_size as usize;
+        Ok(Coordinator {
+            handle,
+            backend,
+            actor_end,
+            guard: config.guard.clone(),
+            metrics: config.metrics,
+            connections: ranks * limits::CONNECTIONS_PER_RANK + limits::MORE_CONNECTIONS,
+        })
     }
 
     /// For whoever runs the coordinator in its own process.
@@ -53,10 +64,12 @@ impl Coordinator {
     ) -> Result<(), ServeError> {
         let (stop, stopped) = oneshot::channel::<()>();
         let metrics = Metrics::default();
-        let service =
-            Service::new(self.handle.clone(), self.backend, self.guard.tokens, metrics.clone());
+        let door = service::door(self.guard.tokens.clone());
+        let tokens = self.guard.tokens;
+        let service = Service::new(self.handle.clone(), self.backend, tokens, metrics.clone());
         let service =
             CoordinatorServer::new(service).max_decoding_message_size(limits::MAX_MESSAGE_BYTES);
+        let service = InterceptedService::new(service, door);
         let (reporter, health) = tonic_health::server::health_reporter();
         reporter.set_serving::<CoordinatorServer<Service>>().await;
         // Dropped, and so ended, with this call.
@@ -65,6 +78,7 @@ impl Coordinator {
             None => None,
         };
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+        let incoming = accepted(incoming, self.connections);
         let serving = builder(self.guard.tls.as_ref())?
             .http2_keepalive_interval(Some(limits::KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(limits::KEEPALIVE_TIMEOUT))
@@ -72,6 +86,8 @@ impl Coordinator {
             .initial_connection_window_size(limits::WINDOW_BYTES)
             .max_frame_size(limits::FRAME_BYTES)
             .max_concurrent_streams(limits::MAX_STREAMS)
+            .http2_max_pending_accept_reset_streams(Some(limits::MAX_RESETS))
+            .http2_max_local_error_reset_streams(Some(limits::MAX_RESETS))
             .add_service(health)
             .add_service(service)
             .serve_with_incoming_shutdown(incoming, async {

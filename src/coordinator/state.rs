@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::event::{Closing, Event, Joined, Opened};
 use super::orders::Orders;
+use super::quotas;
 use super::refusal::Refusal;
 use crate::faults;
 use crate::hash::TrustHash;
@@ -51,6 +52,8 @@ pub(crate) struct AttemptState {
     pub(super) overdue: u64,
     /// Of all steps.
     pub(super) sums: Sums,
+    /// Bytes of what each rank said of steps that are not committed.
+    held: BTreeMap<Rank, u64>,
 }
 
 /// What files hold together.
@@ -121,6 +124,7 @@ impl AttemptState {
             open: BTreeSet::new(),
             overdue: 0,
             sums: Sums::default(),
+            held: BTreeMap::new(),
         }
     }
 
@@ -163,6 +167,18 @@ impl AttemptState {
         let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
         let file = own.and_then(|own| own.get(file));
         file.map_or(0, |file| file.sums.shards)
+    }
+
+    /// Files of one rank in a step, and the bytes of their shards.
+    pub(super) fn brought(&self, step: Step, rank: Rank) -> (u32, u64) {
+        let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
+        let own = own.into_iter().flat_map(BTreeMap::values);
+        own.fold((0, 0), |(n, sum), file| (n + 1, file.sums.bytes.saturating_add(sum)))
+    }
+
+    /// Bytes of what a rank said of steps that are not committed.
+    pub(super) fn held(&self, rank: Rank) -> u64 {
+        self.held.get(&rank).copied().unwrap_or_default()
     }
 
     /// True when the manifest of a step is known to stand at its final name.
@@ -322,11 +338,13 @@ impl AttemptState {
                 self.ranks.insert(joined.rank, joined);
             }
             Event::Reported { step, file } => {
-                let added = self.step_at(step, at_ms).add(&file);
+                let (added, held) = self.step_at(step, at_ms).add(&file);
                 self.sums.add(added);
+                *self.held.entry(file.rank).or_default() += held;
                 self.note_complete(step);
             }
             Event::Closed { step, rank, closing } => {
+                *self.held.entry(rank).or_default() += quotas::weight(&closing);
                 self.step_at(step, at_ms).close(rank, closing);
                 self.note_complete(step);
             }
@@ -386,7 +404,11 @@ impl AttemptState {
         let Some(state) = self.steps.get_mut(&step).filter(|state| !state.committed) else {
             return;
         };
-        state.settle();
+        for (rank, held) in state.settle() {
+            if let Some(sum) = self.held.get_mut(&rank) {
+                *sum = sum.saturating_sub(held);
+            }
+        }
         self.overdue -= u64::from(state.overdue);
         self.ready.remove(&step);
         self.open.remove(&step);
@@ -446,17 +468,18 @@ impl StepState {
         self.closed.len() as u64 + early >= u64::from(world_size) && self.counted == self.sums.files
     }
 
-    /// Adds a file that was not there; what it adds.
-    fn add(&mut self, file: &FileRecord) -> Sums {
+    /// Adds a file that was not there; what it adds, and the bytes that are kept of it.
+    fn add(&mut self, file: &FileRecord) -> (Sums, u64) {
         let sums = Sums::of(file);
         let kept = Kept { header_hash: file.header_hash, sums, text: file.to_text() };
+        let held = kept.text.len() as u64;
         let own = self.files.entry(file.rank).or_default();
         if own.insert(file.name.clone(), kept).is_some() {
-            return Sums::default();
+            return Default::default();
         }
         self.sums.add(sums);
         self.note_short(file.rank);
-        sums
+        (sums, held)
     }
 
     /// Looks whether a rank still owes files that it counted.
@@ -468,12 +491,19 @@ impl StepState {
         };
     }
 
-    /// The manifest stands and holds the records.
-    fn settle(&mut self) {
+    /// The manifest stands and holds the records; what was kept of each rank until now.
+    fn settle(&mut self) -> BTreeMap<Rank, u64> {
         self.committed = true;
-        for file in self.files.values_mut().flat_map(BTreeMap::values_mut) {
-            file.text = String::new();
+        let closings = self.closed.iter();
+        let mut held: BTreeMap<Rank, u64> =
+            closings.map(|(&rank, closing)| (rank, quotas::weight(closing))).collect();
+        for (rank, own) in &mut self.files {
+            for file in own.values_mut() {
+                let text = std::mem::take(&mut file.text);
+                *held.entry(*rank).or_default() += text.len() as u64;
+            }
         }
+        held
     }
 
     /// What was asked for, ranks that were asked the same together.

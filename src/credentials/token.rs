@@ -83,6 +83,15 @@ impl Tokens {
         self.runs.get(run).or(self.any.as_ref())
     }
 
+    /// Whether a caller that shows this may speak for some run.
+    pub fn admit_some(&self, shown: Option<&str>) -> bool {
+        if self.any.is_none() && self.runs.is_empty() {
+            return true;
+        }
+        let known = || self.any.iter().chain(self.runs.values());
+        shown.is_some_and(|shown| known().any(|token| token.is(shown)))
+    }
+
     /// Whether a caller that shows this may speak for a run.
     pub fn admit(&self, run: &Name, shown: Option<&str>) -> bool {
         if self.any.is_none() && self.runs.is_empty() {

@@ -1,12 +1,14 @@
 //! Reads a shard file through a memory map: header checked before anything is
 //! believed, bytes handed out as they lie.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 use safetensors::tensor::Metadata;
+use serde::Deserialize;
 
 use super::backend::ReadAt;
 use super::header::{FileSelf, MAX_HEADER, METADATA_KEY};
@@ -147,22 +149,47 @@ fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), Sha
 
 fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
     let malformed = |detail: String| ShardFileError::Malformed { path: path.into(), detail };
-    let json: serde_json::Value =
-        serde_json::from_slice(&header[8..]).map_err(|error| malformed(error.to_string()))?;
-    let Some(text) =
-        json.pointer(&format!("/__metadata__/{METADATA_KEY}")).and_then(|v| v.as_str())
-    else {
+    let outer: Outer = serde_json::from_slice(unpadded(&header[8..]))
+        .map_err(|error| malformed(error.to_string()))?;
+    let Some(text) = outer.metadata.and_then(|mut metadata| metadata.remove(METADATA_KEY)) else {
         return Err(ShardFileError::Foreign { path: path.into() });
     };
-    let value: serde_json::Value =
-        serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
-    match value.get("format_version").and_then(serde_json::Value::as_u64) {
-        Some(found) if found > u64::from(FORMAT_VERSION) => {
-            return Err(ShardFileError::Newer { path: path.into(), found });
+    let newer = |found| ShardFileError::Newer { path: path.into(), found };
+    match serde_json::from_str::<FileSelf>(&text) {
+        Ok(about) if about.format_version > FORMAT_VERSION => {
+            Err(newer(about.format_version.into()))
         }
-        _ => {}
+        Ok(about) => Ok(about),
+        // What a newer one says need not look like ours.
+        Err(error) => match serde_json::from_str::<Version>(&text) {
+            Ok(Version { format_version: Some(found) }) if found > u64::from(FORMAT_VERSION) => {
+                Err(newer(found))
+            }
+            _ => Err(malformed(error.to_string())),
+        },
     }
-    serde_json::from_value(value).map_err(|error| malformed(error.to_string()))
+}
+
+/// Of a header, what we wrote into it; entries are passed over.
+#[derive(Deserialize)]
+struct Outer {
+    #[serde(rename = "__metadata__")]
+    metadata: Option<BTreeMap<String, String>>,
+}
+
+#[derive(Deserialize)]
+struct Version {
+    format_version: Option<u64>,
+}
+
+/// A header without the blanks that fill its room, which a parser would pass one by one.
+fn unpadded(mut text: &[u8]) -> &[u8] {
+    while let Some((rest, [b' ', ..])) = text.split_last_chunk::<64>()
+        && text.ends_with(&[b' '; 64])
+    {
+        text = rest;
+    }
+    text
 }
 
 /// Finds every shard's bytes; the safetensors crate has checked that the
@@ -175,7 +202,7 @@ fn locate(
 ) -> Result<Vec<(usize, usize)>, ShardFileError> {
     let contradiction =
         |detail: String| ShardFileError::Contradiction { path: path.into(), detail };
-    let metadata: Metadata = serde_json::from_slice(&header[8..]).map_err(|error| {
+    let metadata: Metadata = serde_json::from_slice(unpadded(&header[8..])).map_err(|error| {
         ShardFileError::Malformed { path: path.into(), detail: error.to_string() }
     })?;
     let wanted = metadata.data_len();

@@ -41,7 +41,7 @@ impl Service {
     ) -> Result<u64, Refusal> {
         let (shown, wire) = open(request);
         let (member, step, claim) = wire::report(wire)?;
-        self.check(&shown, &member.run)?;
+        self.check_member(&shown, &member)?;
         one(self.look_and_record(member, step, vec![claim]).await?)
     }
 
@@ -51,7 +51,7 @@ impl Service {
     ) -> Result<Vec<Result<u64, Refusal>>, Refusal> {
         let (shown, wire) = open(request);
         let (member, step, claims) = wire::reports(wire)?;
-        self.check(&shown, &member.run)?;
+        self.check_member(&shown, &member)?;
         self.look_and_record(member, step, claims).await
     }
 
@@ -80,7 +80,11 @@ impl Service {
         };
         let mut files = Vec::new();
         let mut outcomes: Vec<Result<Option<u64>, Refusal>> = Vec::new();
-        for looked in blocking(REQUEST_DEADLINE, look).await? {
+        // Never closed: an error cannot come.
+        let place = self.looks.acquire().await.map_err(|_| Refusal::Stopping)?;
+        let looked = blocking(REQUEST_DEADLINE, look).await?;
+        drop(place);
+        for looked in looked {
             outcomes.push(looked.map(|looked| match looked {
                 Looked::Known(shards) => Some(shards),
                 Looked::New(file) => {
@@ -111,9 +115,10 @@ impl Service {
             return Err(Refusal::Malformed("an upload begins with its header".into()));
         };
         let (member, step, claim) = wire::report(header)?;
-        self.check(&shown, &member.run)?;
+        self.check_member(&shown, &member)?;
         // Refused at once, not queued: a waiting upload would hold its window. After the check:
         // strangers must not take the places.
+        let _own = self.of_ranks.open(&member)?;
         let permit = self.uploads.try_acquire();
         let _permit = permit.map_err(|_| Refusal::Busy(MAX_UPLOADS))?;
         let claimed = match one(self.admit(&member, step, vec![claim.clone()]).await?)? {
@@ -146,7 +151,7 @@ impl Service {
     ) -> Result<u64, Refusal> {
         let (shown, wire) = open(request);
         let rows = wire::scalars(wire)?;
-        self.check(&shown, &rows.member.run)?;
+        self.check_member(&shown, &rows.member)?;
         let member = rows.member.clone();
         let place = self.handle.ask(|reply| request::Request::Place(member, reply));
         let (attempt, world_size) = place.await?;

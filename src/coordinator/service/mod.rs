@@ -11,10 +11,11 @@ use tonic::metadata::MetadataValue;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::actor::Handle;
-use super::limits::MAX_UPLOADS;
+use super::limits::{MAX_LOOKS, MAX_UPLOADS};
 use super::metrics::Metrics;
+use super::quotas::{OpenUploads, Rates};
 use super::refusal::Refusal;
-use super::request;
+use super::request::{self, Member};
 use super::scalars::Scalars;
 use super::wire;
 use super::wire::channel::{AUTHORIZATION, BEARER, BUILD, VERSION};
@@ -29,6 +30,9 @@ pub(super) struct Service {
     handle: Handle,
     backend: Backend,
     uploads: Arc<Semaphore>,
+    of_ranks: OpenUploads,
+    looks: Arc<Semaphore>,
+    rates: Rates,
     scalars: Arc<Scalars>,
     tokens: Tokens,
     metrics: Metrics,
@@ -37,12 +41,26 @@ pub(super) struct Service {
 /// What a caller shows: its token, if it has one.
 struct Shown(Option<String>);
 
+fn shown<T>(request: &Request<T>) -> Option<&str> {
+    let header = request.metadata().get(AUTHORIZATION);
+    header.and_then(|value| value.to_str().ok()?.strip_prefix(BEARER))
+}
+
 /// What a caller shows, and its message.
 fn open<T>(request: Request<T>) -> (Shown, T) {
-    let header = request.metadata().get(AUTHORIZATION);
-    let token = header.and_then(|value| value.to_str().ok()?.strip_prefix(BEARER));
-    let shown = Shown(token.map(str::to_string));
+    let shown = Shown(shown(&request).map(str::to_string));
     (shown, request.into_inner())
+}
+
+/// Refuses whoever shows no token that any run has, before its message is read: up to 8 MiB
+/// of a stranger's would be held. Which run it is for is known after that.
+pub(super) fn door(
+    tokens: Tokens,
+) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone {
+    move |request| match tokens.admit_some(shown(&request)) {
+        true => Ok(request),
+        false => Err(refuse(Refusal::NoToken)),
+    }
 }
 
 impl Service {
@@ -53,8 +71,10 @@ impl Service {
         metrics: Metrics,
     ) -> Service {
         let uploads = Arc::new(Semaphore::new(MAX_UPLOADS));
+        let looks = Arc::new(Semaphore::new(MAX_LOOKS));
+        let (of_ranks, rates) = (OpenUploads::default(), Rates::default());
         let scalars = Arc::new(Scalars::new(backend.clone()));
-        Service { handle, backend, uploads, scalars, tokens, metrics }
+        Service { handle, backend, uploads, of_ranks, looks, rates, scalars, tokens, metrics }
     }
 
     /// Refuses whoever does not show the token of the run.
@@ -63,6 +83,12 @@ impl Service {
             true => Ok(()),
             false => Err(Refusal::Token { run: run.clone() }),
         }
+    }
+
+    /// The same for what a rank asks, which is counted.
+    fn check_member(&self, shown: &Shown, member: &Member) -> Result<(), Refusal> {
+        self.check(shown, &member.run)?;
+        self.rates.count(member)
     }
 
     /// The answer on the wire, counted, with the version of who answers.
@@ -141,7 +167,7 @@ impl Rpc for Service {
         let committed = async {
             let (shown, wire) = open(request);
             let (member, step, closing) = wire::close(wire)?;
-            self.check(&shown, &member.run)?;
+            self.check_member(&shown, &member)?;
             let close = |reply| request::Request::Close(member, step, closing, reply);
             self.handle.ask(close).await
         };
@@ -263,10 +289,15 @@ fn refuse(refusal: Refusal) -> Status {
         Refusal::FileConflict { .. }
         | Refusal::ShardConflict { .. }
         | Refusal::CloseConflict { .. } => Code::AlreadyExists,
-        Refusal::Token { .. } => Code::Unauthenticated,
+        Refusal::Token { .. } | Refusal::NoToken => Code::Unauthenticated,
         Refusal::FileAbsent { .. } => Code::NotFound,
         Refusal::BadFile { .. } => Code::DataLoss,
-        Refusal::Busy(_) | Refusal::TooOften(..) => Code::ResourceExhausted,
+        Refusal::Busy(_)
+        | Refusal::TooOften(..)
+        | Refusal::TooMany(..)
+        | Refusal::UploadsOfRank(..) => Code::ResourceExhausted,
+        // It stays too much: not to be tried again.
+        Refusal::Quota(_) => Code::OutOfRange,
         Refusal::Storage(_) | Refusal::Stopping => Code::Unavailable,
         Refusal::Deadline(_) => Code::DeadlineExceeded,
     };

@@ -6,6 +6,8 @@
 mod bitrot;
 mod contract;
 mod fail_open;
+mod frames;
+mod hostile;
 mod io_errors;
 mod job;
 mod kill;
@@ -79,6 +81,8 @@ enum Campaign {
     RaceCommitter,
     /// R3: cut the power of a file system under real writers
     Powercut(powercut::Arguments),
+    /// Peers that lie, and an honest rank among them
+    Hostile(hostile::Arguments),
     /// What the manifest of a large step costs to write and to read
     Manifest(manifest::Arguments),
     /// How many reports a coordinator takes in a second
@@ -104,6 +108,7 @@ fn main() -> anyhow::Result<()> {
         Campaign::Race(arguments) => race::run(&arguments),
         Campaign::RaceCommitter => race::committer(),
         Campaign::Powercut(arguments) => powercut::run(&arguments),
+        Campaign::Hostile(arguments) => hostile::run(&arguments),
         Campaign::Manifest(arguments) => manifest::run(&arguments),
         Campaign::Reports(arguments) => reports::run(&arguments),
         Campaign::Scale(arguments) => scale::run(&arguments),

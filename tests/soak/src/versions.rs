@@ -190,7 +190,12 @@ async fn other_formats_on_the_wire() -> Result<usize> {
 async fn coordinator_goes_on(golden: &Path) -> Result<()> {
     let (folder, run) = copy(golden)?;
     let committed = served(folder.path(), async |mut rpc| {
-        let ask = proto::StepStatusRequest { run: "run-a".into(), attempt: 0, step: 0 };
+        let ask = proto::StepStatusRequest {
+            run: "run-a".into(),
+            attempt: 0,
+            step: 0,
+            ..Default::default()
+        };
         Ok(rpc.step_status(ask).await?.into_inner().committed)
     });
     ensure!(committed.await?, "versions: the golden journal has forgotten its step");

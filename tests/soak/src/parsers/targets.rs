@@ -270,10 +270,13 @@ fn messages(head: &[u8]) -> Vec<Vec<u8>> {
                 selection: br#"{"steps":"0","tensors":"q"}"#.to_vec().into(),
             }
             .encode_to_vec(),
-            Call::StepStatus => {
-                proto::StepStatusRequest { run: "run-a".into(), attempt: 1, step: 7 }
-                    .encode_to_vec()
+            Call::StepStatus => proto::StepStatusRequest {
+                run: "run-a".into(),
+                attempt: 1,
+                step: 7,
+                ..Default::default()
             }
+            .encode_to_vec(),
             Call::RunStatus => proto::RunStatusRequest { run: "run-a".into() }.encode_to_vec(),
             Call::RecordScalars => proto::RecordScalarsRequest {
                 member,
