@@ -181,7 +181,8 @@ impl Yard {
     /// know is an answer too: (false, 0).
     pub(crate) fn status(&self, attempt: u32, step: u64) -> anyhow::Result<(bool, u64)> {
         let mut rpc = self.rpc()?;
-        let request = proto::StepStatusRequest { run: RUN.into(), attempt, step };
+        let request =
+            proto::StepStatusRequest { run: RUN.into(), attempt, step, ..Default::default() };
         let call = async { tokio::time::timeout(PATIENCE, rpc.step_status(request)).await };
         let answer = self.block_on(call);
         match answer.context("no answer in time")? {

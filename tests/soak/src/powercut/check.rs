@@ -214,7 +214,8 @@ impl Check<'_> {
     ) {
         for &(attempt, step) in touched {
             let Some(told) = ledger.steps.get(&(attempt, step)) else { continue };
-            let ask = proto::StepStatusRequest { run: RUN.into(), attempt, step };
+            let ask =
+                proto::StepStatusRequest { run: RUN.into(), attempt, step, ..Default::default() };
             let said = match on.block_on(rpc.step_status(ask)) {
                 Ok(said) => said.into_inner(),
                 Err(error) => {
