@@ -7,7 +7,7 @@ use std::time::Duration;
 use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
-use backtape::store::{AttemptDir, FinishedFile, durable};
+use backtape::store::{AttemptDir, Backend, FinishedFile};
 use tokio::time::Instant;
 
 use crate::capture::Queued;
@@ -247,15 +247,13 @@ impl Session {
     /// answer: each look costs.
     async fn sees_manifest(&self, step: u64, unanswered: bool) -> bool {
         let manifest = self.attempt.step(Step(step)).manifest();
-        match &self.way {
-            Way::Bucket(backend, _) if unanswered => {
-                let backend = backend.clone();
-                let look = tokio::task::spawn_blocking(move || backend.holds(&manifest));
-                matches!(look.await, Ok(Ok(true)))
-            }
-            Way::Bucket(..) => false,
-            _ => manifest.is_file() && durable::sync_parent(&manifest).is_ok(),
-        }
+        let backend = match &self.way {
+            Way::Bucket(_, _) if !unanswered => return false,
+            Way::Bucket(backend, _) => backend.clone(),
+            Way::Direct | Way::Stream(_) => Backend::Directory,
+        };
+        let look = tokio::task::spawn_blocking(move || backend.settled(&manifest));
+        matches!(look.await, Ok(Ok(true)))
     }
 
     /// True when the coordinator was rank 0's and rank 0 has withdrawn it.

@@ -160,7 +160,8 @@ impl AttemptLog {
     /// Puts the manifests of complete steps at their final names. One that
     /// fails is tried again later: each try writes a new file.
     pub(crate) fn commit(&mut self) {
-        if self.poisoned.is_some() {
+        // A manifest never says more than the journal: what is staged may yet be lost.
+        if self.poisoned.is_some() || !self.staged.is_empty() {
             return;
         }
         for step in self.state.uncommitted() {
@@ -182,10 +183,15 @@ impl AttemptLog {
     }
 
     fn write_manifest(&self, step: Step) -> io::Result<()> {
+        let directory = self.directory.step(step);
+        // After a restart most are there: to make each anew, only to find its name taken, would
+        // keep the ranks of a long run waiting. A kill may have come before its last sync.
+        if self.backend.settled(&directory.manifest())? {
+            return Ok(());
+        }
         let Some(manifest) = self.state.manifest(step) else {
             return Ok(());
         };
-        let directory = self.directory.step(step);
         faults::point("commit.manifest")?;
         self.backend.create(&directory.manifest(), &manifest)?;
         faults::pass("commit.done");

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
+use super::attempt_log::AttemptLog;
 use super::event::{Closing, Event, Joined, Opened};
 use super::journal::{self, Batch, Journal};
 use super::metrics::Totals;
@@ -17,7 +18,7 @@ use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
 use crate::manifest::{FileRecord, Manifest};
 use crate::placement::Mesh;
 use crate::selection::{Changes, Planned, Trigger};
-use crate::store::layout;
+use crate::store::{AttemptDir, Backend, layout};
 
 const WORLD: u32 = 3;
 
@@ -404,6 +405,25 @@ fn a_journal_that_was_not_loaded_is_never_cut_off() {
     std::fs::write(&path, &good[..good.len() / 2]).unwrap();
     Journal::new(path.clone()).append(&batch).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), good);
+}
+
+/// Found by `soak kill`: a tick in the batch of the last close committed before the flush.
+#[test]
+fn a_manifest_is_never_ahead_of_the_journal() {
+    let dir = tempfile::tempdir().unwrap();
+    let directory = AttemptDir::of(dir.path(), Attempt(0));
+    let manifest = directory.step(Step(0)).manifest();
+    let mut log = AttemptLog::open(Backend::Directory, directory, opened());
+    log.flush(0);
+    for rank in 0..WORLD {
+        log.submit(event(&Op::Join(rank)).unwrap(), 0).unwrap();
+        log.submit(event(&Op::Close { rank, step: 0, files: 0 }).unwrap(), 0).unwrap();
+    }
+    log.commit();
+    assert!(!manifest.exists(), "committed before the closes are durable");
+    log.flush(0);
+    log.commit();
+    assert!(manifest.exists());
 }
 
 #[test]

@@ -178,6 +178,10 @@ impl World {
             answers.push(handle(&mut runs, request, self.now_ms));
             waiting.push((incarnation, ask, told));
         }
+        if self.random.percent(10) {
+            // The clock's tick shares a flush with what came before it.
+            runs.tick(self.now_ms);
+        }
         if faults && self.random.percent(4) {
             // Dead before the fsync: of its line some bytes may have reached the disk.
             drop(runs);

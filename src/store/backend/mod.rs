@@ -154,6 +154,16 @@ impl Backend {
         }
     }
 
+    /// True when a file or an object has this name and keeps it. Whoever put a file there may not
+    /// have come to the sync of its directory.
+    pub fn settled(&self, target: &Path) -> io::Result<bool> {
+        let held = self.holds(target)?;
+        if let (true, Backend::Directory) = (held, self) {
+            durable::sync_parent(target)?;
+        }
+        Ok(held)
+    }
+
     /// What lies directly in a place, sorted; nothing where there is no such place.
     pub fn list(&self, directory: &Path) -> io::Result<Listing> {
         let mut listing = match self {

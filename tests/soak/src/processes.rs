@@ -233,6 +233,13 @@ impl Process {
         Ok(None)
     }
 
+    /// How long its main thread waited for a processor that others had.
+    pub(crate) fn waited(&self) -> anyhow::Result<Duration> {
+        let text = std::fs::read_to_string(format!("/proc/{}/schedstat", self.child.id()))?;
+        let nanoseconds = text.split(' ').nth(1).context("no schedstat")?.trim().parse()?;
+        Ok(Duration::from_nanos(nanoseconds))
+    }
+
     /// What it said.
     pub(crate) fn log(&self) -> anyhow::Result<String> {
         Ok(String::from_utf8_lossy(&std::fs::read(&self.log)?).into_owned())

@@ -41,16 +41,18 @@ pub(crate) fn run(arguments: &ReadyArguments) -> anyhow::Result<()> {
     let each = arguments.shards / world;
     let job = |steps, files| Job { seed, world, steps, files, shards: 1, bytes: 64 };
     for job in [job(1, each), job(u64::from(each), 1)] {
-        let (median, slowest) = measure(arguments, &job)
+        let took = measure(arguments, &job)
             .with_context(|| format!("ready: seed {seed}: FAILED: {job:?}"))?;
+        let ((median, on_the_wall), slowest) = (took[took.len() / 2], took[took.len() - 1].0);
         println!(
             "ready: seed {seed}, {} shards in {} steps of {} files a rank, {} restarts: \
-             {} ms in the median, {} ms at most",
+             {} ms in the median ({} ms with what other work had), {} ms at most",
             arguments.shards,
             job.steps,
             job.files,
             arguments.trials,
             median.as_millis(),
+            on_the_wall.as_millis(),
             slowest.as_millis()
         );
         ensure!(slowest <= READY, "it answered after {slowest:?}, the bound is {READY:?}");
@@ -58,7 +60,8 @@ pub(crate) fn run(arguments: &ReadyArguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn measure(arguments: &ReadyArguments, job: &Job) -> anyhow::Result<(Duration, Duration)> {
+/// Each restart, shortest first: without and with the time in which others had the processors.
+fn measure(arguments: &ReadyArguments, job: &Job) -> anyhow::Result<Vec<(Duration, Duration)>> {
     let mut yard = Yard::new(&memory())?;
     let (mut coordinator, _) = yard.coordinator(job.world)?;
     let options = ["--heedless", "--join-ms", "60000", "--step-ms", "400000"];
@@ -75,12 +78,13 @@ fn measure(arguments: &ReadyArguments, job: &Job) -> anyhow::Result<(Duration, D
     let mut took = Vec::new();
     for _ in 0..arguments.trials {
         let (mut coordinator, after) = yard.coordinator(job.world)?;
-        took.push(after);
+        // On a machine that does other work too the clock on the wall measures that work.
+        took.push((after.saturating_sub(coordinator.waited()?), after));
         let (committed, shards) = yard.status(0, job.steps - 1)?;
         let wanted = u64::from(job.world * job.files * job.shards);
         ensure!(committed && shards == wanted, "it says {committed}, {shards} shards");
         coordinator.kill()?;
     }
     took.sort();
-    Ok((took[took.len() / 2], took[took.len() - 1]))
+    Ok(took)
 }
