@@ -21,6 +21,7 @@ mod question;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -31,11 +32,16 @@ use question::Question;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
+/// With which build it is.
+static LONG_VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("{} build {}", backtape::VERSION, backtape::BUILD));
+
 /// Commits the steps that the ranks of a training job record.
 #[derive(Parser)]
 #[command(
     name = "coordinator",
-    version = format!("{} build {}", backtape::VERSION, backtape::BUILD),
+    version = backtape::VERSION,
+    long_version = LONG_VERSION.as_str(),
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true
 )]
