@@ -109,8 +109,9 @@ impl Parser {
             Target::Head => {
                 let toml = std::str::from_utf8(input).ok().and_then(|text| read_toml(text).ok());
                 let declared = serde_json::from_slice::<HeadDeclaration>(input).ok();
-                let sound = declared.and_then(|head| HeadOptions::new(&head).ok());
-                toml.is_some() || sound.is_some()
+                // Whether the options fit together is another question; it must be answered.
+                let _ = declared.as_ref().map(HeadOptions::new);
+                toml.is_some() || declared.is_some()
             }
             Target::Selection => select(input),
             Target::Scalars => {
