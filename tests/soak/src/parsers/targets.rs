@@ -232,6 +232,8 @@ fn seeds(target: Target, run: &Path) -> Result<Vec<Vec<u8>>> {
     })
 }
 
+/// One sound message of each call: a list, and long because there are nine.
+#[allow(clippy::too_many_lines)]
 fn messages(head: &[u8]) -> Vec<Vec<u8>> {
     let member =
         Some(proto::Member { run: "run-a".into(), attempt: 0, rank: 3, incarnation: 12345 });
