@@ -140,7 +140,7 @@ fn boxes_of(
     while at < to {
         let index = at / row;
         // As many whole rows as there are, else a part of one.
-        let (end, indices) = match at % row == 0 && at + row <= to {
+        let (end, indices) = match at.is_multiple_of(row) && at + row <= to {
             true => (to / row * row, (index, to / row)),
             false => (to.min((index + 1) * row), (index, index + 1)),
         };
