@@ -9,7 +9,8 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-torch bench bench-loss-head bench-replay bench-compare \
-	bench-inactive bench-blocking bench-step bench-scalars bench-false-alarms bench-causes wheel clean
+	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
+	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -38,6 +39,62 @@ $(VENV)-torch/.installed: $(VENV)/.wheel $(VENV)-torch/.tools
 $(VENV)-torch/.installed-dev: $(VENV)/.wheel-dev $(VENV)-torch/.tools
 	$(VENV)-torch/$(INSTALL) $(VENV)/wheels-dev/*.whl
 	rm -f $(@:-dev=) && touch $@
+
+# The whole of what `cargo test` runs a share of: hours. docs/reliability.md says what each
+# campaign shows; power cuts need root, and the programs that make their file systems.
+SOAK := target/debug/soak
+soak: soak-simulation soak-seeded soak-kill soak-powercut soak-rot soak-scale
+
+$(SOAK): FORCE
+	cargo build --locked -p backtape-soak --features faults
+FORCE:
+
+soak-simulation:
+	BACKTAPE_SIMULATIONS=300000 cargo test --locked -p backtape --lib -- --exact --nocapture \
+		coordinator::simulation::no_order_of_faults_loses_what_was_acknowledged_or_undoes_a_commit
+
+soak-seeded: $(SOAK)
+	$(SOAK) seeded
+
+soak-kill: $(SOAK)
+	$(SOAK) kill --trials 10000
+	$(SOAK) ready
+	$(SOAK) io-errors
+	$(SOAK) order
+	$(SOAK) contract
+
+soak-powercut: $(SOAK)
+	$(SOAK) powercut --trials 10000
+	$(SOAK) powercut --fs xfs --trials 2000
+	$(SOAK) powercut --fs btrfs --cut disk --trials 2000
+
+soak-rot: $(SOAK)
+	$(SOAK) bitrot --trials 100000
+	$(SOAK) reassembly --trials 100000
+	$(SOAK) parsers --trials 10000000
+	$(SOAK) race --trials 10000
+	$(SOAK) versions
+
+# What a loaded coordinator answers, so without faults in it and optimised.
+soak-scale:
+	cargo build --locked --release -p backtape-soak
+	target/release/soak scale
+	target/release/soak manifest
+	target/release/soak hostile
+	target/release/soak fail-open
+
+# P10: reports that are durable, beside grpcio and torch's TCPStore, which are not.
+WIRE := $(VENV)-peers-wire
+$(WIRE)/.installed: $(VENV)-torch/.tools benches/peers/requirements-wire.txt
+	$(PYTHON) -m venv $(WIRE)
+	site='import site; print(site.getsitepackages()[0])'; \
+		$(VENV)-torch/bin/python -c "$$site" > "$$($(WIRE)/bin/python -c "$$site")/torch.pth"
+	$(WIRE)/bin/python -m pip install --quiet --disable-pip-version-check -r benches/peers/requirements-wire.txt
+	touch $@
+
+bench-reports: $(WIRE)/.installed
+	cargo build --locked --release -p backtape-soak
+	SOAK=target/release/soak $(WIRE)/bin/python benches/peers/reports.py
 
 wheel: $(VENV)/.wheel
 

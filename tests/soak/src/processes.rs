@@ -25,12 +25,20 @@ const FAULTS: &str = "BACKTAPE_FAULTS";
 
 static COORDINATOR: OnceLock<PathBuf> = OnceLock::new();
 
-/// Chooses the program of the coordinator; by default the product's main that lies beside this
-/// program, built with the same features.
-pub(crate) fn choose_coordinator(given: Option<PathBuf>) -> anyhow::Result<()> {
-    let own = std::env::current_exe()?;
-    let path = given.unwrap_or_else(|| own.with_file_name("coordinator-under-test"));
+/// The product's own main, built with the same features as this program, beside which it lies.
+pub(crate) fn coordinator_beside() -> anyhow::Result<PathBuf> {
+    let path = std::env::current_exe()?.with_file_name("coordinator-under-test");
     ensure!(path.is_file(), "{} is absent: cargo build -p backtape-soak", path.display());
+    Ok(path)
+}
+
+/// Chooses the program of the coordinator; by default the one beside.
+pub(crate) fn choose_coordinator(given: Option<PathBuf>) -> anyhow::Result<()> {
+    let path = match given {
+        Some(path) => path,
+        None => coordinator_beside()?,
+    };
+    ensure!(path.is_file(), "{} is absent", path.display());
     let _ = COORDINATOR.set(path);
     Ok(())
 }

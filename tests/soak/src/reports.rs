@@ -179,14 +179,3 @@ async fn report(
     }
     Ok(())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn both_ways_to_report_commit_a_step() {
-        let size = Arguments { ranks: 64, files: 4, rounds: 1, pipe: false, dir: None };
-        run(&size).unwrap();
-    }
-}

