@@ -418,7 +418,7 @@ impl Trial {
     /// Holds the coordinator's word against the acknowledgements; false when it died meanwhile.
     fn hear(&mut self) -> anyhow::Result<bool> {
         let begin = Instant::now();
-        while self.yard.status(0, 0).is_err() {
+        while !self.yard.answers() {
             if self.coordinator.process.ended()?.is_some() {
                 return Ok(false);
             }
