@@ -37,14 +37,15 @@ fn ended(command: &mut Command) -> Ended {
     }
 }
 
-/// `replay` belongs to another package than this test, so cargo does not build
-/// it for us; asking cargo keeps it from being a stale one.
+/// `replay` belongs to another package than this test, so cargo does not build it for us; asking
+/// cargo keeps it from being a stale one. Asked for all that `cargo test` builds too, it finds
+/// its libraries made: with other features for one package alone it would make them again.
 fn replay_binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
         let coordinator = Path::new(env!("CARGO_BIN_EXE_coordinator"));
         let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "--package", "backtape-replayer", "--bin", "replay"]);
+        build.args(["build", "--quiet", "--bins", "--tests"]);
         build.current_dir(env!("CARGO_MANIFEST_DIR"));
         if coordinator.parent().is_some_and(|folder| folder.ends_with("release")) {
             build.arg("--release");

@@ -477,7 +477,10 @@ impl Trial {
         for rank in 0..self.job.world {
             let launch = self.launch;
             let clean = Told::Closed { launch, rank, faults: String::new() };
-            let said = |line: &&Told| matches!(line, Told::Closed { launch: l, rank: r, .. } if (*l, *r) == (launch, rank));
+            let said = |line: &&Told| match line {
+                Told::Closed { launch: of, rank: by, .. } => (*of, *by) == (launch, rank),
+                _ => false,
+            };
             ensure!(told.contains(&clean), "the last launch: {:?}", told.iter().find(said));
         }
         for step in 0..self.job.steps {

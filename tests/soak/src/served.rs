@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use backtape::coordinator::channel::{Rpc, connect};
 use backtape::credentials::Access;
 use backtape_proto as proto;
