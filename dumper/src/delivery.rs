@@ -15,6 +15,10 @@ use crate::client::{CallError, Client, Entered};
 use crate::recorder::Shared;
 use crate::settings::TransportChoice;
 
+/// Files of a bucket that are reported together: the coordinator looks at each by three requests,
+/// and at all of them within its deadline of one call, also where a request takes half a second.
+const PUTS_PER_REPORT: usize = 16;
+
 /// How files reach the store.
 pub(crate) enum Way {
     /// They are made in it.
@@ -49,7 +53,8 @@ impl Way {
     pub(crate) fn at_a_time(&self) -> usize {
         match self {
             Way::Stream(_) => 1,
-            Way::Direct | Way::Bucket(..) => MAX_FILES_PER_REPORT,
+            Way::Bucket(..) => PUTS_PER_REPORT,
+            Way::Direct => MAX_FILES_PER_REPORT,
         }
     }
 }
