@@ -15,6 +15,7 @@ mod efforts;
 mod errors;
 mod false_alarms;
 mod hidden;
+mod looking;
 mod operating;
 mod precision;
 mod recorder;

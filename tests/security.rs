@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use backtape::coordinator::channel::{Rpc, connect};
+use backtape::coordinator::channel::{Rpc, VERSION, connect};
 use backtape::credentials::{Access, Issued, Token, issue};
 use backtape::identity::Name;
 use backtape_dumper::{Recorder, Settings, TransportChoice};
@@ -141,6 +141,8 @@ async fn an_embedded_coordinator_serves_those_alone_who_can_read_its_token() {
     let rpc = |access: &Access| -> Rpc { connect(&found.address, access).unwrap() };
     let outsider = rpc(&Access::default()).join(join()).await.unwrap_err();
     assert_eq!(outsider.code(), Code::Unauthenticated, "{outsider}");
+    let version = outsider.metadata().get(VERSION).expect("who refuses says its version");
+    assert_eq!(version, backtape::VERSION);
     let guess = Access { tls: None, token: Some(Token::draw().unwrap()) };
     assert_eq!(rpc(&guess).join(join()).await.unwrap_err().code(), Code::Unauthenticated);
     assert_eq!(rpc(&found.access).join(join()).await.unwrap().into_inner().attempt, 0);

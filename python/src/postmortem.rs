@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use backtape::identity::{Microbatch, Name, Rank};
+use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
-use backtape_replayer::dump::{self, Selection};
+use backtape_replayer::dump::{self, FindError, Selection};
 use backtape_replayer::replay::against::{Asked, PatternError};
 use backtape_replayer::trajectory::Declared;
 use backtape_replayer::{assemble, cli};
@@ -77,7 +77,7 @@ impl StepDump {
         when: Option<String>,
         rank: Option<u32>,
     ) -> PyResult<(Bound<'py, PyBytes>, &'static str, Vec<u64>)> {
-        let key = self.find(name, microbatch, when)?;
+        let key = self.find(&name, microbatch, when)?;
         let found = py.detach(|| match rank {
             None => assemble::assemble(&self.0, &key),
             Some(rank) => assemble::addend(&self.0, &key, Rank(rank)),
@@ -91,40 +91,17 @@ impl StepDump {
     /// The one tensor of this name; several moments must be told apart.
     fn find(
         &self,
-        name: String,
+        name: &str,
         microbatch: Option<u32>,
         when: Option<String>,
     ) -> PyResult<TensorKey> {
-        let tensor = Name::new(name).map_err(|error| PyValueError::new_err(error.to_string()))?;
         let parse = |word: String| serde_json::from_value::<When>(word.into());
         let when = when.map(parse).transpose();
         let when = when.map_err(|error| PyValueError::new_err(format!("when: {error}")))?;
-        let microbatch = microbatch.map(Microbatch);
-        let matches = |key: &&TensorKey| {
-            key.tensor == tensor
-                && key.microbatch == microbatch
-                && match when {
-                    // What was computed again is asked for by name.
-                    None => key.when != Some(When::Recompute),
-                    Some(_) => key.when == when,
-                }
-        };
-        let found: Vec<&TensorKey> = self.0.tensors().keys().filter(matches).collect();
-        match found.as_slice() {
-            [one] => Ok((*one).clone()),
-            [] => {
-                let held: Vec<String> = self.0.tensors().keys().map(ToString::to_string).collect();
-                let of = microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
-                Err(PyKeyError::new_err(format!(
-                    "no {tensor}{of}; the step holds: {}",
-                    held.join(", ")
-                )))
-            }
-            several => {
-                let names: Vec<String> = several.iter().map(ToString::to_string).collect();
-                Err(PyKeyError::new_err(format!("choose one with when=: {}", names.join(", "))))
-            }
-        }
+        self.0.find(name, microbatch, when).map_err(|error| match &error {
+            FindError::Name { source, .. } => PyValueError::new_err(format!("{error}: {source}")),
+            _ => PyKeyError::new_err(error.to_string()),
+        })
     }
 }
 

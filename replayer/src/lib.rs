@@ -4,17 +4,19 @@
 //! Layers, each knowing only those before it: `dump` (what lies on disk),
 //! `assemble`, `verify`, `head` (stage graph and options), `kernels` (arithmetic,
 //! no I/O), `compare` (errors against what rounding explains), `checks` (what needs
-//! no replay), `trajectory`
+//! no replay), `export` (tensors to files for other tools), `trajectory`
 //! (what the scalars of all steps say), `replay` (stages in order, in the world of a hypothesis too),
 //! `diagnose` (the catalogue of causes), `report` (plain data to text or JSON), `cli`.
 
 pub mod assemble;
+mod bits;
 pub mod checks;
 pub mod cli;
 pub mod compare;
 pub mod diagnose;
 pub mod draw;
 pub mod dump;
+pub mod export;
 pub mod head;
 pub mod kernels;
 pub mod precision;

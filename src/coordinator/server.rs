@@ -64,7 +64,7 @@ impl Coordinator {
     ) -> Result<(), ServeError> {
         let (stop, stopped) = oneshot::channel::<()>();
         let metrics = Metrics::default();
-        let door = service::door(self.guard.tokens.clone());
+        let door = service::door(self.guard.tokens.clone(), metrics.clone());
         let tokens = self.guard.tokens;
         let service = Service::new(self.handle.clone(), self.backend, tokens, metrics.clone());
         let service =

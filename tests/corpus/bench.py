@@ -26,6 +26,8 @@ from corpus.case import PLANTS, Case  # noqa: E402
 from corpus.record import record  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
+# A clean job has no fault to be without, and so no twin.
+ALONE = {"clean-options", "kahan-red-herring"}
 # Seconds of one replay: far more than any takes, so that one that never ends is seen.
 LONGEST = 900
 
@@ -162,12 +164,10 @@ def plan(arguments):
             raise SystemExit(f"no case {arguments.only}: names are CAUSE-NUMBER or CAUSE-NUMBER-fixed")
         return [Planned(cause, int(number), arguments.only.endswith("-fixed"), arguments.seed)]
     both = (True,) if arguments.twins == "only" else (False,) if arguments.twins == "no" else (False, True)
-    # A clean job has no fault to be without.
-    alone = {"clean-options", "kahan-red-herring"}
     return [
         Planned(cause, number, fixed, arguments.seed)
         for cause in causes for number in range(arguments.draws) for fixed in both
-        if not (fixed and cause in alone)
+        if not (fixed and cause in ALONE)
     ]  # fmt: skip
 
 
@@ -203,19 +203,24 @@ def held(arguments):
     return [Outcome(**one) for one in lines if one["seed"] == arguments.seed]
 
 
+def judged(bench, cases, jobs):
+    """Every case's outcome in turn, generated and replayed side by side."""
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = []
+        for planned in cases:
+            waiting.append(pool.submit(bench.judge, *bench.generate(planned)))
+            while len(waiting) > jobs + 1:
+                yield waiting.pop(0).result()
+        for one in waiting:
+            yield one.result()
+
+
 def outcomes(arguments, known):
-    """Every other case's outcome, generated and replayed side by side."""
+    """The outcomes of the cases that are not known yet."""
     cases, directory = [one for one in plan(arguments) if one.name not in known], arguments.keep or tempfile.mkdtemp(prefix="backtape-corpus-")
     bench = Bench([binary()], directory, bool(arguments.keep), arguments.again)
     try:
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            waiting = []
-            for planned in cases:
-                waiting.append(pool.submit(bench.judge, *bench.generate(planned)))
-                while len(waiting) > arguments.jobs + 1:
-                    yield waiting.pop(0).result()
-            for one in waiting:
-                yield one.result()
+        yield from judged(bench, cases, arguments.jobs)
     finally:
         if not arguments.keep:
             shutil.rmtree(directory, ignore_errors=True)

@@ -126,6 +126,11 @@ fn known<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, Asse
     }
 }
 
+/// What the ranks say of a tensor that they hold as values.
+pub fn whole<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, AssembleError> {
+    values(dump, key)
+}
+
 fn values<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, AssembleError> {
     match known(dump, key)? {
         info if info.partial.is_none() => Ok(info),

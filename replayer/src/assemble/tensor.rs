@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 use super::buffer::Buffer;
 use super::error::AssembleError;
+use super::region::extract;
 
 /// A tensor, or one box of it, in memory.
 #[derive(Clone)]
@@ -41,6 +42,21 @@ impl Tensor {
     /// The elements, row-major, as they lay in the job.
     pub fn bytes(&self) -> &[u8] {
         self.buffer.bytes()
+    }
+
+    /// A box of it, placed in the global tensor as it is; `None` where it reaches out of what is
+    /// here.
+    pub fn part(&self, place: &IndexBox) -> Option<Tensor> {
+        let shared = self.place.intersection(place);
+        let shared = shared.or_else(|| (place.elements() == Some(0)).then(|| place.clone()))?;
+        if shared != *place {
+            return None;
+        }
+        let bytes = extract(place, &self.place, self.bytes(), self.dtype.width());
+        let mut buffer = Buffer::zeroed(bytes.len())?;
+        buffer.bytes_mut().copy_from_slice(&bytes);
+        let (key, dtype, buffer) = (self.key.clone(), self.dtype, Arc::new(buffer));
+        Some(Tensor { key, dtype, shape: place.extent(), place: place.clone(), buffer })
     }
 
     /// The matrix with its two dimensions exchanged, bits as they are.

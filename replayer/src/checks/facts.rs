@@ -8,9 +8,9 @@ use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
 use super::Subject;
-use super::bits::{bits, integer, value};
 use super::pieces::pieces;
 use crate::assemble::{Tensor, assemble};
+use crate::bits::{bits, integer, value};
 
 /// Labels that jobs leave out by custom, where none is declared.
 const CUSTOMARY: [i64; 2] = [-100, -1];
@@ -170,7 +170,7 @@ pub(super) fn vector(
 
 /// Half the spacing at 1; 0 for integers.
 pub(super) fn roundoff(dtype: backtape::dtype::Dtype) -> f64 {
-    super::bits::format(dtype).map_or(0.0, |(_, fraction)| (-f64::from(fraction) - 1.0).exp2())
+    crate::bits::format(dtype).map_or(0.0, |(_, fraction)| (-f64::from(fraction) - 1.0).exp2())
 }
 
 /// Classes that a label may name: declared, else what k, bias or logits have.

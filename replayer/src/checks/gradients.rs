@@ -9,9 +9,9 @@ use backtape::shard::{TensorKey, When};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::bits::{Kind, bits, format, kind, value};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
+use crate::bits::{Kind, bits, format, kind, value};
 use crate::dump::TensorInfo;
 use crate::report::number::short;
 

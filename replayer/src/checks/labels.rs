@@ -7,10 +7,10 @@
 use backtape::head::{Denominator, LossReduction, Scope};
 use backtape::role::Role;
 
-use super::bits::{Kind, bits, kind};
 use super::facts::{Facts, classes, customary, facts};
 use super::pieces::pieces;
 use super::{Found, Place, Severity, Subject};
+use crate::bits::{Kind, bits, kind};
 use crate::report::number::plural;
 
 const OUT_OF_RANGE: &str = "int-target-out-of-range";

@@ -13,7 +13,6 @@
 //! Adding a check touches its file and [`CHECKS`].
 
 mod batches;
-mod bits;
 mod counts;
 mod damage;
 mod facts;

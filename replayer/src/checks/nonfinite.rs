@@ -9,9 +9,9 @@ use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use rayon::prelude::*;
 
-use super::bits::{Kind, bits, format, kind};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
+use crate::bits::{Kind, bits, format, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::head::Stage;
 use crate::report::number::plural;

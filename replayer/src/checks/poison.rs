@@ -11,9 +11,9 @@ use backtape::dtype::Dtype;
 use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
-use super::bits::{Kind, bits, format, kind, random_bits};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
+use crate::bits::{Kind, bits, format, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
 use crate::report::number::plural;

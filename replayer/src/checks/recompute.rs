@@ -7,9 +7,9 @@
 
 use backtape::shard::{TensorKey, When};
 
-use super::bits::{bits, format, value};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
+use crate::bits::{bits, format, value};
 use crate::dump::TensorInfo;
 use crate::report::number::plural;
 

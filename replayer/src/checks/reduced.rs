@@ -14,11 +14,11 @@ use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use backtape::shard::{ShardRecord, TensorKey, When};
 
-use super::bits::{bits, format, value};
 use super::facts::roundoff;
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::assemble::{extract, pieces as cut};
+use crate::bits::{bits, format, value};
 use crate::dump::{TensorInfo, name_ranks};
 
 /// Elements that are not zero and must all agree: bf16's chance of one is 2⁻⁷.

@@ -13,10 +13,10 @@ use backtape::index_box::IndexBox;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
-use super::bits::bits;
 use super::pieces::{Piece, pieces};
 use super::reduced::own_addend;
 use super::{Found, Place, Severity, Subject};
+use crate::bits::bits;
 use crate::dump::{TensorInfo, name_ranks};
 use crate::report::number::plural;
 

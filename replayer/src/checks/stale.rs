@@ -15,11 +15,11 @@ use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
-use super::bits::{Kind, bits, kind, random_bits};
 use super::facts::{Facts, facts};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::assemble::{extract, pieces as cut};
+use crate::bits::{Kind, bits, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
 use crate::report::number::plural;

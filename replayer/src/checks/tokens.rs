@@ -7,8 +7,8 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::Subject;
-use super::bits::{bits, integer};
 use super::pieces::{Piece, pieces};
+use crate::bits::{bits, integer};
 use crate::dump::TensorInfo;
 
 /// Names under which jobs record what the model reads.

@@ -17,10 +17,10 @@ use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::bits::{Kind, bits, kind};
 use super::facts::{Facts, facts, vector};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
+use crate::bits::{Kind, bits, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::report::number::plural;
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use backtape::shard::When;
 use clap::{Args, Parser, Subcommand};
 
 /// Says where, by how much and why the gradients of a dumped step diverge.
@@ -21,8 +22,16 @@ pub(super) struct Arguments {
 pub(super) enum Command {
     /// Proves the round trip: hashes, fingerprints, coverage, replicas.
     Verify(DumpArguments),
+    /// Lists what a place holds: runs, their attempts and steps, which are committed, bytes.
+    Ls(ListArguments),
     /// Lists what a step holds: tensors, shapes, dtypes, microbatches, ranks.
     Inspect(DumpArguments),
+    /// Shows a box of a tensor, reassembled from the shards that reach into it.
+    Show(ShowArguments),
+    /// Writes reassembled tensors to a .safetensors or .npy file.
+    Export(ExportArguments),
+    /// Compares two dumps of a step: short for --dump A --against B.
+    Diff(DiffArguments),
     /// Checks that need no head and no replay: data, bits, replicas, counts. All dumped
     /// steps are checked, and compared with each other, unless --step names one.
     Checks(DumpArguments),
@@ -34,6 +43,125 @@ pub(super) enum Command {
     /// Shows what finite precision does: sums of exponentials, and finite differences at
     /// every step, on the dump's own data.
     Precision(PrecisionArguments),
+    /// Prints completions for a shell: replay completions bash > ~/.local/share/bash-completion/completions/replay
+    Completions {
+        /// Which shell.
+        shell: clap_complete::Shell,
+    },
+    /// Prints the manual page: replay man | man -l -
+    Man,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ListArguments {
+    /// A store of runs, or one run.
+    #[arg(value_name = "DIR")]
+    pub(super) place: PathBuf,
+    /// Which run, where the store holds several; all by default.
+    #[arg(long)]
+    pub(super) run: Option<String>,
+    /// Writes the result as JSON; `-` for standard output.
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+}
+
+/// Which tensor of a step.
+#[derive(Debug, Args)]
+pub(super) struct TensorArguments {
+    /// Which microbatch, of a tensor that was captured for each.
+    #[arg(long, value_name = "M")]
+    pub(super) microbatch: Option<u32>,
+    /// When it was captured, of a tensor that was captured at several moments: before_op,
+    /// after_op, pre_reduce, post_reduce, recompute.
+    #[arg(long, value_name = "MOMENT", value_parser = moment)]
+    pub(super) when: Option<When>,
+    /// Whose addend, of a tensor that is held as addends.
+    #[arg(long, value_name = "RANK")]
+    pub(super) rank: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ShowArguments {
+    /// The tensor's name.
+    #[arg(value_name = "TENSOR")]
+    pub(super) name: String,
+    #[command(flatten)]
+    pub(super) tensor: TensorArguments,
+    /// Which part: a range for each dimension, as in 0:4,0:8; `:` is all of one. A corner by
+    /// default.
+    #[arg(long = "box", value_name = "RANGES")]
+    pub(super) place: Option<String>,
+    /// Bits in hexadecimal in place of values.
+    #[arg(long)]
+    pub(super) bits: bool,
+    /// The run, or a store that holds it.
+    #[arg(long, value_name = "DIR")]
+    pub(super) dump: PathBuf,
+    #[command(flatten)]
+    pub(super) which: WhichArguments,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct ExportArguments {
+    /// Tensors by name; several are for a .safetensors file.
+    #[arg(value_name = "TENSOR", required = true)]
+    pub(super) names: Vec<String>,
+    #[command(flatten)]
+    pub(super) tensor: TensorArguments,
+    /// The file, which ends in .safetensors or .npy.
+    #[arg(long, value_name = "FILE")]
+    pub(super) to: PathBuf,
+    /// Narrow floats (bf16, f16, f8) as f32, which is exact.
+    #[arg(long)]
+    pub(super) widen: bool,
+    /// The run, or a store that holds it.
+    #[arg(long, value_name = "DIR")]
+    pub(super) dump: PathBuf,
+    #[command(flatten)]
+    pub(super) which: WhichArguments,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct DiffArguments {
+    /// The run, or a store that holds it.
+    #[arg(value_name = "A")]
+    pub(super) dump: PathBuf,
+    /// Another run of the same step.
+    #[arg(value_name = "B")]
+    pub(super) against: PathBuf,
+    #[command(flatten)]
+    pub(super) which: WhichArguments,
+    /// Roles, or patterns of tensor names as in 'layers.*'. All by default.
+    #[arg(long, value_name = "ROLES", value_delimiter = ',')]
+    pub(super) compare: Vec<String>,
+    /// Writes the report as JSON; `-` for standard output.
+    #[arg(long, value_name = "FILE")]
+    pub(super) json: Option<PathBuf>,
+    /// No progress bar.
+    #[arg(long)]
+    pub(super) quiet: bool,
+}
+
+impl DiffArguments {
+    /// The replay that it is short for.
+    pub(super) fn replay(&self) -> ReplayArguments {
+        ReplayArguments {
+            dump: Some(self.dump.clone()),
+            which: self.which.clone(),
+            compare: self.compare.clone(),
+            against: Some(self.against.clone()),
+            policy: None,
+            json: self.json.clone(),
+            tokens: None,
+            freivalds: None,
+            threads: None,
+            quiet: self.quiet,
+        }
+    }
+}
+
+fn moment(word: &str) -> Result<When, String> {
+    serde_json::from_value(word.into()).map_err(|error| error.to_string())
 }
 
 #[derive(Debug, Args)]

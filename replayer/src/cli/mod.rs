@@ -5,6 +5,8 @@
 mod against;
 mod args;
 mod checks;
+mod look;
+mod own;
 mod precision;
 mod progress;
 mod run;

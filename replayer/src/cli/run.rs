@@ -10,10 +10,12 @@ use backtape::shard::TensorKey;
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
 use super::progress::Bar;
-use super::{against, checks, precision, trajectory};
+use super::{against, checks, look, own, precision, trajectory};
+use crate::assemble::AssembleError;
 use crate::diagnose::{self, diagnose};
 use crate::draw::seed_of;
-use crate::dump::{self, OpenError, Selection, StepDump, StepState};
+use crate::dump::{self, FindError, OpenError, Selection, StepDump, StepState};
+use crate::export::ExportError;
 use crate::head::HeadStep;
 use crate::head::policy_file::{PolicyError, read_toml};
 use crate::head::step::StepError;
@@ -101,6 +103,25 @@ pub enum RunError {
         /// Why.
         source: PolicyError,
     },
+    /// No tensor is meant by a name.
+    #[error(transparent)]
+    Find(#[from] FindError),
+    /// A tensor could not be put together.
+    #[error(transparent)]
+    Assemble(#[from] AssembleError),
+    /// `--box` cannot be read.
+    #[error("--box {text}: {why}; give a range for each dimension of {shape:?}, as in 0:4,0:8")]
+    Box {
+        /// As typed.
+        text: String,
+        /// What is wrong with it.
+        why: String,
+        /// The tensor's.
+        shape: Vec<u64>,
+    },
+    /// Nothing was exported.
+    #[error(transparent)]
+    Export(#[from] ExportError),
     /// The catalogue has no such cause.
     #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
     NoCause(String),
@@ -119,6 +140,10 @@ impl RunError {
                 _ => exit::USAGE,
             },
             RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
+            RunError::Assemble(AssembleError::Incomplete(_))
+            | RunError::Export(ExportError::Assemble(AssembleError::Incomplete(_))) => {
+                exit::INCOMPLETE
+            }
             _ => exit::USAGE,
         }
     }
@@ -134,7 +159,13 @@ fn step_exit(error: &StepError) -> i32 {
 pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
     match &arguments.command {
         Some(Command::Verify(arguments)) => run_verify(arguments),
+        Some(Command::Ls(arguments)) => look::list(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
+        Some(Command::Show(arguments)) => look::show(arguments),
+        Some(Command::Export(arguments)) => look::export(arguments),
+        Some(Command::Diff(arguments)) => run_replay(&arguments.replay()),
+        Some(Command::Completions { shell }) => Ok((own::completions(*shell), exit::AGREED)),
+        Some(Command::Man) => Ok((own::manual(), exit::AGREED)),
         Some(Command::Checks(arguments)) => checks::run(arguments),
         Some(Command::Trajectory(arguments)) => trajectory::run(arguments),
         Some(Command::Causes(arguments)) => run_causes(arguments.id.as_deref()),

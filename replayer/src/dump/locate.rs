@@ -76,6 +76,20 @@ pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, Open
 }
 
 fn find_run(path: &Path, wanted: Option<&str>) -> Result<PathBuf, OpenError> {
+    choose_run(path, all_runs(path)?, wanted)
+}
+
+/// Every run of a place, or the one that is named.
+pub(super) fn runs(path: &Path, wanted: Option<&str>) -> Result<Vec<PathBuf>, OpenError> {
+    let runs = all_runs(path)?;
+    match wanted {
+        Some(_) => choose_run(path, runs, wanted).map(|run| vec![run]),
+        None => Ok(runs),
+    }
+}
+
+/// The runs in a store, or the one that `path` is; never none.
+fn all_runs(path: &Path) -> Result<Vec<PathBuf>, OpenError> {
     let not_a_dump = |found: &str| OpenError::NotADump { path: path.into(), found: found.into() };
     if !path.exists() {
         return Err(not_a_dump("nothing is there"));
@@ -85,7 +99,7 @@ fn find_run(path: &Path, wanted: Option<&str>) -> Result<PathBuf, OpenError> {
     }
     refuse_inside_of_a_run(path)?;
     if looks_like_run(path).map_err(read(path))? {
-        return choose_run(path, vec![path.into()], wanted);
+        return Ok(vec![path.into()]);
     }
     let mut runs = Vec::new();
     for directory in directories(path).map_err(read(path))? {
@@ -94,10 +108,7 @@ fn find_run(path: &Path, wanted: Option<&str>) -> Result<PathBuf, OpenError> {
             runs.push(directory);
         }
     }
-    if runs.is_empty() {
-        return Err(not_a_dump("no run lies in it"));
-    }
-    choose_run(path, runs, wanted)
+    if runs.is_empty() { Err(not_a_dump("no run lies in it")) } else { Ok(runs) }
 }
 
 fn choose_run(

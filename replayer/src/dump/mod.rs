@@ -14,9 +14,11 @@ pub(crate) mod addend;
 mod error;
 mod fault;
 mod file;
+mod find;
 #[cfg(test)]
 pub(crate) mod fixture;
 mod judge;
+mod listing;
 mod locate;
 mod place;
 mod salvage;
@@ -39,6 +41,8 @@ use serde::Serialize;
 pub use error::{AttemptState, OpenError};
 pub use fault::{FaultKind, FileFault};
 pub use file::DumpFile;
+pub use find::FindError;
+pub use listing::{ListedRun, ListedStep, list};
 pub use place::Place;
 pub use tensors::{Disagreement, ShardRef, TensorInfo};
 

@@ -91,6 +91,24 @@ impl Place {
         Ok(())
     }
 
+    /// Bytes of every shard file of a step, without opening one.
+    pub(super) fn shard_files(&self, step: &StepDir) -> io::Result<Vec<u64>> {
+        let shards = |name: &Path| name.extension().is_some_and(|of| of == "safetensors");
+        if let Some(copy) = &self.copy {
+            let below = step.path.strip_prefix(copy.root()).unwrap_or(&step.path);
+            let of = copy.objects.iter().filter(|(name, _)| name.parent() == Some(below));
+            return Ok(of.filter(|(name, _)| shards(name)).map(|(_, bytes)| *bytes).collect());
+        }
+        let mut sizes = Vec::new();
+        for entry in std::fs::read_dir(&step.path)? {
+            let entry = entry?;
+            if shards(Path::new(&entry.file_name())) {
+                sizes.push(entry.metadata()?.len());
+            }
+        }
+        Ok(sizes)
+    }
+
     /// Brings the files of a step that `wanted` accepts by name.
     pub fn bring(
         &self,

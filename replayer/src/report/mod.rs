@@ -6,11 +6,13 @@ pub mod catalogue;
 mod causes;
 pub mod checked;
 pub mod dumped;
+pub mod listed;
 mod measured;
 mod norm;
 pub mod number;
 pub mod precision;
 pub mod schema;
+pub mod shown;
 pub mod text;
 pub mod trajectory;
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use backtape_proto as proto;
 use proto::coordinator_server::Coordinator as Rpc;
 use tokio::sync::Semaphore;
-use tonic::metadata::MetadataValue;
+use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::actor::Handle;
@@ -54,13 +54,29 @@ fn open<T>(request: Request<T>) -> (Shown, T) {
 
 /// Refuses whoever shows no token that any run has, before its message is read: up to 8 MiB
 /// of a stranger's would be held. Which run it is for is known after that.
+///
+/// Its refusals are counted as those of a method `door`: which one was called is not known here.
 pub(super) fn door(
     tokens: Tokens,
+    metrics: Metrics,
 ) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone {
     move |request| match tokens.admit_some(shown(&request)) {
         true => Ok(request),
-        false => Err(refuse(Refusal::NoToken)),
+        false => {
+            let mut status = refuse(Refusal::NoToken);
+            metrics.answered("door", status.code());
+            sign(status.metadata_mut());
+            Err(status)
+        }
     }
+}
+
+/// The version and the build of who answers.
+fn sign(metadata: &mut MetadataMap) {
+    metadata.insert(VERSION, crate::VERSION.parse().expect("digits and dots"));
+    // Who builds may name it as no header can be.
+    let build = crate::BUILD.parse().unwrap_or(MetadataValue::from_static("unreadable"));
+    metadata.insert(BUILD, build);
 }
 
 impl Service {
@@ -96,14 +112,10 @@ impl Service {
         let mut answer = answer.map(Response::new).map_err(refuse);
         let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
         self.metrics.answered(method, code);
-        let metadata = match &mut answer {
+        sign(match &mut answer {
             Ok(response) => response.metadata_mut(),
             Err(status) => status.metadata_mut(),
-        };
-        metadata.insert(VERSION, crate::VERSION.parse().expect("digits and dots"));
-        // Who builds may name it as no header can be.
-        let build = crate::BUILD.parse().unwrap_or(MetadataValue::from_static("unreadable"));
-        metadata.insert(BUILD, build);
+        });
         answer
     }
 }

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 
 /// What kind of value some bits are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// Either zero.
     Zero,
     /// Any other number.
@@ -17,7 +17,7 @@ pub(super) enum Kind {
 }
 
 /// Exponent and fraction bits of a float dtype; `None` for integers.
-pub(super) fn format(dtype: Dtype) -> Option<(u32, u32)> {
+pub(crate) fn format(dtype: Dtype) -> Option<(u32, u32)> {
     match dtype {
         Dtype::F8E4m3 => Some((4, 3)),
         Dtype::F8E5m2 => Some((5, 2)),
@@ -31,20 +31,20 @@ pub(super) fn format(dtype: Dtype) -> Option<(u32, u32)> {
 
 /// Bits that two unrelated elements of one size hardly share: the fraction's, or for
 /// integers the width's.
-pub(super) fn random_bits(dtype: Dtype) -> u32 {
+pub(crate) fn random_bits(dtype: Dtype) -> u32 {
     format(dtype).map_or(8 * dtype.width() as u32, |(_, fraction)| fraction)
 }
 
 /// The bits of element `index`, in the low end.
 ///
 /// Panics when the element lies beyond `bytes`.
-pub(super) fn bits(bytes: &[u8], width: usize, index: usize) -> u64 {
+pub(crate) fn bits(bytes: &[u8], width: usize, index: usize) -> u64 {
     let at = &bytes[index * width..(index + 1) * width];
     at.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))
 }
 
 /// The kind of a value by its bits.
-pub(super) fn kind(dtype: Dtype, bits: u64) -> Kind {
+pub(crate) fn kind(dtype: Dtype, bits: u64) -> Kind {
     let Some((exponent, fraction)) = format(dtype) else {
         return if bits == 0 { Kind::Zero } else { Kind::Finite };
     };
@@ -67,7 +67,7 @@ pub(super) fn kind(dtype: Dtype, bits: u64) -> Kind {
 }
 
 /// The value of some bits.
-pub(super) fn value(dtype: Dtype, bits: u64) -> f64 {
+pub(crate) fn value(dtype: Dtype, bits: u64) -> f64 {
     match dtype {
         Dtype::Bool | Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64 => bits as f64,
         Dtype::I8 => f64::from(bits as u8 as i8),
@@ -95,7 +95,7 @@ fn small(bits: u8) -> f64 {
 }
 
 /// Whole numbers of an integer dtype; `None` for floats and for what exceeds i64.
-pub(super) fn integer(dtype: Dtype, bits: u64) -> Option<i64> {
+pub(crate) fn integer(dtype: Dtype, bits: u64) -> Option<i64> {
     match dtype {
         Dtype::U8 | Dtype::U16 | Dtype::U32 => Some(bits as i64),
         Dtype::U64 => i64::try_from(bits).ok(),

@@ -1,0 +1,97 @@
+//! One tensor of a step by the name that a person types.
+
+use backtape::identity::{Microbatch, Name, NameError};
+use backtape::shard::{TensorKey, When};
+
+use super::StepDump;
+
+/// Tensors named in one sentence; the rest is counted.
+const NAMED: usize = 24;
+
+/// Why a name does not mean one tensor of the step.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum FindError {
+    #[error("{name:?} is no name of a tensor")]
+    Name { name: String, source: NameError },
+    #[error("no {name}{}; the step holds: {}", of(*microbatch), some(held))]
+    Absent { name: String, microbatch: Option<u32>, held: Vec<TensorKey> },
+    #[error("{name} was captured for microbatches {}: choose one", numbers(microbatches))]
+    Microbatch { name: String, microbatches: Vec<u32> },
+    #[error("{name} was captured at several moments: choose {}", moments(found))]
+    Moment { name: String, found: Vec<TensorKey> },
+}
+
+impl StepDump {
+    /// The one tensor of this name. Where several were captured (microbatches, moments) the
+    /// error lists them. What activation checkpointing computed again is asked for by its
+    /// moment alone.
+    pub fn find(
+        &self,
+        name: &str,
+        microbatch: Option<u32>,
+        when: Option<When>,
+    ) -> Result<TensorKey, FindError> {
+        let tensor =
+            Name::new(name).map_err(|source| FindError::Name { name: name.into(), source })?;
+        let moment = |key: &TensorKey| match when {
+            None => key.when != Some(When::Recompute),
+            Some(_) => key.when == when,
+        };
+        let of_name: Vec<&TensorKey> =
+            self.tensors().keys().filter(|key| key.tensor == tensor && moment(key)).collect();
+        let wanted = microbatch.map(Microbatch);
+        let found: Vec<&TensorKey> =
+            of_name.iter().filter(|key| key.microbatch == wanted).copied().collect();
+        let name = name.to_string();
+        match found.as_slice() {
+            [one] => Ok((*one).clone()),
+            [] => {
+                let mut microbatches: Vec<u32> =
+                    of_name.iter().filter_map(|key| Some(key.microbatch?.0)).collect();
+                microbatches.dedup();
+                match microbatch {
+                    None if !microbatches.is_empty() => {
+                        Err(FindError::Microbatch { name, microbatches })
+                    }
+                    _ => {
+                        let held = self.tensors().keys().cloned().collect();
+                        Err(FindError::Absent { name, microbatch, held })
+                    }
+                }
+            }
+            several => {
+                let found = several.iter().map(|key| (*key).clone()).collect();
+                Err(FindError::Moment { name, found })
+            }
+        }
+    }
+}
+
+fn of(microbatch: Option<u32>) -> String {
+    microbatch.map(|number| format!(" of microbatch {number}")).unwrap_or_default()
+}
+
+fn some(held: &[TensorKey]) -> String {
+    let mut shown: Vec<String> = held.iter().take(NAMED).map(TensorKey::to_string).collect();
+    if held.len() > NAMED {
+        shown.push(format!("and {} more", held.len() - NAMED));
+    }
+    shown.join(", ")
+}
+
+fn numbers(microbatches: &[u32]) -> String {
+    let shown: Vec<String> = microbatches.iter().map(u32::to_string).collect();
+    shown.join(", ")
+}
+
+/// The words of `--when`, and of Python's `when=`.
+fn moments(found: &[TensorKey]) -> String {
+    let word = |key: &TensorKey| {
+        let json = key.when.and_then(|when| serde_json::to_value(when).ok());
+        json.and_then(|word| Some(format!("when {}", word.as_str()?)))
+    };
+    let words: Vec<String> =
+        found.iter().map(|key| word(key).unwrap_or_else(|| "no moment".into())).collect();
+    words.join(" or ")
+}

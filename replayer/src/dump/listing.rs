@@ -1,0 +1,71 @@
+//! What a place holds, before a step is chosen: runs, their attempts, their steps.
+//!
+//! It looks at names and sizes, and opens no shard: a store of a thousand steps is listed
+//! while one would be read.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::error::OpenError;
+use super::locate::{self, directory_name};
+use super::{Place, Selection, run_record};
+
+/// One run of a place.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct ListedRun {
+    pub run: String,
+    pub path: PathBuf,
+    /// From its record; absent where that is lost.
+    pub world_size: Option<u32>,
+    /// By attempt, then by number.
+    pub steps: Vec<ListedStep>,
+}
+
+/// One step of an attempt.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct ListedStep {
+    pub attempt: u32,
+    pub step: u64,
+    /// True when its manifest stands.
+    pub committed: bool,
+    /// Shard files, and their bytes.
+    pub files: u64,
+    pub bytes: u64,
+}
+
+/// Every run below `path`, or the one that it is; `wanted` names one of several.
+pub fn list(path: &Path, wanted: Option<&str>) -> Result<Vec<ListedRun>, OpenError> {
+    let place = Place::of(path)?;
+    let runs = locate::runs(place.path(), wanted).map_err(|error| place.told(error))?;
+    runs.iter().map(|run| listed(&place, run).map_err(|error| place.told(error))).collect()
+}
+
+fn listed(place: &Place, run: &Path) -> Result<ListedRun, OpenError> {
+    let (_, attempts) = locate::attempts(run, &Selection::default())?;
+    let mut steps = Vec::new();
+    for attempt in attempts {
+        let read = |source| OpenError::Read { path: attempt.path.clone(), source };
+        for step in attempt.steps().map_err(read)?.into_iter().filter(|step| step.path.is_dir()) {
+            let sizes = place
+                .shard_files(&step)
+                .map_err(|source| OpenError::Read { path: step.path.clone(), source })?;
+            steps.push(ListedStep {
+                attempt: attempt.attempt.0,
+                step: step.step.0,
+                committed: step.manifest().is_file(),
+                files: sizes.len() as u64,
+                bytes: sizes.iter().sum(),
+            });
+        }
+    }
+    let record = run_record(run);
+    Ok(ListedRun {
+        run: record.as_ref().map_or_else(|| directory_name(run), |r| r.run.to_string()),
+        path: place.given(run),
+        world_size: record.map(|record| record.world_size),
+        steps,
+    })
+}

@@ -1,0 +1,43 @@
+//! What a place holds, as text: `replay ls`.
+
+use std::fmt::Write;
+
+use super::number::{bytes, count, plural};
+use crate::dump::ListedRun;
+
+/// Steps of a run that are shown one by one; a longer run is cut in the middle.
+const SHOWN: usize = 40;
+
+/// A line for each run and each of its steps.
+pub fn render(runs: &[ListedRun]) -> String {
+    let mut out = String::new();
+    for run in runs {
+        let ranks = run.world_size.map(|ranks| plural(u64::from(ranks), "rank"));
+        let ranks = ranks.unwrap_or_else(|| "its record is lost".into());
+        let _ = writeln!(out, "{}  {}  {}", run.run, ranks, run.path.display());
+        if run.steps.is_empty() {
+            out.push_str("  no step was dumped\n");
+        }
+        for (index, step) in run.steps.iter().enumerate() {
+            let left = run.steps.len() - SHOWN.min(run.steps.len());
+            match index {
+                _ if left == 0 || index < SHOWN / 2 || index >= run.steps.len() - SHOWN / 2 => {}
+                at if at == SHOWN / 2 => {
+                    let _ = writeln!(out, "  ... {} more, --json lists all", count(left as u64));
+                    continue;
+                }
+                _ => continue,
+            }
+            let attempt = match step.attempt {
+                0 => String::new(),
+                number => format!("  --attempt {number}"),
+            };
+            let state = if step.committed { "committed" } else { "partial" };
+            let files = plural(step.files, "file");
+            let size = bytes(step.bytes);
+            let named = format!("--step {}{attempt}", step.step);
+            let _ = writeln!(out, "  {named:<28}{state:<11}{files:>12}{size:>12}");
+        }
+    }
+    out
+}
