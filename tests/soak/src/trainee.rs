@@ -67,8 +67,15 @@ pub(crate) fn run(arguments: &TraineeArguments) -> anyhow::Result<()> {
     };
     let told = Acknowledged::new(arguments.launch, arguments.rank);
     let model = Model { weights: [0.5; WEIGHTS], losses: 0xcbf2_9ce4_8422_2325 };
-    let mut trainee =
-        Trainee { arguments, ledger, told, model, delivered: Vec::new(), worst: Duration::ZERO };
+    let mut trainee = Trainee {
+        arguments,
+        ledger,
+        told,
+        model,
+        delivered: Vec::new(),
+        forgotten: 0,
+        worst: Duration::ZERO,
+    };
     let done = trainee.all(recorder.as_ref());
     let steps = done?;
     if let Some(recorder) = recorder {
