@@ -10,7 +10,8 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-torch bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
-	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation wheel clean
+	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
+	soak-network soak-bucket soak-flips soak-marathon wheel clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -43,7 +44,8 @@ $(VENV)-torch/.installed-dev: $(VENV)/.wheel-dev $(VENV)-torch/.tools
 # The whole of what `cargo test` runs a share of: hours. docs/reliability.md says what each
 # campaign shows; power cuts need root, and the programs that make their file systems.
 SOAK := target/debug/soak
-soak: soak-simulation soak-seeded soak-kill soak-powercut soak-rot soak-scale
+soak: soak-simulation soak-seeded soak-kill soak-powercut soak-rot soak-scale soak-network soak-bucket \
+	soak-flips soak-marathon
 
 $(SOAK): FORCE
 	cargo build --locked -p backtape-soak --features faults
@@ -74,6 +76,20 @@ soak-rot: $(SOAK)
 	$(SOAK) parsers --trials 10000000
 	$(SOAK) race --trials 10000
 	$(SOAK) versions
+
+# Hosts in network namespaces: needs root, ip, nft and tc (iproute2, nftables).
+soak-network: $(SOAK)
+	$(SOAK) network --trials 500
+
+soak-bucket: $(SOAK)
+	$(SOAK) bucket --trials 50
+
+soak-flips:
+	BACKTAPE_RUNS=1000 cargo test --locked -p backtape --test backtape -- \
+		--ignored --nocapture --exact flips::the_whole_campaign
+
+soak-marathon: $(SOAK)
+	$(SOAK) marathon --minutes 120
 
 # What a loaded coordinator answers, so without faults in it and optimised.
 soak-scale:

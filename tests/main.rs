@@ -14,6 +14,7 @@ mod coordination;
 mod efforts;
 mod errors;
 mod false_alarms;
+mod flips;
 mod hidden;
 mod looking;
 mod operating;

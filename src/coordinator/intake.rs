@@ -2,11 +2,12 @@
 //! it into the store, or as it arrives when the rank sends it.
 //!
 //! Names are checked [`Name`]s and no link is followed, so nothing outside the
-//! step's directory is read or written.
+//! step's directory is read or written: it is held by its descriptor, as a path
+//! may be another's by the next call.
 
 use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::limits::MAX_ONLINE_HEADER;
 use super::refusal::Refusal;
@@ -17,7 +18,7 @@ use crate::identity::Step;
 use crate::manifest::FileRecord;
 use crate::store::backend::ReadAt;
 use crate::store::shard_file::{Description, describe};
-use crate::store::{AttemptDir, Backend, durable};
+use crate::store::{AttemptDir, Backend, HeldDirectory, durable};
 
 /// Bytes hashed at a time.
 const PIECE_BYTES: usize = 1 << 20;
@@ -49,28 +50,21 @@ impl Claimed {
     /// Reads the header of the file where it lies in the store.
     pub(crate) fn look(&self) -> Result<FileRecord, Refusal> {
         faults::point("intake.open").map_err(|error| self.bad(error))?;
-        self.refuse_link()?;
         let path = self.path();
-        let file = self.backend.open(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => Refusal::FileAbsent { path: path.clone() },
+        let opened = match self.backend {
+            Backend::Directory => self.open_held(),
+            Backend::Bucket(_) => self.backend.open(&path),
+        };
+        let file = opened.map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => Refusal::FileAbsent { path },
             _ => self.bad(error),
         })?;
         self.compare(file.as_ref()).map(|(record, _)| record)
     }
 
-    /// The store's own path holds no link: one on the way to a step leads elsewhere. A bucket has
-    /// none.
-    fn refuse_link(&self) -> Result<(), Refusal> {
-        let directory = self.directory();
-        if let Backend::Bucket(_) = self.backend {
-            return Ok(());
-        }
-        match std::fs::canonicalize(&directory) {
-            Ok(real) if real != directory => {
-                Err(self.bad("its step directory is a link or lies behind one"))
-            }
-            _ => Ok(()),
-        }
+    fn open_held(&self) -> io::Result<Box<dyn ReadAt>> {
+        let directory = HeldDirectory::open(&self.directory())?;
+        Ok(Box::new(directory.open_file(self.claim.name.as_str())?))
     }
 
     /// Holds the file against the claim and against who claims it.
@@ -124,22 +118,39 @@ impl Claimed {
 pub(crate) struct Arrival {
     claimed: Claimed,
     file: File,
-    scratch: PathBuf,
+    /// Where it lies until it has its name; nowhere any more once it has.
+    place: Option<Place>,
     received: u64,
+}
+
+/// Where a file lies that is arriving.
+enum Place {
+    /// Under this name beside where it belongs.
+    Beside(HeldDirectory, String),
+    /// On this host, to be sent to a bucket.
+    Here(PathBuf),
 }
 
 impl Arrival {
     pub(crate) fn begin(claimed: Claimed) -> Result<Arrival, Refusal> {
         let path = claimed.path();
-        let storage = |error: io::Error| Refusal::Storage(format!("{error} at {}", path.display()));
-        claimed.backend.create_directory(&claimed.directory()).map_err(storage)?;
-        claimed.refuse_link()?;
+        let storage = |error: io::Error| match error.kind() {
+            io::ErrorKind::InvalidData => claimed.bad(error),
+            _ => Refusal::Storage(format!("{error} at {}", path.display())),
+        };
         let scratch = claimed.backend.scratch(&path);
-        let file = durable::create_private(&scratch).map_err(storage)?;
-        let arrival = Arrival { claimed, file, scratch, received: 0 };
-        // Again: a link may have come in between. Not a byte is written through it.
-        arrival.claimed.refuse_link()?;
-        Ok(arrival)
+        let (file, place) = match claimed.backend {
+            Backend::Directory => {
+                let held = HeldDirectory::create(&claimed.directory()).map_err(storage)?;
+                let name = scratch.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let file = held.create_private(&name).map_err(storage)?;
+                (file, Place::Beside(held, name))
+            }
+            Backend::Bucket(_) => {
+                (durable::create_private(&scratch).map_err(storage)?, Place::Here(scratch))
+            }
+        };
+        Ok(Arrival { claimed, file, place: Some(place), received: 0 })
     }
 
     pub(crate) fn write(&mut self, chunk: &[u8]) -> Result<(), Refusal> {
@@ -164,8 +175,15 @@ impl Arrival {
         }
         let synced = faults::point("intake.sync").and_then(|()| self.file.sync_all());
         synced.map_err(|error| self.storage(&error))?;
-        let scratch = std::mem::take(&mut self.scratch);
-        let created = self.claimed.backend.publish(&scratch, &self.claimed.path());
+        let created = match self.place.take() {
+            Some(Place::Beside(held, scratch)) => {
+                held.publish(&scratch, self.claimed.claim.name.as_str())
+            }
+            Some(Place::Here(scratch)) => {
+                self.claimed.backend.publish(&scratch, &self.claimed.path())
+            }
+            None => return Err(Refusal::Storage("it was published before".into())),
+        };
         if created.map_err(|error| self.storage(&error))? {
             Ok(record)
         } else {
@@ -181,9 +199,11 @@ impl Arrival {
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        if self.scratch != Path::new("") {
-            let _ = std::fs::remove_file(&self.scratch);
-        }
+        let _ = match &self.place {
+            Some(Place::Beside(held, scratch)) => held.remove(scratch),
+            Some(Place::Here(scratch)) => std::fs::remove_file(scratch),
+            None => Ok(()),
+        };
     }
 }
 

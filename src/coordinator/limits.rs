@@ -22,6 +22,14 @@ pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 /// How long a peer may take to answer a keepalive.
 pub const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The same for who waits for an answer: a connection that some box between has forgotten
+/// takes everything and answers nothing, and a rank should be back within 10 s of a network
+/// that is whole again. A frame of 1 MiB must get through meanwhile: 2 Mbit/s do.
+pub const CALLER_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(3);
+
+/// How long the coordinator may take to answer that.
+pub const CALLER_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// How long a peer may take to show its certificate.
 pub const HANDSHAKE: Duration = Duration::from_secs(10);
 

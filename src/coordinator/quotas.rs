@@ -3,13 +3,16 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use super::event::{Closing, Event};
 use super::limits::{
     MAX_FILES_PER_STEP, MAX_HELD_BYTES, MAX_RANK_STEP_BYTES, MAX_REQUESTS_PER_SECOND,
-    MAX_SHARDS_PER_FILE, MAX_UPLOADS_PER_RANK,
+    MAX_SHARDS_PER_FILE, MAX_UPLOADS, MAX_UPLOADS_PER_RANK,
 };
 use super::refusal::Refusal;
 use super::request::Member;
@@ -116,33 +119,76 @@ impl Rates {
     }
 }
 
-/// Uploads that each rank has open. One rank must not take the places of all.
-#[derive(Clone, Default)]
-pub(super) struct OpenUploads(Arc<Mutex<HashMap<(Name, Rank), usize>>>);
+/// Uploads that are open. One rank must not take the places of all, and one that sends a file
+/// again takes the place of its first try: that came over a connection that broke, and may not
+/// have noticed.
+#[derive(Clone)]
+pub(super) struct OpenUploads {
+    places: Arc<Semaphore>,
+    open: Arc<Mutex<HashMap<(Name, Rank), Vec<Open>>>>,
+}
+
+struct Open {
+    number: u64,
+    file: (Step, Name),
+    replaced: Arc<Notify>,
+    _place: OwnedSemaphorePermit,
+}
 
 /// One open upload; gives its place back when it is dropped.
-pub(super) struct OpenUpload(OpenUploads, (Name, Rank));
+pub(super) struct OpenUpload {
+    uploads: OpenUploads,
+    whose: (Name, Rank),
+    number: u64,
+    replaced: Arc<Notify>,
+}
+
+impl Default for OpenUploads {
+    fn default() -> OpenUploads {
+        OpenUploads { places: Arc::new(Semaphore::new(MAX_UPLOADS)), open: Arc::default() }
+    }
+}
 
 impl OpenUploads {
-    pub(super) fn open(&self, member: &Member) -> Result<OpenUpload, Refusal> {
+    /// Opens one, or refuses it at once: one that waited would hold its window meanwhile.
+    pub(super) fn open(&self, member: &Member, file: (Step, Name)) -> Result<OpenUpload, Refusal> {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
         let whose = (member.run.clone(), member.rank);
-        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = open.entry(whose.clone()).or_default();
-        if *count >= MAX_UPLOADS_PER_RANK {
-            return Err(Refusal::UploadsOfRank(member.rank, MAX_UPLOADS_PER_RANK));
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = open.get_mut(&whose).map_or(&mut [][..], Vec::as_mut_slice);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let replaced = Arc::new(Notify::new());
+        if let Some(before) = own.iter_mut().find(|open| open.file == file) {
+            before.replaced.notify_one();
+            (before.number, before.replaced) = (number, replaced.clone());
+        } else {
+            if own.len() >= MAX_UPLOADS_PER_RANK {
+                return Err(Refusal::UploadsOfRank(member.rank, MAX_UPLOADS_PER_RANK));
+            }
+            let place = self.places.clone().try_acquire_owned();
+            let place = place.map_err(|_| Refusal::Busy(MAX_UPLOADS))?;
+            let one = Open { number, file, replaced: replaced.clone(), _place: place };
+            open.entry(whose.clone()).or_default().push(one);
         }
-        *count += 1;
-        Ok(OpenUpload(self.clone(), whose))
+        Ok(OpenUpload { uploads: self.clone(), whose, number, replaced })
+    }
+}
+
+impl OpenUpload {
+    /// Ends when the same file is sent again.
+    pub(super) async fn replaced(&self) -> Refusal {
+        self.replaced.notified().await;
+        Refusal::SentAgain
     }
 }
 
 impl Drop for OpenUpload {
     fn drop(&mut self) {
-        let mut open = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = open.get_mut(&self.1) {
-            *count -= 1;
-            if *count == 0 {
-                open.remove(&self.1);
+        let mut open = self.uploads.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = open.get_mut(&self.whose) {
+            own.retain(|open| open.number != self.number);
+            if own.is_empty() {
+                open.remove(&self.whose);
             }
         }
     }
@@ -167,15 +213,36 @@ mod tests {
         assert!(others >= 18, "{others} of 19: at most a chance neighbour shares the place");
     }
 
+    fn file(step: u64) -> (Step, Name) {
+        (Step(step), Name::new("rank-00000.safetensors").unwrap())
+    }
+
     #[test]
     fn a_rank_opens_a_few_uploads_and_gets_each_place_back() {
         let uploads = OpenUploads::default();
-        let held: Vec<_> = (0..MAX_UPLOADS_PER_RANK).map(|_| uploads.open(&member(0))).collect();
+        let few = 0..MAX_UPLOADS_PER_RANK as u64;
+        let held: Vec<_> = few.map(|step| uploads.open(&member(0), file(step))).collect();
         assert!(held.iter().all(Result::is_ok));
-        assert!(uploads.open(&member(0)).is_err());
-        assert!(uploads.open(&member(1)).is_ok());
+        assert!(uploads.open(&member(0), file(9)).is_err());
+        assert!(uploads.open(&member(1), file(9)).is_ok());
         drop(held);
-        assert!(uploads.open(&member(0)).is_ok());
-        assert_eq!(uploads.0.lock().unwrap().len(), 0, "nothing is kept of who is done");
+        assert!(uploads.open(&member(0), file(9)).is_ok());
+        assert_eq!(uploads.open.lock().unwrap().len(), 0, "nothing is kept of who is done");
+        assert_eq!(uploads.places.available_permits(), MAX_UPLOADS);
+    }
+
+    #[tokio::test]
+    async fn a_file_that_is_sent_again_takes_the_place_of_its_first_try() {
+        let uploads = OpenUploads::default();
+        let ranks = 0..MAX_UPLOADS as u32;
+        let first: Vec<_> = ranks.map(|rank| uploads.open(&member(rank), file(0)).ok()).collect();
+        assert!(uploads.open(&member(99), file(0)).is_err(), "all places are taken");
+        let again = uploads.open(&member(0), file(0)).ok().unwrap();
+        let stale = first[0].as_ref().unwrap();
+        assert_eq!(stale.replaced().await, Refusal::SentAgain);
+        drop(first);
+        assert_eq!(uploads.places.available_permits(), MAX_UPLOADS - 1, "the second has its own");
+        drop(again);
+        assert_eq!(uploads.places.available_permits(), MAX_UPLOADS);
     }
 }

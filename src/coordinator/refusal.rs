@@ -76,6 +76,8 @@ pub enum Refusal {
     TooMany(Rank, u32),
     #[error("{1} uploads of rank {0} are open, as many as one rank may have: try again")]
     UploadsOfRank(Rank, usize),
+    #[error("the same file is being sent again: this try of it ends")]
+    SentAgain,
     #[error("{0}")]
     Quota(String),
     #[error("nothing is triggered: {0}")]

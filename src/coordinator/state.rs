@@ -92,12 +92,45 @@ pub(super) struct Kept {
     text: String,
 }
 
+/// Files of one rank, sorted by name. A run has many committed steps, most of them with a file or
+/// two of each rank: a map of its own would take a kilobyte for each.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct KeptFiles(Vec<(Name, Kept)>);
+
+impl KeptFiles {
+    fn get(&self, name: &Name) -> Option<&Kept> {
+        let at = self.0.binary_search_by(|(own, _)| own.cmp(name)).ok()?;
+        Some(&self.0[at].1)
+    }
+
+    /// False where there is one of that name, which is kept.
+    fn insert(&mut self, name: Name, kept: Kept) -> bool {
+        match self.0.binary_search_by(|(own, _)| own.cmp(&name)) {
+            Ok(_) => false,
+            Err(at) => {
+                self.0.insert(at, (name, kept));
+                true
+            }
+        }
+    }
+
+    fn values(&self) -> impl Iterator<Item = &Kept> {
+        self.0.iter().map(|(_, kept)| kept)
+    }
+
+    /// Lets go of what the manifest holds; how many bytes that were.
+    fn settle(&mut self) -> u64 {
+        self.0.shrink_to_fit();
+        self.0.iter_mut().map(|(_, kept)| std::mem::take(&mut kept.text).len() as u64).sum()
+    }
+}
+
 /// What is known of one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct StepState {
     /// When its first event came, in the coordinator's milliseconds.
     since_ms: u64,
-    files: BTreeMap<Rank, BTreeMap<Name, Kept>>,
+    files: BTreeMap<Rank, KeptFiles>,
     pub(super) closed: BTreeMap<Rank, Closing>,
     /// Ranks that closed and did not report all that they counted.
     pub(super) short: BTreeSet<Rank>,
@@ -172,7 +205,7 @@ impl AttemptState {
     /// Files of one rank in a step, and the bytes of their shards.
     pub(super) fn brought(&self, step: Step, rank: Rank) -> (u32, u64) {
         let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
-        let own = own.into_iter().flat_map(BTreeMap::values);
+        let own = own.into_iter().flat_map(KeptFiles::values);
         own.fold((0, 0), |(n, sum), file| (n + 1, file.sums.bytes.saturating_add(sum)))
     }
 
@@ -443,19 +476,20 @@ impl AttemptState {
 impl StepState {
     /// Files of one rank reported so far.
     pub(super) fn reported(&self, rank: Rank) -> u32 {
-        let own = self.files.get(&rank).map_or(0, BTreeMap::len);
+        let own = self.files.get(&rank).map_or(0, |own| own.0.len());
         u32::try_from(own).unwrap_or(u32::MAX)
     }
 
     /// Every file that was reported, as the manifest lists them: by rank and name.
     fn texts(&self) -> impl Iterator<Item = &str> {
-        self.files.values().flat_map(BTreeMap::values).map(|file| file.text.as_str())
+        self.files.values().flat_map(KeptFiles::values).map(|file| file.text.as_str())
     }
 
     fn header_hashes(&self) -> BTreeMap<(Rank, Name), TrustHash> {
-        let of = |(rank, own): (&Rank, &BTreeMap<Name, Kept>)| {
+        let of = |(rank, own): (&Rank, &KeptFiles)| {
             let rank = *rank;
-            own.iter()
+            own.0
+                .iter()
                 .map(move |(name, kept)| ((rank, name.clone()), kept.header_hash))
                 .collect::<Vec<_>>()
         };
@@ -474,7 +508,7 @@ impl StepState {
         let kept = Kept { header_hash: file.header_hash, sums, text: file.to_text() };
         let held = kept.text.len() as u64;
         let own = self.files.entry(file.rank).or_default();
-        if own.insert(file.name.clone(), kept).is_some() {
+        if !own.insert(file.name.clone(), kept) {
             return Default::default();
         }
         self.sums.add(sums);
@@ -498,10 +532,7 @@ impl StepState {
         let mut held: BTreeMap<Rank, u64> =
             closings.map(|(&rank, closing)| (rank, quotas::weight(closing))).collect();
         for (rank, own) in &mut self.files {
-            for file in own.values_mut() {
-                let text = std::mem::take(&mut file.text);
-                *held.entry(*rank).or_default() += text.len() as u64;
-            }
+            *held.entry(*rank).or_default() += own.settle();
         }
         held
     }

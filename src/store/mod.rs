@@ -4,11 +4,13 @@
 pub mod backend;
 pub mod durable;
 pub mod header;
+pub mod held;
 pub mod layout;
 pub mod shard_file;
 pub mod shard_writer;
 
 pub use backend::Backend;
+pub use held::HeldDirectory;
 pub use layout::{AttemptDir, StepDir};
 pub use shard_file::{ShardFile, ShardFileError};
 pub use shard_writer::{FinishedFile, ShardWriter};

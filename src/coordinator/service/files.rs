@@ -8,7 +8,7 @@ use tonic::{Request, Streaming};
 
 use super::{Service, open};
 use crate::coordinator::intake::{Arrival, Claimed};
-use crate::coordinator::limits::{MAX_UPLOADS, REQUEST_DEADLINE, UPLOAD_IDLE};
+use crate::coordinator::limits::{REQUEST_DEADLINE, UPLOAD_IDLE};
 use crate::coordinator::refusal::Refusal;
 use crate::coordinator::request::{self, Admission, FileClaim, Member};
 use crate::coordinator::wire;
@@ -116,11 +116,6 @@ impl Service {
         };
         let (member, step, claim) = wire::report(header)?;
         self.check_member(&shown, &member)?;
-        // Refused at once, not queued: a waiting upload would hold its window. After the check:
-        // strangers must not take the places.
-        let _own = self.of_ranks.open(&member)?;
-        let permit = self.uploads.try_acquire();
-        let _permit = permit.map_err(|_| Refusal::Busy(MAX_UPLOADS))?;
         let claimed = match one(self.admit(&member, step, vec![claim.clone()]).await?)? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
@@ -128,8 +123,16 @@ impl Service {
                 Claimed { backend, member, step, claim, attempt, world_size }
             }
         };
+        // After the check: strangers must not take the places, nor end what others send.
+        let file = (step, claimed.claim.name.clone());
+        let open = self.of_ranks.open(&claimed.member, file)?;
         let mut arrival = blocking(REQUEST_DEADLINE, move || Arrival::begin(claimed)).await?;
-        while let Some(part) = next_part(&mut parts).await? {
+        loop {
+            let next = tokio::select! {
+                next = next_part(&mut parts) => next?,
+                again = open.replaced() => return Err(again),
+            };
+            let Some(part) = next else { break };
             let Part::Chunk(chunk) = part else {
                 return Err(Refusal::Malformed("an upload has one header".into()));
             };

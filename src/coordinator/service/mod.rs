@@ -11,7 +11,7 @@ use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::actor::Handle;
-use super::limits::{MAX_LOOKS, MAX_UPLOADS};
+use super::limits::MAX_LOOKS;
 use super::metrics::Metrics;
 use super::quotas::{OpenUploads, Rates};
 use super::refusal::Refusal;
@@ -29,7 +29,6 @@ type Answer<T> = Result<Response<T>, Status>;
 pub(super) struct Service {
     handle: Handle,
     backend: Backend,
-    uploads: Arc<Semaphore>,
     of_ranks: OpenUploads,
     looks: Arc<Semaphore>,
     rates: Rates,
@@ -86,11 +85,10 @@ impl Service {
         tokens: Tokens,
         metrics: Metrics,
     ) -> Service {
-        let uploads = Arc::new(Semaphore::new(MAX_UPLOADS));
         let looks = Arc::new(Semaphore::new(MAX_LOOKS));
         let (of_ranks, rates) = (OpenUploads::default(), Rates::default());
         let scalars = Arc::new(Scalars::new(backend.clone()));
-        Service { handle, backend, uploads, of_ranks, looks, rates, scalars, tokens, metrics }
+        Service { handle, backend, of_ranks, looks, rates, scalars, tokens, metrics }
     }
 
     /// Refuses whoever does not show the token of the run.
@@ -305,6 +303,7 @@ fn refuse(refusal: Refusal) -> Status {
         Refusal::FileAbsent { .. } => Code::NotFound,
         Refusal::BadFile { .. } => Code::DataLoss,
         Refusal::Busy(_)
+        | Refusal::SentAgain
         | Refusal::TooOften(..)
         | Refusal::TooMany(..)
         | Refusal::UploadsOfRank(..) => Code::ResourceExhausted,

@@ -10,7 +10,9 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Request, Status};
 
-use crate::coordinator::limits::{KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT, WINDOW_BYTES};
+use crate::coordinator::limits::{
+    CALLER_KEEPALIVE_INTERVAL, CALLER_KEEPALIVE_TIMEOUT, WINDOW_BYTES,
+};
 use crate::credentials::{Access, Tls};
 
 /// How long a connection may take to open.
@@ -63,8 +65,8 @@ pub fn connect(address: &str, access: &Access) -> Result<Rpc, ChannelError> {
     let channel = endpoint
         .map_err(|error| ChannelError::Tls(error.to_string()))?
         .connect_timeout(CONNECT_DEADLINE)
-        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-        .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+        .http2_keep_alive_interval(CALLER_KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(CALLER_KEEPALIVE_TIMEOUT)
         .initial_stream_window_size(WINDOW_BYTES)
         .initial_connection_window_size(WINDOW_BYTES)
         .tcp_nodelay(true)

@@ -33,12 +33,14 @@ const PATIENT: [&str; 4] = ["--join-ms", "60000", "--step-ms", "120000"];
 /// What a point is made to return.
 const ERRORS: [&str; 4] = ["EIO", "ENOSPC", "EDQUOT", "EINTR"];
 /// System calls that strace fails, with an error that they can have.
-const CALLS: [(&str, &str); 7] = [
+const CALLS: [(&str, &str); 9] = [
     ("fsync", "EIO"),
     ("fdatasync", "EIO"),
     ("linkat", "ENOSPC"),
     ("unlink", "EIO"),
+    ("unlinkat", "EIO"),
     ("mkdir", "ENOSPC"),
+    ("mkdirat", "ENOSPC"),
     ("ftruncate", "EIO"),
     ("pwrite64", "ENOSPC"),
 ];

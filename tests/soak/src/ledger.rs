@@ -8,6 +8,8 @@
 //! committed ATTEMPT STEP                     it was told that the step is committed
 //! partial LAUNCH RANK STEP                   it was told that the step is not
 //! closed LAUNCH RANK FAULTS...               the recorder was closed, with its faults
+//! trained LAUNCH RANK STEPS WORST HELD LOSSES  its steps, its longest call in microseconds, what
+//!                                            memory it took in KiB, the hash of its losses
 //! ```
 
 use std::fs::{File, OpenOptions};
@@ -25,6 +27,7 @@ pub(crate) enum Told {
     Committed { attempt: u32, step: u64 },
     Partial { launch: u32, rank: u32, step: u64 },
     Closed { launch: u32, rank: u32, faults: String },
+    Trained { launch: u32, rank: u32, steps: u64, worst_us: u64, held_kib: u64, losses: String },
 }
 
 impl Told {
@@ -44,6 +47,9 @@ impl Told {
             Told::Partial { launch, rank, step } => format!("partial {launch} {rank} {step}\n"),
             Told::Closed { launch, rank, faults } => {
                 format!("closed {launch} {rank} {}\n", faults.replace('\n', " "))
+            }
+            Told::Trained { launch, rank, steps, worst_us, held_kib, losses } => {
+                format!("trained {launch} {rank} {steps} {worst_us} {held_kib} {losses}\n")
             }
         }
     }
@@ -78,6 +84,14 @@ impl Told {
                 let faults = rest.splitn(3, ' ').nth(2).unwrap_or_default().to_string();
                 Told::Closed { launch: small(0)?, rank: small(1)?, faults }
             }
+            "trained" => Told::Trained {
+                launch: small(0)?,
+                rank: small(1)?,
+                steps: number(2)?,
+                worst_us: number(3)?,
+                held_kib: number(4)?,
+                losses: rest.split(' ').nth(5)?.into(),
+            },
             _ => return None,
         })
     }
@@ -110,4 +124,23 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Told>> {
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     let unread = |line: &str| anyhow::anyhow!("{} has the line {line:?}", path.display());
     whole.lines().map(|line| Told::read(line).ok_or_else(|| unread(line))).collect()
+}
+
+/// Whether some rank says that a step is partial, and why.
+pub(crate) fn labelled(told: &[Told], step: u64) -> bool {
+    let so = format!("step {step} ");
+    let why = |fault: &str| fault.strip_prefix(&so).is_some_and(|rest| rest.contains(": "));
+    told.iter().any(|line| match line {
+        // Whoever gave up recording as a whole named no step.
+        Told::Closed { faults, .. } => {
+            faults.split("; ").any(|fault| why(fault) || fault.contains("nothing is recorded on"))
+        }
+        _ => false,
+    })
+}
+
+/// All lines of some ledgers.
+pub(crate) fn read_all(paths: &[std::path::PathBuf]) -> anyhow::Result<Vec<Told>> {
+    let all = paths.iter().map(|path| read(path));
+    Ok(all.collect::<anyhow::Result<Vec<_>>>()?.concat())
 }

@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout)]
 
 mod bitrot;
+mod bucket;
 mod contract;
 mod fail_open;
 mod frames;
@@ -13,7 +14,9 @@ mod job;
 mod kill;
 mod ledger;
 mod manifest;
+mod marathon;
 mod memory;
+mod network;
 mod oracle;
 mod order;
 mod parsers;
@@ -29,6 +32,7 @@ mod scale;
 mod seeded;
 mod served;
 mod small_dump;
+mod trainee;
 mod versions;
 mod written;
 
@@ -66,6 +70,14 @@ enum Campaign {
     Order(order::OrderArguments),
     #[command(hide = true)]
     Rank(rank::RankArguments),
+    #[command(hide = true)]
+    Trainee(trainee::TraineeArguments),
+    /// R6: a training loop that records into a bucket which fails
+    Bucket(bucket::Arguments),
+    /// R15: a job for as long as it is given, with 1 % faults; memory must not grow
+    Marathon(marathon::Arguments),
+    /// R5: 8 ranks and a coordinator on hosts whose network fails
+    Network(network::Arguments),
     /// R7: damage a dump in every way; verify must find and name it
     Bitrot(bitrot::Arguments),
     /// R9: write tensors in random layouts and put them together again
@@ -101,6 +113,10 @@ fn main() -> anyhow::Result<()> {
         Campaign::Seeded(arguments) => seeded::run(&arguments),
         Campaign::Ready(arguments) => ready::run(&arguments),
         Campaign::Rank(arguments) => rank::run(&arguments),
+        Campaign::Trainee(arguments) => trainee::run(&arguments),
+        Campaign::Bucket(arguments) => bucket::run(&arguments),
+        Campaign::Marathon(arguments) => marathon::run(&arguments),
+        Campaign::Network(arguments) => network::run(&arguments),
         Campaign::Bitrot(arguments) => bitrot::run(arguments),
         Campaign::Reassembly(arguments) => reassembly::run(arguments),
         Campaign::Parsers(arguments) => parsers::run(&arguments),

@@ -10,3 +10,12 @@ pub(crate) fn peak_mib(pid: u32) -> anyhow::Result<f64> {
     let kib = line.and_then(|rest| rest.split_whitespace().next()?.parse::<f64>().ok());
     Ok(kib.with_context(|| format!("{path} has no VmHWM"))? / 1024.0)
 }
+
+/// What memory a process holds now (VmRSS), in KiB.
+pub(crate) fn resident_kib(pid: u32) -> anyhow::Result<f64> {
+    let path = format!("/proc/{pid}/status");
+    let text = std::fs::read_to_string(&path).with_context(|| path.clone())?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|rest| rest.split_whitespace().next()?.parse::<f64>().ok());
+    kib.with_context(|| format!("{path} has no VmRSS"))
+}

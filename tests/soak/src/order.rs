@@ -17,8 +17,7 @@ use crate::job::{Job, file_name, step_directory};
 use crate::processes::{Yard, memory};
 
 /// Calls that change what a power cut leaves.
-const CALLS: &str =
-    "openat,mkdir,write,pwrite64,ftruncate,fsync,fdatasync,link,linkat,rename,unlink";
+const CALLS: &str = "openat,mkdir,mkdirat,write,pwrite64,ftruncate,fsync,fdatasync,link,linkat,rename,unlink,unlinkat";
 /// How long a traced job may take.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -159,9 +158,16 @@ fn described(arguments: &str) -> Option<PathBuf> {
     Some(PathBuf::from(rest.split_once('>')?.0))
 }
 
-/// The paths of a call, between its quotes.
+/// The paths of a call, between its quotes; below the directory of a descriptor, where one
+/// stands before them: `linkat(9</store/step>, "a", ...`.
 fn quoted(arguments: &str) -> Vec<PathBuf> {
-    arguments.split('"').skip(1).step_by(2).map(PathBuf::from).collect()
+    let mut found = Vec::new();
+    let mut pieces = arguments.split('"');
+    while let (Some(before), Some(path)) = (pieces.next(), pieces.next()) {
+        let below = described(before).unwrap_or_default();
+        found.push(below.join(path));
+    }
+    found
 }
 
 /// One file's bytes.
@@ -196,7 +202,7 @@ impl Disk {
                     self.unsynced.insert(path.clone());
                 }
             }
-            ("mkdir", true) => {
+            ("mkdir" | "mkdirat", true) => {
                 self.unsynced.insert(paths.first().context("no path")?.clone());
             }
             ("link" | "linkat" | "rename", true) => {
@@ -211,7 +217,7 @@ impl Disk {
                     self.names.remove(from);
                 }
             }
-            ("unlink", true) => {
+            ("unlink" | "unlinkat", true) => {
                 let path = paths.first().context("no path")?;
                 self.names.remove(path);
                 self.unsynced.remove(path);

@@ -48,7 +48,13 @@ pub(crate) struct Yard {
     directory: tempfile::TempDir,
     /// Where the coordinator keeps the dump.
     pub(crate) store: PathBuf,
-    address: String,
+    /// Where its coordinator listens.
+    pub(crate) address: String,
+    /// What a coordinator of this yard is told beside that, and what its callers show.
+    pub(crate) coordinator_options: Vec<OsString>,
+    pub(crate) access: Access,
+    /// What is in the environment of every process of this yard.
+    pub(crate) environment: Vec<(&'static str, String)>,
     /// Longest that a coordinator took until it answered.
     pub(crate) slowest: Duration,
     /// Put before every command, to watch it or to fail its calls.
@@ -67,6 +73,9 @@ impl Yard {
             store: directory.path().join("store"),
             directory,
             address,
+            coordinator_options: Vec::new(),
+            access: Access::default(),
+            environment: Vec::new(),
             slowest: Duration::ZERO,
             tracer: Vec::new(),
             runtime,
@@ -113,6 +122,7 @@ impl Yard {
         };
         // A rank's spool goes with the trial, whenever the rank is killed.
         command.env("TMPDIR", self.path()).env_remove("RUST_LOG").env(FAULTS, faults);
+        command.envs(self.environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log)?);
         Ok((command, log))
     }
@@ -126,7 +136,7 @@ impl Yard {
         let program = COORDINATOR.get().context("no coordinator was chosen")?;
         let (mut command, log) = self.command(program, faults)?;
         command.args(["--listen", &self.address, "--world-size", &world.to_string(), "--store"]);
-        command.arg(&self.store);
+        command.arg(&self.store).args(&self.coordinator_options);
         Process::spawn(command, log)
     }
 
@@ -173,11 +183,32 @@ impl Yard {
         Process::spawn(command, log)
     }
 
+    /// Starts a rank that trains at a pace.
+    pub(crate) fn trainee(
+        &mut self,
+        job: &Job,
+        (launch, rank): (u32, u32),
+        options: &[OsString],
+        faults: &str,
+    ) -> anyhow::Result<Process> {
+        let (mut command, log) = self.command(&std::env::current_exe()?, faults)?;
+        let ledger = self.path().join(format!("{rank}-{launch}.ledger"));
+        command.arg("trainee").args(job.arguments()).args(["--rank", &rank.to_string()]);
+        command.args(["--launch", &launch.to_string()]).args(options);
+        command.arg("--last").arg(self.last_step()).arg("--ledger").arg(ledger);
+        Process::spawn(command, log)
+    }
+
+    /// Where the trainees of this yard look for the number of their last step.
+    pub(crate) fn last_step(&self) -> PathBuf {
+        self.path().join("last-step")
+    }
+
     /// A connection to the coordinator of this yard.
     pub(crate) fn rpc(&self) -> anyhow::Result<Rpc> {
         // A lazy connection is tied to the runtime that is entered when it is made.
         let _entered = self.runtime.enter();
-        Ok(connect(&self.address, &Access::default())?)
+        Ok(connect(&self.address, &self.access)?)
     }
 
     /// Runs one call to its end.
@@ -256,9 +287,22 @@ impl Process {
         Ok(Duration::from_nanos(nanoseconds))
     }
 
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// What it said.
     pub(crate) fn log(&self) -> anyhow::Result<String> {
         Ok(String::from_utf8_lossy(&std::fs::read(&self.log)?).into_owned())
+    }
+}
+
+/// Waits this long: a thread that parks may wake up at any time, so it looks at the clock.
+pub(crate) fn pause(duration: Duration) {
+    let end = Instant::now() + duration;
+    while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+    {
+        std::thread::park_timeout(left);
     }
 }
 

@@ -81,7 +81,8 @@ fn train_all(arguments: &RankArguments) -> anyhow::Result<()> {
         let ranks = arguments.first..arguments.last;
         let one = |rank| {
             let ledger = &ledger;
-            scope.spawn(move || Rank { arguments, rank, ledger, told: 0, attempt: None }.train())
+            let told = Acknowledged::new(arguments.launch, rank);
+            scope.spawn(move || Rank { arguments, rank, ledger, told }.train())
         };
         let threads: Vec<_> = ranks.map(one).collect();
         for thread in threads {
@@ -98,9 +99,7 @@ struct Rank<'a> {
     arguments: &'a RankArguments,
     rank: u32,
     ledger: &'a Ledger,
-    /// Shards already noted as acknowledged.
-    told: usize,
-    attempt: Option<u32>,
+    told: Acknowledged,
 }
 
 impl Rank<'_> {
@@ -129,7 +128,7 @@ impl Rank<'_> {
         let mut delivered: Vec<Shard> = Vec::new();
         for step in 0..self.arguments.job.steps {
             self.wait(&recorder, &delivered, |attempt| attempt.is_some())?;
-            let attempt = self.attempt.unwrap_or(u32::MAX);
+            let attempt = self.told.attempt.unwrap_or(u32::MAX);
             let at_ns = now_ns()?;
             self.ledger.note(&[Told::Began { attempt, launch, rank, step, at_ns }])?;
             self.record(&recorder, step, &mut delivered)?;
@@ -142,7 +141,7 @@ impl Rank<'_> {
         if begin.elapsed() > Duration::from_millis(patience) + SCHEDULING {
             bail!("close took {} s", begin.elapsed().as_secs_f64());
         }
-        self.note(&summary, &delivered)?;
+        self.told.note(self.ledger, &summary, &delivered)?;
         let attempt = summary.attempt.unwrap_or(u32::MAX);
         let committed = summary.steps_committed.iter();
         let mut told: Vec<Told> =
@@ -200,7 +199,7 @@ impl Rank<'_> {
         let end = Instant::now() + Duration::from_millis(arguments.join_ms + arguments.step_ms);
         while !arguments.heedless && Instant::now() < end {
             let summary = recorder.summary();
-            self.note(&summary, delivered)?;
+            self.told.note(self.ledger, &summary, delivered)?;
             let all = summary.shards as usize >= delivered.len() && summary.attempt.is_some();
             if all || enough(summary.attempt) || !summary.faults.is_empty() {
                 return Ok(());
@@ -209,11 +208,41 @@ impl Rank<'_> {
         }
         Ok(())
     }
+}
+
+/// What a rank has already noted of what it was told.
+pub(crate) struct Acknowledged {
+    launch: u32,
+    rank: u32,
+    pub(crate) shards: usize,
+    pub(crate) attempt: Option<u32>,
+}
+
+impl Acknowledged {
+    pub(crate) fn new(launch: u32, rank: u32) -> Acknowledged {
+        Acknowledged { launch, rank, shards: 0, attempt: None }
+    }
 
     /// The files of a rank are delivered in order, so a count names the shards. Once one was
     /// refused it does not: then what follows is not noted.
-    fn note(&mut self, summary: &Summary, delivered: &[Shard]) -> anyhow::Result<()> {
-        let (launch, rank) = (self.arguments.launch, self.rank);
+    pub(crate) fn note(
+        &mut self,
+        ledger: &Ledger,
+        summary: &Summary,
+        delivered: &[Shard],
+    ) -> anyhow::Result<()> {
+        self.note_from(ledger, summary, delivered, 0)
+    }
+
+    /// The same of who has forgotten the first shards that it delivered.
+    pub(crate) fn note_from(
+        &mut self,
+        ledger: &Ledger,
+        summary: &Summary,
+        delivered: &[Shard],
+        forgotten: usize,
+    ) -> anyhow::Result<()> {
+        let (launch, rank) = (self.launch, self.rank);
         let mut told = Vec::new();
         if let (Some(attempt), None) = (summary.attempt, self.attempt) {
             told.push(Told::Joined { attempt, launch, rank, at_ns: now_ns()? });
@@ -221,12 +250,15 @@ impl Rank<'_> {
         }
         let attempt = self.attempt.unwrap_or(u32::MAX);
         if summary.faults.is_empty() && summary.omissions.iter().all(|why| why.contains("panic")) {
-            let new = delivered[..(summary.shards as usize).min(delivered.len())].iter();
-            let new = new.skip(self.told).map(|&shard| Told::Shard { attempt, shard });
+            let known = (summary.shards as usize).saturating_sub(forgotten).min(delivered.len());
+            let new = delivered[..known]
+                .iter()
+                .skip(self.shards.saturating_sub(forgotten))
+                .map(|&shard| Told::Shard { attempt, shard });
             told.extend(new);
-            self.told = self.told.max(summary.shards as usize);
+            self.shards = self.shards.max(summary.shards as usize);
         }
-        if told.is_empty() { Ok(()) } else { Ok(self.ledger.note(&told)?) }
+        if told.is_empty() { Ok(()) } else { Ok(ledger.note(&told)?) }
     }
 }
 
@@ -240,12 +272,12 @@ impl AsRef<[u8]> for Panics {
 }
 
 /// The clock that all processes of this machine share.
-fn now_ns() -> anyhow::Result<u64> {
+pub(crate) fn now_ns() -> anyhow::Result<u64> {
     Ok(u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos())?)
 }
 
 /// The most memory that this process has held.
-fn peak_bytes() -> anyhow::Result<u64> {
+pub(crate) fn peak_bytes() -> anyhow::Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kibibytes = line.and_then(|rest| rest.trim().strip_suffix(" kB"));

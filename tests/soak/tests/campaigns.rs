@@ -5,12 +5,13 @@ use std::io::Write;
 use std::process::Command;
 
 /// Runs a campaign; it prints its closing line and exits with 0 when nothing failed.
-fn soak(arguments: &[&str]) {
+fn soak(arguments: &[&str]) -> String {
     let output =
         Command::new(env!("CARGO_BIN_EXE_soak")).args(arguments).output().expect("soak starts");
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said).into_owned();
     assert!(output.status.success(), "soak {}: {said}", arguments.join(" "));
+    said
 }
 
 #[test]
@@ -56,6 +57,25 @@ fn a_step_of_a_thousand_ranks_commits_and_status_answers_meanwhile() {
 #[test]
 fn both_ways_to_report_commit_a_step() {
     soak(&["reports", "--ranks", "64", "--files", "4", "--rounds", "1"]);
+}
+
+/// Where there is no root, or no nft or tc, it tries what a proxy can do, and says so.
+#[test]
+fn a_job_heals_when_its_network_does() {
+    let said = soak(&["network", "--trials", "8", "--seed", "1"]);
+    if let Some(untried) = said.lines().find(|line| line.contains("NOT TRIED")) {
+        say(untried);
+    }
+}
+
+#[test]
+fn a_training_loop_does_not_notice_a_bucket_that_fails() {
+    soak(&["bucket", "--trials", "2", "--steps", "100", "--seed", "1"]);
+}
+
+#[test]
+fn a_job_with_faults_loses_nothing() {
+    soak(&["marathon", "--minutes", "0.4", "--pace-ms", "100", "--seed", "1"]);
 }
 
 /// The simulated disk listens to strace, which not every machine has; CI installs it.

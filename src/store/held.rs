@@ -1,0 +1,189 @@
+//! A directory that is held by its descriptor: whatever happens to its path, what is made in it
+//! is made in it.
+//!
+//! A path is looked up again by each call, and who can write into the store could swap a
+//! directory for a link between two of them. Here every component is opened from the one before
+//! and none of them may be a link.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Component, Path};
+
+use rustix::fs::{AtFlags, Mode, OFlags, linkat, mkdirat, openat, unlinkat};
+use rustix::io::Errno;
+
+use crate::faults;
+
+/// Where a walk stands: entries can be looked up in it, and nothing else.
+#[cfg(target_os = "linux")]
+const STEP: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+#[cfg(not(target_os = "linux"))]
+const STEP: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+
+/// An open directory, reached without following a link.
+#[derive(Debug)]
+pub struct HeldDirectory(File);
+
+impl HeldDirectory {
+    /// Opens the directory at an absolute path that holds no link.
+    pub fn open(path: &Path) -> io::Result<HeldDirectory> {
+        walk(path, false)
+    }
+
+    /// The same; a directory that is not there is made, and its entry durable in its parent.
+    pub fn create(path: &Path) -> io::Result<HeldDirectory> {
+        walk(path, true)
+    }
+
+    /// Opens a new file that only its owner can read, and never an existing one.
+    pub fn create_private(&self, name: &str) -> io::Result<File> {
+        faults::point("durable.create")?;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+        let mode = Mode::RUSR | Mode::WUSR;
+        Ok(File::from(openat(&self.0, name, flags | OFlags::CLOEXEC, mode)?))
+    }
+
+    /// Opens a plain file to read.
+    pub fn open_file(&self, name: &str) -> io::Result<File> {
+        // O_NONBLOCK: opening a planted pipe would wait for its other end.
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let opened = openat(&self.0, name, flags, Mode::empty());
+        let file = File::from(opened.map_err(|error| link(error, "it is a symbolic link"))?);
+        match file.metadata()?.is_file() {
+            true => Ok(file),
+            false => Err(io::Error::new(io::ErrorKind::InvalidData, "it is no plain file")),
+        }
+    }
+
+    /// [`super::durable::publish`] within this directory.
+    pub fn publish(&self, scratch: &str, name: &str) -> io::Result<bool> {
+        faults::point("durable.link")?;
+        let created = match linkat(&self.0, scratch, &self.0, name, AtFlags::empty()) {
+            Ok(()) => true,
+            Err(Errno::EXIST) => false,
+            Err(error) => return Err(error.into()),
+        };
+        faults::point("durable.unlink")?;
+        self.remove(scratch)?;
+        self.sync()?;
+        faults::pass("durable.published");
+        Ok(created)
+    }
+
+    /// Removes a file of this directory.
+    pub fn remove(&self, name: &str) -> io::Result<()> {
+        Ok(unlinkat(&self.0, name, AtFlags::empty())?)
+    }
+
+    /// Makes the entries of this directory durable.
+    fn sync(&self) -> io::Result<()> {
+        faults::point("durable.sync-directory")?;
+        match faults::seeded("no-directory-fsync") {
+            true => Ok(()),
+            false => self.0.sync_all(),
+        }
+    }
+}
+
+fn walk(path: &Path, create: bool) -> io::Result<HeldDirectory> {
+    let refuse = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    if !path.is_absolute() {
+        return refuse("a held directory is named by an absolute path");
+    }
+    let mut at = rustix::fs::open("/", STEP, Mode::empty())?;
+    for component in path.components() {
+        at = match component {
+            Component::RootDir => continue,
+            Component::Normal(name) => step(&at, Path::new(name), create)?,
+            _ => return refuse("a held directory is named by a plain path"),
+        };
+    }
+    whole(&at)
+}
+
+/// One directory further.
+fn step(at: &OwnedFd, name: &Path, create: bool) -> io::Result<OwnedFd> {
+    let open = || openat(at, name, STEP | OFlags::NOFOLLOW, Mode::empty());
+    match open() {
+        Err(Errno::NOENT) if create => {
+            faults::point("durable.make-directory")?;
+            match mkdirat(at, name, Mode::RWXU) {
+                // Somebody else makes it: it may not be durable yet.
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            }
+            whole(at)?.sync()?;
+            open()
+        }
+        opened => opened,
+    }
+    .map_err(|error| link(error, "its step directory is a link or lies behind one"))
+}
+
+/// The directory that a walk stands in, open to be read and synced.
+fn whole(at: &OwnedFd) -> io::Result<HeldDirectory> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(HeldDirectory(File::from(openat(at, ".", flags, Mode::empty())?)))
+}
+
+/// In place of an error that a link gives, what it means.
+fn link(error: Errno, what: &str) -> io::Error {
+    match error {
+        // A link that was to be a directory is none.
+        Errno::LOOP | Errno::NOTDIR => io::Error::new(io::ErrorKind::InvalidData, what),
+        other => other.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn no_link_on_the_way_is_followed() {
+        let outer = tempfile::tempdir().unwrap();
+        let outer = outer.path().canonicalize().unwrap();
+        std::fs::create_dir_all(outer.join("elsewhere/step")).unwrap();
+        symlink(outer.join("elsewhere"), outer.join("run")).unwrap();
+        for path in ["run", "run/step", "run/new/step"] {
+            let opened = HeldDirectory::create(&outer.join(path));
+            assert_eq!(opened.unwrap_err().kind(), io::ErrorKind::InvalidData, "{path}");
+        }
+        assert!(!outer.join("elsewhere/new").exists());
+        assert!(HeldDirectory::open(Path::new("run")).is_err());
+        assert!(HeldDirectory::open(&outer.join("run/../elsewhere")).is_err());
+    }
+
+    #[test]
+    fn a_directory_that_is_swapped_for_a_link_stays_the_one_that_was_opened() {
+        let outer = tempfile::tempdir().unwrap();
+        let outer = outer.path().canonicalize().unwrap();
+        let (step, moved) = (outer.join("store/step"), outer.join("store/moved"));
+        std::fs::create_dir(outer.join("elsewhere")).unwrap();
+        let held = HeldDirectory::create(&step).unwrap();
+        std::fs::rename(&step, &moved).unwrap();
+        symlink(outer.join("elsewhere"), &step).unwrap();
+        drop(held.create_private("scratch").unwrap());
+        assert!(held.publish("scratch", "file").unwrap());
+        assert!(moved.join("file").is_file());
+        assert_eq!(std::fs::read_dir(outer.join("elsewhere")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn the_second_to_publish_loses_and_leaves_nothing_behind() {
+        let outer = tempfile::tempdir().unwrap();
+        let held =
+            HeldDirectory::create(&outer.path().canonicalize().unwrap().join("a/b")).unwrap();
+        for (scratch, first) in [("one", true), ("two", false)] {
+            drop(held.create_private(scratch).unwrap());
+            assert_eq!(held.publish(scratch, "file").unwrap(), first);
+        }
+        assert_eq!(std::fs::read_dir(outer.path().join("a/b")).unwrap().count(), 1);
+        assert!(held.open_file("file").is_ok());
+        symlink("file", outer.path().join("a/b/link")).unwrap();
+        assert!(held.open_file("link").is_err());
+    }
+}

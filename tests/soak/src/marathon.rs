@@ -1,0 +1,413 @@
+//! R15, `soak marathon --minutes N`: a job of 8 ranks for as long as it is given, with a fault in
+//! 1 % of its steps: kills of ranks and of the coordinator, connections that are reset or stall,
+//! writes that fail. Nothing that was acknowledged is lost, and memory does not grow.
+//!
+//! Growth is the slope of the resident memory over time, by least squares over the lives of all
+//! processes of a kind, each with a mean of its own: a process that is started anew begins at
+//! its own level. The first seconds of a life are left out, as caches fill.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use backtape::faults;
+use clap::Args;
+
+use crate::job::{Job, step_directory};
+use crate::ledger::{self, Told};
+use crate::memory::resident_kib;
+use crate::network::proxy::{Mode, Proxy};
+use crate::oracle::Oracle;
+use crate::processes::{Process, Yard, pause, was_killed};
+use crate::random::Random;
+
+const RANKS: u32 = 8;
+/// Faults in a thousand steps.
+const FAULTS_PER_MILLE: u64 = 10;
+/// A shorter run says nothing of memory: allocators settle for minutes.
+const JUDGED_MINUTES: f64 = 8.0;
+/// A process settles meanwhile, and is looked at so often afterwards.
+const SETTLES: Duration = Duration::from_secs(20);
+const SAMPLE: Duration = Duration::from_secs(1);
+/// The cap of one call of the recorder, with what it takes to come back from a wait.
+const CALL_CAP: Duration = Duration::from_millis(250 + 50);
+/// Longest that connections stall.
+const STALL_MS: u64 = 3000;
+/// How long the last launch may take to end.
+const END: Duration = Duration::from_secs(120);
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Arguments {
+    #[arg(long, default_value_t = 120.0)]
+    minutes: f64,
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Time of one step
+    #[arg(long, default_value_t = 500)]
+    pace_ms: u64,
+    /// What the memory of a process may grow by in an hour
+    #[arg(long, default_value_t = 1.0)]
+    slope_mib: f64,
+    /// Where it lies: each step takes about half a MiB
+    #[arg(long)]
+    scratch: Option<PathBuf>,
+    /// The coordinator's program; by default the one beside this program
+    #[arg(long)]
+    coordinator: Option<PathBuf>,
+}
+
+/// Runs it; an error names the seed.
+pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    crate::processes::choose_coordinator(arguments.coordinator.clone())?;
+    if !faults::ACTIVE {
+        println!("marathon: FAILING WRITES ARE NOT TRIED: build with --features faults");
+    }
+    let mut marathon = Marathon::begin(arguments)?;
+    let done = marathon.all();
+    if done.is_err() {
+        println!("marathon: what is left lies in {}", marathon.yard.keep().display());
+    }
+    done.with_context(|| format!("marathon: seed {}: FAILED", arguments.seed))
+}
+
+struct Marathon<'a> {
+    arguments: &'a Arguments,
+    random: Random,
+    job: Job,
+    yard: Yard,
+    oracle: Oracle,
+    proxy: Proxy,
+    /// Where ranks call.
+    called: String,
+    coordinator: Life,
+    ranks: Vec<Life>,
+    launch: u32,
+    events: Events,
+    of_coordinators: Slope,
+    of_ranks: Slope,
+}
+
+/// What was done to it.
+#[derive(Default)]
+struct Events {
+    killed_ranks: u64,
+    killed_coordinators: u64,
+    resets: u64,
+    stalls: u64,
+    failing_writes: u64,
+}
+
+impl<'a> Marathon<'a> {
+    fn begin(arguments: &'a Arguments) -> Result<Marathon<'a>> {
+        let mut random = Random::of(arguments.seed, 0);
+        let job = Job {
+            seed: random.next(),
+            world: RANKS,
+            steps: 1_000_000,
+            files: 1,
+            shards: 2,
+            bytes: 1024,
+        };
+        let scratch = arguments.scratch.clone().unwrap_or_else(std::env::temp_dir);
+        let mut yard = Yard::new(&scratch)?;
+        let mut oracle = Oracle::new(&job, &yard.store);
+        // Writes that fail leave omissions in steps that are committed.
+        oracle.lossy = true;
+        let coordinator = Life::new(yard.coordinator(RANKS)?.0);
+        let (host, port) = yard.address.rsplit_once(':').context("no port")?;
+        let called = format!("{host}:{}", port.parse::<u16>()? + 30_000);
+        let proxy = Proxy::start(&called, &yard.address)?;
+        let mut marathon = Marathon {
+            arguments,
+            random,
+            job,
+            yard,
+            oracle,
+            proxy,
+            called,
+            coordinator,
+            ranks: Vec::new(),
+            launch: 0,
+            events: Events::default(),
+            of_coordinators: Slope::default(),
+            of_ranks: Slope::default(),
+        };
+        marathon.launch()?;
+        Ok(marathon)
+    }
+
+    fn all(&mut self) -> Result<()> {
+        let end = Instant::now() + Duration::from_secs_f64(self.arguments.minutes * 60.0);
+        let pace = Duration::from_millis(self.arguments.pace_ms);
+        let mut sampled = Instant::now();
+        while Instant::now() < end {
+            pause(pace);
+            if self.random.below(1000) < FAULTS_PER_MILLE {
+                self.disturb()?;
+            }
+            self.alive()?;
+            if sampled.elapsed() >= SAMPLE {
+                sampled = Instant::now();
+                self.coordinator.sample()?;
+                self.ranks.iter_mut().try_for_each(Life::sample)?;
+            }
+        }
+        self.end()?;
+        self.say()
+    }
+
+    fn launch(&mut self) -> Result<()> {
+        let mut options: Vec<OsString> = vec!["--coordinator".into(), self.called.clone().into()];
+        options.extend(["--store".into(), self.yard.store.clone().into()]);
+        options.extend(["--pace-ms".into(), self.arguments.pace_ms.to_string().into()]);
+        for rank in 0..RANKS {
+            // One of two writes into the store, the other sends.
+            let sends = (rank % 2 == 1).then(|| "--stream".into());
+            let options: Vec<OsString> = options.iter().cloned().chain(sends).collect();
+            let process = self.yard.trainee(&self.job, (self.launch, rank), &options, "")?;
+            self.ranks.push(Life::new(process));
+        }
+        Ok(())
+    }
+
+    /// Nobody ends by himself.
+    fn alive(&mut self) -> Result<()> {
+        for life in self.ranks.iter_mut().chain([&mut self.coordinator]) {
+            let ended = life.process.ended()?;
+            ensure!(ended.is_none(), "a process ended ({ended:?}): {}", life.process.log()?);
+        }
+        Ok(())
+    }
+
+    fn disturb(&mut self) -> Result<()> {
+        match self.random.below(20) {
+            0..10 => {
+                self.events.resets += 1;
+                self.proxy.set(Mode::Reset);
+                let later = self.random.below(100);
+                self.proxy_heals(later);
+            }
+            10..15 => {
+                self.events.stalls += 1;
+                self.proxy.set(Mode::Stall);
+                let later = self.random.below(STALL_MS);
+                self.proxy_heals(later);
+            }
+            15..17 => self.kill_a_rank()?,
+            17..19 => self.kill_the_coordinator("")?,
+            _ if faults::ACTIVE => {
+                // From its n-th I/O call on, some fail; the next coordinator is sound again.
+                self.events.failing_writes += 1;
+                let error = ["EIO", "ENOSPC"][self.random.below(2) as usize];
+                let at = 200 + self.random.below(2000);
+                let fault = format!("intake.write={error}@{at},intake.sync={error}@{at}");
+                self.kill_the_coordinator(&fault)?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn proxy_heals(&self, later_ms: u64) {
+        pause(Duration::from_millis(later_ms));
+        self.proxy.set(Mode::Pass);
+    }
+
+    /// The launcher starts the whole job anew, as launchers do.
+    fn kill_a_rank(&mut self) -> Result<()> {
+        self.events.killed_ranks += 1;
+        let first = self.random.below(u64::from(RANKS)) as usize;
+        self.ranks[first].process.kill()?;
+        for mut life in std::mem::take(&mut self.ranks) {
+            life.process.kill()?;
+            self.of_ranks.add(&life);
+        }
+        self.oracle.check(&self.yard.ledgers()?, false)?;
+        self.launch += 1;
+        self.launch()
+    }
+
+    fn kill_the_coordinator(&mut self, fault: &str) -> Result<()> {
+        self.events.killed_coordinators += 1;
+        self.coordinator.process.kill()?;
+        self.of_coordinators.add(&self.coordinator);
+        let status = self.coordinator.process.ended()?;
+        ensure!(status.is_some_and(was_killed), "it ended by itself: {status:?}");
+        self.oracle.check(&self.yard.ledgers()?, false)?;
+        let mut process = self.yard.spawn_coordinator(RANKS, fault)?;
+        self.yard.until_it_answers(&mut process)?;
+        self.coordinator = Life::new(process);
+        Ok(())
+    }
+
+    /// Lets the last launch end by itself, and looks at everything.
+    fn end(&mut self) -> Result<()> {
+        let told = ledger::read_all(&self.yard.ledgers()?)?;
+        let newest = told.iter().filter_map(|line| match line {
+            Told::Began { launch, step, .. } if *launch == self.launch => Some(*step),
+            _ => None,
+        });
+        let last = newest.max().unwrap_or(0) + 3;
+        let path = self.yard.last_step();
+        std::fs::write(path.with_extension("new"), last.to_string())?;
+        std::fs::rename(path.with_extension("new"), path)?;
+        for mut life in std::mem::take(&mut self.ranks) {
+            let status = life.process.wait(END)?.context("a rank does not end")?;
+            let log = life.process.log()?;
+            ensure!(status.success() && !log.contains("panicked"), "{status}: {log}");
+            self.of_ranks.add(&life);
+        }
+        self.of_coordinators.add(&self.coordinator);
+        self.oracle.check(&self.yard.ledgers()?, true)?;
+        let told = ledger::read_all(&self.yard.ledgers()?)?;
+        for line in &told {
+            if let Told::Trained { rank, worst_us, .. } = line {
+                let worst = Duration::from_micros(*worst_us);
+                ensure!(worst <= CALL_CAP, "a call of rank {rank} took {worst:?}");
+            }
+        }
+        for step in 0..=last {
+            let manifest = step_directory(&self.yard.store, self.launch, step);
+            let committed = manifest.join("manifest.json").exists();
+            let labelled = committed || ledger::labelled(&told, step);
+            ensure!(labelled, "step {step} of the last launch is partial, and no rank says why");
+        }
+        Ok(())
+    }
+
+    fn say(&self) -> Result<()> {
+        let events = &self.events;
+        println!(
+            "marathon: seed {}, {:.1} minutes of {RANKS} ranks; {} ranks killed (the job then launched anew), \
+             {} coordinators killed, {} resets, {} stalls, {} coordinators whose writes fail; {} shards \
+             acknowledged, {} steps committed, 0 violations",
+            self.arguments.seed,
+            self.arguments.minutes,
+            events.killed_ranks,
+            events.killed_coordinators,
+            events.resets,
+            events.stalls,
+            events.failing_writes,
+            self.oracle.shards(),
+            self.oracle.committed(),
+        );
+        let mut grown = Vec::new();
+        for (whose, slope) in [("coordinators", &self.of_coordinators), ("ranks", &self.of_ranks)] {
+            let (at, error) = slope.mib_per_hour();
+            let steps_per_hour = 3.6e6 / self.arguments.pace_ms as f64;
+            println!(
+                "marathon: memory of {whose}: {at:+.2} MiB an hour, 95 % between {:+.2} and {:+.2} ({} lives, \
+                 {} samples), {:.0} bytes a step",
+                at - 1.96 * error,
+                at + 1.96 * error,
+                slope.lives,
+                slope.samples,
+                at * f64::from(1 << 20) / steps_per_hour
+            );
+            if at - 1.96 * error > self.arguments.slope_mib {
+                grown.push(whose);
+            }
+        }
+        if self.arguments.minutes < JUDGED_MINUTES {
+            println!("marathon: MEMORY IS NOT JUDGED in less than {JUDGED_MINUTES} minutes");
+            return Ok(());
+        }
+        ensure!(grown.is_empty(), "marathon: the memory of {grown:?} grows");
+        Ok(())
+    }
+}
+
+/// A process, and what memory it held when.
+struct Life {
+    process: Process,
+    born: Instant,
+    /// Seconds of its life, and KiB.
+    samples: Vec<(f64, f64)>,
+}
+
+impl Life {
+    fn new(process: Process) -> Life {
+        Life { process, born: Instant::now(), samples: Vec::new() }
+    }
+
+    fn sample(&mut self) -> Result<()> {
+        if self.born.elapsed() >= SETTLES {
+            let held = resident_kib(self.process.id())?;
+            self.samples.push((self.born.elapsed().as_secs_f64(), held));
+        }
+        Ok(())
+    }
+}
+
+/// Least squares over several lives: one slope, a mean for each life.
+#[derive(Default)]
+struct Slope {
+    /// Of each life, with its means taken off.
+    points: Vec<Vec<(f64, f64)>>,
+    lives: u64,
+    samples: usize,
+}
+
+impl Slope {
+    fn add(&mut self, life: &Life) {
+        let n = life.samples.len();
+        // Two points have a slope, and nothing that says how far to trust it.
+        if n < 3 {
+            return;
+        }
+        let mean = |of: fn(&(f64, f64)) -> f64| life.samples.iter().map(of).sum::<f64>() / n as f64;
+        let (at, held) = (mean(|point| point.0), mean(|point| point.1));
+        self.points.push(life.samples.iter().map(|(t, m)| (t - at, m - held)).collect());
+        self.lives += 1;
+        self.samples += n;
+    }
+
+    /// The slope and its standard error. Memory is a sum of steps up and down, so that what is
+    /// left over in one sample is left over in the next: each life counts as one observation.
+    fn mib_per_hour(&self) -> (f64, f64) {
+        let sum = |of: &dyn Fn(f64, f64) -> f64| -> f64 {
+            self.points.iter().flatten().map(|&(t, m)| of(t, m)).sum()
+        };
+        let squares = sum(&|t, _| t * t);
+        if squares == 0.0 {
+            return (0.0, f64::INFINITY);
+        }
+        let slope = sum(&|t, m| t * m) / squares;
+        let scores = self
+            .points
+            .iter()
+            .map(|life| life.iter().map(|&(t, m)| t * (m - slope * t)).sum::<f64>().powi(2));
+        // One life is its own mean: nothing then says how sure it is.
+        let error = match self.lives {
+            0 | 1 => f64::INFINITY,
+            n => (scores.sum::<f64>() * n as f64 / (n - 1) as f64).sqrt() / squares,
+        };
+        let scale = 3600.0 / 1024.0;
+        (slope * scale, error * scale)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slope_of_lives_that_begin_at_different_levels_is_theirs() {
+        let mut slope = Slope::default();
+        for level in [100.0, 5000.0, 9.0] {
+            let point = |t: u32| {
+                let noise = if t % 2 == 0 { 1.0 } else { -1.0 };
+                (f64::from(t), level + f64::from(t) * 0.5 + noise)
+            };
+            let samples: Vec<_> = (0..100).map(point).collect();
+            let mean = |of: fn(&(f64, f64)) -> f64| samples.iter().map(of).sum::<f64>() / 100.0;
+            let (at, held) = (mean(|p| p.0), mean(|p| p.1));
+            slope.points.push(samples.iter().map(|(t, m)| (t - at, m - held)).collect());
+            slope.lives += 1;
+        }
+        let (per_hour, error) = slope.mib_per_hour();
+        assert!((per_hour - 0.5 * 3600.0 / 1024.0).abs() < 0.01, "{per_hour} +- {error}");
+        assert!(error < 0.01, "{error}");
+    }
+}
