@@ -5,6 +5,7 @@ pub mod backend;
 pub mod durable;
 pub mod header;
 pub mod layout;
+pub(crate) mod pieces;
 pub mod shard_file;
 pub mod shard_writer;
 
