@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -90,40 +91,72 @@ def with_tensorstore(here, tensors):
 
 
 class Msprobe:
-    """mindstudio-probe's debugger, whose `save` dumps a tensor by name. It lives once a process,
-    so it writes into one directory."""
+    """mindstudio-probe's debugger, whose `save` dumps a tensor by name. It patches torch, so it has
+    a process of its own, which times itself."""
 
-    def __init__(self, root):
-        from msprobe.pytorch import PrecisionDebugger
+    def __init__(self):
+        pipe = subprocess.PIPE
+        command = [sys.executable, __file__, "msprobe"]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self.said("ready")
 
-        self.out = root / "msprobe"
-        config = {"task": "tensor", "dump_path": str(self.out), "rank": [], "step": [], "level": "debug",
+    def __call__(self, here):
+        print(here, file=self.process.stdin, flush=True)
+        return float(self.said("took"))
+
+    def said(self, word):
+        """What it says after this word; its own log comes on the same pipe."""
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise RuntimeError("mindstudio-probe ended")
+
+
+def msprobe():
+    """The process of `Msprobe`: a directory comes in, seconds for its share of the tensors go out."""
+    from msprobe.pytorch import PrecisionDebugger
+
+    tensors = some_of(made())
+    with tempfile.TemporaryDirectory(prefix="backtape-bench-", dir=os.environ.get("DIR")) as root:
+        # It lives once a process and so writes to one place.
+        root, out = Path(root), Path(root) / "msprobe"
+        config = {"task": "tensor", "dump_path": str(out), "rank": [], "step": [], "level": "debug",
                   "tensor": {"scope": [], "list": [], "data_mode": ["all"]}}  # fmt: skip
-        path = root / "msprobe.json"
-        path.write_text(json.dumps(config))
-        self.debugger = PrecisionDebugger(config_path=str(path))
+        (root / "msprobe.json").write_text(json.dumps(config))
+        debugger = PrecisionDebugger(config_path=str(root / "msprobe.json"))
+        print("ready", flush=True)
+        for here in sys.stdin:
+            Path(here.strip()).mkdir()
+            begin = time.perf_counter()
+            for name, tensor in tensors.items():
+                debugger.save(tensor, name, save_backward=False)
+            debugger.step()
+            took = time.perf_counter() - begin
+            dumped = sum(1 for path in out.rglob("*") if path.suffix in (".pt", ".npy"))
+            assert dumped == len(tensors), f"mindstudio-probe wrote {dumped} of {len(tensors)} tensors"
+            shutil.rmtree(out)
+            out.mkdir(mode=0o750)
+            print("took", took, flush=True)
 
-    def __call__(self, here, tensors):
-        here.mkdir()
-        begin = time.perf_counter()
-        for name, tensor in tensors.items():
-            self.debugger.save(tensor, name, save_backward=False)
-        self.debugger.step()
-        took = time.perf_counter() - begin
-        dumped = sum(1 for path in self.out.rglob("*") if path.suffix in (".pt", ".npy"))
-        assert dumped == len(tensors), f"mindstudio-probe wrote {dumped} of {len(tensors)} tensors"
-        shutil.rmtree(self.out)
-        self.out.mkdir(mode=0o750)
-        return took
+
+def made():
+    """The tensors, by the seed alone."""
+    draw = random.Random(SEED)
+    torch.manual_seed(SEED)
+    return {f"layers.{i}.weight": torch.randn(draw.randrange(1024, 16 * 1024 + 1)) for i in range(TENSORS)}
+
+
+def some_of(tensors):
+    return dict(list(tensors.items())[:SOME])
 
 
 def main():
-    draw = random.Random(SEED)
-    sizes = [draw.randrange(1024, 16 * 1024 + 1) for _ in range(TENSORS)]
-    torch.manual_seed(SEED)
-    tensors = {f"layers.{i}.weight": torch.randn(size) for i, size in enumerate(sizes)}
-    some = dict(list(tensors.items())[:SOME])
-    share = sum(sizes) / sum(sizes[:SOME])
+    if sys.argv[1:] == ["msprobe"]:
+        return msprobe()
+    tensors = made()
+    some = some_of(tensors)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    share = total / sum(tensor.nbytes for tensor in some.values())
     root = Path(tempfile.mkdtemp(prefix="backtape-bench-", dir=os.environ.get("DIR")))
     sides = {
         "ours": lambda here: recorded(here, tensors),
@@ -133,10 +166,10 @@ def main():
         "tensorstore, fsync each": lambda here: share * with_tensorstore(here, some),
     }
     try:
-        msprobe = Msprobe(root)
-        sides["mindstudio-probe tensor (not durable)"] = lambda here: share * msprobe(here, some)
-    except ImportError as error:
-        print(f"mindstudio-probe is not here: {error}")
+        of_msprobe = Msprobe()
+        sides["mindstudio-probe tensor (not durable)"] = lambda here: share * of_msprobe(here)
+    except RuntimeError as error:
+        print(f"LEFT OUT: {error}: is it installed?")
     names, rows = list(sides), []
     if os.environ.get("ONLY"):
         names = [name for name in names if name in os.environ["ONLY"].split(";")]
@@ -153,7 +186,6 @@ def main():
                 rows.append(row)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    total = 4 * sum(sizes)
     print(f"P2: {len(rows)} rounds of {TENSORS} tensors in f32, {total / 2**20:.0f} MiB, seed {SEED}, "
           f"{os.cpu_count()} cores; {SOME} tensors where each is a file that is synced or slow; "
           f"before each side {CACHE}")  # fmt: skip

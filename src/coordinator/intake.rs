@@ -285,3 +285,35 @@ impl Hashing {
         self.done
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Goal: a shard's hash does not depend on how the network cut its file.
+        #[test]
+        fn hashes_are_of_the_shards_however_the_bytes_arrive(
+            lengths in proptest::collection::vec(0usize..700, 0..8),
+            cuts in proptest::collection::vec(0usize..2000, 0..12),
+        ) {
+            let bytes: Vec<u8> = (0..100 + lengths.iter().sum::<usize>()).map(|i| i as u8).collect();
+            let mut end = 100;
+            let span = |&length: &usize| {
+                end += length as u64;
+                (end - length as u64, end)
+            };
+            let spans: Vec<(u64, u64)> = lengths.iter().map(span).collect();
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.clamp(100, bytes.len())).collect();
+            cuts.extend([100, bytes.len()]);
+            cuts.sort_unstable();
+            let mut hashing = Hashing::default();
+            for pair in cuts.windows(2) {
+                hashing.take(&spans, pair[0] as u64, &bytes[pair[0]..pair[1]]);
+            }
+            let wanted = spans.iter().map(|&(a, b)| ContentHash::of(&bytes[a as usize..b as usize]));
+            prop_assert_eq!(hashing.finish(&spans), wanted.collect::<Vec<_>>());
+        }
+    }
+}
