@@ -189,6 +189,8 @@ impl Arrival {
         }
         let length = 8 + said as usize;
         if header.len() < length {
+            // Not twice as much as it says.
+            header.reserve_exact(length - header.len());
             return Ok(());
         }
         let all = std::mem::take(header);
