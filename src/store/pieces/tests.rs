@@ -1,3 +1,5 @@
+//! Any cutting, refusals, full disks, many files: the bytes or an error.
+
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 

@@ -1,3 +1,5 @@
+//! What a shard file holds after failures, and when its header outgrows its room.
+
 use std::fs::File;
 
 use super::*;
