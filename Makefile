@@ -10,6 +10,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-torch bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
+	bench-durable bench-small bench-stream \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-marathon wheel clean
 
@@ -112,6 +113,11 @@ bench-reports: $(WIRE)/.installed
 	cargo build --locked --release -p backtape-soak
 	SOAK=target/release/soak $(WIRE)/bin/python benches/peers/reports.py
 
+# P5: a rank's file on its way to a coordinator, beside grpcio, Arrow Flight and a raw connection.
+bench-stream: $(WIRE)/.installed
+	cargo build --locked --release -p backtape-soak
+	SOAK=target/release/soak $(WIRE)/bin/python benches/peers/stream.py
+
 wheel: $(VENV)/.wheel
 
 # Tools first: they change less often than the sources.
@@ -141,7 +147,8 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 	$(VENV)/$(INSTALL) $(VENV)/wheels-dev/*.whl
 	rm -f $(@:-dev=) && touch $@
 
-bench: bench-loss-head bench-replay bench-compare bench-inactive bench-false-alarms
+bench: bench-loss-head bench-replay bench-compare bench-inactive bench-false-alarms \
+	bench-durable bench-small bench-stream
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
@@ -192,6 +199,14 @@ $(VENV)-bench/.installed: $(VENV)-torch/.installed python/benches/requirements.t
 # P4: how long a snapshot of 1 GiB holds the training thread up, in torch and in jax.
 bench-blocking: $(VENV)-bench/.installed
 	$(VENV)-bench/bin/python python/benches/blocking.py
+
+# P1: 1 GiB durable, with hash and manifest.
+bench-durable: $(VENV)-bench/.installed
+	$(VENV)-bench/bin/python python/benches/durable.py
+
+# P2: 20,000 small tensors durable.
+bench-small: $(VENV)-bench/.installed
+	$(VENV)-bench/bin/python python/benches/small.py
 
 # P3: what recording adds to a training step in torch.
 bench-step: $(VENV)-bench/.installed

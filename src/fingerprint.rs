@@ -51,9 +51,25 @@ impl Fingerprint {
             return row(bytes, word, |_| SEED);
         };
         let leading: Vec<Vec<u64>> = leading.iter().map(|&(lo, hi)| (lo..hi).collect()).collect();
-        rows(&leading, (hi - lo) as usize, bytes, word, |h, chunk| {
-            row(chunk, word, |i| step(h, (lo as u32).wrapping_add(i as u32)))
-        })
+        rows(&leading, (hi - lo) as usize, bytes, word, |h, chunk| run(chunk, word, h, lo as u32))
+    }
+
+    /// The same, of a box in two parts that can be looked at side by side: `bytes` up to the
+    /// returned offset are the first box's, the rest the second's. None where nothing divides it.
+    pub fn parts(
+        dtype: Dtype,
+        place: &IndexBox,
+        share: f64,
+    ) -> Option<(IndexBox, IndexBox, usize)> {
+        // Outer dimensions of one index do not come between the rows.
+        let dim = place.0.iter().position(|&(lo, hi)| hi - lo > 1)?;
+        let (lo, hi) = place.0[dim];
+        let middle = lo + (((hi - lo) as f64 * share) as u64).clamp(1, hi - lo - 1);
+        let (mut first, mut second) = (place.clone(), place.clone());
+        first.0[dim].1 = middle;
+        second.0[dim].0 = middle;
+        let bytes = first.elements()?.checked_mul(dtype.width() as u64)?;
+        Some((first, second, usize::try_from(bytes).ok()?))
     }
 
     /// The fingerprint of `bytes`, a row-major array whose element `(j_0, …)` is the global
@@ -68,9 +84,8 @@ impl Fingerprint {
         let Some(last) = lists.pop() else {
             return row(bytes, word, |_| SEED);
         };
-        rows(&lists, last.len(), bytes, word, |h, chunk| {
-            row(chunk, word, |i| step(h, last[i] as u32))
-        })
+        let last: Vec<u32> = last.into_iter().map(|i| i as u32).collect();
+        rows(&lists, last.len(), bytes, word, |h, chunk| listed(chunk, word, h, &last))
     }
 }
 
@@ -128,6 +143,39 @@ fn rows(
     }
     sum
 }
+
+/// Defines a function a second time for AVX2, where 32-bit products are one instruction for eight
+/// elements and not several for four: five times as fast, and the sums are the same integers.
+macro_rules! vectorised {
+    ($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*), $body:expr) => {
+        $(#[$doc])*
+        fn $name($($arg: $type),*) -> Fingerprint {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2")]
+                fn wide($($arg: $type),*) -> Fingerprint {
+                    $body
+                }
+                if is_x86_feature_detected!("avx2") {
+                    // SAFETY: the feature it is compiled for was just detected.
+                    return unsafe { wide($($arg),*) };
+                }
+            }
+            $body
+        }
+    };
+}
+
+vectorised!(
+    /// A row whose last indices are `lo`, `lo + 1`, …; `h` is the position before them.
+    run(bytes: &[u8], word: usize, h: u32, lo: u32),
+    row(bytes, word, |i| step(h, lo.wrapping_add(i as u32)))
+);
+vectorised!(
+    /// A row whose last indices are these.
+    listed(bytes: &[u8], word: usize, h: u32, last: &[u32]),
+    row(bytes, word, |i| step(h, last[i]))
+);
 
 /// One run of elements; `place` is the mixed position of each.
 #[inline(always)]
@@ -196,6 +244,39 @@ mod tests {
         let scalar = 7u32.to_le_bytes();
         let boxed = Fingerprint::of(Dtype::U32, &whole(&[]), &scalar);
         assert_eq!(Fingerprint::at(Dtype::U32, &[], &scalar), boxed);
+    }
+
+    /// Goal: the two definitions of a row, and boxes in parts, give the same sums.
+    #[test]
+    fn vectors_and_parts_give_what_one_element_after_the_other_gives() {
+        let bytes: Vec<u8> = (0..16 * 3 * 67).map(|i| (i * 37 % 251) as u8).collect();
+        for dtype in [Dtype::U8, Dtype::Bf16, Dtype::F32, Dtype::F64] {
+            for shape in [vec![3, 67], vec![1, 3, 67], vec![201], vec![1], vec![2, 1]] {
+                let place = IndexBox(shape.iter().map(|&size| (5, 5 + size)).collect());
+                let elements = place.elements().unwrap() as usize;
+                let bytes = &bytes[..elements * dtype.width()];
+                let word = dtype.width().min(4);
+                let naive = (0..bytes.len() / word).fold(Fingerprint::default(), |sum, at| {
+                    let mut index: Vec<u64> = place.0.iter().map(|&(lo, _)| lo).collect();
+                    let (mut rest, low) = (at * word / dtype.width(), at % (dtype.width() / word));
+                    for (dim, &size) in shape.iter().enumerate().rev() {
+                        index[dim] += rest as u64 % size;
+                        rest /= size as usize;
+                    }
+                    let tail = (dtype.width() == 8).then_some(low as u64);
+                    let h = position(&index.into_iter().chain(tail).collect::<Vec<_>>());
+                    sum.plus(row(&bytes[at * word..][..word], word, |_| h))
+                });
+                assert_eq!(Fingerprint::of(dtype, &place, bytes), naive, "{dtype} {shape:?}");
+                if let Some((first, second, at)) = Fingerprint::parts(dtype, &place, 0.4) {
+                    let first = Fingerprint::of(dtype, &first, &bytes[..at]);
+                    let both = first.plus(Fingerprint::of(dtype, &second, &bytes[at..]));
+                    assert_eq!(both, naive, "{dtype} {shape:?} in parts");
+                } else {
+                    assert_eq!(elements, 1);
+                }
+            }
+        }
     }
 
     #[test]

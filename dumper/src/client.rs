@@ -7,17 +7,15 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use backtape::coordinator::channel::{CONNECT_DEADLINE, Rpc, connect};
-use backtape::coordinator::limits::{CHUNK_BYTES, REQUEST_DEADLINE};
+use backtape::coordinator::limits::REQUEST_DEADLINE;
+use backtape::coordinator::sending;
 use backtape::credentials::Access;
 use backtape::faults;
 use backtape::hash::TrustHash;
 use backtape::manifest::FileRecord;
 use backtape_proto as proto;
 use bytes::Bytes;
-use proto::upload_file_request::Part;
-use tokio::io::AsyncReadExt;
 use tokio::time::Instant;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status};
 
 use crate::queue::Ending;
@@ -29,9 +27,6 @@ pub(crate) mod steering;
 /// enough that 10,000 ranks do not keep it from restarting.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-
-/// Chunks of an upload that wait for the network.
-const CHUNKS_AHEAD: usize = 2;
 
 /// Why a call gave no answer.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -199,10 +194,9 @@ impl Client {
         deadline: Instant,
     ) -> Result<u64, CallError> {
         let answer = retry(deadline, || async {
-            let (sender, receiver) = tokio::sync::mpsc::channel(CHUNKS_AHEAD);
-            let reading = read_parts(self.report(step, file), path, sender);
+            let (parts, reading) = sending::parts(self.report(step, file), path);
             let mut rpc = self.rpc.clone();
-            let sending = rpc.upload_file(ReceiverStream::new(receiver));
+            let sending = rpc.upload_file(parts);
             let left = deadline.saturating_duration_since(Instant::now());
             let call = async { tokio::join!(sending, reading) };
             let (answer, read) = tokio::time::timeout(left, call).await.map_err(|_| late(left))?;
@@ -312,28 +306,6 @@ fn outcome(of: proto::FileOutcome) -> Result<u64, CallError> {
 
 fn connection(address: &str, access: &Access) -> Result<Rpc, CallError> {
     connect(address, access).map_err(|error| CallError::Refused(error.to_string()))
-}
-
-async fn read_parts(
-    header: proto::ReportFileRequest,
-    path: &Path,
-    sender: tokio::sync::mpsc::Sender<proto::UploadFileRequest>,
-) -> std::io::Result<()> {
-    let part = |part| proto::UploadFileRequest { part: Some(part) };
-    faults::point("client.open-spooled")?;
-    let mut file = tokio::fs::File::open(path).await?;
-    // A closed channel means that the call ended: its answer says why.
-    if sender.send(part(Part::Header(header))).await.is_err() {
-        return Ok(());
-    }
-    loop {
-        faults::point("client.read-spooled")?;
-        let mut chunk = bytes::BytesMut::with_capacity(CHUNK_BYTES);
-        while chunk.len() < CHUNK_BYTES && file.read_buf(&mut chunk).await? > 0 {}
-        if chunk.is_empty() || sender.send(part(Part::Chunk(chunk.freeze()))).await.is_err() {
-            return Ok(());
-        }
-    }
 }
 
 /// The coordinator's own limit for one request, or what is left.

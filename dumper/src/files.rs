@@ -15,6 +15,7 @@ use backtape::store::header::FileSelf;
 use backtape::store::{FinishedFile, ShardWriter, layout};
 
 use crate::capture::{Located, Queued};
+use crate::measure::measure;
 use crate::omissions::Omissions;
 use crate::settings::Plan;
 
@@ -27,6 +28,8 @@ pub(crate) struct StepFiles {
     attempt: u32,
     /// The step's directory, or the spool of a rank that streams.
     directory: PathBuf,
+    /// Whether they are read again here, to be sent.
+    spooled: bool,
     files: BTreeMap<Option<Microbatch>, OpenFile>,
     /// What did not get in since the last look, for the step's close.
     pub(crate) omissions: Omissions,
@@ -38,11 +41,12 @@ struct OpenFile {
 }
 
 impl StepFiles {
-    pub(crate) fn new(step: u64, attempt: u32, directory: PathBuf) -> StepFiles {
+    pub(crate) fn new(step: u64, attempt: u32, directory: PathBuf, spooled: bool) -> StepFiles {
         StepFiles {
             step,
             attempt,
             directory,
+            spooled,
             files: BTreeMap::new(),
             omissions: Omissions::default(),
         }
@@ -53,9 +57,7 @@ impl StepFiles {
         // The payload is the caller's code: it may panic here too.
         let measured = catch_unwind(AssertUnwindSafe(|| {
             let bytes = queued.payload.as_ref().as_ref();
-            let place = || queued.located.fingerprint(queued.dtype, &queued.place, bytes);
-            let same = bytes.len() as u64 == queued.length;
-            same.then(|| (ContentHash::of(bytes), place()))
+            (bytes.len() as u64 == queued.length).then(|| measure(&queued, bytes))
         }));
         let measured = measured.map_err(|_| "its payload panicked when it was read")?;
         let (hash, fingerprint) = measured.ok_or("its payload changed its length")?;
@@ -132,19 +134,24 @@ impl StepFiles {
         let name: Name = layout::file_name(rank, microbatch);
         let (attempt, step) = (Attempt(self.attempt), Step(self.step));
         let about = FileSelf::new(plan.run.clone(), attempt, step, rank, plan.settings.world_size);
-        let writer = ShardWriter::create(&self.directory, name, about).map_err(|error| {
+        let create = if self.spooled { ShardWriter::spool } else { ShardWriter::create };
+        let writer = create(&self.directory, name, about).map_err(|error| {
             format!("no file could be made for it in {}: {error}", self.directory.display())
         })?;
         Ok(slot.insert(OpenFile { writer, seen: BTreeMap::new() }))
     }
 
-    /// Makes every file durable; and the shards of each file that is not, with the reason.
+    /// Makes every file durable; and the shards that are in none, with the reason.
     pub(crate) fn finish(&mut self) -> (Vec<FinishedFile>, Vec<(Vec<TensorKey>, String)>) {
         let (mut finished, mut failed) = (Vec::new(), Vec::new());
         for (_, file) in std::mem::take(&mut self.files) {
             let keys: Vec<TensorKey> = file.seen.into_keys().map(|(key, ..)| key).collect();
             match file.writer.finish() {
-                Ok(done) => finished.push(done),
+                Ok(mut done) => {
+                    let lost = std::mem::take(&mut done.lost);
+                    failed.extend(lost.into_iter().map(|(key, reason)| (vec![key], reason)));
+                    finished.push(done);
+                }
                 Err(error) => {
                     failed.push((keys, format!("its file could not be made durable: {error}")));
                 }

@@ -27,6 +27,7 @@ mod embedded;
 mod error;
 mod files;
 mod heartbeat;
+mod measure;
 mod omissions;
 mod queue;
 mod recorder;

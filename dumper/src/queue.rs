@@ -23,6 +23,10 @@ pub(crate) const CAPTURE_OVERHEAD_BYTES: u64 = 1024;
 /// The training thread has made its captures, for now, when none came for so long.
 const PAUSE: Duration = Duration::from_millis(20);
 
+/// So many captures that wait are small ones. Copying them takes the interpreter's time and not
+/// the memory's, so they are worked off beside it; left to the end they would take longer.
+const MANY: usize = 256;
+
 /// What the training thread asks of the background.
 pub(crate) enum Command {
     /// Write this shard.
@@ -260,10 +264,11 @@ impl State {
     }
 
     /// How long the background still leaves the training thread to its captures; `None` where
-    /// there are none, their step has ended, they fill half of the queue, or it waits for room.
+    /// there are none, their step has ended, they fill half of the queue, there are many, or it
+    /// waits for room.
     fn pause(&self, limit_bytes: u64) -> Option<Duration> {
-        let now =
-            self.ends > 0 || self.closing.is_some() || self.waits || self.bytes > limit_bytes / 2;
+        let filling = self.bytes > limit_bytes / 2 || self.commands.len() > MANY;
+        let now = self.ends > 0 || self.closing.is_some() || self.waits || filling;
         let last = self.last.filter(|_| !now && !self.commands.is_empty())?;
         PAUSE.checked_sub(last.elapsed()).filter(|left| !left.is_zero())
     }
@@ -314,6 +319,12 @@ mod tests {
         assert!(!takes(&queue), "while captures come they are left alone");
         push(&queue, 1 << 19);
         assert!(takes(&queue), "a queue that fills up is worked off");
+        let queue = Queue::new(1 << 30);
+        queue.lock().last = Some(Instant::now() + PAUSE);
+        for _ in 0..=MANY {
+            push(&queue, 10);
+        }
+        assert!(takes(&queue), "many small captures are worked off beside the interpreter");
         let queue = Queue::new(1 << 20);
         push(&queue, 1000);
         assert!(queue.push_end(Command::Abandon(0)).is_ok());

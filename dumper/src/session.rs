@@ -75,8 +75,8 @@ impl Session {
             Some(spool) => spool.join(format!("step-{step:08}")),
             None => self.attempt.step(Step(step)).path,
         };
-        let attempt = self.attempt.attempt.0;
-        self.open.entry(step).or_insert_with(|| StepFiles::new(step, attempt, directory))
+        let (attempt, spooled) = (self.attempt.attempt.0, self.way.spool().is_some());
+        self.open.entry(step).or_insert_with(|| StepFiles::new(step, attempt, directory, spooled))
     }
 
     /// Writes one capture; what does not get in is named.

@@ -44,15 +44,26 @@ class Faults:
         try:
             yield
         except CAUGHT as error:
-            reason = describe(error)
-            if omit is not None and not isinstance(error, counted):
-                self._omit(omit, reason)
-            if not self.strict:
-                self.tell(what, subject, error, reason)
-            elif isinstance(error, RecorderError):
-                raise
-            else:
-                raise RecorderError(f"{what} {text_of(subject)}: {reason}") from error
+            self.caught(error, what, subject, omit, counted)
+
+    def caught(
+        self,
+        error: BaseException,
+        what: str,
+        subject: object,
+        omit: Callable[[str], None] | None,
+        counted: tuple[type[BaseException], ...],
+    ) -> None:
+        """What `guard` does with an exception; for calls that are too many for a generator each."""
+        reason = describe(error)
+        if omit is not None and not isinstance(error, counted):
+            self._omit(omit, reason)
+        if not self.strict:
+            self.tell(what, subject, error, reason)
+        elif isinstance(error, RecorderError):
+            raise error
+        else:
+            raise RecorderError(f"{what} {text_of(subject)}: {reason}") from error
 
     def _omit(self, omit: Callable[[str], None], reason: str) -> None:
         try:

@@ -37,14 +37,16 @@ def fail_open(
         native = tape._native
         if native is None:
             return
-        subject = (args[0] if args else options.get("name", "")) if recording else ""
-
-        def omit(reason: str) -> None:
-            tensor = text_of(subject) if recording else what
-            native.omit(tensor, index_or_none(options.get("microbatch")), reason)
-
-        with tape._faults.guard(what, subject, omit, counted):
+        try:
             method(tape, *args, **options)
+        except CAUGHT as error:
+            subject = (args[0] if args else options.get("name", "")) if recording else ""
+
+            def omit(reason: str) -> None:
+                tensor = text_of(subject) if recording else what
+                native.omit(tensor, index_or_none(options.get("microbatch")), reason)
+
+            tape._faults.caught(error, what, subject, omit, counted)
 
     return call
 

@@ -30,6 +30,10 @@ from backtape.tape import Tape, open_tape
 # Staging memory that is kept for the next capture: what the recorder's queue may hold.
 KEPT_BYTES = 1 << 30
 
+# Up to this length a copy takes less time than torch's calls around it, and would not be shared
+# among its threads.
+SMALL_BYTES = 256 << 10
+
 # What wrappers put into the names of parameters: DDP, torch.compile, FSDP1, checkpointing.
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -73,12 +77,15 @@ def check(tensor: torch.Tensor) -> None:
         raise TypeError("sparse, quantized and nested tensors are not recorded: pass its parts")
     if tensor.is_meta or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
         raise TypeError("a tensor without data (meta, traced) has no bytes to record")
-    check_dtype(dtype_name(tensor.dtype))
+    dtype_name(tensor.dtype)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """numpy's or ml_dtypes' name, which is torch's."""
-    return str(dtype).removeprefix("torch.")
+    """numpy's or ml_dtypes' name, which is torch's; raises for one that cannot be dumped."""
+    name = str(dtype).removeprefix("torch.")
+    check_dtype(name)
+    return name
 
 
 def shard_of(piece: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], **more: Any) -> Shard:
@@ -90,11 +97,26 @@ def shard_of(piece: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], 
 def staged(piece: torch.Tensor) -> Any:
     """A copy of the values in C order. The block is filled before anyone else sees it, and no
     view of it is kept: the recorder's thread reads it without looking whether it changed."""
-    if not piece.numel():
+    length = piece.nbytes
+    if not length:
         return np.empty(0, np.uint8)
-    block = staging().take(piece.numel() * piece.element_size())
+    if length < SMALL_BYTES and plain_memory(piece):
+        return staging().copy_of(piece.data_ptr(), length)
+    block = staging().take(length)
     torch.frombuffer(block, dtype=piece.dtype).view(piece.shape).copy_(piece)
     return block
+
+
+def plain_memory(piece: torch.Tensor) -> bool:
+    """True where the values are bytes of this process, as they stand and in C order."""
+    return (
+        type(piece) is torch.Tensor
+        and piece.device.type == "cpu"
+        and piece.is_contiguous()
+        and not piece.is_neg()
+        and not piece.is_conj()
+        and piece.data_ptr() != 0
+    )
 
 
 def of_run(values: torch.Tensor, shape: Sequence[int], start: int) -> list[Shard]:

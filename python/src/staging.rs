@@ -11,7 +11,7 @@ use std::ffi::c_int;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use memmap2::{Advice, MmapRaw};
-use pyo3::exceptions::{PyBufferError, PyMemoryError};
+use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
@@ -119,15 +119,34 @@ impl Staging {
 
     /// A writable block of `length` bytes.
     fn take(&self, py: Python<'_>, length: usize) -> PyResult<Block> {
-        let range = py.detach(|| self.range(length));
-        let range = range.map_err(|error| {
-            PyMemoryError::new_err(format!("no {length} bytes to copy a tensor into: {error}"))
-        })?;
-        Ok(Block(Arc::new(range)))
+        py.detach(|| self.block(length)).map(Block)
+    }
+
+    /// A block with a copy of what lies at an address: for a tensor so small that the calls to
+    /// have torch copy it would take longer than the copy.
+    fn copy_of(&self, address: usize, length: usize) -> PyResult<Block> {
+        if address == 0 {
+            return Err(PyValueError::new_err("a tensor without memory cannot be copied"));
+        }
+        let range = self.block(length)?;
+        // SAFETY: `backtape.torch.plain_memory` has seen that the tensor is contiguous memory of
+        // this process, `length` is its own size in bytes, and the caller holds the tensor and
+        // the interpreter while it is copied. The range is `length` bytes that nobody else has.
+        unsafe {
+            std::ptr::copy_nonoverlapping(address as *const u8, range.pointer(), length);
+        }
+        Ok(Block(range))
     }
 }
 
 impl Staging {
+    fn block(&self, length: usize) -> PyResult<Arc<Range>> {
+        let range = self.range(length).map_err(|error| {
+            PyMemoryError::new_err(format!("no {length} bytes to copy a tensor into: {error}"))
+        })?;
+        Ok(Arc::new(range))
+    }
+
     fn range(&self, length: usize) -> std::io::Result<Range> {
         let reserved = length.max(1).next_multiple_of(ALIGNMENT);
         let mut arenas = lock(&self.arenas);

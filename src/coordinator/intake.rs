@@ -5,9 +5,10 @@
 //! step's directory is read or written: it is held by its descriptor, as a path
 //! may be another's by the next call.
 
-use std::fs::File;
 use std::io;
 use std::path::PathBuf;
+
+use twox_hash::XxHash3_128;
 
 use super::limits::MAX_ONLINE_HEADER;
 use super::refusal::Refusal;
@@ -17,11 +18,9 @@ use crate::hash::ContentHash;
 use crate::identity::Step;
 use crate::manifest::FileRecord;
 use crate::store::backend::ReadAt;
-use crate::store::shard_file::{Description, describe};
+use crate::store::pieces::Pieces;
+use crate::store::shard_file::{Description, describe, describe_header};
 use crate::store::{AttemptDir, Backend, HeldDirectory, durable};
-
-/// Bytes hashed at a time.
-const PIECE_BYTES: usize = 1 << 20;
 
 /// A file that a member claims, and where it belongs.
 #[derive(Clone, Debug)]
@@ -45,6 +44,10 @@ impl Claimed {
 
     fn bad(&self, detail: impl ToString) -> Refusal {
         Refusal::BadFile { path: self.path(), detail: detail.to_string() }
+    }
+
+    fn too_large(&self, header: u64) -> Refusal {
+        self.bad(format!("its header has {header} bytes, at most {MAX_ONLINE_HEADER} are accepted"))
     }
 
     /// Reads the header of the file where it lies in the store.
@@ -75,12 +78,14 @@ impl Claimed {
         if file.read_exact_at(&mut prefix, 0).is_ok() {
             let header = u64::from_le_bytes(prefix);
             if header > MAX_ONLINE_HEADER {
-                return Err(self.bad(format!(
-                    "its header has {header} bytes, at most {MAX_ONLINE_HEADER} are accepted"
-                )));
+                return Err(self.too_large(header));
             }
         }
         let found = describe(&self.path(), file).map_err(|error| self.bad(error))?;
+        self.hold_against(found)
+    }
+
+    fn hold_against(&self, found: Description) -> Result<(FileRecord, Description), Refusal> {
         if found.length != self.claim.length {
             let (is, said) = (found.length, self.claim.length);
             return Err(self.bad(format!("it has {is} bytes, {said} were reported")));
@@ -113,14 +118,24 @@ impl Claimed {
 }
 
 /// A file that is arriving, under a scratch name in its step's directory, or on its way to a
-/// bucket among this host's temporary files.
+/// bucket among this host's temporary files. It is hashed as it arrives: reading it again
+/// would take as long as sending it.
 /// Dropped before it is published, it leaves nothing.
 pub(crate) struct Arrival {
     claimed: Claimed,
-    file: File,
+    pieces: Pieces,
     /// Where it lies until it has its name; nowhere any more once it has.
     place: Option<Place>,
     received: u64,
+    looked: Looked,
+}
+
+/// How far an arriving file is understood.
+enum Looked {
+    /// Its header is not all here.
+    Header(Vec<u8>),
+    /// Its header says where each shard lies.
+    Shards(Box<(FileRecord, Description)>, Box<Hashing>),
 }
 
 /// Where a file lies that is arriving.
@@ -150,30 +165,88 @@ impl Arrival {
                 (durable::create_private(&scratch).map_err(storage)?, Place::Here(scratch))
             }
         };
-        Ok(Arrival { claimed, file, place: Some(place), received: 0 })
+        // What goes on to a bucket is read again at once.
+        let direct = matches!(place, Place::Beside(..));
+        let (pieces, looked) = (Pieces::new(file, 0, direct), Looked::Header(Vec::new()));
+        Ok(Arrival { claimed, pieces, place: Some(place), received: 0, looked })
     }
 
     pub(crate) fn write(&mut self, chunk: &[u8]) -> Result<(), Refusal> {
-        self.received = self.received.saturating_add(chunk.len() as u64);
+        let at = self.received;
+        self.received = at.saturating_add(chunk.len() as u64);
         if self.received > self.claimed.claim.length {
             return Err(self.claimed.bad("more bytes arrive than were announced"));
         }
-        let written = faults::write_all("intake.write", &mut self.file, chunk);
+        self.look(at, chunk)?;
+        let written = faults::point("intake.write")
+            .and_then(|()| self.pieces.push(chunk).map_err(|torn| torn.error));
         written.map_err(|error| self.storage(&error))
+    }
+
+    /// Keeps the header until it is whole; hashes what follows it.
+    fn look(&mut self, at: u64, chunk: &[u8]) -> Result<(), Refusal> {
+        let header = match &mut self.looked {
+            Looked::Header(header) => header,
+            Looked::Shards(found, hashing) => {
+                hashing.take(&found.1.spans, at, chunk);
+                return Ok(());
+            }
+        };
+        header.extend_from_slice(chunk);
+        let Some(prefix) = header.first_chunk::<8>() else { return Ok(()) };
+        let said = u64::from_le_bytes(*prefix);
+        if said > MAX_ONLINE_HEADER {
+            return Err(self.claimed.too_large(said));
+        }
+        let length = 8 + said as usize;
+        if header.len() < length {
+            // Not twice as much as it says.
+            header.reserve_exact(length - header.len());
+            return Ok(());
+        }
+        let all = std::mem::take(header);
+        let described =
+            describe_header(&self.claimed.path(), &all[..length], self.claimed.claim.length);
+        let found = described.map_err(|error| self.claimed.bad(error))?;
+        let mut end = length as u64;
+        for &(start, stop) in &found.spans {
+            if start != end {
+                return Err(self.claimed.bad("its shards are not in the order of their bytes"));
+            }
+            end = stop;
+        }
+        let found = Box::new(self.claimed.hold_against(found)?);
+        let mut hashing = Box::<Hashing>::default();
+        hashing.take(&found.1.spans, length as u64, &all[length..]);
+        self.looked = Looked::Shards(found, hashing);
+        Ok(())
     }
 
     /// Checks every byte, then gives the file its name. A transfer is where
     /// bytes change, so every shard is hashed again.
     pub(crate) fn finish(mut self) -> Result<FileRecord, Refusal> {
-        let (record, found) = self.claimed.compare(&self.file)?;
-        for (shard, &span) in record.shards.iter().zip(&found.spans) {
-            let hash = hash_span(&self.file, span).map_err(|error| self.storage(&error))?;
+        self.pieces.finish().map_err(|torn| self.storage(&torn.error))?;
+        let looked = std::mem::replace(&mut self.looked, Looked::Header(Vec::new()));
+        let (found, hashing) = match looked {
+            Looked::Shards(found, hashing) if self.received == self.claimed.claim.length => {
+                (found, hashing)
+            }
+            // It ended early, which the look at the file says in its words.
+            _ => {
+                self.claimed.compare(self.pieces.file())?;
+                return Err(self.claimed.bad("it did not arrive whole"));
+            }
+        };
+        let (record, found) = *found;
+        let hashes = hashing.finish(&found.spans);
+        for (shard, hash) in record.shards.iter().zip(hashes) {
+            faults::point("intake.hash").map_err(|error| self.storage(&error))?;
             if hash != shard.hash && !faults::seeded("hash-not-checked") {
                 let detail = format!("{} arrived with other bytes than were sent", shard.key);
                 return Err(self.claimed.bad(detail));
             }
         }
-        let synced = faults::point("intake.sync").and_then(|()| self.file.sync_all());
+        let synced = faults::point("intake.sync").and_then(|()| self.pieces.file().sync_all());
         synced.map_err(|error| self.storage(&error))?;
         let created = match self.place.take() {
             Some(Place::Beside(held, scratch)) => {
@@ -207,15 +280,62 @@ impl Drop for Arrival {
     }
 }
 
-fn hash_span(file: &File, (mut at, end): (u64, u64)) -> io::Result<ContentHash> {
-    let mut hasher = twox_hash::XxHash3_128::new();
-    let mut piece = vec![0; PIECE_BYTES];
-    while at < end {
-        let n = usize::try_from(end - at).map_or(PIECE_BYTES, |left| left.min(PIECE_BYTES));
-        faults::point("intake.hash")?;
-        file.read_exact_at(&mut piece[..n], at)?;
-        hasher.write(&piece[..n]);
-        at += n as u64;
+/// The hashes of spans that follow each other, of bytes that come in any pieces.
+#[derive(Default)]
+struct Hashing {
+    hasher: XxHash3_128,
+    done: Vec<ContentHash>,
+}
+
+impl Hashing {
+    fn take(&mut self, spans: &[(u64, u64)], mut at: u64, mut bytes: &[u8]) {
+        while let Some(&(_, end)) = spans.get(self.done.len()) {
+            let n = usize::try_from(end - at).map_or(bytes.len(), |left| left.min(bytes.len()));
+            self.hasher.write(&bytes[..n]);
+            (at, bytes) = (at + n as u64, &bytes[n..]);
+            if at < end {
+                return;
+            }
+            let hasher = std::mem::take(&mut self.hasher);
+            self.done.push(ContentHash(hasher.finish_128()));
+        }
     }
-    Ok(ContentHash(hasher.finish_128()))
+
+    /// Of all spans; those that never came are of no bytes.
+    fn finish(mut self, spans: &[(u64, u64)]) -> Vec<ContentHash> {
+        self.done.resize(spans.len(), ContentHash::of(&[]));
+        self.done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Goal: a shard's hash does not depend on how the network cut its file.
+        #[test]
+        fn hashes_are_of_the_shards_however_the_bytes_arrive(
+            lengths in proptest::collection::vec(0usize..700, 0..8),
+            cuts in proptest::collection::vec(0usize..2000, 0..12),
+        ) {
+            let bytes: Vec<u8> = (0..100 + lengths.iter().sum::<usize>()).map(|i| i as u8).collect();
+            let mut end = 100;
+            let span = |&length: &usize| {
+                end += length as u64;
+                (end - length as u64, end)
+            };
+            let spans: Vec<(u64, u64)> = lengths.iter().map(span).collect();
+            let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.clamp(100, bytes.len())).collect();
+            cuts.extend([100, bytes.len()]);
+            cuts.sort_unstable();
+            let mut hashing = Box::<Hashing>::default();
+            for pair in cuts.windows(2) {
+                hashing.take(&spans, pair[0] as u64, &bytes[pair[0]..pair[1]]);
+            }
+            let wanted = spans.iter().map(|&(a, b)| ContentHash::of(&bytes[a as usize..b as usize]));
+            prop_assert_eq!(hashing.finish(&spans), wanted.collect::<Vec<_>>());
+        }
+    }
 }

@@ -43,6 +43,6 @@ pub use config::{Config, Rules, ServeError, StartError};
 pub use examine::{Examined, MAX_EXAMINED_BYTES, examine, examine_from};
 pub use journal::JournalError;
 pub use refusal::Refusal;
-pub use server::{Coordinator, run};
+pub use server::{Coordinator, run, transport};
 pub use status::{Overview, Progress, StepStatus, Unsettled};
-pub use wire::{asking, channel, doubt};
+pub use wire::{asking, channel, doubt, sending};

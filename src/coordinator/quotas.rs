@@ -125,8 +125,11 @@ impl Rates {
 #[derive(Clone)]
 pub(super) struct OpenUploads {
     places: Arc<Semaphore>,
-    open: Arc<Mutex<HashMap<(Name, Rank), Vec<Open>>>>,
+    open: Arc<Mutex<OpenOfRanks>>,
 }
+
+/// The uploads of each rank of each run.
+type OpenOfRanks = HashMap<(Name, Rank), Vec<Open>>;
 
 struct Open {
     number: u64,

@@ -79,15 +79,7 @@ impl Coordinator {
         };
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let incoming = accepted(incoming, self.connections);
-        let serving = builder(self.guard.tls.as_ref())?
-            .http2_keepalive_interval(Some(limits::KEEPALIVE_INTERVAL))
-            .http2_keepalive_timeout(Some(limits::KEEPALIVE_TIMEOUT))
-            .initial_stream_window_size(limits::WINDOW_BYTES)
-            .initial_connection_window_size(limits::WINDOW_BYTES)
-            .max_frame_size(limits::FRAME_BYTES)
-            .max_concurrent_streams(limits::MAX_STREAMS)
-            .http2_max_pending_accept_reset_streams(Some(limits::MAX_RESETS))
-            .http2_max_local_error_reset_streams(Some(limits::MAX_RESETS))
+        let serving = transport(self.guard.tls.as_ref())?
             .add_service(health)
             .add_service(service)
             .serve_with_incoming_shutdown(incoming, async {
@@ -131,15 +123,27 @@ async fn scraped(
     Ok(tasks)
 }
 
-/// A server that takes calls encrypted and from certificates of the authority alone, where it
-/// has one.
-fn builder(tls: Option<&Tls>) -> Result<Server, StartError> {
-    let Some(tls) = tls else { return Ok(Server::builder()) };
-    let config = ServerTlsConfig::new()
-        .identity(Identity::from_pem(&tls.certificate, &tls.key))
-        .client_ca_root(Certificate::from_pem(&tls.ca))
-        .timeout(limits::HANDSHAKE);
-    Server::builder().tls_config(config).map_err(|error| StartError::Tls(error.to_string()))
+/// How a coordinator is spoken to: encrypted and with certificates of the authority alone, where
+/// it has one, and within its limits.
+pub fn transport(tls: Option<&Tls>) -> Result<Server, StartError> {
+    let mut server = Server::builder();
+    if let Some(tls) = tls {
+        let config = ServerTlsConfig::new()
+            .identity(Identity::from_pem(&tls.certificate, &tls.key))
+            .client_ca_root(Certificate::from_pem(&tls.ca))
+            .timeout(limits::HANDSHAKE);
+        let encrypted = server.tls_config(config);
+        server = encrypted.map_err(|error| StartError::Tls(error.to_string()))?;
+    }
+    Ok(server
+        .http2_keepalive_interval(Some(limits::KEEPALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(limits::KEEPALIVE_TIMEOUT))
+        .initial_stream_window_size(limits::WINDOW_BYTES)
+        .initial_connection_window_size(limits::WINDOW_BYTES)
+        .max_frame_size(limits::FRAME_BYTES)
+        .max_concurrent_streams(limits::MAX_STREAMS)
+        .http2_max_pending_accept_reset_streams(Some(limits::MAX_RESETS))
+        .http2_max_local_error_reset_streams(Some(limits::MAX_RESETS)))
 }
 
 /// Opens the store and serves it on `listener` until `shutdown` completes.

@@ -3,6 +3,7 @@
 pub mod asking;
 pub mod channel;
 pub mod doubt;
+pub mod sending;
 pub(super) mod steering;
 
 use backtape_proto as proto;

@@ -19,9 +19,10 @@ pub const METADATA_KEY: &str = "backtape";
 /// allocate. 20,000 shards take about 12 MiB.
 pub const MAX_HEADER: usize = 64 << 20;
 
-/// Alignment of the first data byte, so that a memory map of a file with one
-/// dtype can be used in place.
-pub const DATA_ALIGNMENT: usize = 64;
+/// Alignment of the first data byte: a memory map of a file with one dtype can be used in place,
+/// and a header that outgrew its room can be made room for without a copy of the data, as file
+/// systems insert whole blocks only.
+pub const DATA_ALIGNMENT: usize = 4096;
 
 /// What a shard file says of itself: enough to salvage a step without manifest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -81,7 +82,8 @@ pub fn encode(about: &FileSelf, room: usize) -> serde_json::Result<Vec<u8>> {
     }
     let metadata = BTreeMap::from([(METADATA_KEY, serde_json::to_string(about)?)]);
     let json = serde_json::to_vec(&Header { metadata, entries })?;
-    let total = (8 + json.len()).next_multiple_of(DATA_ALIGNMENT).max(room);
+    let least = 8 + json.len();
+    let total = if least <= room { room } else { least.next_multiple_of(DATA_ALIGNMENT) };
     let mut bytes = Vec::with_capacity(total);
     bytes.extend(((total - 8) as u64).to_le_bytes());
     bytes.extend(json);

@@ -6,6 +6,7 @@ pub mod durable;
 pub mod header;
 pub mod held;
 pub mod layout;
+pub(crate) mod pieces;
 pub mod shard_file;
 pub mod shard_writer;
 

@@ -74,10 +74,23 @@ pub fn describe(path: &Path, file: &dyn ReadAt) -> Result<Description, ShardFile
     }
     let mut header = vec![0; data];
     file.read_exact_at(&mut header, 0).map_err(read)?;
-    let about = read_self(path, &header)?;
-    let offsets = locate(path, &header, &about, (length as usize) - data)?;
+    describe_header(path, &header, length)
+}
+
+/// The same of a file of which only the header is here, whole and nothing else.
+pub fn describe_header(
+    path: &Path,
+    header: &[u8],
+    length: u64,
+) -> Result<Description, ShardFileError> {
+    let data = header.len();
+    let wanted = data as u64;
+    let after = length.checked_sub(wanted);
+    let truncated = || ShardFileError::Truncated { path: path.into(), found: length, wanted };
+    let about = read_self(path, header)?;
+    let offsets = locate(path, header, &about, after.ok_or_else(truncated)? as usize)?;
     let spans = offsets.iter().map(|&(start, end)| ((data + start) as u64, (data + end) as u64));
-    Ok(Description { header_hash: TrustHash::of(&header), length, spans: spans.collect(), about })
+    Ok(Description { header_hash: TrustHash::of(header), length, spans: spans.collect(), about })
 }
 
 impl ShardFile {

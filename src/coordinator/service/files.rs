@@ -1,9 +1,12 @@
 //! What ranks bring: files that they report or send, and rows of scalars.
 
+use std::pin::pin;
 use std::time::Duration;
 
 use backtape_proto as proto;
+use bytes::Bytes;
 use proto::upload_file_request::Part;
+use tokio::sync::{mpsc, oneshot};
 use tonic::{Request, Streaming};
 
 use super::{Service, open};
@@ -125,27 +128,44 @@ impl Service {
         };
         // After the check: strangers must not take the places, nor end what others send.
         let file = (step, claimed.claim.name.clone());
-        let open = self.of_ranks.open(&claimed.member, file)?;
-        let mut arrival = blocking(REQUEST_DEADLINE, move || Arrival::begin(claimed)).await?;
-        loop {
-            let next = tokio::select! {
-                next = next_part(&mut parts) => next?,
-                again = open.replaced() => return Err(again),
-            };
-            let Some(part) = next else { break };
-            let Part::Chunk(chunk) = part else {
-                return Err(Refusal::Malformed("an upload has one header".into()));
-            };
-            self.metrics.received(chunk.len());
-            arrival = blocking(REQUEST_DEADLINE, move || {
+        let open = &self.of_ranks.open(&claimed.member, file)?;
+        let (chunks, mut queue) = mpsc::channel::<Bytes>(CHUNKS_BEHIND);
+        let (whole, arrived) = oneshot::channel();
+        // One task for all of it: the next chunk arrives while this one is hashed and written.
+        let writing = blocking(Duration::MAX, move || {
+            let mut arrival = Arrival::begin(claimed)?;
+            while let Some(chunk) = queue.blocking_recv() {
                 arrival.write(&chunk)?;
-                Ok(arrival)
-            })
-            .await?;
-        }
-        // A terabyte takes a while to hash: the rank's own deadline bounds it.
-        let finish = blocking(Duration::MAX, move || arrival.finish());
-        one(self.record(member, step, vec![finish.await?]).await?)
+            }
+            match arrived.blocking_recv() {
+                Ok(()) => arrival.finish(),
+                // The call broke off: what is here goes with it.
+                Err(_) => Err(Refusal::Stopping),
+            }
+        });
+        let receiving = async move {
+            loop {
+                let next = tokio::select! {
+                    next = next_part(&mut parts) => next?,
+                    again = open.replaced() => return Err(again),
+                };
+                let Some(part) = next else { break };
+                let Part::Chunk(chunk) = part else {
+                    return Err(Refusal::Malformed("an upload has one header".into()));
+                };
+                self.metrics.received(chunk.len());
+                let taken = tokio::time::timeout(REQUEST_DEADLINE, chunks.send(chunk)).await;
+                let taken = taken.map_err(|_| Refusal::Deadline(REQUEST_DEADLINE.as_secs()))?;
+                if taken.is_err() {
+                    // The writing has ended, and says itself why.
+                    return Ok(());
+                }
+            }
+            let _ = whole.send(());
+            Ok(())
+        };
+        let file = receive(receiving, writing).await?;
+        one(self.record(member, step, vec![file]).await?)
     }
 
     pub(super) async fn scalars(
@@ -161,6 +181,25 @@ impl Service {
         let scalars = self.scalars.clone();
         blocking(REQUEST_DEADLINE, move || scalars.append(rows, &attempt, world_size)).await
     }
+}
+
+/// Chunks of an upload that wait for the disk.
+const CHUNKS_BEHIND: usize = 2;
+
+/// The file that was written; at once an error of what comes in, as the writing may hang.
+async fn receive(
+    receiving: impl Future<Output = Result<(), Refusal>>,
+    writing: impl Future<Output = Result<FileRecord, Refusal>>,
+) -> Result<FileRecord, Refusal> {
+    let (mut receiving, mut writing) = (pin!(receiving), pin!(writing));
+    tokio::select! {
+        biased;
+        received = &mut receiving => received?,
+        // It ends before all has come only by an error.
+        written = &mut writing => return written,
+    }
+    // A terabyte takes a while: the rank's own deadline bounds it.
+    writing.await
 }
 
 /// A file that was looked at.

@@ -59,6 +59,7 @@ pub(crate) const COORDINATOR_POINTS: &[&str] = &[
     "journal.truncate",
     "journal.write",
     "run-record.read",
+    "shard.piece",
     "store.list",
     "store.probe",
 ];
@@ -83,6 +84,7 @@ pub(crate) const RANK_POINTS: &[&str] = &[
     "session.spool",
     "shard.header",
     "shard.move",
+    "shard.piece",
     "shard.resize",
     "shard.sync",
     "shard.write",

@@ -32,6 +32,7 @@ mod scale;
 mod seeded;
 mod served;
 mod small_dump;
+mod stream;
 mod trainee;
 mod versions;
 mod written;
@@ -99,6 +100,8 @@ enum Campaign {
     Manifest(manifest::Arguments),
     /// How many reports a coordinator takes in a second
     Reports(reports::Arguments),
+    /// How fast a rank sends a file to a coordinator
+    Stream(stream::Arguments),
     /// One step of a job of thousands of ranks
     Scale(scale::Arguments),
 }
@@ -127,6 +130,7 @@ fn main() -> anyhow::Result<()> {
         Campaign::Hostile(arguments) => hostile::run(&arguments),
         Campaign::Manifest(arguments) => manifest::run(&arguments),
         Campaign::Reports(arguments) => reports::run(&arguments),
+        Campaign::Stream(arguments) => stream::run(&arguments),
         Campaign::Scale(arguments) => scale::run(&arguments),
     }
 }

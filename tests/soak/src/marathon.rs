@@ -397,7 +397,7 @@ mod tests {
         let mut slope = Slope::default();
         for level in [100.0, 5000.0, 9.0] {
             let point = |t: u32| {
-                let noise = if t % 2 == 0 { 1.0 } else { -1.0 };
+                let noise = if t.is_multiple_of(2) { 1.0 } else { -1.0 };
                 (f64::from(t), level + f64::from(t) * 0.5 + noise)
             };
             let samples: Vec<_> = (0..100).map(point).collect();

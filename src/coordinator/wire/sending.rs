@@ -1,0 +1,54 @@
+//! A file as the messages of an upload: its claim, then its bytes in chunks.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use backtape_proto as proto;
+use bytes::Bytes;
+use proto::upload_file_request::Part;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+
+use crate::coordinator::limits::CHUNK_BYTES;
+use crate::faults;
+
+/// Chunks that are read ahead of the network.
+const CHUNKS_AHEAD: usize = 2;
+
+/// What the call takes.
+pub type Parts = ReceiverStream<proto::UploadFileRequest>;
+
+/// The messages of an upload, and the reading of the file, which ends when all are sent or the
+/// call has ended. It reads on a thread of its own: the one that calls encrypts and sends.
+pub fn parts(
+    claim: proto::ReportFileRequest,
+    path: &Path,
+) -> (Parts, impl Future<Output = io::Result<()>> + use<>) {
+    let (sender, receiver) = mpsc::channel(CHUNKS_AHEAD);
+    let path = path.to_path_buf();
+    let reading = async move {
+        let reading = tokio::task::spawn_blocking(move || read(claim, path, &sender));
+        reading.await.map_err(io::Error::other)?
+    };
+    (ReceiverStream::new(receiver), reading)
+}
+
+fn read(
+    claim: proto::ReportFileRequest,
+    path: PathBuf,
+    sender: &mpsc::Sender<proto::UploadFileRequest>,
+) -> io::Result<()> {
+    let send = |part| sender.blocking_send(proto::UploadFileRequest { part: Some(part) }).is_ok();
+    faults::point("client.open-spooled")?;
+    let mut file = File::open(path)?;
+    // A closed channel means that the call ended: its answer says why.
+    let mut open = send(Part::Header(claim));
+    while open {
+        faults::point("client.read-spooled")?;
+        let mut chunk = Vec::with_capacity(CHUNK_BYTES);
+        file.by_ref().take(CHUNK_BYTES as u64).read_to_end(&mut chunk)?;
+        open = !chunk.is_empty() && send(Part::Chunk(Bytes::from(chunk)));
+    }
+    Ok(())
+}
