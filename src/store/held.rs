@@ -59,6 +59,10 @@ impl HeldDirectory {
     /// [`super::durable::publish`] within this directory.
     pub fn publish(&self, scratch: &str, name: &str) -> io::Result<bool> {
         faults::point("durable.link")?;
+        if faults::seeded("second-overwrites-first") {
+            rustix::fs::renameat(&self.0, scratch, &self.0, name)?;
+            return self.sync().map(|()| true);
+        }
         let created = match linkat(&self.0, scratch, &self.0, name, AtFlags::empty()) {
             Ok(()) => true,
             Err(Errno::EXIST) => false,

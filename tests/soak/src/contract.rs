@@ -37,6 +37,7 @@ const CASES: &[(&str, Case)] = &[
     ("bytes that changed on the way are refused, and nothing is kept", changed),
     ("a box outside its tensor is refused", outside),
     ("of two that send one file the first is kept, whoever ends last", raced),
+    ("a file that lies there is not replaced by one that is sent", lying),
 ];
 
 /// Runs every case, each against a coordinator of its own.
@@ -160,6 +161,19 @@ fn outside(yard: &Yard, rpc: &mut Rpc) -> anyhow::Result<()> {
     refused(upload(yard, rpc, &sent(attempt, 7, (6, 10), b"1234")?), Code::DataLoss)
 }
 
+/// The rank wrote the file itself, and then sends another by that name.
+fn lying(yard: &Yard, rpc: &mut Rpc) -> anyhow::Result<()> {
+    let attempt = join(yard, rpc, 7)?;
+    let (first, second) = (sent(attempt, 7, (0, 4), b"1234")?, sent(attempt, 7, (0, 4), b"9999")?);
+    let directory = step_directory(&yard.store, 0, 0);
+    std::fs::create_dir_all(&directory)?;
+    std::fs::write(directory.join(file_name(0, 0)), &first.bytes)?;
+    let told = upload(yard, rpc, &second);
+    ensure!(kept(yard, 4)? == b"1234", "what was there first is not what is kept");
+    ensure!(told.is_err(), "what was sent was acknowledged and is not what is kept");
+    Ok(())
+}
+
 fn raced(yard: &Yard, rpc: &mut Rpc) -> anyhow::Result<()> {
     let attempt = join(yard, rpc, 7)?;
     let (first, second) = (sent(attempt, 7, (0, 4), b"1234")?, sent(attempt, 7, (0, 4), b"9999")?);
@@ -184,7 +198,8 @@ fn raced(yard: &Yard, rpc: &mut Rpc) -> anyhow::Result<()> {
         let parts = [Part::Header(first.report), Part::Chunk(first.bytes.into())];
         let parts = parts.map(|part| proto::UploadFileRequest { part: Some(part) });
         rpc.upload_file(tokio_stream::iter(parts)).await?;
-        send(Part::Chunk(second.bytes[1..].to_vec().into())).await?;
+        // Its call has ended where what is sent again takes the place of the first try.
+        let _ = send(Part::Chunk(second.bytes[1..].to_vec().into())).await;
         drop(sender);
         match late.await? {
             Err(_) => Ok(()),
