@@ -191,3 +191,29 @@ fn a_coordinator_and_replay_share_a_bucket_of_s3() {
         program::coordinator(&["status", "--coordinator", &restarted.address, "--run", "run-a"]);
     assert!(status.stdout.contains("1 committed"), "{}{}", status.stdout, status.stderr);
 }
+
+/// Goal: a bucket that refuses for a while costs no attempt. Method: S3 that answers 403 to
+/// every line of the journal while a step is recorded, and then takes them again; the coordinator is the same process.
+#[test]
+fn an_attempt_goes_on_when_its_bucket_takes_the_journal_again() {
+    let server = S3::start();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let mut command = coordinator_command(Path::new("s3://dumps/team"), "127.0.0.1:0", 1);
+    command.envs(server.environment());
+    let coordinator = Process::from(command);
+    let mut settings = settings(&elsewhere.path().join("run-a"), 0, 1);
+    settings.coordinator = Some(coordinator.address.clone());
+    settings.selection.steps = "0-1".parse().unwrap();
+    let mut recorder = Recorder::start(settings).unwrap();
+    eventually("the rank entered", || recorder.summary().attempt.is_some());
+    server.forbid(Some("journal"));
+    record_step(&recorder, 0, 1);
+    eventually("the journal is refused", || coordinator.log().contains("is not taken"));
+    assert_eq!(recorder.summary().shards, 0, "acknowledged without a journal");
+    server.forbid(None);
+    let tape = recorder.step(1).unwrap();
+    tape.record(capture("q", None, 0, 1)).unwrap();
+    tape.close().unwrap();
+    let summary = recorder.close().unwrap();
+    assert_eq!((summary.steps_committed, summary.faults), (vec![0, 1], Vec::new()));
+}

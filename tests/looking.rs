@@ -158,6 +158,33 @@ fn an_exported_safetensors_file_holds_the_bits_that_were_dumped() {
     assert_eq!(inside, 2, "nothing but the run and the file is left behind");
 }
 
+/// What the script finds is tested where JAX and torch are: python/tests/test_repro.py.
+#[test]
+fn a_repro_of_a_microbatch_is_a_script_with_its_data_or_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = Job { tokens: 40, vocab: 60, valid: 57, width: 8, ..Job::default() };
+    let path = dir.path().join("run");
+    writing::write(&path, job.ranks as u32, &job.head(), &job.shards());
+    let target = dir.path().join("repro");
+    let to = target.display().to_string();
+    let several = run(&["export", "--repro", &to], &path);
+    assert!(several.code == 2 && several.stderr.contains("microbatches 0, 1"), "{several:?}");
+    assert!(!target.exists());
+    let made = run(&["export", "--repro", &to, "--microbatch", "1"], &path);
+    assert!(made.code == 0 && made.stdout.contains("repro.py"), "{made:?}");
+    let bytes = std::fs::read(target.join("data.safetensors")).unwrap();
+    let data = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(data.tensor("q").unwrap().dtype(), safetensors::Dtype::BF16);
+    assert_eq!(data.tensor("share").unwrap().shape(), data.tensor("labels").unwrap().shape());
+    assert!(data.tensor("captured.dk").is_ok(), "{:?}", data.names());
+    let script = std::fs::read_to_string(target.join("repro.py")).unwrap();
+    assert!(script.contains("microbatch 1") && script.contains("import jax"), "{script}");
+    let mixed = run(&["export", "q", "--to", "q.npy", "--repro", &to], &path);
+    assert!(mixed.code == 2 && mixed.stderr.contains("cannot be used with"), "{mixed:?}");
+    let inside = std::fs::read_dir(dir.path()).unwrap().count();
+    assert_eq!(inside, 2, "nothing but the run and the script is left behind");
+}
+
 #[test]
 fn diff_is_a_replay_against_another_dump() {
     let dir = tempfile::tempdir().unwrap();

@@ -19,9 +19,6 @@ use crate::tape::Tape;
 use crate::watch::Watch;
 use crate::worker;
 
-/// Omissions and faults that a summary names: a log line, not a database.
-const MAX_SENTENCES: usize = 1000;
-
 /// What the closing thread grants the background beyond its own deadlines, to
 /// say itself what it was waiting for.
 const CLOSE_MARGIN: Duration = Duration::from_secs(5);
@@ -65,27 +62,18 @@ impl Shared {
     pub(crate) fn fault(&self, sentence: impl Into<String>) {
         let sentence = sentence.into();
         tracing::warn!(rank = self.rank(), "{sentence}");
-        let mut summary = self.summary();
-        if summary.faults.len() < MAX_SENTENCES && !summary.faults.contains(&sentence) {
-            summary.faults.push(sentence);
-        }
+        self.summary().fault(sentence);
     }
 
     pub(crate) fn omitted(&self, step: u64, tensor: &str, microbatch: Option<u32>, reason: &str) {
-        let mut summary = self.summary();
-        if summary.omissions.len() < MAX_SENTENCES {
-            let sentence = omissions::sentence(step, tensor, microbatch, reason);
-            summary.omissions.push(sentence);
-        }
+        let sentence = omissions::sentence(step, tensor, microbatch, reason);
+        self.summary().omitted(sentence);
     }
 
     /// What the coordinator asked for, for the summary.
     pub(crate) fn ordered(&self, sentence: String) {
         tracing::info!(rank = self.rank(), "{sentence}");
-        let mut summary = self.summary();
-        if summary.orders.len() < MAX_SENTENCES && !summary.orders.contains(&sentence) {
-            summary.orders.push(sentence);
-        }
+        self.summary().ordered(sentence);
     }
 
     /// What is to be reported next; it stays until [`Shared::reported`].
@@ -232,10 +220,12 @@ impl Recorder {
             let ended = self.shared.queue.wait_end(Instant::now() + patience);
             self.note_ring();
             if !ended {
+                let open = self.shared.summary().unfinished(self.shared.schedule.taken());
                 self.shared.fault(format!(
-                    "rank {} did not finish writing within {} s: the disk or the coordinator hangs",
+                    "rank {} did not finish writing within {} s: the disk or the coordinator hangs; {}",
                     settings.rank,
-                    patience.as_secs()
+                    patience.as_secs(),
+                    open.as_deref().unwrap_or("every step had come to its end")
                 ));
             }
         }
@@ -258,7 +248,7 @@ impl Recorder {
 
     /// What was done so far.
     pub fn summary(&self) -> Summary {
-        self.shared.summary().clone()
+        self.shared.summary().clone().told()
     }
 }
 

@@ -116,6 +116,11 @@ impl Schedule {
         self.lock().taken.contains(&step)
     }
 
+    /// Every step that has, or had, its tape.
+    pub(crate) fn taken(&self) -> BTreeSet<u64> {
+        self.lock().taken.clone()
+    }
+
     /// The ring begins this step: true once.
     pub(crate) fn hold(&self, step: u64) -> bool {
         let mut state = self.lock();

@@ -1,5 +1,6 @@
 //! What a recorder did, for the log line at the end of a job.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// Counts and named troubles of one recorder.
@@ -29,4 +30,113 @@ pub struct Summary {
     pub directory: Option<PathBuf>,
     /// True when the files were sent to the coordinator, not written beside its own.
     pub streamed: bool,
+    pub(crate) unnamed: Unnamed,
+}
+
+/// Omissions, faults and orders that a summary names one by one: a log line, not a database.
+const MAX_SENTENCES: usize = 1000;
+
+/// Steps that one sentence names.
+const MAX_NAMED: usize = 10;
+
+/// Sentences beyond those, by list.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Unnamed {
+    omissions: u64,
+    faults: u64,
+    orders: u64,
+}
+
+impl Summary {
+    pub(crate) fn omitted(&mut self, sentence: String) {
+        // Two captures of one name are two omissions.
+        match self.omissions.len() < MAX_SENTENCES {
+            true => self.omissions.push(sentence),
+            false => self.unnamed.omissions += 1,
+        }
+    }
+
+    pub(crate) fn fault(&mut self, sentence: String) {
+        push(&mut self.faults, &mut self.unnamed.faults, sentence);
+    }
+
+    pub(crate) fn ordered(&mut self, sentence: String) {
+        push(&mut self.orders, &mut self.unnamed.orders, sentence);
+    }
+
+    /// As it is told: each list that was cut says so.
+    pub(crate) fn told(mut self) -> Summary {
+        let lists = [
+            (&mut self.omissions, self.unnamed.omissions, "omissions"),
+            (&mut self.faults, self.unnamed.faults, "faults"),
+            (&mut self.orders, self.unnamed.orders, "orders"),
+        ];
+        for (list, more, what) in lists {
+            if more > 0 {
+                list.push(format!(
+                    "{more} more {what} are not named here: the log has each of them"
+                ));
+            }
+        }
+        self
+    }
+
+    /// The steps of `taken` that came to no end are not known to be committed; the sentence
+    /// that names them, if there are any.
+    pub(crate) fn unfinished(&mut self, taken: impl IntoIterator<Item = u64>) -> Option<String> {
+        let ended: BTreeSet<u64> =
+            self.steps_committed.iter().chain(&self.steps_partial).copied().collect();
+        let open: Vec<u64> = taken.into_iter().filter(|step| !ended.contains(step)).collect();
+        if open.is_empty() {
+            return None;
+        }
+        self.steps_partial.extend(&open);
+        let named: Vec<String> = open.iter().take(MAX_NAMED).map(u64::to_string).collect();
+        let more = match open.len().saturating_sub(MAX_NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        Some(format!("not known to be committed: step {}{more}", named.join(", ")))
+    }
+}
+
+fn push(list: &mut Vec<String>, more: &mut u64, sentence: String) {
+    if list.contains(&sentence) {
+        return;
+    }
+    match list.len() < MAX_SENTENCES {
+        true => list.push(sentence),
+        false => *more += 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_full_list_leaves_out_is_counted_and_said() {
+        let mut summary = Summary::default();
+        for step in 0..1003 {
+            summary.fault(format!("step {step} failed"));
+            summary.omitted("q of step 0: too large".into());
+        }
+        summary.fault("step 7 failed".into());
+        let told = summary.told();
+        assert_eq!(told.faults.len(), 1001);
+        assert!(told.faults[1000].starts_with("3 more faults"), "{}", told.faults[1000]);
+        assert!(told.omissions[1000].starts_with("3 more omissions"));
+        assert!(told.orders.is_empty());
+    }
+
+    #[test]
+    fn steps_that_came_to_no_end_are_partial_and_named() {
+        let mut summary = Summary { steps_committed: vec![0], ..Summary::default() };
+        summary.steps_partial.push(1);
+        assert_eq!(summary.unfinished(0..2), None);
+        let said = summary.unfinished(0..14).unwrap();
+        assert!(said.ends_with("step 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more"), "{said}");
+        assert_eq!(summary.steps_partial.len(), 13);
+        assert_eq!(summary.unfinished(0..14), None, "each once");
+    }
 }

@@ -2,13 +2,14 @@
 //!
 //! Events of one batch are applied as they are checked, so that each is judged
 //! by what came before it; they become durable together and are answered after
-//! that. When the journal fails, memory is ahead of it: the attempt is poisoned
-//! and nothing of that memory is ever answered.
+//! that. When the journal fails, memory is ahead of it, and nothing of that memory
+//! is answered: a file's failure poisons the attempt for good; a batch that a bucket
+//! did not take is put again, the same bytes, before anything else is heard.
 
 use std::io;
 
 use super::event::{Event, Opened};
-use super::journal::{self, Batch, Journal, JournalError};
+use super::journal::{self, AppendError, Batch, Journal, JournalError};
 use super::pulse::Pulse;
 use super::refusal::Refusal;
 use super::state::{AttemptState, Outcome};
@@ -28,9 +29,20 @@ pub(crate) struct AttemptLog {
     backend: Backend,
     journal: Journal,
     staged: Vec<Event>,
+    stalled: Option<Stalled>,
     poisoned: Option<String>,
     run_record: Option<TrustHash>,
 }
+
+/// A batch that a bucket did not take.
+struct Stalled {
+    batch: Batch,
+    reason: String,
+    tried_ms: u64,
+}
+
+/// How long a bucket that failed is left alone: each try holds up every run of this coordinator.
+const PAUSE_MS: u64 = 1000;
 
 impl AttemptLog {
     /// A new attempt; nothing is on disk before the first flush.
@@ -42,6 +54,7 @@ impl AttemptLog {
             backend,
             staged: vec![Event::Opened(opened)],
             directory,
+            stalled: None,
             poisoned: None,
             run_record: None,
         }
@@ -79,6 +92,7 @@ impl AttemptLog {
             backend,
             journal,
             staged: Vec::new(),
+            stalled: None,
             poisoned: None,
             run_record: None,
         }))
@@ -94,14 +108,22 @@ impl AttemptLog {
 
     /// Why nothing more is taken, if so.
     pub(crate) fn usable(&self) -> Result<(), Refusal> {
-        match &self.poisoned {
-            None => Ok(()),
-            Some(reason) => Err(Refusal::Poisoned {
+        if let Some(reason) = &self.poisoned {
+            return Err(Refusal::Poisoned {
                 run: self.run().clone(),
                 attempt: self.attempt(),
                 reason: reason.clone(),
-            }),
+            });
         }
+        match &self.stalled {
+            None => Ok(()),
+            Some(stalled) => Err(Refusal::Storage(stalled.reason.clone())),
+        }
+    }
+
+    /// True while a batch waits for its bucket.
+    pub(crate) fn stalled(&self) -> bool {
+        self.stalled.is_some()
     }
 
     /// Checks an event and, when it is new, applies and stages it.
@@ -115,18 +137,34 @@ impl AttemptLog {
         Ok(())
     }
 
-    /// Makes staged events durable. Fails once: then the attempt is poisoned.
+    /// Makes staged events durable, or tries again with those that a bucket did not take.
     pub(crate) fn flush(&mut self, now_ms: u64) {
-        if self.staged.is_empty() || self.poisoned.is_some() {
+        if self.poisoned.is_some() {
             return;
         }
-        let events = std::mem::take(&mut self.staged);
-        let batch = Batch { at_ms: now_ms, events };
-        if let Err(error) = self.journal.append(&batch) {
-            let path = self.directory.path.display();
-            let reason = format!("the journal in {path} could not be written: {error}");
-            tracing::error!("{reason}; restart the coordinator once the store is well");
-            self.poisoned = Some(reason);
+        let batch = match self.stalled.take() {
+            Some(stalled) if now_ms < stalled.tried_ms.saturating_add(PAUSE_MS) => {
+                self.stalled = Some(stalled);
+                return;
+            }
+            // Nothing was staged meanwhile: all that came was refused.
+            Some(stalled) => stalled.batch,
+            None if self.staged.is_empty() => return,
+            None => Batch { at_ms: now_ms, events: std::mem::take(&mut self.staged) },
+        };
+        let path = self.directory.path.display();
+        match self.journal.append(&batch) {
+            Ok(()) => {}
+            Err(AppendError::Again(error)) => {
+                let reason = format!("the journal in {path} is not taken: {error}");
+                tracing::warn!("{reason}; nothing is acknowledged until it is; trying again");
+                self.stalled = Some(Stalled { batch, reason, tried_ms: now_ms });
+            }
+            Err(AppendError::Final(error)) => {
+                let reason = format!("the journal in {path} could not be written: {error}");
+                tracing::error!("{reason}; restart the coordinator once the store is well");
+                self.poisoned = Some(reason);
+            }
         }
     }
 
@@ -161,7 +199,7 @@ impl AttemptLog {
     /// fails is tried again later: each try writes a new file.
     pub(crate) fn commit(&mut self) {
         // A manifest never says more than the journal: what is staged may yet be lost.
-        if self.poisoned.is_some() || !self.staged.is_empty() {
+        if self.usable().is_err() || !self.staged.is_empty() {
             return;
         }
         for step in self.state.uncommitted() {

@@ -79,6 +79,19 @@ pub enum JournalError {
     Damaged { path: PathBuf, line: usize, detail: String },
 }
 
+/// Why a batch is not known to be durable.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AppendError {
+    /// A bucket did not take it, or did not say so: the same line at the same name can be put
+    /// again, as it is made once.
+    #[error("{0}")]
+    Again(io::Error),
+    /// Nothing may follow: a descriptor whose write failed is not used again (fsyncgate), and
+    /// where another coordinator has written, this one is replaced.
+    #[error("{0}")]
+    Final(io::Error),
+}
+
 /// The checksum before the first line.
 pub(super) fn chain_start() -> ContentHash {
     ContentHash::of(b"backtape journal 1")
@@ -185,9 +198,10 @@ impl Journal {
         Journal { medium, chain: replay.chain }
     }
 
-    /// Makes a batch durable. After an error the caller must not append again.
-    pub(crate) fn append(&mut self, batch: &Batch) -> io::Result<()> {
-        let json = serde_json::to_vec(batch)?;
+    /// Makes a batch durable. The error says whether the same batch may be appended again;
+    /// another one never may.
+    pub(crate) fn append(&mut self, batch: &Batch) -> Result<(), AppendError> {
+        let json = serde_json::to_vec(batch).map_err(|error| AppendError::Final(error.into()))?;
         let chain = link(self.chain, &json);
         let mut line = chain.to_string().into_bytes();
         line.push(b' ');
@@ -196,17 +210,21 @@ impl Journal {
         match &mut self.medium {
             Medium::Objects(lines) => lines.append(&line)?,
             Medium::File { path, file, good_bytes } => {
-                let file = match file {
-                    Some(file) => file,
-                    slot => slot.insert(open(path, *good_bytes)?),
-                };
-                write(file, &line)?;
+                append(path, file, *good_bytes, &line).map_err(AppendError::Final)?;
                 *good_bytes += line.len() as u64;
             }
         }
         self.chain = chain;
         Ok(())
     }
+}
+
+fn append(path: &Path, file: &mut Option<File>, good_bytes: u64, line: &[u8]) -> io::Result<()> {
+    let file = match file {
+        Some(file) => file,
+        slot => slot.insert(open(path, good_bytes)?),
+    };
+    write(file, line)
 }
 
 /// Appends a line, durable.

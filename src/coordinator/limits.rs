@@ -28,7 +28,7 @@ pub const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 pub const CALLER_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(3);
 
 /// How long the coordinator may take to answer that.
-pub const CALLER_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+pub const CALLER_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// How long a peer may take to show its certificate.
 pub const HANDSHAKE: Duration = Duration::from_secs(10);

@@ -196,6 +196,10 @@ impl Runs {
             if let Some(log) = known.and_then(|run| run.attempts.get_mut(&attempt)) {
                 log.flush(now_ms);
                 log.commit();
+                if log.stalled() {
+                    // Whatever comes next, a tick at the latest, tries again.
+                    self.touched.insert((run, attempt));
+                }
             }
         }
     }

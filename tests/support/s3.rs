@@ -16,9 +16,13 @@ use tokio::sync::Mutex;
 /// Name and secret of the one user.
 pub(crate) const USER: &str = "backtape-test";
 
+/// What the name of an object holds that may not be put now.
+type Forbidden = Arc<std::sync::Mutex<Option<&'static str>>>;
+
 /// A server with the bucket `dumps`, until its test's process ends.
 pub(crate) struct S3 {
     address: SocketAddr,
+    forbids: Forbidden,
     _root: tempfile::TempDir,
 }
 
@@ -30,15 +34,23 @@ impl S3 {
         service.set_auth(SimpleAuth::from_single(USER, USER));
         let service = service.build();
         let (sender, started) = std::sync::mpsc::channel();
+        let forbids = Forbidden::default();
+        let switch = forbids.clone();
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.unwrap().block_on(async {
                 let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
                 sender.send(listener.local_addr().unwrap()).unwrap();
-                serve(listener, service).await;
+                serve(listener, service, switch).await;
             });
         });
-        S3 { address: started.recv().unwrap(), _root: root }
+        S3 { address: started.recv().unwrap(), forbids, _root: root }
+    }
+
+    /// From now on no object whose name holds this may be put, as when credentials ran out.
+    #[allow(dead_code)]
+    pub(crate) fn forbid(&self, puts: Option<&'static str>) {
+        *self.forbids.lock().unwrap() = puts;
     }
 
     pub(crate) fn endpoint(&self) -> String {
@@ -58,14 +70,21 @@ impl S3 {
     }
 }
 
-async fn serve(listener: TcpListener, service: S3Service) {
+async fn serve(listener: TcpListener, service: S3Service, forbids: Forbidden) {
     let creating = Arc::new(Mutex::new(()));
     loop {
         let (socket, _) = listener.accept().await.unwrap();
-        let (service, creating) = (service.clone(), creating.clone());
+        let (service, creating, forbids) = (service.clone(), creating.clone(), forbids.clone());
         let answer = tower::service_fn(move |request: http::Request<hyper::body::Incoming>| {
             let (service, creating) = (service.clone(), creating.clone());
+            let forbids = *forbids.lock().unwrap();
+            let forbidden = request.method() == http::Method::PUT
+                && forbids.is_some_and(|name| request.uri().path().contains(name));
             async move {
+                if forbidden {
+                    let refused = http::Response::builder().status(http::StatusCode::FORBIDDEN);
+                    return Ok(refused.body(s3s::Body::empty()).unwrap());
+                }
                 let alone = match request.headers().contains_key("if-none-match") {
                     true => Some(creating.lock().await),
                     false => None,

@@ -28,7 +28,8 @@ pub(super) enum Command {
     Inspect(DumpArguments),
     /// Shows a box of a tensor, reassembled from the shards that reach into it.
     Show(ShowArguments),
-    /// Writes reassembled tensors to a .safetensors or .npy file.
+    /// Writes reassembled tensors to a .safetensors or .npy file, or one microbatch of the loss
+    /// head as a script that runs by itself.
     Export(ExportArguments),
     /// Compares two dumps of a step: short for --dump A --against B.
     Diff(DiffArguments),
@@ -104,13 +105,21 @@ pub(super) struct ShowArguments {
 #[derive(Debug, Args)]
 pub(super) struct ExportArguments {
     /// Tensors by name; several are for a .safetensors file.
-    #[arg(value_name = "TENSOR", required = true)]
+    #[arg(value_name = "TENSOR", required_unless_present = "repro")]
     pub(super) names: Vec<String>,
     #[command(flatten)]
     pub(super) tensor: TensorArguments,
     /// The file, which ends in .safetensors or .npy.
-    #[arg(long, value_name = "FILE")]
-    pub(super) to: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "repro")]
+    pub(super) to: Option<PathBuf>,
+    /// In place of tensors: a new directory with one microbatch of the loss head as a script and
+    /// its data.
+    #[arg(long, value_name = "DIR",
+          conflicts_with_all = ["names", "to", "widen", "when", "rank"])]
+    pub(super) repro: Option<PathBuf>,
+    /// Whose words the script is written in.
+    #[arg(long, value_enum, default_value_t = FrameworkArgument::Jax, requires = "repro")]
+    pub(super) framework: FrameworkArgument,
     /// Narrow floats (bf16, f16, f8) as f32, which is exact.
     #[arg(long)]
     pub(super) widen: bool,
@@ -119,6 +128,12 @@ pub(super) struct ExportArguments {
     pub(super) dump: PathBuf,
     #[command(flatten)]
     pub(super) which: WhichArguments,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(super) enum FrameworkArgument {
+    Jax,
+    Torch,
 }
 
 #[derive(Debug, Args)]

@@ -3,12 +3,12 @@
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 
-use super::args::{ExportArguments, ListArguments, ShowArguments};
+use super::args::{ExportArguments, FrameworkArgument, ListArguments, ShowArguments};
 use super::exit;
 use super::run::{RunError, output, selection};
 use crate::assemble;
 use crate::dump;
-use crate::export::{self, Wanted};
+use crate::export::{self, Framework, Wanted};
 use crate::report::number::bytes;
 use crate::report::{listed, shown};
 
@@ -56,6 +56,9 @@ pub(super) fn show(arguments: &ShowArguments) -> Result<(String, i32), RunError>
 pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let asked = &arguments.tensor;
+    let Some(target) = &arguments.to else {
+        return repro(&dump, arguments);
+    };
     let mut wanted = Vec::new();
     for name in &arguments.names {
         // Weights have no microbatch, and are asked for beside what has one.
@@ -66,9 +69,21 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunEr
         };
         wanted.push(Wanted { key, rank: asked.rank.map(Rank), name: name.clone() });
     }
-    let written = export::export(&dump, &wanted, &arguments.to, arguments.widen)?;
+    let written = export::export(&dump, &wanted, target, arguments.widen)?;
     let names = arguments.names.join(", ");
-    Ok((format!("{names}: {} in {}\n", bytes(written), arguments.to.display()), exit::AGREED))
+    Ok((format!("{names}: {} in {}\n", bytes(written), target.display()), exit::AGREED))
+}
+
+fn repro(dump: &dump::StepDump, arguments: &ExportArguments) -> Result<(String, i32), RunError> {
+    let framework = match arguments.framework {
+        FrameworkArgument::Jax => Framework::Jax,
+        FrameworkArgument::Torch => Framework::Torch,
+    };
+    let target = arguments.repro.as_deref().expect("clap asks for it where there is no --to");
+    let written = export::repro(dump, arguments.tensor.microbatch, framework, target)?;
+    let script = target.join("repro.py");
+    let said = format!("{} of data beside it: python {}\n", bytes(written), script.display());
+    Ok((said, exit::AGREED))
 }
 
 /// The first rows and columns of a tensor's first matrix.

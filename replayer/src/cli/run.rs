@@ -15,7 +15,7 @@ use crate::assemble::AssembleError;
 use crate::diagnose::{self, diagnose};
 use crate::draw::seed_of;
 use crate::dump::{self, FindError, OpenError, Selection, StepDump, StepState};
-use crate::export::ExportError;
+use crate::export::{ExportError, ReproError};
 use crate::head::HeadStep;
 use crate::head::policy_file::{PolicyError, read_toml};
 use crate::head::step::StepError;
@@ -122,6 +122,9 @@ pub enum RunError {
     /// Nothing was exported.
     #[error(transparent)]
     Export(#[from] ExportError),
+    /// No script was written.
+    #[error(transparent)]
+    Repro(#[from] ReproError),
     /// The catalogue has no such cause.
     #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
     NoCause(String),
@@ -144,6 +147,7 @@ impl RunError {
             | RunError::Export(ExportError::Assemble(AssembleError::Incomplete(_))) => {
                 exit::INCOMPLETE
             }
+            RunError::Repro(ReproError::Step(source)) => step_exit(source),
             _ => exit::USAGE,
         }
     }

@@ -6,6 +6,7 @@
 //! file appears under its name when it is whole.
 
 mod npy;
+mod repro;
 mod safetensors;
 
 use std::io::{self, BufWriter, Write};
@@ -19,6 +20,7 @@ use backtape::shard::TensorKey;
 use crate::assemble::{self, AssembleError, slab};
 use crate::bits;
 use crate::dump::StepDump;
+pub use repro::{Framework, ReproError, repro};
 
 /// Bytes that are assembled at a time.
 const PART_BYTES: u64 = 64 << 20;
@@ -58,13 +60,28 @@ pub enum ExportError {
 
 /// One tensor as it will lie in the file.
 struct Member<'a> {
-    wanted: &'a Wanted,
+    name: &'a str,
+    key: &'a TensorKey,
     dtype: Dtype,
     shape: Vec<u64>,
     /// Of this dtype in the file.
     stored: Dtype,
-    /// Held in memory already.
-    addend: Option<assemble::Tensor>,
+    /// In memory already; else it is assembled as it is written.
+    made: Option<Made>,
+}
+
+enum Made {
+    Tensor(assemble::Tensor),
+    Bytes(Vec<u8>),
+}
+
+impl Made {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Made::Tensor(tensor) => tensor.bytes(),
+            Made::Bytes(bytes) => bytes,
+        }
+    }
 }
 
 impl Member<'_> {
@@ -96,6 +113,16 @@ pub fn export(
         }
         _ => return Err(ExportError::Format { path: target.into() }),
     };
+    save(dump, &header, &members, target)
+}
+
+/// Writes what was put together, header first, under a name that is free; returns its bytes.
+fn save(
+    dump: &StepDump,
+    header: &[u8],
+    members: &[Member<'_>],
+    target: &Path,
+) -> Result<u64, ExportError> {
     if target.symlink_metadata().is_ok() {
         return Err(ExportError::Exists { path: target.into() });
     }
@@ -109,8 +136,8 @@ pub fn export(
     let scratch = builder.tempfile_in(directory.unwrap_or(Path::new(".")));
     let mut scratch = scratch.map_err(wrong)?;
     let mut out = BufWriter::with_capacity(1 << 20, scratch.as_file_mut());
-    out.write_all(&header).map_err(wrong)?;
-    for member in &members {
+    out.write_all(header).map_err(wrong)?;
+    for member in members {
         write(dump, member, &mut out, &wrong)?;
     }
     out.flush().map_err(wrong)?;
@@ -126,13 +153,13 @@ fn members<'a>(
 ) -> Result<Vec<Member<'a>>, ExportError> {
     let mut members: Vec<Member<'a>> = Vec::new();
     for wanted in wanted {
-        if members.iter().any(|member| member.wanted.name == wanted.name) {
+        if members.iter().any(|member| member.name == wanted.name) {
             return Err(ExportError::SameName { name: wanted.name.clone() });
         }
-        let (dtype, shape, addend) = match wanted.rank {
+        let (dtype, shape, made) = match wanted.rank {
             Some(rank) => {
                 let tensor = assemble::addend(dump, &wanted.key, rank)?;
-                (tensor.dtype, tensor.shape.clone(), Some(tensor))
+                (tensor.dtype, tensor.shape.clone(), Some(Made::Tensor(tensor)))
             }
             None => {
                 let info = assemble::whole(dump, &wanted.key)?;
@@ -141,7 +168,8 @@ fn members<'a>(
         };
         let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F8E4m3 | Dtype::F8E5m2);
         let stored = if widen && narrow { Dtype::F32 } else { dtype };
-        members.push(Member { wanted, dtype, shape, stored, addend });
+        let (name, key) = (&wanted.name, &wanted.key);
+        members.push(Member { name, key, dtype, shape, stored, made });
     }
     Ok(members)
 }
@@ -157,14 +185,14 @@ fn write(
         true => out.write_all(bytes).map_err(wrong),
         false => out.write_all(&widened(member.dtype, bytes)).map_err(wrong),
     };
-    if let Some(tensor) = &member.addend {
-        return put(tensor.bytes());
+    if let Some(made) = &member.made {
+        return put(made.bytes());
     }
     let (elements, each) = (member.elements(), PART_BYTES / member.dtype.width() as u64);
     let mut start = 0;
     while start < elements {
         let end = elements.min(start + each);
-        put(&slab::elements(dump, &member.wanted.key, start..end)?)?;
+        put(&slab::elements(dump, member.key, start..end)?)?;
         start = end;
     }
     Ok(())

@@ -10,7 +10,7 @@ const ALIGNMENT: usize = 64;
 /// All that stands before the elements.
 pub(super) fn header(member: &Member<'_>) -> Result<Vec<u8>, ExportError> {
     let Some(descr) = descr(member.stored) else {
-        let (key, dtype) = (member.wanted.key.clone(), member.dtype);
+        let (key, dtype) = (member.key.clone(), member.dtype);
         return Err(ExportError::NotOfNumpy { key, dtype });
     };
     let sizes: Vec<String> = member.shape.iter().map(|size| format!("{size},")).collect();

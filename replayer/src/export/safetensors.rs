@@ -26,7 +26,7 @@ pub(super) fn header(dump: &StepDump, members: &[Member<'_>]) -> Result<Vec<u8>,
             "shape": member.shape,
             "data_offsets": [at, end],
         });
-        entries.insert(member.wanted.name.clone(), entry);
+        entries.insert(member.name.to_string(), entry);
         at = end;
     }
     let mut text = Value::Object(entries).to_string().into_bytes();

@@ -310,6 +310,21 @@ impl HeadStep<'_> {
         }
     }
 
+    /// Advantages of a policy loss, `[T]`: recorded one a token, or one a sequence and given to
+    /// each of its tokens.
+    pub fn advantages(&self, inputs: &MicrobatchInputs) -> Result<Vec<f64>, StepError> {
+        let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
+        let key = self.held(Role::Advantages, mb);
+        let key = key.ok_or_else(|| self.missing(Role::Advantages, mb))?;
+        let held: u64 = self.tensors[key].shape.iter().product();
+        let sequences = tokens / inputs.sequence.max(1);
+        if held == sequences as u64 && held != tokens as u64 {
+            let each = self.optional(Role::Advantages, mb, sequences)?.unwrap_or_default();
+            return Ok((0..tokens).map(|t| each[t / inputs.sequence]).collect());
+        }
+        Ok(self.optional(Role::Advantages, mb, tokens)?.unwrap_or_default())
+    }
+
     /// True when the loss is a policy loss.
     pub fn is_policy_loss(&self) -> bool {
         self.options.loss == Loss::Grpo

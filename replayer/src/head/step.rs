@@ -14,7 +14,7 @@ use crate::dump::{StepDump, TensorInfo};
 
 pub use super::error::StepError;
 pub(crate) use super::error::unfit;
-pub(crate) use super::view::numbers;
+pub(crate) use super::view::{flat_rows, numbers};
 pub use super::view::{matrix, rows_of, vocabulary_slab};
 
 /// Where the head's tensors lie in the dump.

@@ -133,3 +133,10 @@ impl HeadStep<'_> {
         }
     }
 }
+
+/// What a token's weight is of a mean. A token that does not count adds nothing, even
+/// where none counts and the mean is over 0: a job that guards the division has 0 there,
+/// and one that does not has a NaN, which then differs.
+pub(crate) fn share(weight: f64, denominator: f64) -> f64 {
+    if weight == 0.0 { 0.0 } else { weight / denominator }
+}

@@ -40,7 +40,7 @@ pub(crate) fn numbers(tensor: &Tensor) -> Option<Vec<f64>> {
 }
 
 /// Flat row-major indices of the points of a box.
-pub(super) fn flat_rows(place: &[(u64, u64)], shape: &[u64]) -> Vec<usize> {
+pub(crate) fn flat_rows(place: &[(u64, u64)], shape: &[u64]) -> Vec<usize> {
     let mut flat = vec![0usize];
     for (&(lo, hi), &n) in place.iter().zip(shape) {
         let extend = |&base: &usize| (lo..hi).map(move |i| base * n as usize + i as usize);

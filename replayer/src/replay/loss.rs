@@ -12,9 +12,10 @@ use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation, Read};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
+use crate::head::Stage;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
-use crate::head::{MicrobatchInputs, Stage};
+use crate::head::units::share;
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::reference::policy_loss::{PolicyInputs, PolicyLoss, policy_loss};
 
@@ -104,7 +105,7 @@ impl Replay<'_> {
                 .optional(role, mb, tokens)
                 .and_then(|values| values.ok_or_else(|| self.step.missing(role, mb)))
         };
-        let advantages = self.advantages(inputs)?;
+        let advantages = self.step.advantages(inputs)?;
         let old = self.step.optional(Role::OldLogprobs, mb, tokens)?;
         let reference = if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
         let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
@@ -156,20 +157,6 @@ impl Replay<'_> {
         let expected =
             Expected { certain, ..Expected::new(exact.dlogp.clone(), variance.collect()) };
         Ok((exact, expected))
-    }
-
-    /// One a token, or one a sequence given to each of its tokens.
-    fn advantages(&self, inputs: &MicrobatchInputs) -> Result<Vec<f64>, StepError> {
-        let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
-        let key = self.step.held(Role::Advantages, mb);
-        let key = key.ok_or_else(|| self.step.missing(Role::Advantages, mb))?;
-        let held: u64 = self.step.tensors[key].shape.iter().product();
-        let sequences = tokens / inputs.sequence.max(1);
-        if held == sequences as u64 && held != tokens as u64 {
-            let each = self.step.optional(Role::Advantages, mb, sequences)?.unwrap_or_default();
-            return Ok((0..tokens).map(|t| each[t / inputs.sequence]).collect());
-        }
-        Ok(self.step.optional(Role::Advantages, mb, tokens)?.unwrap_or_default())
     }
 
     fn policy_loss_value(
@@ -325,13 +312,6 @@ impl Replay<'_> {
         );
         Ok(())
     }
-}
-
-/// What a token's weight is of a mean. A token that does not count adds nothing, even
-/// where none counts and the mean is over 0: a job that guards the division has 0 there,
-/// and one that does not has a NaN, which then differs.
-fn share(weight: f64, denominator: f64) -> f64 {
-    if weight == 0.0 { 0.0 } else { weight / denominator }
 }
 
 /// The weights of some tokens, 0 for all others.

@@ -7,7 +7,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::JournalError;
+use super::{AppendError, JournalError};
 use crate::store::Backend;
 use crate::store::layout::JOURNAL_LINES;
 
@@ -48,16 +48,16 @@ impl Lines {
         self.directory.join(format!("{number:08}.jsonl"))
     }
 
-    /// Puts the next line.
-    pub(super) fn append(&mut self, line: &[u8]) -> io::Result<()> {
+    /// Puts the next line. After [`AppendError::Again`] the same line is the next one.
+    pub(super) fn append(&mut self, line: &[u8]) -> Result<(), AppendError> {
         let target = self.target(self.next);
-        let created = self.backend.create(&target, line)?;
+        let created = self.backend.create(&target, line).map_err(AppendError::Again)?;
         // The put may have been answered by a connection that broke, and made again.
-        if !created && self.backend.read(&target)? != line {
-            return Err(io::Error::other(format!(
+        if !created && self.backend.read(&target).map_err(AppendError::Again)? != line {
+            return Err(AppendError::Final(io::Error::other(format!(
                 "another coordinator has written {}: it serves this run now",
                 target.display()
-            )));
+            ))));
         }
         self.next += 1;
         Ok(())

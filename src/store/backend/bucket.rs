@@ -117,6 +117,11 @@ impl Bucket {
     /// The bucket of S3, or of a server that speaks its protocol.
     pub(super) fn s3(builder: AmazonS3Builder, place: &Path) -> Result<Bucket, ConnectError> {
         let (_, root) = root(place)?;
+        // Its client looks for the process's provider of TLS when it is made.
+        runtime().map_err(|source| ConnectError::Threads {
+            place: place.display().to_string(),
+            source,
+        })?;
         let built = builder.with_url(&root).with_retry(retry()).build();
         let store = Arc::new(built.map_err(|error| unreachable(place, &error))?);
         Ok(Bucket { store, root })

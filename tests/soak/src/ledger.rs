@@ -16,6 +16,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 
+use backtape_dumper::Summary;
+
 use crate::job::Shard;
 
 /// One line.
@@ -31,6 +33,12 @@ pub(crate) enum Told {
 }
 
 impl Told {
+    /// What a summary says of faults and omissions.
+    pub(crate) fn closed(launch: u32, rank: u32, summary: &Summary) -> Told {
+        let said = [&summary.faults[..], &summary.omissions[..]].concat();
+        Told::Closed { launch, rank, faults: said.join("; ") }
+    }
+
     fn line(&self) -> String {
         match self {
             Told::Joined { attempt, launch, rank, at_ns } => {
@@ -128,13 +136,22 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Told>> {
 
 /// Whether some rank says that a step is partial, and why.
 pub(crate) fn labelled(told: &[Told], step: u64) -> bool {
+    // A fault begins with its step; an omission names it after what was left out.
     let so = format!("step {step} ");
-    let why = |fault: &str| fault.strip_prefix(&so).is_some_and(|rest| rest.contains(": "));
+    let of = format!(" of step {step}: ");
     told.iter().any(|line| match line {
-        // Whoever gave up recording as a whole named no step.
-        Told::Closed { faults, .. } => {
-            faults.split("; ").any(|fault| why(fault) || fault.contains("nothing is recorded on"))
-        }
+        Told::Closed { launch, rank, faults } => faults.split("; ").any(|said| {
+            let fault = said.strip_prefix(&so).is_some_and(|rest| rest.contains(": "));
+            // Whoever gave up recording as a whole named no step, and of very many only the
+            // first are named: its list of partial steps is whole.
+            let cut = said.contains("more faults are not named here");
+            let whole = cut || said.contains("did not finish writing");
+            let listed = Told::Partial { launch: *launch, rank: *rank, step };
+            fault
+                || said.contains(&of)
+                || said.contains("nothing is recorded on")
+                || whole && told.contains(&listed)
+        }),
         _ => false,
     })
 }

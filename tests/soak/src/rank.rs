@@ -148,7 +148,7 @@ impl Rank<'_> {
             committed.map(|&step| Told::Committed { attempt, step }).collect();
         let partial = summary.steps_partial.iter();
         told.extend(partial.map(|&step| Told::Partial { launch, rank, step }));
-        told.push(Told::Closed { launch, rank, faults: summary.faults.join("; ") });
+        told.push(Told::closed(launch, rank, &summary));
         Ok(self.ledger.note(&told)?)
     }
 

@@ -1,0 +1,319 @@
+//! One microbatch of a loss head as a script that runs without backtape: a directory with
+//! `repro.py` and its data, to be sent to whoever owns the kernel.
+//!
+//! The script is the head in the framework's own words, differentiated by the framework, so it is
+//! a second opinion beside the replay's formulas too. What its sum over tokens weighs each by
+//! (cotangent, weight, denominator over the declared scope) was counted by the replay, as other
+//! microbatches and ranks have their part in it.
+
+mod script;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use backtape::dtype::Dtype;
+use backtape::head::LossAverage;
+use backtape::identity::Microbatch;
+use backtape::placement::Reduction;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+
+use self::script::{Facts, Start};
+use super::{ExportError, Made, Member, safetensors, save};
+use crate::assemble;
+use crate::dump::StepDump;
+use crate::head::step::{StepError, flat_rows};
+use crate::head::units::share;
+use crate::head::{HeadStep, MicrobatchInputs, Scores};
+use crate::kernels::matrix::IGNORED;
+
+/// Whose words the script is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Framework {
+    /// JAX.
+    Jax,
+    /// PyTorch.
+    Torch,
+}
+
+impl Framework {
+    fn name(self) -> &'static str {
+        match self {
+            Framework::Jax => "JAX",
+            Framework::Torch => "PyTorch",
+        }
+    }
+}
+
+/// Why no script was written.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ReproError {
+    #[error(transparent)]
+    Step(#[from] Box<StepError>),
+    #[error(transparent)]
+    Export(#[from] ExportError),
+    #[error("the step has microbatches {held}: choose one with --microbatch")]
+    Microbatch { held: String },
+    #[error("what the tokens of {what} are divided by is not known: {why}")]
+    Denominator { what: String, why: String },
+    #[error("{path} cannot be made: check that its directory exists and has room", path = path.display())]
+    Make { path: PathBuf, source: io::Error },
+}
+
+/// Writes `repro.py` and `data.safetensors` into a directory that is not there yet; returns the
+/// bytes of the data.
+pub fn repro(
+    dump: &StepDump,
+    microbatch: Option<u32>,
+    framework: Framework,
+    target: &Path,
+) -> Result<u64, ReproError> {
+    let step = HeadStep::new(dump, None, |_| None).map_err(Box::new)?.holding();
+    let microbatch = choose(&step, microbatch)?;
+    let inputs: Vec<MicrobatchInputs> = step
+        .microbatches
+        .iter()
+        .map(|&one| step.inputs(one))
+        .collect::<Result<_, _>>()
+        .map_err(Box::new)?;
+    let own = inputs.iter().find(|one| one.microbatch == microbatch).expect("it was chosen");
+    let mut data = Data::default();
+    let start = leaves(&step, own, &mut data);
+    tokens(&step, &inputs, own, &mut data)?;
+    captured(&step, own, start, &mut data)?;
+    let facts = facts(&step, own, start, &data);
+    write(dump, &data, &script::text(&facts, framework), target)
+}
+
+fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>, ReproError> {
+    let asked = asked.map(Microbatch);
+    match step.microbatches.as_slice() {
+        [one] if asked.is_none() || *one == asked => Ok(*one),
+        several if asked.is_some() && several.contains(&asked) => Ok(asked),
+        several => {
+            let held: Vec<String> = several.iter().flatten().map(Microbatch::to_string).collect();
+            Err(ReproError::Microbatch { held: held.join(", ") })
+        }
+    }
+}
+
+/// What goes into the file, in order.
+#[derive(Default)]
+struct Data {
+    members: Vec<(String, TensorKey, Dtype, Vec<u64>, Option<Vec<u8>>)>,
+}
+
+impl Data {
+    /// As it lies in the dump, with another shape of as many elements.
+    fn dumped(&mut self, name: &str, key: &TensorKey, dtype: Dtype, shape: Vec<u64>) {
+        self.members.push((name.into(), key.clone(), dtype, shape, None));
+    }
+
+    fn numbers(&mut self, name: &str, key: &TensorKey, shape: Vec<u64>, values: &[f64]) {
+        let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        self.members.push((name.into(), key.clone(), Dtype::F64, shape, Some(bytes)));
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.members.iter().any(|(held, ..)| held == name)
+    }
+}
+
+/// What the loss is differentiated by.
+fn leaves(step: &HeadStep<'_>, own: &MicrobatchInputs, data: &mut Data) -> Start {
+    let rows = own.tokens() as u64;
+    let of_rows = &step.tensors[&own.rows_key];
+    let last = of_rows.shape.last().copied().unwrap_or(0);
+    let start = match &own.scores {
+        Scores::Product { .. } => {
+            data.dumped("q", &own.rows_key, of_rows.dtype, vec![rows, last]);
+            let key = step.held(Role::K, own.microbatch).expect("its inputs were gathered");
+            let k = &step.tensors[key];
+            data.dumped("k", key, k.dtype, k.shape.clone());
+            Start::Product
+        }
+        Scores::Logits(_) => {
+            data.dumped("logits", &own.rows_key, of_rows.dtype, vec![rows, last]);
+            Start::Logits
+        }
+        Scores::Logprobs => {
+            data.dumped("logprobs", &own.rows_key, of_rows.dtype, vec![rows]);
+            Start::Logprobs
+        }
+    };
+    if let (Some(_), Some(key)) = (&own.bias, step.held(Role::Bias, own.microbatch)) {
+        let bias = &step.tensors[key];
+        data.dumped("bias", key, bias.dtype, vec![bias.shape.iter().product()]);
+    }
+    start
+}
+
+/// Labels, shares, and what a policy loss reads.
+fn tokens(
+    step: &HeadStep<'_>,
+    all: &[MicrobatchInputs],
+    own: &MicrobatchInputs,
+    data: &mut Data,
+) -> Result<(), ReproError> {
+    let (key, shape) = (&own.rows_key, vec![own.tokens() as u64]);
+    // A token that takes no part has a share of 0: any class will do for its label.
+    let label = |&label: &u32| if label == IGNORED { 0 } else { i64::from(label) };
+    let labels = own.labels.iter().map(label).flat_map(i64::to_le_bytes).collect();
+    data.members.push(("labels".into(), key.clone(), Dtype::I64, shape.clone(), Some(labels)));
+    let counted = |t: usize| if own.labels[t] == IGNORED { 0.0 } else { own.weights[t] };
+    data.numbers("share", key, shape.clone(), &shares(step, all, own)?);
+    if !step.is_policy_loss() {
+        return Ok(());
+    }
+    let weights: Vec<f64> = (0..own.tokens()).map(counted).collect();
+    data.numbers("weights", key, shape.clone(), &weights);
+    let advantages = step.advantages(own).map_err(Box::new)?;
+    data.numbers("advantages", key, shape.clone(), &advantages);
+    for (name, role) in [("old_logprobs", Role::OldLogprobs), ("ref_logprobs", Role::RefLogprobs)] {
+        let held = step.optional(role, own.microbatch, own.tokens()).map_err(Box::new)?;
+        if let Some(values) = held {
+            data.numbers(name, key, shape.clone(), &values);
+        }
+    }
+    Ok(())
+}
+
+/// What each token's loss is multiplied by, `[T]`: `cotangent weight / denominator`; of a mean over
+/// sequences, its share of the sequence's mean too.
+fn shares(
+    step: &HeadStep<'_>,
+    all: &[MicrobatchInputs],
+    own: &MicrobatchInputs,
+) -> Result<Vec<f64>, ReproError> {
+    let all: Vec<&MicrobatchInputs> = all.iter().collect();
+    let unknown = |why| ReproError::Denominator { what: own.rows_key.to_string(), why };
+    let by_sequence =
+        step.options.grpo.as_ref().is_some_and(|grpo| grpo.average == LossAverage::Sequence);
+    let sequences = own.sequences();
+    let mut found = vec![0.0; own.tokens()];
+    for (unit, denominator) in step.denominators(&all, own).map_err(unknown)? {
+        let rows = || unit.rows.iter().copied().filter(|&t| own.labels[t] != IGNORED);
+        let mut total = vec![0.0; own.tokens()];
+        rows().for_each(|t| total[sequences[t] as usize] += own.weights[t]);
+        for t in rows() {
+            let of_sequence = if by_sequence { total[sequences[t] as usize] } else { 1.0 };
+            let weight = share(own.weights[t] * own.cotangent[t], of_sequence);
+            found[t] = step.options.cotangent * share(weight, denominator);
+        }
+    }
+    Ok(found)
+}
+
+/// What the job captured of this microbatch, and the script computes too.
+fn captured(
+    step: &HeadStep<'_>,
+    own: &MicrobatchInputs,
+    start: Start,
+    data: &mut Data,
+) -> Result<(), ReproError> {
+    let of_logits = [(Role::Lse, "lse"), (Role::LabelLogits, "label_logits")];
+    let of_product = [(Role::Dq, "dq"), (Role::Dk, "dk"), (Role::Dbias, "dbias")];
+    let roles: Vec<(Role, &'static str)> = match start {
+        Start::Product => of_logits.into_iter().chain(of_product).collect(),
+        Start::Logits => {
+            of_logits.into_iter().chain([(Role::Dlogits, "dlogits"), of_product[2]]).collect()
+        }
+        Start::Logprobs => vec![(Role::Dlogprobs, "dlogprobs")],
+    };
+    for (role, name) in roles {
+        let Some(key) = step.find(role, own.microbatch) else { continue };
+        let info = &step.tensors[key];
+        let called = format!("captured.{name}");
+        match info.partial {
+            None => data.dumped(&called, key, info.dtype, info.shape.clone()),
+            Some(reduction) => {
+                let sum = sum(step, key, reduction)?;
+                data.numbers(&called, key, info.shape.clone(), &sum);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The ranks' addends together, in f64, added in the order of the ranks.
+fn sum(step: &HeadStep<'_>, key: &TensorKey, reduction: Reduction) -> Result<Vec<f64>, ReproError> {
+    let shape = &step.tensors[key].shape;
+    let wrong =
+        |source| ReproError::Step(Box::new(StepError::Assemble { key: key.clone(), source }));
+    let mut total = vec![0.0; shape.iter().product::<u64>() as usize];
+    let holders = assemble::holders(step.dump, key);
+    for &rank in &holders {
+        for part in assemble::addend_parts(step.dump, key, rank).map_err(wrong)? {
+            let width = part.dtype.width();
+            for (index, at) in flat_rows(&part.place.0, shape).into_iter().enumerate() {
+                let bits = crate::bits::bits(part.bytes(), width, index);
+                total[at] += crate::bits::value(part.dtype, bits);
+            }
+        }
+    }
+    if reduction == Reduction::Mean {
+        total.iter_mut().for_each(|x| *x /= holders.len() as f64);
+    }
+    Ok(total)
+}
+
+fn facts(step: &HeadStep<'_>, own: &MicrobatchInputs, start: Start, data: &Data) -> Facts {
+    let (dump, options) = (step.dump, &step.options);
+    let part = own.microbatch.map_or(String::new(), |mb| format!(", microbatch {mb}"));
+    let vocabulary = match &own.scores {
+        Scores::Product { k, .. } => k.shape[0] as usize,
+        Scores::Logits(logits) => logits.shape.last().map_or(0, |&n| n as usize),
+        Scores::Logprobs => 0,
+    };
+    let classes = own.valid_vocab.min(vocabulary);
+    let leaves = ["q", "k", "logits", "logprobs", "bias"];
+    Facts {
+        of: format!("run {}, attempt {}, step {}{part}", dump.run, dump.attempt, dump.step),
+        start,
+        leaves: leaves.into_iter().filter(|name| data.has(name)).collect(),
+        transposed: options.transposed(),
+        scale: options.transform.scale,
+        softcap: options.transform.softcap,
+        vocabulary,
+        classes,
+        mask: options.mask,
+        smoothing: options.smoothing(classes),
+        z_loss: options.declared.z_loss,
+        grpo: options.grpo.clone(),
+        old_logprobs: data.has("old_logprobs"),
+        sequence: own.sequence.max(1),
+        memory: own.tokens() as u64 * vocabulary as u64 * 8,
+    }
+}
+
+/// Both files, or none: they get their directory when both are whole.
+fn write(dump: &StepDump, data: &Data, script: &str, target: &Path) -> Result<u64, ReproError> {
+    if target.symlink_metadata().is_ok() {
+        return Err(ExportError::Exists { path: target.into() }.into());
+    }
+    let wrong = |source| ReproError::Make { path: target.into(), source };
+    let parent = target.parent().filter(|parent| *parent != Path::new(""));
+    let mut builder = tempfile::Builder::new();
+    let scratch = builder.prefix(".backtape-").tempdir_in(parent.unwrap_or(Path::new(".")));
+    let scratch = scratch.map_err(wrong)?;
+    let inside = scratch.path().join("repro");
+    std::fs::create_dir(&inside).map_err(wrong)?;
+    let members: Vec<Member<'_>> = data
+        .members
+        .iter()
+        .map(|(name, key, dtype, shape, made)| Member {
+            name,
+            key,
+            dtype: *dtype,
+            stored: *dtype,
+            shape: shape.clone(),
+            made: made.clone().map(Made::Bytes),
+        })
+        .collect();
+    let header = safetensors::header(dump, &members)?;
+    let written = save(dump, &header, &members, &inside.join("data.safetensors"))?;
+    std::fs::write(inside.join("repro.py"), script).map_err(wrong)?;
+    std::fs::rename(&inside, target).map_err(wrong)?;
+    Ok(written)
+}

@@ -1,0 +1,225 @@
+//! The text of the script: only the lines that the head's options need.
+
+use std::fmt::Write;
+
+use backtape::head::{GrpoDeclaration, KlEstimator, RatioLevel};
+
+use super::Framework;
+
+/// What the script starts from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Start {
+    Product,
+    Logits,
+    Logprobs,
+}
+
+/// What is known of the microbatch.
+pub(super) struct Facts {
+    /// Run, attempt, step and microbatch, as a sentence names them.
+    pub(super) of: String,
+    pub(super) start: Start,
+    /// q, k and bias, or logits, or logprobs: what is differentiated.
+    pub(super) leaves: Vec<&'static str>,
+    /// k lies as `[D, V]`.
+    pub(super) transposed: bool,
+    pub(super) scale: f64,
+    pub(super) softcap: Option<f64>,
+    /// Columns of the logits, and those that are classes.
+    pub(super) vocabulary: usize,
+    pub(super) classes: usize,
+    /// Logit of the other columns, where it is finite.
+    pub(super) mask: Option<f64>,
+    pub(super) smoothing: f64,
+    pub(super) z_loss: f64,
+    pub(super) grpo: Option<GrpoDeclaration>,
+    pub(super) old_logprobs: bool,
+    /// Tokens of a sequence.
+    pub(super) sequence: usize,
+    /// Bytes that the logits take in f64.
+    pub(super) memory: u64,
+}
+
+/// The script, whole.
+pub(super) fn text(facts: &Facts, framework: Framework) -> String {
+    let mut out = header(facts, framework);
+    out.push_str(match framework {
+        Framework::Jax => include_str!("jax_before.py"),
+        Framework::Torch => include_str!("torch_before.py"),
+    });
+    let _ = writeln!(out, "LEAVES = {}", names(&facts.leaves));
+    out.push_str("\n\ndef loss(x):\n");
+    out.push_str(
+        "    \"\"\"The part of the loss that these tokens are, and what it passed through.\"\"\"\n",
+    );
+    let xp = match framework {
+        Framework::Jax => "jnp",
+        Framework::Torch => "torch",
+    };
+    for line in body(facts, framework, xp) {
+        let _ = writeln!(out, "    {line}");
+    }
+    out.push_str(match framework {
+        Framework::Jax => include_str!("jax_after.py"),
+        Framework::Torch => include_str!("torch_after.py"),
+    });
+    out
+}
+
+fn header(facts: &Facts, framework: Framework) -> String {
+    let needs = match framework {
+        Framework::Jax => "jax, safetensors",
+        Framework::Torch => "torch, safetensors",
+    };
+    format!(
+        "#!/usr/bin/env python3\n\
+         \"\"\"The loss head of {}, from the data that lies beside this file.\n\n\
+         Its forward in plain {}; every gradient is the framework's own. Printed are the relative\n\
+         errors against the same in f64: of what the job captured, and of this script in the job's\n\
+         dtypes. Where the first is much larger than the second, the job's kernel is what differs.\n\n\
+         Needs {needs}; about {:.1} GiB of memory for each copy of the logits in f64.\n\"\"\"\n\n",
+        facts.of,
+        framework.name(),
+        facts.memory as f64 / f64::from(1 << 30),
+    )
+}
+
+fn names(all: &[&str]) -> String {
+    let quoted: Vec<String> = all.iter().map(|name| format!("{name:?}")).collect();
+    format!("[{}]", quoted.join(", "))
+}
+
+/// A number as Python reads it back, bit for bit.
+fn number(x: f64) -> String {
+    format!("{x:?}")
+}
+
+fn body(facts: &Facts, framework: Framework, xp: &str) -> Vec<String> {
+    let mut lines = Vec::new();
+    if facts.start == Start::Logprobs {
+        lines.push("logprobs = wide(x[\"logprobs\"])".into());
+        lines.push("seen = {}".into());
+    } else {
+        logits(facts, xp, &mut lines);
+        softmax(framework, &mut lines);
+    }
+    match &facts.grpo {
+        Some(grpo) => policy(facts, grpo, framework, xp, &mut lines),
+        None => cross_entropy(facts, &mut lines),
+    }
+    // A share is cotangent, weight and denominator in one; it is 0 where a token takes no part,
+    // whatever that token's loss is.
+    lines.push("share = as_is(given[\"share\"], token)".into());
+    lines.push(format!("return {xp}.where(share != 0, share * token, 0.0).sum(), seen"));
+    lines
+}
+
+fn logits(facts: &Facts, xp: &str, lines: &mut Vec<String>) {
+    match facts.start {
+        Start::Product => {
+            let spec = if facts.transposed { "td,dv->tv" } else { "td,vd->tv" };
+            lines.push(format!("z = {xp}.einsum(\"{spec}\", wide(x[\"q\"]), wide(x[\"k\"]))"));
+        }
+        _ => lines.push("z = wide(x[\"logits\"])".into()),
+    }
+    if facts.leaves.contains(&"bias") {
+        lines.push("z = z + wide(x[\"bias\"])".into());
+    }
+    if facts.scale != 1.0 {
+        lines.push(format!("z = z * {}", number(facts.scale)));
+    }
+    if let Some(cap) = facts.softcap {
+        let cap = number(cap);
+        lines.push(format!("z = {cap} * {xp}.tanh(z / {cap})"));
+    }
+    match facts.mask {
+        _ if facts.classes == facts.vocabulary => {}
+        // Columns that have no part in the softmax.
+        None => lines.push(format!("z = z[:, :{}]", facts.classes)),
+        Some(mask) => lines.push(format!(
+            "z = {xp}.where({xp}.arange({}) < {}, z, {})",
+            facts.vocabulary,
+            facts.classes,
+            number(mask)
+        )),
+    }
+}
+
+fn softmax(framework: Framework, lines: &mut Vec<String>) {
+    let (lse, label) = match framework {
+        Framework::Jax => (
+            "jax.nn.logsumexp(z, -1)",
+            "jnp.take_along_axis(z, given[\"labels\"][:, None], 1)[:, 0]",
+        ),
+        Framework::Torch => {
+            ("torch.logsumexp(z, -1)", "z.gather(1, given[\"labels\"][:, None])[:, 0]")
+        }
+    };
+    lines.push(format!("lse = {lse}"));
+    lines.push(format!("label = {label}"));
+    lines.push("seen = {\"lse\": lse, \"label_logits\": label}".into());
+}
+
+fn cross_entropy(facts: &Facts, lines: &mut Vec<String>) {
+    let mut token = "lse - label".to_string();
+    if facts.smoothing != 0.0 {
+        let (s, k) = (number(facts.smoothing), facts.classes);
+        token = format!("lse - (1 - {s}) * label - {s} / {k} * z[:, :{k}].sum(-1)");
+    }
+    if facts.z_loss != 0.0 {
+        let _ = write!(token, " + {} * lse**2", number(facts.z_loss));
+    }
+    lines.push(format!("token = {token}"));
+}
+
+fn policy(
+    facts: &Facts,
+    grpo: &GrpoDeclaration,
+    framework: Framework,
+    xp: &str,
+    lines: &mut Vec<String>,
+) {
+    if facts.start != Start::Logprobs {
+        lines.push("logprobs = label - lse".into());
+    }
+    let held = match framework {
+        Framework::Jax => "jax.lax.stop_gradient(logprobs)",
+        Framework::Torch => "logprobs.detach()",
+    };
+    let old = if facts.old_logprobs { "as_is(given[\"old_logprobs\"], logprobs)" } else { held };
+    lines.push(format!("log_ratio = logprobs - {old}"));
+    if grpo.ratio == RatioLevel::Sequence {
+        let rows = facts.sequence;
+        lines.push(format!("weights = as_is(given[\"weights\"], logprobs).reshape(-1, {rows})"));
+        lines.push("total = weights.sum(-1)".into());
+        lines.push(format!(
+            "mean = (weights * log_ratio.reshape(-1, {rows})).sum(-1) / {xp}.where(total == 0, 1, total)"
+        ));
+        lines.push(match framework {
+            Framework::Jax => format!("log_ratio = jnp.repeat(mean, {rows})"),
+            Framework::Torch => format!("log_ratio = mean.repeat_interleave({rows})"),
+        });
+    }
+    lines.push(format!("ratio = {xp}.exp(log_ratio)"));
+    lines.push("advantages = as_is(given[\"advantages\"], logprobs)".into());
+    let (low, high) = (number(1.0 - grpo.clip_low), number(1.0 + grpo.clip_high));
+    lines.push(format!("clipped = {xp}.clip(ratio, {low}, {high})"));
+    lines.push(format!("gain = {xp}.minimum(ratio * advantages, clipped * advantages)"));
+    if let Some(dual) = grpo.dual_clip {
+        let dual = number(dual);
+        lines.push(format!(
+            "gain = {xp}.where(advantages < 0, {xp}.maximum(gain, {dual} * advantages), gain)"
+        ));
+    }
+    if grpo.kl_beta == 0.0 {
+        lines.push("token = -gain".into());
+        return;
+    }
+    lines.push("d = as_is(given[\"ref_logprobs\"], logprobs) - logprobs".into());
+    let kl = match grpo.kl {
+        KlEstimator::K1 => "-d".to_string(),
+        KlEstimator::K2 => "d * d / 2".to_string(),
+        KlEstimator::K3 => format!("{xp}.exp(d) - d - 1"),
+    };
+    lines.push(format!("token = -gain + {} * ({kl})", number(grpo.kl_beta)));
+}
