@@ -208,3 +208,14 @@ fn completions_and_the_manual_name_every_subcommand() {
         assert!(named.iter().all(|name| text.contains(name)), "{text}");
     }
 }
+
+#[test]
+fn inspect_puts_the_microbatches_of_a_tensor_together_and_says_who_holds_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = run(&["inspect"], &dumped(dir.path(), "run")).stdout;
+    let rows: Vec<Vec<&str>> = said.lines().map(|line| line.split_whitespace().collect()).collect();
+    let row = |name: &str| rows.iter().position(|row| row.first() == Some(&name)).unwrap();
+    assert_eq!(rows[row("x")][1..], ["bf16", "[4,", "2]", "-", "0-1", "2", "32", "B"], "{said}");
+    assert_eq!(rows[row("w") + 1].join(" "), "held by ranks 0 and 1");
+    assert_eq!(rows[row("dk") + 1].join(" "), "addends of a sum; held by ranks 0 and 1");
+}

@@ -20,7 +20,7 @@ use crate::replay::norm_pair::between;
 use crate::replay::outcome::{NotChecked, Outcome, Status};
 use crate::report::number::plural;
 use crate::report::schema::{AgainstReport, FirstDivergence, Report, Verdict};
-use crate::verify::{Verification, verify};
+use crate::verify::Verification;
 
 /// A dump that was opened and verified.
 type Opened<'a> = (&'a Path, &'a StepDump, &'a Verification);
@@ -37,7 +37,7 @@ pub(super) fn report(
     let (path, dump, proof) = one;
     let which = Selection { step: Some(dump.step.0), ..Selection::default() };
     let other_dump = dump::open(other_path, &which)?;
-    let other_proof = verify(&other_dump, &|_| {});
+    let other_proof = how.1.verify(&other_dump);
     let roles = wanted_roles(dump, asked);
     let ours = judge(one, asked, &roles, how)?;
     // The other run may lack a role: what it holds is replayed.

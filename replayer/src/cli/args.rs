@@ -123,6 +123,9 @@ pub(super) struct ExportArguments {
     /// Narrow floats (bf16, f16, f8) as f32, which is exact.
     #[arg(long)]
     pub(super) widen: bool,
+    /// No progress bar.
+    #[arg(long)]
+    pub(super) quiet: bool,
     /// The run, or a store that holds it.
     #[arg(long, value_name = "DIR")]
     pub(super) dump: PathBuf,
@@ -233,6 +236,9 @@ pub(super) struct DumpArguments {
     /// Writes the result as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
+    /// No progress bar.
+    #[arg(long)]
+    pub(super) quiet: bool,
 }
 
 #[derive(Debug, Args)]

@@ -4,14 +4,17 @@ use std::path::Path;
 
 use super::args::DumpArguments;
 use super::exit;
+use super::progress::Bar;
 use super::run::{RunError, output, selection};
 use crate::checks::{Subject, check};
 use crate::dump::{self, Selection, StepDump};
 use crate::report::checked::{ChecksReport, ChecksVerdict, render};
-use crate::verify::{Verification, verify};
+use crate::verify::Verification;
 
 pub(super) fn run(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
-    let report = checks_report(&arguments.dump, &selection(&arguments.which))?;
+    let bar = Bar::new(arguments.quiet);
+    let report = report_with(&arguments.dump, &selection(&arguments.which), &bar)?;
+    bar.finish();
     let code = match report.verdict {
         ChecksVerdict::Passed => exit::AGREED,
         ChecksVerdict::Failed => exit::DIVERGED,
@@ -24,13 +27,17 @@ pub(super) fn run(arguments: &DumpArguments) -> Result<(String, i32), RunError> 
 /// What `replay checks` finds in one step, or in every step of the run where the
 /// selection names none.
 pub fn checks_report(path: &Path, selection: &Selection) -> Result<ChecksReport, RunError> {
+    report_with(path, selection, &Bar::new(true))
+}
+
+fn report_with(path: &Path, selection: &Selection, bar: &Bar) -> Result<ChecksReport, RunError> {
     let steps = match selection.step {
         Some(step) => vec![step],
         None => dump::steps(path, selection)?.iter().map(|step| step.0).collect(),
     };
     let open = |step: u64| dump::open(path, &Selection { step: Some(step), ..selection.clone() });
     let dumps: Vec<StepDump> = steps.into_iter().map(open).collect::<Result<_, _>>()?;
-    let proofs: Vec<Verification> = dumps.iter().map(|dump| verify(dump, &|_| {})).collect();
+    let proofs: Vec<Verification> = dumps.iter().map(|dump| bar.verify(dump)).collect();
     let subjects = dumps.iter().zip(&proofs).map(|(dump, proof)| Subject { dump, proof });
     let subjects: Vec<Subject<'_>> = subjects.collect();
     let checked = check(&subjects);

@@ -5,6 +5,7 @@ use backtape::index_box::IndexBox;
 
 use super::args::{ExportArguments, FrameworkArgument, ListArguments, ShowArguments};
 use super::exit;
+use super::progress::{Bar, Work};
 use super::run::{RunError, output, selection};
 use crate::assemble;
 use crate::dump;
@@ -69,7 +70,14 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunEr
         };
         wanted.push(Wanted { key, rank: asked.rank.map(Rank), name: name.clone() });
     }
-    let written = export::export(&dump, &wanted, target, arguments.widen)?;
+    let bar = Bar::new(arguments.quiet);
+    let sizes = wanted
+        .iter()
+        .filter_map(|one| dump.tensors().get(&one.key))
+        .map(|info| info.shape.iter().product::<u64>().saturating_mul(info.dtype.width() as u64));
+    bar.begin("export", Work::Bytes, sizes.sum());
+    let written = export::export(&dump, &wanted, target, arguments.widen, &bar)?;
+    bar.finish();
     let names = arguments.names.join(", ");
     Ok((format!("{names}: {} in {}\n", bytes(written), target.display()), exit::AGREED))
 }

@@ -7,6 +7,7 @@ mod args;
 mod checks;
 mod look;
 mod own;
+mod paint;
 mod precision;
 mod progress;
 mod run;
@@ -48,7 +49,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> i32 {
     match run::run(&parsed) {
         Ok((text, code)) => {
             // A closed pipe (`| head`) is the reader's choice, not a failure.
-            let _ = std::io::stdout().write_all(text.as_bytes());
+            let _ = anstream::stdout().write_all(paint::paint(&text).as_bytes());
             code
         }
         Err(error) => {

@@ -26,7 +26,7 @@ use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
 use crate::report::number::plural;
 use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
-use crate::report::{catalogue, dumped, text};
+use crate::report::{catalogue, dumped, inventory, text};
 use crate::trajectory::ReadError;
 use crate::verify::{Verification, verify};
 
@@ -288,7 +288,7 @@ fn report_with(
     bar: &Bar,
 ) -> Result<Report, RunError> {
     let dump = dump::open(path, selection)?;
-    let proof = verify(&dump, &|_| {});
+    let proof = bar.verify(&dump);
     if let Some(other) = other {
         return against::report((path, &dump, &proof), other, asked, (how, bar));
     }
@@ -431,7 +431,9 @@ fn word(value: &impl serde::Serialize) -> String {
 
 fn run_verify(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
-    let proof = verify(&dump, &|_| {});
+    let bar = Bar::new(arguments.quiet);
+    let proof = bar.verify(&dump);
+    bar.finish();
     let code = if proof.intact() && dump.committed() { exit::AGREED } else { exit::INCOMPLETE };
     let json = || serde_json::to_string_pretty(&proof).expect("plain data");
     Ok((output(arguments.json.as_deref(), json, || dumped::verification(&dump, &proof))?, code))
@@ -440,7 +442,7 @@ fn run_verify(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
 fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let json = || serde_json::to_string_pretty(&dump.manifest).expect("plain data");
-    Ok((output(arguments.json.as_deref(), json, || dumped::inventory(&dump))?, exit::AGREED))
+    Ok((output(arguments.json.as_deref(), json, || inventory::inventory(&dump))?, exit::AGREED))
 }
 
 fn run_causes(id: Option<&str>) -> Result<(String, i32), RunError> {

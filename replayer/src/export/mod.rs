@@ -20,6 +20,7 @@ use backtape::shard::TensorKey;
 use crate::assemble::{self, AssembleError, slab};
 use crate::bits;
 use crate::dump::StepDump;
+use crate::kernels::Progress;
 pub use repro::{Framework, ReproError, repro};
 
 /// Bytes that are assembled at a time.
@@ -95,12 +96,14 @@ impl Member<'_> {
 }
 
 /// Writes the tensors to `target`, whose name says in which format; `widen` makes f32 of the
-/// floats that are narrower. Returns the bytes of the file.
+/// floats that are narrower. `progress` is told the bytes of the dump that were written. Returns
+/// the bytes of the file.
 pub fn export(
     dump: &StepDump,
     wanted: &[Wanted],
     target: &Path,
     widen: bool,
+    progress: &dyn Progress,
 ) -> Result<u64, ExportError> {
     let members = members(dump, wanted, widen)?;
     let extension = target.extension().and_then(|name| name.to_str());
@@ -113,7 +116,7 @@ pub fn export(
         }
         _ => return Err(ExportError::Format { path: target.into() }),
     };
-    save(dump, &header, &members, target)
+    save(dump, &header, &members, target, progress)
 }
 
 /// Writes what was put together, header first, under a name that is free; returns its bytes.
@@ -122,6 +125,7 @@ fn save(
     header: &[u8],
     members: &[Member<'_>],
     target: &Path,
+    progress: &dyn Progress,
 ) -> Result<u64, ExportError> {
     if target.symlink_metadata().is_ok() {
         return Err(ExportError::Exists { path: target.into() });
@@ -138,7 +142,7 @@ fn save(
     let mut out = BufWriter::with_capacity(1 << 20, scratch.as_file_mut());
     out.write_all(header).map_err(wrong)?;
     for member in members {
-        write(dump, member, &mut out, &wrong)?;
+        write(dump, member, &mut out, progress, &wrong)?;
     }
     out.flush().map_err(wrong)?;
     drop(out);
@@ -179,6 +183,7 @@ fn write(
     dump: &StepDump,
     member: &Member<'_>,
     out: &mut impl Write,
+    progress: &dyn Progress,
     wrong: &impl Fn(io::Error) -> ExportError,
 ) -> Result<(), ExportError> {
     let mut put = |bytes: &[u8]| match member.stored == member.dtype {
@@ -193,6 +198,7 @@ fn write(
     while start < elements {
         let end = elements.min(start + each);
         put(&slab::elements(dump, member.key, start..end)?)?;
+        progress.advance((end - start) * member.dtype.width() as u64);
         start = end;
     }
     Ok(())

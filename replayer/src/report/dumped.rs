@@ -72,40 +72,7 @@ fn tensors(out: &mut String, proof: &Verification) {
     out.push('\n');
 }
 
-/// `replay inspect`: every tensor of the step.
-pub fn inventory(dump: &StepDump) -> String {
-    let mut out = String::new();
-    title(&mut out, dump);
-    let _ = writeln!(
-        out,
-        "{:<34}{:<7}{:<20}{:<14}{:>6} {:>11}",
-        "tensor", "dtype", "shape", "role", "shards", "bytes"
-    );
-    for (key, info) in dump.tensors() {
-        let size: u64 = info.shards.iter().map(|shard| dump.record(shard).length).sum();
-        let partial = if info.partial.is_some() { ", addends" } else { "" };
-        let _ = writeln!(
-            out,
-            "{:<34}{:<7}{:<20}{:<14}{:>6} {:>11}",
-            format!("{key}{partial}"),
-            info.dtype.name(),
-            format!("{:?}", info.shape),
-            info.role.map(|role| role.name()).unwrap_or("-"),
-            info.shards.len(),
-            bytes(size),
-        );
-    }
-    for omission in &dump.manifest.omissions {
-        let _ = writeln!(
-            out,
-            "omitted   rank {}: {}: {}",
-            omission.rank, omission.tensor, omission.reason
-        );
-    }
-    out
-}
-
-fn title(out: &mut String, dump: &StepDump) {
+pub(super) fn title(out: &mut String, dump: &StepDump) {
     let state = match &dump.state {
         StepState::Committed => "committed".to_string(),
         StepState::Partial { why, .. } => format!("PARTIAL: {why}"),

@@ -6,6 +6,7 @@ pub mod catalogue;
 mod causes;
 pub mod checked;
 pub mod dumped;
+pub mod inventory;
 pub mod listed;
 mod measured;
 mod norm;

@@ -5,11 +5,9 @@ use std::fmt::Write;
 use backtape::dtype::Dtype;
 
 use super::number::count;
+use super::text::WIDTH;
 use crate::assemble::Tensor;
 use crate::bits::{bits, integer, value};
-
-/// Columns of a line.
-const WIDTH: usize = 100;
 
 /// A tensor's values, the last dimension along the line, with the global index of each row and
 /// column; as hexadecimal bits where `raw` is set.

@@ -79,6 +79,9 @@ pub fn connect(address: &str, access: &Access) -> Result<Rpc, ChannelError> {
 
 fn encrypted(tls: &Tls) -> ClientTlsConfig {
     ClientTlsConfig::new()
+        // The connect timeout ends with TCP's handshake: without one of its own, TLS's would
+        // wait for ever on a connection that some box between has forgotten.
+        .timeout(CONNECT_DEADLINE)
         .ca_certificate(Certificate::from_pem(&tls.ca))
         .identity(Identity::from_pem(&tls.certificate, &tls.key))
 }

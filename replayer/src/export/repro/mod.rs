@@ -25,6 +25,7 @@ use crate::dump::StepDump;
 use crate::head::step::{StepError, flat_rows};
 use crate::head::units::share;
 use crate::head::{HeadStep, MicrobatchInputs, Scores};
+use crate::kernels::NoProgress;
 use crate::kernels::matrix::IGNORED;
 
 /// Whose words the script is written in.
@@ -312,7 +313,7 @@ fn write(dump: &StepDump, data: &Data, script: &str, target: &Path) -> Result<u6
         })
         .collect();
     let header = safetensors::header(dump, &members)?;
-    let written = save(dump, &header, &members, &inside.join("data.safetensors"))?;
+    let written = save(dump, &header, &members, &inside.join("data.safetensors"), &NoProgress)?;
     std::fs::write(inside.join("repro.py"), script).map_err(wrong)?;
     std::fs::rename(&inside, target).map_err(wrong)?;
     Ok(written)
