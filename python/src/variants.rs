@@ -16,6 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::postmortem::{failed, moment};
+use crate::report::Report;
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
 type Given = (String, Option<u32>, Option<u32>, Vec<u8>, String);
@@ -57,7 +58,7 @@ fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyD
     Ok(found)
 }
 
-/// The report of a replay in which functions take part, as JSON and as text.
+/// The report of a replay in which functions take part.
 #[pyfunction]
 #[pyo3(signature = (path, variants, run=None, attempt=None, step=None, compare=None))]
 pub(crate) fn replay_varied(
@@ -68,7 +69,7 @@ pub(crate) fn replay_varied(
     attempt: Option<u32>,
     step: Option<u64>,
     compare: Option<Vec<String>>,
-) -> PyResult<(String, String)> {
+) -> PyResult<Report> {
     let invalid = |error: String| PyValueError::new_err(error);
     let compare =
         Asked::parse(compare.unwrap_or_default()).map_err(|error| invalid(error.to_string()))?;
@@ -81,9 +82,7 @@ pub(crate) fn replay_varied(
     let variants: Vec<Arc<Variant>> =
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
     let found = py.detach(|| cli::varied_report(&path, &selection, compare, &variants));
-    let report = found.map_err(failed)?;
-    let json = serde_json::to_string(&report).map_err(failed)?;
-    Ok((json, backtape_replayer::report::text::render(&report)))
+    Ok(found.map_err(failed)?.into())
 }
 
 fn supplied(

@@ -29,6 +29,8 @@ pub mod pass_cache;
 mod plane;
 pub mod probe;
 mod probed;
+pub mod recompute;
+mod recomputed;
 pub mod sample;
 mod sampled;
 mod smoothed;
