@@ -10,7 +10,9 @@ __version__: str
 __build__: str
 __file__: str
 
-class RecorderError(Exception): ...
+class RecorderError(Exception):
+    """Recording failed; raised with strict=True only. The text says what, where and what to do."""
+
 class PanicException(BaseException): ...
 
 class Recorder:
@@ -40,18 +42,32 @@ class Block:
     def __buffer__(self, flags: int) -> memoryview: ...
 
 class Summary:
+    """What one recorder did; str() is one line for the log. `Recorder.close` gives it."""
+
     shards: int
+    """Shards that were acknowledged: durable, and in the coordinator's journal."""
     bytes: int
+    """Their bytes."""
     scalar_rows: int
+    """Rows of scalars that were written."""
     steps_committed: list[int]
+    """Steps that the coordinator committed."""
     steps_partial: list[int]
+    """Steps that it did not."""
     omissions: list[str]
+    """What was to be recorded and was not, with the reason."""
     faults: list[str]
+    """What went wrong."""
     orders: list[str]
+    """Plans and triggers that were heard, and what became of them."""
     ring_dropped: int
+    """Steps that left the ring for want of bytes."""
     attempt: int | None
+    """Which launch of the run this was; None where no coordinator was reached."""
     directory: Path | None
+    """Where the attempt lies."""
     streamed: bool
+    """True where the coordinator wrote the files, and not this rank."""
 
 def fingerprint(shard: Shard) -> tuple[int, int]: ...
 def check_dtype(name: str) -> None: ...

@@ -15,8 +15,11 @@ __all__ = ["Report", "Run", "Step", "checks", "open", "replay", "trajectory"]
 def open(path: Place, run: str | None = None, attempt: int | None = None) -> Run:
     """Opens a dump. Which step is asked of the run: `backtape.open(dir).step(0)`.
 
-    path: the directory or URL of a run, or of a store; run: which, where it holds several;
-    attempt: which launch. Nothing is read before a step is asked for.
+    path: the directory or URL of a run, or of a store.
+    run: which, where a store holds several.
+    attempt: which launch of the run, where several hold the step.
+
+    Nothing is read before a step is asked for.
     """
     return Run(path, run, attempt)
 

@@ -58,7 +58,8 @@ class Step:
     ) -> AnyArray:
         """The global tensor, bit for bit as the job held it.
 
-        name: as it was recorded. microbatch, when: which one, where several were captured.
+        name: as it was recorded.
+        microbatch, when: which one, where several were captured.
         rank: the addend of this rank, of a tensor that was recorded with `partial=`.
 
         Returns a read-only array of the global shape (with `rank`, of what the rank held) in the
@@ -86,7 +87,8 @@ class Step:
         """A stage of the loss head, recomputed in f64 from the dump's own inputs.
 
         name: one of `stages`; inputs (q, k, labels, ...) are recorded, not computed: `tensor` has
-            them. microbatch: may be left out where there is one; accumulate and reduce have none.
+            them.
+        microbatch: may be left out where there is one; accumulate and reduce have none.
         rank: of dk, dk_lse, dk_label, dbias and accumulate, the addend of this rank alone.
         from_captured: start from what the job captured of the stages before this one (logits, lse,
             label_logits, logprobs), as the replay does. False: from the head's inputs alone.
@@ -95,10 +97,14 @@ class Step:
         tokens: of logits, p and dlogits the tokens first to end, `[end - first, V]`.
 
         Returns float64. Shapes, T being the tokens in the shape that the job gave them:
-            lse, label_logits, logprobs, nll, dlogprobs, g, g_lse, g_label: `[T]`;
-            loss: `[]`, or `[T]` with reduction="none"; logits, p, dlogits: `[T, V]`, padding
-            included; dq_lse, dq_label, dq: `[T, D]`; dk_lse, dk_label, dk, accumulate, reduce:
-            `[V, D]`, or `[D, V]` with k_layout="dv"; dbias: `[V]`.
+
+            lse, label_logits, logprobs, nll, dlogprobs, g, g_lse, g_label   [T]
+            loss                                   [], or [T] with reduction="none"
+            logits, p, dlogits                     [T, V], padding included
+            dq_lse, dq_label, dq                   [T, D]
+            dk_lse, dk_label, dk, accumulate, reduce   [V, D], or [D, V] with k_layout="dv"
+            dbias                                  [V]
+
         lse, logits and nll are in nats; gradients are those of the loss that the head declares,
         its denominator and cotangent applied.
 

@@ -1,0 +1,104 @@
+"""Every command in the docs runs: in a prepared directory, or it is in a list with the reason.
+
+Method: each fenced `sh` block of README.md and docs/*.md is run from top to bottom in a directory
+with real dumps, coordinators and jobs on loopback; of each transcript (`$ command` and what it
+printed) the commands are run too, and what they print is compared but for numbers.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import TRAIN
+from docs_site.pages import PAGES, Site, blocks, masked, reason_elsewhere, same
+
+BLOCKS = blocks()
+SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "shell")]
+TRANSCRIPTS = [block for block in BLOCKS if block.is_transcript]
+
+# The guide's job is the one that the fixture `dumps` has run, word for word.
+TRAINED = {
+    f"BACKTAPE_STEPS=0 BACKTAPE_DIR=dumps/{name} python {TRAIN} --label-gather {dtype}"
+    for name, dtype in (("new", "bf16"), ("old", "f32"))
+}
+
+
+def test_blocks_of_commands_are_found():
+    assert len(SHELL) > 8 and len(TRANSCRIPTS) > 4
+    assert not [block.name for block in BLOCKS if block.language in ("bash", "shell", "console")], "call it sh"
+    bare = [block.name for block in BLOCKS if block.language == "" and not block.is_transcript]
+    assert not [name for name in bare], f"say what these blocks are (sh, text, python, toml, json): {bare}"
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    """Runs of docs_site/train.py by name."""
+    store = tmp_path_factory.mktemp("recorded")
+    for name, fault in (("run-a", ""), ("run-b", "label-gather")):
+        environment = {"BACKTAPE_STEPS": "0,1", "BACKTAPE_DIR": str(store / name), "FAULT": fault, "BACKTAPE_STRICT": "1"}
+        script = Path(__file__).parent / "docs_site/train.py"
+        ended = subprocess.run(
+            [sys.executable, script], env=os.environ | environment, capture_output=True, text=True, timeout=120
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    return {"run-a": store / "run-a", "run-b": store / "run-b"}
+
+
+@pytest.fixture
+def site_of(tmp_path, recorded, request):
+    """Makes the directory for a page; what was started in it is ended."""
+    made = []
+
+    def make(page):
+        runs = dict(recorded)
+        if page.name == "guide.md":
+            dumps = request.getfixturevalue("dumps")
+            runs = {"new": dumps / "new", "old": dumps / "old"}
+        if page.name == "README.md":
+            runs |= {"fused": recorded["run-b"], "plain": recorded["run-a"]}
+        made.append(Site(tmp_path / f"site-{len(made)}", runs))
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.stop()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_runs(page, site_of):
+    mine = [block for block in SHELL if block.page == page]
+    site, wrong = None, []
+    for block in mine:
+        for command in block.commands():
+            if command in TRAINED or reason_elsewhere(command):
+                continue
+            site = site or site_of(page)
+            if trouble := site.obey(command):
+                wrong.append(f"{block.name}: {trouble}")
+        if site:
+            site.stop()
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in TRANSCRIPTS}), ids=lambda page: page.name)
+def test_transcripts_are_what_is_printed(page, site_of):
+    site = None
+    for block in (block for block in TRANSCRIPTS if block.page == page):
+        for command, expected in block.transcript():
+            if command in TRAINED or reason_elsewhere(command):
+                continue
+            site = site or site_of(page)
+            given = site.local(command)
+            ended = site.run(given)
+            printed = ended.stdout + ended.stderr
+            assert same(expected, printed), f"{block.name}: $ {given}\n{printed}\n--- masked\n{masked(printed)}\n{masked(expected)}"
+
+
+def test_a_new_command_that_does_not_run_is_found(site_of):
+    site = site_of(PAGES[0])
+    assert site.obey("replay --dump dumps/run-a --no-such-option") is not None
+    assert site.obey("replay verify --dump dumps/run-a") is None
+    assert not same("run-a # ranks", "run-b 3 ranks") and same("a 1\n...\nb 2.5e-3", "a 7\nx\nb 9")
