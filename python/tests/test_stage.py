@@ -186,7 +186,7 @@ def test_a_policy_is_emulated_by_the_name_that_the_report_has(tmp_path):
 
 
 def test_what_is_missing_is_named(tmp_path, step):
-    with pytest.raises(KeyError, match="no stage 'dkk': the stages are q, k, labels"):
+    with pytest.raises(KeyError, match='no stage "dkk": the stages are q, k, labels'):
         step.stage("dkk")
     with pytest.raises(KeyError, match="q is an input of the head"):
         step.stage("q")

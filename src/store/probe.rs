@@ -83,9 +83,7 @@ fn directory(place: &Path) -> Vec<Probed> {
 fn written(target: &Path) -> io::Result<String> {
     let begin = Instant::now();
     match durable::create(target, b"backtape")? {
-        true if std::fs::read(target)? == b"backtape" => {
-            Ok(format!("durable in {}", since(begin)))
-        }
+        true if std::fs::read(target)? == b"backtape" => Ok(format!("durable in {}", since(begin))),
         true => Err(io::Error::other("what was written is not what is read back")),
         false => Err(io::Error::other("a new name is said to be taken")),
     }

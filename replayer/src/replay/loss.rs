@@ -77,8 +77,7 @@ impl Replay<'_> {
             let found = self.judge_column(inputs, captured, &supposed, false, Vec::new());
             outcome.add(Stage::Dlogprobs, found);
         }
-        let captured =
-            captured.filter(|_| self.world.trusts(Stage::Dlogprobs, inputs.microbatch));
+        let captured = captured.filter(|_| self.world.trusts(Stage::Dlogprobs, inputs.microbatch));
         for t in 0..inputs.tokens() {
             let (dlogp, variance) = match &captured {
                 Some(column) => column.at(t),

@@ -279,9 +279,9 @@ impl Replay<'_> {
         member: Option<&Member>,
     ) -> Result<Option<Vec<f64>>, RecomputeError> {
         let head = slice.inputs.head(self.step);
-        let emulated = member.zip(head.as_ref()).filter(|_| {
-            matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs)
-        });
+        let emulated = member
+            .zip(head.as_ref())
+            .filter(|_| matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs));
         if let Some((member, head)) = emulated {
             let (policy, tiles) = (&member.policy, self.roundings.tiles);
             let found = crate::kernels::policy::forward(policy, head, tiles, self.progress);
@@ -394,15 +394,19 @@ impl Replay<'_> {
             _ if stage == Stage::Dbias && inputs.bias.is_none() => {
                 absent("the dump holds no bias: record it with tape.record(\"bias\", ...)")
             }
-            _ if member.is_some() && !emulates && !gradient => {
-                absent("a policy is emulated for lse, label_logits, logprobs, logits, dlogits and the gradients: leave policy= out")
+            _ if member.is_some() && !emulates && !gradient => absent(
+                "a policy is emulated for lse, label_logits, logprobs, logits, dlogits and the gradients: leave policy= out",
+            ),
+            Scores::Logprobs
+                if !matches!(stage, Stage::Nll | Stage::Loss | Stage::Dlogprobs | Stage::G) =>
+            {
+                absent(
+                    "the dump holds log-probabilities and nothing before them: record q, k and labels",
+                )
             }
-            Scores::Logprobs if !matches!(stage, Stage::Nll | Stage::Loss | Stage::Dlogprobs | Stage::G) => {
-                absent("the dump holds log-probabilities and nothing before them: record q, k and labels")
-            }
-            Scores::Logits(_) if gradient => {
-                absent("the dump holds logits and neither q nor k: record both to have gradients by them, or ask for dlogits")
-            }
+            Scores::Logits(_) if gradient => absent(
+                "the dump holds logits and neither q nor k: record both to have gradients by them, or ask for dlogits",
+            ),
             _ => Ok(()),
         }
     }

@@ -41,15 +41,16 @@ impl Replay<'_> {
         let (lse, cotangents) = (&problem.lse, problem.cotangents());
         let mut of_k = Vec::new();
         let (tiles, progress) = (self.tiles, self.progress);
-        let dq = reference::backward(head, lse, &cotangents, &noise, tiles, progress, &mut |block| {
-            match stage {
-                Stage::DkLse => of_k.extend_from_slice(block.dk_lse),
-                Stage::DkLabel => of_k.extend_from_slice(block.dk_label),
-                Stage::Dk => of_k.extend(sum(block.dk_lse, block.dk_label)),
-                Stage::Dbias => of_k.extend(sum(block.dbias_lse, block.dbias_label)),
-                _ => {}
-            }
-        });
+        let dq =
+            reference::backward(head, lse, &cotangents, &noise, tiles, progress, &mut |block| {
+                match stage {
+                    Stage::DkLse => of_k.extend_from_slice(block.dk_lse),
+                    Stage::DkLabel => of_k.extend_from_slice(block.dk_label),
+                    Stage::Dk => of_k.extend(sum(block.dk_lse, block.dk_label)),
+                    Stage::Dbias => of_k.extend(sum(block.dbias_lse, block.dbias_label)),
+                    _ => {}
+                }
+            });
         match stage {
             Stage::DqLse => dq.dq_lse,
             Stage::DqLabel => dq.dq_label,
@@ -124,20 +125,21 @@ impl Replay<'_> {
         let part = span_of(&head, tokens.clone());
         let width = head.k.rows;
         let mut found = vec![0.0; tokens.len() * width];
-        let mut put = |rows: &Range<usize>, cols: &Range<usize>, logits: &[f64], dlogits: &[f64]| {
-            for (at, row) in rows.clone().enumerate() {
-                let from = at * cols.len()..(at + 1) * cols.len();
-                let to = &mut found[row * width + cols.start..row * width + cols.end];
-                match stage {
-                    Stage::Logits => to.copy_from_slice(&logits[from]),
-                    Stage::Dlogits => to.copy_from_slice(&dlogits[from]),
-                    _ => {
-                        let p = |x: &f64| libm::exp(x - lse[row]);
-                        to.iter_mut().zip(&logits[from]).for_each(|(to, x)| *to = p(x));
+        let mut put =
+            |rows: &Range<usize>, cols: &Range<usize>, logits: &[f64], dlogits: &[f64]| {
+                for (at, row) in rows.clone().enumerate() {
+                    let from = at * cols.len()..(at + 1) * cols.len();
+                    let to = &mut found[row * width + cols.start..row * width + cols.end];
+                    match stage {
+                        Stage::Logits => to.copy_from_slice(&logits[from]),
+                        Stage::Dlogits => to.copy_from_slice(&dlogits[from]),
+                        _ => {
+                            let p = |x: &f64| libm::exp(x - lse[row]);
+                            to.iter_mut().zip(&logits[from]).for_each(|(to, x)| *to = p(x));
+                        }
                     }
                 }
-            }
-        };
+            };
         let progress = self.progress;
         match member {
             None => {

@@ -161,11 +161,7 @@ const GREETINGS: usize = 4;
 const GREETING_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Asks who answers at an address, on a runtime of its own. `credentials` is a rank's folder.
-pub fn greet(
-    address: &str,
-    run: &str,
-    credentials: Option<&Path>,
-) -> Result<Greeting, GreetError> {
+pub fn greet(address: &str, run: &str, credentials: Option<&Path>) -> Result<Greeting, GreetError> {
     let access = match credentials {
         Some(folder) => Access::read(folder, &Name::new(run)?)?,
         None => Access::default(),
