@@ -76,6 +76,7 @@ def replay(
     step: int | None = None,
     compare: list[str] | None = None,
     against: str | None = None,
+    report: str | None = None,
 ) -> tuple[str, str]: ...
 def variant_inputs(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
@@ -87,6 +88,7 @@ def replay_varied(
     attempt: int | None = None,
     step: int | None = None,
     compare: list[str] | None = None,
+    report: str | None = None,
 ) -> tuple[str, str]: ...
 def checks(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None

@@ -95,6 +95,7 @@ def replay(
     run: str | None = None,
     attempt: int | None = None,
     variants: Mapping[str, Function] | None = None,
+    report: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Replays the loss head of a step; the report's `verdict` is agreed, diverged or incomplete.
 
@@ -103,16 +104,18 @@ def replay(
     variants: functions of your own for stages of the head, by name (see backtape.variants): each is
         compared with the reference (is it right?) and with what was captured (is it what the job
         did?), and takes part in the search for the cause. Not together with against.
+    report: a file that becomes the report as one HTML page, with drawings.
     Raises RuntimeError with one sentence where no verdict can be given at all.
     """
     other = None if against is None else os.fspath(against)
+    page = None if report is None else os.fspath(report)
     if variants:
         if other is not None:
             raise ValueError("variants are tried on one run: leave against= out")
         given = call((os.fspath(path), run, attempt), step, variants)
-        data, text = _native.replay_varied(os.fspath(path), given, run, attempt, step, compare)
+        data, text = _native.replay_varied(os.fspath(path), given, run, attempt, step, compare, page)
         return Report(text, data)
-    data, text = _native.replay(os.fspath(path), run, attempt, step, compare, other)
+    data, text = _native.replay(os.fspath(path), run, attempt, step, compare, other, page)
     return Report(text, data)
 
 

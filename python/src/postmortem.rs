@@ -4,8 +4,10 @@ use std::path::PathBuf;
 
 use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
+use backtape_replayer::cli::{PageFile, RunError};
 use backtape_replayer::dump::{self, FindError, Selection};
 use backtape_replayer::replay::against::{Asked, PatternError};
+use backtape_replayer::report::Report;
 use backtape_replayer::trajectory::Declared;
 use backtape_replayer::{assemble, cli};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
@@ -105,9 +107,30 @@ impl StepDump {
     }
 }
 
-/// The report of a replay as JSON, schema `backtape.report/1`, and as text.
+/// What a replay made, as JSON, schema `backtape.report/1`, and as text; and its page under
+/// the name `page`, where it has one. `replay` is told whether to gather what a page draws.
+pub(crate) fn told(
+    py: Python<'_>,
+    page: Option<PathBuf>,
+    replay: impl FnOnce(bool) -> Result<Report, RunError> + Send,
+) -> PyResult<(String, String)> {
+    let made = || {
+        // What cannot be written is said before the replay, which may take long.
+        let page = page.as_deref().map(PageFile::beside).transpose()?;
+        let report = replay(page.is_some())?;
+        page.map(|page| page.write(&report)).transpose()?;
+        Ok(report)
+    };
+    let report = py.detach(made).map_err(|error: RunError| failed(error))?;
+    let json = serde_json::to_string(&report).map_err(failed)?;
+    Ok((json, backtape_replayer::report::text::render(&report)))
+}
+
+/// The report of a replay as JSON, schema `backtape.report/1`, and as text; `report` is the
+/// file of its page.
 #[pyfunction]
-#[pyo3(signature = (path, run=None, attempt=None, step=None, compare=None, against=None))]
+#[pyo3(signature = (path, run=None, attempt=None, step=None, compare=None, against=None, report=None))]
+#[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay(
     py: Python<'_>,
     path: PathBuf,
@@ -116,14 +139,15 @@ pub(crate) fn replay(
     step: Option<u64>,
     compare: Option<Vec<String>>,
     against: Option<PathBuf>,
+    report: Option<PathBuf>,
 ) -> PyResult<(String, String)> {
     let wrong = |error: PatternError| PyValueError::new_err(error.to_string());
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
-    let found = py.detach(|| cli::replay_report(&path, &selection, compare, against.as_deref()));
-    let report = found.map_err(failed)?;
-    let json = serde_json::to_string(&report).map_err(failed)?;
-    Ok((json, backtape_replayer::report::text::render(&report)))
+    told(py, report, |drawn| match drawn {
+        true => cli::drawn_report(&path, &selection, compare, against.as_deref(), &[]),
+        false => cli::replay_report(&path, &selection, compare, against.as_deref()),
+    })
 }
 
 /// What the checks find as JSON, schema `backtape.checks/1`, and as text.

@@ -15,7 +15,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::postmortem::{failed, moment};
+use crate::postmortem::{failed, moment, told};
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
 type Given = (String, Option<u32>, Option<u32>, Vec<u8>, String);
@@ -57,9 +57,11 @@ fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyD
     Ok(found)
 }
 
-/// The report of a replay in which functions take part, as JSON and as text.
+/// The report of a replay in which functions take part, as JSON and as text; `report` is the file
+/// of its page.
 #[pyfunction]
-#[pyo3(signature = (path, variants, run=None, attempt=None, step=None, compare=None))]
+#[pyo3(signature = (path, variants, run=None, attempt=None, step=None, compare=None, report=None))]
+#[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay_varied(
     py: Python<'_>,
     path: PathBuf,
@@ -68,6 +70,7 @@ pub(crate) fn replay_varied(
     attempt: Option<u32>,
     step: Option<u64>,
     compare: Option<Vec<String>>,
+    report: Option<PathBuf>,
 ) -> PyResult<(String, String)> {
     let invalid = |error: String| PyValueError::new_err(error);
     let compare =
@@ -80,10 +83,10 @@ pub(crate) fn replay_varied(
     };
     let variants: Vec<Arc<Variant>> =
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
-    let found = py.detach(|| cli::varied_report(&path, &selection, compare, &variants));
-    let report = found.map_err(failed)?;
-    let json = serde_json::to_string(&report).map_err(failed)?;
-    Ok((json, backtape_replayer::report::text::render(&report)))
+    told(py, report, |drawn| match drawn {
+        true => cli::drawn_report(&path, &selection, compare, None, &variants),
+        false => cli::varied_report(&path, &selection, compare, &variants),
+    })
 }
 
 fn supplied(
