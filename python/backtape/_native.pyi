@@ -108,6 +108,8 @@ def replay(
     step: int | None = None,
     compare: list[str] | None = None,
     against: str | None = None,
+    report: str | None = None,
+    draws: bool = False,
 ) -> Report: ...
 def variant_inputs(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
@@ -119,6 +121,8 @@ def replay_varied(
     attempt: int | None = None,
     step: int | None = None,
     compare: list[str] | None = None,
+    report: str | None = None,
+    draws: bool = False,
 ) -> Report: ...
 def checks(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None

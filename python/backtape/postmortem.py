@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from backtape import _native
-from backtape.report import Report
+from backtape.report import Report, shows_itself
 from backtape.run import Run, Step
 from backtape.typing import Place
 from backtape.variants import Function, call
@@ -33,6 +33,7 @@ def replay(
     run: str | None = None,
     attempt: int | None = None,
     variants: Mapping[str, Function] | None = None,
+    report: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Replays the loss head of a step; the report's `verdict` is agreed, diverged or incomplete.
 
@@ -41,16 +42,21 @@ def replay(
     variants: functions of your own for stages of the head, by name (see backtape.variants): each is
         compared with the reference (is it right?) and with what was captured (is it what the job
         did?), and takes part in the search for the cause. Not together with against.
+    report: a file that becomes the report as one HTML page, with drawings (docs/report.md).
+
     Raises RuntimeError with one sentence where no verdict can be given at all, ValueError for
     compare= that cannot be read or variants= together with against=.
     """
+    where = os.fspath(path)
     other = None if against is None else os.fspath(against)
+    page = None if report is None else os.fspath(report)
+    draws = shows_itself()
     if variants:
         if other is not None:
             raise ValueError("variants are tried on one run: leave against= out")
-        given = call((os.fspath(path), run, attempt), step, variants)
-        return Report(_native.replay_varied(os.fspath(path), given, run, attempt, step, compare))
-    return Report(_native.replay(os.fspath(path), run, attempt, step, compare, other))
+        given = call((where, run, attempt), step, variants)
+        return Report(_native.replay_varied(where, given, run, attempt, step, compare, page, draws))
+    return Report(_native.replay(where, run, attempt, step, compare, other, page, draws))
 
 
 def checks(

@@ -1,6 +1,7 @@
 """What a replay, the checks or a look at the trajectory found."""
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,3 +46,10 @@ class Report:
     def _repr_html_(self) -> str:
         """The report as a notebook shows it: a fragment that needs nothing from the network."""
         return self._native.html()
+
+
+def shows_itself() -> bool:
+    """True in IPython and its notebooks, where a report that is the last of a cell is drawn: what
+    a drawing needs is gathered beside the comparison, and cannot be had afterwards."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None

@@ -6,8 +6,10 @@ use std::sync::{Arc, OnceLock};
 use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
 use backtape_replayer::assemble::AssembleError;
+use backtape_replayer::cli::{PageFile, RunError};
 use backtape_replayer::dump::{self, FindError, Selection};
 use backtape_replayer::replay::against::{Asked, PatternError};
+use backtape_replayer::report;
 use backtape_replayer::trajectory::Declared;
 use backtape_replayer::verify::{Verification, verify};
 use backtape_replayer::{assemble, cli};
@@ -149,9 +151,30 @@ impl StepDump {
     }
 }
 
-/// The report of a replay, schema `backtape.report/1`.
+/// What a replay found; and its page under the name `page`, where it is to have one. `replay` is
+/// told whether to gather what a page draws: also where the report will show itself (`draws`).
+pub(crate) fn told(
+    py: Python<'_>,
+    (page, draws): (Option<PathBuf>, bool),
+    replay: impl FnOnce(bool) -> Result<report::Report, RunError> + Send,
+) -> PyResult<Report> {
+    let made = || {
+        // What cannot be written is said before the replay, which may take long.
+        let page = page.as_deref().map(PageFile::beside).transpose()?;
+        let report = replay(draws || page.is_some())?;
+        page.map(|page| page.write(&report)).transpose()?;
+        Ok(report)
+    };
+    let report = py.detach(made).map_err(|error: RunError| failed(error))?;
+    Ok(report.into())
+}
+
+/// The report of a replay, schema `backtape.report/1`; `report` is the file of its page.
 #[pyfunction]
-#[pyo3(signature = (path, run=None, attempt=None, step=None, compare=None, against=None))]
+#[pyo3(signature = (
+    path, run=None, attempt=None, step=None, compare=None, against=None, report=None, draws=false
+))]
+#[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay(
     py: Python<'_>,
     path: PathBuf,
@@ -160,12 +183,16 @@ pub(crate) fn replay(
     step: Option<u64>,
     compare: Option<Vec<String>>,
     against: Option<PathBuf>,
+    report: Option<PathBuf>,
+    draws: bool,
 ) -> PyResult<Report> {
     let wrong = |error: PatternError| PyValueError::new_err(error.to_string());
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
-    let found = py.detach(|| cli::replay_report(&path, &selection, compare, against.as_deref()));
-    Ok(found.map_err(failed)?.into())
+    told(py, (report, draws), |drawn| match drawn {
+        true => cli::drawn_report(&path, &selection, compare, against.as_deref(), &[]),
+        false => cli::replay_report(&path, &selection, compare, against.as_deref()),
+    })
 }
 
 /// What the checks find, schema `backtape.checks/1`.

@@ -1,8 +1,10 @@
 //! A report as Python holds it: what was found, to be said as JSON, as text or as HTML.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use backtape_replayer::report::checked::{self, ChecksReport};
 use backtape_replayer::report::trajectory::{self, TrajectoryReport};
-use backtape_replayer::report::{self, text};
+use backtape_replayer::report::{self, html, text};
 use pyo3::prelude::*;
 
 use crate::postmortem::failed;
@@ -56,13 +58,20 @@ impl Report {
         }
     }
 
-    /// A fragment to embed in a page. The one place that chooses the drawing.
+    /// A fragment to embed in a page. Several may stand on one, so each has ids of its own.
     fn html(&self) -> String {
-        preformatted(&self.text())
+        static SHOWN: AtomicU64 = AtomicU64::new(0);
+        match &self.0 {
+            Found::Replay(found) => {
+                let number = SHOWN.fetch_add(1, Ordering::Relaxed);
+                html::fragment(found, &format!("bt-{}-{number}", std::process::id()))
+            }
+            _ => preformatted(&self.text()),
+        }
     }
 }
 
-/// The text as a fragment: what a report without a drawing of its own is shown as.
+/// The text as a fragment: reports without a drawing of their own are shown so.
 fn preformatted(text: &str) -> String {
     let escaped = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     format!("<pre class=\"backtape-report\">{escaped}</pre>")

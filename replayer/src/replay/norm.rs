@@ -323,7 +323,7 @@ fn name_of_ranks(ranks: &[Rank]) -> String {
 }
 
 /// Label hits of every row of k, over all microbatches.
-fn hits(slices: &[Slice], rows: usize) -> Vec<u32> {
+pub(super) fn hits(slices: &[Slice], rows: usize) -> Vec<u32> {
     let mut hits = vec![0; rows];
     for &label in slices.iter().flat_map(|slice| &slice.inputs.labels) {
         if label != IGNORED && (label as usize) < rows {
