@@ -146,6 +146,22 @@ def picture(cause, folder):
     return last
 
 
+def link():
+    """Puts each picture below its heading in docs/causes.md, once."""
+    page = ROOT / "docs/causes.md"
+    lines = []
+    for line in page.read_text().splitlines():
+        if line.startswith("![") and "](pictures/" in line:
+            if lines[-1] == "":
+                lines.pop()
+            continue
+        lines.append(line)
+        cause = line.removeprefix("### ")
+        if line.startswith("### ") and (FOLDER / f"{cause}.svg").exists():
+            lines += ["", f"![{cause}: the error at the stage that diverges, with the fault and without](pictures/{cause}.svg)"]
+    page.write_text("\n".join(lines) + "\n")
+
+
 def main(causes):
     """Draws them; the exit code is 1 when some cause that was asked for has none."""
     FOLDER.mkdir(exist_ok=True)
@@ -156,7 +172,9 @@ def main(causes):
         with tempfile.TemporaryDirectory() as folder:
             why = picture(cause, Path(folder))
         missing += why is not None
+        # What was drawn once stays, unless it is drawn anew.
         print(f"{cause}: {why or 'drawn'}", flush=True)
+    link()
     return 1 if missing and causes else 0
 
 

@@ -26,6 +26,10 @@ TRAINED = {
 }
 
 
+def page_id(page):
+    return f"{page.parent.name}/{page.name}" if page.parent.name == "docs" else page.name
+
+
 def test_blocks_of_commands_are_found():
     assert len(SHELL) > 8 and len(TRANSCRIPTS) > 4
     assert not [block.name for block in BLOCKS if block.language in ("bash", "shell", "console")], "call it sh"
@@ -33,18 +37,25 @@ def test_blocks_of_commands_are_found():
     assert not [name for name in bare], f"say what these blocks are (sh, text, python, toml, json): {bare}"
 
 
+def record(directory, steps, fault):
+    """A run of docs_site/train.py."""
+    environment = {"BACKTAPE_STEPS": steps, "BACKTAPE_DIR": str(directory), "FAULT": fault, "BACKTAPE_STRICT": "1"}
+    script = Path(__file__).parent / "docs_site/train.py"
+    ended = subprocess.run(
+        [sys.executable, script], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return directory
+
+
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory):
-    """Runs of docs_site/train.py by name."""
+    """Runs by name, by the steps that they hold: of most pages a run holds one."""
     store = tmp_path_factory.mktemp("recorded")
-    for name, fault in (("run-a", ""), ("run-b", "label-gather")):
-        environment = {"BACKTAPE_STEPS": "0,1", "BACKTAPE_DIR": str(store / name), "FAULT": fault, "BACKTAPE_STRICT": "1"}
-        script = Path(__file__).parent / "docs_site/train.py"
-        ended = subprocess.run(
-            [sys.executable, script], env=os.environ | environment, capture_output=True, text=True, timeout=120
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-    return {"run-a": store / "run-a", "run-b": store / "run-b"}
+    faults = (("run-a", ""), ("run-b", "label-gather"))
+    return {
+        steps: {name: record(store / steps / name, steps, fault) for name, fault in faults} for steps in ("0", "0,1")
+    }
 
 
 @pytest.fixture
@@ -52,14 +63,19 @@ def site_of(tmp_path, recorded, request):
     """Makes the directory for a page; what was started in it is ended."""
     made = []
 
-    def make(page):
-        runs = dict(recorded)
+    def runs_of(page):
         if page.name == "guide.md":
             dumps = request.getfixturevalue("dumps")
-            runs = {"new": dumps / "new", "old": dumps / "old"}
-        if page.name == "README.md":
-            runs |= {"fused": recorded["run-b"], "plain": recorded["run-a"]}
-        made.append(Site(tmp_path / f"site-{len(made)}", runs))
+            return {"new": dumps / "new", "old": dumps / "old"}
+        if page.name == "terminal.md":
+            return recorded["0,1"]
+        one = recorded["0"]
+        runs = one | {"plain": one["run-a"]}
+        # The first command of README.md makes the run `fused`.
+        return runs if page.name == "README.md" and page.parent.name != "docs" else runs | {"fused": one["run-b"]}
+
+    def make(page):
+        made.append(Site(tmp_path / f"site-{len(made)}", runs_of(page)))
         return made[-1]
 
     yield make
@@ -67,7 +83,7 @@ def site_of(tmp_path, recorded, request):
         site.stop()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_command_of_a_page_runs(page, site_of):
     mine = [block for block in SHELL if block.page == page]
     site, wrong = None, []
@@ -83,7 +99,7 @@ def test_every_command_of_a_page_runs(page, site_of):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in TRANSCRIPTS}), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted({block.page for block in TRANSCRIPTS}), ids=page_id)
 def test_transcripts_are_what_is_printed(page, site_of):
     site = None
     for block in (block for block in TRANSCRIPTS if block.page == page):
@@ -101,4 +117,5 @@ def test_a_new_command_that_does_not_run_is_found(site_of):
     site = site_of(PAGES[0])
     assert site.obey("replay --dump dumps/run-a --no-such-option") is not None
     assert site.obey("replay verify --dump dumps/run-a") is None
+    assert site.obey("replay verify --dump dumps/run-c") is not None
     assert not same("run-a # ranks", "run-b 3 ranks") and same("a 1\n...\nb 2.5e-3", "a 7\nx\nb 9")

@@ -23,7 +23,8 @@ ELSEWHERE = [
     (r"replay --dump demo/fused-defect .*", "needs make demo; docs/guide.md has the same at half the size"),
     (r".*s3://.*", "needs a bucket: `cargo test buckets` runs the same against an S3 server on loopback"),
     (r"cargo install .*", "builds for minutes; the binaries it installs are those that every test runs"),
-    (r"pip install (backtape|jax|torch).*", "needs a package index; make test installs the wheel that it built"),
+    (r"make wheel", "the release build takes minutes; make test builds the same wheel with the tests' profile"),
+    (r"pip install .venv/wheels/.*", "make test installs the wheel that it built, and runs what it brings"),
     (r"jupyter .*", "a program of its own; test_notebook executes the page"),
     (r"cargo (test|build|bench) .*|soak .*|target/.*", "tests and campaigns: they run beside this one"),
 ]
@@ -122,9 +123,17 @@ class Site:
             command = re.sub(pattern, word, command)
         if self.address:
             command = ADDRESS.sub(self.address, command)
+        if re.match(r"coordinator (plan|trigger|status)", command):
+            # Of the job that runs here: run-a is a dump that other commands read.
+            command = re.sub(r"(--run |--dir dumps/)run-a\b", rf"\1{self.live_run(command)}", command)
         if " certs " in command and (self.path / "creds").exists():
             command = command.replace("--out creds", f"--out creds-{time.monotonic_ns()}")
         return command
+
+    @staticmethod
+    def live_run(command):
+        """The run of the job that a command asks of: with a coordinator inside, or over one."""
+        return "live-own" if "--dir" in command else "live"
 
     def run(self, command, most=DEADLINE_S):
         return subprocess.run(
@@ -171,7 +180,7 @@ class Site:
             self.stop()
         elif self.address is None:
             self.serve("coordinator --store dumps --world-size 1")
-        words = f"BACKTAPE_TEST_LIVE={self.path / 'stop'} BACKTAPE_WATCH=1 BACKTAPE_STEPS=none BACKTAPE_DIR=dumps/run-a"
+        words = f"BACKTAPE_TEST_LIVE={self.path / 'stop'} BACKTAPE_WATCH=1 BACKTAPE_STEPS=none BACKTAPE_DIR=dumps/{self.live_run(command)}"
         if by == "coordinator":
             words += f" BACKTAPE_COORDINATOR={self.address}"
         if found := re.search(r"--credentials (\S+)", command):
@@ -193,7 +202,7 @@ class Site:
             self.work(command)
         given = self.local(command)
         if "python train.py" in given:
-            for name, value in (("BACKTAPE_STEPS", "0"), ("BACKTAPE_DIR", "dumps/run-a")):
+            for name, value in (("BACKTAPE_STEPS", "0"), ("BACKTAPE_DIR", "dumps/live")):
                 given = given if name in given else f"{name}={value} {given}"
         ended = self.run(given)
         # A replay that finds a divergence has done what it was asked.

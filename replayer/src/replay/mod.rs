@@ -31,7 +31,6 @@ mod plane;
 pub mod probe;
 mod probed;
 pub mod recompute;
-mod recomputed;
 pub mod sample;
 mod sampled;
 mod smoothed;

@@ -6,6 +6,9 @@
 //!   -> dk_label of microbatch 0, [V, D], f64
 //! ```
 
+mod arithmetic;
+mod error;
+
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -13,15 +16,17 @@ use backtape::head::LossReduction;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
+use super::forward::ForwardState;
 use super::loss::{divisors, share};
 use super::members::{Member, members};
 use super::outcome::Outcome;
 use super::trial::in_world;
 use super::world::World;
 use super::{Replay, Slice};
-use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
+
+pub use error::RecomputeError;
 
 /// Bytes of the largest token x vocabulary plane that is made at once: beyond it one asks
 /// for some tokens.
@@ -61,88 +66,6 @@ pub struct Recomputed {
     pub shape: Vec<u64>,
     /// Row-major.
     pub values: Vec<f64>,
-}
-
-/// Why a stage cannot be recomputed.
-#[derive(Debug, thiserror::Error)]
-pub enum RecomputeError {
-    /// The head's inputs or its declaration do not allow it.
-    #[error(transparent)]
-    Step(#[from] StepError),
-    /// Nothing is computed there.
-    #[error(
-        "{0} is an input of the head: it is recorded, not recomputed; tensor(\"{0}\") reads it"
-    )]
-    Input(Stage),
-    /// No reference.
-    #[error(
-        "grad_norm cannot be recomputed: other gradients than the head's have no reference; the report's grad_norm has the norm with dk from the reference"
-    )]
-    GradNorm,
-    /// Several microbatches, or another one.
-    #[error("{stage} {asked}: the dump has microbatches {held}; {todo}")]
-    Microbatch {
-        /// The stage.
-        stage: Stage,
-        /// What was asked for, as words.
-        asked: String,
-        /// What there is.
-        held: String,
-        /// What to do.
-        todo: &'static str,
-    },
-    /// A rank whose addend is not known.
-    #[error("{stage} of rank {rank} is not known: {why}")]
-    Rank {
-        /// The stage.
-        stage: Stage,
-        /// The rank.
-        rank: Rank,
-        /// Why.
-        why: String,
-    },
-    /// The head does not have the stage.
-    #[error("{stage} cannot be recomputed: {why}")]
-    Absent {
-        /// The stage.
-        stage: Stage,
-        /// Why.
-        why: String,
-    },
-    /// No plausible policy has this name.
-    #[error("no plausible policy {asked:?}: this head has {known}")]
-    Policy {
-        /// As asked.
-        asked: String,
-        /// Their names.
-        known: String,
-    },
-    /// Too much at once.
-    #[error(
-        "{stage} of {tokens} tokens and {classes} classes is {gib} GiB in f64: ask for some of the tokens with tokens=(first, end)"
-    )]
-    TooLarge {
-        /// The stage.
-        stage: Stage,
-        /// T.
-        tokens: usize,
-        /// V.
-        classes: usize,
-        /// Its size.
-        gib: u64,
-    },
-    /// Tokens that are not there.
-    #[error("{stage}: tokens {from} to {to} do not lie in 0 to {tokens}")]
-    Tokens {
-        /// The stage.
-        stage: Stage,
-        /// First.
-        from: usize,
-        /// After the last.
-        to: usize,
-        /// T.
-        tokens: usize,
-    },
 }
 
 /// The job as it declared it, of which only what comes before a stage is taken from the dump.
@@ -229,8 +152,8 @@ impl Replay<'_> {
             total.resize(values.len(), 0.0);
             total.iter_mut().zip(values).for_each(|(total, x)| *total += x / divisor);
         }
-        let first = slices.first().ok_or(RecomputeError::GradNorm)?;
-        Ok(self.shaped(first, &of_dk, total))
+        // A step of a head has a microbatch, or could not be opened as one.
+        Ok(self.shaped(&slices[0], &of_dk, total))
     }
 
     /// Values of a stage of one microbatch, k and its gradients as `[V, D]`.
@@ -275,7 +198,7 @@ impl Replay<'_> {
         &self,
         slice: &Slice,
         stage: Stage,
-        state: &super::forward::ForwardState,
+        state: &ForwardState,
         member: Option<&Member>,
     ) -> Result<Option<Vec<f64>>, RecomputeError> {
         let head = slice.inputs.head(self.step);
@@ -304,11 +227,7 @@ impl Replay<'_> {
     }
 
     /// The loss of the microbatch, or of each token where it is not reduced.
-    fn loss_of(
-        &self,
-        slice: &Slice,
-        state: &super::forward::ForwardState,
-    ) -> Result<Vec<f64>, RecomputeError> {
+    fn loss_of(&self, slice: &Slice, state: &ForwardState) -> Result<Vec<f64>, RecomputeError> {
         let inputs = &slice.inputs;
         let terms: Vec<f64> = match self.step.is_policy_loss() {
             true => self.policy_gradient(slice, state)?.0.terms,

@@ -3,17 +3,17 @@
 
 use std::ops::Range;
 
-use super::backward::{Problem, sum};
-use super::forward::ForwardState;
-use super::loss::Upstream;
-use super::members::Member;
-use super::plane::span_of;
-use super::world::UnitTokens;
-use super::{Replay, Slice};
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::Cotangents;
 use crate::kernels::reference::TermNoise;
 use crate::kernels::{policy, reference};
+use crate::replay::backward::{Problem, sum};
+use crate::replay::forward::ForwardState;
+use crate::replay::loss::Upstream;
+use crate::replay::members::Member;
+use crate::replay::plane::span_of;
+use crate::replay::world::UnitTokens;
+use crate::replay::{Replay, Slice};
 
 impl Replay<'_> {
     /// A gradient of the unit's tokens; `None` where the policy never has it.
