@@ -8,7 +8,6 @@ from backtape.shards import Key, Shard
 
 __version__: str
 __build__: str
-__file__: str
 
 class RecorderError(Exception):
     """Recording failed; raised with strict=True only. The text says what, where and what to do."""

@@ -94,7 +94,7 @@ def _python() -> Iterator[Line]:
     version = platform.python_version()
     yield Line("python", "interpreter", OK, f"{version} at {sys.executable}")
     build = f"{_native.__version__} build {_native.__build__}"
-    yield Line("python", "backtape", OK, f"{build}, {Path(_native.__file__).parent}")
+    yield Line("python", "backtape", OK, f"{build}, {Path(__file__).parent}")
     installed = _version("backtape")
     if installed not in (None, _native.__version__):
         yield Line("python", "installed", BROKEN, f"pip knows backtape {installed}",

@@ -1,5 +1,7 @@
 """A dump's tensors as numpy arrays, without a copy."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -7,7 +9,7 @@ from backtape import _native
 from backtape.typing import AnyArray
 
 
-def dtype_of(name: str) -> np.dtype:
+def dtype_of(name: str) -> np.dtype[Any]:
     """numpy's dtype of this name; bf16 and the 8-bit floats are ml_dtypes'."""
     return np.dtype(getattr(ml_dtypes, name, None) or name)
 
@@ -16,7 +18,8 @@ def array_of(memory: _native.Memory, dtype: str, shape: list[int]) -> AnyArray:
     """A read-only view of memory, which lives as long as the array."""
     if len(memory) == 0:
         return np.empty(shape, dtype_of(dtype))
-    return np.frombuffer(memory, dtype=dtype_of(dtype)).reshape(shape)
+    flat: AnyArray = np.frombuffer(memoryview(memory), dtype=dtype_of(dtype))
+    return flat.reshape(shape)
 
 
 def tensor_of(

@@ -55,7 +55,7 @@ def mine(unit: backtape.variants.Unit) -> dict[str, object]:
     return {"dq": unit.q * 0}
 '''
 REVEALED = [
-    "list[int]", "dict[str, Any]", "ndarray[tuple[Any, ...], dtype[floating[_64Bit]]]", "int | None", "str",
+    "list[int]", "dict[str, Any]", "ndarray[tuple[Any, ...], dtype[float64]]", "int | None", "str",
 ]  # fmt: skip
 WRONG = '''
 import backtape
