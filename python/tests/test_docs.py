@@ -6,6 +6,7 @@ printed) the commands are run too, and what they print is compared but for numbe
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,26 @@ def test_transcripts_are_what_is_printed(page, site_of):
             ended = site.run(given)
             printed = ended.stdout + ended.stderr
             assert same(expected, printed), f"{block.name}: $ {given}\n{printed}\n--- masked\n{masked(printed)}\n{masked(expected)}"
+
+
+def test_the_python_of_the_page_on_reading_runs(site_of):
+    page = next(page for page in PAGES if page.name == "reading.md")
+    program = "\n".join(line for block in BLOCKS if block.page == page and block.language == "python" for line in block.lines)
+    site = site_of(page)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=site.path, env=site.environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    first, *_, last = ended.stdout.strip().splitlines()
+    assert first.startswith("True [('") and last.split()[0] in ("passed", "failed", "incomplete"), ended.stdout
+
+
+def test_every_link_between_the_pages_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target in re.findall(r"(?<![\w/])docs/[\w-]+\.md", page.read_text()):
+            assert (PAGES[0].parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_a_new_command_that_does_not_run_is_found(site_of):
