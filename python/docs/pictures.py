@@ -1,9 +1,10 @@
 """Draws docs/pictures/CAUSE.svg: what each cause of the catalogue looks like in the captured tensor.
 
     python python/docs/pictures.py [CAUSE ...]          # or: make pictures
+    python python/docs/pictures.py --missing            # those that are not there yet
 
 Every picture is a run of the planted-fault corpus (tests/corpus), recorded and replayed: left the job
-with the fault, right its fixed twin. A cell is a part of the tensor at the stage that diverges first,
+with the fault, right its fixed twin. A cell is a part of the first tensor that shows the fault,
 and its colour the largest error in it, over the root mean square of what should be there: captured by
 the job, against the stage recomputed in f64. The same seed draws the same picture.
 """
@@ -11,6 +12,7 @@ the job, against the stage recomputed in f64. The same seed draws the same pictu
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -28,6 +30,8 @@ SEED = 20261121
 DRAWS = 6
 
 ROWS, COLUMNS, SIZE = 40, 28, 6
+# Elements of a stage that is worth a picture.
+FEWEST = 500
 # Largest error over the root mean square of the reference, from which on a cell has this colour;
 # last, what is no number.
 LEVELS = [(1e-3, "#dbe7f3"), (4e-3, "#a9c7e3"), (1.6e-2, "#6d9fcb"), (6.3e-2, "#f2b35c"), (0.25, "#dd6b3a"), (1.0, "#a02020")]
@@ -99,6 +103,7 @@ def svg(cause, first, of_k, pair, shapes):
     where += "" if first.microbatch is None else f", microbatch {first.microbatch}"
     where += "" if first.rank is None else f", rank {first.rank}"
     text = 'font-family="sans-serif" font-size="11" fill="#333"'
+    small = text.replace('"11"', '"9"')
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * width + gap + 40}" height="{top + height + 46}">',
         f"<title>{cause}: error of {where}</title>",
@@ -116,10 +121,18 @@ def svg(cause, first, of_k, pair, shapes):
     for bound, colour in [*LEVELS, (None, NO_NUMBER)]:
         label = "NaN" if bound is None else f"{bound:g}"
         out.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>')
-        out.append(f'<text x="{x + 13}" y="{y + 9}" {text} font-size="9">{label}</text>')
+        out.append(f'<text x="{x + 13}" y="{y + 9}" {small}>{label}</text>')
         x += 48
-    out.append(f'<text x="20" y="{y + 24}" {text} font-size="9">largest error in a cell, over the rms of the stage, from</text>')
+    out.append(f'<text x="20" y="{y + 24}" {small}>largest error in a cell, over the rms of the stage, from</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def shown(report):
+    """The first stage that fails and has enough elements to be a picture."""
+    for stage in report.stages:
+        if stage.status == "fail" and getattr(stage, "elements", 0) >= FEWEST:
+            return SimpleNamespace(stage=stage.name, microbatch=stage.microbatch, rank=stage.rank)
+    return None
 
 
 def picture(cause, folder):
@@ -134,7 +147,10 @@ def picture(cause, folder):
             last = f"draw {draw} is {report.verdict}, {', '.join(named) or 'no cause'}"
             continue
         _, twin = made.generate(bench.Planned(cause, draw, True, SEED))
-        first = report.first_divergence
+        first = shown(report)
+        if first is None:
+            last = f"draw {draw} shows in single numbers alone"
+            continue
         try:
             (faulty, of_k), (clean, _) = tensors(dump, first), tensors(twin, first)
         except (KeyError, RuntimeError, IndexError) as error:
@@ -158,7 +174,7 @@ def link():
         lines.append(line)
         cause = line.removeprefix("### ")
         if line.startswith("### ") and (FOLDER / f"{cause}.svg").exists():
-            lines += ["", f"![{cause}: the error at the stage that diverges, with the fault and without](pictures/{cause}.svg)"]
+            lines += ["", f"![{cause}: the error with the fault and without](pictures/{cause}.svg)"]
     page.write_text("\n".join(lines) + "\n")
 
 
@@ -168,11 +184,12 @@ def main(causes):
     planted = [cause for cause in PLANTS if cause not in bench.ALONE]
     known = {path.stem.replace("_", "-") for path in (ROOT / "replayer/src/diagnose/causes").glob("*.rs")}
     missing = 0
-    for cause in causes or [cause for cause in planted if cause in known]:
+    drawn = {path.stem for path in FOLDER.glob("*.svg")} if causes == ["--missing"] else set()
+    causes = [] if causes == ["--missing"] else causes
+    for cause in causes or [cause for cause in planted if cause in known - drawn]:
         with tempfile.TemporaryDirectory() as folder:
             why = picture(cause, Path(folder))
         missing += why is not None
-        # What was drawn once stays, unless it is drawn anew.
         print(f"{cause}: {why or 'drawn'}", flush=True)
     link()
     return 1 if missing and causes else 0
