@@ -12,7 +12,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
 	bench-durable bench-small bench-stream \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
-	soak-network soak-bucket soak-flips soak-marathon wheel clean
+	soak-network soak-bucket soak-flips soak-marathon wheel pictures api clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -223,6 +223,14 @@ bench-causes: $(VENV)/.installed
 	cargo build --locked --release -p backtape-replayer --bin replay
 	$(BIN)/python tests/corpus/run.py $(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(CAUSE),--cause $(CAUSE)) $(if $(PUBLISH),--publish)
+
+# docs/pictures: what each cause looks like, drawn from the planted-fault corpus; minutes.
+pictures: $(VENV)/.installed-dev
+	$(BIN)/python python/docs/pictures.py
+
+# docs/api.md, from the docstrings.
+api:
+	$(PYTHON) python/docs/api.py
 
 clean:
 	rm -rf target $(VENV) $(VENV)-* demo

@@ -2,11 +2,12 @@
 //! laid out on disk, and the coordinator that commits steps.
 //!
 //! Everything the dumper and the replayer agree on is here and only here; the
-//! two never see each other. This crate knows nothing of Python, of numerics or
-//! of the terminal.
+//! two never see each other. This crate knows nothing of Python or of numerics, and
+//! `cli` alone of the terminal.
 //!
 //! The dependency direction is `proto <- backtape <- {dumper, replayer} <- python`.
 
+pub mod cli;
 pub mod coordinator;
 pub mod credentials;
 pub mod dtype;

@@ -29,8 +29,13 @@ fn opened(job: &Job) -> StepDump {
 
 fn replayed<'d>(dumped: &'d StepDump) -> (HeadStep<'d>, Outcome) {
     let step = HeadStep::new(dumped, None, |_| None).unwrap();
-    let request =
-        Request { compare: &[], effort: Effort::All, progress: &NoProgress, total: &|_| {} };
+    let request = Request {
+        compare: &[],
+        effort: Effort::All,
+        progress: &NoProgress,
+        total: &|_| {},
+        draws: false,
+    };
     let outcome = replay(&step, &request).unwrap();
     (step, outcome)
 }

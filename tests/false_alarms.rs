@@ -96,8 +96,13 @@ fn run(job: &Job) -> Ended {
 
 fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
     let step = HeadStep::new(dumped, None, |_| None).map_err(|error| error.to_string())?;
-    let request =
-        Request { compare: &[], effort: Effort::All, progress: &NoProgress, total: &|_| {} };
+    let request = Request {
+        compare: &[],
+        effort: Effort::All,
+        progress: &NoProgress,
+        total: &|_| {},
+        draws: false,
+    };
     let mut outcome = replay(&step, &request).map_err(|error| error.to_string())?;
     // A fault that is proved beside a policy is an alarm as well, and a bound that is too
     // narrow stays one though a policy clears it.

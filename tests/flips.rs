@@ -93,8 +93,13 @@ fn judge(job: &Job, shards: &[Shard]) -> Result<(Outcome, usize), String> {
     dump::write(&path, 1, &job.head(), shards);
     let dumped = open(&path, &Selection::default()).unwrap();
     let step = HeadStep::new(&dumped, None, |_| None).map_err(|error| error.to_string())?;
-    let request =
-        Request { compare: &[], effort: Effort::All, progress: &NoProgress, total: &|_| {} };
+    let request = Request {
+        compare: &[],
+        effort: Effort::All,
+        progress: &NoProgress,
+        total: &|_| {},
+        draws: false,
+    };
     let outcome = replay(&step, &request).map_err(|error| error.to_string())?;
     Ok((outcome, step.microbatches.len()))
 }

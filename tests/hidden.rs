@@ -99,8 +99,13 @@ fn a_comparison_that_a_plausible_policy_reproduces_is_no_divergence() {
         dump::write(&path, 1, &job.head(), &job.shards());
         let dumped = open(&path, &Selection::default()).unwrap();
         let step = HeadStep::new(&dumped, None, |_| None).unwrap();
-        let request =
-            Request { compare: &[], effort: Effort::All, progress: &NoProgress, total: &|_| {} };
+        let request = Request {
+            compare: &[],
+            effort: Effort::All,
+            progress: &NoProgress,
+            total: &|_| {},
+            draws: false,
+        };
         let mut outcome = replay(&step, &request).unwrap();
         let dk = &mut outcome.stages[Stage::DkLabel as usize];
         dk.status = Status::Fail;

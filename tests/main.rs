@@ -18,6 +18,7 @@ mod flips;
 mod hidden;
 mod looking;
 mod operating;
+mod page;
 mod precision;
 mod recorder;
 mod replay;

@@ -7,8 +7,11 @@ from backtape.settings import Settings
 from backtape.shards import Key, Shard
 
 __version__: str
+__build__: str
 
-class RecorderError(Exception): ...
+class RecorderError(Exception):
+    """Recording failed; raised with strict=True only. The text says what, where and what to do."""
+
 class PanicException(BaseException): ...
 
 class Recorder:
@@ -38,24 +41,52 @@ class Block:
     def __buffer__(self, flags: int) -> memoryview: ...
 
 class Summary:
+    """What one recorder did; str() is one line for the log. `Recorder.close` gives it."""
+
     shards: int
+    """Shards that were acknowledged: durable, and in the coordinator's journal."""
     bytes: int
+    """Their bytes."""
     scalar_rows: int
+    """Rows of scalars that were written."""
     steps_committed: list[int]
+    """Steps that the coordinator committed."""
     steps_partial: list[int]
+    """Steps that it did not."""
     omissions: list[str]
+    """What was to be recorded and was not, with the reason."""
     faults: list[str]
+    """What went wrong."""
     orders: list[str]
+    """Plans and triggers that were heard, and what became of them."""
     ring_dropped: int
+    """Steps that left the ring for want of bytes."""
     attempt: int | None
+    """Which launch of the run this was; None where no coordinator was reached."""
     directory: Path | None
+    """Where the attempt lies."""
     streamed: bool
+    """True where the coordinator wrote the files, and not this rank."""
 
 def fingerprint(shard: Shard) -> tuple[int, int]: ...
 def check_dtype(name: str) -> None: ...
 
+class Memory:
+    @property
+    def mapped_file(self) -> bool: ...
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int) -> memoryview: ...
+
+class Report:
+    def json(self) -> str: ...
+    def text(self) -> str: ...
+    def html(self) -> str: ...
+
 class StepDump:
-    committed: bool
+    @property
+    def committed(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
     def __init__(
         self, path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
     ) -> None: ...
@@ -67,7 +98,7 @@ class StepDump:
         microbatch: int | None = None,
         when: str | None = None,
         rank: int | None = None,
-    ) -> tuple[bytes, str, list[int]]: ...
+    ) -> tuple[Memory, str, list[int]]: ...
 
 def replay(
     path: str,
@@ -76,7 +107,9 @@ def replay(
     step: int | None = None,
     compare: list[str] | None = None,
     against: str | None = None,
-) -> tuple[str, str]: ...
+    report: str | None = None,
+    draws: bool = False,
+) -> Report: ...
 def variant_inputs(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
 ) -> list[dict[str, Any]]: ...
@@ -87,10 +120,12 @@ def replay_varied(
     attempt: int | None = None,
     step: int | None = None,
     compare: list[str] | None = None,
-) -> tuple[str, str]: ...
+    report: str | None = None,
+    draws: bool = False,
+) -> Report: ...
 def checks(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
-) -> tuple[str, str]: ...
+) -> Report: ...
 def trajectory(
     path: str,
     run: str | None = None,
@@ -98,5 +133,20 @@ def trajectory(
     vocabulary: int | None = None,
     local: list[str] | None = None,
     shared: list[str] | None = None,
-) -> tuple[str, str]: ...
+) -> Report: ...
+def stages() -> list[str]: ...
+def recompute_stage(
+    dump: StepDump,
+    name: str,
+    microbatch: int | None = None,
+    rank: int | None = None,
+    from_captured: bool = True,
+    policy: str | None = None,
+    tokens: tuple[int, int] | None = None,
+) -> tuple[Memory, list[int]]: ...
+def probe_store(place: str) -> list[tuple[str, bool, str]]: ...
+def probe_coordinator(
+    address: str, run: str, credentials: str | None = None
+) -> tuple[str, str, float, str]: ...
 def replay_main(arguments: list[str]) -> int: ...
+def coordinator_main(arguments: list[str]) -> int: ...

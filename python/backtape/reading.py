@@ -1,14 +1,25 @@
-"""A dump's tensors as numpy arrays."""
+"""A dump's tensors as numpy arrays, without a copy."""
+
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from backtape import _native
+from backtape.typing import AnyArray
 
 
-def _dtype(name: str) -> np.dtype:
+def dtype_of(name: str) -> np.dtype[Any]:
     """numpy's dtype of this name; bf16 and the 8-bit floats are ml_dtypes'."""
     return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def array_of(memory: _native.Memory, dtype: str, shape: list[int]) -> AnyArray:
+    """A read-only view of memory, which lives as long as the array."""
+    if len(memory) == 0:
+        return np.empty(shape, dtype_of(dtype))
+    flat: AnyArray = np.frombuffer(memoryview(memory), dtype=dtype_of(dtype))
+    return flat.reshape(shape)
 
 
 def tensor_of(
@@ -17,7 +28,6 @@ def tensor_of(
     microbatch: int | None,
     when: str | None,
     rank: int | None = None,
-) -> np.ndarray:
+) -> AnyArray:
     """A tensor of a dump in its own dtype; with `rank`, that rank's addend."""
-    data, dtype, shape = dump.tensor(name, microbatch, when, rank)
-    return np.frombuffer(data, dtype=_dtype(dtype)).reshape(shape)
+    return array_of(*dump.tensor(name, microbatch, when, rank))

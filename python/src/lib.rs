@@ -8,13 +8,18 @@
 //!
 //! No other crate of the workspace names pyo3.
 
+mod command;
 mod declaration;
 mod errors;
+mod memory;
 mod payload;
 mod postmortem;
+mod probe;
 mod recorder;
+mod report;
 mod settings;
 mod shard;
+mod stage;
 mod staging;
 mod summary;
 mod tape;
@@ -27,6 +32,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     module.add("__version__", backtape::VERSION)?;
+    module.add("__build__", backtape::BUILD)?;
     module.add("RecorderError", py.get_type::<errors::RecorderError>())?;
     // Exported so that fail-open code can catch it: it is no `Exception`.
     module.add("PanicException", py.get_type::<pyo3::panic::PanicException>())?;
@@ -35,10 +41,17 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<summary::Summary>()?;
     module.add_class::<staging::Staging>()?;
     module.add_class::<postmortem::StepDump>()?;
+    module.add_class::<memory::Memory>()?;
+    module.add_class::<report::Report>()?;
+    module.add_function(wrap_pyfunction!(stage::stages, module)?)?;
+    module.add_function(wrap_pyfunction!(stage::recompute_stage, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::replay, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::checks, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::trajectory, module)?)?;
-    module.add_function(wrap_pyfunction!(postmortem::replay_main, module)?)?;
+    module.add_function(wrap_pyfunction!(command::replay_main, module)?)?;
+    module.add_function(wrap_pyfunction!(command::coordinator_main, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::probe_store, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::probe_coordinator, module)?)?;
     module.add_function(wrap_pyfunction!(variants::variant_inputs, module)?)?;
     module.add_function(wrap_pyfunction!(variants::replay_varied, module)?)?;
     module.add_function(wrap_pyfunction!(shard::fingerprint, module)?)?;

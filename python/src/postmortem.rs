@@ -1,20 +1,31 @@
 //! What comes after the job: opening a dump, its tensors, and the replay.
 
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 
 use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
+use backtape_replayer::assemble::AssembleError;
+use backtape_replayer::cli::{PageFile, RunError};
 use backtape_replayer::dump::{self, FindError, Selection};
 use backtape_replayer::replay::against::{Asked, PatternError};
+use backtape_replayer::report;
 use backtape_replayer::trajectory::Declared;
+use backtape_replayer::verify::{Verification, verify};
 use backtape_replayer::{assemble, cli};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+
+use crate::memory::Memory;
+use crate::report::Report;
 
 /// One step of a dump, open for reading.
 #[pyclass(frozen, module = "backtape._native")]
-pub(crate) struct StepDump(dump::StepDump);
+pub(crate) struct StepDump {
+    dump: Arc<dump::StepDump>,
+    /// Both proofs, made once, before anything is computed from the tensors.
+    proof: OnceLock<Verification>,
+}
 
 /// The whole chain of an error, on one line.
 pub(crate) fn failed(error: impl std::error::Error) -> PyErr {
@@ -45,49 +56,84 @@ impl StepDump {
         step: Option<u64>,
     ) -> PyResult<StepDump> {
         let selection = Selection { run, attempt, step };
-        py.detach(|| dump::open(&path, &selection)).map(StepDump).map_err(failed)
+        let dump = py.detach(|| dump::open(&path, &selection)).map_err(failed)?;
+        Ok(StepDump { dump: Arc::new(dump), proof: OnceLock::new() })
     }
 
     /// The manifest as JSON.
     fn manifest(&self) -> PyResult<String> {
-        serde_json::to_string(&self.0.manifest).map_err(failed)
+        serde_json::to_string(&self.dump.manifest).map_err(failed)
+    }
+
+    /// Its number.
+    #[getter(step)]
+    fn number(&self) -> u64 {
+        self.dump.step.0
     }
 
     /// True when the step was committed.
     #[getter]
     fn committed(&self) -> bool {
-        self.0.committed()
+        self.dump.committed()
     }
 
     /// Name, microbatch and moment of every tensor.
     fn keys(&self) -> Vec<(String, Option<u32>, Option<String>)> {
         let one =
             |key: &TensorKey| (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), moment(key));
-        self.0.tensors().keys().map(one).collect()
+        self.dump.tensors().keys().map(one).collect()
     }
 
-    /// Bytes, numpy's name of the dtype, and shape of a tensor; of one rank's
+    /// Memory, numpy's name of the dtype, and shape of a tensor; of one rank's
     /// addend when `rank` is given.
     #[pyo3(signature = (name, microbatch=None, when=None, rank=None))]
-    fn tensor<'py>(
+    fn tensor(
         &self,
-        py: Python<'py>,
+        py: Python<'_>,
         name: String,
         microbatch: Option<u32>,
         when: Option<String>,
         rank: Option<u32>,
-    ) -> PyResult<(Bound<'py, PyBytes>, &'static str, Vec<u64>)> {
+    ) -> PyResult<(Memory, &'static str, Vec<u64>)> {
         let key = self.find(&name, microbatch, when)?;
-        let found = py.detach(|| match rank {
-            None => assemble::assemble(&self.0, &key),
-            Some(rank) => assemble::addend(&self.0, &key, Rank(rank)),
-        });
-        let tensor = found.map_err(failed)?;
-        Ok((PyBytes::new(py, tensor.bytes()), tensor.dtype.numpy_name(), tensor.shape.clone()))
+        let rank = rank.map(Rank);
+        py.detach(|| self.memory(&key, rank)).map_err(failed)
     }
 }
 
 impl StepDump {
+    /// The step.
+    pub(crate) fn dump(&self) -> &dump::StepDump {
+        &self.dump
+    }
+
+    /// What the proofs say of it.
+    pub(crate) fn proof(&self) -> &Verification {
+        self.proof.get_or_init(|| verify(&self.dump, &|_| {}))
+    }
+
+    /// A view of the file where one shard holds it all, aligned as its elements want it;
+    /// else one buffer that it is put together in.
+    fn memory(
+        &self,
+        key: &TensorKey,
+        rank: Option<Rank>,
+    ) -> Result<(Memory, &'static str, Vec<u64>), AssembleError> {
+        if let (Some((bytes, shape)), Some(info)) =
+            (assemble::in_place(&self.dump, key, rank), self.dump.tensors().get(key))
+            && bytes.as_ptr().align_offset(info.dtype.width()) == 0
+        {
+            let memory = Memory::mapped(bytes, self.dump.clone());
+            return Ok((memory, info.dtype.numpy_name(), shape));
+        }
+        let tensor = match rank {
+            None => assemble::assemble(&self.dump, key),
+            Some(rank) => assemble::addend(&self.dump, key, rank),
+        }?;
+        let (dtype, shape) = (tensor.dtype.numpy_name(), tensor.shape.clone());
+        Ok((Memory::assembled(tensor), dtype, shape))
+    }
+
     /// The one tensor of this name; several moments must be told apart.
     fn find(
         &self,
@@ -98,16 +144,37 @@ impl StepDump {
         let parse = |word: String| serde_json::from_value::<When>(word.into());
         let when = when.map(parse).transpose();
         let when = when.map_err(|error| PyValueError::new_err(format!("when: {error}")))?;
-        self.0.find(name, microbatch, when).map_err(|error| match &error {
+        self.dump.find(name, microbatch, when).map_err(|error| match &error {
             FindError::Name { source, .. } => PyValueError::new_err(format!("{error}: {source}")),
             _ => PyKeyError::new_err(error.to_string()),
         })
     }
 }
 
-/// The report of a replay as JSON, schema `backtape.report/1`, and as text.
+/// What a replay found; and its page under the name `page`, where it is to have one. `replay` is
+/// told whether to gather what a page draws: also where the report will show itself (`draws`).
+pub(crate) fn told(
+    py: Python<'_>,
+    (page, draws): (Option<PathBuf>, bool),
+    replay: impl FnOnce(bool) -> Result<report::Report, RunError> + Send,
+) -> PyResult<Report> {
+    let made = || {
+        // What cannot be written is said before the replay, which may take long.
+        let page = page.as_deref().map(PageFile::beside).transpose()?;
+        let report = replay(draws || page.is_some())?;
+        page.map(|page| page.write(&report)).transpose()?;
+        Ok(report)
+    };
+    let report = py.detach(made).map_err(|error: RunError| failed(error))?;
+    Ok(report.into())
+}
+
+/// The report of a replay, schema `backtape.report/1`; `report` is the file of its page.
 #[pyfunction]
-#[pyo3(signature = (path, run=None, attempt=None, step=None, compare=None, against=None))]
+#[pyo3(signature = (
+    path, run=None, attempt=None, step=None, compare=None, against=None, report=None, draws=false
+))]
+#[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay(
     py: Python<'_>,
     path: PathBuf,
@@ -116,17 +183,19 @@ pub(crate) fn replay(
     step: Option<u64>,
     compare: Option<Vec<String>>,
     against: Option<PathBuf>,
-) -> PyResult<(String, String)> {
+    report: Option<PathBuf>,
+    draws: bool,
+) -> PyResult<Report> {
     let wrong = |error: PatternError| PyValueError::new_err(error.to_string());
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
-    let found = py.detach(|| cli::replay_report(&path, &selection, compare, against.as_deref()));
-    let report = found.map_err(failed)?;
-    let json = serde_json::to_string(&report).map_err(failed)?;
-    Ok((json, backtape_replayer::report::text::render(&report)))
+    told(py, (report, draws), |drawn| match drawn {
+        true => cli::drawn_report(&path, &selection, compare, against.as_deref(), &[]),
+        false => cli::replay_report(&path, &selection, compare, against.as_deref()),
+    })
 }
 
-/// What the checks find as JSON, schema `backtape.checks/1`, and as text.
+/// What the checks find, schema `backtape.checks/1`.
 #[pyfunction]
 #[pyo3(signature = (path, run=None, attempt=None, step=None))]
 pub(crate) fn checks(
@@ -135,16 +204,13 @@ pub(crate) fn checks(
     run: Option<String>,
     attempt: Option<u32>,
     step: Option<u64>,
-) -> PyResult<(String, String)> {
+) -> PyResult<Report> {
     let selection = Selection { run, attempt, step };
     let found = py.detach(|| cli::checks_report(&path, &selection));
-    let report = found.map_err(failed)?;
-    let json = serde_json::to_string(&report).map_err(failed)?;
-    Ok((json, backtape_replayer::report::checked::render(&report)))
+    Ok(found.map_err(failed)?.into())
 }
 
-/// What the scalars of a run say of its trajectory as JSON, schema `backtape.trajectory/1`,
-/// and as text.
+/// What the scalars of a run say of its trajectory, schema `backtape.trajectory/1`.
 #[pyfunction]
 #[pyo3(signature = (path, run=None, attempt=None, vocabulary=None, local=None, shared=None))]
 pub(crate) fn trajectory(
@@ -155,18 +221,10 @@ pub(crate) fn trajectory(
     vocabulary: Option<u64>,
     local: Option<Vec<String>>,
     shared: Option<Vec<String>>,
-) -> PyResult<(String, String)> {
+) -> PyResult<Report> {
     let selection = Selection { run, attempt, step: None };
     let (local, shared) = (local.unwrap_or_default(), shared.unwrap_or_default());
     let declared = Declared { vocabulary, local, shared };
     let found = py.detach(|| cli::trajectory_report(&path, &selection, &declared));
-    let report = found.map_err(failed)?;
-    let json = serde_json::to_string(&report).map_err(failed)?;
-    Ok((json, backtape_replayer::report::trajectory::render(&report)))
-}
-
-/// The command `replay` with these arguments, the program's name first.
-#[pyfunction]
-pub(crate) fn replay_main(py: Python<'_>, arguments: Vec<String>) -> i32 {
-    py.detach(|| cli::main(arguments.into_iter().map(Into::into)))
+    Ok(found.map_err(failed)?.into())
 }

@@ -15,7 +15,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::postmortem::{failed, moment};
+use crate::postmortem::{failed, moment, told};
+use crate::report::Report;
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
 type Given = (String, Option<u32>, Option<u32>, Vec<u8>, String);
@@ -57,9 +58,12 @@ fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyD
     Ok(found)
 }
 
-/// The report of a replay in which functions take part, as JSON and as text.
+/// The report of a replay in which functions take part; `report` is the file of its page.
 #[pyfunction]
-#[pyo3(signature = (path, variants, run=None, attempt=None, step=None, compare=None))]
+#[pyo3(signature = (
+    path, variants, run=None, attempt=None, step=None, compare=None, report=None, draws=false
+))]
+#[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay_varied(
     py: Python<'_>,
     path: PathBuf,
@@ -68,7 +72,9 @@ pub(crate) fn replay_varied(
     attempt: Option<u32>,
     step: Option<u64>,
     compare: Option<Vec<String>>,
-) -> PyResult<(String, String)> {
+    report: Option<PathBuf>,
+    draws: bool,
+) -> PyResult<Report> {
     let invalid = |error: String| PyValueError::new_err(error);
     let compare =
         Asked::parse(compare.unwrap_or_default()).map_err(|error| invalid(error.to_string()))?;
@@ -80,10 +86,10 @@ pub(crate) fn replay_varied(
     };
     let variants: Vec<Arc<Variant>> =
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
-    let found = py.detach(|| cli::varied_report(&path, &selection, compare, &variants));
-    let report = found.map_err(failed)?;
-    let json = serde_json::to_string(&report).map_err(failed)?;
-    Ok((json, backtape_replayer::report::text::render(&report)))
+    told(py, (report, draws), |drawn| match drawn {
+        true => cli::drawn_report(&path, &selection, compare, None, &variants),
+        false => cli::varied_report(&path, &selection, compare, &variants),
+    })
 }
 
 fn supplied(

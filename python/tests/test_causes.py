@@ -36,7 +36,7 @@ def said(request, tmp_path_factory):
     """
     asked = [item.callspec.params["cause"] for item in request.session.items if "cause" in getattr(item, "fixturenames", ())]
     cases = [bench.Planned(cause, 0, fixed, SEED) for cause in asked for fixed in twins(cause)]
-    command = [sys.executable, "-c", "from backtape.postmortem import main; main()"]
+    command = [sys.executable, "-c", "from backtape.command import replay; replay()"]
     corpus = bench.Bench(command, tmp_path_factory.mktemp("corpus"), keep=False)
     outcomes, known = bench.judged(corpus, cases, os.cpu_count()), {}
 

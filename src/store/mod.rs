@@ -7,6 +7,7 @@ pub mod header;
 pub mod held;
 pub mod layout;
 pub(crate) mod pieces;
+pub mod probe;
 pub mod shard_file;
 pub mod shard_writer;
 

@@ -42,6 +42,31 @@ pub fn assemble(dump: &StepDump, key: &TensorKey) -> Result<Tensor, AssembleErro
     fill(dump, key, info.dtype, &info.shards, place)
 }
 
+/// A tensor, or one rank's addend of it, where it lies in a file: its bytes and their shape.
+/// `None` where several shards make it up, or none is intact: then it is put together, or the
+/// attempt says what is missing.
+pub fn in_place<'a>(
+    dump: &'a StepDump,
+    key: &TensorKey,
+    rank: Option<Rank>,
+) -> Option<(&'a [u8], Vec<u64>)> {
+    let (shards, place) = match rank {
+        None => {
+            let info = values(dump, key).ok()?;
+            (info.shards.clone(), IndexBox::whole(&info.shape))
+        }
+        Some(rank) => {
+            let held = addends_of(dump, key, &[rank]).ok()?.1;
+            let [place] = &distinct_boxes(dump, &held)[..] else { return None };
+            (held, place.clone())
+        }
+    };
+    match &choose(dump, &shards, &place)[..] {
+        [only] if *only.place == place => Some((only.bytes, place.extent())),
+        _ => None,
+    }
+}
+
 /// One box of a tensor that the ranks hold as values, from the shards that
 /// reach into it alone.
 pub fn assemble_box(

@@ -18,6 +18,7 @@ use crate::head::{HeadStep, Stage};
 use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
 use crate::replay::norm_pair::between;
 use crate::replay::outcome::{NotChecked, Outcome, Status};
+use crate::report::drawings::drawings;
 use crate::report::number::plural;
 use crate::report::schema::{AgainstReport, FirstDivergence, Report, Verdict};
 use crate::verify::Verification;
@@ -54,6 +55,13 @@ pub(super) fn report(
     let mut report = report_one(path, dump, parts(&ours), proof);
     let mut other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
     (report.causes, other.causes) = (causes(&ours), causes(&theirs));
+    if how.0.draws {
+        let maps = |judged: &Judged<'_>| {
+            judged.as_ref().map_or(Vec::new(), |(_, outcome, _)| outcome.maps.clone())
+        };
+        report.drawings = Some(drawings(dump, proof, maps(&ours)));
+        other.drawings = Some(drawings(&other_dump, &other_proof, maps(&theirs)));
+    }
     join(&mut report, other, differences, replayed);
     if let (Some((step, ..)), Some((other_step, ..)), Some(against)) =
         (&ours, &theirs, &mut report.against)
@@ -137,6 +145,7 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
         unjudged: found.unjudged,
         grad_norm: other.grad_norm,
         norm_gap: None,
+        drawings: other.drawings,
     });
 }
 

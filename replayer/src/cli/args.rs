@@ -155,6 +155,9 @@ pub(super) struct DiffArguments {
     /// Writes the report as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
+    /// Writes the report as one HTML page, with drawings.
+    #[arg(long, value_name = "FILE")]
+    pub(super) report: Option<PathBuf>,
     /// No progress bar.
     #[arg(long)]
     pub(super) quiet: bool,
@@ -170,6 +173,7 @@ impl DiffArguments {
             against: Some(self.against.clone()),
             policy: None,
             json: self.json.clone(),
+            report: self.report.clone(),
             tokens: None,
             freivalds: None,
             threads: None,
@@ -209,6 +213,10 @@ pub(super) struct ReplayArguments {
     /// Writes the report as JSON; `-` for standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
+    /// Writes the report as one HTML page, with drawings: it opens from disk and needs no
+    /// network.
+    #[arg(long, value_name = "FILE")]
+    pub(super) report: Option<PathBuf>,
     /// Judges dq on a stratified sample of N tokens of each microbatch, and estimates dk
     /// from them without a verdict.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]

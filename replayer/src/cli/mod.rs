@@ -7,6 +7,7 @@ mod args;
 mod checks;
 mod look;
 mod own;
+mod page;
 mod paint;
 mod precision;
 mod progress;
@@ -19,9 +20,11 @@ use std::io::Write;
 use clap::Parser;
 
 pub use checks::checks_report;
+pub use page::PageFile;
 pub use precision::precision_report;
 pub use run::{
-    RunError, probed_report, replay_report, sampled_report, variant_inputs, varied_report,
+    RunError, drawn_report, probed_report, replay_report, sampled_report, variant_inputs,
+    varied_report,
 };
 pub use trajectory::trajectory_report;
 

@@ -9,6 +9,7 @@ use backtape::shard::TensorKey;
 
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::exit;
+use super::page::PageFile;
 use super::progress::Bar;
 use super::{against, checks, look, own, precision, trajectory};
 use crate::assemble::AssembleError;
@@ -24,6 +25,7 @@ use crate::replay::against::{AgainstError, Asked, PatternError};
 use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
+use crate::report::drawings::drawings;
 use crate::report::number::plural;
 use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
 use crate::report::{catalogue, dumped, inventory, text};
@@ -82,6 +84,14 @@ pub enum RunError {
     /// The report could not be written.
     #[error("the report cannot be written to {path}: choose another file for --json")]
     Write {
+        /// Where to.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The page could not be written.
+    #[error("the page cannot be written to {path}: choose another file for --report")]
+    Page {
         /// Where to.
         path: PathBuf,
         /// Why.
@@ -192,14 +202,20 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let other = arguments.against.as_deref();
     let asked = Asked::parse(&arguments.compare)?;
     let policy = arguments.policy.as_deref().map(read_policy).transpose()?;
+    // A replay may take long: what cannot be written is said before it.
+    let page = arguments.report.as_deref().map(PageFile::beside).transpose()?;
     let how = How {
         policy: policy.as_ref(),
         probes: arguments.freivalds.map(|n| n as usize),
         tokens: arguments.tokens.map(|n| n as usize),
         variants: &[],
+        draws: page.is_some(),
     };
     let report = report_with(path, &selection, &asked, other, how, &bar)?;
     bar.finish();
+    if let Some(page) = page {
+        page.write(&report)?;
+    }
     let code = match report.verdict {
         Verdict::Agreed => exit::AGREED,
         Verdict::Diverged => exit::DIVERGED,
@@ -228,6 +244,19 @@ pub fn varied_report(
 ) -> Result<Report, RunError> {
     let how = How { variants, ..How::default() };
     report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
+/// The report with all that a page draws, see `report::html`; of one run or of two. Variants
+/// are tried on one run alone.
+pub fn drawn_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    other: Option<&Path>,
+    variants: &[Arc<Variant>],
+) -> Result<Report, RunError> {
+    let how = How { variants, draws: true, ..How::default() };
+    report_with(path, selection, &compare.into(), other, how, &Bar::new(true))
 }
 
 /// What a user's own functions are called with, unit by unit.
@@ -271,6 +300,8 @@ pub(super) struct How<'a> {
     tokens: Option<usize>,
     /// A user's own functions.
     variants: &'a [Arc<Variant>],
+    /// Whether what a page draws is gathered.
+    pub(super) draws: bool,
 }
 
 fn read_policy(path: &Path) -> Result<PolicyDeclaration, RunError> {
@@ -300,7 +331,9 @@ fn report_with(
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let causes = diagnose(&step, &mut outcome, how.variants).map_err(wrong)?;
     let variants = diagnose::variants(&step, how.variants).map_err(wrong)?;
-    Ok(Report { causes, variants, ..report(path, &dump, Some((&step, &outcome)), &proof) })
+    let drawings = how.draws.then(|| drawings(&dump, &proof, std::mem::take(&mut outcome.maps)));
+    let judged = Some((&step, &outcome));
+    Ok(Report { causes, variants, drawings, ..report(path, &dump, judged, &proof) })
 }
 
 pub(super) fn replay_one<'a>(
@@ -320,7 +353,7 @@ pub(super) fn replay_one<'a>(
         (None, None) => Effort::All,
     };
     let total = |work| bar.expect(work);
-    let request = Request { compare, effort, progress: bar, total: &total };
+    let request = Request { compare, effort, progress: bar, total: &total, draws: how.draws };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }
@@ -370,6 +403,7 @@ pub(super) fn report(
         against: None,
         findings,
         not_checked,
+        drawings: None,
     }
 }
 

@@ -2,10 +2,12 @@
 //! may be, and where it is worst. Plain numbers in, plain numbers out.
 
 pub mod bound;
+pub mod chart;
 pub mod measures;
 pub mod pair;
 pub mod tally;
 pub mod ulp;
 
 pub use bound::{Allowed, Bound, ONE_ROUNDING};
+pub use chart::{Cell, Chart};
 pub use tally::{Rows, Tally, Worst, once};

@@ -8,6 +8,7 @@ use super::cause::{Cause, Observed};
 use super::decide::Decision;
 use super::evidence::{Evidence, Key, Residuals};
 use super::search::{Tried, left_of};
+use crate::compare::tally::relative;
 use crate::head::Stage;
 
 /// How sure the report is of a cause.
@@ -45,10 +46,31 @@ pub struct Found {
     pub parameters: BTreeMap<String, String>,
     /// Stages that it explains.
     pub stages: Vec<&'static str>,
+    /// What is left of the divergence when it is emulated, stage by stage; empty where
+    /// the cause was seen and not computed.
+    pub residuals: Vec<StageResidual>,
     /// What shows it, in one sentence.
     pub evidence: String,
     /// What cures it, in one sentence.
     pub advice: String,
+}
+
+/// Errors of one stage before and after a cause is emulated, over the comparisons that it is
+/// to explain; relative to the reference as a stage's error is.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StageResidual {
+    /// The stage.
+    pub stage: &'static str,
+    /// How many comparisons these are over.
+    pub comparisons: usize,
+    /// The error against the declared head.
+    pub before: f64,
+    /// The error against the head with the cause.
+    pub after: f64,
+    /// The error that the declared precision explains.
+    pub floor: f64,
+    /// True when a sample of the rows was looked at.
+    pub sampled: bool,
 }
 
 /// The causes of a decision: one named, or several tied.
@@ -94,6 +116,7 @@ fn of_one(
         bit_equal: exact,
         parameters: parameters(&of.hypothesis.parameters),
         stages: stages(keys),
+        residuals: by_stage(before, of, keys),
         evidence: format!("{about}: emulated so, the reference {equal} in {comparisons}"),
         advice: of.cause.advice().into(),
     }
@@ -169,6 +192,7 @@ fn nameless(words: String, next: Option<String>, keys: &BTreeSet<Key>) -> Found 
         bit_equal: false,
         parameters: BTreeMap::new(),
         stages: stages(keys),
+        residuals: Vec::new(),
         evidence: words,
         advice: "look at the rows, tiles, ranks and microbatches that the report names; a hypothesis of your own can be tried with backtape.replay(..., variants={\"mine\": fn})".into(),
     }
@@ -196,6 +220,7 @@ pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec
             bit_equal: false,
             parameters: parameters(&of),
             stages: stages.into_iter().map(Stage::name).collect(),
+            residuals: Vec::new(),
             evidence: words,
             advice: cause.advice().into(),
         })
@@ -210,6 +235,26 @@ fn parameters(of: &[(&'static str, String)]) -> BTreeMap<String, String> {
 fn stages(keys: &BTreeSet<Key>) -> Vec<&'static str> {
     let stages: BTreeSet<Stage> = keys.iter().map(|key| key.stage).collect();
     stages.into_iter().map(Stage::name).collect()
+}
+
+/// What is left of each stage, in the order of the stages.
+fn by_stage(before: &Residuals, of: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<StageResidual> {
+    let stages: BTreeSet<Stage> = keys.iter().map(|key| key.stage).collect();
+    let one = |stage: Stage| {
+        let keys = keys.iter().filter(|key| key.stage == stage);
+        let pairs = keys.filter_map(|key| Some((before.get(key)?, of.residuals.get(key)?)));
+        let (mut sums, mut norm, mut comparisons) = ([0.0; 3], 0.0, 0);
+        for (before, after) in pairs {
+            let energies = [before.energy, after.energy, before.floor];
+            sums.iter_mut().zip(energies).for_each(|(sum, x)| *sum += x);
+            norm += before.reference;
+            comparisons += 1;
+        }
+        let [before, after, floor] = sums.map(|energy| relative(energy, norm));
+        let (stage, sampled) = (stage.name(), !of.full);
+        StageResidual { stage, comparisons, before, after, floor, sampled }
+    };
+    stages.into_iter().map(one).filter(|found| found.comparisons > 0).collect()
 }
 
 /// Share of the energy beyond the floor that is gone. The floor of a comparison is what

@@ -32,7 +32,7 @@ use cause::Cause;
 use decide::{CLEAR, Decision, cover, decide};
 use evidence::{Evidence, Key, residuals};
 use found::unknown;
-pub use found::{Found, Standing};
+pub use found::{Found, StageResidual, Standing};
 pub use own::VariantStage;
 use proof::Proof;
 use search::{Search, Tried};
@@ -343,6 +343,7 @@ mod tests {
             bit_equal: false,
             parameters: BTreeMap::new(),
             stages: Vec::new(),
+            residuals: Vec::new(),
             evidence: String::new(),
             advice: String::new(),
         }

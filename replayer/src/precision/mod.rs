@@ -330,8 +330,13 @@ fn gradients(step: &HeadStep<'_>) -> Gradients {
     if roles.is_empty() {
         return Gradients::NotRecorded;
     }
-    let request =
-        Request { compare: &roles, effort: Effort::All, progress: &NoProgress, total: &|_| {} };
+    let request = Request {
+        compare: &roles,
+        effort: Effort::All,
+        progress: &NoProgress,
+        total: &|_| {},
+        draws: false,
+    };
     match replay::replay(step, &request) {
         Err(error) => Gradients::NotJudged(error.to_string()),
         Ok(outcome) => match outcome.first_divergence() {

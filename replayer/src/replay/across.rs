@@ -11,6 +11,7 @@ use backtape::shard::TensorKey;
 use super::addends::Sum;
 use super::allowed::{rounded, stored, summed};
 use super::chained::Whole;
+use super::maps::Drawn;
 use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
@@ -181,6 +182,9 @@ impl Replay<'_> {
         let rows =
             Rows { captured, reference: &reference, index: &|row| row as u64, repeats: &once };
         let tally = Tally::of(&rows, allowed, &bound);
+        let (first, all) = (0, captured.rows);
+        let (rows, allowed) = (&rows, &allowed);
+        let chart = self.chart(&Drawn { stage, first, all, rows, allowed, bound: &bound });
         let mut found = Comparison::new(None, rank, key.to_string(), tally, &bound);
         if found.excess.is_none() {
             found.excess = self.chain_excess(slices, &whole, &bound)?;
@@ -192,6 +196,9 @@ impl Replay<'_> {
             return Ok(());
         }
         outcome.add(stage, found);
+        if let Some(chart) = chart {
+            self.take_chart(stage, chart, (None, rank), outcome);
+        }
         Ok(())
     }
 

@@ -535,6 +535,7 @@ impl Replay<'_> {
             let found = Comparison::new(inputs.microbatch, unit.rank(), source, tally, &bound);
             outcome.add(stage, Comparison { members, by_hits, ..found });
         }
+        self.take_charts(findings.charts, inputs.microbatch, unit, outcome);
     }
 }
 

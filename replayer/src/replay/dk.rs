@@ -10,6 +10,7 @@ use super::allowed::{carried, rounded, summed};
 use super::backward::{Problem, sum};
 use super::biased::shared_by_tokens;
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
+use super::maps::Drawn;
 use super::pass_cache::{BackwardPass, Keep};
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
@@ -343,8 +344,11 @@ impl Replay<'_> {
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
             let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
             findings.merge(stage, Tally::of(&rows, allowed, &bound), bound);
+            let (first, all) = (slab.range.start, problem.head.k.rows);
+            let (rows, allowed, bound) = (&rows, &allowed, &bound);
+            findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
             if stage != Stage::DkLse {
-                findings.count_hits(stage, &rows, &allowed, &slab.hits);
+                findings.count_hits(stage, rows, allowed, &slab.hits);
             }
         }
     }

@@ -6,6 +6,7 @@ use super::backward::Problem;
 use super::dk::{column_squares, column_sums, reference_of};
 use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
+use super::maps::Drawn;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
@@ -258,6 +259,9 @@ impl Replay<'_> {
                 repeats: &repeats,
             };
             findings.merge(stage, Tally::of(&compared, allowed, &bound), bound);
+            let (first, all, rows) = (0, unit.rows.len(), &compared);
+            let (allowed, bound) = (&allowed, &bound);
+            findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
             if forced {
                 continue; // judged from captured parts: the floor is propagated
             }

@@ -8,7 +8,7 @@ use super::allowed::{half_spacing, stored};
 use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
-use crate::compare::{Allowed, Bound, Rows, Tally};
+use crate::compare::{Allowed, Bound, Chart, Rows, Tally};
 use crate::head::Stage;
 use crate::head::step::{matrix, rows_of};
 use crate::kernels::matrix::{Matrix, Values};
@@ -127,6 +127,8 @@ pub(super) struct Findings {
     pub(super) tallies: Vec<(Stage, Tally, Bound)>,
     pub(super) energies: Vec<(Stage, Vec<f64>)>,
     pub(super) hits: Vec<(Stage, Vec<HitClass>)>,
+    /// Worst elements by blocks, where a drawing was asked for.
+    pub(super) charts: Vec<(Stage, Chart)>,
 }
 
 impl Captured {
@@ -215,6 +217,7 @@ impl Findings {
         self.tallies.retain(|(stage, ..)| !stages.contains(stage));
         self.energies.retain(|(stage, _)| !stages.contains(stage));
         self.hits.retain(|(stage, _)| !stages.contains(stage));
+        self.charts.retain(|(stage, _)| !stages.contains(stage));
     }
 
     pub(super) fn emulated(&mut self, stage: Stage, member: usize, energy: f64) {

@@ -9,6 +9,7 @@ use super::dk::column_squares;
 use super::dq::picked;
 use super::findings::{Captured, Findings, Gradient};
 use super::gather::Gathered;
+use super::maps::Drawn;
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};
@@ -114,7 +115,6 @@ impl Replay<'_> {
         let q = |_| column_squares(&problem.head.q, problem.head.copies);
         let q_squares = Some(()).filter(|()| coarse).map(q).unwrap_or_default();
         let ones = [t as f64];
-        let mut blocks = Vec::new();
         let dq = reference::from_dlogits(&head, &entries, tiles, self.progress, &mut |b| {
             for (stage, values, squares) in [(Dk, b.dk, b.dk_sq), (Dbias, b.dbias, b.dbias_sq)] {
                 let gradient = captured.stage(stage).filter(|_| stages.contains(&stage));
@@ -127,17 +127,10 @@ impl Replay<'_> {
                     let product =
                         Product { first, values, squares, length, tokens: true, floor, factor };
                     let index = |row: usize| row as u64;
-                    blocks.push((
-                        stage,
-                        self.judge_product(dlogits, gradient, &product, &index, None),
-                    ));
+                    self.judge_product(dlogits, gradient, &product, (&index, None), findings);
                 }
             }
         });
-        for (stage, tally) in blocks {
-            let columns = if stage == Dbias { 1 } else { problem.head.q.cols };
-            findings.merge(stage, tally, self.bound(problem.head.k.rows, columns));
-        }
         let of_unit = picked(captured, &unit.rows);
         if let Some(gradient) = of_unit.stage(Dq).filter(|_| stages.contains(&Dq)) {
             let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
@@ -148,8 +141,7 @@ impl Replay<'_> {
                 Product { first: 0, values, squares, length: v, tokens: false, floor, factor };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;
-            let tally = self.judge_product(dlogits, gradient, &product, &index, copies);
-            findings.merge(Dq, tally, self.bound(t, problem.head.q.cols));
+            self.judge_product(dlogits, gradient, &product, (&index, copies), findings);
         }
     }
 
@@ -170,15 +162,15 @@ impl Replay<'_> {
         values
     }
 
-    /// A captured product against the sum of captured entries times exact factors.
+    /// Judges a captured product by the sum of captured entries times exact factors.
     fn judge_product(
         &self,
         dlogits: &Dlogits,
         gradient: &Gradient,
         product: &Product<'_>,
-        index: &(dyn Fn(usize) -> u64 + Sync),
-        copies: Option<&[f64]>,
-    ) -> Tally {
+        (index, copies): (&(dyn Fn(usize) -> u64 + Sync), Option<&[f64]>),
+        findings: &mut Findings,
+    ) {
         let Policy { sums, path, dlogits: entry, .. } = self.roundings.widest;
         let whole = gradient.matrix();
         let columns = whole.cols;
@@ -216,6 +208,12 @@ impl Replay<'_> {
         let bound = self.bound(whole.rows, columns);
         let one = |row: usize| copies.map_or(1.0, |copies| copies[row]);
         let compared = Rows { captured, reference: product.values, index: &place, repeats: &one };
-        Tally::of(&compared, allowed, &bound)
+        let stage = gradient.stage;
+        findings.merge(stage, Tally::of(&compared, allowed, &bound), bound);
+        if stage != Stage::Dbias {
+            let (first, all, rows) = (product.first, whole.rows, &compared);
+            let (allowed, bound) = (&allowed, &bound);
+            findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
+        }
     }
 }

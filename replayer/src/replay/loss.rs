@@ -78,6 +78,7 @@ impl Replay<'_> {
             let found = self.judge_column(inputs, captured, &supposed, false, Vec::new());
             outcome.add(Stage::Dlogprobs, found);
         }
+        let captured = captured.filter(|_| self.world.trusts(Stage::Dlogprobs, inputs.microbatch));
         for t in 0..inputs.tokens() {
             let (dlogp, variance) = match &captured {
                 Some(column) => column.at(t),
@@ -92,7 +93,7 @@ impl Replay<'_> {
         self.policy_loss_value(slice, &exact, &expected, state, outcome)
     }
 
-    fn policy_gradient(
+    pub(super) fn policy_gradient(
         &self,
         slice: &Slice,
         state: &ForwardState,
@@ -195,18 +196,11 @@ impl Replay<'_> {
         let declared = &self.step.options.declared;
         let (s, k) = (self.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
         let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
-        let mut divided = vec![1.0; inputs.tokens()];
-        for (unit, denominator) in &slice.denominators {
-            unit.rows.iter().for_each(|&t| divided[t] = *denominator);
-        }
+        let divided = divisors(slice);
         let noise = self.term_noise(inputs.head(self.step).map_or(0, |head| head.q.cols));
         let compute = self.roundings.compute();
         let mean = |t: usize| state.logit_sum[t] / k.max(1.0);
-        let nll = |t: usize| {
-            let (lse, label) = (state.loss_lse[t], state.label.values[t]);
-            lse - (1.0 - s) * label - s * mean(t) + lambda * lse * lse
-        };
-        let mut nll: Vec<f64> = (0..inputs.tokens()).map(nll).collect();
+        let mut nll = self.nll(inputs, state);
         let lse = (&state.loss_lse[..], &state.lse_variance[..]);
         let read = Read { lse, label: (&state.label.values, &state.label.variance) };
         let ties = self.world.nll(inputs, &read, &mut nll);
@@ -250,6 +244,19 @@ impl Replay<'_> {
         let certain = certain.collect();
         let terms = Expected { shared, certain, ..Expected::new(values, variance) };
         self.judge_loss(slice, &terms, outcome)
+    }
+
+    /// The loss of every token before weights, `[T]`: `lse - (1-s) z_y - s/K Σz + λ lse²`.
+    pub(super) fn nll(&self, inputs: &MicrobatchInputs, state: &ForwardState) -> Vec<f64> {
+        let declared = &self.step.options.declared;
+        let (s, k) = (self.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
+        let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
+        let of = |t: usize| {
+            let (lse, label) = (state.loss_lse[t], state.label.values[t]);
+            let mean = state.logit_sum[t] / k.max(1.0);
+            lse - (1.0 - s) * label - s * mean + lambda * lse * lse
+        };
+        (0..inputs.tokens()).map(of).collect()
     }
 
     /// The recorded loss against the tokens' terms, or their sum.
@@ -312,6 +319,15 @@ impl Replay<'_> {
         );
         Ok(())
     }
+}
+
+/// What the loss of each token is divided by, `[T]`.
+pub(super) fn divisors(slice: &Slice) -> Vec<f64> {
+    let mut divided = vec![1.0; slice.inputs.tokens()];
+    for (unit, denominator) in &slice.denominators {
+        unit.rows.iter().for_each(|&t| divided[t] = *denominator);
+    }
+    divided
 }
 
 /// The weights of some tokens, 0 for all others.

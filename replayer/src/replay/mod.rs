@@ -21,6 +21,7 @@ mod from_dlogits;
 pub(crate) mod gather;
 mod loose;
 mod loss;
+pub mod maps;
 pub(crate) mod members;
 mod norm;
 pub mod norm_pair;
@@ -29,6 +30,7 @@ pub mod pass_cache;
 mod plane;
 pub mod probe;
 mod probed;
+pub mod recompute;
 pub mod sample;
 mod sampled;
 mod smoothed;
@@ -46,6 +48,7 @@ use crate::compare::Bound;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
+use maps::Draw;
 use outcome::{NotChecked, Outcome};
 use pass_cache::PassCache;
 use world::{Declared, World};
@@ -60,6 +63,8 @@ pub struct Request<'a> {
     pub progress: &'a dyn Progress,
     /// Given the whole work once it is known.
     pub total: &'a dyn Fn(u64),
+    /// Whether maps of dq and dk are gathered for a drawing.
+    pub draws: bool,
 }
 
 /// How much of dq and dk is recomputed. What costs one GEMM or less is judged on all
@@ -102,6 +107,8 @@ pub(crate) struct Replay<'a> {
     progress: &'a dyn Progress,
     /// Whether entries of dlogits are rounded with the label's part in them.
     whole: bool,
+    /// What is to be drawn, if anything is.
+    draw: Option<Draw>,
 }
 
 /// A microbatch with its units.
@@ -126,6 +133,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let (effort, progress) = (request.effort, request.progress);
     let (trial, cache) = (false, None);
     let whole = allowed::whole(step, &roundings);
+    let draw = request.draws.then(|| Draw::new(&slices));
     let replay = Replay {
         step,
         whole,
@@ -138,6 +146,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         cache,
         trial,
         progress,
+        draw,
     };
     (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);
@@ -156,6 +165,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     }
     replay.note_effort(&slices, &mut outcome);
     replay.across(&slices, &mut outcome)?;
+    maps::note_hits(&slices, &mut outcome);
     outcome.finish(step);
     replay.note_loose(&mut outcome);
     Ok(outcome)

@@ -154,7 +154,7 @@ impl Replay<'_> {
     }
 
     /// What the reduction over ranks divides by: their number where dk's addends make up a mean.
-    fn ranks_averaged(&self, slices: &[Slice]) -> f64 {
+    pub(super) fn ranks_averaged(&self, slices: &[Slice]) -> f64 {
         let first = slices.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
         match first.map(|key| (key, self.step.tensors[key].partial)) {
             Some((key, Some(Reduction::Mean))) => self.holders(key).len().max(1) as f64,
@@ -323,7 +323,7 @@ fn name_of_ranks(ranks: &[Rank]) -> String {
 }
 
 /// Label hits of every row of k, over all microbatches.
-fn hits(slices: &[Slice], rows: usize) -> Vec<u32> {
+pub(super) fn hits(slices: &[Slice], rows: usize) -> Vec<u32> {
     let mut hits = vec![0; rows];
     for &label in slices.iter().flat_map(|slice| &slice.inputs.labels) {
         if label != IGNORED && (label as usize) < rows {

@@ -7,6 +7,7 @@ use backtape::role::Role;
 use serde::Serialize;
 
 use super::estimate::Sampled;
+use super::maps::Map;
 use super::norm::ReferenceDk;
 pub use super::norm::{GradNorm, Share};
 use super::probe::Reach;
@@ -104,6 +105,8 @@ pub struct Outcome {
     pub not_checked: Vec<NotChecked>,
     /// The norm of the gradients.
     pub grad_norm: GradNorm,
+    /// Maps of dq and dk, where a drawing was asked for.
+    pub maps: Vec<Map>,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
     /// What random probes can see of each stage, the worst of all units.
@@ -175,8 +178,8 @@ impl Outcome {
         };
         let stages = Stage::ALL.iter().map(stage).collect();
         let (not_checked, grad_norm) = (Vec::new(), GradNorm::default());
-        let (reaches, estimates) = (Vec::new(), Vec::new());
-        Outcome { stages, not_checked, grad_norm, reference_dk: None, reaches, estimates }
+        let (maps, reaches, estimates) = (Vec::new(), Vec::new(), Vec::new());
+        Outcome { stages, not_checked, grad_norm, maps, reference_dk: None, reaches, estimates }
     }
 
     /// The outcome of one stage.

@@ -9,6 +9,7 @@ use super::backward::Problem;
 use super::dk::Slab;
 use super::dq::{DqState, picked};
 use super::findings::{Captured, DK, DQ, Findings};
+use super::maps::Drawn;
 use super::outcome::{NotChecked, Outcome};
 use super::probe::{self, CapturedGradient, Model, Plan};
 use super::{Effort, Replay, Slice};
@@ -170,7 +171,11 @@ impl Replay<'_> {
         };
         let bound = self.bound(values.rows, values.cols);
         let rows = Rows { captured: values, reference: &reference, index, repeats: &once };
-        findings.merge(stages[2], Tally::of(&rows, allowed, &bound), bound);
+        let stage = stages[2];
+        findings.merge(stage, Tally::of(&rows, allowed, &bound), bound);
+        let (first, all, rows) = (0, values.rows, &rows);
+        let (allowed, bound) = (&allowed, &bound);
+        findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
         true
     }
 }

@@ -92,6 +92,7 @@ pub(super) fn in_world(
         cache,
         trial: true,
         progress: &NoProgress,
+        draw: None,
     };
     then(&replay, &slices)
 }

@@ -45,7 +45,7 @@ pub(super) fn variants(out: &mut String, all: &[VariantStage]) {
     }
 }
 
-fn figures(cause: &Found) -> String {
+pub(super) fn figures(cause: &Found) -> String {
     if cause.standing == Standing::Unknown {
         return String::new();
     }

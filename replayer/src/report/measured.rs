@@ -64,7 +64,7 @@ pub(super) fn sizes(found: &Summary, elements: u64) -> String {
 }
 
 /// Shares of the first buckets, and all beyond them.
-fn ulps(found: &Summary) -> String {
+pub(super) fn ulps(found: &Summary) -> String {
     let all: u64 = found.ulps.iter().map(|(_, n)| n).sum::<u64>() + found.sign_or_overflow;
     let share = |n: u64| format!("{:.1} %", 100.0 * n as f64 / all.max(1) as f64);
     let shown = found.ulps.iter().take(BUCKETS);

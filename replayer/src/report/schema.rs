@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::drawings::Drawings;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
@@ -183,6 +184,9 @@ pub struct AgainstReport {
     pub grad_norm: GradNorm,
     /// How far the two norms are apart, and who the gap belongs to.
     pub norm_gap: Option<NormGap>,
+    /// What a page draws of it.
+    #[serde(skip)]
+    pub drawings: Option<Drawings>,
 }
 
 /// One object: everything a replay found.
@@ -214,6 +218,9 @@ pub struct Report {
     pub findings: Vec<String>,
     /// What was not checked and why.
     pub not_checked: Vec<NotChecked>,
+    /// What a page draws beside all this, where one was asked for. It is no part of the JSON.
+    #[serde(skip)]
+    pub drawings: Option<Drawings>,
 }
 
 impl StageReport {

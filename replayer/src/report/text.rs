@@ -197,7 +197,8 @@ fn grad_norm(out: &mut String, report: &Report) {
     }
 }
 
-fn verdict(report: &Report) -> String {
+/// What it all comes to, in one sentence.
+pub fn verdict(report: &Report) -> String {
     match (&report.verdict, &report.first_divergence) {
         (Verdict::Diverged, Some(first)) => {
             let place = match place(first.microbatch, first.rank) {

@@ -2,13 +2,14 @@
 //! the command line. Ranks have their own client.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use backtape_proto as proto;
 use tonic::{Code, Request, Status};
 
-use super::channel::{ChannelError, connect};
-use crate::credentials::{Access, Token};
+use super::channel::{BUILD, ChannelError, VERSION, connect};
+use crate::credentials::{Access, CredentialsError, Token};
+use crate::identity::{Name, NameError};
 use crate::selection::Changes;
 use crate::store::layout::RENDEZVOUS;
 
@@ -139,6 +140,82 @@ pub async fn trigger(
         "trigger {} of run {run}: every rank records step {}, and writes what its ring holds up to step {}",
         order.number, order.record, order.seen
     ))
+}
+
+/// Who answers at an address.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Greeting {
+    /// Its version; empty where it does not say, being older.
+    pub version: String,
+    /// Its build, likewise.
+    pub build: String,
+    /// How long an answer takes on a connection that is open: the fastest of some.
+    pub seconds: f64,
+    /// What it says of the run: its state, or that it knows none of this name.
+    pub says: String,
+}
+
+/// How often a coordinator is asked for the time that an answer takes.
+const GREETINGS: usize = 4;
+/// How long it may take for one of them.
+const GREETING_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Asks who answers at an address, on a runtime of its own. `credentials` is a rank's folder.
+pub fn greet(address: &str, run: &str, credentials: Option<&Path>) -> Result<Greeting, GreetError> {
+    let access = match credentials {
+        Some(folder) => Access::read(folder, &Name::new(run)?)?,
+        None => Access::default(),
+    };
+    let place = Place { address: address.into(), access };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    Ok(runtime.block_on(greeted(&place, run))?)
+}
+
+/// Why there was no greeting.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum GreetError {
+    #[error(transparent)]
+    Ask(#[from] AskError),
+    #[error(transparent)]
+    Name(#[from] NameError),
+    #[error(transparent)]
+    Credentials(#[from] CredentialsError),
+    #[error("the runtime cannot be started: {0}")]
+    Runtime(#[from] std::io::Error),
+}
+
+async fn greeted(place: &Place, run: &str) -> Result<Greeting, AskError> {
+    let mut rpc = connect(&place.address, &place.access)?;
+    let mut found = None;
+    for _ in 0..GREETINGS {
+        let begin = Instant::now();
+        let mut request = Request::new(proto::RunStatusRequest { run: run.into() });
+        request.set_timeout(GREETING_PATIENCE);
+        let answer = rpc.run_status(request).await;
+        let seconds = begin.elapsed().as_secs_f64();
+        let (metadata, says) = match answer {
+            Ok(answer) => {
+                let of = answer.get_ref();
+                let (joined, all) = (of.joined, of.world_size);
+                let says = format!("run {run}: {joined} of {all} ranks joined");
+                (answer.metadata().clone(), says)
+            }
+            // It knows no such run yet: that is an answer.
+            Err(status) if status.code() == Code::FailedPrecondition => {
+                (status.metadata().clone(), status.message().to_string())
+            }
+            Err(status) => return Err(refused(&place.address, status)),
+        };
+        let word = |name| {
+            let value = metadata.get(name).and_then(|value| value.to_str().ok());
+            value.unwrap_or_default().to_string()
+        };
+        let before = found.map_or(f64::INFINITY, |before: Greeting| before.seconds);
+        let seconds = seconds.min(before);
+        found = Some(Greeting { version: word(VERSION), build: word(BUILD), seconds, says });
+    }
+    Ok(found.expect("asked at least once"))
 }
 
 /// Bytes as people say them: `1.5 GiB`.

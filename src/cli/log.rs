@@ -6,13 +6,14 @@ use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormattedFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Lines go to stderr from here on; `RUST_LOG` chooses which.
+/// Lines go to stderr from here on; `RUST_LOG` chooses which. Where this process has a log
+/// already, that one stays.
 pub(super) fn start() {
-    tracing_subscriber::fmt()
+    let _ = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::try_from_default_env().unwrap_or(EnvFilter::new("info")))
         .with_writer(std::io::stderr)
         .event_format(Prefixed { host: host() })
-        .init();
+        .try_init();
 }
 
 fn host() -> String {

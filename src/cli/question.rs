@@ -4,10 +4,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use backtape::coordinator::asking;
-use backtape::credentials::{Access, issue};
-use backtape::identity::Name;
 use clap::{Args, Subcommand};
+
+use crate::coordinator::asking;
+use crate::credentials::{Access, issue};
+use crate::identity::Name;
 
 /// A subcommand.
 #[derive(Subcommand)]

@@ -11,6 +11,8 @@
 //! [backtape][Hnode-0][coordinator] INFO run fused attempt 0 step 0: committed
 //! ```
 //!
+//! The binary and the Python package's command both call [`main`].
+//!
 //! `plan` and `trigger` ask a running one, embedded or not, to have the ranks
 //! of a running job record. `certs` makes what a coordinator and ranks on other hosts show
 //! to each other.
@@ -18,29 +20,35 @@
 mod log;
 mod question;
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::sync::LazyLock;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use backtape::coordinator::{Config, Coordinator, Rules, limits};
-use backtape::credentials::Guard;
 use clap::Parser;
-use question::Question;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::coordinator::{Config, Coordinator, Rules, limits};
+use crate::credentials::Guard;
+use question::Question;
+
+/// Exit code: done.
+const DONE: i32 = 0;
+/// Exit code: wrong usage or environment.
+const USAGE: i32 = 2;
+
 /// With which build it is.
 static LONG_VERSION: LazyLock<String> =
-    LazyLock::new(|| format!("{} build {}", backtape::VERSION, backtape::BUILD));
+    LazyLock::new(|| format!("{} build {}", crate::VERSION, crate::BUILD));
 
 /// Commits the steps that the ranks of a training job record.
 #[derive(Parser)]
 #[command(
     name = "coordinator",
-    version = backtape::VERSION,
+    version = crate::VERSION,
     long_version = LONG_VERSION.as_str(),
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true
@@ -78,18 +86,28 @@ struct Arguments {
     trigger_cooldown: u64,
 }
 
-fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+/// The command with these arguments, the program's name first; its exit code. The binary and the
+/// Python package both call it. Ends on SIGINT and SIGTERM, which it listens to while it serves.
+pub fn main(arguments: impl IntoIterator<Item = OsString>) -> i32 {
+    let arguments = match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Help and the version go to stdout, what is wrong to stderr; a closed pipe has read
+            // enough.
+            let _ = error.print();
+            return error.exit_code();
+        }
+    };
     log::start();
     let done = match &arguments.question {
         Some(question) => question.ask(),
         None => serve(&arguments),
     };
     match done {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => DONE,
         Err(error) => {
             tracing::error!("{error:#}");
-            ExitCode::from(2)
+            USAGE
         }
     }
 }
@@ -130,7 +148,7 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
         let coordinator = Coordinator::open(&config)?;
         let address = listener.local_addr()?;
         let store = store.display();
-        let (version, build) = (backtape::VERSION, backtape::BUILD);
+        let (version, build) = (crate::VERSION, crate::BUILD);
         tracing::info!("listening on {address}, store {store}, world size {world_size}");
         tracing::info!("backtape {version} build {build}");
         let (mut interrupt, mut terminate) =

@@ -1,0 +1,60 @@
+"""The commands that the wheel brings: `replay`, `coordinator` and `backtape`.
+
+    backtape doctor [--store DIR|URL] [--coordinator HOST:PORT] [--json]
+    backtape replay ...         # as the command replay
+    backtape coordinator ...    # as the command coordinator
+    backtape version
+"""
+
+import signal
+import sys
+from typing import NoReturn
+
+from backtape import _native, doctor
+
+USAGE = """\
+usage: backtape doctor       what works on this machine
+       backtape replay ...       the command replay: backtape replay --help
+       backtape coordinator ...  the command coordinator: backtape coordinator --help
+       backtape version
+"""
+
+
+def replay() -> NoReturn:
+    """The command `replay`."""
+    _default_signals()
+    sys.exit(_native.replay_main(["replay", *sys.argv[1:]]))
+
+
+def coordinator() -> NoReturn:
+    """The command `coordinator`."""
+    _default_signals()
+    sys.exit(_native.coordinator_main(["coordinator", *sys.argv[1:]]))
+
+
+def main() -> NoReturn:
+    """The command `backtape`."""
+    match sys.argv[1:]:
+        case ["doctor", *rest]:
+            sys.exit(doctor.main(rest))
+        case ["replay", *rest]:
+            _default_signals()
+            sys.exit(_native.replay_main(["backtape replay", *rest]))
+        case ["coordinator", *rest]:
+            _default_signals()
+            sys.exit(_native.coordinator_main(["backtape coordinator", *rest]))
+        case ["version" | "--version" | "-V"]:
+            print(f"backtape {_native.__version__} build {_native.__build__}")
+            sys.exit(0)
+        case ["help" | "--help" | "-h"]:
+            print(USAGE, end="")
+            sys.exit(0)
+        case _:
+            print(USAGE, end="", file=sys.stderr)
+            sys.exit(2)
+
+
+def _default_signals() -> None:
+    """What comes now runs in Rust, where the interpreter's own handler would only set a flag that
+    nobody looks at: Ctrl-C would wait for the end, and then be raised once all is done."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

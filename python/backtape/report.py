@@ -1,0 +1,55 @@
+"""What a replay, the checks or a look at the trajectory found."""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from backtape import _native
+
+
+class Report:
+    """What was found: the fields of the schema as attributes, `json` as plain data, str() as text.
+
+    Of a replay it is backtape.report/1, of checks backtape.checks/1, of a trajectory
+    backtape.trajectory/1 (docs/report.md). In a notebook it shows itself.
+    """
+
+    verdict: str
+    """Of a replay agreed, diverged or incomplete; of checks passed, failed or incomplete; of a
+    trajectory clear, flagged or incomplete."""
+    findings: list[Any]
+    """What was found, most severe first where findings have a severity."""
+    not_checked: list[Any]
+    """What was not looked at, and why."""
+
+    def __init__(self, native: _native.Report) -> None:
+        self._native = native
+        data = native.json()
+        self.json: dict[str, Any] = json.loads(data)
+        fields = json.loads(data, object_hook=lambda fields: SimpleNamespace(**fields))
+        self.__dict__.update(fields.__dict__)
+
+    def __getattr__(self, name: str) -> Any:
+        """Fields that depend on the schema: stages, causes, grad_norm, ..."""
+        known = self.__dict__.get("json")
+        if known is None:
+            raise AttributeError(name)
+        raise AttributeError(f"a {known['schema']} has no {name!r}: it has {', '.join(known)}")
+
+    def __str__(self) -> str:
+        return self._native.text()
+
+    def __repr__(self) -> str:
+        return f"<backtape.Report {self.json['schema']}: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it: a fragment that needs nothing from the network."""
+        return self._native.html()
+
+
+def shows_itself() -> bool:
+    """True in IPython and its notebooks, where a report that is the last of a cell is drawn: what
+    a drawing needs is gathered beside the comparison, and cannot be had afterwards."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None

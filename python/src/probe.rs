@@ -1,0 +1,30 @@
+//! What `backtape doctor` asks of a store and of a coordinator.
+
+use std::path::PathBuf;
+
+use backtape::coordinator::asking;
+use backtape::store::probe;
+use pyo3::prelude::*;
+
+use crate::postmortem::failed;
+
+/// What was tried of a store: its name, true where it worked, and what was found.
+#[pyfunction]
+pub(crate) fn probe_store(py: Python<'_>, place: PathBuf) -> Vec<(&'static str, bool, String)> {
+    let found = py.detach(|| probe::probe(&place));
+    found.into_iter().map(|one| (one.what, one.works, one.found)).collect()
+}
+
+/// Version, build, seconds to answer of a coordinator, and what it says of a run.
+#[pyfunction]
+#[pyo3(signature = (address, run, credentials=None))]
+pub(crate) fn probe_coordinator(
+    py: Python<'_>,
+    address: String,
+    run: String,
+    credentials: Option<PathBuf>,
+) -> PyResult<(String, String, f64, String)> {
+    let found = py.detach(|| asking::greet(&address, &run, credentials.as_deref()));
+    let found = found.map_err(failed)?;
+    Ok((found.version, found.build, found.seconds, found.says))
+}

@@ -1,0 +1,78 @@
+//! A report as Python holds it: what was found, to be said as JSON, as text or as HTML.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use backtape_replayer::report::checked::{self, ChecksReport};
+use backtape_replayer::report::trajectory::{self, TrajectoryReport};
+use backtape_replayer::report::{self, html, text};
+use pyo3::prelude::*;
+
+use crate::postmortem::failed;
+
+/// What a replay, the checks or a look at the trajectory found.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct Report(Found);
+
+enum Found {
+    Replay(Box<report::Report>),
+    Checks(ChecksReport),
+    Trajectory(TrajectoryReport),
+}
+
+impl From<report::Report> for Report {
+    fn from(found: report::Report) -> Report {
+        Report(Found::Replay(Box::new(found)))
+    }
+}
+
+impl From<ChecksReport> for Report {
+    fn from(found: ChecksReport) -> Report {
+        Report(Found::Checks(found))
+    }
+}
+
+impl From<TrajectoryReport> for Report {
+    fn from(found: TrajectoryReport) -> Report {
+        Report(Found::Trajectory(found))
+    }
+}
+
+#[pymethods]
+impl Report {
+    /// One JSON object; its `schema` says which.
+    fn json(&self) -> PyResult<String> {
+        match &self.0 {
+            Found::Replay(found) => serde_json::to_string(found),
+            Found::Checks(found) => serde_json::to_string(found),
+            Found::Trajectory(found) => serde_json::to_string(found),
+        }
+        .map_err(failed)
+    }
+
+    /// What the command line prints.
+    fn text(&self) -> String {
+        match &self.0 {
+            Found::Replay(found) => text::render(found),
+            Found::Checks(found) => checked::render(found),
+            Found::Trajectory(found) => trajectory::render(found),
+        }
+    }
+
+    /// A fragment to embed in a page. Several may stand on one, so each has ids of its own.
+    fn html(&self) -> String {
+        static SHOWN: AtomicU64 = AtomicU64::new(0);
+        match &self.0 {
+            Found::Replay(found) => {
+                let number = SHOWN.fetch_add(1, Ordering::Relaxed);
+                html::fragment(found, &format!("bt-{}-{number}", std::process::id()))
+            }
+            _ => preformatted(&self.text()),
+        }
+    }
+}
+
+/// The text as a fragment: reports without a drawing of their own are shown so.
+fn preformatted(text: &str) -> String {
+    let escaped = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    format!("<pre class=\"backtape-report\">{escaped}</pre>")
+}

@@ -1,0 +1,391 @@
+//! One stage of the head, recomputed for whoever wants to look at it: in f64, or as one of
+//! the plausible policies computes it. It judges nothing.
+//!
+//! ```text
+//! recompute(&step, &Asked { stage: Stage::DkLabel, microbatch: Some(0), .. })
+//!   -> dk_label of microbatch 0, [V, D], f64
+//! ```
+
+mod arithmetic;
+mod error;
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use backtape::head::LossReduction;
+use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
+
+use super::forward::ForwardState;
+use super::loss::divisors;
+use super::members::{Member, members};
+use super::outcome::Outcome;
+use super::trial::in_world;
+use super::world::World;
+use super::{Replay, Slice};
+use crate::head::units::share;
+use crate::head::{HeadStep, MicrobatchInputs, Scores, Stage, Unit};
+use crate::kernels::matrix::IGNORED;
+
+pub use error::RecomputeError;
+
+/// Bytes of the largest token x vocabulary plane that is made at once: beyond it one asks
+/// for some tokens.
+const MOST_PLANE_BYTES: u64 = 4 << 30;
+
+/// Stages of one number a token and class.
+const PLANES: [Stage; 3] = [Stage::Logits, Stage::P, Stage::Dlogits];
+
+/// Gradients by q and by k and the bias, with their parts.
+const OF_Q: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
+const OF_K: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
+
+/// What is asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Asked {
+    /// The stage.
+    pub stage: Stage,
+    /// Its microbatch; may be left out where there is one.
+    pub microbatch: Option<Microbatch>,
+    /// The addend of this rank, of dk, its parts, dbias and accumulate.
+    pub rank: Option<Rank>,
+    /// True to start from what was captured of the stages before it, as the replay does;
+    /// false to start from the head's inputs alone.
+    pub from_captured: bool,
+    /// A plausible policy to emulate, by its name in the report; the f64 reference where none
+    /// is given.
+    pub policy: Option<String>,
+    /// Some tokens of the microbatch, of the stages that are `[T, V]`.
+    pub tokens: Option<Range<usize>>,
+}
+
+/// What came out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Recomputed {
+    /// That of the tensor that was captured of the stage, where one was; else the tokens'
+    /// leading dimensions, and k's own layout.
+    pub shape: Vec<u64>,
+    /// Row-major.
+    pub values: Vec<f64>,
+}
+
+/// The job as it declared it, of which only what comes before a stage is taken from the dump.
+struct Before {
+    stage: Stage,
+    from_captured: bool,
+}
+
+impl World for Before {
+    fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
+        self.from_captured && stage < self.stage
+    }
+}
+
+/// Recomputes a stage of a step.
+pub fn recompute(step: &HeadStep<'_>, asked: &Asked) -> Result<Recomputed, RecomputeError> {
+    let stage = asked.stage;
+    if stage.is_input() || (stage == Stage::Logits && step.scores() == Role::Logits) {
+        return Err(RecomputeError::Input(stage));
+    }
+    if stage == Stage::GradNorm {
+        return Err(RecomputeError::GradNorm);
+    }
+    let world = Before { stage, from_captured: asked.from_captured };
+    // Captured logits are read where they are compared.
+    let compared = BTreeSet::from([Stage::Logits]);
+    let mut found = None;
+    in_world(step, &compared, (&world, None), &mut |replay, slices| {
+        found = Some(replay.recomputed(slices, asked));
+        Ok(())
+    })?;
+    found.expect("set where no error was returned")
+}
+
+impl Replay<'_> {
+    fn recomputed(&self, slices: &[Slice], asked: &Asked) -> Result<Recomputed, RecomputeError> {
+        let stage = asked.stage;
+        if asked.tokens.is_some() && !PLANES.contains(&stage) {
+            let why = "tokens= is for logits, p and dlogits: cut the array instead".into();
+            return Err(RecomputeError::Absent { stage, why });
+        }
+        let member = asked.policy.as_deref().map(|name| self.member(name)).transpose()?;
+        if matches!(stage, Stage::Accumulate | Stage::Reduce) {
+            return self.summed(slices, asked, member.as_ref());
+        }
+        let slice = one(slices, asked)?;
+        let mut values = self.values(slice, asked, member.as_ref())?;
+        if OF_K.contains(&stage) && asked.rank.is_none() {
+            let ranks = self.ranks_averaged(slices);
+            values.iter_mut().for_each(|x| *x /= ranks);
+        }
+        Ok(self.shaped(slice, asked, values))
+    }
+
+    fn member(&self, asked: &str) -> Result<Member, RecomputeError> {
+        let all = members(&self.roundings);
+        let known: Vec<String> = all.iter().map(|one| format!("{:?}", one.name)).collect();
+        let found = all.into_iter().find(|one| one.name == asked);
+        let known = known.join(", ");
+        found.ok_or_else(|| RecomputeError::Policy { asked: asked.into(), known })
+    }
+
+    /// dk over the microbatches, of one rank or of all.
+    fn summed(
+        &self,
+        slices: &[Slice],
+        asked: &Asked,
+        member: Option<&Member>,
+    ) -> Result<Recomputed, RecomputeError> {
+        let stage = asked.stage;
+        if let Some(rank) = asked.rank.filter(|_| stage == Stage::Reduce) {
+            let why = "it is the sum over ranks; accumulate has each rank's addend".into();
+            return Err(RecomputeError::Rank { stage, rank, why });
+        }
+        let of_dk = Asked { stage: Stage::Dk, tokens: None, ..asked.clone() };
+        let divisor = self.divisor(slices).map_err(|why| RecomputeError::Absent { stage, why })?;
+        let divisor = match asked.rank {
+            Some(_) => divisor,
+            None => divisor * self.ranks_averaged(slices),
+        };
+        let mut total: Vec<f64> = Vec::new();
+        for slice in slices {
+            let values = self.values(slice, &of_dk, member)?;
+            total.resize(values.len(), 0.0);
+            total.iter_mut().zip(values).for_each(|(total, x)| *total += x / divisor);
+        }
+        // A step of a head has a microbatch, or could not be opened as one.
+        Ok(self.shaped(&slices[0], &of_dk, total))
+    }
+
+    /// Values of a stage of one microbatch, k and its gradients as `[V, D]`.
+    fn values(
+        &self,
+        slice: &Slice,
+        asked: &Asked,
+        member: Option<&Member>,
+    ) -> Result<Vec<f64>, RecomputeError> {
+        let (inputs, stage) = (&slice.inputs, asked.stage);
+        self.possible(inputs, stage, member)?;
+        let unit = self.unit(slice, asked)?;
+        let mut unused = Outcome::new(&self.wanted);
+        let state = self.forward(slice, &mut unused)?;
+        if let Some(column) = self.of_tokens(slice, stage, &state, member)? {
+            return Ok(column);
+        }
+        let upstream = self.upstream(slice, &state, &mut unused)?;
+        if OF_Q.contains(&stage) || OF_K.contains(&stage) {
+            let gradient = self.gradient(slice, &unit, (&state, &upstream), stage, member);
+            return gradient.ok_or_else(|| {
+                let why = "the plain path forms dlogits whole and never tells the parts apart: ask for the f64 reference, without policy=".into();
+                RecomputeError::Absent { stage, why }
+            });
+        }
+        if PLANES.contains(&stage) {
+            let tokens = self.tokens(inputs, asked)?;
+            return Ok(self.plane_of(slice, (&state, &upstream), stage, tokens, member));
+        }
+        let [g_lse, g_label, _] = self.cotangents_of(inputs, &state, &upstream);
+        Ok(match stage {
+            Stage::G => upstream.g,
+            Stage::GLse => g_lse,
+            Stage::GLabel => g_label,
+            Stage::Dlogprobs => upstream.g.iter().map(|g| -g).collect(),
+            _ => self.loss_of(slice, &state)?,
+        })
+    }
+
+    /// Stages of one number a token that need nothing of the backward; `None` for others.
+    fn of_tokens(
+        &self,
+        slice: &Slice,
+        stage: Stage,
+        state: &ForwardState,
+        member: Option<&Member>,
+    ) -> Result<Option<Vec<f64>>, RecomputeError> {
+        let head = slice.inputs.head(self.step);
+        let emulated = member
+            .zip(head.as_ref())
+            .filter(|_| matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs));
+        if let Some((member, head)) = emulated {
+            let (policy, tiles) = (&member.policy, self.roundings.tiles);
+            let found = crate::kernels::policy::forward(policy, head, tiles, self.progress);
+            return Ok(Some(match stage {
+                Stage::Lse => found.lse,
+                Stage::LabelLogits => found.label_logits,
+                _ => found.label_logits.iter().zip(&found.lse).map(|(a, b)| a - b).collect(),
+            }));
+        }
+        Ok(match stage {
+            Stage::Lse => Some(state.lse.clone()),
+            Stage::LabelLogits => Some(state.label.values.clone()),
+            Stage::Logprobs => Some(state.logprobs.values.clone()),
+            Stage::Nll if self.step.is_policy_loss() => {
+                Some(state.logprobs.values.iter().map(|x| -x).collect())
+            }
+            Stage::Nll => Some(self.nll(&slice.inputs, state)),
+            _ => None,
+        })
+    }
+
+    /// The loss of the microbatch, or of each token where it is not reduced.
+    fn loss_of(&self, slice: &Slice, state: &ForwardState) -> Result<Vec<f64>, RecomputeError> {
+        let inputs = &slice.inputs;
+        let terms: Vec<f64> = match self.step.is_policy_loss() {
+            true => self.policy_gradient(slice, state)?.0.terms,
+            false => {
+                let (nll, divided) = (self.nll(inputs, state), divisors(slice));
+                let term = |t: usize| match inputs.labels[t] {
+                    IGNORED => 0.0,
+                    _ => share(inputs.weights[t], divided[t]) * nll[t],
+                };
+                (0..inputs.tokens()).map(term).collect()
+            }
+        };
+        Ok(match self.step.options.reduction {
+            LossReduction::None => terms,
+            _ => vec![terms.iter().sum()],
+        })
+    }
+
+    /// The tokens whose gradients are asked for together.
+    fn unit(&self, slice: &Slice, asked: &Asked) -> Result<Unit, RecomputeError> {
+        let stage = asked.stage;
+        let Some(rank) = asked.rank else {
+            return Ok(Unit { ranks: Vec::new(), rows: (0..slice.inputs.tokens()).collect() });
+        };
+        let wrong = |why: String| RecomputeError::Rank { stage, rank, why };
+        if !OF_K.contains(&stage) {
+            return Err(wrong("rank= is for dk, its parts, dbias and accumulate".into()));
+        }
+        if let Some(why) = &slice.blocked {
+            return Err(wrong(why.clone()));
+        }
+        let found = slice.units.iter().find(|unit| unit.ranks.contains(&rank));
+        found.cloned().ok_or_else(|| {
+            let ranks: Vec<Rank> = slice.units.iter().flat_map(|unit| unit.ranks.clone()).collect();
+            wrong(match ranks.is_empty() {
+                true => "dk was recorded whole, not as addends: leave rank= out".into(),
+                false => format!("addends were recorded by {}", crate::dump::name_ranks(&ranks)),
+            })
+        })
+    }
+
+    fn tokens(
+        &self,
+        inputs: &MicrobatchInputs,
+        asked: &Asked,
+    ) -> Result<Range<usize>, RecomputeError> {
+        let (stage, tokens) = (asked.stage, inputs.tokens());
+        let range = asked.tokens.clone().unwrap_or(0..tokens);
+        if range.start > range.end || range.end > tokens {
+            let (from, to) = (range.start, range.end);
+            return Err(RecomputeError::Tokens { stage, from, to, tokens });
+        }
+        let classes = self.classes(inputs);
+        let bytes = (range.len() as u64).saturating_mul(classes as u64).saturating_mul(8);
+        if bytes > MOST_PLANE_BYTES {
+            let (tokens, gib) = (range.len(), bytes >> 30);
+            return Err(RecomputeError::TooLarge { stage, tokens, classes, gib });
+        }
+        Ok(range)
+    }
+
+    /// V, padding included; 0 where there are no logits.
+    fn classes(&self, inputs: &MicrobatchInputs) -> usize {
+        inputs.head(self.step).map_or(0, |head| head.k.rows)
+    }
+
+    /// Refuses what the head does not have, with what is missing.
+    fn possible(
+        &self,
+        inputs: &MicrobatchInputs,
+        stage: Stage,
+        member: Option<&Member>,
+    ) -> Result<(), RecomputeError> {
+        let absent = |why: &str| Err(RecomputeError::Absent { stage, why: why.into() });
+        let policy = self.step.is_policy_loss();
+        let emulates = [Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::Logits];
+        let emulates = emulates.contains(&stage) || stage == Stage::Dlogits;
+        let gradient = OF_Q.contains(&stage) || OF_K.contains(&stage);
+        match &inputs.scores {
+            _ if stage == Stage::Dlogprobs && !policy => {
+                absent("it belongs to a policy loss (loss=\"grpo\"), which this head is not")
+            }
+            _ if stage == Stage::Dbias && inputs.bias.is_none() => {
+                absent("the dump holds no bias: record it with tape.record(\"bias\", ...)")
+            }
+            _ if member.is_some() && !emulates && !gradient => absent(
+                "a policy is emulated for lse, label_logits, logprobs, logits, dlogits and the gradients: leave policy= out",
+            ),
+            Scores::Logprobs
+                if !matches!(stage, Stage::Nll | Stage::Loss | Stage::Dlogprobs | Stage::G) =>
+            {
+                absent(
+                    "the dump holds log-probabilities and nothing before them: record q, k and labels",
+                )
+            }
+            Scores::Logits(_) if gradient => absent(
+                "the dump holds logits and neither q nor k: record both to have gradients by them, or ask for dlogits",
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    fn shaped(&self, slice: &Slice, asked: &Asked, values: Vec<f64>) -> Recomputed {
+        let (inputs, stage) = (&slice.inputs, asked.stage);
+        let own = &self.step.tensors[&inputs.rows_key].shape;
+        let leading = match inputs.scores {
+            Scores::Logprobs => &own[..],
+            _ => &own[..own.len().saturating_sub(1)],
+        };
+        if let (Some(tokens), true) = (&asked.tokens, PLANES.contains(&stage)) {
+            let shape = vec![tokens.len() as u64, self.classes(inputs) as u64];
+            return Recomputed { shape, values };
+        }
+        let captured = stage.role().and_then(|role| self.step.find(role, inputs.microbatch));
+        let captured = captured.map(|key| self.step.tensors[key].shape.clone());
+        let count = values.len() as u64;
+        let fits = |shape: &Vec<u64>| shape.iter().product::<u64>() == count;
+        let of_k = OF_K.contains(&stage) && stage != Stage::Dbias;
+        let (rows, columns) = (self.classes(inputs) as u64, inputs.width() as u64);
+        if of_k && self.step.options.transposed() {
+            let values = transposed(&values, rows as usize, columns as usize);
+            return Recomputed { shape: vec![columns, rows], values };
+        }
+        let usual = || match stage {
+            _ if of_k => vec![rows, columns],
+            Stage::Dbias => vec![rows],
+            Stage::Loss if count == 1 => Vec::new(),
+            _ if PLANES.contains(&stage) => [leading, &[rows]].concat(),
+            _ if OF_Q.contains(&stage) => [leading, &[columns]].concat(),
+            _ => leading.to_vec(),
+        };
+        Recomputed { shape: captured.filter(fits).unwrap_or_else(usual), values }
+    }
+}
+
+/// The microbatch that is meant.
+fn one<'s>(slices: &'s [Slice], asked: &Asked) -> Result<&'s Slice, RecomputeError> {
+    let stage = asked.stage;
+    let held: Vec<String> = slices
+        .iter()
+        .filter_map(|slice| slice.inputs.microbatch.map(|mb| mb.to_string()))
+        .collect();
+    let held = if held.is_empty() { "none".into() } else { held.join(", ") };
+    let wrong = |asked: String, todo| RecomputeError::Microbatch { stage, asked, held, todo };
+    match asked.microbatch {
+        None => match slices {
+            [only] => Ok(only),
+            _ => Err(wrong("of which microbatch".into(), "choose one with microbatch=")),
+        },
+        Some(mb) => slices
+            .iter()
+            .find(|slice| slice.inputs.microbatch == Some(mb))
+            .ok_or_else(|| wrong(format!("of microbatch {mb}"), "choose one of them")),
+    }
+}
+
+fn transposed(values: &[f64], rows: usize, columns: usize) -> Vec<f64> {
+    let at = |i: usize| values[(i % rows) * columns + i / rows];
+    (0..rows * columns).map(at).collect()
+}

@@ -1,0 +1,101 @@
+//! Bars as inline SVG: a line of text, a bar, a number. Every bar has its value beside it, so
+//! that none has to be measured or told apart by its colour.
+
+use std::fmt::Write;
+
+use super::escape::esc;
+
+/// One line of a drawing.
+pub(super) struct Bar {
+    /// What it is of.
+    pub(super) label: String,
+    /// Where it begins and ends, as shares of the width.
+    pub(super) from: f64,
+    pub(super) to: f64,
+    /// How it looks: `bt-plain`, `bt-total`, `bt-up`, `bt-down`, `bt-after`.
+    pub(super) class: &'static str,
+    /// A hollow mark beside it, as a share of the width: what was to be expected.
+    pub(super) mark: Option<f64>,
+    /// The value in words.
+    pub(super) value: String,
+}
+
+/// Widths of the label, of the bars and of the values.
+pub(super) struct Widths(pub(super) i32, pub(super) i32, pub(super) i32);
+
+const LINE: i32 = 20;
+
+/// A drawing of bars, one below the other.
+pub(super) fn draw(out: &mut String, about: &str, bars: &[Bar], widths: &Widths) {
+    let Widths(label, room, value) = *widths;
+    let (width, height) = (label + room + value, bars.len() as i32 * LINE + 4);
+    let _ = writeln!(
+        out,
+        "<div class=\"bt-scroll\"><svg class=\"bt-bars\" role=\"img\" aria-label=\"{}\" \
+         viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\">",
+        esc(about)
+    );
+    let x = |share: f64| f64::from(label) + share.clamp(0.0, 1.0) * f64::from(room);
+    for (at, bar) in bars.iter().enumerate() {
+        let y = at as i32 * LINE + 2;
+        let (from, to) = (x(bar.from.min(bar.to)), x(bar.from.max(bar.to)));
+        let _ = write!(
+            out,
+            "<text x=\"{}\" y=\"{}\" class=\"bt-label\">{}</text>\
+             <rect class=\"{}\" x=\"{from:.1}\" y=\"{}\" width=\"{:.1}\" height=\"{}\"/>",
+            label - 8,
+            y + 14,
+            esc(&bar.label),
+            bar.class,
+            y + 3,
+            (to - from).max(1.5),
+            LINE - 6
+        );
+        if let Some(mark) = bar.mark {
+            let _ =
+                write!(out, "<path class=\"bt-mark\" d=\"M{:.1} {}v{}\"/>", x(mark), y, LINE - 1);
+        }
+        let _ = writeln!(
+            out,
+            "<text x=\"{}\" y=\"{}\" class=\"bt-value\">{}</text>",
+            label + room + 8,
+            y + 14,
+            esc(&bar.value)
+        );
+    }
+    out.push_str("</svg></div>\n");
+}
+
+/// Shares of the width on a logarithmic scale over the decades that these values need; what
+/// is 0 stands at the left edge, what is no number at the right.
+pub(super) fn decades(values: impl Iterator<Item = f64> + Clone) -> impl Fn(f64) -> f64 {
+    let sized = || values.clone().filter(|x| x.is_finite() && *x > 0.0);
+    let least = sized().fold(f64::INFINITY, f64::min).log10().floor();
+    let most = sized().fold(0.0, f64::max).log10().ceil();
+    let (least, span) = match (most - least).is_finite() {
+        true => (least, (most - least).max(1.0)),
+        false => (0.0, 1.0),
+    };
+    move |x: f64| match x {
+        0.0 => 0.0,
+        x if x.is_finite() => ((x.log10() - least) / span).clamp(0.01, 1.0),
+        _ => 1.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_holds_all_values_and_what_is_no_number_is_no_panic() {
+        let scale = decades([1e-5, 0.1, f64::NAN, 0.0].into_iter());
+        assert_eq!(
+            (scale(0.0), scale(0.1), scale(f64::NAN), scale(f64::INFINITY)),
+            (0.0, 1.0, 1.0, 1.0)
+        );
+        assert!((scale(1e-3) - 0.5).abs() < 1e-12);
+        let none = decades(std::iter::empty());
+        assert!((0.0..=1.0).contains(&none(7.0)));
+    }
+}

@@ -1,0 +1,151 @@
+//! The gap of grad_norm as a waterfall: from the norm with the reference to the norm that the
+//! job reported, one step for each part. The parts of one kind add up to the gap.
+
+use std::fmt::Write;
+
+use super::Page;
+use super::bars::{Bar, Widths, draw};
+use super::escape::esc;
+use crate::replay::outcome::{GradNorm, Share};
+use crate::report::norm;
+
+/// Parts of one kind that are steps of their own.
+const STEPS: usize = 9;
+/// The kinds of shares, in the order of the text report.
+const KINDS: [(&str, &str); 6] = [
+    ("tensor", "by tensor"),
+    ("rank", "by rank"),
+    ("microbatch", "by microbatch"),
+    ("rows", "by label hits of the rows"),
+    ("row", "by row of the vocabulary"),
+    ("vocabulary", "by tile of the vocabulary"),
+];
+
+impl Page<'_> {
+    pub(super) fn norm(&self, out: &mut String) {
+        self.section(out, "norm", "grad_norm");
+        let own = &self.report.grad_norm;
+        let against = self.report.against.as_ref();
+        let other = against.and_then(|against| against.grad_norm.captured);
+        for line in norm::lines(own, other) {
+            let _ = writeln!(out, "<p>{}.</p>", esc(&line));
+        }
+        match (own.gap, end(own)) {
+            (Some(gap), Some(end)) if !own.shares.is_empty() => {
+                let names = match own.captured {
+                    Some(_) => ("with reference dk", "as reported"),
+                    None => ("reference dk", "captured dk"),
+                };
+                let explained = own.floor.unwrap_or(f64::NAN);
+                let _ = writeln!(
+                    out,
+                    "<p class=\"bt-note\">The gap is {gap:+.3e}; the declared precision explains {explained:+.1e}.</p>"
+                );
+                waterfalls(out, &own.shares, (end - gap, end), names);
+            }
+            _ => out.push_str(
+                "<p class=\"bt-note\">No gap is drawn: it takes dk after the reduction over ranks, and a replay of all \
+                 of its addends.</p>\n",
+            ),
+        }
+        if let Some((gap, ours)) =
+            against.and_then(|against| Some((against.norm_gap.as_ref()?, end(own)?)))
+        {
+            let _ = writeln!(out, "<h3>To the other run: {:+.3e}</h3>", gap.gap);
+            waterfalls(out, &gap.shares, (ours - gap.gap, ours), ("the other run", "this run"));
+        }
+        out.push_str("</section>\n");
+    }
+}
+
+/// The norm that the gap ends at.
+fn end(norm: &GradNorm) -> Option<f64> {
+    norm.captured.or(norm.dk_captured)
+}
+
+fn waterfalls(out: &mut String, shares: &[Share], ends: (f64, f64), names: (&str, &str)) {
+    out.push_str("<div class=\"bt-cards\">\n");
+    for (kind, words) in KINDS {
+        let parts: Vec<&Share> = shares.iter().filter(|share| share.kind == kind).collect();
+        if !parts.is_empty() {
+            let _ = writeln!(out, "<div class=\"bt-card\"><h4>Gap {words}</h4>");
+            let about = format!("waterfall of the gap of grad_norm {words}");
+            draw(out, &about, &steps(&parts, ends, names), &Widths(168, 190, 168));
+            out.push_str("</div>\n");
+        }
+    }
+    out.push_str("</div>\n");
+}
+
+/// The bars of one kind: both norms, and between them a step for each part, the largest first.
+fn steps(parts: &[&Share], (start, end): (f64, f64), (from, to): (&str, &str)) -> Vec<Bar> {
+    let mut parts: Vec<(String, f64, f64)> =
+        parts.iter().map(|part| (part.of.clone(), part.gap, part.share)).collect();
+    parts.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
+    if parts.len() > STEPS + 1 {
+        let rest = parts.split_off(STEPS);
+        let sum = |of: fn(&(String, f64, f64)) -> f64| rest.iter().map(of).sum::<f64>();
+        parts.push((format!("{} others", rest.len()), sum(|part| part.1), sum(|part| part.2)));
+    }
+    let mut levels = vec![start];
+    // The shares of dk alone may be less than the whole gap: the line ends where they do.
+    parts.iter().for_each(|part| levels.push(levels[levels.len() - 1] + part.1));
+    let all = || levels.iter().chain([&end]).copied().filter(|x| x.is_finite());
+    let (least, most) =
+        (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max));
+    let span = (most - least).max(f64::MIN_POSITIVE);
+    // A tenth of the width stands for all that lies below the smallest level.
+    let x = |level: f64| if level.is_finite() { 0.1 + 0.9 * (level - least) / span } else { 1.0 };
+    let total = |label: &str, level: f64| Bar {
+        label: label.into(),
+        from: 0.0,
+        to: x(level),
+        class: "bt-total",
+        mark: None,
+        value: format!("{level:.7}"),
+    };
+    let mut bars = vec![total(from, start)];
+    for ((name, gap, share), pair) in parts.iter().zip(levels.windows(2)) {
+        bars.push(Bar {
+            label: name.clone(),
+            from: x(pair[0]),
+            to: x(pair[1]),
+            class: if *gap < 0.0 { "bt-down" } else { "bt-up" },
+            mark: None,
+            value: format!("{gap:+.3e} ({:.1} %)", 100.0 * share),
+        });
+    }
+    bars.push(total(to, end));
+    bars
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: the steps lead from one norm to the other. Method: each begins where the one
+    /// before it ended, and the last ends where the last bar does.
+    #[test]
+    fn the_steps_lead_from_one_norm_to_the_other_however_many_there_are() {
+        let of = |gap: f64| Share { kind: "row", of: "row 1".into(), gap, share: gap / 3.0 };
+        let shares: Vec<Share> =
+            (0..40).map(|i| of(if i % 2 == 0 { 0.4 } else { -0.25 })).collect();
+        let parts: Vec<&Share> = shares.iter().collect();
+        let bars = steps(&parts, (10.0, 13.0), ("a", "b"));
+        assert_eq!(bars.len(), STEPS + 3);
+        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-9, "{a} {b}");
+        near(bars[0].to, bars[1].from);
+        for pair in bars[1..bars.len() - 1].windows(2) {
+            near(pair[0].to, pair[1].from);
+        }
+        near(bars[bars.len() - 2].to, bars[bars.len() - 1].to);
+        assert!(bars.iter().all(|bar| (0.0..=1.0).contains(&bar.from) && bar.to <= 1.0 + 1e-9));
+    }
+
+    #[test]
+    fn a_gap_that_is_no_number_is_drawn_without_a_panic() {
+        let share = Share { kind: "row", of: "row 1".into(), gap: f64::NAN, share: f64::NAN };
+        let bars = steps(&[&share], (f64::NAN, 1.0), ("a", "b"));
+        assert!(bars.iter().all(|bar| bar.from.is_finite() && bar.to.is_finite()));
+    }
+}

@@ -1,0 +1,147 @@
+(() => {
+  "use strict";
+  const RECORD = 44, NONE = 0xffff;
+  const plain = (x) => Number.isFinite(x) ? String(Number(x.toPrecision(7))) : String(x);
+  const many = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
+
+  // The blocks of one strip, as report/html/maps.rs writes them.
+  const read = (strip) => {
+    const text = atob(strip.blocks);
+    const bytes = new Uint8Array(text.length);
+    for (let at = 0; at < text.length; at += 1) bytes[at] = text.charCodeAt(at);
+    return new DataView(bytes.buffer);
+  };
+  const block = (strip, band, column) => {
+    if (band >= strip.bands) return null;
+    const view = strip.view, at = (band * strip.columns + column) * RECORD;
+    const of = view.getUint16(at + 42, true);
+    if (of === NONE) return null;
+    return {
+      row: view.getFloat64(at, true), column: view.getUint32(at + 8, true),
+      captured: view.getFloat64(at + 12, true), reference: view.getFloat64(at + 20, true),
+      score: view.getFloat32(at + 28, true), exceeding: view.getUint32(at + 32, true),
+      hits: view.getUint32(at + 36, true), nonfinite: view.getUint16(at + 40, true),
+      source: strip.sources[of],
+    };
+  };
+
+  const sentence = (map, found) => {
+    if (!found) return "nothing was compared here";
+    const parts = [
+      `${map.stage} [${found.row}, ${found.column}] captured ${plain(found.captured)} reference ${plain(found.reference)}`,
+      found.nonfinite > 0 ? many(found.nonfinite, "value") + " of the block not finite"
+        : found.score === 0 ? "equal" : `${plain(Number(found.score.toPrecision(3)))} σ`,
+      `${many(found.exceeding, "element")} of the block beyond the bound`,
+    ];
+    const [microbatch, rank] = found.source;
+    if (microbatch !== null) parts.push(`microbatch ${microbatch}`);
+    if (rank !== null) parts.push(`rank ${rank}`);
+    if (map.rows === "row" && map.tile > 0) {
+      const first = Math.floor(found.row / map.tile) * map.tile;
+      parts.push(`tile [${first}:${first + map.tile}]`);
+      if (map.hits) parts.push(`row ${found.row} is a label ${many(found.hits, "time")}`);
+    }
+    return parts.join(", ");
+  };
+
+  const start = (map) => {
+    const grid = document.getElementById(map.id);
+    const status = document.getElementById(`${map.id}-status`);
+    const cell = document.getElementById(`${map.id}-cell`);
+    if (!grid || !status || !cell) return;
+    const svg = grid.querySelector("svg"), hit = svg.querySelector(".bt-hit");
+    const cursor = svg.querySelector(".bt-cursor");
+    map.strips.forEach((strip) => { strip.view = read(strip); });
+    const last = map.strips[map.strips.length - 1];
+    const across = last.x + last.columns;
+    const at = { x: 0, band: 0 };
+
+    const strip = (x) => map.strips.find((one) => x >= one.x && x < one.x + one.columns);
+    const show = (x, band) => {
+      const one = strip(x);
+      if (!one || band < 0 || band >= map.bands) return;
+      at.x = x;
+      at.band = band;
+      const found = block(one, band, x - one.x), words = sentence(map, found);
+      cursor.setAttribute("x", x);
+      cursor.setAttribute("y", band);
+      cursor.setAttribute("visibility", "visible");
+      status.textContent = words;
+      for (const name of ["row", "column", "captured", "reference"]) {
+        if (found) status.dataset[name] = String(found[name]);
+        else delete status.dataset[name];
+      }
+      cell.textContent = words;
+      cell.setAttribute("aria-colindex", x + 1);
+      cell.parentElement.setAttribute("aria-rowindex", band + 1);
+      grid.setAttribute("aria-activedescendant", cell.id);
+    };
+    const worst = () => {
+      const ring = svg.querySelector(".bt-ring");
+      if (ring) show(Number(ring.getAttribute("x")), Number(ring.getAttribute("y")));
+    };
+    // A column between two strips is no block: on in the same direction.
+    const step = (by) => {
+      let x = at.x + by;
+      while (x >= 0 && x < across && !strip(x)) x += by;
+      if (x >= 0 && x < across) show(x, at.band);
+    };
+    const grow = (by) => {
+      const box = svg.viewBox.baseVal, size = Number(svg.dataset.size || 1) * by;
+      if (size < 0.5 || size > 4) return;
+      svg.dataset.size = size;
+      svg.setAttribute("width", box.width * size);
+      svg.setAttribute("height", box.height * size);
+    };
+    const within = (band) => Math.min(Math.max(band, 0), map.bands - 1);
+    const keys = {
+      ArrowLeft: () => step(-1), ArrowRight: () => step(1),
+      ArrowUp: () => show(at.x, within(at.band - 1)), ArrowDown: () => show(at.x, within(at.band + 1)),
+      PageUp: () => show(at.x, within(at.band - 8)), PageDown: () => show(at.x, within(at.band + 8)),
+      Home: () => show(0, at.band), End: () => show(across - 1, at.band),
+      w: worst, W: worst, "+": () => grow(1.25), "-": () => grow(0.8),
+    };
+    grid.addEventListener("keydown", (event) => {
+      const act = keys[event.key];
+      if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      // A notebook has keys of its own.
+      event.stopPropagation();
+      act();
+    });
+    grid.addEventListener("focus", () => {
+      if (cursor.getAttribute("visibility") === "hidden") worst();
+    });
+    const pointed = (event) => {
+      const box = hit.getBoundingClientRect();
+      const x = Math.floor((event.clientX - box.left) / box.width * across);
+      const band = Math.floor((event.clientY - box.top) / box.height * map.bands);
+      if (x >= 0 && x < across) show(x, band);
+    };
+    hit.addEventListener("pointermove", pointed);
+    hit.addEventListener("pointerdown", pointed);
+  };
+
+  const THEMES = ["system", "light", "dark"];
+  const theme = (root) => {
+    const button = root.querySelector(".bt-theme");
+    if (!button) return;
+    button.hidden = false;
+    button.addEventListener("click", () => {
+      const next = THEMES[(THEMES.indexOf(root.dataset.theme || "system") + 1) % THEMES.length];
+      for (const of of [root, document.body.classList.contains("backtape-page") ? document.body : root]) {
+        if (next === "system") delete of.dataset.theme;
+        else of.dataset.theme = next;
+      }
+      button.textContent = `theme: ${next}`;
+    });
+  };
+
+  for (const root of document.querySelectorAll(".backtape:not([data-ready])")) {
+    const data = root.querySelector("script.bt-data");
+    if (!data) continue;
+    root.dataset.ready = "yes";
+    theme(root);
+    JSON.parse(data.textContent).maps.forEach(start);
+  }
+})();

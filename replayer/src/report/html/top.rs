@@ -1,0 +1,90 @@
+//! The head of the page: the verdict in one sentence, what was read, where to go on.
+
+use std::fmt::Write;
+
+use super::Page;
+use super::escape::esc;
+use crate::report::number::{bytes, plural};
+use crate::report::schema::{DumpSummary, Verdict};
+use crate::report::text;
+
+pub(super) fn verdict_word(verdict: Verdict) -> &'static str {
+    match verdict {
+        Verdict::Agreed => "agreed",
+        Verdict::Diverged => "diverged",
+        Verdict::Incomplete => "incomplete",
+    }
+}
+
+/// A mark that says the same without a colour.
+fn glyph(verdict: Verdict) -> &'static str {
+    match verdict {
+        Verdict::Agreed => "✓",
+        Verdict::Diverged => "✕",
+        Verdict::Incomplete => "?",
+    }
+}
+
+impl Page<'_> {
+    pub(super) fn top(&self, out: &mut String) {
+        let (report, dump, id) = (self.report, &self.report.dump, &self.id);
+        let _ = writeln!(
+            out,
+            "<header>\n<div class=\"bt-bar\"><h1>Run {}, step {}</h1>\
+             <button type=\"button\" class=\"bt-theme\" hidden>theme: system</button></div>",
+            esc(&dump.run),
+            report.step
+        );
+        let word = verdict_word(report.verdict);
+        let sentence = text::verdict(report);
+        let _ = writeln!(
+            out,
+            "<p class=\"bt-verdict bt-{word}\"><span class=\"bt-glyph\" aria-hidden=\"true\">{}</span> \
+             <strong>{}</strong></p>",
+            glyph(report.verdict),
+            esc(&sentence)
+        );
+        out.push_str("<dl class=\"bt-facts\">\n");
+        facts(out, "run", dump);
+        if let Some(against) = &report.against {
+            facts(out, "against", &against.dump);
+        }
+        out.push_str("</dl>\n");
+        let _ = write!(out, "<nav aria-label=\"parts of this report\">");
+        let mut parts = vec![("graph", "Graph"), ("causes", "Cause"), ("stages", "Stages")];
+        if report.against.is_some() {
+            parts.push(("against", "Both runs"));
+        }
+        parts.extend([
+            ("maps", "Heat maps"),
+            ("norm", "grad_norm"),
+            ("ranks", "Ranks"),
+            ("unchecked", "Not checked"),
+        ]);
+        for (name, words) in parts {
+            let _ = write!(out, "<a href=\"#{id}-{name}\">{words}</a> ");
+        }
+        out.push_str("</nav>\n</header>\n");
+    }
+}
+
+fn facts(out: &mut String, label: &str, dump: &DumpSummary) {
+    let mut line = |name: &str, text: String| {
+        let _ = writeln!(out, "<div><dt>{name}</dt><dd>{}</dd></div>", esc(&text));
+    };
+    let of = format!("{}, attempt {}, step {}", dump.run, dump.attempt, dump.step);
+    line(label, format!("{of} ({}); read from {}", dump.ranks, dump.path));
+    let proof = match dump.proved {
+        true => "bytes, place, coverage and replicas proved",
+        false => "NOT proved: see the ranks below",
+    };
+    let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
+    line("dump", format!("{}; {size}; {proof}", dump.state));
+    line("head", dump.head.clone());
+    if let Some(trigger) = &dump.trigger {
+        line("trigger", trigger.clone());
+    }
+    if let Some(selection) = &dump.selection {
+        line("selection", selection.clone());
+    }
+}

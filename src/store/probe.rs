@@ -1,0 +1,165 @@
+//! What a store can do, tried with names of its own that are removed again: what a person asks
+//! before a job depends on it.
+
+use std::io;
+use std::path::Path;
+use std::sync::mpsc::sync_channel;
+use std::time::{Duration, Instant};
+
+use rustix::fs::OFlags;
+
+use super::pieces::ALIGNMENT;
+use super::{Backend, durable};
+
+/// One thing that was tried.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Probed {
+    /// What.
+    pub what: &'static str,
+    /// Whether it does what the promise of a dump needs. Direct writes are a wish: without them
+    /// recording is slower and right.
+    pub works: bool,
+    /// What was found, as words.
+    pub found: String,
+}
+
+/// How long all of it may take: a file server that is gone keeps whoever asks waiting.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Tries what recording needs of a store: a directory or the URL of a bucket. A directory that is
+/// not there yet is not made: the nearest above it that is there is tried.
+pub fn probe(place: &Path) -> Vec<Probed> {
+    let (done, found) = sync_channel(1);
+    let there = place.to_path_buf();
+    // Left behind where the store never answers: there is no way to end a thread in a system call.
+    std::thread::spawn(move || done.send(tried(&there)));
+    found.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+        let late = format!("no answer in {} s", PATIENCE.as_secs());
+        vec![told("answer", Err(io::Error::other(late)))]
+    })
+}
+
+fn tried(place: &Path) -> Vec<Probed> {
+    match Backend::of(place) {
+        Err(error) => vec![told("connect", Err(io::Error::other(error.to_string())))],
+        Ok(bucket @ Backend::Bucket(_)) => {
+            let begin = Instant::now();
+            let tried = bucket.prove_writable(place);
+            let took = format!("put, refused second put and delete in {}", since(begin));
+            vec![told("conditional put", tried.map(|()| took))]
+        }
+        Ok(Backend::Directory) => directory(place),
+    }
+}
+
+fn directory(place: &Path) -> Vec<Probed> {
+    let absolute = std::path::absolute(place).unwrap_or_else(|_| place.to_path_buf());
+    let Some(there) = absolute.ancestors().find(|above| above.is_dir()) else {
+        return vec![told("directory", Err(io::ErrorKind::NotFound.into()))];
+    };
+    let note = match there == absolute {
+        true => format!("{}", there.display()),
+        false => format!("{} is not there yet; {} is", absolute.display(), there.display()),
+    };
+    let mut found = vec![told("directory", Ok(note))];
+    let target = durable::scratch_beside(&there.join("probe"));
+    found.push(told("write, fsync and name", written(&target)));
+    found.push(told("never replaces", replaced(&target)));
+    let _ = std::fs::remove_file(&target);
+    let direct = direct(&durable::scratch_beside(&there.join("direct")));
+    found.push(match direct {
+        Ok(words) => told("direct writes", Ok(words)),
+        Err(error) => Probed {
+            what: "direct writes",
+            works: true,
+            found: format!("refused ({error}): writes go through the page cache, slower"),
+        },
+    });
+    found.push(told("space", space(there)));
+    found
+}
+
+/// A file as the product makes one: written, synced, linked to its name, its directory synced.
+fn written(target: &Path) -> io::Result<String> {
+    let begin = Instant::now();
+    match durable::create(target, b"backtape")? {
+        true if std::fs::read(target)? == b"backtape" => Ok(format!("durable in {}", since(begin))),
+        true => Err(io::Error::other("what was written is not what is read back")),
+        false => Err(io::Error::other("a new name is said to be taken")),
+    }
+}
+
+/// A manifest is one atomic create: the second of two must lose.
+fn replaced(target: &Path) -> io::Result<String> {
+    let again = durable::create(target, b"again")?;
+    match again || std::fs::read(target)? != b"backtape" {
+        false => Ok("a second file of one name is refused".into()),
+        true => Err(io::Error::other("a file was replaced: commits would not be safe here")),
+    }
+}
+
+fn direct(path: &Path) -> io::Result<String> {
+    let done = try_direct(path);
+    let _ = std::fs::remove_file(path);
+    done
+}
+
+fn try_direct(path: &Path) -> io::Result<String> {
+    use std::os::unix::fs::FileExt;
+    let file = durable::create_private(path)?;
+    let flags = rustix::fs::fcntl_getfl(&file)?;
+    rustix::fs::fcntl_setfl(&file, flags | OFlags::DIRECT)?;
+    let piece = memmap2::MmapMut::map_anon(ALIGNMENT)?;
+    file.write_all_at(&piece, 0)?;
+    Ok("past the page cache".into())
+}
+
+fn space(directory: &Path) -> io::Result<String> {
+    let of = rustix::fs::statvfs(directory)?;
+    let gib = |blocks: u64| blocks as f64 * of.f_frsize as f64 / f64::from(1 << 30);
+    Ok(format!("{:.1} of {:.1} GiB free", gib(of.f_bavail), gib(of.f_blocks)))
+}
+
+fn since(begin: Instant) -> String {
+    format!("{:.1} ms", begin.elapsed().as_secs_f64() * 1e3)
+}
+
+fn told(what: &'static str, found: io::Result<String>) -> Probed {
+    match found {
+        Ok(found) => Probed { what, works: true, found },
+        Err(error) => Probed { what, works: false, found: error.to_string() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_holds_what_is_promised_is_told_so_and_is_left_as_it_was() {
+        let store = tempfile::tempdir().unwrap();
+        let found = probe(&store.path().join("not/there/yet"));
+        assert!(found.iter().all(|one| one.works), "{found:?}");
+        assert!(found[0].found.contains("is not there yet"), "{found:?}");
+        let names: Vec<&str> = found.iter().map(|one| one.what).collect();
+        assert_eq!(
+            names,
+            ["directory", "write, fsync and name", "never replaces", "direct writes", "space"]
+        );
+        assert_eq!(std::fs::read_dir(store.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_cannot_be_written_or_reached_is_told_and_panics_nowhere() {
+        let found = probe(Path::new("/proc"));
+        assert!(found.iter().any(|one| !one.works), "{found:?}");
+        let found = probe(Path::new("s3://"));
+        assert!(!found[0].works, "{found:?}");
+    }
+
+    #[test]
+    fn a_bucket_is_asked_for_its_conditional_put() {
+        let found = probe(Path::new("memory://doctor/prefix"));
+        assert_eq!((found.len(), found[0].what, found[0].works), (1, "conditional put", true));
+    }
+}
