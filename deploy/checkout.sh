@@ -36,7 +36,7 @@ everywhere() {
     local i phase=$1 commit=$2 pids=() failed=0 answer
     for ((i = 0; i < ${#hosts[@]}; i++)); do
         { settings work_dir ref phase commit; declare -f on_host; echo 'on_host; exit'; } |
-            "${ssh[@]}" -- "${hosts[i]}" 'exec bash -s' >"$tmp/ref.$i" 2>"$tmp/ref.err.$i" &
+            "${ssh[@]}" "${ssh_defaults[@]}" -- "${hosts[i]}" 'exec bash -s' >"$tmp/ref.$i" 2>"$tmp/ref.err.$i" &
         pids+=($!)
     done
     for ((i = 0; i < ${#hosts[@]}; i++)); do

@@ -3,8 +3,8 @@
 #
 #   deploy/collect.sh [--replay PATH] [--ssh-config FILE] [--ssh-option WORD] HOST RUN-DIRECTORY DIR
 #
-# The run comes to DIR/.RUN.part file by file and takes its name DIR/RUN when it is whole and on disk. Called again
-# after an interruption it asks only for the files that are not there in full. It replaces nothing.
+# The run comes to DIR/.RUN.part file by file and takes its name DIR/RUN when it is whole and on disk. Called
+# again after an interruption it asks only for the files that are not there in full. It replaces nothing.
 #
 # Exit code: 0 fetched, every step verified; 3 fetched, but a step is incomplete or corrupt, as it is there
 # (replay verify says how); 2 wrong usage or environment; 1 not fetched.
@@ -40,7 +40,7 @@ mkdir -p -- "$part"
 ask() {
     local program=$1
     shift
-    { settings run_dir; printf '%s\n' "$program"; cat -- "$@"; } | "${ssh[@]}" -- "$host" 'exec bash -s'
+    { settings run_dir; printf '%s\n' "$program"; cat -- "$@"; } | "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s'
 }
 
 # `SIZE ./path`, each ended by a NUL: names of a run hold no newline, a stray file's might.

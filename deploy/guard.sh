@@ -2,7 +2,8 @@
 # What run.sh sends to a host, and `bash -s` there reads from ssh: starts this host's ranks (or the
 # coordinator), tells run.sh how each ends, and leaves nothing behind.
 #
-# stdin    this program and its settings; then a line every few seconds while run.sh lives, `stop` to end
+# stdin    this program and its settings; then a line every few seconds while run.sh lives, which is
+#          answered by `alive`; `stop` to end
 # stdout   lines of the ranks, each with its prefix
 # stderr   `backtape-guard WORD ...`: what happened; anything else is somebody's complaint
 #
@@ -32,29 +33,22 @@ prefixed() {
 
 # This user's processes that this guard's unit of the launch began, whatever session they moved to: all of
 # a rank's descendants inherit the variable. The guard itself does not have it.
-of_launch() {
-    local file
-    while IFS= read -r -d '' file; do
-        [[ -O $file ]] || continue
-        grep -qzxF "BACKTAPE_LAUNCH=$launch.$unit" "$file" 2>/dev/null || continue
-        file=${file#/proc/}
-        echo "${file%/environ}"
-    done < <(printf '%s\0' /proc/[0-9]*/environ)
-}
+of_launch() { grep -lzxF "BACKTAPE_LAUNCH=$launch.$unit" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
 
 # Ends what the launch left on this host: first politely, then for good. Says how many there were.
 sweep() {
     local pids round left=0
-    for ((round = 0; round < 40; round++)); do
+    for ((round = 0; round < 30; round++)); do
         pids=$(of_launch)
         [[ -n $pids ]] || break
         ((round > 0)) || left=$(wc -w <<<"$pids")
         # shellcheck disable=SC2086 # one word for each process
-        kill "-$( ((round < 20)) && echo TERM || echo KILL)" $pids 2>/dev/null
+        kill "-$( ((round < 10)) && echo TERM || echo KILL)" $pids 2>/dev/null
         sleep 0.1
     done
     ((left == 0)) || say "left $left"
-    [[ -z $(of_launch) ]] || say "stays $(of_launch | tr '\n' ' ')"
+    pids=$(of_launch | tr '\n' ' ')
+    [[ -z $pids ]] || say "stays $pids"
 }
 
 # What a rank is told of its place, in the words of torch, of jax and of backtape's examples.
@@ -93,18 +87,24 @@ start() {
     waiters+=($!)
 }
 
-# The private folder of this launch: nobody else may look, and it goes when the guard does.
+# The private folder of this launch: nobody else may look, and it goes when the guard does. Its name is
+# drawn at random by run.sh, which finds it again should the guard be killed.
+private=${TMPDIR:-/tmp}/backtape-$launch.$unit
+
 unpack_credentials() {
     [[ -n $credentials ]] || return 0
-    private=$(umask 077 && mktemp -d "${TMPDIR:-/tmp}/backtape-launch.XXXXXX") || return
+    mkdir -m 700 -- "$private" || return
     base64 -d <<<"$credentials" | (umask 077 && tar -C "$private" -xf -)
 }
 
 listen_to_run() {
     local word='' code=0
     until [[ $word == stop ]] || ((code != 0)); do
+        say alive
         IFS= read -r -t "$lost_after" word <&3
         code=$?
+        # Somebody killed the guard itself: this is all that is left of it.
+        kill -0 "$$" 2>/dev/null || { sweep; rm -rf -- "$private"; exit; }
     done
     if ((code == 0)); then echo "stop asked" >&"$queue"
     elif ((code > 128)); then echo "stop silent" >&"$queue"
@@ -152,7 +152,6 @@ guard() {
     set -u
     declare -A group=()
     declare -a waiters=()
-    private=''
     # Not ignored: what a shell ignores its children ignore too.
     trap : PIPE
     exec 3<&0 </dev/null {queue}<> <(:)
@@ -165,7 +164,7 @@ guard() {
     if [[ $unit == C ]]; then coordinate; else launch_ranks; fi
     sweep
     wait "${waiters[@]}"
-    [[ -z $private ]] || rm -rf -- "$private"
+    rm -rf -- "$private"
     say "done"
     kill "$listener" 2>/dev/null
     exit 0
@@ -173,7 +172,7 @@ guard() {
 
 launch_ranks() {
     local i
-    [[ -z $private ]] || export BACKTAPE_CREDENTIALS=$private/rank
+    [[ -z $credentials ]] || export BACKTAPE_CREDENTIALS=$private/rank
     for ((i = 0; i < ranks; i++)); do
         start "$((first_rank + i))" "[backtape][H$host_index][R$((first_rank + i))]" "${command[@]}"
     done
@@ -187,8 +186,8 @@ coordinate() {
     if [[ $insecure == 1 ]]; then
         guarded=(--insecure)
     else
-        if [[ -z $private ]]; then
-            private=$(umask 077 && mktemp -d "${TMPDIR:-/tmp}/backtape-launch.XXXXXX") || return
+        if [[ -z $credentials ]]; then
+            mkdir -m 700 -- "$private" || return
             line=$("$coordinator" certs --out "$private" --host "$address" 2>&1) || { say "complains $line"; return; }
             while IFS= read -r line; do say "credentials $line"; done < <(tar -C "$private" -cf - rank | base64)
         fi

@@ -6,14 +6,15 @@
 # and the guards end their ranks. Sourced by run.sh and collect.sh; starts nothing by itself.
 # shellcheck disable=SC2034,SC2154 # run.sh and this file share their variables
 
-# A host that stopped answering is noticed within a minute; nobody is asked for a password.
-ssh=(ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4
+# The caller's words for ssh come first, because ssh takes the first of several; and the same as options
+# of collect.sh. A host that stopped answering is noticed within a minute; nobody is asked for a password.
+ssh=(ssh) ssh_words=()
+ssh_defaults=(-T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4
     -o ControlMaster=no -o ControlPath=none)
-# The same words as options of collect.sh.
-ssh_words=()
 
-# By connection: where its guard listens, ssh's process, whether the guard said that nothing is left.
-declare -A lines=() ssh_pid=() clean=()
+# By connection: where its guard listens, ssh's process, when it was last heard of, whether the guard said
+# that nothing is left.
+declare -A lines=() ssh_pid=() heard_at=() clean=()
 connections=()
 stopping='' closing='' failure=0 coordinator_state='' credentials_made='' forced_at=0 beat=0 interrupted=''
 # A line this often tells a guard that run.sh lives.
@@ -85,7 +86,7 @@ heard() {
 
 # Opens a connection and gives it its program. Whoever reads the queue hears of its end.
 connect() {
-    local conn=$1 host=$2 program=$3 line
+    local conn=$1 host=$2 program=$3 line other
     ((${#program} < 60000)) || { fail 2 "command and environment are too long to send: ${#program} bytes"; return; }
     mkfifo "$tmp/line.$conn"
     exec {line}<>"$tmp/line.$conn"
@@ -94,14 +95,14 @@ connect() {
         trap '' INT HUP
         trap - EXIT TERM
         # Only run.sh holds the other ends.
-        for line in "${lines[@]}"; do exec {line}>&-; done
+        for other in "${lines[@]}"; do exec {other}>&-; done
         set +e
         exec {out}> >(relayed "[backtape][H${conn/C/0}]")
         (
             exec <"$tmp/line.$conn" 2>&1 >&"$out" {out}>&-
             echo "$conn ssh $BASHPID" >&"$queue"
             exec {queue}>&-
-            exec "${ssh[@]}" -- "$host" 'exec bash -s'
+            exec "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s'
         ) | heard "$conn"
         code=${PIPESTATUS[0]}
         printer=$!
@@ -110,6 +111,7 @@ connect() {
         echo "$conn gone $code" >&"$queue"
     ) &
     connections+=("$conn")
+    heard_at[$conn]=$SECONDS
     printf '%s\n' "$program" >&"$line"
 }
 
@@ -147,14 +149,17 @@ stop_ranks() {
 
 # One word of the queue, or a second without one; keeps the guards assured.
 pump() {
-    local conn what rest line
+    local conn what rest
     if IFS=' ' read -r -t 1 -u "$queue" conn what rest; then event "$conn" "$what" "$rest"; fi
     if [[ -n $interrupted && -z $stopping ]]; then
         fail "$((128 + $(kill -l "$interrupted")))" "stopped by SIG$interrupted: ending the ranks"
     fi
     if ((SECONDS >= beat)); then
         beat=$((SECONDS + BEAT_SECONDS))
-        for line in "${lines[@]}"; do printf '.\n' >&"$line"; done
+        for conn in "${!lines[@]}"; do
+            printf '.\n' >&"${lines[$conn]}"
+            ((SECONDS - heard_at[$conn] <= lost_after)) || kill "${ssh_pid[$conn]-}" 2>/dev/null || true
+        done
     fi
     if ((forced_at > 0 && SECONDS >= forced_at)); then
         forced_at=$((SECONDS + 5))
@@ -166,9 +171,10 @@ pump() {
 
 event() {
     local conn=$1 what=$2 rest=$3
+    heard_at[$conn]=$SECONDS
     case $what in
     ssh) ssh_pid[$conn]=$rest ;;
-    started) ;;
+    started | alive) ;;
     ended)
         local rank=${rest% *} code=${rest##* }
         if [[ $rank == coordinator ]]; then
@@ -221,8 +227,9 @@ finish() {
 sweep_again() {
     local conn=$1 unit=$1 host=${hosts[${1/C/0}]} said
     [[ $conn == C ]] || unit=H$conn
-    if said=$({ settings launch unit; cat "$here/guard.sh"; echo 'sweep; exit 0'; } |
-        "${ssh[@]}" -- "$host" 'exec bash -s' 2>&1); then
+    # shellcheck disable=SC2016 # expanded there
+    if said=$({ settings launch unit; cat "$here/guard.sh"; echo 'sweep; rm -rf -- "$private"; exit 0'; } |
+        "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s' 2>&1); then
         tell "$(name_of "$conn") was looked at again: ${said:-nothing of the job is left there}"
     else
         tell "$(name_of "$conn") cannot be asked whether ranks are left: they end by themselves $lost_after s" \

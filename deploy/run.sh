@@ -35,6 +35,7 @@
 #
 # Exit code: the first failed rank's; 2 wrong usage or environment; 3 what was collected is not whole;
 # 255 a host was lost; 128 + signal when this was stopped.
+# shellcheck disable=SC2034 # settings of the guards are read by name
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR source=hosts.sh
@@ -53,12 +54,14 @@ usage() {
 }
 
 # A whole number from $2 on, of at most nine digits: it goes into arithmetic.
-number() { [[ $3 =~ ^[0-9]{1,9}$ ]] && ((10#$3 >= $2)) || usage "$1 $3: give a whole number of at least $2"; }
+number() {
+    if ! [[ $3 =~ ^[0-9]{1,9}$ ]] || ((10#$3 < $2)); then usage "$1 $3: give a whole number of at least $2"; fi
+}
 
 parse() {
     while (($#)); do
         case $1 in
-        --help | -h) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --help | -h) sed -n '2,/^# shellcheck/{/^# shellcheck/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
         --insecure) insecure=1; shift; continue ;;
         --no-coordinator) with_coordinator=0; shift; continue ;;
         --dry-run) dry_run=1; shift; continue ;;

@@ -48,7 +48,9 @@ if mode == "record":
         told_to_go()
     whole = np.arange(world * 4 * 8, dtype=np.float32).reshape(world * 4, 8)
     part = whole[4 * rank : 4 * rank + 4]
-    with backtape.Recorder.from_env(strict="WITHOUT_RECORD" not in os.environ) as recorder:
+    without = "WITHOUT_RECORD" in os.environ  # it is killed: not waited for long
+    waits = {"join_deadline_s": 2.0, "step_deadline_s": 2.0} if without else {}
+    with backtape.Recorder.from_env(strict=not without, **waits) as recorder:
         for step in range(2):
             with recorder.step(step) as tape:
                 tape.record("q", part + step, microbatch=0, global_shape=whole.shape, offsets=(4 * rank, 0))

@@ -51,7 +51,7 @@ def hosts(tmp_path_factory):
 @pytest.fixture
 def job(hosts, request):
     """One launch: its directory on both hosts, empty."""
-    name = re.sub(r"[^a-z_]", "-", request.node.name)[:60]
+    name = re.sub(r"[^a-z0-9_]", "-", request.node.name)[-60:].strip("-")
     for index in range(2):
         (hosts.seen_by(index) / name).mkdir()
     return Job(hosts, name)
@@ -181,15 +181,23 @@ def test_a_host_that_is_cut_off_ends_its_ranks_by_itself(job):
     job.nothing_is_left(20)
 
 
-def test_ranks_whose_guard_was_killed_are_looked_for_again(job):
+@pytest.mark.parametrize("whole", [False, True], ids=["itself", "whole"])
+def test_ranks_whose_guard_was_killed_are_ended_all_the_same(job, whole):
+    """The guard itself, or every process of it."""
     job.start("fail", 9).up()
-    guards = [pid for pid, line in processes_with(f"TMPDIR={job.hosts.here}/tmp") if line == "bash -s "]
-    assert len(guards) > 2
-    for pid in guards:
+    at_a_host = f"TMPDIR={job.hosts.here}/tmp"
+    guards = {pid for pid, line in processes_with(at_a_host) if line == "bash -s "}
+    first = [pid for pid in guards if parent(pid) not in guards]
+    assert len(first) == 3 and len(guards) > 6, guards
+    for pid in guards if whole else first:
         os.kill(pid, signal.SIGKILL)
     assert job.process.wait(timeout=60) == 255, job.text()
-    wait_for(lambda: not processes_with(job.variable), 1)
+    job.nothing_is_left()
     assert "was looked at again" in job.text()
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_training_goes_on_without_its_coordinator(job):
