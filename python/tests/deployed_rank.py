@@ -1,6 +1,6 @@
 """One rank of a job that deploy/ starts, run by test_deploy.py and test_slurm.py.
 
-    python deployed_rank.py record|fail|wait|daemon
+    python deployed_rank.py record|fail RANK|fail-alone RANK|wait
 
 It waits for a file `go`, where the mode has somebody decide when, in the directory that it runs in.
 """
@@ -55,10 +55,11 @@ if mode == "record":
             with recorder.step(step) as tape:
                 tape.record("q", part + step, microbatch=0, global_shape=whole.shape, offsets=(4 * rank, 0))
     print("a line that no newline ends", end="", flush=True)
-elif mode == "fail":
+elif mode in ("fail", "fail-alone"):
     # A child in a session of its own, as launchers and loaders of data have them; it outlives TERM.
     own = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    subprocess.Popen([sys.executable, "-c", own], start_new_session=True)
+    if mode == "fail":
+        subprocess.Popen([sys.executable, "-c", own], start_new_session=True)
     if rank == int(sys.argv[2]):
         told_to_go()
         sys.exit(7)
