@@ -26,6 +26,7 @@ prefixed() {
     fi
     local line
     while IFS= read -r line || [[ -n $line ]]; do
+        line=${line%$'\r'}
         [[ $1 == *coordinator* && $line == '[backtape][H'* ]] || line="$1 ${line##*$'\r'}"
         printf '%s\n' "$line"
     done
@@ -156,14 +157,14 @@ guard() {
     trap : PIPE
     exec 3<&0 </dev/null {queue}<> <(:)
     trap 'echo "stop signal" >&"$queue"' TERM INT HUP
-    cd -- "$work_dir" || { say "cannot go to $work_dir on this host"; exit 1; }
-    unpack_credentials || { say "cannot keep credentials below ${TMPDIR:-/tmp}"; exit 1; }
+    cd -- "$work_dir" 2>/dev/null || { say "cannot go to $work_dir: there is no such directory"; exit 1; }
+    unpack_credentials || { say "cannot keep credentials in $private"; exit 1; }
     listen_to_run &
     local listener=$! variable
     for variable in ${variables[@]+"${variables[@]}"}; do export "${variable?}"; done
     if [[ $unit == C ]]; then coordinate; else launch_ranks; fi
     sweep
-    wait "${waiters[@]}"
+    ((${#waiters[@]} == 0)) || wait "${waiters[@]}"
     rm -rf -- "$private"
     say "done"
     kill "$listener" 2>/dev/null
@@ -183,12 +184,14 @@ launch_ranks() {
 # coordinator answers at the address by which ranks call it.
 coordinate() {
     local guarded=() asking=() line
+    type -P "$coordinator" >/dev/null || { say "cannot run $coordinator: there is no such program"; return; }
     if [[ $insecure == 1 ]]; then
         guarded=(--insecure)
     else
         if [[ -z $credentials ]]; then
             mkdir -m 700 -- "$private" || return
-            line=$("$coordinator" certs --out "$private" --host "$address" 2>&1) || { say "complains $line"; return; }
+            line=$("$coordinator" certs --out "$private" --host "$address" 2>&1) ||
+                { say "cannot make credentials: ${line//$'\n'/ }"; return; }
             while IFS= read -r line; do say "credentials $line"; done < <(tar -C "$private" -cf - rank | base64)
         fi
         guarded=(--credentials "$private/coordinator")

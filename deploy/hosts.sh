@@ -12,9 +12,9 @@ ssh=(ssh) ssh_words=()
 ssh_defaults=(-T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4
     -o ControlMaster=no -o ControlPath=none)
 
-# By connection: where its guard listens, ssh's process, when it was last heard of, whether the guard said
-# that nothing is left.
-declare -A lines=() ssh_pid=() heard_at=() clean=()
+# By connection: where its guard listens, ssh's process, when it was last heard of, whether there was a guard
+# at all, whether it said that nothing is left.
+declare -A lines=() ssh_pid=() heard_at=() begun=() clean=()
 connections=()
 stopping='' closing='' failure=0 coordinator_state='' credentials_made='' forced_at=0 beat=0 interrupted=''
 # A line this often tells a guard that run.sh lives.
@@ -172,6 +172,7 @@ pump() {
 event() {
     local conn=$1 what=$2 rest=$3
     heard_at[$conn]=$SECONDS
+    [[ $what == ssh || $what == gone ]] || begun[$conn]=1
     case $what in
     ssh) ssh_pid[$conn]=$rest ;;
     started | alive) ;;
@@ -188,17 +189,22 @@ event() {
     done) clean[$conn]=1 ;;
     gone)
         hang_up "$conn"
+        [[ $conn != C ]] || coordinator_state=${coordinator_state:-ended}
         [[ -z ${clean[$conn]-} ]] || return 0
-        if [[ $conn != C ]]; then
+        if [[ -z ${begun[$conn]-} ]]; then
+            fail 255 "$(name_of "$conn") cannot be used: ssh ended with $rest"
+        elif [[ $conn != C ]]; then
             fail 255 "$(name_of "$conn") is lost: ssh ended with $rest before its ranks did; ending the others"
         elif [[ -z $closing ]]; then
             tell "the connection to $(name_of C) ended with $rest: training goes on, recording does not"
-            coordinator_state=${coordinator_state:-ended}
         fi ;;
     ready) coordinator_state=${coordinator_state:-ready} ;;
     unready)
         tell "no coordinator answers at $coordinator_at: $rest"
         coordinator_state=${coordinator_state:-unready} ;;
+    cannot)
+        clean[$conn]=1
+        fail 2 "$(name_of "$conn") cannot $rest" ;;
     credentials) credentials_made+="$rest"$'\n' ;;
     left) tell "$(name_of "$conn"): $rest processes that outlived their ranks were ended" ;;
     stays) tell "$(name_of "$conn"): cannot be ended, look after them: $rest" ;;
@@ -219,7 +225,7 @@ finish() {
         while [[ -n ${lines[C]-} ]]; do pump; done
     fi
     for conn in "${connections[@]}"; do
-        [[ -n ${clean[$conn]-} ]] || sweep_again "$conn"
+        [[ -n ${clean[$conn]-} || -z ${begun[$conn]-} ]] || sweep_again "$conn"
     done
 }
 

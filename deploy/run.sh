@@ -221,7 +221,7 @@ launch_all() {
         connect C "${hosts[0]}" "$(program C 0 0 0 "$given")"
         until [[ -n $coordinator_state || -n $stopping ]]; do pump; done
         if [[ $coordinator_state != ready ]]; then
-            fail 2 "the coordinator on $(name_of 0) did not start: see above"
+            [[ -n $stopping ]] || fail 2 "the coordinator on $(name_of 0) did not start: see above"
             return 0
         fi
         tell "the coordinator answers at $coordinator_at"
@@ -244,7 +244,7 @@ main() {
     [[ -z $ref ]] || check_out_everywhere "$ref"
     launch_all
     finish
-    if [[ -n $collect && -n $coordinator_state ]]; then
+    if [[ -n $collect && $coordinator_state == ready ]]; then
         local code=0
         "$here/collect.sh" --replay "$replay" "${ssh_words[@]}" "${hosts[0]}" "$store/$run" "$collect" || code=$?
         ((failure != 0)) || failure=$code

@@ -219,6 +219,35 @@ def test_a_coordinator_that_cannot_start_starts_no_rank(job):
     assert "did not start" in job.text() and "] up\n" not in job.text(), job.text()
 
 
+def test_a_host_that_cannot_be_used_is_named_and_nobody_stays(job):
+    options = ["--ssh-option", "ConnectTimeout=2"]
+    job.at(1).rmdir()
+    assert job.start("wait", options=options).ended() == 2
+    assert f"H1 (node-1) cannot go to {job.dir}: there is no such directory" in job.text()
+    job.hosts.link(1, "down")
+    try:
+        assert job.start("wait", options=options).ended() == 255
+    finally:
+        job.hosts.link(1, "up")
+    assert "H1 (node-1) cannot be used: ssh ended with 255" in job.text()
+    assert "looked at again" not in job.text()
+
+
+def test_a_coordinator_that_is_not_there_is_said(job):
+    job.start("record", options=["--coordinator-bin", "/no/such/coordinator"])
+    assert job.ended() == 2
+    said = "the coordinator's host node-0 cannot run /no/such/coordinator: there is no such program"
+    assert said in job.text() and "] up\n" not in job.text(), job.text()
+
+
+@pytest.mark.parametrize("without_perl", ["", "command() { return 1; }; "], ids=["perl", "bash"])
+def test_lines_are_the_same_with_perl_and_without(without_perl):
+    source = f"launch=x unit=y; source {ROOT}/deploy/guard.sh; {without_perl}prefixed '[p]'"
+    lines = b"a\n10%\r20%\r30%\n\nwith spaces  \tand \\ tab\r\nlast"
+    done = subprocess.run(["bash", "-c", source], input=lines, capture_output=True)
+    assert done.stdout == b"[p] a\n[p] 30%\n[p] \n[p] with spaces  \tand \\ tab\n[p] last\n", done
+
+
 def test_plain_text_is_possible_and_said_loudly(job):
     job.start("record", options=["--insecure"], ranks=1)
     assert job.ended() == 0, job.text()
