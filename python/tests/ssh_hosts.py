@@ -4,8 +4,10 @@ A host sees its own folder at a path that all share, so that what lies on one is
 root, ip (iproute2), unshare and sshd.
 """
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -63,7 +65,13 @@ class Hosts:
             sshd.kill()
             sshd.wait()
         for index in range(self.count):
-            subprocess.run(["ip", "netns", "del", f"{self.tag}n{index}"], stderr=subprocess.DEVNULL)
+            name = f"{self.tag}n{index}"
+            # A network lives as long as a process in it: what a failed test left, sshd's children.
+            inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for pid in inside.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
         subprocess.run(["ip", "link", "del", self.tag], stderr=subprocess.DEVNULL)
 
     def address(self, index):
