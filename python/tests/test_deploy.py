@@ -289,6 +289,11 @@ def test_every_host_is_at_the_same_commit_or_none_is(job):
     assert job.start("wait", options=["--ref", "no-such"]).ended() == 2
     assert f"has no commit no-such" in job.text() and heads() == [old, old]
 
+    git(job.at(0), "branch", "mine", old)
+    git(job.at(1), "branch", "mine", new)
+    assert job.start("wait", options=["--ref", "mine"]).ended() == 2
+    assert f"mine means {old} on H0 (node-0) and {new} on H1 (node-1)" in job.text() and heads() == [old, old]
+
     job.start("record", options=["--ref", "main"], ranks=1)
     assert job.ended() == 0, job.text()
     assert f"every host is at {new}" in job.text() and heads() == [new, new]
