@@ -131,7 +131,8 @@ impl Page<'_> {
             true => vec![&map.strips[..]],
             false => map.strips.chunks(1).collect(),
         };
-        for strips in groups {
+        let all = groups.len();
+        for strips in groups.into_iter().take(self.detail.items) {
             let mut x = 0;
             let mut drawn = Vec::new();
             for strip in strips {
@@ -146,6 +147,7 @@ impl Page<'_> {
                 self.figure(out, map, (&drawn, x - 1), whose, data);
             }
         }
+        self.more(out, all, "shapes of this map");
     }
 
     fn figure(
