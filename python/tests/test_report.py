@@ -292,7 +292,8 @@ def test_no_window_is_too_narrow(browser, diverged, width):
     browser.resize(width, 800)
     try:
         browser.open(diverged[0])
-        assert browser.run("return document.documentElement.scrollWidth") <= width
+        of = browser.run("const of = document.documentElement; return [innerWidth, of.clientWidth, of.scrollWidth]")
+        assert of[0] == width and of[2] <= of[1], of
         shot(browser, f"width-{width}", whole=True)
     finally:
         browser.devtools("Emulation.clearDeviceMetricsOverride")

@@ -29,6 +29,8 @@ const LEFT: f64 = 58.0;
 const TOP: f64 = 30.0;
 /// Width of the bars of label hits.
 const HITS: f64 = 90.0;
+/// Room for them and for what they are called.
+const SIDE: f64 = 190.0;
 /// Bytes of one block for the script.
 const RECORD: usize = 44;
 /// In place of a comparison's number: no block.
@@ -212,7 +214,8 @@ fn caption(map: &Map, drawn: &[Drawn<'_>]) -> String {
     let of = format!("a block is {} x {}", count(block.0 as u64), count(block.1 as u64));
     let mut text = match map.of_tokens {
         true => format!(
-            "tokens down, for each microbatch and rank its {} columns across; {of}, tiles of {} tokens",
+            "for each microbatch and rank its tokens down, counted from its first, and their {} \
+             columns across; {of}, tiles of {} tokens",
             shape.1, map.tile
         ),
         false => format!(
@@ -280,7 +283,7 @@ fn hits_of(map: &Map, cell: &Cell) -> Option<u32> {
 }
 
 fn listed(out: &mut String, map: &Map, worst: &[(&Drawn<'_>, &Cell)]) {
-    out.push_str("<table class=\"bt-worst-blocks\"><caption>worst blocks</caption><thead><tr><th scope=\"col\">element</th>\
+    out.push_str("<div class=\"bt-scroll\"><table class=\"bt-worst-blocks\"><caption>worst blocks</caption><thead><tr><th scope=\"col\">element</th>\
          <th scope=\"col\">captured</th><th scope=\"col\">reference</th><th scope=\"col\">|error|</th>\
          <th scope=\"col\">beyond bound</th><th scope=\"col\">where</th>");
     if !map.of_tokens {
@@ -304,7 +307,7 @@ fn listed(out: &mut String, map: &Map, worst: &[(&Drawn<'_>, &Cell)]) {
             texts.iter().map(|text| format!("<td class=\"bt-num\">{}</td>", esc(text))).collect();
         let _ = writeln!(out, "<tr>{}</tr>", cells.concat());
     }
-    out.push_str("</tbody></table>\n");
+    out.push_str("</tbody></table></div>\n");
 }
 
 /// The class of a block's colour.
@@ -321,7 +324,7 @@ fn picture(out: &mut String, map: &Map, drawn: &[Drawn<'_>], (bands, across): (u
     let size = |n: usize, room: f64| (room / n.max(1) as f64).clamp(5.0, 22.0).floor();
     let (kx, ky) = (size(across, 640.0), size(bands, 420.0));
     let (width, height) = (kx * across as f64, ky * bands as f64);
-    let side = if map.hits.is_empty() { 10.0 } else { HITS + 40.0 };
+    let side = if map.hits.is_empty() { 10.0 } else { SIDE };
     let _ = writeln!(
         out,
         "<svg aria-hidden=\"true\" focusable=\"false\" viewBox=\"0 0 {w} {h}\" width=\"{w}\" height=\"{h}\">",
