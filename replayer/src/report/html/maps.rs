@@ -144,14 +144,21 @@ impl Page<'_> {
     ) {
         let id = format!("{}-map-{}", self.id, data.maps.len());
         let bands = drawn.iter().map(|of| of.chart.size.0).max().unwrap_or(0);
+        let worst = worst_of(drawn);
+        let words = worst.first().map_or("nothing was compared".into(), |(of, cell)| {
+            format!("worst: {}", sentence(map, of.strip, cell))
+        });
+        // The line stands before the map: it is read while the pointer is on the map.
         let _ = writeln!(
             out,
             "<figure class=\"bt-figure\"><figcaption><strong>{}{}</strong>: {}</figcaption>\n\
+             <output class=\"bt-status\" id=\"{id}-status\" aria-live=\"polite\">{}</output>\n\
              <div class=\"bt-grid\" id=\"{id}\" role=\"grid\" tabindex=\"0\" aria-rowcount=\"{bands}\" \
              aria-colcount=\"{across}\" aria-label=\"heat map of {}{}\" aria-describedby=\"{}-how\">",
             esc(whose),
             map.stage,
             esc(&caption(map, drawn)),
+            esc(&words),
             esc(whose),
             map.stage,
             self.id
@@ -161,25 +168,6 @@ impl Page<'_> {
             out,
             "<div role=\"row\" class=\"bt-read\"><span role=\"gridcell\" id=\"{id}-cell\"></span></div></div>"
         );
-        let mut worst: Vec<(&Drawn<'_>, &Cell)> = Vec::new();
-        for of in drawn {
-            worst.extend(of.chart.cells.iter().flatten().map(|cell| (of, cell)));
-        }
-        // Stable: of equals the first stays first.
-        worst.sort_by(|(_, a), (_, b)| match (a.is_worse_than(b), b.is_worse_than(a)) {
-            (true, _) => std::cmp::Ordering::Less,
-            (_, true) => std::cmp::Ordering::Greater,
-            _ => std::cmp::Ordering::Equal,
-        });
-        worst.truncate(LISTED);
-        let words = worst.first().map_or("nothing was compared".into(), |(of, cell)| {
-            format!("worst: {}", sentence(map, of.strip, cell))
-        });
-        let _ = writeln!(
-            out,
-            "<output class=\"bt-status\" id=\"{id}-status\" aria-live=\"polite\">{}</output>",
-            esc(&words)
-        );
         listed(out, map, &worst);
         out.push_str("</figure>\n");
         let rows = if map.of_tokens { "token" } else { "row" };
@@ -187,6 +175,19 @@ impl Page<'_> {
         let (stage, tile, hits) = (map.stage.name(), map.tile, !map.hits.is_empty());
         data.maps.push(MapData { id, stage, rows, tile, bands, hits, strips });
     }
+}
+
+/// The worst blocks, of equals the first one first.
+fn worst_of<'d>(drawn: &'d [Drawn<'d>]) -> Vec<(&'d Drawn<'d>, &'d Cell)> {
+    let cells = |of: &'d Drawn<'d>| of.chart.cells.iter().flatten().map(move |cell| (of, cell));
+    let mut worst: Vec<_> = drawn.iter().flat_map(cells).collect();
+    worst.sort_by(|(_, a), (_, b)| match (a.is_worse_than(b), b.is_worse_than(a)) {
+        (true, _) => std::cmp::Ordering::Less,
+        (_, true) => std::cmp::Ordering::Greater,
+        _ => std::cmp::Ordering::Equal,
+    });
+    worst.truncate(LISTED);
+    worst
 }
 
 /// What a map is of, in words.
