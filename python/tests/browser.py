@@ -11,7 +11,9 @@ from pathlib import Path
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # WebDriver's names of keys that are no characters.
-KEYS = {"left": "\ue012", "up": "\ue013", "right": "\ue014", "down": "\ue015", "home": "\ue011", "end": "\ue010"}
+KEYS = {
+    "left": "\ue012", "up": "\ue013", "right": "\ue014", "down": "\ue015", "home": "\ue011", "end": "\ue010",
+    "page up": "\ue00e", "page down": "\ue00f", "tab": "\ue004"}  # fmt: skip
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 # Seconds that one command may take.
 LONGEST = 60
@@ -33,9 +35,9 @@ class Browser:
         self._driver = subprocess.Popen(
             ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+        self._session = None
         try:
             self._port = self._started()
-            self._session = None
             self._session = self._command("POST", "/session", self._wanted(width, height))["sessionId"]
         except BaseException:
             self.close()

@@ -32,8 +32,13 @@ impl Cell {
         match (self.nonfinite > 0, other.nonfinite > 0) {
             (true, false) => true,
             (false, true) | (true, true) => false,
-            (false, false) => self.worst.score > other.worst.score,
+            (false, false) => self.score() > other.score(),
         }
+    }
+
+    /// A score that is no number is of an allowance that is none: no error is within it.
+    fn score(&self) -> f64 {
+        if self.worst.score.is_nan() { f64::INFINITY } else { self.worst.score }
     }
 
     /// Takes another part of the same block in, or the same block of another comparison.
@@ -268,6 +273,20 @@ mod tests {
             }
             chart = chart.halved();
         }
+    }
+
+    #[test]
+    fn a_score_that_is_no_number_is_worse_than_any_that_is_one() {
+        let cell = |score| Cell {
+            worst: Worst { index: (0, 0), captured: 1.0, reference: 1.0, score },
+            elements: 1,
+            exceeding: 0,
+            nonfinite: 0,
+            of: 0,
+        };
+        assert!(cell(f64::NAN).is_worse_than(&cell(1e9)));
+        assert!(!cell(1e9).is_worse_than(&cell(f64::NAN)));
+        assert!(!cell(f64::NAN).is_worse_than(&cell(f64::INFINITY)));
     }
 
     #[test]

@@ -41,7 +41,7 @@ pub(super) fn json(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         match c {
-            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => {
+            c if matches!(c, '<' | '>' | '&' | '\u{2028}' | '\u{2029}') || turns(c) => {
                 let _ = write!(out, "\\u{:04x}", c as u32);
             }
             c => out.push(c),
@@ -82,7 +82,7 @@ mod tests {
         assert!(!shown.contains(['<', '>', '"', '\'', '\u{202e}', '\u{0}']), "{shown}");
         let text = serde_json::to_string(hostile).unwrap();
         let data = json(&text);
-        assert!(!data.contains(['<', '>', '&']), "{data}");
+        assert!(!data.contains(['<', '>', '&', '\u{202e}']), "{data}");
         assert_eq!(serde_json::from_str::<String>(&data).unwrap(), hostile);
         assert_eq!(id("a\"><b c_1"), "abc_1");
         assert!(esc(&"x".repeat(9000)).len() < 2100);

@@ -11,6 +11,7 @@ mod escape;
 mod graph;
 mod maps;
 mod norm;
+mod picture;
 mod ranks;
 mod rest;
 mod stages;

@@ -77,10 +77,18 @@ fn waterfalls(out: &mut String, shares: &[Share], ends: (f64, f64), names: (&str
     out.push_str("</div>\n");
 }
 
+/// What a part is called: a number alone says nothing.
+fn name(part: &Share) -> String {
+    match part.of.bytes().all(|byte| byte.is_ascii_digit()) {
+        true => format!("{} {}", part.kind, part.of),
+        false => part.of.clone(),
+    }
+}
+
 /// The bars of one kind: both norms, and between them a step for each part, the largest first.
 fn steps(parts: &[&Share], (start, end): (f64, f64), (from, to): (&str, &str)) -> Vec<Bar> {
     let mut parts: Vec<(String, f64, f64)> =
-        parts.iter().map(|part| (part.of.clone(), part.gap, part.share)).collect();
+        parts.iter().map(|part| (name(part), part.gap, part.share)).collect();
     parts.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
     if parts.len() > STEPS + 1 {
         let rest = parts.split_off(STEPS);

@@ -271,7 +271,7 @@ fn scores(out: &mut String, worst: &ComparisonReport) {
         out,
         "<h4>Scores: |error| over σ</h4><p class=\"bt-note\">{about}; the stroke is a normal distribution.</p>"
     );
-    draw(out, about, &bars, &Widths(96, 150, 170));
+    draw(out, about, &bars, &Widths(96, 150, 260));
 }
 
 /// Error over floor by how often a row is a label.
