@@ -96,7 +96,7 @@ def test_the_package_itself_is_typed():
     command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "--follow-imports=silent"]
     files = ["run.py", "report.py", "postmortem.py", "reading.py", "typing.py", "command.py", "doctor.py"]
     checked = subprocess.run(
-        [*command, *(str(PACKAGE / file) for file in files)], capture_output=True, text=True, timeout=300, cwd=ROOT
+        [*command, *(f"backtape/{file}" for file in files)], capture_output=True, text=True, timeout=300, cwd=ROOT / "python"
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
