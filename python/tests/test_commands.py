@@ -84,12 +84,17 @@ def test_a_replay_that_is_interrupted_ends_at_once(tmp_path):
     process = subprocess.Popen(
         [BIN / "replay", "--dump", tmp_path / "run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    # Into the replay: past the interpreter's start, which has its own handler.
-    while process.poll() is None and len(list(Path(f"/proc/{process.pid}/task").iterdir())) < 2:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    begin = time.monotonic()
-    _, err = process.communicate(timeout=60)
+    try:
+        # Into the replay: past the interpreter's start, which has its own handler, and once the dump is mapped.
+        while process.poll() is None and ".safetensors" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.01)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
     assert process.returncode == -signal.SIGINT and time.monotonic() - begin < 2, (process.returncode, err)
 
 

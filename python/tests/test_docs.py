@@ -38,9 +38,10 @@ def test_blocks_of_commands_are_found():
     assert not [name for name in bare], f"say what these blocks are (sh, text, python, toml, json): {bare}"
 
 
-def record(directory, steps, fault):
+def record(directory, steps, microbatches, fault):
     """A run of docs_site/train.py."""
-    environment = {"BACKTAPE_STEPS": steps, "BACKTAPE_DIR": str(directory), "FAULT": fault, "BACKTAPE_STRICT": "1"}
+    environment = {"BACKTAPE_STEPS": steps, "BACKTAPE_DIR": str(directory), "BACKTAPE_STRICT": "1"}
+    environment |= {"FAULT": fault, "MICROBATCHES": microbatches}
     script = Path(__file__).parent / "docs_site/train.py"
     ended = subprocess.run(
         [sys.executable, script], env=os.environ | environment, capture_output=True, text=True, timeout=120
@@ -51,11 +52,13 @@ def record(directory, steps, fault):
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory):
-    """Runs by name, by the steps that they hold: of most pages a run holds one."""
+    """Runs by name, as the pages take them to be: one step of one microbatch, of several, several steps."""
     store = tmp_path_factory.mktemp("recorded")
+    kinds = {"plain": ("0", "1"), "microbatches": ("0", "2"), "steps": ("0,1", "2")}
     faults = (("run-a", ""), ("run-b", "label-gather"))
     return {
-        steps: {name: record(store / steps / name, steps, fault) for name, fault in faults} for steps in ("0", "0,1")
+        kind: {name: record(store / kind / name, *what, fault) for name, fault in faults}
+        for kind, what in kinds.items()
     }
 
 
@@ -69,8 +72,8 @@ def site_of(tmp_path, recorded, request):
             dumps = request.getfixturevalue("dumps")
             return {"new": dumps / "new", "old": dumps / "old"}
         if page.name == "terminal.md":
-            return recorded["0,1"]
-        one = recorded["0"]
+            return recorded["steps"]
+        one = recorded["microbatches" if page.name == "reading.md" else "plain"]
         runs = one | {"plain": one["run-a"]}
         # The first command of README.md makes the run `fused`.
         return runs if page.name == "README.md" and page.parent.name != "docs" else runs | {"fused": one["run-b"]}

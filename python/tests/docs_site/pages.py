@@ -200,6 +200,8 @@ class Site:
             return None
         if re.match(r"coordinator (plan|trigger|status)", command):
             self.work(command)
+        elif ADDRESS.search(command) and self.address is None:
+            self.serve("coordinator --store dumps --world-size 1")
         given = self.local(command)
         if "python train.py" in given:
             for name, value in (("BACKTAPE_STEPS", "0"), ("BACKTAPE_DIR", "dumps/live")):

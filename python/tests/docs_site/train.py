@@ -1,6 +1,6 @@
 """A training job as the docs mean it by `python train.py`: a language model's loss head in numpy.
 
-Two steps of two microbatches on one rank, recorded as BACKTAPE_* say. BACKTAPE_TEST_LIVE names a
+Two steps of two microbatches (or MICROBATCHES) on one rank, recorded as BACKTAPE_* say. BACKTAPE_TEST_LIVE names a
 file: the job then goes on until it is there. FAULT=label-gather gathers k's rows in bf16, so that
 their transpose adds dk up in bf16.
 """
@@ -14,7 +14,8 @@ import numpy as np
 
 import backtape
 
-T, D, V, MICROBATCHES = 256, 16, 320, 2
+T, D, V = 256, 16, 320
+MICROBATCHES = int(os.environ.get("MICROBATCHES", 2))
 BF16 = ml_dtypes.bfloat16
 LIVE = os.environ.get("BACKTAPE_TEST_LIVE")
 FAULT = os.environ.get("FAULT")
@@ -69,7 +70,7 @@ def main():
                     tape.record("grad_norm", np.float32(norm))
                     for index, ((q, labels), part) in enumerate(zip(parts, made)):
                         for name, value in {"q": q, "labels": labels, **part}.items():
-                            tape.record(name, value, microbatch=index)
+                            tape.record(name, value, microbatch=index if MICROBATCHES > 1 else None)
             recorder.scalars(step, loss=loss, grad_norm=norm)
             recorder.watch(step, loss=loss, grad_norm=norm)
             if step < 2:
