@@ -99,7 +99,7 @@ class Job:
         self.nothing_is_left()
         return code
 
-    def nothing_is_left(self, seconds=1):
+    def nothing_is_left(self, seconds=5):
         wait_for(lambda: not processes_with(self.variable), seconds, lambda: None)
         wait_for(lambda: not self.private(), seconds, lambda: None)
 
