@@ -78,7 +78,7 @@ class Job:
         with open(log, "ab") as out:
             process = subprocess.Popen(
                 list(map(str, words)), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env=os.environ | {"BACKTAPE_STEPS": "0-1"} | (environment or {}),
+                env=os.environ | {"BACKTAPE_STEPS": "0-1", "TMPDIR": str(hosts.folder)} | (environment or {}),
             )  # fmt: skip
         self.process, self.log = process, log
         return self
