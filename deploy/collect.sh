@@ -39,7 +39,8 @@ umask 077
 ask() {
     local program=$1
     shift
-    { settings run_dir; printf '%s\n' "$program"; cat -- "$@"; } | "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s'
+    { settings run_dir; printf '%s\n' "$program"; (($# == 0)) || cat -- "$@"; } |
+        "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s'
 }
 
 # `SIZE ./path`, each ended by a NUL: names of a run hold no newline, a stray file's might.

@@ -77,7 +77,7 @@ class Job:
         log = hosts.folder / f"{self.name}.log"
         with open(log, "ab") as out:
             process = subprocess.Popen(
-                list(map(str, words)), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                list(map(str, words)), stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
                 env=os.environ | {"BACKTAPE_STEPS": "0-1", "TMPDIR": str(hosts.folder)} | (environment or {}),
             )  # fmt: skip
         self.process, self.log = process, log
@@ -300,8 +300,14 @@ def test_every_host_is_at_the_same_commit_or_none_is(job):
 
 
 def collect(job, *words):
+    """With a stdin that stays open, as a terminal's does."""
     command = [COLLECT, "--replay", REPLAY, "--ssh-config", job.hosts.ssh_config, *words]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    ours, theirs = os.pipe()
+    try:
+        return subprocess.run(list(map(str, command)), stdin=ours, capture_output=True, text=True, timeout=60)
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_a_collection_goes_on_where_it_was_interrupted_and_replaces_nothing(job, tmp_path):
