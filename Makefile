@@ -8,7 +8,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check --force
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto' -o -name '*.css' -o -name '*.js') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python test-torch bench bench-loss-head bench-replay bench-compare \
+.PHONY: demo test test-rust test-python test-deploy test-torch bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
 	bench-durable bench-small bench-stream \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
@@ -24,6 +24,10 @@ test-rust:
 
 test-python: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q python/tests
+
+# The share of them that deploy/ is in: hosts with a real sshd, Slurm, Kubernetes' schemas. Needs root.
+test-deploy: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q $(patsubst %,python/tests/test_%.py,deploy slurm kubernetes dockerfile)
 
 # The tests that need torch, in an environment of its own: its default wheel brings CUDA along.
 test-torch: $(VENV)-torch/.installed-dev

@@ -34,13 +34,13 @@ run=$(basename -- "$run_dir")
 whole=$into/$run part=$into/.$run.part
 [[ ! -e $whole ]] || { tell "$whole is there already: choose another folder"; exit 2; }
 umask 077
-mkdir -p -- "$part"
 
 # Asks the host with a program for its bash; `run_dir` and what else is named are its settings.
 ask() {
     local program=$1
     shift
-    { settings run_dir; printf '%s\n' "$program"; cat -- "$@"; } | "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s'
+    { settings run_dir; printf '%s\n' "$program"; (($# == 0)) || cat -- "$@"; } |
+        "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s'
 }
 
 # `SIZE ./path`, each ended by a NUL: names of a run hold no newline, a stray file's might.
@@ -49,7 +49,6 @@ sizes_of() { (cd -- "$1" && find . -type f -printf '%s %p\0' | LC_ALL=C sort -z)
 fetch() {
     # shellcheck disable=SC2016 # expanded there
     ask 'cd -- "$run_dir" && find . -type f -printf "%s %p\0"; exit' | LC_ALL=C sort -z >"$part.there" || return
-    [[ -s $part.there ]] || { tell "$run_dir on $host holds no files"; return 1; }
     sizes_of "$part" >"$part.here"
     LC_ALL=C comm -z -23 "$part.there" "$part.here" | sed -z 's/^[0-9]* //' >"$part.wanted"
     [[ -s $part.wanted ]] || return 0
@@ -60,6 +59,10 @@ fetch() {
     cmp -s "$part.there" "$part.here"
 }
 
+# shellcheck disable=SC2016 # expanded there
+there=$(ask '[[ -d $run_dir ]] && echo yes; exit 0') || { tell "$host cannot be asked for $run_dir"; exit 1; }
+[[ $there == yes ]] || { tell "there is no $run_dir on $host: nothing was recorded there"; exit 1; }
+mkdir -p -- "$part"
 code=0
 # A second round is for files that grew or went while they were read; what never comes to rest is said.
 fetch || fetch || {

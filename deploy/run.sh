@@ -187,7 +187,8 @@ describe() {
     [[ -z $ref ]] || tell "every host checks out $ref first"
     ((with_coordinator == 0)) || tell "coordinator on H0, listening on $listen:$port, called $coordinator_at"
     tell "dumps in $store/$run"
-    ((insecure == 0)) || tell "INSECURE: whoever reaches $coordinator_at may write dumps and steer the job, unencrypted"
+    ((insecure == 0)) || [[ -z $coordinator_at ]] ||
+        tell "INSECURE: whoever reaches $coordinator_at may write dumps and steer the job, unencrypted"
     tell "command: $(printf '%q ' "${command[@]}")"
     [[ $(printf '%s ' "${variables[@]}") =~ BACKTAPE_(STEPS|WATCH|RING|SCALARS)= ]] ||
         tell "nothing asks for a record: set BACKTAPE_STEPS, _WATCH, _RING or _SCALARS, or the script does"

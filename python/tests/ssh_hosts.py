@@ -99,6 +99,8 @@ class Hosts:
         subprocess.run(["ip", "link", "add", self.tag, "type", "bridge"], check=True)
         subprocess.run(["ip", "address", "add", f"{self.net}.254/24", "dev", self.tag], check=True)
         subprocess.run(["ip", "link", "set", self.tag, "up"], check=True)
+        names = (f"{self.address(index)} node-{index}\n" for index in range(self.count))
+        (self.folder / "etc-hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
         for index in range(self.count):
             self._join(index)
             self._serve(index, keys)
@@ -121,9 +123,9 @@ class Hosts:
         (own / "tmp").mkdir(parents=True)
         config = self.folder / f"sshd-{index}.conf"
         config.write_text(CONFIG.format(address=self.address(index), keys=keys, here=self.here))
-        begin = 'hostname "$1" && mount --bind "$2" "$3" && exec "$4" -D -e -f "$5"'
+        begin = 'hostname "$1" && mount --bind "$2" "$3" && mount --bind "$6" /etc/hosts && exec "$4" -D -e -f "$5"'
         own_tables = ["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c", begin, "sh"]
-        words = [f"node-{index}", own, self.here, SSHD, config]
+        words = [f"node-{index}", own, self.here, SSHD, config, self.folder / "etc-hosts"]
         with open(self.folder / f"sshd-{index}.log", "w") as log:
             command = ["ip", "netns", "exec", f"{self.tag}n{index}", *own_tables, *map(str, words)]
             self.sshds.append(subprocess.Popen(command, stdout=log, stderr=log))

@@ -71,14 +71,14 @@ class Job:
         hosts = self.hosts
         words = [
             RUN, "--hosts", "node-0,node-1", "--ranks-per-host", ranks, "--run", self.name, "--dir", self.dir,
-            "--address", hosts.address(0), "--coordinator-bin", coordinator(), "--grace", 2, "--lost-after", 15,
+            "--coordinator-bin", coordinator(), "--grace", 2, "--lost-after", 15,
             "--ssh-config", hosts.ssh_config, *options, "--", sys.executable, RANK, *mode,
         ]  # fmt: skip
         log = hosts.folder / f"{self.name}.log"
         with open(log, "ab") as out:
             process = subprocess.Popen(
-                list(map(str, words)), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env=os.environ | {"BACKTAPE_STEPS": "0-1"} | (environment or {}),
+                list(map(str, words)), stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
+                env=os.environ | {"BACKTAPE_STEPS": "0-1", "TMPDIR": str(hosts.folder)} | (environment or {}),
             )  # fmt: skip
         self.process, self.log = process, log
         return self
@@ -99,7 +99,7 @@ class Job:
         self.nothing_is_left()
         return code
 
-    def nothing_is_left(self, seconds=1):
+    def nothing_is_left(self, seconds=5):
         wait_for(lambda: not processes_with(self.variable), seconds, lambda: None)
         wait_for(lambda: not self.private(), seconds, lambda: None)
 
@@ -118,7 +118,7 @@ def test_two_hosts_record_over_mutual_tls_and_the_dump_is_collected(job, tmp_pat
         line = next(line for line in text.splitlines() if f"[R{rank}] LOCAL_RANK" in line)
         assert line == (
             f"[backtape][H{host}][R{rank}] LOCAL_RANK={rank % 2} LOCAL_WORLD_SIZE=2 NODE_RANK={host} NNODES=2 "
-            f"MASTER_ADDR={job.hosts.address(0)} JAX_PROCESS_ID={rank}"
+            f"MASTER_ADDR=node-0 JAX_PROCESS_ID={rank}"
         )
         assert f"[backtape][H{host}][R{rank}] secrets on command lines: 0\n" in text
         assert f"[backtape][H{host}][R{rank}] a line that no newline ends\n" in text
@@ -300,8 +300,14 @@ def test_every_host_is_at_the_same_commit_or_none_is(job):
 
 
 def collect(job, *words):
+    """With a stdin that stays open, as a terminal's does."""
     command = [COLLECT, "--replay", REPLAY, "--ssh-config", job.hosts.ssh_config, *words]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    ours, theirs = os.pipe()
+    try:
+        return subprocess.run(list(map(str, command)), stdin=ours, capture_output=True, text=True, timeout=60)
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_a_collection_goes_on_where_it_was_interrupted_and_replaces_nothing(job, tmp_path):
@@ -322,7 +328,8 @@ def test_a_collection_goes_on_where_it_was_interrupted_and_replaces_nothing(job,
     again = collect(job, "node-0", run, tmp_path)
     assert again.returncode == 2 and "is there already" in again.stderr
     away = collect(job, "node-0", job.dir / "no-such", tmp_path)
-    assert away.returncode == 1 and "was not fetched in full" in away.stderr, away
+    assert away.returncode == 1 and f"there is no {job.dir}/no-such on node-0" in away.stderr, away
+    assert sorted(path.name for path in tmp_path.iterdir()) == [job.name]
 
 
 def test_a_step_that_is_not_whole_there_is_fetched_and_said(job, tmp_path):
