@@ -12,7 +12,7 @@ use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation, Read};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
-use crate::head::Stage;
+use crate::head::{MicrobatchInputs, Stage};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
 use crate::head::units::share;
