@@ -224,12 +224,16 @@ mod tests {
         chart
     }
 
+    fn whole(values: &(Vec<f64>, Vec<f64>)) -> Chart {
+        chart(values, std::slice::from_ref(&(0..ROWS)))
+    }
+
     /// Goal: what a map shows is what the report says. Method: its worst block holds the
     /// tally's worst element, and its counts add up to the tally's.
     #[test]
     fn the_worst_block_holds_the_worst_element_and_no_element_is_lost() {
         let values = values();
-        let chart = chart(&values, &[0..ROWS]);
+        let chart = whole(&values);
         let index = |row: usize| row as u64;
         let bound = Bound::new(1, ROWS, ROWS * COLUMNS);
         let tally = Tally::of(&rows(&values, 0..ROWS, &index), allowed, &bound);
@@ -249,11 +253,11 @@ mod tests {
     #[test]
     fn slabs_and_threads_change_nothing() {
         let values = values();
-        let whole = chart(&values, &[0..ROWS]);
-        assert_eq!(chart(&values, &[0..40, 40..41, 41..200, 200..ROWS]), whole);
+        let all = whole(&values);
+        assert_eq!(chart(&values, &[0..40, 40..41, 41..200, 200..ROWS]), all);
         for threads in [1, 3] {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            assert_eq!(pool.install(|| chart(&values, &[0..ROWS])), whole);
+            assert_eq!(pool.install(|| whole(&values)), all);
         }
     }
 
@@ -262,7 +266,7 @@ mod tests {
         let mut values = values();
         values.0[40 * COLUMNS + 3] = f64::NAN;
         values.0[200 * COLUMNS] = f64::INFINITY;
-        let mut chart = chart(&values, &[0..ROWS]);
+        let mut chart = whole(&values);
         loop {
             let worst = chart.worst().unwrap();
             assert_eq!((worst.worst.index, worst.worst.captured.is_nan()), ((40, 3), true));
@@ -294,7 +298,7 @@ mod tests {
         let one = values();
         let mut two = values();
         two.0[7] += 3.0;
-        let (a, b) = (chart(&one, &[0..ROWS]), chart(&two, &[0..ROWS]));
+        let (a, b) = (whole(&one), whole(&two));
         let mut both = a.clone();
         both.merge(&b, 1);
         assert_eq!((both.worst().unwrap().worst.index, both.worst().unwrap().of), ((0, 7), 1));
