@@ -373,10 +373,10 @@ def test_what_cannot_be_is_refused_before_anything_starts(words, says, tmp_path)
 def test_a_dry_run_says_what_would_be_and_reaches_nobody(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# the cluster\nuser@no-such-host 2\n\n  other-host # one rank\n")
-    words = ["--hosts-file", hosts, "--run", "fused", "--dir", "/work dir", "--dry-run", "--", "echo", "a b"]
+    words = ["--hosts-file", hosts, "--run", "fused", "--dir", "/job dir", "--dry-run", "--", "echo", "a b"]
     done = subprocess.run([RUN, *words], capture_output=True, text=True)
     assert done.returncode == 0, done
-    assert "H0 is user@no-such-host: ranks 0 to 1 in /work dir" in done.stderr
+    assert "H0 is user@no-such-host: ranks 0 to 1 in /job dir" in done.stderr
     assert "H1 is other-host: ranks 2 to 2" in done.stderr
     assert "called no-such-host:7447" in done.stderr and "command: echo a\\ b" in done.stderr
 
