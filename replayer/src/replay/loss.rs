@@ -12,10 +12,10 @@ use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation, Read};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
-use crate::head::{MicrobatchInputs, Stage};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
 use crate::head::units::share;
+use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::reference::policy_loss::{PolicyInputs, PolicyLoss, policy_loss};
 

@@ -31,7 +31,7 @@ struct Case {
     coordinator: bool,
     options: &'static [&'static str],
     faults: &'static str,
-    /// What the recorder's faults must say; empty: there are none.
+    /// What the recorder's faults or omissions must say; empty: there are none.
     said: &'static str,
 }
 
@@ -54,7 +54,7 @@ fn cases() -> Vec<Case> {
             coordinator: true,
             options: &["--panics"],
             faults: "",
-            said: "",
+            said: "its payload panicked",
         },
     ];
     if faults::ACTIVE {
