@@ -68,15 +68,15 @@ struct Member<'a> {
     /// Of this dtype in the file.
     stored: Dtype,
     /// In memory already; else it is assembled as it is written.
-    made: Option<Made>,
+    made: Option<Made<'a>>,
 }
 
-enum Made {
+enum Made<'a> {
     Tensor(assemble::Tensor),
-    Bytes(Vec<u8>),
+    Bytes(&'a [u8]),
 }
 
-impl Made {
+impl Made<'_> {
     fn bytes(&self) -> &[u8] {
         match self {
             Made::Tensor(tensor) => tensor.bytes(),

@@ -102,22 +102,51 @@ fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>,
 /// What goes into the file, in order.
 #[derive(Default)]
 struct Data {
-    members: Vec<(String, TensorKey, Dtype, Vec<u64>, Option<Vec<u8>>)>,
+    items: Vec<Item>,
+}
+
+/// One tensor of it.
+struct Item {
+    name: String,
+    key: TensorKey,
+    dtype: Dtype,
+    shape: Vec<u64>,
+    /// Where it was made here; else it lies in the dump.
+    bytes: Option<Vec<u8>>,
+}
+
+impl Item {
+    fn member(&self) -> Member<'_> {
+        Member {
+            name: &self.name,
+            key: &self.key,
+            dtype: self.dtype,
+            stored: self.dtype,
+            shape: self.shape.clone(),
+            made: self.bytes.as_deref().map(Made::Bytes),
+        }
+    }
 }
 
 impl Data {
     /// As it lies in the dump, with another shape of as many elements.
     fn dumped(&mut self, name: &str, key: &TensorKey, dtype: Dtype, shape: Vec<u64>) {
-        self.members.push((name.into(), key.clone(), dtype, shape, None));
+        let (name, key) = (name.into(), key.clone());
+        self.items.push(Item { name, key, dtype, shape, bytes: None });
     }
 
     fn numbers(&mut self, name: &str, key: &TensorKey, shape: Vec<u64>, values: &[f64]) {
         let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-        self.members.push((name.into(), key.clone(), Dtype::F64, shape, Some(bytes)));
+        self.made(name, key, Dtype::F64, shape, bytes);
+    }
+
+    fn made(&mut self, name: &str, key: &TensorKey, dtype: Dtype, shape: Vec<u64>, bytes: Vec<u8>) {
+        let (name, key, bytes) = (name.into(), key.clone(), Some(bytes));
+        self.items.push(Item { name, key, dtype, shape, bytes });
     }
 
     fn has(&self, name: &str) -> bool {
-        self.members.iter().any(|(held, ..)| held == name)
+        self.items.iter().any(|item| item.name == name)
     }
 }
 
@@ -161,7 +190,7 @@ fn tokens(
     // A token that takes no part has a share of 0: any class will do for its label.
     let label = |&label: &u32| if label == IGNORED { 0 } else { i64::from(label) };
     let labels = own.labels.iter().map(label).flat_map(i64::to_le_bytes).collect();
-    data.members.push(("labels".into(), key.clone(), Dtype::I64, shape.clone(), Some(labels)));
+    data.made("labels", key, Dtype::I64, shape.clone(), labels);
     let counted = |t: usize| if own.labels[t] == IGNORED { 0.0 } else { own.weights[t] };
     data.numbers("share", key, shape.clone(), &shares(step, all, own)?);
     if !step.is_policy_loss() {
@@ -300,18 +329,7 @@ fn write(dump: &StepDump, data: &Data, script: &str, target: &Path) -> Result<u6
     let scratch = scratch.map_err(wrong)?;
     let inside = scratch.path().join("repro");
     std::fs::create_dir(&inside).map_err(wrong)?;
-    let members: Vec<Member<'_>> = data
-        .members
-        .iter()
-        .map(|(name, key, dtype, shape, made)| Member {
-            name,
-            key,
-            dtype: *dtype,
-            stored: *dtype,
-            shape: shape.clone(),
-            made: made.clone().map(Made::Bytes),
-        })
-        .collect();
+    let members: Vec<Member<'_>> = data.items.iter().map(Item::member).collect();
     let header = safetensors::header(dump, &members)?;
     let written = save(dump, &header, &members, &inside.join("data.safetensors"), &NoProgress)?;
     std::fs::write(inside.join("repro.py"), script).map_err(wrong)?;
