@@ -22,12 +22,15 @@ test: test-rust test-python
 test-rust:
 	cargo test --locked
 
-test-python: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q python/tests
+# What deploy/ is tested by, apart, as it needs root and takes minutes of waiting: hosts with a
+# real sshd, Slurm, Kubernetes' schemas. CI runs it.
+DEPLOY := $(patsubst %,python/tests/test_%.py,deploy slurm kubernetes dockerfile)
 
-# The share of them that deploy/ is in: hosts with a real sshd, Slurm, Kubernetes' schemas. Needs root.
+test-python: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q python/tests $(addprefix --ignore=,$(DEPLOY))
+
 test-deploy: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q $(patsubst %,python/tests/test_%.py,deploy slurm kubernetes dockerfile)
+	$(BIN)/python -m pytest -q $(DEPLOY)
 
 # The tests that need torch, in an environment of its own: its default wheel brings CUDA along.
 test-torch: $(VENV)-torch/.installed-dev
