@@ -66,16 +66,17 @@ impl Summary {
 
     /// As it is told: each list that was cut says so.
     pub(crate) fn told(mut self) -> Summary {
+        // Omissions go to the coordinator with their step, and into no log.
+        let manifest = "the manifests of their steps have them";
+        let log = "the log has each of them";
         let lists = [
-            (&mut self.omissions, self.unnamed.omissions, "omissions"),
-            (&mut self.faults, self.unnamed.faults, "faults"),
-            (&mut self.orders, self.unnamed.orders, "orders"),
+            (&mut self.omissions, self.unnamed.omissions, "omissions", manifest),
+            (&mut self.faults, self.unnamed.faults, "faults", log),
+            (&mut self.orders, self.unnamed.orders, "orders", log),
         ];
-        for (list, more, what) in lists {
+        for (list, more, what, held) in lists {
             if more > 0 {
-                list.push(format!(
-                    "{more} more {what} are not named here: the log has each of them"
-                ));
+                list.push(format!("{more} more {what} are not named here: {held}"));
             }
         }
         self
@@ -125,7 +126,8 @@ mod tests {
         let told = summary.told();
         assert_eq!(told.faults.len(), 1001);
         assert!(told.faults[1000].starts_with("3 more faults"), "{}", told.faults[1000]);
-        assert!(told.omissions[1000].starts_with("3 more omissions"));
+        let omissions = &told.omissions[1000];
+        assert!(omissions.starts_with("3 more omissions") && omissions.contains("manifests"));
         assert!(told.orders.is_empty());
     }
 
