@@ -192,6 +192,7 @@ fn admit(
     claim: &FileClaim,
 ) -> Result<Admission, Refusal> {
     let log = runs.member(member)?;
+    log.recall(step)?;
     let outcome = log.state.check_header(step, member.rank, &claim.name, claim.header_hash)?;
     Ok(match outcome {
         Outcome::Known => Admission::Known(log.state.shards(step, member.rank, &claim.name)),

@@ -11,12 +11,13 @@ use std::io;
 use super::event::{Event, Opened};
 use super::journal::{self, AppendError, Batch, Journal, JournalError};
 use super::pulse::Pulse;
+use super::recent::Recent;
 use super::refusal::Refusal;
 use super::state::{AttemptState, Outcome};
 use crate::faults;
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Step};
-use crate::manifest::RunRecord;
+use crate::manifest::{Manifest, RunRecord};
 use crate::store::layout::RUN_RECORD;
 use crate::store::{AttemptDir, Backend};
 
@@ -28,6 +29,7 @@ pub(crate) struct AttemptLog {
     pub(crate) pulse: Pulse,
     backend: Backend,
     journal: Journal,
+    recent: Recent,
     staged: Vec<Event>,
     stalled: Option<Stalled>,
     poisoned: Option<String>,
@@ -47,12 +49,19 @@ const PAUSE_MS: u64 = 1000;
 impl AttemptLog {
     /// A new attempt; nothing is on disk before the first flush.
     pub(crate) fn open(backend: Backend, directory: AttemptDir, opened: Opened) -> AttemptLog {
+        let journal = Journal::begin(&backend, &directory.path);
+        let staged = vec![Event::Opened(opened.clone())];
+        AttemptLog { staged, ..AttemptLog::of(backend, directory, opened, journal) }
+    }
+
+    fn of(backend: Backend, directory: AttemptDir, opened: Opened, journal: Journal) -> AttemptLog {
         AttemptLog {
-            state: AttemptState::new(opened.clone()),
+            state: AttemptState::new(opened),
             pulse: Pulse::default(),
-            journal: Journal::begin(&backend, &directory.path),
+            journal,
+            recent: Recent::default(),
             backend,
-            staged: vec![Event::Opened(opened)],
+            staged: Vec::new(),
             directory,
             stalled: None,
             poisoned: None,
@@ -74,28 +83,73 @@ impl AttemptLog {
                 replay.torn_bytes
             );
         }
-        let mut state: Option<AttemptState> = None;
-        for (index, batch) in replay.batches.into_iter().enumerate() {
-            for event in batch.events {
-                let applied = apply_again(&mut state, event, batch.at_ms);
-                applied.map_err(|detail| JournalError::Damaged {
-                    path: path.clone(),
-                    line: index + 1,
-                    detail,
-                })?;
-            }
+        let damaged = |line, detail| JournalError::Damaged { path: path.clone(), line, detail };
+        let numbered = replay.batches.into_iter().zip(1..).flat_map(|(batch, line)| {
+            batch.events.into_iter().map(move |event| (line, batch.at_ms, event))
+        });
+        let mut events = numbered;
+        let Some((line, _, first)) = events.next() else { return Ok(None) };
+        let opened = opening(first).map_err(|detail| damaged(line, detail))?;
+        let mut log = AttemptLog::of(backend, directory, opened, journal);
+        for (line, at_ms, event) in events {
+            let step = event.step();
+            log.apply_again(event, at_ms).map_err(|detail| damaged(line, detail))?;
+            // At once: all steps of a long run do not fit into memory together.
+            step.into_iter().for_each(|step| log.take_up_committed(step));
         }
-        Ok(state.map(|state| AttemptLog {
-            directory,
-            state,
-            pulse: Pulse::default(),
-            backend,
-            journal,
-            staged: Vec::new(),
-            stalled: None,
-            poisoned: None,
-            run_record: None,
-        }))
+        Ok(Some(log))
+    }
+
+    /// Applies one journalled event. Every one was checked before it was written: one that fails
+    /// the check now means that the journal is not what was written.
+    fn apply_again(&mut self, event: Event, at_ms: u64) -> Result<(), String> {
+        let outcome = self.state.check(&event).map_err(|refusal| refusal.to_string())?;
+        if outcome == Outcome::New {
+            self.state.apply(event, at_ms);
+        }
+        Ok(())
+    }
+
+    /// Takes up a step whose manifest stands. A store that does not say is asked again by
+    /// [`Self::commit`].
+    fn take_up_committed(&mut self, step: Step) {
+        let path = self.directory.step(step).manifest();
+        if self.state.is_ready(step) && self.backend.settled(&path).unwrap_or(false) {
+            self.take_up(step);
+        }
+    }
+
+    /// A step's manifest stands at its final name.
+    fn take_up(&mut self, step: Step) {
+        self.state.set_committed(step);
+        self.keep(step);
+    }
+
+    fn keep(&mut self, step: Step) {
+        for old in self.recent.push(step, self.state.files_of(step)) {
+            self.state.release(old);
+        }
+    }
+
+    /// Takes a step that was let go of from its manifest, for something is said of it again:
+    /// a rank that missed an answer may ask late.
+    pub(crate) fn recall(&mut self, step: Step) -> Result<(), Refusal> {
+        if !self.state.is_released(step) {
+            return Ok(());
+        }
+        let path = self.directory.step(step).manifest();
+        let refused = |why: String| {
+            let path = path.display();
+            Refusal::Storage(format!(
+                "step {step} is committed, and what is said of it again cannot be held against \
+                 {path}: {why}"
+            ))
+        };
+        let bytes = self.backend.read(&path).map_err(|error| refused(error.to_string()))?;
+        let manifest = Manifest::from_bytes(&bytes).map_err(|error| refused(error.to_string()))?;
+        self.state.recall(&manifest).map_err(refused)?;
+        self.keep(step);
+        Ok(())
     }
 
     pub(crate) fn run(&self) -> &Name {
@@ -129,6 +183,7 @@ impl AttemptLog {
     /// Checks an event and, when it is new, applies and stages it.
     pub(crate) fn submit(&mut self, event: Event, now_ms: u64) -> Result<(), Refusal> {
         self.usable()?;
+        event.step().map_or(Ok(()), |step| self.recall(step))?;
         if self.state.check(&event)? == Outcome::New {
             self.state.check_quota(&event)?;
             self.staged.push(event.clone());
@@ -205,7 +260,7 @@ impl AttemptLog {
         for step in self.state.uncommitted() {
             match self.write_manifest(step) {
                 Ok(()) => {
-                    self.state.set_committed(step);
+                    self.take_up(step);
                     let (run, attempt) = (self.run(), self.attempt());
                     tracing::info!("run {run} attempt {attempt} step {step}: committed");
                 }
@@ -237,28 +292,15 @@ impl AttemptLog {
     }
 }
 
-/// Applies one journalled event. Every one was checked before it was written:
-/// one that fails the check now means that the journal is not what was written.
-fn apply_again(state: &mut Option<AttemptState>, event: Event, at_ms: u64) -> Result<(), String> {
-    match (state.as_mut(), event) {
-        (None, Event::Opened(opened)) if opened.format_version > crate::FORMAT_VERSION => {
-            Err(format!(
-                "it has format version {}, this backtape reads up to {}",
-                opened.format_version,
-                crate::FORMAT_VERSION
-            ))
-        }
-        (None, Event::Opened(opened)) => {
-            *state = Some(AttemptState::new(opened));
-            Ok(())
-        }
-        (None, _) => Err("it does not begin with the opening of its attempt".into()),
-        (Some(state), event) => {
-            let outcome = state.check(&event).map_err(|refusal| refusal.to_string())?;
-            if outcome == Outcome::New {
-                state.apply(event, at_ms);
-            }
-            Ok(())
-        }
+/// What the first event of a journal says.
+fn opening(event: Event) -> Result<Opened, String> {
+    match event {
+        Event::Opened(opened) if opened.format_version > crate::FORMAT_VERSION => Err(format!(
+            "it has format version {}, this backtape reads up to {}",
+            opened.format_version,
+            crate::FORMAT_VERSION
+        )),
+        Event::Opened(opened) => Ok(opened),
+        _ => Err("it does not begin with the opening of its attempt".into()),
     }
 }

@@ -48,6 +48,16 @@ pub(crate) enum Event {
     },
 }
 
+impl Event {
+    /// The step that it adds to.
+    pub(crate) fn step(&self) -> Option<Step> {
+        match self {
+            Event::Reported { step, .. } | Event::Closed { step, .. } => Some(*step),
+            _ => None,
+        }
+    }
+}
+
 /// What is known when an attempt begins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Opened {

@@ -26,6 +26,7 @@ mod model_test;
 mod orders;
 mod pulse;
 mod quotas;
+mod recent;
 mod refusal;
 mod request;
 mod runs;

@@ -3,7 +3,7 @@
 //! reported, and nothing acknowledged is forgotten. Method: random operations
 //! on the state machine with a real journal, against a model of two maps.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
@@ -53,6 +53,8 @@ enum Op {
     },
     /// Put the manifests of complete steps at their final names.
     Commit,
+    /// Let go of what is committed.
+    Release,
     /// Look at the deadlines.
     Tick,
     /// Kill the coordinator and load its journal.
@@ -73,7 +75,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     });
     let op = prop_oneof![
         1 => rank.prop_map(Op::Join), 6 => report, 3 => close, 1 => Just(Op::Restart),
-        1 => plan, 1 => trigger, 1 => ring, 1 => Just(Op::Commit), 1 => Just(Op::Tick)
+        1 => plan, 1 => trigger, 1 => ring, 1 => Just(Op::Commit), 1 => Just(Op::Release),
+        1 => Just(Op::Tick)
     ];
     proptest::collection::vec(op, 0..60)
 }
@@ -92,7 +95,7 @@ fn opened() -> Opened {
 
 fn event(op: &Op) -> Option<Event> {
     Some(match *op {
-        Op::Restart | Op::Commit | Op::Tick => return None,
+        Op::Restart | Op::Commit | Op::Release | Op::Tick => return None,
         Op::Join(rank) => Event::Joined(Joined {
             rank: Rank(rank),
             incarnation: u64::from(rank),
@@ -147,14 +150,14 @@ fn shard(rank: u32, microbatch: Microbatch) -> crate::shard::ShardRecord {
 }
 
 /// What was acknowledged, and the rules in their simplest form.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Model {
     files: BTreeMap<(u64, u32, u32), u8>,
     closed: BTreeMap<(u64, u32), u32>,
     /// `from` of each plan, `record` of each trigger, and each one's choice.
     plans: Vec<u64>,
     triggers: Vec<(u64, Option<u64>)>,
-    committed: BTreeSet<u64>,
+    committed: BTreeMap<u64, Manifest>,
 }
 
 impl Model {
@@ -182,7 +185,7 @@ impl Model {
     /// Whether the operation must be acknowledged.
     fn accepts(&mut self, op: &Op) -> bool {
         match *op {
-            Op::Join(_) | Op::Restart | Op::Commit | Op::Tick => true,
+            Op::Join(_) | Op::Restart | Op::Commit | Op::Release | Op::Tick => true,
             Op::Report { rank, step, file, version } => {
                 if let Some(first) = self.files.get(&(step, rank, file)) {
                     return *first == version;
@@ -263,11 +266,19 @@ fn manifest(state: &AttemptState, step: u64) -> Option<Manifest> {
     state.manifest(Step(step)).map(|bytes| Manifest::from_bytes(&bytes).unwrap())
 }
 
-/// Commits what is complete; which steps that were.
-fn commit(state: &mut AttemptState) -> Vec<u64> {
-    let ready = state.uncommitted();
-    ready.iter().for_each(|&step| state.set_committed(step));
-    ready.into_iter().map(|step| step.0).collect()
+/// Commits what is complete; those steps with their manifests.
+fn commit(state: &mut AttemptState) -> BTreeMap<u64, Manifest> {
+    let ready = state.uncommitted().into_iter();
+    let one = |step: Step| {
+        let manifest = manifest(state, step.0).unwrap();
+        state.set_committed(step);
+        (step.0, manifest)
+    };
+    ready.map(one).collect()
+}
+
+fn release(state: &mut AttemptState, committed: &BTreeMap<u64, Manifest>) {
+    committed.keys().for_each(|&step| state.release(Step(step)));
 }
 
 /// Holds what is kept as events come against the same, counted one by one.
@@ -277,7 +288,7 @@ fn compare_sums(state: &AttemptState, model: &Model) {
     let totals = state.add_to(Totals::default());
     let committed = model.committed.len() as u64;
     assert_eq!((totals.committed, totals.partial), (committed, partial));
-    assert_eq!(totals.open, state.steps.len() as u64 - committed - partial);
+    assert_eq!(totals.open, state.open.len() as u64 - partial);
     assert_eq!(totals.bytes, (0..2).map(|step| model.sums(step).2).sum::<u64>());
     let overview = state.overview();
     assert_eq!((overview.committed, overview.open), (committed, totals.open + partial));
@@ -286,7 +297,7 @@ fn compare_sums(state: &AttemptState, model: &Model) {
         assert_eq!((one.files, one.shards, one.bytes), model.sums(one.step.0));
         let status = state.status(StepAsk { step: one.step, brief: true });
         assert_eq!((one.files, status.shards, status.bytes), model.sums(one.step.0));
-        let missing = state.missing(one.step);
+        let missing = one.missing;
         let named = missing.split("; ").filter(|text| !text.is_empty());
         let named = named.map(|text| text.split(' ').nth(1).unwrap().parse().unwrap());
         assert_eq!(named.collect::<Vec<u32>>(), model.owing(one.step.0), "{missing}");
@@ -310,11 +321,15 @@ proptest! {
             let Some(event) = event(op) else {
                 match op {
                     Op::Commit => model.committed.extend(commit(&mut state)),
+                    Op::Release => release(&mut state, &model.committed),
                     Op::Tick => drop(state.newly_overdue(index as u64, 10)),
                     _ => {
                         let replay = journal::replay(&path).unwrap();
                         let mut again = rebuild(&replay.batches).unwrap();
-                        model.committed.iter().for_each(|&step| again.set_committed(Step(step)));
+                        model.committed.keys().for_each(|&step| again.set_committed(Step(step)));
+                        // Of what was recalled, less is known.
+                        release(&mut again, &model.committed);
+                        release(&mut state, &model.committed);
                         // What is overdue is found again by the next tick.
                         state.forget_overdue();
                         prop_assert_eq!(&again, &state);
@@ -324,6 +339,10 @@ proptest! {
                 compare_sums(&state, &model);
                 continue;
             };
+            if let Some(step) = event.step().filter(|&step| state.is_released(step)) {
+                prop_assert!(state.check(&event).is_err(), "it would be opened anew");
+                state.recall(&model.committed[&step.0]).unwrap();
+            }
             let verdict = state.check(&event);
             prop_assert_eq!(verdict.is_ok(), model.accepts(op), "{:?}: {:?}", op, &verdict);
             if verdict == Ok(Outcome::New) {
@@ -337,7 +356,7 @@ proptest! {
             prop_assert_eq!(orders.triggers().len(), model.triggers.len());
             compare_sums(&state, &model);
             for step in 0..2 {
-                let ready = model.complete(step) && !model.committed.contains(&step);
+                let ready = model.complete(step) && !model.committed.contains_key(&step);
                 prop_assert_eq!(state.uncommitted().contains(&Step(step)), ready);
                 let manifest = manifest(&state, step);
                 prop_assert_eq!(manifest.is_some(), ready);

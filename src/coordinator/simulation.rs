@@ -112,6 +112,7 @@ impl World {
         {
             for step in attempt.steps().unwrap().iter().filter(|step| step.manifest().is_file()) {
                 let log = runs.log(&run_name(), attempt.attempt).unwrap();
+                log.recall(step.step).unwrap();
                 let known = log.state.complete_files(step.step);
                 assert!(known.is_some(), "{} is ahead of the journal", step.manifest().display());
             }
@@ -313,6 +314,7 @@ impl World {
         let mut runs = self.runs.take().unwrap();
         for ((attempt, step, rank, name), hash) in &self.acknowledged {
             let log = runs.log(&run_name(), *attempt).unwrap();
+            log.recall(*step).unwrap();
             let held = log.state.files(*step, *rank);
             assert_eq!(held.get(name), Some(hash), "{name} of step {step} is lost");
         }
@@ -333,6 +335,7 @@ impl World {
         assert_eq!(manifest.files.len(), (RANKS * FILES) as usize, "{}", path.display());
         for file in &manifest.files {
             assert!(file.shards.iter().all(|shard| shard.attempt == manifest.attempt));
+            log.recall(manifest.step).unwrap();
             let held = log.state.files(manifest.step, file.rank);
             let known = held.get(&file.name) == Some(&file.header_hash);
             assert!(known, "{} is in no journal", file.name);

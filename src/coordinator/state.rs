@@ -6,23 +6,27 @@
 //! its final name and said so; that is never undone.
 //!
 //! Of a file its text in the manifest is kept until then, and afterwards its hash and its
-//! counts: memory does not grow with what is dumped. Sums are kept as events come, so that
-//! nobody who asks waits for a walk over all shards.
+//! counts; of a step that was committed a while ago only sums, as its manifest knows the rest:
+//! memory does not grow with what is dumped. Sums are kept as events come, so that nobody who
+//! asks waits for a walk over all shards.
+
+mod released;
+mod step;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use self::step::KeptFiles;
+pub(super) use self::step::{StepState, Sums};
 use super::event::{Closing, Event, Joined, Opened};
 use super::orders::Orders;
 use super::quotas;
 use super::refusal::Refusal;
 use crate::faults;
 use crate::hash::TrustHash;
-use crate::head::HeadDeclaration;
 use crate::identity::{Name, Rank, Step};
 use crate::index_box::IndexBox;
-use crate::manifest::{FileRecord, Manifest, Omission, RankSelection};
+use crate::manifest::{FileRecord, Manifest};
 use crate::placement::{Mesh, Reduction};
-use crate::selection::{IndexSelection, Selection};
 use crate::shard::{ShardRecord, TensorKey};
 use crate::store::layout;
 
@@ -41,7 +45,10 @@ pub(crate) struct AttemptState {
     pub(super) opened: Opened,
     pub(super) mesh: Mesh,
     pub(super) ranks: BTreeMap<Rank, Joined>,
+    /// Those that are not committed, and of the committed ones the latest.
     pub(super) steps: BTreeMap<Step, StepState>,
+    /// Committed ones of which the manifest alone knows more.
+    pub(super) released: BTreeMap<Step, Sums>,
     /// What the ranks were asked while they ran.
     orders: Orders,
     /// Complete, and not known to be committed.
@@ -56,94 +63,6 @@ pub(crate) struct AttemptState {
     held: BTreeMap<Rank, u64>,
 }
 
-/// What files hold together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Sums {
-    pub(super) files: u64,
-    pub(super) shards: u64,
-    /// Of the shards.
-    pub(super) bytes: u64,
-}
-
-impl Sums {
-    fn of(file: &FileRecord) -> Sums {
-        let bytes = |sum: u64, shard: &ShardRecord| sum.saturating_add(shard.length);
-        Sums {
-            files: 1,
-            shards: file.shards.len() as u64,
-            bytes: file.shards.iter().fold(0, bytes),
-        }
-    }
-
-    fn add(&mut self, other: Sums) {
-        self.files += other.files;
-        self.shards += other.shards;
-        // A rank may lie about its tensors, and a sum must not end the coordinator.
-        self.bytes = self.bytes.saturating_add(other.bytes);
-    }
-}
-
-/// A reported file.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Kept {
-    header_hash: TrustHash,
-    pub(super) sums: Sums,
-    /// Its record as the manifest holds it; empty once the manifest stands.
-    text: String,
-}
-
-/// Files of one rank, sorted by name. A run has many committed steps, most of them with a file or
-/// two of each rank: a map of its own would take a kilobyte for each.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct KeptFiles(Vec<(Name, Kept)>);
-
-impl KeptFiles {
-    fn get(&self, name: &Name) -> Option<&Kept> {
-        let at = self.0.binary_search_by(|(own, _)| own.cmp(name)).ok()?;
-        Some(&self.0[at].1)
-    }
-
-    /// False where there is one of that name, which is kept.
-    fn insert(&mut self, name: Name, kept: Kept) -> bool {
-        match self.0.binary_search_by(|(own, _)| own.cmp(&name)) {
-            Ok(_) => false,
-            Err(at) => {
-                self.0.insert(at, (name, kept));
-                true
-            }
-        }
-    }
-
-    fn values(&self) -> impl Iterator<Item = &Kept> {
-        self.0.iter().map(|(_, kept)| kept)
-    }
-
-    /// Lets go of what the manifest holds; how many bytes that were.
-    fn settle(&mut self) -> u64 {
-        self.0.shrink_to_fit();
-        self.0.iter_mut().map(|(_, kept)| std::mem::take(&mut kept.text).len() as u64).sum()
-    }
-}
-
-/// What is known of one step.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct StepState {
-    /// When its first event came, in the coordinator's milliseconds.
-    since_ms: u64,
-    files: BTreeMap<Rank, KeptFiles>,
-    pub(super) closed: BTreeMap<Rank, Closing>,
-    /// Ranks that closed and did not report all that they counted.
-    pub(super) short: BTreeSet<Rank>,
-    head: Option<(Rank, HeadDeclaration)>,
-    /// Disagreements between ranks that did not stop the step.
-    notes: Vec<Omission>,
-    /// What is present, and files counted by the ranks that closed.
-    pub(super) sums: Sums,
-    counted: u64,
-    pub(super) committed: bool,
-    pub(super) overdue: bool,
-}
-
 impl AttemptState {
     /// An attempt without ranks.
     pub(crate) fn new(opened: Opened) -> AttemptState {
@@ -152,6 +71,7 @@ impl AttemptState {
             opened,
             ranks: BTreeMap::new(),
             steps: BTreeMap::new(),
+            released: BTreeMap::new(),
             orders: Orders::default(),
             ready: BTreeSet::new(),
             open: BTreeSet::new(),
@@ -216,7 +136,7 @@ impl AttemptState {
 
     /// True when the manifest of a step is known to stand at its final name.
     pub(crate) fn is_committed(&self, step: Step) -> bool {
-        self.steps.get(&step).is_some_and(|state| state.committed)
+        self.is_released(step) || self.steps.get(&step).is_some_and(|state| state.committed)
     }
 
     /// Refuses a process that is not, or no longer, this rank of the attempt.
@@ -233,6 +153,7 @@ impl AttemptState {
 
     /// Judges an event without changing anything.
     pub(crate) fn check(&self, event: &Event) -> Result<Outcome, Refusal> {
+        event.step().map_or(Ok(()), |step| self.check_known(step))?;
         match event {
             Event::Opened(_) => Err(Refusal::Malformed("an attempt opens once".into())),
             Event::Joined(joined) => self.check_join(joined),
@@ -281,6 +202,7 @@ impl AttemptState {
         file: &Name,
         hash: TrustHash,
     ) -> Result<Outcome, Refusal> {
+        self.check_known(step)?;
         let Some(state) = self.steps.get(&step) else {
             return Ok(Outcome::New);
         };
@@ -348,7 +270,7 @@ impl AttemptState {
             return Ok(Outcome::New);
         };
         match state.closed.get(&rank) {
-            Some(first) if first == closing => return Ok(Outcome::Known),
+            Some(first) if state.same(first, closing) => return Ok(Outcome::Known),
             Some(_) => return Err(Refusal::CloseConflict { rank, step }),
             None => {}
         }
@@ -405,6 +327,11 @@ impl AttemptState {
     /// Complete steps whose manifest is not known to be at its final name.
     pub(crate) fn uncommitted(&self) -> Vec<Step> {
         self.ready.iter().copied().collect()
+    }
+
+    /// True of those.
+    pub(crate) fn is_ready(&self, step: Step) -> bool {
+        self.ready.contains(&step)
     }
 
     /// The manifest of a complete step that is not committed, as it will stand at its final
@@ -473,121 +400,9 @@ impl AttemptState {
     }
 }
 
-impl StepState {
-    /// Files of one rank reported so far.
-    pub(super) fn reported(&self, rank: Rank) -> u32 {
-        let own = self.files.get(&rank).map_or(0, |own| own.0.len());
-        u32::try_from(own).unwrap_or(u32::MAX)
-    }
-
-    /// Every file that was reported, as the manifest lists them: by rank and name.
-    fn texts(&self) -> impl Iterator<Item = &str> {
-        self.files.values().flat_map(KeptFiles::values).map(|file| file.text.as_str())
-    }
-
-    fn header_hashes(&self) -> BTreeMap<(Rank, Name), TrustHash> {
-        let of = |(rank, own): (&Rank, &KeptFiles)| {
-            let rank = *rank;
-            own.0
-                .iter()
-                .map(move |(name, kept)| ((rank, name.clone()), kept.header_hash))
-                .collect::<Vec<_>>()
-        };
-        self.files.iter().flat_map(of).collect()
-    }
-
-    /// No rank reports more than it counted, so equal sums are equal parts.
-    fn complete(&self, world_size: u32) -> bool {
-        let early = u64::from(faults::seeded("manifest-before-last-ack"));
-        self.closed.len() as u64 + early >= u64::from(world_size) && self.counted == self.sums.files
-    }
-
-    /// Adds a file that was not there; what it adds, and the bytes that are kept of it.
-    fn add(&mut self, file: &FileRecord) -> (Sums, u64) {
-        let sums = Sums::of(file);
-        let kept = Kept { header_hash: file.header_hash, sums, text: file.to_text() };
-        let held = kept.text.len() as u64;
-        let own = self.files.entry(file.rank).or_default();
-        if !own.insert(file.name.clone(), kept) {
-            return Default::default();
-        }
-        self.sums.add(sums);
-        self.note_short(file.rank);
-        (sums, held)
-    }
-
-    /// Looks whether a rank still owes files that it counted.
-    fn note_short(&mut self, rank: Rank) {
-        let counted = self.closed.get(&rank).map_or(0, |closing| closing.files);
-        match self.reported(rank) < counted {
-            true => self.short.insert(rank),
-            false => self.short.remove(&rank),
-        };
-    }
-
-    /// The manifest stands and holds the records; what was kept of each rank until now.
-    fn settle(&mut self) -> BTreeMap<Rank, u64> {
-        self.committed = true;
-        let closings = self.closed.iter();
-        let mut held: BTreeMap<Rank, u64> =
-            closings.map(|(&rank, closing)| (rank, quotas::weight(closing))).collect();
-        for (rank, own) in &mut self.files {
-            *held.entry(*rank).or_default() += own.settle();
-        }
-        held
-    }
-
-    /// What was asked for, ranks that were asked the same together.
-    fn selections(&self) -> Vec<RankSelection> {
-        let mut found: Vec<(&Selection, Vec<u32>)> = Vec::new();
-        for (rank, closing) in &self.closed {
-            let Some(own) = closing.selection.as_deref() else { continue };
-            match found.iter_mut().find(|(selection, _)| *selection == own) {
-                Some((_, ranks)) => ranks.push(rank.0),
-                None => found.push((own, vec![rank.0])),
-            }
-        }
-        let record = |(selection, ranks): (&Selection, Vec<u32>)| RankSelection {
-            ranks: IndexSelection::of(ranks),
-            selection: selection.clone(),
-        };
-        found.into_iter().map(record).collect()
-    }
-
-    fn close(&mut self, rank: Rank, closing: Closing) {
-        match (&self.head, &closing.head) {
-            (None, Some(head)) => self.head = Some((rank, HeadDeclaration::clone(head))),
-            (Some((first, kept)), Some(head)) if *kept != **head => self.notes.push(Omission {
-                rank,
-                tensor: "head".into(),
-                microbatch: None,
-                reason: disagreement(*first, kept, head),
-            }),
-            _ => {}
-        }
-        self.counted += u64::from(closing.files);
-        self.closed.insert(rank, closing);
-        self.note_short(rank);
-    }
-}
-
 /// What makes two shards of one rank the same shard.
 type ShardIdentity = (TensorKey, IndexBox, Option<Reduction>, u32);
 
 fn identity(shard: &ShardRecord) -> ShardIdentity {
     (shard.key.clone(), shard.place.clone(), shard.partial, shard.replica)
-}
-
-fn disagreement(first: Rank, kept: &HeadDeclaration, other: &HeadDeclaration) -> String {
-    let fields = |head| match serde_json::to_value(head) {
-        Ok(serde_json::Value::Object(fields)) => fields,
-        _ => serde_json::Map::new(),
-    };
-    let (kept, other) = (fields(kept), fields(other));
-    let differs = kept.iter().filter(|(name, value)| other.get(*name) != Some(value));
-    let names: Vec<_> = differs.map(|(name, _)| name.as_str()).collect();
-    format!(
-        "it declared another head than rank {first} ({}): rank {first}'s is kept",
-        names.join(", ")
-    )
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::metrics::Totals;
 use super::request::StepAsk;
-use super::state::{AttemptState, StepState};
+use super::state::{AttemptState, StepState, Sums};
 use crate::identity::{Attempt, Name, Rank, Step};
 
 /// Ranks that a reason names; of 10,000 missing ones a few show the pattern.
@@ -81,6 +81,16 @@ impl AttemptState {
     pub(crate) fn status(&self, StepAsk { step, brief }: StepAsk) -> StepStatus {
         let world_size = self.opened.world_size;
         let listed = if brief { 0 } else { world_size };
+        if let Some(sums) = self.released.get(&step) {
+            return StepStatus {
+                committed: true,
+                world_size,
+                closed_ranks: (0..listed).map(Rank).collect(),
+                shards: sums.shards,
+                bytes: sums.bytes,
+                ..StepStatus::default()
+            };
+        }
         let unknown = StepState::default();
         let state = self.steps.get(&step).unwrap_or(&unknown);
         let closed = |rank: &Rank| state.closed.contains_key(rank);
@@ -103,11 +113,17 @@ impl AttemptState {
         let absent: Vec<u32> =
             (0..world_size).filter(|&rank| !self.has_joined(Rank(rank))).collect();
         let committed = self.steps.iter().rev().filter(|(_, state)| state.committed);
-        let committed = committed.take(STEPS_LISTED);
+        let committed =
+            committed.take(STEPS_LISTED).map(|(&step, state)| self.progress(step, state));
+        let released = self.released.iter().rev().take(STEPS_LISTED);
+        let released = released.map(|(&step, sums)| self.past(step, sums));
+        let mut committed: Vec<Progress> = committed.chain(released).collect();
+        committed.sort_unstable_by_key(|one| std::cmp::Reverse(one.step));
+        committed.truncate(STEPS_LISTED);
         let open = self.open.iter().rev().take(STEPS_LISTED);
         let open = open.filter_map(|step| self.steps.get_key_value(step));
-        let mut steps: Vec<Progress> =
-            committed.chain(open).map(|(&step, state)| self.progress(step, state)).collect();
+        let open = open.map(|(&step, state)| self.progress(step, state));
+        let mut steps: Vec<Progress> = committed.into_iter().chain(open).collect();
         steps.sort_unstable_by_key(|one| one.step);
         Overview {
             attempt: self.opened.attempt,
@@ -123,7 +139,7 @@ impl AttemptState {
     }
 
     fn committed(&self) -> u64 {
-        (self.steps.len() - self.open.len()) as u64
+        (self.steps.len() - self.open.len() + self.released.len()) as u64
     }
 
     /// The totals with this attempt's.
@@ -148,6 +164,19 @@ impl AttemptState {
             shards: state.sums.shards,
             bytes: state.sums.bytes,
             missing: if state.committed { String::new() } else { self.missing(step) },
+        }
+    }
+
+    /// Of a committed step that was let go of: every rank closed it.
+    fn past(&self, step: Step, sums: &Sums) -> Progress {
+        Progress {
+            step,
+            committed: true,
+            closed: self.opened.world_size,
+            files: sums.files,
+            shards: sums.shards,
+            bytes: sums.bytes,
+            ..Progress::default()
         }
     }
 

@@ -1,0 +1,67 @@
+//! Committed steps that are let go of: a job may record every step of a month, and what is
+//! rarely said again of an old one stands in its manifest.
+
+use super::{AttemptState, StepState};
+use crate::coordinator::refusal::Refusal;
+use crate::identity::Step;
+use crate::manifest::Manifest;
+
+impl AttemptState {
+    /// True of a committed step of which only sums are known: [`Self::recall`] it before an event
+    /// of it is judged.
+    pub(crate) fn is_released(&self, step: Step) -> bool {
+        self.released.contains_key(&step)
+    }
+
+    /// Files of a step.
+    pub(crate) fn files_of(&self, step: Step) -> u64 {
+        self.steps.get(&step).map_or(0, |state| state.sums.files)
+    }
+
+    /// Keeps nothing but the sums of a committed step.
+    pub(crate) fn release(&mut self, step: Step) {
+        let committed = |state: &&StepState| state.committed;
+        if let Some(sums) = self.steps.get(&step).filter(committed).map(|state| state.sums) {
+            self.steps.remove(&step);
+            self.released.insert(step, sums);
+        }
+    }
+
+    /// Takes a step that was let go of from its manifest; an error says why that is not its own.
+    pub(crate) fn recall(&mut self, manifest: &Manifest) -> Result<(), String> {
+        let (opened, step) = (&self.opened, manifest.step);
+        if (&opened.run, opened.attempt) != (&manifest.run, manifest.attempt) {
+            let (run, attempt) = (&manifest.run, manifest.attempt);
+            return Err(format!("it is of run {run}, attempt {attempt}"));
+        }
+        let Some(sums) = self.released.get(&step) else {
+            return Err(format!("it is of step {step}"));
+        };
+        let state = StepState::recalled(manifest);
+        if state.sums != *sums || manifest.world_size != opened.world_size {
+            return Err(format!(
+                "it lists {} files and {} shards of {} ranks, the journal {} and {} of {}",
+                state.sums.files,
+                state.sums.shards,
+                manifest.world_size,
+                sums.files,
+                sums.shards,
+                opened.world_size
+            ));
+        }
+        self.released.remove(&step);
+        self.steps.insert(step, state);
+        Ok(())
+    }
+
+    /// Nothing is added to a step that was let go of: a shell that forgot to recall it would
+    /// open it anew.
+    pub(super) fn check_known(&self, step: Step) -> Result<(), Refusal> {
+        match self.is_released(step) {
+            false => Ok(()),
+            true => Err(Refusal::Malformed(format!(
+                "step {step} is committed, and its manifest was not asked"
+            ))),
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! One step of an attempt: what was reported of it, and who closed it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::super::event::Closing;
+use super::super::quotas;
+use crate::faults;
+use crate::hash::TrustHash;
+use crate::head::HeadDeclaration;
+use crate::identity::{Name, Rank};
+use crate::manifest::{FileRecord, Manifest, Omission, RankSelection};
+use crate::selection::{IndexSelection, Selection};
+use crate::shard::ShardRecord;
+
+/// What files hold together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sums {
+    pub(crate) files: u64,
+    pub(crate) shards: u64,
+    /// Of the shards.
+    pub(crate) bytes: u64,
+}
+
+impl Sums {
+    fn of(file: &FileRecord) -> Sums {
+        let bytes = |sum: u64, shard: &ShardRecord| sum.saturating_add(shard.length);
+        Sums {
+            files: 1,
+            shards: file.shards.len() as u64,
+            bytes: file.shards.iter().fold(0, bytes),
+        }
+    }
+
+    pub(super) fn add(&mut self, other: Sums) {
+        self.files += other.files;
+        self.shards += other.shards;
+        // A rank may lie about its tensors, and a sum must not end the coordinator.
+        self.bytes = self.bytes.saturating_add(other.bytes);
+    }
+}
+
+/// A reported file.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Kept {
+    pub(super) header_hash: TrustHash,
+    pub(crate) sums: Sums,
+    /// Its record as the manifest holds it; empty once the manifest stands.
+    text: String,
+}
+
+/// Files of one rank, sorted by name. A run has many committed steps, most of them with a file or
+/// two of each rank: a map of its own would take a kilobyte for each.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct KeptFiles(Vec<(Name, Kept)>);
+
+impl KeptFiles {
+    pub(super) fn get(&self, name: &Name) -> Option<&Kept> {
+        let at = self.0.binary_search_by(|(own, _)| own.cmp(name)).ok()?;
+        Some(&self.0[at].1)
+    }
+
+    /// False where there is one of that name, which is kept.
+    fn insert(&mut self, name: Name, kept: Kept) -> bool {
+        match self.0.binary_search_by(|(own, _)| own.cmp(&name)) {
+            Ok(_) => false,
+            Err(at) => {
+                self.0.insert(at, (name, kept));
+                true
+            }
+        }
+    }
+
+    pub(super) fn values(&self) -> impl Iterator<Item = &Kept> {
+        self.0.iter().map(|(_, kept)| kept)
+    }
+
+    /// Lets go of what the manifest holds; how many bytes that were.
+    fn settle(&mut self) -> u64 {
+        self.0.shrink_to_fit();
+        self.0.iter_mut().map(|(_, kept)| std::mem::take(&mut kept.text).len() as u64).sum()
+    }
+}
+
+/// What is known of one step.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct StepState {
+    /// When its first event came, in the coordinator's milliseconds.
+    pub(super) since_ms: u64,
+    pub(super) files: BTreeMap<Rank, KeptFiles>,
+    pub(crate) closed: BTreeMap<Rank, Closing>,
+    /// Ranks that closed and did not report all that they counted.
+    pub(crate) short: BTreeSet<Rank>,
+    pub(super) head: Option<(Rank, HeadDeclaration)>,
+    /// Disagreements between ranks that did not stop the step.
+    pub(super) notes: Vec<Omission>,
+    /// What is present, and files counted by the ranks that closed.
+    pub(crate) sums: Sums,
+    counted: u64,
+    pub(crate) committed: bool,
+    /// Taken from its manifest, which does not hold all of the closings.
+    pub(super) recalled: bool,
+    pub(crate) overdue: bool,
+}
+
+impl StepState {
+    /// What a manifest tells of a step that was let go of: enough to know again what is said
+    /// again of it. Of each closing that is its count of files.
+    pub(super) fn recalled(manifest: &Manifest) -> StepState {
+        let mut state = StepState::default();
+        for file in &manifest.files {
+            state.add(file);
+        }
+        for rank in (0..manifest.world_size).map(Rank) {
+            let files = state.reported(rank);
+            state.close(rank, Closing { files, ..Closing::default() });
+        }
+        state.settle();
+        state.recalled = true;
+        state
+    }
+
+    /// Whether a rank that closed says the same again.
+    pub(super) fn same(&self, first: &Closing, again: &Closing) -> bool {
+        match self.recalled {
+            true => first.files == again.files,
+            false => first == again,
+        }
+    }
+
+    /// Files of one rank reported so far.
+    pub(crate) fn reported(&self, rank: Rank) -> u32 {
+        let own = self.files.get(&rank).map_or(0, |own| own.0.len());
+        u32::try_from(own).unwrap_or(u32::MAX)
+    }
+
+    /// Every file that was reported, as the manifest lists them: by rank and name.
+    pub(super) fn texts(&self) -> impl Iterator<Item = &str> {
+        self.files.values().flat_map(KeptFiles::values).map(|file| file.text.as_str())
+    }
+
+    pub(super) fn header_hashes(&self) -> BTreeMap<(Rank, Name), TrustHash> {
+        let of = |(rank, own): (&Rank, &KeptFiles)| {
+            let rank = *rank;
+            own.0
+                .iter()
+                .map(move |(name, kept)| ((rank, name.clone()), kept.header_hash))
+                .collect::<Vec<_>>()
+        };
+        self.files.iter().flat_map(of).collect()
+    }
+
+    /// No rank reports more than it counted, so equal sums are equal parts.
+    pub(super) fn complete(&self, world_size: u32) -> bool {
+        let early = u64::from(faults::seeded("manifest-before-last-ack"));
+        self.closed.len() as u64 + early >= u64::from(world_size) && self.counted == self.sums.files
+    }
+
+    /// Adds a file that was not there; what it adds, and the bytes that are kept of it.
+    pub(super) fn add(&mut self, file: &FileRecord) -> (Sums, u64) {
+        let sums = Sums::of(file);
+        let kept = Kept { header_hash: file.header_hash, sums, text: file.to_text() };
+        let held = kept.text.len() as u64;
+        let own = self.files.entry(file.rank).or_default();
+        if !own.insert(file.name.clone(), kept) {
+            return Default::default();
+        }
+        self.sums.add(sums);
+        self.note_short(file.rank);
+        (sums, held)
+    }
+
+    /// Looks whether a rank still owes files that it counted.
+    fn note_short(&mut self, rank: Rank) {
+        let counted = self.closed.get(&rank).map_or(0, |closing| closing.files);
+        match self.reported(rank) < counted {
+            true => self.short.insert(rank),
+            false => self.short.remove(&rank),
+        };
+    }
+
+    /// The manifest stands and holds the records; what was kept of each rank until now.
+    pub(super) fn settle(&mut self) -> BTreeMap<Rank, u64> {
+        self.committed = true;
+        let closings = self.closed.iter();
+        let mut held: BTreeMap<Rank, u64> =
+            closings.map(|(&rank, closing)| (rank, quotas::weight(closing))).collect();
+        for (rank, own) in &mut self.files {
+            *held.entry(*rank).or_default() += own.settle();
+        }
+        held
+    }
+
+    /// What was asked for, ranks that were asked the same together.
+    pub(super) fn selections(&self) -> Vec<RankSelection> {
+        let mut found: Vec<(&Selection, Vec<u32>)> = Vec::new();
+        for (rank, closing) in &self.closed {
+            let Some(own) = closing.selection.as_deref() else { continue };
+            match found.iter_mut().find(|(selection, _)| *selection == own) {
+                Some((_, ranks)) => ranks.push(rank.0),
+                None => found.push((own, vec![rank.0])),
+            }
+        }
+        let record = |(selection, ranks): (&Selection, Vec<u32>)| RankSelection {
+            ranks: IndexSelection::of(ranks),
+            selection: selection.clone(),
+        };
+        found.into_iter().map(record).collect()
+    }
+
+    pub(super) fn close(&mut self, rank: Rank, closing: Closing) {
+        match (&self.head, &closing.head) {
+            (None, Some(head)) => self.head = Some((rank, HeadDeclaration::clone(head))),
+            (Some((first, kept)), Some(head)) if *kept != **head => self.notes.push(Omission {
+                rank,
+                tensor: "head".into(),
+                microbatch: None,
+                reason: disagreement(*first, kept, head),
+            }),
+            _ => {}
+        }
+        self.counted += u64::from(closing.files);
+        self.closed.insert(rank, closing);
+        self.note_short(rank);
+    }
+}
+
+fn disagreement(first: Rank, kept: &HeadDeclaration, other: &HeadDeclaration) -> String {
+    let fields = |head| match serde_json::to_value(head) {
+        Ok(serde_json::Value::Object(fields)) => fields,
+        _ => serde_json::Map::new(),
+    };
+    let (kept, other) = (fields(kept), fields(other));
+    let differs = kept.iter().filter(|(name, value)| other.get(*name) != Some(value));
+    let names: Vec<_> = differs.map(|(name, _)| name.as_str()).collect();
+    format!(
+        "it declared another head than rank {first} ({}): rank {first}'s is kept",
+        names.join(", ")
+    )
+}
