@@ -114,7 +114,8 @@ impl AttemptLog {
     /// [`Self::commit`].
     fn take_up_committed(&mut self, step: Step) {
         let path = self.directory.step(step).manifest();
-        if self.state.is_ready(step) && self.backend.settled(&path).unwrap_or(false) {
+        let forgets = faults::seeded("commit-forgotten");
+        if self.state.is_ready(step) && !forgets && self.backend.settled(&path).unwrap_or(false) {
             self.take_up(step);
         }
     }
@@ -147,7 +148,7 @@ impl AttemptLog {
         };
         let bytes = self.backend.read(&path).map_err(|error| refused(error.to_string()))?;
         let manifest = Manifest::from_bytes(&bytes).map_err(|error| refused(error.to_string()))?;
-        self.state.recall(&manifest).map_err(refused)?;
+        self.state.recall(step, &manifest).map_err(refused)?;
         self.keep(step);
         Ok(())
     }

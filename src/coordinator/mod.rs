@@ -26,6 +26,8 @@ mod model_test;
 mod orders;
 mod pulse;
 mod quotas;
+#[cfg(test)]
+mod recall_test;
 mod recent;
 mod refusal;
 mod request;

@@ -341,7 +341,7 @@ proptest! {
             };
             if let Some(step) = event.step().filter(|&step| state.is_released(step)) {
                 prop_assert!(state.check(&event).is_err(), "it would be opened anew");
-                state.recall(&model.committed[&step.0]).unwrap();
+                state.recall(step, &model.committed[&step.0]).unwrap();
             }
             let verdict = state.check(&event);
             prop_assert_eq!(verdict.is_ok(), model.accepts(op), "{:?}: {:?}", op, &verdict);

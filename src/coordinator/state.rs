@@ -320,7 +320,7 @@ impl AttemptState {
     fn step_at(&mut self, step: Step, at_ms: u64) -> &mut StepState {
         self.steps.entry(step).or_insert_with(|| {
             self.open.insert(step);
-            StepState { since_ms: at_ms, ..StepState::default() }
+            StepState::begun(at_ms)
         })
     }
 

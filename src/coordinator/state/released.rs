@@ -28,15 +28,14 @@ impl AttemptState {
     }
 
     /// Takes a step that was let go of from its manifest; an error says why that is not its own.
-    pub(crate) fn recall(&mut self, manifest: &Manifest) -> Result<(), String> {
-        let (opened, step) = (&self.opened, manifest.step);
-        if (&opened.run, opened.attempt) != (&manifest.run, manifest.attempt) {
-            let (run, attempt) = (&manifest.run, manifest.attempt);
-            return Err(format!("it is of run {run}, attempt {attempt}"));
+    pub(crate) fn recall(&mut self, step: Step, manifest: &Manifest) -> Result<(), String> {
+        let Some(sums) = self.released.get(&step) else { return Ok(()) };
+        let opened = &self.opened;
+        let own = (&opened.run, opened.attempt, step);
+        if own != (&manifest.run, manifest.attempt, manifest.step) {
+            let (run, attempt, step) = (&manifest.run, manifest.attempt, manifest.step);
+            return Err(format!("it is of run {run}, attempt {attempt}, step {step}"));
         }
-        let Some(sums) = self.released.get(&step) else {
-            return Err(format!("it is of step {step}"));
-        };
         let state = StepState::recalled(manifest);
         if state.sums != *sums || manifest.world_size != opened.world_size {
             return Err(format!(

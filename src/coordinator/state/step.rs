@@ -98,11 +98,16 @@ pub(crate) struct StepState {
     counted: u64,
     pub(crate) committed: bool,
     /// Taken from its manifest, which does not hold all of the closings.
-    pub(super) recalled: bool,
+    recalled: bool,
     pub(crate) overdue: bool,
 }
 
 impl StepState {
+    /// A step of which the first event comes now.
+    pub(super) fn begun(at_ms: u64) -> StepState {
+        StepState { since_ms: at_ms, ..StepState::default() }
+    }
+
     /// What a manifest tells of a step that was let go of: enough to know again what is said
     /// again of it. Of each closing that is its count of files.
     pub(super) fn recalled(manifest: &Manifest) -> StepState {

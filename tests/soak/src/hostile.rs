@@ -28,13 +28,17 @@ use crate::served::{Phase, Served, join, member};
 use crate::written;
 
 const RUN: &str = "hostile";
-const RANKS: u32 = 4;
+const RANKS: u32 = 8;
 /// What the coordinator may have held at most.
 const MEMORY_MIB: f64 = 512.0;
 /// Reports of the honest rank with and without a flood.
 const REPORTS: u32 = 300;
 /// How often both are measured.
 const REPEATS: u64 = 7;
+/// Shards of the largest file that is sent: its header has just less than is accepted.
+const LARGEST: u32 = 25_000;
+/// Files that a rank may send at a time.
+const AT_A_TIME: u32 = 2;
 /// Frames of one flood.
 const FRAMES: u64 = 2000;
 
@@ -121,6 +125,7 @@ async fn attacks(trials: u64, seed: u64) -> anyhow::Result<()> {
         let now = listing(outer.path(), &[&store])?;
         ensure!(now == before, "{}: outside the store: {:?}", again(), now.difference(&before));
     }
+    hoard(&open, &store).await?;
     let peak = peak_mib(open.pid())?.max(peak_mib(guarded.pid())?);
     println!(
         "hostile: seed {seed}, {trials} attacks, {refused} refused in words, 0 written outside the \
@@ -275,6 +280,39 @@ async fn links(rpc: &Rpc, store: &Path, trial: u64, random: &mut Random) -> anyh
     refused(rpc.report_file(request.clone()).await)?;
     refused(rpc.upload_file(parts(request, &bytes)).await)?;
     std::fs::remove_file(if whole { &directory } else { &path })?;
+    Ok(())
+}
+
+/// Every rank sends as many files at a time as it may, each with the largest header: nothing that
+/// is let through takes more memory at once.
+async fn hoard(served: &Served, store: &Path) -> anyhow::Result<()> {
+    let before = peak_mib(served.pid())?;
+    let mut calls = tokio::task::JoinSet::new();
+    for rank in 0..RANKS {
+        let claims = written::files(&store.join(RUN), (0, rank, RANKS), AT_A_TIME, LARGEST)?;
+        for claim in claims {
+            let path = store.join(RUN).join("step-00000000").join(&claim.name);
+            let bytes = std::fs::read(&path)?;
+            std::fs::remove_file(&path)?;
+            let member = Some(member(RUN, rank));
+            let request = proto::ReportFileRequest { member, step: 0, file: Some(claim) };
+            let mut rpc = served.connections(1, &Access::default())?.remove(0);
+            let sent = parts(request, &bytes);
+            calls.spawn(async move { rpc.upload_file(sent).await });
+        }
+    }
+    let mut shards = 0;
+    while let Some(answered) = calls.join_next().await {
+        shards += answered??.into_inner().shards;
+    }
+    let wanted = u64::from(RANKS * AT_A_TIME * LARGEST);
+    ensure!(shards == wanted, "hostile: {shards} of {wanted} shards were taken");
+    let peak = peak_mib(served.pid())?;
+    println!(
+        "hostile: {} files of {LARGEST} shards at a time: the coordinator's peak went from \
+         {before:.0} to {peak:.0} MiB",
+        RANKS * AT_A_TIME
+    );
     Ok(())
 }
 
