@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use twox_hash::XxHash3_128;
 
 use super::limits::MAX_ONLINE_HEADER;
+use super::looks::{Looks, Seat};
 use super::refusal::Refusal;
 use super::request::{FileClaim, Member};
 use crate::faults;
@@ -123,6 +124,7 @@ impl Claimed {
 /// Dropped before it is published, it leaves nothing.
 pub(crate) struct Arrival {
     claimed: Claimed,
+    looks: Looks,
     pieces: Pieces,
     /// Where it lies until it has its name; nowhere any more once it has.
     place: Option<Place>,
@@ -134,8 +136,17 @@ pub(crate) struct Arrival {
 enum Looked {
     /// Its header is not all here.
     Header(Vec<u8>),
-    /// Its header says where each shard lies.
-    Shards(Box<(FileRecord, Description)>, Box<Hashing>),
+    /// Its header said where each shard lies. The rest of it is read again once all is here: a
+    /// large one takes many megabytes, and its file may take an hour.
+    Shards(Box<Expected>),
+}
+
+/// The shards of an arriving file.
+struct Expected {
+    header: u64,
+    spans: Vec<(u64, u64)>,
+    hashes: Vec<ContentHash>,
+    hashing: Hashing,
 }
 
 /// Where a file lies that is arriving.
@@ -147,7 +158,7 @@ enum Place {
 }
 
 impl Arrival {
-    pub(crate) fn begin(claimed: Claimed) -> Result<Arrival, Refusal> {
+    pub(crate) fn begin(claimed: Claimed, looks: Looks) -> Result<Arrival, Refusal> {
         let path = claimed.path();
         let storage = |error: io::Error| match error.kind() {
             io::ErrorKind::InvalidData => claimed.bad(error),
@@ -168,7 +179,7 @@ impl Arrival {
         // What goes on to a bucket is read again at once.
         let direct = matches!(place, Place::Beside(..));
         let (pieces, looked) = (Pieces::new(file, 0, direct), Looked::Header(Vec::new()));
-        Ok(Arrival { claimed, pieces, place: Some(place), received: 0, looked })
+        Ok(Arrival { claimed, looks, pieces, place: Some(place), received: 0, looked })
     }
 
     pub(crate) fn write(&mut self, chunk: &[u8]) -> Result<(), Refusal> {
@@ -187,8 +198,9 @@ impl Arrival {
     fn look(&mut self, at: u64, chunk: &[u8]) -> Result<(), Refusal> {
         let header = match &mut self.looked {
             Looked::Header(header) => header,
-            Looked::Shards(found, hashing) => {
-                hashing.take(&found.1.spans, at, chunk);
+            Looked::Shards(expected) => {
+                let Expected { spans, hashing, .. } = &mut **expected;
+                hashing.take(spans, at, chunk);
                 return Ok(());
             }
         };
@@ -205,6 +217,7 @@ impl Arrival {
             return Ok(());
         }
         let all = std::mem::take(header);
+        let _seat = self.looks.wait(length as u64)?;
         let described =
             describe_header(&self.claimed.path(), &all[..length], self.claimed.claim.length);
         let found = described.map_err(|error| self.claimed.bad(error))?;
@@ -215,35 +228,34 @@ impl Arrival {
             }
             end = stop;
         }
-        let found = Box::new(self.claimed.hold_against(found)?);
-        let mut hashing = Box::<Hashing>::default();
-        hashing.take(&found.1.spans, length as u64, &all[length..]);
-        self.looked = Looked::Shards(found, hashing);
+        let (record, Description { spans, .. }) = self.claimed.hold_against(found)?;
+        let hashes = record.shards.iter().map(|shard| shard.hash).collect();
+        let mut hashing = Hashing::default();
+        hashing.take(&spans, length as u64, &all[length..]);
+        let header = length as u64;
+        self.looked = Looked::Shards(Box::new(Expected { header, spans, hashes, hashing }));
         Ok(())
     }
 
     /// Checks every byte, then gives the file its name. A transfer is where
     /// bytes change, so every shard is hashed again.
-    pub(crate) fn finish(mut self) -> Result<FileRecord, Refusal> {
+    pub(crate) fn finish(mut self) -> Result<(FileRecord, Seat), Refusal> {
         self.pieces.finish().map_err(|torn| self.storage(&torn.error))?;
         let looked = std::mem::replace(&mut self.looked, Looked::Header(Vec::new()));
-        let (found, hashing) = match looked {
-            Looked::Shards(found, hashing) if self.received == self.claimed.claim.length => {
-                (found, hashing)
-            }
+        let expected = match looked {
+            Looked::Shards(expected) if self.received == self.claimed.claim.length => expected,
             // It ended early, which the look at the file says in its words.
             _ => {
+                let _seat = self.looks.wait(self.received)?;
                 self.claimed.compare(self.pieces.file())?;
                 return Err(self.claimed.bad("it did not arrive whole"));
             }
         };
-        let (record, found) = *found;
-        let hashes = hashing.finish(&found.spans);
-        for (shard, hash) in record.shards.iter().zip(hashes) {
+        let Expected { header, spans, hashes, hashing } = *expected;
+        for (shard, (hash, wanted)) in hashing.finish(&spans).into_iter().zip(hashes).enumerate() {
             faults::point("intake.hash").map_err(|error| self.storage(&error))?;
-            if hash != shard.hash && !faults::seeded("hash-not-checked") {
-                let detail = format!("{} arrived with other bytes than were sent", shard.key);
-                return Err(self.claimed.bad(detail));
+            if hash != wanted && !faults::seeded("hash-not-checked") {
+                return Err(self.changed(shard, header));
             }
         }
         let synced = faults::point("intake.sync").and_then(|()| self.pieces.file().sync_all());
@@ -257,11 +269,26 @@ impl Arrival {
             }
             None => return Err(Refusal::Storage("it was published before".into())),
         };
-        if created.map_err(|error| self.storage(&error))? {
-            Ok(record)
-        } else {
+        let created = created.map_err(|error| self.storage(&error))?;
+        let seat = self.looks.wait(header)?;
+        let record = match created {
+            true => self.claimed.compare(self.pieces.file())?.0,
             // It was sent before and its acknowledgement lost: the same or a conflict.
-            self.claimed.look()
+            false => self.claimed.look()?,
+        };
+        Ok((record, seat))
+    }
+
+    /// Says which shard is not what was sent.
+    fn changed(&self, shard: usize, header: u64) -> Refusal {
+        let compared =
+            self.looks.wait(header).and_then(|_| self.claimed.compare(self.pieces.file()));
+        match compared {
+            Ok((record, _)) => {
+                let key = &record.shards[shard].key;
+                self.claimed.bad(format!("{key} arrived with other bytes than were sent"))
+            }
+            Err(refusal) => refusal,
         }
     }
 

@@ -40,8 +40,9 @@ pub const REQUEST_DEADLINE: Duration = Duration::from_secs(30);
 /// How long an upload may send nothing.
 pub const UPLOAD_IDLE: Duration = Duration::from_secs(30);
 
-/// Uploads at a time: each may hold one flow-control window in memory.
-pub const MAX_UPLOADS: usize = 16;
+/// Uploads at a time: each may hold a flow-control window, a header and two pieces of its file
+/// in memory, 48 MiB.
+pub const MAX_UPLOADS: usize = 8;
 
 /// Largest file accepted: what one rank of a large model holds in f64, tenfold.
 pub const MAX_FILE_BYTES: u64 = 1 << 40;
@@ -76,8 +77,9 @@ pub const MAX_HELD_BYTES: u64 = 64 << 20;
 /// several times its size in memory.
 pub const MAX_ONLINE_HEADER: u64 = 16 << 20;
 
-/// Reports whose files are looked at, at a time: each may hold such a header.
-pub const MAX_LOOKS: usize = 4;
+/// Headers that are understood at a time, in bytes, with the shards that they name until those
+/// are journalled: several times as much in memory. Two of the largest.
+pub const LOOKED_AT_BYTES: u64 = 2 * MAX_ONLINE_HEADER;
 
 /// Attempts of one run: a job that restarted every hour for a month.
 pub const MAX_ATTEMPTS: usize = 1000;

@@ -20,6 +20,7 @@ mod examine;
 mod intake;
 mod journal;
 pub mod limits;
+mod looks;
 mod metrics;
 #[cfg(test)]
 mod model_test;

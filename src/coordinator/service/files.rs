@@ -1,5 +1,6 @@
 //! What ranks bring: files that they report or send, and rows of scalars.
 
+use std::collections::VecDeque;
 use std::pin::pin;
 use std::time::Duration;
 
@@ -11,12 +12,13 @@ use tonic::{Request, Streaming};
 
 use super::{Service, open};
 use crate::coordinator::intake::{Arrival, Claimed};
-use crate::coordinator::limits::{REQUEST_DEADLINE, UPLOAD_IDLE};
+use crate::coordinator::limits::{MAX_ONLINE_HEADER, REQUEST_DEADLINE, UPLOAD_IDLE};
 use crate::coordinator::refusal::Refusal;
 use crate::coordinator::request::{self, Admission, FileClaim, Member};
 use crate::coordinator::wire;
 use crate::identity::Step;
 use crate::manifest::FileRecord;
+use crate::store::Backend;
 
 impl Service {
     async fn admit(
@@ -67,46 +69,36 @@ impl Service {
         claims: Vec<FileClaim>,
     ) -> Result<Vec<Result<u64, Refusal>>, Refusal> {
         let admissions = self.admit(&member, step, claims.clone()).await?;
-        let (whose, backend) = (member.clone(), self.backend.clone());
-        let look = move || {
-            let one = |(claim, admission): (FileClaim, Result<Admission, Refusal>)| {
-                Ok(match admission? {
-                    Admission::Known(shards) => Looked::Known(shards),
-                    Admission::Wanted(attempt, world_size) => {
-                        let (backend, member) = (backend.clone(), whose.clone());
-                        let claimed = Claimed { backend, member, step, claim, attempt, world_size };
-                        Looked::New(claimed.look()?)
-                    }
-                })
-            };
-            Ok(claims.into_iter().zip(admissions).map(one).collect::<Vec<_>>())
-        };
-        let mut files = Vec::new();
-        let mut outcomes: Vec<Result<Option<u64>, Refusal>> = Vec::new();
-        // Never closed: an error cannot come.
-        let place = self.looks.acquire().await.map_err(|_| Refusal::Stopping)?;
-        let looked = blocking(REQUEST_DEADLINE, look).await?;
-        drop(place);
-        for looked in looked {
-            outcomes.push(looked.map(|looked| match looked {
+        let mut left: Admitted = claims.into_iter().zip(admissions).collect();
+        let mut outcomes = Vec::new();
+        while !left.is_empty() {
+            // Until they are journalled, as they take memory until then.
+            let _seat = self.looks.seat(MAX_ONLINE_HEADER).await?;
+            let (whose, backend) = (member.clone(), self.backend.clone());
+            let look = move || Ok(look_at_some(left, &backend, &whose, step));
+            let (looked, rest) = blocking(REQUEST_DEADLINE, look).await?;
+            left = rest;
+            let mut files = Vec::new();
+            let mut known = |looked: Looked| match looked {
                 Looked::Known(shards) => Some(shards),
                 Looked::New(file) => {
                     files.push(file);
                     None
                 }
+            };
+            let looked: Vec<_> = looked.into_iter().map(|one| one.map(&mut known)).collect();
+            let recorded = match files.is_empty() {
+                true => Vec::new(),
+                false => self.record(member.clone(), step, files).await?,
+            };
+            let mut recorded = recorded.into_iter();
+            outcomes.extend(looked.into_iter().map(|outcome| match outcome {
+                Ok(Some(shards)) => Ok(shards),
+                Ok(None) => recorded.next().unwrap_or(Err(Refusal::Stopping)),
+                Err(refusal) => Err(refusal),
             }));
         }
-        let recorded = match files.is_empty() {
-            true => Vec::new(),
-            false => self.record(member, step, files).await?,
-        };
-        let mut recorded = recorded.into_iter();
-        let mut settle = |outcome: Result<Option<u64>, Refusal>| match outcome {
-            Ok(Some(shards)) => Ok(shards),
-            Ok(None) => recorded.next().unwrap_or(Err(Refusal::Stopping)),
-            Err(refusal) => Err(refusal),
-        };
-        Ok(outcomes.into_iter().map(&mut settle).collect())
+        Ok(outcomes)
     }
 
     pub(super) async fn upload(
@@ -129,11 +121,12 @@ impl Service {
         // After the check: strangers must not take the places, nor end what others send.
         let file = (step, claimed.claim.name.clone());
         let open = &self.of_ranks.open(&claimed.member, file)?;
+        let looks = self.looks.clone();
         let (chunks, mut queue) = mpsc::channel::<Bytes>(CHUNKS_BEHIND);
         let (whole, arrived) = oneshot::channel();
         // One task for all of it: the next chunk arrives while this one is hashed and written.
         let writing = blocking(Duration::MAX, move || {
-            let mut arrival = Arrival::begin(claimed)?;
+            let mut arrival = Arrival::begin(claimed, looks)?;
             while let Some(chunk) = queue.blocking_recv() {
                 arrival.write(&chunk)?;
             }
@@ -164,7 +157,7 @@ impl Service {
             let _ = whole.send(());
             Ok(())
         };
-        let file = receive(receiving, writing).await?;
+        let (file, _seat) = receive(receiving, writing).await?;
         one(self.record(member, step, vec![file]).await?)
     }
 
@@ -187,10 +180,10 @@ impl Service {
 const CHUNKS_BEHIND: usize = 2;
 
 /// The file that was written; at once an error of what comes in, as the writing may hang.
-async fn receive(
+async fn receive<T>(
     receiving: impl Future<Output = Result<(), Refusal>>,
-    writing: impl Future<Output = Result<FileRecord, Refusal>>,
-) -> Result<FileRecord, Refusal> {
+    writing: impl Future<Output = Result<T, Refusal>>,
+) -> Result<T, Refusal> {
     let (mut receiving, mut writing) = (pin!(receiving), pin!(writing));
     tokio::select! {
         biased;
@@ -200,6 +193,38 @@ async fn receive(
     }
     // A terabyte takes a while: the rank's own deadline bounds it.
     writing.await
+}
+
+/// Files that are to be looked at, in order.
+type Admitted = VecDeque<(FileClaim, Result<Admission, Refusal>)>;
+
+/// Looks at the first of some files, together not much more than one with the largest header;
+/// and what is left.
+fn look_at_some(
+    mut left: Admitted,
+    backend: &Backend,
+    member: &Member,
+    step: Step,
+) -> (Vec<Result<Looked, Refusal>>, Admitted) {
+    let (mut looked, mut headers) = (Vec::new(), 0);
+    while headers < MAX_ONLINE_HEADER
+        && let Some((claim, admission)) = left.pop_front()
+    {
+        let one = admission.and_then(|admission| match admission {
+            Admission::Known(shards) => Ok(Looked::Known(shards)),
+            Admission::Wanted(attempt, world_size) => {
+                let (backend, member) = (backend.clone(), member.clone());
+                let claimed = Claimed { backend, member, step, claim, attempt, world_size };
+                let record = claimed.look()?;
+                let shards =
+                    record.shards.iter().fold(0u64, |sum, shard| sum.saturating_add(shard.length));
+                headers += record.length.saturating_sub(shards);
+                Ok(Looked::New(record))
+            }
+        });
+        looked.push(one);
+    }
+    (looked, left)
 }
 
 /// A file that was looked at.

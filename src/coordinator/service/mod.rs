@@ -6,12 +6,11 @@ use std::sync::Arc;
 
 use backtape_proto as proto;
 use proto::coordinator_server::Coordinator as Rpc;
-use tokio::sync::Semaphore;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::actor::Handle;
-use super::limits::MAX_LOOKS;
+use super::looks::Looks;
 use super::metrics::Metrics;
 use super::quotas::{OpenUploads, Rates};
 use super::refusal::Refusal;
@@ -30,7 +29,7 @@ pub(super) struct Service {
     handle: Handle,
     backend: Backend,
     of_ranks: OpenUploads,
-    looks: Arc<Semaphore>,
+    looks: Looks,
     rates: Rates,
     scalars: Arc<Scalars>,
     tokens: Tokens,
@@ -85,7 +84,7 @@ impl Service {
         tokens: Tokens,
         metrics: Metrics,
     ) -> Service {
-        let looks = Arc::new(Semaphore::new(MAX_LOOKS));
+        let looks = Looks::new();
         let (of_ranks, rates) = (OpenUploads::default(), Rates::default());
         let scalars = Arc::new(Scalars::new(backend.clone()));
         Service { handle, backend, of_ranks, looks, rates, scalars, tokens, metrics }

@@ -28,7 +28,7 @@ use crate::served::{Phase, Served, join, member};
 use crate::written;
 
 const RUN: &str = "hostile";
-const RANKS: u32 = 8;
+const RANKS: u32 = 4;
 /// What the coordinator may have held at most.
 const MEMORY_MIB: f64 = 512.0;
 /// Reports of the honest rank with and without a flood.
