@@ -23,6 +23,9 @@ use crate::store::pieces::Pieces;
 use crate::store::shard_file::{Description, describe, describe_header};
 use crate::store::{AttemptDir, Backend, HeldDirectory, durable};
 
+/// A file of no more than this is not asked how long its header is.
+const SMALL_BYTES: u64 = 1 << 20;
+
 /// A file that a member claims, and where it belongs.
 #[derive(Clone, Debug)]
 pub(crate) struct Claimed {
@@ -32,6 +35,13 @@ pub(crate) struct Claimed {
     pub(crate) claim: FileClaim,
     pub(crate) attempt: AttemptDir,
     pub(crate) world_size: u32,
+}
+
+impl FileClaim {
+    /// Whether [`Claimed::weight`] looks into the file.
+    pub(crate) fn is_asked(&self) -> bool {
+        self.length > SMALL_BYTES
+    }
 }
 
 impl Claimed {
@@ -51,19 +61,34 @@ impl Claimed {
         self.bad(format!("its header has {header} bytes, at most {MAX_ONLINE_HEADER} are accepted"))
     }
 
+    /// Bytes of header that a look at the file reads at most; its own errors come from the look.
+    pub(crate) fn weight(&self) -> u64 {
+        if !self.claim.is_asked() {
+            return self.claim.length;
+        }
+        let mut prefix = [0; 8];
+        let read = self
+            .open()
+            .and_then(|file| file.read_exact_at(&mut prefix, 0).map_err(|error| self.bad(error)));
+        read.map_or(SMALL_BYTES, |()| u64::from_le_bytes(prefix).min(MAX_ONLINE_HEADER))
+    }
+
     /// Reads the header of the file where it lies in the store.
     pub(crate) fn look(&self) -> Result<FileRecord, Refusal> {
         faults::point("intake.open").map_err(|error| self.bad(error))?;
+        self.compare(self.open()?.as_ref()).map(|(record, _)| record)
+    }
+
+    fn open(&self) -> Result<Box<dyn ReadAt>, Refusal> {
         let path = self.path();
         let opened = match self.backend {
             Backend::Directory => self.open_held(),
             Backend::Bucket(_) => self.backend.open(&path),
         };
-        let file = opened.map_err(|error| match error.kind() {
+        opened.map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Refusal::FileAbsent { path },
             _ => self.bad(error),
-        })?;
-        self.compare(file.as_ref()).map(|(record, _)| record)
+        })
     }
 
     fn open_held(&self) -> io::Result<Box<dyn ReadAt>> {
@@ -80,6 +105,11 @@ impl Claimed {
             let header = u64::from_le_bytes(prefix);
             if header > MAX_ONLINE_HEADER {
                 return Err(self.too_large(header));
+            }
+            // Its seat is for what was said.
+            if header > self.claim.length {
+                let said = self.claim.length;
+                return Err(self.bad(format!("its header has {header} bytes, it {said} in all")));
             }
         }
         let found = describe(&self.path(), file).map_err(|error| self.bad(error))?;

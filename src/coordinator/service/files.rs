@@ -69,15 +69,18 @@ impl Service {
         claims: Vec<FileClaim>,
     ) -> Result<Vec<Result<u64, Refusal>>, Refusal> {
         let admissions = self.admit(&member, step, claims.clone()).await?;
-        let mut left: Admitted = claims.into_iter().zip(admissions).collect();
+        let (whose, backend) = (member.clone(), self.backend.clone());
+        let asks = claims.iter().any(FileClaim::is_asked);
+        let weighed = move || Ok(weighed(claims, admissions, &backend, &whose, step));
+        // Most files are small, and the way to another thread costs more than all of this.
+        let mut left = if asks { blocking(REQUEST_DEADLINE, weighed).await? } else { weighed()? };
         let mut outcomes = Vec::new();
         while !left.is_empty() {
+            let (some, bytes) = some_of(&mut left);
             // Until they are journalled, as they take memory until then.
-            let _seat = self.looks.seat(MAX_ONLINE_HEADER).await?;
-            let (whose, backend) = (member.clone(), self.backend.clone());
-            let look = move || Ok(look_at_some(left, &backend, &whose, step));
-            let (looked, rest) = blocking(REQUEST_DEADLINE, look).await?;
-            left = rest;
+            let _seat = self.looks.seat(bytes).await?;
+            let look = move || Ok(some.into_iter().map(look).collect::<Vec<_>>());
+            let looked = blocking(REQUEST_DEADLINE, look).await?;
             let mut files = Vec::new();
             let mut known = |looked: Looked| match looked {
                 Looked::Known(shards) => Some(shards),
@@ -195,36 +198,47 @@ async fn receive<T>(
     writing.await
 }
 
-/// Files that are to be looked at, in order.
-type Admitted = VecDeque<(FileClaim, Result<Admission, Refusal>)>;
+/// What is to be done about a file: nothing, where it is known or refused, or a look at it.
+type Task = Result<Result<Claimed, u64>, Refusal>;
 
-/// Looks at the first of some files, together not much more than one with the largest header;
-/// and what is left.
-fn look_at_some(
-    mut left: Admitted,
+/// Files that are to be looked at, in order, each with the bytes of its header.
+fn weighed(
+    claims: Vec<FileClaim>,
+    admissions: Vec<Result<Admission, Refusal>>,
     backend: &Backend,
     member: &Member,
     step: Step,
-) -> (Vec<Result<Looked, Refusal>>, Admitted) {
-    let (mut looked, mut headers) = (Vec::new(), 0);
-    while headers < MAX_ONLINE_HEADER
-        && let Some((claim, admission)) = left.pop_front()
+) -> VecDeque<(Task, u64)> {
+    let one = |(claim, admission): (FileClaim, Result<Admission, Refusal>)| match admission {
+        Err(refusal) => (Err(refusal), 0),
+        Ok(Admission::Known(shards)) => (Ok(Err(shards)), 0),
+        Ok(Admission::Wanted(attempt, world_size)) => {
+            let (backend, member) = (backend.clone(), member.clone());
+            let claimed = Claimed { backend, member, step, claim, attempt, world_size };
+            let weight = claimed.weight();
+            (Ok(Ok(claimed)), weight)
+        }
+    };
+    claims.into_iter().zip(admissions).map(one).collect()
+}
+
+/// The first of them whose headers fit into a seat together, and what those weigh.
+fn some_of(left: &mut VecDeque<(Task, u64)>) -> (Vec<Task>, u64) {
+    let (mut some, mut bytes) = (Vec::new(), 0u64);
+    while let Some((_, weight)) = left.front()
+        && (some.is_empty() || bytes.saturating_add(*weight) <= MAX_ONLINE_HEADER)
     {
-        let one = admission.and_then(|admission| match admission {
-            Admission::Known(shards) => Ok(Looked::Known(shards)),
-            Admission::Wanted(attempt, world_size) => {
-                let (backend, member) = (backend.clone(), member.clone());
-                let claimed = Claimed { backend, member, step, claim, attempt, world_size };
-                let record = claimed.look()?;
-                let shards =
-                    record.shards.iter().fold(0u64, |sum, shard| sum.saturating_add(shard.length));
-                headers += record.length.saturating_sub(shards);
-                Ok(Looked::New(record))
-            }
-        });
-        looked.push(one);
+        bytes = bytes.saturating_add(*weight);
+        some.extend(left.pop_front().map(|(task, _)| task));
     }
-    (looked, left)
+    (some, bytes)
+}
+
+fn look(task: Task) -> Result<Looked, Refusal> {
+    match task? {
+        Ok(claimed) => claimed.look().map(Looked::New),
+        Err(shards) => Ok(Looked::Known(shards)),
+    }
 }
 
 /// A file that was looked at.
