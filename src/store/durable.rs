@@ -5,11 +5,13 @@
 //! failed fsync is never tried again on the same descriptor: the kernel may
 //! have dropped the dirty pages and would report success (fsyncgate).
 
+use std::collections::VecDeque;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::faults;
 
@@ -28,20 +30,55 @@ pub fn scratch_beside(target: &Path) -> PathBuf {
     target.with_file_name(format!(".{name}.{}-{n}.tmp", std::process::id()))
 }
 
-/// Creates a directory and its parents, each entry durable in its parent.
+/// Creates a directory and its parents, each entry durable in its parent. One that is there was
+/// perhaps made by another process, which did not come to its sync, or failed at it (seen by
+/// `soak order`): its entry is synced here once.
 pub fn create_directory(path: &Path) -> io::Result<()> {
+    make_directory(path)?;
+    let found = std::fs::metadata(path)?;
+    sync_once((found.dev(), found.ino()), || match sync_parent(path) {
+        // Nothing of ours was made in a place that cannot even be listed.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        synced => synced,
+    })
+}
+
+/// Directories that are remembered: those of the steps that are being written.
+const MOST_REMEMBERED: usize = 64;
+
+/// Syncs the entry of a directory, known by device and inode, unless this process lately did.
+pub(super) fn sync_once(
+    directory: (u64, u64),
+    sync: impl FnOnce() -> io::Result<()>,
+) -> io::Result<()> {
+    static SYNCED: Mutex<VecDeque<(u64, u64)>> = Mutex::new(VecDeque::new());
+    let lock = || SYNCED.lock().unwrap_or_else(PoisonError::into_inner);
+    if lock().contains(&directory) {
+        return Ok(());
+    }
+    sync()?;
+    let mut synced = lock();
+    synced.push_back(directory);
+    if synced.len() > MOST_REMEMBERED {
+        synced.pop_front();
+    }
+    Ok(())
+}
+
+fn make_directory(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
     }
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        create_directory(parent)?;
+        make_directory(parent)?;
     }
     faults::point("durable.make-directory")?;
     match DirBuilder::new().mode(0o700).create(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    sync_parent(path)
+    let made = std::fs::metadata(path)?;
+    sync_once((made.dev(), made.ino()), || sync_parent(path))
 }
 
 /// Makes the directory entry of `path` durable.

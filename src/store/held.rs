@@ -13,6 +13,7 @@ use std::path::{Component, Path};
 use rustix::fs::{AtFlags, Mode, OFlags, linkat, mkdirat, openat, unlinkat};
 use rustix::io::Errno;
 
+use super::durable;
 use crate::faults;
 
 /// Where a walk stands: entries can be looked up in it, and nothing else.
@@ -96,12 +97,19 @@ fn walk(path: &Path, create: bool) -> io::Result<HeldDirectory> {
         return refuse("a held directory is named by an absolute path");
     }
     let mut at = rustix::fs::open("/", STEP, Mode::empty())?;
+    let mut parent = None;
     for component in path.components() {
-        at = match component {
+        let next = match component {
             Component::RootDir => continue,
             Component::Normal(name) => step(&at, Path::new(name), create)?,
             _ => return refuse("a held directory is named by a plain path"),
         };
+        parent = Some(std::mem::replace(&mut at, next));
+    }
+    if let Some(parent) = parent.filter(|_| create) {
+        // Who made it may not have come to the sync of its entry.
+        let found = rustix::fs::fstat(&at)?;
+        durable::sync_once((found.st_dev, found.st_ino), || whole(&parent)?.sync())?;
     }
     whole(&at)
 }
