@@ -26,9 +26,8 @@ test-rust:
 # real sshd, Slurm, Kubernetes' schemas. CI runs it.
 DEPLOY := $(patsubst %,python/tests/test_%.py,deploy slurm kubernetes dockerfile)
 
-# Two at a time, by file: most of them wait for processes that they started.
 test-python: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile python/tests $(addprefix --ignore=,$(DEPLOY))
+	$(BIN)/python -m pytest -q python/tests $(addprefix --ignore=,$(DEPLOY))
 
 test-deploy: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q $(DEPLOY)
