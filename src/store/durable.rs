@@ -34,9 +34,10 @@ pub fn scratch_beside(target: &Path) -> PathBuf {
 /// perhaps made by another process, which did not come to its sync, or failed at it (seen by
 /// `soak order`): its entry is synced here once.
 pub fn create_directory(path: &Path) -> io::Result<()> {
-    make_directory(path)?;
-    let found = std::fs::metadata(path)?;
-    sync_once((found.dev(), found.ino()), || match sync_parent(path) {
+    if !path.is_dir() {
+        return make_directory(path);
+    }
+    sync_once(path, std::fs::metadata(path)?.ino(), || match sync_parent(path) {
         // Nothing of ours was made in a place that cannot even be listed.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         synced => synced,
@@ -46,19 +47,21 @@ pub fn create_directory(path: &Path) -> io::Result<()> {
 /// Directories that are remembered: those of the steps that are being written.
 const MOST_REMEMBERED: usize = 64;
 
-/// Syncs the entry of a directory, known by device and inode, unless this process lately did.
+/// Syncs the entry of a directory that was found, unless this process lately did. By its path
+/// too: the inode of one that was removed is soon another's.
 pub(super) fn sync_once(
-    directory: (u64, u64),
+    path: &Path,
+    inode: u64,
     sync: impl FnOnce() -> io::Result<()>,
 ) -> io::Result<()> {
-    static SYNCED: Mutex<VecDeque<(u64, u64)>> = Mutex::new(VecDeque::new());
+    static SYNCED: Mutex<VecDeque<(PathBuf, u64)>> = Mutex::new(VecDeque::new());
     let lock = || SYNCED.lock().unwrap_or_else(PoisonError::into_inner);
-    if lock().contains(&directory) {
+    if lock().iter().any(|(known, number)| known == path && *number == inode) {
         return Ok(());
     }
     sync()?;
     let mut synced = lock();
-    synced.push_back(directory);
+    synced.push_back((path.into(), inode));
     if synced.len() > MOST_REMEMBERED {
         synced.pop_front();
     }
@@ -77,8 +80,7 @@ fn make_directory(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    let made = std::fs::metadata(path)?;
-    sync_once((made.dev(), made.ino()), || sync_parent(path))
+    sync_parent(path)
 }
 
 /// Makes the directory entry of `path` durable.
@@ -157,5 +159,23 @@ mod tests {
         assert!(!create(&target, b"second").unwrap());
         assert_eq!(std::fs::read(&target).unwrap(), b"first");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+    /// Goal: nobody relies on a directory whose entry nobody synced, and an inode that comes again
+    /// is another directory.
+    #[test]
+    fn a_directory_that_was_found_is_synced_once_and_again_after_a_failure() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, other) = (dir.path().join("one"), dir.path().join("other"));
+        let failed = sync_once(&one, 7, || Err(io::ErrorKind::Other.into()));
+        assert!(failed.is_err());
+        let mut synced = Vec::new();
+        for (path, inode) in [(&one, 7), (&one, 7), (&one, 8), (&other, 7), (&other, 7)] {
+            let sync = || {
+                synced.push((path.clone(), inode));
+                Ok(())
+            };
+            sync_once(path, inode, sync).unwrap();
+        }
+        assert_eq!(synced, [(one.clone(), 7), (one, 8), (other, 7)]);
     }
 }

@@ -108,8 +108,8 @@ fn walk(path: &Path, create: bool) -> io::Result<HeldDirectory> {
     }
     if let Some(parent) = parent.filter(|_| create) {
         // Who made it may not have come to the sync of its entry.
-        let found = rustix::fs::fstat(&at)?;
-        durable::sync_once((found.st_dev, found.st_ino), || whole(&parent)?.sync())?;
+        let inode = rustix::fs::fstat(&at)?.st_ino;
+        durable::sync_once(path, inode, || whole(&parent)?.sync())?;
     }
     whole(&at)
 }
