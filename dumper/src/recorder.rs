@@ -58,6 +58,11 @@ impl Shared {
         lock(&self.summary)
     }
 
+    /// A manifest stands at its final name.
+    pub(crate) fn committed(&self, step: u64) {
+        self.summary().steps_committed.insert(step);
+    }
+
     /// Notes what went wrong; strict calls return it, close always names it.
     pub(crate) fn fault(&self, sentence: impl Into<String>) {
         let sentence = sentence.into();
@@ -220,7 +225,7 @@ impl Recorder {
             let ended = self.shared.queue.wait_end(Instant::now() + patience);
             self.note_ring();
             if !ended {
-                let open = self.shared.summary().unfinished(self.shared.schedule.taken());
+                let open = self.shared.summary().unfinished(&self.shared.schedule.taken());
                 self.shared.fault(format!(
                     "rank {} did not finish writing within {} s: the disk or the coordinator hangs; {}",
                     settings.rank,

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use backtape::selection::{Planned, Selection};
 
+use crate::steps::Steps;
+
 /// Steps whose durations are remembered: the fastest of them is the rate.
 const PACE_STEPS: usize = 16;
 
@@ -46,7 +48,7 @@ struct State {
     /// Steps that were asked for one by one.
     asked: BTreeSet<u64>,
     /// Steps that have, or had, a tape, or were closed without one.
-    taken: BTreeSet<u64>,
+    taken: Steps,
     /// Newest step that the ring began.
     held: Option<u64>,
     current: Option<u64>,
@@ -71,7 +73,7 @@ impl Schedule {
             own: Arc::new(own),
             plans: Vec::new(),
             asked: BTreeSet::new(),
-            taken: BTreeSet::new(),
+            taken: Steps::default(),
             held: None,
             current: None,
             began: None,
@@ -91,7 +93,7 @@ impl Schedule {
         if self.watching {
             state.advance(step);
         }
-        if state.taken.contains(&step) {
+        if state.taken.contains(step) {
             return Course::Pass;
         }
         let selection = state.selection(step).clone();
@@ -113,18 +115,18 @@ impl Schedule {
 
     /// True when the step has, or had, its tape.
     pub(crate) fn is_taken(&self, step: u64) -> bool {
-        self.lock().taken.contains(&step)
+        self.lock().taken.contains(step)
     }
 
     /// Every step that has, or had, its tape.
-    pub(crate) fn taken(&self) -> BTreeSet<u64> {
+    pub(crate) fn taken(&self) -> Steps {
         self.lock().taken.clone()
     }
 
     /// The ring begins this step: true once.
     pub(crate) fn hold(&self, step: u64) -> bool {
         let mut state = self.lock();
-        let new = state.held < Some(step) && !state.taken.contains(&step);
+        let new = state.held < Some(step) && !state.taken.contains(step);
         if new {
             state.held = Some(step);
         }

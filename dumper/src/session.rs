@@ -121,7 +121,7 @@ impl Session {
             return;
         };
         match self.client.close_step(step, files, &ending, deadline).await {
-            Ok(true) => self.shared.summary().steps_committed.push(step),
+            Ok(true) => self.shared.committed(step),
             Ok(false) => {
                 self.waiting.insert(step);
             }
@@ -138,7 +138,7 @@ impl Session {
 
     fn lost(&self, step: u64, why: &str) {
         let rank = self.shared.rank();
-        self.shared.summary().steps_partial.push(step);
+        self.shared.summary().steps_partial.insert(step);
         self.shared.fault(format!("step {step} of rank {rank} stays partial: {why}"));
     }
 
@@ -215,7 +215,7 @@ impl Session {
                     pause = (pause * 2).min(slowest);
                     continue;
                 }
-                Some(Ok(())) => self.shared.summary().steps_committed.push(step),
+                Some(Ok(())) => self.shared.committed(step),
                 Some(Err(why)) => self.lost(step, &why),
             }
             self.waiting.remove(&step);

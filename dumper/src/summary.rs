@@ -1,7 +1,8 @@
 //! What a recorder did, for the log line at the end of a job.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
+
+use crate::steps::Steps;
 
 /// Counts and named troubles of one recorder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,9 +14,9 @@ pub struct Summary {
     /// Rows of scalars that lie in the store.
     pub scalar_rows: u64,
     /// Steps whose manifest stands at its final name.
-    pub steps_committed: Vec<u64>,
+    pub steps_committed: Steps,
     /// Steps recorded here that are not known to be committed.
-    pub steps_partial: Vec<u64>,
+    pub steps_partial: Steps,
     /// What was not recorded, each with its reason.
     pub omissions: Vec<String>,
     /// What went wrong in the background, each one sentence.
@@ -84,14 +85,15 @@ impl Summary {
 
     /// The steps of `taken` that came to no end are not known to be committed; the sentence
     /// that names them, if there are any.
-    pub(crate) fn unfinished(&mut self, taken: impl IntoIterator<Item = u64>) -> Option<String> {
-        let ended: BTreeSet<u64> =
-            self.steps_committed.iter().chain(&self.steps_partial).copied().collect();
-        let open: Vec<u64> = taken.into_iter().filter(|step| !ended.contains(step)).collect();
+    pub(crate) fn unfinished(&mut self, taken: &Steps) -> Option<String> {
+        let ended = |step| self.steps_committed.contains(step) || self.steps_partial.contains(step);
+        let open: Vec<u64> = taken.iter().filter(|&step| !ended(step)).collect();
         if open.is_empty() {
             return None;
         }
-        self.steps_partial.extend(&open);
+        for &step in &open {
+            self.steps_partial.insert(step);
+        }
         let named: Vec<String> = open.iter().take(MAX_NAMED).map(u64::to_string).collect();
         let more = match open.len().saturating_sub(MAX_NAMED) {
             0 => String::new(),
@@ -133,12 +135,13 @@ mod tests {
 
     #[test]
     fn steps_that_came_to_no_end_are_partial_and_named() {
-        let mut summary = Summary { steps_committed: vec![0], ..Summary::default() };
-        summary.steps_partial.push(1);
-        assert_eq!(summary.unfinished(0..2), None);
-        let said = summary.unfinished(0..14).unwrap();
+        let mut summary =
+            Summary { steps_committed: [0].into_iter().collect(), ..Summary::default() };
+        summary.steps_partial.insert(1);
+        assert_eq!(summary.unfinished(&(0..2).collect()), None);
+        let said = summary.unfinished(&(0..14).collect()).unwrap();
         assert!(said.ends_with("step 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more"), "{said}");
         assert_eq!(summary.steps_partial.len(), 13);
-        assert_eq!(summary.unfinished(0..14), None, "each once");
+        assert_eq!(summary.unfinished(&(0..14).collect()), None, "each once");
     }
 }

@@ -242,7 +242,7 @@ fn give_up(shared: &Shared, why: &str) {
                 shared.omitted(step, queued.key.tensor.as_str(), microbatch, &reason);
             }
             Command::Close(step, _) | Command::Ring(step) | Command::Abandon(step) => {
-                shared.summary().steps_partial.push(step);
+                shared.summary().steps_partial.insert(step);
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use backtape_dumper::Steps;
 use pyo3::prelude::*;
 
 /// Counts and named troubles of one recorder.
@@ -27,8 +28,8 @@ impl From<backtape_dumper::Summary> for Summary {
             shards: summary.shards,
             bytes: summary.bytes,
             scalar_rows: summary.scalar_rows,
-            steps_committed: summary.steps_committed,
-            steps_partial: summary.steps_partial,
+            steps_committed: summary.steps_committed.iter().collect(),
+            steps_partial: summary.steps_partial.iter().collect(),
             omissions: summary.omissions,
             faults: summary.faults,
             orders: summary.orders,
@@ -44,9 +45,11 @@ impl From<backtape_dumper::Summary> for Summary {
 impl Summary {
     /// One line for the log.
     fn __str__(&self) -> String {
+        let runs = |steps: &[u64]| steps.iter().copied().collect::<Steps>();
+        let (committed, partial) = (runs(&self.steps_committed), runs(&self.steps_partial));
+        let (shards, bytes) = (self.shards, self.bytes);
         let mut text = format!(
-            "{} shards, {} bytes; steps committed {:?}, partial {:?}",
-            self.shards, self.bytes, self.steps_committed, self.steps_partial
+            "{shards} shards, {bytes} bytes; steps committed {committed:?}, partial {partial:?}"
         );
         if self.scalar_rows > 0 {
             text.push_str(&format!("; {} rows of scalars", self.scalar_rows));

@@ -75,29 +75,34 @@ impl AttemptLog {
         directory: AttemptDir,
     ) -> Result<Option<AttemptLog>, JournalError> {
         let path = directory.path.clone();
-        let (replay, journal) = journal::load(&backend, &path)?;
-        if replay.torn_bytes > 0 {
+        let mut log: Option<AttemptLog> = None;
+        let (torn_bytes, journal) = journal::load(&backend, &path, |batch| {
+            let Batch { at_ms, events } = batch;
+            events.into_iter().try_for_each(|event| match &mut log {
+                Some(log) => log.apply_loaded(event, at_ms),
+                None => {
+                    let (opened, unread) = (opening(event)?, Journal::begin(&backend, &path));
+                    log = Some(AttemptLog::of(backend.clone(), directory.clone(), opened, unread));
+                    Ok(())
+                }
+            })
+        })?;
+        if torn_bytes > 0 {
             tracing::warn!(
-                "the journal in {} ended in {} bytes that a crash cut off: they were never acknowledged and are dropped",
+                "the journal in {} ended in {torn_bytes} bytes that a crash cut off: they were never acknowledged and are dropped",
                 path.display(),
-                replay.torn_bytes
             );
         }
-        let damaged = |line, detail| JournalError::Damaged { path: path.clone(), line, detail };
-        let numbered = replay.batches.into_iter().zip(1..).flat_map(|(batch, line)| {
-            batch.events.into_iter().map(move |event| (line, batch.at_ms, event))
-        });
-        let mut events = numbered;
-        let Some((line, _, first)) = events.next() else { return Ok(None) };
-        let opened = opening(first).map_err(|detail| damaged(line, detail))?;
-        let mut log = AttemptLog::of(backend, directory, opened, journal);
-        for (line, at_ms, event) in events {
-            let step = event.step();
-            log.apply_again(event, at_ms).map_err(|detail| damaged(line, detail))?;
-            // At once: all steps of a long run do not fit into memory together.
-            step.into_iter().for_each(|step| log.take_up_committed(step));
-        }
-        Ok(Some(log))
+        Ok(log.map(|log| AttemptLog { journal, ..log }))
+    }
+
+    /// Applies an event and, where it was the last of a step whose manifest stands, takes that
+    /// up at once: all steps of a long run do not fit into memory together.
+    fn apply_loaded(&mut self, event: Event, at_ms: u64) -> Result<(), String> {
+        let step = event.step();
+        self.apply_again(event, at_ms)?;
+        step.into_iter().for_each(|step| self.take_up_committed(step));
+        Ok(())
     }
 
     /// Applies one journalled event. Every one was checked before it was written: one that fails
@@ -113,10 +118,21 @@ impl AttemptLog {
     /// Takes up a step whose manifest stands. A store that does not say is asked again by
     /// [`Self::commit`].
     fn take_up_committed(&mut self, step: Step) {
-        let path = self.directory.step(step).manifest();
-        let forgets = faults::seeded("commit-forgotten");
-        if self.state.is_ready(step) && !forgets && self.backend.settled(&path).unwrap_or(false) {
+        if !self.state.is_ready(step) || faults::seeded("commit-forgotten") {
+            return;
+        }
+        let directory = self.directory.step(step);
+        if self.backend.settled(&directory.manifest()).unwrap_or(false) {
             self.take_up(step);
+        } else if self.state.files_of(step) > 0
+            && self.backend.is_gone(&directory.path).unwrap_or(false)
+        {
+            // Its files were there before they were acknowledged, so somebody made room. A
+            // manifest without them would make `replay` report a damaged step.
+            let path = directory.path.display();
+            tracing::info!("step {step} was deleted with all its files: {path} is not made again");
+            self.state.set_committed(step);
+            self.state.release(step);
         }
     }
 

@@ -42,39 +42,10 @@ pub fn examine(path: &Path, step: Step) -> Result<Examined, JournalError> {
 }
 
 /// The same of bytes from anywhere; `path` only names them.
-pub fn examine_from(
-    path: &Path,
-    mut from: impl BufRead,
-    step: Step,
-) -> Result<Examined, JournalError> {
-    let read = |source| JournalError::Read { path: path.into(), source };
-    let damaged = |line, detail| JournalError::Damaged { path: path.into(), line, detail };
-    let (mut chain, mut number) = (journal::chain_start(), 0);
+pub fn examine_from(path: &Path, from: impl BufRead, step: Step) -> Result<Examined, JournalError> {
     let mut examined = Examined { torn_bytes: 0, state: None };
-    // A bad line is torn where it is the last, and damage where another follows.
-    let mut bad: Option<String> = None;
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        if from.read_until(b'\n', &mut line).map_err(read)? == 0 {
-            return Ok(examined);
-        }
-        if let Some(detail) = bad {
-            return Err(damaged(number, detail));
-        }
-        number += 1;
-        match journal::check_line(&line, chain) {
-            Ok((json, next)) => {
-                chain = next;
-                examined.take(json, step).map_err(|detail| damaged(number, detail))?;
-                bad = None;
-            }
-            Err(detail) => {
-                examined.torn_bytes = line.len() as u64;
-                bad = Some(detail);
-            }
-        }
-    }
+    examined.torn_bytes = journal::read(path, from, |json| examined.take(json, step))?.torn_bytes;
+    Ok(examined)
 }
 
 impl Examined {

@@ -14,15 +14,18 @@
 //! A bucket cannot append: there each line is an object of its own.
 
 mod lines;
+mod reading;
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, BufReader};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use self::lines::Lines;
+pub(crate) use self::reading::{End, read};
+use self::reading::{chain_start, link};
 use super::event::Event;
 use crate::faults;
 use crate::hash::ContentHash;
@@ -39,17 +42,6 @@ pub(crate) struct Batch {
     pub at_ms: u64,
     /// What, in order.
     pub events: Vec<Event>,
-}
-
-/// What a journal holds.
-#[derive(Debug)]
-pub(crate) struct Replay {
-    /// Every durable batch, in order.
-    pub batches: Vec<Batch>,
-    /// Bytes of a last line that was cut off, and dropped.
-    pub torn_bytes: u64,
-    good_bytes: u64,
-    chain: ContentHash,
 }
 
 /// A journal that is being written. Opened lazily: an attempt that is only
@@ -92,86 +84,48 @@ pub(crate) enum AppendError {
     Final(io::Error),
 }
 
-/// The checksum before the first line.
-pub(super) fn chain_start() -> ContentHash {
-    ContentHash::of(b"backtape journal 1")
-}
-
-fn link(previous: ContentHash, json: &[u8]) -> ContentHash {
-    let mut text = previous.to_string().into_bytes();
-    text.extend(json);
-    ContentHash::of(&text)
-}
-
-/// Reads every durable batch of an attempt, and goes on after the last.
-pub(crate) fn load(backend: &Backend, attempt: &Path) -> Result<(Replay, Journal), JournalError> {
+/// Reads every durable batch of an attempt, in order, and goes on after the last; an error of
+/// `each` is damage of the line that the batch is. Bytes of a last line that a crash cut off are
+/// told: they are dropped.
+pub(crate) fn load(
+    backend: &Backend,
+    attempt: &Path,
+    each: impl FnMut(Batch) -> Result<(), String>,
+) -> Result<(u64, Journal), JournalError> {
     if let Backend::Directory = backend {
         let path = attempt.join(JOURNAL);
-        let replay = replay(&path)?;
-        let journal = Journal::after(path, &replay);
-        return Ok((replay, journal));
+        let end = read_file(&path, each)?;
+        return Ok((end.torn_bytes, Journal::after(path, &end)));
     }
-    let (path, bytes, lines) = Lines::load(backend, attempt)?;
-    let replay = replay_bytes(&path, &bytes)?;
-    if replay.torn_bytes > 0 {
+    let lines = Lines::found(backend, attempt)?;
+    let path = lines.directory().to_path_buf();
+    let end = reading::read(&path, BufReader::new(lines.reader()), parsed(each))?;
+    if end.torn_bytes > 0 {
         // An object is put whole or not at all: no crash cuts one off.
-        let (line, detail) = (replay.batches.len() + 1, "it is not what was put".into());
+        let (line, detail) = (end.lines + 1, "it is not what was put".into());
         return Err(JournalError::Damaged { path, line, detail });
     }
-    let chain = replay.chain;
-    Ok((replay, Journal { medium: Medium::Objects(lines), chain }))
+    Ok((0, Journal { medium: Medium::Objects(lines), chain: end.chain }))
 }
 
 /// Reads every durable batch of a file.
-pub(crate) fn replay(path: &Path) -> Result<Replay, JournalError> {
-    let bytes = faults::point("journal.read").and_then(|()| std::fs::read(path));
-    let bytes = bytes.map_err(|source| JournalError::Read { path: path.into(), source })?;
-    replay_bytes(path, &bytes)
-}
-
-fn replay_bytes(path: &Path, bytes: &[u8]) -> Result<Replay, JournalError> {
-    let mut replay =
-        Replay { batches: Vec::new(), torn_bytes: 0, good_bytes: 0, chain: chain_start() };
-    for (index, line) in bytes.split_inclusive(|&b| b == b'\n').enumerate() {
-        let end = replay.good_bytes + line.len() as u64;
-        match read_line(line, replay.chain) {
-            Ok((batch, chain)) => {
-                replay.batches.push(batch);
-                (replay.chain, replay.good_bytes) = (chain, end);
-            }
-            Err(_) if end == bytes.len() as u64 => {
-                replay.torn_bytes = line.len() as u64;
-                if faults::seeded("torn-line-believed") {
-                    replay.good_bytes = end;
-                }
-            }
-            Err(detail) => {
-                return Err(JournalError::Damaged { path: path.into(), line: index + 1, detail });
-            }
-        }
+pub(crate) fn read_file(
+    path: &Path,
+    each: impl FnMut(Batch) -> Result<(), String>,
+) -> Result<End, JournalError> {
+    let file = faults::point("journal.read").and_then(|()| File::open(path));
+    let file = file.map_err(|source| JournalError::Read { path: path.into(), source })?;
+    let mut end = reading::read(path, BufReader::new(file), parsed(each))?;
+    if faults::seeded("torn-line-believed") {
+        end.good_bytes += end.torn_bytes;
     }
-    Ok(replay)
+    Ok(end)
 }
 
-fn read_line(line: &[u8], previous: ContentHash) -> Result<(Batch, ContentHash), String> {
-    let (json, chain) = check_line(line, previous)?;
-    let batch = serde_json::from_slice(json).map_err(|error| error.to_string())?;
-    Ok((batch, chain))
-}
-
-/// The JSON of a line whose checksum is right, and the checksum.
-pub(super) fn check_line(
-    line: &[u8],
-    previous: ContentHash,
-) -> Result<(&[u8], ContentHash), String> {
-    let text = line.strip_suffix(b"\n").ok_or("it has no end")?;
-    let (digits, rest) = text.split_at_checked(CHECKSUM_DIGITS).ok_or("it is too short")?;
-    let json = rest.strip_prefix(b" ").ok_or("it has no checksum")?;
-    let chain = link(previous, json);
-    if digits != chain.to_string().as_bytes() {
-        return Err("its checksum does not match its contents".into());
-    }
-    Ok((json, chain))
+fn parsed(
+    mut each: impl FnMut(Batch) -> Result<(), String>,
+) -> impl FnMut(&[u8]) -> Result<(), String> {
+    move |json| each(serde_json::from_slice(json).map_err(|error| error.to_string())?)
 }
 
 impl Journal {
@@ -192,10 +146,10 @@ impl Journal {
         Journal { medium, chain: chain_start() }
     }
 
-    /// Goes on after what was replayed from a file.
-    pub(crate) fn after(path: PathBuf, replay: &Replay) -> Journal {
-        let medium = Medium::File { path, file: None, good_bytes: replay.good_bytes };
-        Journal { medium, chain: replay.chain }
+    /// Goes on after what was read from a file.
+    pub(crate) fn after(path: PathBuf, end: &End) -> Journal {
+        let medium = Medium::File { path, file: None, good_bytes: end.good_bytes };
+        Journal { medium, chain: end.chain }
     }
 
     /// Makes a batch durable. The error says whether the same batch may be appended again;
@@ -263,7 +217,7 @@ fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
         .open(path)?;
     if file.metadata()?.len() != good_bytes {
         // A journal that nobody loaded is never cut off: what is in it was acknowledged.
-        if good_bytes == 0 && !replay(path).is_ok_and(|found| found.batches.is_empty()) {
+        if good_bytes == 0 && !read_file(path, |_| Ok(())).is_ok_and(|end| end.lines == 0) {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it holds an older record"));
         }
         faults::point("journal.truncate")?;

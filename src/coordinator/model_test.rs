@@ -4,12 +4,13 @@
 //! on the state machine with a real journal, against a model of two maps.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use proptest::prelude::*;
 
 use super::attempt_log::AttemptLog;
 use super::event::{Closing, Event, Joined, Opened};
-use super::journal::{self, Batch, Journal};
+use super::journal::{self, Batch, End, Journal, JournalError};
 use super::metrics::Totals;
 use super::request::StepAsk;
 use super::state::{AttemptState, Outcome, StepState};
@@ -324,8 +325,8 @@ proptest! {
                     Op::Release => release(&mut state, &model.committed),
                     Op::Tick => drop(state.newly_overdue(index as u64, 10)),
                     _ => {
-                        let replay = journal::replay(&path).unwrap();
-                        let mut again = rebuild(&replay.batches).unwrap();
+                        let (batches, sound) = load(&path).unwrap();
+                        let mut again = rebuild(&batches).unwrap();
                         model.committed.keys().for_each(|&step| again.set_committed(Step(step)));
                         // Of what was recalled, less is known.
                         release(&mut again, &model.committed);
@@ -333,7 +334,7 @@ proptest! {
                         // What is overdue is found again by the next tick.
                         state.forget_overdue();
                         prop_assert_eq!(&again, &state);
-                        (state, journal) = (again, Journal::after(path.clone(), &replay));
+                        (state, journal) = (again, Journal::after(path.clone(), &sound));
                     }
                 }
                 compare_sums(&state, &model);
@@ -370,14 +371,24 @@ proptest! {
         let bytes = std::fs::read(&path).unwrap();
         let end = (bytes.len() as f64 * cut) as usize;
         std::fs::write(&path, &bytes[..end]).unwrap();
-        let replay = journal::replay(&path).unwrap();
+        let (batches, sound) = load(&path).unwrap();
         let whole = written.iter().filter(|&&at| at <= end as u64).count();
-        prop_assert_eq!(replay.batches.len(), whole);
-        let after = Journal::after(path.clone(), &replay)
+        prop_assert_eq!(batches.len(), whole);
+        let after = Journal::after(path.clone(), &sound)
             .append(&Batch { at_ms: 9, events: vec![] });
         after.unwrap();
-        prop_assert_eq!(journal::replay(&path).unwrap().batches.len(), whole + 1);
+        prop_assert_eq!(load(&path).unwrap().0.len(), whole + 1);
     }
+}
+
+/// Every durable batch, and where they end.
+fn load(path: &Path) -> Result<(Vec<Batch>, End), JournalError> {
+    let mut batches = Vec::new();
+    let end = journal::read_file(path, |batch| {
+        batches.push(batch);
+        Ok(())
+    })?;
+    Ok((batches, end))
 }
 
 #[test]
@@ -394,13 +405,13 @@ fn a_changed_line_before_the_end_is_an_error_and_a_changed_last_line_is_dropped(
         let mut bad = good.clone();
         bad[at] ^= 1;
         std::fs::write(&path, &bad).unwrap();
-        let found = journal::replay(&path).ok().map(|replay| replay.batches.len());
+        let found = load(&path).ok().map(|(batches, _)| batches.len());
         assert_eq!(found, dropped, "byte {at}");
     }
     // A line that is left out breaks the chain even though each is sound alone.
     let without = [&good[..line], &good[2 * line..], b"\n"].concat();
     std::fs::write(&path, without).unwrap();
-    assert!(journal::replay(&path).unwrap_err().to_string().contains("line 2"));
+    assert!(load(&path).unwrap_err().to_string().contains("line 2"));
 }
 
 #[test]

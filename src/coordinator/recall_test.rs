@@ -128,3 +128,18 @@ fn a_manifest_that_is_gone_or_of_another_step_answers_nothing_and_says_so() {
         assert!(log.state.is_committed(Step(0)));
     }
 }
+
+#[test]
+fn a_step_that_was_deleted_is_not_made_again_by_a_restart_and_one_whose_manifest_alone_is_missing_is()
+ {
+    let store = tempfile::tempdir().unwrap();
+    drop(job(store.path()));
+    std::fs::remove_dir_all(directory(store.path()).step(Step(2)).path).unwrap();
+    std::fs::remove_file(manifest(store.path(), 3)).unwrap();
+    let mut log = AttemptLog::load(Backend::Directory, directory(store.path())).unwrap().unwrap();
+    log.commit();
+    assert!(!directory(store.path()).step(Step(2)).path.exists());
+    assert!(manifest(store.path(), 3).is_file(), "a kill may have come before it");
+    assert_eq!(totals(&log).committed, STEPS);
+    assert!(log.submit(report(2, 0, 0), 1).unwrap_err().to_string().contains("step 2"));
+}

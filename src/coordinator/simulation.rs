@@ -13,6 +13,7 @@ mod job;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::oneshot;
 
@@ -201,19 +202,10 @@ impl World {
             self.leave_torn_line();
             return self.start_coordinator();
         }
-        let before = self.manifests();
-        runs.flush(self.now_ms);
         if faults && self.random.percent(4) {
-            // Dead before the manifests were linked, or only before the answers.
-            drop(runs);
-            if self.random.percent(50) {
-                let linked = self.manifests();
-                for path in linked.keys().filter(|path| !before.contains_key(*path)) {
-                    std::fs::remove_file(path).unwrap();
-                }
-            }
-            return self.start_coordinator();
+            return self.die_after_the_flush(runs);
         }
+        runs.flush(self.now_ms);
         for answer in answers {
             answer(&mut runs);
         }
@@ -222,6 +214,20 @@ impl World {
             let told = told.read(&ask);
             self.answers.push((incarnation, told));
         }
+    }
+
+    /// Dead before the manifests were linked, or only before the answers.
+    fn die_after_the_flush(&mut self, mut runs: Runs) {
+        let before = self.manifests();
+        runs.flush(self.now_ms);
+        drop(runs);
+        if self.random.percent(50) {
+            let linked = self.manifests();
+            for path in linked.keys().filter(|path| !before.contains_key(*path)) {
+                std::fs::remove_file(path).unwrap();
+            }
+        }
+        self.start_coordinator();
     }
 
     fn request(&self, incarnation: u64, ask: &Ask) -> (Request, Waiting) {
@@ -407,12 +413,25 @@ fn number(variable: &str, default: u64) -> u64 {
 
 #[test]
 fn no_order_of_faults_loses_what_was_acknowledged_or_undoes_a_commit() {
-    let (first, count) = (number("BACKTAPE_SEED", 1), number("BACKTAPE_SIMULATIONS", 1000));
+    let (first, count) = (number("BACKTAPE_SEED", 1), number("BACKTAPE_SIMULATIONS", 10_000));
     println!("seeds {first} to {}", first + count - 1);
-    for seed in first..first + count {
-        let told = std::panic::catch_unwind(|| simulate(seed));
-        assert!(told.is_ok(), "BACKTAPE_SEED={seed} BACKTAPE_SIMULATIONS=1 shows it again");
-    }
+    let next = AtomicU64::new(first);
+    let work = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= first + count {
+                return;
+            }
+            let told = std::panic::catch_unwind(|| simulate(seed));
+            assert!(told.is_ok(), "BACKTAPE_SEED={seed} BACKTAPE_SIMULATIONS=1 shows it again");
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(work);
+        }
+    });
 }
 
 #[test]

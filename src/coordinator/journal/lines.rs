@@ -4,7 +4,7 @@
 //! taken and stops, so no acknowledgement of it is ever outside the record. A file of a
 //! directory has no such fence.
 
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use super::{AppendError, JournalError};
@@ -25,23 +25,26 @@ impl Lines {
         Lines { backend: backend.clone(), directory: attempt.join(JOURNAL_LINES), next: 0 }
     }
 
-    /// Every line, one after the other, and the journal that goes on after them.
-    pub(super) fn load(
-        backend: &Backend,
-        attempt: &Path,
-    ) -> Result<(PathBuf, Vec<u8>, Lines), JournalError> {
+    /// The lines that are there.
+    pub(super) fn found(backend: &Backend, attempt: &Path) -> Result<Lines, JournalError> {
         let mut lines = Lines::begin(backend, attempt);
-        let path = lines.directory.clone();
-        let read = |source| JournalError::Read { path: path.clone(), source };
+        let read = |source| JournalError::Read { path: lines.directory.clone(), source };
         let names = backend.list(&lines.directory).map_err(read)?.files;
         if names.is_empty() {
             return Err(read(io::ErrorKind::NotFound.into()));
         }
         lines.next = names.len() as u64;
-        let targets: Vec<PathBuf> = (0..lines.next).map(|number| lines.target(number)).collect();
-        // One that is missing between others is not found, and named.
-        let bytes = backend.read_all(&targets).map_err(read)?.concat();
-        Ok((path, bytes, lines))
+        Ok(lines)
+    }
+
+    pub(super) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// All lines, one after the other. One that is missing between others is not found, and
+    /// named.
+    pub(super) fn reader(&self) -> impl Read + '_ {
+        LinesReader { lines: self, next: 0, some: io::Cursor::default() }
     }
 
     fn target(&self, number: u64) -> PathBuf {
@@ -61,5 +64,30 @@ impl Lines {
         }
         self.next += 1;
         Ok(())
+    }
+}
+
+/// Objects that are asked for together: a bucket answers in tens of milliseconds.
+const TOGETHER: u64 = 256;
+
+struct LinesReader<'a> {
+    lines: &'a Lines,
+    next: u64,
+    some: io::Cursor<Vec<u8>>,
+}
+
+impl Read for LinesReader<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let read = self.some.read(buffer)?;
+            if read > 0 || buffer.is_empty() || self.next == self.lines.next {
+                return Ok(read);
+            }
+            let to = self.lines.next.min(self.next + TOGETHER);
+            let targets: Vec<PathBuf> =
+                (self.next..to).map(|number| self.lines.target(number)).collect();
+            self.some = io::Cursor::new(self.lines.backend.read_all(&targets)?.concat());
+            self.next = to;
+        }
     }
 }

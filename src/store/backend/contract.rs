@@ -102,6 +102,9 @@ fn absent_things_are_not_found(backend: &Backend, root: &Path) {
     assert_eq!(backend.open(&target).map(drop).map_err(kind), Err(std::io::ErrorKind::NotFound));
     assert!(!backend.holds(&target).unwrap());
     assert_eq!(backend.list(&target).unwrap(), Listing::default());
+    assert!(backend.is_gone(&target).unwrap());
+    assert!(backend.create(&root.join("step/deep/file"), b"").unwrap());
+    assert!(!backend.is_gone(&root.join("step")).unwrap());
     assert!(backend.read_all(std::slice::from_ref(&target)).is_err());
 }
 

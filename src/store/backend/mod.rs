@@ -175,6 +175,19 @@ impl Backend {
         Ok(listing)
     }
 
+    /// True when nothing has this name any more, nor lies below it.
+    pub fn is_gone(&self, directory: &Path) -> io::Result<bool> {
+        match self {
+            Backend::Directory => {
+                std::fs::symlink_metadata(directory).map(|_| false).or_else(absent(true))
+            }
+            Backend::Bucket(bucket) => {
+                let listing = bucket.list(directory)?;
+                Ok(listing.directories.is_empty() && listing.files.is_empty())
+            }
+        }
+    }
+
     /// Proves that the store can be written: found now, not at the first acknowledgement.
     pub fn prove_writable(&self, store: &Path) -> io::Result<()> {
         let probe = durable::scratch_beside(&store.join("probe"));

@@ -144,10 +144,9 @@ impl Rank<'_> {
         self.told.note(self.ledger, &summary, &delivered)?;
         let attempt = summary.attempt.unwrap_or(u32::MAX);
         let committed = summary.steps_committed.iter();
-        let mut told: Vec<Told> =
-            committed.map(|&step| Told::Committed { attempt, step }).collect();
+        let mut told: Vec<Told> = committed.map(|step| Told::Committed { attempt, step }).collect();
         let partial = summary.steps_partial.iter();
-        told.extend(partial.map(|&step| Told::Partial { launch, rank, step }));
+        told.extend(partial.map(|step| Told::Partial { launch, rank, step }));
         told.push(Told::closed(launch, rank, &summary));
         Ok(self.ledger.note(&told)?)
     }

@@ -214,9 +214,9 @@ impl Trainee<'_> {
         let attempt = summary.attempt.unwrap_or(u32::MAX);
         let mut told = Vec::new();
         let committed = summary.steps_committed.iter();
-        told.extend(committed.map(|&step| Told::Committed { attempt, step }));
+        told.extend(committed.map(|step| Told::Committed { attempt, step }));
         let partial = summary.steps_partial.iter();
-        told.extend(partial.map(|&step| Told::Partial { launch, rank, step }));
+        told.extend(partial.map(|step| Told::Partial { launch, rank, step }));
         told.push(Told::closed(launch, rank, &summary));
         Ok(self.ledger.note(&told)?)
     }

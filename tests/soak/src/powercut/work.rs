@@ -261,7 +261,7 @@ impl Cycle<'_> {
                 told = (summary.shards, summary.steps_committed.len());
                 self.told(|ledger| {
                     let entry = ledger.recorded.entry((run.into(), rank)).or_default();
-                    entry.committed.extend(&summary.steps_committed);
+                    entry.committed.extend(summary.steps_committed.iter());
                     entry.shards = summary.shards;
                 });
             }

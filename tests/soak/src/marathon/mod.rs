@@ -2,9 +2,12 @@
 //! 1 % of its steps: kills of ranks and of the coordinator, connections that are reset or stall,
 //! writes that fail. Nothing that was acknowledged is lost, and memory does not grow.
 //!
-//! Growth is the slope of the resident memory over time, by least squares over the lives of all
-//! processes of a kind, each with a mean of its own: a process that is started anew begins at
-//! its own level. The first seconds of a life are left out, as caches fill.
+//! A kill ends the life in which growth would show, so the time is cut into three: in the first
+//! all kinds of faults come, in the second no rank is killed, in the third no coordinator. Ranks
+//! live through the second, under coordinators that are killed, and a coordinator through the
+//! third, under jobs that are launched anew.
+
+mod lives;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -16,19 +19,16 @@ use clap::Args;
 
 use crate::job::{Job, step_directory};
 use crate::ledger::{self, Told};
-use crate::memory::resident_kib;
+use crate::marathon::lives::{Growth, Life};
 use crate::network::proxy::{Mode, Proxy};
 use crate::oracle::Oracle;
-use crate::processes::{Process, Yard, pause, was_killed};
+use crate::processes::{Yard, pause, was_killed};
 use crate::random::Random;
 
 const RANKS: u32 = 8;
 /// Faults in a thousand steps.
 const FAULTS_PER_MILLE: u64 = 10;
-/// A shorter run says nothing of memory: allocators settle for minutes.
-const JUDGED_MINUTES: f64 = 8.0;
-/// A process settles meanwhile, and is looked at so often afterwards.
-const SETTLES: Duration = Duration::from_secs(20);
+/// How often memory is looked at.
 const SAMPLE: Duration = Duration::from_secs(1);
 /// The cap of one call of the recorder, with what it takes to come back from a wait.
 const CALL_CAP: Duration = Duration::from_millis(250 + 50);
@@ -84,8 +84,16 @@ struct Marathon<'a> {
     ranks: Vec<Life>,
     launch: u32,
     events: Events,
-    of_coordinators: Slope,
-    of_ranks: Slope,
+    of_coordinators: Growth,
+    of_ranks: Growth,
+}
+
+/// Whom the faults of a third of the time spare.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Spared {
+    Nobody,
+    Ranks,
+    Coordinator,
 }
 
 /// What was done to it.
@@ -130,21 +138,27 @@ impl<'a> Marathon<'a> {
             ranks: Vec::new(),
             launch: 0,
             events: Events::default(),
-            of_coordinators: Slope::default(),
-            of_ranks: Slope::default(),
+            of_coordinators: Growth::default(),
+            of_ranks: Growth::default(),
         };
         marathon.launch()?;
         Ok(marathon)
     }
 
     fn all(&mut self) -> Result<()> {
-        let end = Instant::now() + Duration::from_secs_f64(self.arguments.minutes * 60.0);
+        let (begin, third) = (Instant::now(), self.arguments.minutes * 20.0);
+        let end = begin + Duration::from_secs_f64(third * 3.0);
         let pace = Duration::from_millis(self.arguments.pace_ms);
         let mut sampled = Instant::now();
         while Instant::now() < end {
             pause(pace);
             if self.random.below(1000) < FAULTS_PER_MILLE {
-                self.disturb()?;
+                let spared = match begin.elapsed().as_secs_f64() {
+                    at if at < third => Spared::Nobody,
+                    at if at < 2.0 * third => Spared::Ranks,
+                    _ => Spared::Coordinator,
+                };
+                self.disturb(spared)?;
             }
             self.alive()?;
             if sampled.elapsed() >= SAMPLE {
@@ -180,23 +194,22 @@ impl<'a> Marathon<'a> {
         Ok(())
     }
 
-    fn disturb(&mut self) -> Result<()> {
-        match self.random.below(20) {
-            0..10 => {
+    fn disturb(&mut self, spared: Spared) -> Result<()> {
+        match (self.random.below(20), spared) {
+            (0..10, _) => {
                 self.events.resets += 1;
                 self.proxy.set(Mode::Reset);
                 let later = self.random.below(100);
                 self.proxy_heals(later);
             }
-            10..15 => {
+            (10..15, _) => {
                 self.events.stalls += 1;
                 self.proxy.set(Mode::Stall);
                 let later = self.random.below(STALL_MS);
                 self.proxy_heals(later);
             }
-            15..17 => self.kill_a_rank()?,
-            17..19 => self.kill_the_coordinator("")?,
-            _ if faults::ACTIVE => {
+            (15..17, Spared::Nobody) | (_, Spared::Coordinator) => self.kill_a_rank()?,
+            (19, _) if faults::ACTIVE => {
                 // From its n-th I/O call on, some fail; the next coordinator is sound again.
                 self.events.failing_writes += 1;
                 let error = ["EIO", "ENOSPC"][self.random.below(2) as usize];
@@ -204,7 +217,7 @@ impl<'a> Marathon<'a> {
                 let fault = format!("intake.write={error}@{at},intake.sync={error}@{at}");
                 self.kill_the_coordinator(&fault)?;
             }
-            _ => {}
+            _ => self.kill_the_coordinator("")?,
         }
         Ok(())
     }
@@ -293,121 +306,15 @@ impl<'a> Marathon<'a> {
             self.oracle.committed(),
         );
         let mut grown = Vec::new();
-        for (whose, slope) in [("coordinators", &self.of_coordinators), ("ranks", &self.of_ranks)] {
-            let (at, error) = slope.mib_per_hour();
+        for (whose, growth) in [("coordinators", &self.of_coordinators), ("ranks", &self.of_ranks)]
+        {
             let steps_per_hour = 3.6e6 / self.arguments.pace_ms as f64;
-            println!(
-                "marathon: memory of {whose}: {at:+.2} MiB an hour, 95 % between {:+.2} and {:+.2} ({} lives, \
-                 {} samples), {:.0} bytes a step",
-                at - 1.96 * error,
-                at + 1.96 * error,
-                slope.lives,
-                slope.samples,
-                at * f64::from(1 << 20) / steps_per_hour
-            );
-            if at - 1.96 * error > self.arguments.slope_mib {
+            println!("marathon: memory of {whose}: {}", growth.told(steps_per_hour));
+            if growth.is_judged() && !(growth.mib_per_hour() <= self.arguments.slope_mib) {
                 grown.push(whose);
             }
         }
-        if self.arguments.minutes < JUDGED_MINUTES {
-            println!("marathon: MEMORY IS NOT JUDGED in less than {JUDGED_MINUTES} minutes");
-            return Ok(());
-        }
-        ensure!(grown.is_empty(), "marathon: the memory of {grown:?} grows");
+        ensure!(grown.is_empty(), "the memory of {grown:?} grows");
         Ok(())
-    }
-}
-
-/// A process, and what memory it held when.
-struct Life {
-    process: Process,
-    born: Instant,
-    /// Seconds of its life, and KiB.
-    samples: Vec<(f64, f64)>,
-}
-
-impl Life {
-    fn new(process: Process) -> Life {
-        Life { process, born: Instant::now(), samples: Vec::new() }
-    }
-
-    fn sample(&mut self) -> Result<()> {
-        if self.born.elapsed() >= SETTLES {
-            let held = resident_kib(self.process.id())?;
-            self.samples.push((self.born.elapsed().as_secs_f64(), held));
-        }
-        Ok(())
-    }
-}
-
-/// Least squares over several lives: one slope, a mean for each life.
-#[derive(Default)]
-struct Slope {
-    /// Of each life, with its means taken off.
-    points: Vec<Vec<(f64, f64)>>,
-    lives: u64,
-    samples: usize,
-}
-
-impl Slope {
-    fn add(&mut self, life: &Life) {
-        let n = life.samples.len();
-        // Two points have a slope, and nothing that says how far to trust it.
-        if n < 3 {
-            return;
-        }
-        let mean = |of: fn(&(f64, f64)) -> f64| life.samples.iter().map(of).sum::<f64>() / n as f64;
-        let (at, held) = (mean(|point| point.0), mean(|point| point.1));
-        self.points.push(life.samples.iter().map(|(t, m)| (t - at, m - held)).collect());
-        self.lives += 1;
-        self.samples += n;
-    }
-
-    /// The slope and its standard error. Memory is a sum of steps up and down, so that what is
-    /// left over in one sample is left over in the next: each life counts as one observation.
-    fn mib_per_hour(&self) -> (f64, f64) {
-        let sum = |of: &dyn Fn(f64, f64) -> f64| -> f64 {
-            self.points.iter().flatten().map(|&(t, m)| of(t, m)).sum()
-        };
-        let squares = sum(&|t, _| t * t);
-        if squares == 0.0 {
-            return (0.0, f64::INFINITY);
-        }
-        let slope = sum(&|t, m| t * m) / squares;
-        let scores = self
-            .points
-            .iter()
-            .map(|life| life.iter().map(|&(t, m)| t * (m - slope * t)).sum::<f64>().powi(2));
-        // One life is its own mean: nothing then says how sure it is.
-        let error = match self.lives {
-            0 | 1 => f64::INFINITY,
-            n => (scores.sum::<f64>() * n as f64 / (n - 1) as f64).sqrt() / squares,
-        };
-        let scale = 3600.0 / 1024.0;
-        (slope * scale, error * scale)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_slope_of_lives_that_begin_at_different_levels_is_theirs() {
-        let mut slope = Slope::default();
-        for level in [100.0, 5000.0, 9.0] {
-            let point = |t: u32| {
-                let noise = if t.is_multiple_of(2) { 1.0 } else { -1.0 };
-                (f64::from(t), level + f64::from(t) * 0.5 + noise)
-            };
-            let samples: Vec<_> = (0..100).map(point).collect();
-            let mean = |of: fn(&(f64, f64)) -> f64| samples.iter().map(of).sum::<f64>() / 100.0;
-            let (at, held) = (mean(|p| p.0), mean(|p| p.1));
-            slope.points.push(samples.iter().map(|(t, m)| (t - at, m - held)).collect());
-            slope.lives += 1;
-        }
-        let (per_hour, error) = slope.mib_per_hour();
-        assert!((per_hour - 0.5 * 3600.0 / 1024.0).abs() < 0.01, "{per_hour} +- {error}");
-        assert!(error < 0.01, "{error}");
     }
 }
