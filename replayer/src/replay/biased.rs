@@ -1,9 +1,11 @@
 //! Classes whose logits are nearly their bias, for all tokens.
 
+use std::ops::Range;
+
 use super::forward::few;
 use crate::kernels::matrix::HeadInputs;
 
-/// For each class, the share of the roundings of its entries, 0 to 1, that all tokens share;
+/// For each of some classes, the share of the roundings of its entries, 0 to 1, that all tokens share;
 /// empty without a bias.
 ///
 /// Of a class whose row of k is nearly zero the logits `q k + b` lie within a few steps of
@@ -15,11 +17,11 @@ use crate::kernels::matrix::HeadInputs;
 /// spacings of logits and of p.
 pub(super) fn shared_by_tokens(
     head: &HeadInputs<'_>,
-    lse: &[f64],
+    (lse, classes): (&[f64], Range<usize>),
     counts: impl Fn(usize) -> bool,
     (of_logits, of_p): (f64, f64),
 ) -> Vec<f64> {
-    let (depth, classes) = (head.q.cols, head.k.rows);
+    let depth = head.q.cols;
     let Some(bias) = head.bias else { return Vec::new() };
     let tokens: Vec<usize> = (0..head.q.rows).filter(|&t| counts(t)).collect();
     let moments: Vec<(f64, f64)> = (0..depth)
@@ -36,7 +38,7 @@ pub(super) fn shared_by_tokens(
         let p = (variance + of_lse).sqrt() / of_p;
         few(logits).max(few(p))
     };
-    (0..classes).map(share).collect()
+    classes.map(share).collect()
 }
 
 /// Of no numbers both are 0.

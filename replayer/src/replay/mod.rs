@@ -33,6 +33,7 @@ mod probed;
 pub mod recompute;
 pub mod sample;
 mod sampled;
+mod slabs;
 mod smoothed;
 pub(crate) mod ties;
 pub mod trial;
