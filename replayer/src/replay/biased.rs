@@ -47,3 +47,32 @@ fn mean_and_variance(tokens: &[usize], of: impl Fn(usize) -> f64) -> (f64, f64) 
     let mean = tokens.iter().map(|&t| of(t)).sum::<f64>() / n;
     (mean, tokens.iter().map(|&t| (of(t) - mean).powi(2)).sum::<f64>() / n)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::matrix::{IGNORED, Matrix, Values};
+
+    /// Goal: a class's share is its own wherever a slab of classes begins: the shares of the first
+    /// slab once stood for those of every other.
+    #[test]
+    fn the_classes_of_a_later_slab_have_their_own_shares() {
+        let (tokens, depth, classes) = (9, 3, 24);
+        let q: Vec<f32> = (0..tokens * depth).map(|i| (i as f32 * 0.7).sin()).collect();
+        // Rows of k fade towards the last class, whose logits are its bias for all tokens.
+        let k = |v: usize| 10f32.powi(-(v as i32) / 3) * (1.0 + v as f32 * 0.1);
+        let k: Vec<f32> = (0..classes * depth).map(|i| k(i / depth)).collect();
+        let bias: Vec<f64> = (0..classes).map(|v| 1.0 + v as f64).collect();
+        let of = |rows, values| Matrix { rows, cols: depth, values };
+        let (q, k) = (of(tokens, Values::F32(&q)), of(classes, Values::F32(&k)));
+        let labels = vec![IGNORED; tokens];
+        let head = HeadInputs { bias: Some(&bias), ..HeadInputs::plain(q, k, &labels, classes) };
+        let lse = vec![30.0; tokens];
+        let shares = |range| shared_by_tokens(&head, (&lse, range), |_| true, (0.01, 0.01));
+        let all = shares(0..classes);
+        assert!(all[0] < 0.1 && all[classes - 1] == 1.0, "{all:?}");
+        for first in 0..classes {
+            assert_eq!(shares(first..classes), all[first..], "{first}");
+        }
+    }
+}

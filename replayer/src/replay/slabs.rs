@@ -11,6 +11,7 @@ use super::dq::{DqState, add};
 use super::findings::{Captured, DK, DQ, Findings, error_energy};
 use super::members::{Member, members};
 use super::outcome::Outcome;
+use super::tasks::Walked;
 use super::{Replay, Slice};
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{Stage, Unit};
@@ -34,17 +35,27 @@ impl Replay<'_> {
         let members = members(&self.roundings);
         let mut findings = Findings::default();
         let mut dq = self.dq_zeros(problem);
+        // Nothing to compute is no task.
+        let on = self.on.filter(|_| problem.head.q.rows > 0 && v > 0);
+        let mut walked = on.map(|on| Walked::new(self, on, problem, (slice, unit), &members));
         for range in self.slabs(d, v) {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
-            let mut slab = self.reference_slab(problem, &head, range, &mut dq.exact);
-            let (slabs, found) = (&mut slab, &mut findings);
-            self.emulate_slab(problem, &head, slabs, &members, captured, &mut dq, found);
+            let mut slab = match &mut walked {
+                Some(walked) => self.completed(problem, (&head, range), walked.slab()?),
+                None => self.reference_slab(problem, &head, range, &mut dq.exact),
+            };
+            let found = (&mut slab, &mut dq, &mut findings);
+            self.emulate_slab((problem, &head), &members, captured, walked.as_mut(), found)?;
             self.judge_dk(problem, &slab, (captured, &DK), &mut findings);
             self.judge_dbias(problem, &slab, captured, &mut findings);
             if self.recomputes() {
                 self.keep_reference(&slab, (slice, unit), v * d, outcome);
             }
+            walked.iter_mut().for_each(Walked::next);
+        }
+        if let Some(walked) = walked {
+            dq.exact = walked.finish()?;
         }
         dq.once_a_row(problem.head.copies);
         self.judge_dq(problem, &dq, (captured, &DQ), unit, &mut findings);
@@ -71,54 +82,55 @@ impl Replay<'_> {
         (bytes / (8 * d.max(1))).max(self.tiles.vocab)
     }
 
-    #[allow(clippy::too_many_arguments)] // One slab's whole context; a struct would only rename it.
     fn emulate_slab(
         &self,
-        problem: &Problem<'_>,
-        head: &HeadInputs<'_>,
-        slab: &mut Slab,
+        (problem, head): (&Problem<'_>, &HeadInputs<'_>),
         members: &[Member],
         captured: &Captured,
-        dq: &mut DqState,
-        findings: &mut Findings,
-    ) {
+        mut walked: Option<&mut Walked<'_>>,
+        (slab, dq, findings): (&mut Slab, &mut DqState, &mut Findings),
+    ) -> Result<(), StepError> {
         let forced = captured.parts(&DK, 0..0).is_some();
         let depth = head.q.cols;
         for (number, member) in members.iter().enumerate() {
             let widest = number + 1 == members.len();
             let mut most = std::mem::take(&mut slab.emulated);
             let mut lost: Vec<(Stage, Vec<f64>)> = Vec::new();
-            let part = policy::backward(
-                &member.policy,
-                head,
-                &problem.lse,
-                &problem.cotangents(),
-                self.roundings.tiles,
-                self.progress,
-                &mut |block| {
-                    if widest {
-                        let at = block.rows.start * depth..block.rows.end * depth;
-                        most[at].copy_from_slice(block.dk);
+            let mut take = |block: policy::DkParts<'_>| {
+                if widest {
+                    let at = block.rows.start * depth..block.rows.end * depth;
+                    most[at].copy_from_slice(block.dk);
+                }
+                for gradient in captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]) {
+                    let stage = gradient.stage;
+                    if stage == Stage::Dk && forced {
+                        continue;
                     }
-                    for gradient in captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]) {
-                        let stage = gradient.stage;
-                        if stage == Stage::Dk && forced {
-                            continue;
-                        }
-                        let (values, reference) = slab.of_block(stage, &block);
-                        if values.is_empty() {
-                            continue; // plain never tells the parts apart
-                        }
-                        let energy = error_energy(values, &reference, gradient.stored);
-                        findings.emulated(stage, number, energy);
-                        if self.roundings.swamps() {
-                            let width = reference.len() / block.rows.len().max(1);
-                            let at = block.rows.start * width;
-                            note_lost(&mut lost, stage, at, values, &reference);
-                        }
+                    let (values, reference) = slab.of_block(stage, &block);
+                    if values.is_empty() {
+                        continue; // plain never tells the parts apart
                     }
-                },
-            );
+                    let energy = error_energy(values, &reference, gradient.stored);
+                    findings.emulated(stage, number, energy);
+                    if self.roundings.swamps() {
+                        let width = reference.len() / block.rows.len().max(1);
+                        let at = block.rows.start * width;
+                        note_lost(&mut lost, stage, at, values, &reference);
+                    }
+                }
+            };
+            let part = match &mut walked {
+                Some(walked) => walked.emulated(&mut take)?,
+                None => policy::backward(
+                    &member.policy,
+                    head,
+                    &problem.lse,
+                    &problem.cotangents(),
+                    self.roundings.tiles,
+                    self.progress,
+                    &mut take,
+                ),
+            };
             slab.emulated = most;
             slab.widen_lost(lost);
             match dq.emulated.get_mut(number) {
@@ -130,6 +142,7 @@ impl Replay<'_> {
                 None => dq.emulated.push(part),
             }
         }
+        Ok(())
     }
 }
 

@@ -92,6 +92,7 @@ pub(super) fn in_world(
         trial: true,
         progress: &NoProgress,
         draw: None,
+        on: None,
     };
     then(&replay, &slices)
 }

@@ -126,12 +126,13 @@ impl DkSums {
         }
     }
 
-    /// The same rows after those of other sums: `rows` come first.
-    pub fn shifted(mut self, rows: usize) -> Self {
-        for block in &mut self.blocks {
-            block.rows = block.rows.start + rows..block.rows.end + rows;
-        }
-        self
+    /// The rows of other sums behind these, from row `first` of the slab on.
+    pub fn append(&mut self, first: usize, more: DkSums) {
+        let moved = |block: Block| {
+            let rows = block.rows.start + first..block.rows.end + first;
+            Block { rows, ..block }
+        };
+        self.blocks.extend(more.blocks.into_iter().map(moved));
     }
 }
 
