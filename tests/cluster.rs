@@ -9,11 +9,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use backtape_replayer::cli::{self, AskedCluster};
-use backtape_replayer::replay::tasks::{Dumps, Handle, Workers, perform};
+use backtape::role::Role;
+use backtape::store::Backend;
+use backtape_replayer::cli;
+use backtape_replayer::dump::Selection;
+use backtape_replayer::replay::tasks::{Cut, Dumps, Handle, Workers, perform};
 
-use crate::support::dump;
 use crate::support::job::{Fault, Job};
+use crate::support::{dump, program};
 
 /// Workers that compute a task when it is started.
 #[derive(Default)]
@@ -22,13 +25,10 @@ struct Here {
     sums: Mutex<BTreeMap<u64, Vec<u8>>>,
     next: AtomicUsize,
     names: AtomicU64,
-    /// Called before each task with its number.
-    before: Option<fn(usize, &Path)>,
+    /// Called before the first task, with the dump.
+    before: Option<fn(&Path)>,
     dump: PathBuf,
 }
-
-/// Tasks that all workers of the process have computed.
-static TASKS: AtomicUsize = AtomicUsize::new(0);
 
 impl Workers for Here {
     fn start(
@@ -38,9 +38,8 @@ impl Workers for Here {
         gives: usize,
     ) -> Result<Vec<Handle>, String> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        TASKS.fetch_add(1, Ordering::Relaxed);
-        if let Some(before) = self.before {
-            before(number, &self.dump);
+        if let Some(before) = self.before.filter(|_| number == 0) {
+            before(&self.dump);
         }
         let mut held = self.sums.lock().unwrap();
         let from =
@@ -62,84 +61,147 @@ impl Workers for Here {
     }
 }
 
-/// The exit code and the JSON of a replay.
-fn run(path: &Path, options: &[&str], before: Option<fn(usize, &Path)>) -> (i32, String) {
-    let json = path.with_extension("json");
-    let _ = std::fs::remove_file(&json);
-    let mut arguments = vec!["replay", "--quiet", "--dump", path.to_str().unwrap(), "--json"];
-    arguments.push(json.to_str().unwrap());
-    arguments.extend(options);
-    let connect = |_: &AskedCluster| {
-        Ok(Box::new(Here { before, dump: path.into(), ..Here::default() }) as Box<dyn Workers>)
-    };
-    let code = cli::main_with(arguments.into_iter().map(Into::into), Some(&connect));
-    (code, std::fs::read_to_string(json).unwrap_or_default())
+/// Every role that a dump holds.
+const ALL: &[Role] = &[];
+
+/// The report of a run, as JSON.
+fn local(path: &Path) -> String {
+    let report = cli::replay_report(path, &Selection::default(), ALL, None).unwrap();
+    serde_json::to_string(&report).unwrap()
 }
 
-/// Several blocks and parts of the vocabulary at the tiles' own sizes.
+/// The same by tasks, and how many there were.
+fn by_tasks(path: &Path, cut: Cut) -> (String, usize) {
+    let workers = Here::default();
+    let (selection, all) = (Selection::default(), ALL);
+    let report = cli::clustered_report(path, &selection, all, (&workers, cut)).unwrap();
+    (serde_json::to_string(&report).unwrap(), workers.next.into_inner())
+}
+
+/// Several blocks and parts of the vocabulary, of one tile each.
+const SMALL: Cut = Cut { tokens: Some(1), classes: Some(1) };
+
+/// Several tiles at the tiles' own sizes.
 fn large(job: Job) -> Job {
     Job { tokens: 300, vocab: 4500, valid: 4491, ..job }
 }
 
-/// Goal: several blocks, several slabs, several ranks and microbatches, every option that a
-/// head may declare: the report of tasks is that of one process, byte for byte.
+fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
+    let path = directory.join(name);
+    dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
+    path
+}
+
+/// Goal: several blocks, several parts of the vocabulary, several ranks and microbatches, random
+/// options: the report of tasks is that of one process, byte for byte, however they are cut.
 #[test]
 fn the_report_of_tasks_is_byte_for_byte_that_of_one_process() {
     let directory = tempfile::tempdir().unwrap();
     let jobs = [
         large(Job { seed: 3, ..Job::default() }),
         large(Job { seed: 4, fused: false, microbatches: 1, ..Job::default() }),
-        large(Job { seed: 5, fault: Fault::LabelScatterBf16, ..Job::default() }),
-        large(Job { seed: 6, fault: Fault::RankScaled(1.01), ..Job::default() }),
     ];
-    let drawn = (0..12).map(Job::random);
-    for (number, job) in jobs.into_iter().chain(drawn).enumerate() {
-        let path = directory.path().join(format!("run-{number}"));
-        dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
-        let local = run(&path, &[], None);
-        let before = TASKS.load(Ordering::Relaxed);
-        let cuts = ["--engine", "ray", "--task-tokens", "256", "--task-classes", "2048"];
-        assert_eq!(run(&path, &cuts, None), local, "{job:?}");
-        assert!(TASKS.load(Ordering::Relaxed) > before, "{job:?}");
+    let random = (0..10).map(Job::random);
+    for (number, job) in jobs.into_iter().chain(random).enumerate() {
+        let path = dumped(directory.path(), &format!("run-{number}"), &job);
+        let local = local(&path);
+        let (report, tasks) = by_tasks(&path, SMALL);
+        assert_eq!(report, local, "{job:?}");
+        assert!(tasks > if number < 2 { 50 } else { 0 }, "{tasks} tasks of {job:?}");
         if number == 0 {
-            assert_eq!(run(&path, &["--engine", "ray", "--threads", "3"], None), local);
+            assert_eq!(by_tasks(&path, Cut::default()).0, local);
         }
-        assert!(!local.1.is_empty(), "{job:?}");
     }
 }
 
-/// Goal: a shard that vanishes or changes under the workers ends the replay with a sentence that
-/// names it, and no report.
+/// Goal: a fault is found by tasks as by one process.
+#[test]
+fn wrong_gradients_get_the_same_verdict_and_cause_by_tasks() {
+    let directory = tempfile::tempdir().unwrap();
+    for (fault, word) in [
+        (Fault::LabelScatterBf16, "label-scatter-low-precision"),
+        (Fault::RankScaled(1.01), "\"diverged\""),
+    ] {
+        let job = Job { fault, tokens: 400, ..Job::default() };
+        let path = dumped(directory.path(), &format!("{fault:?}"), &job);
+        let local = local(&path);
+        assert!(local.contains(word), "{local}");
+        assert_eq!(by_tasks(&path, SMALL).0, local, "{fault:?}");
+    }
+}
+
+/// Goal: a shard that changes under the workers, and a dump that they do not see, end the replay
+/// with one sentence that says which, and no report.
 #[test]
 fn a_shard_that_a_worker_cannot_prove_ends_the_replay() {
     let directory = tempfile::tempdir().unwrap();
-    let job = large(Job { ranks: 2, ..Job::default() });
-    let path = directory.path().join("run-a");
-    dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
-    let gone = |number: usize, path: &Path| {
-        if number == 0 {
-            std::fs::remove_dir_all(path).unwrap();
+    let job = Job::default();
+    let torn = |path: &Path| {
+        for file in std::fs::read_dir(path.join("step-00000000")).unwrap() {
+            let path = file.unwrap().path();
+            if path.extension().is_some_and(|of| of == "safetensors") {
+                // Another file at the name: what the driver has mapped stays what it was.
+                let mut bytes = std::fs::read(&path).unwrap();
+                let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+                bytes[header..].iter_mut().for_each(|byte| *byte ^= 1);
+                std::fs::remove_file(&path).unwrap();
+                std::fs::write(&path, bytes).unwrap();
+            }
         }
     };
-    assert_eq!(run(&path, &["--engine", "ray"], Some(gone)), (2, String::new()));
+    let gone = |path: &Path| std::fs::remove_dir_all(path).unwrap();
+    let cases: [(fn(&Path), &str); 2] =
+        [(torn, "do not hash to what the job hashed"), (gone, "same path")];
+    for (number, (before, words)) in cases.into_iter().enumerate() {
+        let path = dumped(directory.path(), &format!("run-{number}"), &job);
+        let workers = Here { before: Some(before), dump: path.clone(), ..Here::default() };
+        let (selection, all) = (Selection::default(), ALL);
+        let ended = cli::clustered_report(&path, &selection, all, (&workers, SMALL));
+        let said = format!("{:#}", anyhow::Error::new(ended.unwrap_err()));
+        assert!(said.contains(words) && said.lines().count() == 1, "{said}");
+    }
 }
 
-/// Goal: what cannot be is said before anything is read.
+/// Goal: of a bucket a worker fetches the files that its tasks read and no others, and the report
+/// is the same.
+#[test]
+fn of_a_bucket_workers_fetch_what_their_tasks_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = dumped(directory.path(), "run-a", &Job { ranks: 3, ..Job::default() });
+    let bucket = Path::new("memory://tasks/run-a");
+    copy(&path, bucket);
+    let report = local(&path).replace(path.to_str().unwrap(), bucket.to_str().unwrap());
+    assert_eq!(by_tasks(bucket, SMALL).0, report);
+}
+
+fn copy(from: &Path, to: &Path) {
+    let backend = Backend::of(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy(&entry.path(), &target),
+            false => drop(backend.create(&target, &std::fs::read(entry.path()).unwrap()).unwrap()),
+        }
+    }
+}
+
+/// Goal: what cannot be is said before anything is read, in one sentence.
 #[test]
 fn options_of_tasks_are_refused_where_there_are_none() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("none");
-    for options in [
-        &["--engine", "local", "--address", "127.0.0.1:1"][..],
-        &["--address", "127.0.0.1:1"],
-        &["--engine", "ray", "--tokens", "5"],
-        &["--engine", "ray", "--against", "x"],
-        &["--engine", "ray", "--task-cpus", "0"],
-        &["--engine", "spark"],
+    for (options, words) in [
+        (&["--engine", "local", "--address", "127.0.0.1:1"][..], "--address is for a replay on"),
+        (&["--engine", "local", "--task-tokens", "5"], "--task-tokens is for a replay on"),
+        (&["--address", "127.0.0.1:1"], "--engine"),
+        (&["--engine", "ray", "--tokens", "5"], "cannot be used with"),
+        (&["--engine", "ray", "--against", "x"], "cannot be used with"),
+        (&["--engine", "ray", "--task-cpus", "0"], "0 is not in 1.."),
+        (&["--engine", "spark"], "local, ray"),
+        (&["--engine", "ray"], "pip install 'backtape[ray]'"),
     ] {
-        assert_eq!(run(&path, options, None).0, 2, "{options:?}");
+        let given: Vec<&str> = ["--dump", "x"].iter().chain(options).copied().collect();
+        let ended = program::replay(&given);
+        assert_eq!((ended.code, ended.stdout.as_str()), (2, ""), "{options:?}");
+        assert!(ended.stderr.contains(words), "{options:?}: {}", ended.stderr);
     }
-    let program = crate::support::program::replay(&["--dump", "x", "--engine", "ray"]);
-    assert_eq!((program.code, program.stderr.lines().count()), (2, 1), "{}", program.stderr);
-    assert!(program.stderr.contains("pip install 'backtape[ray]'"), "{}", program.stderr);
 }

@@ -25,8 +25,8 @@ pub use cluster::{AskedCluster, Connect};
 pub use page::PageFile;
 pub use precision::precision_report;
 pub use run::{
-    RunError, drawn_report, probed_report, replay_report, sampled_report, variant_inputs,
-    varied_report,
+    RunError, clustered_report, drawn_report, probed_report, replay_report, sampled_report,
+    variant_inputs, varied_report,
 };
 pub use trajectory::trajectory_report;
 

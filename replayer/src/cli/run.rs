@@ -24,7 +24,7 @@ use crate::head::step::StepError;
 use crate::precision::PrecisionError;
 use crate::replay::against::{AgainstError, Asked, PatternError};
 use crate::replay::outcome::{NotChecked, Outcome};
-use crate::replay::tasks::{Cluster, Workers};
+use crate::replay::tasks::{Cluster, Cut, Workers};
 use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
 use crate::report::drawings::drawings;
@@ -326,6 +326,18 @@ pub fn sampled_report(
     tokens: usize,
 ) -> Result<Report, RunError> {
     let how = How { tokens: Some(tokens), ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
+/// The report of a replay whose tiles others compute, to the same bits.
+pub fn clustered_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    (workers, cut): (&dyn Workers, Cut),
+) -> Result<Report, RunError> {
+    let cluster = Cluster::new(workers, (path, selection), None, cut);
+    let how = How { cluster: Some(&cluster), ..How::default() };
     report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
 }
 

@@ -1,14 +1,16 @@
 //! A task, computed: what a worker does.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use backtape::shard::TensorKey;
+use backtape::store::layout::MANIFEST;
 
-use super::read::{Held, key, rows};
+use super::read::{Held, files, key, rows};
 use super::task::{Emulated, EmulatedBlock, Kind, RowsOf, Session, Task};
 use crate::assemble::AssembleError;
-use crate::dump::{self, OpenError, Selection, StepDump};
+use crate::dump::{self, OpenError, Place, StepDump};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Roundings, Stage};
@@ -28,7 +30,7 @@ pub enum TaskError {
     Parcel(#[from] ParcelError),
     /// The dump cannot be opened where the task runs.
     #[error("the dump cannot be opened on the worker's host, which must see it at the same path")]
-    Open(#[source] Box<OpenError>),
+    Open(#[from] OpenError),
     /// What it reads is not there, or damaged.
     #[error(transparent)]
     Assemble(#[from] AssembleError),
@@ -42,24 +44,55 @@ pub enum TaskError {
 
 /// The dump that a worker has open: tasks of one replay read the same one.
 #[derive(Default)]
-pub struct Dumps(Mutex<Option<(Session, Arc<StepDump>)>>);
+pub struct Dumps(Mutex<Option<Open>>);
+
+struct Open {
+    session: Session,
+    place: Place,
+    dump: Arc<StepDump>,
+    /// Files that were brought of a bucket.
+    brought: BTreeSet<String>,
+}
+
+impl Open {
+    fn new(session: &Session) -> Result<Open, OpenError> {
+        let place = Place::of(Path::new(&session.path))?;
+        let named = |name: &str| name == MANIFEST;
+        let mut dump = dump::open_some(&place, &session.selection(), &named)?;
+        if place.is_bucket() && !dump.committed() {
+            // Only its files say what there is.
+            dump = dump::open_some(&place, &session.selection(), &|_| true)?;
+        }
+        let brought = BTreeSet::new();
+        Ok(Open { session: session.clone(), place, dump: Arc::new(dump), brought })
+    }
+
+    /// Brings what a task reads and no task before it did.
+    fn bring(&mut self, task: &Task) -> Result<(), TaskError> {
+        if !self.place.is_bucket() || !self.dump.committed() {
+            return Ok(());
+        }
+        let mut wanted = files(&self.dump, task)?;
+        wanted.retain(|name| !self.brought.contains(name));
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let of = |name: &str| wanted.contains(name);
+        self.dump = Arc::new(dump::open_some(&self.place, &self.session.selection(), &of)?);
+        self.brought.extend(wanted);
+        Ok(())
+    }
+}
 
 impl Dumps {
-    fn open(&self, session: &Session) -> Result<Arc<StepDump>, TaskError> {
+    fn open(&self, task: &Task) -> Result<Arc<StepDump>, TaskError> {
         let mut held = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some((of, dump)) = held.as_ref().filter(|(of, _)| of == session) {
-            debug_assert_eq!(of.step, dump.step.0);
-            return Ok(dump.clone());
+        if held.as_ref().is_none_or(|open| open.session != task.session) {
+            *held = Some(Open::new(&task.session)?);
         }
-        let selection = Selection {
-            run: session.run.clone(),
-            attempt: Some(session.attempt),
-            step: Some(session.step),
-        };
-        let dump = dump::open(Path::new(&session.path), &selection);
-        let dump = Arc::new(dump.map_err(|error| TaskError::Open(Box::new(error)))?);
-        *held = Some((session.clone(), dump.clone()));
-        Ok(dump)
+        let open = held.as_mut().ok_or(ParcelError)?;
+        open.bring(task)?;
+        Ok(open.dump.clone())
     }
 }
 
@@ -67,7 +100,7 @@ impl Dumps {
 /// own.
 pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>>, TaskError> {
     let task = Task::of_parcel(task)?;
-    let dump = dumps.open(&task.session)?;
+    let dump = dumps.open(&task)?;
     let step = head_step(&dump, &task.session)?;
     let first = step.find(step.scores(), step.microbatches[0]);
     let first = first.ok_or_else(|| Box::new(step.missing(step.scores(), None)))?;

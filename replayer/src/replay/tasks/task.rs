@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::dump::Selection;
 use crate::kernels::policy::{DkParts, DqParts};
 use crate::parcel::{Parcel, ParcelError, Rest, parcel};
 
@@ -18,6 +19,13 @@ pub(in crate::replay) struct Session {
     pub(super) unusable: Vec<String>,
     pub(super) comparisons: usize,
     pub(super) whole: bool,
+}
+
+impl Session {
+    /// The step that is meant.
+    pub(super) fn selection(&self) -> Selection {
+        Selection { run: self.run.clone(), attempt: Some(self.attempt), step: Some(self.step) }
+    }
 }
 
 parcel!(Session { path, run, attempt, step, policy, unusable, comparisons, whole });
