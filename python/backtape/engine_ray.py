@@ -6,6 +6,7 @@ their sums meet is the replay's own (`backtape_replayer::replay::tasks`).
 
 import importlib
 import logging
+import os
 import socket
 from typing import Any
 
@@ -32,6 +33,8 @@ def connect(address: str | None, task_cpus: int) -> "Cluster":
         raise ClusterError("Ray is not installed here: pip install 'backtape[ray]'") from None
     if address is not None and "://" not in address:
         _reach(address)
+    # What fails is said once, by `fetch`.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     try:
         ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError:
@@ -129,21 +132,21 @@ class Cluster:
 
     def fetch(self, held: int) -> bytes:
         """Waits for sums, and takes them away."""
-        exceptions = self._ray.exceptions
         try:
-            found = self._ray.get(self._held.pop(held))
-        except exceptions.RayTaskError as error:
-            raise ClusterError(_first_line(error.cause or error)) from None
-        except exceptions.OutOfMemoryError:
-            raise ClusterError(self._lost("its host ran out of memory", "or cut it smaller with --task-tokens")) from None
-        except exceptions.WorkerCrashedError:
-            raise ClusterError(self._lost("its worker died", "see Ray's logs")) from None
-        except (exceptions.NodeDiedError, exceptions.ObjectLostError, exceptions.RayActorError) as error:
-            raise ClusterError(self._lost("what it computed was lost with its node", _first_line(error))) from None
-        except exceptions.RayError as error:
-            raise ClusterError(f"{type(error).__name__}: {_first_line(error)}") from None
-        return bytes(found)
+            return bytes(self._ray.get(self._held.pop(held)))
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(self._why(error)) from None
 
-    @staticmethod
-    def _lost(what: str, hint: str) -> str:
-        return f"{what}, {RETRIES + 1} times: {hint}"
+    def _why(self, error: BaseException) -> str:
+        """A task also fails by those whose sums it goes on from: the first of them says why."""
+        exceptions = self._ray.exceptions
+        while isinstance(error, exceptions.RayTaskError) and getattr(error, "cause", None) is not None:
+            error = error.cause
+        times = f"{RETRIES + 1} times"
+        if isinstance(error, exceptions.OutOfMemoryError):
+            return f"its host ran out of memory, {times}: cut it smaller with --task-tokens and --task-classes"
+        if isinstance(error, exceptions.WorkerCrashedError):
+            return f"its worker died, {times}: Ray's logs say why"
+        if isinstance(error, exceptions.NodeDiedError | exceptions.ObjectLostError):
+            return f"its node was lost, and with it what others had computed: {_first_line(error)}"
+        return _first_line(error)
