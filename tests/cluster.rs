@@ -18,6 +18,9 @@ use backtape_replayer::replay::tasks::{Cut, Dumps, Handle, Workers, perform};
 use crate::support::job::{Fault, Job};
 use crate::support::{dump, program};
 
+/// What happens to a dump.
+type Before = fn(&Path);
+
 /// Workers that compute a task when it is started.
 #[derive(Default)]
 struct Here {
@@ -26,7 +29,7 @@ struct Here {
     next: AtomicUsize,
     names: AtomicU64,
     /// Called before the first task, with the dump.
-    before: Option<fn(&Path)>,
+    before: Option<Before>,
     dump: PathBuf,
 }
 
@@ -150,7 +153,7 @@ fn a_shard_that_a_worker_cannot_prove_ends_the_replay() {
         }
     };
     let gone = |path: &Path| std::fs::remove_dir_all(path).unwrap();
-    let cases: [(fn(&Path), &str); 2] =
+    let cases: [(Before, &str); 2] =
         [(torn, "do not hash to what the job hashed"), (gone, "same path")];
     for (number, (before, words)) in cases.into_iter().enumerate() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);

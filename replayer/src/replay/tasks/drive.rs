@@ -133,7 +133,7 @@ impl Replay<'_> {
         let (sources, v) = (self.lie(slice), head.k.rows);
         // Given logits are read by rows: a task has all of their columns.
         let parts = match head.given {
-            Some(_) => vec![0..v],
+            Some(_) => std::iter::once(0..v).collect(),
             None => on.parts(0..v, head.q.cols, self),
         };
         let mut last = Vec::new();
