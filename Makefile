@@ -8,7 +8,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check --force
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto' -o -name '*.css' -o -name '*.js') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python test-deploy test-torch bench bench-loss-head bench-replay bench-compare \
+.PHONY: demo test test-rust test-python test-deploy test-torch test-ray bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
 	bench-durable bench-small bench-stream \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
@@ -48,6 +48,19 @@ $(VENV)-torch/.installed: $(VENV)/.wheel $(VENV)-torch/.tools
 $(VENV)-torch/.installed-dev: $(VENV)/.wheel-dev $(VENV)-torch/.tools
 	$(VENV)-torch/$(INSTALL) $(VENV)/wheels-dev/*.whl
 	rm -f $(@:-dev=) && touch $@
+
+# The tests that need Ray: three nodes of it on loopback, and workers that are killed.
+test-ray: $(VENV)-ray/.installed-dev
+	$(VENV)-ray/bin/python -m pytest -q python/tests_ray
+
+$(VENV)-ray/.tools: python/requirements-ray.txt
+	$(PYTHON) -m venv $(VENV)-ray
+	$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check -r python/requirements-ray.txt
+	touch $@
+
+$(VENV)-ray/.installed-dev: $(VENV)/.wheel-dev $(VENV)-ray/.tools
+	$(VENV)-ray/$(INSTALL) $(VENV)/wheels-dev/*.whl
+	touch $@
 
 # The whole of what `cargo test` runs a share of: hours. docs/reliability.md says what each
 # campaign shows; power cuts need root, and the programs that make their file systems.

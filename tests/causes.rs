@@ -35,6 +35,7 @@ fn replayed<'d>(dumped: &'d StepDump) -> (HeadStep<'d>, Outcome) {
         progress: &NoProgress,
         total: &|_| {},
         draws: false,
+        cluster: None,
     };
     let outcome = replay(&step, &request).unwrap();
     (step, outcome)

@@ -40,7 +40,8 @@ fn counted(
     dump::write(&path, ranks as u32, head, shards);
     let dumped = open(&path, &Selection::default()).unwrap();
     let step = HeadStep::new(&dumped, None, |_| None).map_err(|error| error.to_string())?;
-    let request = Request { compare: &[], effort, progress, total: &|_| {}, draws: false };
+    let request =
+        Request { compare: &[], effort, progress, total: &|_| {}, draws: false, cluster: None };
     replay(&step, &request).map_err(|error| error.to_string())
 }
 

@@ -99,6 +99,7 @@ fn judge(job: &Job, shards: &[Shard]) -> Result<(Outcome, usize), String> {
         progress: &NoProgress,
         total: &|_| {},
         draws: false,
+        cluster: None,
     };
     let outcome = replay(&step, &request).map_err(|error| error.to_string())?;
     Ok((outcome, step.microbatches.len()))

@@ -10,6 +10,7 @@ mod causes;
 mod causes_arithmetic;
 mod causes_scale;
 mod checks;
+mod cluster;
 mod coordination;
 mod efforts;
 mod errors;

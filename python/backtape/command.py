@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from backtape import _native, doctor
+from backtape import _native, doctor, engine_ray
 
 USAGE = """\
 usage: backtape doctor       what works on this machine
@@ -23,7 +23,7 @@ usage: backtape doctor       what works on this machine
 def replay() -> NoReturn:
     """The command `replay`."""
     _default_signals()
-    sys.exit(_native.replay_main(["replay", *sys.argv[1:]]))
+    sys.exit(_native.replay_main(["replay", *sys.argv[1:]], engine_ray.connect))
 
 
 def coordinator() -> NoReturn:
@@ -39,7 +39,7 @@ def main() -> NoReturn:
             sys.exit(doctor.main(rest))
         case ["replay", *rest]:
             _default_signals()
-            sys.exit(_native.replay_main(["backtape replay", *rest]))
+            sys.exit(_native.replay_main(["backtape replay", *rest], engine_ray.connect))
         case ["coordinator", *rest]:
             _default_signals()
             sys.exit(_native.coordinator_main(["backtape coordinator", *rest]))

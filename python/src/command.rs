@@ -2,10 +2,24 @@
 
 use pyo3::prelude::*;
 
-/// The command `replay` with these arguments, the program's name first.
+use crate::tasks::cluster;
+
+/// The command `replay` with these arguments, the program's name first. `connect` reaches a
+/// cluster where one is asked for.
 #[pyfunction]
-pub(crate) fn replay_main(py: Python<'_>, arguments: Vec<String>) -> i32 {
-    py.detach(|| backtape_replayer::cli::main(arguments.into_iter().map(Into::into)))
+#[pyo3(signature = (arguments, connect=None))]
+pub(crate) fn replay_main(
+    py: Python<'_>,
+    arguments: Vec<String>,
+    connect: Option<Py<PyAny>>,
+) -> i32 {
+    let arguments = arguments.into_iter().map(Into::into);
+    py.detach(|| match &connect {
+        Some(connect) => {
+            backtape_replayer::cli::main_with(arguments, Some(&|asked| cluster(connect, asked)))
+        }
+        None => backtape_replayer::cli::main(arguments),
+    })
 }
 
 /// The command `coordinator`, likewise.

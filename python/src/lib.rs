@@ -23,6 +23,7 @@ mod stage;
 mod staging;
 mod summary;
 mod tape;
+mod tasks;
 mod variants;
 
 use pyo3::prelude::*;
@@ -50,6 +51,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(postmortem::trajectory, module)?)?;
     module.add_function(wrap_pyfunction!(command::replay_main, module)?)?;
     module.add_function(wrap_pyfunction!(command::coordinator_main, module)?)?;
+    module.add_function(wrap_pyfunction!(tasks::perform_task, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_store, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_coordinator, module)?)?;
     module.add_function(wrap_pyfunction!(variants::variant_inputs, module)?)?;

@@ -94,7 +94,7 @@ def test_what_a_user_writes_wrong_is_found(tmp_path):
 def test_the_package_itself_is_typed():
     # jax and torch are looked at as what they are not here: their own types are theirs.
     command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "--follow-imports=silent"]
-    files = ["run.py", "report.py", "postmortem.py", "reading.py", "typing.py", "command.py", "doctor.py"]
+    files = ["run.py", "report.py", "postmortem.py", "reading.py", "typing.py", "command.py", "doctor.py", "engine_ray.py"]
     checked = subprocess.run(
         [*command, *(f"backtape/{file}" for file in files)], capture_output=True, text=True, timeout=300, cwd=ROOT / "python"
     )
@@ -142,6 +142,6 @@ def test_the_page_of_the_api_is_what_the_docstrings_say():
 
 @pytest.mark.parametrize("module", ["backtape", "backtape.command", "backtape.doctor", "backtape.variants"])
 def test_no_framework_is_imported_and_importing_takes_no_time_that_counts(module):
-    program = f"import sys, {module}; print(*{{'jax', 'torch', 'IPython', 'pandas'}} & set(sys.modules))"
+    program = f"import sys, {module}; print(*{{'jax', 'torch', 'ray', 'IPython', 'pandas'}} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and ended.stdout.strip() == "", ended

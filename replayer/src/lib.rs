@@ -19,6 +19,7 @@ pub mod dump;
 pub mod export;
 pub mod head;
 pub mod kernels;
+pub mod parcel;
 pub mod precision;
 pub mod replay;
 pub mod report;

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use backtape::shard::When;
 use clap::{Args, Parser, Subcommand};
 
+use super::cluster::ClusterArguments;
+
 /// Says where, by how much and why the gradients of a dumped step diverge.
 ///
 /// Exit codes: 0 agreed, 1 diverged, 2 wrong usage or environment, 3 the dump is
@@ -177,6 +179,7 @@ impl DiffArguments {
             tokens: None,
             freivalds: None,
             threads: None,
+            cluster: ClusterArguments::default(),
             quiet: self.quiet,
         }
     }
@@ -229,6 +232,8 @@ pub(super) struct ReplayArguments {
     /// Threads to use; all cores by default. Results do not depend on it.
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<usize>,
+    #[command(flatten)]
+    pub(super) cluster: ClusterArguments,
     /// No progress bar.
     #[arg(long)]
     pub(super) quiet: bool,

@@ -5,6 +5,7 @@
 mod against;
 mod args;
 mod checks;
+mod cluster;
 mod look;
 mod own;
 mod page;
@@ -20,11 +21,12 @@ use std::io::Write;
 use clap::Parser;
 
 pub use checks::checks_report;
+pub use cluster::{AskedCluster, Connect};
 pub use page::PageFile;
 pub use precision::precision_report;
 pub use run::{
-    RunError, drawn_report, probed_report, replay_report, sampled_report, variant_inputs,
-    varied_report,
+    RunError, clustered_report, drawn_report, probed_report, replay_report, sampled_report,
+    variant_inputs, varied_report,
 };
 pub use trajectory::trajectory_report;
 
@@ -42,6 +44,14 @@ pub mod exit {
 
 /// Runs `replay` with these arguments, the program's name first.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> i32 {
+    main_with(arguments, None)
+}
+
+/// The same where `connect` reaches a cluster.
+pub fn main_with(
+    arguments: impl IntoIterator<Item = OsString>,
+    connect: Option<&Connect<'_>>,
+) -> i32 {
     let parsed = match args::Arguments::try_parse_from(arguments) {
         Ok(parsed) => parsed,
         Err(error) => {
@@ -49,7 +59,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> i32 {
             return if error.use_stderr() { exit::USAGE } else { exit::AGREED };
         }
     };
-    match run::run(&parsed) {
+    match run::run(&parsed, connect) {
         Ok((text, code)) => {
             // A closed pipe (`| head`) is the reader's choice, not a failure.
             let _ = anstream::stdout().write_all(paint::paint(&text).as_bytes());

@@ -8,6 +8,7 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
+use super::cluster::Connect;
 use super::exit;
 use super::page::PageFile;
 use super::progress::Bar;
@@ -23,6 +24,7 @@ use crate::head::step::StepError;
 use crate::precision::PrecisionError;
 use crate::replay::against::{AgainstError, Asked, PatternError};
 use crate::replay::outcome::{NotChecked, Outcome};
+use crate::replay::tasks::{Cluster, Cut, Workers};
 use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
 use crate::report::drawings::drawings;
@@ -138,6 +140,23 @@ pub enum RunError {
     /// The catalogue has no such cause.
     #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
     NoCause(String),
+    /// A binary without a cluster's client.
+    #[error(
+        "--engine ray is brought by the Python package: pip install 'backtape[ray]', and call the replay that it installs"
+    )]
+    NoRay,
+    /// An option of tasks, where there are none.
+    #[error("{option} is for a replay on a cluster: add --engine ray, or leave it out")]
+    NoTasks {
+        /// As typed.
+        option: &'static str,
+    },
+    /// The cluster cannot be used.
+    #[error("--engine ray: {why}")]
+    Cluster {
+        /// Why.
+        why: String,
+    },
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),
@@ -170,14 +189,17 @@ fn step_exit(error: &StepError) -> i32 {
     }
 }
 
-pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
+pub(super) fn run(
+    arguments: &Arguments,
+    connect: Option<&Connect<'_>>,
+) -> Result<(String, i32), RunError> {
     match &arguments.command {
         Some(Command::Verify(arguments)) => run_verify(arguments),
         Some(Command::Ls(arguments)) => look::list(arguments),
         Some(Command::Inspect(arguments)) => run_inspect(arguments),
         Some(Command::Show(arguments)) => look::show(arguments),
         Some(Command::Export(arguments)) => look::export(arguments),
-        Some(Command::Diff(arguments)) => run_replay(&arguments.replay()),
+        Some(Command::Diff(arguments)) => run_replay(&arguments.replay(), None),
         Some(Command::Completions { shell }) => Ok((own::completions(*shell), exit::AGREED)),
         Some(Command::Man) => Ok((own::manual(), exit::AGREED)),
         Some(Command::Checks(arguments)) => checks::run(arguments),
@@ -185,17 +207,29 @@ pub(super) fn run(arguments: &Arguments) -> Result<(String, i32), RunError> {
         Some(Command::Causes(arguments)) => run_causes(arguments.id.as_deref()),
         Some(Command::Precision(arguments)) => precision::run(arguments),
         None => match arguments.replay.threads {
-            None => run_replay(&arguments.replay),
+            None => run_replay(&arguments.replay, connect),
             Some(threads) => {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
                 let pool = pool.map_err(|_| RunError::Threads(threads))?;
-                pool.install(|| run_replay(&arguments.replay))
+                let workers = arguments.replay.cluster.workers(connect)?;
+                pool.install(|| replay_on(&arguments.replay, workers.as_deref()))
             }
         },
     }
 }
 
-fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
+fn run_replay(
+    arguments: &ReplayArguments,
+    connect: Option<&Connect<'_>>,
+) -> Result<(String, i32), RunError> {
+    let workers = arguments.cluster.workers(connect)?;
+    replay_on(arguments, workers.as_deref())
+}
+
+fn replay_on(
+    arguments: &ReplayArguments,
+    workers: Option<&dyn Workers>,
+) -> Result<(String, i32), RunError> {
     let bar = Bar::new(arguments.quiet);
     let path = arguments.dump.as_deref().unwrap_or(Path::new("."));
     let selection = selection(&arguments.which);
@@ -204,8 +238,12 @@ fn run_replay(arguments: &ReplayArguments) -> Result<(String, i32), RunError> {
     let policy = arguments.policy.as_deref().map(read_policy).transpose()?;
     // A replay may take long: what cannot be written is said before it.
     let page = arguments.report.as_deref().map(PageFile::beside).transpose()?;
+    let cut = arguments.cluster.cut();
+    let cluster =
+        workers.map(|workers| Cluster::new(workers, (path, &selection), policy.as_ref(), cut));
     let how = How {
         policy: policy.as_ref(),
+        cluster: cluster.as_ref(),
         probes: arguments.freivalds.map(|n| n as usize),
         tokens: arguments.tokens.map(|n| n as usize),
         variants: &[],
@@ -291,6 +329,18 @@ pub fn sampled_report(
     report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
 }
 
+/// The report of a replay whose tiles others compute, to the same bits.
+pub fn clustered_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    (workers, cut): (&dyn Workers, Cut),
+) -> Result<Report, RunError> {
+    let cluster = Cluster::new(workers, (path, selection), None, cut);
+    let how = How { cluster: Some(&cluster), ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
 /// How a head is replayed, beyond what its job declared.
 #[derive(Clone, Copy, Default)]
 pub(super) struct How<'a> {
@@ -300,6 +350,8 @@ pub(super) struct How<'a> {
     tokens: Option<usize>,
     /// A user's own functions.
     variants: &'a [Arc<Variant>],
+    /// Who computes the tiles; `None`: this process.
+    cluster: Option<&'a Cluster<'a>>,
     /// Whether what a page draws is gathered.
     pub(super) draws: bool,
 }
@@ -353,7 +405,8 @@ pub(super) fn replay_one<'a>(
         (None, None) => Effort::All,
     };
     let total = |work| bar.expect(work);
-    let request = Request { compare, effort, progress: bar, total: &total, draws: how.draws };
+    let (draws, cluster) = (how.draws, how.cluster);
+    let request = Request { compare, effort, progress: bar, total: &total, draws, cluster };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }

@@ -28,6 +28,8 @@
 //! Rounding errors are bounded, so their tails are lighter than the normal's:
 //! the bounds hold with room, and the room is not tuned.
 
+use crate::parcel::parcel;
+
 /// Probability that a clean run is called diverged, for a whole report.
 pub const FALSE_ALARM: f64 = 1e-4;
 
@@ -148,6 +150,9 @@ struct Independent {
     squares: f64,
     largest: f64,
 }
+
+parcel!(Independent { sum, squares, largest });
+parcel!(Budget { own, many, most, rows, shared, certain });
 
 impl Independent {
     fn add(&mut self, variance: f64) {

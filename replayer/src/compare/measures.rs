@@ -9,6 +9,7 @@
 use serde::Serialize;
 
 use super::ulp::{BUCKETS, Format, bucket, bucket_name};
+use crate::parcel::parcel;
 
 /// One element with both values.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -44,6 +45,18 @@ pub struct Measures {
     /// the reverse; NaN too.
     pub sign_or_overflow: u64,
 }
+
+parcel!(Point { index, captured, reference });
+parcel!(Measures {
+    elements,
+    mismatches,
+    first_mismatch,
+    worst,
+    max_rel,
+    from_zero,
+    ulps,
+    sign_or_overflow,
+});
 
 impl Default for Measures {
     fn default() -> Measures {

@@ -9,6 +9,7 @@ use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
 use super::measures::{Measures, Point, cosine, score_class};
 use super::ulp::Format;
 use crate::kernels::matrix::{Matrix, Values};
+use crate::parcel::parcel;
 
 /// Rows that one worker takes at a time: fixed, so that sums do not depend on
 /// the thread count.
@@ -100,6 +101,32 @@ pub struct Tally {
     slope_certain: f64,
     dot: f64,
 }
+
+parcel!(Worst { index, captured, reference, score });
+parcel!(RowExcess { row, error, ratio });
+parcel!(Tally {
+    elements,
+    rows,
+    nonfinite,
+    first_nonfinite,
+    error_energy,
+    reference_energy,
+    captured_energy,
+    max_abs,
+    budget,
+    worst,
+    first,
+    exceeding,
+    exceeding_rows,
+    worst_rows,
+    measures,
+    scores,
+    beyond,
+    slope_variance,
+    slope_shared,
+    slope_certain,
+    dot,
+});
 
 impl Tally {
     /// Compares rows; `allowed(row, column, reference)` is the variance that the

@@ -160,13 +160,26 @@ pub fn attempts(
 /// Opens the step that `path` and `selection` mean. Of a bucket its files are brought to this
 /// host first, and are gone when the dump is dropped.
 pub fn open(path: &Path, selection: &Selection) -> Result<StepDump, OpenError> {
-    let place = Place::of(path)?;
-    open_at(&place, selection).map_err(|error| place.told(error))
+    open_some(&Place::of(path)?, selection, &|_| true)
 }
 
-fn open_at(place: &Place, selection: &Selection) -> Result<StepDump, OpenError> {
+/// The same, but of a bucket only the files that `wanted` accepts by name are brought to this
+/// host, beside those that `place` has. The others count as missing: ask for no shard of theirs.
+pub fn open_some(
+    place: &Place,
+    selection: &Selection,
+    wanted: &(dyn Fn(&str) -> bool + Sync),
+) -> Result<StepDump, OpenError> {
+    open_at(place, selection, wanted).map_err(|error| place.told(error))
+}
+
+fn open_at(
+    place: &Place,
+    selection: &Selection,
+    wanted: &(dyn Fn(&str) -> bool + Sync),
+) -> Result<StepDump, OpenError> {
     let located = locate::locate(place.path(), selection)?;
-    place.bring(&located.step, |_| true)?;
+    place.bring(&located.step, wanted)?;
     place.bring_journal(&located.attempt)?;
     let salvaged = match read_manifest(&located)? {
         Ok(manifest) => salvage::Salvaged::committed(manifest),

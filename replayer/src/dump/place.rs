@@ -62,6 +62,11 @@ impl Place {
         Ok(place)
     }
 
+    /// Whether files are brought to this host before they can be read.
+    pub fn is_bucket(&self) -> bool {
+        self.copy.is_some()
+    }
+
     /// The directory to look in.
     pub fn path(&self) -> &Path {
         &self.path

@@ -45,6 +45,12 @@ pub enum StepError {
         /// Why.
         source: assemble::AssembleError,
     },
+    /// A part of it that others compute was not computed.
+    #[error("a task of the replay has no result: {why}")]
+    Task {
+        /// Why.
+        why: String,
+    },
     /// Shape or dtype does not fit the head.
     #[error("{key} is {found}, the head needs {wanted}")]
     Unfit {

@@ -336,6 +336,7 @@ fn gradients(step: &HeadStep<'_>) -> Gradients {
         progress: &NoProgress,
         total: &|_| {},
         draws: false,
+        cluster: None,
     };
     match replay::replay(step, &request) {
         Err(error) => Gradients::NotJudged(error.to_string()),

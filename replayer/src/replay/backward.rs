@@ -1,36 +1,28 @@
-//! Backward stages of one unit: dq and dk, each with its two parts, and dbias.
-//!
-//! The vocabulary is walked in slabs: what is held beyond the inputs and the
-//! `[T, D]` outputs is a few slabs of `SLAB_BYTES`, whatever V is.
+//! Backward stages of one unit: dq and dk, each with its two parts, and dbias: what they
+//! start from, and what the dump holds of them. `slabs` walks them.
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::addends::Sum;
 use super::alike::of_label_addends;
-use super::dk::Slab;
-use super::dq::{DqState, add, k_sums};
+use super::dq::k_sums;
 use super::estimate::estimate_work;
-use super::findings::{Captured, DK, DQ, Findings, Gradient, Held, error_energy};
+use super::findings::{Captured, DK, DQ, Findings, Gradient, Held};
 use super::forward::{ForwardState, few};
 use super::gather::Gathered;
 use super::loss::Upstream;
-use super::members::{Member, members};
+use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::smoothed::of_smoothed_entries;
 use super::world::{At, UnitTokens};
 use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
-use crate::head::step::{StepError, matrix, rows_of, unfit, vocabulary_slab};
+use crate::head::step::{StepError, matrix, rows_of, unfit};
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads};
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::{policy, reference};
-
-/// Bytes of one f64 buffer over a slab of k's rows.
-const SLAB_BYTES: usize = 32 << 20;
-/// The same where a declared policy's sums over the vocabulary must not be cut.
-const WHOLE_BYTES: usize = 1 << 30;
 
 /// What one unit's backward works on; all `[T]` of its tokens.
 pub(super) struct Problem<'a> {
@@ -162,12 +154,12 @@ impl Replay<'_> {
             return self.sampled((slice, unit), before, captured, (count, seed), outcome);
         }
         let dlogits = self.dlogits(slice, unit)?;
-        self.with_problem(slice, unit, state, upstream, &mut |problem| {
+        self.try_problem(slice, unit, (state, upstream), &mut |problem| {
             let mut findings = match self.effort {
                 Effort::Probes { count, seed } if !self.recomputes() => {
                     self.probe(problem, &captured, unit, (count, seed), outcome)
                 }
-                _ => self.walk(problem, &captured, (slice, unit), outcome),
+                _ => self.walk(problem, &captured, (slice, unit), outcome)?,
             };
             if let Some(dlogits) = &dlogits {
                 let stages = captured.without_parts();
@@ -181,8 +173,8 @@ impl Replay<'_> {
                 );
             }
             self.report(findings, &captured, &slice.inputs, unit, outcome);
-        });
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Lends what the backward of some tokens works on.
@@ -194,6 +186,21 @@ impl Replay<'_> {
         upstream: &Upstream,
         then: &mut dyn FnMut(&Problem<'_>),
     ) {
+        let given = self.try_problem(slice, unit, (state, upstream), &mut |problem| {
+            then(problem);
+            Ok(())
+        });
+        debug_assert!(given.is_ok(), "nothing here fails but what is called");
+    }
+
+    /// The same to what may fail.
+    pub(super) fn try_problem(
+        &self,
+        slice: &Slice,
+        unit: &Unit,
+        (state, upstream): (&ForwardState, &Upstream),
+        then: &mut dyn FnMut(&Problem<'_>) -> Result<(), StepError>,
+    ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
         let head = inputs.head(self.step).expect("products have a head");
         let q = Gathered::new(&head.q, &unit.rows);
@@ -209,7 +216,7 @@ impl Replay<'_> {
             Reads { q: q.matrix(), scores, ..*reads }
         });
         let head = HeadInputs { q: q.matrix(), labels: &labels, copies, reads, ..head };
-        then(&self.problem(head, (slice, unit), state, upstream));
+        then(&self.problem(head, (slice, unit), state, upstream))
     }
 
     fn problem<'h>(
@@ -416,103 +423,6 @@ impl Replay<'_> {
         }
     }
 
-    pub(super) fn walk(
-        &self,
-        problem: &Problem<'_>,
-        captured: &Captured,
-        (slice, unit): (&Slice, &Unit),
-        outcome: &mut Outcome,
-    ) -> Findings {
-        let (t, d, v) = (problem.head.q.rows, problem.head.q.cols, problem.head.k.rows);
-        let members = members(&self.roundings);
-        let mut findings = Findings::default();
-        let mut dq = DqState::new(t, d);
-        for start in (0..v).step_by(self.slab_rows(d, v)) {
-            let range = start..(start + self.slab_rows(d, v)).min(v);
-            let mut labels = Vec::new();
-            let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
-            let mut slab = self.reference_slab(problem, &head, range, &mut dq.exact);
-            let (slabs, found) = (&mut slab, &mut findings);
-            self.emulate_slab(problem, &head, slabs, &members, captured, &mut dq, found);
-            self.judge_dk(problem, &slab, (captured, &DK), &mut findings);
-            self.judge_dbias(problem, &slab, captured, &mut findings);
-            if self.recomputes() {
-                self.keep_reference(&slab, (slice, unit), v * d, outcome);
-            }
-        }
-        self.judge_dq(problem, &dq, (captured, &DQ), unit, &mut findings);
-        findings
-    }
-
-    /// Rows of k in one slab. A declared order of summation is emulated over the
-    /// whole vocabulary where that fits: cut in slabs, its sums would be others.
-    pub(super) fn slab_rows(&self, d: usize, v: usize) -> usize {
-        let exact = self.roundings.declared || self.roundings.swamps();
-        let bytes = if exact && v * d * 8 <= WHOLE_BYTES { WHOLE_BYTES } else { SLAB_BYTES };
-        (bytes / (8 * d.max(1))).max(self.tiles.vocab)
-    }
-
-    #[allow(clippy::too_many_arguments)] // One slab's whole context; a struct would only rename it.
-    fn emulate_slab(
-        &self,
-        problem: &Problem<'_>,
-        head: &HeadInputs<'_>,
-        slab: &mut Slab,
-        members: &[Member],
-        captured: &Captured,
-        dq: &mut DqState,
-        findings: &mut Findings,
-    ) {
-        let forced = captured.parts(&DK, 0..0).is_some();
-        let depth = head.q.cols;
-        for (number, member) in members.iter().enumerate() {
-            let widest = number + 1 == members.len();
-            let mut most = std::mem::take(&mut slab.emulated);
-            let mut lost: Vec<(Stage, Vec<f64>)> = Vec::new();
-            let part = policy::backward(
-                &member.policy,
-                head,
-                &problem.lse,
-                &problem.cotangents(),
-                self.roundings.tiles,
-                self.progress,
-                &mut |block| {
-                    if widest {
-                        let at = block.rows.start * depth..block.rows.end * depth;
-                        most[at].copy_from_slice(block.dk);
-                    }
-                    for gradient in captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]) {
-                        let stage = gradient.stage;
-                        if stage == Stage::Dk && forced {
-                            continue;
-                        }
-                        let (values, reference) = slab.of_block(stage, &block);
-                        if values.is_empty() {
-                            continue; // plain never tells the parts apart
-                        }
-                        let energy = error_energy(values, &reference, gradient.stored);
-                        findings.emulated(stage, number, energy);
-                        if self.roundings.swamps() {
-                            let width = reference.len() / block.rows.len().max(1);
-                            let at = block.rows.start * width;
-                            note_lost(&mut lost, stage, at, values, &reference);
-                        }
-                    }
-                },
-            );
-            slab.emulated = most;
-            slab.widen_lost(lost);
-            match dq.emulated.get_mut(number) {
-                Some(total) => {
-                    add(&mut total.dq_lse, &part.dq_lse);
-                    add(&mut total.dq_label, &part.dq_label);
-                    add(&mut total.dq, &part.dq);
-                }
-                None => dq.emulated.push(part),
-            }
-        }
-    }
-
     pub(super) fn report(
         &self,
         findings: Findings,
@@ -536,25 +446,6 @@ impl Replay<'_> {
             outcome.add(stage, Comparison { members, by_hits, ..found });
         }
         self.take_charts(findings.charts, inputs.microbatch, unit, outcome);
-    }
-}
-
-/// Keeps the largest loss of each element over the blocks of one member.
-fn note_lost(
-    lost: &mut Vec<(Stage, Vec<f64>)>,
-    stage: Stage,
-    at: usize,
-    values: &[f64],
-    reference: &[f64],
-) {
-    let index = lost.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
-        lost.push((stage, Vec::new()));
-        lost.len() - 1
-    });
-    let of = &mut lost[index].1;
-    of.resize(of.len().max(at + values.len()), 0.0);
-    for (to, (x, r)) in of[at..].iter_mut().zip(values.iter().zip(reference)) {
-        *to = (x - r).abs();
     }
 }
 

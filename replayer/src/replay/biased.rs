@@ -1,9 +1,11 @@
 //! Classes whose logits are nearly their bias, for all tokens.
 
+use std::ops::Range;
+
 use super::forward::few;
 use crate::kernels::matrix::HeadInputs;
 
-/// For each class, the share of the roundings of its entries, 0 to 1, that all tokens share;
+/// For each of some classes, the share of the roundings of its entries, 0 to 1, that all tokens share;
 /// empty without a bias.
 ///
 /// Of a class whose row of k is nearly zero the logits `q k + b` lie within a few steps of
@@ -15,11 +17,11 @@ use crate::kernels::matrix::HeadInputs;
 /// spacings of logits and of p.
 pub(super) fn shared_by_tokens(
     head: &HeadInputs<'_>,
-    lse: &[f64],
+    (lse, classes): (&[f64], Range<usize>),
     counts: impl Fn(usize) -> bool,
     (of_logits, of_p): (f64, f64),
 ) -> Vec<f64> {
-    let (depth, classes) = (head.q.cols, head.k.rows);
+    let depth = head.q.cols;
     let Some(bias) = head.bias else { return Vec::new() };
     let tokens: Vec<usize> = (0..head.q.rows).filter(|&t| counts(t)).collect();
     let moments: Vec<(f64, f64)> = (0..depth)
@@ -36,7 +38,7 @@ pub(super) fn shared_by_tokens(
         let p = (variance + of_lse).sqrt() / of_p;
         few(logits).max(few(p))
     };
-    (0..classes).map(share).collect()
+    classes.map(share).collect()
 }
 
 /// Of no numbers both are 0.
@@ -44,4 +46,33 @@ fn mean_and_variance(tokens: &[usize], of: impl Fn(usize) -> f64) -> (f64, f64) 
     let n = (tokens.len() as f64).max(1.0);
     let mean = tokens.iter().map(|&t| of(t)).sum::<f64>() / n;
     (mean, tokens.iter().map(|&t| (of(t) - mean).powi(2)).sum::<f64>() / n)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::matrix::{IGNORED, Matrix, Values};
+
+    /// Goal: a class's share is its own wherever a slab of classes begins: the shares of the first
+    /// slab once stood for those of every other.
+    #[test]
+    fn the_classes_of_a_later_slab_have_their_own_shares() {
+        let (tokens, depth, classes) = (9, 3, 24);
+        let q: Vec<f32> = (0..tokens * depth).map(|i| (i as f32 * 0.7).sin()).collect();
+        // Rows of k fade towards the last class, whose logits are its bias for all tokens.
+        let k = |v: usize| 10f32.powi(-(v as i32) / 3) * (1.0 + v as f32 * 0.1);
+        let k: Vec<f32> = (0..classes * depth).map(|i| k(i / depth)).collect();
+        let bias: Vec<f64> = (0..classes).map(|v| 1.0 + v as f64).collect();
+        let of = |rows, values| Matrix { rows, cols: depth, values };
+        let (q, k) = (of(tokens, Values::F32(&q)), of(classes, Values::F32(&k)));
+        let labels = vec![IGNORED; tokens];
+        let head = HeadInputs { bias: Some(&bias), ..HeadInputs::plain(q, k, &labels, classes) };
+        let lse = vec![30.0; tokens];
+        let shares = |range| shared_by_tokens(&head, (&lse, range), |_| true, (0.01, 0.01));
+        let all = shares(0..classes);
+        assert!(all[0] < 0.1 && all[classes - 1] == 1.0, "{all:?}");
+        for first in 0..classes {
+            assert_eq!(shares(first..classes), all[first..], "{first}");
+        }
+    }
 }

@@ -18,6 +18,7 @@ use crate::head::Stage;
 use crate::head::step::rows_of;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
+use crate::kernels::reference::DkSums;
 use crate::kernels::{policy, reference};
 
 /// Roundings of an entry that may err to one side at once, over the root of their variances'
@@ -146,6 +147,21 @@ impl Slab {
         self.dbias_sq[rows].copy_from_slice(block.dbias_sq);
     }
 
+    /// Adds what the allowances take of q and k themselves.
+    fn describe(&mut self, head: &HeadInputs<'_>, small: bool) {
+        let d = head.q.cols;
+        let square = |at: usize| head.k.get_f64(at).powi(2);
+        let norm = |row: usize| match row < head.valid_vocab {
+            true => (row * d..(row + 1) * d).map(square).sum(),
+            false => 0.0,
+        };
+        self.k_norms = (0..head.k.rows).map(norm).collect();
+        if small {
+            self.q_squares = column_squares(&head.q, head.copies);
+            self.q_sums = column_sums(&head.q);
+        }
+    }
+
     /// An emulated block's values of a stage, and what they should be.
     pub(super) fn of_block<'b>(
         &self,
@@ -181,7 +197,7 @@ impl Slab {
 }
 
 impl Replay<'_> {
-    /// The reference over a slab of k's rows; what it adds to dq goes to `dq`.
+    /// The reference over a slab of k's rows; dq goes on from the slabs before.
     pub(super) fn reference_slab(
         &self,
         problem: &Problem<'_>,
@@ -189,10 +205,33 @@ impl Replay<'_> {
         range: Range<usize>,
         dq: &mut reference::Backward,
     ) -> Slab {
-        let pass = self.reference_pass(problem, head, Keep::Both);
-        super::dq::gather(dq, &pass.dq, head);
-        let pass = Arc::try_unwrap(pass).map_or_else(|held| held.slab.clone(), |own| own.slab);
-        Slab { range, ..pass }
+        // Of a trial the one that another had, if it was the same. What has several slabs is
+        // more than is held.
+        if self.cache.is_some() && range.len() == problem.head.k.rows {
+            let pass = self.reference_pass(problem, head, Keep::Both);
+            dq.clone_from(&pass.dq);
+            return Slab { range, ..pass.slab.clone() };
+        }
+        let (cotangents, noise) = (problem.cotangents(), self.term_noise(head.q.cols));
+        let mut sums = DkSums::zeros(head, &noise, self.tiles);
+        let given = (&problem.lse[..], &cotangents, &noise);
+        let (tiles, progress) = (self.tiles, self.progress);
+        reference::backward_onto((dq, &mut sums), (head, 0), given, tiles, progress);
+        self.completed(problem, (head, range), sums)
+    }
+
+    /// A slab of which all tokens were walked.
+    pub(super) fn completed(
+        &self,
+        problem: &Problem<'_>,
+        (head, range): (&HeadInputs<'_>, Range<usize>),
+        sums: DkSums,
+    ) -> Slab {
+        let d = head.q.cols;
+        let mut slab = Slab::zeros(range, d);
+        sums.finish(&head.q, &self.term_noise(d), &mut |block| slab.take(&block, d));
+        slab.describe(head, problem.entry_floor > 0.0);
+        slab
     }
 
     /// One pass of the reference; in a trial the one that another had, if it was the same.
@@ -218,17 +257,8 @@ impl Replay<'_> {
             let (tiles, progress) = (self.tiles, self.progress);
             let dq =
                 reference::backward(head, &problem.lse, &cotangents, &noise, tiles, progress, take);
-            let square = |at: usize| head.k.get_f64(at).powi(2);
-            let norm = |row: usize| match row < head.valid_vocab {
-                true => (row * d..(row + 1) * d).map(square).sum(),
-                false => 0.0,
-            };
             if keep != Keep::Dq {
-                slab.k_norms = (0..rows).map(norm).collect();
-            }
-            if small && keep != Keep::Dq {
-                slab.q_squares = column_squares(&head.q, head.copies);
-                slab.q_sums = column_sums(&head.q);
+                slab.describe(head, small);
             }
             BackwardPass { dq, slab }
         };
@@ -403,7 +433,7 @@ impl Replay<'_> {
         let bound = self.bound(problem.head.k.rows, 1);
         let (factor, again) = self.factor(problem, Stage::Dbias);
         let tokens = problem.head.copies.map_or(t as f64, |copies| copies.iter().sum());
-        let alike = self.alike_in_classes(problem);
+        let alike = self.alike_in_classes(problem, slab.range.clone());
         let allowed = |row: usize, _, supposed: f64| {
             let squares = slab.dbias_sq[row];
             // Equal errors of all tokens: Σ √variance, squared, is n Σ variance at most.
@@ -439,12 +469,12 @@ impl Replay<'_> {
     }
 
     /// Share of a class's roundings that its tokens share, of each class of the slab.
-    fn alike_in_classes(&self, problem: &Problem<'_>) -> Vec<f64> {
+    fn alike_in_classes(&self, problem: &Problem<'_>, classes: Range<usize>) -> Vec<f64> {
         let Policy { logits, p, dlogits, .. } = self.roundings.widest;
         let of_p = p.unit_roundoff().max(dlogits.unit_roundoff());
         let steps = (2.0 * logits.unit_roundoff(), 2.0 * of_p);
         let g = problem.cotangents().lse;
-        shared_by_tokens(&problem.head, &problem.lse, |t| g[t] != 0.0, steps)
+        shared_by_tokens(&problem.head, (&problem.lse, classes), |t| g[t] != 0.0, steps)
     }
 
     /// Both parts' allowances and what adding them may round.

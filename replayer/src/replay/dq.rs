@@ -25,7 +25,7 @@ pub(super) struct DqState {
 }
 
 impl DqState {
-    pub(super) fn new(tokens: usize, d: usize) -> DqState {
+    fn new(tokens: usize, d: usize) -> DqState {
         let zeros = || vec![0.0; tokens * d];
         let exact = reference::Backward {
             dq_lse: zeros(),
@@ -36,7 +36,22 @@ impl DqState {
             dq_label_share: vec![1.0; tokens],
             ..reference::Backward::default()
         };
+        DqState::of(exact)
+    }
+
+    /// The reference alone.
+    pub(super) fn of(exact: reference::Backward) -> DqState {
         DqState { exact, emulated: Vec::new(), instead: None, ties: None }
+    }
+
+    /// Ends a walk: the reference multiplies variances by a token's copies for the sake of
+    /// dk, and a row of dq has one.
+    pub(super) fn once_a_row(&mut self, copies: Option<&[f64]>) {
+        let Some(copies) = copies else { return };
+        let d = self.exact.dq_lse_var.len() / copies.len().max(1);
+        for (row, copies) in self.exact.dq_lse_var.chunks_mut(d.max(1)).zip(copies) {
+            row.iter_mut().for_each(|var| *var /= copies);
+        }
     }
 
     /// The label part alone, from the derivative of each label's logit and its variance.
@@ -76,38 +91,6 @@ fn member_values(member: &DqParts, stage: Stage) -> &[f64] {
         Stage::DqLse => &member.dq_lse,
         Stage::DqLabel => &member.dq_label,
         _ => &member.dq,
-    }
-}
-
-/// Adds one slab's share of dq.
-pub(super) fn gather(
-    total: &mut reference::Backward,
-    part: &reference::Backward,
-    head: &HeadInputs<'_>,
-) {
-    let ones = vec![1.0; head.labels.len()];
-    let copies = head.copies.unwrap_or(&ones);
-    add(&mut total.dq_lse, &part.dq_lse);
-    add(&mut total.dq_label, &part.dq_label);
-    // The reference multiplies by the copies for the sake of dk: a row of dq has one.
-    let d = part.dq_lse_var.len() / copies.len().max(1);
-    for (at, (to, from)) in total.dq_lse_var.iter_mut().zip(&part.dq_lse_var).enumerate() {
-        *to += from / copies[at / d];
-    }
-    add(&mut total.dq_lse_sq, &part.dq_lse_sq);
-    for (at, &label) in head.labels.iter().enumerate() {
-        if label != IGNORED {
-            total.dq_label_rel_var[at] = part.dq_label_rel_var[at];
-            total.dq_label_share[at] = part.dq_label_share[at];
-        }
-    }
-    for (to, from) in [
-        (&mut total.dq_label_var, &part.dq_label_var),
-        (&mut total.dq_dropped, &part.dq_dropped),
-        (&mut total.dq_confident, &part.dq_confident),
-    ] {
-        to.resize(to.len().max(from.len()), 0.0);
-        add(to, from);
     }
 }
 

@@ -1,6 +1,8 @@
 //! Forward stages of one microbatch: lse, label_logits, logprobs; the loss is in
 //! `loss`, what is `[T, V]` in `plane`.
 
+use std::ops::Range;
+
 use backtape::role::Role;
 
 use super::alike::nearly_equal;
@@ -8,8 +10,10 @@ use super::allowed::{LabelSize, TokenSize, relative, stored};
 use super::column::{Column, Expected};
 use super::members::members;
 use super::outcome::{MemberError, Outcome, Status};
+use super::plane::span_of;
 use super::world::{At, Expectation, Pass};
 use super::{Replay, Slice};
+use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
@@ -90,8 +94,11 @@ impl Replay<'_> {
             of.certain = self.world.ties(stage, inputs).unwrap_or_default();
         }
         let captured = (self.column(Role::Lse, slice)?, self.column(Role::LabelLogits, slice)?);
-        let emulated =
-            self.emulate(&head, !self.trial && (captured.0.is_some() || captured.1.is_some()));
+        let emulated = self.emulate(
+            slice,
+            &head,
+            !self.trial && (captured.0.is_some() || captured.1.is_some()),
+        )?;
         for (stage, captured, expected) in [
             (Stage::Lse, &captured.0, &variance.lse),
             (Stage::LabelLogits, &captured.1, &variance.label),
@@ -189,9 +196,10 @@ impl Replay<'_> {
         slice: &Slice,
         head: &HeadInputs<'_>,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let exact = match self.cache {
-            Some(cache) => cache.forward(head, self.tiles, self.progress),
-            None => reference::forward(head, self.tiles, self.progress),
+        let exact = match (self.cache, self.on) {
+            (Some(cache), _) => cache.forward(head, self.tiles, self.progress),
+            (None, Some(on)) => self.forward_on(on, slice, head)?,
+            (None, None) => reference::forward(head, self.tiles, self.progress),
         };
         let variance = self.variances(head, &exact);
         let captured = self.step.find(Role::Logits, slice.inputs.microbatch);
@@ -199,7 +207,7 @@ impl Replay<'_> {
         let forced =
             captured.filter(|_| head.given.is_none() && self.wants(Stage::Logits) && trusted);
         match forced {
-            Some(key) => self.forced(key, slice, head, exact),
+            Some(key) => self.forced(key, head, exact),
             None => Ok((exact, variance)),
         }
     }
@@ -208,32 +216,34 @@ impl Replay<'_> {
     fn forced(
         &self,
         key: &backtape::shard::TensorKey,
-        slice: &Slice,
         head: &HeadInputs<'_>,
         mut exact: reference::Forward,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let none = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
-        let mut storage = None;
-        self.each_span(key, head.k.rows, &mut |rows, logits, precision| {
-            storage = precision;
-            let part = HeadInputs {
-                q: none(rows.len()),
-                k: none(head.k.rows),
-                labels: &slice.inputs.labels[rows.clone()],
-                bias: None,
-                given: Some(logits),
-                reads: None,
-                transform: Transform::NONE,
-                ..*head
-            };
-            let part = reference::forward(&part, self.tiles, self.progress);
+        let storage = precision_of(self.step.tensors[key].dtype);
+        let mut put = |rows: Range<usize>, part: reference::Forward| {
             exact.lse[rows.clone()].copy_from_slice(&part.lse);
             exact.label_logits[rows.clone()].copy_from_slice(&part.label_logits);
             exact.row_max[rows.clone()].copy_from_slice(&part.row_max);
             exact.logit_sum[rows.clone()].copy_from_slice(&part.logit_sum);
             exact.logit_squares[rows].copy_from_slice(&part.logit_squares);
-            Ok(())
-        })?;
+        };
+        let none = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
+        let bare = HeadInputs { q: none(head.q.rows), k: none(head.k.rows), bias: None, ..*head };
+        let bare = HeadInputs { reads: None, transform: Transform::NONE, ..bare };
+        if let Some(on) = self.on {
+            let spans = self.spans(key, head.k.rows)?;
+            let sums = self.forced_on(on, (key, &spans), &bare)?;
+            let masked = head.k.rows - head.valid_vocab;
+            spans.into_iter().zip(sums).for_each(|(rows, sums)| {
+                put(rows, sums.finish(head.mask, masked));
+            });
+        } else {
+            self.each_span(key, head.k.rows, &mut |rows, logits, _| {
+                let part = HeadInputs { given: Some(logits), ..span_of(&bare, rows.clone()) };
+                put(rows, reference::forward(&part, self.tiles, self.progress));
+                Ok(())
+            })?;
+        }
         let compute = self.roundings.compute();
         let sum = super::allowed::summed(
             self.roundings.widest.sums.lse,
@@ -306,13 +316,22 @@ impl Replay<'_> {
     }
 
     /// lse and label logits of the members that round the logits most differently.
-    fn emulate(&self, head: &HeadInputs<'_>, needed: bool) -> Vec<Emulated> {
+    fn emulate(
+        &self,
+        slice: &Slice,
+        head: &HeadInputs<'_>,
+        needed: bool,
+    ) -> Result<Vec<Emulated>, StepError> {
         let all = members(&self.roundings);
         let last = all.len() - 1;
         let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
-        let run = |(_, member): (usize, super::members::Member)| {
+        let run = |(at, member): (usize, super::members::Member)| {
+            if let Some(on) = self.on {
+                let (lse, label) = self.emulated_forward_on(on, slice, head, at)?;
+                return Ok(Emulated { name: member.name, lse, label });
+            }
             let found = policy::forward(&member.policy, head, self.roundings.tiles, self.progress);
-            Emulated { name: member.name, lse: found.lse, label: found.label_logits }
+            Ok(Emulated { name: member.name, lse: found.lse, label: found.label_logits })
         };
         ends.filter(|_| needed).map(run).collect()
     }

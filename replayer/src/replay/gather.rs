@@ -1,5 +1,7 @@
 //! Rows of a matrix picked out in order, in the dtype they have.
 
+use backtape::dtype::Dtype;
+
 use crate::kernels::matrix::{Matrix, Values};
 
 /// Some rows of a matrix, copied together.
@@ -29,6 +31,19 @@ impl Gathered {
         Gathered { rows: rows.len(), cols, values }
     }
 
+    /// Rows as they lie in a dump; `None` for what are no floats of 16 bits or more.
+    pub(crate) fn of_bytes(dtype: Dtype, cols: usize, bytes: &[u8]) -> Option<Gathered> {
+        let values = match dtype {
+            Dtype::Bf16 => Owned::Bf16(numbers(bytes, u16::from_le_bytes)),
+            Dtype::F16 => Owned::F16(numbers(bytes, u16::from_le_bytes)),
+            Dtype::F32 => Owned::F32(numbers(bytes, f32::from_le_bytes)),
+            Dtype::F64 => Owned::F64(numbers(bytes, f64::from_le_bytes)),
+            _ => return None,
+        };
+        let rows = (bytes.len() / dtype.width()).checked_div(cols).unwrap_or(0);
+        Some(Gathered { rows, cols, values })
+    }
+
     /// The first columns of every row.
     pub(super) fn cut(matrix: &Matrix<'_>, cols: usize) -> Gathered {
         let (rows, width) = (matrix.rows, matrix.cols.max(1));
@@ -51,6 +66,10 @@ impl Gathered {
         };
         Matrix { rows: self.rows, cols: self.cols, values }
     }
+}
+
+fn numbers<T, const N: usize>(bytes: &[u8], number: fn([u8; N]) -> T) -> Vec<T> {
+    bytes.as_chunks().0.iter().map(|&bytes| number(bytes)).collect()
 }
 
 fn pick<T: Copy>(values: &[T], cols: usize, rows: &[usize]) -> Vec<T> {

@@ -33,7 +33,9 @@ mod probed;
 pub mod recompute;
 pub mod sample;
 mod sampled;
+mod slabs;
 mod smoothed;
+pub mod tasks;
 pub(crate) mod ties;
 pub mod trial;
 pub mod variant;
@@ -51,6 +53,7 @@ use crate::kernels::{Progress, Tiles};
 use maps::Draw;
 use outcome::{NotChecked, Outcome};
 use pass_cache::PassCache;
+use tasks::{Cluster, On};
 use world::{Declared, World};
 
 /// What to compare, and how.
@@ -65,6 +68,8 @@ pub struct Request<'a> {
     pub total: &'a dyn Fn(u64),
     /// Whether maps of dq and dk are gathered for a drawing.
     pub draws: bool,
+    /// Who computes the tiles; `None`: this process.
+    pub cluster: Option<&'a Cluster<'a>>,
 }
 
 /// How much of dq and dk is recomputed. What costs one GEMM or less is judged on all
@@ -109,6 +114,8 @@ pub(crate) struct Replay<'a> {
     whole: bool,
     /// What is to be drawn, if anything is.
     draw: Option<Draw>,
+    /// Others that compute the tiles.
+    on: Option<&'a On<'a>>,
 }
 
 /// A microbatch with its units.
@@ -134,6 +141,11 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let (trial, cache) = (false, None);
     let whole = allowed::whole(step, &roundings);
     let draw = request.draws.then(|| Draw::new(&slices));
+    let on = request.cluster.map(|cluster| {
+        let unusable = step.unusable.keys().map(tasks::name).collect();
+        On::new(cluster, step.dump, unusable, (comparisons, whole))
+    });
+    let on = on.as_ref();
     let replay = Replay {
         step,
         whole,
@@ -147,6 +159,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         trial,
         progress,
         draw,
+        on,
     };
     (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);

@@ -11,16 +11,17 @@ use super::allowed::{relative, stored};
 use super::forward::{ForwardState, few};
 use super::gather::Gathered;
 use super::loss::Upstream;
-use super::members::members;
+use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
+use super::tasks::PlanePart;
 use super::ties::near_ties;
 use super::world::{At, Expectation, UnitTokens};
 use super::{Replay, Slice};
 use crate::assemble;
 use crate::compare::{Allowed, Rows, Tally};
-use crate::head::Stage;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
+use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads};
 use crate::kernels::round::Precision;
 use crate::kernels::{policy, reference};
@@ -90,46 +91,100 @@ impl Replay<'_> {
             let bound = self.bound(inputs.tokens(), head.k.rows);
             let mut tally = Tally::default();
             let mut energies: Vec<MemberError> = Vec::new();
-            self.each_span(key, head.k.rows, &mut |tokens, captured, precision| {
-                let of = |values: &'_ [f64]| values[tokens.clone()].to_vec();
-                let (lse, a, b, c) = (of(&state.lse), of(&g_lse), of(&g_label), of(&g_smooth));
-                let cotangents = Cotangents { lse: &a, label: &b, smooth: &c };
-                let part = span_of(&head, tokens.clone());
-                let spread = of(&state.spread);
-                let pairs = tokens.clone().map(|t| (state.alike[t], state.logit_variance[t]));
-                let alike: Vec<(f64, f64)> = pairs.collect();
-                let tokens_here = tokens.clone();
-                let span = Span {
-                    head: part,
-                    tokens: tokens_here,
-                    lse: &lse,
-                    cotangents,
-                    spread: &spread,
-                    alike: &alike,
-                    microbatch: inputs.microbatch,
-                };
-                let mut plane = self.exact_plane(&span);
-                let ties = self.suppose_plane(stage, &span, &mut plane);
-                let scale = |t: usize| state.scale[tokens.start + t];
-                let found =
-                    self.judge_span(stage, &span, (&plane, &ties), captured, precision, &scale);
+            let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &g_smooth };
+            let of = |tokens: Range<usize>| self.plane_part((stage, key), inputs, state, tokens);
+            let mut put = |(found, part): (Tally, Vec<f64>)| {
                 tally.merge(found);
-                self.emulate_span(stage, &span, &plane, precision, &mut energies);
-                Ok(())
-            })?;
+                self.add_energies(&mut energies, &part);
+            };
+            if let Some(on) = self.on {
+                let spans = self.spans(key, head.k.rows)?.into_iter().map(of).collect();
+                let upstream = (&state.lse[..], &cotangents);
+                self.planes_on(on, slice, &head, upstream, spans)?.into_iter().for_each(put);
+            } else {
+                self.each_span(key, head.k.rows, &mut |tokens, captured, precision| {
+                    let part = of(tokens.clone());
+                    let lse = &state.lse[tokens.clone()];
+                    let of_head = span_of(&head, tokens.clone());
+                    let given = (&of_head, lse, cotangents.of(tokens));
+                    put(self.judge_plane_part(stage, &part, given, (captured, precision)));
+                    Ok(())
+                })?;
+            }
             let found = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
             outcome.add(stage, Comparison { members: energies, ..found });
         }
         Ok(())
     }
 
-    /// A captured `[..., V]` tensor, some tokens at a time.
-    pub(super) fn each_span(
+    /// What a span of a stage's plane is judged by.
+    fn plane_part(
+        &self,
+        (stage, key): (Stage, &TensorKey),
+        inputs: &MicrobatchInputs,
+        state: &ForwardState,
+        tokens: Range<usize>,
+    ) -> PlanePart {
+        let of = |values: &[f64]| values[tokens.clone()].to_vec();
+        let pairs = tokens.clone().map(|t| (state.alike[t], state.logit_variance[t]));
+        PlanePart {
+            stage: stage as usize,
+            microbatch: inputs.microbatch.map(|microbatch| microbatch.0),
+            spread: of(&state.spread),
+            alike: pairs.collect(),
+            scale: of(&state.scale),
+            key: super::tasks::name(key),
+            tokens: tokens.clone(),
+        }
+    }
+
+    /// Compares a span with the reference; beside it the errors' energies of the members.
+    pub(super) fn judge_plane_part(
+        &self,
+        stage: Stage,
+        part: &PlanePart,
+        (head, lse, cotangents): (&HeadInputs<'_>, &[f64], Cotangents<'_, f64>),
+        (captured, precision): (Matrix<'_>, Option<Precision>),
+    ) -> (Tally, Vec<f64>) {
+        let span = Span {
+            head: *head,
+            tokens: part.tokens.clone(),
+            lse,
+            cotangents,
+            spread: &part.spread,
+            alike: &part.alike,
+            microbatch: part.microbatch.map(Microbatch),
+        };
+        let mut plane = self.exact_plane(&span);
+        let ties = self.suppose_plane(stage, &span, &mut plane);
+        let scale = |t: usize| part.scale[t];
+        let found = self.judge_span(stage, &span, (&plane, &ties), captured, precision, &scale);
+        (found, self.emulate_span(stage, &span, &plane, precision))
+    }
+
+    /// The members that round most differently.
+    fn ends(&self) -> Vec<Member> {
+        let all = members(&self.roundings);
+        let last = all.len() - 1;
+        let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
+        ends.map(|(_, member)| member).collect()
+    }
+
+    fn add_energies(&self, energies: &mut Vec<MemberError>, part: &[f64]) {
+        for (number, (member, &energy)) in self.ends().into_iter().zip(part).enumerate() {
+            match energies.get_mut(number) {
+                Some(total) => total.energy += energy,
+                None => energies.push(MemberError { name: member.name, energy }),
+            }
+        }
+    }
+
+    /// The spans of tokens that a captured `[..., V]` tensor is read by.
+    pub(super) fn spans(
         &self,
         key: &TensorKey,
         vocab: usize,
-        take: &mut TakeSpan<'_>,
-    ) -> Result<(), StepError> {
+    ) -> Result<Vec<Range<usize>>, StepError> {
         let shape = &self.step.tensors[key].shape;
         let (first, inner) = match shape.split_last() {
             Some((&columns, leading)) if columns == vocab as u64 && !leading.is_empty() => {
@@ -140,19 +195,28 @@ impl Replay<'_> {
                 return Err(unfit(&tensor, &format!("floats of shape [..., {vocab}]")));
             }
         };
-        let of_one = inner as usize * vocab * 8;
-        let step = (SPAN_BYTES / of_one.max(1)).max(1) as u64;
-        let mut start = 0;
-        while start < first {
-            let end = (start + step).min(first);
+        let step = (SPAN_BYTES / (inner as usize * vocab * 8).max(1)).max(1) as u64;
+        let span =
+            |start: u64| (start * inner) as usize..((start + step).min(first) * inner) as usize;
+        Ok((0..first).step_by(step as usize).map(span).collect())
+    }
+
+    /// A captured `[..., V]` tensor, some tokens at a time.
+    pub(super) fn each_span(
+        &self,
+        key: &TensorKey,
+        vocab: usize,
+        take: &mut TakeSpan<'_>,
+    ) -> Result<(), StepError> {
+        let shape = &self.step.tensors[key].shape;
+        for tokens in self.spans(key, vocab)? {
+            let inner = shape[1..shape.len() - 1].iter().product::<u64>().max(1);
             let mut place = IndexBox::whole(shape);
-            place.0[0] = (start, end);
+            place.0[0] = (tokens.start as u64 / inner, tokens.end as u64 / inner);
             let tensor = assemble::assemble_box(self.step.dump, key, &place)
                 .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
             let values = matrix(&tensor).ok_or_else(|| unfit(&tensor, "floats"))?;
-            let tokens = (start * inner) as usize..(end * inner) as usize;
             take(tokens, values, precision_of(tensor.dtype))?;
-            start = end;
         }
         Ok(())
     }
@@ -306,16 +370,12 @@ impl Replay<'_> {
         span: &Span<'_>,
         exact: &Plane,
         precision: Option<Precision>,
-        energies: &mut Vec<MemberError>,
-    ) {
+    ) -> Vec<f64> {
         if stage == Stage::Logprobs || self.trial {
-            return; // the floor is propagated
+            return Vec::new(); // the floor is propagated
         }
-        let all = members(&self.roundings);
-        let last = all.len() - 1;
-        let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
         let vocab = span.head.k.rows;
-        for (number, (_, member)) in ends.enumerate() {
+        let energy = |member: Member| {
             let mut energy = 0.0;
             policy::plane(
                 &member.policy,
@@ -338,11 +398,9 @@ impl Replay<'_> {
                     }
                 },
             );
-            match energies.get_mut(number) {
-                Some(total) => total.energy += energy,
-                None => energies.push(MemberError { name: member.name, energy }),
-            }
-        }
+            energy
+        };
+        self.ends().into_iter().map(energy).collect()
     }
 }
 

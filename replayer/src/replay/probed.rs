@@ -121,8 +121,7 @@ impl Replay<'_> {
         let (head, g_label) = (&problem.head, problem.cotangents().label);
         if captured.stage(Stage::DkLabel).is_some() {
             let (d, v) = (head.q.cols, head.k.rows);
-            for start in (0..v).step_by(self.slab_rows(d, v)) {
-                let range = start..(start + self.slab_rows(d, v)).min(v);
+            for range in self.slabs(d, v) {
                 let slab = Slab::of_labels(head, range, g_label, slopes);
                 self.judge_dk(problem, &slab, (captured, &[Stage::DkLabel]), findings);
             }

@@ -49,11 +49,11 @@ impl Replay<'_> {
         if captured.gradients.is_empty() {
             return Ok(());
         }
-        self.with_problem(slice, &drawn, state, upstream, &mut |problem| {
-            let findings = self.walk(problem, &captured, (slice, &drawn), outcome);
+        self.try_problem(slice, &drawn, (state, upstream), &mut |problem| {
+            let findings = self.walk(problem, &captured, (slice, &drawn), outcome)?;
             self.report(findings, &captured, &slice.inputs, &drawn, outcome);
-        });
-        Ok(())
+            Ok(())
+        })
     }
 
     fn estimate(

@@ -11,7 +11,6 @@ use backtape::identity::Microbatch;
 
 use super::backward::{Problem, sum};
 use super::dk::Slab;
-use super::dq::DqState;
 use super::findings::{Captured, DK, DQ, Findings};
 use super::forward::ForwardState;
 use super::gather::Gathered;
@@ -22,7 +21,7 @@ use super::plane::distance;
 use super::ties::near_ties;
 use super::world::{At, World};
 use super::{Effort, Replay, Slice};
-use crate::head::step::StepError;
+use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads, Values};
 use crate::kernels::policy::{self, DqParts};
@@ -93,6 +92,7 @@ pub(super) fn in_world(
         trial: true,
         progress: &NoProgress,
         draw: None,
+        on: None,
     };
     then(&replay, &slices)
 }
@@ -197,12 +197,10 @@ impl Replay<'_> {
     ) {
         let Some(classes) = rows.map(|rows| &rows.classes) else {
             let (d, v) = (problem.head.q.cols, problem.head.k.rows);
-            let mut dq = DqState::new(problem.head.q.rows, d);
-            for start in (0..v).step_by(self.slab_rows(d, v)) {
-                let range = start..(start + self.slab_rows(d, v)).min(v);
+            let mut dq = self.dq_zeros(problem);
+            for range in self.slabs(d, v) {
                 let mut labels = Vec::new();
-                let head =
-                    crate::head::step::vocabulary_slab(&problem.head, range.clone(), &mut labels);
+                let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
                 let mut slab = self.reference_slab(problem, &head, range, &mut dq.exact);
                 self.emulate_dk(problem, &head, &mut slab);
                 self.judge_dk(problem, &slab, (captured, &DK), findings);
@@ -287,16 +285,17 @@ impl Replay<'_> {
         (unit, keep): (&Unit, Keep),
         findings: &mut Findings,
     ) {
-        let (t, d, v) = (problem.head.q.rows, problem.head.q.cols, problem.head.k.rows);
-        let mut dq = DqState::new(t, d);
-        for start in (0..v).step_by(self.slab_rows(d, v)) {
-            let range = start..(start + self.slab_rows(d, v)).min(v);
+        let (d, v) = (problem.head.q.cols, problem.head.k.rows);
+        let mut dq = self.dq_zeros(problem);
+        for range in self.slabs(d, v) {
             let mut labels = Vec::new();
-            let head =
-                crate::head::step::vocabulary_slab(&problem.head, range.clone(), &mut labels);
-            let pass = self.reference_pass(problem, &head, keep);
-            super::dq::gather(&mut dq.exact, &pass.dq, &head);
+            let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
+            match range.len() == v {
+                true => dq.exact.clone_from(&self.reference_pass(problem, &head, keep).dq),
+                false => drop(self.reference_slab(problem, &head, range, &mut dq.exact)),
+            }
         }
+        dq.once_a_row(problem.head.copies);
         if let Some((of, tiles)) = self.world.policy(&self.roundings) {
             let progress = self.progress;
             let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {

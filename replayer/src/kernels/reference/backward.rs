@@ -3,12 +3,13 @@
 //!
 //! It judges nothing: which rounding the squares are weighted with is the caller's.
 
-use super::block::Block;
+use super::block::{Block, DkSums, Labels};
 use super::gemm::{Operand, multiply};
 use super::tile::{Panel, Terms, Upstream};
 use super::{check, forward_work, work};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::tiles::{Progress, Tiles, spans};
+use crate::parcel::parcel;
 use std::ops::Range;
 
 /// Variances that rounding gives to what an entry of dlogits is made of, and the
@@ -144,45 +145,107 @@ pub fn backward(
     on_dk: &mut dyn FnMut(DkBlock),
 ) -> Backward {
     check(inputs);
-    let upstream = Upstream::new(inputs, lse, *cotangents, noise);
-    let tokens = inputs.q.rows;
     let mut dq = Backward::zeros(inputs, noise);
-    let mut block = Block::new(inputs);
-    let mut terms = Terms::default();
-    let (mut key, mut query) = (Panel::default(), Panel::default());
-    let (mut own_key, mut own_query) = (Panel::default(), Panel::default());
-    let ((q, k), reads) = (inputs.scored(), inputs.reads);
+    let labels = Labels::new(inputs, 0);
+    let mut walk = Walk::new(inputs, Upstream::new(inputs, lse, *cotangents, noise), labels);
     for rows in spans(inputs.k.rows, tiles.vocab) {
-        block.clear(rows.clone(), noise);
-        let valid = rows.start..rows.end.min(inputs.valid_vocab).max(rows.start);
-        key.load(k, valid.clone());
-        for span in spans(if valid.is_empty() { 0 } else { tokens }, tiles.tokens) {
-            query.load(q, span.clone());
-            terms.fill(inputs, &query, &key, upstream);
-            let (mut of_query, mut of_key) = (&query, &key);
-            if reads.is_some_and(|reads| !reads.q_product) {
-                own_query.load(&inputs.q, span.clone());
-                of_query = &own_query;
-            }
-            if reads.is_some_and(|reads| !reads.k_product) {
-                own_key.load(&inputs.k, valid.clone());
-                of_key = &own_key;
-            }
-            accumulate(&mut dq, &mut block, &terms, of_query, of_key, inputs.q.cols);
-            add_confident(&mut dq, &mut block, &terms, of_query, of_key, inputs.q.cols);
-            block.add_biases(inputs, &terms, (span.start, span.len()), valid.len());
-            block.keep_slopes(&terms, span.start);
-            progress.advance(GEMMS * work(inputs, span.len(), valid.len()));
-        }
-        block.add_labels(inputs, upstream.cotangents.label, noise.whole, &mut dq);
-        block.cluster_labels(inputs, noise.label_step);
+        let mut block = Block::zeros(rows, inputs.q.cols, noise);
+        walk.block(&mut block, &mut dq, (tiles, progress));
+        block.cluster_labels(&inputs.q, noise.label_step);
         on_dk(block.emit());
     }
     dq
 }
 
+/// The same walk over some tokens and a slab of k's rows, onto the sums of what was walked
+/// before: `dq` of these tokens over the rows before, `dk` of these rows over the `first`
+/// tokens before. Who walks which part changes no bit, as long as tokens and rows are cut at
+/// whole tiles and each sum is handed on in order.
+pub fn backward_onto(
+    (dq, dk): (&mut Backward, &mut DkSums),
+    (inputs, first): (&HeadInputs, usize),
+    (lse, cotangents, noise): (&[f64], &Cotangents<f64>, &TermNoise),
+    tiles: Tiles,
+    progress: &dyn Progress,
+) {
+    check(inputs);
+    let labels = Labels::new(inputs, first);
+    let mut walk = Walk::new(inputs, Upstream::new(inputs, lse, *cotangents, noise), labels);
+    for block in &mut dk.blocks {
+        walk.block(block, dq, (tiles, progress));
+    }
+}
+
+/// A walk over tokens, with its buffers.
+struct Walk<'a> {
+    inputs: &'a HeadInputs<'a>,
+    upstream: Upstream<'a>,
+    labels: Labels,
+    terms: Terms,
+    key: Panel,
+    query: Panel,
+    own_key: Panel,
+    own_query: Panel,
+}
+
+impl<'a> Walk<'a> {
+    fn new(inputs: &'a HeadInputs<'a>, upstream: Upstream<'a>, labels: Labels) -> Self {
+        let terms = Terms::default();
+        let [key, query, own_key, own_query] = [(); 4].map(|()| Panel::default());
+        Walk { inputs, upstream, labels, terms, key, query, own_key, own_query }
+    }
+
+    /// All tokens against one vocabulary tile.
+    fn block(
+        &mut self,
+        block: &mut Block,
+        dq: &mut Backward,
+        (tiles, progress): (Tiles, &dyn Progress),
+    ) {
+        let Walk { inputs, upstream, labels, terms, key, query, own_key, own_query } = self;
+        let ((q, k), reads) = (inputs.scored(), inputs.reads);
+        let rows = block.rows.clone();
+        let valid = rows.start..rows.end.min(inputs.valid_vocab).max(rows.start);
+        let tokens = if valid.is_empty() { 0 } else { inputs.q.rows };
+        key.load(k, valid.clone());
+        for span in spans(tokens, tiles.tokens) {
+            query.load(q, span.clone());
+            terms.fill(inputs, query, key, *upstream);
+            let (mut of_query, mut of_key) = (&*query, &*key);
+            if reads.is_some_and(|reads| !reads.q_product) {
+                own_query.load(&inputs.q, span.clone());
+                of_query = own_query;
+            }
+            if reads.is_some_and(|reads| !reads.k_product) {
+                own_key.load(&inputs.k, valid.clone());
+                of_key = own_key;
+            }
+            accumulate(dq, block, terms, of_query, of_key, inputs.q.cols);
+            add_confident(dq, block, terms, of_query, of_key, inputs.q.cols);
+            block.add_biases(inputs, terms, (span.start, span.len()), valid.len());
+            labels.keep_slopes(terms, span.start);
+            progress.advance(GEMMS * work(inputs, span.len(), valid.len()));
+        }
+        let whole = upstream.noise.whole;
+        block.add_labels(inputs, labels, (upstream.cotangents.label, whole), dq);
+    }
+}
+
+parcel!(Backward {
+    dq_lse,
+    dq_label,
+    dq_lse_var,
+    dq_lse_sq,
+    dq_label_rel_var,
+    dq_label_var,
+    dq_dropped,
+    dq_confident,
+    dq_label_share,
+});
+
 impl Backward {
-    fn zeros(inputs: &HeadInputs, noise: &TermNoise) -> Self {
+    /// Of tokens that were not walked.
+    pub fn zeros(inputs: &HeadInputs, noise: &TermNoise) -> Self {
         let size = inputs.q.rows * inputs.q.cols;
         let zeros = || vec![0.0; size];
         let when = |present: bool| if present { zeros() } else { Vec::new() };
@@ -196,6 +259,25 @@ impl Backward {
             dq_dropped: when(noise.filter > 0.0),
             dq_confident: when(noise.confident > 0.0),
             dq_label_share: vec![1.0; inputs.q.rows],
+        }
+    }
+}
+
+impl Backward {
+    /// Those of more tokens behind these.
+    pub fn extend(&mut self, more: Backward) {
+        for (all, part) in [
+            (&mut self.dq_lse, more.dq_lse),
+            (&mut self.dq_label, more.dq_label),
+            (&mut self.dq_lse_var, more.dq_lse_var),
+            (&mut self.dq_lse_sq, more.dq_lse_sq),
+            (&mut self.dq_label_rel_var, more.dq_label_rel_var),
+            (&mut self.dq_label_var, more.dq_label_var),
+            (&mut self.dq_dropped, more.dq_dropped),
+            (&mut self.dq_confident, more.dq_confident),
+            (&mut self.dq_label_share, more.dq_label_share),
+        ] {
+            all.extend(part);
         }
     }
 }

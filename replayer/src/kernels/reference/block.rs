@@ -1,4 +1,4 @@
-//! What the backward pass gathers about one block of rows of k, before it lends it out.
+//! What the backward pass sums over the tokens for some rows of k, before it lends it out.
 //!
 //! The label path is walked token by token, apart from the dense GEMMs.
 
@@ -6,13 +6,23 @@ use super::backward::{Backward, DkBlock, TermNoise};
 use super::gemm::{Operand, multiply};
 use super::panel::load;
 use super::tile::Terms;
-use crate::kernels::matrix::HeadInputs;
+use crate::kernels::matrix::{HeadInputs, Matrix};
+use crate::kernels::tiles::{Tiles, spans};
+use crate::parcel::parcel;
 use std::ops::Range;
 
-/// The buffers behind `DkBlock`.
-#[derive(Default)]
+/// Sums over the tokens for a slab of k's rows, a block for each vocabulary tile: what the
+/// tokens before left, and what the next go on from.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct DkSums {
+    pub(super) blocks: Vec<Block>,
+}
+
+/// The sums behind `DkBlock`, and the addends of the label part that round alike.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Block {
-    rows: Range<usize>,
+    pub(super) rows: Range<usize>,
+    depth: usize,
     pub(super) lse: Vec<f64>,
     label: Vec<f64>,
     pub(super) lse_var: Vec<f64>,
@@ -28,52 +38,133 @@ pub(super) struct Block {
     bias_label: Vec<f64>,
     bias_var: Vec<f64>,
     bias_sq: Vec<f64>,
-    depth: usize,
+    bias_label_var: Vec<f64>,
+    bias_label_sq: Vec<f64>,
+    /// Of every hit, in token order: its row, its token, and what its entry is rounded as.
+    hit_rows: Vec<u32>,
+    hit_tokens: Vec<u32>,
+    hit_entries: Vec<f64>,
+}
+
+/// The labels of the tokens that are walked, and what was seen of them.
+pub(super) struct Labels {
     /// (label, token) of every token that is not ignored, by label, then by token.
     labelled: Vec<(u32, usize)>,
     /// `[T]`: F and its variance in the label's column, once its tile was seen, and what
     /// the label's entry is rounded as.
     slopes: Vec<(f64, f64)>,
     entries: Vec<f64>,
-    ones: Vec<f64>,
+    /// The first of these tokens among those of the sums.
+    first: usize,
 }
 
-impl Block {
-    pub(super) fn new(inputs: &HeadInputs) -> Self {
+impl Labels {
+    pub(super) fn new(inputs: &HeadInputs, first: usize) -> Self {
         let pair = |token| inputs.label(token).map(|label| (label as u32, token));
         let mut labelled: Vec<_> = (0..inputs.labels.len()).filter_map(pair).collect();
         labelled.sort_unstable();
         let slopes = vec![(0.0, 0.0); inputs.labels.len()];
-        let entries = vec![0.0; inputs.labels.len()];
-        Block { labelled, slopes, entries, depth: inputs.q.cols, ..Block::default() }
+        Labels { labelled, slopes, entries: vec![0.0; inputs.labels.len()], first }
     }
 
-    pub(super) fn clear(&mut self, rows: Range<usize>, noise: &TermNoise) {
-        let size = rows.len() * self.depth;
-        let dropped = if noise.filter > 0.0 { size } else { 0 };
-        let confident = if noise.confident > 0.0 { size } else { 0 };
-        for (buffer, size) in [
-            (&mut self.lse, size),
-            (&mut self.label, size),
-            (&mut self.lse_var, size),
-            (&mut self.lse_sq, size),
-            (&mut self.label_sq, size),
-            (&mut self.label_var, size),
-            (&mut self.label_alike, size),
-            (&mut self.dropped, dropped),
-            (&mut self.confident, confident),
-            (&mut self.label_whole, size),
-            (&mut self.bias_lse, rows.len()),
-            (&mut self.bias_label, rows.len()),
-            (&mut self.bias_var, rows.len()),
-            (&mut self.bias_sq, rows.len()),
-        ] {
-            buffer.clear();
-            buffer.resize(size, 0.0);
+    /// Remembers F of the labels whose column the tile held; `first` is its first token.
+    pub(super) fn keep_slopes(&mut self, terms: &Terms, first: usize) {
+        for (slope, found) in self.slopes[first..].iter_mut().zip(&terms.label_slopes) {
+            *slope = found.unwrap_or(*slope);
         }
-        self.hits.clear();
-        self.hits.resize(rows.len(), 0);
-        self.rows = rows;
+        for (entry, found) in self.entries[first..].iter_mut().zip(&terms.label_entries) {
+            *entry = found.unwrap_or(*entry);
+        }
+    }
+
+    /// Those that lie in some rows.
+    fn inside(&self, rows: &Range<usize>) -> &[(u32, usize)] {
+        let before = |end: usize| self.labelled.partition_point(|&(of, _)| (of as usize) < end);
+        &self.labelled[before(rows.start)..before(rows.end)]
+    }
+}
+
+parcel!(Block {
+    rows,
+    depth,
+    lse,
+    label,
+    lse_var,
+    lse_sq,
+    label_sq,
+    label_var,
+    label_alike,
+    dropped,
+    confident,
+    label_whole,
+    hits,
+    bias_lse,
+    bias_label,
+    bias_var,
+    bias_sq,
+    bias_label_var,
+    bias_label_sq,
+    hit_rows,
+    hit_tokens,
+    hit_entries,
+});
+
+parcel!(DkSums { blocks });
+
+impl DkSums {
+    /// Of a slab of which no token was walked.
+    pub fn zeros(inputs: &HeadInputs, noise: &TermNoise, tiles: Tiles) -> Self {
+        let block = |rows| Block::zeros(rows, inputs.q.cols, noise);
+        DkSums { blocks: spans(inputs.k.rows, tiles.vocab).map(block).collect() }
+    }
+
+    /// Lends the rows out in order, once all tokens were walked; `q` is the whole of it.
+    pub fn finish(self, q: &Matrix, noise: &TermNoise, on_dk: &mut dyn FnMut(DkBlock)) {
+        for mut block in self.blocks {
+            block.cluster_labels(q, noise.label_step);
+            on_dk(block.emit());
+        }
+    }
+
+    /// The rows of other sums behind these, from row `first` of the slab on.
+    pub fn append(&mut self, first: usize, more: DkSums) {
+        let moved = |block: Block| {
+            let rows = block.rows.start + first..block.rows.end + first;
+            Block { rows, ..block }
+        };
+        self.blocks.extend(more.blocks.into_iter().map(moved));
+    }
+}
+
+impl Block {
+    pub(super) fn zeros(rows: Range<usize>, depth: usize, noise: &TermNoise) -> Self {
+        let zeros = || vec![0.0; rows.len() * depth];
+        let when = |there: bool| if there { zeros() } else { Vec::new() };
+        let column = || vec![0.0; rows.len()];
+        Block {
+            depth,
+            lse: zeros(),
+            label: zeros(),
+            lse_var: zeros(),
+            lse_sq: zeros(),
+            label_sq: zeros(),
+            label_var: zeros(),
+            label_alike: Vec::new(),
+            dropped: when(noise.filter > 0.0),
+            confident: when(noise.confident > 0.0),
+            label_whole: zeros(),
+            hits: vec![0; rows.len()],
+            bias_lse: column(),
+            bias_label: column(),
+            bias_var: column(),
+            bias_sq: column(),
+            bias_label_var: column(),
+            bias_label_sq: column(),
+            hit_rows: Vec::new(),
+            hit_tokens: Vec::new(),
+            hit_entries: Vec::new(),
+            rows,
+        }
     }
 
     /// Column sums of one tile of `height` tokens and `width` columns.
@@ -87,8 +178,8 @@ impl Block {
         if inputs.bias.is_none() {
             return;
         }
-        self.ones.resize(height, 1.0);
-        let ones = &self.ones[..height];
+        let ones = vec![1.0; height];
+        let ones = &ones[..];
         let copies = inputs.copies.map_or(ones, |copies| &copies[first..first + height]);
         for (target, values, weights) in [
             (&mut self.bias_lse, &terms.dense, ones),
@@ -100,48 +191,36 @@ impl Block {
         }
     }
 
-    /// Remembers F of the labels whose column the tile held; `first` is its first token.
-    pub(super) fn keep_slopes(&mut self, terms: &Terms, first: usize) {
-        for (slope, found) in self.slopes[first..].iter_mut().zip(&terms.label_slopes) {
-            *slope = found.unwrap_or(*slope);
-        }
-        for (entry, found) in self.entries[first..].iter_mut().zip(&terms.label_entries) {
-            *entry = found.unwrap_or(*entry);
-        }
-    }
-
     /// The label path of every token whose label lies in the rows, in token order.
     pub(super) fn add_labels(
         &mut self,
         inputs: &HeadInputs,
-        c_label: &[f64],
-        whole: bool,
+        labels: &Labels,
+        (c_label, whole): (&[f64], bool),
         dq: &mut Backward,
     ) {
         let depth = self.depth;
-        let first = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.start);
         let (mut q, mut k) = (Vec::new(), Vec::new());
-        for &(label, token) in &self.labelled[first..] {
-            let label = label as usize;
-            if label >= self.rows.end {
-                break;
-            }
-            let row = label - self.rows.start;
-            let ((slope, slope_var), c) = (self.slopes[token], c_label[token]);
+        for &(label, token) in labels.inside(&self.rows) {
+            let row = label as usize - self.rows.start;
+            let ((slope, slope_var), c) = (labels.slopes[token], c_label[token]);
             let copies = inputs.copies.map_or(1.0, |copies| copies[token]);
             let (entry, entry_var) = (slope * c, copies * c * c * slope_var);
-            let rounded = self.entries[token];
+            let rounded = labels.entries[token];
             if whole {
                 dq.dq_label_share[token] = share(rounded, entry);
             }
             self.hits[row] += 1;
+            self.hit_rows.push(row as u32);
+            self.hit_tokens.push((labels.first + token) as u32);
+            self.hit_entries.push(rounded);
             if inputs.bias.is_some() {
                 self.bias_label[row] += entry;
-                self.bias_sq[row] += copies * entry * entry;
-                self.bias_var[row] += entry_var;
+                self.bias_label_sq[row] += copies * entry * entry;
+                self.bias_label_var[row] += entry_var;
             }
             load(&inputs.q, token..token + 1, &mut q);
-            load(&inputs.k, label..label + 1, &mut k);
+            load(&inputs.k, label as usize..label as usize + 1, &mut k);
             for d in 0..depth {
                 let (at, addend) = (row * depth + d, entry * q[d]);
                 self.label[at] += addend;
@@ -160,28 +239,37 @@ impl Block {
     }
 
     /// Squares of the sums of addends that lie within a quarter step of their format: they
-    /// round alike, so their errors are one error. Exact copies are such addends.
-    pub(super) fn cluster_labels(&mut self, inputs: &HeadInputs, step: f64) {
+    /// round alike, so their errors are one error. Exact copies are such addends. Of all
+    /// tokens at once: the parts of a cut cluster would square apart.
+    pub(super) fn cluster_labels(&mut self, of_q: &Matrix, step: f64) {
         let depth = self.depth;
-        let first = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.start);
-        let last = self.labelled.partition_point(|&(label, _)| (label as usize) < self.rows.end);
-        let (mut q, mut addends) = (Vec::new(), Vec::new());
-        for hits in self.labelled[first..last].chunk_by(|a, b| a.0 == b.0) {
-            let row = hits[0].0 as usize - self.rows.start;
+        self.label_alike = vec![0.0; self.label.len()];
+        let mut hits: Vec<usize> = (0..self.hit_rows.len()).collect();
+        hits.sort_by_key(|&at| self.hit_rows[at]);
+        let (mut q, mut addends, mut one) = (Vec::new(), Vec::new(), Vec::new());
+        for hits in hits.chunk_by(|&a, &b| self.hit_rows[a] == self.hit_rows[b]) {
+            let row = self.hit_rows[hits[0]] as usize;
             q.clear();
-            let mut entries = Vec::with_capacity(hits.len());
-            let mut one = Vec::new();
-            for &(_, token) in hits {
-                load(&inputs.q, token..token + 1, &mut one);
+            for &at in hits {
+                let token = self.hit_tokens[at] as usize;
+                load(of_q, token..token + 1, &mut one);
                 q.extend_from_slice(&one);
-                entries.push(self.entries[token]);
             }
             for d in 0..depth {
                 addends.clear();
-                addends.extend(entries.iter().enumerate().map(|(at, e)| e * q[at * depth + d]));
+                let addend =
+                    |(at, &hit): (usize, &usize)| self.hit_entries[hit] * q[at * depth + d];
+                addends.extend(hits.iter().enumerate().map(addend));
                 addends.sort_unstable_by(f64::total_cmp);
                 self.label_alike[row * depth + d] = clustered(&addends, step / 4.0);
             }
+        }
+        // The label's part of the bias was summed apart, so that how the tokens were cut
+        // changes no order.
+        for (sum, part) in
+            [(&mut self.bias_sq, &self.bias_label_sq), (&mut self.bias_var, &self.bias_label_var)]
+        {
+            sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
         }
     }
 

@@ -10,8 +10,9 @@
 use super::gemm::{Operand, multiply};
 use super::panel::{load, squares};
 use super::tile::{Panel, Terms, Upstream};
-use super::{Progress, TermNoise, Tiles, check, spans};
+use super::{TermNoise, check};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
+use crate::kernels::tiles::{Progress, Tiles, spans};
 use std::ops::Range;
 
 /// Columns a probe needs: dk, dq, the noise of each, and the tokens' own noise in dk.

@@ -2,6 +2,7 @@
 
 mod closed_forms;
 mod differences;
+mod handed;
 mod naive;
 mod options;
 mod policy_loss;
@@ -9,7 +10,7 @@ mod policy_loss;
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
 use crate::kernels::matrix::{Cotangents, IGNORED, Transform};
-use crate::kernels::tiles::NoProgress;
+use crate::kernels::tiles::{NoProgress, Progress, Tiles};
 use naive::{naive, naive_backward};
 
 const NOISE: TermNoise = TermNoise {

@@ -1,0 +1,152 @@
+"""The tasks of a replay on a Ray cluster: `replay --engine ray` (docs/ray.md).
+
+Ray carries bytes here and decides nothing: which tasks there are, what they read and in which order
+their sums meet is the replay's own (`backtape_replayer::replay::tasks`).
+"""
+
+import importlib
+import logging
+import os
+import socket
+from typing import Any
+
+from backtape import _native
+
+# How often Ray starts a task again whose worker or node was lost.
+RETRIES = 3
+# How long a cluster may take to answer the first call, and its nodes to say which build they have.
+CONNECT_S = 5.0
+PROBE_S = 120.0
+# Nodes that are named in one sentence.
+NAMED = 3
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot be used; the text is one clause: what is wrong, and what to do."""
+
+
+def connect(address: str | None, task_cpus: int) -> "Cluster":
+    """Connects to the cluster at HOST:PORT, or to the one that this host is part of."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        raise ClusterError("Ray is not installed here: pip install 'backtape[ray]'") from None
+    if address is not None and "://" not in address:
+        _reach(address)
+    # What fails is said once, by `fetch`.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+    try:
+        ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError:
+        if address is None:
+            what = "this host is part of no cluster: name one with --address HOST:PORT, or start one: ray start --head"
+        else:
+            what = f"no Ray cluster answers at {address}: name the head's HOST:PORT, as `ray start --head` printed it"
+        raise ClusterError(what) from None
+    except Exception as error:
+        raise ClusterError(f"Ray does not connect: {_first_line(error)}") from None
+    return Cluster(ray, task_cpus)
+
+
+def _reach(address: str) -> None:
+    """Ray itself waits for a minute for what is not there."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ClusterError(f"--address {address!r} is not HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(f"nothing answers at {address} ({error.strerror or error}): name the head's HOST:PORT") from None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def build() -> str:
+    """Which build this process has: bytes go between equal ones alone."""
+    return f"{_native.__version__} {_native.__build__}"
+
+
+def perform(task: bytes, threads: int, *sums: bytes | None) -> Any:
+    """One task, on a worker: its sums, one for each that it gives."""
+    found = _native.perform_task(task, list(sums), threads)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+class Cluster:
+    """A connected cluster: starts tasks, and holds what stands for their sums."""
+
+    def __init__(self, ray: Any, task_cpus: int) -> None:
+        self._ray = ray
+        self._task_cpus = task_cpus
+        self._held: dict[int, Any] = {}
+        self._next = 0
+        self._check_nodes()
+        self._perform = ray.remote(perform)
+        self._options = {
+            "num_cpus": task_cpus, "max_retries": RETRIES, "retry_exceptions": False, "scheduling_strategy": "SPREAD"
+        }  # fmt: skip
+
+    def _check_nodes(self) -> None:
+        """A node that could compute a task must have this build."""
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        most = max((int(node["Resources"].get("CPU", 0)) for node in nodes), default=0)
+        if most < self._task_cpus:
+            lower = "lower --task-cpus" if most else "start nodes with cores"
+            raise ClusterError(f"no node has the {self._task_cpus} cores of one task, the largest has {most}: {lower}")
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        asked = {}
+        for node in nodes:
+            if node["Resources"].get("CPU", 0) >= self._task_cpus:
+                there = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                probe = self._ray.remote(build).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+                asked[probe.remote()] = node["NodeManagerAddress"]
+        self._ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_S)
+        wrong = [f"{host} {what}" for ref, host in asked.items() if (what := self._other_build(ref))]
+        if wrong:
+            more = f" and {len(wrong) - NAMED} more nodes" if len(wrong) > NAMED else ""
+            every = "install the same backtape on every node"
+            raise ClusterError(f"{', '.join(wrong[:NAMED])}{more}: {every}")
+
+    def _other_build(self, ref: Any) -> str | None:
+        try:
+            found = self._ray.get(ref, timeout=0.1)
+        except self._ray.exceptions.GetTimeoutError:
+            return f"does not answer in {PROBE_S:.0f} s"
+        except Exception as error:
+            return f"cannot import backtape ({_first_line(getattr(error, 'cause', None) or error)})"
+        return None if found == build() else f"has backtape {found}, this host {build()}"
+
+    def start(self, task: bytes, sums: list[int | None], gives: int) -> list[int]:
+        """Starts a task on the sums of others, which it takes away; what stands for its own."""
+        given = [None if held is None else self._held.pop(held) for held in sums]
+        started = self._perform.options(num_returns=gives, **self._options).remote(task, self._task_cpus, *given)
+        names = []
+        for ref in [started] if gives == 1 else started:
+            self._next += 1
+            self._held[self._next] = ref
+            names.append(self._next)
+        return names
+
+    def fetch(self, held: int) -> bytes:
+        """Waits for sums, and takes them away."""
+        try:
+            return bytes(self._ray.get(self._held.pop(held)))
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(self._why(error)) from None
+
+    def _why(self, error: BaseException) -> str:
+        """A task also fails by those whose sums it goes on from: the first of them says why."""
+        exceptions = self._ray.exceptions
+        while isinstance(error, exceptions.RayTaskError) and getattr(error, "cause", None) is not None:
+            error = error.cause
+        times = f"{RETRIES + 1} times"
+        if isinstance(error, exceptions.OutOfMemoryError):
+            return f"its host ran out of memory, {times}: cut it smaller with --task-tokens and --task-classes"
+        if isinstance(error, exceptions.WorkerCrashedError):
+            return f"its worker died, {times}: Ray's logs say why"
+        if isinstance(error, exceptions.NodeDiedError | exceptions.ObjectLostError):
+            return f"its node was lost, and with it what others had computed: {_first_line(error)}"
+        return _first_line(error)

@@ -1,0 +1,83 @@
+//! Tasks of a replay: Python starts them on a cluster (`backtape/engine_ray.py`), Rust computes.
+
+use std::sync::OnceLock;
+
+use backtape_replayer::cli::AskedCluster;
+use backtape_replayer::replay::tasks::{Dumps, Handle, Workers, perform};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::postmortem::failed;
+
+/// A cluster that Python is connected to.
+struct Cluster(Py<PyAny>);
+
+/// What Python says of it, in one clause.
+fn clause(py: Python<'_>, error: &PyErr) -> String {
+    let text = error.value(py).to_string();
+    let first = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    match error.is_instance_of::<PyRuntimeError>(py) {
+        true => first.to_string(),
+        false => format!("{}: {first}", error.get_type(py)),
+    }
+}
+
+/// Connects by Python's `connect(address, task_cpus)`.
+pub(crate) fn cluster(
+    connect: &Py<PyAny>,
+    asked: &AskedCluster,
+) -> Result<Box<dyn Workers>, String> {
+    Python::attach(|py| {
+        let found = connect.call1(py, (asked.address.as_deref(), asked.task_cpus));
+        let found = found.map_err(|error| clause(py, &error))?;
+        Ok(Box::new(Cluster(found)) as Box<dyn Workers>)
+    })
+}
+
+impl Workers for Cluster {
+    fn start(
+        &self,
+        task: Vec<u8>,
+        from: Vec<Option<Handle>>,
+        gives: usize,
+    ) -> Result<Vec<Handle>, String> {
+        let from: Vec<Option<u64>> = from.into_iter().map(|of| of.map(|of| of.0)).collect();
+        Python::attach(|py| {
+            let given = (PyBytes::new(py, &task), from, gives);
+            let found = self.0.call_method1(py, "start", given);
+            let found = found.and_then(|found| found.extract::<Vec<u64>>(py));
+            let found = found.map_err(|error| clause(py, &error))?;
+            Ok(found.into_iter().map(Handle).collect())
+        })
+    }
+
+    fn fetch(&self, sums: Handle) -> Result<Vec<u8>, String> {
+        Python::attach(|py| {
+            let found = self.0.call_method1(py, "fetch", (sums.0,));
+            let found = found.map_err(|error| clause(py, &error))?;
+            let bytes = found.bind(py).cast::<PyBytes>();
+            Ok(bytes.map_err(|error| error.to_string())?.as_bytes().to_vec())
+        })
+    }
+}
+
+/// Computes a task onto the sums of others, in so many threads: what a worker runs.
+#[pyfunction]
+pub(crate) fn perform_task<'py>(
+    py: Python<'py>,
+    task: &[u8],
+    sums: Vec<Option<Bound<'py, PyBytes>>>,
+    threads: usize,
+) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    static DUMPS: OnceLock<Dumps> = OnceLock::new();
+    let sums: Vec<&[u8]> =
+        sums.iter().map(|of| of.as_ref().map_or(&[][..], |of| of.as_bytes())).collect();
+    let found = py.detach(|| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build();
+        let pool = pool.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        let dumps = DUMPS.get_or_init(Dumps::default);
+        pool.install(|| perform(dumps, task, &sums)).map_err(failed)
+    })?;
+    Ok(found.into_iter().map(|bytes| PyBytes::new(py, &bytes)).collect())
+}

@@ -1,0 +1,166 @@
+"""A replay on three nodes of Ray gives the report of one process, byte for byte, whatever dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs import KINDS
+
+REPLAY = Path(sys.executable).parent / "replay"
+CUT = ("--task-tokens", "256", "--task-classes", "2048")
+
+
+def start(dump, *more):
+    json = dump.parent / f"{dump.name}-{time.monotonic_ns()}.json"
+    command = [REPLAY, "--dump", dump, "--quiet", "--json", json, *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return process, json
+
+
+def end(started):
+    """Exit code, the report's bytes, what was said on stderr."""
+    process, json = started
+    _, said = process.communicate(timeout=500)
+    return process.returncode, json.read_bytes() if json.exists() else b"", said
+
+
+def replay(dump, *more):
+    return end(start(dump, *more))
+
+
+def on(nodes, *more):
+    return ("--engine", "ray", "--address", nodes.address, *CUT, *more)
+
+
+def running():
+    """Processes that compute a task right now: Ray names them after it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                name = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if name.startswith(b"ray::perform"):
+                found.append(int(entry.name))
+    return found
+
+
+def killed_in_the_middle(process, count):
+    """Kills that many workers, each by its id while it computes."""
+    killed = set()
+    while len(killed) < count and process.poll() is None:
+        for pid in set(running()) - killed:
+            # In the middle: it runs, and runs on a moment later.
+            time.sleep(0.05)
+            if pid in running() and len(killed) < count:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        time.sleep(0.02)
+    return len(killed)
+
+
+def test_reports_of_every_dump_are_those_of_one_process(nodes, dumps):
+    for name in KINDS:
+        if name != "large":
+            local = replay(dumps[name])
+            assert replay(dumps[name], *on(nodes)) == local, name
+            assert local[0] == (1 if name == "wrong" else 0) and local[1], (name, local)
+
+
+def test_wrong_gradients_are_found_with_the_same_verdict(nodes, dumps):
+    code, report, _ = replay(dumps["wrong"], *on(nodes, "--task-cpus", "1"))
+    assert code == 1 and b"label-scatter-low-precision" in report
+
+
+def test_workers_killed_in_the_middle_of_a_tile_change_no_byte(nodes, dumps):
+    local = replay(dumps["large"])
+    started = start(dumps["large"], *on(nodes))
+    assert killed_in_the_middle(started[0], 3) == 3
+    assert end(started) == local
+
+
+def test_a_node_that_is_lost_with_its_sums_changes_no_byte(nodes, dumps):
+    local = replay(dumps["large"])
+    started = start(dumps["large"], *on(nodes))
+    while not running():
+        assert started[0].poll() is None
+        time.sleep(0.02)
+    time.sleep(1.0)
+    nodes.remove_node(nodes.workers.pop(), allow_graceful=False)
+    assert started[0].poll() is None
+    assert end(started) == local
+
+
+def test_a_task_whose_workers_die_every_time_is_one_sentence(nodes, dumps):
+    started = start(dumps["large"], *on(nodes))
+    killed_in_the_middle(started[0], 1000)
+    code, report, said = end(started)
+    assert (code, report, len(said.splitlines())) == (2, b"", 1), said
+    assert "its worker died, 4 times" in said, said
+
+
+def test_a_shard_that_is_not_there_is_named_as_in_one_process(nodes, dumps, tmp_path):
+    import shutil
+
+    dump = tmp_path / "torn"
+    shutil.copytree(dumps["fused"], dump)
+    for file in dump.rglob("*.safetensors"):
+        size = file.stat().st_size
+        with open(file, "r+b") as opened:
+            opened.seek(size - 3)
+            opened.write(b"xyz")
+    assert replay(dump, *on(nodes)) == replay(dump)
+
+
+def test_a_dump_that_workers_do_not_see_is_one_sentence(nodes, dumps, tmp_path):
+    import shutil
+
+    dump = tmp_path / "moved"
+    shutil.copytree(dumps["large"], dump)
+    started = start(dump, *on(nodes))
+    while not running():
+        assert started[0].poll() is None
+        time.sleep(0.01)
+    # The driver has its files open; a worker that starts from now on has not.
+    dump.rename(tmp_path / "elsewhere")
+    for pid in running():
+        os.kill(pid, signal.SIGKILL)
+    code, report, said = end(started)
+    assert (code, report, len(said.splitlines())) == (2, b"", 1), said
+    assert "same path" in said, said
+
+
+def one_sentence(ended, *words):
+    code, report, said = ended
+    assert (code, report) == (2, b"") and len(said.splitlines()) == 1, said
+    assert all(word in said for word in words), said
+
+
+def test_what_cannot_be_reached_or_does_not_suffice_is_one_sentence(nodes, dumps):
+    few = ("--engine", "ray", "--address", nodes.address, "--task-cpus", "64")
+    one_sentence(replay(dumps["fused"], *few), "64 cores", "--task-cpus")
+    for address, word in (("127.0.0.1:1", "nothing answers"), ("here", "HOST:PORT"), ("127.0.0.1:x", "HOST:PORT")):
+        one_sentence(replay(dumps["fused"], "--engine", "ray", "--address", address), word)
+
+
+def test_without_an_address_it_is_the_cluster_of_this_host_or_a_sentence(dumps):
+    one_sentence(replay(dumps["fused"], "--engine", "ray"), "--address HOST:PORT", "ray start --head")
+
+
+def test_without_ray_it_says_what_to_install(dumps, tmp_path):
+    (tmp_path / "ray.py").write_text("raise ImportError('not here')")
+    command = [REPLAY, "--dump", dumps["fused"], "--engine", "ray"]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and "pip install 'backtape[ray]'" in ended.stderr, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("more", [("--threads", "2"), ("--compare", "dq")])
+def test_other_options_mean_the_same(nodes, dumps, more):
+    assert replay(dumps["fused"], *on(nodes, *more)) == replay(dumps["fused"], *more)

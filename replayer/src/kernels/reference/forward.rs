@@ -1,0 +1,180 @@
+//! The forward pass: per token sums over the vocabulary, tile by tile.
+//!
+//! The sums of some classes are what the next classes go on from, so who computes which
+//! tile changes no bit.
+
+use super::logit::Chain;
+use super::panel::load;
+use super::tile::{label_column, products};
+use super::{check, work};
+use crate::kernels::matrix::HeadInputs;
+use crate::kernels::tiles::{Progress, Tiles, spans};
+use crate::parcel::parcel;
+use rayon::prelude::*;
+
+/// Per token results of the forward pass.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Forward {
+    /// `[T]`: row max plus log of the sum of exponentials, masked columns included
+    /// where the mask is finite; -inf where there is nothing to sum.
+    pub lse: Vec<f64>,
+    /// `[T]`: logit of the label, 0 for an ignored token.
+    pub label_logits: Vec<f64>,
+    /// `[T]`: largest logit, a finite mask included; NaN logits are passed over here,
+    /// lse carries them.
+    pub row_max: Vec<f64>,
+    /// `[T]`: sum of the logits of the valid vocabulary, for label smoothing.
+    pub logit_sum: Vec<f64>,
+    /// `[T]`: sum of their squares, which says how large the partial sums of that sum are.
+    pub logit_squares: Vec<f64>,
+}
+
+/// Running max of a row of logits, and the sum of `exp(logit - shift(max))`.
+#[derive(Debug, Clone, Copy)]
+struct RunningSum {
+    max: f64,
+    sum: f64,
+}
+
+/// What the tiles before left of each token, all `[T]`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ForwardSums {
+    /// Largest logit so far.
+    pub max: Vec<f64>,
+    /// Sum of `exp(logit - shift(max))`.
+    pub sum: Vec<f64>,
+    /// Logit of the label, once its tile was seen.
+    pub label_logits: Vec<f64>,
+    /// Sum of the logits.
+    pub logit_sum: Vec<f64>,
+    /// Sum of their squares.
+    pub logit_squares: Vec<f64>,
+}
+
+/// lse, label logits, row max and sum of logits of q `[T, D]` against k `[V, D]`, or of
+/// given logits `[T, V]`, row-major.
+///
+/// Vocabulary tiles are the outer loop. A row's exponentials are summed left to
+/// right inside a tile, and tiles are merged in vocabulary order; masked columns come
+/// last, all at once.
+pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Forward {
+    let mut sums = ForwardSums::zeros(inputs.q.rows);
+    sums.take(inputs, tiles, progress);
+    sums.finish(inputs.mask, inputs.k.rows - inputs.valid_vocab)
+}
+
+parcel!(ForwardSums { max, sum, label_logits, logit_sum, logit_squares });
+
+impl ForwardSums {
+    /// Of tokens whose logits were not looked at.
+    pub fn zeros(tokens: usize) -> Self {
+        let zeros = || vec![0.0; tokens];
+        ForwardSums {
+            max: vec![f64::NEG_INFINITY; tokens],
+            sum: zeros(),
+            label_logits: zeros(),
+            logit_sum: zeros(),
+            logit_squares: zeros(),
+        }
+    }
+
+    /// Takes in the valid classes of a head over some rows of k; classes come in order.
+    pub fn take(&mut self, inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) {
+        check(inputs);
+        let (mut q, mut k, mut logits) = (Vec::new(), Vec::new(), Vec::new());
+        let chain = Chain::of(inputs);
+        let (of_q, of_k) = inputs.scored();
+        for cols in spans(inputs.valid_vocab, tiles.vocab) {
+            load(of_k, cols.clone(), &mut k);
+            for span in spans(inputs.q.rows, tiles.tokens) {
+                load(of_q, span.clone(), &mut q);
+                products(inputs, (span.clone(), &q), (cols.clone(), &k), &mut logits);
+                let ForwardSums { max, sum, label_logits, logit_sum, logit_squares } = self;
+                (
+                    logits.par_chunks_mut(cols.len()),
+                    &inputs.labels[span.clone()],
+                    (&mut max[span.clone()], &mut sum[span.clone()]),
+                    &mut label_logits[span.clone()],
+                    &mut logit_sum[span.clone()],
+                    &mut logit_squares[span.clone()],
+                )
+                    .into_par_iter()
+                    .for_each(
+                        |(row, &label, (max, total), label_logit, sum, squares)| {
+                            chain.apply(row, cols.start);
+                            let mut running = RunningSum { max: *max, sum: *total };
+                            running.absorb(row);
+                            (*max, *total) = (running.max, running.sum);
+                            *sum += sum_in_lanes(row, |x| x);
+                            *squares += sum_in_lanes(row, |x| x * x);
+                            if let Some(column) = label_column(label, &cols) {
+                                *label_logit = row[column];
+                            }
+                        },
+                    );
+                progress.advance(work(inputs, span.len(), cols.len()));
+            }
+        }
+    }
+
+    /// The results, once all classes were taken in; `masked` columns have the logit `mask`.
+    pub fn finish(self, mask: Option<f64>, masked: usize) -> Forward {
+        let ForwardSums { max, sum, label_logits, logit_sum, logit_squares } = self;
+        let running = max.into_iter().zip(sum).map(|(max, sum)| {
+            let mut running = RunningSum { max, sum };
+            if let Some(mask) = mask {
+                running.absorb_copies(mask, masked);
+            }
+            running
+        });
+        let (lse, row_max) = running.map(|running| (running.lse(), running.max)).unzip();
+        Forward { lse, label_logits, row_max, logit_sum, logit_squares }
+    }
+}
+
+impl RunningSum {
+    fn absorb(&mut self, row: &[f64]) {
+        let shift = self.raise(row.iter().fold(self.max, |max, &logit| max.max(logit)));
+        self.sum += row.iter().map(|&logit| libm::exp(logit - shift)).sum::<f64>();
+    }
+
+    /// Takes in one logit that stands in `count` columns.
+    fn absorb_copies(&mut self, logit: f64, count: usize) {
+        if count > 0 {
+            let shift = self.raise(self.max.max(logit));
+            self.sum += count as f64 * libm::exp(logit - shift);
+        }
+    }
+
+    /// Makes the sum one of a larger max, and returns its shift.
+    fn raise(&mut self, max: f64) -> f64 {
+        let (old, new) = (shift(self.max), shift(max));
+        // Nothing but masked logits so far: the sum is 0 (or NaN) and stays so.
+        if self.max > f64::NEG_INFINITY {
+            self.sum *= libm::exp(old - new);
+        }
+        self.max = max;
+        new
+    }
+
+    fn lse(&self) -> f64 {
+        shift(self.max) + libm::log(self.sum)
+    }
+}
+
+/// Sum of a row's values, or of what is made of each, in eight lanes, the order fixed: in one
+/// chain each addition would wait for the one before.
+fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
+    let (chunks, rest) = row.as_chunks::<8>();
+    let mut lanes = [0.0; 8];
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane += of(x));
+    }
+    lanes.iter().sum::<f64>() + rest.iter().map(|&x| of(x)).sum::<f64>()
+}
+
+/// What is subtracted before exp. An infinite max would turn inf - inf into NaN,
+/// where lse is plainly that inf: so nothing is subtracted then.
+fn shift(max: f64) -> f64 {
+    if max.is_finite() { max } else { 0.0 }
+}

@@ -1,0 +1,198 @@
+//! A task, computed: what a worker does.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use backtape::shard::TensorKey;
+use backtape::store::layout::MANIFEST;
+
+use super::read::{Held, files, key, rows};
+use super::task::{Emulated, EmulatedBlock, Kind, RowsOf, Session, Task};
+use crate::assemble::AssembleError;
+use crate::dump::{self, OpenError, Place, StepDump};
+use crate::head::roundings::precision_of;
+use crate::head::step::StepError;
+use crate::head::{HeadStep, Roundings, Stage};
+use crate::kernels::matrix::{Cotangents, HeadInputs};
+use crate::kernels::reference::{Backward, DkSums, ForwardSums, backward_onto};
+use crate::kernels::{NoProgress, Tiles, policy};
+use crate::parcel::{Parcel, ParcelError};
+use crate::replay::members::members;
+use crate::replay::world::Declared;
+use crate::replay::{Effort, Replay};
+
+/// Why a task has no result.
+#[derive(Debug, thiserror::Error)]
+pub enum TaskError {
+    /// It was sent by another build, or damaged on the way.
+    #[error(transparent)]
+    Parcel(#[from] ParcelError),
+    /// The dump cannot be opened where the task runs.
+    #[error("the dump cannot be opened on the worker's host, which must see it at the same path")]
+    Open(#[from] OpenError),
+    /// What it reads is not there, or damaged.
+    #[error(transparent)]
+    Assemble(#[from] AssembleError),
+    /// The head is not the one that was sent.
+    #[error(transparent)]
+    Step(#[from] Box<StepError>),
+    /// What it reads is no matrix of floats.
+    #[error("{0} holds no floats")]
+    NoFloats(TensorKey),
+}
+
+/// The dump that a worker has open: tasks of one replay read the same one.
+#[derive(Default)]
+pub struct Dumps(Mutex<Option<Open>>);
+
+struct Open {
+    session: Session,
+    place: Place,
+    dump: Arc<StepDump>,
+    /// Files that were brought of a bucket.
+    brought: BTreeSet<String>,
+}
+
+impl Open {
+    fn new(session: &Session) -> Result<Open, OpenError> {
+        let place = Place::of(Path::new(&session.path))?;
+        let named = |name: &str| name == MANIFEST;
+        let mut dump = dump::open_some(&place, &session.selection(), &named)?;
+        if place.is_bucket() && !dump.committed() {
+            // Only its files say what there is.
+            dump = dump::open_some(&place, &session.selection(), &|_| true)?;
+        }
+        let brought = BTreeSet::new();
+        Ok(Open { session: session.clone(), place, dump: Arc::new(dump), brought })
+    }
+
+    /// Brings what a task reads and no task before it did.
+    fn bring(&mut self, task: &Task) -> Result<(), TaskError> {
+        if !self.place.is_bucket() || !self.dump.committed() {
+            return Ok(());
+        }
+        let mut wanted = files(&self.dump, task)?;
+        wanted.retain(|name| !self.brought.contains(name));
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let of = |name: &str| wanted.contains(name);
+        self.dump = Arc::new(dump::open_some(&self.place, &self.session.selection(), &of)?);
+        self.brought.extend(wanted);
+        Ok(())
+    }
+}
+
+impl Dumps {
+    fn open(&self, task: &Task) -> Result<Arc<StepDump>, TaskError> {
+        let mut held = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if held.as_ref().is_none_or(|open| open.session != task.session) {
+            *held = Some(Open::new(&task.session)?);
+        }
+        let open = held.as_mut().ok_or(ParcelError)?;
+        open.bring(task)?;
+        Ok(open.dump.clone())
+    }
+}
+
+/// Computes a task onto the sums it was given (nothing: there are none before), and returns its
+/// own.
+pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>>, TaskError> {
+    let task = Task::of_parcel(task)?;
+    let dump = dumps.open(&task)?;
+    let step = head_step(&dump, &task.session)?;
+    let first = step.find(step.scores(), step.microbatches[0]);
+    let first = first.ok_or_else(|| Box::new(step.missing(step.scores(), None)))?;
+    let roundings = Roundings::plausible(&step.options, step.tensors[first].dtype);
+    let roundings = roundings.map_err(|error| Box::new(StepError::Head(error)))?;
+    let replay = Replay {
+        step: &step,
+        wanted: Default::default(),
+        roundings,
+        tiles: Tiles::default(),
+        comparisons: task.session.comparisons,
+        effort: Effort::All,
+        world: &Declared,
+        cache: None,
+        trial: false,
+        progress: &NoProgress,
+        whole: task.session.whole,
+        draw: None,
+        on: None,
+    };
+    let held = Held::read(&dump, &step.options, &task.part)?;
+    let head = held.head(&step.options, &task.part);
+    replay.perform(&task, &head, sums)
+}
+
+fn head_step<'d>(dump: &'d StepDump, session: &Session) -> Result<HeadStep<'d>, TaskError> {
+    let policy = session.policy.as_deref().map(serde_json::from_str).transpose();
+    let policy = policy.map_err(|_| ParcelError)?;
+    let unusable: Vec<TensorKey> =
+        session.unusable.iter().map(|json| key(json)).collect::<Result<_, _>>()?;
+    let why = |key: &TensorKey| unusable.contains(key).then(String::new);
+    Ok(HeadStep::new(dump, policy.as_ref(), why).map_err(Box::new)?)
+}
+
+/// The sums before, or those of none.
+fn before<T: Parcel>(sums: Option<&&[u8]>, none: impl FnOnce() -> T) -> Result<T, ParcelError> {
+    match sums {
+        Some(bytes) if !bytes.is_empty() => T::of_parcel(bytes),
+        _ => Ok(none()),
+    }
+}
+
+impl Replay<'_> {
+    fn perform(
+        &self,
+        task: &Task,
+        head: &HeadInputs<'_>,
+        sums: &[&[u8]],
+    ) -> Result<Vec<Vec<u8>>, TaskError> {
+        let (tiles, progress) = (self.tiles, self.progress);
+        let emulated = (self.roundings.tiles, progress);
+        let super::task::Tokens { lse, g_lse, g_label, g_smooth } = &task.tokens;
+        let cotangents = Cotangents { lse: &g_lse[..], label: &g_label[..], smooth: &g_smooth[..] };
+        let member = || members(&self.roundings).into_iter().nth(task.member).ok_or(ParcelError);
+        Ok(match task.kind {
+            Kind::Forward => {
+                let mut sums = before(sums.first(), || ForwardSums::zeros(head.q.rows))?;
+                sums.take(head, tiles, progress);
+                vec![sums.to_parcel()]
+            }
+            Kind::EmulatedForward => {
+                let found = policy::forward(&member()?.policy, head, emulated.0, emulated.1);
+                vec![(found.lse, found.label_logits).to_parcel()]
+            }
+            Kind::Backward => {
+                let noise = self.term_noise(head.q.cols);
+                let mut dq = before(sums.first(), || Backward::zeros(head, &noise))?;
+                let mut dk = before(sums.get(1), || DkSums::zeros(head, &noise, tiles))?;
+                let given = (&lse[..], &cotangents, &noise);
+                backward_onto((&mut dq, &mut dk), (head, task.first), given, tiles, progress);
+                vec![dq.to_parcel(), dk.to_parcel()]
+            }
+            Kind::Emulated => {
+                let of = member()?.policy;
+                let mut blocks = Vec::new();
+                let take = &mut |block: policy::DkParts<'_>| blocks.push(EmulatedBlock::of(&block));
+                let dq =
+                    policy::backward(&of, head, lse, &cotangents, emulated.0, emulated.1, take);
+                let policy::DqParts { dq_lse, dq_label, dq } = dq;
+                vec![Emulated { blocks, dq_lse, dq_label, dq }.to_parcel()]
+            }
+            Kind::Plane => {
+                let part = task.plane.as_ref().ok_or(ParcelError)?;
+                let stage = *Stage::ALL.get(part.stage).ok_or(ParcelError)?;
+                let of = RowsOf { key: part.key.clone(), runs: vec![part.tokens.clone()] };
+                let captured = rows(self.step.dump, &of)?;
+                let dtype = self.step.tensors.get(&key(&part.key)?).ok_or(ParcelError)?.dtype;
+                let captured = (captured.matrix(), precision_of(dtype));
+                let (tally, energies) =
+                    self.judge_plane_part(stage, part, (head, lse, cotangents), captured);
+                vec![(tally, energies).to_parcel()]
+            }
+        })
+    }
+}
