@@ -36,6 +36,7 @@ fn replayed<'d>(dumped: &'d StepDump) -> (HeadStep<'d>, Outcome) {
         total: &|_| {},
         draws: false,
         cluster: None,
+        device: None,
     };
     let outcome = replay(&step, &request).unwrap();
     (step, outcome)

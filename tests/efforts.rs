@@ -40,8 +40,15 @@ fn counted(
     dump::write(&path, ranks as u32, head, shards);
     let dumped = open(&path, &Selection::default()).unwrap();
     let step = HeadStep::new(&dumped, None, |_| None).map_err(|error| error.to_string())?;
-    let request =
-        Request { compare: &[], effort, progress, total: &|_| {}, draws: false, cluster: None };
+    let request = Request {
+        compare: &[],
+        effort,
+        progress,
+        total: &|_| {},
+        draws: false,
+        cluster: None,
+        device: None,
+    };
     replay(&step, &request).map_err(|error| error.to_string())
 }
 

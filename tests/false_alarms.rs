@@ -103,6 +103,7 @@ fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
         total: &|_| {},
         draws: false,
         cluster: None,
+        device: None,
     };
     let mut outcome = replay(&step, &request).map_err(|error| error.to_string())?;
     // A fault that is proved beside a policy is an alarm as well, and a bound that is too

@@ -100,6 +100,7 @@ fn judge(job: &Job, shards: &[Shard]) -> Result<(Outcome, usize), String> {
         total: &|_| {},
         draws: false,
         cluster: None,
+        device: None,
     };
     let outcome = replay(&step, &request).map_err(|error| error.to_string())?;
     Ok((outcome, step.microbatches.len()))

@@ -106,6 +106,7 @@ fn a_comparison_that_a_plausible_policy_reproduces_is_no_divergence() {
             total: &|_| {},
             draws: false,
             cluster: None,
+            device: None,
         };
         let mut outcome = replay(&step, &request).unwrap();
         let dk = &mut outcome.stages[Stage::DkLabel as usize];

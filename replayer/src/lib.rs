@@ -3,7 +3,7 @@
 //!
 //! Layers, each knowing only those before it: `dump` (what lies on disk),
 //! `assemble`, `verify`, `head` (stage graph and options), `kernels` (arithmetic,
-//! no I/O), `compare` (errors against what rounding explains), `checks` (what needs
+//! no I/O), `device` (the same on a GPU), `compare` (errors against what rounding explains), `checks` (what needs
 //! no replay), `export` (tensors to files for other tools), `trajectory`
 //! (what the scalars of all steps say), `replay` (stages in order, in the world of a hypothesis too),
 //! `diagnose` (the catalogue of causes), `report` (plain data to text or JSON), `cli`.
@@ -13,6 +13,7 @@ mod bits;
 pub mod checks;
 pub mod cli;
 pub mod compare;
+pub mod device;
 pub mod diagnose;
 pub mod draw;
 pub mod dump;

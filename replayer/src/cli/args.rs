@@ -6,6 +6,7 @@ use backtape::shard::When;
 use clap::{Args, Parser, Subcommand};
 
 use super::cluster::ClusterArguments;
+use super::device::DeviceArguments;
 
 /// Says where, by how much and why the gradients of a dumped step diverge.
 ///
@@ -180,6 +181,7 @@ impl DiffArguments {
             freivalds: None,
             threads: None,
             cluster: ClusterArguments::default(),
+            device: DeviceArguments::default(),
             quiet: self.quiet,
         }
     }
@@ -234,6 +236,8 @@ pub(super) struct ReplayArguments {
     pub(super) threads: Option<usize>,
     #[command(flatten)]
     pub(super) cluster: ClusterArguments,
+    #[command(flatten)]
+    pub(super) device: DeviceArguments,
     /// No progress bar.
     #[arg(long)]
     pub(super) quiet: bool,

@@ -6,6 +6,7 @@ mod against;
 mod args;
 mod checks;
 mod cluster;
+mod device;
 mod look;
 mod own;
 mod page;
@@ -22,11 +23,12 @@ use clap::Parser;
 
 pub use checks::checks_report;
 pub use cluster::{AskedCluster, Connect};
+pub use device::AskedDevice;
 pub use page::PageFile;
 pub use precision::precision_report;
 pub use run::{
-    RunError, clustered_report, drawn_report, probed_report, replay_report, sampled_report,
-    variant_inputs, varied_report,
+    RunError, clustered_report, devised_report, drawn_report, probed_report, replay_report,
+    sampled_report, variant_inputs, varied_report,
 };
 pub use trajectory::trajectory_report;
 

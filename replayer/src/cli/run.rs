@@ -14,6 +14,7 @@ use super::page::PageFile;
 use super::progress::Bar;
 use super::{against, checks, look, own, precision, trajectory};
 use crate::assemble::AssembleError;
+use crate::device::Device;
 use crate::diagnose::{self, diagnose};
 use crate::draw::seed_of;
 use crate::dump::{self, FindError, OpenError, Selection, StepDump, StepState};
@@ -29,7 +30,9 @@ use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
 use crate::report::drawings::drawings;
 use crate::report::number::plural;
-use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict};
+use crate::report::schema::{
+    DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
+};
 use crate::report::{catalogue, dumped, inventory, text};
 use crate::trajectory::ReadError;
 use crate::verify::{Verification, verify};
@@ -241,15 +244,18 @@ fn replay_on(
     let cut = arguments.cluster.cut();
     let cluster =
         workers.map(|workers| Cluster::new(workers, (path, &selection), policy.as_ref(), cut));
+    let used = arguments.device.open();
     let how = How {
         policy: policy.as_ref(),
         cluster: cluster.as_ref(),
+        device: used.device.as_deref(),
         probes: arguments.freivalds.map(|n| n as usize),
         tokens: arguments.tokens.map(|n| n as usize),
         variants: &[],
         draws: page.is_some(),
     };
     let report = report_with(path, &selection, &asked, other, how, &bar)?;
+    let report = Report { device: used.report, ..report };
     bar.finish();
     if let Some(page) = page {
         page.write(&report)?;
@@ -341,6 +347,18 @@ pub fn clustered_report(
     report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
 }
 
+/// The report of a replay whose reference a device computes.
+pub fn devised_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    device: &dyn Device,
+) -> Result<Report, RunError> {
+    let how = How { device: Some(device), ..How::default() };
+    let report = report_with(path, selection, &compare.into(), None, how, &Bar::new(true))?;
+    Ok(Report { device: Some(DeviceReport::of(device.description())), ..report })
+}
+
 /// How a head is replayed, beyond what its job declared.
 #[derive(Clone, Copy, Default)]
 pub(super) struct How<'a> {
@@ -352,6 +370,8 @@ pub(super) struct How<'a> {
     variants: &'a [Arc<Variant>],
     /// Who computes the tiles; `None`: this process.
     cluster: Option<&'a Cluster<'a>>,
+    /// What computes the reference; `None`: this process.
+    device: Option<&'a dyn Device>,
     /// Whether what a page draws is gathered.
     pub(super) draws: bool,
 }
@@ -405,8 +425,9 @@ pub(super) fn replay_one<'a>(
         (None, None) => Effort::All,
     };
     let total = |work| bar.expect(work);
-    let (draws, cluster) = (how.draws, how.cluster);
-    let request = Request { compare, effort, progress: bar, total: &total, draws, cluster };
+    let How { draws, cluster, device, .. } = how;
+    let (progress, total): (_, &dyn Fn(u64)) = (bar, &total);
+    let request = Request { compare, effort, progress, total, draws, cluster, device };
     let outcome = replay::replay(&step, &request).map_err(wrong)?;
     Ok((step, outcome))
 }
@@ -456,6 +477,7 @@ pub(super) fn report(
         against: None,
         findings,
         not_checked,
+        device: None,
         drawings: None,
     }
 }

@@ -51,6 +51,12 @@ pub enum StepError {
         /// Why.
         why: String,
     },
+    /// A device failed in the middle of it.
+    #[error("{why}; with --device cpu the replay needs no device")]
+    Device {
+        /// Why.
+        why: String,
+    },
     /// Shape or dtype does not fit the head.
     #[error("{key} is {found}, the head needs {wanted}")]
     Unfit {

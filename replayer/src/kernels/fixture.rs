@@ -7,38 +7,38 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A head that owns its values.
 #[derive(Debug, Clone)]
-pub(super) struct Fixture {
-    pub(super) tokens: usize,
-    pub(super) depth: usize,
-    pub(super) vocab: usize,
-    pub(super) valid: usize,
-    pub(super) q: Vec<f32>,
-    pub(super) k: Vec<f32>,
-    pub(super) labels: Vec<u32>,
-    pub(super) g_lse: Vec<f32>,
-    pub(super) g_label: Vec<f32>,
+pub(crate) struct Fixture {
+    pub(crate) tokens: usize,
+    pub(crate) depth: usize,
+    pub(crate) vocab: usize,
+    pub(crate) valid: usize,
+    pub(crate) q: Vec<f32>,
+    pub(crate) k: Vec<f32>,
+    pub(crate) labels: Vec<u32>,
+    pub(crate) g_lse: Vec<f32>,
+    pub(crate) g_label: Vec<f32>,
     /// Upstream of every valid logit; zeros unless smoothed.
-    pub(super) smooth: Vec<f32>,
+    pub(crate) smooth: Vec<f32>,
     /// `[V]`; NaN in the padding.
-    pub(super) bias: Option<Vec<f64>>,
+    pub(crate) bias: Option<Vec<f64>>,
     /// `[T, V]`, with a depth of 0; NaN in the padding.
-    pub(super) given: Option<Vec<f64>>,
-    pub(super) transform: Transform,
-    pub(super) mask: Option<f64>,
+    pub(crate) given: Option<Vec<f64>>,
+    pub(crate) transform: Transform,
+    pub(crate) mask: Option<f64>,
 }
 
 /// Three tiles and a part of one in each direction, for the sizes of `Fixture::usual`.
-pub(super) const SMALL_TILES: Tiles = Tiles { tokens: 6, vocab: 16 };
+pub(crate) const SMALL_TILES: Tiles = Tiles { tokens: 6, vocab: 16 };
 
 impl Fixture {
     /// 22 tokens, depth 13, vocabulary 61 of which 57 are valid.
-    pub(super) fn usual() -> Self {
+    pub(crate) fn usual() -> Self {
         Fixture::new(22, 13, 61, 57)
     }
 
     /// Every fifth token is confident (its q leans on its label's row of k), every
     /// seventh is ignored, labels repeat, and g_label is not -g_lse, as with z-loss.
-    pub(super) fn new(tokens: usize, depth: usize, vocab: usize, valid: usize) -> Self {
+    pub(crate) fn new(tokens: usize, depth: usize, vocab: usize, valid: usize) -> Self {
         let mut state = 12_345u32;
         let mut number = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -75,14 +75,14 @@ impl Fixture {
     }
 
     /// A bias on every valid row, of both signs.
-    pub(super) fn with_bias(mut self) -> Self {
+    pub(crate) fn with_bias(mut self) -> Self {
         let bias = |v: usize| if v < self.valid { (v as f64 * 0.7).sin() } else { f64::NAN };
         self.bias = Some((0..self.vocab).map(bias).collect());
         self
     }
 
     /// Logits in the place of q and k, which are empty from here on.
-    pub(super) fn with_given(mut self) -> Self {
+    pub(crate) fn with_given(mut self) -> Self {
         let logit = |t: usize, v: usize| 3.0 * ((t * 31 + v * 17) as f64).sin();
         let place = |i: usize| (i / self.vocab, i % self.vocab);
         let padded = |(t, v)| if v < self.valid { logit(t, v) } else { f64::NAN };
@@ -92,14 +92,14 @@ impl Fixture {
     }
 
     /// An upstream of every logit, which differs between tokens.
-    pub(super) fn with_smoothing(mut self) -> Self {
+    pub(crate) fn with_smoothing(mut self) -> Self {
         for (token, smooth) in self.smooth.iter_mut().enumerate() {
             *smooth = self.g_label[token] * 0.01 * (1 + token % 4) as f32;
         }
         self
     }
 
-    pub(super) fn inputs(&self) -> HeadInputs<'_> {
+    pub(crate) fn inputs(&self) -> HeadInputs<'_> {
         let matrix = |rows, values| Matrix { rows, cols: self.depth, values };
         let (q, k) = (Values::F32(&self.q), Values::F32(&self.k));
         let given = |values| {
@@ -120,28 +120,28 @@ impl Fixture {
         }
     }
 
-    pub(super) fn g_lse_f64(&self) -> Vec<f64> {
+    pub(crate) fn g_lse_f64(&self) -> Vec<f64> {
         self.g_lse.iter().map(|&g| g.into()).collect()
     }
 
-    pub(super) fn g_label_f64(&self) -> Vec<f64> {
+    pub(crate) fn g_label_f64(&self) -> Vec<f64> {
         self.g_label.iter().map(|&g| g.into()).collect()
     }
 
-    pub(super) fn smooth_f64(&self) -> Vec<f64> {
+    pub(crate) fn smooth_f64(&self) -> Vec<f64> {
         self.smooth.iter().map(|&g| g.into()).collect()
     }
 
-    pub(super) fn q(&self, token: usize) -> &[f32] {
+    pub(crate) fn q(&self, token: usize) -> &[f32] {
         &self.q[token * self.depth..(token + 1) * self.depth]
     }
 
-    pub(super) fn k(&self, row: usize) -> &[f32] {
+    pub(crate) fn k(&self, row: usize) -> &[f32] {
         &self.k[row * self.depth..(row + 1) * self.depth]
     }
 
     /// Sum of `|q| |k|` of one logit: what its rounding errors are relative to.
-    pub(super) fn dot_magnitude(&self, token: usize, row: usize) -> f64 {
+    pub(crate) fn dot_magnitude(&self, token: usize, row: usize) -> f64 {
         let terms = self.q(token).iter().zip(self.k(row));
         terms.map(|(&q, &k)| (f64::from(q) * f64::from(k)).abs()).sum()
     }
@@ -149,10 +149,10 @@ impl Fixture {
 
 /// Adds up the work it is told of.
 #[derive(Default)]
-pub(super) struct Counter(AtomicU64);
+pub(crate) struct Counter(AtomicU64);
 
 impl Counter {
-    pub(super) fn total(&self) -> u64 {
+    pub(crate) fn total(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
@@ -164,6 +164,6 @@ impl Progress for Counter {
 }
 
 /// Runs something in a rayon pool of its own.
-pub(super) fn with_threads<R: Send>(threads: usize, run: impl FnOnce() -> R + Send) -> R {
+pub(crate) fn with_threads<R: Send>(threads: usize, run: impl FnOnce() -> R + Send) -> R {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(run)
 }

@@ -18,7 +18,7 @@ pub mod round;
 pub mod tiles;
 
 #[cfg(test)]
-mod fixture;
+pub(crate) mod fixture;
 
 pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Transform, Values};
 pub use policy::Policy;

@@ -7,6 +7,7 @@
 
 mod backward;
 mod block;
+mod dense;
 mod forward;
 mod gemm;
 mod logit;
@@ -23,12 +24,14 @@ use super::matrix::HeadInputs;
 use logit::Chain;
 use rayon::prelude::*;
 
-pub use backward::{Backward, DkBlock, TermNoise, backward, backward_onto, backward_work};
+pub use backward::{Backward, DkBlock, GEMMS, TermNoise, backward, backward_onto, backward_work};
 pub use block::DkSums;
+pub use dense::{DenseSums, LabelTerms};
 pub use forward::{Forward, ForwardSums, forward};
 pub use plane::{PlaneTile, plane};
 pub use probe::{Probed, Probing, probe, probe_work};
 pub use products::{DkProducts, DqProducts, from_dlogits, from_dlogits_work};
+pub use tile::Upstream;
 
 /// Multiply-adds that `forward` will report: one GEMM over the valid plane, with D
 /// counted as 1 where the logits were given.
@@ -41,7 +44,7 @@ fn work(inputs: &HeadInputs, tokens: usize, cols: usize) -> u64 {
 }
 
 /// Panics unless the shapes agree, those of the options included.
-fn check(inputs: &HeadInputs) {
+pub(crate) fn check(inputs: &HeadInputs) {
     inputs.check();
     let (tokens, vocab) = (inputs.q.rows, inputs.k.rows);
     if let Some(bias) = inputs.bias {

@@ -38,7 +38,7 @@ impl Progress for NoProgress {
 }
 
 /// The half-open ranges of at most `size` that cover `0..length` in order.
-pub(super) fn spans(length: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn spans(length: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     assert!(size > 0, "a tile has at least one row");
     (0..length).step_by(size).map(move |start| start..length.min(start + size))
 }

@@ -337,6 +337,7 @@ fn gradients(step: &HeadStep<'_>) -> Gradients {
         total: &|_| {},
         draws: false,
         cluster: None,
+        device: None,
     };
     match replay::replay(step, &request) {
         Err(error) => Gradients::NotJudged(error.to_string()),

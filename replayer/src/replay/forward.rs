@@ -199,7 +199,7 @@ impl Replay<'_> {
         let exact = match (self.cache, self.on) {
             (Some(cache), _) => cache.forward(head, self.tiles, self.progress),
             (None, Some(on)) => self.forward_on(on, slice, head)?,
-            (None, None) => reference::forward(head, self.tiles, self.progress),
+            (None, None) => self.reference_forward(head)?,
         };
         let variance = self.variances(head, &exact);
         let captured = self.step.find(Role::Logits, slice.inputs.microbatch);
@@ -240,7 +240,7 @@ impl Replay<'_> {
         } else {
             self.each_span(key, head.k.rows, &mut |rows, logits, _| {
                 let part = HeadInputs { given: Some(logits), ..span_of(&bare, rows.clone()) };
-                put(rows, reference::forward(&part, self.tiles, self.progress));
+                put(rows, self.reference_forward(&part)?);
                 Ok(())
             })?;
         }

@@ -12,6 +12,7 @@ mod backward;
 mod biased;
 mod chained;
 mod column;
+mod devised;
 mod dk;
 mod dq;
 pub mod estimate;
@@ -47,6 +48,7 @@ use backtape::identity::Microbatch;
 use backtape::role::Role;
 
 use crate::compare::Bound;
+use crate::device::Device;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
@@ -70,6 +72,8 @@ pub struct Request<'a> {
     pub draws: bool,
     /// Who computes the tiles; `None`: this process.
     pub cluster: Option<&'a Cluster<'a>>,
+    /// What computes the reference; `None`: this process.
+    pub device: Option<&'a dyn Device>,
 }
 
 /// How much of dq and dk is recomputed. What costs one GEMM or less is judged on all
@@ -116,6 +120,8 @@ pub(crate) struct Replay<'a> {
     draw: Option<Draw>,
     /// Others that compute the tiles.
     on: Option<&'a On<'a>>,
+    /// A device that computes the reference.
+    device: Option<&'a dyn Device>,
 }
 
 /// A microbatch with its units.
@@ -160,6 +166,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         progress,
         draw,
         on,
+        device: request.device,
     };
     (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);

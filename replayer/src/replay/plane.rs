@@ -107,7 +107,7 @@ impl Replay<'_> {
                     let lse = &state.lse[tokens.clone()];
                     let of_head = span_of(&head, tokens.clone());
                     let given = (&of_head, lse, cotangents.of(tokens));
-                    put(self.judge_plane_part(stage, &part, given, (captured, precision)));
+                    put(self.judge_plane_part(stage, &part, given, (captured, precision))?);
                     Ok(())
                 })?;
             }
@@ -145,7 +145,7 @@ impl Replay<'_> {
         part: &PlanePart,
         (head, lse, cotangents): (&HeadInputs<'_>, &[f64], Cotangents<'_, f64>),
         (captured, precision): (Matrix<'_>, Option<Precision>),
-    ) -> (Tally, Vec<f64>) {
+    ) -> Result<(Tally, Vec<f64>), StepError> {
         let span = Span {
             head: *head,
             tokens: part.tokens.clone(),
@@ -155,11 +155,11 @@ impl Replay<'_> {
             alike: &part.alike,
             microbatch: part.microbatch.map(Microbatch),
         };
-        let mut plane = self.exact_plane(&span);
+        let mut plane = self.exact_plane(&span)?;
         let ties = self.suppose_plane(stage, &span, &mut plane);
         let scale = |t: usize| part.scale[t];
         let found = self.judge_span(stage, &span, (&plane, &ties), captured, precision, &scale);
-        (found, self.emulate_span(stage, &span, &plane, precision))
+        Ok((found, self.emulate_span(stage, &span, &plane, precision)))
     }
 
     /// The members that round most differently.
@@ -221,30 +221,24 @@ impl Replay<'_> {
         Ok(())
     }
 
-    fn exact_plane(&self, span: &Span<'_>) -> Plane {
+    fn exact_plane(&self, span: &Span<'_>) -> Result<Plane, StepError> {
         let (rows, vocab) = (span.tokens.len(), span.head.k.rows);
         let zeros = || vec![0.0; rows * vocab];
         let mut plane =
             Plane { logits: zeros(), logits_var: zeros(), dlogits: zeros(), dlogits_var: zeros() };
-        reference::plane(
-            &span.head,
-            span.lse,
-            &span.cotangents,
-            &self.term_noise(span.head.q.cols),
-            self.tiles,
-            self.progress,
-            &mut |tile| {
-                for (to, from) in [
-                    (&mut plane.logits, tile.logits),
-                    (&mut plane.logits_var, tile.logits_var),
-                    (&mut plane.dlogits, tile.dlogits),
-                    (&mut plane.dlogits_var, tile.dlogits_var),
-                ] {
-                    place(to, vocab, &tile.tokens, &tile.cols, from);
-                }
-            },
-        );
-        plane
+        let noise = self.term_noise(span.head.q.cols);
+        let upstream = reference::Upstream::new(&span.head, span.lse, span.cotangents, &noise);
+        self.reference_plane(&span.head, upstream, &mut |tile| {
+            for (to, from) in [
+                (&mut plane.logits, tile.logits),
+                (&mut plane.logits_var, tile.logits_var),
+                (&mut plane.dlogits, tile.dlogits),
+                (&mut plane.dlogits_var, tile.dlogits_var),
+            ] {
+                place(to, vocab, &tile.tokens, &tile.cols, from);
+            }
+        })?;
+        Ok(plane)
     }
 
     /// dlogits as the world's policy has them, in place of the reference; how far those

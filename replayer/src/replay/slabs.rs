@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use super::backward::Problem;
+use super::devised::failed;
 use super::dk::Slab;
 use super::dq::{DqState, add};
 use super::findings::{Captured, DK, DQ, Findings, error_energy};
@@ -38,12 +39,17 @@ impl Replay<'_> {
         // Nothing to compute is no task.
         let on = self.on.filter(|_| problem.head.q.rows > 0 && v > 0);
         let mut walked = on.map(|on| Walked::new(self, on, problem, (slice, unit), &members));
+        let mut device = self.device_walk(problem)?;
         for range in self.slabs(d, v) {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
-            let mut slab = match &mut walked {
-                Some(walked) => self.completed(problem, (&head, range), walked.slab()?),
-                None => self.reference_slab(problem, &head, range, &mut dq.exact),
+            let mut slab = match (&mut walked, &mut device) {
+                (Some(walked), _) => self.completed(problem, (&head, range), walked.slab()?),
+                (None, Some(device)) => {
+                    let sums = self.device_slab(problem, &head, device, &mut dq.exact)?;
+                    self.completed(problem, (&head, range), sums)
+                }
+                (None, None) => self.reference_slab(problem, &head, range, &mut dq.exact),
             };
             let found = (&mut slab, &mut dq, &mut findings);
             self.emulate_slab((problem, &head), &members, captured, walked.as_mut(), found)?;
@@ -56,6 +62,9 @@ impl Replay<'_> {
         }
         if let Some(walked) = walked {
             dq.exact = walked.finish()?;
+        }
+        if let Some(device) = device {
+            device.finish(&mut dq.exact).map_err(failed)?;
         }
         dq.once_a_row(problem.head.copies);
         self.judge_dq(problem, &dq, (captured, &DQ), unit, &mut findings);

@@ -93,6 +93,7 @@ pub(super) fn in_world(
         progress: &NoProgress,
         draw: None,
         on: None,
+        device: None,
     };
     then(&replay, &slices)
 }

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::drawings::Drawings;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
+use crate::device::Description;
 use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::norm_pair::NormGap;
@@ -218,9 +219,47 @@ pub struct Report {
     pub findings: Vec<String>,
     /// What was not checked and why.
     pub not_checked: Vec<NotChecked>,
+    /// What computed the reference; absent unless a device was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<DeviceReport>,
     /// What a page draws beside all this, where one was asked for. It is no part of the JSON.
     #[serde(skip)]
     pub drawings: Option<Drawings>,
+}
+
+/// What computed the reference.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DeviceReport {
+    /// The device, or `cpu`.
+    pub name: String,
+    /// Who compiled the kernels, and with which flags; empty on the CPU.
+    pub compiler: String,
+    /// Who multiplied, and in which type; empty on the CPU.
+    pub products: String,
+    /// Why the device that was asked for did not compute.
+    pub fallback: Option<String>,
+}
+
+impl DeviceReport {
+    /// A device that computed.
+    pub fn of(description: &Description) -> DeviceReport {
+        let Description { name, compiler, products } = description.clone();
+        DeviceReport { name, compiler, products, fallback: None }
+    }
+
+    /// The CPU, in the place of a device that cannot be used.
+    pub fn fallen_back(why: String) -> DeviceReport {
+        let (compiler, products) = (String::new(), String::new());
+        DeviceReport { name: "cpu".into(), compiler, products, fallback: Some(why) }
+    }
+
+    /// One line of it.
+    pub fn sentence(&self) -> String {
+        match &self.fallback {
+            Some(why) => format!("{}: {why}", self.name),
+            None => format!("{}; {}; {}", self.name, self.compiler, self.products),
+        }
+    }
 }
 
 impl StageReport {

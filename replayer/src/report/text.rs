@@ -70,6 +70,9 @@ fn head(out: &mut String, report: &Report) {
         wrap(out, "selection ", selection);
     }
     wrap(out, "head      ", &dump.head);
+    if let Some(device) = &report.device {
+        wrap(out, "device    ", &device.sentence());
+    }
     if let Some(against) = &report.against {
         let other = &against.dump;
         let run = format!(

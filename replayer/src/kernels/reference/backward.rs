@@ -127,7 +127,8 @@ pub fn backward_work(inputs: &HeadInputs) -> u64 {
     GEMMS * forward_work(inputs)
 }
 
-const GEMMS: u64 = 7;
+/// Products of a tile, of the size of its logits' product.
+pub const GEMMS: u64 = 7;
 
 /// Gradients of q `[T, D]`, k `[V, D]` and the bias `[V]` at a given lse `[T]` (the
 /// reference's, or a captured one) and cotangents `[T]`.

@@ -3,9 +3,10 @@
 //! The label path is walked token by token, apart from the dense GEMMs.
 
 use super::backward::{Backward, DkBlock, TermNoise};
+use super::dense::{DenseSums, LabelTerms};
 use super::gemm::{Operand, multiply};
 use super::panel::load;
-use super::tile::Terms;
+use super::tile::{Terms, Upstream};
 use crate::kernels::matrix::{HeadInputs, Matrix};
 use crate::kernels::tiles::{Tiles, spans};
 use crate::parcel::parcel;
@@ -50,10 +51,7 @@ pub(super) struct Block {
 pub(super) struct Labels {
     /// (label, token) of every token that is not ignored, by label, then by token.
     labelled: Vec<(u32, usize)>,
-    /// `[T]`: F and its variance in the label's column, once its tile was seen, and what
-    /// the label's entry is rounded as.
-    slopes: Vec<(f64, f64)>,
-    entries: Vec<f64>,
+    terms: LabelTerms,
     /// The first of these tokens among those of the sums.
     first: usize,
 }
@@ -63,16 +61,18 @@ impl Labels {
         let pair = |token| inputs.label(token).map(|label| (label as u32, token));
         let mut labelled: Vec<_> = (0..inputs.labels.len()).filter_map(pair).collect();
         labelled.sort_unstable();
-        let slopes = vec![(0.0, 0.0); inputs.labels.len()];
-        Labels { labelled, slopes, entries: vec![0.0; inputs.labels.len()], first }
+        let tokens = inputs.labels.len();
+        let terms = LabelTerms { slopes: vec![(0.0, 0.0); tokens], entries: vec![0.0; tokens] };
+        Labels { labelled, terms, first }
     }
 
     /// Remembers F of the labels whose column the tile held; `first` is its first token.
     pub(super) fn keep_slopes(&mut self, terms: &Terms, first: usize) {
-        for (slope, found) in self.slopes[first..].iter_mut().zip(&terms.label_slopes) {
+        let LabelTerms { slopes, entries } = &mut self.terms;
+        for (slope, found) in slopes[first..].iter_mut().zip(&terms.label_slopes) {
             *slope = found.unwrap_or(*slope);
         }
-        for (entry, found) in self.entries[first..].iter_mut().zip(&terms.label_entries) {
+        for (entry, found) in entries[first..].iter_mut().zip(&terms.label_entries) {
             *entry = found.unwrap_or(*entry);
         }
     }
@@ -116,6 +116,25 @@ impl DkSums {
     pub fn zeros(inputs: &HeadInputs, noise: &TermNoise, tiles: Tiles) -> Self {
         let block = |rows| Block::zeros(rows, inputs.q.cols, noise);
         DkSums { blocks: spans(inputs.k.rows, tiles.vocab).map(block).collect() }
+    }
+
+    /// Of a slab whose dense part was computed elsewhere, over all tokens; the label path is
+    /// added here, and that of q to `dq`.
+    pub fn with_labels(
+        inputs: &HeadInputs,
+        upstream: Upstream,
+        tiles: Tiles,
+        (dense, labels): (&DenseSums, LabelTerms),
+        dq: &mut Backward,
+    ) -> Self {
+        let mut sums = DkSums::zeros(inputs, upstream.noise, tiles);
+        let labels = Labels { terms: labels, ..Labels::new(inputs, 0) };
+        for block in &mut sums.blocks {
+            block.take(dense);
+            let own = (upstream.cotangents.label, upstream.noise.whole);
+            block.add_labels(inputs, &labels, own, dq);
+        }
+        sums
     }
 
     /// Lends the rows out in order, once all tokens were walked; `q` is the whole of it.
@@ -167,6 +186,25 @@ impl Block {
         }
     }
 
+    /// Its rows of what was computed elsewhere.
+    fn take(&mut self, dense: &DenseSums) {
+        let (rows, depth) = (self.rows.clone(), self.depth);
+        for (own, all, width) in [
+            (&mut self.lse, &dense.lse, depth),
+            (&mut self.lse_sq, &dense.lse_sq, depth),
+            (&mut self.lse_var, &dense.lse_var, depth),
+            (&mut self.dropped, &dense.dropped, depth),
+            (&mut self.confident, &dense.confident, depth),
+            (&mut self.bias_lse, &dense.bias_lse, 1),
+            (&mut self.bias_var, &dense.bias_var, 1),
+            (&mut self.bias_sq, &dense.bias_sq, 1),
+        ] {
+            if !own.is_empty() {
+                own.copy_from_slice(&all[rows.start * width..rows.end * width]);
+            }
+        }
+    }
+
     /// Column sums of one tile of `height` tokens and `width` columns.
     pub(super) fn add_biases(
         &mut self,
@@ -203,10 +241,10 @@ impl Block {
         let (mut q, mut k) = (Vec::new(), Vec::new());
         for &(label, token) in labels.inside(&self.rows) {
             let row = label as usize - self.rows.start;
-            let ((slope, slope_var), c) = (labels.slopes[token], c_label[token]);
+            let ((slope, slope_var), c) = (labels.terms.slopes[token], c_label[token]);
             let copies = inputs.copies.map_or(1.0, |copies| copies[token]);
             let (entry, entry_var) = (slope * c, copies * c * c * slope_var);
-            let rounded = labels.entries[token];
+            let rounded = labels.terms.entries[token];
             if whole {
                 dq.dq_label_share[token] = share(rounded, entry);
             }

@@ -81,10 +81,13 @@ pub(super) struct Terms {
 
 /// What makes entries of logits.
 #[derive(Clone, Copy)]
-pub(super) struct Upstream<'a> {
-    pub(super) lse: &'a [f64],
-    pub(super) cotangents: Cotangents<'a, f64>,
-    pub(super) noise: &'a TermNoise,
+pub struct Upstream<'a> {
+    /// `[T]`, the reference's or a captured one.
+    pub lse: &'a [f64],
+    /// `[T]` each.
+    pub cotangents: Cotangents<'a, f64>,
+    /// What rounding does to an entry.
+    pub noise: &'a TermNoise,
 }
 
 /// One token's part of `Upstream`.
@@ -108,7 +111,8 @@ pub(super) struct Dense {
 }
 
 impl<'a> Upstream<'a> {
-    pub(super) fn new(
+    /// Panics unless there is one of each a token.
+    pub fn new(
         inputs: &HeadInputs,
         lse: &'a [f64],
         cotangents: Cotangents<'a, f64>,

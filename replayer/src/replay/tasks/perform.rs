@@ -120,6 +120,7 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
         whole: task.session.whole,
         draw: None,
         on: None,
+        device: None,
     };
     let held = Held::read(&dump, &step.options, &task.part)?;
     let head = held.head(&step.options, &task.part);
@@ -189,8 +190,9 @@ impl Replay<'_> {
                 let captured = rows(self.step.dump, &of)?;
                 let dtype = self.step.tensors.get(&key(&part.key)?).ok_or(ParcelError)?.dtype;
                 let captured = (captured.matrix(), precision_of(dtype));
-                let (tally, energies) =
-                    self.judge_plane_part(stage, part, (head, lse, cotangents), captured);
+                let (tally, energies) = self
+                    .judge_plane_part(stage, part, (head, lse, cotangents), captured)
+                    .map_err(Box::new)?;
                 vec![(tally, energies).to_parcel()]
             }
         })

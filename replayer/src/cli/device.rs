@@ -1,0 +1,80 @@
+//! `--device`: what computes the reference, and what is said where there is no such device.
+
+use std::str::FromStr;
+
+use clap::Args;
+
+use crate::device::{self, Device};
+use crate::report::schema::DeviceReport;
+
+/// Which device.
+#[derive(Debug, Default, Args)]
+pub(super) struct DeviceArguments {
+    /// What computes the f64 reference: cpu, by default, or the first GPU as cuda, or another as
+    /// cuda:1. Where it cannot be used the CPU does it, and the report says why.
+    #[arg(long, value_name = "DEVICE", conflicts_with = "engine")]
+    pub(super) device: Option<AskedDevice>,
+}
+
+/// A device as typed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AskedDevice {
+    /// This process.
+    Cpu,
+    /// A GPU, by its number.
+    Cuda(usize),
+}
+
+impl FromStr for AskedDevice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<AskedDevice, String> {
+        match text.split_once(':').unwrap_or((text, "0")) {
+            ("cpu", "0") => Ok(AskedDevice::Cpu),
+            ("cuda", number) => number.parse().map(AskedDevice::Cuda).map_err(|_| ()),
+            _ => Err(()),
+        }
+        .map_err(|()| "it is cpu, cuda, or cuda:N, N the number of a GPU".into())
+    }
+}
+
+/// The device that computes, and what the report says of it; neither where none was asked for.
+#[derive(Default)]
+pub(super) struct Used {
+    pub(super) device: Option<Box<dyn Device>>,
+    pub(super) report: Option<DeviceReport>,
+}
+
+impl DeviceArguments {
+    /// Opens it; a device that cannot be used is said on the terminal at once, before the work.
+    pub(super) fn open(&self) -> Used {
+        let Some(AskedDevice::Cuda(ordinal)) = self.device else { return Used::default() };
+        match device::open(ordinal) {
+            Ok(device) => {
+                let report = Some(DeviceReport::of(device.description()));
+                Used { device: Some(device), report }
+            }
+            Err(error) => {
+                let why = error.to_string();
+                anstream::eprintln!("replay: {why}; the CPU computes the reference in its place");
+                Used { device: None, report: Some(DeviceReport::fallen_back(why)) }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_named_by_its_kind_and_number() {
+        let parsed = |text: &str| text.parse::<AskedDevice>();
+        assert_eq!(parsed("cpu"), Ok(AskedDevice::Cpu));
+        assert_eq!(parsed("cuda"), Ok(AskedDevice::Cuda(0)));
+        assert_eq!(parsed("cuda:3"), Ok(AskedDevice::Cuda(3)));
+        for wrong in ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:1", "cuda:0:1"] {
+            assert!(parsed(wrong).unwrap_err().contains("cuda:N"), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! The reference's backward pass on a device.
+//!
+//! The sums of q's gradient stay there from slab to slab of k, where they fit; those of k's
+//! gradient for one slab. The label path, one row a token, is the host's.
+
+use std::ops::Range;
+
+use super::BackwardWalk;
+use super::arguments::Terms;
+use super::error::DeviceError;
+use super::head::OnDevice;
+use super::machine::{Machine, Product};
+use super::plan::{Plan, Sizes};
+use super::room::{Panel, Room};
+use super::sums::{SUMS, Sums};
+use crate::kernels::reference::{
+    self, Backward, DenseSums, DkSums, GEMMS, LabelTerms, TermNoise, Upstream,
+};
+use crate::kernels::tiles::spans;
+use crate::kernels::{HeadInputs, Progress, Tiles};
+
+/// A walk over slabs of k, in order.
+pub(super) struct Walk<'m, M: Machine> {
+    machine: &'m M,
+    plan: Plan,
+    asked: [bool; SUMS],
+    /// The tokens whose sums lie on the device.
+    band: Option<Band<M>>,
+    key: Panel<M>,
+    tile: Tile<M>,
+}
+
+/// Tokens whose sums lie on the device, with their rows of q.
+struct Band<M: Machine> {
+    tokens: Range<usize>,
+    queries: Vec<Panel<M>>,
+    sums: Sums<M>,
+}
+
+/// The entries of a tile, in as many forms as there are sums; the last two where asked for.
+struct Tile<M: Machine> {
+    terms: [Room<M>; SUMS],
+    ones: Room<M>,
+}
+
+/// One slab of k, all that its tiles need.
+struct Slab<'a, M: Machine> {
+    inputs: &'a HeadInputs<'a>,
+    noise: &'a TermNoise,
+    held: OnDevice<M>,
+    sums: Sums<M>,
+    /// Of the bias, `[rows]`: of entries, of their variances, of their squares.
+    biases: [Room<M>; 3],
+    /// Of the labels' columns, `[T]`: slopes, their variances, entries.
+    labels: [Room<M>; 3],
+}
+
+impl<'m, M: Machine> Walk<'m, M> {
+    /// Of a head whose slabs have at most so many rows.
+    pub(super) fn begin(
+        machine: &'m M,
+        inputs: &HeadInputs,
+        rows: usize,
+        noise: &TermNoise,
+    ) -> Result<Self, DeviceError> {
+        let asked = [true, true, true, noise.filter > 0.0, noise.confident > 0.0];
+        let terms = asked.iter().filter(|&&asked| asked).count();
+        let sizes = Sizes { tokens: inputs.q.rows, rows, depth: inputs.q.cols, terms };
+        Ok(Walk {
+            machine,
+            plan: Plan::of(machine.free()?, sizes),
+            asked,
+            band: None,
+            key: Panel::default(),
+            tile: Tile { terms: [(); SUMS].map(|()| Room::default()), ones: Room::default() },
+        })
+    }
+
+    /// Makes some tokens those whose sums lie on the device.
+    fn enter(
+        &mut self,
+        tokens: Range<usize>,
+        inputs: &HeadInputs,
+        dq: &mut Backward,
+    ) -> Result<(), DeviceError> {
+        if self.band.as_ref().is_some_and(|band| band.tokens == tokens) {
+            return Ok(());
+        }
+        self.leave(dq)?;
+        let mut queries = Vec::new();
+        for span in spans(tokens.len(), self.plan.tiles.tokens) {
+            let rows = tokens.start + span.start..tokens.start + span.end;
+            let mut query = Panel::default();
+            query.load(self.machine, (&inputs.q, rows), self.asked[3])?;
+            queries.push(query);
+        }
+        let sums = Sums::put(self.machine, parts(dq, &tokens, inputs.q.cols).map(|part| &*part))?;
+        self.band = Some(Band { tokens, queries, sums });
+        Ok(())
+    }
+
+    /// Fetches the sums that lie on the device.
+    fn leave(&mut self, dq: &mut Backward) -> Result<(), DeviceError> {
+        let Some(band) = self.band.take() else { return Ok(()) };
+        let depth = dq.dq_lse.len() / dq.dq_label_rel_var.len().max(1);
+        band.sums.get(self.machine, parts(dq, &band.tokens, depth))
+    }
+
+    /// All tiles of a slab and of the tokens whose sums lie here.
+    fn tiles(
+        &mut self,
+        slab: &mut Slab<'_, M>,
+        progress: &dyn Progress,
+    ) -> Result<(), DeviceError> {
+        let band = self.band.as_ref().expect("a band was entered");
+        let (machine, depth) = (self.machine, slab.inputs.q.cols);
+        for rows in spans(slab.inputs.valid_vocab, self.plan.tiles.vocab) {
+            self.key.load(machine, (&slab.inputs.k, rows.clone()), self.asked[3])?;
+            for query in &band.queries {
+                self.tile.fill(machine, slab, (query, &self.key), self.asked)?;
+                let first = (query.rows.start - band.tokens.start) * depth;
+                let to_dq = band.sums.at(machine, first);
+                let to_dk = slab.sums.at(machine, rows.start * depth);
+                let sides = (query, &self.key);
+                self.tile.accumulate(machine, sides, (to_dq, to_dk), depth)?;
+                self.tile.add_biases(machine, slab, (query, &self.key))?;
+                let work = query.rows.len() * rows.len() * depth.max(1);
+                progress.advance(GEMMS * work as u64);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<M: Machine> BackwardWalk for Walk<'_, M> {
+    fn slab(
+        &mut self,
+        inputs: &HeadInputs,
+        upstream: Upstream,
+        (tiles, progress): (Tiles, &dyn Progress),
+        dq: &mut Backward,
+    ) -> Result<DkSums, DeviceError> {
+        reference::check(inputs);
+        let mut slab = Slab::begin(self.machine, inputs, upstream, self.asked)?;
+        for tokens in spans(inputs.q.rows, self.plan.band) {
+            self.enter(tokens, inputs, dq)?;
+            self.tiles(&mut slab, progress)?;
+        }
+        let (dense, labels) = slab.finish(self.machine)?;
+        Ok(DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq))
+    }
+
+    fn finish(mut self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
+        self.leave(dq)
+    }
+}
+
+/// The sums of some tokens, in the order of [`Sums`].
+fn parts<'a>(dq: &'a mut Backward, tokens: &Range<usize>, depth: usize) -> [&'a mut [f64]; SUMS] {
+    let Backward { dq_lse, dq_lse_sq, dq_lse_var, dq_dropped, dq_confident, .. } = dq;
+    [dq_lse, dq_lse_sq, dq_lse_var, dq_dropped, dq_confident].map(|all| match all.is_empty() {
+        true => &mut all[..],
+        false => &mut all[tokens.start * depth..tokens.end * depth],
+    })
+}
+
+impl<'a, M: Machine> Slab<'a, M> {
+    fn begin(
+        machine: &M,
+        inputs: &'a HeadInputs<'a>,
+        upstream: Upstream<'a>,
+        asked: [bool; SUMS],
+    ) -> Result<Self, DeviceError> {
+        let (rows, tokens) = (inputs.k.rows, inputs.q.rows);
+        let held = OnDevice::backward(machine, inputs, upstream)?;
+        let sums = Sums::zeros(machine, rows * inputs.q.cols, asked)?;
+        let [mut biases, mut labels] = [(); 2].map(|()| [(); 3].map(|()| Room::default()));
+        for (room, values) in biases.iter_mut().map(|room| (room, rows)) {
+            room.of(machine, values)?;
+        }
+        for (room, values) in labels.iter_mut().map(|room| (room, tokens)) {
+            room.of(machine, values)?;
+        }
+        Ok(Slab { inputs, noise: upstream.noise, held, sums, biases, labels })
+    }
+
+    /// What the slab summed up to.
+    fn finish(self, machine: &M) -> Result<(DenseSums, LabelTerms), DeviceError> {
+        let (rows, tokens) = (self.inputs.k.rows, self.inputs.q.rows);
+        let mut dense = DenseSums::zeros(self.inputs, self.noise);
+        let DenseSums { lse, lse_sq, lse_var, dropped, confident, .. } = &mut dense;
+        self.sums
+            .get(machine, [lse, lse_sq, lse_var, dropped, confident].map(|all| &mut all[..]))?;
+        let fetch = |room: &Room<M>, values: usize| {
+            let mut fetched = vec![0.0; values];
+            room.get(machine, &mut fetched).map(|()| fetched)
+        };
+        let [lse, var, sq] = &self.biases;
+        dense.bias_lse = fetch(lse, rows)?;
+        dense.bias_var = fetch(var, rows)?;
+        dense.bias_sq = fetch(sq, rows)?;
+        let [slopes, slope_vars, entries] = &self.labels;
+        let slopes = fetch(slopes, tokens)?.into_iter().zip(fetch(slope_vars, tokens)?).collect();
+        Ok((dense, LabelTerms { slopes, entries: fetch(entries, tokens)? }))
+    }
+}
+
+impl<M: Machine> Tile<M> {
+    /// The entries of a tile.
+    fn fill(
+        &mut self,
+        machine: &M,
+        slab: &mut Slab<'_, M>,
+        (query, key): (&Panel<M>, &Panel<M>),
+        asked: [bool; SUMS],
+    ) -> Result<(), DeviceError> {
+        let size = query.rows.len() * key.rows.len();
+        let [dense, squared, noisy, dropped, confident] = &mut self.terms;
+        let products = slab.held.products(machine, slab.inputs, (query, key), dense)?;
+        let when = |asked: bool, room: &mut Room<M>| match asked {
+            true => room.of(machine, size),
+            false => Ok(0),
+        };
+        let [slopes, slope_vars, entries] = &slab.labels;
+        let terms = Terms {
+            threads: size as i64,
+            dense: products,
+            squared: squared.of(machine, size)?,
+            noisy: noisy.of(machine, size)?,
+            dropped: when(asked[3], dropped)?,
+            confident: when(asked[4], confident)?,
+            columns: key.rows.len() as i64,
+            first: key.rows.start as i64,
+            key_norms: key.norms.address(machine),
+            label_slopes: slopes.at(machine, query.rows.start),
+            label_slope_vars: slope_vars.at(machine, query.rows.start),
+            label_entries: entries.at(machine, query.rows.start),
+            tokens: slab.held.tokens(machine, query),
+            head: slab.held.head(machine, slab.inputs, slab.noise),
+        };
+        // SAFETY: the rooms of a tile were just made that large; those of tokens and of the
+        // panels have a row for each of theirs.
+        unsafe { machine.launch(&terms) }
+    }
+
+    /// The GEMMs of a tile, each a sum onto what earlier tiles left.
+    fn accumulate(
+        &self,
+        machine: &M,
+        (query, key): (&Panel<M>, &Panel<M>),
+        (to_dq, to_dk): ([Option<u64>; SUMS], [Option<u64>; SUMS]),
+        depth: usize,
+    ) -> Result<(), DeviceError> {
+        let (height, width) = (query.rows.len(), key.rows.len());
+        let of = |side: &Panel<M>| {
+            let Panel { values, squared, magnitudes, .. } = side;
+            [values, squared, squared, magnitudes, values].map(|room| room.address(machine))
+        };
+        let (queries, keys) = (of(query), of(key));
+        for (sum, terms) in self.terms.iter().enumerate() {
+            let (Some(dq), Some(dk)) = (to_dq[sum], to_dk[sum]) else { continue };
+            let product = Product {
+                target: dq,
+                rows: height,
+                cols: depth,
+                lhs: terms.address(machine),
+                lhs_transposed: false,
+                rhs: keys[sum],
+                rhs_transposed: false,
+                depth: width,
+                add: true,
+            };
+            let transposed = Product {
+                target: dk,
+                rows: width,
+                lhs_transposed: true,
+                rhs: queries[sum],
+                depth: height,
+                ..product
+            };
+            // SAFETY: the targets have a row of D for each token of the band and each row of the
+            // slab, the terms are the tile's, the panels D wide.
+            unsafe {
+                machine.multiply(&product)?;
+                machine.multiply(&transposed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sums of columns: products with ones, or with the copies of each token.
+    fn add_biases(
+        &mut self,
+        machine: &M,
+        slab: &Slab<'_, M>,
+        (query, key): (&Panel<M>, &Panel<M>),
+    ) -> Result<(), DeviceError> {
+        if slab.inputs.bias.is_none() {
+            return Ok(());
+        }
+        let (height, width) = (query.rows.len(), key.rows.len());
+        let ones = self.ones.put(machine, &vec![1.0; height])?;
+        let copies = match slab.held.copies_from(machine, query.rows.start) {
+            0 => ones,
+            copies => copies,
+        };
+        let [dense, squared, noisy, ..] = &self.terms;
+        let [lse, var, sq] = &slab.biases;
+        for (target, terms, weights) in
+            [(lse, dense, ones), (var, noisy, ones), (sq, squared, copies)]
+        {
+            let product = Product {
+                target: target.at(machine, key.rows.start),
+                rows: width,
+                cols: 1,
+                lhs: terms.address(machine),
+                lhs_transposed: true,
+                rhs: weights,
+                rhs_transposed: false,
+                depth: height,
+                add: true,
+            };
+            // SAFETY: a value for each row of the slab, the tile's terms, one weight a token.
+            unsafe { machine.multiply(&product)? };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,100 @@
+//! NVRTC: kernels become PTX at run time, so a build needs no CUDA.
+
+use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
+
+use super::error::DeviceError;
+use super::presence;
+
+/// Source of the reference's kernels.
+const REFERENCE: &str = include_str!("kernels/reference.cu");
+
+/// Virtual architectures, oldest first. PTX of an older one runs on every newer device.
+pub(super) const TARGETS: [((i32, i32), &str); 6] = [
+    ((7, 5), "compute_75"),
+    ((8, 0), "compute_80"),
+    ((8, 9), "compute_89"),
+    ((9, 0), "compute_90"),
+    ((10, 0), "compute_100"),
+    ((12, 0), "compute_120"),
+];
+
+/// IEEE arithmetic, in the order that is written: no subnormal is flushed, no quotient or root
+/// approximated, no product and sum contracted. NVRTC's own default contracts.
+pub(super) const FLAGS: &str = "--ftz=false --prec-div=true --prec-sqrt=true --fmad=false";
+
+/// PTX of the reference's kernels for one of [`TARGETS`].
+pub(super) fn reference(target: &'static str) -> Result<Ptx, DeviceError> {
+    compile("reference.cu", REFERENCE, target)
+}
+
+fn compile(file: &str, source: &str, target: &'static str) -> Result<Ptx, DeviceError> {
+    presence::need(presence::nvrtc)?;
+    let options = CompileOptions {
+        ftz: Some(false),
+        prec_div: Some(true),
+        prec_sqrt: Some(true),
+        fmad: Some(false),
+        arch: Some(target),
+        name: Some(file.into()),
+        ..CompileOptions::default()
+    };
+    compile_ptx_with_opts(source, options).map_err(|error| DeviceError::Compile {
+        file: file.into(),
+        target: target.into(),
+        log: match error {
+            CompileError::CompileError { log, .. } => log.to_string_lossy().trim().to_owned(),
+            other => other.to_string(),
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `make test-gpu` and CI have the library; elsewhere the sentence is what is tested.
+    #[test]
+    fn every_kernel_compiles_for_every_target_or_the_missing_library_is_named() {
+        for (_, target) in TARGETS {
+            match reference(target) {
+                Ok(ptx) => {
+                    let ptx = ptx.to_src();
+                    assert!(ptx.contains(&format!(".target sm_{}", &target[8..])), "{target}");
+                    for kernel in crate::device::KERNELS {
+                        assert!(ptx.contains(&format!(".entry {kernel}(")), "{kernel}");
+                    }
+                }
+                Err(error) => {
+                    assert!(presence::nvrtc().is_err(), "{error}");
+                    assert!(error.to_string().contains("libnvrtc"), "{error}");
+                }
+            }
+        }
+    }
+
+    /// Not told by the kernels: the library's own exp contracts and flushes where it may.
+    #[test]
+    fn products_and_sums_are_not_contracted_and_quotients_are_exact() {
+        let source = r#"extern "C" __global__ void probe(double *x, float *y) {
+            x[0] = x[1] * x[2] + x[3];
+            y[0] = y[1] / y[2] + y[3] * y[4];
+        }"#;
+        if presence::nvrtc().is_err() {
+            return;
+        }
+        let ptx = compile("probe.cu", source, "compute_80").unwrap().to_src();
+        for wanted in ["mul.rn.f64", "add.rn.f64", "div.rn.f32", "mul.rn.f32", "add.rn.f32"] {
+            assert!(ptx.contains(wanted), "no {wanted} in {ptx}");
+        }
+        assert!(!ptx.contains("fma") && !ptx.contains(".ftz"), "{ptx}");
+    }
+
+    #[test]
+    fn what_the_compiler_refuses_is_said_with_its_file_and_line() {
+        if presence::nvrtc().is_ok() {
+            let refused = compile("probe.cu", "int f() { return x; }", "compute_80").unwrap_err();
+            let said = refused.to_string();
+            assert!(said.contains("probe.cu(1)") && said.contains("\"x\" is undefined"), "{said}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! CUDA through cudarc: the driver, kernels by NVRTC, products by cuBLAS, all loaded at run time.
+//!
+//! One stream, so what is launched runs in order, and cuBLAS gives the same bits on the same
+//! device every time; its pedantic mode takes no faster type than f64 in the place of f64.
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use cudarc::cublas::{CudaBlas, result as blas, sys};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaSlice, CudaStream, DevicePtr, DeviceRepr, LaunchConfig,
+    PushKernelArg,
+};
+
+use super::compile::{self, FLAGS, TARGETS};
+use super::error::DeviceError;
+use super::machine::{Arguments, Machine, Product};
+use super::{Description, KERNELS, presence};
+
+/// Threads of a block.
+const BLOCK: usize = 256;
+
+/// An NVIDIA GPU.
+pub(super) struct Cuda {
+    description: Description,
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    blas: CudaBlas,
+    kernels: HashMap<&'static str, CudaFunction>,
+}
+
+impl Cuda {
+    /// Opens GPU number `ordinal` and compiles the kernels for it.
+    pub(super) fn open(ordinal: usize) -> Result<Cuda, DeviceError> {
+        for library in [presence::driver, presence::nvrtc, presence::cublas] {
+            presence::need(library)?;
+        }
+        // A library of another version may lack a symbol, which cudarc answers with a panic.
+        let opened = catch_unwind(AssertUnwindSafe(|| Cuda::load(ordinal)));
+        opened.unwrap_or_else(|_| {
+            let why = "a library of CUDA lacks what is called; this build is for CUDA 12 and 13";
+            Err(DeviceError::Absent(why.into()))
+        })
+    }
+
+    fn load(ordinal: usize) -> Result<Cuda, DeviceError> {
+        let absent = |error: cudarc::driver::DriverError| DeviceError::Absent(error.to_string());
+        let count = CudaContext::device_count().map_err(absent)?;
+        if ordinal >= usize::try_from(count).unwrap_or(0) {
+            let why = format!("there is no GPU {ordinal}; the driver knows {count}");
+            return Err(DeviceError::Absent(why));
+        }
+        let context = CudaContext::new(ordinal).map_err(absent)?;
+        let capability = context.compute_capability().map_err(absent)?;
+        let name = context.name().map_err(absent)?;
+        let target = TARGETS.iter().rev().find(|(oldest, _)| *oldest <= capability);
+        let Some((_, target)) = target else {
+            let (major, minor) = capability;
+            let why = format!("{name} has compute capability {major}.{minor}, 7.5 is the oldest");
+            return Err(DeviceError::Absent(why));
+        };
+        let module = context
+            .load_module(compile::reference(target)?)
+            .map_err(|why| DeviceError::call("loading its kernels", why))?;
+        let load = |kernel: &&'static str| {
+            let function = module.load_function(kernel);
+            function
+                .map(|function| (*kernel, function))
+                .map_err(|why| DeviceError::call(&format!("loading the kernel {kernel}"), why))
+        };
+        let kernels = KERNELS.iter().map(load).collect::<Result<_, _>>()?;
+        let stream = context.default_stream();
+        let refused = |why| DeviceError::call("opening cuBLAS", why);
+        let blas = CudaBlas::new(stream.clone()).map_err(refused)?;
+        // SAFETY: the handle was just made.
+        let mode = unsafe {
+            sys::cublasSetMathMode(*blas.handle(), sys::cublasMath_t::CUBLAS_PEDANTIC_MATH)
+        };
+        mode.result().map_err(refused)?;
+        let description = Description {
+            name: format!("{name}, compute capability {}.{}", capability.0, capability.1),
+            compiler: format!("NVRTC, {target} {FLAGS}"),
+            products: "cuBLAS dgemm, f64, pedantic".into(),
+        };
+        Ok(Cuda { description, context, stream, blas, kernels })
+    }
+
+    /// An error of an earlier asynchronous call, if there was one.
+    fn settled(&self, what: &str) -> Result<(), DeviceError> {
+        self.context.check_err().map_err(|why| DeviceError::call(what, why))
+    }
+}
+
+/// A kernel's arguments, which travel by value.
+#[repr(transparent)]
+struct ByValue<A>(A);
+
+// SAFETY: `Arguments` are plain fields of 8 bytes, laid out as the kernel's struct.
+unsafe impl<A: Arguments> DeviceRepr for ByValue<A> {}
+
+impl Machine for Cuda {
+    type Buffer = CudaSlice<u8>;
+
+    fn description(&self) -> &Description {
+        &self.description
+    }
+
+    fn free(&self) -> Result<usize, DeviceError> {
+        let (free, _) = self
+            .context
+            .mem_get_info()
+            .map_err(|why| DeviceError::call("asking for its free memory", why))?;
+        Ok(free)
+    }
+
+    fn zeros(&self, bytes: usize) -> Result<CudaSlice<u8>, DeviceError> {
+        let what = || format!("allocating {bytes} bytes of its memory");
+        self.stream.alloc_zeros(bytes).map_err(|why| DeviceError::call(&what(), why))
+    }
+
+    fn upload(&self, bytes: &[u8], to: &mut CudaSlice<u8>) -> Result<(), DeviceError> {
+        self.stream
+            .memcpy_htod(bytes, to)
+            .map_err(|why| DeviceError::call("copying to it", why))?;
+        self.settled("copying to it")
+    }
+
+    fn download(&self, from: &CudaSlice<u8>, to: &mut [u8]) -> Result<(), DeviceError> {
+        if to.is_empty() {
+            return Ok(());
+        }
+        let what = "copying from it, or in a kernel before";
+        let part = from.slice(..to.len());
+        self.stream.memcpy_dtoh(&part, to).map_err(|why| DeviceError::call(what, why))?;
+        self.settled(what)
+    }
+
+    fn address(&self, buffer: &CudaSlice<u8>) -> u64 {
+        buffer.device_ptr(&self.stream).0
+    }
+
+    unsafe fn launch<A: Arguments>(&self, arguments: &A) -> Result<(), DeviceError> {
+        let blocks = arguments.threads().div_ceil(BLOCK);
+        if blocks == 0 {
+            return Ok(());
+        }
+        let failed = |why: String| DeviceError::call(&format!("launching {}", A::KERNEL), why);
+        let config = LaunchConfig {
+            grid_dim: (u32::try_from(blocks).map_err(|why| failed(why.to_string()))?, 1, 1),
+            block_dim: (BLOCK as u32, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let arguments = ByValue(*arguments);
+        let mut launch = self.stream.launch_builder(&self.kernels[A::KERNEL]);
+        // SAFETY: the caller vouches for the addresses, `Arguments` for the layout.
+        let launched = unsafe { launch.arg(&arguments).launch(config) };
+        launched.map(|_| ()).map_err(|why| failed(why.to_string()))
+    }
+
+    /// Row-major, so cuBLAS, which is column-major, is told the transposed product.
+    unsafe fn multiply(&self, product: &Product) -> Result<(), DeviceError> {
+        use sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
+        let Product { target, rows, cols, lhs, lhs_transposed, rhs, rhs_transposed, depth, add } =
+            *product;
+        if rows == 0 || cols == 0 {
+            return Ok(());
+        }
+        let failed = |why: &dyn std::fmt::Display| {
+            DeviceError::call(&format!("a product of {rows} x {depth} x {cols}"), why)
+        };
+        let size = |n: usize| c_int::try_from(n).map_err(|why| failed(&why));
+        let op = |transposed| if transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
+        let (m, n, k) = (size(cols)?, size(rows)?, size(depth)?);
+        let lead = |n: c_int| n.max(1);
+        let beta = if add { 1.0 } else { 0.0 };
+        // SAFETY: the caller says that the addresses hold those matrices; the scalars outlive
+        // the call, which reads them before it returns.
+        let multiplied = unsafe {
+            blas::dgemm(
+                *self.blas.handle(),
+                op(rhs_transposed),
+                op(lhs_transposed),
+                m,
+                n,
+                k,
+                &1.0,
+                rhs as *const f64,
+                lead(if rhs_transposed { k } else { m }),
+                lhs as *const f64,
+                lead(if lhs_transposed { n } else { k }),
+                &beta,
+                target as *mut f64,
+                lead(m),
+            )
+        };
+        multiplied.map_err(|why| failed(&why))
+    }
+}

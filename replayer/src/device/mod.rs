@@ -1,0 +1,128 @@
+//! The reference on an NVIDIA GPU.
+//!
+//! The formulas, the walks over tiles and the label path are those of `kernels::reference`; the
+//! entries come from kernels in CUDA C++ and the products from cuBLAS. The order of the sums is
+//! fixed by the shapes and by the device's memory: the same device gives the same bits every time,
+//! another, or the CPU, others in the last digits.
+
+mod arguments;
+mod backward;
+mod compile;
+mod cuda;
+mod error;
+mod forward;
+mod head;
+#[cfg(test)]
+mod host;
+mod machine;
+mod plan;
+mod plane;
+mod presence;
+mod room;
+mod sums;
+#[cfg(test)]
+mod tests;
+
+pub use error::DeviceError;
+
+use crate::kernels::reference::{Backward, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream};
+use crate::kernels::{HeadInputs, Progress, Tiles};
+use machine::Machine;
+
+/// Names of the kernels in `kernels/reference.cu`.
+const KERNELS: [&str; 7] = ["widen", "row_sums", "magnitudes", "absorb", "fold", "terms", "plane"];
+
+/// What computes, for the report.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// The device and its generation.
+    pub name: String,
+    /// Who compiled the kernels, for what, with which flags.
+    pub compiler: String,
+    /// Who multiplies, and in which type.
+    pub products: String,
+}
+
+/// Something that computes the reference in the place of this process.
+pub trait Device: Sync {
+    /// What it is.
+    fn description(&self) -> &Description;
+
+    /// The sums of `ForwardSums::take` over all valid classes.
+    fn forward(
+        &self,
+        inputs: &HeadInputs,
+        progress: &dyn Progress,
+    ) -> Result<ForwardSums, DeviceError>;
+
+    /// Begins a backward pass over slabs of at most `rows` rows of k.
+    fn backward<'a>(
+        &'a self,
+        inputs: &HeadInputs,
+        rows: usize,
+        noise: &TermNoise,
+    ) -> Result<Box<dyn BackwardWalk + 'a>, DeviceError>;
+
+    /// The tiles of `kernels::reference::plane`.
+    fn plane(
+        &self,
+        inputs: &HeadInputs,
+        upstream: Upstream,
+        tiles: (Tiles, &dyn Progress),
+        on_tile: &mut dyn FnMut(PlaneTile),
+    ) -> Result<(), DeviceError>;
+}
+
+/// A backward pass over slabs of k, in their order.
+pub trait BackwardWalk {
+    /// The sums of k's gradient for one slab, a block for each tile. Those of q's gradient for
+    /// the slabs up to here lie partly on the device: `dq` is what the walk before left.
+    fn slab(
+        &mut self,
+        inputs: &HeadInputs,
+        upstream: Upstream,
+        tiles: (Tiles, &dyn Progress),
+        dq: &mut Backward,
+    ) -> Result<DkSums, DeviceError>;
+
+    /// Fetches what of `dq` lies on the device, after the last slab.
+    fn finish(self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError>;
+}
+
+/// GPU number `ordinal`, its kernels compiled.
+pub fn open(ordinal: usize) -> Result<Box<dyn Device>, DeviceError> {
+    Ok(Box::new(cuda::Cuda::open(ordinal)?))
+}
+
+impl<M: Machine> Device for M {
+    fn description(&self) -> &Description {
+        Machine::description(self)
+    }
+
+    fn forward(
+        &self,
+        inputs: &HeadInputs,
+        progress: &dyn Progress,
+    ) -> Result<ForwardSums, DeviceError> {
+        forward::forward(self, inputs, progress)
+    }
+
+    fn backward<'a>(
+        &'a self,
+        inputs: &HeadInputs,
+        rows: usize,
+        noise: &TermNoise,
+    ) -> Result<Box<dyn BackwardWalk + 'a>, DeviceError> {
+        Ok(Box::new(backward::Walk::begin(self, inputs, rows, noise)?))
+    }
+
+    fn plane(
+        &self,
+        inputs: &HeadInputs,
+        upstream: Upstream,
+        tiles: (Tiles, &dyn Progress),
+        on_tile: &mut dyn FnMut(PlaneTile),
+    ) -> Result<(), DeviceError> {
+        plane::plane(self, inputs, upstream, tiles, on_tile)
+    }
+}

@@ -1,0 +1,348 @@
+//! Every kernel and every walk against the reference on the CPU, the kernels compiled by a C
+//! compiler: what CUDA runs but for the products' order and its exp and tanh.
+
+use std::sync::OnceLock;
+
+use super::host::Host;
+use super::*;
+use crate::kernels::fixture::{Counter, Fixture};
+use crate::kernels::reference::{self, DkBlock, backward_work, forward_work};
+use crate::kernels::{Cotangents, Matrix, NoProgress, Transform, Values};
+
+const TILES: Tiles = Tiles { tokens: 6, vocab: 16 };
+
+const NOISE: TermNoise = TermNoise {
+    p_rel_var: 0.25,
+    logit_rel_var: 0.5,
+    dot_rel_var: 2.0,
+    logit_floor: 0.03125,
+    cap_rel_var: 0.125,
+    label_step: 0.01,
+    filter: 0.0,
+    whole: false,
+    exp_rel_var: 0.0625,
+    confident: 0.05,
+};
+
+/// Both sides sum at most this many terms of one sign or add a few of both, each in f64; exp and
+/// tanh of two libraries differ by an ulp, and the argument of exp carries the dot product's error
+/// of D ulps of logits below 60.
+const CLOSE: f64 = 4096.0 * f64::EPSILON;
+
+fn host() -> &'static Host {
+    static HOST: OnceLock<Host> = OnceLock::new();
+    HOST.get_or_init(Host::new)
+}
+
+/// Heads with every option, in every combination that has a path of its own.
+fn heads() -> Vec<(&'static str, Fixture)> {
+    let capped = |of: Fixture, uncapped| {
+        let transform = Transform { scale: 0.75, softcap: Some(5.0), uncapped };
+        Fixture { transform, ..of }
+    };
+    let usual = Fixture::usual;
+    let scaled =
+        |of: Fixture| Fixture { transform: Transform { scale: 1.5, ..Transform::NONE }, ..of };
+    let masked = Fixture { mask: Some(-3.0), ..usual() };
+    vec![
+        ("plain", usual()),
+        ("bias", usual().with_bias()),
+        ("scaled", scaled(usual().with_bias())),
+        ("capped", capped(usual().with_bias().with_smoothing(), false)),
+        ("uncapped", capped(usual(), true)),
+        ("smoothed", usual().with_smoothing()),
+        ("masked", masked),
+        ("given", usual().with_given()),
+        ("given, capped", capped(usual().with_given().with_bias(), false)),
+        ("one token", Fixture::new(1, 3, 40, 40)),
+        ("one class", Fixture::new(5, 3, 1, 1)),
+    ]
+}
+
+/// `NaN` with `NaN`, infinities with themselves, numbers relatively to the largest of the row.
+fn assert_close(what: &str, got: &[f64], wanted: &[f64], width: usize) {
+    assert_eq!(got.len(), wanted.len(), "{what}");
+    for (row, (got, wanted)) in
+        got.chunks(width.max(1)).zip(wanted.chunks(width.max(1))).enumerate()
+    {
+        let largest = wanted.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+        for (column, (&x, &y)) in got.iter().zip(wanted).enumerate() {
+            let same = x == y || (x.is_nan() && y.is_nan());
+            let close = (x - y).abs() <= CLOSE * largest.max(1e-300);
+            assert!(same || close, "{what}, row {row}, column {column}: {x:e}, not {y:e}");
+        }
+    }
+}
+
+struct Owned {
+    lse: Vec<f64>,
+    cotangents: [Vec<f64>; 3],
+}
+
+impl Owned {
+    fn of(fixture: &Fixture) -> Owned {
+        let lse = reference::forward(&fixture.inputs(), TILES, &NoProgress).lse;
+        let cotangents = [fixture.g_lse_f64(), fixture.g_label_f64(), fixture.smooth_f64()];
+        Owned { lse, cotangents }
+    }
+
+    fn upstream<'a>(&'a self, inputs: &HeadInputs, noise: &'a TermNoise) -> Upstream<'a> {
+        let [lse, label, smooth] = &self.cotangents;
+        Upstream::new(inputs, &self.lse, Cotangents { lse, label, smooth }, noise)
+    }
+}
+
+#[test]
+fn every_kernel_in_the_source_is_loaded_and_no_other() {
+    let source = include_str!("kernels/reference.cu");
+    let named: Vec<_> = source.lines().filter_map(|line| line.strip_prefix("KERNEL(")).collect();
+    assert_eq!(named.len(), KERNELS.len(), "{named:?}");
+    for (kernel, line) in KERNELS.iter().zip(named) {
+        assert!(line.starts_with(&format!("{kernel},")), "{kernel}: {line}");
+    }
+}
+
+fn assert_forward(device: &Host, what: &str, fixture: &Fixture) {
+    let inputs = fixture.inputs();
+    let masked = inputs.k.rows - inputs.valid_vocab;
+    let counter = Counter::default();
+    let sums = Device::forward(device, &inputs, &counter).unwrap();
+    assert_eq!(counter.total(), forward_work(&inputs), "{what}");
+    let got = sums.finish(inputs.mask, masked);
+    let wanted = reference::forward(&inputs, TILES, &NoProgress);
+    for (name, got, wanted) in [
+        ("lse", &got.lse, &wanted.lse),
+        ("label logits", &got.label_logits, &wanted.label_logits),
+        ("row max", &got.row_max, &wanted.row_max),
+        ("squares", &got.logit_squares, &wanted.logit_squares),
+        ("sum", &got.logit_sum, &wanted.logit_sum),
+    ] {
+        // The sum of the logits cancels: relative to the largest of the tokens.
+        let width = if name == "sum" { got.len() } else { 1 };
+        assert_close(&format!("{what}: {name}"), got, wanted, width);
+    }
+}
+
+/// Room for tiles of 64 tokens and 256 classes, and no more.
+fn small() -> Host {
+    let mut small = Host::new();
+    small.free = 2_000;
+    small
+}
+
+#[test]
+fn the_forward_sums_are_those_of_the_reference() {
+    for (what, fixture) in heads() {
+        assert_forward(host(), what, &fixture);
+    }
+}
+
+/// The last head: two tiles and a lane of -inf alone, then logits whose distance from 0 overflows exp.
+#[test]
+fn tile_after_tile_gives_the_forward_sums_of_the_whole_vocabulary() {
+    let small = small();
+    let many = Fixture::new(150, 5, 700, 690);
+    let mut masked = Fixture::new(1, 1, 900, 900);
+    masked.q[0] = 1.0;
+    masked.k.fill(-800.0);
+    masked.k[..530].fill(f32::NEG_INFINITY);
+    // All that one lane of the last tile sums.
+    [770, 834, 898].map(|class| masked.k[class] = f32::NEG_INFINITY);
+    for (what, fixture) in [("bias", many.clone().with_bias()), ("plain", many), ("-inf", masked)] {
+        assert_forward(&small, what, &fixture);
+    }
+}
+
+/// dq and the rows of dk, each by its name.
+fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &TermNoise) -> Named {
+    let mut all: Named = [
+        ("dq_lse", &dq.dq_lse),
+        ("dq_label", &dq.dq_label),
+        ("dq_lse_var", &dq.dq_lse_var),
+        ("dq_lse_sq", &dq.dq_lse_sq),
+        ("dq_label_rel_var", &dq.dq_label_rel_var),
+        ("dq_label_var", &dq.dq_label_var),
+        ("dq_dropped", &dq.dq_dropped),
+        ("dq_confident", &dq.dq_confident),
+        ("dq_label_share", &dq.dq_label_share),
+    ]
+    .map(|(name, values)| (name, values.clone()))
+    .into();
+    let first = all.len();
+    let mut take = |block: DkBlock<'_>| {
+        let hits: Vec<f64> = block.hits.iter().map(|&hits| hits.into()).collect();
+        for (at, (name, values)) in [
+            ("dk_lse", block.dk_lse),
+            ("dk_label", block.dk_label),
+            ("dk_lse_var", block.dk_lse_var),
+            ("dk_lse_sq", block.dk_lse_sq),
+            ("dk_label_sq", block.dk_label_sq),
+            ("dk_label_var", block.dk_label_var),
+            ("dk_label_alike", block.dk_label_alike),
+            ("dk_dropped", block.dk_dropped),
+            ("dk_confident", block.dk_confident),
+            ("dk_label_whole", block.dk_label_whole),
+            ("dbias_lse", block.dbias_lse),
+            ("dbias_label", block.dbias_label),
+            ("dbias_var", block.dbias_var),
+            ("dbias_sq", block.dbias_sq),
+            ("hits", &hits[..]),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            match all.get_mut(first + at) {
+                Some((_, before)) => before.extend_from_slice(values),
+                None => all.push((name, values.to_vec())),
+            }
+        }
+    };
+    sums.finish(&inputs.q, noise, &mut take);
+    all
+}
+
+type Named = Vec<(&'static str, Vec<f64>)>;
+
+fn on(device: &Host, fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named {
+    let inputs = HeadInputs { copies, ..fixture.inputs() };
+    let owned = Owned::of(fixture);
+    let upstream = owned.upstream(&inputs, noise);
+    let mut dq = Backward::zeros(&inputs, noise);
+    let counter = Counter::default();
+    let mut walk = Device::backward(device, &inputs, inputs.k.rows, noise).unwrap();
+    let sums = walk.slab(&inputs, upstream, (TILES, &counter), &mut dq).unwrap();
+    walk.finish(&mut dq).unwrap();
+    assert_eq!(counter.total(), backward_work(&inputs));
+    flat(&dq, sums, &inputs, noise)
+}
+
+fn wanted(fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named {
+    let inputs = HeadInputs { copies, ..fixture.inputs() };
+    let owned = Owned::of(fixture);
+    let Upstream { lse, cotangents, noise } = owned.upstream(&inputs, noise);
+    let (mut dq, mut sums) =
+        (Backward::zeros(&inputs, noise), DkSums::zeros(&inputs, noise, TILES));
+    let given = (lse, &cotangents, noise);
+    reference::backward_onto((&mut dq, &mut sums), (&inputs, 0), given, TILES, &NoProgress);
+    flat(&dq, sums, &inputs, noise)
+}
+
+fn assert_all(what: &str, got: &Named, wanted: &Named, depth: usize) {
+    for ((name, got), (_, wanted)) in got.iter().zip(wanted) {
+        let width = if name.starts_with("dbias") { wanted.len() } else { depth };
+        assert_close(&format!("{what}: {name}"), got, wanted, width);
+    }
+}
+
+#[test]
+fn the_backward_sums_are_those_of_the_reference() {
+    let filtered = TermNoise { filter: 0.02, ..NOISE };
+    for noise in [NOISE, filtered, TermNoise { whole: true, ..filtered }] {
+        for (what, fixture) in heads() {
+            let copies: Vec<f64> = (0..fixture.tokens).map(|t| (1 + t % 3) as f64).collect();
+            for copies in [None, Some(&copies[..])] {
+                let got = on(host(), &fixture, &noise, copies);
+                assert_all(what, &got, &wanted(&fixture, &noise, copies), fixture.depth);
+            }
+        }
+    }
+}
+
+/// Five bands: all but the first one are fetched and put again.
+#[test]
+fn a_device_with_little_memory_gives_the_same_sums_band_by_band() {
+    let fixture = Fixture::new(300, 5, 200, 190).with_bias();
+    let filtered = TermNoise { filter: 0.02, ..NOISE };
+    let got = on(&small(), &fixture, &filtered, None);
+    assert_all("in bands", &got, &wanted(&fixture, &filtered, None), fixture.depth);
+}
+
+#[test]
+fn slab_after_slab_gives_the_gradient_of_the_whole_vocabulary() {
+    let fixture = Fixture::usual().with_bias();
+    let inputs = fixture.inputs();
+    let owned = Owned::of(&fixture);
+    let mut dq = Backward::zeros(&inputs, &NOISE);
+    let mut walk = Device::backward(host(), &inputs, 32, &NOISE).unwrap();
+    for rows in [0..32, 32..61] {
+        let mut labels = Vec::new();
+        let head = crate::head::step::vocabulary_slab(&inputs, rows, &mut labels);
+        let upstream = owned.upstream(&head, &NOISE);
+        walk.slab(&head, upstream, (TILES, &NoProgress), &mut dq).unwrap();
+    }
+    walk.finish(&mut dq).unwrap();
+    let whole = wanted(&fixture, &NOISE, None);
+    for (name, got) in [("dq_lse", &dq.dq_lse), ("dq_label", &dq.dq_label)] {
+        let (_, wanted) = whole.iter().find(|(of, _)| *of == name).unwrap();
+        assert_close(name, got, wanted, fixture.depth);
+    }
+}
+
+#[test]
+fn the_plane_is_that_of_the_reference() {
+    for noise in [NOISE, TermNoise { whole: true, ..NOISE }] {
+        for (what, fixture) in heads() {
+            let inputs = fixture.inputs();
+            let owned = Owned::of(&fixture);
+            let upstream = owned.upstream(&inputs, &noise);
+            let collect = |tiles: &mut Vec<Vec<f64>>, tile: PlaneTile| {
+                for part in [tile.logits, tile.logits_var, tile.dlogits, tile.dlogits_var] {
+                    tiles.push(part.to_vec());
+                }
+            };
+            let (mut got, mut wanted) = (Vec::new(), Vec::new());
+            let on_tile = &mut |tile: PlaneTile| collect(&mut got, tile);
+            Device::plane(host(), &inputs, upstream, (TILES, &NoProgress), on_tile).unwrap();
+            let Upstream { lse, cotangents, noise } = upstream;
+            let on_tile = &mut |tile: PlaneTile| collect(&mut wanted, tile);
+            reference::plane(&inputs, lse, &cotangents, noise, TILES, &NoProgress, on_tile);
+            for (got, wanted) in got.iter().zip(&wanted) {
+                assert_close(what, got, wanted, wanted.len());
+            }
+            assert_eq!(got.len(), wanted.len());
+        }
+    }
+}
+
+#[test]
+fn nan_and_infinity_come_through_as_in_the_reference() {
+    let mut fixture = Fixture::usual();
+    fixture.q[0] = f32::NAN;
+    fixture.q[fixture.depth] = f32::INFINITY;
+    fixture.k[16 * fixture.depth..17 * fixture.depth].fill(f32::NEG_INFINITY);
+    let inputs = fixture.inputs();
+    let got = Device::forward(host(), &inputs, &NoProgress).unwrap();
+    let got = got.finish(None, inputs.k.rows - inputs.valid_vocab);
+    let wanted = reference::forward(&inputs, TILES, &NoProgress);
+    assert_close("lse", &got.lse, &wanted.lse, 1);
+    let mut finite = Fixture::usual();
+    finite.q[0] = f32::NAN;
+    let noise = TermNoise { confident: 0.0, ..NOISE };
+    let got = on(host(), &finite, &noise, None);
+    assert_all("NaN", &got, &self::wanted(&finite, &noise, None), finite.depth);
+}
+
+/// Every bit pattern of the 16-bit formats, and f32 with its subnormals.
+#[test]
+fn elements_are_widened_exactly() {
+    let bits: Vec<u16> = (0..=u16::MAX).collect();
+    let singles: Vec<f32> =
+        (0..=u16::MAX).map(|high| f32::from_bits(u32::from(high) << 16 | 1)).collect();
+    let widened = |values| {
+        let matrix = Matrix { rows: 256, cols: 256, values };
+        let mut room = (room::Room::default(), room::Room::default());
+        let whole = (&matrix, 0..256, 0..256);
+        room::widen(host(), (&mut room.0, &mut room.1), whole, 0).unwrap();
+        let mut got = vec![0.0f64; 1 << 16];
+        room.1.get(host(), &mut got).unwrap();
+        let wanted: Vec<f64> = (0..1 << 16).map(|i| matrix.get_f64(i)).collect();
+        (got, wanted)
+    };
+    for values in [Values::Bf16(&bits), Values::F16(&bits), Values::F32(&singles)] {
+        let (got, wanted) = widened(values);
+        for (at, (x, y)) in got.iter().zip(&wanted).enumerate() {
+            let same = x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
+            assert!(same, "element {at}: {x:e}, not {y:e}");
+        }
+    }
+}

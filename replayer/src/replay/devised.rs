@@ -1,0 +1,69 @@
+//! The reference's passes, on a device where one computes.
+
+use super::Replay;
+use super::backward::Problem;
+use crate::device::{BackwardWalk, DeviceError};
+use crate::head::step::StepError;
+use crate::kernels::HeadInputs;
+use crate::kernels::reference::{self, Backward, DkSums, Forward, PlaneTile, Upstream};
+
+/// The replay ends with what the device said.
+pub(super) fn failed(error: DeviceError) -> StepError {
+    StepError::Device { why: error.to_string() }
+}
+
+impl Replay<'_> {
+    /// The forward pass of a head.
+    pub(super) fn reference_forward(&self, head: &HeadInputs<'_>) -> Result<Forward, StepError> {
+        let Some(device) = self.device else {
+            return Ok(reference::forward(head, self.tiles, self.progress));
+        };
+        let sums = device.forward(head, self.progress).map_err(failed)?;
+        Ok(sums.finish(head.mask, head.k.rows - head.valid_vocab))
+    }
+
+    /// The token x vocabulary plane of a head, tile by tile.
+    pub(super) fn reference_plane(
+        &self,
+        head: &HeadInputs<'_>,
+        upstream: Upstream<'_>,
+        on_tile: &mut dyn FnMut(PlaneTile<'_>),
+    ) -> Result<(), StepError> {
+        let (tiles, progress) = (self.tiles, self.progress);
+        match self.device {
+            Some(device) => {
+                device.plane(head, upstream, (tiles, progress), on_tile).map_err(failed)
+            }
+            None => {
+                let Upstream { lse, cotangents, noise } = upstream;
+                reference::plane(head, lse, &cotangents, noise, tiles, progress, on_tile);
+                Ok(())
+            }
+        }
+    }
+
+    /// A backward pass over slabs on the device; `None` without one.
+    pub(super) fn device_walk(
+        &self,
+        problem: &Problem<'_>,
+    ) -> Result<Option<Box<dyn BackwardWalk + '_>>, StepError> {
+        let (head, d) = (&problem.head, problem.head.q.cols);
+        let rows = self.slab_rows(d, head.k.rows).min(head.k.rows);
+        let noise = self.term_noise(d);
+        let walk = self.device.map(|device| device.backward(head, rows, &noise));
+        walk.transpose().map_err(failed)
+    }
+
+    /// The sums of the next slab.
+    pub(super) fn device_slab(
+        &self,
+        problem: &Problem<'_>,
+        head: &HeadInputs<'_>,
+        walk: &mut Box<dyn BackwardWalk + '_>,
+        dq: &mut Backward,
+    ) -> Result<DkSums, StepError> {
+        let noise = self.term_noise(head.q.cols);
+        let upstream = Upstream::new(head, &problem.lse, problem.cotangents(), &noise);
+        walk.slab(head, upstream, (self.tiles, self.progress), dq).map_err(failed)
+    }
+}

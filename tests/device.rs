@@ -1,0 +1,211 @@
+//! `replay --device`: what a device computes is what the replay judges with, and without one the
+//! CPU computes, and that is said.
+//!
+//! No GPU is needed here: the device of these tests is this process, so a report must be that of
+//! the CPU to the last digit. The kernels are tested where they are, `replayer/src/device`.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use backtape::role::Role;
+use backtape_replayer::cli;
+use backtape_replayer::device::{BackwardWalk, Description, Device, DeviceError};
+use backtape_replayer::dump::Selection;
+use backtape_replayer::kernels::reference::{
+    self, Backward, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream,
+};
+use backtape_replayer::kernels::{HeadInputs, Progress, Tiles};
+
+use crate::support::job::{Fault, Job};
+use crate::support::{dump, program};
+
+/// This process as a device, which counts what it is asked for, and may fail.
+struct Here {
+    description: Description,
+    passes: [AtomicUsize; 3],
+    /// The pass that fails: its place in `passes`, and how many of it are done before.
+    fails: Option<(usize, usize)>,
+}
+
+impl Here {
+    fn new(fails: Option<(usize, usize)>) -> Here {
+        let description = Description {
+            name: "this process".into(),
+            compiler: "rustc".into(),
+            products: "gemm".into(),
+        };
+        Here { description, passes: Default::default(), fails }
+    }
+
+    fn pass(&self, which: usize) -> Result<(), DeviceError> {
+        let before = self.passes[which].fetch_add(1, Ordering::Relaxed);
+        match self.fails {
+            Some(fails) if fails == (which, before) => Err(DeviceError::Call {
+                what: "copying to it".into(),
+                why: "the cable was pulled".into(),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Device for Here {
+    fn description(&self) -> &Description {
+        &self.description
+    }
+
+    fn forward(
+        &self,
+        inputs: &HeadInputs,
+        progress: &dyn Progress,
+    ) -> Result<ForwardSums, DeviceError> {
+        self.pass(0)?;
+        let mut sums = ForwardSums::zeros(inputs.q.rows);
+        sums.take(inputs, Tiles::default(), progress);
+        Ok(sums)
+    }
+
+    fn backward<'a>(
+        &'a self,
+        inputs: &HeadInputs,
+        _rows: usize,
+        noise: &TermNoise,
+    ) -> Result<Box<dyn BackwardWalk + 'a>, DeviceError> {
+        Ok(Box::new(Walk { on: self, held: Backward::zeros(inputs, noise) }))
+    }
+
+    fn plane(
+        &self,
+        inputs: &HeadInputs,
+        upstream: Upstream,
+        (tiles, progress): (Tiles, &dyn Progress),
+        on_tile: &mut dyn FnMut(PlaneTile),
+    ) -> Result<(), DeviceError> {
+        self.pass(2)?;
+        let Upstream { lse, cotangents, noise } = upstream;
+        reference::plane(inputs, lse, &cotangents, noise, tiles, progress, on_tile);
+        Ok(())
+    }
+}
+
+/// Holds dq until the end, as a device does: what is read of it before is zeros.
+struct Walk<'a> {
+    on: &'a Here,
+    held: Backward,
+}
+
+impl BackwardWalk for Walk<'_> {
+    fn slab(
+        &mut self,
+        inputs: &HeadInputs,
+        upstream: Upstream,
+        (tiles, progress): (Tiles, &dyn Progress),
+        _dq: &mut Backward,
+    ) -> Result<DkSums, DeviceError> {
+        self.on.pass(1)?;
+        let Upstream { lse, cotangents, noise } = upstream;
+        let mut sums = DkSums::zeros(inputs, noise, tiles);
+        let given = (lse, &cotangents, noise);
+        let onto = (&mut self.held, &mut sums);
+        reference::backward_onto(onto, (inputs, 0), given, tiles, progress);
+        Ok(sums)
+    }
+
+    fn finish(self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
+        *dq = self.held;
+        Ok(())
+    }
+}
+
+/// Every role that a dump holds.
+const ALL: &[Role] = &[];
+
+fn local(path: &Path) -> serde_json::Value {
+    let report = cli::replay_report(path, &Selection::default(), ALL, None).unwrap();
+    serde_json::to_value(&report).unwrap()
+}
+
+fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
+    let path = directory.join(name);
+    dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
+    path
+}
+
+/// Goal: every pass of the reference goes to the device, dq is fetched at the end, and nothing
+/// else of the report changes.
+#[test]
+fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
+    let directory = tempfile::tempdir().unwrap();
+    let jobs = [
+        Job { tokens: 300, vocab: 4500, valid: 4491, seed: 3, ..Job::default() },
+        Job { fault: Fault::LabelScatterBf16, ..Job::default() },
+    ];
+    let random = (0..10).map(Job::random);
+    let mut passes = [0; 3];
+    for (number, job) in jobs.into_iter().chain(random).enumerate() {
+        let path = dumped(directory.path(), &format!("run-{number}"), &job);
+        let device = Here::new(None);
+        let report = cli::devised_report(&path, &Selection::default(), ALL, &device).unwrap();
+        let mut report = serde_json::to_value(&report).unwrap();
+        let named = report.as_object_mut().unwrap().remove("device").unwrap();
+        assert_eq!(named["name"], "this process");
+        assert_eq!(named["fallback"], serde_json::Value::Null);
+        assert_eq!(report, local(&path), "{job:?}");
+        for (all, of) in passes.iter_mut().zip(device.passes) {
+            *all += of.into_inner();
+        }
+    }
+    assert!(passes.iter().all(|&passes| passes > 0), "{passes:?}");
+}
+
+/// Goal: a device that fails ends the replay with what it said and what to do, whatever it was
+/// doing.
+#[test]
+fn a_device_that_fails_is_one_sentence() {
+    let directory = tempfile::tempdir().unwrap();
+    let job = Job { tokens: 300, vocab: 4500, valid: 4491, seed: 3, ..Job::default() };
+    let path = dumped(directory.path(), "run", &job);
+    for which in 0..2 {
+        let device = Here::new(Some((which, 1)));
+        let failed = cli::devised_report(&path, &Selection::default(), ALL, &device).unwrap_err();
+        let said = format!("{:#}", anyhow::Error::new(failed));
+        let wanted = "the device failed at copying to it: the cable was pulled; with --device cpu \
+                      the replay needs no device";
+        assert!(said.ends_with(wanted), "{said}");
+    }
+}
+
+/// Goal: without a GPU the verdict is that of the CPU, and both the terminal and the report say
+/// that no GPU computed and why.
+#[test]
+fn without_a_gpu_the_cpu_computes_and_says_so() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = dumped(directory.path(), "run", &Job::default());
+    let json = directory.path().join("report.json");
+    let ask = |device: &str| {
+        let [path, json] = [&path, &json].map(|path| path.to_str().unwrap());
+        let given = ["--step", "0", "--quiet", "--device", device, "--dump", path, "--json", json];
+        program::replay(&given)
+    };
+    // A number that no machine has, so that the test is the same where there is a GPU.
+    let asked = ask("cuda:4096");
+    assert_eq!(asked.code, 0, "{asked:?}");
+    let told = asked.stderr.trim_end();
+    assert!(told.starts_with("replay: no CUDA device can be used: "), "{told}");
+    assert!(told.ends_with("; the CPU computes the reference in its place"), "{told}");
+    assert_eq!(told.lines().count(), 1, "{told}");
+    let read =
+        || -> serde_json::Value { serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap() };
+    let mut report = read();
+    let device = report.as_object_mut().unwrap().remove("device").unwrap();
+    assert_eq!(device["name"], "cpu");
+    assert!(told.contains(device["fallback"].as_str().unwrap()), "{device}");
+    assert!(asked.stdout.contains("device    cpu: no CUDA device can be used"), "{asked:?}");
+    assert_eq!(report, local(&path));
+    let asked = ask("cpu");
+    assert!(asked.code == 0 && asked.stderr.is_empty(), "{asked:?}");
+    assert_eq!(read(), local(&path));
+    let refused = ask("gpu");
+    assert_eq!(refused.code, 2);
+    assert!(refused.stderr.contains("cuda:N"), "{refused:?}");
+}
