@@ -8,7 +8,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check --force
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto' -o -name '*.css' -o -name '*.js') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python test-deploy test-torch test-ray bench bench-loss-head bench-replay bench-compare \
+.PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
 	bench-durable bench-small bench-stream \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
@@ -60,6 +60,19 @@ $(VENV)-ray/.tools: python/requirements-ray.txt
 
 $(VENV)-ray/.installed-dev: $(VENV)/.wheel-dev $(VENV)-ray/.tools
 	$(VENV)-ray/$(INSTALL) $(VENV)/wheels-dev/*.whl
+	touch $@
+
+# The tests of the reference on a GPU, on one: all that `cargo test` runs of them besides. Without
+# a GPU NVRTC still compiles every kernel for every generation.
+CUDA := $(VENV)-cuda
+test-gpu: $(CUDA)/.installed
+	export LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib):$$LD_LIBRARY_PATH"; \
+	if [ -e /dev/nvidiactl ]; then export BACKTAPE_TEST_GPU=1; else echo "no GPU: kernels are compiled, not run"; fi; \
+	BACKTAPE_TEST_NVRTC=1 cargo test --locked -p backtape-replayer --lib device::
+
+$(CUDA)/.installed: python/requirements-cuda.txt
+	$(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r python/requirements-cuda.txt
 	touch $@
 
 # The whole of what `cargo test` runs a share of: hours. docs/reliability.md says what each

@@ -9,12 +9,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use backtape::role::Role;
 use backtape_replayer::cli;
-use backtape_replayer::device::{BackwardWalk, Description, Device, DeviceError};
-use backtape_replayer::dump::Selection;
-use backtape_replayer::kernels::reference::{
-    self, Backward, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream,
+use backtape_replayer::device::{
+    BackwardWalk, Description, Device, DeviceError, Given, Kernel, Unit,
 };
-use backtape_replayer::kernels::{HeadInputs, Progress, Tiles};
+use backtape_replayer::dump::Selection;
+use backtape_replayer::head::Stage;
+use backtape_replayer::kernels::reference::{
+    self, Backward, DkBlock, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream,
+};
+use backtape_replayer::kernels::{Cotangents, HeadInputs, NoProgress, Precision, Progress, Tiles};
+use backtape_replayer::report::text;
 
 use crate::support::job::{Fault, Job};
 use crate::support::{dump, program};
@@ -85,6 +89,29 @@ impl Device for Here {
         let Upstream { lse, cotangents, noise } = upstream;
         reference::plane(inputs, lse, &cotangents, noise, tiles, progress, on_tile);
         Ok(())
+    }
+
+    /// The kernel's stage by the reference; that a device runs the kernel itself is tested where
+    /// devices are.
+    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
+        let inputs = &unit.head;
+        let label: Vec<f64> = unit.g.iter().map(|g| -g).collect();
+        let smooth = vec![0.0; unit.g.len()];
+        let cotangents = Cotangents { lse: unit.g, label: &label, smooth: &smooth };
+        let (noise, tiles) = (TermNoise::default(), Tiles::default());
+        let mut dk = Vec::new();
+        let mut take = |block: DkBlock<'_>| {
+            dk.extend(block.dk_lse.iter().zip(block.dk_label).map(|(lse, label)| lse + label));
+        };
+        let given = (unit.lse, &cotangents, &noise);
+        let dq =
+            reference::backward(inputs, given.0, given.1, given.2, tiles, &NoProgress, &mut take);
+        let values = match kernel.stage {
+            Stage::Dk => dk,
+            _ => dq.dq_lse.iter().zip(&dq.dq_label).map(|(lse, label)| lse + label).collect(),
+        };
+        let findings = vec!["1 of 2 elements are never written, the first is [0, 0]".into()];
+        Ok(Given { values, precision: Some(Precision::F32), findings })
     }
 }
 
@@ -208,4 +235,54 @@ fn without_a_gpu_the_cpu_computes_and_says_so() {
     let refused = ask("gpu");
     assert_eq!(refused.code, 2);
     assert!(refused.stderr.contains("cuda:N"), "{refused:?}");
+}
+
+/// Goal: what a user's kernel gives is judged like a user's function, unit by unit, and what the
+/// guards saw is in the report and on the terminal.
+#[test]
+fn a_kernel_of_the_users_is_judged_and_its_findings_are_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let job = Job { fault: Fault::RankScaled(1.5), ..Job::default() };
+    let path = dumped(directory.path(), "run", &job);
+    for (stage, wrong) in [(Stage::Dk, true), (Stage::Dq, false)] {
+        let file = directory.path().join("mine.cu");
+        let declared = format!("// backtape: mine({stage}: f32) grid(1) block(1)");
+        std::fs::write(&file, declared).unwrap();
+        let kernel = Kernel::read(stage, &file, "mine").unwrap();
+        let name = kernel.name.clone();
+        let own = (vec![kernel], Box::new(Here::new(None)) as Box<dyn Device>);
+        let report = cli::compiled_report(&path, &Selection::default(), ALL, own).unwrap();
+        let [judged] = &report.variants[..] else { panic!("{:?}", report.variants) };
+        assert_eq!((&judged.variant, judged.stage), (&name, stage.name()));
+        assert!(judged.agrees, "{judged:?}");
+        // What the job did to dk is not this; dq is.
+        assert_eq!(judged.explains, Some(!wrong), "{judged:?}");
+        let [told] = &report.kernels[..] else { panic!("{:?}", report.kernels) };
+        assert_eq!(told.name, name);
+        assert!(told.findings.len() >= judged.comparisons, "{told:?}");
+        assert!(told.findings[0].starts_with("microbatch 0"), "{told:?}");
+        let text = text::render(&report);
+        assert!(text.contains("never written"), "{text}");
+    }
+}
+
+/// Goal: a kernel that cannot run is said before the replay, in one sentence.
+#[test]
+fn a_kernel_that_cannot_run_is_refused_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = dumped(directory.path(), "run", &Job::default());
+    let file = directory.path().join("mine.cu");
+    let ask = |text: &str| {
+        std::fs::write(&file, text).unwrap();
+        let kernel = format!("dk={}:mine", file.display());
+        program::replay(&["--step", "0", "--kernel", &kernel, "--dump", path.to_str().unwrap()])
+    };
+    let undeclared = ask("int x;");
+    assert_eq!(undeclared.code, 2);
+    assert!(undeclared.stderr.contains("cannot be called: no comment declares it"));
+    let declared = ask("// backtape: mine(dk: f32) grid(1) block(1)");
+    // Where there is a GPU the source is what is refused.
+    assert_eq!(declared.code, 2);
+    let why = ["--kernel needs a GPU: no CUDA device can be used", "could not be compiled"];
+    assert!(why.iter().any(|why| declared.stderr.contains(why)), "{declared:?}");
 }

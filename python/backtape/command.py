@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from backtape import _native, doctor, engine_ray
+from backtape import _native, cuda_wheels, doctor, engine_ray
 
 USAGE = """\
 usage: backtape doctor       what works on this machine
@@ -22,8 +22,7 @@ usage: backtape doctor       what works on this machine
 
 def replay() -> NoReturn:
     """The command `replay`."""
-    _default_signals()
-    sys.exit(_native.replay_main(["replay", *sys.argv[1:]], engine_ray.connect))
+    _replay(["replay", *sys.argv[1:]])
 
 
 def coordinator() -> NoReturn:
@@ -38,8 +37,7 @@ def main() -> NoReturn:
         case ["doctor", *rest]:
             sys.exit(doctor.main(rest))
         case ["replay", *rest]:
-            _default_signals()
-            sys.exit(_native.replay_main(["backtape replay", *rest], engine_ray.connect))
+            _replay(["backtape replay", *rest])
         case ["coordinator", *rest]:
             _default_signals()
             sys.exit(_native.coordinator_main(["backtape coordinator", *rest]))
@@ -52,6 +50,13 @@ def main() -> NoReturn:
         case _:
             print(USAGE, end="", file=sys.stderr)
             sys.exit(2)
+
+
+def _replay(arguments: list[str]) -> NoReturn:
+    _default_signals()
+    if any(argument.startswith("--device") for argument in arguments):
+        cuda_wheels.preload()
+    sys.exit(_native.replay_main(arguments, engine_ray.connect))
 
 
 def _default_signals() -> None:

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from backtape import _native
+from backtape import _native, cuda_wheels
 
 OK, ABSENT, BROKEN = "ok", "absent", "broken"
 
@@ -189,18 +189,22 @@ def _gpu() -> Iterator[Line]:
             yield Line("gpu", "driver", ABSENT, "no NVIDIA driver", "nothing: recording and replay run on the CPU")
         return
     yield _driver(driver)
-    for name, found, use in (
-        ("NVRTC", ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so"), "kernels compiled at run time"),
-        ("NCCL", ("libnccl.so.2", "libnccl.so"), "transfers between GPUs"),
+    cuda_wheels.preload()
+    for name, found in (
+        ("NVRTC", ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")),
+        ("cuBLAS", ("libcublas.so.13", "libcublas.so.12", "libcublas.so")),
     ):
         loaded = next((one for one in found if _library(one) is not None), None)
-        wheel = _version("nvidia-nccl-cu12" if name == "NCCL" else "nvidia-cuda-nvrtc-cu12")
         if loaded:
             yield Line("gpu", name, OK, loaded)
-        elif wheel:
-            yield Line("gpu", name, OK, f"{wheel}, in a wheel of Python")
         else:
-            yield Line("gpu", name, ABSENT, f"no library for {use}", "install it, or use the CPU")
+            yield Line("gpu", name, ABSENT, "no such library",
+                       "pip install 'backtape[cuda]', or leave out --device: the CPU replays too")
+            return
+    try:
+        yield Line("gpu", "replay --device cuda", OK, _native.probe_device(0))
+    except RuntimeError as error:
+        yield Line("gpu", "replay --device cuda", BROKEN, str(error), "leave out --device: the CPU replays too")
 
 
 def _library(name: str) -> ctypes.CDLL | None:

@@ -52,6 +52,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(command::replay_main, module)?)?;
     module.add_function(wrap_pyfunction!(command::coordinator_main, module)?)?;
     module.add_function(wrap_pyfunction!(tasks::perform_task, module)?)?;
+    module.add_function(wrap_pyfunction!(probe::probe_device, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_store, module)?)?;
     module.add_function(wrap_pyfunction!(probe::probe_coordinator, module)?)?;
     module.add_function(wrap_pyfunction!(variants::variant_inputs, module)?)?;

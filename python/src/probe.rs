@@ -1,9 +1,10 @@
-//! What `backtape doctor` asks of a store and of a coordinator.
+//! What `backtape doctor` asks of a store, of a coordinator and of a GPU.
 
 use std::path::PathBuf;
 
 use backtape::coordinator::asking;
 use backtape::store::probe;
+use backtape_replayer::device::{self, Description, DeviceError};
 use pyo3::prelude::*;
 
 use crate::postmortem::failed;
@@ -27,4 +28,15 @@ pub(crate) fn probe_coordinator(
     let found = py.detach(|| asking::greet(&address, &run, credentials.as_deref()));
     let found = found.map_err(failed)?;
     Ok((found.version, found.build, found.seconds, found.says))
+}
+
+/// What a GPU would compute with, its kernels compiled for it; raises with one sentence.
+#[pyfunction]
+pub(crate) fn probe_device(py: Python<'_>, ordinal: usize) -> PyResult<String> {
+    let opened = py.detach(|| {
+        let device = device::open(ordinal)?;
+        let Description { name, compiler, products } = device.description().clone();
+        Ok(format!("{name}; {compiler}; {products}"))
+    });
+    opened.map_err(|error: DeviceError| failed(error))
 }

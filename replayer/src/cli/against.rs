@@ -10,8 +10,9 @@ use std::path::Path;
 
 use backtape::role::Role;
 
+use super::error::RunError;
 use super::progress::Bar;
-use super::run::{How, RunError, replay_one, report as report_one};
+use super::run::{How, replay_one, report as report_one};
 use crate::diagnose::{Found, diagnose};
 use crate::dump::{self, Selection, StepDump};
 use crate::head::{HeadStep, Stage};

@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand};
 
 use super::cluster::ClusterArguments;
 use super::device::DeviceArguments;
+use super::kernel::KernelArguments;
 
 /// Says where, by how much and why the gradients of a dumped step diverge.
 ///
@@ -182,6 +183,7 @@ impl DiffArguments {
             threads: None,
             cluster: ClusterArguments::default(),
             device: DeviceArguments::default(),
+            kernel: KernelArguments::default(),
             quiet: self.quiet,
         }
     }
@@ -238,6 +240,8 @@ pub(super) struct ReplayArguments {
     pub(super) cluster: ClusterArguments,
     #[command(flatten)]
     pub(super) device: DeviceArguments,
+    #[command(flatten)]
+    pub(super) kernel: KernelArguments,
     /// No progress bar.
     #[arg(long)]
     pub(super) quiet: bool,

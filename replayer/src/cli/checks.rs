@@ -3,9 +3,10 @@
 use std::path::Path;
 
 use super::args::DumpArguments;
+use super::error::RunError;
 use super::exit;
 use super::progress::Bar;
-use super::run::{RunError, output, selection};
+use super::run::{output, selection};
 use crate::checks::{Subject, check};
 use crate::dump::{self, Selection, StepDump};
 use crate::report::checked::{ChecksReport, ChecksVerdict, render};

@@ -5,7 +5,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::run::RunError;
+use super::error::RunError;
 use crate::replay::tasks::{Cut, Workers};
 
 /// Where the tiles are computed.

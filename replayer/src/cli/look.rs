@@ -4,9 +4,10 @@ use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 
 use super::args::{ExportArguments, FrameworkArgument, ListArguments, ShowArguments};
+use super::error::RunError;
 use super::exit;
 use super::progress::{Bar, Work};
-use super::run::{RunError, output, selection};
+use super::run::{output, selection};
 use crate::assemble;
 use crate::dump;
 use crate::export::{self, Framework, Wanted};

@@ -7,6 +7,8 @@ mod args;
 mod checks;
 mod cluster;
 mod device;
+mod error;
+mod kernel;
 mod look;
 mod own;
 mod page;
@@ -24,10 +26,12 @@ use clap::Parser;
 pub use checks::checks_report;
 pub use cluster::{AskedCluster, Connect};
 pub use device::AskedDevice;
+pub use error::RunError;
+pub use kernel::AskedKernel;
 pub use page::PageFile;
 pub use precision::precision_report;
 pub use run::{
-    RunError, clustered_report, devised_report, drawn_report, probed_report, replay_report,
+    clustered_report, compiled_report, devised_report, drawn_report, probed_report, replay_report,
     sampled_report, variant_inputs, varied_report,
 };
 pub use trajectory::trajectory_report;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
 
-use super::run::RunError;
+use super::error::RunError;
 use crate::report::{Report, html};
 
 /// A file that will be the page. Until it is written only a hidden file lies beside its name,

@@ -5,8 +5,9 @@ use std::path::Path;
 use backtape::shard::TensorKey;
 
 use super::args::PrecisionArguments;
+use super::error::RunError;
 use super::exit;
-use super::run::{RunError, output, selection};
+use super::run::{output, selection};
 use crate::dump::{self, Selection};
 use crate::head::HeadStep;
 use crate::precision::{self, Gradients, Precision};

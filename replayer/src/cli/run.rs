@@ -1,6 +1,6 @@
 //! From parsed arguments to a report and an exit code.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use backtape::head::PolicyDeclaration;
@@ -9,21 +9,19 @@ use backtape::shard::TensorKey;
 
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::cluster::Connect;
+use super::error::RunError;
 use super::exit;
+use super::kernel::Kernels;
 use super::page::PageFile;
 use super::progress::Bar;
 use super::{against, checks, look, own, precision, trajectory};
-use crate::assemble::AssembleError;
-use crate::device::Device;
+use crate::device::{Device, Kernel};
 use crate::diagnose::{self, diagnose};
 use crate::draw::seed_of;
-use crate::dump::{self, FindError, OpenError, Selection, StepDump, StepState};
-use crate::export::{ExportError, ReproError};
+use crate::dump::{self, Selection, StepDump, StepState};
 use crate::head::HeadStep;
-use crate::head::policy_file::{PolicyError, read_toml};
-use crate::head::step::StepError;
-use crate::precision::PrecisionError;
-use crate::replay::against::{AgainstError, Asked, PatternError};
+use crate::head::policy_file::read_toml;
+use crate::replay::against::Asked;
 use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::tasks::{Cluster, Cut, Workers};
 use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
@@ -34,163 +32,7 @@ use crate::report::schema::{
     DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
 };
 use crate::report::{catalogue, dumped, inventory, text};
-use crate::trajectory::ReadError;
 use crate::verify::{Verification, verify};
-
-/// Why `replay` ended without a verdict.
-#[derive(Debug, thiserror::Error)]
-pub enum RunError {
-    /// The dump could not be opened.
-    #[error(transparent)]
-    Open(#[from] OpenError),
-    /// The head could not be replayed.
-    #[error("no verdict on {path}")]
-    Step {
-        /// The dump.
-        path: PathBuf,
-        /// Why.
-        source: Box<StepError>,
-    },
-    /// A word of `--compare` cannot be read.
-    #[error(transparent)]
-    Pattern(#[from] PatternError),
-    /// A word of `--compare` is no role, and there is nothing to compare names with.
-    #[error(
-        "--compare {word:?} is not a role: known are {known}; patterns of tensor names need --against DIR"
-    )]
-    NotRole {
-        /// As typed.
-        word: String,
-        /// Every role.
-        known: String,
-    },
-    /// The two dumps could not be compared.
-    #[error(transparent)]
-    Against(#[from] AgainstError),
-    /// Precision could not be shown.
-    #[error("no numbers on the precision of {path}")]
-    Precision {
-        /// The dump.
-        path: PathBuf,
-        /// Why.
-        source: Box<PrecisionError>,
-    },
-    /// The scalars could not be read.
-    #[error(transparent)]
-    Trajectory(#[from] ReadError),
-    /// Scalars lie in several attempts.
-    #[error("{path} holds scalars of several attempts: choose one of {attempts} with --attempt")]
-    SeveralAttempts {
-        /// The run.
-        path: PathBuf,
-        /// Their numbers.
-        attempts: String,
-    },
-    /// The report could not be written.
-    #[error("the report cannot be written to {path}: choose another file for --json")]
-    Write {
-        /// Where to.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The page could not be written.
-    #[error("the page cannot be written to {path}: choose another file for --report")]
-    Page {
-        /// Where to.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The file of `--policy` could not be read.
-    #[error("the policy {path} cannot be read: name a TOML file with --policy")]
-    PolicyFile {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The file of `--policy` is no policy.
-    #[error("the policy {path} cannot be used")]
-    Policy {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: PolicyError,
-    },
-    /// No tensor is meant by a name.
-    #[error(transparent)]
-    Find(#[from] FindError),
-    /// A tensor could not be put together.
-    #[error(transparent)]
-    Assemble(#[from] AssembleError),
-    /// `--box` cannot be read.
-    #[error("--box {text}: {why}; give a range for each dimension of {shape:?}, as in 0:4,0:8")]
-    Box {
-        /// As typed.
-        text: String,
-        /// What is wrong with it.
-        why: String,
-        /// The tensor's.
-        shape: Vec<u64>,
-    },
-    /// Nothing was exported.
-    #[error(transparent)]
-    Export(#[from] ExportError),
-    /// No script was written.
-    #[error(transparent)]
-    Repro(#[from] ReproError),
-    /// The catalogue has no such cause.
-    #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
-    NoCause(String),
-    /// A binary without a cluster's client.
-    #[error(
-        "--engine ray is brought by the Python package: pip install 'backtape[ray]', and call the replay that it installs"
-    )]
-    NoRay,
-    /// An option of tasks, where there are none.
-    #[error("{option} is for a replay on a cluster: add --engine ray, or leave it out")]
-    NoTasks {
-        /// As typed.
-        option: &'static str,
-    },
-    /// The cluster cannot be used.
-    #[error("--engine ray: {why}")]
-    Cluster {
-        /// Why.
-        why: String,
-    },
-    /// The thread pool could not be made.
-    #[error("{0} threads cannot be started: choose fewer with --threads")]
-    Threads(usize),
-}
-
-impl RunError {
-    pub(super) fn exit_code(&self) -> i32 {
-        match self {
-            RunError::Open(OpenError::Misplaced { .. }) => exit::INCOMPLETE,
-            RunError::Step { source, .. } => step_exit(source),
-            RunError::Precision { source, .. } => match &**source {
-                PrecisionError::Step(source) => step_exit(source),
-                _ => exit::USAGE,
-            },
-            RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
-            RunError::Assemble(AssembleError::Incomplete(_))
-            | RunError::Export(ExportError::Assemble(AssembleError::Incomplete(_))) => {
-                exit::INCOMPLETE
-            }
-            RunError::Repro(ReproError::Step(source)) => step_exit(source),
-            _ => exit::USAGE,
-        }
-    }
-}
-
-fn step_exit(error: &StepError) -> i32 {
-    match error {
-        StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
-        _ => exit::USAGE,
-    }
-}
 
 pub(super) fn run(
     arguments: &Arguments,
@@ -244,11 +86,13 @@ fn replay_on(
     let cut = arguments.cluster.cut();
     let cluster =
         workers.map(|workers| Cluster::new(workers, (path, &selection), policy.as_ref(), cut));
+    let kernels = arguments.kernel.open()?;
     let used = arguments.device.open();
     let how = How {
         policy: policy.as_ref(),
         cluster: cluster.as_ref(),
         device: used.device.as_deref(),
+        kernels: Some(&kernels),
         probes: arguments.freivalds.map(|n| n as usize),
         tokens: arguments.tokens.map(|n| n as usize),
         variants: &[],
@@ -359,6 +203,18 @@ pub fn devised_report(
     Ok(Report { device: Some(DeviceReport::of(device.description())), ..report })
 }
 
+/// The report of a replay in which a user's kernels take part, on any device.
+pub fn compiled_report(
+    path: &Path,
+    selection: &Selection,
+    compare: impl Into<Asked>,
+    (kernels, device): (Vec<Kernel>, Box<dyn Device>),
+) -> Result<Report, RunError> {
+    let kernels = Kernels::on(kernels, device);
+    let how = How { kernels: Some(&kernels), ..How::default() };
+    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+}
+
 /// How a head is replayed, beyond what its job declared.
 #[derive(Clone, Copy, Default)]
 pub(super) struct How<'a> {
@@ -372,6 +228,8 @@ pub(super) struct How<'a> {
     cluster: Option<&'a Cluster<'a>>,
     /// What computes the reference; `None`: this process.
     device: Option<&'a dyn Device>,
+    /// A user's own kernels.
+    kernels: Option<&'a Kernels>,
     /// Whether what a page draws is gathered.
     pub(super) draws: bool,
 }
@@ -401,11 +259,14 @@ fn report_with(
     }
     let (step, mut outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let causes = diagnose(&step, &mut outcome, how.variants).map_err(wrong)?;
-    let variants = diagnose::variants(&step, how.variants).map_err(wrong)?;
+    let ran = how.kernels.map(|kernels| kernels.run(&step)).transpose().map_err(wrong)?;
+    let (compiled, kernels) = ran.unwrap_or_default();
+    let variants = [how.variants, &compiled].concat();
+    let causes = diagnose(&step, &mut outcome, &variants).map_err(wrong)?;
+    let variants = diagnose::variants(&step, &variants).map_err(wrong)?;
     let drawings = how.draws.then(|| drawings(&dump, &proof, std::mem::take(&mut outcome.maps)));
     let judged = Some((&step, &outcome));
-    Ok(Report { causes, variants, drawings, ..report(path, &dump, judged, &proof) })
+    Ok(Report { causes, variants, kernels, drawings, ..report(path, &dump, judged, &proof) })
 }
 
 pub(super) fn replay_one<'a>(
@@ -478,6 +339,7 @@ pub(super) fn report(
         findings,
         not_checked,
         device: None,
+        kernels: Vec::new(),
         drawings: None,
     }
 }

@@ -9,8 +9,9 @@ use backtape::store::AttemptDir;
 use backtape::store::layout::MANIFEST;
 
 use super::args::TrajectoryArguments;
+use super::error::RunError;
 use super::exit;
-use super::run::{RunError, output};
+use super::run::output;
 use crate::dump::{self, Place, Selection};
 use crate::report::trajectory::{TrajectoryReport, TrajectoryVerdict, render};
 use crate::trajectory::{Declared, ReadError, judge, read};

@@ -13,10 +13,12 @@ use cudarc::driver::{
     CudaContext, CudaFunction, CudaSlice, CudaStream, DevicePtr, DeviceRepr, LaunchConfig,
     PushKernelArg,
 };
+use cudarc::nvrtc::Ptx;
 
 use super::compile::{self, FLAGS, TARGETS};
 use super::error::DeviceError;
 use super::machine::{Arguments, Machine, Product};
+use super::own::launch::{Code, Launch, Launches, Passed};
 use super::{Description, KERNELS, presence};
 
 /// Threads of a block.
@@ -25,6 +27,8 @@ const BLOCK: usize = 256;
 /// An NVIDIA GPU.
 pub(super) struct Cuda {
     description: Description,
+    /// The virtual architecture that kernels are compiled for.
+    target: &'static str,
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     blas: CudaBlas,
@@ -56,7 +60,7 @@ impl Cuda {
         let capability = context.compute_capability().map_err(absent)?;
         let name = context.name().map_err(absent)?;
         let target = TARGETS.iter().rev().find(|(oldest, _)| *oldest <= capability);
-        let Some((_, target)) = target else {
+        let Some(&(_, target)) = target else {
             let (major, minor) = capability;
             let why = format!("{name} has compute capability {major}.{minor}, 7.5 is the oldest");
             return Err(DeviceError::Absent(why));
@@ -84,7 +88,7 @@ impl Cuda {
             compiler: format!("NVRTC, {target} {FLAGS}"),
             products: "cuBLAS dgemm, f64, pedantic".into(),
         };
-        Ok(Cuda { description, context, stream, blas, kernels })
+        Ok(Cuda { description, target, context, stream, blas, kernels })
     }
 
     /// An error of an earlier asynchronous call, if there was one.
@@ -133,7 +137,10 @@ impl Machine for Cuda {
         }
         let what = "copying from it, or in a kernel before";
         let part = from.slice(..to.len());
-        self.stream.memcpy_dtoh(&part, to).map_err(|why| DeviceError::call(what, why))?;
+        let failed = |why| DeviceError::call(what, why);
+        self.stream.memcpy_dtoh(&part, to).map_err(failed)?;
+        // cudarc does not wait for a copy to memory that is not pinned.
+        self.stream.synchronize().map_err(failed)?;
         self.settled(what)
     }
 
@@ -196,5 +203,47 @@ impl Machine for Cuda {
             )
         };
         multiplied.map_err(|why| failed(&why))
+    }
+}
+
+impl Launches for Cuda {
+    type Kernel = CudaFunction;
+
+    fn load(&self, code: &Code, entry: &str) -> Result<CudaFunction, DeviceError> {
+        let ptx = match code {
+            Code::Cuda { file, source } => compile::own(file, source, self.target)?,
+            Code::Module(file) => Ptx::from_file(file),
+        };
+        let failed = |why| DeviceError::call(&format!("loading the kernel {entry}"), why);
+        self.context.load_module(ptx).map_err(failed)?.load_function(entry).map_err(failed)
+    }
+
+    unsafe fn start(
+        &self,
+        kernel: &CudaFunction,
+        launch: Launch,
+        arguments: &[Passed],
+    ) -> Result<(), DeviceError> {
+        let of = |[x, y, z]: [u32; 3]| (x, y, z);
+        let config = LaunchConfig {
+            grid_dim: of(launch.grid),
+            block_dim: of(launch.block),
+            shared_mem_bytes: launch.shared,
+        };
+        let mut builder = self.stream.launch_builder(kernel);
+        for argument in arguments {
+            match argument {
+                Passed::Address(address) => builder.arg(address),
+                Passed::I32(number) => builder.arg(number),
+                Passed::I64(number) => builder.arg(number),
+                Passed::F32(number) => builder.arg(number),
+                Passed::F64(number) => builder.arg(number),
+            };
+        }
+        let failed = |why| DeviceError::call("a kernel of yours", why);
+        // SAFETY: the caller's.
+        unsafe { builder.launch(config) }.map_err(failed)?;
+        // Its errors are told here, not in what is called next.
+        self.stream.synchronize().map_err(failed)
     }
 }

@@ -11,35 +11,39 @@ use libloading::Library;
 use super::Description;
 use super::error::DeviceError;
 use super::machine::{Arguments, Machine, Product};
+use super::own::launch::{Code, Launch, Launches, Passed};
 
 /// This process as a device.
 pub(super) struct Host {
     description: Description,
     kernels: Library,
-    /// What it says is free.
-    pub(super) free: usize,
     _folder: tempfile::TempDir,
+}
+
+/// A source as a library of plain functions.
+fn compiled(source: &Path, options: &[&str]) -> (Library, tempfile::TempDir) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let library = folder.path().join("kernels.so");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-x", "c", "-std=gnu11", "-shared", "-fPIC"]).args(options);
+    let status = compiler.arg(source).arg("-lm").arg("-o").arg(&library).status();
+    assert!(status.expect("cc runs").success(), "cc compiles the kernels");
+    // SAFETY: a library of plain functions, without initialisers.
+    (unsafe { Library::new(&library) }.expect("the kernels load"), folder)
 }
 
 impl Host {
     /// Compiles the kernels with `cc`.
     pub(super) fn new() -> Host {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let library = folder.path().join("reference.so");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/device/kernels/reference.cu");
-        let options = ["-x", "c", "-std=c11", "-DHOST", "-O2", "-ffp-contract=off", "-Wall"];
-        let mut compiler = Command::new("cc");
-        compiler.args(options).args(["-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]);
-        let status = compiler.arg(source).arg("-lm").arg("-o").arg(&library).status();
-        assert!(status.expect("cc runs").success(), "cc compiles the kernels");
-        // SAFETY: a library of plain functions, without initialisers.
-        let kernels = unsafe { Library::new(&library) }.expect("the kernels load");
+        let options = ["-DHOST", "-O2", "-ffp-contract=off", "-Wall", "-Werror"];
+        let (kernels, folder) = compiled(&source, &options);
         let description = Description {
             name: "this process".into(),
             compiler: format!("cc {}", options.join(" ")),
             products: "loops in f64".into(),
         };
-        Host { description, kernels, free: 1 << 30, _folder: folder }
+        Host { description, kernels, _folder: folder }
     }
 }
 
@@ -53,7 +57,7 @@ impl Machine for Host {
     }
 
     fn free(&self) -> Result<usize, DeviceError> {
-        Ok(self.free)
+        Ok(1 << 30)
     }
 
     fn zeros(&self, bytes: usize) -> Result<Self::Buffer, DeviceError> {
@@ -113,5 +117,79 @@ impl Machine for Host {
             }
         }
         Ok(())
+    }
+}
+
+/// What CUDA gives a kernel, for one thread after the other; behind it comes the kernel's source,
+/// then a function that calls it for each.
+const CUDA_IN_C: &str = "
+#define __global__
+#define __device__
+typedef struct { int x, y, z; } backtape_dim;
+static backtape_dim blockIdx, threadIdx, blockDim, gridDim;
+";
+
+impl Launches for Host {
+    type Kernel = (Library, tempfile::TempDir);
+
+    /// Arguments come as the words that hold them: the kernel's own signature says their types.
+    fn load(&self, code: &Code, entry: &str) -> Result<Self::Kernel, DeviceError> {
+        let Code::Cuda { source, .. } = code else { panic!("a C compiler takes source") };
+        let signature = source.split(&format!("void {entry}(")).nth(1).expect("the kernel");
+        let signature = &signature[..signature.find(')').expect("its arguments end")];
+        let arguments = signature.split(',').enumerate().map(|(at, argument)| {
+            let of = argument.trim().rsplit_once([' ', '*']).expect("a type and a name").0;
+            match argument.contains('*') {
+                true => format!("*(void **)a[{at}]"),
+                false => format!("*({of} *)a[{at}]"),
+            }
+        });
+        let arguments = arguments.collect::<Vec<_>>().join(", ");
+        let call = format!(
+            "void backtape_start(void **a, const unsigned *g, const unsigned *b) {{
+                 blockDim.x = b[0], blockDim.y = b[1], blockDim.z = b[2];
+                 gridDim.x = g[0], gridDim.y = g[1], gridDim.z = g[2];
+                 for (unsigned i = 0; i < g[0] * g[1] * g[2]; i++)
+                     for (unsigned j = 0; j < b[0] * b[1] * b[2]; j++) {{
+                         blockIdx.x = i % g[0], blockIdx.y = i / g[0] % g[1];
+                         blockIdx.z = i / g[0] / g[1];
+                         threadIdx.x = j % b[0], threadIdx.y = j / b[0] % b[1];
+                         threadIdx.z = j / b[0] / b[1];
+                         {entry}({arguments});
+                     }}
+             }}"
+        );
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let file = folder.path().join("own.c");
+        std::fs::write(&file, [CUDA_IN_C, source, &call].concat()).expect("a temporary file");
+        Ok(compiled(&file, &["-O1"]))
+    }
+
+    unsafe fn start(
+        &self,
+        kernel: &Self::Kernel,
+        launch: Launch,
+        arguments: &[Passed],
+    ) -> Result<(), DeviceError> {
+        type Start = unsafe extern "C" fn(*const *const c_void, *const u32, *const u32);
+        let words: Vec<[u8; 8]> = arguments.iter().map(word).collect();
+        let words: Vec<*const c_void> = words.iter().map(|word| word.as_ptr().cast()).collect();
+        // SAFETY: the caller's.
+        unsafe {
+            let start = kernel.0.get::<Start>("backtape_start").expect("it was compiled");
+            start(words.as_ptr(), launch.grid.as_ptr(), launch.block.as_ptr());
+        }
+        Ok(())
+    }
+}
+
+fn word(passed: &Passed) -> [u8; 8] {
+    let four = |bytes: [u8; 4]| u64::from(u32::from_le_bytes(bytes)).to_le_bytes();
+    match passed {
+        Passed::Address(address) => address.to_le_bytes(),
+        Passed::I64(number) => number.to_le_bytes(),
+        Passed::F64(number) => number.to_le_bytes(),
+        Passed::I32(number) => four(number.to_le_bytes()),
+        Passed::F32(number) => four(number.to_le_bytes()),
     }
 }

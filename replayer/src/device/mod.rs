@@ -15,6 +15,7 @@ mod head;
 #[cfg(test)]
 mod host;
 mod machine;
+mod own;
 mod plan;
 mod plane;
 mod presence;
@@ -24,10 +25,11 @@ mod sums;
 mod tests;
 
 pub use error::DeviceError;
+pub use own::{Given, Kernel, KernelError, Unit};
 
 use crate::kernels::reference::{Backward, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream};
 use crate::kernels::{HeadInputs, Progress, Tiles};
-use machine::Machine;
+use own::launch::Launches;
 
 /// Names of the kernels in `kernels/reference.cu`.
 const KERNELS: [&str; 7] = ["widen", "row_sums", "magnitudes", "absorb", "fold", "terms", "plane"];
@@ -71,6 +73,9 @@ pub trait Device: Sync {
         tiles: (Tiles, &dyn Progress),
         on_tile: &mut dyn FnMut(PlaneTile),
     ) -> Result<(), DeviceError>;
+
+    /// Runs a user's kernel on a unit's head, watched.
+    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError>;
 }
 
 /// A backward pass over slabs of k, in their order.
@@ -94,9 +99,9 @@ pub fn open(ordinal: usize) -> Result<Box<dyn Device>, DeviceError> {
     Ok(Box::new(cuda::Cuda::open(ordinal)?))
 }
 
-impl<M: Machine> Device for M {
+impl<M: Launches> Device for M {
     fn description(&self) -> &Description {
-        Machine::description(self)
+        machine::Machine::description(self)
     }
 
     fn forward(
@@ -124,5 +129,9 @@ impl<M: Machine> Device for M {
         on_tile: &mut dyn FnMut(PlaneTile),
     ) -> Result<(), DeviceError> {
         plane::plane(self, inputs, upstream, tiles, on_tile)
+    }
+
+    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
+        own::run(self, kernel, unit)
     }
 }

@@ -1,9 +1,13 @@
-//! Every kernel and every walk against the reference on the CPU, the kernels compiled by a C
-//! compiler: what CUDA runs but for the products' order and its exp and tanh.
+//! One list of tests for every machine: each kernel and each walk against the reference on the
+//! CPU. Without a GPU the kernels are compiled by a C compiler, which leaves out the order of
+//! cuBLAS' products and CUDA's exp and tanh; `make test-gpu` runs the same list on a GPU too.
 
 use std::sync::OnceLock;
 
+use super::cuda::Cuda;
 use super::host::Host;
+use super::machine::{Arguments, Machine, Product};
+use super::own::launch::{Code, Launch, Passed};
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture};
 use crate::kernels::reference::{self, DkBlock, backward_work, forward_work};
@@ -29,9 +33,102 @@ const NOISE: TermNoise = TermNoise {
 /// of D ulps of logits below 60.
 const CLOSE: f64 = 4096.0 * f64::EPSILON;
 
-fn host() -> &'static Host {
+/// Stamps each of these out for every machine.
+macro_rules! on_every_machine {
+    ($($(#[$about:meta])* $test:ident),* $(,)?) => {
+        mod on_host {
+            $($(#[$about])* #[test] fn $test() { super::$test(super::host()); })*
+        }
+
+        mod on_cuda {
+            $($(#[$about])* #[test] fn $test() {
+                if let Some(cuda) = super::cuda() { super::$test(cuda); }
+            })*
+        }
+    };
+}
+
+on_every_machine! {
+    the_forward_sums_are_those_of_the_reference,
+    tile_after_tile_gives_the_forward_sums_of_the_whole_vocabulary,
+    the_backward_sums_are_those_of_the_reference,
+    a_device_with_little_memory_gives_the_same_sums_band_by_band,
+    slab_after_slab_gives_the_gradient_of_the_whole_vocabulary,
+    the_plane_is_that_of_the_reference,
+    nan_and_infinity_come_through_as_in_the_reference,
+    elements_are_widened_exactly,
+    every_run_gives_the_same_bits,
+}
+
+pub(super) fn host() -> &'static Host {
     static HOST: OnceLock<Host> = OnceLock::new();
     HOST.get_or_init(Host::new)
+}
+
+/// The GPU, where `make test-gpu` says that there is one; it must open then.
+pub(super) fn cuda() -> Option<&'static Cuda> {
+    static CUDA: OnceLock<Option<Cuda>> = OnceLock::new();
+    let asked = std::env::var_os("BACKTAPE_TEST_GPU").is_some();
+    CUDA.get_or_init(|| asked.then(|| Cuda::open(0).expect("the GPU opens"))).as_ref()
+}
+
+/// A machine with room for tiles of 64 tokens and 256 classes, and no more.
+struct Little<'a, M>(&'a M);
+
+impl<M: Machine> Machine for Little<'_, M> {
+    type Buffer = M::Buffer;
+
+    fn description(&self) -> &Description {
+        Machine::description(self.0)
+    }
+
+    fn free(&self) -> Result<usize, DeviceError> {
+        Ok(2_000)
+    }
+
+    fn zeros(&self, bytes: usize) -> Result<M::Buffer, DeviceError> {
+        self.0.zeros(bytes)
+    }
+
+    fn upload(&self, bytes: &[u8], to: &mut M::Buffer) -> Result<(), DeviceError> {
+        self.0.upload(bytes, to)
+    }
+
+    fn download(&self, from: &M::Buffer, to: &mut [u8]) -> Result<(), DeviceError> {
+        self.0.download(from, to)
+    }
+
+    fn address(&self, buffer: &M::Buffer) -> u64 {
+        self.0.address(buffer)
+    }
+
+    unsafe fn launch<A: Arguments>(&self, arguments: &A) -> Result<(), DeviceError> {
+        // SAFETY: as the caller says.
+        unsafe { self.0.launch(arguments) }
+    }
+
+    unsafe fn multiply(&self, product: &Product) -> Result<(), DeviceError> {
+        // SAFETY: as the caller says.
+        unsafe { self.0.multiply(product) }
+    }
+}
+
+impl<M: Launches> Launches for Little<'_, M> {
+    type Kernel = M::Kernel;
+
+    fn load(&self, code: &Code, entry: &str) -> Result<M::Kernel, DeviceError> {
+        self.0.load(code, entry)
+    }
+
+    unsafe fn start(
+        &self,
+        kernel: &M::Kernel,
+        launch: Launch,
+        arguments: &[Passed],
+    ) -> Result<(), DeviceError> {
+        // SAFETY: as the caller says.
+        unsafe { self.0.start(kernel, launch, arguments) }
+    }
 }
 
 /// Heads with every option, in every combination that has a path of its own.
@@ -102,11 +199,11 @@ fn every_kernel_in_the_source_is_loaded_and_no_other() {
     }
 }
 
-fn assert_forward(device: &Host, what: &str, fixture: &Fixture) {
+fn assert_forward(device: &dyn Device, what: &str, fixture: &Fixture) {
     let inputs = fixture.inputs();
     let masked = inputs.k.rows - inputs.valid_vocab;
     let counter = Counter::default();
-    let sums = Device::forward(device, &inputs, &counter).unwrap();
+    let sums = device.forward(&inputs, &counter).unwrap();
     assert_eq!(counter.total(), forward_work(&inputs), "{what}");
     let got = sums.finish(inputs.mask, masked);
     let wanted = reference::forward(&inputs, TILES, &NoProgress);
@@ -123,31 +220,24 @@ fn assert_forward(device: &Host, what: &str, fixture: &Fixture) {
     }
 }
 
-/// Room for tiles of 64 tokens and 256 classes, and no more.
-fn small() -> Host {
-    let mut small = Host::new();
-    small.free = 2_000;
-    small
-}
-
-#[test]
-fn the_forward_sums_are_those_of_the_reference() {
+fn the_forward_sums_are_those_of_the_reference<M: Launches>(machine: &M) {
     for (what, fixture) in heads() {
-        assert_forward(host(), what, &fixture);
+        assert_forward(machine, what, &fixture);
     }
 }
 
 /// The last head: two tiles and a lane of -inf alone, then logits whose distance from 0 overflows exp.
-#[test]
-fn tile_after_tile_gives_the_forward_sums_of_the_whole_vocabulary() {
-    let small = small();
+fn tile_after_tile_gives_the_forward_sums_of_the_whole_vocabulary<M: Launches>(machine: &M) {
+    let small = Little(machine);
     let many = Fixture::new(150, 5, 700, 690);
     let mut masked = Fixture::new(1, 1, 900, 900);
     masked.q[0] = 1.0;
     masked.k.fill(-800.0);
     masked.k[..530].fill(f32::NEG_INFINITY);
     // All that one lane of the last tile sums.
-    [770, 834, 898].map(|class| masked.k[class] = f32::NEG_INFINITY);
+    for class in [770, 834, 898] {
+        masked.k[class] = f32::NEG_INFINITY;
+    }
     for (what, fixture) in [("bias", many.clone().with_bias()), ("plain", many), ("-inf", masked)] {
         assert_forward(&small, what, &fixture);
     }
@@ -203,13 +293,13 @@ fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &TermNoise) -> 
 
 type Named = Vec<(&'static str, Vec<f64>)>;
 
-fn on(device: &Host, fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named {
+fn on(device: &dyn Device, fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named {
     let inputs = HeadInputs { copies, ..fixture.inputs() };
     let owned = Owned::of(fixture);
     let upstream = owned.upstream(&inputs, noise);
     let mut dq = Backward::zeros(&inputs, noise);
     let counter = Counter::default();
-    let mut walk = Device::backward(device, &inputs, inputs.k.rows, noise).unwrap();
+    let mut walk = device.backward(&inputs, inputs.k.rows, noise).unwrap();
     let sums = walk.slab(&inputs, upstream, (TILES, &counter), &mut dq).unwrap();
     walk.finish(&mut dq).unwrap();
     assert_eq!(counter.total(), backward_work(&inputs));
@@ -234,14 +324,13 @@ fn assert_all(what: &str, got: &Named, wanted: &Named, depth: usize) {
     }
 }
 
-#[test]
-fn the_backward_sums_are_those_of_the_reference() {
+fn the_backward_sums_are_those_of_the_reference<M: Launches>(machine: &M) {
     let filtered = TermNoise { filter: 0.02, ..NOISE };
     for noise in [NOISE, filtered, TermNoise { whole: true, ..filtered }] {
         for (what, fixture) in heads() {
             let copies: Vec<f64> = (0..fixture.tokens).map(|t| (1 + t % 3) as f64).collect();
             for copies in [None, Some(&copies[..])] {
-                let got = on(host(), &fixture, &noise, copies);
+                let got = on(machine, &fixture, &noise, copies);
                 assert_all(what, &got, &wanted(&fixture, &noise, copies), fixture.depth);
             }
         }
@@ -249,21 +338,19 @@ fn the_backward_sums_are_those_of_the_reference() {
 }
 
 /// Five bands: all but the first one are fetched and put again.
-#[test]
-fn a_device_with_little_memory_gives_the_same_sums_band_by_band() {
+fn a_device_with_little_memory_gives_the_same_sums_band_by_band<M: Launches>(machine: &M) {
     let fixture = Fixture::new(300, 5, 200, 190).with_bias();
     let filtered = TermNoise { filter: 0.02, ..NOISE };
-    let got = on(&small(), &fixture, &filtered, None);
+    let got = on(&Little(machine), &fixture, &filtered, None);
     assert_all("in bands", &got, &wanted(&fixture, &filtered, None), fixture.depth);
 }
 
-#[test]
-fn slab_after_slab_gives_the_gradient_of_the_whole_vocabulary() {
+fn slab_after_slab_gives_the_gradient_of_the_whole_vocabulary<M: Launches>(machine: &M) {
     let fixture = Fixture::usual().with_bias();
     let inputs = fixture.inputs();
     let owned = Owned::of(&fixture);
     let mut dq = Backward::zeros(&inputs, &NOISE);
-    let mut walk = Device::backward(host(), &inputs, 32, &NOISE).unwrap();
+    let mut walk = Device::backward(machine, &inputs, 32, &NOISE).unwrap();
     for rows in [0..32, 32..61] {
         let mut labels = Vec::new();
         let head = crate::head::step::vocabulary_slab(&inputs, rows, &mut labels);
@@ -278,8 +365,7 @@ fn slab_after_slab_gives_the_gradient_of_the_whole_vocabulary() {
     }
 }
 
-#[test]
-fn the_plane_is_that_of_the_reference() {
+fn the_plane_is_that_of_the_reference<M: Launches>(machine: &M) {
     for noise in [NOISE, TermNoise { whole: true, ..NOISE }] {
         for (what, fixture) in heads() {
             let inputs = fixture.inputs();
@@ -292,7 +378,7 @@ fn the_plane_is_that_of_the_reference() {
             };
             let (mut got, mut wanted) = (Vec::new(), Vec::new());
             let on_tile = &mut |tile: PlaneTile| collect(&mut got, tile);
-            Device::plane(host(), &inputs, upstream, (TILES, &NoProgress), on_tile).unwrap();
+            Device::plane(machine, &inputs, upstream, (TILES, &NoProgress), on_tile).unwrap();
             let Upstream { lse, cotangents, noise } = upstream;
             let on_tile = &mut |tile: PlaneTile| collect(&mut wanted, tile);
             reference::plane(&inputs, lse, &cotangents, noise, TILES, &NoProgress, on_tile);
@@ -304,27 +390,25 @@ fn the_plane_is_that_of_the_reference() {
     }
 }
 
-#[test]
-fn nan_and_infinity_come_through_as_in_the_reference() {
+fn nan_and_infinity_come_through_as_in_the_reference<M: Launches>(machine: &M) {
     let mut fixture = Fixture::usual();
     fixture.q[0] = f32::NAN;
     fixture.q[fixture.depth] = f32::INFINITY;
     fixture.k[16 * fixture.depth..17 * fixture.depth].fill(f32::NEG_INFINITY);
     let inputs = fixture.inputs();
-    let got = Device::forward(host(), &inputs, &NoProgress).unwrap();
+    let got = Device::forward(machine, &inputs, &NoProgress).unwrap();
     let got = got.finish(None, inputs.k.rows - inputs.valid_vocab);
     let wanted = reference::forward(&inputs, TILES, &NoProgress);
     assert_close("lse", &got.lse, &wanted.lse, 1);
     let mut finite = Fixture::usual();
     finite.q[0] = f32::NAN;
     let noise = TermNoise { confident: 0.0, ..NOISE };
-    let got = on(host(), &finite, &noise, None);
+    let got = on(machine, &finite, &noise, None);
     assert_all("NaN", &got, &self::wanted(&finite, &noise, None), finite.depth);
 }
 
 /// Every bit pattern of the 16-bit formats, and f32 with its subnormals.
-#[test]
-fn elements_are_widened_exactly() {
+fn elements_are_widened_exactly<M: Launches>(machine: &M) {
     let bits: Vec<u16> = (0..=u16::MAX).collect();
     let singles: Vec<f32> =
         (0..=u16::MAX).map(|high| f32::from_bits(u32::from(high) << 16 | 1)).collect();
@@ -332,9 +416,9 @@ fn elements_are_widened_exactly() {
         let matrix = Matrix { rows: 256, cols: 256, values };
         let mut room = (room::Room::default(), room::Room::default());
         let whole = (&matrix, 0..256, 0..256);
-        room::widen(host(), (&mut room.0, &mut room.1), whole, 0).unwrap();
+        room::widen(machine, (&mut room.0, &mut room.1), whole, 0).unwrap();
         let mut got = vec![0.0f64; 1 << 16];
-        room.1.get(host(), &mut got).unwrap();
+        room.1.get(machine, &mut got).unwrap();
         let wanted: Vec<f64> = (0..1 << 16).map(|i| matrix.get_f64(i)).collect();
         (got, wanted)
     };
@@ -344,5 +428,25 @@ fn elements_are_widened_exactly() {
             let same = x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
             assert!(same, "element {at}: {x:e}, not {y:e}");
         }
+    }
+}
+
+/// A hundred on a GPU; of this process two say as much.
+fn every_run_gives_the_same_bits<M: Launches>(machine: &M) {
+    let fixture = Fixture::new(600, 40, 900, 890).with_bias();
+    let noise = TermNoise { filter: 0.02, ..NOISE };
+    let bits = || {
+        let mut all = on(machine, &fixture, &noise, None);
+        let forward = Device::forward(machine, &fixture.inputs(), &NoProgress).unwrap();
+        all.extend([("sum", forward.sum), ("logit sum", forward.logit_sum)]);
+        let bits = |(name, values): (&'static str, Vec<f64>)| {
+            (name, values.into_iter().map(f64::to_bits).collect::<Vec<_>>())
+        };
+        all.into_iter().map(bits).collect::<Vec<_>>()
+    };
+    let first = bits();
+    let runs = if Machine::description(machine).products.starts_with("cuBLAS") { 100 } else { 2 };
+    for run in 1..runs {
+        assert!(bits() == first, "run {run}");
     }
 }

@@ -57,6 +57,14 @@ pub enum StepError {
         /// Why.
         why: String,
     },
+    /// A kernel of the user's did not run.
+    #[error("--kernel {name}: {why}")]
+    Kernel {
+        /// As it was asked for.
+        name: String,
+        /// Why.
+        why: String,
+    },
     /// Shape or dtype does not fit the head.
     #[error("{key} is {found}, the head needs {wanted}")]
     Unfit {

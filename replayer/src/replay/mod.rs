@@ -12,6 +12,7 @@ mod backward;
 mod biased;
 mod chained;
 mod column;
+pub mod compiled;
 mod devised;
 mod dk;
 mod dq;

@@ -222,6 +222,9 @@ pub struct Report {
     /// What computed the reference; absent unless a device was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<DeviceReport>,
+    /// What guards saw of a user's kernels; absent without any.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kernels: Vec<KernelReport>,
     /// What a page draws beside all this, where one was asked for. It is no part of the JSON.
     #[serde(skip)]
     pub drawings: Option<Drawings>,
@@ -238,6 +241,15 @@ pub struct DeviceReport {
     pub products: String,
     /// Why the device that was asked for did not compute.
     pub fallback: Option<String>,
+}
+
+/// What guards saw of a user's kernel.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct KernelReport {
+    /// As it was asked for.
+    pub name: String,
+    /// What it does that it must not, in sentences.
+    pub findings: Vec<String>,
 }
 
 impl DeviceReport {

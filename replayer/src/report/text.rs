@@ -6,7 +6,7 @@ use super::against;
 use super::causes;
 use super::measured;
 use super::number::{bytes, count, error, plural, ratio, short};
-use super::schema::{ComparisonReport, Report, StageReport, Verdict};
+use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
 use crate::replay::outcome::{NotChecked, Status};
 
 /// Width that every line keeps to.
@@ -28,6 +28,7 @@ pub fn render(report: &Report) -> String {
     if let Some(against) = &report.against {
         against::render(&mut out, against);
     }
+    kernels(&mut out, &report.kernels);
     grad_norm(&mut out, report);
     for finding in &report.findings {
         wrap(&mut out, "found     ", finding);
@@ -38,6 +39,17 @@ pub fn render(report: &Report) -> String {
     causes::render(&mut out, &report.causes);
     wrap(&mut out, "", &verdict(report));
     out
+}
+
+/// What a user's kernels do that they must not.
+fn kernels(out: &mut String, kernels: &[KernelReport]) {
+    for kernel in kernels {
+        let said = match kernel.findings.is_empty() {
+            true => "in four runs between guards nothing that it must not do".into(),
+            false => kernel.findings.join("; "),
+        };
+        wrap(out, "kernel    ", &format!("{}: {said}", kernel.name));
+    }
 }
 
 /// What was not checked, things with one reason together.

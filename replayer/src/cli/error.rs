@@ -1,0 +1,178 @@
+//! Why `replay` ended without a verdict, and the exit code for each.
+
+use std::path::PathBuf;
+
+use super::exit;
+use crate::assemble::AssembleError;
+use crate::device::{DeviceError, KernelError};
+use crate::dump::{FindError, OpenError};
+use crate::export::{ExportError, ReproError};
+use crate::head::policy_file::PolicyError;
+use crate::head::step::StepError;
+use crate::precision::PrecisionError;
+use crate::replay::against::{AgainstError, PatternError};
+use crate::trajectory::ReadError;
+
+/// Why `replay` ended without a verdict.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The dump could not be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// The head could not be replayed.
+    #[error("no verdict on {path}")]
+    Step {
+        /// The dump.
+        path: PathBuf,
+        /// Why.
+        source: Box<StepError>,
+    },
+    /// A word of `--compare` cannot be read.
+    #[error(transparent)]
+    Pattern(#[from] PatternError),
+    /// A word of `--compare` is no role, and there is nothing to compare names with.
+    #[error(
+        "--compare {word:?} is not a role: known are {known}; patterns of tensor names need --against DIR"
+    )]
+    NotRole {
+        /// As typed.
+        word: String,
+        /// Every role.
+        known: String,
+    },
+    /// The two dumps could not be compared.
+    #[error(transparent)]
+    Against(#[from] AgainstError),
+    /// Precision could not be shown.
+    #[error("no numbers on the precision of {path}")]
+    Precision {
+        /// The dump.
+        path: PathBuf,
+        /// Why.
+        source: Box<PrecisionError>,
+    },
+    /// The scalars could not be read.
+    #[error(transparent)]
+    Trajectory(#[from] ReadError),
+    /// Scalars lie in several attempts.
+    #[error("{path} holds scalars of several attempts: choose one of {attempts} with --attempt")]
+    SeveralAttempts {
+        /// The run.
+        path: PathBuf,
+        /// Their numbers.
+        attempts: String,
+    },
+    /// The report could not be written.
+    #[error("the report cannot be written to {path}: choose another file for --json")]
+    Write {
+        /// Where to.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The page could not be written.
+    #[error("the page cannot be written to {path}: choose another file for --report")]
+    Page {
+        /// Where to.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file of `--policy` could not be read.
+    #[error("the policy {path} cannot be read: name a TOML file with --policy")]
+    PolicyFile {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file of `--policy` is no policy.
+    #[error("the policy {path} cannot be used")]
+    Policy {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: PolicyError,
+    },
+    /// No tensor is meant by a name.
+    #[error(transparent)]
+    Find(#[from] FindError),
+    /// A tensor could not be put together.
+    #[error(transparent)]
+    Assemble(#[from] AssembleError),
+    /// `--box` cannot be read.
+    #[error("--box {text}: {why}; give a range for each dimension of {shape:?}, as in 0:4,0:8")]
+    Box {
+        /// As typed.
+        text: String,
+        /// What is wrong with it.
+        why: String,
+        /// The tensor's.
+        shape: Vec<u64>,
+    },
+    /// Nothing was exported.
+    #[error(transparent)]
+    Export(#[from] ExportError),
+    /// No script was written.
+    #[error(transparent)]
+    Repro(#[from] ReproError),
+    /// The catalogue has no such cause.
+    #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
+    NoCause(String),
+    /// A binary without a cluster's client.
+    #[error(
+        "--engine ray is brought by the Python package: pip install 'backtape[ray]', and call the replay that it installs"
+    )]
+    NoRay,
+    /// An option of tasks, where there are none.
+    #[error("{option} is for a replay on a cluster: add --engine ray, or leave it out")]
+    NoTasks {
+        /// As typed.
+        option: &'static str,
+    },
+    /// The cluster cannot be used.
+    #[error("--engine ray: {why}")]
+    Cluster {
+        /// Why.
+        why: String,
+    },
+    /// A file holds no kernel that can be launched.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// Nothing can run one.
+    #[error("--kernel needs a GPU: {why}")]
+    NoKernel {
+        /// Why there is none.
+        why: DeviceError,
+    },
+    /// The thread pool could not be made.
+    #[error("{0} threads cannot be started: choose fewer with --threads")]
+    Threads(usize),
+}
+
+impl RunError {
+    pub(super) fn exit_code(&self) -> i32 {
+        match self {
+            RunError::Open(OpenError::Misplaced { .. }) => exit::INCOMPLETE,
+            RunError::Step { source, .. } => step_exit(source),
+            RunError::Precision { source, .. } => match &**source {
+                PrecisionError::Step(source) => step_exit(source),
+                _ => exit::USAGE,
+            },
+            RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
+            RunError::Assemble(AssembleError::Incomplete(_))
+            | RunError::Export(ExportError::Assemble(AssembleError::Incomplete(_))) => {
+                exit::INCOMPLETE
+            }
+            RunError::Repro(ReproError::Step(source)) => step_exit(source),
+            _ => exit::USAGE,
+        }
+    }
+}
+
+fn step_exit(error: &StepError) -> i32 {
+    match error {
+        StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
+        _ => exit::USAGE,
+    }
+}

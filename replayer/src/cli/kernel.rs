@@ -1,0 +1,111 @@
+//! `--kernel dk=my_kernel.cu:entry`: a user's own kernel beside the catalogue.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use clap::Args;
+
+use super::error::RunError;
+use crate::device::{self, Device, Kernel};
+use crate::head::{HeadStep, Stage};
+use crate::replay::compiled;
+use crate::replay::variant::{STAGES, Variant};
+use crate::report::schema::KernelReport;
+
+/// Which kernels.
+#[derive(Debug, Default, Args)]
+pub(super) struct KernelArguments {
+    /// A kernel of your own for a stage: CUDA C++, PTX or a cubin, launched on the dumped inputs
+    /// between guards; its source says how it is called. It needs a GPU. May be given again.
+    #[arg(long = "kernel", value_name = "STAGE=FILE:ENTRY",
+          conflicts_with_all = ["against", "engine", "tokens", "freivalds"])]
+    pub(super) kernels: Vec<AskedKernel>,
+}
+
+/// A kernel as typed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AskedKernel {
+    stage: Stage,
+    file: PathBuf,
+    entry: String,
+}
+
+impl FromStr for AskedKernel {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<AskedKernel, String> {
+        let parts = text.split_once('=').and_then(|(stage, rest)| {
+            let (file, entry) = rest.rsplit_once(':')?;
+            (!file.is_empty() && !entry.is_empty()).then_some((stage, file, entry))
+        });
+        let (stage, file, entry) =
+            parts.ok_or("it is STAGE=FILE:ENTRY, as in dk=my_kernel.cu:dk_kernel")?;
+        let found = STAGES.into_iter().find(|of| of.name() == stage);
+        let stage = found.ok_or_else(|| {
+            let known: Vec<_> = STAGES.iter().map(|stage| stage.name()).collect();
+            format!("{stage:?} is no stage that a kernel may give: known are {}", known.join(", "))
+        })?;
+        Ok(AskedKernel { stage, file: file.into(), entry: entry.into() })
+    }
+}
+
+/// Kernels, and the device that runs them.
+#[derive(Default)]
+pub(super) struct Kernels {
+    kernels: Vec<Kernel>,
+    device: Option<Box<dyn Device>>,
+}
+
+impl KernelArguments {
+    /// Reads them and opens a GPU: what cannot run is said before a long replay.
+    pub(super) fn open(&self) -> Result<Kernels, RunError> {
+        let read = |asked: &AskedKernel| Kernel::read(asked.stage, &asked.file, &asked.entry);
+        let kernels = self.kernels.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        let device = match kernels.is_empty() {
+            true => None,
+            false => Some(device::open(0).map_err(|why| RunError::NoKernel { why })?),
+        };
+        Ok(Kernels { kernels, device })
+    }
+}
+
+impl Kernels {
+    /// What a device is to run.
+    pub(super) fn on(kernels: Vec<Kernel>, device: Box<dyn Device>) -> Kernels {
+        Kernels { kernels, device: Some(device) }
+    }
+
+    /// Runs each on a step: its values as variants, and what the guards say.
+    pub(super) fn run(
+        &self,
+        step: &HeadStep<'_>,
+    ) -> Result<(Vec<Arc<Variant>>, Vec<KernelReport>), crate::head::step::StepError> {
+        let Some(device) = self.device.as_deref() else { return Ok(Default::default()) };
+        let mut ran = (Vec::new(), Vec::new());
+        for kernel in &self.kernels {
+            let compiled::Ran { variant, findings } = compiled::run(step, device, kernel)?;
+            ran.1.push(KernelReport { name: variant.name.clone(), findings });
+            ran.0.push(Arc::new(variant));
+        }
+        Ok(ran)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_is_asked_for_by_its_stage_file_and_entry() {
+        let parsed = |text: &str| text.parse::<AskedKernel>();
+        let wanted =
+            |file: &str| AskedKernel { stage: Stage::Dk, file: file.into(), entry: "mine".into() };
+        assert_eq!(parsed("dk=a.cu:mine"), Ok(wanted("a.cu")));
+        assert_eq!(parsed("dk=/x=y/a:b.ptx:mine"), Ok(wanted("/x=y/a:b.ptx")));
+        for wrong in ["", "dk", "dk=a.cu", "dk=:mine", "dk=a.cu:", "=a.cu:mine"] {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
+        assert!(parsed("q=a.cu:mine").unwrap_err().contains("known are lse, "));
+    }
+}
