@@ -26,8 +26,9 @@ test-rust:
 # real sshd, Slurm, Kubernetes' schemas. CI runs it.
 DEPLOY := $(patsubst %,python/tests/test_%.py,deploy slurm kubernetes dockerfile)
 
+# Whole files at a time: their tests share dumps.
 test-python: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q python/tests $(addprefix --ignore=,$(DEPLOY))
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile python/tests $(addprefix --ignore=,$(DEPLOY))
 
 test-deploy: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q $(DEPLOY)
@@ -62,17 +63,23 @@ $(VENV)-ray/.installed-dev: $(VENV)/.wheel-dev $(VENV)-ray/.tools
 	$(VENV)-ray/$(INSTALL) $(VENV)/wheels-dev/*.whl
 	touch $@
 
-# The tests of the reference on a GPU, on one: all that `cargo test` runs of them besides. Without
-# a GPU NVRTC still compiles every kernel for every generation.
+# The tests of the reference on a GPU, on one. Without a GPU NVRTC still compiles every kernel for
+# every generation; cuBLAS, half a gigabyte, is then left out.
 CUDA := $(VENV)-cuda
-test-gpu: $(CUDA)/.installed
-	export LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib):$$LD_LIBRARY_PATH"; \
-	if [ -e /dev/nvidiactl ]; then export BACKTAPE_TEST_GPU=1; else echo "no GPU: kernels are compiled, not run"; fi; \
-	BACKTAPE_TEST_NVRTC=1 cargo test --locked -p backtape-replayer --lib device::
+CUDA_LIBS := $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib
+GPU := $(wildcard /dev/nvidiactl)
+test-gpu: $(CUDA)/.installed $(if $(GPU),$(CUDA)/.installed-gpu)
+	@$(if $(GPU),:,echo "no GPU: kernels are compiled, not run")
+	LD_LIBRARY_PATH="$$(echo $(CUDA_LIBS)):$$LD_LIBRARY_PATH" BACKTAPE_TEST_NVRTC=1 \
+		$(if $(GPU),BACKTAPE_TEST_GPU=1) cargo test --locked --lib device::
 
 $(CUDA)/.installed: python/requirements-cuda.txt
 	$(PYTHON) -m venv $(CUDA)
-	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r python/requirements-cuda.txt
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(CUDA)/.installed-gpu: python/requirements-gpu.txt $(CUDA)/.installed
+	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 # The whole of what `cargo test` runs a share of: hours. docs/reliability.md says what each

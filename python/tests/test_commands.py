@@ -177,3 +177,34 @@ def test_the_doctor_tries_a_bucket(tmp_path):
 def test_importing_backtape_imports_no_framework():
     program = "import sys, backtape, backtape.command; print(*{'jax', 'torch', 'IPython'} & set(sys.modules))"
     assert run(sys.executable, "-c", program).stdout.strip() == ""
+
+
+def test_libraries_of_cuda_are_found_in_wheels_by_their_own_names(tmp_path):
+    """Goal: what pip installed is loaded by its path, and then by its name, as the loader has it;
+    in the order in which the libraries need each other."""
+    folder = tmp_path / "nvidia/cu13/lib"
+    folder.mkdir(parents=True)
+    for name, needs in (("libcublasLt.so.13", None), ("libcublas.so.13", "libcublasLt.so.13"), ("libnvrtc.so.13", None)):
+        source = tmp_path / "empty.c"
+        source.write_text(f"int version_{len(name)}(void) {{ return 13; }}\n")
+        link = [folder / needs] if needs else []
+        command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,--no-as-needed", "-o", folder / name, source, *link]
+        subprocess.run(command, check=True, timeout=60)
+    about = tmp_path / "nvidia_cublas-13.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cublas\nVersion: 13.0\n")
+    (about / "RECORD").write_text("".join(f"nvidia/cu13/lib/{path.name},,\n" for path in folder.iterdir()))
+    program = (
+        "import ctypes; from backtape import cuda_wheels; print(*cuda_wheels.preload(), sep='\\n');"
+        "ctypes.CDLL('libcublas.so.13'); ctypes.CDLL('libnvrtc.so.13')"
+    )
+    loaded = run(sys.executable, "-c", program, env={"PYTHONPATH": str(tmp_path)})
+    assert loaded.returncode == 0, loaded.stderr
+    names = [Path(line).name for line in loaded.stdout.split()]
+    assert names == ["libnvrtc.so.13", "libcublasLt.so.13", "libcublas.so.13"]
+
+
+def test_the_installed_replay_says_why_no_gpu_computes():
+    asked = run(BIN / "replay", "--step", "0", "--device", "cuda:4096", "--dump", "nowhere")
+    assert asked.returncode == 2
+    assert "no CUDA device can be used: " in asked.stderr, asked.stderr

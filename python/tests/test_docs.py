@@ -44,7 +44,7 @@ def record(directory, steps, microbatches, fault):
     environment |= {"FAULT": fault, "MICROBATCHES": microbatches}
     script = Path(__file__).parent / "docs_site/train.py"
     ended = subprocess.run(
-        [sys.executable, script], env=os.environ | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, script], env=os.environ | environment, capture_output=True, text=True, timeout=400
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return directory
@@ -122,7 +122,7 @@ def test_the_python_of_the_page_on_reading_runs(site_of):
     program = "\n".join(line for block in BLOCKS if block.page == page and block.language == "python" for line in block.lines)
     site = site_of(page)
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=site.path, env=site.environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=site.path, env=site.environment(), capture_output=True, text=True, timeout=400
     )
     assert ended.returncode == 0, ended.stderr
     first, *_, last = ended.stdout.strip().splitlines()

@@ -40,7 +40,7 @@ WORDS = [
 ADDRESS = re.compile(r"\bHOST:PORT\b|\b(?:head-)?node(?:-\d)?:7447\b|\b0\.0\.0\.0:7447\b|\b127\.0\.0\.1:7447\b")
 
 # How long a command, and a job or a coordinator that it needs, may take.
-DEADLINE_S = 120
+DEADLINE_S = 400
 
 
 @dataclass(frozen=True)
