@@ -25,7 +25,7 @@ pub use values::Unit;
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
     /// It cannot be read.
-    #[error("the kernel {file} cannot be read: {source}")]
+    #[error("the kernel {file} cannot be read")]
     Read {
         /// Which file.
         file: PathBuf,

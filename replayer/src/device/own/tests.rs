@@ -175,7 +175,7 @@ fn a_file_that_is_no_kernel_is_refused_by_its_name() {
     }
     let said = |name: &str| read(name).unwrap_err().to_string();
     assert!(said("a.so").ends_with("a.so is neither .cu, .ptx, .cubin nor .fatbin"));
-    assert!(said("b.cu").contains("b.cu cannot be read: No such file"));
+    assert!(said("b.cu").ends_with("b.cu cannot be read"));
     assert!(said("a.fatbin").contains("a.fatbin.args cannot be read"));
     file("c.cu", "int x;");
     assert!(said("c.cu").contains("the kernel mine of") && said("c.cu").contains("no comment"));
