@@ -4,10 +4,12 @@ Ray carries bytes here and decides nothing: which tasks there are, what they rea
 their sums meet is the replay's own (`backtape_replayer::replay::tasks`).
 """
 
+import contextlib
 import importlib
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from backtape import _native
@@ -36,7 +38,8 @@ def connect(address: str | None, task_cpus: int) -> "Cluster":
     # What fails is said once, by `fetch`.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     try:
-        ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
+        with _quiet_core():
+            ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError:
         if address is None:
             what = "this host is part of no cluster: name one with --address HOST:PORT, or start one: ray start --head"
@@ -46,6 +49,28 @@ def connect(address: str | None, task_cpus: int) -> "Cluster":
     except Exception as error:
         raise ClusterError(f"Ray does not connect: {_first_line(error)}") from None
     return Cluster(ray, task_cpus)
+
+
+@contextlib.contextmanager
+def _quiet_core() -> Iterator[None]:
+    """Ray's core says as an error, on stderr, that it computes again what a lost node took along.
+
+    That it was given a level it says on stderr too, while it starts. Who sets the level sees both;
+    the nodes' logs have the rest.
+    """
+    level = "RAY_BACKEND_LOG_LEVEL"
+    if level in os.environ:
+        yield
+        return
+    os.environ[level] = "fatal"
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _reach(address: str) -> None:
