@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use backtape::role::Role;
-use backtape_replayer::cli::{drawn_report, replay_report};
+use backtape_replayer::cli::{Extras, full_report, replay_report};
 use backtape_replayer::compare::Cell;
 use backtape_replayer::dump::Selection;
 use backtape_replayer::replay::maps::Map;
@@ -18,6 +18,7 @@ use crate::support::program;
 
 /// Every role that the dump holds.
 const ALL: &[Role] = &[];
+const DRAWN: Extras<'_> = Extras { variants: &[], draws: true, device: None };
 
 fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
     let path = directory.join(name);
@@ -28,7 +29,7 @@ fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
 fn drawn(job: &Job) -> Report {
     let dir = tempfile::tempdir().unwrap();
     let path = dumped(dir.path(), "run-a", job);
-    drawn_report(&path, &Selection::default(), ALL, None, &[]).unwrap()
+    full_report(&path, &Selection::default(), ALL, None, DRAWN).unwrap()
 }
 
 fn maps(report: &Report) -> &[Map] {
@@ -122,7 +123,7 @@ fn the_page_is_the_same_with_any_number_of_threads_and_gathering_changes_no_numb
     let path = dumped(dir.path(), "run-a", &label_scatter());
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        pool.install(|| drawn_report(&path, &Selection::default(), ALL, None, &[]).unwrap())
+        pool.install(|| full_report(&path, &Selection::default(), ALL, None, DRAWN).unwrap())
     };
     let report = run(1);
     assert!(html::page(&report) == html::page(&run(3)), "pages of one and three threads differ");
@@ -227,7 +228,7 @@ fn agreed_and_incomplete_and_two_runs_have_their_own_words() {
     let sizes = Job { tokens: 400, ..Job::default() };
     let faulty = dumped(dir.path(), "fused", &label_scatter());
     let plain = dumped(dir.path(), "plain", &Job { fused: false, ..sizes.clone() });
-    let two = drawn_report(&faulty, &Selection::default(), ALL, Some(&plain), &[]).unwrap();
+    let two = full_report(&faulty, &Selection::default(), ALL, Some(&plain), DRAWN).unwrap();
     let page = html::page(&two);
     for words in
         ["Both runs", "Stages of the other run, plain", "other run to reference", "The other run"]
@@ -235,13 +236,13 @@ fn agreed_and_incomplete_and_two_runs_have_their_own_words() {
         assert!(page.contains(words), "{words}");
     }
     assert!(page.contains("the other run&#39;s dq"), "its maps are drawn too");
-    let clean = drawn_report(&plain, &Selection::default(), ALL, None, &[]).unwrap();
+    let clean = full_report(&plain, &Selection::default(), ALL, None, DRAWN).unwrap();
     let page = html::page(&clean);
     assert_eq!(clean.verdict, Verdict::Agreed);
     assert!(page.contains("No stage diverges") && page.contains("data-verdict=\"agreed\""));
     let file = faulty.join("step-00000000/rank-00001-mb-0000.safetensors");
     std::fs::remove_file(&file).unwrap();
-    let partial = drawn_report(&faulty, &Selection::default(), ALL, None, &[]);
+    let partial = full_report(&faulty, &Selection::default(), ALL, None, DRAWN);
     // What has q missing cannot be replayed at all: one sentence, no page.
     if let Ok(report) = partial {
         let page = html::page(&report);
@@ -263,7 +264,7 @@ fn an_altered_shard_is_a_fault_of_its_rank_and_what_depends_on_it_has_no_verdict
     let start = of_dq.unwrap().1["data_offsets"][0].as_u64().unwrap() as usize;
     bytes[8 + header + start] ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    let report = drawn_report(&run, &Selection::default(), ALL, None, &[]).unwrap();
+    let report = full_report(&run, &Selection::default(), ALL, None, DRAWN).unwrap();
     assert_eq!(report.verdict, Verdict::Incomplete);
     let ranks = &report.drawings.as_ref().unwrap().ranks;
     let faulty: Vec<u32> = ranks.iter().filter(|of| of.faults[0] > 0).map(|of| of.rank).collect();

@@ -1,5 +1,8 @@
 //! Who may speak to a coordinator: certificates, tokens, and what an outsider can do.
 
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 
 use backtape::coordinator::channel::{Rpc, VERSION, connect};
@@ -148,4 +151,49 @@ async fn an_embedded_coordinator_serves_those_alone_who_can_read_its_token() {
     assert_eq!(rpc(&found.access).join(join()).await.unwrap().into_inner().attempt, 0);
     record_step(&recorder, 0, 2);
     tokio::task::spawn_blocking(move || recorder.close()).await.unwrap().unwrap();
+}
+
+/// Whether who connects and says nothing is answered at all, as servers of HTTP/2 do.
+fn answered(address: &str) -> bool {
+    let mut stranger = TcpStream::connect(address).unwrap();
+    stranger.set_read_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
+    matches!(stranger.read(&mut [0; 9]), Ok(read) if read > 0)
+}
+
+/// Whether the coordinator hung up without a word.
+fn closed(mut stranger: TcpStream) -> bool {
+    match stranger.read(&mut [0; 9]) {
+        Ok(read) => read == 0,
+        Err(error) => error.kind() != ErrorKind::WouldBlock,
+    }
+}
+
+/// Goal: who floods a coordinator with connections takes it from other strangers of its host, not
+/// from ranks. Method: connections that say nothing, the last hundred held, until one is closed; a
+/// rank that joined before is answered all the time, and strangers after a while again.
+#[tokio::test(flavor = "multi_thread")]
+async fn strangers_take_turns_and_ranks_do_not_wait_for_them() {
+    let store = tempfile::tempdir().unwrap();
+    let server = Process::start(store.path(), "127.0.0.1:0", 2);
+    let mut rank = connect(&server.address, &Access::default()).unwrap();
+    rank.join(join()).await.unwrap();
+    assert!(answered(&server.address));
+    let asked = proto::RunStatusRequest { run: "run".into() };
+    let mut held = VecDeque::new();
+    let turned_away = (0..100_000).find(|_| {
+        let stranger = TcpStream::connect(&server.address).unwrap();
+        stranger.set_nonblocking(true).unwrap();
+        held.push_back(stranger);
+        held.len() > 100 && closed(held.pop_front().unwrap())
+    });
+    assert!(turned_away.is_some_and(|after| after >= 1000), "{turned_away:?}");
+    for _ in 0..100 {
+        rank.run_status(asked.clone()).await.unwrap();
+    }
+    eventually("strangers are served again", || answered(&server.address));
+    // Whose calls are let in take no turns, however often they come.
+    for _ in 0..2000 {
+        let mut rank = connect(&server.address, &Access::default()).unwrap();
+        rank.run_status(asked.clone()).await.unwrap();
+    }
 }

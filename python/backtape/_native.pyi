@@ -110,6 +110,7 @@ def replay(
     against: str | None = None,
     report: str | None = None,
     draws: bool = False,
+    device: str | None = None,
 ) -> Report: ...
 def variant_inputs(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
@@ -123,6 +124,7 @@ def replay_varied(
     compare: list[str] | None = None,
     report: str | None = None,
     draws: bool = False,
+    device: str | None = None,
 ) -> Report: ...
 def checks(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None

@@ -1,6 +1,7 @@
 """After the job: open a dump, replay it, check it, judge its scalars."""
 
 import os
+import warnings
 from collections.abc import Mapping
 
 from backtape import _native
@@ -34,6 +35,7 @@ def replay(
     attempt: int | None = None,
     variants: Mapping[str, Function] | None = None,
     report: str | os.PathLike[str] | None = None,
+    device: str | None = None,
 ) -> Report:
     """Replays the loss head of a step; the report's `verdict` is agreed, diverged or incomplete.
 
@@ -43,9 +45,11 @@ def replay(
         compared with the reference (is it right?) and with what was captured (is it what the job
         did?), and takes part in the search for the cause. Not together with against.
     report: a file that becomes the report as one HTML page, with drawings (docs/report.md).
+    device: what computes the f64 reference: "cpu", the default, or "cuda" or "cuda:1" (docs/device.md).
+        Where it cannot be used the CPU does it, and a RuntimeWarning and the report say why.
 
     Raises RuntimeError with one sentence where no verdict can be given at all, ValueError for
-    compare= that cannot be read or variants= together with against=.
+    compare= or device= that cannot be read, or variants= together with against=.
     """
     where = os.fspath(path)
     other = None if against is None else os.fspath(against)
@@ -55,8 +59,13 @@ def replay(
         if other is not None:
             raise ValueError("variants are tried on one run: leave against= out")
         given = call((where, run, attempt), step, variants)
-        return Report(_native.replay_varied(where, given, run, attempt, step, compare, page, draws))
-    return Report(_native.replay(where, run, attempt, step, compare, other, page, draws))
+        found = _native.replay_varied(where, given, run, attempt, step, compare, page, draws, device)
+    else:
+        found = _native.replay(where, run, attempt, step, compare, other, page, draws, device)
+    made = Report(found)
+    if why := (made.json.get("device") or {}).get("fallback"):
+        warnings.warn(f"{why}; the CPU computed the reference in its place", RuntimeWarning, stacklevel=2)
+    return made
 
 
 def checks(

@@ -26,7 +26,12 @@ mod tape;
 mod tasks;
 mod variants;
 
+use backtape_replayer::spill::Spilling;
 use pyo3::prelude::*;
+
+/// Of the command `replay --spill`; until then the system's.
+#[global_allocator]
+static SPILLING: Spilling = Spilling;
 
 /// The extension module `backtape._native`.
 #[pymodule]

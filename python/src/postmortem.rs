@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
 use backtape_replayer::assemble::AssembleError;
-use backtape_replayer::cli::{PageFile, RunError};
+use backtape_replayer::cli::{AskedDevice, Extras, PageFile, RunError};
 use backtape_replayer::dump::{self, FindError, Selection};
 use backtape_replayer::replay::against::{Asked, PatternError};
 use backtape_replayer::report;
@@ -172,7 +172,8 @@ pub(crate) fn told(
 /// The report of a replay, schema `backtape.report/1`; `report` is the file of its page.
 #[pyfunction]
 #[pyo3(signature = (
-    path, run=None, attempt=None, step=None, compare=None, against=None, report=None, draws=false
+    path, run=None, attempt=None, step=None, compare=None, against=None, report=None, draws=false,
+    device=None
 ))]
 #[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay(
@@ -185,14 +186,23 @@ pub(crate) fn replay(
     against: Option<PathBuf>,
     report: Option<PathBuf>,
     draws: bool,
+    device: Option<&str>,
 ) -> PyResult<Report> {
     let wrong = |error: PatternError| PyValueError::new_err(error.to_string());
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
-    told(py, (report, draws), |drawn| match drawn {
-        true => cli::drawn_report(&path, &selection, compare, against.as_deref(), &[]),
-        false => cli::replay_report(&path, &selection, compare, against.as_deref()),
+    let device = asked_device(device)?;
+    told(py, (report, draws), |draws| {
+        let extras = Extras { draws, device, ..Extras::default() };
+        cli::full_report(&path, &selection, compare, against.as_deref(), extras)
     })
+}
+
+/// A device by its name.
+pub(crate) fn asked_device(name: Option<&str>) -> PyResult<Option<AskedDevice>> {
+    let wrong =
+        |why| PyValueError::new_err(format!("device={:?}: {why}", name.unwrap_or_default()));
+    name.map(str::parse).transpose().map_err(|why: String| wrong(why))
 }
 
 /// What the checks find, schema `backtape.checks/1`.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use backtape::identity::{Microbatch, Rank};
-use backtape_replayer::cli;
+use backtape_replayer::cli::{self, Extras};
 use backtape_replayer::dump::Selection;
 use backtape_replayer::head::Stage;
 use backtape_replayer::kernels::Precision;
@@ -15,7 +15,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::postmortem::{failed, moment, told};
+use crate::postmortem::{asked_device, failed, moment, told};
 use crate::report::Report;
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
@@ -61,7 +61,8 @@ fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyD
 /// The report of a replay in which functions take part; `report` is the file of its page.
 #[pyfunction]
 #[pyo3(signature = (
-    path, variants, run=None, attempt=None, step=None, compare=None, report=None, draws=false
+    path, variants, run=None, attempt=None, step=None, compare=None, report=None, draws=false,
+    device=None
 ))]
 #[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay_varied(
@@ -74,6 +75,7 @@ pub(crate) fn replay_varied(
     compare: Option<Vec<String>>,
     report: Option<PathBuf>,
     draws: bool,
+    device: Option<&str>,
 ) -> PyResult<Report> {
     let invalid = |error: String| PyValueError::new_err(error);
     let compare =
@@ -86,9 +88,10 @@ pub(crate) fn replay_varied(
     };
     let variants: Vec<Arc<Variant>> =
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
-    told(py, (report, draws), |drawn| match drawn {
-        true => cli::drawn_report(&path, &selection, compare, None, &variants),
-        false => cli::varied_report(&path, &selection, compare, &variants),
+    let device = asked_device(device)?;
+    told(py, (report, draws), |draws| {
+        let extras = Extras { variants: &variants, draws, device };
+        cli::full_report(&path, &selection, compare, None, extras)
     })
 }
 

@@ -24,5 +24,6 @@ pub mod parcel;
 pub mod precision;
 pub mod replay;
 pub mod report;
+pub mod spill;
 pub mod trajectory;
 pub mod verify;

@@ -1,21 +1,28 @@
-//! Connections as they are accepted: a bounded number, and each says something soon.
+//! Connections as they are accepted: a bounded number, each says something soon, and strangers
+//! take turns.
 
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::Sleep;
-use tokio_stream::{Stream, StreamExt};
-use tonic::transport::server::{Connected, TcpConnectInfo, TcpIncoming};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, Sleep, sleep};
+use tokio_stream::Stream;
+use tonic::transport::server::{Connected, TcpIncoming};
 
-use super::limits::HANDSHAKE;
+use super::limits::{HANDSHAKE, STRANGERS_FREE_BYTES};
+use super::strangers::{Hosts, Standing};
 
 /// Bytes with which HTTP/2 begins, its first frame included (RFC 9113, 3.4).
 const PREFACE_BYTES: usize = 33;
+/// Bytes of a stranger that are read at a time, before others have their turn: of small frames
+/// more would be work of a millisecond.
+const TURN_BYTES: usize = 1024;
 
 /// A connection that has one of the places.
 pub(super) struct Accepted {
@@ -23,31 +30,118 @@ pub(super) struct Accepted {
     /// Until its first bytes are there: afterwards keepalive finds who is gone.
     silence: Option<Pin<Box<Sleep>>>,
     read: usize,
+    standing: Standing,
+    /// What is read before the next turn, and when that is.
+    allowed: usize,
+    turn: Option<Pin<Box<Sleep>>>,
+    /// Something was read, and nobody else ran since.
+    ran: bool,
     _place: OwnedSemaphorePermit,
 }
 
 /// Connections, of which `most` are open at a time; further ones are closed at once, and an
 /// honest caller tries again.
-pub(super) fn accepted(
+pub(super) struct Door {
     incoming: TcpIncoming,
-    most: usize,
-) -> impl Stream<Item = io::Result<Accepted>> {
-    let places = Arc::new(Semaphore::new(most.min(Semaphore::MAX_PERMITS)));
-    incoming.filter_map(move |stream| match stream {
-        Err(error) => Some(Err(error)),
-        Ok(stream) => {
-            let place = places.clone().try_acquire_owned().ok()?;
-            let silence = Some(Box::pin(tokio::time::sleep(HANDSHAKE)));
-            Some(Ok(Accepted { stream, silence, read: 0, _place: place }))
+    places: Arc<Semaphore>,
+    hosts: Arc<Hosts>,
+    /// Strangers whose turn is still to come.
+    waiting: JoinSet<Option<Accepted>>,
+}
+
+impl Door {
+    pub(super) fn new(incoming: TcpIncoming, most: usize) -> Door {
+        let places = Arc::new(Semaphore::new(most.min(Semaphore::MAX_PERMITS)));
+        Door { incoming, places, hosts: Arc::default(), waiting: JoinSet::new() }
+    }
+
+    /// One that has a place, and how long it waits for its turn.
+    fn take_in(&self, stream: TcpStream) -> Option<(Accepted, Duration)> {
+        let place = self.places.clone().try_acquire_owned().ok()?;
+        let (standing, wait) = self.hosts.arrive(stream.peer_addr().ok()?.ip(), Instant::now())?;
+        let silence = Some(Box::pin(sleep(HANDSHAKE)));
+        let (allowed, turn, ran) = (STRANGERS_FREE_BYTES, None, false);
+        let accepted =
+            Accepted { stream, silence, read: 0, standing, allowed, turn, ran, _place: place };
+        Some((accepted, wait))
+    }
+}
+
+impl Stream for Door {
+    type Item = io::Result<Accepted>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        loop {
+            while let Poll::Ready(Some(turn)) = self.waiting.poll_join_next(context) {
+                if let Ok(Some(accepted)) = turn {
+                    return Poll::Ready(Some(Ok(accepted)));
+                }
+            }
+            let stream = match ready!(Pin::new(&mut self.incoming).poll_next(context)) {
+                Some(Ok(stream)) => stream,
+                other => return Poll::Ready(other.map(|failed| failed.map(|_| unreachable!()))),
+            };
+            match self.take_in(stream) {
+                Some((accepted, wait)) if wait.is_zero() => return Poll::Ready(Some(Ok(accepted))),
+                Some((accepted, wait)) => {
+                    self.waiting.spawn(async move {
+                        sleep(wait).await;
+                        accepted.is_open().await.then_some(accepted)
+                    });
+                }
+                None => {}
+            }
         }
-    })
+    }
+}
+
+impl Accepted {
+    /// False once the other side has hung up: it is not worth the work of a connection.
+    async fn is_open(&self) -> bool {
+        let peeked = std::future::poll_fn(|context| {
+            let mut byte = [0; 1];
+            Poll::Ready(self.stream.poll_peek(context, &mut ReadBuf::new(&mut byte)))
+        });
+        !matches!(peeked.await, Poll::Ready(Ok(0) | Err(_)))
+    }
+
+    /// Reads a stranger: a first call's bytes at once, what goes beyond in turns.
+    fn poll_stranger(
+        &mut self,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if std::mem::take(&mut self.ran) {
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        if self.allowed == 0 && self.turn.is_none() {
+            let Some(wait) = self.standing.turn(TURN_BYTES) else {
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            };
+            self.turn = Some(Box::pin(sleep(wait)));
+        }
+        if let Some(turn) = &mut self.turn {
+            if turn.as_mut().poll(context).is_pending() && !self.standing.poll_known(context) {
+                return Poll::Pending;
+            }
+            (self.turn, self.allowed) = (None, TURN_BYTES);
+        }
+        let mut bytes = [0; TURN_BYTES];
+        let most = TURN_BYTES.min(self.allowed).min(buffer.remaining());
+        let mut part = ReadBuf::new(&mut bytes[..most]);
+        ready!(Pin::new(&mut self.stream).poll_read(context, &mut part))?;
+        (self.allowed, self.ran) = (self.allowed - part.filled().len(), true);
+        buffer.put_slice(part.filled());
+        Poll::Ready(Ok(()))
+    }
 }
 
 impl Connected for Accepted {
-    type ConnectInfo = TcpConnectInfo;
+    type ConnectInfo = Standing;
 
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.connect_info()
+    fn connect_info(&self) -> Standing {
+        self.standing.clone()
     }
 }
 
@@ -58,7 +152,10 @@ impl AsyncRead for Accepted {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
-        let polled = Pin::new(&mut self.stream).poll_read(context, buffer);
+        let polled = match self.standing.is_known() {
+            true => Pin::new(&mut self.stream).poll_read(context, buffer),
+            false => self.poll_stranger(context, buffer),
+        };
         self.read = self.read.saturating_add(buffer.filled().len() - before);
         if self.read >= PREFACE_BYTES {
             self.silence = None;

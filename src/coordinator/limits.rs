@@ -93,6 +93,32 @@ pub const CONNECTIONS_PER_RANK: usize = 4;
 /// Connections beside those of the ranks: people who ask, probes.
 pub const MORE_CONNECTIONS: usize = 1024;
 
+/// A budget of turns: so many at once, so many a second after that, and how long one may be told
+/// to wait for its turn.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Turns {
+    pub(super) at_once: f64,
+    pub(super) per_second: f64,
+    pub(super) most_wait: Duration,
+}
+
+/// Connections that the strangers of one host begin. An honest one is known after its first call
+/// and takes no turn then.
+pub(super) const STRANGERS: Turns =
+    Turns { at_once: 1000.0, per_second: 50.0, most_wait: Duration::from_secs(1) };
+
+/// Bytes that a stranger's connection sends before it takes turns: a handshake with certificates
+/// and a first call.
+pub(super) const STRANGERS_FREE_BYTES: usize = 16 << 10;
+
+/// Bytes that the strangers of one host send beyond that: at 17 bytes a ping, half a MiB is
+/// 30,000 frames. The largest honest first message has 4 MiB.
+pub(super) const STRANGERS_BYTES: Turns =
+    Turns { at_once: 4194304.0, per_second: 524288.0, most_wait: HANDSHAKE };
+
+/// Hosts whose strangers are counted, before those that are quiet are forgotten.
+pub(super) const MAX_HOSTS: usize = 4096;
+
 /// Streams that a peer resets before they were looked at, and that we reset for its errors,
 /// before its connection is closed (CVE-2023-44487, CVE-2025-8671).
 pub const MAX_RESETS: usize = 64;

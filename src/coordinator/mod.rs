@@ -40,6 +40,7 @@ mod service;
 mod simulation;
 mod state;
 mod status;
+mod strangers;
 mod wire;
 
 pub use actor::Handle;

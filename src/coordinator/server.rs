@@ -11,7 +11,7 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Certificate, Identity, Server, ServerTlsConfig};
 
-use super::accepted::accepted;
+use super::accepted::Door;
 use super::actor::{self, Handle};
 use super::config::{Config, ServeError, StartError};
 use super::limits;
@@ -78,8 +78,9 @@ impl Coordinator {
             None => None,
         };
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        let incoming = accepted(incoming, self.connections);
+        let incoming = Door::new(incoming, self.connections);
         let serving = transport(self.guard.tls.as_ref())?
+            .layer(service::Marking)
             .add_service(health)
             .add_service(service)
             .serve_with_incoming_shutdown(incoming, async {

@@ -83,9 +83,14 @@ impl Tokens {
         self.runs.get(run).or(self.any.as_ref())
     }
 
+    /// False where everyone is let in.
+    pub fn guard(&self) -> bool {
+        self.any.is_some() || !self.runs.is_empty()
+    }
+
     /// Whether a caller that shows this may speak for some run.
     pub fn admit_some(&self, shown: Option<&str>) -> bool {
-        if self.any.is_none() && self.runs.is_empty() {
+        if !self.guard() {
             return true;
         }
         let known = || self.any.iter().chain(self.runs.values());
@@ -94,7 +99,7 @@ impl Tokens {
 
     /// Whether a caller that shows this may speak for a run.
     pub fn admit(&self, run: &Name, shown: Option<&str>) -> bool {
-        if self.any.is_none() && self.runs.is_empty() {
+        if !self.guard() {
             return true;
         }
         self.of(run).zip(shown).is_some_and(|(token, shown)| token.is(shown))

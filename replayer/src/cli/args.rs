@@ -181,6 +181,7 @@ impl DiffArguments {
             tokens: None,
             freivalds: None,
             threads: None,
+            spill: None,
             cluster: ClusterArguments::default(),
             device: DeviceArguments::default(),
             kernel: KernelArguments::default(),
@@ -236,6 +237,10 @@ pub(super) struct ReplayArguments {
     /// Threads to use; all cores by default. Results do not depend on it.
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<usize>,
+    /// Keeps large arrays in unnamed files of this directory, for a step that needs more memory
+    /// than this machine has. Results do not depend on it.
+    #[arg(long, value_name = "DIR")]
+    pub(super) spill: Option<PathBuf>,
     #[command(flatten)]
     pub(super) cluster: ClusterArguments,
     #[command(flatten)]

@@ -45,20 +45,25 @@ pub(super) struct Used {
     pub(super) report: Option<DeviceReport>,
 }
 
-impl DeviceArguments {
-    /// Opens it; a device that cannot be used is said on the terminal at once, before the work.
-    pub(super) fn open(&self) -> Used {
-        let Some(AskedDevice::Cuda(ordinal)) = self.device else { return Used::default() };
+impl Used {
+    /// Opens what was asked for.
+    pub(super) fn open(asked: Option<AskedDevice>) -> Used {
+        let Some(AskedDevice::Cuda(ordinal)) = asked else { return Used::default() };
         match device::open(ordinal) {
             Ok(device) => {
                 let report = Some(DeviceReport::of(device.description()));
                 Used { device: Some(device), report }
             }
             Err(error) => {
-                let why = error.to_string();
-                anstream::eprintln!("replay: {why}; the CPU computes the reference in its place");
-                Used { device: None, report: Some(DeviceReport::fallen_back(why)) }
+                Used { device: None, report: Some(DeviceReport::fallen_back(error.to_string())) }
             }
+        }
+    }
+
+    /// Says on the terminal that a device cannot be used: at once, before the work.
+    pub(super) fn say(&self) {
+        if let Some(why) = self.report.as_ref().and_then(|of| of.fallback.as_ref()) {
+            anstream::eprintln!("replay: {why}; the CPU computes the reference in its place");
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::head::policy_file::PolicyError;
 use crate::head::step::StepError;
 use crate::precision::PrecisionError;
 use crate::replay::against::{AgainstError, PatternError};
+use crate::spill::SpillError;
 use crate::trajectory::ReadError;
 
 /// Why `replay` ended without a verdict.
@@ -145,6 +146,9 @@ pub enum RunError {
         /// Why there is none.
         why: DeviceError,
     },
+    /// Arrays cannot be kept where they should.
+    #[error(transparent)]
+    Spill(#[from] SpillError),
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),

@@ -31,8 +31,8 @@ pub use kernel::AskedKernel;
 pub use page::PageFile;
 pub use precision::precision_report;
 pub use run::{
-    clustered_report, compiled_report, devised_report, drawn_report, probed_report, replay_report,
-    sampled_report, variant_inputs, varied_report,
+    Extras, clustered_report, compiled_report, devised_report, full_report, probed_report,
+    replay_report, sampled_report, variant_inputs,
 };
 pub use trajectory::trajectory_report;
 

@@ -9,6 +9,7 @@ use backtape::shard::TensorKey;
 
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
 use super::cluster::Connect;
+use super::device::{AskedDevice, Used};
 use super::error::RunError;
 use super::exit;
 use super::kernel::Kernels;
@@ -32,6 +33,7 @@ use crate::report::schema::{
     DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
 };
 use crate::report::{catalogue, dumped, inventory, text};
+use crate::spill::spill_to;
 use crate::verify::{Verification, verify};
 
 pub(super) fn run(
@@ -75,6 +77,7 @@ fn replay_on(
     arguments: &ReplayArguments,
     workers: Option<&dyn Workers>,
 ) -> Result<(String, i32), RunError> {
+    arguments.spill.as_deref().map(spill_to).transpose()?;
     let bar = Bar::new(arguments.quiet);
     let path = arguments.dump.as_deref().unwrap_or(Path::new("."));
     let selection = selection(&arguments.which);
@@ -87,7 +90,8 @@ fn replay_on(
     let cluster =
         workers.map(|workers| Cluster::new(workers, (path, &selection), policy.as_ref(), cut));
     let kernels = arguments.kernel.open()?;
-    let used = arguments.device.open();
+    let used = Used::open(arguments.device.device);
+    used.say();
     let how = How {
         policy: policy.as_ref(),
         cluster: cluster.as_ref(),
@@ -123,28 +127,30 @@ pub fn replay_report(
     report_with(path, selection, &compare.into(), other, How::default(), &Bar::new(true))
 }
 
-/// The report of a replay in which a user's own functions take part.
-pub fn varied_report(
-    path: &Path,
-    selection: &Selection,
-    compare: impl Into<Asked>,
-    variants: &[Arc<Variant>],
-) -> Result<Report, RunError> {
-    let how = How { variants, ..How::default() };
-    report_with(path, selection, &compare.into(), None, how, &Bar::new(true))
+/// What a replay without a terminal may be asked for beyond its step.
+#[derive(Clone, Copy, Default)]
+pub struct Extras<'a> {
+    /// Functions of the user's own, which are tried on one run alone.
+    pub variants: &'a [Arc<Variant>],
+    /// Whether all that a page draws is gathered, see `report::html`.
+    pub draws: bool,
+    /// What computes the reference; where it cannot be used the report says why.
+    pub device: Option<AskedDevice>,
 }
 
-/// The report with all that a page draws, see `report::html`; of one run or of two. Variants
-/// are tried on one run alone.
-pub fn drawn_report(
+/// The report of a replay of one run or of two, with all that is asked for.
+pub fn full_report(
     path: &Path,
     selection: &Selection,
     compare: impl Into<Asked>,
     other: Option<&Path>,
-    variants: &[Arc<Variant>],
+    extras: Extras<'_>,
 ) -> Result<Report, RunError> {
-    let how = How { variants, draws: true, ..How::default() };
-    report_with(path, selection, &compare.into(), other, how, &Bar::new(true))
+    let Extras { variants, draws, device } = extras;
+    let used = Used::open(device);
+    let how = How { variants, draws, device: used.device.as_deref(), ..How::default() };
+    let report = report_with(path, selection, &compare.into(), other, how, &Bar::new(true))?;
+    Ok(Report { device: used.report, ..report })
 }
 
 /// What a user's own functions are called with, unit by unit.

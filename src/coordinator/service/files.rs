@@ -15,6 +15,7 @@ use crate::coordinator::intake::{Arrival, Claimed};
 use crate::coordinator::limits::{MAX_ONLINE_HEADER, REQUEST_DEADLINE, UPLOAD_IDLE};
 use crate::coordinator::refusal::Refusal;
 use crate::coordinator::request::{self, Admission, FileClaim, Member};
+use crate::coordinator::strangers::Standing;
 use crate::coordinator::wire;
 use crate::identity::Step;
 use crate::manifest::FileRecord;
@@ -117,6 +118,8 @@ impl Service {
         let claimed = match one(self.admit(&member, step, vec![claim.clone()]).await?)? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
+                // Before the answer: all of the file is read first.
+                shown.on.iter().for_each(Standing::set_known);
                 let (backend, member) = (self.backend.clone(), member.clone());
                 Claimed { backend, member, step, claim, attempt, world_size }
             }

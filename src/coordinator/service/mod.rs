@@ -1,6 +1,7 @@
 //! The gRPC adapter: wire types in, one question to the actor, wire types out.
 
 mod files;
+mod known;
 
 use std::sync::Arc;
 
@@ -16,11 +17,14 @@ use super::quotas::{OpenUploads, Rates};
 use super::refusal::Refusal;
 use super::request::{self, Member};
 use super::scalars::Scalars;
+use super::strangers::Standing;
 use super::wire;
 use super::wire::channel::{AUTHORIZATION, BEARER, BUILD, VERSION};
 use crate::credentials::Tokens;
 use crate::identity::{Name, Rank};
 use crate::store::Backend;
+
+pub(super) use known::Marking;
 
 type Answer<T> = Result<Response<T>, Status>;
 
@@ -36,8 +40,11 @@ pub(super) struct Service {
     metrics: Metrics,
 }
 
-/// What a caller shows: its token, if it has one.
-struct Shown(Option<String>);
+/// What a caller shows: its token, if it has one, and on which connection.
+struct Shown {
+    token: Option<String>,
+    on: Option<Standing>,
+}
 
 fn shown<T>(request: &Request<T>) -> Option<&str> {
     let header = request.metadata().get(AUTHORIZATION);
@@ -46,8 +53,9 @@ fn shown<T>(request: &Request<T>) -> Option<&str> {
 
 /// What a caller shows, and its message.
 fn open<T>(request: Request<T>) -> (Shown, T) {
-    let shown = Shown(shown(&request).map(str::to_string));
-    (shown, request.into_inner())
+    let token = shown(&request).map(str::to_string);
+    let on = known::standing(request.extensions()).cloned();
+    (Shown { token, on }, request.into_inner())
 }
 
 /// Refuses whoever shows no token that any run has, before its message is read: up to 8 MiB
@@ -59,7 +67,15 @@ pub(super) fn door(
     metrics: Metrics,
 ) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone {
     move |request| match tokens.admit_some(shown(&request)) {
-        true => Ok(request),
+        true => {
+            // Where everyone is let in, what the call brings must be right first.
+            if let Some(standing) = known::standing(request.extensions())
+                && tokens.guard()
+            {
+                standing.set_known();
+            }
+            Ok(request)
+        }
         false => {
             let mut status = refuse(Refusal::NoToken);
             metrics.answered("door", status.code());
@@ -92,7 +108,7 @@ impl Service {
 
     /// Refuses whoever does not show the token of the run.
     fn check(&self, shown: &Shown, run: &Name) -> Result<(), Refusal> {
-        match self.tokens.admit(run, shown.0.as_deref()) {
+        match self.tokens.admit(run, shown.token.as_deref()) {
             true => Ok(()),
             false => Err(Refusal::Token { run: run.clone() }),
         }

@@ -1,0 +1,193 @@
+//! Large arrays in files, for a replay that needs more memory than the machine has
+//! (`replay --spill DIR`).
+//!
+//! [`Spilling`] is the program's allocator. Once a directory is named, what has at least
+//! [`LEAST`] bytes lies in an unlinked file of it that is mapped: the kernel writes out what was
+//! not used lately and reads it again, as it does with the shards. A walk touches a `[T, D]` array
+//! once for each slab of classes, so there are thousands of multiplications for each byte that
+//! comes from disk. No result depends on it: the same code runs on the same bits.
+//!
+//! Rejected: arrays of an own type for what may be large, as every vector of the replay may be;
+//! swap, which whoever replays cannot add to a cluster's node.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use memmap2::MmapMut;
+use rustix::fs::{FallocateFlags, fallocate, fstatfs};
+use rustix::io::Errno;
+
+/// Bytes of the smallest array that goes into a file: below, faults of single pages cost more
+/// than is saved. What the allocator itself allocates is far below, so it never calls itself.
+pub const LEAST: usize = 32 << 20;
+
+/// File systems that are memory themselves: tmpfs and ramfs (linux/magic.h).
+const OF_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
+
+/// Where files go, once that is known.
+static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+/// What lies in files, by address.
+static MAPPED: Mutex<BTreeMap<usize, MmapMut>> = Mutex::new(BTreeMap::new());
+/// The disk had no room once, and that was said.
+static FULL: AtomicBool = AtomicBool::new(false);
+
+/// Why a directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SpillError {
+    /// It does not take files.
+    #[error("--spill {}: no file can be made there, name a directory that you may write to", path.display())]
+    Unwritable {
+        /// The directory.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It is memory itself.
+    #[error("--spill {} lies in memory (tmpfs): name a directory on a disk", path.display())]
+    Memory {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// No space can be kept for a file there: writing to the array could fail later, by a signal.
+    #[error("--spill {}: its file system cannot reserve space (fallocate): name a directory on a local disk", path.display())]
+    Reserve {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The program has another allocator.
+    #[error("this program cannot keep arrays in files: run the command `replay`")]
+    Absent,
+}
+
+/// Puts large arrays into files of this directory from now on, for as long as the process lives.
+pub fn spill_to(path: &Path) -> Result<(), SpillError> {
+    let unwritable = |source: io::Error| SpillError::Unwritable { path: path.into(), source };
+    let real = path.canonicalize().map_err(unwritable)?;
+    let kind = File::open(&real).and_then(|open| Ok(fstatfs(open)?)).map_err(unwritable)?;
+    // Its width and its sign are the machine's: the numbers have 32 bits.
+    if OF_MEMORY.contains(&(kind.f_type as u32)) {
+        return Err(SpillError::Memory { path: path.into() });
+    }
+    match file(&real, LEAST) {
+        Ok(_) => {}
+        Err(error) if Errno::from_io_error(&error) == Some(Errno::OPNOTSUPP) => {
+            return Err(SpillError::Reserve { path: path.into() });
+        }
+        Err(error) => return Err(unwritable(error)),
+    }
+    DIRECTORY.get_or_init(|| real);
+    let array = Vec::<u8>::with_capacity(LEAST);
+    match mapped().contains_key(&(array.as_ptr() as usize)) {
+        true => Ok(()),
+        false => Err(SpillError::Absent),
+    }
+}
+
+/// A file without a name, of which every byte has its place on the disk.
+fn file(directory: &Path, length: usize) -> io::Result<File> {
+    let file = tempfile::tempfile_in(directory)?;
+    fallocate(&file, FallocateFlags::empty(), 0, length as u64)?;
+    Ok(file)
+}
+
+fn mapped() -> MutexGuard<'static, BTreeMap<usize, MmapMut>> {
+    MAPPED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Allocates like the system, but for large arrays once [`spill_to`] was called.
+///
+/// ```
+/// #[global_allocator]
+/// static SPILLING: backtape_replayer::spill::Spilling = backtape_replayer::spill::Spilling;
+/// ```
+pub struct Spilling;
+
+impl Spilling {
+    /// Zeros in a file; `None` where arrays of this size lie in memory.
+    fn put(layout: Layout) -> Option<*mut u8> {
+        if layout.size() < LEAST {
+            return None;
+        }
+        let directory = DIRECTORY.get()?;
+        let made = file(directory, layout.size()).and_then(|file| {
+            // SAFETY: nobody else has the file, which has no name.
+            unsafe { MmapMut::map_mut(&file) }
+        });
+        match made {
+            Ok(mut map) => {
+                // Aligned to a page, and no layout of an array asks for more.
+                let start = map.as_mut_ptr();
+                let fits = (start as usize).is_multiple_of(layout.align());
+                fits.then(|| {
+                    mapped().insert(start as usize, map);
+                    start
+                })
+            }
+            Err(error) => {
+                if !FULL.swap(true, Ordering::Relaxed) {
+                    let directory = directory.display();
+                    eprintln!(
+                        "replay: --spill {directory} takes no more ({error}): memory is used"
+                    );
+                }
+                None
+            }
+        }
+    }
+
+    /// Bytes of the file that holds an array.
+    fn length(start: *mut u8, layout: Layout) -> Option<usize> {
+        (layout.size() >= LEAST).then(|| Some(mapped().get(&(start as usize))?.len()))?
+    }
+}
+
+// SAFETY: memory of the system is asked for and given back with the caller's own layouts; an array
+// in a file is mapped as long as it is in the table, which its address alone finds.
+unsafe impl GlobalAlloc for Spilling {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's promise.
+        Spilling::put(layout).unwrap_or_else(|| unsafe { System.alloc(layout) })
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's promise; a file begins as zeros.
+        Spilling::put(layout).unwrap_or_else(|| unsafe { System.alloc_zeroed(layout) })
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        let found = (layout.size() >= LEAST).then(|| mapped().remove(&(start as usize))).flatten();
+        match found {
+            // After the lock: this takes long.
+            Some(map) => drop(map),
+            // SAFETY: the caller's promise; it is no array in a file.
+            None => unsafe { System.dealloc(start, layout) },
+        }
+    }
+
+    unsafe fn realloc(&self, start: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        let length = Spilling::length(start, layout);
+        let stays = match length {
+            Some(length) => size >= LEAST && size <= length,
+            None => size < LEAST || DIRECTORY.get().is_none(),
+        };
+        match (stays, length) {
+            (true, Some(_)) => start,
+            // SAFETY: the caller's promise.
+            (true, None) => unsafe { System.realloc(start, layout, size) },
+            // SAFETY: the new layout has the old one's alignment; what both have is copied.
+            (false, _) => unsafe {
+                let made = self.alloc(Layout::from_size_align_unchecked(size, layout.align()));
+                if !made.is_null() {
+                    std::ptr::copy_nonoverlapping(start, made, layout.size().min(size));
+                    self.dealloc(start, layout);
+                }
+                made
+            },
+        }
+    }
+}
