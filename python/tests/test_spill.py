@@ -14,9 +14,9 @@ import backtape
 
 REPLAY = Path(sys.executable).parent / "replay"
 MIB = 1 << 20
-# A [T, D] array of f64 has 125 MiB; less than three of them are given.
-TOKENS, VOCAB, DEPTH = 64_000, 300, 256
-GIVEN = 600 * MIB
+# A [T, D] array of f64 has 70 MiB; five of them are given, with the program.
+TOKENS, VOCAB, DEPTH = 36_000, 200, 256
+GIVEN = 350 * MIB
 
 
 @pytest.fixture(scope="module")

@@ -120,3 +120,18 @@ def test_a_function_that_gives_no_number_does_not_agree(tmp_path):
 
     (one,) = backtape.replay(dump, variants={"nan": nan}).variants
     assert (one.agrees, one.explains) == (False, False)
+
+
+@pytest.mark.parametrize("variants", [None, {"mine": broken}])
+def test_a_device_that_cannot_be_used_is_warned_of_and_the_cpu_computes_the_same(tmp_path, variants):
+    run = record(tmp_path / "run", fault=False)
+    with pytest.raises(ValueError, match="cuda:N"):
+        backtape.replay(run, step=0, variants=variants, device="gpu")
+    cpu = backtape.replay(run, step=0, variants=variants, device="cpu")
+    # No machine has so many.
+    with pytest.warns(RuntimeWarning, match="the CPU computed the reference"):
+        other = backtape.replay(run, step=0, variants=variants, device="cuda:4095")
+    assert other.device.name == "cpu" and other.device.fallback
+    del other.json["device"]
+    cpu.json.pop("device", None)
+    assert other.json == cpu.json

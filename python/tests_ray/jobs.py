@@ -13,6 +13,8 @@ KINDS = {
     "dv": {"layout": "dv", "bias": True},
     "microbatches": {"microbatches": 2, "tokens": 300},
     "wrong": {"fault": "scatter"},
+    # A [T, D] array of f64 has 78 MiB.
+    "wide": {"tokens": 40_000, "vocab": 300, "depth": 256},
     "large": {"tokens": 3000, "vocab": 9000, "depth": 64},
 }
 

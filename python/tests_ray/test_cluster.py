@@ -1,6 +1,7 @@
 """A replay on three nodes of Ray gives the report of one process, byte for byte, whatever dies."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def killed_in_the_middle(process, count):
 
 def test_reports_of_every_dump_are_those_of_one_process(nodes, dumps):
     for name in KINDS:
-        if name != "large":
+        if name not in ("large", "wide"):
             local = replay(dumps[name])
             same(replay(dumps[name], *on(nodes)), local)
             assert local[0] == (1 if name == "wrong" else 0) and local[1], (name, local)
@@ -104,6 +105,24 @@ def test_a_node_that_is_lost_with_its_sums_changes_no_byte(nodes, dumps):
     nodes.remove_node(nodes.workers.pop(), allow_graceful=False)
     assert started[0].poll() is None
     same(end(started), local)
+
+
+def test_a_dump_larger_than_the_drivers_memory_is_replayed_with_its_arrays_on_disk(nodes, dumps, tmp_path):
+    """The driver gets less than its arrays take; nodes were started before and have what they need."""
+    given = 900 << 20
+    local, files = replay(dumps["wide"]), tmp_path / "files"
+    files.mkdir()
+    old = resource.getrlimit(resource.RLIMIT_DATA)
+    # What is private and writable is counted, what lies in files is not (setrlimit(2)).
+    resource.setrlimit(resource.RLIMIT_DATA, (given, old[1]))
+    try:
+        without = replay(dumps["wide"], *on(nodes, "--threads", "2"))
+        spilled = replay(dumps["wide"], *on(nodes, "--threads", "2", "--spill", files))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, old)
+    assert without[0] not in (0, 1) and not without[1], "the limit is none"
+    same(spilled, local)
+    assert not list(files.iterdir())
 
 
 def test_a_task_whose_workers_die_every_time_is_one_sentence(nodes, dumps):
