@@ -101,7 +101,7 @@ fn mapped() -> MutexGuard<'static, BTreeMap<usize, MmapMut>> {
 
 /// Allocates like the system, but for large arrays once [`spill_to`] was called.
 ///
-/// ```
+/// ```text
 /// #[global_allocator]
 /// static SPILLING: backtape_replayer::spill::Spilling = backtape_replayer::spill::Spilling;
 /// ```
@@ -140,9 +140,15 @@ impl Spilling {
         }
     }
 
+    /// Whether an array of this size may lie in a file. Without a directory nothing is locked: a
+    /// job that forks must not find the table locked for ever in its child.
+    fn may_be_put(layout: Layout) -> bool {
+        layout.size() >= LEAST && DIRECTORY.get().is_some()
+    }
+
     /// Bytes of the file that holds an array.
     fn length(start: *mut u8, layout: Layout) -> Option<usize> {
-        (layout.size() >= LEAST).then(|| Some(mapped().get(&(start as usize))?.len()))?
+        Spilling::may_be_put(layout).then(|| Some(mapped().get(&(start as usize))?.len()))?
     }
 }
 
@@ -160,8 +166,8 @@ unsafe impl GlobalAlloc for Spilling {
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        let found = (layout.size() >= LEAST).then(|| mapped().remove(&(start as usize))).flatten();
-        match found {
+        let mapped = || mapped().remove(&(start as usize));
+        match Spilling::may_be_put(layout).then(mapped).flatten() {
             // After the lock: this takes long.
             Some(map) => drop(map),
             // SAFETY: the caller's promise; it is no array in a file.

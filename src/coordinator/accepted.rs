@@ -79,7 +79,8 @@ impl Stream for Door {
             }
             let stream = match ready!(Pin::new(&mut self.incoming).poll_next(context)) {
                 Some(Ok(stream)) => stream,
-                other => return Poll::Ready(other.map(|failed| failed.map(|_| unreachable!()))),
+                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
+                None => return Poll::Ready(None),
             };
             match self.take_in(stream) {
                 Some((accepted, wait)) if wait.is_zero() => return Poll::Ready(Some(Ok(accepted))),

@@ -105,7 +105,7 @@ pub(super) struct Turns {
 /// Connections that the strangers of one host begin. An honest one is known after its first call
 /// and takes no turn then.
 pub(super) const STRANGERS: Turns =
-    Turns { at_once: 1000.0, per_second: 50.0, most_wait: Duration::from_secs(1) };
+    Turns { at_once: 1000.0, per_second: 20.0, most_wait: Duration::from_secs(1) };
 
 /// Bytes that a stranger's connection sends before it takes turns: a handshake with certificates
 /// and a first call.
