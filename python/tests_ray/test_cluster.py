@@ -125,6 +125,20 @@ def test_a_dump_larger_than_the_drivers_memory_is_replayed_with_its_arrays_on_di
     assert not list(files.iterdir())
 
 
+def test_a_directory_that_workers_do_not_have_is_one_sentence(nodes, dumps, tmp_path):
+    files = tmp_path / "files"
+    files.mkdir()
+    started = start(dumps["large"], *on(nodes, "--spill", files))
+    while not running():
+        assert started[0].poll() is None
+        time.sleep(0.01)
+    # The command has made its files; a worker that starts from now on finds no place.
+    files.rmdir()
+    for pid in running():
+        os.kill(pid, signal.SIGKILL)
+    one_sentence(end(started), "on a worker's host", "--spill", "may write to")
+
+
 def test_a_task_whose_workers_die_every_time_is_one_sentence(nodes, dumps):
     started = start(dumps["large"], *on(nodes))
     killed_in_the_middle(started[0], 1000)

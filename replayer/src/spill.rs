@@ -64,10 +64,14 @@ pub enum SpillError {
     Absent,
 }
 
-/// Puts large arrays into files of this directory from now on, for as long as the process lives.
+/// Puts large arrays into files of this directory from now on, for as long as the process lives:
+/// of several the first one stays.
 pub fn spill_to(path: &Path) -> Result<(), SpillError> {
     let unwritable = |source: io::Error| SpillError::Unwritable { path: path.into(), source };
     let real = path.canonicalize().map_err(unwritable)?;
+    if DIRECTORY.get() == Some(&real) {
+        return Ok(());
+    }
     let kind = File::open(&real).and_then(|open| Ok(fstatfs(open)?)).map_err(unwritable)?;
     // Its width and its sign are the machine's: the numbers have 32 bits.
     if OF_MEMORY.contains(&(kind.f_type as u32)) {

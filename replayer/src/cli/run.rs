@@ -87,8 +87,10 @@ fn replay_on(
     // A replay may take long: what cannot be written is said before it.
     let page = arguments.report.as_deref().map(PageFile::beside).transpose()?;
     let cut = arguments.cluster.cut();
-    let cluster =
-        workers.map(|workers| Cluster::new(workers, (path, &selection), policy.as_ref(), cut));
+    let cluster = workers.map(|workers| {
+        let cluster = Cluster::new(workers, (path, &selection), policy.as_ref(), cut);
+        cluster.spilling_to(arguments.spill.as_deref())
+    });
     let kernels = arguments.kernel.open()?;
     let used = Used::open(arguments.device.device);
     used.say();

@@ -67,6 +67,7 @@ pub struct Cluster<'a> {
     run: Option<String>,
     policy: Option<String>,
     cut: Cut,
+    spill: Option<String>,
 }
 
 impl<'a> Cluster<'a> {
@@ -81,7 +82,14 @@ impl<'a> Cluster<'a> {
         // A worker has another working directory. A URL stays what it is.
         let path = path.canonicalize().unwrap_or_else(|_| path.into());
         let policy = policy.map(|policy| serde_json::to_string(policy).expect("plain data"));
-        Cluster { workers, path, run: selection.run.clone(), policy, cut }
+        Cluster { workers, path, run: selection.run.clone(), policy, cut, spill: None }
+    }
+
+    /// Tasks keep large arrays in files of this directory of their own host, see `spill`.
+    pub fn spilling_to(self, directory: Option<&Path>) -> Cluster<'a> {
+        let absolute = |of: &Path| of.canonicalize().unwrap_or_else(|_| of.into());
+        let spill = directory.map(|of| absolute(of).to_string_lossy().into_owned());
+        Cluster { spill, ..self }
     }
 }
 
@@ -108,6 +116,7 @@ impl<'a> On<'a> {
             unusable,
             comparisons,
             whole,
+            spill: cluster.spill.clone(),
         };
         On { cluster, session }
     }

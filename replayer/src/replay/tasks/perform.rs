@@ -21,6 +21,7 @@ use crate::parcel::{Parcel, ParcelError};
 use crate::replay::members::members;
 use crate::replay::world::Declared;
 use crate::replay::{Effort, Replay};
+use crate::spill::{SpillError, spill_to};
 
 /// Why a task has no result.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +29,9 @@ pub enum TaskError {
     /// It was sent by another build, or damaged on the way.
     #[error(transparent)]
     Parcel(#[from] ParcelError),
+    /// Large arrays cannot be kept where the command said.
+    #[error("on a worker's host")]
+    Spill(#[from] SpillError),
     /// The dump cannot be opened where the task runs.
     #[error("the dump cannot be opened on the worker's host, which must see it at the same path")]
     Open(#[from] OpenError),
@@ -100,6 +104,7 @@ impl Dumps {
 /// own.
 pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>>, TaskError> {
     let task = Task::of_parcel(task)?;
+    task.session.spill.as_deref().map(|directory| spill_to(Path::new(directory))).transpose()?;
     let dump = dumps.open(&task)?;
     let step = head_step(&dump, &task.session)?;
     let first = step.find(step.scores(), step.microbatches[0]);

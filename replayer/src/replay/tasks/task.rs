@@ -19,6 +19,8 @@ pub(in crate::replay) struct Session {
     pub(super) unusable: Vec<String>,
     pub(super) comparisons: usize,
     pub(super) whole: bool,
+    /// Where large arrays lie in files.
+    pub(super) spill: Option<String>,
 }
 
 impl Session {
@@ -28,7 +30,7 @@ impl Session {
     }
 }
 
-parcel!(Session { path, run, attempt, step, policy, unusable, comparisons, whole });
+parcel!(Session { path, run, attempt, step, policy, unusable, comparisons, whole, spill });
 
 /// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
