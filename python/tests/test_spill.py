@@ -1,7 +1,6 @@
 """`replay --spill DIR`: a step that needs more memory than there is, on the disk, to the same bytes."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -41,15 +40,12 @@ def dump(tmp_path_factory):
 
 def replay(dump, json, *more, given=None):
     """Exit code, stderr and the report of a replay with so many bytes that are not in files."""
-
-    def limit():
-        # What is private and writable is counted, what lies in files is not (setrlimit(2)).
-        resource.setrlimit(resource.RLIMIT_DATA, (given, given))
-
     command = [REPLAY, "--dump", dump, "--quiet", "--threads", "2", "--json", json, *more]
-    ended = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=300, preexec_fn=limit if given else None
-    )
+    if given:
+        # What is private and writable is counted, what lies in files is not (setrlimit(2)). By a
+        # shell: Python code between fork and exec can hang in a process of many threads.
+        command = ["sh", "-c", f'ulimit -d {given >> 10} && exec "$@"', "sh", *command]
+    ended = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
     return ended.returncode, ended.stderr, json.read_bytes() if json.exists() else b""
 
 
