@@ -174,4 +174,8 @@ class Cluster:
             return f"its worker died, {times}: Ray's logs say why"
         if isinstance(error, exceptions.NodeDiedError | exceptions.ObjectLostError):
             return f"its node was lost, and with it what others had computed: {_first_line(error)}"
+        # Ray puts what does not fit into its store on the disk, up to 95 % of that.
+        if isinstance(error, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError):
+            more = "give the nodes more of either (ray start --object-store-memory)"
+            return f"a node's object store is full, and its disk has no room for the rest: {more}"
         return _first_line(error)

@@ -125,6 +125,11 @@ def test_a_dump_larger_than_the_drivers_memory_is_replayed_with_its_arrays_on_di
     assert not list(files.iterdir())
 
 
+def test_a_full_store_beside_a_full_disk_is_one_sentence(full_nodes, dumps):
+    """The dq that a task of a plausible policy leaves takes 78 MiB; a node's store has 200."""
+    one_sentence(replay(dumps["wide"], *on(full_nodes)), "object store is full", "--object-store-memory")
+
+
 def test_a_directory_that_workers_do_not_have_is_one_sentence(nodes, dumps, tmp_path):
     files = tmp_path / "files"
     files.mkdir()
