@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps
 # All that goes into the wheel: it is built again only when one of these changed.
-SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto' -o -name '*.cu' -o -name '*.css' -o -name '*.js') \
+SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto' -o -name '*.cu' -o -name '*.cuh' -o -name '*.css' -o -name '*.js') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \

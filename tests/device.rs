@@ -14,6 +14,7 @@ use backtape_replayer::device::{
 };
 use backtape_replayer::dump::Selection;
 use backtape_replayer::head::Stage;
+use backtape_replayer::kernels::policy::{self, DkParts, DqParts, Policy, PolicyForward};
 use backtape_replayer::kernels::reference::{
     self, Backward, DkBlock, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream,
 };
@@ -26,7 +27,7 @@ use crate::support::{dump, program};
 /// This process as a device, which counts what it is asked for, and may fail.
 struct Here {
     description: Description,
-    passes: [AtomicUsize; 3],
+    passes: [AtomicUsize; 6],
     /// The pass that fails: its place in `passes`, and how many of it are done before.
     fails: Option<(usize, usize)>,
 }
@@ -88,6 +89,41 @@ impl Device for Here {
         self.pass(2)?;
         let Upstream { lse, cotangents, noise } = upstream;
         reference::plane(inputs, lse, &cotangents, noise, tiles, progress, on_tile);
+        Ok(())
+    }
+
+    fn policy_forward(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        (tiles, progress): (Tiles, &dyn Progress),
+    ) -> Result<PolicyForward, DeviceError> {
+        self.pass(3)?;
+        Ok(policy::forward(policy, inputs, tiles, progress))
+    }
+
+    fn policy_backward(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        (lse, cotangents): (&[f64], &Cotangents<f64>),
+        (tiles, progress): (Tiles, &dyn Progress),
+        on_dk: &mut dyn FnMut(DkParts),
+    ) -> Result<DqParts, DeviceError> {
+        self.pass(4)?;
+        Ok(policy::backward(policy, inputs, lse, cotangents, tiles, progress, on_dk))
+    }
+
+    fn policy_plane(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        (lse, cotangents): (&[f64], &Cotangents<f64>),
+        (tiles, progress): (Tiles, &dyn Progress),
+        on_tile: &mut dyn FnMut(policy::PlaneTile),
+    ) -> Result<(), DeviceError> {
+        self.pass(5)?;
+        policy::plane(policy, inputs, lse, cotangents, tiles, progress, on_tile);
         Ok(())
     }
 
@@ -158,7 +194,7 @@ fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
     path
 }
 
-/// Goal: every pass of the reference goes to the device, dq is fetched at the end, and nothing
+/// Goal: every pass of the reference and of the policies goes to the device, dq is fetched at the end, and nothing
 /// else of the report changes.
 #[test]
 fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
@@ -168,7 +204,7 @@ fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
         Job { fault: Fault::LabelScatterBf16, ..Job::default() },
     ];
     let random = (0..10).map(Job::random);
-    let mut passes = [0; 3];
+    let mut passes = [0; 6];
     for (number, job) in jobs.into_iter().chain(random).enumerate() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let device = Here::new(None);
@@ -177,6 +213,8 @@ fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
         let named = report.as_object_mut().unwrap().remove("device").unwrap();
         assert_eq!(named["name"], "this process");
         assert_eq!(named["fallback"], serde_json::Value::Null);
+        let types = &named["policies"][0]["gradients"];
+        assert!(types.as_str().is_some_and(|types| !types.is_empty()), "{named}");
         assert_eq!(report, local(&path), "{job:?}");
         for (all, of) in passes.iter_mut().zip(device.passes) {
             *all += of.into_inner();
@@ -192,7 +230,7 @@ fn a_device_that_fails_is_one_sentence() {
     let directory = tempfile::tempdir().unwrap();
     let job = Job { tokens: 300, vocab: 4500, valid: 4491, seed: 3, ..Job::default() };
     let path = dumped(directory.path(), "run", &job);
-    for which in 0..2 {
+    for which in [0, 1, 3, 4] {
         let device = Here::new(Some((which, 1)));
         let failed = cli::devised_report(&path, &Selection::default(), ALL, &device).unwrap_err();
         let said = format!("{:#}", anyhow::Error::new(failed));

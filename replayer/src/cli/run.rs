@@ -105,7 +105,7 @@ fn replay_on(
         draws: page.is_some(),
     };
     let report = report_with(path, &selection, &asked, other, how, &bar)?;
-    let report = Report { device: used.report, ..report };
+    let report = report.computed_by(used.report);
     bar.finish();
     if let Some(page) = page {
         page.write(&report)?;
@@ -152,7 +152,7 @@ pub fn full_report(
     let used = Used::open(device);
     let how = How { variants, draws, device: used.device.as_deref(), ..How::default() };
     let report = report_with(path, selection, &compare.into(), other, how, &Bar::new(true))?;
-    Ok(Report { device: used.report, ..report })
+    Ok(report.computed_by(used.report))
 }
 
 /// What a user's own functions are called with, unit by unit.
@@ -208,7 +208,7 @@ pub fn devised_report(
 ) -> Result<Report, RunError> {
     let how = How { device: Some(device), ..How::default() };
     let report = report_with(path, selection, &compare.into(), None, how, &Bar::new(true))?;
-    Ok(Report { device: Some(DeviceReport::of(device.description())), ..report })
+    Ok(report.computed_by(Some(DeviceReport::of(device.description()))))
 }
 
 /// The report of a replay in which a user's kernels take part, on any device.
@@ -347,6 +347,7 @@ pub(super) fn report(
         findings,
         not_checked,
         device: None,
+        multiplied: outcome.map(|outcome| outcome.multiplied.clone()).unwrap_or_default(),
         kernels: Vec::new(),
         drawings: None,
     }

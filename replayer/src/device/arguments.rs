@@ -80,6 +80,8 @@ macro_rules! kernel {
     };
 }
 
+pub(super) use kernel;
+
 kernel!(
     /// Elements as f64, and their squares where there is room for them.
     Widen, "widen",

@@ -9,7 +9,7 @@ use super::BackwardWalk;
 use super::arguments::Terms;
 use super::error::DeviceError;
 use super::head::OnDevice;
-use super::machine::{Machine, Product};
+use super::machine::{Compute, Machine, Product};
 use super::plan::{Plan, Sizes};
 use super::room::{Panel, Room};
 use super::sums::{SUMS, Sums};
@@ -269,6 +269,7 @@ impl<M: Machine> Tile<M> {
                 rhs_transposed: false,
                 depth: width,
                 add: true,
+                compute: Compute::F64,
             };
             let transposed = Product {
                 target: dk,
@@ -319,6 +320,7 @@ impl<M: Machine> Tile<M> {
                 rhs_transposed: false,
                 depth: height,
                 add: true,
+                compute: Compute::F64,
             };
             // SAFETY: a value for each row of the slab, the tile's terms, one weight a token.
             unsafe { machine.multiply(&product)? };

@@ -7,8 +7,22 @@ use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
 use super::error::DeviceError;
 use super::presence;
 
-/// Source of the reference's kernels.
-const REFERENCE: &str = include_str!("kernels/reference.cu");
+/// Lines are counted from the file's own first.
+macro_rules! behind_the_prelude {
+    ($file:literal) => {
+        concat!(
+            include_str!("kernels/prelude.cuh"),
+            "#line 1 \"",
+            $file,
+            "\"\n",
+            include_str!(concat!("kernels/", $file))
+        )
+    };
+}
+
+/// Sources of the kernels, each behind what all of them have in common.
+const REFERENCE: &str = behind_the_prelude!("reference.cu");
+const POLICY: &str = behind_the_prelude!("policy.cu");
 
 /// Virtual architectures, oldest first. PTX of an older one runs on every newer device.
 pub(super) const TARGETS: [((i32, i32), &str); 6] = [
@@ -27,6 +41,11 @@ pub(super) const FLAGS: &str = "--ftz=false --prec-div=true --prec-sqrt=true --f
 /// PTX of the reference's kernels for one of [`TARGETS`].
 pub(super) fn reference(target: &'static str) -> Result<Ptx, DeviceError> {
     compile("reference.cu", REFERENCE, target)
+}
+
+/// PTX of the policies' kernels, likewise.
+pub(super) fn policy(target: &'static str) -> Result<Ptx, DeviceError> {
+    compile("policy.cu", POLICY, target)
 }
 
 /// PTX of a user's kernel, with NVRTC's own defaults as nvcc would give it; headers are looked for
@@ -71,6 +90,7 @@ fn with(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::policy::KERNELS as POLICY_KERNELS;
 
     /// Where `make test-gpu` says that the compiler is there, it must be.
     fn compiler_is_there() -> bool {
@@ -83,17 +103,22 @@ mod tests {
     #[test]
     fn every_kernel_compiles_for_every_target_or_the_missing_library_is_named() {
         for (_, target) in TARGETS {
-            match reference(target) {
-                Ok(ptx) => {
-                    let ptx = ptx.to_src();
-                    assert!(ptx.contains(&format!(".target sm_{}", &target[8..])), "{target}");
-                    for kernel in crate::device::KERNELS {
-                        assert!(ptx.contains(&format!(".entry {kernel}(")), "{kernel}");
+            let sources = [(reference as fn(_) -> _, &crate::device::KERNELS[..])];
+            let sources = sources.into_iter().chain([(policy as fn(_) -> _, &POLICY_KERNELS[..])]);
+            for (compiled, kernels) in sources {
+                let compiled: Result<Ptx, DeviceError> = compiled(target);
+                match compiled {
+                    Ok(ptx) => {
+                        let ptx = ptx.to_src();
+                        assert!(ptx.contains(&format!(".target sm_{}", &target[8..])), "{target}");
+                        for kernel in kernels {
+                            assert!(ptx.contains(&format!(".entry {kernel}(")), "{kernel}");
+                        }
                     }
-                }
-                Err(error) => {
-                    assert!(!compiler_is_there(), "{error}");
-                    assert!(error.to_string().contains("libnvrtc"), "{error}");
+                    Err(error) => {
+                        assert!(!compiler_is_there(), "{error}");
+                        assert!(error.to_string().contains("libnvrtc"), "{error}");
+                    }
                 }
             }
         }

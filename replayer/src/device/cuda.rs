@@ -4,7 +4,7 @@
 //! device every time; its pedantic mode takes no faster type than f64 in the place of f64.
 
 use std::collections::HashMap;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -17,9 +17,9 @@ use cudarc::nvrtc::Ptx;
 
 use super::compile::{self, FLAGS, TARGETS};
 use super::error::DeviceError;
-use super::machine::{Arguments, Machine, Product};
+use super::machine::{Arguments, Compute, Machine, Product};
 use super::own::launch::{Code, Launch, Launches, Passed};
-use super::{Description, KERNELS, presence};
+use super::{Description, KERNELS, policy, presence};
 
 /// Threads of a block.
 const BLOCK: usize = 256;
@@ -32,6 +32,8 @@ pub(super) struct Cuda {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
     blas: CudaBlas,
+    /// For products of policies, in the types that they say.
+    tensor: CudaBlas,
     kernels: HashMap<&'static str, CudaFunction>,
 }
 
@@ -65,36 +67,52 @@ impl Cuda {
             let why = format!("{name} has compute capability {major}.{minor}, 7.5 is the oldest");
             return Err(DeviceError::Absent(why));
         };
-        let module = context
-            .load_module(compile::reference(target)?)
-            .map_err(|why| DeviceError::call("loading its kernels", why))?;
-        let load = |kernel: &&'static str| {
-            let function = module.load_function(kernel);
-            function
-                .map(|function| (*kernel, function))
-                .map_err(|why| DeviceError::call(&format!("loading the kernel {kernel}"), why))
-        };
-        let kernels = KERNELS.iter().map(load).collect::<Result<_, _>>()?;
+        let mut kernels = HashMap::new();
+        for (ptx, names) in [
+            (compile::reference(target)?, &KERNELS[..]),
+            (compile::policy(target)?, &policy::KERNELS[..]),
+        ] {
+            load(&context, ptx, names, &mut kernels)?;
+        }
         let stream = context.default_stream();
-        let refused = |why| DeviceError::call("opening cuBLAS", why);
-        let blas = CudaBlas::new(stream.clone()).map_err(refused)?;
-        // SAFETY: the handle was just made.
-        let mode = unsafe {
-            sys::cublasSetMathMode(*blas.handle(), sys::cublasMath_t::CUBLAS_PEDANTIC_MATH)
-        };
-        mode.result().map_err(refused)?;
+        let blas = blas_in(&stream, sys::cublasMath_t::CUBLAS_PEDANTIC_MATH)?;
+        // Pedantic mode may leave the tensor cores out, which are what a job computes on.
+        let tensor = blas_in(&stream, sys::cublasMath_t::CUBLAS_DEFAULT_MATH)?;
         let description = Description {
             name: format!("{name}, compute capability {}.{}", capability.0, capability.1),
             compiler: format!("NVRTC, {target} {FLAGS}"),
             products: "cuBLAS dgemm, f64, pedantic".into(),
         };
-        Ok(Cuda { description, target, context, stream, blas, kernels })
+        Ok(Cuda { description, target, context, stream, blas, tensor, kernels })
     }
 
     /// An error of an earlier asynchronous call, if there was one.
     fn settled(&self, what: &str) -> Result<(), DeviceError> {
         self.context.check_err().map_err(|why| DeviceError::call(what, why))
     }
+}
+
+fn load(
+    context: &Arc<CudaContext>,
+    ptx: Ptx,
+    names: &[&'static str],
+    kernels: &mut HashMap<&'static str, CudaFunction>,
+) -> Result<(), DeviceError> {
+    let module = context.load_module(ptx);
+    let module = module.map_err(|why| DeviceError::call("loading its kernels", why))?;
+    for kernel in names {
+        let failed = |why| DeviceError::call(&format!("loading the kernel {kernel}"), why);
+        kernels.insert(kernel, module.load_function(kernel).map_err(failed)?);
+    }
+    Ok(())
+}
+
+fn blas_in(stream: &Arc<CudaStream>, mode: sys::cublasMath_t) -> Result<CudaBlas, DeviceError> {
+    let refused = |why| DeviceError::call("opening cuBLAS", why);
+    let blas = CudaBlas::new(stream.clone()).map_err(refused)?;
+    // SAFETY: the handle was just made.
+    unsafe { sys::cublasSetMathMode(*blas.handle(), mode) }.result().map_err(refused)?;
+    Ok(blas)
 }
 
 /// A kernel's arguments, which travel by value.
@@ -169,8 +187,8 @@ impl Machine for Cuda {
     /// Row-major, so cuBLAS, which is column-major, is told the transposed product.
     unsafe fn multiply(&self, product: &Product) -> Result<(), DeviceError> {
         use sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
-        let Product { target, rows, cols, lhs, lhs_transposed, rhs, rhs_transposed, depth, add } =
-            *product;
+        let Product { target, rows, cols, lhs, lhs_transposed, rhs, rhs_transposed, .. } = *product;
+        let Product { depth, add, compute, .. } = *product;
         if rows == 0 || cols == 0 {
             return Ok(());
         }
@@ -181,28 +199,94 @@ impl Machine for Cuda {
         let op = |transposed| if transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
         let (m, n, k) = (size(cols)?, size(rows)?, size(depth)?);
         let lead = |n: c_int| n.max(1);
+        let (leads, ops) = (
+            [if rhs_transposed { k } else { m }, if lhs_transposed { n } else { k }].map(lead),
+            [op(rhs_transposed), op(lhs_transposed)],
+        );
+        if compute != Compute::F64 {
+            let shape = Shape { sizes: [m, n, k], ops, leads };
+            // SAFETY: the caller's.
+            return unsafe { self.multiply_single(product, shape) }.map_err(|why| failed(&why));
+        }
         let beta = if add { 1.0 } else { 0.0 };
         // SAFETY: the caller says that the addresses hold those matrices; the scalars outlive
         // the call, which reads them before it returns.
         let multiplied = unsafe {
             blas::dgemm(
                 *self.blas.handle(),
-                op(rhs_transposed),
-                op(lhs_transposed),
+                ops[0],
+                ops[1],
                 m,
                 n,
                 k,
                 &1.0,
                 rhs as *const f64,
-                lead(if rhs_transposed { k } else { m }),
+                leads[0],
                 lhs as *const f64,
-                lead(if lhs_transposed { n } else { k }),
+                leads[1],
                 &beta,
                 target as *mut f64,
                 lead(m),
             )
         };
         multiplied.map_err(|why| failed(&why))
+    }
+}
+
+/// A product as cuBLAS is told it: m, n and k, what is done to its operands, their strides.
+struct Shape {
+    sizes: [c_int; 3],
+    ops: [sys::cublasOperation_t; 2],
+    leads: [c_int; 2],
+}
+
+impl Cuda {
+    /// A product with sums and a result in f32.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Machine::multiply`].
+    unsafe fn multiply_single(
+        &self,
+        product: &Product,
+        Shape { sizes: [m, n, k], ops, leads }: Shape,
+    ) -> Result<(), cudarc::cublas::result::CublasError> {
+        use sys::cublasComputeType_t::{
+            CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_32F_PEDANTIC,
+        };
+        use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
+        let (of, sums) = match product.compute {
+            Compute::Bf16 => (CUDA_R_16BF, CUBLAS_COMPUTE_32F),
+            Compute::F16 => (CUDA_R_16F, CUBLAS_COMPUTE_32F),
+            Compute::Tf32 => (CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32),
+            Compute::F32 | Compute::F64 => (CUDA_R_32F, CUBLAS_COMPUTE_32F_PEDANTIC),
+        };
+        let (alpha, beta) = (1.0f32, if product.add { 1.0f32 } else { 0.0 });
+        // SAFETY: the caller says that the addresses hold those matrices; the scalars outlive
+        // the call, which reads them before it returns.
+        unsafe {
+            blas::gemm_ex(
+                *self.tensor.handle(),
+                ops[0],
+                ops[1],
+                m,
+                n,
+                k,
+                (&raw const alpha).cast(),
+                product.rhs as *const c_void,
+                of,
+                leads[0],
+                product.lhs as *const c_void,
+                of,
+                leads[1],
+                (&raw const beta).cast(),
+                product.target as *mut c_void,
+                CUDA_R_32F,
+                m.max(1),
+                sums,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::arguments::{Head, Tokens};
 use super::error::DeviceError;
-use super::machine::{Machine, Product};
+use super::machine::{Compute, Machine, Product};
 use super::room::{Panel, Room, widen};
 use crate::kernels::HeadInputs;
 use crate::kernels::reference::{TermNoise, Upstream};
@@ -129,6 +129,7 @@ impl<M: Machine> OnDevice<M> {
             rhs_transposed: true,
             depth: inputs.q.cols,
             add: false,
+            compute: Compute::F64,
         };
         // SAFETY: the panels hold those rows, D wide, and the tile was just made that large.
         unsafe { machine.multiply(&product)? };

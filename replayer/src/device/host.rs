@@ -10,7 +10,7 @@ use libloading::Library;
 
 use super::Description;
 use super::error::DeviceError;
-use super::machine::{Arguments, Machine, Product};
+use super::machine::{Arguments, Compute, Machine, Product};
 use super::own::launch::{Code, Launch, Launches, Passed};
 
 /// This process as a device.
@@ -20,13 +20,13 @@ pub(super) struct Host {
     _folder: tempfile::TempDir,
 }
 
-/// A source as a library of plain functions.
-fn compiled(source: &Path, options: &[&str]) -> (Library, tempfile::TempDir) {
+/// Sources as a library of plain functions.
+fn compiled(sources: &[&Path], options: &[&str]) -> (Library, tempfile::TempDir) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let library = folder.path().join("kernels.so");
     let mut compiler = Command::new("cc");
     compiler.args(["-x", "c", "-std=gnu11", "-shared", "-fPIC"]).args(options);
-    let status = compiler.arg(source).arg("-lm").arg("-o").arg(&library).status();
+    let status = compiler.args(sources).arg("-lm").arg("-o").arg(&library).status();
     assert!(status.expect("cc runs").success(), "cc compiles the kernels");
     // SAFETY: a library of plain functions, without initialisers.
     (unsafe { Library::new(&library) }.expect("the kernels load"), folder)
@@ -35,9 +35,15 @@ fn compiled(source: &Path, options: &[&str]) -> (Library, tempfile::TempDir) {
 impl Host {
     /// Compiles the kernels with `cc`.
     pub(super) fn new() -> Host {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/device/kernels/reference.cu");
+        let of = |file: &str| {
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("src/device/kernels").join(file)
+        };
         let options = ["-DHOST", "-O2", "-ffp-contract=off", "-Wall", "-Werror"];
-        let (kernels, folder) = compiled(&source, &options);
+        let prelude = of("prelude.cuh");
+        let included = ["-include", prelude.to_str().expect("its path is UTF-8")];
+        let (reference, policy) = (of("reference.cu"), of("policy.cu"));
+        let all = [&included[..], &options].concat();
+        let (kernels, folder) = compiled(&[&reference, &policy], &all);
         let description = Description {
             name: "this process".into(),
             compiler: format!("cc {}", options.join(" ")),
@@ -95,28 +101,46 @@ impl Machine for Host {
     }
 
     unsafe fn multiply(&self, product: &Product) -> Result<(), DeviceError> {
-        let Product { rows, cols, depth, .. } = *product;
-        let at = |transposed: bool, (row, col), (height, width)| {
-            if transposed { col * height + row } else { row * width + col }
-        };
-        for row in 0..rows {
-            for col in 0..cols {
-                let term = |i: usize| {
-                    let lhs = at(product.lhs_transposed, (row, i), (rows, depth));
-                    let rhs = at(product.rhs_transposed, (i, col), (depth, cols));
-                    // SAFETY: the caller says that the addresses hold those matrices.
-                    unsafe {
-                        *(product.lhs as *const f64).add(lhs)
-                            * *(product.rhs as *const f64).add(rhs)
-                    }
-                };
-                let sum: f64 = (0..depth).map(term).sum();
-                // SAFETY: as above.
-                let target = unsafe { &mut *(product.target as *mut f64).add(row * cols + col) };
-                *target = if product.add { *target + sum } else { sum };
+        // SAFETY: the caller's.
+        unsafe {
+            match product.compute {
+                Compute::F64 => multiply(product, |x: f64| x),
+                Compute::F32 | Compute::Tf32 => multiply(product, |x: f32| x),
+                Compute::Bf16 => multiply(product, |bits| half::bf16::from_bits(bits).to_f32()),
+                Compute::F16 => multiply(product, |bits| half::f16::from_bits(bits).to_f32()),
             }
         }
         Ok(())
+    }
+}
+
+/// # Safety
+///
+/// As for [`Machine::multiply`]: operands of type `E`, the result of type `F`.
+unsafe fn multiply<E: Copy, F>(product: &Product, value: impl Fn(E) -> F)
+where
+    F: Copy + std::ops::Mul<Output = F> + std::ops::Add<Output = F> + std::iter::Sum,
+{
+    let Product { rows, cols, depth, .. } = *product;
+    let at = |transposed: bool, (row, col), (height, width)| {
+        if transposed { col * height + row } else { row * width + col }
+    };
+    for row in 0..rows {
+        for col in 0..cols {
+            let term = |i: usize| {
+                let lhs = at(product.lhs_transposed, (row, i), (rows, depth));
+                let rhs = at(product.rhs_transposed, (i, col), (depth, cols));
+                // SAFETY: the caller says that the addresses hold those matrices.
+                unsafe {
+                    value(*(product.lhs as *const E).add(lhs))
+                        * value(*(product.rhs as *const E).add(rhs))
+                }
+            };
+            let sum: F = (0..depth).map(term).sum();
+            // SAFETY: as above.
+            let target = unsafe { &mut *(product.target as *mut F).add(row * cols + col) };
+            *target = if product.add { *target + sum } else { sum };
+        }
     }
 }
 
@@ -162,7 +186,7 @@ impl Launches for Host {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let file = folder.path().join("own.c");
         std::fs::write(&file, [CUDA_IN_C, source, &call].concat()).expect("a temporary file");
-        Ok(compiled(&file, &["-O1"]))
+        Ok(compiled(&[&file], &["-O1"]))
     }
 
     unsafe fn start(

@@ -1,4 +1,4 @@
-//! What a device can do: hold bytes, run a kernel on so many threads, multiply matrices in f64.
+//! What a device can do: hold bytes, run a kernel on so many threads, multiply matrices.
 //!
 //! The walks over tiles are written against this, and run on CUDA (`cuda`) and, in the tests of
 //! machines without a GPU, on the same kernels compiled by a C compiler (`host`).
@@ -37,7 +37,7 @@ pub(super) trait Machine: Sync {
     /// the kernel reads and writes there, or be 0 where the kernel allows it.
     unsafe fn launch<A: Arguments>(&self, arguments: &A) -> Result<(), DeviceError>;
 
-    /// `target (+)= lhs rhs` in f64, each element summed in an order that the shapes decide.
+    /// `target (+)= lhs rhs`, each element summed in an order that the shapes decide.
     /// Without columns or rows nothing is done.
     ///
     /// # Safety
@@ -59,6 +59,21 @@ pub(super) unsafe trait Arguments: Copy {
     fn threads(&self) -> usize;
 }
 
+/// How operands lie and in what their products are summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Compute {
+    /// f64 operands, sums and result.
+    F64,
+    /// f32 operands, sums and result.
+    F32,
+    /// f32 operands that tf32 holds, multiplied as such; sums and result in f32.
+    Tf32,
+    /// bf16 operands; sums and result in f32.
+    Bf16,
+    /// f16 operands; sums and result in f32.
+    F16,
+}
+
 /// `target [rows, cols] (+)= lhs [rows, depth] rhs [depth, cols]`, row-major; an operand that is
 /// transposed lies in memory as its transpose.
 #[derive(Clone, Copy, Debug)]
@@ -77,4 +92,6 @@ pub(super) struct Product {
     pub(super) depth: usize,
     /// Whether the result is added to what is there.
     pub(super) add: bool,
+    /// In which types.
+    pub(super) compute: Compute,
 }

@@ -1,4 +1,4 @@
-//! The reference on an NVIDIA GPU.
+//! The reference and emulated policies on an NVIDIA GPU.
 //!
 //! The formulas, the walks over tiles and the label path are those of `kernels::reference`; the
 //! entries come from kernels in CUDA C++ and the products from cuBLAS. The order of the sums is
@@ -18,6 +18,7 @@ mod machine;
 mod own;
 mod plan;
 mod plane;
+mod policy;
 mod presence;
 mod room;
 mod sums;
@@ -27,8 +28,9 @@ mod tests;
 pub use error::DeviceError;
 pub use own::{Given, Kernel, KernelError, Unit};
 
+use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
 use crate::kernels::reference::{Backward, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream};
-use crate::kernels::{HeadInputs, Progress, Tiles};
+use crate::kernels::{Cotangents, HeadInputs, Progress, Tiles};
 use own::launch::Launches;
 
 /// Names of the kernels in `kernels/reference.cu`.
@@ -74,6 +76,35 @@ pub trait Device: Sync {
         on_tile: &mut dyn FnMut(PlaneTile),
     ) -> Result<(), DeviceError>;
 
+    /// `kernels::policy::forward`; sums that are not in f32, or in an order of their own, are the
+    /// CPU's.
+    fn policy_forward(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        tiles: (Tiles, &dyn Progress),
+    ) -> Result<PolicyForward, DeviceError>;
+
+    /// `kernels::policy::backward`, likewise.
+    fn policy_backward(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        upstream: (&[f64], &Cotangents<f64>),
+        tiles: (Tiles, &dyn Progress),
+        on_dk: &mut dyn FnMut(DkParts),
+    ) -> Result<DqParts, DeviceError>;
+
+    /// `kernels::policy::plane`, likewise.
+    fn policy_plane(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        upstream: (&[f64], &Cotangents<f64>),
+        tiles: (Tiles, &dyn Progress),
+        on_tile: &mut dyn FnMut(PolicyTile),
+    ) -> Result<(), DeviceError>;
+
     /// Runs a user's kernel on a unit's head, watched.
     fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError>;
 }
@@ -92,6 +123,11 @@ pub trait BackwardWalk {
 
     /// Fetches what of `dq` lies on the device, after the last slab.
     fn finish(self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError>;
+}
+
+/// In which types a device multiplies for a policy: its logits, its gradients.
+pub fn products_of(policy: &Policy) -> [&'static str; 2] {
+    policy::words(policy)
 }
 
 /// GPU number `ordinal`, its kernels compiled.
@@ -129,6 +165,37 @@ impl<M: Launches> Device for M {
         on_tile: &mut dyn FnMut(PlaneTile),
     ) -> Result<(), DeviceError> {
         plane::plane(self, inputs, upstream, tiles, on_tile)
+    }
+
+    fn policy_forward(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        tiles: (Tiles, &dyn Progress),
+    ) -> Result<PolicyForward, DeviceError> {
+        policy::forward(self, policy, inputs, tiles)
+    }
+
+    fn policy_backward(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        upstream: (&[f64], &Cotangents<f64>),
+        tiles: (Tiles, &dyn Progress),
+        on_dk: &mut dyn FnMut(DkParts),
+    ) -> Result<DqParts, DeviceError> {
+        policy::backward(self, policy, inputs, upstream, tiles, on_dk)
+    }
+
+    fn policy_plane(
+        &self,
+        policy: &Policy,
+        inputs: &HeadInputs,
+        upstream: (&[f64], &Cotangents<f64>),
+        tiles: (Tiles, &dyn Progress),
+        on_tile: &mut dyn FnMut(PolicyTile),
+    ) -> Result<(), DeviceError> {
+        policy::plane(self, policy, inputs, upstream, tiles, on_tile)
     }
 
     fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {

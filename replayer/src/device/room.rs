@@ -122,6 +122,21 @@ impl<M: Machine> Panel<M> {
     }
 }
 
+/// Whole rows of a matrix as they were dumped; where they lie, and as what.
+pub(super) fn put_rows<M: Machine>(
+    machine: &M,
+    bits: &mut Room<M>,
+    (matrix, rows): (&Matrix, Range<usize>),
+) -> Result<(u64, Element), DeviceError> {
+    let whole = rows.start * matrix.cols..rows.end * matrix.cols;
+    Ok(match matrix.values {
+        Values::Bf16(all) => (bits.put(machine, &all[whole])?, Element::Bf16),
+        Values::F16(all) => (bits.put(machine, &all[whole])?, Element::F16),
+        Values::F32(all) => (bits.put(machine, &all[whole])?, Element::F32),
+        Values::F64(all) => (bits.put(machine, &all[whole])?, Element::F64),
+    })
+}
+
 /// A box of a matrix in f64, row-major, exactly; its squares at `squared`, unless that is 0.
 pub(super) fn widen<M: Machine>(
     machine: &M,
@@ -129,13 +144,7 @@ pub(super) fn widen<M: Machine>(
     (matrix, rows, columns): (&Matrix, Range<usize>, Range<usize>),
     squared: u64,
 ) -> Result<(), DeviceError> {
-    let whole = rows.start * matrix.cols..rows.end * matrix.cols;
-    let (from, dtype) = match matrix.values {
-        Values::Bf16(all) => (bits.put(machine, &all[whole])?, Element::Bf16),
-        Values::F16(all) => (bits.put(machine, &all[whole])?, Element::F16),
-        Values::F32(all) => (bits.put(machine, &all[whole])?, Element::F32),
-        Values::F64(all) => (bits.put(machine, &all[whole])?, Element::F64),
-    };
+    let (from, dtype) = put_rows(machine, bits, (matrix, rows.clone()))?;
     let count = rows.len() * columns.len();
     let widen = Widen {
         threads: count as i64,

@@ -48,6 +48,8 @@ macro_rules! on_every_machine {
     };
 }
 
+pub(super) use on_every_machine;
+
 on_every_machine! {
     the_forward_sums_are_those_of_the_reference,
     tile_after_tile_gives_the_forward_sums_of_the_whole_vocabulary,
@@ -73,7 +75,7 @@ pub(super) fn cuda() -> Option<&'static Cuda> {
 }
 
 /// A machine with room for tiles of 64 tokens and 256 classes, and no more.
-struct Little<'a, M>(&'a M);
+pub(super) struct Little<'a, M>(pub(super) &'a M);
 
 impl<M: Machine> Machine for Little<'_, M> {
     type Buffer = M::Buffer;
@@ -132,7 +134,7 @@ impl<M: Launches> Launches for Little<'_, M> {
 }
 
 /// Heads with every option, in every combination that has a path of its own.
-fn heads() -> Vec<(&'static str, Fixture)> {
+pub(super) fn heads() -> Vec<(&'static str, Fixture)> {
     let capped = |of: Fixture, uncapped| {
         let transform = Transform { scale: 0.75, softcap: Some(5.0), uncapped };
         Fixture { transform, ..of }

@@ -9,9 +9,11 @@
 //! kernel (`tile`) serves two walks over the token x vocabulary plane. `emulate` goes by
 //! vocabulary blocks in bounded memory, `step` by token chunks at full speed; with the
 //! same tiles they give the same bits. Every other policy runs in `emulator`, operation
-//! by operation. `forward`, `backward` and `plane` choose on their own.
+//! by operation. `forward`, `backward` and `plane` choose on their own. `dense` is what
+//! `emulate` and a device have in common.
 
 mod declare;
+pub(crate) mod dense;
 mod dispatch;
 mod emulate;
 mod exp;
@@ -31,10 +33,14 @@ pub use dispatch::{
 };
 pub use step::{StepOutputs, Workspace, fused_step, plain_step, step_work};
 
+/// What a device needs beside `dense`.
+pub(crate) use dispatch::{Narrow, check, check_backward};
+pub(crate) use softmax::Online;
+
 /// What the emulator shares with the fast path: no arithmetic.
 pub(super) mod internal {
+    pub(in crate::kernels) use super::dense::PlaneBuffers;
     pub(in crate::kernels) use super::dispatch::Upstream;
-    pub(in crate::kernels) use super::emulate::PlaneBuffers;
     pub(in crate::kernels) use super::label::Hits;
     pub(in crate::kernels) use super::logits::columns;
 }

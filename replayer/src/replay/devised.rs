@@ -1,11 +1,14 @@
-//! The reference's passes, on a device where one computes.
+//! The passes of the reference and of emulated policies, on a device where one computes.
 
 use super::Replay;
 use super::backward::Problem;
-use crate::device::{BackwardWalk, DeviceError};
+use super::members::{Member, members};
+use super::outcome::Multiplied;
+use crate::device::{BackwardWalk, DeviceError, products_of};
 use crate::head::step::StepError;
-use crate::kernels::HeadInputs;
+use crate::kernels::policy::{self, DkParts, DqParts, Policy, PolicyForward};
 use crate::kernels::reference::{self, Backward, DkSums, Forward, PlaneTile, Upstream};
+use crate::kernels::{Cotangents, HeadInputs};
 
 /// The replay ends with what the device said.
 pub(super) fn failed(error: DeviceError) -> StepError {
@@ -13,6 +16,16 @@ pub(super) fn failed(error: DeviceError) -> StepError {
 }
 
 impl Replay<'_> {
+    /// The emulated policies as the device multiplies for them.
+    pub(super) fn multiplied(&self) -> Vec<Multiplied> {
+        let of = |member: Member| {
+            let [logits, gradients] = products_of(&member.policy);
+            Multiplied { policy: member.name, logits, gradients }
+        };
+        let all = self.device.map(|_| members(&self.roundings));
+        all.into_iter().flatten().map(of).collect()
+    }
+
     /// The forward pass of a head.
     pub(super) fn reference_forward(&self, head: &HeadInputs<'_>) -> Result<Forward, StepError> {
         let Some(device) = self.device else {
@@ -37,6 +50,56 @@ impl Replay<'_> {
             None => {
                 let Upstream { lse, cotangents, noise } = upstream;
                 reference::plane(head, lse, &cotangents, noise, tiles, progress, on_tile);
+                Ok(())
+            }
+        }
+    }
+
+    /// A policy's forward pass.
+    pub(super) fn policy_forward(
+        &self,
+        of: &Policy,
+        head: &HeadInputs<'_>,
+    ) -> Result<PolicyForward, StepError> {
+        let (tiles, progress) = (self.roundings.tiles, self.progress);
+        match self.device {
+            Some(device) => device.policy_forward(of, head, (tiles, progress)).map_err(failed),
+            None => Ok(policy::forward(of, head, tiles, progress)),
+        }
+    }
+
+    /// A policy's backward pass.
+    pub(super) fn policy_backward(
+        &self,
+        of: &Policy,
+        head: &HeadInputs<'_>,
+        (lse, cotangents): (&[f64], &Cotangents<'_, f64>),
+        on_dk: &mut dyn FnMut(DkParts<'_>),
+    ) -> Result<DqParts, StepError> {
+        let (tiles, progress) = (self.roundings.tiles, self.progress);
+        match self.device {
+            Some(device) => device
+                .policy_backward(of, head, (lse, cotangents), (tiles, progress), on_dk)
+                .map_err(failed),
+            None => Ok(policy::backward(of, head, lse, cotangents, tiles, progress, on_dk)),
+        }
+    }
+
+    /// A policy's token x vocabulary plane, tile by tile.
+    pub(super) fn policy_plane(
+        &self,
+        of: &Policy,
+        head: &HeadInputs<'_>,
+        (lse, cotangents): (&[f64], &Cotangents<'_, f64>),
+        on_tile: &mut dyn FnMut(policy::PlaneTile<'_>),
+    ) -> Result<(), StepError> {
+        let (tiles, progress) = (self.roundings.tiles, self.progress);
+        match self.device {
+            Some(device) => device
+                .policy_plane(of, head, (lse, cotangents), (tiles, progress), on_tile)
+                .map_err(failed),
+            None => {
+                policy::plane(of, head, lse, cotangents, tiles, progress, on_tile);
                 Ok(())
             }
         }

@@ -18,7 +18,7 @@ use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
 use crate::kernels::policy::Policy;
-use crate::kernels::{policy, reference};
+use crate::kernels::reference;
 
 /// From here on `g p` lies within two spacings of bf16's exponent of g, so that
 /// tokens of one g may round alike.
@@ -330,7 +330,7 @@ impl Replay<'_> {
                 let (lse, label) = self.emulated_forward_on(on, slice, head, at)?;
                 return Ok(Emulated { name: member.name, lse, label });
             }
-            let found = policy::forward(&member.policy, head, self.roundings.tiles, self.progress);
+            let found = self.policy_forward(&member.policy, head)?;
             Ok(Emulated { name: member.name, lse: found.lse, label: found.label_logits })
         };
         ends.filter(|_| needed).map(run).collect()

@@ -171,6 +171,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     };
     (request.total)(replay.work(&slices, replay.effort));
     let mut outcome = Outcome::new(&replay.wanted);
+    outcome.multiplied = replay.multiplied();
     for slice in &slices {
         let state = replay.forward(slice, &mut outcome)?;
         let upstream = replay.upstream(slice, &state, &mut outcome)?;

@@ -107,12 +107,25 @@ pub struct Outcome {
     pub grad_norm: GradNorm,
     /// Maps of dq and dk, where a drawing was asked for.
     pub maps: Vec<Map>,
+    /// The emulated policies and in which types a device multiplied for them; empty without one.
+    pub multiplied: Vec<Multiplied>,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
     /// What random probes can see of each stage, the worst of all units.
     reaches: Vec<(Stage, Reach)>,
     /// What a sample says of each stage, the unit that is off most.
     estimates: Vec<(Stage, Sampled)>,
+}
+
+/// In which types a device multiplied for a policy.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Multiplied {
+    /// The policy, as the stages call it.
+    pub policy: String,
+    /// Operands and sums of its logits.
+    pub logits: &'static str,
+    /// Operands and sums of its dq and dk.
+    pub gradients: &'static str,
 }
 
 impl Comparison {
@@ -179,7 +192,16 @@ impl Outcome {
         let stages = Stage::ALL.iter().map(stage).collect();
         let (not_checked, grad_norm) = (Vec::new(), GradNorm::default());
         let (maps, reaches, estimates) = (Vec::new(), Vec::new(), Vec::new());
-        Outcome { stages, not_checked, grad_norm, maps, reference_dk: None, reaches, estimates }
+        Outcome {
+            stages,
+            not_checked,
+            grad_norm,
+            maps,
+            multiplied: Vec::new(),
+            reference_dk: None,
+            reaches,
+            estimates,
+        }
     }
 
     /// The outcome of one stage.

@@ -159,7 +159,7 @@ impl Replay<'_> {
         let ties = self.suppose_plane(stage, &span, &mut plane);
         let scale = |t: usize| part.scale[t];
         let found = self.judge_span(stage, &span, (&plane, &ties), captured, precision, &scale);
-        Ok((found, self.emulate_span(stage, &span, &plane, precision)))
+        Ok((found, self.emulate_span(stage, &span, &plane, precision)?))
     }
 
     /// The members that round most differently.
@@ -364,20 +364,17 @@ impl Replay<'_> {
         span: &Span<'_>,
         exact: &Plane,
         precision: Option<Precision>,
-    ) -> Vec<f64> {
+    ) -> Result<Vec<f64>, StepError> {
         if stage == Stage::Logprobs || self.trial {
-            return Vec::new(); // the floor is propagated
+            return Ok(Vec::new()); // the floor is propagated
         }
         let vocab = span.head.k.rows;
         let energy = |member: Member| {
             let mut energy = 0.0;
-            policy::plane(
+            self.policy_plane(
                 &member.policy,
                 &span.head,
-                span.lse,
-                &span.cotangents,
-                self.roundings.tiles,
-                self.progress,
+                (span.lse, &span.cotangents),
                 &mut |tile| {
                     let values = if stage == Stage::Logits { tile.logits } else { tile.dlogits };
                     let exact = if stage == Stage::Logits { &exact.logits } else { &exact.dlogits };
@@ -391,8 +388,8 @@ impl Replay<'_> {
                         }
                     }
                 },
-            );
-            energy
+            )?;
+            Ok(energy)
         };
         self.ends().into_iter().map(energy).collect()
     }

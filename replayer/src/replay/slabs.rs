@@ -130,15 +130,10 @@ impl Replay<'_> {
             };
             let part = match &mut walked {
                 Some(walked) => walked.emulated(&mut take)?,
-                None => policy::backward(
-                    &member.policy,
-                    head,
-                    &problem.lse,
-                    &problem.cotangents(),
-                    self.roundings.tiles,
-                    self.progress,
-                    &mut take,
-                ),
+                None => {
+                    let upstream = (&problem.lse[..], &problem.cotangents());
+                    self.policy_backward(&member.policy, head, upstream, &mut take)?
+                }
             };
             slab.emulated = most;
             slab.widen_lost(lost);

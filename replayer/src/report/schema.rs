@@ -9,7 +9,7 @@ use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{
-    Comparison, GradNorm, HitClass, NotChecked, Outcome, StageOutcome, Status,
+    Comparison, GradNorm, HitClass, Multiplied, NotChecked, Outcome, StageOutcome, Status,
 };
 
 /// Name and version of the schema.
@@ -222,6 +222,9 @@ pub struct Report {
     /// What computed the reference; absent unless a device was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<DeviceReport>,
+    /// What goes into `device` where one computed.
+    #[serde(skip)]
+    pub multiplied: Vec<Multiplied>,
     /// What guards saw of a user's kernels; absent without any.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kernels: Vec<KernelReport>,
@@ -239,6 +242,8 @@ pub struct DeviceReport {
     pub compiler: String,
     /// Who multiplied, and in which type; empty on the CPU.
     pub products: String,
+    /// The emulated policies, and in which types their GEMMs multiplied and summed.
+    pub policies: Vec<Multiplied>,
     /// Why the device that was asked for did not compute.
     pub fallback: Option<String>,
 }
@@ -252,24 +257,44 @@ pub struct KernelReport {
     pub findings: Vec<String>,
 }
 
+impl Report {
+    /// This report, and what computed its reference.
+    pub fn computed_by(self, device: Option<DeviceReport>) -> Report {
+        let policies = self.multiplied.clone();
+        let device = device.map(|device| DeviceReport { policies, ..device });
+        Report { device, ..self }
+    }
+}
+
 impl DeviceReport {
     /// A device that computed.
     pub fn of(description: &Description) -> DeviceReport {
         let Description { name, compiler, products } = description.clone();
-        DeviceReport { name, compiler, products, fallback: None }
+        DeviceReport { name, compiler, products, policies: Vec::new(), fallback: None }
     }
 
     /// The CPU, in the place of a device that cannot be used.
     pub fn fallen_back(why: String) -> DeviceReport {
         let (compiler, products) = (String::new(), String::new());
-        DeviceReport { name: "cpu".into(), compiler, products, fallback: Some(why) }
+        let (name, policies) = ("cpu".into(), Vec::new());
+        DeviceReport { name, compiler, products, policies, fallback: Some(why) }
     }
 
     /// One line of it.
     pub fn sentence(&self) -> String {
         match &self.fallback {
             Some(why) => format!("{}: {why}", self.name),
-            None => format!("{}; {}; {}", self.name, self.compiler, self.products),
+            None => {
+                let of =
+                    |of: &Multiplied| format!("{} (logits), {} (dq, dk)", of.logits, of.gradients);
+                let mut policies: Vec<_> = self.policies.iter().map(of).collect();
+                policies.dedup();
+                let policies = match policies.is_empty() {
+                    true => String::new(),
+                    false => format!("; policies: {}", policies.join("; ")),
+                };
+                format!("{}; {}; {}{policies}", self.name, self.compiler, self.products)
+            }
         }
     }
 }

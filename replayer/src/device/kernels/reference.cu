@@ -1,28 +1,10 @@
 // The f64 reference of the loss head, element by element: what stands between its GEMMs.
 //
-// No header, no shared memory, no atomics, and only what C and CUDA C++ have in common: NVRTC
-// compiles it without a toolkit, the tests compile it with a C compiler and run every kernel on
-// machines without a GPU. A thread writes what no other thread writes, and sums in an order that
-// the shapes alone decide, so the bits of a run are those of any other on the same device.
+// A thread writes what no other thread writes, and sums in an order that the shapes alone decide, so
+// the bits of a run are those of any other on the same device. `prelude.cuh` comes before it.
 //
 // The formulas are those of kernels/reference: docs of `logit.rs`, `tile.rs` and `plane.rs` there
 // say what each variance is. Matrices are row-major; every field is 8 bytes wide.
-
-#ifdef HOST
-#define EXPORT
-#define DEVICE static
-#define KERNEL(name, Args) void name(const Args *given, long long thread)
-#define BEGIN(Args) const Args a = *given; if (thread >= a.threads) return
-double exp(double), tanh(double), fabs(double), fmax(double, double);
-#else
-#define DEVICE static __device__
-#define KERNEL(name, Args) extern "C" __global__ void name(const Args a)
-#define BEGIN(Args) const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x; \
-    if (thread >= a.threads) return
-#endif
-
-typedef long long i64;
-typedef unsigned long long u64;
 
 #define INFINITY_BITS 0x7ff0000000000000ull
 #define LARGEST 1.7976931348623157e308

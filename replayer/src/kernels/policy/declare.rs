@@ -236,7 +236,7 @@ impl Policy {
 
     /// What logits are rounded to as they leave their GEMM, after each of bias, scale and
     /// softcap, and at the end.
-    pub(in crate::kernels) fn logit_steps(&self) -> [Precision; 3] {
+    pub(crate) fn logit_steps(&self) -> [Precision; 3] {
         let (own, none) = (self.logits, Precision::F64);
         match self.logits_when {
             LogitRounding::Gemm => [own, none, none],
@@ -247,7 +247,7 @@ impl Policy {
 
     /// What the parts of dq and of dk are rounded to before they are added, and what their
     /// sums are after; `None` where a sum goes on from tile to tile.
-    pub(in crate::kernels) fn between(&self) -> [Option<(Precision, Precision)>; 2] {
+    pub(crate) fn between(&self) -> [Option<(Precision, Precision)>; 2] {
         match self.path {
             Path::Plain => [None, None],
             Path::Fused => [Some((self.addend, self.tile_add)); 2],
@@ -275,13 +275,13 @@ impl Policy {
     }
 
     /// Vocabulary tiles in the order of the walk.
-    pub(in crate::kernels) fn vocab_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
+    pub(crate) fn vocab_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
         let descending = self.path == Path::Fused && self.tile_order == Walk::Descending;
         ordered(length, size, descending)
     }
 
     /// Token tiles or chunks in the order of the walk.
-    pub(in crate::kernels) fn token_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
+    pub(crate) fn token_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
         let descending = self.path != Path::Plain && self.chunk_order == Walk::Descending;
         ordered(length, size, descending)
     }

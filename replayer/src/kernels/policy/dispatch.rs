@@ -111,8 +111,7 @@ pub fn backward(
     progress: &dyn Progress,
     on_dk: &mut dyn FnMut(DkParts),
 ) -> DqParts {
-    check(inputs);
-    check_upstream(inputs, lse, cotangents);
+    check_backward(inputs, lse, cotangents);
     if !policy.is_fast() {
         let upstream = Upstream { lse, cotangents: *cotangents };
         return emulator::backward(policy, inputs, upstream, tiles, progress, on_dk);
@@ -133,8 +132,7 @@ pub fn plane(
     progress: &dyn Progress,
     on_tile: &mut dyn FnMut(PlaneTile),
 ) {
-    check(inputs);
-    check_upstream(inputs, lse, cotangents);
+    check_backward(inputs, lse, cotangents);
     if !policy.is_fast() {
         let upstream = Upstream { lse, cotangents: *cotangents };
         return emulator::plane(policy, inputs, upstream, tiles, progress, on_tile);
@@ -144,7 +142,7 @@ pub fn plane(
 }
 
 /// Panics unless the shapes agree, as `HeadInputs::check` does.
-pub(super) fn check(inputs: &HeadInputs) {
+pub(crate) fn check(inputs: &HeadInputs) {
     inputs.check();
     if let Some(bias) = inputs.bias {
         assert!(bias.len() >= inputs.valid_vocab, "one bias a row of k");
@@ -156,7 +154,9 @@ pub(super) fn check(inputs: &HeadInputs) {
     }
 }
 
-fn check_upstream(inputs: &HeadInputs, lse: &[f64], cotangents: &Cotangents<f64>) {
+/// Panics unless the shapes agree, those of the upstream too.
+pub(crate) fn check_backward(inputs: &HeadInputs, lse: &[f64], cotangents: &Cotangents<f64>) {
+    check(inputs);
     for given in [lse, cotangents.lse, cotangents.label, cotangents.smooth] {
         assert_eq!(given.len(), inputs.q.rows, "one lse and one cotangent a token");
     }
@@ -164,32 +164,32 @@ fn check_upstream(inputs: &HeadInputs, lse: &[f64], cotangents: &Cotangents<f64>
 
 /// lse and cotangents of some tokens, in what the policy computes in.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::kernels) struct Upstream<'a, F> {
-    pub(in crate::kernels) lse: &'a [F],
-    pub(in crate::kernels) cotangents: Cotangents<'a, F>,
+pub(crate) struct Upstream<'a, F> {
+    pub(crate) lse: &'a [F],
+    pub(crate) cotangents: Cotangents<'a, F>,
 }
 
 impl<'a, F> Upstream<'a, F> {
     /// Those of some of the tokens.
-    pub(in crate::kernels) fn of(&self, tokens: Range<usize>) -> Upstream<'a, F> {
+    pub(crate) fn of(&self, tokens: Range<usize>) -> Upstream<'a, F> {
         Upstream { lse: &self.lse[tokens.clone()], cotangents: self.cotangents.of(tokens) }
     }
 }
 
 /// lse and cotangents rounded to f32.
-struct Narrow {
+pub(crate) struct Narrow {
     lse: Vec<f32>,
     cotangents: [Vec<f32>; 3],
 }
 
 impl Narrow {
-    fn new(lse: &[f64], cotangents: &Cotangents<f64>) -> Self {
+    pub(crate) fn new(lse: &[f64], cotangents: &Cotangents<f64>) -> Self {
         let narrow = |values: &[f64]| values.iter().map(|&value| value as f32).collect();
         let Cotangents { lse: g_lse, label, smooth } = cotangents;
         Narrow { lse: narrow(lse), cotangents: [narrow(g_lse), narrow(label), narrow(smooth)] }
     }
 
-    fn upstream(&self) -> Upstream<'_, f32> {
+    pub(crate) fn upstream(&self) -> Upstream<'_, f32> {
         let [lse, label, smooth] = &self.cotangents;
         Upstream { lse: &self.lse, cotangents: Cotangents { lse, label, smooth } }
     }

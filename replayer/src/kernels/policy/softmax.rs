@@ -11,7 +11,7 @@ use std::ops::Range;
 
 /// Running max of a row of logits, and the sum of `exp(logit - shift(max))`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Online {
+pub(crate) struct Online {
     max: f32,
     sum: f32,
     label_logit: f32,
@@ -22,6 +22,11 @@ impl Online {
     /// A row of which no tile was seen.
     pub(super) const EMPTY: Online =
         Online { max: f32::NEG_INFINITY, sum: 0.0, label_logit: 0.0, logit_sum: 0.0 };
+
+    /// Of a row whose tiles were taken in elsewhere.
+    pub(crate) fn of([max, sum, label_logit, logit_sum]: [f32; 4]) -> Online {
+        Online { max, sum, label_logit, logit_sum }
+    }
 
     /// Takes in one tile of a row: its sum in the lanes of `sum_exp`, then one merge.
     fn absorb(&mut self, row: &[f32]) {
