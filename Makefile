@@ -66,11 +66,11 @@ $(VENV)-ray/.installed-dev: $(VENV)/.wheel-dev $(VENV)-ray/.tools
 # The tests of the reference on a GPU, on one. Without a GPU NVRTC still compiles every kernel for
 # every generation; cuBLAS, half a gigabyte, is then left out.
 CUDA := $(VENV)-cuda
-CUDA_LIBS := $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia/cu13/lib
+NVIDIA := $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia
 GPU := $(wildcard /dev/nvidiactl)
 test-gpu: $(CUDA)/.installed $(if $(GPU),$(CUDA)/.installed-gpu)
 	@$(if $(GPU),:,echo "no GPU: kernels are compiled, not run")
-	LD_LIBRARY_PATH="$$(echo $(CUDA_LIBS)):$$LD_LIBRARY_PATH" BACKTAPE_TEST_NVRTC=1 \
+	LD_LIBRARY_PATH="$$(echo $(NVIDIA)/cu13/lib):$$(echo $(NVIDIA)/nccl/lib):$$LD_LIBRARY_PATH" BACKTAPE_TEST_NVRTC=1 \
 		$(if $(GPU),BACKTAPE_TEST_GPU=1) cargo test --locked --lib device::
 
 $(CUDA)/.installed: python/requirements-cuda.txt
@@ -80,6 +80,8 @@ $(CUDA)/.installed: python/requirements-cuda.txt
 
 $(CUDA)/.installed-gpu: python/requirements-gpu.txt $(CUDA)/.installed
 	$(CUDA)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@# cudarc asks for libnccl.so, and the wheel has libnccl.so.2 alone.
+	for nccl in $(CUDA)/lib/python3*/site-packages/nvidia/nccl/lib; do ln -sf libnccl.so.2 $$nccl/libnccl.so; done
 	touch $@
 
 # The whole of what `cargo test` runs a share of: hours. docs/reliability.md says what each

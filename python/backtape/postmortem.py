@@ -45,8 +45,9 @@ def replay(
         compared with the reference (is it right?) and with what was captured (is it what the job
         did?), and takes part in the search for the cause. Not together with against.
     report: a file that becomes the report as one HTML page, with drawings (docs/report.md).
-    device: what computes the f64 reference: "cpu", the default, or "cuda" or "cuda:1" (docs/device.md).
-        Where it cannot be used the CPU does it, and a RuntimeWarning and the report say why.
+    device: what computes the f64 reference and the emulated policies: "cpu", the default, or "cuda", "cuda:1",
+        "cuda:0,1", "cuda:all" (docs/device.md). Where it cannot be used the CPU does it, and a RuntimeWarning and
+        the report say why.
 
     Raises RuntimeError with one sentence where no verdict can be given at all, ValueError for
     compare= or device= that cannot be read, or variants= together with against=.

@@ -193,7 +193,7 @@ pub(crate) fn replay(
     let selection = Selection { run, attempt, step };
     let device = asked_device(device)?;
     told(py, (report, draws), |draws| {
-        let extras = Extras { draws, device, ..Extras::default() };
+        let extras = Extras { draws, device: device.as_ref(), ..Extras::default() };
         cli::full_report(&path, &selection, compare, against.as_deref(), extras)
     })
 }

@@ -34,7 +34,7 @@ pub(crate) fn probe_coordinator(
 #[pyfunction]
 pub(crate) fn probe_device(py: Python<'_>, ordinal: usize) -> PyResult<String> {
     let opened = py.detach(|| {
-        let device = device::open(ordinal)?;
+        let device = device::open(&[ordinal])?;
         let Description { name, compiler, products } = device.description().clone();
         Ok(format!("{name}; {compiler}; {products}"))
     });

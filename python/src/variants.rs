@@ -90,7 +90,7 @@ pub(crate) fn replay_varied(
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
     let device = asked_device(device)?;
     told(py, (report, draws), |draws| {
-        let extras = Extras { variants: &variants, draws, device };
+        let extras = Extras { variants: &variants, draws, device: device.as_ref() };
         cli::full_report(&path, &selection, compare, None, extras)
     })
 }

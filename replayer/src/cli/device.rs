@@ -10,19 +10,20 @@ use crate::report::schema::DeviceReport;
 /// Which device.
 #[derive(Debug, Default, Args)]
 pub(super) struct DeviceArguments {
-    /// What computes the f64 reference: cpu, by default, or the first GPU as cuda, or another as
-    /// cuda:1. Where it cannot be used the CPU does it, and the report says why.
+    /// What computes the f64 reference and the emulated policies: cpu, by default, or the first GPU
+    /// as cuda, another as cuda:1, several as cuda:0,1, all as cuda:all. Where it cannot be used the
+    /// CPU does it, and the report says why.
     #[arg(long, value_name = "DEVICE", conflicts_with = "engine")]
     pub(super) device: Option<AskedDevice>,
 }
 
 /// A device as typed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AskedDevice {
     /// This process.
     Cpu,
-    /// A GPU, by its number.
-    Cuda(usize),
+    /// GPUs, by their numbers; none for all of them.
+    Cuda(Vec<usize>),
 }
 
 impl FromStr for AskedDevice {
@@ -31,11 +32,24 @@ impl FromStr for AskedDevice {
     fn from_str(text: &str) -> Result<AskedDevice, String> {
         match text.split_once(':').unwrap_or((text, "0")) {
             ("cpu", "0") => Ok(AskedDevice::Cpu),
-            ("cuda", number) => number.parse().map(AskedDevice::Cuda).map_err(|_| ()),
+            ("cuda", "all") => Ok(AskedDevice::Cuda(Vec::new())),
+            ("cuda", numbers) => numbered(numbers).map(AskedDevice::Cuda),
             _ => Err(()),
         }
-        .map_err(|()| "it is cpu, cuda, or cuda:N, N the number of a GPU".into())
+        .map_err(|()| {
+            "it is cpu, cuda, cuda:N, N the number of a GPU, cuda:N,M,... each named once, or \
+             cuda:all"
+                .into()
+        })
     }
+}
+
+/// Numbers between commas, none of them twice.
+fn numbered(text: &str) -> Result<Vec<usize>, ()> {
+    let numbers = text.split(',').map(|number| number.parse().map_err(|_| ()));
+    let numbers: Vec<usize> = numbers.collect::<Result<_, _>>()?;
+    let twice = numbers.iter().enumerate().any(|(at, number)| numbers[..at].contains(number));
+    if twice { Err(()) } else { Ok(numbers) }
 }
 
 /// The device that computes, and what the report says of it; neither where none was asked for.
@@ -47,9 +61,9 @@ pub(super) struct Used {
 
 impl Used {
     /// Opens what was asked for.
-    pub(super) fn open(asked: Option<AskedDevice>) -> Used {
-        let Some(AskedDevice::Cuda(ordinal)) = asked else { return Used::default() };
-        match device::open(ordinal) {
+    pub(super) fn open(asked: Option<&AskedDevice>) -> Used {
+        let Some(AskedDevice::Cuda(ordinals)) = asked else { return Used::default() };
+        match device::open(ordinals) {
             Ok(device) => {
                 let report = Some(DeviceReport::of(device.description()));
                 Used { device: Some(device), report }
@@ -73,12 +87,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_named_by_its_kind_and_number() {
+    fn a_device_is_named_by_its_kind_and_numbers() {
         let parsed = |text: &str| text.parse::<AskedDevice>();
         assert_eq!(parsed("cpu"), Ok(AskedDevice::Cpu));
-        assert_eq!(parsed("cuda"), Ok(AskedDevice::Cuda(0)));
-        assert_eq!(parsed("cuda:3"), Ok(AskedDevice::Cuda(3)));
-        for wrong in ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:1", "cuda:0:1"] {
+        assert_eq!(parsed("cuda"), Ok(AskedDevice::Cuda(vec![0])));
+        assert_eq!(parsed("cuda:3"), Ok(AskedDevice::Cuda(vec![3])));
+        assert_eq!(parsed("cuda:1,0,7"), Ok(AskedDevice::Cuda(vec![1, 0, 7])));
+        assert_eq!(parsed("cuda:all"), Ok(AskedDevice::Cuda(Vec::new())));
+        for wrong in
+            ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:1", "cuda:0:1", "cuda:0,", "cuda:1,1"]
+        {
             assert!(parsed(wrong).unwrap_err().contains("cuda:N"), "{wrong}");
         }
     }

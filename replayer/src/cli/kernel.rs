@@ -64,7 +64,7 @@ impl KernelArguments {
         let kernels = self.kernels.iter().map(read).collect::<Result<Vec<_>, _>>()?;
         let device = match kernels.is_empty() {
             true => None,
-            false => Some(device::open(0).map_err(|why| RunError::NoKernel { why })?),
+            false => Some(device::open(&[0]).map_err(|why| RunError::NoKernel { why })?),
         };
         Ok(Kernels { kernels, device })
     }

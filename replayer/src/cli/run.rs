@@ -92,7 +92,7 @@ fn replay_on(
         cluster.spilling_to(arguments.spill.as_deref())
     });
     let kernels = arguments.kernel.open()?;
-    let used = Used::open(arguments.device.device);
+    let used = Used::open(arguments.device.device.as_ref());
     used.say();
     let how = How {
         policy: policy.as_ref(),
@@ -137,7 +137,7 @@ pub struct Extras<'a> {
     /// Whether all that a page draws is gathered, see `report::html`.
     pub draws: bool,
     /// What computes the reference; where it cannot be used the report says why.
-    pub device: Option<AskedDevice>,
+    pub device: Option<&'a AskedDevice>,
 }
 
 /// The report of a replay of one run or of two, with all that is asked for.

@@ -98,6 +98,11 @@ kernel!(
     { from: u64, to: u64 }
 );
 kernel!(
+    /// Values onto others.
+    Add, "add",
+    { sums: u64, addends: u64 }
+);
+kernel!(
     /// Logits of some columns into the lanes of their rows.
     Absorb, "absorb",
     { products: u64, columns: i64, first: i64, lanes: u64, head: Head }

@@ -4,6 +4,7 @@
 //! gradient for one slab. The label path, one row a token, is the host's.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use super::BackwardWalk;
 use super::arguments::Terms;
@@ -19,9 +20,10 @@ use crate::kernels::reference::{
 use crate::kernels::tiles::spans;
 use crate::kernels::{HeadInputs, Progress, Tiles};
 
-/// A walk over slabs of k, in order.
+/// A walk over slabs of k, in order, of all tokens or of some.
 pub(super) struct Walk<'m, M: Machine> {
     machine: &'m M,
+    tokens: Range<usize>,
     plan: Plan,
     asked: [bool; SUMS],
     /// The tokens whose sums lie on the device.
@@ -44,7 +46,7 @@ struct Tile<M: Machine> {
 }
 
 /// One slab of k, all that its tiles need.
-struct Slab<'a, M: Machine> {
+pub(super) struct Slab<'a, M: Machine> {
     inputs: &'a HeadInputs<'a>,
     noise: &'a TermNoise,
     held: OnDevice<M>,
@@ -60,14 +62,15 @@ impl<'m, M: Machine> Walk<'m, M> {
     pub(super) fn begin(
         machine: &'m M,
         inputs: &HeadInputs,
-        rows: usize,
-        noise: &TermNoise,
+        tokens: Range<usize>,
+        (rows, noise): (usize, &TermNoise),
     ) -> Result<Self, DeviceError> {
         let asked = [true, true, true, noise.filter > 0.0, noise.confident > 0.0];
         let terms = asked.iter().filter(|&&asked| asked).count();
-        let sizes = Sizes { tokens: inputs.q.rows, rows, depth: inputs.q.cols, terms };
+        let sizes = Sizes { tokens: tokens.len(), rows, depth: inputs.q.cols, terms };
         Ok(Walk {
             machine,
+            tokens,
             plan: Plan::of(machine.free()?, sizes),
             asked,
             band: None,
@@ -81,12 +84,13 @@ impl<'m, M: Machine> Walk<'m, M> {
         &mut self,
         tokens: Range<usize>,
         inputs: &HeadInputs,
-        dq: &mut Backward,
+        dq: &Mutex<&mut Backward>,
     ) -> Result<(), DeviceError> {
         if self.band.as_ref().is_some_and(|band| band.tokens == tokens) {
             return Ok(());
         }
         self.leave(dq)?;
+        let dq = &mut *dq.lock().unwrap_or_else(PoisonError::into_inner);
         let mut queries = Vec::new();
         for span in spans(tokens.len(), self.plan.tiles.tokens) {
             let rows = tokens.start + span.start..tokens.start + span.end;
@@ -100,10 +104,28 @@ impl<'m, M: Machine> Walk<'m, M> {
     }
 
     /// Fetches the sums that lie on the device.
-    fn leave(&mut self, dq: &mut Backward) -> Result<(), DeviceError> {
+    pub(super) fn leave(&mut self, dq: &Mutex<&mut Backward>) -> Result<(), DeviceError> {
         let Some(band) = self.band.take() else { return Ok(()) };
+        let dq = &mut *dq.lock().unwrap_or_else(PoisonError::into_inner);
         let depth = dq.dq_lse.len() / dq.dq_label_rel_var.len().max(1);
         band.sums.get(self.machine, parts(dq, &band.tokens, depth))
+    }
+
+    /// The sums of a slab over the walk's tokens, on the device.
+    pub(super) fn sums<'a>(
+        &mut self,
+        inputs: &'a HeadInputs<'a>,
+        upstream: Upstream<'a>,
+        progress: &dyn Progress,
+        dq: &Mutex<&mut Backward>,
+    ) -> Result<Slab<'a, M>, DeviceError> {
+        let mut slab = Slab::begin(self.machine, inputs, upstream, self.asked)?;
+        let first = self.tokens.start;
+        for tokens in spans(self.tokens.len(), self.plan.band) {
+            self.enter(first + tokens.start..first + tokens.end, inputs, dq)?;
+            self.tiles(&mut slab, progress)?;
+        }
+        Ok(slab)
     }
 
     /// All tiles of a slab and of the tokens whose sums lie here.
@@ -141,17 +163,13 @@ impl<M: Machine> BackwardWalk for Walk<'_, M> {
         dq: &mut Backward,
     ) -> Result<DkSums, DeviceError> {
         reference::check(inputs);
-        let mut slab = Slab::begin(self.machine, inputs, upstream, self.asked)?;
-        for tokens in spans(inputs.q.rows, self.plan.band) {
-            self.enter(tokens, inputs, dq)?;
-            self.tiles(&mut slab, progress)?;
-        }
-        let (dense, labels) = slab.finish(self.machine)?;
+        let slab = self.sums(inputs, upstream, progress, &Mutex::new(&mut *dq))?;
+        let (dense, labels) = (slab.dense(self.machine)?, slab.labels(self.machine)?);
         Ok(DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq))
     }
 
     fn finish(mut self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
-        self.leave(dq)
+        self.leave(&Mutex::new(dq))
     }
 }
 
@@ -184,25 +202,39 @@ impl<'a, M: Machine> Slab<'a, M> {
         Ok(Slab { inputs, noise: upstream.noise, held, sums, biases, labels })
     }
 
+    /// Its sums of k's rows: `[rows, D]`, then those of the bias, `[rows]`.
+    pub(super) fn rooms(&self) -> impl Iterator<Item = (&Room<M>, usize)> {
+        let (rows, depth) = (self.inputs.k.rows, self.inputs.q.cols);
+        let sums = self.sums.rooms().map(move |room| (room, rows * depth));
+        sums.chain(self.biases.iter().map(move |room| (room, rows)))
+    }
+
     /// What the slab summed up to.
-    fn finish(self, machine: &M) -> Result<(DenseSums, LabelTerms), DeviceError> {
-        let (rows, tokens) = (self.inputs.k.rows, self.inputs.q.rows);
+    pub(super) fn dense(&self, machine: &M) -> Result<DenseSums, DeviceError> {
+        let rows = self.inputs.k.rows;
         let mut dense = DenseSums::zeros(self.inputs, self.noise);
         let DenseSums { lse, lse_sq, lse_var, dropped, confident, .. } = &mut dense;
         self.sums
             .get(machine, [lse, lse_sq, lse_var, dropped, confident].map(|all| &mut all[..]))?;
-        let fetch = |room: &Room<M>, values: usize| {
-            let mut fetched = vec![0.0; values];
-            room.get(machine, &mut fetched).map(|()| fetched)
-        };
         let [lse, var, sq] = &self.biases;
-        dense.bias_lse = fetch(lse, rows)?;
-        dense.bias_var = fetch(var, rows)?;
-        dense.bias_sq = fetch(sq, rows)?;
-        let [slopes, slope_vars, entries] = &self.labels;
-        let slopes = fetch(slopes, tokens)?.into_iter().zip(fetch(slope_vars, tokens)?).collect();
-        Ok((dense, LabelTerms { slopes, entries: fetch(entries, tokens)? }))
+        dense.bias_lse = fetch(machine, lse, rows)?;
+        dense.bias_var = fetch(machine, var, rows)?;
+        dense.bias_sq = fetch(machine, sq, rows)?;
+        Ok(dense)
     }
+
+    /// The labels' columns, of all tokens: 0 for those that were not walked.
+    pub(super) fn labels(&self, machine: &M) -> Result<LabelTerms, DeviceError> {
+        let all = |room| fetch(machine, room, self.inputs.q.rows);
+        let [slopes, slope_vars, entries] = &self.labels;
+        let slopes = all(slopes)?.into_iter().zip(all(slope_vars)?).collect();
+        Ok(LabelTerms { slopes, entries: all(entries)? })
+    }
+}
+
+fn fetch<M: Machine>(machine: &M, room: &Room<M>, values: usize) -> Result<Vec<f64>, DeviceError> {
+    let mut fetched = vec![0.0; values];
+    room.get(machine, &mut fetched).map(|()| fetched)
 }
 
 impl<M: Machine> Tile<M> {

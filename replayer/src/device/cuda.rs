@@ -51,6 +51,23 @@ impl Cuda {
         })
     }
 
+    /// How many GPUs the driver knows.
+    pub(super) fn count() -> Result<usize, DeviceError> {
+        presence::need(presence::driver)?;
+        let counted = catch_unwind(CudaContext::device_count);
+        let count = counted.map_err(|_| DeviceError::Absent("the driver is too old".into()))?;
+        let count = count.map_err(|why| DeviceError::Absent(why.to_string()))?;
+        match usize::try_from(count) {
+            Ok(count) if count > 0 => Ok(count),
+            _ => Err(DeviceError::Absent("the driver knows no GPU".into())),
+        }
+    }
+
+    /// What all that it does is ordered by.
+    pub(super) fn stream(&self) -> Arc<CudaStream> {
+        self.stream.clone()
+    }
+
     fn load(ordinal: usize) -> Result<Cuda, DeviceError> {
         let absent = |error: cudarc::driver::DriverError| DeviceError::Absent(error.to_string());
         let count = CudaContext::device_count().map_err(absent)?;

@@ -16,6 +16,14 @@ pub enum DeviceError {
         /// What the compiler said.
         log: String,
     },
+    /// One of several devices did not do it.
+    #[error("{source} ({device})")]
+    On {
+        /// Which.
+        device: String,
+        /// What it said.
+        source: Box<DeviceError>,
+    },
     /// A call failed.
     #[error("the device failed at {what}: {why}")]
     Call {
@@ -27,6 +35,10 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
+    pub(super) fn on(self, device: &str) -> DeviceError {
+        DeviceError::On { device: device.into(), source: Box::new(self) }
+    }
+
     pub(super) fn call(what: &str, why: impl std::fmt::Display) -> DeviceError {
         DeviceError::Call { what: what.into(), why: why.to_string() }
     }

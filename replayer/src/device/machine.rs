@@ -9,7 +9,7 @@ use super::error::DeviceError;
 /// A device.
 pub(super) trait Machine: Sync {
     /// Bytes of the device.
-    type Buffer;
+    type Buffer: Send;
 
     /// What it is.
     fn description(&self) -> &Description;

@@ -14,6 +14,7 @@ mod forward;
 mod head;
 #[cfg(test)]
 mod host;
+mod links;
 mod machine;
 mod own;
 mod plan;
@@ -21,6 +22,7 @@ mod plane;
 mod policy;
 mod presence;
 mod room;
+mod several;
 mod sums;
 #[cfg(test)]
 mod tests;
@@ -34,7 +36,8 @@ use crate::kernels::{Cotangents, HeadInputs, Progress, Tiles};
 use own::launch::Launches;
 
 /// Names of the kernels in `kernels/reference.cu`.
-const KERNELS: [&str; 7] = ["widen", "row_sums", "magnitudes", "absorb", "fold", "terms", "plane"];
+const KERNELS: [&str; 8] =
+    ["widen", "row_sums", "magnitudes", "add", "absorb", "fold", "terms", "plane"];
 
 /// What computes, for the report.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,9 +133,20 @@ pub fn products_of(policy: &Policy) -> [&'static str; 2] {
     policy::words(policy)
 }
 
-/// GPU number `ordinal`, its kernels compiled.
-pub fn open(ordinal: usize) -> Result<Box<dyn Device>, DeviceError> {
-    Ok(Box::new(cuda::Cuda::open(ordinal)?))
+/// The GPUs of these numbers, their kernels compiled; without any all that there are.
+pub fn open(ordinals: &[usize]) -> Result<Box<dyn Device>, DeviceError> {
+    let all;
+    let ordinals = match ordinals {
+        [] => {
+            all = (0..cuda::Cuda::count()?).collect::<Vec<_>>();
+            &all[..]
+        }
+        some => some,
+    };
+    match ordinals {
+        &[one] => Ok(Box::new(cuda::Cuda::open(one)?)),
+        several => Ok(Box::new(several::open(several)?)),
+    }
 }
 
 impl<M: Launches> Device for M {
@@ -154,7 +168,7 @@ impl<M: Launches> Device for M {
         rows: usize,
         noise: &TermNoise,
     ) -> Result<Box<dyn BackwardWalk + 'a>, DeviceError> {
-        Ok(Box::new(backward::Walk::begin(self, inputs, rows, noise)?))
+        Ok(Box::new(backward::Walk::begin(self, inputs, 0..inputs.q.rows, (rows, noise))?))
     }
 
     fn plane(

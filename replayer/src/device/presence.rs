@@ -38,6 +38,17 @@ pub(super) fn cublas() -> Result<(), &'static str> {
     )
 }
 
+/// What brings sums from one GPU to another. Its wheel has no `libnccl.so`, which is the only name
+/// that cudarc asks for.
+pub(super) fn nccl() -> Result<(), &'static str> {
+    // SAFETY: as above.
+    loads(|| unsafe { cudarc::nccl::sys::is_culib_present() }).ok_or(
+        "the library that joins several GPUs, libnccl.so, is not found: install libnccl-dev, or \
+         nvidia-nccl-cu13 from the Python index with a link libnccl.so to its libnccl.so.2 in a \
+         folder of LD_LIBRARY_PATH, or name one GPU",
+    )
+}
+
 fn loads(present: impl FnOnce() -> bool) -> Option<()> {
     catch_unwind(AssertUnwindSafe(present)).unwrap_or(false).then_some(())
 }

@@ -56,6 +56,16 @@ impl<M: Machine> Room<M> {
         self.buffer.as_ref().map_or(0, |buffer| machine.address(buffer))
     }
 
+    /// What it holds; `None` before anything was asked of it.
+    pub(super) fn buffer(&self) -> Option<&M::Buffer> {
+        self.buffer.as_ref()
+    }
+
+    /// The same, to be written.
+    pub(super) fn buffer_mut(&mut self) -> Option<&mut M::Buffer> {
+        self.buffer.as_mut()
+    }
+
     /// Address of its value number `index` of 8 bytes; 0 before anything was asked of it.
     pub(super) fn at(&self, machine: &M, index: usize) -> u64 {
         match self.address(machine) {

@@ -48,6 +48,11 @@ impl<M: Machine> Sums<M> {
         Ok(())
     }
 
+    /// Those that are asked for.
+    pub(super) fn rooms(&self) -> impl Iterator<Item = &Room<M>> {
+        self.rooms.iter().flatten()
+    }
+
     /// Where value number `index` of each lies; `None` for what is not asked for.
     pub(super) fn at(&self, machine: &M, index: usize) -> [Option<u64>; SUMS] {
         self.rooms.each_ref().map(|room| room.as_ref().map(|room| room.at(machine, index)))

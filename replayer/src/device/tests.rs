@@ -15,7 +15,7 @@ use crate::kernels::{Cotangents, Matrix, NoProgress, Transform, Values};
 
 const TILES: Tiles = Tiles { tokens: 6, vocab: 16 };
 
-const NOISE: TermNoise = TermNoise {
+pub(super) const NOISE: TermNoise = TermNoise {
     p_rel_var: 0.25,
     logit_rel_var: 0.5,
     dot_rel_var: 2.0,
@@ -246,7 +246,7 @@ fn tile_after_tile_gives_the_forward_sums_of_the_whole_vocabulary<M: Launches>(m
 }
 
 /// dq and the rows of dk, each by its name.
-fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &TermNoise) -> Named {
+pub(super) fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &TermNoise) -> Named {
     let mut all: Named = [
         ("dq_lse", &dq.dq_lse),
         ("dq_label", &dq.dq_label),
@@ -293,9 +293,14 @@ fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &TermNoise) -> 
     all
 }
 
-type Named = Vec<(&'static str, Vec<f64>)>;
+pub(super) type Named = Vec<(&'static str, Vec<f64>)>;
 
-fn on(device: &dyn Device, fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named {
+pub(super) fn on(
+    device: &dyn Device,
+    fixture: &Fixture,
+    noise: &TermNoise,
+    copies: Option<&[f64]>,
+) -> Named {
     let inputs = HeadInputs { copies, ..fixture.inputs() };
     let owned = Owned::of(fixture);
     let upstream = owned.upstream(&inputs, noise);
@@ -308,7 +313,7 @@ fn on(device: &dyn Device, fixture: &Fixture, noise: &TermNoise, copies: Option<
     flat(&dq, sums, &inputs, noise)
 }
 
-fn wanted(fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named {
+pub(super) fn wanted(fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named {
     let inputs = HeadInputs { copies, ..fixture.inputs() };
     let owned = Owned::of(fixture);
     let Upstream { lse, cotangents, noise } = owned.upstream(&inputs, noise);
@@ -319,7 +324,7 @@ fn wanted(fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]>) -> Named
     flat(&dq, sums, &inputs, noise)
 }
 
-fn assert_all(what: &str, got: &Named, wanted: &Named, depth: usize) {
+pub(super) fn assert_all(what: &str, got: &Named, wanted: &Named, depth: usize) {
     for ((name, got), (_, wanted)) in got.iter().zip(wanted) {
         let width = if name.starts_with("dbias") { wanted.len() } else { depth };
         assert_close(&format!("{what}: {name}"), got, wanted, width);

@@ -15,7 +15,8 @@ use crate::dump::{StepDump, TensorInfo};
 pub use super::error::StepError;
 pub(crate) use super::error::unfit;
 pub(crate) use super::view::{flat_rows, numbers};
-pub use super::view::{matrix, rows_of, vocabulary_slab};
+pub use super::view::{matrix, vocabulary_slab};
+pub use crate::kernels::rows_of;
 
 /// Where the head's tensors lie in the dump.
 #[derive(Clone)]

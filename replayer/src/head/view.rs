@@ -3,6 +3,7 @@
 
 use crate::assemble::Tensor;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
+use crate::kernels::rows_of;
 
 /// The tensor as a matrix: last dimension as columns, all others flattened.
 pub fn matrix(tensor: &Tensor) -> Option<Matrix<'_>> {
@@ -68,18 +69,6 @@ pub fn vocabulary_slab<'m>(
         ..reads
     });
     HeadInputs { k: rows_of(&inputs.k, range), labels, valid_vocab, bias, reads, ..*inputs }
-}
-
-/// Some rows of a matrix, in place.
-pub fn rows_of<'m>(matrix: &Matrix<'m>, range: std::ops::Range<usize>) -> Matrix<'m> {
-    let (from, to) = (range.start * matrix.cols, range.end * matrix.cols);
-    let values = match matrix.values {
-        Values::Bf16(bits) => Values::Bf16(&bits[from..to]),
-        Values::F16(bits) => Values::F16(&bits[from..to]),
-        Values::F32(values) => Values::F32(&values[from..to]),
-        Values::F64(values) => Values::F64(&values[from..to]),
-    };
-    Matrix { rows: range.len(), cols: matrix.cols, values }
 }
 
 #[cfg(test)]

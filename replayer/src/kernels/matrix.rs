@@ -130,6 +130,38 @@ impl<'a> HeadInputs<'a> {
     }
 }
 
+/// Some rows of a matrix, in place.
+pub fn rows_of<'m>(matrix: &Matrix<'m>, range: Range<usize>) -> Matrix<'m> {
+    let (from, to) = (range.start * matrix.cols, range.end * matrix.cols);
+    let values = match matrix.values {
+        Values::Bf16(bits) => Values::Bf16(&bits[from..to]),
+        Values::F16(bits) => Values::F16(&bits[from..to]),
+        Values::F32(values) => Values::F32(&values[from..to]),
+        Values::F64(values) => Values::F64(&values[from..to]),
+    };
+    Matrix { rows: range.len(), cols: matrix.cols, values }
+}
+
+/// Some tokens of a head.
+pub(crate) fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
+    let cut = |matrix: Matrix<'h>| match matrix.cols {
+        0 => Matrix { rows: tokens.len(), ..matrix },
+        _ => rows_of(&matrix, tokens.clone()),
+    };
+    HeadInputs {
+        q: cut(head.q),
+        labels: &head.labels[tokens.clone()],
+        copies: head.copies.map(|copies| &copies[tokens.clone()]),
+        given: head.given.map(|given| rows_of(&given, tokens.clone())),
+        reads: head.reads.map(|reads| Reads {
+            q: rows_of(&reads.q, tokens.clone()),
+            scores: reads.scores.map(|(of, first)| (rows_of(&of, tokens.clone()), first)),
+            ..reads
+        }),
+        ..*head
+    }
+}
+
 impl HeadInputs<'_> {
     /// Panics unless the shapes agree and every label names a valid row: the caller
     /// validates dumps and turns such a fault into a finding.

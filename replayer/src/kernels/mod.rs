@@ -20,7 +20,8 @@ pub mod tiles;
 #[cfg(test)]
 pub(crate) mod fixture;
 
-pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Transform, Values};
+pub(crate) use matrix::span_of;
+pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Transform, Values, rows_of};
 pub use policy::Policy;
 pub use round::Precision;
 pub use tiles::{NoProgress, Progress, Tiles};

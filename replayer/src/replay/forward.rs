@@ -10,7 +10,6 @@ use super::allowed::{LabelSize, TokenSize, relative, stored};
 use super::column::{Column, Expected};
 use super::members::members;
 use super::outcome::{MemberError, Outcome, Status};
-use super::plane::span_of;
 use super::world::{At, Expectation, Pass};
 use super::{Replay, Slice};
 use crate::head::roundings::precision_of;
@@ -19,6 +18,7 @@ use crate::head::{MicrobatchInputs, Scores, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
 use crate::kernels::policy::Policy;
 use crate::kernels::reference;
+use crate::kernels::span_of;
 
 /// From here on `g p` lies within two spacings of bf16's exponent of g, so that
 /// tokens of one g may round alike.

@@ -20,11 +20,11 @@ use super::{Replay, Slice};
 use crate::assemble;
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
-use crate::head::step::{StepError, matrix, rows_of, unfit};
+use crate::head::step::{StepError, matrix, unfit};
 use crate::head::{MicrobatchInputs, Stage};
-use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads};
+use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
 use crate::kernels::round::Precision;
-use crate::kernels::{policy, reference};
+use crate::kernels::{policy, reference, span_of};
 
 /// Bytes of one f64 buffer over a span of tokens.
 const SPAN_BYTES: usize = 32 << 20;
@@ -403,26 +403,6 @@ fn rounding_of_entry(replay: &Replay<'_>, x: f64) -> f64 {
 /// How far two emulations lie apart, element by element.
 pub(super) fn distance(one: &[f64], other: &[f64]) -> Vec<f64> {
     one.iter().zip(other).map(|(a, b)| (a - b).abs()).collect()
-}
-
-/// Some tokens of a head.
-pub(super) fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadInputs<'h> {
-    let cut = |matrix: Matrix<'h>| match matrix.cols {
-        0 => Matrix { rows: tokens.len(), ..matrix },
-        _ => rows_of(&matrix, tokens.clone()),
-    };
-    HeadInputs {
-        q: cut(head.q),
-        labels: &head.labels[tokens.clone()],
-        copies: head.copies.map(|copies| &copies[tokens.clone()]),
-        given: head.given.map(|given| rows_of(&given, tokens.clone())),
-        reads: head.reads.map(|reads| Reads {
-            q: rows_of(&reads.q, tokens.clone()),
-            scores: reads.scores.map(|(of, first)| (rows_of(&of, tokens.clone()), first)),
-            ..reads
-        }),
-        ..*head
-    }
 }
 
 fn place(to: &mut [f64], width: usize, rows: &Range<usize>, cols: &Range<usize>, from: &[f64]) {

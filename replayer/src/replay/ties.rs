@@ -2,9 +2,9 @@
 //! other way: a hypothesis that emulates a rounding is not refuted by them.
 
 use super::Replay;
-use super::plane::span_of;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
 use crate::kernels::policy::{self, Policy};
+use crate::kernels::span_of;
 use crate::kernels::tiles::Tiles;
 
 /// Tokens whose entries are held at a time.

@@ -83,6 +83,14 @@ KERNEL(magnitudes, Magnitudes) {
     a.to[thread] = fabs(a.from[thread]);
 }
 
+typedef struct { i64 threads; double *sums; const double *addends; } Add;
+
+// What another device summed.
+KERNEL(add, Add) {
+    BEGIN(Add);
+    a.sums[thread] += a.addends[thread];
+}
+
 // ---- logits -----------------------------------------------------------------------------------
 
 // The options that make a logit of a product, and the variances that rounding gives.

@@ -6,12 +6,12 @@ use std::ops::Range;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::Cotangents;
 use crate::kernels::reference::TermNoise;
+use crate::kernels::span_of;
 use crate::kernels::{policy, reference};
 use crate::replay::backward::{Problem, sum};
 use crate::replay::forward::ForwardState;
 use crate::replay::loss::Upstream;
 use crate::replay::members::Member;
-use crate::replay::plane::span_of;
 use crate::replay::world::UnitTokens;
 use crate::replay::{Replay, Slice};
 

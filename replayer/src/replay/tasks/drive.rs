@@ -14,10 +14,10 @@ use crate::head::{Scores, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::policy::{DkParts, DqParts};
 use crate::kernels::reference::{self, Backward, DkSums, Forward, ForwardSums};
+use crate::kernels::span_of;
 use crate::parcel::Parcel;
 use crate::replay::backward::Problem;
 use crate::replay::members::Member;
-use crate::replay::plane::span_of;
 use crate::replay::{Replay, Slice};
 
 /// Tokens of a task, unless a cut says otherwise.
