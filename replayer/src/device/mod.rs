@@ -15,6 +15,7 @@ mod head;
 #[cfg(test)]
 mod host;
 mod machine;
+mod measure;
 mod own;
 mod plan;
 mod plane;
@@ -25,6 +26,7 @@ mod sums;
 mod tests;
 
 pub use error::DeviceError;
+pub use measure::{Measured, Square, Taken};
 pub use own::{Given, Kernel, KernelError, Unit};
 
 use crate::kernels::reference::{Backward, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream};
