@@ -6,7 +6,8 @@ samples at the shape that is timed: one that is wrong is named and not timed. On
 installed, does not support the card or runs out of its memory is named with its reason.
 
 Modules: `card` (what the card reaches), `head` (inputs, reference and bounds of the loss head),
-`losses` (the contenders in torch), `xla` (the one in jax, a program of its own), `children`
-(programs that answer on a pipe), `capture` (recording tensors of a GPU), `loading` (a dump to the
-GPU), `timing` and `table`. `__main__` runs the lines in turn.
+`losses` (the contenders in torch), `xla` (the one in jax, a program of its own), `crossentropy` (the
+line of both), `reference` (backtape's own in f64), `children` (programs that answer on a pipe),
+`capture` (recording tensors of a GPU), `loading` (a dump to the GPU), `timing` and `table`.
+`__main__` runs the lines in turn.
 """

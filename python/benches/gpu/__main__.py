@@ -7,6 +7,7 @@ Without a GPU it says so in one sentence and exits with 0.
 """
 
 import argparse
+import gc
 import shlex
 import sys
 import warnings
@@ -113,6 +114,9 @@ def run(todo: Plan, say: Callable[[str], None]) -> None:
         say("")
         for line in told(name, todo, found, outcomes):
             say(line)
+        # The next line may be another process.
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def told(name: str, todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
@@ -136,12 +140,10 @@ def loss(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
 
 
 def reference(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
-    from . import crossentropy
-    from .head import Shape
+    from .reference import lines, measure
 
-    shape = Shape(*todo.shape)
-    found = crossentropy.reference(todo.reference_rounds, todo.seed, shape, todo.reference)
-    return crossentropy.reference_lines(found, outcomes.get("torch, eager"), shape)
+    found = measure(todo.reference_rounds, todo.seed, todo.shape, todo.reference)
+    return lines(found, outcomes.get("torch, eager"))
 
 
 def staging(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
