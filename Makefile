@@ -276,9 +276,10 @@ $(GPU_BENCH)/.installed: $(VENV)-torch/.installed python/requirements-bench-gpu.
 		$(GPU_BENCH)/bin/python -m pip install --quiet --disable-pip-version-check
 	touch $@
 
-$(GPU_BENCH)-xla/.installed: python/requirements-bench-gpu-xla.txt
+$(GPU_BENCH)-xla/.installed: python/requirements-bench-gpu-xla.txt $(VENV)/.wheel
 	$(PYTHON) -m venv $(GPU_BENCH)-xla
 	-$(GPU_BENCH)-xla/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	-$(GPU_BENCH)-xla/$(INSTALL) $(VENV)/wheels/*.whl
 	touch $@
 
 # How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.

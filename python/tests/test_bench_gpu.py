@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "python" / "benches"))
 
-from gpu import children, reference, table, timing  # noqa: E402
-from gpu.__main__ import LINES, plan  # noqa: E402
+from gpu import activity, children, reference, table, timing  # noqa: E402
+from gpu.__main__ import LINES, missing_gpu, plan, told  # noqa: E402
 
 NO_GPU = not Path("/dev/nvidiactl").exists()
 
@@ -31,6 +31,21 @@ def test_without_a_gpu_the_program_says_so_in_one_sentence():
     ended = subprocess.run([sys.executable, "-m", "gpu"], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("no GPU: nothing measured: ") and ended.stdout.count("\n") == 1
+
+
+@pytest.mark.skipif(not NO_GPU, reason="this machine has a GPU")
+def test_a_gpu_that_is_not_seen_is_a_fault(tmp_path):
+    sentence, code = missing_gpu(tmp_path)
+    assert code == 1 and sentence.startswith(f"the GPU is not seen, nothing measured, though {tmp_path} is there: ")
+    assert missing_gpu(tmp_path / "none")[1] == 0
+
+
+def test_a_line_that_fails_as_a_whole_leaves_the_others():
+    def fails():
+        raise timing.Unmeasured("the dump was not written")
+
+    assert told("loading", fails) == (["loading: not measured: the dump was not written"], False)
+    assert told("loss", lambda: ["a table"]) == (["a table"], True)
 
 
 def test_arguments_become_a_plan():
@@ -203,3 +218,24 @@ def test_a_reference_that_says_nothing_has_a_reason(command, said):
 def test_what_is_not_json_is_passed_over():
     assert children.objects('Compiling x\n{"a": 1}\n[1]\n') == [{"a": 1}]
     assert math.isnan(children.objects('{"worst": NaN}')[0]["worst"])
+
+
+def test_what_a_device_did_is_summed_up():
+    found = activity.activity_of([
+        ("Memcpy DtoH (Device -> Pinned)", 1000, 3000),
+        ("MemcpyD2H", 4000, 5000),
+        ("Memcpy HtoD (Pinned -> Device)", 0, 10),
+        ("MemcpyD2D", 0, 10),
+        ("Memset (Device)", 0, 10),
+        ("fingerprint", 500, 900),
+    ])  # fmt: skip
+    assert (found.copies, found.span, found.kernels) == (3.0, 4.0, 0.4) and found.names == ("fingerprint",)
+    lines = activity.lines([found] * 3, 2.0, 0.2)
+    assert "66.7 %" in lines[0] and "50.0 %" in lines[1] and "50.0 %" in lines[2] and "fingerprint" in lines[3]
+    assert "%" not in activity.lines([found], None, None)[0]
+
+
+def test_a_build_without_a_kernel_for_the_checksum_says_so():
+    lines = activity.lines([activity.Activity(3.0, 4.0)], 1.0, 1.0)
+    assert "on the host" in lines[-1] and "not measured" in lines[-1]
+    assert "the profiler saw none" in activity.lines([activity.Activity()], 1.0, 1.0)[0]

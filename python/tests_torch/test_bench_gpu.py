@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benches"))
 
-from gpu import capture, card, crossentropy, head, loading, losses, table, timing  # noqa: E402
+from gpu import activity, capture, card, crossentropy, head, loading, losses, table, timing  # noqa: E402
 from gpu.head import Policy, Result, Shape  # noqa: E402
 
 SMALL = Shape(96, 512, 64)
@@ -184,7 +184,7 @@ def test_all_contenders_have_a_row_and_those_that_cannot_run_a_reason(monkeypatc
     def missing():
         return losses.imported("no_such_peer.kernels", "loss")
 
-    peers = {name: losses.CONTESTANTS[name] for name in ("torch, eager", "torch linear_cross_entropy")}
+    peers = {"torch, eager": losses.CONTESTANTS["torch, eager"]}
     peers |= {"fast and wrong": losses.Contestant(wrong), "missing": losses.Contestant(missing)}
     monkeypatch.setattr(losses, "CONTESTANTS", peers)
     monkeypatch.setattr(losses, "SMALL", SMALL)
@@ -194,7 +194,7 @@ def test_all_contenders_have_a_row_and_those_that_cannot_run_a_reason(monkeypatc
     assert found["missing"].reason.startswith("no_such_peer cannot be imported: ModuleNotFoundError")
     assert found["fast and wrong"].reason.startswith("wrong: its loss is")
     assert found["fast and wrong"].reason.endswith(f"at {SMALL}")
-    for name in ("torch, eager", "torch linear_cross_entropy", crossentropy.XLA):
+    for name in ("torch, eager", crossentropy.XLA):
         assert found[name].reason is None and len(found[name].milliseconds) == 3, found[name]
     lines = crossentropy.report(TIMED, found, card.Ceilings(bf16_gemm=100.0))
     assert len(lines) == 2 + len(found) and all(any(name in line for line in lines) for name in found)
@@ -233,29 +233,25 @@ def test_ceilings_are_shown_or_said_to_be_missing():
     assert card.needed(1000, 100.0) == 10 and card.needed(1000, None) is None and card.needed(1, 0.0) is None
 
 
-def event(name, begin, end, device="DeviceType.CUDA"):
-    span = SimpleNamespace(start=begin, end=end)
-    return SimpleNamespace(name=name, device_type=device, time_range=span)
+def test_only_what_a_device_did_is_taken_from_the_profiler():
+    event = lambda name, kind: SimpleNamespace(
+        name=name, device_type=f"DeviceType.{kind}", time_range=SimpleNamespace(start=1, end=3)
+    )
+    found = list(capture.spans([event("aten::copy_", "CPU"), event("fingerprint", "CUDA")]))
+    assert found == [("fingerprint", 1, 3)]
 
 
-def test_what_the_device_did_is_read_off_the_profiler():
-    found = capture.activity_of([
-        event("aten::copy_", 0, 9000, "DeviceType.CPU"),
-        event("Memcpy DtoH (Device -> Pinned)", 1000, 3000),
-        event("Memcpy DtoH (Device -> Pinned)", 4000, 5000),
-        event("Memcpy HtoD (Pinned -> Device)", 0, 10),
-        event("Memset (Device)", 0, 10),
-        event("fingerprint", 500, 900),
-    ])  # fmt: skip
-    assert (found.copies, found.span, found.kernels) == (3.0, 4.0, 0.4) and found.names == ("fingerprint",)
-    lines = capture.device_lines([found] * 3, 1_000_000, card.Ceilings(to_host=500_000, read=5_000_000))
-    assert "66.7 %" in lines[1] and "50.0 %" in lines[2] and "50.0 %" in lines[3] and "fingerprint" in lines[4]
+def test_a_step_of_jax_arrays_is_recorded_by_a_program_of_its_own():
+    size, seen = capture.in_jax(sys.executable, 1, 2, "cpu")
+    # A CPU has no streams of a device; the bytes were compared.
+    assert size == 1 << 20 and seen == [activity.Activity(names=[])] * 2
+    with pytest.raises(timing.Unmeasured, match="there is no environment with jax at /no/such/python"):
+        capture.in_jax("/no/such/python", 1, 1)
 
 
-def test_a_build_without_a_kernel_for_the_checksum_says_so():
-    lines = capture.device_lines([capture.Activity(3.0, 4.0)], 100, card.Ceilings())
-    assert "on the host" in lines[-1] and "not measured" in lines[-1]
-    assert "the profiler saw none" in capture.device_lines([capture.Activity()], 100, card.Ceilings())[1]
+def test_a_step_of_jax_arrays_without_a_gpu_has_a_reason():
+    with pytest.raises(timing.Unmeasured):
+        capture.in_jax(sys.executable, 1, 1, "cuda")
 
 
 @pytest.fixture

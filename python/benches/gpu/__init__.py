@@ -8,6 +8,6 @@ installed, does not support the card or runs out of its memory is named with its
 Modules: `card` (what the card reaches), `head` (inputs, reference and bounds of the loss head),
 `losses` (the contenders in torch), `xla` (the one in jax, a program of its own), `crossentropy` (the
 line of both), `reference` (backtape's own in f64), `children` (programs that answer on a pipe),
-`capture` (recording tensors of a GPU), `loading` (a dump to the GPU), `timing` and `table`.
-`__main__` runs the lines in turn.
+`capture` and `xla_capture` (recording tensors of a GPU), `activity` (what the device did then),
+`loading` (a dump to the GPU), `timing` and `table`. `__main__` runs the lines in turn.
 """

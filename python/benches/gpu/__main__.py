@@ -3,7 +3,8 @@
     make bench-gpu                                   # all of it; on a machine with an NVIDIA GPU
     python -m gpu --lines loss --only CCE,Liger      # with python/benches in PYTHONPATH
 
-Without a GPU it says so in one sentence and exits with 0.
+Without a GPU it says so in one sentence and exits with 0. A peer that fails is a row; a line of ours
+that fails as a whole makes the exit code 1.
 """
 
 import argparse
@@ -13,6 +14,9 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 NO_GPU = "no GPU: nothing measured"
 LINES = ("loss", "reference", "staging", "loading")
@@ -86,19 +90,22 @@ def plan(arguments: Sequence[str]) -> Plan:
     return Plan(**vars(parser.parse_args(arguments)))
 
 
-def missing_gpu() -> str | None:
-    """Why nothing can be measured: a machine without a GPU, or a torch that does not see it."""
+def missing_gpu(driver: Path = Path("/dev/nvidiactl")) -> tuple[str, int] | None:
+    """Why nothing can be measured, and the exit code: 0 on a machine without a GPU, 1 where there is
+    a driver and torch does not see its card."""
+    code = 1 if driver.exists() else 0
+    sentence = f"the GPU is not seen, nothing measured, though {driver} is there" if code else NO_GPU
     try:
         import torch
     except ImportError as error:
-        return f"{NO_GPU}: {error}"
+        return f"{sentence}: {error}", code
     if torch.cuda.is_available():
         return None
-    return f"{NO_GPU}: torch {torch.__version__} finds no CUDA device"
+    return f"{sentence}: torch {torch.__version__} finds no CUDA device", code
 
 
-def run(todo: Plan, say: Callable[[str], None]) -> None:
-    """Every line; one that fails as a whole is told, and the next is run."""
+def run(todo: Plan, say: Callable[[str], None]) -> int:
+    """Every line; one that fails as a whole is told, and the next is run. How many failed."""
     import torch
 
     from . import card
@@ -106,30 +113,40 @@ def run(todo: Plan, say: Callable[[str], None]) -> None:
     warnings.filterwarnings("ignore")  # Of peers, whose numbers are checked.
     torch.set_float32_matmul_precision("highest")  # Products of the references, not in TF32.
     say(card.about())
-    found = card.ceilings(todo.rounds)
-    for line in card.lines(found):
-        say(line)
-    outcomes: dict = {}
+    found, outcomes, failed = card.Ceilings(), {}, 0
+    texts: dict[str, Callable[[], list[str]]] = {"ceilings": lambda: measured_ceilings(todo, found)}
     for name in todo.lines:
-        say("")
-        for line in told(name, todo, found, outcomes):
+        texts[name] = partial(SAID[name], todo, found, outcomes)
+    for name, text in texts.items():
+        lines, whole = told(name, text)
+        failed += not whole
+        for line in ["", *lines]:
             say(line)
         # The next line may be another process.
         gc.collect()
         torch.cuda.empty_cache()
+    return failed
 
 
-def told(name: str, todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
-    """The text of one line, or why there is none."""
+def told(name: str, text: Callable[[], list[str]]) -> tuple[list[str], bool]:
+    """The text of one line, or why there is none, and whether there is one."""
     from .timing import reason_of
 
     try:
-        return SAID[name](todo, ceilings, outcomes)
+        return text(), True
     except Exception as error:  # A fault of one line leaves the others.
-        return [f"{name}: not measured: {reason_of(error)}"]
+        return [f"{name}: not measured: {reason_of(error)}"], False
 
 
-def loss(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
+def measured_ceilings(todo: Plan, found: Any) -> list[str]:
+    """What the card reaches, which the lines behind have their shares of."""
+    from . import card
+
+    vars(found).update(vars(card.ceilings(todo.rounds)))
+    return card.lines(found)
+
+
+def loss(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
     from . import crossentropy
     from .head import Shape
 
@@ -139,20 +156,20 @@ def loss(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
     return crossentropy.report(shape, measured, ceilings)
 
 
-def reference(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
+def reference(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
     from .reference import lines, measure
 
     found = measure(todo.reference_rounds, todo.seed, todo.shape, todo.reference)
     return lines(found, outcomes.get("torch, eager"))
 
 
-def staging(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
+def staging(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
     from .capture import lines
 
-    return lines(todo.megabytes << 20, todo.rounds, ceilings)
+    return lines(todo.megabytes << 20, todo.rounds, ceilings, todo.xla_python)
 
 
-def loading(todo: Plan, ceilings: object, outcomes: dict) -> list[str]:
+def loading(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
     from .loading import lines
 
     return lines(todo.megabytes << 20, todo.rounds, ceilings, todo.directory)
@@ -165,10 +182,9 @@ def main(arguments: Sequence[str]) -> int:
     todo = plan(arguments)
     missing = missing_gpu()
     if missing is not None:
-        print(missing)
-        return 0
-    run(todo, lambda line: print(line, flush=True))
-    return 0
+        print(missing[0])
+        return missing[1]
+    return 1 if run(todo, lambda line: print(line, flush=True)) else 0
 
 
 if __name__ == "__main__":

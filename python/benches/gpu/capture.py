@@ -2,15 +2,16 @@
 the bytes are durable, and what the device itself did: copies and, where the checksum is taken there,
 its kernels.
 
-Nothing private of backtape is named. What the device did is read off torch's profiler, which sees
-the copies and kernels of every stream of the process, whoever launched them.
+Nothing private of backtape is named. What the device did is read off the profilers of torch and of jax,
+which see the copies and kernels of every stream of the process, whoever launched them.
 """
 
+import os
 import shutil
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ import torch
 import backtape
 import backtape.torch
 
+from . import activity
+from .activity import Activity, Event, activity_of
 from .card import Ceilings, needed
+from .children import objects
 from .table import Outcome, rendered, row
 from .timing import Turn, Unmeasured, between_events, interleaved
 
@@ -185,7 +189,8 @@ def until_there(sides: Sides, rounds: int) -> dict[str, Outcome]:
         return by_host(lambda: (sides.copy(), torch.cuda.synchronize()))
 
     def fresh() -> Turn:
-        return by_host(lambda: [tensor.to("cpu", non_blocking=True) for tensor in sides.tensors.values()])
+        to_host = lambda: [tensor.to("cpu", non_blocking=True) for tensor in sides.tensors.values()]
+        return by_host(lambda: (to_host(), torch.cuda.synchronize()))
 
     def durable() -> Turn:
         def use(recording: Recording) -> Turn:
@@ -193,38 +198,15 @@ def until_there(sides: Sides, rounds: int) -> dict[str, Outcome]:
 
         return recorded(sides.tensors, use)
 
-    names = {"raw copy to pinned memory": pinned, "tensor.to('cpu')": fresh}
+    names = {"raw copy to pinned memory": pinned, "tensor.to('cpu', non_blocking)": fresh}
     return interleaved(names | {"backtape, durable and committed": durable}, rounds)
 
 
-@dataclass
-class Activity:
-    """What the device did in a recorded step, in milliseconds of its own clock."""
-
-    copies: float = 0.0
-    # From the first copy's begin to the last one's end.
-    span: float = 0.0
-    kernels: float = 0.0
-    names: tuple[str, ...] = ()
-
-
-def activity_of(events: Iterable[Any]) -> Activity:
-    """Of the events of torch's profiler, whose times are microseconds."""
-    copies, kernels = [], []
+def spans(events: Iterable[Any]) -> Iterator[Event]:
+    """The device's among the events of torch's profiler, whose times are microseconds."""
     for event in events:
-        if "CUDA" not in str(event.device_type):
-            continue
-        name, span = event.name, (event.time_range.start, event.time_range.end)
-        if "Memcpy DtoH" in name:
-            copies.append(span)
-        elif not name.startswith(("Memcpy", "Memset")):
-            kernels.append((name, span))
-    took = lambda spans: sum(end - begin for begin, end in spans) / 1e3
-    found = Activity(took(copies), 0.0, took(span for _, span in kernels))
-    found.names = tuple(sorted({name for name, _ in kernels}))
-    if copies:
-        found.span = (max(end for _, end in copies) - min(begin for begin, _ in copies)) / 1e3
-    return found
+        if "CUDA" in str(event.device_type):
+            yield event.name, event.time_range.start, event.time_range.end
 
 
 def profiled(sides: Sides) -> Activity:
@@ -237,45 +219,46 @@ def profiled(sides: Sides) -> Activity:
             recording.step()
             recording.close()
             torch.cuda.synchronize()
-        return activity_of(found.events())
+        return activity_of(spans(found.events()))
 
     return recorded(sides.tensors, use)
 
 
-def device_lines(activities: list[Activity], bytes: int, ceilings: Ceilings) -> list[str]:
-    """The medians of what the device did, as shares of what the card reaches."""
-    median = lambda of: sorted(map(of, activities))[len(activities) // 2]
-    copies, span = median(lambda one: one.copies), median(lambda one: one.span)
-    lines = ["what the device did in a recorded step, by its own clock"]
-    for name, taken in (("copies to the host, busy", copies), ("first copy to the last", span)):
-        lines.append(share(name, taken, needed(bytes, ceilings.to_host), "of the copy ceiling"))
-    kernels = median(lambda one: one.kernels)
-    if not activities[0].names:
-        why = "no kernel ran on the device: this build takes the checksum of a torch tensor on the host"
-        lines.append(row("checksum on the device", note=f"not measured: {why}"))
-    else:
-        lines.append(share("kernels (the checksum)", kernels, needed(bytes, ceilings.read), "of the read ceiling"))
-        lines.append(f"  kernels: {'; '.join(name[:60] for name in activities[0].names)}")
-    return lines
+def in_jax(python: str | None, megabytes: int, rounds: int, platform: str = "cuda") -> tuple[int, list[Activity]]:
+    """The same of jax arrays, by a program in XLA's environment: bytes, and what the device did."""
+    if python is None or not shutil.which(python):
+        raise Unmeasured(f"there is no environment with jax at {python or '--xla-python'}")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [python, "-m", "gpu.xla_capture", str(megabytes), str(rounds), platform]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = objects(ended.stdout)
+    if ended.returncode or not found:
+        said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+        raise Unmeasured(said[-1] if said else f"it ended with code {ended.returncode}")
+    return found[-1]["bytes"], [Activity(**step) for step in found[-1]["steps"]]
 
 
-def share(name: str, taken: float, least: float | None, of: str) -> str:
-    """One time of the device and what part of it the card would need."""
-    if taken <= 0:
-        return row(name, note="not measured: the profiler saw none")
-    columns = [f"{taken:.3f} ms"] + ([] if least is None else [f"{100 * least / taken:.1f} %"])
-    return row(name, *columns, note=of)
+def device_lines(sides: Sides, bytes: int, rounds: int, python: str | None, ceilings: Ceilings) -> list[str]:
+    """What the device did for torch's tensors and for jax' arrays."""
+    needs = lambda bytes: (needed(bytes, ceilings.to_host), needed(bytes, ceilings.read))
+    told = ["what the device did in a recorded step of torch tensors, by its own clock"]
+    told += activity.lines([profiled(sides) for _ in range(rounds)], *needs(bytes))
+    told.append("the same of jax arrays; the proof of place is the checksum")
+    try:
+        size, seen = in_jax(python, bytes >> 20, rounds)
+    except Unmeasured as error:
+        return [*told, row("jax", note=f"not measured: {error}")]
+    return told + activity.lines(seen, *needs(size))
 
 
-def lines(bytes: int, rounds: int, ceilings: Ceilings) -> list[str]:
+def lines(bytes: int, rounds: int, ceilings: Ceilings, python: str | None) -> list[str]:
     """The line of device-to-host staging and that of the checksum."""
     tensors = random_tensors(bytes)
     agree(tensors)
     sides = Sides(tensors, ceilings)
-    size = f"{len(tensors)} x {TENSOR_BYTES >> 20} MiB in bf16"
+    size = f"{len(tensors)} x {next(iter(tensors.values())).nbytes >> 20} MiB in bf16"
     told = [f"device-to-host staging, {size}: the training's stream, work before and behind"]
     told += rendered(stream_outcomes(sides, rounds), "work alone")
     told += ["until the bytes are there, by the host's clock: ratios alone; a raw copy is not durable"]
     told += rendered(until_there(sides, rounds), "raw copy to pinned memory", times=False)
-    activities = [profiled(sides) for _ in range(min(3, rounds))]
-    return told + device_lines(activities, nbytes(tensors), ceilings)
+    return told + device_lines(sides, nbytes(tensors), min(3, rounds), python, ceilings)

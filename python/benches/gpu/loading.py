@@ -100,7 +100,7 @@ def checked(load: Callable[[], Tensors], wanted: Tensors) -> Contender:
         same(load(), wanted)
     except Exception as error:
         return refused(error)
-    return on_device(load)
+    return on_device(load, counted=False)
 
 
 def drop(files: list[Path]) -> None:

@@ -87,8 +87,9 @@ CONTESTANTS: Mapping[str, Contestant] = {
 
 
 def stepping(loss: Loss, head: Head) -> Callable[[], Result]:
-    """Forward and backward once; nothing is kept from one to the next."""
-    q, k = (matrix.detach().clone().requires_grad_() for matrix in (head.q, head.k))
+    """Forward and backward once; nothing is kept from one to the next. All have the same q and k: one
+    that wrote to them would make those checked behind it wrong, and be seen."""
+    q, k = (matrix.detach().requires_grad_() for matrix in (head.q, head.k))
 
     def step() -> Result:
         value = loss(q, k, head.labels)

@@ -78,16 +78,17 @@ def between_events(run: Callable[[], Any]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    run()
+    kept = run()  # Giving its memory back is no part of it.
     end.record()
     end.synchronize()
+    del kept
     return begin.elapsed_time(end)
 
 
-def on_device(run: Callable[[], Any]) -> Contender:
+def on_device(run: Callable[[], Any], counted: bool = True) -> Contender:
     """A contender in torch: once unmeasured, as memory was given back since its last turn, then
     once by the clock. What it returned is dropped, and the memory goes back, as the next contender
-    may be another process."""
+    may be another process. `counted` is off for one that takes memory past torch's allocator."""
 
     def turn() -> Turn:
         import torch
@@ -98,7 +99,8 @@ def on_device(run: Callable[[], Any]) -> Contender:
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             milliseconds = between_events(run)
-            return Turn(milliseconds, torch.cuda.max_memory_allocated() - held)
+            peak = torch.cuda.max_memory_allocated() - held
+            return Turn(milliseconds, peak if counted else None)
         finally:
             torch.cuda.empty_cache()
 
