@@ -2,6 +2,9 @@
 contender that a CPU can run; that one that is wrong or missing keeps its row; what is read off the
 profiler; and that what is recorded and loaded are the same bytes."""
 
+import json
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -297,3 +300,44 @@ def test_a_reader_that_is_wrong_or_missing_is_not_timed(tensors, tmp_path, monke
     assert found["less"].reason == "wrong: it gave the tensors x0, x1"
     assert found["flipped"].reason == "wrong: x1 has other bytes"
     assert found["elsewhere"].reason == "wrong: x0 is on meta"
+
+
+def printing(*lines):
+    """A command that prints these objects, whatever it is asked."""
+    text = "\n".join(map(json.dumps, lines))
+    return shlex.join([sys.executable, "-c", f"print({text!r})"])
+
+
+def test_every_line_runs_from_end_to_end_with_this_process_for_a_card():
+    passes = [
+        {"line": "pass", "pass": name, "tokens": 128, "vocab": 1000, "depth": 48, "milliseconds": [1.0, 2.0],
+         "flop": 1.0, "teraflops": 1.0, "of_gemm": 0.5, "peak_bytes": None}
+        for name in ("dgemm", "forward", "backward")
+    ]  # fmt: skip
+    options = ["--shape", "128,1000,48", "--rounds", "2", "--megabytes", "2", "--only", "eager,CCE,Liger,XLA",
+               "--xla-python", sys.executable, "--reference", printing(*passes)]  # fmt: skip
+    program = Path(__file__).with_name("no_card.py")
+    ended = subprocess.run([sys.executable, program, *options], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows: dict[str, str] = {}
+    for line in ended.stdout.splitlines():
+        if line.startswith("  "):
+            rows.setdefault(line[:36].strip(), line)
+    measured = [
+        "copy on the device", "torch, eager", "XLA (jax)", "forward T128 V1000 D48", "work alone",
+        "backtape, a recorded step", "backtape, durable and committed", "copies to the host, busy",
+        "kernels (the checksum)", "backtape.open, numpy, to(cuda)", "safetensors load_file",
+    ]  # fmt: skip
+    for name in measured:
+        assert name in rows and "not measured" not in rows[name], (name, ended.stdout)
+    for name in ("CCE", "CCE, exact", "Liger-Kernel", "fastsafetensors, GPUDirect"):
+        assert "not measured: " in rows[name], (name, ended.stdout)
+    assert "f64 take" in ended.stdout and "no card, compute capability 9.0" in ended.stdout
+
+
+def test_a_line_of_ours_that_fails_is_told_and_makes_the_exit_code_1():
+    program = Path(__file__).with_name("no_card.py")
+    options = ["--lines", "reference", "--reference", "/no/such/cargo"]
+    ended = subprocess.run([sys.executable, program, *options], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1, ended.stderr
+    assert "reference: not measured: /no/such/cargo does not start" in ended.stdout

@@ -53,7 +53,9 @@ def lines(seen: Sequence[Activity], copy: float | None, read: float | None) -> l
         share("first copy to the last", median(lambda one: one.span), copy, "of the copy ceiling"),
     ]
     if not any(one.names for one in seen):
-        why = "no kernel ran on the device: this build takes the checksum of these arrays on the host"
+        why = "the profiler saw nothing of the device"
+        if any(one.copies for one in seen):
+            why = "no kernel ran on the device: this build takes the checksum of these arrays on the host"
         return [*told, row("checksum on the device", note=f"not measured: {why}")]
     kernels = median(lambda one: one.kernels)
     names = sorted({name[:60] for one in seen for name in one.names})
@@ -64,6 +66,6 @@ def lines(seen: Sequence[Activity], copy: float | None, read: float | None) -> l
 def share(name: str, taken: float, least: float | None, of: str) -> str:
     """One time of the device and what part of it the card would need."""
     if taken <= 0:
-        return row(name, note="not measured: the profiler saw none")
+        return row(name, note="not measured: the profiler saw none of it")
     columns = [f"{taken:.3f} ms"] + ([] if least is None else [f"{100 * least / taken:.1f} %"])
     return row(name, *columns, note=of)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 # A name, then columns of this width.
-NAME, COLUMN = 34, 13
+NAME, COLUMN = 34, 14
 
 
 @dataclass
@@ -50,7 +50,7 @@ def size(count: int | None) -> str:
 
 def row(name: str, *columns: str, note: str = "") -> str:
     """One line; its last column is as long as it is."""
-    cells = "".join(f"{column:>{COLUMN}}" for column in columns)
+    cells = "".join(f" {column:>{COLUMN}}" for column in columns)
     return f"  {name:<{NAME}}{cells}{'  ' + note if note else ''}".rstrip()
 
 
@@ -72,18 +72,23 @@ def rendered(
     if base is None:
         lines.append("  nothing was measured")
     else:
-        names = [f"x of {base}", "(least, most)"]
-        names += ["device ms", "(least, most)"] if times else []
-        names += [of] if ceiling is not None else []
-        lines.append(f"  columns: {'; '.join(names)}; peak memory")
-        if base != over:
-            lines.append(f"  {over} was not measured, so ratios are over {base}")
+        why = "" if base == over else f", as {over} was not measured"
+        lines.append(f"  time over that of {base}{why}")
+        lines.append(header(ceiling is not None, of, times))
     for name, outcome in outcomes.items():
         if outcome.measured and base is not None:
             lines.append(measured_row(name, outcome, outcomes[base], ceiling, times))
         else:
             lines.append(row(name, note=f"not measured: {outcome.reason or 'it has no rounds'}"))
     return lines
+
+
+def header(shares: bool, of: str, times: bool) -> str:
+    """The names of the columns."""
+    columns = ["ratio", "(least, most)"]
+    columns += ["device ms", "(least, most)"] if times else []
+    columns += ["share"] if shares else []
+    return row("", *columns, "peak memory" if times else "", note=f"share: {of}" if shares else "")
 
 
 def measured_row(
