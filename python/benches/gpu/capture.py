@@ -48,24 +48,23 @@ def nbytes(tensors: dict[str, torch.Tensor]) -> int:
 
 
 class Recording:
-    """A recorder that has found its coordinator, as in a job that has run for long: step 0 is
-    committed before step 1 is measured."""
+    """A recorder that has recorded such a step before, as in a job that has run for long: step 0 is
+    committed before step 1 is measured, the coordinator is found and memory for staging is there."""
 
     def __init__(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.folder, self.tensors = folder, tensors
         room = 2 * nbytes(tensors) + (64 << 20)
         self.recorder = backtape.Recorder(dir=folder, steps="0,1", strict=True, queue_bytes=room)
-        with self.recorder.step(0) as tape:
-            tape.record("first", np.zeros(1))
+        self.step(0)
         until = time.monotonic() + PATIENCE_S
         while not list(folder.glob("**/manifest*.json")):
             if time.monotonic() > until:
                 raise Unmeasured(f"step 0 was not committed within {PATIENCE_S} s")
             time.sleep(0.01)
 
-    def step(self) -> None:
+    def step(self, number: int = 1) -> None:
         """What a training script does in a recorded step."""
-        with self.recorder.step(1) as tape:
+        with self.recorder.step(number) as tape:
             for name, tensor in self.tensors.items():
                 tape.record(name, tensor)
 

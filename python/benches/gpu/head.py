@@ -193,7 +193,8 @@ def chunk(
     off = p * relative + 2 * BF16 * magnitude
     p[rows, labels] -= 1
     size = p.abs()
-    return Entries(p, off, magnitude, size * (size < filter)), loss, loss_off
+    # A contender compares its own p, which may be off, with the filter's limit.
+    return Entries(p, off, magnitude, size * (size < filter * (1 + relative))), loss, loss_off
 
 
 def whole(head: Head, filter: float = 0.0) -> Expected:
