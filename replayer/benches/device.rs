@@ -12,7 +12,7 @@
 
 use std::process::ExitCode;
 
-use backtape_replayer::device::{DeviceError, Measured, Taken};
+use backtape_replayer::device::{Device, DeviceError, Measured, Taken};
 use backtape_replayer::head::step::vocabulary_slab;
 use backtape_replayer::kernels::reference::{self, Backward, TermNoise, Upstream};
 use backtape_replayer::kernels::{Cotangents, HeadInputs, Matrix, NoProgress, Tiles, Values};
@@ -148,20 +148,20 @@ impl Head {
     }
 
     /// lse and logits of labels, by the device.
-    fn forward(&self, gpu: &Measured) -> Result<reference::Forward, DeviceError> {
-        Ok(gpu.device().forward(&self.inputs(), &NoProgress)?.finish(None, 0))
+    fn forward(&self, device: &dyn Device) -> Result<reference::Forward, DeviceError> {
+        Ok(device.forward(&self.inputs(), &NoProgress)?.finish(None, 0))
     }
 
     /// Every slab of k, as a replay walks them; `on_dk` gets the two parts of dk of each.
     fn backward(
         &self,
-        gpu: &Measured,
+        device: &dyn Device,
         lse: &[f64],
         on_dk: &mut dyn FnMut(&[f64], &[f64]),
     ) -> Result<Backward, DeviceError> {
         let (whole, rows) = (self.inputs(), self.shape.slab());
         let mut dq = Backward::zeros(&whole, &NOISE);
-        let mut walk = gpu.device().backward(&whole, rows, &NOISE)?;
+        let mut walk = device.backward(&whole, rows, &NOISE)?;
         for start in (0..self.shape.vocab).step_by(rows) {
             let mut labels = Vec::new();
             let range = start..(start + rows).min(self.shape.vocab);
@@ -184,11 +184,11 @@ fn parts(forward: reference::Forward, dq: Backward, dk: [Vec<f64>; 2]) -> [Vec<f
 const PARTS: [&str; 6] = ["lse", "label_logits", "dq_lse", "dq_label", "dk_lse", "dk_label"];
 
 /// The device against the CPU at a small shape: the name of a part that differs, if one does.
-fn disagreement(gpu: &Measured, seed: u64) -> Result<Option<&'static str>, DeviceError> {
+fn disagreement(device: &dyn Device, seed: u64) -> Result<Option<&'static str>, DeviceError> {
     let head = Head::random(SMALL, seed);
-    let by_gpu = head.forward(gpu)?;
+    let by_gpu = head.forward(device)?;
     let mut dk = [Vec::new(), Vec::new()];
-    let dq = head.backward(gpu, &by_gpu.lse, &mut |lse, label| {
+    let dq = head.backward(device, &by_gpu.lse, &mut |lse, label| {
         dk[0].extend_from_slice(lse);
         dk[1].extend_from_slice(label);
     })?;
@@ -300,8 +300,8 @@ fn rounds(gpu: &Measured, shape: Shape, options: &Options) -> Result<(), DeviceE
         let ((), product) = gpu.timed(|| square.multiply())?;
         // Its memory is the walk's to plan with.
         drop(square);
-        let (forward, first) = gpu.timed(|| head.forward(gpu))?;
-        let (_, second) = gpu.timed(|| head.backward(gpu, &forward.lse, &mut |_, _| ()))?;
+        let (forward, first) = gpu.timed(|| head.forward(gpu.device()))?;
+        let (_, second) = gpu.timed(|| head.backward(gpu.device(), &forward.lse, &mut |_, _| ()))?;
         // The first round loads what cuBLAS needs.
         if round > 0 {
             for (turn, taken) in turns.iter_mut().zip([product, first, second]) {
@@ -322,7 +322,7 @@ fn measure(gpu: &Measured, options: &Options) -> Result<ExitCode, DeviceError> {
         json!({"line": "card", "name": about.name, "compiler": about.compiler,
                "products": about.products, "seed": options.seed, "rounds": options.rounds})
     );
-    if let Some(part) = disagreement(gpu, options.seed)? {
+    if let Some(part) = disagreement(gpu.device(), options.seed)? {
         eprintln!("device: {part} is not the CPU's at a small shape, so nothing is timed");
         return Ok(ExitCode::FAILURE);
     }
