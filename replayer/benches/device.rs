@@ -26,8 +26,9 @@ const SHAPES: [Shape; 3] = [
     Shape { tokens: 1024, vocab: 32_768, depth: 1024 },
 ];
 
-/// Several tiles and slabs of neither a whole number; the CPU does it in a moment.
+/// Several tiles and slabs, neither a whole number of them; the CPU does it in a moment.
 const SMALL: Shape = Shape { tokens: 300, vocab: 5000, depth: 96 };
+const SMALL_SLAB: usize = 1900;
 
 /// Bytes of one f64 buffer over a slab of k's rows, as a replay cuts them.
 const SLAB_BYTES: usize = 32 << 20;
@@ -152,14 +153,15 @@ impl Head {
         Ok(device.forward(&self.inputs(), &NoProgress)?.finish(None, 0))
     }
 
-    /// Every slab of k, as a replay walks them; `on_dk` gets the two parts of dk of each.
+    /// Every slab of so many rows of k, as a replay walks them; `on_dk` gets the two parts of dk of
+    /// each.
     fn backward(
         &self,
         device: &dyn Device,
-        lse: &[f64],
+        (lse, rows): (&[f64], usize),
         on_dk: &mut dyn FnMut(&[f64], &[f64]),
     ) -> Result<Backward, DeviceError> {
-        let (whole, rows) = (self.inputs(), self.shape.slab());
+        let whole = self.inputs();
         let mut dq = Backward::zeros(&whole, &NOISE);
         let mut walk = device.backward(&whole, rows, &NOISE)?;
         for start in (0..self.shape.vocab).step_by(rows) {
@@ -188,7 +190,7 @@ fn disagreement(device: &dyn Device, seed: u64) -> Result<Option<&'static str>, 
     let head = Head::random(SMALL, seed);
     let by_gpu = head.forward(device)?;
     let mut dk = [Vec::new(), Vec::new()];
-    let dq = head.backward(device, &by_gpu.lse, &mut |lse, label| {
+    let dq = head.backward(device, (&by_gpu.lse, SMALL_SLAB), &mut |lse, label| {
         dk[0].extend_from_slice(lse);
         dk[1].extend_from_slice(label);
     })?;
@@ -301,7 +303,8 @@ fn rounds(gpu: &Measured, shape: Shape, options: &Options) -> Result<(), DeviceE
         // Its memory is the walk's to plan with.
         drop(square);
         let (forward, first) = gpu.timed(|| head.forward(gpu.device()))?;
-        let (_, second) = gpu.timed(|| head.backward(gpu.device(), &forward.lse, &mut |_, _| ()))?;
+        let given = (&forward.lse[..], shape.slab());
+        let (_, second) = gpu.timed(|| head.backward(gpu.device(), given, &mut |_, _| ()))?;
         // The first round loads what cuBLAS needs.
         if round > 0 {
             for (turn, taken) in turns.iter_mut().zip([product, first, second]) {
