@@ -10,7 +10,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
-	bench-durable bench-small bench-stream \
+	bench-durable bench-small bench-stream bench-gpu \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-marathon wheel pictures api clean
 
@@ -254,6 +254,35 @@ bench-small: $(VENV)-bench/.installed
 bench-step: $(VENV)-bench/.installed
 	$(VENV)-bench/bin/python python/benches/step_time.py
 	$(VENV)-bench/bin/python python/benches/everything.py
+
+# The GPU lines: the loss head against CCE, Liger-Kernel, torch and XLA, staging, the checksum, a dump to
+# the GPU. Peers install one by one, and what does not is a row with its reason. XLA's CUDA is not
+# torch's. OPTIONS go to it: OPTIONS='--lines loss --rounds 3'.
+GPU_BENCH := $(VENV)-bench-gpu
+GPU_REFERENCE = env LD_LIBRARY_PATH=$$(echo $(CUDA_LIBS)):$$LD_LIBRARY_PATH \
+	cargo bench --quiet --locked -p backtape-replayer --bench device --
+bench-gpu: $(if $(GPU),$(GPU_BENCH)/.installed $(GPU_BENCH)-xla/.installed $(CUDA)/.installed-gpu)
+ifeq ($(GPU),)
+	@echo "no GPU: nothing measured"
+else
+	cargo bench --quiet --locked -p backtape-replayer --bench device --no-run
+	PYTHONPATH=python/benches $(GPU_BENCH)/bin/python -m gpu --reference "$(GPU_REFERENCE)" \
+		--xla-python $(CURDIR)/$(GPU_BENCH)-xla/bin/python $(OPTIONS)
+endif
+
+$(GPU_BENCH)/.installed: $(VENV)-torch/.installed python/requirements-bench-gpu.txt
+	$(PYTHON) -m venv $(GPU_BENCH)
+	site='import site; print(site.getsitepackages()[0])'; \
+		$(VENV)-torch/bin/python -c "$$site" > "$$($(GPU_BENCH)/bin/python -c "$$site")/torch.pth"
+	-grep -v '^#' python/requirements-bench-gpu.txt | xargs -n 1 \
+		$(GPU_BENCH)/bin/python -m pip install --quiet --disable-pip-version-check
+	touch $@
+
+$(GPU_BENCH)-xla/.installed: python/requirements-bench-gpu-xla.txt $(VENV)/.wheel
+	$(PYTHON) -m venv $(GPU_BENCH)-xla
+	-$(GPU_BENCH)-xla/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	-$(GPU_BENCH)-xla/$(INSTALL) $(VENV)/wheels/*.whl
+	touch $@
 
 # How often a clean job is called diverged; BACKTAPE_RUNS jobs from BACKTAPE_SEED on.
 bench-false-alarms:

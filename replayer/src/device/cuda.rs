@@ -9,6 +9,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use cudarc::cublas::{CudaBlas, result as blas, sys};
+use cudarc::driver::result::{device, mem_pool};
+use cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute, CUmemoryPool};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaSlice, CudaStream, DevicePtr, DeviceRepr, LaunchConfig,
     PushKernelArg,
@@ -348,3 +350,55 @@ impl Launches for Cuda {
         self.stream.synchronize().map_err(failed)
     }
 }
+
+/// For `measure`: the device's own clock, and what it held.
+impl Cuda {
+    /// Runs something between two events of the stream; milliseconds from one to the other.
+    pub(super) fn between_events<T>(
+        &self,
+        run: impl FnOnce() -> Result<T, DeviceError>,
+    ) -> Result<(T, f64), DeviceError> {
+        let failed = |why| DeviceError::call("timing what it ran", why);
+        let event = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        // What was launched before is not part of it.
+        self.stream.synchronize().map_err(failed)?;
+        let begin = event().map_err(failed)?;
+        let result = run()?;
+        let end = event().map_err(failed)?;
+        let milliseconds = begin.elapsed_ms(&end).map_err(failed)?;
+        self.settled("timing what it ran")?;
+        Ok((result, f64::from(milliseconds)))
+    }
+
+    /// Forgets the most that was held before.
+    pub(super) fn begin_peak(&self) -> Result<(), DeviceError> {
+        let Some(pool) = self.pool()? else { return Ok(()) };
+        let mut none = 0u64;
+        // SAFETY: the attribute is a u64 of a live pool.
+        let reset = unsafe { mem_pool::set_attribute(pool, PEAK, (&raw mut none).cast()) };
+        reset.map_err(|why| DeviceError::call("counting its memory anew", why))
+    }
+
+    /// The most bytes that were held since, where the driver counts them.
+    pub(super) fn peak(&self) -> Result<Option<u64>, DeviceError> {
+        let Some(pool) = self.pool()? else { return Ok(None) };
+        let mut bytes = 0u64;
+        // SAFETY: as above.
+        let read = unsafe { mem_pool::get_attribute(pool, PEAK, (&raw mut bytes).cast()) };
+        read.map_err(|why| DeviceError::call("asking what it held", why))?;
+        Ok(Some(bytes))
+    }
+
+    /// The pool that buffers come from; none where they are allocated one by one.
+    fn pool(&self) -> Result<Option<CUmemoryPool>, DeviceError> {
+        if !self.context.has_async_alloc() {
+            return Ok(None);
+        }
+        // SAFETY: the context's own device.
+        let pool = unsafe { device::get_mem_pool(self.context.cu_device()) };
+        pool.map(Some).map_err(|why| DeviceError::call("asking for its memory pool", why))
+    }
+}
+
+/// Most bytes that a pool handed out at a time.
+const PEAK: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;

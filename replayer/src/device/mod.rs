@@ -16,6 +16,7 @@ mod head;
 mod host;
 mod links;
 mod machine;
+mod measure;
 mod own;
 mod plan;
 mod plane;
@@ -28,6 +29,7 @@ mod sums;
 mod tests;
 
 pub use error::DeviceError;
+pub use measure::{Measured, Square, Taken};
 pub use own::{Given, Kernel, KernelError, Unit};
 
 use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
