@@ -67,10 +67,11 @@ $(VENV)-ray/.installed-dev: $(VENV)/.wheel-dev $(VENV)-ray/.tools
 # every generation; cuBLAS, half a gigabyte, is then left out.
 CUDA := $(VENV)-cuda
 NVIDIA := $(CURDIR)/$(CUDA)/lib/python3*/site-packages/nvidia
+CUDA_LIBS := $(NVIDIA)/cu13/lib
 GPU := $(wildcard /dev/nvidiactl)
 test-gpu: $(CUDA)/.installed $(if $(GPU),$(CUDA)/.installed-gpu)
 	@$(if $(GPU),:,echo "no GPU: kernels are compiled, not run")
-	LD_LIBRARY_PATH="$$(echo $(NVIDIA)/cu13/lib):$$(echo $(NVIDIA)/nccl/lib):$$LD_LIBRARY_PATH" BACKTAPE_TEST_NVRTC=1 \
+	LD_LIBRARY_PATH="$$(echo $(CUDA_LIBS)):$$(echo $(NVIDIA)/nccl/lib):$$LD_LIBRARY_PATH" BACKTAPE_TEST_NVRTC=1 \
 		$(if $(GPU),BACKTAPE_TEST_GPU=1) cargo test --locked --lib device::
 
 $(CUDA)/.installed: python/requirements-cuda.txt

@@ -5,7 +5,7 @@
 
 use super::cuda::Cuda;
 use super::error::DeviceError;
-use super::machine::{Machine, Product};
+use super::machine::{Compute, Machine, Product};
 use super::room::Room;
 use super::{Description, Device};
 
@@ -100,6 +100,7 @@ impl<M: Machine> Operands<M> {
             rhs_transposed: true,
             depth: size,
             add: false,
+            compute: Compute::F64,
         };
         // SAFETY: all three rooms hold that many rows and columns.
         unsafe { machine.multiply(&product) }

@@ -84,7 +84,7 @@ impl<M: Machine, L: Links<M>> Several<M, L> {
 
 /// Runs each on a thread of its own, and gives what they gave in their order; what the first that
 /// failed said is said of it.
-fn together<'n, T: Send, F>(all: Vec<(&'n str, F)>) -> Result<Vec<T>, DeviceError>
+fn together<T: Send, F>(all: Vec<(&str, F)>) -> Result<Vec<T>, DeviceError>
 where
     F: FnOnce() -> Result<T, DeviceError> + Send,
 {
