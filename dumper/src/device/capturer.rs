@@ -9,6 +9,7 @@
 //! Without room for a snapshot the job's stream waits for `done`, on the device: the thread that
 //! launches goes on either way. What a device reads stays held until `done` has happened.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -86,7 +87,7 @@ pub(super) struct Capturer<M: Machine> {
     pinned: Arc<Ranges>,
     snapshots: Arc<Ranges>,
     tallies: Arc<Ranges>,
-    in_flight: Mutex<Vec<Arc<Flight<M>>>>,
+    in_flight: Mutex<VecDeque<Arc<Flight<M>>>>,
     broken: AtomicBool,
 }
 
@@ -145,11 +146,11 @@ impl<M: Machine> Capturer<M> {
         // SAFETY: the caller vouches for the source, which the flight's cargo holds.
         if let Err(error) = unsafe { self.depart(&flight, address, order, &sums) } {
             // How far the device came is not known, so nothing that it may touch is used again.
-            self.broken.store(true, Ordering::Release);
+            self.give_up();
             std::mem::forget(flight);
             return Err(error.into());
         }
-        self.flights().push(flight.clone());
+        self.flights().push_back(flight.clone());
         Ok(Landing::new(self.clone(), flight))
     }
 
@@ -226,17 +227,19 @@ impl<M: Machine> Capturer<M> {
 
     /// Lets go of what captures that have landed held on the device; waits for nothing.
     pub(super) fn reap(&self) {
-        let landed: Vec<_> = {
+        let mut landed = Vec::new();
+        {
+            // They land in their order, so the first that has not is where to stop.
             let mut flights = self.flights();
-            let landed = flights.extract_if(.., |flight| match flight.has_landed(&self.machine) {
-                Ok(landed) => landed,
-                Err(_) => {
-                    self.broken.store(true, Ordering::Release);
-                    true
+            while let Some(first) = flights.front() {
+                match first.has_landed(&self.machine) {
+                    Ok(false) => break,
+                    Ok(true) => {}
+                    Err(_) => self.give_up(),
                 }
-            });
-            landed.collect()
-        };
+                landed.extend(flights.pop_front());
+            }
+        }
         // Outside the lock: what a hold's drop does is the caller's code.
         for flight in landed {
             flight.unload();
@@ -253,7 +256,7 @@ impl<M: Machine> Capturer<M> {
         self.broken.load(Ordering::Acquire)
     }
 
-    fn flights(&self) -> MutexGuard<'_, Vec<Arc<Flight<M>>>> {
+    fn flights(&self) -> MutexGuard<'_, VecDeque<Arc<Flight<M>>>> {
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -179,17 +179,19 @@ fn step(state: &mut State, stream: Stream) -> bool {
         Some(Operation::Wait(event)) if !state.happened.contains(event) => return false,
         Some(_) => {}
     }
-    // SAFETY: whoever enqueued it vouches for the addresses, as on a device.
     match queue.pop_front() {
+        // SAFETY: whoever enqueued it vouches for the addresses, as on a device.
         Some(Operation::Copy { from, to, bytes, wrong }) => unsafe {
             std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes);
             if wrong && bytes > 0 {
                 *(to as *mut u8).add(bytes / 2) ^= 4;
             }
         },
+        // SAFETY: whoever enqueued it vouches for the addresses, as on a device.
         Some(Operation::Write { to, bytes }) => unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len());
         },
+        // SAFETY: whoever enqueued it vouches for the addresses, as on a device.
         Some(Operation::Fingerprint(arguments)) => unsafe {
             type Kernel = unsafe extern "C" fn(*const Arguments, i64);
             let kernel = kernels().get::<Kernel>("fingerprint").expect("the kernel is there");

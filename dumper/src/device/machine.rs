@@ -147,7 +147,7 @@ impl Arguments {
         if dtype.width() == 8 {
             ranges.push((0, 2));
         }
-        if ranges.len() > DIMENSIONS || from % width as u64 != 0 {
+        if ranges.len() > DIMENSIONS || !from.is_multiple_of(width as u64) {
             return None;
         }
         let (mut first, mut stride) = ([0; DIMENSIONS], [1; DIMENSIONS]);
