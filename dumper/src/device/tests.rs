@@ -49,7 +49,7 @@ struct Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // SAFETY: the test keeps the memory until all is over.
+        // SAFETY: tests make tensors before the device, so they are dropped after it.
         unsafe { std::ptr::write_bytes(self.address as *mut u8, 0xdd, self.bytes) };
     }
 }
@@ -134,10 +134,10 @@ proptest! {
         lengths in prop::collection::vec(1usize..700, 1..12),
         early in any::<u16>(),
     ) {
-        let of = capturer(Sizes { pinned: 1 << 16, snapshots }, turns);
-        let host = &of.machine;
         let weights = Tensor::new(700);
         let activations: Vec<Tensor> = lengths.iter().map(|&n| Tensor::new(n)).collect();
+        let of = capturer(Sizes { pinned: 1 << 16, snapshots }, turns);
+        let host = &of.machine;
         let mut landings = Vec::new();
         for (step, &length) in lengths.iter().enumerate() {
             let (of_weights, of_activation) = (vec![step as u8 + 1; length], vec![!(step as u8); length]);
@@ -221,8 +221,8 @@ fn a_payload_that_is_dropped_unread_gives_its_memory_back_only_when_the_device_i
 /// What a ring of steps keeps for long is pinned memory alone.
 #[test]
 fn a_payload_that_is_kept_holds_nothing_on_the_device_once_it_has_landed() {
-    let of = capturer(ROOMY, Turns::SideFirst);
     let tensor = Tensor::new(64);
+    let of = capturer(ROOMY, Turns::SideFirst);
     of.machine.write(JOB, tensor.address(), vec![3; 64]);
     let hold = Hold { address: tensor.address(), bytes: 64 };
     let landing = held(&of, &tensor, 64, Order::Changing(JOB), Box::new(hold)).unwrap();
