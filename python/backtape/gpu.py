@@ -133,6 +133,7 @@ def of_jax(array: Any, dtype: str, first: Sequence[int], sums: Any) -> _native.A
 
     The array is immutable, so to hold it is enough. A donation does not reach memory that is held
     by a capsule: XLA then copies, as it does for a view of host memory (`jax_arrays.host_bytes`).
+    Seen on the CPU; on a GPU it has not been tried.
     """
     if next(iter(array.devices())).platform != "gpu":
         return None
