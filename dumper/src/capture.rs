@@ -11,9 +11,30 @@ use backtape::shard::{MAX_DIMENSIONS, TensorKey, When};
 
 /// Bytes that the recorder may read from its own thread after the call has
 /// returned. Immutable by contract: what is hashed must be what is written.
-pub trait Payload: AsRef<[u8]> + Send {}
+pub trait Payload: Send {
+    /// How many there are; known without waiting for them.
+    fn length(&self) -> usize;
 
-impl<T: AsRef<[u8]> + Send> Payload for T {}
+    /// The bytes, or one sentence why they did not come. May wait for a device, so only the
+    /// recorder's own thread asks.
+    fn bytes(&self) -> Result<&[u8], String>;
+
+    /// The fingerprint of what a device held at these positions, where one was computed there.
+    fn fingerprint(&self, _dtype: Dtype, _place: &IndexBox) -> Option<Fingerprint> {
+        None
+    }
+}
+
+/// Bytes in host memory are there at once.
+impl<T: AsRef<[u8]> + Send> Payload for T {
+    fn length(&self) -> usize {
+        self.as_ref().len()
+    }
+
+    fn bytes(&self) -> Result<&[u8], String> {
+        Ok(self.as_ref())
+    }
+}
 
 /// Who says where the elements of a shard lie in the global tensor.
 #[derive(Clone, Debug, Default)]
@@ -23,6 +44,8 @@ pub enum Located {
     ByBox,
     /// The framework computed the fingerprint itself, on the sharded array.
     BySums(Fingerprint),
+    /// The same, still on its way: it comes with the payload.
+    ByPayload,
     /// The framework's own global indices along each dimension, as ranges `[start, end)` that
     /// together are as long as the box is wide; the recorder computes the fingerprint from
     /// them, not from the box.
@@ -33,11 +56,28 @@ impl Located {
     /// The fingerprint of a shard's bytes.
     pub(crate) fn fingerprint(&self, dtype: Dtype, place: &IndexBox, bytes: &[u8]) -> Fingerprint {
         match self {
-            Located::ByBox => Fingerprint::of(dtype, place, bytes),
+            // Of `ByPayload` whose sums did not come.
+            Located::ByBox | Located::ByPayload => Fingerprint::of(dtype, place, bytes),
             Located::BySums(sums) => *sums,
             Located::ByIndices(runs) => {
                 let list = |runs: &Vec<(u64, u64)>| runs.iter().flat_map(|&(a, b)| a..b).collect();
                 Fingerprint::at(dtype, &runs.iter().map(list).collect::<Vec<_>>(), bytes)
+            }
+        }
+    }
+
+    /// The box that a device's sums must be of to be this shard's: of the framework's indices one
+    /// where they are contiguous, as a shard of one piece is.
+    pub(crate) fn positions(&self, place: &IndexBox) -> Option<IndexBox> {
+        match self {
+            Located::BySums(_) => None,
+            Located::ByBox | Located::ByPayload => Some(place.clone()),
+            Located::ByIndices(runs) => {
+                let one = |runs: &Vec<(u64, u64)>| match runs[..] {
+                    [run] => Some(run),
+                    _ => None,
+                };
+                runs.iter().map(one).collect::<Option<_>>().map(IndexBox)
             }
         }
     }
@@ -121,7 +161,7 @@ impl Capture {
         self.place.check(&self.shape).map_err(|error| error.to_string())?;
         self.located.check(&self.place)?;
         // The payload is the caller's code: its panic must not reach the training loop.
-        let measured = std::panic::AssertUnwindSafe(|| self.payload.as_ref().as_ref().len() as u64);
+        let measured = std::panic::AssertUnwindSafe(|| self.payload.length() as u64);
         let length = match faults::seeded("panic-reaches-job") {
             true => measured.0(),
             false => std::panic::catch_unwind(measured).map_err(|_| "its payload panicked")?,

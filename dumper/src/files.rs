@@ -14,8 +14,8 @@ use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::{FinishedFile, ShardWriter, layout};
 
-use crate::capture::{Located, Queued};
-use crate::measure::measure;
+use crate::capture::Queued;
+use crate::measure::{Measured, measure};
 use crate::omissions::Omissions;
 use crate::settings::Plan;
 
@@ -56,11 +56,14 @@ impl StepFiles {
     pub(crate) fn write(&mut self, plan: &Plan, queued: Queued) -> Result<(), String> {
         // The payload is the caller's code: it may panic here too.
         let measured = catch_unwind(AssertUnwindSafe(|| {
-            let bytes = queued.payload.as_ref().as_ref();
-            (bytes.len() as u64 == queued.length).then(|| measure(&queued, bytes))
+            let bytes = queued.payload.bytes().map_err(|why| format!("it was not read: {why}"))?;
+            match bytes.len() as u64 == queued.length {
+                true => Ok(measure(&queued, bytes)),
+                false => Err("its payload changed its length".to_owned()),
+            }
         }));
         let measured = measured.map_err(|_| "its payload panicked when it was read")?;
-        let (hash, fingerprint) = measured.ok_or("its payload changed its length")?;
+        let Measured { hash, fingerprint, source } = measured?;
         let identity = (queued.key.clone(), queued.place.clone(), queued.partial, queued.replica);
         let file = self.file(plan, queued.key.microbatch)?;
         match file.seen.get(&identity) {
@@ -72,10 +75,11 @@ impl StepFiles {
             }
             None => {}
         }
-        let record = self.record(plan, &queued, hash, fingerprint);
+        let record = self.record(plan, &queued, (hash, fingerprint, source));
         let file = self.file(plan, queued.key.microbatch)?;
         let written = catch_unwind(AssertUnwindSafe(|| {
-            file.writer.append(record, queued.payload.as_ref().as_ref())
+            let bytes = queued.payload.bytes().map_err(std::io::Error::other)?;
+            file.writer.append(record, bytes)
         }));
         match written {
             Ok(Ok(())) => {
@@ -91,8 +95,7 @@ impl StepFiles {
         &self,
         plan: &Plan,
         queued: &Queued,
-        hash: ContentHash,
-        fingerprint: Fingerprint,
+        (hash, fingerprint, source): (ContentHash, Fingerprint, FingerprintSource),
     ) -> ShardRecord {
         ShardRecord {
             key: queued.key.clone(),
@@ -110,10 +113,7 @@ impl StepFiles {
             hash,
             length: queued.length,
             fingerprint,
-            fingerprint_source: match queued.located {
-                Located::BySums(_) | Located::ByIndices(_) => FingerprintSource::Framework,
-                Located::ByBox => FingerprintSource::Recorder,
-            },
+            fingerprint_source: source,
             compiled: queued.compiled,
             // The writer chooses the entry's name.
             entry: String::new(),

@@ -23,6 +23,7 @@
 mod capture;
 mod client;
 mod delivery;
+pub mod device;
 mod embedded;
 mod error;
 mod files;
@@ -30,6 +31,7 @@ mod heartbeat;
 mod measure;
 mod omissions;
 mod queue;
+mod ranges;
 mod recorder;
 mod rendezvous;
 mod ring;
@@ -52,6 +54,7 @@ pub use backtape::selection::{
 };
 pub use capture::{Capture, Located, Payload};
 pub use error::RecorderError;
+pub use ranges::{Range, Ranges};
 pub use recorder::Recorder;
 pub use settings::{Settings, TransportChoice};
 pub use steps::Steps;

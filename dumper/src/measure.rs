@@ -5,6 +5,7 @@
 
 use backtape::fingerprint::Fingerprint;
 use backtape::hash::ContentHash;
+use backtape::shard::FingerprintSource;
 
 use crate::capture::{Located, Queued};
 
@@ -15,15 +16,35 @@ const SHARED_BYTES: usize = 4 << 20;
 /// of a fingerprint.
 const SHARE: f64 = 0.66;
 
-/// Hash and fingerprint of a shard's bytes.
-pub(crate) fn measure(queued: &Queued, bytes: &[u8]) -> (ContentHash, Fingerprint) {
+/// What is said of a shard's bytes.
+pub(crate) struct Measured {
+    pub(crate) hash: ContentHash,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) source: FingerprintSource,
+}
+
+/// Hash and fingerprint of a shard's bytes. Sums that a device computed of its own memory take the
+/// place of ours: a copy that went wrong does not agree with them.
+pub(crate) fn measure(queued: &Queued, bytes: &[u8]) -> Measured {
+    let positions = queued.located.positions(&queued.place);
+    let sums = positions.and_then(|place| queued.payload.fingerprint(queued.dtype, &place));
+    let source = match (&queued.located, sums) {
+        (Located::ByBox, _) | (Located::ByPayload, None) => FingerprintSource::Recorder,
+        _ => FingerprintSource::Framework,
+    };
+    let located = sums.map(Located::BySums);
+    let (hash, fingerprint) = compute(queued, located.as_ref().unwrap_or(&queued.located), bytes);
+    Measured { hash, fingerprint, source }
+}
+
+fn compute(queued: &Queued, located: &Located, bytes: &[u8]) -> (ContentHash, Fingerprint) {
     let (dtype, place) = (queued.dtype, &queued.place);
-    let alone = || (ContentHash::of(bytes), queued.located.fingerprint(dtype, place, bytes));
-    if bytes.len() < SHARED_BYTES || matches!(queued.located, Located::BySums(_)) {
+    let alone = || (ContentHash::of(bytes), located.fingerprint(dtype, place, bytes));
+    if bytes.len() < SHARED_BYTES || matches!(located, Located::BySums(_)) {
         return alone();
     }
-    let parts = match queued.located {
-        Located::ByBox => Fingerprint::parts(dtype, place, SHARE),
+    let parts = match located {
+        Located::ByBox | Located::ByPayload => Fingerprint::parts(dtype, place, SHARE),
         _ => None,
     };
     std::thread::scope(|scope| {
@@ -36,7 +57,7 @@ pub(crate) fn measure(queued: &Queued, bytes: &[u8]) -> (ContentHash, Fingerprin
         let Ok(other) = other else { return alone() };
         let own = match &parts {
             Some((first, _, at)) => Fingerprint::of(dtype, first, &bytes[..*at]),
-            None => queued.located.fingerprint(dtype, place, bytes),
+            None => located.fingerprint(dtype, place, bytes),
         };
         match other.join() {
             Ok((hash, rest)) => (hash, own.plus(rest)),

@@ -41,6 +41,23 @@ class Staging:
 class Block:
     def __buffer__(self, flags: int) -> memoryview: ...
 
+class Gpu:
+    def __init__(self, ordinal: int, pinned: int, snapshots: int) -> None: ...
+    @property
+    def stream(self) -> int: ...
+    def capture(
+        self,
+        capsule: object,
+        dtype_name: str,
+        ranges: list[tuple[int, int]],
+        *,
+        stream: int | None = None,
+        changing: bool = False,
+        sums: object | None = None,
+    ) -> Arriving | None: ...
+
+class Arriving: ...
+
 class Summary:
     """What one recorder did; str() is one line for the log. `Recorder.close` gives it."""
 
@@ -71,6 +88,10 @@ class Summary:
 
 def fingerprint(shard: Shard) -> tuple[int, int]: ...
 def check_dtype(name: str) -> None: ...
+def _bytes_of(option: str, text: str) -> int: ...
+def _read_capsule(
+    capsule: object, dtype_name: str, ranges: list[tuple[int, int]]
+) -> tuple[bytes, tuple[int, int]]: ...
 
 class Memory:
     @property

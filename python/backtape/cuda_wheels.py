@@ -6,6 +6,7 @@ afterwards, by this process.
 """
 
 import ctypes
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -16,11 +17,11 @@ LIBRARIES = {
 }
 
 
-def preload() -> list[str]:
-    """Loads what wheels hold; the paths that were loaded. A library that does not load is left to
+def preload(wanted: Iterable[str] = tuple(LIBRARIES)) -> list[str]:
+    """Loads what wheels hold of these; the paths that were loaded. A library that does not load is left to
     whoever needs it: that says which one and what to do."""
     loaded = []
-    for names in LIBRARIES.values():
+    for names in map(LIBRARIES.__getitem__, wanted):
         for path in (path for name in names for path in found(name)):
             try:
                 ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -11,6 +11,7 @@ no arithmetic of boxes with the record, so a wrong box cannot agree with it.
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from backtape import gpu
 from backtape._native import check_dtype
 from backtape.shards import REPLICATE, Box, Guard, Held, Shard, flat, in_box, own_bytes
 
@@ -50,18 +52,22 @@ def shards_of(
     allow = jax.transfer_guard if proved else jax.transfer_guard_device_to_host
     with allow("allow"):
         if on_one and not proved:
-            return [in_box(host_bytes(array), box)]
+            return [of_one(array, box)]
         pieces = array.addressable_shards
         # Started first, so that it runs on the device while the bytes come to the host.
         lanes = {}
         if proved:
             with guard("place proof"):
                 lanes = lanes_by_device(array)
-        held = [host_bytes(piece.data) for piece in pieces]
-        proofs = {}
-        if lanes:
-            with guard("place proof"):
-                proofs = {device: to_pair(sums) for device, sums in lanes.items()}
+        held, proofs = [], {}
+        for piece in pieces:
+            sums = lanes.get(piece.device)
+            arriving = from_gpu(piece, array.shape, sums)
+            held.append(arriving or host_bytes(piece.data))
+            # What arrives from a GPU brings the sums along.
+            if sums is not None and arriving is None:
+                with guard("place proof"):
+                    proofs[piece.device] = to_pair(sums)
     return [
         Shard(
             data,
@@ -75,6 +81,23 @@ def shards_of(
         )
         for piece, (data, dtype, extent) in zip(pieces, held)
     ]
+
+
+def of_one(array: jax.Array, box: Box | None) -> Shard:
+    """An array on one device, as the declared box of a tensor or as all of one."""
+    first = box[1] if box else (0,) * array.ndim
+    dtype = name_of(array.dtype)
+    arriving = gpu.of_jax(array, dtype, first, None)
+    return in_box((arriving, dtype, array.shape) if arriving else host_bytes(array), box)
+
+
+def from_gpu(piece: Any, shape: tuple[int, ...], sums: jax.Array | None) -> Held | None:
+    """The same of an array on a GPU, on its way to the host; None where it does not go that way."""
+    array = piece.data
+    first = [part.indices(size)[0] for part, size in zip(piece.index, shape)]
+    dtype = name_of(array.dtype)
+    arriving = gpu.of_jax(array, dtype, first, sums)
+    return arriving and (arriving, dtype, array.shape)
 
 
 def host_bytes(array: jax.Array) -> Held:

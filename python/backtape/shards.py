@@ -18,8 +18,9 @@ from backtape._native import check_dtype
 
 REPLICATE = "replicate"
 
-# Bytes (uint8, C order), dtype's name and shape of an array that is in host memory.
-Held = tuple[np.ndarray, str, tuple[int, ...]]
+# Bytes (uint8, C order), dtype's name and shape of an array; the bytes of one on a GPU are on
+# their way (`_native.Arriving`).
+Held = tuple[Any, str, tuple[int, ...]]
 
 # Global shape and offsets of a box that the job placed itself.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -46,7 +47,8 @@ class Key:
 class Shard:
     """One box of a tensor and its bytes, as `backtape._native.Tape.record` reads them."""
 
-    data: Any  # C-ordered bytes: a uint8 array or a staging block, never written again
+    # C-ordered bytes: a uint8 array, a staging block or what arrives from a GPU, not written again
+    data: Any
     dtype: str  # numpy's or ml_dtypes' name
     shape: tuple[int, ...]  # of the global tensor
     offsets: tuple[int, ...]  # where the box starts

@@ -1,7 +1,7 @@
 """torch tensors to shards, and taps for values and gradients.
 
 A tensor can change at any time, so its bytes are copied where they stand, into host memory that
-was written to before (python/src/staging.rs). Of a DTensor this rank's local shard is recorded, as
+was written to before (python/src/staging.rs); on a GPU by the device itself (backtape/gpu.py). Of a DTensor this rank's local shard is recorded, as
 the set of boxes that its placements give it; nothing is gathered, and no collective runs.
 
     q = backtape.torch.tap("q", q, microbatch=i)                    # the value, and
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backtape import gpu
 from backtape._native import Staging, check_dtype
 from backtape.shards import REPLICATE, Box, Guard, Shard, boxes_of_run
 from backtape.tape import Tape, open_tape
@@ -90,8 +91,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def shard_of(piece: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], **more: Any) -> Shard:
     """A piece of a tensor and where it lies."""
-    extent = tuple(piece.shape)
-    return Shard(staged(piece), dtype_name(piece.dtype), tuple(shape), tuple(offsets), extent, **more)
+    extent, dtype = tuple(piece.shape), dtype_name(piece.dtype)
+    data = gpu.of_torch(piece, dtype, first_of(offsets, more.get("indices"))) if piece.is_cuda else None
+    if data is None:
+        data = staged(piece)
+    return Shard(data, dtype, tuple(shape), tuple(offsets), extent, **more)
+
+
+def first_of(offsets: Sequence[int], indices: list[Runs] | None) -> Sequence[int]:
+    """Where the fingerprint begins to count: where torch's own indices do, if they are runs."""
+    if indices is None or any(len(runs) != 1 for runs in indices):
+        return offsets
+    return [runs[0][0] for runs in indices]
 
 
 def staged(piece: torch.Tensor) -> Any:

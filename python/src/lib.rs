@@ -10,7 +10,9 @@
 
 mod command;
 mod declaration;
+mod dlpack;
 mod errors;
+mod gpu;
 mod memory;
 mod payload;
 mod postmortem;
@@ -46,6 +48,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tape::Tape>()?;
     module.add_class::<summary::Summary>()?;
     module.add_class::<staging::Staging>()?;
+    module.add_class::<gpu::Gpu>()?;
+    module.add_class::<gpu::Arriving>()?;
     module.add_class::<postmortem::StepDump>()?;
     module.add_class::<memory::Memory>()?;
     module.add_class::<report::Report>()?;
@@ -64,5 +68,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(variants::replay_varied, module)?)?;
     module.add_function(wrap_pyfunction!(shard::fingerprint, module)?)?;
     module.add_function(wrap_pyfunction!(shard::check_dtype, module)?)?;
+    module.add_function(wrap_pyfunction!(gpu::bytes_of, module)?)?;
+    module.add_function(wrap_pyfunction!(dlpack::read_capsule, module)?)?;
     Ok(())
 }

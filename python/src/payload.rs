@@ -14,6 +14,8 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::dlpack;
+use crate::gpu::{self, Arriving};
 use crate::staging::Block;
 
 /// Exports that wait to be released, bounded by what the queue let in.
@@ -34,12 +36,18 @@ impl HeldBuffer {
     }
 }
 
-/// The payload of a shard's bytes: a staging block's own memory, or an export of any other buffer.
-pub(crate) fn payload(data: &Bound<'_, PyAny>) -> PyResult<Box<dyn Payload>> {
-    match data.cast::<Block>() {
-        Ok(block) => Ok(Box::new(block.get().staged())),
-        Err(_) => Ok(Box::new(HeldBuffer::new(data)?)),
+/// The payload of a shard's bytes: a staging block's own memory, what arrives from a GPU, or an
+/// export of any other buffer. Beside it, whether the framework's sums come along.
+pub(crate) fn payload(data: &Bound<'_, PyAny>) -> PyResult<(Box<dyn Payload>, bool)> {
+    if let Ok(block) = data.cast::<Block>() {
+        return Ok((Box::new(block.get().staged()), false));
     }
+    if let Ok(arriving) = data.cast::<Arriving>() {
+        let arriving = arriving.get().take()?;
+        let summed = arriving.framework_sums();
+        return Ok((Box::new(arriving), summed));
+    }
+    Ok((Box::new(HeldBuffer::new(data)?), false))
 }
 
 impl AsRef<[u8]> for HeldBuffer {
@@ -64,7 +72,9 @@ impl Drop for HeldBuffer {
 }
 
 /// Releases what the recorder is done with. Called wherever the GIL is held.
-pub(crate) fn release_spent(_attached: Python<'_>) {
+pub(crate) fn release_spent(attached: Python<'_>) {
+    gpu::reap();
+    dlpack::release_spent(attached);
     // Taken out first: releasing runs Python code, which may come back here.
     let spent = std::mem::take(&mut *SPENT.lock().unwrap_or_else(PoisonError::into_inner));
     drop(spent);

@@ -59,6 +59,7 @@ impl Shard<'_> {
         let partial = key.partial.or(self.partial);
         let partial = partial.as_deref().map(|text| word::<Reduction>("partial", text));
         let when = key.when.as_deref().map(|text| word::<When>("when", text));
+        let (payload, summed) = payload(&self.data)?;
         Ok(Capture {
             tensor: key.name,
             role: key.role,
@@ -73,10 +74,11 @@ impl Shard<'_> {
             located: match (self.fingerprint, self.indices) {
                 (Some((a, b)), _) => Located::BySums(Fingerprint(a, b)),
                 (None, Some(runs)) => Located::ByIndices(runs),
+                (None, None) if summed => Located::ByPayload,
                 (None, None) => Located::ByBox,
             },
             compiled: self.compiled,
-            payload: payload(&self.data)?,
+            payload,
         })
     }
 }
@@ -97,7 +99,8 @@ fn word<'a, T: Deserialize<'a>>(option: &str, text: &'a str) -> PyResult<T> {
     T::deserialize(reader).map_err(|error| invalid(&format!("record({option}={text:?})"), &error))
 }
 
-fn dtype(name: &str) -> PyResult<Dtype> {
+/// A dtype by numpy's name.
+pub(crate) fn dtype(name: &str) -> PyResult<Dtype> {
     let unknown = || PyValueError::new_err(format!("arrays of dtype {name} cannot be recorded"));
     Dtype::from_numpy(name).ok_or_else(unknown)
 }

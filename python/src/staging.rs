@@ -6,10 +6,10 @@
 //! for the next, up to a limit. A range goes back when the recorder's own thread drops the
 //! payload, which takes no interpreter.
 
-use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use backtape_dumper::Ranges;
 use memmap2::{Advice, MmapRaw};
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
@@ -25,10 +25,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One mapping and which of its ranges nobody holds, by start.
+/// One mapping and which of its ranges nobody holds.
 struct Arena {
     map: MmapRaw,
-    free: Mutex<BTreeMap<usize, usize>>,
+    free: Arc<Ranges>,
 }
 
 impl Arena {
@@ -37,57 +37,20 @@ impl Arena {
         // Both are wishes: an older kernel faults the pages in one by one, at the first copy.
         let _ = map.advise(Advice::HugePage);
         let _ = map.advise(Advice::PopulateWrite);
-        Ok(Arena { map: map.into(), free: Mutex::new(BTreeMap::from([(0, bytes)])) })
-    }
-
-    fn is_free(&self) -> bool {
-        lock(&self.free).get(&0) == Some(&self.map.len())
-    }
-
-    /// The first range that is long enough.
-    fn take(&self, length: usize) -> Option<usize> {
-        let mut free = lock(&self.free);
-        let (&start, &room) = free.iter().find(|&(_, &room)| room >= length)?;
-        free.remove(&start);
-        if room > length {
-            free.insert(start + length, room - length);
-        }
-        Some(start)
-    }
-
-    /// Gives a range back and joins it with its free neighbours.
-    fn give_back(&self, start: usize, length: usize) {
-        let mut free = lock(&self.free);
-        let (mut start, mut length) = (start, length);
-        if let Some(after) = free.remove(&(start + length)) {
-            length += after;
-        }
-        if let Some((&before, &room)) = free.range(..start).next_back()
-            && before + room == start
-        {
-            (start, length) = (before, room + length);
-        }
-        free.insert(start, length);
+        Ok(Arena { map: map.into(), free: Ranges::new(bytes, ALIGNMENT) })
     }
 }
 
 /// A range of an arena, given back when it is dropped.
 struct Range {
     arena: Arc<Arena>,
-    start: usize,
-    reserved: usize,
+    part: backtape_dumper::Range,
     length: usize,
 }
 
 impl Range {
     fn pointer(&self) -> *mut u8 {
-        self.arena.map.as_mut_ptr().wrapping_add(self.start)
-    }
-}
-
-impl Drop for Range {
-    fn drop(&mut self) {
-        self.arena.give_back(self.start, self.reserved);
+        self.arena.map.as_mut_ptr().wrapping_add(self.part.start())
     }
 }
 
@@ -148,24 +111,22 @@ impl Staging {
     }
 
     fn range(&self, length: usize) -> std::io::Result<Range> {
-        let reserved = length.max(1).next_multiple_of(ALIGNMENT);
         let mut arenas = lock(&self.arenas);
-        let in_arena =
-            |arena: &Arc<Arena>, start| Range { arena: arena.clone(), start, reserved, length };
-        for arena in arenas.iter() {
-            if let Some(start) = arena.take(reserved) {
-                return Ok(in_arena(arena, start));
-            }
+        let found = arenas.iter().find_map(|arena| Some((arena.free.take(length)?, arena.clone())));
+        if let Some((part, arena)) = found {
+            return Ok(Range { arena, part, length });
         }
-        let bytes = reserved.max(ARENA_BYTES);
+        let bytes = length.max(1).next_multiple_of(ALIGNMENT).max(ARENA_BYTES);
         let mapped: usize = arenas.iter().map(|arena| arena.map.len()).sum();
         if mapped + bytes > self.keep_bytes {
-            arenas.retain(|arena| !arena.is_free());
+            arenas.retain(|arena| !arena.free.is_free());
         }
         let arena = Arc::new(Arena::new(bytes)?);
-        let start = arena.take(reserved).unwrap_or_default();
+        let Some(part) = arena.free.take(length) else {
+            return Err(std::io::ErrorKind::OutOfMemory.into());
+        };
         arenas.push(arena.clone());
-        Ok(in_arena(&arena, start))
+        Ok(Range { arena, part, length })
     }
 }
 

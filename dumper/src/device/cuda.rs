@@ -1,0 +1,322 @@
+//! CUDA through cudarc, loaded at run time: the device's primary context, which torch and jax use
+//! too, a stream of our own, and the kernel by NVRTC.
+//!
+//! The thread that trains keeps its own context: ours is pushed around each call and popped. What
+//! is allocated here stays until the process ends, as a GPU is opened once in it.
+
+use std::ffi::{CString, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use cudarc::driver::{DriverError, result, sys};
+use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
+
+use super::capturer::device_bytes;
+use super::machine::{Arguments, DeviceError, Machine, Sizes, Stream};
+
+/// Source of the kernel.
+const KERNEL: &str = include_str!("kernels/fingerprint.cu");
+
+/// The oldest generation that NVRTC 13 compiles for; the driver makes code for any newer one of
+/// its PTX. Integer sums need nothing of a newer one.
+const TARGET: &str = "compute_75";
+
+/// Threads of a block.
+const BLOCK: u32 = 256;
+
+/// Pinned memory below this is no memory for captures.
+const LEAST_BYTES: usize = 64 << 10;
+
+/// An NVIDIA GPU.
+pub(super) struct Cuda {
+    context: sys::CUcontext,
+    side: sys::CUstream,
+    kernel: sys::CUfunction,
+    pinned: *mut u8,
+    memory: u64,
+}
+
+// SAFETY: handles of the driver, which any thread may use; the pinned memory is given out in
+// ranges that have one holder each.
+unsafe impl Send for Cuda {}
+// SAFETY: as above.
+unsafe impl Sync for Cuda {}
+
+/// The driver's event.
+pub(super) struct Event {
+    event: sys::CUevent,
+    context: sys::CUcontext,
+}
+
+// SAFETY: a handle of the driver, which any thread may use.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: the event was created by `Cuda::event`; one that has not happened yet is
+        // destroyed by the driver once it has.
+        let _ = within(self.context, "an event", || unsafe { result::event::destroy(self.event) });
+    }
+}
+
+/// Runs calls with a context current, and gives the thread its own back.
+fn within<T>(
+    context: sys::CUcontext,
+    what: &'static str,
+    calls: impl FnOnce() -> Result<T, DriverError>,
+) -> Result<T, DeviceError> {
+    let failed = |why: DriverError| DeviceError::call(what, why);
+    // SAFETY: the context is retained until the process ends.
+    unsafe { sys::cuCtxPushCurrent_v2(context) }.result().map_err(failed)?;
+    let done = calls();
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: pops what was pushed above.
+    let given_back = unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) }.result();
+    done.and_then(|done| given_back.map(|()| done)).map_err(failed)
+}
+
+/// PTX of the kernel.
+pub(super) fn compiled() -> Result<String, DeviceError> {
+    present(nvrtc_loads, "the compiler's library, libnvrtc.so, is not found")?;
+    let options = CompileOptions {
+        arch: Some(TARGET),
+        name: Some("fingerprint.cu".into()),
+        ..CompileOptions::default()
+    };
+    let ptx = compile_ptx_with_opts(KERNEL, options).map_err(|error| match error {
+        CompileError::CompileError { log, .. } => {
+            DeviceError::call("compiling its kernel", log.to_string_lossy().trim())
+        }
+        other => DeviceError::call("compiling its kernel", other),
+    })?;
+    Ok(ptx.to_src())
+}
+
+/// cudarc panics where a library is missing that nobody asked for first.
+fn present(loads: fn() -> bool, why: &str) -> Result<(), DeviceError> {
+    match catch_unwind(AssertUnwindSafe(loads)).unwrap_or(false) {
+        true => Ok(()),
+        false => Err(DeviceError::Absent(why.into())),
+    }
+}
+
+fn driver_loads() -> bool {
+    // SAFETY: loads the driver's library, as any program on a machine with a GPU does.
+    unsafe { sys::is_culib_present() }
+}
+
+fn nvrtc_loads() -> bool {
+    // SAFETY: loads a library whose initialisers do nothing but set it up.
+    unsafe { cudarc::nvrtc::sys::is_culib_present() }
+}
+
+impl Cuda {
+    /// Opens GPU number `ordinal` and reserves the memory.
+    pub(super) fn open(ordinal: i32, sizes: Sizes) -> Result<Cuda, DeviceError> {
+        let why = "the driver's library, libcuda.so, is not found";
+        present(driver_loads, why)?;
+        if sizes.pinned < LEAST_BYTES {
+            let why = format!("{} bytes of pinned memory are too few", sizes.pinned);
+            return Err(DeviceError::Absent(why));
+        }
+        let ptx = compiled()?;
+        // A library of another version may lack a symbol, which cudarc answers with a panic.
+        let opened = catch_unwind(AssertUnwindSafe(|| Cuda::load(ordinal, sizes, &ptx)));
+        opened.unwrap_or_else(|_| {
+            let why = "a library of CUDA lacks what is called; this build is for CUDA 12 and 13";
+            Err(DeviceError::Absent(why.into()))
+        })
+    }
+
+    fn load(ordinal: i32, sizes: Sizes, ptx: &str) -> Result<Cuda, DeviceError> {
+        let absent = |why: DriverError| DeviceError::Absent(why.to_string());
+        result::init().map_err(absent)?;
+        let device = result::device::get(ordinal).map_err(absent)?;
+        // SAFETY: the device was just given.
+        let context = unsafe { result::primary_ctx::retain(device) }.map_err(absent)?;
+        let image =
+            CString::new(ptx).map_err(|why| DeviceError::call("loading its kernel", why))?;
+        let kernel = within(context, "loading its kernel", || {
+            // SAFETY: PTX that ends in a zero byte; the module stays loaded.
+            unsafe {
+                let module = result::module::load_data(image.as_ptr().cast())?;
+                result::module::get_function(module, c"fingerprint".into())
+            }
+        })?;
+        let kind = result::stream::StreamKind::NonBlocking;
+        let side = within(context, "making a stream", || result::stream::create(kind))?;
+        let pinned = within(context, "pinning memory of the host", || {
+            // SAFETY: nobody is given the memory before it was reserved.
+            unsafe { result::malloc_host(sizes.pinned, sys::CU_MEMHOSTALLOC_PORTABLE) }
+        })?;
+        let bytes = device_bytes(sizes);
+        // SAFETY: as above.
+        let memory =
+            within(context, "reserving its memory", || unsafe { result::malloc_sync(bytes) });
+        let memory = memory.inspect_err(|_| {
+            // SAFETY: allocated above, and nobody was given it.
+            let _ = within(context, "unpinning", || unsafe { result::free_host(pinned) });
+        })?;
+        Ok(Cuda { context, side, kernel, pinned: pinned.cast(), memory })
+    }
+
+    fn run<T>(
+        &self,
+        what: &'static str,
+        calls: impl FnOnce() -> Result<T, DriverError>,
+    ) -> Result<T, DeviceError> {
+        within(self.context, what, calls)
+    }
+}
+
+fn handle(stream: Stream) -> sys::CUstream {
+    stream as sys::CUstream
+}
+
+impl Machine for Cuda {
+    type Event = Event;
+
+    fn side(&self) -> Stream {
+        self.side as Stream
+    }
+
+    fn pinned(&self) -> *mut u8 {
+        self.pinned
+    }
+
+    fn memory(&self) -> u64 {
+        self.memory
+    }
+
+    fn event(&self) -> Result<Event, DeviceError> {
+        // BLOCKING_SYNC: the recorder's thread sleeps where it waits.
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
+            | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the driver writes the handle.
+        self.run("making an event", || unsafe {
+            sys::cuEventCreate(&raw mut event, flags).result()
+        })?;
+        Ok(Event { event, context: self.context })
+    }
+
+    fn record(&self, event: &Event, stream: Stream) -> Result<(), DeviceError> {
+        // SAFETY: an event of ours, and a stream of the framework's or ours.
+        self.run("recording an event", || unsafe {
+            result::event::record(event.event, handle(stream))
+        })
+    }
+
+    fn wait(&self, stream: Stream, event: &Event) -> Result<(), DeviceError> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: as above.
+        self.run("having a stream wait", || unsafe {
+            result::stream::wait_event(handle(stream), event.event, flags)
+        })
+    }
+
+    fn happened(&self, event: &Event) -> Result<bool, DeviceError> {
+        // SAFETY: as above.
+        self.run("the work before a copy, or the copy", || unsafe {
+            match result::event::query(event.event) {
+                Ok(()) => Ok(true),
+                Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+                Err(why) => Err(why),
+            }
+        })
+    }
+
+    fn synchronize(&self, event: &Event) -> Result<(), DeviceError> {
+        // SAFETY: as above.
+        self.run("the work before a copy, or the copy", || unsafe {
+            result::event::synchronize(event.event)
+        })
+    }
+
+    unsafe fn copy(
+        &self,
+        from: u64,
+        to: u64,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: the caller's.
+        self.run("a snapshot", || unsafe {
+            result::memcpy_dtod_async(to, from, bytes, handle(stream))
+        })
+    }
+
+    unsafe fn fetch(
+        &self,
+        from: u64,
+        to: *mut u8,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: the caller's.
+        self.run("a copy to the host", || unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, handle(stream)).result()
+        })
+    }
+
+    unsafe fn fill(
+        &self,
+        at: u64,
+        byte: u8,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: the caller's.
+        self.run("setting its memory", || unsafe {
+            result::memset_d8_async(at, byte, bytes, handle(stream))
+        })
+    }
+
+    unsafe fn fingerprint(&self, arguments: &Arguments, stream: Stream) -> Result<(), DeviceError> {
+        let blocks = arguments.threads.unsigned_abs().div_ceil(BLOCK.into());
+        let blocks = u32::try_from(blocks);
+        let blocks = blocks.map_err(|why| DeviceError::call("launching its kernel", why))?;
+        let mut arguments = *arguments;
+        let mut given = [(&raw mut arguments).cast::<c_void>()];
+        // SAFETY: the caller vouches for the addresses; the struct is the kernel's one argument,
+        // and the driver copies it before it returns.
+        self.run("launching its kernel", || unsafe {
+            let (grid, block) = ((blocks, 1, 1), (BLOCK, 1, 1));
+            result::launch_kernel(self.kernel, grid, block, 0, handle(stream), &mut given)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without the library its absence is what is told.
+    #[test]
+    fn the_kernel_compiles_or_the_missing_library_is_named() {
+        match compiled() {
+            Ok(ptx) => {
+                assert!(ptx.contains(".target sm_75") && ptx.contains(".entry fingerprint("));
+                assert!(ptx.contains("red.global.add.u32") || ptx.contains("atom.global.add.u32"));
+            }
+            Err(error) => {
+                assert!(std::env::var_os("BACKTAPE_TEST_NVRTC").is_none(), "{error}");
+                assert!(error.to_string().contains("libnvrtc"), "{error}");
+            }
+        }
+    }
+
+    /// On a machine with a GPU `make test-gpu` asks for it, and it must open then.
+    #[test]
+    fn a_gpu_opens_or_one_sentence_says_why_not() {
+        let sizes = Sizes { pinned: 1 << 20, snapshots: 1 << 20 };
+        match super::super::Gpu::open(0, sizes) {
+            Ok(_) => {}
+            Err(error) => {
+                assert!(std::env::var_os("BACKTAPE_TEST_GPU").is_none(), "{error}");
+                assert!(!error.to_string().contains('\n'), "{error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Captures from a GPU's memory, for `backtape.gpu`.
+
+use std::sync::{Mutex, PoisonError};
+
+use backtape::index_box::IndexBox;
+use backtape_dumper::ByteLimit;
+use backtape_dumper::device::{self, NotTaken, Order, Sizes, Source, Sums};
+use pyo3::exceptions::{PyBufferError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::dlpack::{self, CUDA, CUDA_MANAGED, Held, Place};
+use crate::errors::invalid;
+use crate::shard::dtype;
+
+/// GPUs that were opened, so that what has landed is let go of by whatever is called next.
+static OPENED: Mutex<Vec<device::Gpu>> = Mutex::new(Vec::new());
+
+/// Lets go of what captures that have landed held; waits for nothing.
+pub(crate) fn reap() {
+    for gpu in &*OPENED.lock().unwrap_or_else(PoisonError::into_inner) {
+        gpu.reap();
+    }
+}
+
+/// Bytes as text spells them, of an option that a message names.
+#[pyfunction]
+#[pyo3(name = "_bytes_of")]
+pub(crate) fn bytes_of(option: &str, text: &str) -> PyResult<u64> {
+    let limit: ByteLimit = text.parse().map_err(|error| invalid(option, &error))?;
+    Ok(limit.0)
+}
+
+/// A GPU that captures come from.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct Gpu {
+    gpu: device::Gpu,
+    ordinal: i32,
+}
+
+/// A capture on its way, until it becomes the payload of a shard.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct Arriving(Mutex<Option<device::Arriving>>);
+
+impl Arriving {
+    /// The payload; a capture is recorded once.
+    pub(crate) fn take(&self) -> PyResult<device::Arriving> {
+        let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        taken.ok_or_else(|| PyValueError::new_err("a capture from a GPU was recorded twice"))
+    }
+}
+
+#[pymethods]
+impl Gpu {
+    /// Compiles the kernel, reserves memory and tries a copy: not for the thread that trains.
+    /// Raises RuntimeError with one sentence.
+    #[new]
+    fn open(py: Python<'_>, ordinal: i32, pinned: usize, snapshots: usize) -> PyResult<Gpu> {
+        let opened = py.detach(|| device::Gpu::open(ordinal, Sizes { pinned, snapshots }));
+        let gpu = opened.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        OPENED.lock().unwrap_or_else(PoisonError::into_inner).push(gpu.clone());
+        Ok(Gpu { gpu, ordinal })
+    }
+
+    /// The stream that `__dlpack__(stream=)` is to make wait for its producer.
+    #[getter]
+    fn stream(&self) -> u64 {
+        self.gpu.stream()
+    }
+
+    /// Puts a capture on its way, or returns None where there is no room.
+    ///
+    /// `capsule` holds the bytes. `stream` is the job's, where what it holds so far makes them;
+    /// None where the capsule was asked for with `stream=` this one's, and nobody writes to the
+    /// bytes again. `changing`: what is put on `stream` later may. The device computes the
+    /// fingerprint at `ranges`, or `sums` is a capsule of the framework's.
+    #[pyo3(signature = (capsule, dtype_name, ranges, *, stream=None, changing=false, sums=None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn capture(
+        &self,
+        py: Python<'_>,
+        capsule: &Bound<'_, PyAny>,
+        dtype_name: &str,
+        ranges: Vec<(u64, u64)>,
+        stream: Option<u64>,
+        changing: bool,
+        sums: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Arriving>> {
+        let held = dlpack::take(capsule)?;
+        let place = self.place(&held)?;
+        let order = match (stream, changing) {
+            (None, _) => Order::Settled,
+            (Some(stream), false) => Order::Made(stream),
+            (Some(stream), true) => Order::Changing(stream),
+        };
+        let mut hold = vec![held];
+        let sums = match sums {
+            None => Sums::Device(dtype(dtype_name)?, IndexBox(ranges)),
+            Some(capsule) => {
+                let held = dlpack::take(capsule)?;
+                let place = self.place(&held)?;
+                if place.bytes != 2 * size_of::<u32>() {
+                    return Err(PyBufferError::new_err("the framework's sums are not two u32"));
+                }
+                hold.push(held);
+                Sums::Framework(place.address)
+            }
+        };
+        let (address, bytes) = (place.address, place.bytes);
+        let source = Source { address, bytes, order, sums, hold: Box::new(hold) };
+        // SAFETY: a framework's capsule says that the bytes lie on this GPU, and is held.
+        match py.detach(|| unsafe { self.gpu.capture(source) }) {
+            Ok(arriving) => Ok(Some(Arriving(Mutex::new(Some(arriving))))),
+            Err(NotTaken::Full { .. }) => Ok(None),
+            Err(error) => Err(PyRuntimeError::new_err(error.to_string())),
+        }
+    }
+}
+
+impl Gpu {
+    /// Where a capsule's bytes lie, which must be this GPU.
+    fn place(&self, held: &Held) -> PyResult<Place> {
+        let place = held.place()?;
+        let cuda = [CUDA, CUDA_MANAGED].contains(&place.device_type);
+        if !cuda || place.device_id != self.ordinal {
+            let (kind, id) = (place.device_type, place.device_id);
+            return Err(PyBufferError::new_err(format!(
+                "a DLPack capsule of device {id} of type {kind}, where GPU {} was opened",
+                self.ordinal
+            )));
+        }
+        Ok(place)
+    }
+}
