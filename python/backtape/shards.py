@@ -108,6 +108,8 @@ def shards_of(
             raise ValueError("placement says where the array lies: leave out global_shape")
         if partial is not None and any(isinstance(word, str) for word in placement.values()):
             raise ValueError("what it is an addend of is said twice: in partial and in placement")
+        # The framework would count in the array, which is a part of the tensor: no proof of its place.
+        place_proof = place_proof and all(isinstance(word, str) for word in placement.values())
         options = {"partial": partial, "place_proof": place_proof, "guard": guard}
         return [by_placement(shard, placement, mesh) for shard in shards_of(array, **options)]
     if is_torch(array):

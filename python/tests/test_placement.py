@@ -1,12 +1,16 @@
 """`placement=` of a local array: the parts that the ranks of a mesh hold make up one tensor."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run_ranks
 
+import backtape
 from backtape.shards import Mesh, shards_of
 
+PROGRAM = Path(__file__).with_name("placed_rank.py")
 AXES = {"data": 2, "fsdp": 3, "tensor": 2}
 
 
@@ -56,6 +60,17 @@ def test_without_a_mesh_the_one_axis_named_is_the_ranks():
     mesh = Mesh({}, {}, 2, 4)
     (shard,) = shards_of(np.ones((3, 2)), placement={"data": 0}, mesh=mesh)
     assert (shard.shape, shard.offsets) == ((12, 2), (6, 0))
+
+
+def test_parts_of_jax_arrays_are_proved_wherever_they_lie(tmp_path):
+    """jax counts from the part's own first row: every rank but the first was called damaged."""
+    run_ranks(PROGRAM, 2, tmp_path / "run")
+    (step,) = backtape.checks(tmp_path / "run").json["steps"]
+    assert (step["shards"], step["damage"]) == (8, [])
+    step = backtape.open(tmp_path / "run").step(0)
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for name in ("jax_rows", "jax_whole", "numpy_rows", "numpy_whole"):
+        assert np.array_equal(step.tensor(name), whole), name
 
 
 @pytest.mark.parametrize(
