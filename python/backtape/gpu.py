@@ -2,9 +2,10 @@
 
 An array is handed over as a DLPack capsule. A stream of backtape's own has the device compute the
 fingerprint and copies the bytes to pinned memory; the recorder's thread waits for that when it
-reads them (dumper/src/device). A GPU is opened in the background at its first capture. Until it is,
-where pinned memory is full, and wherever anything is missing, the caller is given None and copies
-as it would without this module, which waits for the copy.
+reads them (dumper/src/device). A GPU is opened in the background: with the recorder where the job
+uses it already, else at its first capture. Until it is open, where pinned memory is full, and
+wherever anything is missing, the caller is given None and copies as it would without this module,
+which waits for the copy.
 
 BACKTAPE_GPU_PINNED (256MiB): pinned memory of the host for each GPU; 0 turns this off.
 BACKTAPE_GPU_SNAPSHOTS (256MiB): memory of each GPU for tensors that the job may change while they
@@ -14,6 +15,7 @@ are copied; where it is full the job's stream waits for the copy, on the device.
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,6 +82,31 @@ class Door:
 def door(ordinal: int) -> Door:
     """The one door of this process to a GPU."""
     return Door(ordinal)
+
+
+def expect() -> None:
+    """Opens the GPUs that this process computes on already: mostly its first recorded step is the one
+    that is asked for. Of a job that has not used its GPU yet, the first capture opens it.
+    """
+    try:
+        for ordinal in in_use():
+            door(ordinal)
+    except CAUGHT as error:
+        tell(f"a GPU is opened at its first capture: {describe(error)}")
+
+
+def in_use() -> set[int]:
+    """CUDA's numbers of those GPUs; no framework is imported or set up for it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda and torch.cuda.is_initialized():
+        return {int(torch.cuda.current_device())}
+    # jax has no public word for it, and asking for its devices would set them up.
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    if bridge is None or not bridge.backends_are_initialized():
+        return set()
+    devices = sys.modules["jax"].local_devices()
+    mine = [device for device in devices if device.platform == "gpu" and "cuda" in device.client.platform_version]
+    return {int(device.local_hardware_id) for device in mine}
 
 
 def tell(message: str) -> None:

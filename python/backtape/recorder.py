@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Self
 
-from backtape import _native
+from backtape import _native, gpu
 from backtape.failopen import CAUGHT, Faults, describe
 from backtape.settings import (
     Settings,
@@ -94,6 +94,8 @@ class Recorder:
             self._readings = Readings() if waits(more) else None
             self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
             atexit.register(self._at_exit)
+            if steps != "none":
+                gpu.expect()
 
     @classmethod
     def from_env(cls, **overrides: Any) -> Self:

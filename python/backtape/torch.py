@@ -1,8 +1,9 @@
 """torch tensors to shards, and taps for values and gradients.
 
 A tensor can change at any time, so its bytes are copied where they stand, into host memory that
-was written to before (python/src/staging.rs); on a GPU by the device itself (backtape/gpu.py). Of a DTensor this rank's local shard is recorded, as
-the set of boxes that its placements give it; nothing is gathered, and no collective runs.
+was written to before (python/src/staging.rs); on a GPU by the device itself (backtape/gpu.py). Of a
+DTensor this rank's local shard is recorded, as the set of boxes that its placements give it; nothing
+is gathered, and no collective runs.
 
     q = backtape.torch.tap("q", q, microbatch=i)                    # the value, and
     q = backtape.torch.tap_grad("dq", q, microbatch=i)              # its gradient, in the backward

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 import weakref
 
 import jax
@@ -280,9 +281,35 @@ def test_what_a_gpu_refuses_goes_the_other_way_and_only_a_fault_of_the_gpu_ends_
     ]
 
 
+def test_gpus_that_the_job_uses_already_are_opened_with_its_recorder_and_no_others(door, monkeypatch):
+    def device(number, platform="gpu", version="PJRT C API\ncuda 12090"):
+        client = types.SimpleNamespace(platform_version=version)
+        return types.SimpleNamespace(platform=platform, local_hardware_id=number, client=client)
+
+    devices = [device(1), device(5, "cpu"), device(6, version="rocm 60300"), device(7)]
+    bridge = types.SimpleNamespace(backends_are_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", bridge)
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(local_devices=lambda: devices))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert gpu.in_use() == set()
+    bridge.backends_are_initialized = lambda: True
+    assert gpu.in_use() == {1, 7}
+    cuda = types.SimpleNamespace(is_initialized=lambda: True, current_device=lambda: 2)
+    torch = types.SimpleNamespace(version=types.SimpleNamespace(cuda="13.0"), cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert gpu.in_use() == {2}
+    before = gpu.door.cache_info().currsize
+    gpu.expect()
+    assert gpu.door.cache_info().currsize == before + 1
+    # What cannot be asked is no fault of the job's.
+    del cuda.current_device
+    gpu.expect()
+
+
 def test_a_job_on_the_cpu_opens_no_gpu_and_starts_no_thread():
     source = """
 import sys, threading, jax.numpy as jnp, backtape
+jnp.ones(1)
 with backtape.Recorder(dir=sys.argv[1], steps="0") as recorder:
     with recorder.step(0) as tape:
         tape.record("w", jnp.ones((4, 4)))
