@@ -223,9 +223,12 @@ impl<M: Machine, L: Links<M>> BackwardWalk for Shared<'_, M, L> {
             let walk = &mut share.walk;
             (share.name, move || walk.sums(inputs, upstream, progress, held))
         });
-        // All have ended before the first sum travels: nobody waits for one that failed.
+        // All have been told before the first sum travels.
         let slabs = together(started.collect())?;
-        let (dense, labels) = (self.added(&slabs)?, self.labels(&slabs)?);
+        // On a GPU they were enqueued alone. Fetching the labels' columns waits for each and says what
+        // failed there: a receive from a GPU that failed would wait for ever.
+        let labels = self.labels(&slabs)?;
+        let dense = self.added(&slabs).map_err(|error| error.on(self.shares[0].name))?;
         Ok(DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq))
     }
 
