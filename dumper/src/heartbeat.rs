@@ -106,8 +106,10 @@ async fn beat_on(shared: &Arc<Shared>, client: &Client) {
         all_leaving: false,
     };
     loop {
+        // In this order: a rank that leaves has reported what its last step showed.
+        let leaving = mind.closed_at().is_some();
         let report = shared.report();
-        let answered = client.heartbeat(mind.beat(report.clone())).await;
+        let answered = client.heartbeat(mind.beat(report.clone(), leaving)).await;
         match answered {
             Ok(orders) => mind.hear(report, orders),
             // Rank 0 ended its coordinator: it had heard that everyone leaves.
@@ -126,7 +128,7 @@ async fn beat_on(shared: &Arc<Shared>, client: &Client) {
 }
 
 impl Mind {
-    fn beat(&self, report: Option<(u64, String)>) -> Beat {
+    fn beat(&self, report: Option<(u64, String)>, leaving: bool) -> Beat {
         let (step, steps_per_second) = self.shared.schedule.progress();
         let period = self.period().as_millis();
         Beat {
@@ -137,7 +139,7 @@ impl Mind {
             triggers_settled: self.settled,
             report,
             ring: self.held(),
-            leaving: self.closed_at().is_some(),
+            leaving,
         }
     }
 

@@ -17,8 +17,10 @@ PROGRAM = Path(__file__).with_name("watched_rank.py")
 WORLD, WRONG = 4, 12
 
 
-def test_a_nan_loss_on_rank_2_puts_the_step_that_went_wrong_on_disk_for_all_ranks(tmp_path):
-    run_ranks(PROGRAM, WORLD, tmp_path, BACKTAPE_RING="8", BACKTAPE_STRICT="1")
+@pytest.mark.parametrize("words", [(), ("late",)], ids=["found", "late"])
+def test_a_nan_loss_on_rank_2_puts_the_step_that_went_wrong_on_disk_for_all_ranks(tmp_path, words):
+    """`late`: rank 0, which carries the coordinator, once left when all that had joined by then did."""
+    run_ranks(PROGRAM, WORLD, tmp_path, *words, BACKTAPE_RING="8", BACKTAPE_STRICT="1")
     manifest = reading.manifest(tmp_path / "run", WRONG)
     assert manifest["trigger"]["rank"] == 2 and manifest["trigger"]["seen"] == WRONG
     assert manifest["trigger"]["reason"] == "the loss is NaN" and manifest["trigger"]["ring"]

@@ -1,6 +1,8 @@
 """One rank of a job whose loss becomes NaN on rank 2, run by test_triggers.py.
 
-    python watched_rank.py RANK WORLD DIRECTORY
+    python watched_rank.py RANK WORLD DIRECTORY [late]
+
+`late`: the job is over before any rank but the first finds the coordinator.
 """
 
 import sys
@@ -13,9 +15,12 @@ import backtape
 
 rank, world = map(int, sys.argv[1:3])
 directory = Path(sys.argv[3])
+late = sys.argv[4:] == ["late"]
 WRONG = 12
 
-recorder = backtape.Recorder.from_env(dir=directory / "run", rank=rank, world_size=world)
+# The same directory by another name, which is made when the job is over.
+store = directory / "found-late" if late and rank else directory
+recorder = backtape.Recorder.from_env(dir=store / "run", rank=rank, world_size=world)
 assert recorder.active
 
 
@@ -41,6 +46,10 @@ for step in range(20):
     if step == WRONG + 1:
         break  # As a job does that checks its loss.
 
+if late:
+    together("end")
+    if rank == 1:
+        (directory / "found-late").symlink_to(directory)
 summary = recorder.close()
 assert summary.faults == [], summary.faults
 assert WRONG in summary.steps_committed, str(summary)

@@ -91,9 +91,9 @@ impl AttemptState {
         &self.orders
     }
 
-    /// Every rank that entered.
-    pub(crate) fn joined(&self) -> impl Iterator<Item = Rank> {
-        self.ranks.keys().copied()
+    /// Every rank of the job, entered or not.
+    pub(crate) fn world(&self) -> impl Iterator<Item = Rank> + use<> {
+        (0..self.opened.world_size).map(Rank)
     }
 
     /// True when some process joined as this rank.

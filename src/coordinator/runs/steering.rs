@@ -64,7 +64,7 @@ impl Runs {
             plan: plan.cloned(),
             triggers: orders.triggers().iter().filter(open).cloned().collect(),
             report_refused,
-            all_leaving: log.pulse.all_leaving(log.state.joined(), now_ms),
+            all_leaving: log.pulse.all_leaving(log.state.world(), now_ms),
         })
     }
 
@@ -182,7 +182,7 @@ fn choose_rings(log: &mut AttemptLog, now_ms: u64) -> Result<bool, Refusal> {
         log.state.orders().triggers().iter().filter(open).cloned().collect();
     let mut chosen = false;
     for trigger in triggers {
-        let Some(steps) = log.pulse.ring_choice(&trigger, log.state.joined(), now_ms) else {
+        let Some(steps) = log.pulse.ring_choice(&trigger, log.state.world(), now_ms) else {
             continue;
         };
         let number = trigger.number;
