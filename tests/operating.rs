@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use backtape::coordinator::channel::{BUILD, VERSION, connect};
@@ -103,4 +103,45 @@ async fn the_health_service_answers_and_every_answer_says_its_version() {
     assert_eq!(version, backtape::VERSION);
     let build = refused.metadata().get(BUILD).unwrap().to_str().unwrap();
     assert_eq!(build, backtape::BUILD);
+}
+
+/// A coordinator for one rank in a shell that sets limits first.
+fn limited(store: &Path, limits: &str) -> Process {
+    let own = coordinator_command(store, "127.0.0.1:0", 1);
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{limits} && exec \"$@\""), "sh"]).arg(own.get_program());
+    command.args(own.get_args()).env_remove("RUST_LOG").stderr(Stdio::piped());
+    Process::from(command)
+}
+
+#[test]
+fn a_coordinator_opens_as_many_files_as_it_may_and_says_where_that_is_too_few() {
+    let store = tempfile::tempdir().unwrap();
+    let server = limited(store.path(), "ulimit -S -n 256");
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.id())).unwrap();
+    let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
+    let numbers: Vec<&str> = line.split_whitespace().skip(3).take(2).collect();
+    assert_eq!(numbers[0], numbers[1], "{line}");
+    let server = limited(store.path(), "ulimit -n 256");
+    let said = server.log();
+    assert!(said.contains("ulimit -n") && said.contains("256 files"), "{said}");
+}
+
+/// Goal: who takes every descriptor keeps nobody away for longer than that. Method: more
+/// connections than files, until it is said; then they are gone.
+#[test]
+fn a_coordinator_without_a_descriptor_left_says_so_and_serves_again_once_there_are_some() {
+    let store = tempfile::tempdir().unwrap();
+    let server = limited(store.path(), "ulimit -n 64");
+    let mut held: Vec<_> = (0..80).map(|_| TcpStream::connect(&server.address).unwrap()).collect();
+    eventually("it says that files ran out", || server.log().contains("no connection can be"));
+    let said = server.log().matches("no connection can be").count();
+    assert!(said < 10, "{said} times: it tries without a pause");
+    held.clear();
+    let alone = Settings {
+        run: Some("run".into()),
+        coordinator: Some(server.address.clone()),
+        ..settings(store.path(), 0, 1)
+    };
+    assert_eq!(run_ranks(vec![alone])[0].steps_committed, [0]);
 }

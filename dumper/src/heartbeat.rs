@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use backtape::coordinator::limits::MAX_RING_STEPS;
 use backtape::selection::{Planned, Trigger};
 use tokio::time::Instant;
 
@@ -92,6 +93,15 @@ impl Heartbeat {
     }
 }
 
+/// Of what a ring holds, ascending, as much as may be told: a frozen one grows beyond its length.
+/// What led to the step that the trigger is about comes first.
+fn told_of(mut steps: Vec<u64>, seen: u64) -> Vec<u64> {
+    let end = steps.partition_point(|&step| step <= seen);
+    steps.drain(..end.saturating_sub(MAX_RING_STEPS));
+    steps.truncate(MAX_RING_STEPS);
+    steps
+}
+
 async fn beat_on(shared: &Arc<Shared>, client: &Client) {
     let client = match client.reopened() {
         Ok(client) => client,
@@ -162,7 +172,7 @@ impl Mind {
         let reached = steps.last().is_some_and(|&newest| newest >= open.seen);
         let over = self.closed_at().is_some() || open.since.elapsed() >= FREEZE_PATIENCE;
         let ready = reached || over || !self.shared.ring.is_on();
-        ready.then_some((open.number, steps))
+        ready.then(|| (open.number, told_of(steps, open.seen)))
     }
 
     fn hear(&mut self, report: Option<(u64, String)>, orders: Orders) {
@@ -295,5 +305,23 @@ impl Mind {
         let told = self.shared.report().is_none() && self.open.is_empty();
         // Without a ring there is nothing that another rank's last step could ask for.
         told && (self.all_leaving || !self.shared.ring.is_on())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: the longest ring that was frozen for a while is no message that the coordinator
+    /// refuses, which would end the heartbeats.
+    #[test]
+    fn of_a_frozen_ring_is_told_what_led_to_the_step_that_went_wrong() {
+        let most = MAX_RING_STEPS as u64;
+        let grown: Vec<u64> = (0..2 * most).collect();
+        for (seen, first) in [(most + 9, 10), (0, 0), (5 * most, most)] {
+            let told = told_of(grown.clone(), seen);
+            assert!(told.iter().copied().eq(first..first + most), "{seen}: {:?}", told.first());
+        }
+        assert_eq!(told_of(vec![3, 4], 4), [3, 4]);
     }
 }

@@ -28,6 +28,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Parser;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -154,8 +155,9 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
         },
         ..Config::new(store, world_size)
     };
+    open_files(world_size);
     let runtime = tokio::runtime::Runtime::new().context("the runtime cannot be started")?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         let listener = TcpListener::bind(listen).await.with_context(|| {
             format!(
                 "{listen} cannot be listened on: stop what runs there or choose another --listen"
@@ -177,5 +179,24 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
             tracing::info!("stopping: what was acknowledged is in the journal");
         };
         Ok(coordinator.serve(listener, shutdown).await?)
-    })
+    });
+    // Not to wait for a look at a disk that hangs: nothing of it was acknowledged.
+    runtime.shutdown_background();
+    served
+}
+
+/// Lets this process have as many files open as it may: each connection is one, and the limit that
+/// a shell gives is a thousand. Says so where that is too few.
+fn open_files(world_size: u32) {
+    let limit = getrlimit(Resource::Nofile);
+    let most = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    let _ = setrlimit(Resource::Nofile, most);
+    let may = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let wanted = limits::connections(world_size) as u64;
+    if may < wanted {
+        tracing::warn!(
+            "this process may have {may} files open, and {world_size} ranks up to {wanted} \
+             connections: raise its limit (ulimit -n)"
+        );
+    }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -15,7 +16,7 @@ use tokio::time::{Instant, Sleep, sleep};
 use tokio_stream::Stream;
 use tonic::transport::server::{Connected, TcpIncoming};
 
-use super::limits::{HANDSHAKE, STRANGERS_FREE_BYTES};
+use super::limits::{ACCEPT_PAUSE, HANDSHAKE, STRANGERS_FREE_BYTES};
 use super::strangers::{Hosts, Standing};
 
 /// Bytes with which HTTP/2 begins, its first frame included (RFC 9113, 3.4).
@@ -47,12 +48,14 @@ pub(super) struct Door {
     hosts: Arc<Hosts>,
     /// Strangers whose turn is still to come.
     waiting: JoinSet<Option<Accepted>>,
+    /// After an error.
+    pause: Option<Pin<Box<Sleep>>>,
 }
 
 impl Door {
     pub(super) fn new(incoming: TcpIncoming, most: usize) -> Door {
         let places = Arc::new(Semaphore::new(most.min(Semaphore::MAX_PERMITS)));
-        Door { incoming, places, hosts: Arc::default(), waiting: JoinSet::new() }
+        Door { incoming, places, hosts: Arc::default(), waiting: JoinSet::new(), pause: None }
     }
 
     /// One that has a place, and how long it waits for its turn.
@@ -67,6 +70,12 @@ impl Door {
     }
 }
 
+/// True where the next call would fail too; other errors are those of one connection.
+fn is_want(error: &io::Error) -> bool {
+    let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    wants.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+}
+
 impl Stream for Door {
     type Item = io::Result<Accepted>;
 
@@ -77,9 +86,22 @@ impl Stream for Door {
                     return Poll::Ready(Some(Ok(accepted)));
                 }
             }
+            if let Some(pause) = &mut self.pause {
+                ready!(pause.as_mut().poll(context));
+                self.pause = None;
+            }
             let stream = match ready!(Pin::new(&mut self.incoming).poll_next(context)) {
                 Some(Ok(stream)) => stream,
-                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
+                Some(Err(error)) if !is_want(&error) => return Poll::Ready(Some(Err(error))),
+                Some(Err(error)) => {
+                    tracing::warn!(
+                        "no connection can be accepted for {} s: {error}; where files run out, \
+                         raise the limit (ulimit -n)",
+                        ACCEPT_PAUSE.as_secs()
+                    );
+                    self.pause = Some(Box::pin(sleep(ACCEPT_PAUSE)));
+                    continue;
+                }
                 None => return Poll::Ready(None),
             };
             match self.take_in(stream) {

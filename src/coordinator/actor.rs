@@ -127,8 +127,14 @@ pub(super) fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
                 let shards = file.shards.len() as u64;
                 runs.submit(&member, Event::Reported { step, file }, now_ms).map(|()| shards)
             };
-            let staged: Vec<_> = files.into_iter().map(&mut stage).collect();
-            answer(reply, move |runs| runs.log(&member.run, member.attempt).map(|_| staged))
+            // A store that does not take one of them for now is asked again for all: by the time
+            // of the answer it may be well, and the rank would take its no for the last word.
+            let for_now = |staged: Result<u64, Refusal>| match staged {
+                Err(refusal @ Refusal::Storage(_)) => Err(refusal),
+                outcome => Ok(outcome),
+            };
+            let staged: Result<Vec<_>, _> = files.into_iter().map(|f| for_now(stage(f))).collect();
+            answer(reply, move |runs| runs.log(&member.run, member.attempt).and(staged))
         }
         Request::Close(member, step, closing, reply) => {
             let rank = member.rank;

@@ -143,7 +143,7 @@ impl AttemptLog {
     }
 
     fn keep(&mut self, step: Step) {
-        for old in self.recent.push(step, self.state.files_of(step)) {
+        for old in self.recent.push(step, self.state.taken_by(step)) {
             self.state.release(old);
         }
     }

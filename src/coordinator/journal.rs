@@ -12,6 +12,10 @@
 //!
 //! After a failed write or fsync the descriptor is never used again (fsyncgate).
 //! A bucket cannot append: there each line is an object of its own.
+//!
+//! One coordinator writes a journal: who appends holds a lock on it until it ends, however it
+//! ends, and cuts off no more than what it found torn. A second one that has read it too (a
+//! restart of a process that was not dead) waits, and stops where the first has gone on.
 
 mod lines;
 mod reading;
@@ -21,6 +25,8 @@ use std::io::{self, BufReader};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use self::lines::Lines;
@@ -55,7 +61,7 @@ pub(crate) struct Journal {
 /// What the lines are appended to.
 #[derive(Debug)]
 enum Medium {
-    File { path: PathBuf, file: Option<File>, good_bytes: u64 },
+    File { path: PathBuf, file: Option<File>, good_bytes: u64, torn_bytes: u64 },
     Objects(Lines),
 }
 
@@ -75,7 +81,7 @@ pub enum JournalError {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AppendError {
     /// A bucket did not take it, or did not say so: the same line at the same name can be put
-    /// again, as it is made once.
+    /// again, as it is made once. Or another coordinator has the file, and nothing was written.
     #[error("{0}")]
     Again(io::Error),
     /// Nothing may follow: a descriptor whose write failed is not used again (fsyncgate), and
@@ -142,13 +148,14 @@ impl Journal {
 
     /// A file that does not exist yet.
     pub(crate) fn new(path: PathBuf) -> Journal {
-        let medium = Medium::File { path, file: None, good_bytes: 0 };
+        let medium = Medium::File { path, file: None, good_bytes: 0, torn_bytes: 0 };
         Journal { medium, chain: chain_start() }
     }
 
     /// Goes on after what was read from a file.
     pub(crate) fn after(path: PathBuf, end: &End) -> Journal {
-        let medium = Medium::File { path, file: None, good_bytes: end.good_bytes };
+        let (good_bytes, torn_bytes) = (end.good_bytes, end.torn_bytes);
+        let medium = Medium::File { path, file: None, good_bytes, torn_bytes };
         Journal { medium, chain: end.chain }
     }
 
@@ -163,22 +170,18 @@ impl Journal {
         line.push(b'\n');
         match &mut self.medium {
             Medium::Objects(lines) => lines.append(&line)?,
-            Medium::File { path, file, good_bytes } => {
-                append(path, file, *good_bytes, &line).map_err(AppendError::Final)?;
+            Medium::File { path, file, good_bytes, torn_bytes } => {
+                let file = match file {
+                    Some(file) => file,
+                    slot => slot.insert(open(path, *good_bytes, *torn_bytes)?),
+                };
+                write(file, &line).map_err(AppendError::Final)?;
                 *good_bytes += line.len() as u64;
             }
         }
         self.chain = chain;
         Ok(())
     }
-}
-
-fn append(path: &Path, file: &mut Option<File>, good_bytes: u64, line: &[u8]) -> io::Result<()> {
-    let file = match file {
-        Some(file) => file,
-        slot => slot.insert(open(path, good_bytes)?),
-    };
-    write(file, line)
 }
 
 /// Appends a line, durable.
@@ -204,27 +207,57 @@ fn sync(file: &File) -> io::Result<()> {
 
 /// Opens a journal to append after its good bytes; what a crash left behind
 /// them is cut off, durably, before anything is written there.
-fn open(path: &Path, good_bytes: u64) -> io::Result<File> {
+fn open(path: &Path, good_bytes: u64, torn_bytes: u64) -> Result<File, AppendError> {
+    let file = create(path).map_err(AppendError::Final)?;
+    // Before its length is looked at: nobody else writes from here on.
+    lock(&file)?;
+    make_ready(path, &file, good_bytes, torn_bytes).map_err(AppendError::Final)?;
+    Ok(file)
+}
+
+fn create(path: &Path) -> io::Result<File> {
     if let Some(directory) = path.parent() {
         durable::create_directory(directory)?;
     }
     faults::point("journal.open")?;
-    let file = OpenOptions::new()
+    OpenOptions::new()
         .append(true)
         .create(true)
         .mode(0o600)
         .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
-        .open(path)?;
-    if file.metadata()?.len() != good_bytes {
+        .open(path)
+}
+
+/// Until the descriptor is closed, which a kill does too. File systems without locks are left to
+/// whoever starts coordinators.
+fn lock(file: &File) -> Result<(), AppendError> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => {
+            let said = "another coordinator is writing it: stop one of the two";
+            Err(AppendError::Again(io::Error::new(io::ErrorKind::ResourceBusy, said)))
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+fn make_ready(path: &Path, file: &File, good_bytes: u64, torn_bytes: u64) -> io::Result<()> {
+    let found = file.metadata()?.len();
+    if found != good_bytes {
+        let refuse = |what| Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
         // A journal that nobody loaded is never cut off: what is in it was acknowledged.
         if good_bytes == 0 && !read_file(path, |_| Ok(())).is_ok_and(|end| end.lines == 0) {
-            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "it holds an older record"));
+            return refuse("it holds an older record");
+        }
+        // Nor is what came after it was read.
+        if good_bytes > 0 && found != good_bytes + torn_bytes {
+            return refuse(
+                "another coordinator has written it since: restart this one once that is gone",
+            );
         }
         faults::point("journal.truncate")?;
         file.set_len(good_bytes)?;
         faults::point("journal.sync-truncated")?;
         file.sync_all()?;
     }
-    durable::sync_parent(path)?;
-    Ok(file)
+    durable::sync_parent(path)
 }

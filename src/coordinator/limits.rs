@@ -81,6 +81,20 @@ pub const MAX_ONLINE_HEADER: u64 = 16 << 20;
 /// are journalled: several times as much in memory. Two of the largest.
 pub const LOOKED_AT_BYTES: u64 = 2 * MAX_ONLINE_HEADER;
 
+/// What the ranks of the latest committed steps said as they closed them, in bytes: kept as long
+/// as the files, and of steps without files too.
+pub const KEPT_BYTES: u64 = 4 << 20;
+
+/// Largest declaration of a loss head: a real one has a few hundred bytes.
+pub const MAX_DECLARATION_BYTES: usize = 64 << 10;
+
+/// Largest mesh that a rank may join with: a real one has some hundred bytes, and it is kept for
+/// every rank.
+pub const MAX_MESH_BYTES: usize = 4 << 10;
+
+/// Largest list of versions: a dozen packages.
+pub const MAX_VERSIONS_BYTES: usize = 16 << 10;
+
 /// Attempts of one run: a job that restarted every hour for a month.
 pub const MAX_ATTEMPTS: usize = 1000;
 
@@ -92,6 +106,19 @@ pub const CONNECTIONS_PER_RANK: usize = 4;
 
 /// Connections beside those of the ranks: people who ask, probes.
 pub const MORE_CONNECTIONS: usize = 1024;
+
+/// Connections that are open at a time, of a job of so many ranks.
+pub fn connections(world_size: u32) -> usize {
+    world_size as usize * CONNECTIONS_PER_RANK + MORE_CONNECTIONS
+}
+
+/// How long nothing is accepted after that failed, as for want of descriptors: the same would fail
+/// again at once, and again.
+pub(super) const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// Connections at a time to who serves the numbers, and how long one may last.
+pub(super) const SCRAPES: usize = 32;
+pub(super) const SCRAPE: Duration = Duration::from_secs(60);
 
 /// A budget of turns: so many at once, so many a second after that, and how long one may be told
 /// to wait for its turn.

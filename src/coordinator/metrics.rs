@@ -15,6 +15,7 @@ use tokio::net::TcpListener;
 use tonic::Code;
 
 use super::actor::Handle;
+use super::scrapes::Scrapes;
 
 /// Of the text that is served (OpenMetrics 1.0).
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -104,7 +105,7 @@ pub(super) async fn serve(
         }
     };
     let routes = axum::Router::new().route("/metrics", get(scrape)).route("/healthz", get(alive));
-    axum::serve(listener, routes).await
+    axum::serve(Scrapes::new(listener), routes).await
 }
 
 /// Opens the address for them.

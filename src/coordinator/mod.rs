@@ -17,6 +17,8 @@ mod attempts;
 mod config;
 mod event;
 mod examine;
+#[cfg(test)]
+mod fence_test;
 mod intake;
 mod journal;
 pub mod limits;
@@ -34,6 +36,7 @@ mod refusal;
 mod request;
 mod runs;
 mod scalars;
+mod scrapes;
 mod server;
 mod service;
 #[cfg(test)]

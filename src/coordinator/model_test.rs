@@ -368,6 +368,7 @@ proptest! {
             }
         }
         // A crash at any byte: every line that was complete is there, no other.
+        drop(journal);
         let bytes = std::fs::read(&path).unwrap();
         let end = (bytes.len() as f64 * cut) as usize;
         std::fs::write(&path, &bytes[..end]).unwrap();

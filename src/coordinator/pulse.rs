@@ -67,8 +67,10 @@ pub(crate) struct Pulse {
     rings: BTreeMap<u32, BTreeMap<Rank, Vec<Step>>>,
     /// When the first heartbeat came: before, silence means nothing.
     since_ms: Option<u64>,
-    /// Who was found staying last: of 10,000 ranks that wait for one, each would look at all.
+    /// Who was found staying last, and whose ring was found missing, by the trigger's number: of
+    /// 10,000 ranks that wait for one, each would look at all, ten times a second.
     stays: Option<Rank>,
+    missing: BTreeMap<u32, Rank>,
 }
 
 #[derive(Debug)]
@@ -152,34 +154,30 @@ impl Pulse {
     /// True when every rank that is there is being closed. One that did not come
     /// yet is waited for: of a job of few steps the last ranks find the
     /// coordinator when it is over, and rank 0 would have taken it away by then.
-    pub(crate) fn all_leaving(
-        &mut self,
-        mut world: impl Iterator<Item = Rank>,
-        now_ms: u64,
-    ) -> bool {
+    pub(crate) fn all_leaving(&mut self, world_size: u32, now_ms: u64) -> bool {
         let stays = |rank: Rank| {
             let leaving = self.ranks.get(&rank).is_some_and(|seen| seen.leaving);
             !leaving && !self.absent(rank, now_ms)
         };
-        let found = self.stays.filter(|&rank| stays(rank)).or_else(|| world.find(|&r| stays(r)));
-        self.stays = found;
-        found.is_none()
+        self.stays = first_from(self.stays, world_size, stays);
+        self.stays.is_none()
     }
 
     /// What every rank shall write of its ring, once all that are there have
     /// said what they hold: the steps that all of them hold, and the step the
     /// trigger is about where any of them does.
     pub(crate) fn ring_choice(
-        &self,
+        &mut self,
         trigger: &Trigger,
-        mut world: impl Iterator<Item = Rank>,
+        world_size: u32,
         now_ms: u64,
     ) -> Option<Vec<Step>> {
-        let none = BTreeMap::new();
-        let held = self.rings.get(&trigger.number).unwrap_or(&none);
-        if held.is_empty()
-            || world.any(|rank| !held.contains_key(&rank) && !self.absent(rank, now_ms))
-        {
+        let number = trigger.number;
+        let held = self.rings.get(&number).filter(|held| !held.is_empty())?;
+        let lacks = |rank: Rank| !held.contains_key(&rank) && !self.absent(rank, now_ms);
+        let known = self.missing.get(&number).copied();
+        if let Some(rank) = first_from(known, world_size, lacks) {
+            self.missing.insert(number, rank);
             return None;
         }
         let mut lists = held.values();
@@ -199,7 +197,15 @@ impl Pulse {
     /// Nothing more is to be chosen for this trigger.
     pub(crate) fn forget(&mut self, trigger: u32) {
         self.rings.remove(&trigger);
+        self.missing.remove(&trigger);
     }
+}
+
+/// A rank of which this is true: the one that was found last if it still is, else the next, around
+/// all of them.
+fn first_from(known: Option<Rank>, world_size: u32, is: impl Fn(Rank) -> bool) -> Option<Rank> {
+    let from = known.map_or(0, |rank| rank.0);
+    (from..world_size).chain(0..from).map(Rank).find(|&rank| is(rank))
 }
 
 impl Seen {
@@ -214,6 +220,8 @@ fn millis(duration: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     fn beat(step: u64, steps_per_second: f64, leaving: bool) -> Beat {
@@ -283,32 +291,68 @@ mod tests {
 
     #[test]
     fn the_rings_write_what_all_hold_and_the_step_that_went_wrong() {
-        let ranks = || (0..3).map(Rank);
         let mut pulse = Pulse::default();
         let steps = |range: std::ops::Range<u64>| range.map(Step).collect::<Vec<_>>();
         for (rank, held) in [(0, 10..20), (1, 15..22)] {
             pulse.note(Rank(rank), &beat(20, 1.0, false), 0).unwrap();
             pulse.hold(Rank(rank), RingReport { trigger: 1, steps: steps(held) });
         }
-        assert_eq!(pulse.ring_choice(&trigger(18), ranks(), 100), None, "rank 2 may answer yet");
+        assert_eq!(pulse.ring_choice(&trigger(18), 3, 100), None, "rank 2 may answer yet");
         let gone_ms = millis(RANK_SILENCE);
-        let all = pulse.ring_choice(&trigger(18), ranks(), gone_ms).unwrap();
+        let all = pulse.ring_choice(&trigger(18), 3, gone_ms).unwrap();
         assert_eq!(all, steps(15..20), "a rank that is gone is not waited for");
         pulse.note(Rank(2), &beat(20, 1.0, false), 200).unwrap();
         pulse.hold(Rank(2), RingReport { trigger: 1, steps: vec![] });
-        let some = pulse.ring_choice(&trigger(18), ranks(), 300).unwrap();
+        let some = pulse.ring_choice(&trigger(18), 3, 300).unwrap();
         assert_eq!(some, steps(18..19), "what went wrong is kept by whoever holds it");
+    }
+
+    /// Goal: a job of thousands of ranks that waits for one does not keep its coordinator from
+    /// everything else: each asks ten times a second. Method: the looks are counted, while the ranks
+    /// answer in order and then ask again and again for the last.
+    #[test]
+    fn ranks_that_wait_for_one_are_answered_without_a_look_at_all_of_them() {
+        const WORLD: u32 = 1000;
+        let (looks, answered) = (Cell::new(0), Cell::new(0));
+        let mut known = None;
+        for asked in 0..10 * WORLD {
+            answered.set((asked + 1).min(WORLD - 1));
+            known = first_from(known, WORLD, |rank| {
+                looks.set(looks.get() + 1);
+                rank.0 >= answered.get()
+            });
+            assert_eq!(known, Some(Rank(answered.get())));
+        }
+        assert!(looks.get() <= 11 * WORLD, "{} looks", looks.get());
+        assert_eq!(first_from(known, WORLD, |_| false), None);
+    }
+
+    #[test]
+    fn whose_ring_is_missing_is_remembered_until_the_choice() {
+        let mut pulse = Pulse::default();
+        for rank in [0, 2] {
+            pulse.note(Rank(rank), &beat(1, 1.0, false), 0).unwrap();
+            pulse.hold(Rank(rank), RingReport { trigger: 1, steps: vec![Step(1)] });
+        }
+        assert_eq!(pulse.ring_choice(&trigger(1), 3, 0), None);
+        assert_eq!(pulse.missing.get(&1), Some(&Rank(1)));
+        assert!(!pulse.all_leaving(3, 0));
+        assert_eq!(pulse.stays, Some(Rank(0)));
+        pulse.hold(Rank(1), RingReport { trigger: 1, steps: vec![Step(1)] });
+        assert_eq!(pulse.ring_choice(&trigger(1), 3, 0), Some(vec![Step(1)]));
+        pulse.forget(1);
+        assert!(pulse.missing.is_empty());
     }
 
     #[test]
     fn ranks_leave_together_or_without_those_that_are_gone() {
         let mut pulse = Pulse::default();
         pulse.note(Rank(0), &beat(1, 1.0, true), 0).unwrap();
-        assert!(!pulse.all_leaving((0..2).map(Rank), 0), "rank 1 may still come");
+        assert!(!pulse.all_leaving(2, 0), "rank 1 may still come");
         pulse.note(Rank(1), &beat(1, 1.0, false), 0).unwrap();
-        assert!(!pulse.all_leaving((0..2).map(Rank), 100));
-        assert!(pulse.all_leaving((0..2).map(Rank), millis(RANK_SILENCE)));
+        assert!(!pulse.all_leaving(2, 100));
+        assert!(pulse.all_leaving(2, millis(RANK_SILENCE)));
         pulse.note(Rank(1), &beat(1, 1.0, true), 200).unwrap();
-        assert!(pulse.all_leaving((0..2).map(Rank), 300));
+        assert!(pulse.all_leaving(2, 300));
     }
 }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use serde::Serialize;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use super::event::{Closing, Event};
@@ -82,7 +83,16 @@ fn refuse(said: String) -> Result<(), Refusal> {
 /// What a close takes in memory.
 pub(super) fn weight(closing: &Closing) -> u64 {
     let texts = closing.omissions.iter().map(|one| one.tensor.len() + one.reason.len() + 96);
-    EVENT_BYTES + texts.sum::<usize>() as u64
+    let declared = PARSED * (text_length(&closing.head) + text_length(&closing.selection));
+    EVENT_BYTES + declared + texts.sum::<usize>() as u64
+}
+
+/// What is parsed takes that much more than its text: maps of short names.
+const PARSED: u64 = 16;
+
+fn text_length(part: &Option<impl Serialize>) -> u64 {
+    let text = part.as_ref().and_then(|part| serde_json::to_vec(part).ok());
+    text.map_or(0, |text| text.len() as u64)
 }
 
 /// Requests of each rank in the second that runs, in a table that does not grow whoever asks:

@@ -6,14 +6,16 @@ use std::path::Path;
 
 use super::attempt_log::AttemptLog;
 use super::event::{Closing, Event, Joined, Opened};
-use super::limits::KEPT_FILES;
+use super::limits::{KEPT_FILES, MAX_HELD_BYTES};
 use super::metrics::Totals;
 use super::refusal::Refusal;
 use super::request::StepAsk;
+use super::state::AttemptState;
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Rank, Step};
-use crate::manifest::FileRecord;
+use crate::manifest::{FileRecord, Omission};
 use crate::placement::Mesh;
+use crate::selection::Selection;
 use crate::store::{AttemptDir, Backend, layout};
 
 const WORLD: u32 = 2;
@@ -33,7 +35,7 @@ fn opened() -> Opened {
 }
 
 /// A rank's file of a step.
-fn report(step: u64, rank: u32, version: u8) -> Event {
+pub(super) fn report(step: u64, rank: u32, version: u8) -> Event {
     let file = FileRecord {
         name: layout::file_name(Rank(rank), None),
         rank: Rank(rank),
@@ -44,12 +46,12 @@ fn report(step: u64, rank: u32, version: u8) -> Event {
     Event::Reported { step: Step(step), file }
 }
 
-fn close(step: u64, rank: u32, files: u32) -> Event {
+pub(super) fn close(step: u64, rank: u32, files: u32) -> Event {
     let closing = Closing { files, ..Closing::default() };
     Event::Closed { step: Step(step), rank: Rank(rank), closing }
 }
 
-fn directory(store: &Path) -> AttemptDir {
+pub(super) fn directory(store: &Path) -> AttemptDir {
     AttemptDir::of(store, Attempt(0))
 }
 
@@ -58,7 +60,7 @@ fn manifest(store: &Path, step: u64) -> std::path::PathBuf {
 }
 
 /// A coordinator's attempt after all its steps.
-fn job(store: &Path) -> AttemptLog {
+pub(super) fn job(store: &Path) -> AttemptLog {
     let mut log = AttemptLog::open(Backend::Directory, directory(store), opened());
     for rank in 0..WORLD {
         let host = Name::new("h").unwrap();
@@ -142,4 +144,67 @@ fn a_step_that_was_deleted_is_not_made_again_by_a_restart_and_one_whose_manifest
     assert!(manifest(store.path(), 3).is_file(), "a kill may have come before it");
     assert_eq!(totals(&log).committed, STEPS);
     assert!(log.submit(report(2, 0, 0), 1).unwrap_err().to_string().contains("step 2"));
+}
+
+/// Goal: memory does not grow with the steps of a job that has nothing to record, or could not.
+/// Method: steps without files, each with a reason, or with none.
+#[test]
+fn steps_without_files_are_let_go_of_like_others() {
+    for reason in [0, 4096] {
+        let store = tempfile::tempdir().unwrap();
+        let mut log = AttemptLog::open(Backend::Directory, directory(store.path()), opened());
+        for step in 0..100 {
+            for rank in (0..WORLD).map(Rank) {
+                let omission = Omission {
+                    rank,
+                    tensor: "q".into(),
+                    microbatch: None,
+                    reason: "x".repeat(reason),
+                };
+                let closing =
+                    Closing { omissions: vec![omission; reason / 16], ..Closing::default() };
+                let event = Event::Closed { step: Step(step), rank, closing };
+                log.submit(event, 0).unwrap();
+            }
+            log.flush(0);
+            log.commit();
+            let kept = (0..=step).filter(|&step| !log.state.is_released(Step(step))).count() as u64;
+            let most = if reason == 0 { KEPT_FILES / u64::from(WORLD) } else { 2 };
+            assert!(kept <= most, "{kept} of {step} steps are kept");
+        }
+    }
+}
+
+/// Goal: what a rank says as it closes steps that others never close is bounded, whichever part of
+/// it is large. Method: heads and selections as large as they may be, until one is refused.
+#[test]
+fn a_rank_cannot_fill_the_memory_with_what_it_declares() {
+    let selection = Selection {
+        tensors: (0..900)
+            .map(|n| format!("tensor-{n:04}"))
+            .collect::<Vec<_>>()
+            .join(",")
+            .parse()
+            .unwrap(),
+        ..Selection::default()
+    };
+    let dtypes = (0..1000).map(|n| (format!("stage-{n}"), "f32".into())).collect();
+    let head = crate::head::HeadDeclaration { dtypes, ..Default::default() };
+    let large = Closing { selection: Some(Box::new(selection)), ..Closing::default() };
+    let other = Closing { head: Some(Box::new(head)), ..Closing::default() };
+    for closing in [large, other] {
+        let text = serde_json::to_vec(&closing).unwrap().len() as u64;
+        let mut state = AttemptState::new(opened());
+        let refused = (0..100_000).find(|&step| {
+            let closed =
+                Event::Closed { step: Step(step), rank: Rank(0), closing: closing.clone() };
+            let refused = state.check_quota(&closed).is_err();
+            if !refused {
+                state.apply(closed, 0);
+            }
+            refused || step * text > 2 * MAX_HELD_BYTES
+        });
+        let held = refused.unwrap() * text;
+        assert!(held <= MAX_HELD_BYTES, "{held} bytes are kept of one rank");
+    }
 }

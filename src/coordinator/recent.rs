@@ -2,29 +2,45 @@
 
 use std::collections::VecDeque;
 
-use super::limits::KEPT_FILES;
+use super::limits::{KEPT_BYTES, KEPT_FILES};
 use crate::identity::Step;
 
-/// Steps with their files, by when they were committed or recalled.
+/// Steps with what they take, by when they were committed or recalled.
 #[derive(Default)]
 pub(crate) struct Recent {
-    steps: VecDeque<(Step, u64)>,
-    files: u64,
+    steps: VecDeque<(Step, Taken)>,
+    all: Taken,
+}
+
+/// What a step takes in memory.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Taken {
+    /// Its files, or the ranks that closed it where those are more: one without files takes
+    /// memory too.
+    pub(crate) entries: u64,
+    /// Bytes of what its ranks said as they closed it.
+    pub(crate) bytes: u64,
 }
 
 impl Recent {
     /// Takes a step up; those that are to be let go of for it. It stays itself, however many
     /// files it has: its ranks are about to ask.
-    pub(crate) fn push(&mut self, step: Step, files: u64) -> Vec<Step> {
-        self.steps.push_back((step, files));
-        self.files += files;
+    pub(crate) fn push(&mut self, step: Step, taken: Taken) -> Vec<Step> {
+        self.steps.push_back((step, taken));
+        self.all.entries += taken.entries;
+        self.all.bytes += taken.bytes;
         let mut gone = Vec::new();
-        while self.files > KEPT_FILES && self.steps.len() > 1 {
-            let Some((old, files)) = self.steps.pop_front() else { break };
-            self.files -= files;
+        while self.is_too_much() && self.steps.len() > 1 {
+            let Some((old, taken)) = self.steps.pop_front() else { break };
+            self.all.entries -= taken.entries;
+            self.all.bytes -= taken.bytes;
             gone.push(old);
         }
         gone
+    }
+
+    fn is_too_much(&self) -> bool {
+        self.all.entries > KEPT_FILES || self.all.bytes > KEPT_BYTES
     }
 }
 
@@ -35,11 +51,14 @@ mod tests {
     #[test]
     fn the_oldest_are_let_go_of_and_the_last_stays_however_large() {
         let mut recent = Recent::default();
+        let mut push = |step, entries, bytes| recent.push(Step(step), Taken { entries, bytes });
         let half = KEPT_FILES / 2;
-        assert_eq!(recent.push(Step(0), half), []);
-        assert_eq!(recent.push(Step(9), half), []);
-        assert_eq!(recent.push(Step(1), 1), [Step(0)]);
-        assert_eq!(recent.push(Step(2), 100 * KEPT_FILES), [Step(9), Step(1)]);
-        assert_eq!(recent.push(Step(3), 1), [Step(2)]);
+        assert_eq!(push(0, half, 0), []);
+        assert_eq!(push(9, half, 0), []);
+        assert_eq!(push(1, 1, 0), [Step(0)]);
+        assert_eq!(push(2, 100 * KEPT_FILES, 0), [Step(9), Step(1)]);
+        assert_eq!(push(3, 1, 1), [Step(2)]);
+        assert_eq!(push(4, 1, KEPT_BYTES), [Step(3)]);
+        assert_eq!(push(5, 1, 0), []);
     }
 }

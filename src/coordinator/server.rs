@@ -40,14 +40,13 @@ impl Coordinator {
         }
         let backend = Backend::of(&config.store)?;
         let (handle, actor_end) = actor::start(config, &backend)?;
-        let ranks = config.world_size as usize;
         Ok(Coordinator {
             handle,
             backend,
             actor_end,
             guard: config.guard.clone(),
             metrics: config.metrics,
-            connections: ranks * limits::CONNECTIONS_PER_RANK + limits::MORE_CONNECTIONS,
+            connections: limits::connections(config.world_size),
         })
     }
 

@@ -91,11 +91,6 @@ impl AttemptState {
         &self.orders
     }
 
-    /// Every rank of the job, entered or not.
-    pub(crate) fn world(&self) -> impl Iterator<Item = Rank> + use<> {
-        (0..self.opened.world_size).map(Rank)
-    }
-
     /// True when some process joined as this rank.
     pub(crate) fn has_joined(&self, rank: Rank) -> bool {
         self.ranks.contains_key(&rank)
@@ -299,8 +294,9 @@ impl AttemptState {
                 self.note_complete(step);
             }
             Event::Closed { step, rank, closing } => {
-                *self.held.entry(rank).or_default() += quotas::weight(&closing);
-                self.step_at(step, at_ms).close(rank, closing);
+                let weight = quotas::weight(&closing);
+                *self.held.entry(rank).or_default() += weight;
+                self.step_at(step, at_ms).close(rank, closing, weight);
                 self.note_complete(step);
             }
             Event::Planned(plan) => self.orders.add_plan(plan),

@@ -9,7 +9,9 @@ pub(super) mod steering;
 use backtape_proto as proto;
 
 use super::event::Closing;
-use super::limits::{MAX_FILE_BYTES, MAX_FILES_PER_REPORT};
+use super::limits::{
+    MAX_DECLARATION_BYTES, MAX_FILE_BYTES, MAX_FILES_PER_REPORT, MAX_MESH_BYTES, MAX_VERSIONS_BYTES,
+};
 use super::refusal::Refusal;
 use super::request::{FileClaim, Join, Member, StepAsk};
 use super::scalars::SentRows;
@@ -26,6 +28,14 @@ fn malformed(error: impl ToString) -> Refusal {
     Refusal::Malformed(error.to_string())
 }
 
+/// Before it is parsed, which takes several times as much.
+fn bounded(what: &str, bytes: usize, most: usize) -> Result<(), Refusal> {
+    match bytes > most {
+        true => Err(malformed(format!("{what} has {bytes} bytes, at most {most} are accepted"))),
+        false => Ok(()),
+    }
+}
+
 fn name(text: String) -> Result<Name, Refusal> {
     Name::new(text).map_err(malformed)
 }
@@ -33,8 +43,13 @@ fn name(text: String) -> Result<Name, Refusal> {
 pub(super) fn join(wire: proto::JoinRequest) -> Result<Join, Refusal> {
     let mesh = match wire.mesh.as_str() {
         "" => Default::default(),
-        text => serde_json::from_str(text).map_err(malformed)?,
+        text => {
+            bounded("a mesh", text.len(), MAX_MESH_BYTES)?;
+            serde_json::from_str(text).map_err(malformed)?
+        }
     };
+    let versions = wire.versions.iter().map(|(name, version)| name.len() + version.len());
+    bounded("the versions of a rank", versions.sum(), MAX_VERSIONS_BYTES)?;
     Ok(Join {
         run: name(wire.run)?,
         rank: Rank(wire.rank),
@@ -93,7 +108,10 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
     let member = member(wire.member)?;
     let head = match wire.head.as_ref() {
         [] => None,
-        bytes => Some(serde_json::from_slice(bytes).map_err(malformed)?),
+        bytes => {
+            bounded("a declaration of the head", bytes.len(), MAX_DECLARATION_BYTES)?;
+            Some(serde_json::from_slice(bytes).map_err(malformed)?)
+        }
     };
     let omissions = wire.omissions.into_iter().map(|omission| {
         if omission.tensor.len().max(omission.reason.len()) > MAX_TEXT_BYTES {
@@ -162,4 +180,31 @@ pub(super) fn overview(of: Overview) -> proto::RunStatusResponse {
 pub(super) fn status(wire: proto::StepStatusRequest) -> Result<(Name, Attempt, StepAsk), Refusal> {
     let ask = StepAsk { step: Step(wire.step), brief: wire.brief };
     Ok((name(wire.run)?, Attempt(wire.attempt), ask))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: what a rank declares is bounded before it is parsed. Method: each part alone, larger
+    /// than it may be and otherwise right.
+    #[test]
+    fn a_mesh_versions_and_a_head_that_are_too_large_are_refused_and_named() {
+        let own =
+            || proto::JoinRequest { run: "run".into(), host: "h".into(), ..Default::default() };
+        assert!(join(own()).is_ok());
+        let blank = |most: usize| " ".repeat(most);
+        let mesh = proto::JoinRequest { mesh: blank(MAX_MESH_BYTES) + "[]", ..own() };
+        let text = "1".repeat(MAX_VERSIONS_BYTES);
+        let versions = proto::JoinRequest { versions: [("jax".into(), text)].into(), ..own() };
+        for (request, what) in [(mesh, "a mesh"), (versions, "the versions")] {
+            let said = join(request).unwrap_err().to_string();
+            assert!(said.contains(what) && said.contains("at most"), "{said}");
+        }
+        let member = proto::Member { run: "run".into(), ..Default::default() };
+        let head = (blank(MAX_DECLARATION_BYTES) + "{}").into_bytes().into();
+        let request = proto::CloseStepRequest { member: Some(member), head, ..Default::default() };
+        let said = close(request).unwrap_err().to_string();
+        assert!(said.contains("a declaration of the head"), "{said}");
+    }
 }

@@ -7,11 +7,13 @@
 
 use std::collections::VecDeque;
 use std::fs::{DirBuilder, File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::SystemTime;
 
 use crate::faults;
 
@@ -22,12 +24,16 @@ pub fn create_private(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
 }
 
-/// A name beside `target` that no other process or thread uses.
+/// A name beside `target` that no other process or thread uses, nor did before: in a container
+/// every process has the same few numbers, on every host that shares a store, and what a kill left
+/// would stand in the way of the next.
 pub fn scratch_beside(target: &Path) -> PathBuf {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
+    static PROCESS: LazyLock<u64> =
+        LazyLock::new(|| RandomState::new().hash_one((std::process::id(), SystemTime::now())));
     let n = COUNTER.fetch_add(1, Ordering::Relaxed);
     let name = target.file_name().unwrap_or_default().to_string_lossy();
-    target.with_file_name(format!(".{name}.{}-{n}.tmp", std::process::id()))
+    target.with_file_name(format!(".{name}.{:016x}-{n}.tmp", *PROCESS))
 }
 
 /// Creates a directory and its parents, each entry durable in its parent. One that is there was
@@ -69,11 +75,9 @@ pub(super) fn sync_once(
 }
 
 fn make_directory(path: &Path) -> io::Result<()> {
-    if path.is_dir() {
-        return Ok(());
-    }
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        make_directory(parent)?;
+        // The nearest that is found too: what is made in it is gone where it is.
+        create_directory(parent)?;
     }
     faults::point("durable.make-directory")?;
     match DirBuilder::new().mode(0o700).create(path) {
@@ -160,6 +164,38 @@ mod tests {
         assert_eq!(std::fs::read(&target).unwrap(), b"first");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
+
+    /// Goal: a store is usable whatever a killed process left in it. Method: every name that this
+    /// process would give by its number is taken, as in a container, where all have the same.
+    #[test]
+    fn what_a_killed_process_of_the_same_number_left_is_in_nobodys_way() {
+        let dir = tempfile::tempdir().unwrap();
+        let id = std::process::id();
+        for n in 0..5000 {
+            std::fs::write(dir.path().join(format!(".probe.{id}-{n}.tmp")), b"").unwrap();
+        }
+        crate::store::Backend::Directory.prove_writable(dir.path()).unwrap();
+    }
+
+    /// Goal: a directory that is made is as durable as the one that it was found in. Method: its
+    /// parent is there, as from a process that was killed before its sync, and is remembered as
+    /// synced afterwards.
+    #[test]
+    fn the_directory_that_a_new_one_is_made_in_is_synced_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path().join("run");
+        std::fs::create_dir(&run).unwrap();
+        create_directory(&run.join("attempt-0001/step-00000000")).unwrap();
+        let inode = std::fs::metadata(&run).unwrap().ino();
+        let mut again = false;
+        sync_once(&run, inode, || {
+            again = true;
+            Ok(())
+        })
+        .unwrap();
+        assert!(!again, "nobody had synced the entry of {}", run.display());
+    }
+
     /// Goal: nobody relies on a directory whose entry nobody synced, and an inode that comes again
     /// is another directory.
     #[test]

@@ -23,6 +23,13 @@ pub(crate) fn replay_with(arguments: &[&str], environment: Vec<(&str, String)>) 
     ended(Command::new(replay_binary()).args(arguments).envs(environment))
 }
 
+/// The same with the stand-in in the place of NVIDIA's libraries.
+pub(crate) fn replay_on_standin(arguments: &[&str], environment: &[(&str, &str)]) -> Ended {
+    ended(
+        crate::standin::command(replay_binary()).args(arguments).envs(environment.iter().copied()),
+    )
+}
+
 /// Asks with `coordinator` to its end.
 pub(crate) fn coordinator(arguments: &[&str]) -> Ended {
     ended(Command::new(env!("CARGO_BIN_EXE_coordinator")).args(arguments))
@@ -47,6 +54,14 @@ fn replay_binary() -> &'static Path {
         let mut build = Command::new(env!("CARGO"));
         build.args(["build", "--quiet", "--bins", "--tests"]);
         build.current_dir(env!("CARGO_MANIFEST_DIR"));
+        // What `cargo test` tells this test of its package: build scripts that ask for it (ring's)
+        // would run again, and all that TLS is in would be compiled again, for minutes.
+        let told =
+            |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+        let told = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(told));
+        for (name, _) in told {
+            build.env_remove(name);
+        }
         if coordinator.parent().is_some_and(|folder| folder.ends_with("release")) {
             build.arg("--release");
         }

@@ -57,6 +57,7 @@ impl Runs {
         now_ms: u64,
     ) -> Result<Orders, Refusal> {
         let log = self.log(&member.run, member.attempt)?;
+        let world_size = log.state.opened().world_size;
         let orders = log.state.orders();
         let plan = orders.plan().filter(|plan| plan.version > beat.plan_version);
         let open = |trigger: &&Trigger| trigger.number > beat.triggers_settled;
@@ -64,7 +65,7 @@ impl Runs {
             plan: plan.cloned(),
             triggers: orders.triggers().iter().filter(open).cloned().collect(),
             report_refused,
-            all_leaving: log.pulse.all_leaving(log.state.world(), now_ms),
+            all_leaving: log.pulse.all_leaving(world_size, now_ms),
         })
     }
 
@@ -182,7 +183,8 @@ fn choose_rings(log: &mut AttemptLog, now_ms: u64) -> Result<bool, Refusal> {
         log.state.orders().triggers().iter().filter(open).cloned().collect();
     let mut chosen = false;
     for trigger in triggers {
-        let Some(steps) = log.pulse.ring_choice(&trigger, log.state.world(), now_ms) else {
+        let world_size = log.state.opened().world_size;
+        let Some(steps) = log.pulse.ring_choice(&trigger, world_size, now_ms) else {
             continue;
         };
         let number = trigger.number;

@@ -2,6 +2,7 @@
 //! rarely said again of an old one stands in its manifest.
 
 use super::{AttemptState, StepState};
+use crate::coordinator::recent::Taken;
 use crate::coordinator::refusal::Refusal;
 use crate::identity::Step;
 use crate::manifest::Manifest;
@@ -11,6 +12,13 @@ impl AttemptState {
     /// of it is judged.
     pub(crate) fn is_released(&self, step: Step) -> bool {
         self.released.contains_key(&step)
+    }
+
+    /// What a step takes in memory once it is committed.
+    pub(crate) fn taken_by(&self, step: Step) -> Taken {
+        let Some(state) = self.steps.get(&step) else { return Taken::default() };
+        let entries = state.sums.files.max(state.closed.len() as u64);
+        Taken { entries, bytes: state.said() }
     }
 
     /// Files of a step.

@@ -88,6 +88,8 @@ pub(crate) struct StepState {
     pub(super) since_ms: u64,
     pub(super) files: BTreeMap<Rank, KeptFiles>,
     pub(crate) closed: BTreeMap<Rank, Closing>,
+    /// What those take in memory, weighed once: a head is weighed by writing it.
+    weights: BTreeMap<Rank, u64>,
     /// Ranks that closed and did not report all that they counted.
     pub(crate) short: BTreeSet<Rank>,
     pub(super) head: Option<(Rank, HeadDeclaration)>,
@@ -117,7 +119,9 @@ impl StepState {
         }
         for rank in (0..manifest.world_size).map(Rank) {
             let files = state.reported(rank);
-            state.close(rank, Closing { files, ..Closing::default() });
+            let closing = Closing { files, ..Closing::default() };
+            let weight = quotas::weight(&closing);
+            state.close(rank, closing, weight);
         }
         state.settle();
         state.recalled = true;
@@ -186,9 +190,7 @@ impl StepState {
     /// The manifest stands and holds the records; what was kept of each rank until now.
     pub(super) fn settle(&mut self) -> BTreeMap<Rank, u64> {
         self.committed = true;
-        let closings = self.closed.iter();
-        let mut held: BTreeMap<Rank, u64> =
-            closings.map(|(&rank, closing)| (rank, quotas::weight(closing))).collect();
+        let mut held = self.weights.clone();
         for (rank, own) in &mut self.files {
             *held.entry(*rank).or_default() += own.settle();
         }
@@ -212,7 +214,12 @@ impl StepState {
         found.into_iter().map(record).collect()
     }
 
-    pub(super) fn close(&mut self, rank: Rank, closing: Closing) {
+    /// Bytes of what its ranks said as they closed it.
+    pub(super) fn said(&self) -> u64 {
+        self.weights.values().sum()
+    }
+
+    pub(super) fn close(&mut self, rank: Rank, closing: Closing, weight: u64) {
         match (&self.head, &closing.head) {
             (None, Some(head)) => self.head = Some((rank, HeadDeclaration::clone(head))),
             (Some((first, kept)), Some(head)) if *kept != **head => self.notes.push(Omission {
@@ -225,6 +232,7 @@ impl StepState {
         }
         self.counted += u64::from(closing.files);
         self.closed.insert(rank, closing);
+        self.weights.insert(rank, weight);
         self.note_short(rank);
     }
 }

@@ -1,0 +1,136 @@
+//! Goal: of two coordinators that serve one directory, one writes its journal, and what that one
+//! acknowledged stays. Method: a second loads the same journal, as after a restart of a process
+//! that was not dead; both go on.
+
+use super::actor::handle;
+use super::attempt_log::AttemptLog;
+use super::config::Config;
+use super::event::Event;
+use super::journal;
+use super::recall_test::{close, directory, job, report};
+use super::refusal::Refusal;
+use super::request::{Join, Member, Reply, Request};
+use super::runs::Runs;
+use crate::identity::{Name, Rank, Step};
+use crate::store::Backend;
+use crate::store::layout::JOURNAL;
+
+/// Later than a journal that was not taken is left alone.
+const LATER_MS: u64 = 60_000;
+
+fn loaded(store: &std::path::Path) -> AttemptLog {
+    AttemptLog::load(Backend::Directory, directory(store)).unwrap().unwrap()
+}
+
+/// Takes an event in; whether it may be acknowledged.
+fn taken(log: &mut AttemptLog, step: u64, now_ms: u64) -> Result<(), Refusal> {
+    log.submit(report(step, 0, 0), now_ms)?;
+    log.flush(now_ms);
+    log.usable()
+}
+
+#[test]
+fn a_second_coordinator_cuts_nothing_off_that_the_first_acknowledged() {
+    let store = tempfile::tempdir().unwrap();
+    let mut first = job(store.path());
+    let mut second = loaded(store.path());
+    taken(&mut first, 100, 0).unwrap();
+    let path = directory(store.path()).path.join(JOURNAL);
+    let before = std::fs::read(&path).unwrap();
+    let said = taken(&mut second, 101, 0).unwrap_err().to_string();
+    assert!(said.contains("another coordinator is writing it"), "{said}");
+    assert_eq!(std::fs::read(&path).unwrap(), before, "what was acknowledged was cut off");
+    // The first is gone: what it wrote meanwhile, the second never read.
+    drop(first);
+    let said = taken(&mut second, 102, LATER_MS).unwrap_err().to_string();
+    assert!(said.contains("another coordinator"), "{said}");
+    second.flush(LATER_MS);
+    let said = second.usable().unwrap_err().to_string();
+    assert!(said.contains("restart"), "{said}");
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+    drop(second);
+    let mut third = loaded(store.path());
+    taken(&mut third, 101, 0).unwrap();
+    assert_eq!(journal::read_file(&path, |_| Ok(())).unwrap().torn_bytes, 0);
+}
+
+#[test]
+fn a_second_coordinator_goes_on_where_the_first_stopped_once_that_is_gone() {
+    let store = tempfile::tempdir().unwrap();
+    let first = job(store.path());
+    let mut second = loaded(store.path());
+    let refused = taken(&mut second, 100, 0).unwrap_err();
+    // Ranks come back for it.
+    assert!(matches!(refused, Refusal::Storage(_)), "{refused}");
+    drop(first);
+    second.flush(LATER_MS);
+    second.usable().unwrap();
+    second.submit(close(100, 0, 1), LATER_MS).unwrap();
+    second.flush(LATER_MS);
+    drop(second);
+    assert_eq!(loaded(store.path()).state.files(Step(100), Rank(0)).len(), 1);
+}
+
+/// Goal: a report that comes in the moment in which the store heals is not refused for good. Method:
+/// the request that has the journal written is the one that was refused by it.
+#[test]
+fn a_report_that_the_store_did_not_take_for_now_is_told_to_come_back_whole() {
+    let store = tempfile::tempdir().unwrap();
+    let mut first = Served::open(store.path());
+    let member = first.join();
+    first.report(&member, 0, 0).unwrap();
+    let mut second = Served::open(store.path());
+    assert!(matches!(second.report(&member, 1, 0), Err(Refusal::Storage(_))));
+    drop(first);
+    // By its answer the journal is well; the file itself was not taken.
+    let healing = second.report(&member, 2, LATER_MS);
+    assert!(matches!(healing, Err(Refusal::Storage(_))), "{healing:?}");
+    assert!(second.report(&member, 2, LATER_MS).unwrap()[0].is_ok());
+}
+
+/// What the actor does, one request at a time.
+struct Served(Runs);
+
+impl Served {
+    fn open(store: &std::path::Path) -> Served {
+        Served(Runs::open(&Config::new(store, 1), &Backend::Directory).unwrap())
+    }
+
+    fn ask<T>(
+        &mut self,
+        request: impl FnOnce(Reply<T>) -> Request,
+        now_ms: u64,
+    ) -> Result<T, Refusal> {
+        let (reply, mut answer) = tokio::sync::oneshot::channel();
+        let judge = handle(&mut self.0, request(reply), now_ms);
+        self.0.flush(now_ms);
+        judge(&mut self.0);
+        answer.try_recv().unwrap()
+    }
+
+    fn join(&mut self) -> Member {
+        let join = Join {
+            run: Name::new("run").unwrap(),
+            rank: Rank(0),
+            world_size: 1,
+            incarnation: 7,
+            host: Name::new("h").unwrap(),
+            attempt: None,
+            format_version: crate::FORMAT_VERSION,
+            mesh: Default::default(),
+            versions: Default::default(),
+        };
+        let (run, rank, incarnation) = (join.run.clone(), join.rank, join.incarnation);
+        let attempt = self.ask(|reply| Request::Join(join, reply), 0).unwrap().attempt;
+        Member { run, attempt, rank, incarnation }
+    }
+
+    fn report(&mut self, member: &Member, step: u64, now_ms: u64) -> Told {
+        let Event::Reported { step, file } = report(step, 0, 0) else { unreachable!() };
+        let request = |reply| Request::Report(member.clone(), step, vec![file], reply);
+        self.ask(request, now_ms)
+    }
+}
+
+/// The outcome of each file.
+type Told = Result<Vec<Result<u64, Refusal>>, Refusal>;
