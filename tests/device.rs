@@ -2,15 +2,17 @@
 //! CPU computes, and that is said.
 //!
 //! No GPU is needed here: the device of these tests is this process, so a report must be that of
-//! the CPU to the last digit. The kernels are tested where they are, `replayer/src/device`.
+//! the CPU to the last digit, and one runs on the stand-in of NVIDIA's libraries (`tests/standin`).
+//! The kernels are tested where they are, `replayer/src/device`.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use backtape::role::Role;
 use backtape_replayer::cli;
+use backtape_replayer::compare::RowTally;
 use backtape_replayer::device::{
-    BackwardWalk, Description, Device, DeviceError, Given, Kernel, Unit,
+    BackwardWalk, Comparison, Description, Device, DeviceError, Given, Kept, Kernel, Unit,
 };
 use backtape_replayer::dump::Selection;
 use backtape_replayer::head::Stage;
@@ -27,7 +29,7 @@ use crate::support::{dump, program};
 /// This process as a device, which counts what it is asked for, and may fail.
 struct Here {
     description: Description,
-    passes: [AtomicUsize; 6],
+    passes: [AtomicUsize; 7],
     /// The pass that fails: its place in `passes`, and how many of it are done before.
     fails: Option<(usize, usize)>,
 }
@@ -151,7 +153,7 @@ impl Device for Here {
     }
 }
 
-/// Holds dq until the end, as a device does: what is read of it before is zeros.
+/// Holds dq until the end, as a device does: what is read of its dense part before is zeros.
 struct Walk<'a> {
     on: &'a Here,
     held: Backward,
@@ -163,7 +165,7 @@ impl BackwardWalk for Walk<'_> {
         inputs: &HeadInputs,
         upstream: Upstream,
         (tiles, progress): (Tiles, &dyn Progress),
-        _dq: &mut Backward,
+        dq: &mut Backward,
     ) -> Result<DkSums, DeviceError> {
         self.on.pass(1)?;
         let Upstream { lse, cotangents, noise } = upstream;
@@ -171,12 +173,54 @@ impl BackwardWalk for Walk<'_> {
         let given = (lse, &cotangents, noise);
         let onto = (&mut self.held, &mut sums);
         reference::backward_onto(onto, (inputs, 0), given, tiles, progress);
+        // The label path is the host's.
+        dq.dq_label.clone_from(&self.held.dq_label);
+        dq.dq_label_var.clone_from(&self.held.dq_label_var);
+        dq.dq_label_rel_var.clone_from(&self.held.dq_label_rel_var);
+        dq.dq_label_share.clone_from(&self.held.dq_label_share);
         Ok(sums)
+    }
+
+    fn slab_to_compare<'s>(
+        &'s mut self,
+        inputs: &'s HeadInputs,
+        upstream: Upstream<'s>,
+        tiles: (Tiles, &dyn Progress),
+        dq: &mut Backward,
+    ) -> Result<(DkSums, Box<dyn Kept + 's>), DeviceError> {
+        let noise = *upstream.noise;
+        let sums = self.slab(inputs, upstream, tiles, dq)?;
+        let mut dense = [(); 5].map(|()| Vec::new());
+        sums.clone().finish(&inputs.q, &noise, &mut |block| {
+            let DkBlock { dk_lse, dk_lse_sq, dk_lse_var, dk_dropped, dk_confident, .. } = block;
+            let parts = [dk_lse, dk_lse_sq, dk_lse_var, dk_dropped, dk_confident];
+            dense.iter_mut().zip(parts).for_each(|(all, part)| all.extend_from_slice(part));
+        });
+        Ok((sums, Box::new(Lying { on: self.on, dense })))
+    }
+
+    fn dq_to_compare(&mut self) -> Option<Box<dyn Kept + '_>> {
+        let Backward { dq_lse, dq_lse_sq, dq_lse_var, dq_dropped, dq_confident, .. } = &self.held;
+        let dense = [dq_lse, dq_lse_sq, dq_lse_var, dq_dropped, dq_confident].map(Vec::clone);
+        Some(Box::new(Lying { on: self.on, dense }))
     }
 
     fn finish(self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
         *dq = self.held;
         Ok(())
+    }
+}
+
+/// Dense sums that lie on the device.
+struct Lying<'a> {
+    on: &'a Here,
+    dense: [Vec<f64>; 5],
+}
+
+impl Kept for Lying<'_> {
+    fn compare(&mut self, of: &Comparison) -> Result<Vec<RowTally>, DeviceError> {
+        self.on.pass(6)?;
+        Ok(of.here(self.dense.each_ref().map(|values| &values[..])))
     }
 }
 
@@ -194,8 +238,8 @@ fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
     path
 }
 
-/// Goal: every pass of the reference and of the policies goes to the device, dq is fetched at the end, and nothing
-/// else of the report changes.
+/// Goal: every pass of the reference and of the policies goes to the device, and so do the comparisons of dq and dk;
+/// dq is fetched at the end, and nothing else of the report changes.
 #[test]
 fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
     let directory = tempfile::tempdir().unwrap();
@@ -204,7 +248,7 @@ fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
         Job { fault: Fault::LabelScatterBf16, ..Job::default() },
     ];
     let random = (0..10).map(Job::random);
-    let mut passes = [0; 6];
+    let mut passes = [0; 7];
     for (number, job) in jobs.into_iter().chain(random).enumerate() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let device = Here::new(None);
@@ -230,7 +274,7 @@ fn a_device_that_fails_is_one_sentence() {
     let directory = tempfile::tempdir().unwrap();
     let job = Job { tokens: 300, vocab: 4500, valid: 4491, seed: 3, ..Job::default() };
     let path = dumped(directory.path(), "run", &job);
-    for which in [0, 1, 3, 4] {
+    for which in [0, 1, 3, 4, 6] {
         let device = Here::new(Some((which, 1)));
         let failed = cli::devised_report(&path, &Selection::default(), ALL, &device).unwrap_err();
         let said = format!("{:#}", anyhow::Error::new(failed));
@@ -273,6 +317,63 @@ fn without_a_gpu_the_cpu_computes_and_says_so() {
     let refused = ask("gpu");
     assert_eq!(refused.code, 2);
     assert!(refused.stderr.contains("cuda:N"), "{refused:?}");
+}
+
+/// Goal: from the command line to the report, on one GPU and on two, the verdicts are the CPU's.
+/// Method: the stand-in of NVIDIA's libraries, which shows that our calls are as documented.
+#[test]
+fn on_the_stand_in_of_a_gpu_the_verdicts_are_those_of_the_cpu() {
+    let directory = tempfile::tempdir().unwrap();
+    let json = directory.path().join("report.json");
+    let jobs = [Job::default(), Job { fault: Fault::LabelScatterBf16, ..Job::default() }];
+    for (number, job) in jobs.into_iter().enumerate() {
+        let path = dumped(directory.path(), &format!("run-{number}"), &job);
+        let ask = |device: &str| {
+            let [path, json] = [&path, &json].map(|path| path.to_str().unwrap());
+            let given =
+                ["--step", "0", "--quiet", "--device", device, "--dump", path, "--json", json];
+            let asked = program::replay_on_standin(&given, &[("BACKTAPE_STANDIN_DEVICES", "2")]);
+            assert_eq!(asked.stderr, "", "{device}: {asked:?}");
+            let report = std::fs::read(json).unwrap();
+            let mut report: serde_json::Value = serde_json::from_slice(&report).unwrap();
+            // Without one there is nothing to name.
+            let device = report.as_object_mut().unwrap().remove("device");
+            let name = device.map_or(String::new(), |device| device["name"].to_string());
+            (asked.code, name, report)
+        };
+        let (code, _, wanted) = ask("cpu");
+        for (device, count) in [("cuda:1", 1), ("cuda:all", 2)] {
+            let (got, name, report) = ask(device);
+            assert_eq!(name.matches("stand-in").count(), count, "{name}");
+            assert_eq!(got, code, "{device}");
+            assert_same_words(device, &report, &wanted);
+        }
+    }
+}
+
+/// Sums in another order differ in their last digits; what is said of them does not.
+fn assert_same_words(place: &str, got: &serde_json::Value, wanted: &serde_json::Value) {
+    use serde_json::Value::{Array, Number, Object, String};
+    match (got, wanted) {
+        (Object(got), Object(wanted)) => {
+            assert!(got.keys().eq(wanted.keys()), "{place}");
+            for (name, value) in got {
+                assert_same_words(&format!("{place} {name}"), value, &wanted[name]);
+            }
+        }
+        (Array(got), Array(wanted)) => {
+            assert_eq!(got.len(), wanted.len(), "{place}");
+            for (number, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+                assert_same_words(&format!("{place} {number}"), got, wanted);
+            }
+        }
+        (Number(_), Number(_)) => {}
+        (String(got), String(wanted)) => {
+            let words = |text: &str| text.replace(|c: char| c.is_ascii_digit() || c == '.', "");
+            assert_eq!(words(got), words(wanted), "{place}");
+        }
+        _ => assert_eq!(got, wanted, "{place}"),
+    }
 }
 
 /// Goal: what a user's kernel gives is judged like a user's function, unit by unit, and what the

@@ -4,21 +4,14 @@
 //! The thread that trains keeps its own context: ours is pushed around each call and popped. What
 //! is allocated here stays until the process ends, as a GPU is opened once in it.
 
-use std::ffi::{CString, c_void};
+use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cudarc::driver::{DriverError, result, sys};
-use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 
 use super::capturer::device_bytes;
+use super::compile::{self, present};
 use super::machine::{Arguments, DeviceError, Machine, Sizes, Stream};
-
-/// Source of the kernel.
-const KERNEL: &str = include_str!("kernels/fingerprint.cu");
-
-/// The oldest generation that NVRTC 13 compiles for; the driver makes code for any newer one of
-/// its PTX. Integer sums need nothing of a newer one.
-const TARGET: &str = "compute_75";
 
 /// Threads of a block.
 const BLOCK: u32 = 256;
@@ -60,6 +53,27 @@ impl Drop for Event {
     }
 }
 
+/// While a job's thread captures a CUDA graph, in torch's "global" mode, a call of any thread that
+/// may wait or allocate ends that capture, unless the thread is `RELAXED`. Nothing here has to do
+/// with the job's graph.
+struct Relaxed(sys::CUstreamCaptureMode);
+
+impl Relaxed {
+    fn now() -> Result<Relaxed, DriverError> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the driver reads the new mode and writes the one before.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result()?;
+        Ok(Relaxed(mode))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as above; the thread has its own mode back.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
 /// Runs calls with a context current, and gives the thread its own back.
 fn within<T>(
     context: sys::CUcontext,
@@ -67,6 +81,7 @@ fn within<T>(
     calls: impl FnOnce() -> Result<T, DriverError>,
 ) -> Result<T, DeviceError> {
     let failed = |why: DriverError| DeviceError::call(what, why);
+    let _relaxed = Relaxed::now().map_err(failed)?;
     // SAFETY: the context is retained until the process ends.
     unsafe { sys::cuCtxPushCurrent_v2(context) }.result().map_err(failed)?;
     let done = calls();
@@ -76,39 +91,21 @@ fn within<T>(
     done.and_then(|done| given_back.map(|()| done)).map_err(failed)
 }
 
-/// PTX of the kernel.
-pub(super) fn compiled() -> Result<String, DeviceError> {
-    present(nvrtc_loads, "the compiler's library, libnvrtc.so, is not found")?;
-    let options = CompileOptions {
-        arch: Some(TARGET),
-        name: Some("fingerprint.cu".into()),
-        ..CompileOptions::default()
-    };
-    let ptx = compile_ptx_with_opts(KERNEL, options).map_err(|error| match error {
-        CompileError::CompileError { log, .. } => {
-            DeviceError::call("compiling its kernel", log.to_string_lossy().trim())
-        }
-        other => DeviceError::call("compiling its kernel", other),
-    })?;
-    Ok(ptx.to_src())
-}
-
-/// cudarc panics where a library is missing that nobody asked for first.
-fn present(loads: fn() -> bool, why: &str) -> Result<(), DeviceError> {
-    match catch_unwind(AssertUnwindSafe(loads)).unwrap_or(false) {
-        true => Ok(()),
-        false => Err(DeviceError::Absent(why.into())),
-    }
-}
-
 fn driver_loads() -> bool {
     // SAFETY: loads the driver's library, as any program on a machine with a GPU does.
     unsafe { sys::is_culib_present() }
 }
 
-fn nvrtc_loads() -> bool {
-    // SAFETY: loads a library whose initialisers do nothing but set it up.
-    unsafe { cudarc::nvrtc::sys::is_culib_present() }
+fn capability(device: sys::CUdevice) -> Result<(i32, i32), DriverError> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    };
+    // SAFETY: the device was just given.
+    let of = |attribute| unsafe { result::device::get_attribute(device, attribute) };
+    Ok((
+        of(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        of(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    ))
 }
 
 impl Cuda {
@@ -120,25 +117,23 @@ impl Cuda {
             let why = format!("{} bytes of pinned memory are too few", sizes.pinned);
             return Err(DeviceError::Absent(why));
         }
-        let ptx = compiled()?;
         // A library of another version may lack a symbol, which cudarc answers with a panic.
-        let opened = catch_unwind(AssertUnwindSafe(|| Cuda::load(ordinal, sizes, &ptx)));
+        let opened = catch_unwind(AssertUnwindSafe(|| Cuda::load(ordinal, sizes)));
         opened.unwrap_or_else(|_| {
             let why = "a library of CUDA lacks what is called; this build is for CUDA 12 and 13";
             Err(DeviceError::Absent(why.into()))
         })
     }
 
-    fn load(ordinal: i32, sizes: Sizes, ptx: &str) -> Result<Cuda, DeviceError> {
+    fn load(ordinal: i32, sizes: Sizes) -> Result<Cuda, DeviceError> {
         let absent = |why: DriverError| DeviceError::Absent(why.to_string());
         result::init().map_err(absent)?;
         let device = result::device::get(ordinal).map_err(absent)?;
+        let image = compile::fingerprint(capability(device).map_err(absent)?)?;
         // SAFETY: the device was just given.
         let context = unsafe { result::primary_ctx::retain(device) }.map_err(absent)?;
-        let image =
-            CString::new(ptx).map_err(|why| DeviceError::call("loading its kernel", why))?;
         let kernel = within(context, "loading its kernel", || {
-            // SAFETY: PTX that ends in a zero byte; the module stays loaded.
+            // SAFETY: code, or PTX that ends in a zero byte; the module stays loaded.
             unsafe {
                 let module = result::module::load_data(image.as_ptr().cast())?;
                 result::module::get_function(module, c"fingerprint".into())
@@ -291,21 +286,6 @@ impl Machine for Cuda {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Without the library its absence is what is told.
-    #[test]
-    fn the_kernel_compiles_or_the_missing_library_is_named() {
-        match compiled() {
-            Ok(ptx) => {
-                assert!(ptx.contains(".target sm_75") && ptx.contains(".entry fingerprint("));
-                assert!(ptx.contains("red.global.add.u32") || ptx.contains("atom.global.add.u32"));
-            }
-            Err(error) => {
-                assert!(std::env::var_os("BACKTAPE_TEST_NVRTC").is_none(), "{error}");
-                assert!(error.to_string().contains("libnvrtc"), "{error}");
-            }
-        }
-    }
 
     /// On a machine with a GPU `make test-gpu` asks for it, and it must open then.
     #[test]

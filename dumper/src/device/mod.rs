@@ -8,11 +8,14 @@
 //! Whether bytes came over right is proved as for any other shard: the fingerprint is the device's.
 
 mod capturer;
+mod compile;
 mod cuda;
 mod flight;
 #[cfg(test)]
 mod host;
 mod machine;
+#[cfg(test)]
+mod standin;
 #[cfg(test)]
 mod tests;
 

@@ -6,13 +6,15 @@ use super::args::DumpArguments;
 use super::error::RunError;
 use super::exit;
 use super::progress::Bar;
-use super::run::{output, selection};
+use super::run::selection;
+use super::written::Json;
 use crate::checks::{Subject, check};
 use crate::dump::{self, Selection, StepDump};
 use crate::report::checked::{ChecksReport, ChecksVerdict, render};
 use crate::verify::Verification;
 
 pub(super) fn run(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
+    let written = Json::asked(arguments.json.as_deref())?;
     let bar = Bar::new(arguments.quiet);
     let report = report_with(&arguments.dump, &selection(&arguments.which), &bar)?;
     bar.finish();
@@ -22,7 +24,7 @@ pub(super) fn run(arguments: &DumpArguments) -> Result<(String, i32), RunError> 
         ChecksVerdict::Incomplete => exit::INCOMPLETE,
     };
     let json = || serde_json::to_string_pretty(&report).expect("plain data");
-    Ok((output(arguments.json.as_deref(), json, || render(&report))?, code))
+    Ok((written.output(json, || render(&report))?, code))
 }
 
 /// What `replay checks` finds in one step, or in every step of the run where the

@@ -11,6 +11,8 @@ use crate::head::policy_file::PolicyError;
 use crate::head::step::StepError;
 use crate::precision::PrecisionError;
 use crate::replay::against::{AgainstError, PatternError};
+use crate::report::catalogue;
+use crate::spelling::hint;
 use crate::spill::SpillError;
 use crate::trajectory::ReadError;
 
@@ -33,7 +35,8 @@ pub enum RunError {
     Pattern(#[from] PatternError),
     /// A word of `--compare` is no role, and there is nothing to compare names with.
     #[error(
-        "--compare {word:?} is not a role: known are {known}; patterns of tensor names need --against DIR"
+        "--compare {word:?} is not a role{meant}: known are {known}; patterns of tensor names need --against DIR",
+        meant = hint(word, known.split(", "))
     )]
     NotRole {
         /// As typed.
@@ -118,7 +121,7 @@ pub enum RunError {
     #[error(transparent)]
     Repro(#[from] ReproError),
     /// The catalogue has no such cause.
-    #[error("no cause {0:?} in the catalogue: `replay causes` lists all")]
+    #[error("no cause {0:?} in the catalogue{meant}: `replay causes` lists all", meant = catalogue::hint(.0))]
     NoCause(String),
     /// A binary without a cluster's client.
     #[error(

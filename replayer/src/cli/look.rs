@@ -7,7 +7,8 @@ use super::args::{ExportArguments, FrameworkArgument, ListArguments, ShowArgumen
 use super::error::RunError;
 use super::exit;
 use super::progress::{Bar, Work};
-use super::run::{output, selection};
+use super::run::selection;
+use super::written::Json;
 use crate::assemble;
 use crate::dump;
 use crate::export::{self, Framework, Wanted};
@@ -22,7 +23,8 @@ const CORNER: u64 = 8;
 pub(super) fn list(arguments: &ListArguments) -> Result<(String, i32), RunError> {
     let runs = dump::list(&arguments.place, arguments.run.as_deref())?;
     let json = || serde_json::to_string_pretty(&runs).expect("plain data");
-    Ok((output(arguments.json.as_deref(), json, || listed::render(&runs))?, exit::AGREED))
+    let written = Json::asked(arguments.json.as_deref())?;
+    Ok((written.output(json, || listed::render(&runs))?, exit::AGREED))
 }
 
 pub(super) fn show(arguments: &ShowArguments) -> Result<(String, i32), RunError> {

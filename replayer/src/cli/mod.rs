@@ -17,6 +17,7 @@ mod precision;
 mod progress;
 mod run;
 mod trajectory;
+mod written;
 
 use std::ffi::OsString;
 use std::io::Write;

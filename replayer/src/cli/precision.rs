@@ -7,7 +7,8 @@ use backtape::shard::TensorKey;
 use super::args::PrecisionArguments;
 use super::error::RunError;
 use super::exit;
-use super::run::{output, selection};
+use super::run::selection;
+use super::written::Json;
 use crate::dump::{self, Selection};
 use crate::head::HeadStep;
 use crate::precision::{self, Gradients, Precision};
@@ -15,6 +16,7 @@ use crate::report::precision as shown;
 use crate::verify::verify;
 
 pub(super) fn run(arguments: &PrecisionArguments) -> Result<(String, i32), RunError> {
+    let written = Json::asked(arguments.dump.json.as_deref())?;
     let path = &arguments.dump.dump;
     let tokens = arguments.tokens.map(|n| n as usize);
     let options = precision::Options { microbatch: arguments.microbatch, tokens };
@@ -25,7 +27,7 @@ pub(super) fn run(arguments: &PrecisionArguments) -> Result<(String, i32), RunEr
         _ => exit::AGREED,
     };
     let json = || serde_json::to_string_pretty(&found).expect("plain data");
-    Ok((output(arguments.dump.json.as_deref(), json, || shown::render(&found))?, code))
+    Ok((written.output(json, || shown::render(&found))?, code))
 }
 
 /// What `replay precision` finds, without a terminal.

@@ -15,6 +15,7 @@ use super::exit;
 use super::kernel::Kernels;
 use super::page::PageFile;
 use super::progress::Bar;
+use super::written::Json;
 use super::{against, checks, look, own, precision, trajectory};
 use crate::device::{Device, Kernel};
 use crate::diagnose::{self, diagnose};
@@ -86,6 +87,7 @@ fn replay_on(
     let policy = arguments.policy.as_deref().map(read_policy).transpose()?;
     // A replay may take long: what cannot be written is said before it.
     let page = arguments.report.as_deref().map(PageFile::beside).transpose()?;
+    let written = Json::asked(arguments.json.as_deref())?;
     let cut = arguments.cluster.cut();
     let cluster = workers.map(|workers| {
         let cluster = Cluster::new(workers, (path, &selection), policy.as_ref(), cut);
@@ -116,7 +118,7 @@ fn replay_on(
         Verdict::Incomplete => exit::INCOMPLETE,
     };
     let json = || serde_json::to_string_pretty(&report).expect("a report is plain data");
-    Ok((output(arguments.json.as_deref(), json, || text::render(&report))?, code))
+    Ok((written.output(json, || text::render(&report))?, code))
 }
 
 /// The report of a replay, without a terminal: what the Python package calls.
@@ -410,19 +412,21 @@ fn word(value: &impl serde::Serialize) -> String {
 }
 
 fn run_verify(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
+    let written = Json::asked(arguments.json.as_deref())?;
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let bar = Bar::new(arguments.quiet);
     let proof = bar.verify(&dump);
     bar.finish();
     let code = if proof.intact() && dump.committed() { exit::AGREED } else { exit::INCOMPLETE };
     let json = || serde_json::to_string_pretty(&proof).expect("plain data");
-    Ok((output(arguments.json.as_deref(), json, || dumped::verification(&dump, &proof))?, code))
+    Ok((written.output(json, || dumped::verification(&dump, &proof))?, code))
 }
 
 fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let json = || serde_json::to_string_pretty(&dump.manifest).expect("plain data");
-    Ok((output(arguments.json.as_deref(), json, || inventory::inventory(&dump))?, exit::AGREED))
+    let written = Json::asked(arguments.json.as_deref())?;
+    Ok((written.output(json, || inventory::inventory(&dump))?, exit::AGREED))
 }
 
 fn run_causes(id: Option<&str>) -> Result<(String, i32), RunError> {
@@ -434,21 +438,4 @@ fn run_causes(id: Option<&str>) -> Result<(String, i32), RunError> {
 
 pub(super) fn selection(which: &WhichArguments) -> Selection {
     Selection { run: which.run.clone(), attempt: which.attempt, step: which.step }
-}
-
-/// JSON to its file and text to the terminal; with `-` only the JSON.
-pub(super) fn output(
-    json_file: Option<&Path>,
-    json: impl Fn() -> String,
-    text: impl Fn() -> String,
-) -> Result<String, RunError> {
-    match json_file {
-        Some(path) if path == Path::new("-") => Ok(json() + "\n"),
-        Some(path) => {
-            let written = std::fs::write(path, json() + "\n");
-            written.map_err(|source| RunError::Write { path: path.into(), source })?;
-            Ok(text())
-        }
-        None => Ok(text()),
-    }
 }

@@ -11,12 +11,13 @@ use backtape::store::layout::MANIFEST;
 use super::args::TrajectoryArguments;
 use super::error::RunError;
 use super::exit;
-use super::run::output;
+use super::written::Json;
 use crate::dump::{self, Place, Selection};
 use crate::report::trajectory::{TrajectoryReport, TrajectoryVerdict, render};
 use crate::trajectory::{Declared, ReadError, judge, read};
 
 pub(super) fn run(arguments: &TrajectoryArguments) -> Result<(String, i32), RunError> {
+    let written = Json::asked(arguments.json.as_deref())?;
     let TrajectoryArguments { run, attempt, vocabulary, local, shared, .. } = arguments;
     let selection = Selection { run: run.clone(), attempt: *attempt, step: None };
     let declared =
@@ -28,7 +29,7 @@ pub(super) fn run(arguments: &TrajectoryArguments) -> Result<(String, i32), RunE
         TrajectoryVerdict::Incomplete => exit::INCOMPLETE,
     };
     let json = || serde_json::to_string_pretty(&report).expect("plain data");
-    Ok((output(arguments.json.as_deref(), json, || render(&report))?, code))
+    Ok((written.output(json, || render(&report))?, code))
 }
 
 /// What the scalars of one attempt say of its trajectory.

@@ -28,6 +28,7 @@
 //! Rounding errors are bounded, so their tails are lighter than the normal's:
 //! the bounds hold with room, and the room is not tuned.
 
+use super::row::AllowedSums;
 use crate::parcel::parcel;
 
 /// Probability that a clean run is called diverged, for a whole report.
@@ -155,10 +156,8 @@ parcel!(Independent { sum, squares, largest });
 parcel!(Budget { own, many, most, rows, shared, certain });
 
 impl Independent {
-    fn add(&mut self, variance: f64) {
-        self.sum += variance;
-        self.squares += variance * variance;
-        self.largest = self.largest.max(variance);
+    fn of([sum, squares, largest]: [f64; 3]) -> Independent {
+        Independent { sum, squares, largest }
     }
 
     /// Adds errors of which each is one of `repeats` equal ones: `m` equal
@@ -187,19 +186,19 @@ pub struct Budget {
 }
 
 impl Budget {
+    /// The budget of one row, from the sums over its elements.
+    pub fn of_sums(sums: &AllowedSums) -> Budget {
+        let AllowedSums { own, many, most, row, shared, certain } = *sums;
+        let (own, many) = (Independent::of(own), Independent::of(many));
+        // What the elements share is one error.
+        let rows = Independent::of([row, row * row, row.max(0.0)]);
+        Budget { own, many, most, rows, shared, certain }
+    }
+
     /// The budget of one row.
-    pub fn of_row(elements: impl Iterator<Item = Allowed>) -> Budget {
-        let (mut budget, mut row) = (Budget::default(), 0.0);
-        for allowed in elements {
-            budget.own.add(allowed.own);
-            budget.many.add((allowed.own - allowed.few).max(0.0));
-            budget.most += allowed.most * allowed.most;
-            budget.shared += allowed.shared;
-            budget.certain += allowed.certain * allowed.certain;
-            row += allowed.row;
-        }
-        budget.rows.add(row);
-        budget
+    #[cfg(test)]
+    fn of_row(elements: impl Iterator<Item = Allowed>) -> Budget {
+        Budget::of_sums(&AllowedSums::of(elements))
     }
 
     /// Adds other rows.

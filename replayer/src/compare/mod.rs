@@ -1,13 +1,16 @@
 //! Captured values against the reference: how large the error is, how large it
 //! may be, and where it is worst. Plain numbers in, plain numbers out.
 
+pub mod allowance;
 pub mod bound;
 pub mod chart;
 pub mod measures;
 pub mod pair;
+pub mod row;
 pub mod tally;
 pub mod ulp;
 
 pub use bound::{Allowed, Bound, ONE_ROUNDING};
 pub use chart::{Cell, Chart};
+pub use row::{Element, RowTally};
 pub use tally::{Rows, Tally, Worst, once};

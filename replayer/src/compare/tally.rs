@@ -2,13 +2,13 @@
 //! worst element, worst rows. NaN is counted before anything is compared and
 //! can pass no bound: every test is `!(error <= bound)`.
 
-use backtape::dtype::Dtype;
 use rayon::prelude::*;
 
 use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
-use super::measures::{Measures, Point, cosine, score_class};
+use super::measures::{Measures, cosine};
+use super::row::{Element, RowTally};
 use super::ulp::Format;
-use crate::kernels::matrix::{Matrix, Values};
+use crate::kernels::matrix::Matrix;
 use crate::parcel::parcel;
 
 /// Rows that one worker takes at a time: fixed, so that sums do not depend on
@@ -136,13 +136,51 @@ impl Tally {
         allowed: impl Fn(usize, usize, f64) -> Allowed + Sync,
         bound: &Bound,
     ) -> Tally {
-        let count = rows.captured.rows;
+        rows.tally_by(|row| rows.look_at(row, &allowed, bound), bound)
+    }
+}
+
+impl Rows<'_> {
+    /// Looks at every element of every row, as [`Tally::of`] does.
+    pub fn looked_at(
+        &self,
+        allowed: impl Fn(usize, usize, f64) -> Allowed + Sync,
+        bound: &Bound,
+    ) -> Vec<RowTally> {
+        let rows = (0..self.captured.rows).into_par_iter();
+        rows.map(|row| self.look_at(row, &allowed, bound)).collect()
+    }
+
+    /// What is known of the stage once its rows were looked at, whoever did.
+    pub fn tally(&self, looked: &[RowTally], bound: &Bound) -> Tally {
+        self.tally_by(|row| looked[row], bound)
+    }
+
+    fn look_at(
+        &self,
+        row: usize,
+        allowed: &impl Fn(usize, usize, f64) -> Allowed,
+        bound: &Bound,
+    ) -> RowTally {
+        let columns = self.captured.cols;
+        let element = |column: usize| {
+            let at = row * columns + column;
+            let (captured, reference) = (self.captured.get_f64(at), self.reference[at]);
+            Element { captured, reference, allowed: allowed(row, column, reference) }
+        };
+        let bound = (bound.element, bound.nan_is_meant);
+        RowTally::of((0..columns).map(element), Format::of_values(&self.captured.values), bound)
+    }
+
+    fn tally_by(&self, of_row: impl Fn(usize) -> RowTally + Sync, bound: &Bound) -> Tally {
+        let (count, elements) = (self.captured.rows, self.captured.cols as u64);
         let chunks: Vec<Tally> = (0..count.div_ceil(CHUNK))
             .into_par_iter()
             .map(|chunk| {
                 let mut tally = Tally::default();
                 for row in chunk * CHUNK..((chunk + 1) * CHUNK).min(count) {
-                    tally.add_row(rows, row, &allowed, bound);
+                    let at = ((self.index)(row), elements);
+                    tally.add(&of_row(row), at, (self.repeats)(row), bound);
                 }
                 tally
             })
@@ -151,78 +189,51 @@ impl Tally {
         chunks.into_iter().for_each(|chunk| total.merge(chunk));
         total
     }
+}
 
-    fn add_row(
-        &mut self,
-        rows: &Rows<'_>,
-        row: usize,
-        allowed: &impl Fn(usize, usize, f64) -> Allowed,
-        bound: &Bound,
-    ) {
-        let columns = rows.captured.cols;
-        let at = |column: usize| allowed(row, column, rows.reference[row * columns + column]);
-        let meant = |column: &usize| {
-            bound.nan_is_meant && !rows.reference[row * columns + column].is_finite()
-        };
-        let budget = Budget::of_row((0..columns).filter(|column| !meant(column)).map(at));
-        let repeats = (rows.repeats)(row);
-        let format = format(&rows.captured);
-        let (mut energy, mut norm, mut alike) = (0.0, 0.0, 0.0);
-        for column in 0..columns {
-            let index = row * columns + column;
-            let (captured, reference) = (rows.captured.get_f64(index), rows.reference[index]);
-            let allowed = at(column);
-            let error = captured - reference;
-            let score = if error == 0.0 { 0.0 } else { error.abs() / allowed.total().sqrt() };
-            let here =
-                || Worst { index: ((rows.index)(row), column as u64), captured, reference, score };
-            let place = ((rows.index)(row), column as u64);
-            self.measures.add(Point { index: place, captured, reference }, format);
-            if meant(&column) && !captured.is_finite() {
-                continue;
-            }
-            if !(captured.is_finite() && reference.is_finite()) {
-                self.nonfinite += 1;
-                self.first_nonfinite.get_or_insert_with(here);
-                continue;
-            }
-            self.scores[score_class(score)] += 1;
-            energy += error * error;
-            norm += reference * reference;
-            self.captured_energy += captured * captured;
-            self.max_abs = self.max_abs.max(error.abs());
-            self.dot += error * reference;
-            self.slope_variance += repeats * allowed.own * reference * reference;
-            alike += allowed.row.sqrt() * reference.abs();
-            self.slope_shared += allowed.shared.sqrt() * reference.abs();
-            self.slope_certain += allowed.certain * reference.abs();
-            let reach = allowed.reach(bound.element);
-            if !(error.abs() <= reach) {
-                self.exceeding += 1;
-                self.first.get_or_insert_with(here);
-                self.beyond = self.beyond.max((error / reach).powi(2));
-            }
-            if self.worst.as_ref().is_none_or(|worst| score > worst.score) {
-                self.worst = Some(here());
-            }
-        }
-        self.slope_variance += repeats * alike * alike;
-        self.elements += rows.captured.cols as u64;
-        self.rows += 1;
-        self.error_energy += energy;
-        self.reference_energy += norm;
+impl Tally {
+    /// Takes one row, which is one of `repeats` with equal errors.
+    fn add(&mut self, row: &RowTally, (index, elements): (u64, u64), repeats: f64, bound: &Bound) {
+        let budget = row.budget();
+        let [first_nonfinite, first, worst] = &row.spots;
         let most = budget.energy(bound.row);
-        if !(energy <= most) {
-            self.exceeding_rows += 1;
-            self.beyond = self.beyond.max(energy / most);
-            let expected = budget.expected();
-            self.worst_rows.push(RowExcess {
-                row: (rows.index)(row),
-                error: (energy / norm).sqrt(),
-                ratio: (energy / expected).sqrt(),
+        let mut worst_rows = Vec::new();
+        let (mut beyond, mut exceeding_rows) = (row.beyond, 0);
+        if !(row.error <= most) {
+            exceeding_rows = 1;
+            beyond = beyond.max(row.error / most);
+            worst_rows.push(RowExcess {
+                row: index,
+                error: (row.error / row.reference).sqrt(),
+                ratio: (row.error / budget.expected()).sqrt(),
             });
         }
-        self.budget.merge_repeated(&budget, repeats);
+        let mut of_row = Budget::default();
+        of_row.merge_repeated(&budget, repeats);
+        let [own, alike, shared, certain] = row.slope;
+        self.merge(Tally {
+            elements,
+            rows: 1,
+            nonfinite: row.nonfinite,
+            first_nonfinite: first_nonfinite.worst(index),
+            error_energy: row.error,
+            reference_energy: row.reference,
+            captured_energy: row.captured,
+            max_abs: row.max_abs,
+            budget: of_row,
+            worst: worst.worst(index),
+            first: first.worst(index),
+            exceeding: row.exceeding,
+            exceeding_rows,
+            worst_rows,
+            measures: row.measures(index, elements),
+            scores: row.scores.map(u64::from),
+            beyond,
+            slope_variance: repeats * own + repeats * alike * alike,
+            slope_shared: shared,
+            slope_certain: certain,
+            dot: row.dot,
+        });
     }
 
     /// Adds what another part of the same stage found.
@@ -250,6 +261,9 @@ impl Tally {
             && self.worst.as_ref().is_none_or(|ours| theirs.score > ours.score)
         {
             self.worst = Some(theirs);
+        }
+        if other.worst_rows.is_empty() {
+            return;
         }
         self.worst_rows.extend(other.worst_rows);
         self.worst_rows.sort_by(|a, b| b.ratio.total_cmp(&a.ratio).then(a.row.cmp(&b.row)));
@@ -325,15 +339,6 @@ impl Tally {
         }
         None
     }
-}
-
-fn format(captured: &Matrix<'_>) -> Option<Format> {
-    Format::of(match captured.values {
-        Values::Bf16(_) => Dtype::Bf16,
-        Values::F16(_) => Dtype::F16,
-        Values::F32(_) => Dtype::F32,
-        Values::F64(_) => Dtype::F64,
-    })
 }
 
 /// `√(error/norm)`; the absolute error where there is no norm to relate it to.

@@ -8,6 +8,8 @@
 
 use backtape::dtype::Dtype;
 
+use crate::kernels::matrix::Values;
+
 /// Buckets of a histogram of distances: 0, 1, 2, 3-4, 5-8, ... up to 2⁶³ and more.
 pub const BUCKETS: usize = 66;
 
@@ -46,6 +48,16 @@ impl Format {
     pub fn of(dtype: Dtype) -> Option<Format> {
         let wide = matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::F64);
         wide.then(|| Format::stored(dtype))
+    }
+
+    /// What the elements of a matrix are stored as.
+    pub fn of_values(values: &Values<'_>) -> Format {
+        Format::stored(match values {
+            Values::Bf16(_) => Dtype::Bf16,
+            Values::F16(_) => Dtype::F16,
+            Values::F32(_) => Dtype::F32,
+            Values::F64(_) => Dtype::F64,
+        })
     }
 
     /// The format of a floating-point dtype as it is stored.

@@ -8,12 +8,14 @@ use std::sync::{Mutex, PoisonError};
 
 use super::BackwardWalk;
 use super::arguments::Terms;
+use super::compare::{Comparison, Kept, Rooms};
 use super::error::DeviceError;
 use super::head::OnDevice;
 use super::machine::{Compute, Machine, Product};
 use super::plan::{Plan, Sizes};
 use super::room::{Panel, Room};
 use super::sums::{SUMS, Sums};
+use crate::compare::RowTally;
 use crate::kernels::reference::{
     self, Backward, DenseSums, DkSums, GEMMS, LabelTerms, TermNoise, Upstream,
 };
@@ -111,6 +113,13 @@ impl<'m, M: Machine> Walk<'m, M> {
         band.sums.get(self.machine, parts(dq, &band.tokens, depth))
     }
 
+    /// The sums of dq, where those of all tokens lie on the device.
+    pub(super) fn held_dq(&self) -> Option<Lying<'_, M>> {
+        let band = self.band.as_ref().filter(|band| band.tokens == self.tokens)?;
+        let (machine, sums) = (self.machine, Lie::Tokens(&band.sums));
+        Some(Lying { machine, sums, rooms: Rooms::default() })
+    }
+
     /// The sums of a slab over the walk's tokens, on the device.
     pub(super) fn sums<'a>(
         &mut self,
@@ -168,8 +177,50 @@ impl<M: Machine> BackwardWalk for Walk<'_, M> {
         Ok(DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq))
     }
 
+    fn slab_to_compare<'s>(
+        &'s mut self,
+        inputs: &'s HeadInputs,
+        upstream: Upstream<'s>,
+        (tiles, progress): (Tiles, &dyn Progress),
+        dq: &mut Backward,
+    ) -> Result<(DkSums, Box<dyn Kept + 's>), DeviceError> {
+        reference::check(inputs);
+        let slab = self.sums(inputs, upstream, progress, &Mutex::new(&mut *dq))?;
+        let (dense, labels) = (slab.dense_kept(self.machine)?, slab.labels(self.machine)?);
+        let sums = DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq);
+        Ok((sums, Box::new(slab.kept(self.machine))))
+    }
+
+    fn dq_to_compare(&mut self) -> Option<Box<dyn Kept + '_>> {
+        Some(Box::new(self.held_dq()?))
+    }
+
     fn finish(mut self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
         self.leave(&Mutex::new(dq))
+    }
+}
+
+/// Dense sums that lie on a machine, of rows of the vocabulary or of tokens.
+pub(super) struct Lying<'a, M: Machine> {
+    machine: &'a M,
+    sums: Lie<'a, M>,
+    rooms: Rooms<M>,
+}
+
+/// Whose they are.
+enum Lie<'a, M: Machine> {
+    Slab(Slab<'a, M>),
+    Tokens(&'a Sums<M>),
+}
+
+impl<M: Machine> Kept for Lying<'_, M> {
+    fn compare(&mut self, comparison: &Comparison) -> Result<Vec<RowTally>, DeviceError> {
+        let (sums, vocabulary) = match &self.sums {
+            Lie::Slab(slab) => (&slab.sums, true),
+            Lie::Tokens(sums) => (*sums, false),
+        };
+        let dense = sums.at(self.machine, 0).map(Option::unwrap_or_default);
+        self.rooms.compare(self.machine, comparison, (dense, vocabulary))
     }
 }
 
@@ -209,14 +260,30 @@ impl<'a, M: Machine> Slab<'a, M> {
         sums.chain(self.biases.iter().map(move |room| (room, rows)))
     }
 
+    /// Its sums where they lie.
+    pub(super) fn kept(self, machine: &'a M) -> Lying<'a, M> {
+        Lying { machine, sums: Lie::Slab(self), rooms: Rooms::default() }
+    }
+
+    /// Those of the bias, and of the others the entries alone: the rest stays.
+    pub(super) fn dense_kept(&self, machine: &M) -> Result<DenseSums, DeviceError> {
+        let lse = vec![0.0; self.inputs.k.rows * self.inputs.q.cols];
+        let mut dense = DenseSums { lse, ..DenseSums::default() };
+        self.sums.get(machine, [&mut dense.lse, &mut [], &mut [], &mut [], &mut []])?;
+        self.biases(machine, dense)
+    }
+
     /// What the slab summed up to.
     pub(super) fn dense(&self, machine: &M) -> Result<DenseSums, DeviceError> {
-        let rows = self.inputs.k.rows;
         let mut dense = DenseSums::zeros(self.inputs, self.noise);
         let DenseSums { lse, lse_sq, lse_var, dropped, confident, .. } = &mut dense;
         self.sums
             .get(machine, [lse, lse_sq, lse_var, dropped, confident].map(|all| &mut all[..]))?;
-        let [lse, var, sq] = &self.biases;
+        self.biases(machine, dense)
+    }
+
+    fn biases(&self, machine: &M, mut dense: DenseSums) -> Result<DenseSums, DeviceError> {
+        let ([lse, var, sq], rows) = (&self.biases, self.inputs.k.rows);
         dense.bias_lse = fetch(machine, lse, rows)?;
         dense.bias_var = fetch(machine, var, rows)?;
         dense.bias_sq = fetch(machine, sq, rows)?;

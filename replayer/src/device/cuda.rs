@@ -4,39 +4,56 @@
 //! device every time; its pedantic mode takes no faster type than f64 in the place of f64.
 
 use std::collections::HashMap;
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use cudarc::cublas::{CudaBlas, result as blas, sys};
+use cudarc::cublas::sys;
 use cudarc::driver::result::{device, mem_pool};
-use cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute, CUmemoryPool};
+use cudarc::driver::sys::{CUevent_flags, CUfunction_attribute, CUmemPool_attribute, CUmemoryPool};
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaSlice, CudaStream, DevicePtr, DeviceRepr, LaunchConfig,
+    CudaContext, CudaFunction, CudaStream, DevicePtr, DeviceRepr, DriverError, LaunchConfig,
     PushKernelArg,
 };
-use cudarc::nvrtc::Ptx;
 
-use super::compile::{self, FLAGS, TARGETS};
+use super::blas::{Blas, Shape};
+use super::compile::{self, FLAGS, Image, OLDEST};
+use super::current::{Before, Bytes, Current, Held};
 use super::error::DeviceError;
 use super::machine::{Arguments, Compute, Machine, Product};
 use super::own::launch::{Code, Launch, Launches, Passed};
-use super::{Description, KERNELS, policy, presence};
+use super::{Description, KERNELS, compare, policy, presence};
 
 /// Threads of a block.
 const BLOCK: usize = 256;
+/// The same of a launch of few threads, each of which walks a row: in large blocks they would lie
+/// on few of the multiprocessors.
+const SMALL_BLOCK: usize = 32;
+/// Threads from which on large blocks reach every multiprocessor of the GPUs in use: some 150.
+const MANY: usize = 150 * BLOCK;
+
+/// Bytes of dynamic shared memory that a kernel has without asking for more.
+const SHARED: u32 = 48 << 10;
 
 /// An NVIDIA GPU.
 pub(super) struct Cuda {
     description: Description,
-    /// The virtual architecture that kernels are compiled for.
-    target: &'static str,
+    /// What kernels are compiled for.
+    architecture: String,
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
-    blas: CudaBlas,
+    blas: Blas,
     /// For products of policies, in the types that they say.
-    tensor: CudaBlas,
+    tensor: Blas,
     kernels: HashMap<&'static str, CudaFunction>,
+    /// Dropped last: cudarc leaves its own context current where it gives things back.
+    before: Option<Before>,
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        self.before = Before::now().ok();
+    }
 }
 
 impl Cuda {
@@ -77,32 +94,47 @@ impl Cuda {
             let why = format!("there is no GPU {ordinal}; the driver knows {count}");
             return Err(DeviceError::Absent(why));
         }
+        // Dropped when all of this is made: cudarc makes its own context current, and leaves it so.
+        let _before = Before::now().map_err(absent)?;
         let context = CudaContext::new(ordinal).map_err(absent)?;
         let capability = context.compute_capability().map_err(absent)?;
         let name = context.name().map_err(absent)?;
-        let target = TARGETS.iter().rev().find(|(oldest, _)| *oldest <= capability);
-        let Some(&(_, target)) = target else {
-            let (major, minor) = capability;
+        let (major, minor) = capability;
+        if capability < OLDEST {
             let why = format!("{name} has compute capability {major}.{minor}, 7.5 is the oldest");
             return Err(DeviceError::Absent(why));
-        };
+        }
+        let architecture = compile::architecture(capability)?;
         let mut kernels = HashMap::new();
-        for (ptx, names) in [
-            (compile::reference(target)?, &KERNELS[..]),
-            (compile::policy(target)?, &policy::KERNELS[..]),
+        for (image, names) in [
+            (compile::reference(&architecture)?, &KERNELS[..]),
+            (compile::policy(&architecture)?, &policy::KERNELS[..]),
+            (compile::compare(&architecture)?, &compare::KERNELS[..]),
         ] {
-            load(&context, ptx, names, &mut kernels)?;
+            load(&context, image, names, &mut kernels)?;
         }
         let stream = context.default_stream();
-        let blas = blas_in(&stream, sys::cublasMath_t::CUBLAS_PEDANTIC_MATH)?;
+        let refused = |why| DeviceError::call("opening cuBLAS", why);
+        let blas = Blas::new(&stream, sys::cublasMath_t::CUBLAS_PEDANTIC_MATH).map_err(refused)?;
         // Pedantic mode may leave the tensor cores out, which are what a job computes on.
-        let tensor = blas_in(&stream, sys::cublasMath_t::CUBLAS_DEFAULT_MATH)?;
+        let tensor = Blas::new(&stream, sys::cublasMath_t::CUBLAS_DEFAULT_MATH).map_err(refused)?;
         let description = Description {
-            name: format!("{name}, compute capability {}.{}", capability.0, capability.1),
-            compiler: format!("NVRTC, {target} {FLAGS}"),
+            name: format!("{name}, compute capability {major}.{minor}"),
+            compiler: format!("NVRTC, {architecture} {FLAGS}"),
             products: "cuBLAS dgemm, f64, pedantic".into(),
         };
-        Ok(Cuda { description, target, context, stream, blas, tensor, kernels })
+        Ok(Cuda { description, architecture, context, stream, blas, tensor, kernels, before: None })
+    }
+
+    /// Runs calls with our context current, and gives the thread its own back.
+    fn within<T>(
+        &self,
+        what: &str,
+        calls: impl FnOnce() -> Result<T, DriverError>,
+    ) -> Result<T, DeviceError> {
+        let failed = |why| DeviceError::call(what, why);
+        let _current = Current::of(&self.context).map_err(failed)?;
+        calls().map_err(failed)
     }
 
     /// An error of an earlier asynchronous call, if there was one.
@@ -113,25 +145,17 @@ impl Cuda {
 
 fn load(
     context: &Arc<CudaContext>,
-    ptx: Ptx,
+    image: Image,
     names: &[&'static str],
     kernels: &mut HashMap<&'static str, CudaFunction>,
 ) -> Result<(), DeviceError> {
-    let module = context.load_module(ptx);
+    let module = context.load_module(image.loadable());
     let module = module.map_err(|why| DeviceError::call("loading its kernels", why))?;
     for kernel in names {
         let failed = |why| DeviceError::call(&format!("loading the kernel {kernel}"), why);
         kernels.insert(kernel, module.load_function(kernel).map_err(failed)?);
     }
     Ok(())
-}
-
-fn blas_in(stream: &Arc<CudaStream>, mode: sys::cublasMath_t) -> Result<CudaBlas, DeviceError> {
-    let refused = |why| DeviceError::call("opening cuBLAS", why);
-    let blas = CudaBlas::new(stream.clone()).map_err(refused)?;
-    // SAFETY: the handle was just made.
-    unsafe { sys::cublasSetMathMode(*blas.handle(), mode) }.result().map_err(refused)?;
-    Ok(blas)
 }
 
 /// A kernel's arguments, which travel by value.
@@ -142,72 +166,75 @@ struct ByValue<A>(A);
 unsafe impl<A: Arguments> DeviceRepr for ByValue<A> {}
 
 impl Machine for Cuda {
-    type Buffer = CudaSlice<u8>;
+    type Buffer = Bytes;
 
     fn description(&self) -> &Description {
         &self.description
     }
 
+    /// What was freed is the pool's until its stream has come there, and the driver counts that as
+    /// taken: a plan would then hang on how fast the device was.
     fn free(&self) -> Result<usize, DeviceError> {
-        let (free, _) = self
-            .context
-            .mem_get_info()
-            .map_err(|why| DeviceError::call("asking for its free memory", why))?;
-        Ok(free)
+        self.within("asking for its free memory", || {
+            self.stream.synchronize()?;
+            let (free, _) = self.context.mem_get_info()?;
+            Ok(free + self.pooled()?)
+        })
     }
 
-    fn zeros(&self, bytes: usize) -> Result<CudaSlice<u8>, DeviceError> {
-        let what = || format!("allocating {bytes} bytes of its memory");
-        self.stream.alloc_zeros(bytes).map_err(|why| DeviceError::call(&what(), why))
+    fn zeros(&self, bytes: usize) -> Result<Bytes, DeviceError> {
+        let what = format!("allocating {bytes} bytes of its memory");
+        self.within(&what, || {
+            self.stream.alloc_zeros(bytes).map(|bytes| Held::new(bytes, &self.context))
+        })
     }
 
-    fn upload(&self, bytes: &[u8], to: &mut CudaSlice<u8>) -> Result<(), DeviceError> {
-        self.stream
-            .memcpy_htod(bytes, to)
-            .map_err(|why| DeviceError::call("copying to it", why))?;
+    fn upload(&self, bytes: &[u8], to: &mut Bytes) -> Result<(), DeviceError> {
+        self.within("copying to it", || self.stream.memcpy_htod(bytes, &mut **to))?;
         self.settled("copying to it")
     }
 
-    fn download(&self, from: &CudaSlice<u8>, to: &mut [u8]) -> Result<(), DeviceError> {
+    fn download(&self, from: &Bytes, to: &mut [u8]) -> Result<(), DeviceError> {
         if to.is_empty() {
             return Ok(());
         }
         let what = "copying from it, or in a kernel before";
-        let part = from.slice(..to.len());
-        let failed = |why| DeviceError::call(what, why);
-        self.stream.memcpy_dtoh(&part, to).map_err(failed)?;
-        // cudarc does not wait for a copy to memory that is not pinned.
-        self.stream.synchronize().map_err(failed)?;
+        self.within(what, || {
+            self.stream.memcpy_dtoh(&from.slice(..to.len()), to)?;
+            // cudarc does not wait for a copy to memory that is not pinned.
+            self.stream.synchronize()
+        })?;
         self.settled(what)
     }
 
-    fn address(&self, buffer: &CudaSlice<u8>) -> u64 {
+    fn address(&self, buffer: &Bytes) -> u64 {
         buffer.device_ptr(&self.stream).0
     }
 
     unsafe fn launch<A: Arguments>(&self, arguments: &A) -> Result<(), DeviceError> {
-        let blocks = arguments.threads().div_ceil(BLOCK);
+        let block = if arguments.threads() < MANY { SMALL_BLOCK } else { BLOCK };
+        let blocks = arguments.threads().div_ceil(block);
         if blocks == 0 {
             return Ok(());
         }
         let failed = |why: String| DeviceError::call(&format!("launching {}", A::KERNEL), why);
         let config = LaunchConfig {
             grid_dim: (u32::try_from(blocks).map_err(|why| failed(why.to_string()))?, 1, 1),
-            block_dim: (BLOCK as u32, 1, 1),
+            block_dim: (block as u32, 1, 1),
             shared_mem_bytes: 0,
         };
         let arguments = ByValue(*arguments);
         let mut launch = self.stream.launch_builder(&self.kernels[A::KERNEL]);
-        // SAFETY: the caller vouches for the addresses, `Arguments` for the layout.
-        let launched = unsafe { launch.arg(&arguments).launch(config) };
-        launched.map(|_| ()).map_err(|why| failed(why.to_string()))
+        self.within(&format!("launching {}", A::KERNEL), || {
+            // SAFETY: the caller vouches for the addresses, `Arguments` for the layout.
+            unsafe { launch.arg(&arguments).launch(config) }.map(|_| ())
+        })
     }
 
     /// Row-major, so cuBLAS, which is column-major, is told the transposed product.
     unsafe fn multiply(&self, product: &Product) -> Result<(), DeviceError> {
         use sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
-        let Product { target, rows, cols, lhs, lhs_transposed, rhs, rhs_transposed, .. } = *product;
-        let Product { depth, add, compute, .. } = *product;
+        let Product { rows, cols, lhs_transposed, rhs_transposed, depth, compute, .. } = *product;
         if rows == 0 || cols == 0 {
             return Ok(());
         }
@@ -217,113 +244,41 @@ impl Machine for Cuda {
         let size = |n: usize| c_int::try_from(n).map_err(|why| failed(&why));
         let op = |transposed| if transposed { CUBLAS_OP_T } else { CUBLAS_OP_N };
         let (m, n, k) = (size(cols)?, size(rows)?, size(depth)?);
-        let lead = |n: c_int| n.max(1);
-        let (leads, ops) = (
-            [if rhs_transposed { k } else { m }, if lhs_transposed { n } else { k }].map(lead),
-            [op(rhs_transposed), op(lhs_transposed)],
-        );
-        if compute != Compute::F64 {
-            let shape = Shape { sizes: [m, n, k], ops, leads };
-            // SAFETY: the caller's.
-            return unsafe { self.multiply_single(product, shape) }.map_err(|why| failed(&why));
-        }
-        let beta = if add { 1.0 } else { 0.0 };
-        // SAFETY: the caller says that the addresses hold those matrices; the scalars outlive
-        // the call, which reads them before it returns.
+        // Of an operand as it lies, which is its transpose to cuBLAS.
+        let [rhs_lead, lhs_lead] =
+            [if rhs_transposed { k } else { m }, if lhs_transposed { n } else { k }];
+        let leads = [rhs_lead, lhs_lead, m].map(|n| n.max(1));
+        let shape =
+            Shape { sizes: [m, n, k], ops: [op(rhs_transposed), op(lhs_transposed)], leads };
+        let _current = Current::of(&self.context).map_err(|why| failed(&why))?;
+        // SAFETY: the caller says that the addresses hold those matrices.
         let multiplied = unsafe {
-            blas::dgemm(
-                *self.blas.handle(),
-                ops[0],
-                ops[1],
-                m,
-                n,
-                k,
-                &1.0,
-                rhs as *const f64,
-                leads[0],
-                lhs as *const f64,
-                leads[1],
-                &beta,
-                target as *mut f64,
-                lead(m),
-            )
+            match compute {
+                Compute::F64 => self.blas.double(product, shape),
+                _ => self.tensor.single(product, shape),
+            }
         };
         multiplied.map_err(|why| failed(&why))
     }
 }
 
-/// A product as cuBLAS is told it: m, n and k, what is done to its operands, their strides.
-struct Shape {
-    sizes: [c_int; 3],
-    ops: [sys::cublasOperation_t; 2],
-    leads: [c_int; 2],
-}
-
-impl Cuda {
-    /// A product with sums and a result in f32.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Machine::multiply`].
-    unsafe fn multiply_single(
-        &self,
-        product: &Product,
-        Shape { sizes: [m, n, k], ops, leads }: Shape,
-    ) -> Result<(), cudarc::cublas::result::CublasError> {
-        use sys::cublasComputeType_t::{
-            CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_32F_PEDANTIC,
-        };
-        use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
-        let (of, sums) = match product.compute {
-            Compute::Bf16 => (CUDA_R_16BF, CUBLAS_COMPUTE_32F),
-            Compute::F16 => (CUDA_R_16F, CUBLAS_COMPUTE_32F),
-            Compute::Tf32 => (CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32),
-            Compute::F32 | Compute::F64 => (CUDA_R_32F, CUBLAS_COMPUTE_32F_PEDANTIC),
-        };
-        let (alpha, beta) = (1.0f32, if product.add { 1.0f32 } else { 0.0 });
-        // SAFETY: the caller says that the addresses hold those matrices; the scalars outlive
-        // the call, which reads them before it returns.
-        unsafe {
-            blas::gemm_ex(
-                *self.tensor.handle(),
-                ops[0],
-                ops[1],
-                m,
-                n,
-                k,
-                (&raw const alpha).cast(),
-                product.rhs as *const c_void,
-                of,
-                leads[0],
-                product.lhs as *const c_void,
-                of,
-                leads[1],
-                (&raw const beta).cast(),
-                product.target as *mut c_void,
-                CUDA_R_32F,
-                m.max(1),
-                sums,
-                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
-        }
-    }
-}
-
 impl Launches for Cuda {
-    type Kernel = CudaFunction;
+    type Kernel = Held<CudaFunction>;
 
-    fn load(&self, code: &Code, entry: &str) -> Result<CudaFunction, DeviceError> {
-        let ptx = match code {
-            Code::Cuda { file, source } => compile::own(file, source, self.target)?,
-            Code::Module(file) => Ptx::from_file(file),
+    fn load(&self, code: &Code, entry: &str) -> Result<Held<CudaFunction>, DeviceError> {
+        let image = match code {
+            Code::Cuda { file, source } => compile::own(file, source, &self.architecture)?,
+            Code::Module(file) => compile::module(file)?,
         };
-        let failed = |why| DeviceError::call(&format!("loading the kernel {entry}"), why);
-        self.context.load_module(ptx).map_err(failed)?.load_function(entry).map_err(failed)
+        self.within(&format!("loading the kernel {entry}"), || {
+            let kernel = self.context.load_module(image.loadable())?.load_function(entry)?;
+            Ok(Held::new(kernel, &self.context))
+        })
     }
 
     unsafe fn start(
         &self,
-        kernel: &CudaFunction,
+        kernel: &Held<CudaFunction>,
         launch: Launch,
         arguments: &[Passed],
     ) -> Result<(), DeviceError> {
@@ -343,11 +298,16 @@ impl Launches for Cuda {
                 Passed::F64(number) => builder.arg(number),
             };
         }
-        let failed = |why| DeviceError::call("a kernel of yours", why);
-        // SAFETY: the caller's.
-        unsafe { builder.launch(config) }.map_err(failed)?;
-        // Its errors are told here, not in what is called next.
-        self.stream.synchronize().map_err(failed)
+        self.within("a kernel of yours", || {
+            if launch.shared > SHARED {
+                let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                kernel.set_attribute(most, i32::try_from(launch.shared).unwrap_or(i32::MAX))?;
+            }
+            // SAFETY: the caller's.
+            unsafe { builder.launch(config) }?;
+            // Its errors are told here, not in what is called next.
+            self.stream.synchronize()
+        })
     }
 }
 
@@ -359,6 +319,7 @@ impl Cuda {
         run: impl FnOnce() -> Result<T, DeviceError>,
     ) -> Result<(T, f64), DeviceError> {
         let failed = |why| DeviceError::call("timing what it ran", why);
+        let _current = Current::of(&self.context).map_err(failed)?;
         let event = || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         // What was launched before is not part of it.
         self.stream.synchronize().map_err(failed)?;
@@ -372,33 +333,51 @@ impl Cuda {
 
     /// Forgets the most that was held before.
     pub(super) fn begin_peak(&self) -> Result<(), DeviceError> {
-        let Some(pool) = self.pool()? else { return Ok(()) };
-        let mut none = 0u64;
-        // SAFETY: the attribute is a u64 of a live pool.
-        let reset = unsafe { mem_pool::set_attribute(pool, PEAK, (&raw mut none).cast()) };
-        reset.map_err(|why| DeviceError::call("counting its memory anew", why))
+        self.within("counting its memory anew", || {
+            let Some(pool) = self.pool()? else { return Ok(()) };
+            let mut none = 0u64;
+            // SAFETY: the attribute is a u64 of a live pool.
+            unsafe { mem_pool::set_attribute(pool, Counter::PEAK, (&raw mut none).cast()) }
+        })
     }
 
     /// The most bytes that were held since, where the driver counts them.
     pub(super) fn peak(&self) -> Result<Option<u64>, DeviceError> {
-        let Some(pool) = self.pool()? else { return Ok(None) };
-        let mut bytes = 0u64;
-        // SAFETY: as above.
-        let read = unsafe { mem_pool::get_attribute(pool, PEAK, (&raw mut bytes).cast()) };
-        read.map_err(|why| DeviceError::call("asking what it held", why))?;
-        Ok(Some(bytes))
+        self.within("asking what it held", || {
+            self.pool()?.map(|pool| counted(pool, Counter::PEAK)).transpose()
+        })
+    }
+
+    /// Bytes that the pool keeps and nobody has: it has them for who asks next.
+    fn pooled(&self) -> Result<usize, DriverError> {
+        let Some(pool) = self.pool()? else { return Ok(0) };
+        let (kept, used) = (counted(pool, Counter::KEPT)?, counted(pool, Counter::USED)?);
+        Ok(usize::try_from(kept.saturating_sub(used)).unwrap_or(0))
     }
 
     /// The pool that buffers come from; none where they are allocated one by one.
-    fn pool(&self) -> Result<Option<CUmemoryPool>, DeviceError> {
+    fn pool(&self) -> Result<Option<CUmemoryPool>, DriverError> {
         if !self.context.has_async_alloc() {
             return Ok(None);
         }
         // SAFETY: the context's own device.
-        let pool = unsafe { device::get_mem_pool(self.context.cu_device()) };
-        pool.map(Some).map_err(|why| DeviceError::call("asking for its memory pool", why))
+        unsafe { device::get_mem_pool(self.context.cu_device()) }.map(Some)
     }
 }
 
-/// Most bytes that a pool handed out at a time.
-const PEAK: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+/// What a pool counts, in bytes.
+struct Counter;
+
+impl Counter {
+    /// The most that were handed out at a time.
+    const PEAK: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+    const USED: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+    const KEPT: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
+}
+
+fn counted(pool: CUmemoryPool, counter: CUmemPool_attribute) -> Result<u64, DriverError> {
+    let mut bytes = 0u64;
+    // SAFETY: these attributes are a u64 of a live pool.
+    unsafe { mem_pool::get_attribute(pool, counter, (&raw mut bytes).cast()) }?;
+    Ok(bytes)
+}

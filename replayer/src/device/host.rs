@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 use std::ffi::c_void;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use libloading::Library;
@@ -41,9 +41,9 @@ impl Host {
         let options = ["-DHOST", "-O2", "-ffp-contract=off", "-Wall", "-Werror"];
         let prelude = of("prelude.cuh");
         let included = ["-include", prelude.to_str().expect("its path is UTF-8")];
-        let (reference, policy) = (of("reference.cu"), of("policy.cu"));
+        let sources = ["reference.cu", "policy.cu", "compare.cu"].map(of);
         let all = [&included[..], &options].concat();
-        let (kernels, folder) = compiled(&[&reference, &policy], &all);
+        let (kernels, folder) = compiled(&sources.each_ref().map(PathBuf::as_path), &all);
         let description = Description {
             name: "this process".into(),
             compiler: format!("cc {}", options.join(" ")),

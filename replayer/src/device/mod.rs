@@ -7,8 +7,11 @@
 
 mod arguments;
 mod backward;
+mod blas;
+mod compare;
 mod compile;
 mod cuda;
+mod current;
 mod error;
 mod forward;
 mod head;
@@ -24,10 +27,13 @@ mod policy;
 mod presence;
 mod room;
 mod several;
+#[cfg(test)]
+mod standin;
 mod sums;
 #[cfg(test)]
 mod tests;
 
+pub use compare::{Comparison, Kept, LabelSums};
 pub use error::DeviceError;
 pub use measure::{Measured, Square, Taken};
 pub use own::{Given, Kernel, KernelError, Unit};
@@ -125,6 +131,20 @@ pub trait BackwardWalk {
         tiles: (Tiles, &dyn Progress),
         dq: &mut Backward,
     ) -> Result<DkSums, DeviceError>;
+
+    /// The same to be compared: of the dense sums of k's gradient only `dk_lse` is fetched, the rest
+    /// of them is lent where it lies.
+    fn slab_to_compare<'s>(
+        &'s mut self,
+        inputs: &'s HeadInputs,
+        upstream: Upstream<'s>,
+        tiles: (Tiles, &dyn Progress),
+        dq: &mut Backward,
+    ) -> Result<(DkSums, Box<dyn Kept + 's>), DeviceError>;
+
+    /// What lies on the device of `dq`, to be compared, after the last slab; `None` where not all of
+    /// it does.
+    fn dq_to_compare(&mut self) -> Option<Box<dyn Kept + '_>>;
 
     /// Fetches what of `dq` lies on the device, after the last slab.
     fn finish(self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError>;

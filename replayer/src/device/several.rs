@@ -13,7 +13,8 @@ use std::sync::Mutex;
 use std::thread;
 
 use super::arguments::Add;
-use super::backward::{Slab, Walk};
+use super::backward::{Lying, Slab, Walk};
+use super::compare::{Comparison, Kept};
 use super::cuda::Cuda;
 use super::error::DeviceError;
 use super::links::{Links, Nccl};
@@ -21,19 +22,21 @@ use super::machine::Machine;
 use super::own::launch::Launches;
 use super::room::Room;
 use super::{BackwardWalk, Description, Device, Given, Kernel, Unit, forward, own, plane, policy};
+use crate::compare::RowTally;
 use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
 use crate::kernels::reference::{
-    self, Backward, DenseSums, DkSums, ForwardSums, LabelTerms, PlaneTile, TermNoise, Upstream,
+    self, Backward, DkSums, ForwardSums, LabelTerms, PlaneTile, TermNoise, Upstream,
 };
 use crate::kernels::{Cotangents, HeadInputs, Progress, Tiles, span_of};
 
 /// Some machines, and what joins them.
 pub(super) struct Several<M, L> {
     description: Description,
+    /// Dropped first: it holds on to what is the machines'.
+    links: L,
     machines: Vec<M>,
     /// As errors call them.
     names: Vec<String>,
-    links: L,
 }
 
 /// The GPUs of these numbers, joined by NCCL.
@@ -67,7 +70,7 @@ impl<M: Machine, L: Links<M>> Several<M, L> {
                 first.products
             ),
         };
-        Several { description, machines, names, links }
+        Several { description, links, machines, names }
     }
 
     /// Each machine with its name and its tokens; who has none is left out.
@@ -217,6 +220,65 @@ impl<M: Machine, L: Links<M>> BackwardWalk for Shared<'_, M, L> {
         (tiles, progress): (Tiles, &dyn Progress),
         dq: &mut Backward,
     ) -> Result<DkSums, DeviceError> {
+        let (slabs, labels) = self.walked(inputs, upstream, progress, dq)?;
+        let first = self.shares[0].name;
+        let dense = slabs[0].dense(self.shares[0].machine).map_err(|error| error.on(first))?;
+        Ok(DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq))
+    }
+
+    fn slab_to_compare<'s>(
+        &'s mut self,
+        inputs: &'s HeadInputs,
+        upstream: Upstream<'s>,
+        (tiles, progress): (Tiles, &dyn Progress),
+        dq: &mut Backward,
+    ) -> Result<(DkSums, Box<dyn Kept + 's>), DeviceError> {
+        let (mut slabs, labels) = self.walked(inputs, upstream, progress, dq)?;
+        let (first, machine) = (self.shares[0].name, self.shares[0].machine);
+        let dense = slabs[0].dense_kept(machine).map_err(|error| error.on(first))?;
+        let sums = DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq);
+        Ok((sums, Box::new(slabs.swap_remove(0).kept(machine))))
+    }
+
+    fn dq_to_compare(&mut self) -> Option<Box<dyn Kept + '_>> {
+        let mut all = Vec::new();
+        for share in &self.shares {
+            all.push((share.name, share.tokens.clone(), share.walk.held_dq()?));
+        }
+        Some(Box::new(Tokens(all)))
+    }
+
+    fn finish(mut self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
+        let held = Mutex::new(dq);
+        let mut leave =
+            |share: &mut Share<'_, M>| share.walk.leave(&held).map_err(|e| e.on(share.name));
+        self.shares.iter_mut().try_for_each(&mut leave)
+    }
+}
+
+/// Sums of dq, each machine's of its own tokens.
+struct Tokens<'a, M: Machine>(Vec<(&'a str, Range<usize>, Lying<'a, M>)>);
+
+impl<M: Machine> Kept for Tokens<'_, M> {
+    fn compare(&mut self, comparison: &Comparison) -> Result<Vec<RowTally>, DeviceError> {
+        let mut all = Vec::new();
+        for (name, tokens, held) in &mut self.0 {
+            let part = comparison.part(tokens.clone());
+            all.extend(held.compare(&part).map_err(|error| error.on(name))?);
+        }
+        Ok(all)
+    }
+}
+
+impl<M: Machine, L: Links<M>> Shared<'_, M, L> {
+    /// A slab walked by all: those of each, the first with the sums of all, and the labels' columns.
+    fn walked<'s>(
+        &mut self,
+        inputs: &'s HeadInputs,
+        upstream: Upstream<'s>,
+        progress: &dyn Progress,
+        dq: &mut Backward,
+    ) -> Result<(Vec<Slab<'s, M>>, LabelTerms), DeviceError> {
         reference::check(inputs);
         let held = &Mutex::new(&mut *dq);
         let started = self.shares.iter_mut().map(|share| {
@@ -228,21 +290,12 @@ impl<M: Machine, L: Links<M>> BackwardWalk for Shared<'_, M, L> {
         // On a GPU they were enqueued alone. Fetching the labels' columns waits for each and says what
         // failed there: a receive from a GPU that failed would wait for ever.
         let labels = self.labels(&slabs)?;
-        let dense = self.added(&slabs).map_err(|error| error.on(self.shares[0].name))?;
-        Ok(DkSums::with_labels(inputs, upstream, tiles, (&dense, labels), dq))
+        self.add(&slabs).map_err(|error| error.on(self.shares[0].name))?;
+        Ok((slabs, labels))
     }
 
-    fn finish(mut self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
-        let held = Mutex::new(dq);
-        let mut leave =
-            |share: &mut Share<'_, M>| share.walk.leave(&held).map_err(|e| e.on(share.name));
-        self.shares.iter_mut().try_for_each(&mut leave)
-    }
-}
-
-impl<M: Machine, L: Links<M>> Shared<'_, M, L> {
-    /// The sums of all, in the order of the machines.
-    fn added(&mut self, slabs: &[Slab<'_, M>]) -> Result<DenseSums, DeviceError> {
+    /// The sums of all onto those of the first, in the order of the machines.
+    fn add(&mut self, slabs: &[Slab<'_, M>]) -> Result<(), DeviceError> {
         let Shared { links, shares, brought } = self;
         let machine = shares[0].machine;
         for (from, slab) in slabs.iter().enumerate().skip(1) {
@@ -258,7 +311,7 @@ impl<M: Machine, L: Links<M>> Shared<'_, M, L> {
                 unsafe { machine.launch(&add)? };
             }
         }
-        slabs[0].dense(machine)
+        Ok(())
     }
 
     /// The labels' columns, each token's from the machine that walked it.

@@ -38,10 +38,10 @@ impl<M: Machine> Sums<M> {
         Ok(Sums { rooms })
     }
 
-    /// Fetches them.
+    /// Fetches those that there is a place for.
     pub(super) fn get(&self, machine: &M, to: [&mut [f64]; SUMS]) -> Result<(), DeviceError> {
         for (room, values) in self.rooms.iter().zip(to) {
-            if let Some(room) = room {
+            if let Some(room) = room.as_ref().filter(|_| !values.is_empty()) {
                 room.get(machine, values)?;
             }
         }

@@ -9,6 +9,8 @@ use backtape::FORMAT_VERSION;
 use backtape::identity::{Attempt, Step};
 use backtape::store::backend::ConnectError;
 
+use crate::spelling::hint;
+
 /// Why [`super::open`] could not choose or read a step.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
@@ -25,7 +27,7 @@ pub enum OpenError {
     InsideARun { path: PathBuf, part: &'static str, run: PathBuf, flag: String },
     #[error("{path} holds several runs: choose one with {choices}", path = path.display(), choices = flags("--run", runs))]
     SeveralRuns { path: PathBuf, runs: Vec<String> },
-    #[error("{path} holds no run {wanted:?}: choose one with {choices}", path = path.display(), choices = flags("--run", runs))]
+    #[error("{path} holds no run {wanted:?}{meant}: choose one with {choices}", path = path.display(), meant = hint(wanted, runs.iter().map(String::as_str)), choices = flags("--run", runs))]
     NoSuchRun { path: PathBuf, wanted: String, runs: Vec<String> },
     #[error("{path} holds no attempt {wanted}: choose one with {choices}", path = path.display(), choices = flags("--attempt", attempts))]
     NoSuchAttempt { path: PathBuf, wanted: Attempt, attempts: Vec<Attempt> },

@@ -4,6 +4,7 @@ use backtape::identity::{Microbatch, Name, NameError};
 use backtape::shard::{TensorKey, When};
 
 use super::StepDump;
+use crate::spelling::hint;
 
 /// Tensors named in one sentence; the rest is counted.
 const NAMED: usize = 24;
@@ -14,18 +15,18 @@ const NAMED: usize = 24;
 pub enum FindError {
     #[error("{name:?} is no name of a tensor")]
     Name { name: String, source: NameError },
-    #[error("no {name}{}; the step holds: {}", of(*microbatch), some(held))]
+    #[error("no {name}{}{}; the step holds: {}", of(*microbatch), meant(name, held), some(held))]
     Absent { name: String, microbatch: Option<u32>, held: Vec<TensorKey> },
-    #[error("{name} was captured for microbatches {}: choose one", numbers(microbatches))]
+    #[error("{name} was captured for microbatches {}: choose one, as in --microbatch {}", numbers(microbatches), microbatches[0])]
     Microbatch { name: String, microbatches: Vec<u32> },
     #[error("{name} was captured at several moments: choose {}", moments(found))]
     Moment { name: String, found: Vec<TensorKey> },
 }
 
 impl StepDump {
-    /// The one tensor of this name. Where several were captured (microbatches, moments) the
-    /// error lists them. What activation checkpointing computed again is asked for by its
-    /// moment alone.
+    /// The one tensor of this name; a microbatch need not be said where there is one. Where
+    /// several were captured (microbatches, moments) the error lists them. What activation
+    /// checkpointing computed again is asked for by its moment alone.
     pub fn find(
         &self,
         name: &str,
@@ -46,6 +47,8 @@ impl StepDump {
         let name = name.to_string();
         match found.as_slice() {
             [one] => Ok((*one).clone()),
+            // Of one microbatch alone there is nothing to choose from.
+            [] if microbatch.is_none() && of_name.len() == 1 => Ok(of_name[0].clone()),
             [] => {
                 let mut microbatches: Vec<u32> =
                     of_name.iter().filter_map(|key| Some(key.microbatch?.0)).collect();
@@ -70,6 +73,10 @@ impl StepDump {
 
 fn of(microbatch: Option<u32>) -> String {
     microbatch.map(|number| format!(" of microbatch {number}")).unwrap_or_default()
+}
+
+fn meant(name: &str, held: &[TensorKey]) -> String {
+    hint(name, held.iter().map(|key| key.tensor.as_str()))
 }
 
 fn some(held: &[TensorKey]) -> String {

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use super::allowed::{summed, unit};
+use super::allowed::unit;
 use crate::compare::ONE_ROUNDING;
 use crate::kernels::policy::{Order, Sum};
 use crate::kernels::round::Precision;
@@ -51,23 +51,6 @@ pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
         Some(*sum * *sum)
     });
     u * u / 3.0 * partial.sum::<f64>()
-}
-
-/// Variance, and largest error, that additions of equal addends bring beyond those of addends
-/// that differ: of `n` addends of that total and squares, of which `alike` is the sum of
-/// squares, each times the number of tokens whose addend is the same.
-///
-/// The additions of `m` copies in one binade err by one error, and `m` equal errors of
-/// variance `a` sum to `m² a`, not `m a`: the variance of the sum is `m` times what it is
-/// of others, `m` their mean in squares. Each is off by `u |s_k|` at most, and no partial
-/// sum is larger than `Σ|a| ≤ √(n Σa²)`. Both are 0 where no addend has a copy.
-pub(super) fn of_copies(sum: Sum, n: f64, (total, squares, alike): (f64, f64, f64)) -> (f64, f64) {
-    // A sum in a low precision stops growing: what that loses is counted elsewhere.
-    if !sum.precision.keeps_f32() || !(alike > squares) || squares <= 0.0 {
-        return (0.0, 0.0);
-    }
-    let more = alike / squares - 1.0;
-    (more * summed(sum, n, total, squares), unit(sum.precision) * n * (n * squares).sqrt())
 }
 
 /// How far summing these one after the other may be off because many round to the same
@@ -140,6 +123,9 @@ pub(super) const LAST_BITS: f64 = 2.4e-7;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compare::Allowed;
+    use crate::compare::allowance::{Allowance, LABEL, Label, OfColumn, OfRow, Sums};
+    use crate::replay::allowed::{summed, summed_by};
 
     /// Numbers of -0.5 to 0.5.
     fn uniform() -> impl FnMut() -> f64 {
@@ -197,13 +183,28 @@ mod tests {
             let (n, total) = (of.len() as f64, of.iter().sum::<f64>());
             let squares: f64 = of.iter().map(|x| x * x).sum();
             let apart = summed(Sum::NATIVE, n, total, squares);
-            let sums = (total, squares, copies as f64 * squares);
-            let (more, most) = of_copies(Sum::NATIVE, n, sums);
+            let (label_total, label_squares) = summed_by(Sum::NATIVE, n);
+            let copied = unit(Sum::NATIVE.precision) * n;
+            let row = OfRow { hits: n, label_total, label_squares, copied, ..OfRow::default() };
+            let label = Label { copies: 1, ..Label::default() };
+            let stage = Allowance { parts: LABEL, label, ..Allowance::default() };
+            let allowed = |alike: f64| {
+                let sums = Sums {
+                    y: total,
+                    label_squares: squares,
+                    label_alike: alike,
+                    ..Sums::default()
+                };
+                stage.of(&sums, &row, &OfColumn::default())
+            };
+            let Allowed { own, most, .. } = allowed(copies as f64 * squares);
             let error = error(&addends);
-            let reach = (5.0 * (apart + more).sqrt()).min(5.0 * apart.sqrt() + most);
+            let reach = (5.0 * own.sqrt()).min(5.0 * apart.sqrt() + most);
             assert!(error < reach, "{error} {reach}");
             beyond += usize::from(error > 5.0 * apart.sqrt());
-            assert_eq!(of_copies(Sum::NATIVE, n, (total, squares, squares)), (0.0, 0.0));
+            assert!(
+                allowed(squares).most == 0.0 && (allowed(squares).own / apart - 1.0).abs() < 1e-12
+            );
         }
         assert!(beyond > 20, "{beyond} of 180 draws needed it");
     }

@@ -10,7 +10,7 @@
 
 use super::Replay;
 use super::forward::CONFIDENT;
-use crate::compare::Allowed;
+use crate::compare::allowance::Rounding;
 use crate::dump::TensorInfo;
 use crate::head::roundings::F32;
 use crate::head::{HeadStep, Roundings};
@@ -19,7 +19,7 @@ use crate::kernels::reference::TermNoise;
 use crate::kernels::round::Precision;
 
 /// Below the smallest normal f32 (and bf16) hardware may flush to zero.
-const FLUSH: f64 = 1.175_494_350_822_287_5e-38;
+pub(super) const FLUSH: f64 = 1.175_494_350_822_287_5e-38;
 
 /// Relative error of one exp and one multiplication, in units of u: XLA's and
 /// libm's exp are within 2 ulp, the product within half.
@@ -32,14 +32,15 @@ pub(super) fn rounded(precision: Precision, x: f64) -> f64 {
     relative(precision.unit_roundoff(), x) + tiny * tiny
 }
 
-/// The largest error of rounding `x` once to a precision: half a spacing.
-pub(super) fn half_spacing(precision: Precision, x: f64) -> f64 {
-    precision.unit_roundoff() * x.abs() + precision.smallest_subnormal() / 2.0
-}
-
 /// Variance of rounding `x` once to a stored dtype; `None` rounds nothing.
 pub(super) fn stored(precision: Option<Precision>, x: f64) -> f64 {
     precision.map_or(0.0, |precision| rounded(precision, x))
+}
+
+/// One rounding to a precision, in numbers.
+pub(super) fn rounding(precision: Precision) -> Rounding {
+    let (unit, half) = (precision.unit_roundoff(), precision.smallest_subnormal() / 2.0);
+    Rounding { square: unit * unit / 3.0, constant: FLUSH * FLUSH + half * half, unit, half }
 }
 
 /// Variance of an operation on `x` of unit roundoff `u`.
@@ -79,6 +80,11 @@ pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
         Order::Kahan | Order::Neumaier => 4.0 * total * total + (n * u).powi(2) * n * squares,
     };
     u * u / 3.0 * partial_sums
+}
+
+/// The same as factors of `total²` and of `squares`, in which it is linear.
+pub(super) fn summed_by(sum: Sum, n: f64) -> (f64, f64) {
+    (summed(sum, n, 1.0, 0.0), summed(sum, n, 0.0, 1.0))
 }
 
 /// Variance of carrying `carried` (a square) through the partial sums of `n` addends:
@@ -178,6 +184,11 @@ impl Replay<'_> {
         let Policy { tile_add, chunk_add, .. } = self.roundings.widest;
         let precision = if chunks { chunk_add } else { tile_add };
         summed(Sum::of(precision), parts as f64, total, squares)
+    }
+
+    /// The same as factors of `total²` and of `squares`.
+    pub(super) fn joined_by(&self, parts: usize, chunks: bool) -> (f64, f64) {
+        (self.joined(parts, chunks, 1.0, 0.0), self.joined(parts, chunks, 0.0, 1.0))
     }
 
     /// Relative variance of the constants that make a logit of a product, which round
@@ -283,22 +294,6 @@ impl Replay<'_> {
             true => (2.0 * self.roundings.compute()).powi(2) + self.constants(),
             false => 0.0,
         }
-    }
-
-    /// Adding two parts, each of which may be rounded first: three roundings at most. Whole
-    /// dlogits have no parts.
-    pub(super) fn added(&self, one: f64, other: f64) -> Allowed {
-        let compute = self.roundings.compute();
-        if self.whole {
-            let sum = one + other;
-            let most = compute * sum.abs() + FLUSH;
-            return Allowed::default().with_few(relative(compute, sum), most);
-        }
-        let parts = self.roundings.widest.parts;
-        let variance = rounded(parts, one) + rounded(parts, other) + relative(compute, one + other);
-        let most = half_spacing(parts, one) + half_spacing(parts, other);
-        let most = most + compute * (one.abs() + other.abs()) + FLUSH;
-        Allowed::default().with_few(variance, most)
     }
 }
 

@@ -1,13 +1,17 @@
 //! The passes of the reference and of emulated policies, on a device where one computes.
 
+use std::ops::Range;
+
 use super::Replay;
 use super::backward::Problem;
+use super::dk::Slab;
+use super::findings::Captured;
 use super::members::{Member, members};
 use super::outcome::Multiplied;
 use crate::device::{BackwardWalk, DeviceError, products_of};
 use crate::head::step::StepError;
 use crate::kernels::policy::{self, DkParts, DqParts, Policy, PolicyForward};
-use crate::kernels::reference::{self, Backward, DkSums, Forward, PlaneTile, Upstream};
+use crate::kernels::reference::{self, Backward, Forward, PlaneTile, Upstream};
 use crate::kernels::{Cotangents, HeadInputs};
 
 /// The replay ends with what the device said.
@@ -117,16 +121,25 @@ impl Replay<'_> {
         walk.transpose().map_err(failed)
     }
 
-    /// The sums of the next slab.
+    /// The next slab, compared there where the device does that.
     pub(super) fn device_slab(
         &self,
-        problem: &Problem<'_>,
-        head: &HeadInputs<'_>,
+        (problem, captured): (&Problem<'_>, &Captured),
+        (head, range): (&HeadInputs<'_>, Range<usize>),
         walk: &mut Box<dyn BackwardWalk + '_>,
         dq: &mut Backward,
-    ) -> Result<DkSums, StepError> {
+    ) -> Result<Slab, StepError> {
         let noise = self.term_noise(head.q.cols);
         let upstream = Upstream::new(head, &problem.lse, problem.cotangents(), &noise);
-        walk.slab(head, upstream, (self.tiles, self.progress), dq).map_err(failed)
+        let tiles = (self.tiles, self.progress);
+        if self.compares_there() {
+            let (sums, mut kept) =
+                walk.slab_to_compare(head, upstream, tiles, dq).map_err(failed)?;
+            let mut slab = self.completed(problem, (head, range), sums);
+            slab.looked = self.look_at_dk(problem, &slab, captured, &mut *kept)?;
+            return Ok(slab);
+        }
+        let sums = walk.slab(head, upstream, tiles, dq).map_err(failed)?;
+        Ok(self.completed(problem, (head, range), sums))
     }
 }

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Replay;
-use super::alike::{nearly_equal, of_copies, spread};
-use super::allowed::{carried, rounded, summed};
+use super::alike::{nearly_equal, spread};
+use super::allowed::{rounded, summed};
 use super::backward::{Problem, sum};
 use super::biased::shared_by_tokens;
+use super::compared::Looked;
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
 use super::maps::Drawn;
 use super::pass_cache::{BackwardPass, Keep};
@@ -31,24 +32,24 @@ pub(super) struct Slab {
     pub(super) range: Range<usize>,
     pub(super) lse: Vec<f64>,
     pub(super) label: Vec<f64>,
-    lse_var: Vec<f64>,
-    lse_sq: Vec<f64>,
-    label_sq: Vec<f64>,
-    label_var: Vec<f64>,
-    label_alike: Vec<f64>,
-    dropped: Vec<f64>,
+    pub(super) lse_var: Vec<f64>,
+    pub(super) lse_sq: Vec<f64>,
+    pub(super) label_sq: Vec<f64>,
+    pub(super) label_var: Vec<f64>,
+    pub(super) label_alike: Vec<f64>,
+    pub(super) dropped: Vec<f64>,
     /// Dense entries of confident p, and the label part as it is rounded.
-    confident: Vec<f64>,
-    label_whole: Vec<f64>,
+    pub(super) confident: Vec<f64>,
+    pub(super) label_whole: Vec<f64>,
     pub(super) hits: Vec<u32>,
     pub(super) dbias: Vec<f64>,
     dbias_var: Vec<f64>,
     dbias_sq: Vec<f64>,
     /// Sum of q² over the unit's tokens, a column each.
-    q_squares: Vec<f64>,
-    q_sums: Vec<f64>,
+    pub(super) q_squares: Vec<f64>,
+    pub(super) q_sums: Vec<f64>,
     /// |k|² of each row.
-    k_norms: Vec<f64>,
+    pub(super) k_norms: Vec<f64>,
     /// dk of the member that rounds most, for the norm that the policy itself has.
     pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
@@ -57,6 +58,8 @@ pub(super) struct Slab {
     pub(super) instead: Vec<(Stage, Vec<f64>)>,
     /// The classes that the rows are, where they are not those of the range.
     pub(super) classes: Option<Vec<usize>>,
+    /// What a device found of the rows, which holds the sums that are empty here.
+    pub(super) looked: Looked,
 }
 
 impl Slab {
@@ -86,6 +89,7 @@ impl Slab {
             lost: Vec::new(),
             instead: Vec::new(),
             classes: None,
+            looked: Vec::new(),
         }
     }
 
@@ -130,7 +134,10 @@ impl Slab {
             (&mut self.label_alike, block.dk_label_alike),
             (&mut self.label_whole, block.dk_label_whole),
         ] {
-            to[at.clone()].copy_from_slice(from);
+            match from.is_empty() {
+                true => to.clear(),
+                false => to[at.clone()].copy_from_slice(from),
+            }
         }
         for (to, from) in
             [(&mut self.dropped, block.dk_dropped), (&mut self.confident, block.dk_confident)]
@@ -271,72 +278,6 @@ impl Replay<'_> {
         }
     }
 
-    /// Allowance of the dense part at an element of the slab.
-    fn dk_lse(&self, problem: &Problem<'_>, slab: &Slab, at: usize) -> Allowed {
-        let (t, d) = (problem.head.q.rows, problem.head.q.cols);
-        let Policy { sums, path, .. } = self.roundings.widest;
-        let (x, squares) = (slab.lse[at], slab.lse_sq[at]);
-        let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
-        let sums_of_q = slab.q_sums.get(at % d).copied().unwrap_or(0.0);
-        let floor =
-            problem.entry_floor.powi(2) * slab.q_squares.get(at % d).copied().unwrap_or(0.0);
-        let together = if self.whole { x + slab.label[at] } else { x };
-        let confident = slab.confident.get(at).copied().unwrap_or(0.0);
-        Allowed {
-            own: summed(sums.dk, t as f64, x, squares)
-                + self.joined(tiles, path == Path::Chunked, x, squares)
-                + self.product_rel_var() * squares
-                + floor,
-            row: slab.lse_var[at] + problem.sliced.1 * self.along_k(problem, slab, at),
-            shared: (problem.largest_scale() + self.narrowing() + problem.constants) * squares
-                + self.shared_scale(problem.few) * together * together
-                + self.one_constant() * confident * confident
-                + problem.constants * x * x
-                // Entries that all lie in a format's smallest numbers round alike.
-                + problem.entry_floor.powi(2) * sums_of_q * sums_of_q,
-            certain: slab.dropped.get(at).copied().unwrap_or(0.0) + problem.dense_bias * x.abs(),
-            ..Allowed::default()
-        }
-    }
-
-    /// `k²/|k|⁴` at an element of the slab.
-    fn along_k(&self, problem: &Problem<'_>, slab: &Slab, at: usize) -> f64 {
-        let d = problem.head.q.cols;
-        let norm = slab.k_norms[at / d];
-        let k = problem.head.k.get_f64(slab.range.start * d + at);
-        if norm > 0.0 { k * k / (norm * norm) } else { 0.0 }
-    }
-
-    /// Allowance of the label part; `whole` where the parts were not told apart.
-    fn dk_label(&self, problem: &Problem<'_>, slab: &Slab, at: usize, whole: bool) -> Allowed {
-        let Policy { sums, path, label_grad, .. } = self.roundings.widest;
-        let hits = f64::from(slab.hits[at / problem.head.q.cols]);
-        let (x, squares) = (slab.label[at], slab.label_sq[at]);
-        let alike = slab.label_alike[at];
-        let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
-        let tiny = label_grad.smallest_subnormal() / 2.0;
-        let inside = match self.roundings.carries_label(whole) {
-            false => 0.0,
-            true => carried(sums.dk, problem.head.q.rows as f64, squares.max(x * x)),
-        };
-        let each = label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var();
-        let (copied, most_copied) = of_copies(scatter, hits, (x, squares, alike));
-        // Alike or not, each addend errs within half a spacing; Σ|a| ≤ √(n Σa²).
-        let product = self.roundings.widest.product.unit_roundoff();
-        let most = (label_grad.unit_roundoff() + product) * (hits * squares).sqrt() + hits * tiny;
-        Allowed {
-            own: slab.label_var[at] + summed(scatter, hits, x, squares) + inside,
-            certain: problem.label_bias[1] * x.abs(),
-            row: self.label_row_scale() * alike,
-            shared: self.shared_scale(0.0) * x * x
-                + self.roundings.shared_g() * self.one_constant() * slab.label_whole[at].powi(2)
-                + (problem.largest_variance() + self.narrowing() + problem.constants) * alike,
-            ..Allowed::default()
-        }
-        .with_few(each * alike + hits * tiny * tiny, most)
-        .with_few(copied, most_copied)
-    }
-
     pub(super) fn judge_dk(
         &self,
         problem: &Problem<'_>,
@@ -354,17 +295,12 @@ impl Replay<'_> {
             let reference = self.supposed(problem, slab, (gradient, forced), exact);
             let first = slab.range.start * d;
             let (factor, again) = self.factor(problem, stage);
+            let allowances = self.of_dk(problem, slab, stage);
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
-                let inner = match (stage, &parts) {
-                    (Stage::DkLse, _) => self.dk_lse(problem, slab, at),
-                    (Stage::DkLabel, _) => self.dk_label(problem, slab, at, false),
-                    (_, Some(parts)) => parts.allowed(self, at),
-                    _ => self.both(
-                        self.dk_lse(problem, slab, at),
-                        self.dk_label(problem, slab, at, true),
-                        (slab.lse[at], slab.label[at]),
-                    ),
+                let inner = match &parts {
+                    Some(parts) if forced => parts.allowed(self, at),
+                    _ => allowances.of(row, column, &slab.sums(&problem.head, at)),
                 };
                 let lost = if forced { 0.0 } else { slab.lost(stage, at) };
                 let inner = Allowed { certain: inner.certain + lost, ..inner }.times(factor);
@@ -373,13 +309,16 @@ impl Replay<'_> {
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
             let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
-            findings.merge(stage, Tally::of(&rows, allowed, &bound), bound);
+            let there = slab.looked.iter().find(|(of, _)| *of == stage);
+            let here = there.is_none().then(|| rows.looked_at(allowed, &bound));
+            let looked = there.map(|(_, looked)| looked).or(here.as_ref()).expect("one of both");
+            findings.merge(stage, rows.tally(looked, &bound), bound);
+            if stage != Stage::DkLse {
+                findings.count_hits(stage, looked, &slab.hits);
+            }
             let (first, all) = (slab.range.start, problem.head.k.rows);
             let (rows, allowed, bound) = (&rows, &allowed, &bound);
             findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
-            if stage != Stage::DkLse {
-                findings.count_hits(stage, rows, allowed, &slab.hits);
-            }
         }
     }
 
@@ -475,11 +414,6 @@ impl Replay<'_> {
         let steps = (2.0 * logits.unit_roundoff(), 2.0 * of_p);
         let g = problem.cotangents().lse;
         shared_by_tokens(&problem.head, (&problem.lse, classes), |t| g[t] != 0.0, steps)
-    }
-
-    /// Both parts' allowances and what adding them may round.
-    pub(super) fn both(&self, lse: Allowed, label: Allowed, parts: (f64, f64)) -> Allowed {
-        lse + label + self.added(parts.0, parts.1)
     }
 }
 

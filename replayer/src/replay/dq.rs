@@ -1,8 +1,9 @@
 //! dq of one unit: allowance and comparison, once the whole vocabulary was walked.
 
 use super::Replay;
-use super::allowed::{carried, half_spacing, rounded, summed};
+use super::allowances::dq_sums;
 use super::backward::Problem;
+use super::compared::Looked;
 use super::dk::{column_squares, column_sums, reference_of};
 use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
@@ -11,7 +12,7 @@ use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
-use crate::kernels::policy::{DqParts, Policy};
+use crate::kernels::policy::DqParts;
 use crate::kernels::reference;
 
 /// The reference and the emulated members of dq, `[T, D]` each.
@@ -22,6 +23,8 @@ pub(super) struct DqState {
     pub(super) instead: Option<DqParts>,
     /// How far values of it that lie near ties may be off.
     pub(super) ties: Option<DqParts>,
+    /// What a device found of its rows.
+    pub(super) looked: Looked,
 }
 
 impl DqState {
@@ -41,7 +44,7 @@ impl DqState {
 
     /// The reference alone.
     pub(super) fn of(exact: reference::Backward) -> DqState {
-        DqState { exact, emulated: Vec::new(), instead: None, ties: None }
+        DqState { exact, emulated: Vec::new(), instead: None, ties: None, looked: Vec::new() }
     }
 
     /// Ends a walk: the reference multiplies variances by a token's copies for the sake of
@@ -99,72 +102,6 @@ pub(super) fn add(total: &mut [f64], part: &[f64]) {
 }
 
 impl Replay<'_> {
-    /// Allowance of the dense part at an element of dq.
-    fn dq_lse(&self, problem: &Problem<'_>, dq: &reference::Backward, at: usize) -> Allowed {
-        let (d, v) = (problem.head.q.cols, problem.head.valid_vocab);
-        let Policy { sums, .. } = self.roundings.widest;
-        let (x, squares) = (dq.dq_lse[at], dq.dq_lse_sq[at]);
-        let tiles = v.div_ceil(self.roundings.tiles.vocab.max(1));
-        let floor = problem.k_squares.get(at % d).copied().unwrap_or(0.0);
-        let alike = problem.k_sums.get(at % d).copied().unwrap_or(0.0);
-        let token = at / d;
-        let together = if self.whole { x + dq.dq_label[at] } else { x };
-        let confident = dq.dq_confident.get(at).copied().unwrap_or(0.0);
-        Allowed {
-            own: summed(sums.dq, v as f64, x, squares)
-                + self.joined(tiles, false, x, squares)
-                + self.product_rel_var() * squares
-                + problem.entry_floor.powi(2) * floor,
-            // Entries that all lie in a format's smallest numbers round alike.
-            row: dq.dq_lse_var[at]
-                + problem.sliced.0[token] * problem.head.q.get_f64(at).powi(2)
-                + problem.entry_floor.powi(2) * alike * alike
-                + (problem.scale[token] + problem.variance[token]) * x * x,
-            shared: self.shared_scale(problem.few) * together * together
-                + self.one_constant() * confident * confident
-                + (self.narrowing() + problem.constants) * squares
-                + problem.constants * x * x,
-            certain: dq.dq_dropped.get(at).copied().unwrap_or(0.0) + problem.dense_bias * x.abs(),
-            ..Allowed::default()
-        }
-    }
-
-    /// Allowance of the label part; `whole` where the parts were not told apart.
-    fn dq_label(
-        &self,
-        problem: &Problem<'_>,
-        dq: &reference::Backward,
-        at: usize,
-        whole: bool,
-    ) -> Allowed {
-        let x = dq.dq_label[at];
-        let squared = x * x;
-        let Policy { sums, label_grad, .. } = self.roundings.widest;
-        let inside = match self.roundings.carries_label(whole) {
-            false => 0.0,
-            true => carried(sums.dq, problem.head.valid_vocab as f64, squared),
-        };
-        let token = at / problem.head.q.cols;
-        // Of a whole entry that much is rounded.
-        let share = dq.dq_label_share[token] * squared;
-        let (few, most) = match self.whole {
-            true => (0.0, 0.0),
-            false => (rounded(label_grad, x), half_spacing(label_grad, x)),
-        };
-        let (row, alike) = (self.label_row_scale(), self.roundings.shared_g());
-        Allowed {
-            own: inside,
-            certain: problem.label_bias[0] * x.abs(),
-            row: row * share
-                + (problem.variance[token] + self.shared_scale(0.0)) * squared
-                + dq.dq_label_var.get(at).copied().unwrap_or(0.0),
-            shared: alike * self.one_constant() * share
-                + (self.shared_scale(0.0) + self.narrowing() + problem.constants) * squared,
-            ..Allowed::default()
-        }
-        .with_few(few, most)
-    }
-
     /// What the world says of a stage's rows, as `supposed` does for dk.
     fn supposed_dq(
         &self,
@@ -215,17 +152,12 @@ impl Replay<'_> {
                 _ if self.roundings.swamps() && !forced => state.lost(stage, &reference),
                 _ => Vec::new(),
             };
+            let allowances = self.of_dq(problem, (dq, None), stage);
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
-                let inner = match (stage, &parts) {
-                    (Stage::DqLse, _) => self.dq_lse(problem, dq, at),
-                    (Stage::DqLabel, _) => self.dq_label(problem, dq, at, false),
-                    (_, Some(parts)) => parts.allowed(self, at),
-                    _ => self.both(
-                        self.dq_lse(problem, dq, at),
-                        self.dq_label(problem, dq, at, true),
-                        (dq.dq_lse[at], dq.dq_label[at]),
-                    ),
+                let inner = match &parts {
+                    Some(parts) if forced => parts.allowed(self, at),
+                    _ => allowances.of(row, column, &dq_sums(dq, &problem.head, at)),
                 };
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
                 let inner = Allowed { certain, ..inner }.times(factor);
@@ -241,7 +173,12 @@ impl Replay<'_> {
                 index: &index,
                 repeats: &repeats,
             };
-            findings.merge(stage, Tally::of(&compared, allowed, &bound), bound);
+            let there = state.looked.iter().find(|(of, _)| *of == stage);
+            let tally = match there {
+                Some((_, looked)) => compared.tally(looked, &bound),
+                None => Tally::of(&compared, allowed, &bound),
+            };
+            findings.merge(stage, tally, bound);
             let (first, all, rows) = (0, unit.rows.len(), &compared);
             let (allowed, bound) = (&allowed, &bound);
             findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });

@@ -4,11 +4,12 @@
 use std::ops::Range;
 
 use super::Replay;
-use super::allowed::{half_spacing, stored};
+use super::allowed::{rounding, stored};
 use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
-use crate::compare::{Allowed, Bound, Chart, Rows, Tally};
+use crate::compare::allowance::{Allowance, Rounding};
+use crate::compare::{Allowed, Bound, Chart, RowTally, Tally};
 use crate::head::Stage;
 use crate::head::step::{matrix, rows_of};
 use crate::kernels::matrix::{Matrix, Values};
@@ -108,10 +109,13 @@ impl Gradient {
         if let Held::Summed { .. } = self.values {
             return Allowed { own: inner.own + variance, ..inner };
         }
-        // What is rounded is not x but what the job had in its place.
-        let size = x.abs() + inner.most + inner.certain + 8.0 * inner.total().sqrt();
-        let half = |to: Option<Precision>| to.map_or(0.0, |to| half_spacing(to, size));
-        inner.with_few(variance, times * (half(self.stored) + half(self.rounded)))
+        Allowance::storing(&self.rounding(), x, times, inner)
+    }
+
+    /// What its elements were rounded to when they were stored, in numbers.
+    pub(super) fn rounding(&self) -> Rounding {
+        let of = |to: Option<Precision>| to.map_or(Rounding::default(), rounding);
+        of(self.stored).and(of(self.rounded))
     }
 }
 
@@ -200,7 +204,7 @@ impl Parts {
     /// captured, or after.
     pub(super) fn allowed(&self, replay: &Replay<'_>, at: usize) -> Allowed {
         let own = self.storage[at];
-        replay.added(self.lse[at], self.label[at]) + Allowed { own, ..Allowed::default() }
+        replay.adding().of(self.lse[at], self.label[at]) + Allowed { own, ..Allowed::default() }
     }
 }
 
@@ -227,28 +231,19 @@ impl Findings {
     }
 
     /// Error by label hits, in classes that double: 0, 1, 2, 4, 8, ...
-    pub(super) fn count_hits(
-        &mut self,
-        stage: Stage,
-        rows: &Rows<'_>,
-        allowed: &dyn Fn(usize, usize, f64) -> Allowed,
-        hits: &[u32],
-    ) {
+    pub(super) fn count_hits(&mut self, stage: Stage, rows: &[RowTally], hits: &[u32]) {
         let classes = entry(&mut self.hits, stage);
-        for (row, &n) in hits.iter().enumerate() {
+        for (row, &n) in rows.iter().zip(hits) {
             let class = (u32::BITS - n.leading_zeros()) as usize;
             while classes.len() <= class {
                 let hits_from = if classes.is_empty() { 0 } else { 1 << (classes.len() - 1) };
                 classes.push(HitClass { hits_from, ..HitClass::default() });
             }
+            // A row that holds what is no number has no energy.
+            let energy = if row.nonfinite > 0 { f64::NAN } else { row.error };
             classes[class].rows += 1;
-            for column in 0..rows.captured.cols {
-                let at = row * rows.captured.cols + column;
-                let x = rows.reference[at];
-                let inner = allowed(row, column, x);
-                classes[class].error_energy += (rows.captured.get_f64(at) - x).powi(2);
-                classes[class].expected_energy += inner.total();
-            }
+            classes[class].error_energy += energy;
+            classes[class].expected_energy += row.budget().expected();
         }
     }
 }

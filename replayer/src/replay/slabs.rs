@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::backward::Problem;
 use super::devised::failed;
 use super::dk::Slab;
-use super::dq::{DqState, add};
+use super::dq::{DqState, add, picked};
 use super::findings::{Captured, DK, DQ, Findings, error_energy};
 use super::members::{Member, members};
 use super::outcome::Outcome;
@@ -46,8 +46,8 @@ impl Replay<'_> {
             let mut slab = match (&mut walked, &mut device) {
                 (Some(walked), _) => self.completed(problem, (&head, range), walked.slab()?),
                 (None, Some(device)) => {
-                    let sums = self.device_slab(problem, &head, device, &mut dq.exact)?;
-                    self.completed(problem, (&head, range), sums)
+                    let of = (problem, captured);
+                    self.device_slab(of, (&head, range), device, &mut dq.exact)?
                 }
                 (None, None) => self.reference_slab(problem, &head, range, &mut dq.exact),
             };
@@ -63,7 +63,11 @@ impl Replay<'_> {
         if let Some(walked) = walked {
             dq.exact = walked.finish()?;
         }
-        if let Some(device) = device {
+        if let Some(mut device) = device {
+            if let Some(mut kept) = device.dq_to_compare().filter(|_| self.compares_there()) {
+                let captured = picked(captured, &unit.rows);
+                dq.looked = self.look_at_dq(problem, &dq.exact, &captured, &mut *kept)?;
+            }
             device.finish(&mut dq.exact).map_err(failed)?;
         }
         dq.once_a_row(problem.head.copies);

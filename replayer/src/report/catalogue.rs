@@ -3,6 +3,7 @@
 use super::text::wrap;
 use crate::diagnose::catalogue::CATALOGUE;
 use crate::diagnose::cause::Cause;
+use crate::spelling;
 
 /// The catalogue, or one of its causes; `None` where it has no such.
 pub fn text(id: Option<&str>) -> Option<String> {
@@ -18,6 +19,11 @@ pub fn text(id: Option<&str>) -> Option<String> {
         wrap(&mut out, "  to do ", cause.advice());
     }
     Some(out).filter(|out| !out.is_empty())
+}
+
+/// What was meant by an id that the catalogue does not have, as the end of a sentence.
+pub fn hint(typed: &str) -> String {
+    spelling::hint(typed, CATALOGUE.iter().map(|cause| cause.id()))
 }
 
 #[cfg(test)]

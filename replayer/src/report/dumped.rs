@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::number::{bytes, count, plural};
+use super::text::wrap;
 use crate::dump::{StepDump, StepState};
 use crate::verify::Verification;
 use backtape::shard::FingerprintSource;
@@ -25,10 +26,10 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
     );
     tensors(&mut out, proof);
     for finding in &proof.findings {
-        let _ = writeln!(out, "found     {}", finding.sentence);
+        wrap(&mut out, "found     ", &finding.sentence);
     }
     for item in &proof.not_checked {
-        let _ = writeln!(out, "unchecked {}: {}", item.what, item.why);
+        wrap(&mut out, "unchecked ", &format!("{}: {}", item.what, item.why));
     }
     let verdict = match (proof.intact(), dump.committed()) {
         (true, true) => "PROVED: the dump is what the job held.",
@@ -41,11 +42,14 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
     out
 }
 
-/// One line a tensor: its fingerprint, who vouches for it, and whether it is whole.
+/// One line a tensor: its fingerprint, who vouches for it, and whether it is whole; below it why
+/// it is not.
 fn tensors(out: &mut String, proof: &Verification) {
+    let names = proof.tensors.iter().map(|tensor| tensor.key.to_string().len());
+    let room = names.max().unwrap_or(0).clamp(34, 44);
     let _ = writeln!(
         out,
-        "{:<34}{:>6} {:>11}  {:<18}{:<12}usable",
+        "{:<room$}{:>6} {:>11}  {:<18}{:<12}usable",
         "tensor", "shards", "bytes", "fingerprint", "placed by"
     );
     for tensor in &proof.tensors {
@@ -60,14 +64,17 @@ fn tensors(out: &mut String, proof: &Verification) {
         };
         let _ = writeln!(
             out,
-            "{:<34}{:>6} {:>11}  {:<18}{:<12}{}",
+            "{:<room$}{:>6} {:>11}  {:<18}{:<12}{}",
             tensor.key.to_string(),
             tensor.shards,
             bytes(tensor.bytes),
             fingerprint,
             source,
-            tensor.unusable.as_deref().map_or("yes".into(), |why| format!("NO: {why}")),
+            if tensor.unusable.is_none() { "yes" } else { "NO" },
         );
+        if let Some(why) = &tensor.unusable {
+            wrap(out, "  NO: ", why);
+        }
     }
     out.push('\n');
 }

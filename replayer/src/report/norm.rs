@@ -11,6 +11,13 @@ const NAMED: usize = 4;
 
 /// One statement a line; `other` is what the other run reported.
 pub(super) fn lines(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
+    let mut lines = facts(norm, other);
+    lines.extend(gap(norm));
+    lines
+}
+
+/// The same without the gap, for who draws it.
+pub(super) fn facts(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
     let mut parts = Vec::new();
     if let Some(captured) = norm.captured {
         parts.push(format!("{captured:.7} as the job reported it"));
@@ -32,7 +39,6 @@ pub(super) fn lines(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
     if let Some(reported_as) = &norm.reported_as {
         lines.push(format!("the reported norm is {reported_as}"));
     }
-    lines.extend(gap(norm));
     lines
 }
 
@@ -53,6 +59,12 @@ fn gap(norm: &GradNorm) -> Vec<String> {
     lines
 }
 
+/// One decimal, and nothing below zero that is none.
+pub(super) fn percent(share: f64) -> String {
+    let text = format!("{:.1}", 100.0 * share);
+    if text == "-0.0" { "0.0".into() } else { text }
+}
+
 fn by_kind(all: &[Share]) -> Vec<String> {
     let mut lines = Vec::new();
     for kind in ["tensor", "rank", "microbatch", "rows", "row", "vocabulary"] {
@@ -63,7 +75,7 @@ fn by_kind(all: &[Share]) -> Vec<String> {
         shares.sort_by(|a, b| b.share.abs().total_cmp(&a.share.abs()));
         let shown = shares.iter().take(NAMED);
         let words: Vec<String> =
-            shown.map(|s| format!("{} {:.1} %", s.of, 100.0 * s.share)).collect();
+            shown.map(|s| format!("{} {} %", s.of, percent(s.share))).collect();
         lines.push(format!("gap by {kind}: {}", words.join(", ")));
     }
     lines

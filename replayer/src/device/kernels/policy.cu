@@ -97,8 +97,6 @@ DEVICE float tanh_of(float x) {
 
 // ---- panels -----------------------------------------------------------------------------------
 
-enum { BF16 = 0, F16 = 1, F32 = 2, F64 = 3 };
-
 // Binary16 by its fields, as in reference.cu.
 DEVICE float of_f16(unsigned bits) {
     unsigned exponent = (bits >> 10) & 31u, fraction = bits & 1023u, sign = (bits & 0x8000u) << 16;

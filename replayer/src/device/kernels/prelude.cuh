@@ -6,10 +6,11 @@
 
 #ifdef HOST
 #define EXPORT
-#define DEVICE static
+#define DEVICE static inline
 #define KERNEL(name, Args) void name(const Args *given, long long thread)
 #define BEGIN(Args) const Args a = *given; if (thread >= a.threads) return
-double exp(double), tanh(double), fabs(double), fmax(double, double);
+double exp(double), tanh(double), fabs(double), sqrt(double), rint(double);
+double fmax(double, double), fmin(double, double);
 float fmaf(float, float, float);
 #else
 #define DEVICE static __device__
@@ -20,3 +21,37 @@ float fmaf(float, float, float);
 
 typedef long long i64;
 typedef unsigned long long u64;
+
+#define LARGEST 1.7976931348623157e308
+
+DEVICE int is_finite(double x) { return fabs(x) <= LARGEST; }
+
+// How elements lie in a dump.
+enum { BF16 = 0, F16 = 1, F32 = 2, F64 = 3 };
+
+DEVICE double of_f32_bits(unsigned bits) {
+    union { unsigned bits; float value; } b;
+    b.bits = bits;
+    return (double)b.value;
+}
+
+// Binary16 by its fields: a subnormal is a multiple of 2^-24.
+DEVICE double of_f16_bits(unsigned bits) {
+    unsigned exponent = (bits >> 10) & 31u, fraction = bits & 1023u;
+    double sign = bits & 0x8000u ? -1.0 : 1.0;
+    if (exponent == 0) return sign * (double)fraction * 5.9604644775390625e-08;
+    if (exponent == 31 && fraction == 0) return sign * of_f32_bits(0x7f800000u);
+    // NaN keeps its sign, as its bits are counted.
+    if (exponent == 31) return of_f32_bits((bits & 0x8000u) << 16 | 0x7fc00000u | fraction << 13);
+    return sign * of_f32_bits(((exponent + 112u) << 23) | (fraction << 13));
+}
+
+// Exactly the value of element number `at`.
+DEVICE double element(const void *from, i64 dtype, i64 at) {
+    switch (dtype) {
+        case BF16: return of_f32_bits((unsigned)((const unsigned short *)from)[at] << 16);
+        case F16: return of_f16_bits(((const unsigned short *)from)[at]);
+        case F32: return (double)((const float *)from)[at];
+        default: return ((const double *)from)[at];
+    }
+}

@@ -7,7 +7,6 @@
 // say what each variance is. Matrices are row-major; every field is 8 bytes wide.
 
 #define INFINITY_BITS 0x7ff0000000000000ull
-#define LARGEST 1.7976931348623157e308
 
 // Columns of a row that one thread sums lie so far apart: neighbours read neighbours.
 #define LANES 64
@@ -16,12 +15,9 @@ typedef union { u64 bits; double value; } Bits;
 
 DEVICE double infinity(void) { Bits b; b.bits = INFINITY_BITS; return b.value; }
 DEVICE int is_infinite(double x) { return fabs(x) > LARGEST; }
-DEVICE int is_finite(double x) { return fabs(x) <= LARGEST; }
 DEVICE double square(double x) { return x * x; }
 
 // ---- values -----------------------------------------------------------------------------------
-
-enum { BF16 = 0, F16 = 1, F32 = 2, F64 = 3 };
 
 typedef struct {
     i64 threads;
@@ -34,33 +30,11 @@ typedef struct {
     i64 stride, first, columns;
 } Widen;
 
-DEVICE double of_f32_bits(unsigned bits) {
-    union { unsigned bits; float value; } b;
-    b.bits = bits;
-    return (double)b.value;
-}
-
-// Binary16 by its fields: a subnormal is a multiple of 2^-24.
-DEVICE double of_f16_bits(unsigned bits) {
-    unsigned exponent = (bits >> 10) & 31u, fraction = bits & 1023u;
-    double sign = bits & 0x8000u ? -1.0 : 1.0;
-    if (exponent == 0) return sign * (double)fraction * 5.9604644775390625e-08;
-    if (exponent == 31 && fraction == 0) return sign * infinity();
-    if (exponent == 31) return of_f32_bits(0x7fc00000u);
-    return sign * of_f32_bits(((exponent + 112u) << 23) | (fraction << 13));
-}
-
 // Exactly the element's value, one thread an element.
 KERNEL(widen, Widen) {
     BEGIN(Widen);
     i64 at = thread / a.columns * a.stride + a.first + thread % a.columns;
-    double x;
-    switch (a.dtype) {
-        case BF16: x = of_f32_bits((unsigned)((const unsigned short *)a.from)[at] << 16); break;
-        case F16: x = of_f16_bits(((const unsigned short *)a.from)[at]); break;
-        case F32: x = (double)((const float *)a.from)[at]; break;
-        default: x = ((const double *)a.from)[at];
-    }
+    double x = element(a.from, a.dtype, at);
     a.values[thread] = x;
     if (a.squared) a.squared[thread] = x * x;
 }

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
+use crate::device::compare::tests::assert_kept;
 use crate::device::host::Host;
 use crate::device::machine::{Arguments, Product};
 use crate::device::own::launch::{Code, Launch, Passed};
@@ -59,6 +60,15 @@ fn what_machines_share_is_what_the_reference_has() {
                 let bits = |of: &[f64]| of.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                 assert_eq!(bits(got), bits(alone), "{what}");
             }
+        }
+    }
+}
+
+#[test]
+fn what_machines_keep_is_compared_as_what_they_would_have_fetched() {
+    for device in [hosts(2), hosts(3)] {
+        for (what, fixture) in heads().iter().filter(|(_, of)| of.inputs().given.is_none()) {
+            assert_kept(&device, what, fixture);
         }
     }
 }

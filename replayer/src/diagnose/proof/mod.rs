@@ -182,10 +182,10 @@ fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Re
 
 /// How closely a fault is reproduced, as a clause.
 fn words(times: f64) -> String {
-    match times.is_finite() {
-        true => format!(
-            "the emulated head leaves 1/{times:.0} of the squared error that the best plausible rounding without it leaves"
-        ),
-        false => "the emulated head equals in every bit what was captured, and no plausible rounding without it does".into(),
+    const OF: &str = "of the squared error that the best plausible rounding without it leaves";
+    match times {
+        times if times < 1e6 => format!("the emulated head leaves 1/{times:.0} {OF}"),
+        times if times.is_finite() => format!("the emulated head leaves less than a millionth {OF}"),
+        _ => "the emulated head equals in every bit what was captured, and no plausible rounding without it does".into(),
     }
 }

@@ -186,7 +186,7 @@ impl Block {
         }
     }
 
-    /// Its rows of what was computed elsewhere.
+    /// Its rows of what was computed elsewhere; what stayed there is empty here.
     fn take(&mut self, dense: &DenseSums) {
         let (rows, depth) = (self.rows.clone(), self.depth);
         for (own, all, width) in [
@@ -199,9 +199,9 @@ impl Block {
             (&mut self.bias_var, &dense.bias_var, 1),
             (&mut self.bias_sq, &dense.bias_sq, 1),
         ] {
-            if !own.is_empty() {
-                own.copy_from_slice(&all[rows.start * width..rows.end * width]);
-            }
+            let here = if all.is_empty() { 0..0 } else { rows.start * width..rows.end * width };
+            own.clear();
+            own.extend_from_slice(&all[here]);
         }
     }
 

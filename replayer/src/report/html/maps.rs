@@ -96,9 +96,9 @@ impl Page<'_> {
         for class in 0..CLASSES {
             let name = match class {
                 0 => "equal".to_string(),
-                1 => "&lt; 1σ".into(),
-                at if at < CLASSES - 1 => format!("{} to {}", ENDS[at - 2], ENDS[at - 1]),
-                _ => format!("{} and more", ENDS[ENDS.len() - 1]),
+                1 => "below 1 σ".into(),
+                at if at < CLASSES - 1 => format!("{} to {} σ", ENDS[at - 2], ENDS[at - 1]),
+                _ => format!("{} σ and more", ENDS[ENDS.len() - 1]),
             };
             let _ = write!(
                 out,
@@ -145,9 +145,11 @@ impl Page<'_> {
         let id = format!("{}-map-{}", self.id, data.maps.len());
         let bands = drawn.iter().map(|of| of.chart.size.0).max().unwrap_or(0);
         let worst = worst_of(drawn);
-        let words = worst.first().map_or("nothing was compared".into(), |(of, cell)| {
-            format!("worst: {}", sentence(map, of.strip, cell))
-        });
+        let words = match worst.first() {
+            None => "nothing was compared".into(),
+            Some((_, cell)) if equal(cell) => "every element is equal".into(),
+            Some((of, cell)) => format!("worst: {}", sentence(map, of.strip, cell)),
+        };
         // The line stands before the map: it is read while the pointer is on the map.
         let _ = writeln!(
             out,
@@ -168,7 +170,10 @@ impl Page<'_> {
             out,
             "<div role=\"row\" class=\"bt-read\"><span role=\"gridcell\" id=\"{id}-cell\"></span></div></div>"
         );
-        listed(out, map, &worst);
+        let off: Vec<_> = worst.into_iter().filter(|(_, cell)| !equal(cell)).collect();
+        if !off.is_empty() {
+            listed(out, map, &off);
+        }
         out.push_str("</figure>\n");
         let rows = if map.of_tokens { "token" } else { "row" };
         let strips = drawn.iter().map(|of| of.data(map)).collect();
@@ -251,6 +256,10 @@ fn sentence(map: &Map, strip: &Strip, cell: &Cell) -> String {
         let _ = write!(text, ", a label {}", plural(u64::from(hits), "time"));
     }
     text
+}
+
+fn equal(cell: &Cell) -> bool {
+    cell.nonfinite == 0 && cell.worst.score == 0.0
 }
 
 fn off(cell: &Cell) -> String {

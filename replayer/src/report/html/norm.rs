@@ -27,7 +27,7 @@ impl Page<'_> {
         let own = &self.report.grad_norm;
         let against = self.report.against.as_ref();
         let other = against.and_then(|against| against.grad_norm.captured);
-        for line in norm::lines(own, other) {
+        for line in norm::facts(own, other) {
             let _ = writeln!(out, "<p>{}.</p>", esc(&line));
         }
         match (own.gap, end(own)) {
@@ -39,7 +39,9 @@ impl Page<'_> {
                 let explained = own.floor.unwrap_or(f64::NAN);
                 let _ = writeln!(
                     out,
-                    "<p class=\"bt-note\">The gap is {gap:+.3e}; the declared precision explains {explained:+.1e}.</p>"
+                    "<p>The gap is {gap:+.3e}; the declared precision explains {explained:+.1e}.</p>\n\
+                     <p class=\"bt-note\">Each drawing leads from one norm to the other; the axis does not begin at \
+                     zero. Filled: a step up; hollow: a step down.</p>"
                 );
                 waterfalls(out, &own.shares, (end - gap, end), names);
             }
@@ -120,7 +122,7 @@ fn steps(parts: &[&Share], (start, end): (f64, f64), (from, to): (&str, &str)) -
             to: x(pair[1]),
             class: if *gap < 0.0 { "bt-down" } else { "bt-up" },
             mark: None,
-            value: format!("{gap:+.3e} ({:.1} %)", 100.0 * share),
+            value: format!("{gap:+.3e} ({} %)", norm::percent(*share)),
         });
     }
     bars.push(total(to, end));

@@ -60,7 +60,7 @@ pub(super) fn picture(
         h = TOP + height + 8.0
     );
     let _ = writeln!(out, "<g transform=\"translate({LEFT} {TOP}) scale({kx} {ky})\">");
-    blocks(out, drawn);
+    blocks(out, drawn, kx.min(ky));
     tiles(out, map, drawn);
     let _ = writeln!(
         out,
@@ -74,7 +74,8 @@ pub(super) fn picture(
     out.push_str("</svg>\n");
 }
 
-fn blocks(out: &mut String, drawn: &[Drawn<'_>]) {
+/// `side`: the shorter side of a block in pixels.
+fn blocks(out: &mut String, drawn: &[Drawn<'_>], side: f64) {
     let mut paths: [String; CLASSES] = Default::default();
     let (mut dots, mut crosses) = (String::new(), String::new());
     let mut ring: Option<(&Cell, usize, usize)> = None;
@@ -111,12 +112,20 @@ fn blocks(out: &mut String, drawn: &[Drawn<'_>]) {
     for (class, path) in paths.iter().enumerate().filter(|(_, path)| !path.is_empty()) {
         let _ = writeln!(out, "<path class=\"bt-c{class}\" d=\"{path}\"/>");
     }
-    for (class, path) in [("bt-dots", dots), ("bt-crosses", crosses)] {
+    // Strokes in pixels: blocks need not be square, and a dot is round.
+    for (class, path, (share, least)) in
+        [("bt-dots", dots, (0.45, 3.5)), ("bt-crosses", crosses, (0.18, 1.2))]
+    {
         if !path.is_empty() {
-            let _ = writeln!(out, "<path class=\"{class}\" d=\"{path}\"/>");
+            let width = (side * share).max(least);
+            let _ = writeln!(
+                out,
+                "<path class=\"{class}\" style=\"stroke-width:{width:.1}px\" d=\"{path}\"/>"
+            );
         }
     }
-    if let Some((_, x, y)) = ring {
+    // Where every element is equal no block is the worst.
+    if let Some((_, x, y)) = ring.filter(|(cell, ..)| class(cell) > 0) {
         let _ =
             writeln!(out, "<rect class=\"bt-ring\" x=\"{x}\" y=\"{y}\" width=\"1\" height=\"1\"/>");
     }
@@ -202,7 +211,7 @@ fn hit_bars(out: &mut String, map: &Map, chart: &Chart, (x, ky): (f64, f64)) {
     let _ = writeln!(
         out,
         "<text class=\"bt-axis\" x=\"{x:.0}\" y=\"{}\">label hits, log: to {}</text>\
-         <path class=\"bt-hits\" stroke-width=\"{:.1}\" d=\"{path}\"/>",
+         <path class=\"bt-hits\" style=\"stroke-width:{:.1}px\" d=\"{path}\"/>",
         TOP - 8.0,
         count(most),
         (ky - 1.0).max(1.0)

@@ -117,7 +117,8 @@ impl Page<'_> {
         if !stage.reason.is_empty() {
             let _ = writeln!(out, " <strong>{}.</strong>", esc(&stage.reason));
         }
-        let at = place(worst.microbatch, worst.rank);
+        // The source names the microbatch.
+        let at = place(None, worst.rank);
         let of_these = match (stage.comparisons, stage.failing.len()) {
             (1, _) => String::new(),
             (n, 0) => format!(" The worst of {n} comparisons over microbatches and ranks."),
@@ -188,7 +189,7 @@ impl Page<'_> {
             0 => line(
                 "beyond their bound",
                 "0".into(),
-                format!("of {} elements", count(worst.elements)),
+                format!("of {}", plural(worst.elements, "element")),
             ),
             n => line("beyond their bound", count(n), beyond),
         }

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::Page;
 use super::escape::esc;
+use crate::diagnose::Standing;
 use crate::report::number::{bytes, plural};
 use crate::report::schema::{DumpSummary, Verdict};
 use crate::report::text;
@@ -44,6 +45,7 @@ impl Page<'_> {
             glyph(report.verdict),
             esc(&sentence)
         );
+        self.because(out);
         out.push_str("<dl class=\"bt-facts\">\n");
         facts(out, "run", dump);
         if let Some(against) = &report.against {
@@ -65,6 +67,26 @@ impl Page<'_> {
             let _ = write!(out, "<a href=\"#{id}-{name}\">{words}</a> ");
         }
         out.push_str("</nav>\n</header>\n");
+    }
+}
+
+impl Page<'_> {
+    /// The cause in a line, with what to do: whoever is woken reads no further.
+    fn because(&self, out: &mut String) {
+        let (causes, id) = (&self.report.causes, &self.id);
+        let Some(first) = causes.first() else { return };
+        let all: Vec<String> = causes.iter().map(|cause| esc(&cause.id)).collect();
+        let said = match first.standing {
+            Standing::Unknown => "nothing in the catalogue explains it".to_string(),
+            Standing::Tied => "the captured tensors cannot tell them apart".to_string(),
+            Standing::Named if causes.len() > 1 => "each explains a part of it".to_string(),
+            Standing::Named => format!("to do: {}", esc(&first.advice)),
+        };
+        let _ = writeln!(
+            out,
+            "<p class=\"bt-because\">Cause: <a href=\"#{id}-causes\"><strong>{}</strong></a>: {said}.</p>",
+            all.iter().take(self.detail.items).cloned().collect::<Vec<_>>().join(", ")
+        );
     }
 }
 

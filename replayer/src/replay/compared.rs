@@ -1,0 +1,105 @@
+//! Comparisons of dq and dk that a device makes where their sums lie.
+
+use std::ops::Range;
+
+use super::Replay;
+use super::allowances::Allowances;
+use super::backward::Problem;
+use super::devised::failed;
+use super::dk::Slab;
+use super::findings::{Captured, DK, DQ, Gradient, Held};
+use crate::compare::RowTally;
+use crate::device::{Comparison, Kept, LabelSums};
+use crate::head::Stage;
+use crate::head::step::{StepError, rows_of};
+use crate::kernels::Matrix;
+use crate::kernels::reference::Backward;
+
+/// What a device found of the rows of some stages.
+pub(super) type Looked = Vec<(Stage, Vec<RowTally>)>;
+
+impl Gradient {
+    /// Variance of storing some rows, where it is known element by element.
+    fn storages(&self, rows: Range<usize>, columns: usize) -> &[f64] {
+        match &self.values {
+            Held::Summed { storage, .. } => &storage[rows.start * columns..rows.end * columns],
+            _ => &[],
+        }
+    }
+}
+
+impl Replay<'_> {
+    /// Whether a device is asked to compare. A drawing wants the elements, and what a swamped
+    /// accumulator certainly loses is known here alone.
+    pub(super) fn compares_there(&self) -> bool {
+        self.draw.is_none() && !self.roundings.swamps()
+    }
+
+    /// What a device finds of a slab's rows.
+    pub(super) fn look_at_dk(
+        &self,
+        problem: &Problem<'_>,
+        slab: &Slab,
+        captured: &Captured,
+        kept: &mut dyn Kept,
+    ) -> Result<Looked, StepError> {
+        let label: LabelSums<'_> =
+            [&slab.label, &slab.label_sq, &slab.label_var, &slab.label_alike, &slab.label_whole];
+        let bound = self.bound(problem.head.k.rows, problem.head.q.cols).element;
+        let side = rows_of(&problem.head.k, slab.range.clone());
+        let forced = captured.parts(&DK, 0..0).is_some();
+        let mut looked = Looked::new();
+        for gradient in captured.of(&DK).filter(|of| of.stage != Stage::Dk || !forced) {
+            let allowances = self.of_dk(problem, slab, gradient.stage);
+            let of = (gradient, slab.range.clone());
+            let found = compare_there(of, allowances, (label, side), bound, kept)?;
+            looked.push((gradient.stage, found));
+        }
+        Ok(looked)
+    }
+
+    /// What it finds of the tokens; `captured` are their rows.
+    pub(super) fn look_at_dq(
+        &self,
+        problem: &Problem<'_>,
+        dq: &Backward,
+        captured: &Captured,
+        kept: &mut dyn Kept,
+    ) -> Result<Looked, StepError> {
+        let (tokens, d) = (problem.head.q.rows, problem.head.q.cols);
+        let label: LabelSums<'_> = [&dq.dq_label, &[], &dq.dq_label_var, &[], &[]];
+        let bound = self.bound(tokens, d).element;
+        let forced = captured.parts(&DQ, 0..0).is_some();
+        let mut looked = Looked::new();
+        for gradient in captured.of(&DQ).filter(|of| of.stage != Stage::Dq || !forced) {
+            let allowances = self.of_dq(problem, (dq, problem.head.copies), gradient.stage);
+            let of = (gradient, 0..tokens);
+            let found = compare_there(of, allowances, (label, problem.head.q), bound, kept)?;
+            looked.push((gradient.stage, found));
+        }
+        Ok(looked)
+    }
+}
+
+fn compare_there(
+    (gradient, rows): (&Gradient, Range<usize>),
+    Allowances { mut stage, rows: of_rows, columns }: Allowances,
+    (label, side): (LabelSums<'_>, Matrix<'_>),
+    bound: f64,
+    kept: &mut dyn Kept,
+) -> Result<Vec<RowTally>, StepError> {
+    stage.stored = gradient.rounding();
+    let captured = rows_of(&gradient.matrix(), rows.clone());
+    let storage = gradient.storages(rows, captured.cols);
+    let comparison = Comparison {
+        captured,
+        stage: &stage,
+        rows: &of_rows,
+        columns: &columns,
+        label,
+        side,
+        storage,
+        bound,
+    };
+    kept.compare(&comparison).map_err(failed)
+}

@@ -1,0 +1,87 @@
+//! What somebody may have meant by a name that is not there.
+//!
+//! A hint and never a choice: a debugger that goes on with another tensor than the one that was
+//! typed would lie.
+
+/// Names longer than this are not compared: the work grows with their product.
+const LONGEST: usize = 255;
+
+/// The known name that is nearest to what was typed, if a slip of the fingers explains it: a
+/// letter wrong, missing, doubled or swapped with its neighbour, for every three letters one.
+pub(crate) fn nearest<'a>(
+    typed: &str,
+    known: impl IntoIterator<Item = &'a str>,
+) -> Option<&'a str> {
+    let most = typed.chars().count().div_ceil(3);
+    let far = |name: &str| slips(&typed.to_lowercase(), &name.to_lowercase());
+    let known: Vec<&str> = known.into_iter().filter(|name| name.len() <= LONGEST).collect();
+    if typed.len() > LONGEST || known.contains(&typed) {
+        return None;
+    }
+    // Of equals the one that begins alike: the first letter is seldom the slip.
+    let alike = |name: &str| name.chars().next() != typed.chars().next();
+    let mut all: Vec<_> = known.iter().map(|&name| (far(name), alike(name), name)).collect();
+    all.sort_unstable();
+    // A tensor is there once for each microbatch.
+    all.dedup();
+    let (best, next) = (all.first()?, all.get(1));
+    // Of two that are as near none is meant more than the other.
+    let alone = next.is_none_or(|next| (next.0, next.1) > (best.0, best.1));
+    (best.0 <= most && alone).then_some(best.2)
+}
+
+/// The same to stand behind the name; empty where nothing is near.
+pub(crate) fn hint<'a>(typed: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    nearest(typed, known).map(|name| format!(" (did you mean {name}?)")).unwrap_or_default()
+}
+
+/// Letters to change, to add, to leave out or to swap with a neighbour (optimal string alignment).
+fn slips(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let mut rows: [Vec<usize>; 3] = [Vec::new(), Vec::new(), (0..=b.len()).collect()];
+    for i in 1..=a.len() {
+        rows.rotate_left(1);
+        let [two, one, row] = &mut rows;
+        *row = vec![i];
+        for j in 1..=b.len() {
+            let other = usize::from(a[i - 1] != b[j - 1]);
+            let mut least = (one[j] + 1).min(row[j - 1] + 1).min(one[j - 1] + other);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                least = least.min(two[j - 2] + 1);
+            }
+            row.push(least);
+        }
+    }
+    rows[2][b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slip_of_the_fingers_is_understood_and_another_word_is_not() {
+        let known = ["dk", "dk_label", "dk_lse", "label_logits", "q", "grad_norm"];
+        let of = |typed| nearest(typed, known);
+        assert_eq!(of("dk_labl"), Some("dk_label"));
+        assert_eq!(of("dk_lable"), Some("dk_label"));
+        assert_eq!(of("labels_logits"), Some("label_logits"));
+        assert_eq!(of("DK"), Some("dk"));
+        assert_eq!(of("gradnorm"), Some("grad_norm"));
+        assert_eq!(of("kd"), Some("dk"));
+        assert_eq!(nearest("qq", ["dq", "q"]), Some("q"));
+        assert_eq!(of("optimizer"), None);
+        assert_eq!(of(""), None);
+        assert_eq!(of("dk"), None, "what is there is no slip");
+        assert_eq!(nearest("x", []), None);
+        assert_eq!(nearest("dqq", ["dq", "dq"]), Some("dq"), "of two microbatches");
+        assert_eq!(nearest("run-c", ["run-a", "run-b"]), None, "either may be meant");
+    }
+
+    #[test]
+    fn a_letter_swapped_with_its_neighbour_is_one_slip() {
+        assert_eq!(slips("label", "lable"), 1);
+        assert_eq!(slips("", "abc"), 3);
+        assert_eq!(slips("dk_lse", "dk_lse"), 0);
+    }
+}
