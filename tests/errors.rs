@@ -74,6 +74,38 @@ fn a_word_that_is_no_role_is_refused_with_the_known_ones() {
 }
 
 #[test]
+fn a_slip_of_the_fingers_is_answered_with_the_name_that_was_meant() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dumped(dir.path(), "run-alpha", &small());
+    let meant = |name: &str| format!("did you mean {name}?");
+    let show = |name| replay(&["show", name, "--dump", path.to_str().unwrap()]);
+    expect(&show("label_logit"), 2, &["no label_logit (", &meant("label_logits")]);
+    let nothing_near = show("optimizer");
+    expect(&nothing_near, 2, &["no optimizer; the step holds:"]);
+    let which = replay(&["show", "q", "--microbatch", "7", "--dump", path.to_str().unwrap()]);
+    expect(&which, 2, &["no q of microbatch 7; the step holds:"]);
+    expect(&run(&path, &["--compare", "dq,dk_lable"]), 2, &[&meant("dk_label")]);
+    expect(&run(dir.path(), &["--run", "run-alhpa"]), 2, &[&meant("run-alpha")]);
+    let cause = replay(&["causes", "label-shfit"]);
+    expect(&cause, 2, &[&meant("label-shift")]);
+}
+
+/// A replay takes minutes or hours: what it cannot write at its end is said at its beginning.
+#[test]
+fn a_report_that_cannot_be_written_is_said_before_anything_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("absent/out.json");
+    let of = |words: &[&str]| {
+        let mut all = words.to_vec();
+        all.extend(["--json", file.to_str().unwrap(), "--dump", "nowhere"]);
+        replay(&all)
+    };
+    for words in [&[][..], &["verify"], &["checks"], &["trajectory"], &["precision"]] {
+        expect(&of(words), 2, &["cannot be written to", "choose another file for --json"]);
+    }
+}
+
+#[test]
 fn a_truncated_shard_file_is_named_and_what_depends_on_it_gets_no_verdict() {
     let dir = tempfile::tempdir().unwrap();
     let path = dumped(dir.path(), "run-a", &small());
@@ -83,7 +115,11 @@ fn a_truncated_shard_file_is_named_and_what_depends_on_it_gets_no_verdict() {
     let ended = run(&path, &["--compare", "dq,dk,label_logits"]);
     expect(&ended, 3, &["rank-00001-mb-0000.safetensors"]);
     let verified = replay(&["verify", "--dump", path.to_str().unwrap()]);
-    expect(&verified, 3, &["rank-00001-mb-0000.safetensors", "NOT PROVED"]);
+    expect(&verified, 3, &["rank-00001-mb-0000.safetensors", "NOT PROVED", "NO: dk microbatch 0"]);
+    let named = path.to_str().unwrap();
+    for line in verified.stdout.lines().filter(|line| !line.contains(named)) {
+        assert!(line.chars().count() <= 100, "{line}");
+    }
 }
 
 #[test]

@@ -25,6 +25,7 @@ mod precision;
 mod recorder;
 mod replay;
 mod security;
+mod standin;
 mod support;
 mod tidy;
 mod trajectory;

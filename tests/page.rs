@@ -302,6 +302,8 @@ fn the_command_writes_the_page_whole_or_says_in_one_sentence_why_not() {
         assert!(ended.stdout.contains("DIVERGED at dk_label"));
     }
     let text = std::fs::read_to_string(&page).unwrap();
+    let top = text.split("</header>").next().unwrap();
+    assert!(top.contains("label-scatter-low-precision</strong></a>: to do: gather the label rows"));
     assert!(text.starts_with("<!DOCTYPE html>") && text.ends_with("</html>\n"));
     for to in [dir.path().join("absent/out.html"), dir.path().to_path_buf()] {
         let ended = program::replay(&arguments(&to));

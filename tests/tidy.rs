@@ -154,6 +154,18 @@ fn no_build_for_users_has_faults_in_it() {
 }
 
 /// Every named point is one that the campaigns know, so that none is silently never tried.
+/// Goal: `make bench` is all of the benchmarks, as it says. Method: what the Makefile declares, but
+/// for the GPU's, which run on other machines.
+#[test]
+fn make_bench_leaves_no_benchmark_out() {
+    let makefile = std::fs::read_to_string(root().join("Makefile")).unwrap().replace("\\\n", " ");
+    let line = |begin: &str| makefile.lines().find_map(|line| line.strip_prefix(begin)).unwrap();
+    let all: Vec<&str> = line("bench:").split_whitespace().collect();
+    let declared = line(".PHONY:").split_whitespace().filter(|name| name.starts_with("bench-"));
+    let left_out: Vec<&str> = declared.filter(|name| !all.contains(name)).collect();
+    assert_eq!(left_out, ["bench-gpu"]);
+}
+
 #[test]
 fn the_campaigns_know_every_named_point() {
     let mut known = String::new();

@@ -129,6 +129,15 @@ class Run:
     def __init__(self, path: Place, run: str | None = None, attempt: int | None = None) -> None:
         self._where = (os.fspath(path), run, attempt)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that were dumped, committed or not, ascending.
+
+        Raises RuntimeError with one sentence where the place is no dump, holds several runs, or
+        no step was dumped.
+        """
+        return tuple(_native.dumped_steps(*self._where))
+
     def step(self, step: int | None = None) -> Step:
         """A step; may be left out when only one was dumped.
 

@@ -55,6 +55,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<report::Report>()?;
     module.add_function(wrap_pyfunction!(stage::stages, module)?)?;
     module.add_function(wrap_pyfunction!(stage::recompute_stage, module)?)?;
+    module.add_function(wrap_pyfunction!(postmortem::dumped_steps, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::replay, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::checks, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::trajectory, module)?)?;

@@ -27,6 +27,20 @@ pub(crate) struct StepDump {
     proof: OnceLock<Verification>,
 }
 
+/// The steps that were dumped of a run, ascending.
+#[pyfunction]
+#[pyo3(signature = (path, run=None, attempt=None))]
+pub(crate) fn dumped_steps(
+    py: Python<'_>,
+    path: PathBuf,
+    run: Option<String>,
+    attempt: Option<u32>,
+) -> PyResult<Vec<u64>> {
+    let selection = Selection { run, attempt, step: None };
+    let steps = py.detach(|| dump::steps(&path, &selection)).map_err(failed)?;
+    Ok(steps.into_iter().map(|step| step.0).collect())
+}
+
 /// The whole chain of an error, on one line.
 pub(crate) fn failed(error: impl std::error::Error) -> PyErr {
     let mut text = error.to_string();

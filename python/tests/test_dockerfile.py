@@ -1,4 +1,5 @@
-"""deploy/Dockerfile: its rules are kept. That it builds is not shown here: no registry of images is reached."""
+"""deploy/Dockerfile: its rules are kept. That it builds is not shown here, as no registry of images is reached:
+deploy/README.md says what was run by hand."""
 
 import subprocess
 import sys

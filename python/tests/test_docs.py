@@ -125,8 +125,8 @@ def test_the_python_of_the_page_on_reading_runs(site_of):
         [sys.executable, "-c", program], cwd=site.path, env=site.environment(), capture_output=True, text=True, timeout=400
     )
     assert ended.returncode == 0, ended.stderr
-    first, *_, last = ended.stdout.strip().splitlines()
-    assert first.startswith("True [('") and last.split()[0] in ("passed", "failed", "incomplete"), ended.stdout
+    steps, first, *_, last = ended.stdout.strip().splitlines()
+    assert steps == "(0,)" and first.startswith("True [('") and last.split()[0] in ("passed", "failed", "incomplete"), ended.stdout
 
 
 def test_every_link_between_the_pages_leads_somewhere():

@@ -133,6 +133,9 @@ def test_microbatches_are_told_apart_and_summed(tmp_path):
     np.testing.assert_allclose(step.stage("dk", 1), expected[1], rtol=1e-11, atol=1e-13)
     np.testing.assert_allclose(step.stage("reduce"), sum(expected), rtol=1e-11, atol=1e-13)
     np.testing.assert_allclose(step.stage("accumulate"), sum(expected), rtol=1e-11, atol=1e-13)
+    assert backtape.open(tmp_path / "run").steps == (0,)
+    with pytest.raises(RuntimeError, match="is not a dump"):
+        _ = backtape.open(tmp_path / "absent").steps
     with pytest.raises(KeyError, match="microbatches 0, 1; choose one with microbatch="):
         step.stage("dk")
     with pytest.raises(KeyError, match="of microbatch 7"):
