@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ RETRIES = 3
 # How long a cluster may take to answer the first call, and its nodes to say which build they have.
 CONNECT_S = 5.0
 PROBE_S = 120.0
+# How often a wait looks whether a node is left that has the cores, and how long none may.
+LOOK_S = 5.0
+GONE_S = 120.0
 # Nodes that are named in one sentence.
 NAMED = 3
 
@@ -89,6 +93,10 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _most_cores(nodes: list[dict[str, Any]]) -> int:
+    return max((int(node["Resources"].get("CPU", 0)) for node in nodes), default=0)
+
+
 def build() -> str:
     """Which build this process has: bytes go between equal ones alone."""
     return f"{_native.__version__} {_native.__build__}"
@@ -116,8 +124,8 @@ class Cluster:
 
     def _check_nodes(self) -> None:
         """A node that could compute a task must have this build."""
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        most = max((int(node["Resources"].get("CPU", 0)) for node in nodes), default=0)
+        nodes = self._alive()
+        most = _most_cores(nodes)
         if most < self._task_cpus:
             lower = "lower --task-cpus" if most else "start nodes with cores"
             raise ClusterError(f"no node has the {self._task_cpus} cores of one task, the largest has {most}: {lower}")
@@ -134,6 +142,9 @@ class Cluster:
             more = f" and {len(wrong) - NAMED} more nodes" if len(wrong) > NAMED else ""
             every = "install the same backtape on every node"
             raise ClusterError(f"{', '.join(wrong[:NAMED])}{more}: {every}")
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _other_build(self, ref: Any) -> str | None:
         try:
@@ -157,10 +168,24 @@ class Cluster:
 
     def fetch(self, held: int) -> bytes:
         """Waits for sums, and takes them away."""
+        ref = self._held.pop(held)
         try:
-            return bytes(self._ray.get(self._held.pop(held)))
+            self._wait(ref)
+            return bytes(self._ray.get(ref))
         except self._ray.exceptions.RayError as error:
             raise ClusterError(self._why(error)) from None
+
+    def _wait(self, ref: Any) -> None:
+        """Ray itself waits for ever for cores that no node has any more: nodes may come yet."""
+        seen = time.monotonic()
+        while not self._ray.wait([ref], timeout=LOOK_S)[0]:
+            if _most_cores(self._alive()) >= self._task_cpus:
+                seen = time.monotonic()
+            elif time.monotonic() - seen > GONE_S:
+                raise ClusterError(
+                    f"no node with the {self._task_cpus} cores of one task is left for {GONE_S:.0f} s: "
+                    "start nodes (ray start --address), then replay again"
+                )
 
     def _why(self, error: BaseException) -> str:
         """A task also fails by those whose sums it goes on from: the first of them says why."""

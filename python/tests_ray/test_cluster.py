@@ -13,21 +13,43 @@ import pytest
 from jobs import KINDS
 
 REPLAY = Path(sys.executable).parent / "replay"
+# No command here takes a tenth of it.
+LIMIT_S = 300
 CUT = ("--task-tokens", "256", "--task-classes", "2048")
 
 
 def start(dump, *more):
     json = dump.parent / f"{dump.name}-{time.monotonic_ns()}.json"
     command = [REPLAY, "--dump", dump, "--quiet", "--json", json, *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     return process, json
 
 
 def end(started):
     """Exit code, the report's bytes, what was said on stderr."""
     process, json = started
-    _, said = process.communicate(timeout=500)
+    try:
+        _, said = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(stuck(process)) from None
     return process.returncode, json.read_bytes() if json.exists() else b"", said
+
+
+def stuck(process):
+    """What a command that does not end says of where it is: its threads' stacks, by faulthandler."""
+    process.send_signal(signal.SIGABRT)
+    return f"no end in {LIMIT_S} s: {process.communicate()[1]}"
+
+
+def until(happened, process):
+    """Waits for what happens while a command runs."""
+    given_up = time.monotonic() + LIMIT_S
+    while not happened():
+        assert process.poll() is None, process.communicate()[1]
+        if time.monotonic() > given_up:
+            raise AssertionError(stuck(process))
+        time.sleep(0.01)
 
 
 def replay(dump, *more):
@@ -64,14 +86,17 @@ def running():
 def killed_in_the_middle(process, count):
     """Kills that many workers, each by its id while it computes."""
     killed = set()
-    while len(killed) < count and process.poll() is None:
+
+    def enough():
         for pid in set(running()) - killed:
             # In the middle: it runs, and runs on a moment later.
             time.sleep(0.05)
             if pid in running() and len(killed) < count:
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
-        time.sleep(0.02)
+        return len(killed) == count or process.poll() is not None
+
+    until(enough, process)
     return len(killed)
 
 
@@ -98,9 +123,7 @@ def test_workers_killed_in_the_middle_of_a_tile_change_no_byte(nodes, dumps):
 def test_a_node_that_is_lost_with_its_sums_changes_no_byte(nodes, dumps):
     local = replay(dumps["large"])
     started = start(dumps["large"], *on(nodes))
-    while not running():
-        assert started[0].poll() is None
-        time.sleep(0.02)
+    until(running, started[0])
     time.sleep(1.0)
     nodes.remove_node(nodes.workers.pop(), allow_graceful=False)
     assert started[0].poll() is None
@@ -134,9 +157,7 @@ def test_a_directory_that_workers_do_not_have_is_one_sentence(nodes, dumps, tmp_
     files = tmp_path / "files"
     files.mkdir()
     started = start(dumps["large"], *on(nodes, "--spill", files))
-    while not running():
-        assert started[0].poll() is None
-        time.sleep(0.01)
+    until(running, started[0])
     # The command has made its files; a worker that starts from now on finds no place.
     files.rmdir()
     for pid in running():
@@ -171,9 +192,7 @@ def test_a_dump_that_workers_do_not_see_is_one_sentence(nodes, dumps, tmp_path):
     dump = tmp_path / "moved"
     shutil.copytree(dumps["large"], dump)
     started = start(dump, *on(nodes))
-    while not running():
-        assert started[0].poll() is None
-        time.sleep(0.01)
+    until(running, started[0])
     # The driver has its files open; a worker that starts from now on has not.
     dump.rename(tmp_path / "elsewhere")
     for pid in running():
@@ -194,6 +213,25 @@ def test_what_cannot_be_reached_or_does_not_suffice_is_one_sentence(nodes, dumps
     one_sentence(replay(dumps["fused"], *few), "64 cores", "--task-cpus")
     for address, word in (("127.0.0.1:1", "nothing answers"), ("here", "HOST:PORT"), ("127.0.0.1:x", "HOST:PORT")):
         one_sentence(replay(dumps["fused"], "--engine", "ray", "--address", address), word)
+
+
+def test_a_cluster_that_has_lost_every_node_with_cores_is_one_sentence(nodes, monkeypatch):
+    """Ray would wait for ever for a node that may come."""
+    import ray
+
+    from backtape import engine_ray
+
+    monkeypatch.setattr(engine_ray, "LOOK_S", 0.2)
+    monkeypatch.setattr(engine_ray, "GONE_S", 2.0)
+    cluster = engine_ray.connect(nodes.address, 1)
+    try:
+        while nodes.workers:
+            nodes.remove_node(nodes.workers.pop(), allow_graceful=False)
+        held = cluster.start(b"", [], 1)
+        with pytest.raises(engine_ray.ClusterError, match=r"no node with the 1 cores .* ray start --address"):
+            cluster.fetch(held[0])
+    finally:
+        ray.shutdown()
 
 
 def test_without_an_address_it_is_the_cluster_of_this_host_or_a_sentence(dumps):
