@@ -183,7 +183,7 @@ class Cluster:
                 seen = time.monotonic()
             elif time.monotonic() - seen > GONE_S:
                 raise ClusterError(
-                    f"no node with the {self._task_cpus} cores of one task is left for {GONE_S:.0f} s: "
+                    f"for {GONE_S:.0f} s no node has had the {self._task_cpus} cores of one task: "
                     "start nodes (ray start --address), then replay again"
                 )
 
