@@ -11,8 +11,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use backtape::role::Role;
 use backtape_replayer::cli;
 use backtape_replayer::compare::RowTally;
+use backtape_replayer::compare::plane::PlaneStage;
 use backtape_replayer::device::{
-    BackwardWalk, Comparison, Description, Device, DeviceError, Given, Kept, Kernel, Unit,
+    BackwardWalk, Comparison, Description, Device, DeviceError, Given, Kept, KeptPlane, Kernel,
+    PlaneComparison, Unit,
 };
 use backtape_replayer::dump::Selection;
 use backtape_replayer::head::Stage;
@@ -23,13 +25,14 @@ use backtape_replayer::kernels::reference::{
 use backtape_replayer::kernels::{Cotangents, HeadInputs, NoProgress, Precision, Progress, Tiles};
 use backtape_replayer::report::text;
 
+use crate::support::job::options::Extras;
 use crate::support::job::{Fault, Job};
 use crate::support::{dump, program};
 
 /// This process as a device, which counts what it is asked for, and may fail.
 struct Here {
     description: Description,
-    passes: [AtomicUsize; 7],
+    passes: [AtomicUsize; 8],
     /// The pass that fails: its place in `passes`, and how many of it are done before.
     fails: Option<(usize, usize)>,
 }
@@ -81,17 +84,37 @@ impl Device for Here {
         Ok(Box::new(Walk { on: self, held: Backward::zeros(inputs, noise) }))
     }
 
-    fn plane(
-        &self,
+    /// As much as the CPU takes at a time: what is found is summed in its order.
+    fn plane_bytes(&self) -> Result<usize, DeviceError> {
+        Ok(32 << 20)
+    }
+
+    fn plane<'a>(
+        &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        (tiles, progress): (Tiles, &dyn Progress),
-        on_tile: &mut dyn FnMut(PlaneTile),
-    ) -> Result<(), DeviceError> {
+        (stage, progress): (PlaneStage, &dyn Progress),
+    ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError> {
         self.pass(2)?;
-        let Upstream { lse, cotangents, noise } = upstream;
+        let (Upstream { lse, cotangents, noise }, vocab) = (upstream, inputs.k.rows);
+        let [mut values, mut variances] = [(); 2].map(|()| vec![0.0; inputs.q.rows * vocab]);
+        let on_tile = &mut |tile: PlaneTile| {
+            for (at, row) in tile.tokens.clone().enumerate() {
+                for (column, class) in tile.cols.clone().enumerate() {
+                    let (from, to) = (at * tile.cols.len() + column, row * vocab + class);
+                    (values[to], variances[to]) = match stage {
+                        PlaneStage::Logits => (tile.logits[from], tile.logits_var[from]),
+                        PlaneStage::Logprobs => {
+                            (tile.logits[from] - lse[row], tile.logits_var[from])
+                        }
+                        PlaneStage::Dlogits => (tile.dlogits[from], tile.dlogits_var[from]),
+                    };
+                }
+            }
+        };
+        let tiles = Tiles::default();
         reference::plane(inputs, lse, &cotangents, noise, tiles, progress, on_tile);
-        Ok(())
+        Ok(Box::new(LyingPlane { on: self, values, variances }))
     }
 
     fn policy_forward(
@@ -224,6 +247,34 @@ impl Kept for Lying<'_> {
     }
 }
 
+/// A plane that lies on the device, which emulates no policy there.
+struct LyingPlane<'a> {
+    on: &'a Here,
+    values: Vec<f64>,
+    variances: Vec<f64>,
+}
+
+impl KeptPlane for LyingPlane<'_> {
+    fn compare(&mut self, of: &PlaneComparison) -> Result<Vec<RowTally>, DeviceError> {
+        self.on.pass(7)?;
+        Ok(of.here(&self.values, &self.variances))
+    }
+
+    fn energy(
+        &mut self,
+        _policy: &Policy,
+        _inputs: &HeadInputs,
+        _upstream: (&[f64], &Cotangents<f64>),
+        _stored: (Option<Precision>, &dyn Progress),
+    ) -> Result<Option<f64>, DeviceError> {
+        Ok(None)
+    }
+
+    fn values(&mut self) -> Result<Vec<f64>, DeviceError> {
+        Ok(self.values.clone())
+    }
+}
+
 /// Every role that a dump holds.
 const ALL: &[Role] = &[];
 
@@ -238,8 +289,8 @@ fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
     path
 }
 
-/// Goal: every pass of the reference and of the policies goes to the device, and so do the comparisons of dq and dk;
-/// dq is fetched at the end, and nothing else of the report changes.
+/// Goal: every pass of the reference and of the policies goes to the device, and so do the comparisons of dq, dk
+/// and the plane; dq is fetched at the end, and nothing else of the report changes.
 #[test]
 fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
     let directory = tempfile::tempdir().unwrap();
@@ -248,7 +299,7 @@ fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
         Job { fault: Fault::LabelScatterBf16, ..Job::default() },
     ];
     let random = (0..10).map(Job::random);
-    let mut passes = [0; 7];
+    let mut passes = [0; 8];
     for (number, job) in jobs.into_iter().chain(random).enumerate() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let device = Here::new(None);
@@ -325,7 +376,11 @@ fn without_a_gpu_the_cpu_computes_and_says_so() {
 fn on_the_stand_in_of_a_gpu_the_verdicts_are_those_of_the_cpu() {
     let directory = tempfile::tempdir().unwrap();
     let json = directory.path().join("report.json");
-    let jobs = [Job::default(), Job { fault: Fault::LabelScatterBf16, ..Job::default() }];
+    // The worse of two microbatches is named, and both are as good as the emulated policy.
+    let mut planes = Job { microbatches: 1, ..Job::default() };
+    planes.options.extras =
+        Extras { logits: true, dlogits: true, logprobs: true, ..Extras::default() };
+    let jobs = [Job::default(), Job { fault: Fault::LabelScatterBf16, ..Job::default() }, planes];
     for (number, job) in jobs.into_iter().enumerate() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let ask = |device: &str| {
@@ -362,7 +417,7 @@ fn assert_same_words(place: &str, got: &serde_json::Value, wanted: &serde_json::
             }
         }
         (Array(got), Array(wanted)) => {
-            assert_eq!(got.len(), wanted.len(), "{place}");
+            assert_eq!(got.len(), wanted.len(), "{place}: {got:?}, not {wanted:?}");
             for (number, (got, wanted)) in got.iter().zip(wanted).enumerate() {
                 assert_same_words(&format!("{place} {number}"), got, wanted);
             }

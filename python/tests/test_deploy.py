@@ -57,6 +57,12 @@ def job(hosts, request):
     return Job(hosts, name)
 
 
+def hears_signals():
+    """Tests that run under nohup, or behind an &, ignore signals; a shell never traps what it was started ignoring."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_DFL)
+
+
 class Job:
     def __init__(self, hosts, name):
         self.hosts, self.name = hosts, name
@@ -79,6 +85,7 @@ class Job:
             process = subprocess.Popen(
                 list(map(str, words)), stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
                 env=os.environ | {"BACKTAPE_STEPS": "0-1", "TMPDIR": str(hosts.folder)} | (environment or {}),
+                preexec_fn=hears_signals,
             )  # fmt: skip
         self.process, self.log = process, log
         return self

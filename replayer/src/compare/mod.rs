@@ -6,6 +6,7 @@ pub mod bound;
 pub mod chart;
 pub mod measures;
 pub mod pair;
+pub mod plane;
 pub mod row;
 pub mod tally;
 pub mod ulp;

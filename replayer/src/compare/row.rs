@@ -35,8 +35,19 @@ impl Spot {
         }
     }
 
+    /// Takes a later one where there was none, or where it is larger.
+    fn keep_larger(&mut self, one: Spot, size: fn(&Spot) -> f64) {
+        if one.is_some() && (!self.is_some() || size(&one) > size(self)) {
+            *self = one;
+        }
+    }
+
     fn error(&self) -> f64 {
         (self.captured - self.reference).abs()
+    }
+
+    fn relative(&self) -> f64 {
+        self.error() / self.reference.abs()
     }
 
     /// With its place in the tensor.
@@ -117,6 +128,10 @@ unsafe impl bytemuck::Pod for RowTally {}
 
 const _: () = assert!((BUCKETS + 6).is_multiple_of(2), "no padding at the end of a row");
 
+/// Columns of a row that are looked at together: a device has a thread for each such piece, and the
+/// row is the pieces' sums, from the left. Rows of dq and dk have one, as a rule.
+pub const PIECE: usize = 4096;
+
 /// An element to compare, and what is allowed of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Element {
@@ -164,23 +179,79 @@ impl RowTally {
         (x, nan_is_meant): (f64, bool),
     ) -> RowTally {
         let mut row = RowTally::NONE;
+        let mut piece = RowTally::NONE;
         for (column, element) in elements.enumerate() {
-            let meant = nan_is_meant && !element.reference.is_finite();
-            if !meant {
-                row.allowed.add(&element.allowed);
+            if column > 0 && column.is_multiple_of(PIECE) {
+                row.join(&std::mem::replace(&mut piece, RowTally::NONE));
             }
-            let spot = row.measure(column, element, format);
-            if meant && !element.captured.is_finite() {
-                continue;
-            }
-            if !(element.captured.is_finite() && element.reference.is_finite()) {
-                row.nonfinite += 1;
-                row.spots[0].keep(spot);
-                continue;
-            }
-            row.add(element, spot, x);
+            piece.look_at(column, element, format, (x, nan_is_meant));
         }
+        row.join(&piece);
         row
+    }
+
+    /// The rows whose pieces these are, so many of each row, from the left.
+    pub fn joined(pieces: &[RowTally], of_row: usize) -> Vec<RowTally> {
+        let row = |pieces: &[RowTally]| {
+            let mut row = RowTally::NONE;
+            pieces.iter().for_each(|piece| row.join(piece));
+            row
+        };
+        pieces.chunks(of_row.max(1)).map(row).collect()
+    }
+
+    /// Pieces of a row of so many columns.
+    pub fn pieces(columns: usize) -> usize {
+        columns.div_ceil(PIECE).max(1)
+    }
+
+    fn look_at(
+        &mut self,
+        column: usize,
+        element: Element,
+        format: Format,
+        (x, nan_is_meant): (f64, bool),
+    ) {
+        let meant = nan_is_meant && !element.reference.is_finite();
+        if !meant {
+            self.allowed.add(&element.allowed);
+        }
+        let spot = self.measure(column, element, format);
+        if meant && !element.captured.is_finite() {
+            return;
+        }
+        match element.captured.is_finite() && element.reference.is_finite() {
+            true => self.add(element, spot, x),
+            false => {
+                self.nonfinite += 1;
+                self.spots[0].keep(spot);
+            }
+        }
+    }
+
+    /// Adds the next piece of the row.
+    fn join(&mut self, next: &RowTally) {
+        self.nonfinite += next.nonfinite;
+        self.exceeding += next.exceeding;
+        self.mismatches += next.mismatches;
+        self.from_zero += next.from_zero;
+        self.sign_or_overflow += next.sign_or_overflow;
+        self.error += next.error;
+        self.reference += next.reference;
+        self.captured += next.captured;
+        self.dot += next.dot;
+        self.max_abs = self.max_abs.max(next.max_abs);
+        self.beyond = self.beyond.max(next.beyond);
+        self.slope.iter_mut().zip(next.slope).for_each(|(sum, of)| *sum += of);
+        self.allowed.join(&next.allowed);
+        self.spots[0].keep(next.spots[0]);
+        self.spots[1].keep(next.spots[1]);
+        self.spots[2].keep_larger(next.spots[2], |spot| spot.score);
+        self.measured[0].keep(next.measured[0]);
+        self.measured[1].keep_larger(next.measured[1], Spot::error);
+        self.measured[2].keep_larger(next.measured[2], Spot::relative);
+        self.scores.iter_mut().zip(next.scores).for_each(|(sum, of)| *sum += of);
+        self.ulps.iter_mut().zip(next.ulps).for_each(|(sum, of)| *sum += of);
     }
 
     /// What other tools count of an element, too.
@@ -203,11 +274,10 @@ impl RowTally {
                 self.measured[1] = spot;
             }
             let worst = &mut self.measured[2];
-            let relative = |of: &Spot| of.error() / of.reference.abs();
-            let before = if worst.is_some() { relative(worst) } else { 0.0 };
+            let before = if worst.is_some() { worst.relative() } else { 0.0 };
             if reference == 0.0 {
                 self.from_zero += 1;
-            } else if relative(&spot) > before {
+            } else if spot.relative() > before {
                 *worst = spot;
             }
         }
@@ -276,11 +346,78 @@ impl AllowedSums {
         self.row += allowed.row;
     }
 
+    /// Adds those of the next piece.
+    fn join(&mut self, next: &AllowedSums) {
+        for (sums, of) in [(&mut self.own, &next.own), (&mut self.many, &next.many)] {
+            *sums = [sums[0] + of[0], sums[1] + of[1], sums[2].max(of[2])];
+        }
+        self.most += next.most;
+        self.row += next.row;
+        self.shared += next.shared;
+        self.certain += next.certain;
+    }
+
     /// Of a row's elements.
     #[cfg(test)]
     pub(super) fn of(elements: impl Iterator<Item = Allowed>) -> AllowedSums {
         let mut sums = AllowedSums::default();
         elements.for_each(|allowed| sums.add(&allowed));
         sums
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+    use backtape::dtype::Dtype;
+
+    /// A row of several pieces is what an element after the other says of it: what is counted is
+    /// the same, what stands out is the same, and sums differ by their order alone.
+    #[test]
+    fn a_row_of_several_pieces_is_the_row() {
+        let mut draw = Draw::new(7);
+        let elements: Vec<Element> = (0..2 * PIECE + 77)
+            .map(|at| {
+                let reference = if at % 41 == 0 { 0.0 } else { 2.0 * draw.unit() - 1.0 };
+                let captured = match at % 1000 {
+                    999 => f64::NAN,
+                    _ => reference + 3e-3 * (2.0 * draw.unit() - 1.0),
+                };
+                let allowed = Allowed { own: 1e-8 + 1e-6 * draw.unit(), ..Allowed::default() };
+                Element { captured, reference, allowed }
+            })
+            .collect();
+        let format = Format::of(Dtype::F32).unwrap();
+        let whole = RowTally::of(elements.iter().copied(), format, (9.0, false));
+        let mut flat = RowTally::NONE;
+        for (column, element) in elements.iter().enumerate() {
+            flat.look_at(column, *element, format, (9.0, false));
+        }
+        let counts = |row: &RowTally| {
+            let of = [row.nonfinite, row.exceeding, row.mismatches, row.from_zero];
+            (of, row.sign_or_overflow, row.scores, row.ulps, row.spots, row.measured)
+        };
+        assert_eq!(format!("{:?}", counts(&whole)), format!("{:?}", counts(&flat)));
+        assert!(flat.exceeding > 10 && flat.nonfinite == 8, "{flat:?}");
+        assert_eq!((whole.max_abs, whole.beyond), (flat.max_abs, flat.beyond));
+        let sums = |row: &RowTally| [row.error, row.captured, row.allowed.own[0], row.slope[0]];
+        for (found, wanted) in sums(&whole).into_iter().zip(sums(&flat)) {
+            assert!((found - wanted).abs() <= 1e-12 * wanted, "{found:e}, not {wanted:e}");
+        }
+        assert_eq!(RowTally::pieces(elements.len()), 3);
+        let pieces: Vec<RowTally> = elements
+            .chunks(PIECE)
+            .zip((0..).step_by(PIECE))
+            .map(|(of, first)| {
+                let mut piece = RowTally::NONE;
+                for (at, element) in of.iter().enumerate() {
+                    piece.look_at(first + at, *element, format, (9.0, false));
+                }
+                piece
+            })
+            .collect();
+        let joined = RowTally::joined(&pieces, 3);
+        assert_eq!(format!("{joined:?}"), format!("[{whole:?}]"));
     }
 }

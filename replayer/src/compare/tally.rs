@@ -138,6 +138,40 @@ impl Tally {
     ) -> Tally {
         rows.tally_by(|row| rows.look_at(row, &allowed, bound), bound)
     }
+
+    /// Of rows of so many columns that were looked at already; `index` and `repeats` as of
+    /// [`Rows`].
+    pub fn of_looked(
+        (looked, columns): (&[RowTally], usize),
+        index: &(dyn Fn(usize) -> u64 + Sync),
+        repeats: &(dyn Fn(usize) -> f64 + Sync),
+        bound: &Bound,
+    ) -> Tally {
+        let row = |row: usize| (looked[row], index(row), repeats(row));
+        Tally::by((looked.len(), columns as u64), row, bound)
+    }
+
+    /// Of rows of so many elements, each with its index and how often it counts.
+    fn by(
+        (count, elements): (usize, u64),
+        row: impl Fn(usize) -> (RowTally, u64, f64) + Sync,
+        bound: &Bound,
+    ) -> Tally {
+        let chunks: Vec<Tally> = (0..count.div_ceil(CHUNK))
+            .into_par_iter()
+            .map(|chunk| {
+                let mut tally = Tally::default();
+                for at in chunk * CHUNK..((chunk + 1) * CHUNK).min(count) {
+                    let (row, index, repeats) = row(at);
+                    tally.add(&row, (index, elements), repeats, bound);
+                }
+                tally
+            })
+            .collect();
+        let mut total = Tally::default();
+        chunks.into_iter().for_each(|chunk| total.merge(chunk));
+        total
+    }
 }
 
 impl Rows<'_> {
@@ -153,7 +187,7 @@ impl Rows<'_> {
 
     /// What is known of the stage once its rows were looked at, whoever did.
     pub fn tally(&self, looked: &[RowTally], bound: &Bound) -> Tally {
-        self.tally_by(|row| looked[row], bound)
+        Tally::of_looked((looked, self.captured.cols), self.index, self.repeats, bound)
     }
 
     fn look_at(
@@ -173,21 +207,8 @@ impl Rows<'_> {
     }
 
     fn tally_by(&self, of_row: impl Fn(usize) -> RowTally + Sync, bound: &Bound) -> Tally {
-        let (count, elements) = (self.captured.rows, self.captured.cols as u64);
-        let chunks: Vec<Tally> = (0..count.div_ceil(CHUNK))
-            .into_par_iter()
-            .map(|chunk| {
-                let mut tally = Tally::default();
-                for row in chunk * CHUNK..((chunk + 1) * CHUNK).min(count) {
-                    let at = ((self.index)(row), elements);
-                    tally.add(&of_row(row), at, (self.repeats)(row), bound);
-                }
-                tally
-            })
-            .collect();
-        let mut total = Tally::default();
-        chunks.into_iter().for_each(|chunk| total.merge(chunk));
-        total
+        let row = |row: usize| (of_row(row), (self.index)(row), (self.repeats)(row));
+        Tally::by((self.captured.rows, self.captured.cols as u64), row, bound)
     }
 }
 

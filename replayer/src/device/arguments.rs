@@ -125,10 +125,10 @@ kernel!(
     }
 );
 kernel!(
-    /// Logits and dlogits of a tile, with their variances.
+    /// A stage's entries of a tile, with their variances.
     Plane, "plane",
     {
-        products: u64, logits: u64, logits_var: u64, dlogits: u64, dlogits_var: u64, columns: i64,
+        products: u64, values: u64, variances: u64, stage: i64, stride: i64, columns: i64,
         valid: i64, first: i64, key_norms: u64, masked: f64, tokens: Tokens, head: Head,
     }
 );

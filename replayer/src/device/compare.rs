@@ -13,21 +13,22 @@ use super::error::DeviceError;
 use super::machine::{Arguments, Machine};
 use super::room::{Room, put_rows};
 use crate::compare::allowance::{Allowance, OfColumn, OfRow, Sums};
+use crate::compare::row::PIECE;
 use crate::compare::ulp::Format;
 use crate::compare::{Allowed, Element, RowTally};
 use crate::kernels::Matrix;
 use crate::kernels::matrix::rows_of;
 
 /// Name of the kernel in `kernels/compare.cu`.
-pub(super) const KERNELS: [&str; 1] = ["compare"];
+pub(super) const KERNELS: [&str; 3] = ["compare", "compare_plane", "plane_energy"];
 
 kernel!(
     /// Rows against their sums: the struct of `kernels/compare.cu`, field for field.
     Compare, "compare",
     {
-        columns: i64, captured: u64, dtype: i64, dense: [u64; 5], label: [u64; 5], label_rows: u64,
-        side: u64, side_dtype: i64, storage: u64, rows: u64, of_columns: u64, stage: Allowance,
-        bound: f64, to: u64,
+        columns: i64, pieces: i64, piece: i64, captured: u64, dtype: i64, dense: [u64; 5],
+        label: [u64; 5], label_rows: u64, side: u64, side_dtype: i64, storage: u64, rows: u64,
+        of_columns: u64, stage: Allowance, bound: f64, to: u64,
     }
 );
 
@@ -179,10 +180,13 @@ impl<M: Machine> Rooms<M> {
             true => 0,
             false => self.storage.put(machine, of.storage)?,
         };
-        let mut found = vec![<RowTally as bytemuck::Zeroable>::zeroed(); count];
+        let pieces = RowTally::pieces(columns);
+        let mut found = vec![<RowTally as bytemuck::Zeroable>::zeroed(); count * pieces];
         let compare = Compare {
-            threads: count as i64,
+            threads: found.len() as i64,
             columns: columns as i64,
+            pieces: pieces as i64,
+            piece: PIECE as i64,
             captured,
             dtype: dtype as i64,
             dense,
@@ -201,7 +205,7 @@ impl<M: Machine> Rooms<M> {
         // of the dense sums; those of the label part for each row that `label_rows` names.
         unsafe { machine.launch(&compare)? };
         self.found.get(machine, &mut found)?;
-        Ok(found)
+        Ok(RowTally::joined(&found, pieces))
     }
 
     /// Sums of the label part as they are.

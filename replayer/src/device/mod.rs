@@ -37,9 +37,11 @@ pub use compare::{Comparison, Kept, LabelSums};
 pub use error::DeviceError;
 pub use measure::{Measured, Square, Taken};
 pub use own::{Given, Kernel, KernelError, Unit};
+pub use plane::{KeptPlane, PlaneComparison};
 
+use crate::compare::plane::PlaneStage;
 use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
-use crate::kernels::reference::{Backward, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream};
+use crate::kernels::reference::{Backward, DkSums, ForwardSums, TermNoise, Upstream};
 use crate::kernels::{Cotangents, HeadInputs, Progress, Tiles};
 use own::launch::Launches;
 
@@ -78,14 +80,16 @@ pub trait Device: Sync {
         noise: &TermNoise,
     ) -> Result<Box<dyn BackwardWalk + 'a>, DeviceError>;
 
-    /// The tiles of `kernels::reference::plane`.
-    fn plane(
-        &self,
+    /// Bytes of f64 that a plane may take at a time.
+    fn plane_bytes(&self) -> Result<usize, DeviceError>;
+
+    /// A stage of `kernels::reference::plane`, whole, to be compared.
+    fn plane<'a>(
+        &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        tiles: (Tiles, &dyn Progress),
-        on_tile: &mut dyn FnMut(PlaneTile),
-    ) -> Result<(), DeviceError>;
+        of: (PlaneStage, &dyn Progress),
+    ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError>;
 
     /// `kernels::policy::forward`; sums that are not in f32, or in an order of their own, are the
     /// CPU's.
@@ -193,14 +197,17 @@ impl<M: Launches> Device for M {
         Ok(Box::new(backward::Walk::begin(self, inputs, 0..inputs.q.rows, (rows, noise))?))
     }
 
-    fn plane(
-        &self,
+    fn plane_bytes(&self) -> Result<usize, DeviceError> {
+        Ok(plane::bytes(machine::Machine::free(self)?))
+    }
+
+    fn plane<'a>(
+        &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        tiles: (Tiles, &dyn Progress),
-        on_tile: &mut dyn FnMut(PlaneTile),
-    ) -> Result<(), DeviceError> {
-        plane::plane(self, inputs, upstream, tiles, on_tile)
+        of: (PlaneStage, &dyn Progress),
+    ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError> {
+        Ok(Box::new(plane::plane(self, inputs, upstream, of)?))
     }
 
     fn policy_forward(

@@ -20,12 +20,14 @@ use super::error::DeviceError;
 use super::links::{Links, Nccl};
 use super::machine::Machine;
 use super::own::launch::Launches;
+use super::plane::KeptPlane;
 use super::room::Room;
-use super::{BackwardWalk, Description, Device, Given, Kernel, Unit, forward, own, plane, policy};
+use super::{BackwardWalk, Description, Device, Given, Kernel, Unit, forward, own, policy};
 use crate::compare::RowTally;
+use crate::compare::plane::PlaneStage;
 use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
 use crate::kernels::reference::{
-    self, Backward, DkSums, ForwardSums, LabelTerms, PlaneTile, TermNoise, Upstream,
+    self, Backward, DkSums, ForwardSums, LabelTerms, TermNoise, Upstream,
 };
 use crate::kernels::{Cotangents, HeadInputs, Progress, Tiles, span_of};
 
@@ -146,14 +148,18 @@ impl<M: Launches, L: Links<M>> Device for Several<M, L> {
     }
 
     /// Of the first.
-    fn plane(
-        &self,
+    fn plane_bytes(&self) -> Result<usize, DeviceError> {
+        self.machines[0].plane_bytes()
+    }
+
+    /// Of the first.
+    fn plane<'a>(
+        &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        tiles: (Tiles, &dyn Progress),
-        on_tile: &mut dyn FnMut(PlaneTile),
-    ) -> Result<(), DeviceError> {
-        plane::plane(&self.machines[0], inputs, upstream, tiles, on_tile)
+        of: (PlaneStage, &dyn Progress),
+    ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError> {
+        Device::plane(&self.machines[0], inputs, upstream, of)
     }
 
     /// Of the first.

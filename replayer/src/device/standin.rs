@@ -20,11 +20,12 @@ use crate::kernels::policy::Policy;
 
 /// What the child runs: all that `cuda()` is asked for in, one after the other, as the stand-in has
 /// one lock for all that it does.
-const LIST: [&str; 7] = [
+const LIST: [&str; 8] = [
     "--test-threads=1",
     "device::tests::on_cuda::",
     "device::policy::tests::on_cuda::",
     "device::compare::tests::on_cuda::",
+    "device::plane::tests::on_cuda::",
     "device::own::tests::",
     "device::measure::tests::",
     "device::several::tests::gpus_joined_by_nccl",

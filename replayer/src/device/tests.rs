@@ -8,9 +8,10 @@ use super::cuda::Cuda;
 use super::host::Host;
 use super::machine::{Arguments, Machine, Product};
 use super::own::launch::{Code, Launch, Passed};
+use super::plane::plane;
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture};
-use crate::kernels::reference::{self, DkBlock, backward_work, forward_work};
+use crate::kernels::reference::{self, DkBlock, PlaneTile, backward_work, forward_work};
 use crate::kernels::{Cotangents, Matrix, NoProgress, Transform, Values};
 
 const TILES: Tiles = Tiles { tokens: 6, vocab: 16 };
@@ -382,27 +383,49 @@ fn slab_after_slab_gives_the_gradient_of_the_whole_vocabulary<M: Launches>(machi
     }
 }
 
-fn the_plane_is_that_of_the_reference<M: Launches>(machine: &M) {
-    for noise in [NOISE, TermNoise { whole: true, ..NOISE }] {
-        for (what, fixture) in heads() {
-            let inputs = fixture.inputs();
-            let owned = Owned::of(&fixture);
-            let upstream = owned.upstream(&inputs, &noise);
-            let collect = |tiles: &mut Vec<Vec<f64>>, tile: PlaneTile| {
-                for part in [tile.logits, tile.logits_var, tile.dlogits, tile.dlogits_var] {
-                    tiles.push(part.to_vec());
-                }
-            };
-            let (mut got, mut wanted) = (Vec::new(), Vec::new());
-            let on_tile = &mut |tile: PlaneTile| collect(&mut got, tile);
-            Device::plane(machine, &inputs, upstream, (TILES, &NoProgress), on_tile).unwrap();
-            let Upstream { lse, cotangents, noise } = upstream;
-            let on_tile = &mut |tile: PlaneTile| collect(&mut wanted, tile);
-            reference::plane(&inputs, lse, &cotangents, noise, TILES, &NoProgress, on_tile);
-            for (got, wanted) in got.iter().zip(&wanted) {
-                assert_close(what, got, wanted, wanted.len());
+/// The reference's plane, whole: logits, log-probabilities, dlogits, and their variances.
+fn planes(inputs: &HeadInputs, upstream: Upstream) -> [[Vec<f64>; 2]; 3] {
+    let vocab = inputs.k.rows;
+    let whole = || vec![0.0; inputs.q.rows * vocab];
+    let mut found = [(); 4].map(|()| whole());
+    let on_tile = &mut |tile: PlaneTile| {
+        let parts = [tile.logits, tile.logits_var, tile.dlogits, tile.dlogits_var];
+        for (to, from) in found.iter_mut().zip(parts) {
+            for (row, values) in tile.tokens.clone().zip(from.chunks(tile.cols.len())) {
+                let first = row * vocab + tile.cols.start;
+                to[first..first + values.len()].copy_from_slice(values);
             }
-            assert_eq!(got.len(), wanted.len());
+        }
+    };
+    let Upstream { lse, cotangents, noise } = upstream;
+    reference::plane(inputs, lse, &cotangents, noise, TILES, &NoProgress, on_tile);
+    let [logits, logits_var, dlogits, dlogits_var] = found;
+    let of_token = |at: usize| lse[at / vocab];
+    let logprobs = logits.iter().enumerate().map(|(at, x)| x - of_token(at)).collect();
+    let logprobs_var = logits_var.clone();
+    [[logits, logits_var], [logprobs, logprobs_var], [dlogits, dlogits_var]]
+}
+
+const STAGES: [PlaneStage; 3] = [PlaneStage::Logits, PlaneStage::Logprobs, PlaneStage::Dlogits];
+
+fn the_plane_is_that_of_the_reference<M: Launches>(machine: &M) {
+    let mut all: Vec<_> = heads().into_iter().collect();
+    // Several tiles of a device with little memory.
+    all.push(("large", Fixture::new(150, 5, 600, 570)));
+    for noise in [NOISE, TermNoise { whole: true, ..NOISE }] {
+        for (what, fixture) in &all {
+            let inputs = fixture.inputs();
+            let owned = Owned::of(fixture);
+            let upstream = owned.upstream(&inputs, &noise);
+            for (stage, wanted) in STAGES.into_iter().zip(planes(&inputs, upstream)) {
+                let little = Little(machine);
+                let of = (stage, &NoProgress as &dyn Progress);
+                let mut held = plane(&little, &inputs, upstream, of).unwrap();
+                let got = [held.values().unwrap(), held.variances().unwrap()];
+                for (got, wanted) in got.iter().zip(&wanted) {
+                    assert_close(what, got, wanted, wanted.len());
+                }
+            }
         }
     }
 }

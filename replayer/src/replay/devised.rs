@@ -11,7 +11,7 @@ use super::outcome::Multiplied;
 use crate::device::{BackwardWalk, DeviceError, products_of};
 use crate::head::step::StepError;
 use crate::kernels::policy::{self, DkParts, DqParts, Policy, PolicyForward};
-use crate::kernels::reference::{self, Backward, Forward, PlaneTile, Upstream};
+use crate::kernels::reference::{self, Backward, Forward, Upstream};
 use crate::kernels::{Cotangents, HeadInputs};
 
 /// The replay ends with what the device said.
@@ -37,26 +37,6 @@ impl Replay<'_> {
         };
         let sums = device.forward(head, self.progress).map_err(failed)?;
         Ok(sums.finish(head.mask, head.k.rows - head.valid_vocab))
-    }
-
-    /// The token x vocabulary plane of a head, tile by tile.
-    pub(super) fn reference_plane(
-        &self,
-        head: &HeadInputs<'_>,
-        upstream: Upstream<'_>,
-        on_tile: &mut dyn FnMut(PlaneTile<'_>),
-    ) -> Result<(), StepError> {
-        let (tiles, progress) = (self.tiles, self.progress);
-        match self.device {
-            Some(device) => {
-                device.plane(head, upstream, (tiles, progress), on_tile).map_err(failed)
-            }
-            None => {
-                let Upstream { lse, cotangents, noise } = upstream;
-                reference::plane(head, lse, &cotangents, noise, tiles, progress, on_tile);
-                Ok(())
-            }
-        }
     }
 
     /// A policy's forward pass.

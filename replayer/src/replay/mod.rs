@@ -32,6 +32,7 @@ pub mod norm_pair;
 pub mod outcome;
 pub mod pass_cache;
 mod plane;
+mod plane_compared;
 pub mod probe;
 mod probed;
 pub mod recompute;

@@ -7,24 +7,24 @@ use backtape::identity::Microbatch;
 use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
 
-use super::allowed::{relative, stored};
+use super::devised::failed;
 use super::forward::{ForwardState, few};
-use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::tasks::PlanePart;
 use super::ties::near_ties;
-use super::world::{At, Expectation, UnitTokens};
+use super::world::UnitTokens;
 use super::{Replay, Slice};
 use crate::assemble;
-use crate::compare::{Allowed, Rows, Tally};
+use crate::compare::Tally;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
+use crate::kernels::policy::{self, Policy};
 use crate::kernels::round::Precision;
-use crate::kernels::{policy, reference, span_of};
+use crate::kernels::{reference, span_of};
 
 /// Bytes of one f64 buffer over a span of tokens.
 const SPAN_BYTES: usize = 32 << 20;
@@ -34,30 +34,32 @@ pub(super) type TakeSpan<'a> =
     dyn FnMut(Range<usize>, Matrix<'_>, Option<Precision>) -> Result<(), StepError> + 'a;
 
 /// Reference values of a span, `[tokens, V]` each.
-struct Plane {
-    logits: Vec<f64>,
-    logits_var: Vec<f64>,
-    dlogits: Vec<f64>,
-    dlogits_var: Vec<f64>,
+pub(super) struct Plane {
+    pub(super) logits: Vec<f64>,
+    pub(super) logits_var: Vec<f64>,
+    pub(super) dlogits: Vec<f64>,
+    pub(super) dlogits_var: Vec<f64>,
 }
 
 /// A span of tokens with what its stages start from.
-struct Span<'a> {
-    head: HeadInputs<'a>,
-    tokens: Range<usize>,
-    lse: &'a [f64],
-    cotangents: Cotangents<'a, f64>,
+pub(super) struct Span<'a> {
+    pub(super) head: HeadInputs<'a>,
+    pub(super) tokens: Range<usize>,
+    pub(super) lse: &'a [f64],
+    pub(super) cotangents: Cotangents<'a, f64>,
     /// How far a token's logits lie apart, as far as its softmax sees them.
-    spread: &'a [f64],
+    pub(super) spread: &'a [f64],
     /// Share of the roundings of a token's entries that are one, 0 to 1, and the variance
     /// of its logits where they are nearly equal.
-    alike: &'a [(f64, f64)],
-    microbatch: Option<Microbatch>,
+    pub(super) alike: &'a [(f64, f64)],
+    /// Variance that a token's row shares.
+    pub(super) scale: &'a [f64],
+    pub(super) microbatch: Option<Microbatch>,
 }
 
 impl Span<'_> {
     /// Share of the roundings of a token's entries to a format that are one.
-    fn alike(&self, row: usize, to: Precision) -> f64 {
+    pub(super) fn alike(&self, row: usize, to: Precision) -> f64 {
         let (alike, variance) = self.alike[row];
         alike.max(few(variance.sqrt() / (2.0 * to.unit_roundoff())))
     }
@@ -153,13 +155,21 @@ impl Replay<'_> {
             cotangents,
             spread: &part.spread,
             alike: &part.alike,
+            scale: &part.scale,
             microbatch: part.microbatch.map(Microbatch),
         };
-        let mut plane = self.exact_plane(&span)?;
+        let given = (captured, precision);
+        if let Some(device) = self.device {
+            return self.judge_span_there(device, stage, &span, given);
+        }
+        let mut plane = self.exact_plane(&span);
         let ties = self.suppose_plane(stage, &span, &mut plane);
-        let scale = |t: usize| part.scale[t];
-        let found = self.judge_span(stage, &span, (&plane, &ties), captured, precision, &scale);
-        Ok((found, self.emulate_span(stage, &span, &plane, precision)?))
+        let found = self.judge_span(stage, &span, (&plane, &ties), given);
+        let exact = if stage == Stage::Dlogits { &plane.dlogits } else { &plane.logits };
+        let energies = self.emulate_span(stage, &mut |policy| {
+            self.energy_of(policy, (stage, &span), (exact, precision))
+        })?;
+        Ok((found, energies))
     }
 
     /// The members that round most differently.
@@ -195,7 +205,11 @@ impl Replay<'_> {
                 return Err(unfit(&tensor, &format!("floats of shape [..., {vocab}]")));
             }
         };
-        let step = (SPAN_BYTES / (inner as usize * vocab * 8).max(1)).max(1) as u64;
+        let bytes = match self.device {
+            Some(device) => device.plane_bytes().map_err(failed)?,
+            None => SPAN_BYTES,
+        };
+        let step = (bytes / (inner as usize * vocab * 8).max(1)).max(1) as u64;
         let span =
             |start: u64| (start * inner) as usize..((start + step).min(first) * inner) as usize;
         Ok((0..first).step_by(step as usize).map(span).collect())
@@ -221,14 +235,13 @@ impl Replay<'_> {
         Ok(())
     }
 
-    fn exact_plane(&self, span: &Span<'_>) -> Result<Plane, StepError> {
+    fn exact_plane(&self, span: &Span<'_>) -> Plane {
         let (rows, vocab) = (span.tokens.len(), span.head.k.rows);
         let zeros = || vec![0.0; rows * vocab];
         let mut plane =
             Plane { logits: zeros(), logits_var: zeros(), dlogits: zeros(), dlogits_var: zeros() };
-        let noise = self.term_noise(span.head.q.cols);
-        let upstream = reference::Upstream::new(&span.head, span.lse, span.cotangents, &noise);
-        self.reference_plane(&span.head, upstream, &mut |tile| {
+        let (noise, cotangents) = (self.term_noise(span.head.q.cols), &span.cotangents);
+        let on_tile = &mut |tile: reference::PlaneTile<'_>| {
             for (to, from) in [
                 (&mut plane.logits, tile.logits),
                 (&mut plane.logits_var, tile.logits_var),
@@ -237,8 +250,11 @@ impl Replay<'_> {
             ] {
                 place(to, vocab, &tile.tokens, &tile.cols, from);
             }
-        })?;
-        Ok(plane)
+        };
+        let progress = self.progress;
+        let (tiles, lse) = (self.tiles, span.lse);
+        reference::plane(&span.head, lse, cotangents, &noise, tiles, progress, on_tile);
+        plane
     }
 
     /// dlogits as the world's policy has them, in place of the reference; how far those
@@ -272,132 +288,42 @@ impl Replay<'_> {
         ties
     }
 
-    fn judge_span(
-        &self,
-        stage: Stage,
-        span: &Span<'_>,
-        (plane, ties): (&Plane, &[f64]),
-        captured: Matrix<'_>,
-        precision: Option<Precision>,
-        scale: &dyn Fn(usize) -> f64,
-    ) -> Tally {
-        let vocab = span.head.k.rows;
-        // What a job writes into masked logits is its own business; their gradient is not.
-        let columns = if stage == Stage::Dlogits { vocab } else { span.head.valid_vocab };
-        let kept = Gathered::cut(&captured, columns);
-        let cut = |values: &[f64]| cut_columns(values, vocab, columns);
-        let (mut reference, variance) = match stage {
-            Stage::Dlogits => (cut(&plane.dlogits), cut(&plane.dlogits_var)),
-            _ => (cut(&plane.logits), cut(&plane.logits_var)),
-        };
-        if stage == Stage::Logprobs {
-            for (row, lse) in reference.chunks_mut(columns.max(1)).zip(span.lse) {
-                row.iter_mut().for_each(|x| *x -= lse);
-            }
-        }
-        let rows: Vec<usize> = span.tokens.clone().collect();
-        let at = At { stage, microbatch: span.microbatch, rank: None };
-        let world = self.world.scale(at);
-        reference.iter_mut().for_each(|x| *x *= world);
-        let values = &mut reference[..];
-        self.world.expected(&mut Expectation { at, rows: &rows, columns, values });
-        let scales: Vec<f64> = (0..span.tokens.len()).map(scale).collect();
-        let compute = self.roundings.compute();
-        let filter = self.step.options.declared.gradient_filter.unwrap_or(0.0);
-        let shared = self.shared_scale(if stage == Stage::Dlogits { 1.0 } else { 0.0 });
-        let transformed = self.transform_scale();
-        let factor = self.step.options.transform.scale.abs();
-        let allowed = |row: usize, column: usize, supposed: f64| {
-            let own = variance[row * columns + column];
-            let x = if world == 0.0 { 0.0 } else { supposed / world };
-            let inner = match stage {
-                Stage::Dlogits => {
-                    let (a, b) = (span.cotangents.lse[row], span.cotangents.label[row]);
-                    let is_label = span.head.labels[row] as usize == column;
-                    let dense = x.abs() + if is_label { (factor * b).abs() } else { 0.0 };
-                    let rounding = rounding_of_entry(self, x);
-                    let dropped = filter > 0.0 && x.abs() < filter * (a * factor).abs();
-                    let dropped = if dropped { x.abs() } else { 0.0 };
-                    let tie = ties.get(row * vocab + column).copied().unwrap_or(0.0);
-                    Allowed {
-                        own: own + rounding,
-                        row: scales[row] * dense * dense,
-                        // A scale of the logits moves p by (z - E z) of itself.
-                        shared: (shared + transformed * (1.0 + span.spread[row].powi(2))) * x * x,
-                        certain: dropped + tie,
-                        ..Allowed::default()
-                    }
-                }
-                Stage::Logprobs => {
-                    let lse = span.lse[row];
-                    let own = own + relative(2.0 * compute, lse.abs() + x.abs());
-                    // A softmax of its own: its lse errs as scale says, absolutely.
-                    let shared = transformed * (lse.abs() + x.abs()).powi(2);
-                    Allowed { own, row: scales[row], shared, ..Allowed::default() }
-                }
-                _ => Allowed { own, shared: transformed * x * x, ..Allowed::default() },
-            }
-            .times(world);
-            let storage = stored(precision, supposed);
-            // Entries that are alike are rounded alike as they are stored.
-            let to = precision.filter(|_| stage == Stage::Dlogits);
-            let alike = to.map_or(0.0, |to| span.alike(row, to) * storage);
-            let inner = inner.stored(storage, super::dk::rounds(world));
-            Allowed { shared: inner.shared + alike, ..inner }
-        };
-        let index = |row: usize| (span.tokens.start + row) as u64;
-        let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);
-        let rows = Rows {
-            captured: kept.matrix(),
-            reference: &reference,
-            index: &index,
-            repeats: &repeats,
-        };
-        let bound = self.bound(span.tokens.len(), vocab);
-        Tally::of(&rows, allowed, &bound)
-    }
-
     /// Error of the members that round most differently, beside the captured one.
-    fn emulate_span(
+    pub(super) fn emulate_span(
         &self,
         stage: Stage,
-        span: &Span<'_>,
-        exact: &Plane,
-        precision: Option<Precision>,
+        energy: &mut dyn FnMut(&Policy) -> Result<f64, StepError>,
     ) -> Result<Vec<f64>, StepError> {
         if stage == Stage::Logprobs || self.trial {
             return Ok(Vec::new()); // the floor is propagated
         }
-        let vocab = span.head.k.rows;
-        let energy = |member: Member| {
-            let mut energy = 0.0;
-            self.policy_plane(
-                &member.policy,
-                &span.head,
-                (span.lse, &span.cotangents),
-                &mut |tile| {
-                    let values = if stage == Stage::Logits { tile.logits } else { tile.dlogits };
-                    let exact = if stage == Stage::Logits { &exact.logits } else { &exact.dlogits };
-                    let width = tile.cols.len().max(1);
-                    for (row, values) in tile.tokens.clone().zip(values.chunks(width)) {
-                        for (column, &x) in tile.cols.clone().zip(values) {
-                            if stage == Stage::Dlogits || column < span.head.valid_vocab {
-                                let x = precision.map_or(x, |p| p.round64(x));
-                                energy += (x - exact[row * vocab + column]).powi(2);
-                            }
-                        }
-                    }
-                },
-            )?;
-            Ok(energy)
-        };
-        self.ends().into_iter().map(energy).collect()
+        self.ends().iter().map(|member| energy(&member.policy)).collect()
     }
-}
 
-/// Rounding of one entry of dlogits as the job may hold it, label and smoothing added.
-fn rounding_of_entry(replay: &Replay<'_>, x: f64) -> f64 {
-    super::allowed::rounded(replay.roundings.widest.dlogits, x)
+    /// Squared errors of a policy's entries, stored in this precision.
+    pub(super) fn energy_of(
+        &self,
+        policy: &Policy,
+        (stage, span): (Stage, &Span<'_>),
+        (exact, precision): (&[f64], Option<Precision>),
+    ) -> Result<f64, StepError> {
+        let vocab = span.head.k.rows;
+        let mut energy = 0.0;
+        let upstream = (span.lse, &span.cotangents);
+        self.policy_plane(policy, &span.head, upstream, &mut |tile| {
+            let values = if stage == Stage::Logits { tile.logits } else { tile.dlogits };
+            let width = tile.cols.len().max(1);
+            for (row, values) in tile.tokens.clone().zip(values.chunks(width)) {
+                for (column, &x) in tile.cols.clone().zip(values) {
+                    if stage == Stage::Dlogits || column < span.head.valid_vocab {
+                        let x = precision.map_or(x, |p| p.round64(x));
+                        energy += (x - exact[row * vocab + column]).powi(2);
+                    }
+                }
+            }
+        })?;
+        Ok(energy)
+    }
 }
 
 /// How far two emulations lie apart, element by element.
@@ -409,8 +335,4 @@ fn place(to: &mut [f64], width: usize, rows: &Range<usize>, cols: &Range<usize>,
     for (row, values) in rows.clone().zip(from.chunks(cols.len().max(1))) {
         to[row * width + cols.start..row * width + cols.end].copy_from_slice(values);
     }
-}
-
-fn cut_columns(values: &[f64], width: usize, columns: usize) -> Vec<f64> {
-    values.chunks(width.max(1)).flat_map(|row| &row[..columns]).copied().collect()
 }

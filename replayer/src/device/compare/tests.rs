@@ -48,7 +48,7 @@ struct Case {
 }
 
 /// A number of about this size.
-fn sized(draw: &mut Draw, about: f64) -> f64 {
+pub(in crate::device) fn sized(draw: &mut Draw, about: f64) -> f64 {
     about * 10f64.powf(2.0 * draw.unit() - 1.0)
 }
 
@@ -178,7 +178,7 @@ fn words(rows: &[RowTally]) -> Vec<Vec<u64>> {
     rows.iter().map(of).collect()
 }
 
-fn assert_same(what: &str, there: &[RowTally], here: &[RowTally]) {
+pub(in crate::device) fn assert_same(what: &str, there: &[RowTally], here: &[RowTally]) {
     assert_eq!(there.len(), here.len());
     for (row, (found, wanted)) in words(there).iter().zip(words(here)).enumerate() {
         assert_eq!(*found, wanted, "{what}, row {row}: {:?}, not {:?}", there[row], here[row]);

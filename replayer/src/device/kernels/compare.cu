@@ -1,5 +1,6 @@
-// Captured rows of dq or dk against the sums that lie here: one thread looks at one row, from the
-// left, and writes what is known of it.
+// Captured rows of dq or dk against the sums that lie here, and of the token x vocabulary plane
+// against the reference that lies here: one thread looks at one piece of a row, from the left, and
+// writes what is known of it.
 //
 // The structs are those of compare/allowance.rs and compare/row.rs, field for field, and the
 // operations theirs, one for one and in their order: a row has the bits that the CPU gives it from
@@ -251,11 +252,31 @@ DEVICE void look_at(RowTally *row, Spot spot, const Allowed *a, double bound) {
     if (!is_some(&row->spots[2]) || spot.score > row->spots[2].score) row->spots[2] = spot;
 }
 
-// ---- all rows ---------------------------------------------------------------------------------
+// ---- pieces of rows ---------------------------------------------------------------------------
+
+DEVICE void begin_piece(RowTally *row) {
+    const Spot none = { -1, 0.0, 0.0, 0.0 };
+    for (int i = 0; i < 3; i++) row->spots[i] = row->measured[i] = none;
+}
+
+DEVICE void look(RowTally *row, Spot spot, const Allowed *allowed, Format format, double bound) {
+    double error = fabs(spot.captured - spot.reference);
+    spot.score = error == 0.0 ? 0.0 : error / sqrt(total_of(allowed));
+    add_allowed(row, allowed);
+    measure(row, spot, format);
+    if (is_finite(spot.captured) && is_finite(spot.reference)) {
+        look_at(row, spot, allowed, bound);
+    } else {
+        row->nonfinite++;
+        keep(&row->spots[0], spot);
+    }
+}
+
+// ---- dq and dk --------------------------------------------------------------------------------
 
 typedef struct {
-    // One a row.
-    i64 threads, columns;
+    // One a piece: so many of each row, so wide.
+    i64 threads, columns, pieces, piece;
     const void *captured;
     i64 dtype;
     // Sums of the dense part, [rows, columns], or null.
@@ -299,14 +320,14 @@ DEVICE Sums sums_at(const Compare *a, i64 row, i64 column) {
 
 KERNEL(compare, Compare) {
     BEGIN(Compare);
-    const OfRow of_row = a.rows[thread];
+    i64 at_row = thread / a.pieces, first = thread % a.pieces * a.piece, end = first + a.piece;
+    const OfRow of_row = a.rows[at_row];
     const Format format = format_of(a.dtype);
-    const Spot none = { -1, 0.0, 0.0, 0.0 };
     RowTally *row = a.to + thread;
-    for (int i = 0; i < 3; i++) row->spots[i] = row->measured[i] = none;
-    for (i64 column = 0; column < a.columns; column++) {
-        i64 at = thread * a.columns + column;
-        Sums s = sums_at(&a, thread, column);
+    begin_piece(row);
+    for (i64 column = first; column < end && column < a.columns; column++) {
+        i64 at = at_row * a.columns + column;
+        Sums s = sums_at(&a, at_row, column);
         Allowed allowed = allowance(&a.stage, &s, &of_row, &a.of_columns[column]);
         Spot spot;
         spot.column = column;
@@ -320,15 +341,114 @@ KERNEL(compare, Compare) {
             allowed = with_few(allowed, variance_of(&a.stage.stored, spot.reference),
                 most_of(&a.stage.stored, size));
         }
-        double error = fabs(spot.captured - spot.reference);
-        spot.score = error == 0.0 ? 0.0 : error / sqrt(total_of(&allowed));
-        add_allowed(row, &allowed);
-        measure(row, spot, format);
-        if (is_finite(spot.captured) && is_finite(spot.reference)) {
-            look_at(row, spot, &allowed, a.bound);
-        } else {
-            row->nonfinite++;
-            keep(&row->spots[0], spot);
-        }
+        look(row, spot, &allowed, format, a.bound);
     }
+}
+
+// ---- the plane --------------------------------------------------------------------------------
+
+enum { LOGITS = 0, LOGPROBS = 1, DLOGITS = 2 };
+
+typedef struct {
+    i64 stage;
+    Rounding entry, subtracted, stored;
+    double filter, factor, shared, transformed;
+} PlaneAllowance;
+
+typedef struct {
+    double lse, upstream, label_upstream, scale, spread, alike;
+    i64 label;
+} OfToken;
+
+DEVICE Allowed of_entry(
+    const PlaneAllowance *of, const OfToken *token, i64 column, double x, double own
+) {
+    Allowed a = { own, 0.0, 0.0, 0.0, 0.0, 0.0 };
+    double size = fabs(x);
+    if (of->stage == DLOGITS) {
+        double label = token->label == column ? fabs(of->factor * token->label_upstream) : 0.0;
+        double dense = size + label;
+        double moved = of->transformed * (1.0 + token->spread * token->spread);
+        a.own = own + variance_of(&of->entry, x);
+        a.row = token->scale * dense * dense;
+        a.shared = (of->shared + moved) * x * x;
+        a.certain = size < of->filter * fabs(token->upstream * of->factor) ? size : 0.0;
+    } else if (of->stage == LOGPROBS) {
+        size = fabs(token->lse) + size;
+        a.own = own + variance_of(&of->subtracted, size);
+        a.row = token->scale;
+        a.shared = of->transformed * size * size;
+    } else {
+        a.shared = of->transformed * x * x;
+    }
+    return a;
+}
+
+typedef struct {
+    // One a piece of the first `columns` of a row, which has `stride` in all.
+    i64 threads, columns, stride, pieces, piece;
+    const void *captured;
+    i64 dtype;
+    const double *values, *variances;
+    const OfToken *tokens;
+    PlaneAllowance stage;
+    double bound;
+    RowTally *to;
+} ComparePlane;
+
+KERNEL(compare_plane, ComparePlane) {
+    BEGIN(ComparePlane);
+    i64 at_row = thread / a.pieces, first = thread % a.pieces * a.piece, end = first + a.piece;
+    const OfToken token = a.tokens[at_row];
+    const Format format = format_of(a.dtype);
+    RowTally *row = a.to + thread;
+    begin_piece(row);
+    for (i64 column = first; column < end && column < a.columns; column++) {
+        i64 at = at_row * a.stride + column;
+        Spot spot;
+        spot.column = column;
+        spot.captured = element(a.captured, a.dtype, at);
+        spot.reference = a.values[at];
+        Allowed allowed = of_entry(&a.stage, &token, column, spot.reference, a.variances[at]);
+        double storage = variance_of(&a.stage.stored, spot.reference);
+        allowed.own += storage;
+        allowed.shared += token.alike * storage;
+        look(row, spot, &allowed, format, a.bound);
+    }
+}
+
+typedef struct {
+    // One a piece of a row of a policy's tile.
+    i64 threads, columns, pieces, piece;
+    const float *tile;
+    // The reference's entries of these columns, of rows of `stride`.
+    const double *exact;
+    i64 stride;
+    // What the tile's entries are rounded to as the job stored them, negative for nothing.
+    i64 stored;
+    double *sums;
+} PlaneEnergy;
+
+DEVICE double value_of_bits(i64 dtype, u64 bits) {
+    Word w;
+    w.bits = bits;
+    if (dtype == BF16) return of_f32_bits((unsigned)bits << 16);
+    if (dtype == F16) return of_f16_bits((unsigned)bits);
+    if (dtype == F32) return of_f32_bits((unsigned)bits);
+    return w.value;
+}
+
+// Squared errors of a policy's entries, onto what earlier tiles left.
+KERNEL(plane_energy, PlaneEnergy) {
+    BEGIN(PlaneEnergy);
+    i64 at_row = thread / a.pieces, first = thread % a.pieces * a.piece, end = first + a.piece;
+    const Format format = format_of(a.stored);
+    double sum = a.sums[thread];
+    for (i64 column = first; column < end && column < a.columns; column++) {
+        double x = (double)a.tile[at_row * a.columns + column];
+        if (a.stored >= 0) x = value_of_bits(a.stored, nearest_bits(format, x));
+        double error = x - a.exact[at_row * a.stride + column];
+        sum += error * error;
+    }
+    a.sums[thread] = sum;
 }

@@ -287,12 +287,16 @@ KERNEL(terms, Terms) {
     }
 }
 
+// Whose plane it is: as compare.cu has them.
+enum { LOGITS = 0, LOGPROBS = 1, DLOGITS = 2 };
+
 typedef struct {
     i64 threads;
     // [rows, valid].
     const double *products;
-    // [rows, columns] each.
-    double *logits, *logits_var, *dlogits, *dlogits_var;
+    // Columns of the tile, of rows of `stride`, and the variances of their entries.
+    double *values, *variances;
+    i64 stage, stride;
     // Columns of the tile, how many of them are valid, the class of the first.
     i64 columns, valid, first;
     const double *key_norms;
@@ -305,22 +309,26 @@ typedef struct {
 // One thread an entry.
 KERNEL(plane, Plane) {
     BEGIN(Plane);
-    i64 row = thread / a.columns, v = thread % a.columns;
+    i64 row = thread / a.columns, v = thread % a.columns, at = row * a.stride + v;
     if (v >= a.valid) {
-        a.logits[thread] = a.masked;
-        a.logits_var[thread] = a.dlogits[thread] = a.dlogits_var[thread] = 0.0;
+        double logit = a.stage == LOGPROBS ? a.masked - a.tokens.lse[row] : a.masked;
+        a.values[at] = a.stage == DLOGITS ? 0.0 : logit;
+        a.variances[at] = 0.0;
         return;
     }
     const Head *head = &a.head;
     double product = a.products[row * a.valid + v];
     Logit logit = logit_of(head, product, a.first + v, a.tokens.norms[row] * a.key_norms[v]);
+    if (a.stage != DLOGITS) {
+        a.values[at] = a.stage == LOGPROBS ? logit.value - a.tokens.lse[row] : logit.value;
+        a.variances[at] = logit.var;
+        return;
+    }
     Dense dense = dense_of(head, &a.tokens, row, &logit);
     int is_label = (i64)a.tokens.labels[row] == a.first + v;
     double label = is_label ? a.tokens.c_label[row] : 0.0, by_logit = dense.by_logit + label;
     double var = dense.var + label * label * head->p_rel_var;
     if (head->whole && is_label) var = whole_var(head, &a.tokens, row, &logit, &dense);
-    a.logits[thread] = logit.value;
-    a.logits_var[thread] = logit.var;
-    a.dlogits[thread] = logit.slope * by_logit;
-    a.dlogits_var[thread] = logit.slope * logit.slope * var + by_logit * by_logit * logit.slope_var;
+    a.values[at] = logit.slope * by_logit;
+    a.variances[at] = logit.slope * logit.slope * var + by_logit * by_logit * logit.slope_var;
 }

@@ -12,7 +12,7 @@ mod head;
 mod plane;
 mod rows;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use super::DeviceError;
 use super::machine::{Compute, Machine};
@@ -24,7 +24,7 @@ use crate::kernels::{HeadInputs, Tiles};
 
 pub(super) use backward::backward;
 pub(super) use forward::forward;
-pub(super) use plane::plane;
+pub(super) use plane::{energy, plane};
 
 /// Names of the kernels in `kernels/policy.cu`.
 pub(super) const KERNELS: [&str; 8] = [

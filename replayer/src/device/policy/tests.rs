@@ -23,7 +23,7 @@ on_every_machine! {
     every_run_of_a_policy_gives_the_same_bits,
 }
 
-fn policies() -> Vec<(&'static str, Policy)> {
+pub(in crate::device) fn policies() -> Vec<(&'static str, Policy)> {
     use Precision::{Bf16, F8E4m3, F16, F32, Tf32};
     let fused = Policy::fused_bf16();
     vec![
