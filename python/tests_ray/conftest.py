@@ -10,7 +10,7 @@ import pytest
 for name in [name for name in os.environ if name.startswith(("BACKTAPE_", "RAY_"))]:
     del os.environ[name]
 # No reports home, no dashboard, and dead nodes noticed in seconds.
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000"}
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "500"}
 os.environ |= {"RAY_health_check_failure_threshold": "3", "RAY_DEDUP_LOGS": "0"}
 # What does not fit into an object store goes to a disk, which Ray takes to be full at 95 % otherwise:
 # these tests run where little of it is left.
