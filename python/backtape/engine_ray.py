@@ -20,9 +20,11 @@ RETRIES = 3
 # How long a cluster may take to answer the first call, and its nodes to say which build they have.
 CONNECT_S = 5.0
 PROBE_S = 120.0
-# How often a wait looks whether a node is left that has the cores, and how long none may.
+# How often a wait looks at the nodes; how long none may have the cores of a task, and how long all
+# cores may be free while a task waits.
 LOOK_S = 5.0
 GONE_S = 120.0
+DROPPED_S = 180.0
 # Nodes that are named in one sentence.
 NAMED = 3
 
@@ -176,16 +178,34 @@ class Cluster:
             raise ClusterError(self._why(error)) from None
 
     def _wait(self, ref: Any) -> None:
-        """Ray itself waits for ever for cores that no node has any more: nodes may come yet."""
-        seen = time.monotonic()
+        """Waits for what a task gives, but not for what will not come.
+
+        Ray itself waits for ever for cores that no node has any more (nodes may come yet), and, seen
+        with 2.60 where workers are killed as fast as they start, for a task that is neither queued
+        nor running anywhere.
+        """
+        seen = busy = time.monotonic()
         while not self._ray.wait([ref], timeout=LOOK_S)[0]:
+            now = time.monotonic()
             if _most_cores(self._alive()) >= self._task_cpus:
-                seen = time.monotonic()
-            elif time.monotonic() - seen > GONE_S:
+                seen = now
+            if not self._is_idle():
+                busy = now
+            if now - seen > GONE_S:
                 raise ClusterError(
                     f"for {GONE_S:.0f} s no node has had the {self._task_cpus} cores of one task: "
                     "start nodes (ray start --address), then replay again"
                 )
+            if now - busy > DROPPED_S:
+                raise ClusterError(
+                    f"Ray has dropped a task: for {DROPPED_S:.0f} s it has waited while every core was free; "
+                    "Ray's logs say which workers died: replay again"
+                )
+
+    def _is_idle(self) -> bool:
+        """Whether there are cores and nobody uses any."""
+        cores = self._ray.cluster_resources().get("CPU", 0)
+        return 0 < cores <= self._ray.available_resources().get("CPU", 0)
 
     def _why(self, error: BaseException) -> str:
         """A task also fails by those whose sums it goes on from: the first of them says why."""
