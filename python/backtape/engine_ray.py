@@ -204,8 +204,9 @@ class Cluster:
 
     def _is_idle(self) -> bool:
         """Whether there are cores and nobody uses any."""
-        cores = self._ray.cluster_resources().get("CPU", 0)
-        return 0 < cores <= self._ray.available_resources().get("CPU", 0)
+        cores: float = self._ray.cluster_resources().get("CPU", 0)
+        free: float = self._ray.available_resources().get("CPU", 0)
+        return 0 < cores <= free
 
     def _why(self, error: BaseException) -> str:
         """A task also fails by those whose sums it goes on from: the first of them says why."""
