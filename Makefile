@@ -9,7 +9,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
-	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes \
+	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
 	bench-durable bench-small bench-stream bench-gpu \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-marathon wheel pictures api clean
@@ -297,6 +297,13 @@ bench-causes: $(VENV)/.installed
 	cargo build --locked --release -p backtape-replayer --bin replay
 	$(BIN)/python tests/corpus/run.py $(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(CAUSE),--cause $(CAUSE)) $(if $(PUBLISH),--publish)
+
+# Loss heads of public training codes, from checkouts below SOURCES that are got from outside
+# (tests/foreign/sources.py says how they lie there); ONLY, DRAWS and SEED choose, PUBLISH=1 writes
+# docs/foreign-heads.md.
+bench-foreign: $(VENV)-torch/.installed-dev
+	$(VENV)-torch/bin/python tests/foreign/run.py --sources $(SOURCES) $(if $(ONLY),--only $(ONLY)) \
+		$(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) $(if $(PUBLISH),--publish)
 
 # docs/pictures: what each cause looks like, drawn from the planted-fault corpus; minutes.
 pictures: $(VENV)/.installed-dev
