@@ -21,7 +21,8 @@ use crate::replay::norm_pair::between;
 use crate::replay::outcome::{NotChecked, Outcome, Status};
 use crate::report::drawings::drawings;
 use crate::report::number::plural;
-use crate::report::schema::{AgainstReport, FirstDivergence, Report, Verdict};
+use crate::report::schema::{AgainstReport, FirstDivergence, Reason, Report};
+use crate::report::verdict::verdict;
 use crate::verify::Verification;
 
 /// A dump that was opened and verified.
@@ -115,14 +116,9 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
     let own = report.first_divergence.take();
     let all = own.into_iter().chain(other.first_divergence.clone()).chain(of_pair);
     report.first_divergence = all.min_by_key(order);
-    let agreed = |verdict: Verdict, replayed: bool| !replayed || verdict == Verdict::Agreed;
-    let each = agreed(report.verdict, replayed.0) && agreed(other.verdict, replayed.1);
-    let compared = found.stages.len() + found.named.len();
-    report.verdict = match &report.first_divergence {
-        Some(_) => Verdict::Diverged,
-        None if each && compared > 0 && found.unjudged == 0 => Verdict::Agreed,
-        None => Verdict::Incomplete,
-    };
+    let own = std::mem::take(&mut report.reasons);
+    report.reasons = reasons(own, other.reasons, &found, replayed);
+    report.verdict = verdict(&report.reasons);
     report.findings.extend(found.findings);
     report.findings.extend(other.findings.iter().map(|finding| format!("other run: {finding}")));
     let here = report.not_checked.clone();
@@ -148,6 +144,31 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
         norm_gap: None,
         drawings: other.drawings,
     });
+}
+
+/// Why the two runs do not agree: what speaks against either, and what parts them.
+fn reasons(
+    ours: Vec<Reason>,
+    theirs: Vec<Reason>,
+    found: &Differences,
+    replayed: (bool, bool),
+) -> Vec<Reason> {
+    // Nobody asked for the head of a run whose head was not replayed.
+    let mut all: Vec<Reason> = ours.into_iter().filter(|_| replayed.0).collect();
+    let other = |reason: Reason| Reason { what: format!("other run: {}", reason.what), ..reason };
+    all.extend(theirs.into_iter().filter(|_| replayed.1).map(other));
+    let stages = found.stages.iter().filter(|stage| stage.status == Status::Fail);
+    all.extend(stages.map(|one| Reason::diverged(format!("both runs: {}", one.stage))));
+    let named = found.named.iter().filter(|named| named.status == Status::Fail);
+    all.extend(named.map(|one| Reason::diverged(format!("both runs: {}", one.tensor))));
+    if found.stages.is_empty() && found.named.is_empty() {
+        all.push(Reason::incomplete("nothing that was asked for could be compared"));
+    }
+    if found.unjudged > 0 {
+        let tensors = plural(found.unjudged as u64, "tensor");
+        all.push(Reason::incomplete(format!("{tensors} could not be judged")));
+    }
+    all
 }
 
 /// Where the two runs leave each other first.

@@ -39,6 +39,8 @@ pub use trajectory::trajectory_report;
 
 /// Exit codes of replay.
 pub mod exit {
+    use crate::report::schema::Verdict;
+
     /// Everything compared agreed.
     pub const AGREED: i32 = 0;
     /// Something diverged.
@@ -47,6 +49,15 @@ pub mod exit {
     pub const USAGE: i32 = 2;
     /// The dump is incomplete or corrupt: no verdict on what depends on it.
     pub const INCOMPLETE: i32 = 3;
+
+    /// What a verdict ends with.
+    pub fn of(verdict: Verdict) -> i32 {
+        match verdict {
+            Verdict::Agreed => AGREED,
+            Verdict::Diverged => DIVERGED,
+            Verdict::Incomplete => INCOMPLETE,
+        }
+    }
 }
 
 /// Runs `replay` with these arguments, the program's name first.

@@ -31,9 +31,9 @@ use crate::replay::{self, Effort, Request};
 use crate::report::drawings::drawings;
 use crate::report::number::plural;
 use crate::report::schema::{
-    DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport, Verdict,
+    DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport,
 };
-use crate::report::{catalogue, dumped, inventory, text};
+use crate::report::{catalogue, dumped, inventory, text, verdict};
 use crate::spill::spill_to;
 use crate::verify::{Verification, verify};
 
@@ -112,11 +112,7 @@ fn replay_on(
     if let Some(page) = page {
         page.write(&report)?;
     }
-    let code = match report.verdict {
-        Verdict::Agreed => exit::AGREED,
-        Verdict::Diverged => exit::DIVERGED,
-        Verdict::Incomplete => exit::INCOMPLETE,
-    };
+    let code = exit::of(report.verdict);
     let json = || serde_json::to_string_pretty(&report).expect("a report is plain data");
     Ok((written.output(json, || text::render(&report))?, code))
 }
@@ -327,17 +323,12 @@ pub(super) fn report(
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
     let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
-    let blocked =
-        judged.is_none_or(|(step, outcome)| !step.unusable.is_empty() || outcome.compared() == 0);
-    let verdict = match (&first_divergence, blocked) {
-        (Some(_), _) => Verdict::Diverged,
-        (None, true) => Verdict::Incomplete,
-        (None, false) => Verdict::Agreed,
-    };
+    let reasons = verdict::of_head(judged, first_divergence.as_ref());
     Report {
         schema: SCHEMA,
         version: backtape::VERSION,
-        verdict,
+        verdict: verdict::verdict(&reasons),
+        reasons,
         step: dump.step,
         first_divergence,
         dump,

@@ -1,5 +1,5 @@
 //! What a person or a program reads of a replay: plain data in, text or JSON
-//! out. No verdict is made here.
+//! out. The one verdict that is made here is what all findings come to, see `verdict`.
 
 mod against;
 pub mod catalogue;
@@ -18,5 +18,6 @@ pub mod schema;
 pub mod shown;
 pub mod text;
 pub mod trajectory;
+pub mod verdict;
 
 pub use schema::Report;

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::drawings::Drawings;
+pub use super::verdict::{Reason, Verdict};
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::device::Description;
 use crate::diagnose::{Found, VariantStage};
@@ -14,18 +15,6 @@ use crate::replay::outcome::{
 
 /// Name and version of the schema.
 pub const SCHEMA: &str = "backtape.report/1";
-
-/// The verdict of a replay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Verdict {
-    /// Everything compared is what the declared precision must give.
-    Agreed,
-    /// Something is more wrong than rounding can explain.
-    Diverged,
-    /// Nothing diverged, and something asked for could not be judged.
-    Incomplete,
-}
 
 /// The dump that was read.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -199,6 +188,8 @@ pub struct Report {
     pub version: &'static str,
     /// The verdict.
     pub verdict: Verdict,
+    /// Why it is not `agreed`; empty where it is.
+    pub reasons: Vec<Reason>,
     /// The step.
     pub step: u64,
     /// Where the gradients diverge first.

@@ -1,0 +1,83 @@
+//! What a replay comes to: one word, and the reasons for it.
+//!
+//! Each place that finds something adds a [`Reason`] with the word that it asks for; the
+//! gravest word of all reasons is the verdict, and without any the runs agree.
+
+use serde::Serialize;
+
+use super::schema::FirstDivergence;
+use crate::head::HeadStep;
+use crate::replay::outcome::Outcome;
+
+/// The verdict of a replay, the gravest last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// Everything compared is what the declared precision must give.
+    Agreed,
+    /// Nothing diverged, and something asked for could not be judged.
+    Incomplete,
+    /// Something is more wrong than rounding can explain.
+    Diverged,
+}
+
+/// Why a replay does not agree.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Reason {
+    /// The word that it asks for.
+    pub verdict: Verdict,
+    /// What was found, or what is missing, in words.
+    pub what: String,
+}
+
+impl Reason {
+    /// The job did something wrong.
+    pub fn diverged(what: impl Into<String>) -> Reason {
+        Reason { verdict: Verdict::Diverged, what: what.into() }
+    }
+
+    /// The dump lacks something.
+    pub fn incomplete(what: impl Into<String>) -> Reason {
+        Reason { verdict: Verdict::Incomplete, what: what.into() }
+    }
+}
+
+/// The gravest word of these reasons.
+pub fn verdict(reasons: &[Reason]) -> Verdict {
+    reasons.iter().map(|reason| reason.verdict).max().unwrap_or(Verdict::Agreed)
+}
+
+/// The reasons that lie in the replay of one run's head; `None` where it was not replayed.
+pub fn of_head(
+    judged: Option<(&HeadStep<'_>, &Outcome)>,
+    first: Option<&FirstDivergence>,
+) -> Vec<Reason> {
+    let Some((step, outcome)) = judged else {
+        return vec![Reason::incomplete("the head was not replayed")];
+    };
+    let mut reasons = Vec::new();
+    if let Some(first) = first {
+        reasons.push(Reason::diverged(format!("{}: {}", first.stage, first.reason)));
+    }
+    for (key, why) in &step.unusable {
+        reasons.push(Reason::incomplete(format!("what depends on {key}: {why}")));
+    }
+    if outcome.compared() == 0 {
+        reasons.push(Reason::incomplete("no stage could be compared"));
+    }
+    reasons
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_gravest_reason_is_the_verdict_and_none_agrees() {
+        let (lacks, wrong) = (Reason::incomplete("q is lost"), Reason::diverged("dk"));
+        assert_eq!(verdict(&[]), Verdict::Agreed);
+        assert_eq!(verdict(std::slice::from_ref(&lacks)), Verdict::Incomplete);
+        assert_eq!(verdict(&[wrong.clone(), lacks.clone()]), Verdict::Diverged);
+        assert_eq!(verdict(&[lacks, wrong]), Verdict::Diverged);
+    }
+}
