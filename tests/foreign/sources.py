@@ -64,14 +64,21 @@ def functions(root, path, *names, **known):
 def module(root, path, **absent):
     """One file as a module. `absent`: modules of its program that its head does not use, by what they offer."""
     for name, offered in absent.items():
-        name = name.replace("__", ".")
-        for depth in range(1, len(name.split(".")) + 1):
-            package = ".".join(name.split(".")[:depth])
-            sys.modules.setdefault(package, types.ModuleType(package))
-            sys.modules[package].__path__ = []
-        vars(sys.modules[name]).update(offered)
-    spec = importlib.util.spec_from_file_location(Path(path).stem, root / path)
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[Path(path).stem] = loaded
+        vars(package(name.replace("__", "."))).update(offered)
+    name = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+    package(name.rpartition(".")[0])
+    spec = importlib.util.spec_from_file_location(name, root / path)
+    loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
+
+
+def package(name):
+    """An empty package of that name, and those around it, where there is none yet."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        outer = ".".join(parts[:depth])
+        if outer not in sys.modules:
+            sys.modules[outer] = types.ModuleType(outer)
+            sys.modules[outer].__path__ = []
+    return sys.modules[name]

@@ -256,3 +256,28 @@ def liger_flce(root, drawn, dtype, accumulator=torch.float32):
     q, k, labels = tensors(drawn, dtype)
     fixed = (None, None, IGNORED, 0.0, 0.0, "mean", None, False)
     return captured(Function.apply(q.flatten(0, 1), k, labels.flatten(), *fixed, accumulator)[0], q, k, labels)
+
+
+@head(
+    "unslothai/unsloth-zoo",
+    ("unsloth-fused-broken", "2a4e2a85^", {
+        "what": "upstream cotangent ignored", "stages": ("dq", "dk"), "causes": ("cotangent-dropped",),
+    }),
+    ("unsloth-fused-mended", "2a4e2a85"),
+    ("unsloth-fused", "ce232d6c"),
+    declared={"path": "chunked", **MEAN, "labels_shifted": False, "cotangent": 2.0, "softcap": 30.0}, dtypes=("f32",),
+)  # fmt: skip
+def unsloth_fused(root, drawn, dtype):
+    patches = {"UNSLOTH_ENABLE_LOGGING": False, "torch_compile_options": {}, "logger": logging.getLogger()}
+    losses = module(
+        root, "unsloth_zoo/fused_losses/cross_entropy_loss.py",
+        unsloth_zoo__temporary_patches__common=patches, unsloth_zoo__device_type={"DEVICE_TYPE": "cpu"},
+    )  # fmt: skip
+    q, k, labels = tensors(drawn, dtype)
+    loss = losses.unsloth_fused_ce_loss(
+        None, q, k, None, labels, torch_compile=False, n_chunks=3, logit_softcapping=30.0
+    )
+    # As DDP does with the world's size.
+    (loss * 2).backward()
+    named = {"q": q, "k": k, "labels": labels, "loss": loss, "dq": q.grad, "dk": k.grad}
+    return {name: tensor.detach() for name, tensor in named.items()}
