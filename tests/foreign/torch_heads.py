@@ -225,7 +225,11 @@ def megatron_vocab_parallel(root, drawn, dtype):
         "what": "p of the label rounded before 1 is taken off", "stages": ("dlogits",), "causes": ("label-prob-rounded-early",),
     }),
     ("liger-label-prob-mended", "be1cdc17"),
-    declared={"loss": "xent_logits", **MEAN, "dtypes": {"p": "f32", "dlogits": "f32"}}, dtypes=("bf16",),
+    declared={
+        "loss": "xent_logits", "path": "plain", **MEAN,
+        "dtypes": {"logits": "f32", "lse": "f32", "p": "f32", "parts": "f32", "label_grad": "f32", "dlogits": "bf16"},
+    },
+    dtypes=("bf16",),
 )  # fmt: skip
 def liger_cross_entropy(root, drawn, dtype):
     sys.path.insert(0, str(root / "src"))
