@@ -19,6 +19,7 @@ pub mod head;
 pub mod identity;
 pub mod index_box;
 pub mod manifest;
+pub mod nan;
 pub mod placement;
 pub mod role;
 pub mod scalars;

@@ -11,6 +11,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use backtape::nan::larger;
 use backtape_replayer::compare::Bound;
 use backtape_replayer::diagnose::diagnose;
 use backtape_replayer::dump::{Selection, StepDump, open};
@@ -139,11 +140,6 @@ fn ended(outcome: &Outcome, units: usize) -> Ended {
         }
     }
     Ended::Judged { alarm, consumed, compared: outcome.compared() }
-}
-
-/// The larger of two; NaN is larger than everything.
-fn larger(one: f64, other: f64) -> f64 {
-    if one > other || one.is_nan() { one } else { other }
 }
 
 fn consumption(comparison: &Comparison, comparisons: usize) -> Consumption {

@@ -19,6 +19,7 @@ mod false_alarms;
 mod flips;
 mod hidden;
 mod looking;
+mod numbers;
 mod operating;
 mod page;
 mod precision;

@@ -174,7 +174,8 @@ class Run:
             found = statuses(report, stages)
             for stage in report.stages:
                 if getattr(stage, "error", None) is not None:
-                    self.errors[stage.name] = max(self.errors[stage.name], stage.error)
+                    # Unlike max, numpy keeps a NaN.
+                    self.errors[stage.name] = np.maximum(self.errors[stage.name], stage.error)
                     if not stage.error < most:
                         found.append(f"{stage.name}: error {stage.error} of at most {most}")
             if report.verdict != "agreed" or found:

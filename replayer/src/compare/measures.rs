@@ -148,7 +148,7 @@ impl Measures {
 /// The measures as a report shows them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Summary {
-    /// Largest absolute difference.
+    /// Largest absolute difference; NaN (in JSON null) where a value is no number.
     pub max_abs: f64,
     /// Largest difference relative to a reference that is not 0.
     pub max_rel: f64,
@@ -172,13 +172,15 @@ pub struct Summary {
 }
 
 impl Measures {
-    /// For a report.
-    pub fn summary(&self, cosine: f64) -> Summary {
+    /// For a report, with how many values are no numbers: with any, no largest difference is
+    /// known.
+    pub fn summary(&self, cosine: f64, nonfinite: u64) -> Summary {
+        let known = |size: f64| if nonfinite > 0 { f64::NAN } else { size };
         let last = self.ulps.iter().rposition(|&n| n > 0).map_or(0, |last| last + 1);
         let ulps = self.ulps[..last].iter().enumerate();
         Summary {
-            max_abs: self.max_abs(),
-            max_rel: self.max_rel.map_or(0.0, |(most, _)| most),
+            max_abs: known(self.max_abs()),
+            max_rel: known(self.max_rel.map_or(0.0, |(most, _)| most)),
             max_rel_index: self.max_rel.map(|(_, at)| at.index),
             from_zero: self.from_zero,
             cosine,

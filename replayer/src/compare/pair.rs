@@ -11,7 +11,7 @@
 use backtape::dtype::Dtype;
 use half::f16;
 
-use super::measures::{Energies, Measures, Point};
+use super::measures::{Energies, Measures, Point, Summary};
 use super::ulp::Format;
 
 /// Elements widened at a time.
@@ -53,9 +53,18 @@ impl At {
 }
 
 impl Compared {
-    /// Relative difference in the Frobenius norm.
+    /// Relative difference in the Frobenius norm; no number where a value is none.
     pub fn difference(&self) -> f64 {
-        super::tally::relative(self.energies.error, self.energies.reference)
+        match self.nonfinite {
+            0 => super::tally::relative(self.energies.error, self.energies.reference),
+            _ => f64::NAN,
+        }
+    }
+
+    /// For a report.
+    pub fn summary(&self) -> Summary {
+        let cosine = if self.nonfinite > 0 { f64::NAN } else { self.energies.cosine() };
+        self.measures.summary(cosine, self.nonfinite)
     }
 
     /// Adds what was compared further on.

@@ -2,6 +2,7 @@
 //! worst element, worst rows. NaN is counted before anything is compared and
 //! can pass no bound: every test is `!(error <= bound)`.
 
+use backtape::nan::{by_size, larger};
 use rayon::prelude::*;
 
 use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
@@ -222,7 +223,7 @@ impl Tally {
         let (mut beyond, mut exceeding_rows) = (row.beyond, 0);
         if !(row.error <= most) {
             exceeding_rows = 1;
-            beyond = beyond.max(row.error / most);
+            beyond = larger(beyond, row.error / most);
             worst_rows.push(RowExcess {
                 row: index,
                 error: (row.error / row.reference).sqrt(),
@@ -277,7 +278,7 @@ impl Tally {
         self.first = self.first.take().or(other.first);
         self.exceeding += other.exceeding;
         self.exceeding_rows += other.exceeding_rows;
-        self.beyond = self.beyond.max(other.beyond);
+        self.beyond = larger(self.beyond, other.beyond);
         if let Some(theirs) = other.worst
             && self.worst.as_ref().is_none_or(|ours| theirs.score > ours.score)
         {
@@ -287,19 +288,25 @@ impl Tally {
             return;
         }
         self.worst_rows.extend(other.worst_rows);
-        self.worst_rows.sort_by(|a, b| b.ratio.total_cmp(&a.ratio).then(a.row.cmp(&b.row)));
+        self.worst_rows.sort_by(|a, b| by_size(&b.ratio, &a.ratio).then(a.row.cmp(&b.row)));
         self.worst_rows.truncate(KEPT);
     }
 
-    /// Relative error in the Frobenius norm; absolute when the reference is zero.
+    /// Relative error in the Frobenius norm; absolute when the reference is zero, and no
+    /// number where a value is none.
     pub fn error(&self) -> f64 {
-        relative(self.error_energy, self.reference_energy)
+        self.of_numbers(relative(self.error_energy, self.reference_energy))
+    }
+
+    /// What is known of all elements from the finite ones: nothing, where there are others.
+    pub fn of_numbers(&self, of_finite: f64) -> f64 {
+        if self.nonfinite > 0 { f64::NAN } else { of_finite }
     }
 
     /// Cosine of the angle between captured and reference values.
     pub fn cosine(&self) -> f64 {
         let dot = self.dot + self.reference_energy;
-        cosine(dot, self.captured_energy, self.reference_energy)
+        self.of_numbers(cosine(dot, self.captured_energy, self.reference_energy))
     }
 
     /// The relative error that the declared precision is expected to have.
@@ -328,16 +335,29 @@ impl Tally {
         let over = |used: f64, most: f64| if used == 0.0 { 0.0 } else { used / most };
         let whole = over(self.error_energy, self.budget.energy(bound.stage));
         let slope = over(self.slope().abs(), self.allowed_slope(bound)).powi(2);
-        match self.nonfinite > 0 || whole.is_nan() || slope.is_nan() {
-            true => f64::INFINITY,
-            false => self.beyond.max(whole).max(slope),
-        }
+        let most = larger(larger(self.beyond, whole), slope);
+        if self.nonfinite > 0 || most.is_nan() { f64::INFINITY } else { most }
+    }
+
+    /// Why nothing can be told of finite values, if so: an error of which the square is no
+    /// number passes no bound, and within a bound that is none everything would be.
+    pub fn unjudged(&self, bound: &Bound) -> Option<String> {
+        let energies = [self.error_energy, self.reference_energy, self.captured_energy];
+        let bounds = [self.budget.energy(bound.stage), self.allowed_slope(bound)];
+        let numbers = energies.into_iter().chain(bounds).all(f64::is_finite);
+        let seen = self.nonfinite > 0 || self.exceeding > 0;
+        (!seen && !numbers).then(|| {
+            "its values, or what rounding may make of them, are so large that their squares are no f64 numbers".into()
+        })
     }
 
     /// Why the stage is more wrong than rounding can explain, if it is.
     pub fn excess(&self, bound: &Bound) -> Option<String> {
         if self.nonfinite > 0 {
             return Some(format!("{} values are not finite", self.nonfinite));
+        }
+        if let Some(why) = self.unjudged(bound) {
+            return Some(why);
         }
         if self.exceeding > 0 {
             let (n, of) = (self.exceeding, self.elements);
@@ -362,12 +382,13 @@ impl Tally {
     }
 }
 
-/// `√(error/norm)`; the absolute error where there is no norm to relate it to.
+/// `√(error/norm)`; the absolute error where there is no norm to relate it to. Of a norm that is
+/// beyond f64 nothing is a share.
 pub fn relative(error_energy: f64, reference_energy: f64) -> f64 {
-    if reference_energy > 0.0 {
-        (error_energy / reference_energy).sqrt()
-    } else {
-        error_energy.sqrt()
+    match reference_energy {
+        0.0 => error_energy.sqrt(),
+        norm if norm.is_finite() => (error_energy / norm).sqrt(),
+        _ => f64::NAN,
     }
 }
 

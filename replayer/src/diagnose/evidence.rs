@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::nan::by_size;
 
 use super::detectors::captured::{Values, captured};
 use super::detectors::reference::{self, Reference};
@@ -55,7 +56,10 @@ pub struct Residual {
 impl Residual {
     /// D6, D7: energy that is left when the reference is scaled as fits best.
     pub fn left_by_scale(&self) -> f64 {
-        (self.captured - self.factor * self.factor * self.reference).max(0.0)
+        match self.captured - self.factor * self.factor * self.reference {
+            left if left.is_finite() && self.nonfinite == 0 => left.max(0.0),
+            _ => f64::INFINITY,
+        }
     }
 
     /// True when one factor explains the comparison: what it leaves is within twice the
@@ -258,7 +262,7 @@ impl<'a> Evidence<'a> {
     pub fn worst_unit(&self, stages: &[Stage]) -> Option<&UnitState> {
         let over = |(_, residual): &(Key, Residual)| residual.energy / residual.floor;
         let failing = self.failing_of(stages);
-        let (key, _) = failing.max_by(|a, b| over(a).total_cmp(&over(b)))?;
+        let (key, _) = failing.max_by(|a, b| by_size(&over(a), &over(b)))?;
         let of = |unit: &&UnitState| {
             unit.microbatch == key.microbatch && (unit.rank == key.rank || key.rank.is_none())
         };

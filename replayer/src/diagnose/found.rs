@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use backtape::nan::largest;
 use serde::Serialize;
 
 use super::cause::{Cause, Observed};
@@ -160,7 +161,7 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
 pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
     let keys = &evidence.failing;
     let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |of| of.overshoot);
-    let most = keys.iter().map(over).fold(0.0, f64::max).sqrt();
+    let most = largest(keys.iter().map(over)).sqrt();
     let words = format!(
         "the error is {most:.2} times the largest that undeclared roundings may make, so near that a wrong cause would pass as well, and with no cause does the emulated head reproduce what was captured; a job that declares its dtypes is judged more closely"
     );

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use backtape::nan::largest;
 use serde::Serialize;
 
 use super::cause::{Cause, Hypothesis};
@@ -93,12 +94,12 @@ pub(super) fn judge(
             stage: stage.name(),
             agrees: judged.failing().count() == 0,
             reason: judged.reason.clone(),
-            error: judged.comparisons.iter().map(error).fold(0.0, f64::max),
+            error: largest(judged.comparisons.iter().map(error)),
             floor: worst.floor(),
             ratio: worst.ratio(),
             explains: whole(&of_stage, |all| all.iter().all(|one| one.passes)),
             distance: whole(&of_stage, |all| {
-                all.iter().map(|one| (one.energy / one.reference).sqrt()).fold(0.0, f64::max)
+                largest(all.iter().map(|one| (one.energy / one.reference).sqrt()))
             }),
             comparisons: judged.comparisons.len(),
         });

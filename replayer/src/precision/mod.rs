@@ -14,6 +14,7 @@ pub mod summation;
 mod verdict;
 
 use backtape::identity::Microbatch;
+use backtape::nan::{by_size, larger};
 use backtape::role::Role;
 use serde::Serialize;
 
@@ -265,7 +266,7 @@ struct Summed {
 fn sums(head: &HeadInputs<'_>, tokens: &[usize], stored: Stored) -> Summed {
     let n = logits::columns(head).max(1);
     let mut errors: Vec<Vec<f64>> = vec![Vec::new(); Method::ALL.len()];
-    let (mut kept, mut lse_f32) = (Vec::new(), 0.0f64);
+    let (mut kept, mut lse_f32) = (Vec::new(), 0.0);
     for held in tokens.chunks(HELD) {
         let narrow = logits::logits::<f32>(head, held, None, stored);
         let wide = logits::logits::<f64>(head, held, None, stored);
@@ -277,7 +278,7 @@ fn sums(head: &HeadInputs<'_>, tokens: &[usize], stored: Stored) -> Summed {
                 continue;
             }
             kept.push(token);
-            lse_f32 = lse_f32.max((f64::from(lse(row)) - lse(exact_row)).abs());
+            lse_f32 = larger(lse_f32, (f64::from(lse(row)) - lse(exact_row)).abs());
             for (errors, method) in errors.iter_mut().zip(Method::ALL) {
                 errors.push(relative_error(method.sum(&exponentials), truth));
             }
@@ -285,7 +286,7 @@ fn sums(head: &HeadInputs<'_>, tokens: &[usize], stored: Stored) -> Summed {
     }
     let lambda = lambda(kept.len(), n, FALSE_ALARM);
     let report = |(method, errors): (Method, Vec<f64>)| {
-        let worst = (0..errors.len()).max_by(|&a, &b| errors[a].total_cmp(&errors[b]));
+        let worst = (0..errors.len()).max_by(|&a, &b| by_size(&errors[a], &errors[b]));
         SumReport {
             method: method.name(),
             max: worst.map_or(f64::NAN, |worst| errors[worst]),

@@ -1,4 +1,5 @@
 //! The answer as one sentence, from the numbers alone.
+use backtape::nan::by_size;
 
 use super::{Gradients, Precision, SumReport};
 use crate::report::number::error;
@@ -58,7 +59,7 @@ fn summation(found: &Precision, naive: &SumReport) -> String {
             "summation is not the cause: {moves}; a gradient check with eps = {step} on an f32 loss errs by {off} by itself; {instead}"
         )
     } else {
-        let better = found.sums.iter().skip(1).min_by(|a, b| a.max.total_cmp(&b.max));
+        let better = found.sums.iter().skip(1).min_by(|a, b| by_size(&a.max, &b.max));
         let better =
             better.map_or(String::new(), |sum| format!(", {} by {}", sum.method, error(sum.max)));
         format!(

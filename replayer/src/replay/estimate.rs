@@ -14,6 +14,8 @@
 
 use std::ops::Range;
 
+use backtape::nan::larger;
+
 use super::gather::Gathered;
 use super::sample::Sample;
 use crate::head::step::{rows_of, vocabulary_slab};
@@ -288,7 +290,7 @@ impl Sampled {
     /// How many error bars the captured dk is off: for choosing what to show first.
     pub fn off(&self) -> f64 {
         let bars = |x: f64, bar: f64| if x == 0.0 { 0.0 } else { x.abs() / bar };
-        bars(self.error, self.sampling).max(bars(self.slope, self.slope_bar))
+        larger(bars(self.error, self.sampling), bars(self.slope, self.slope_bar))
     }
 
     /// What the sample says, and no verdict.

@@ -5,6 +5,7 @@
 //! does: what errs several times as much passes for want of a declaration, and is said.
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::nan::by_size;
 
 use super::Replay;
 use super::outcome::{Comparison, NotChecked, Outcome, Status};
@@ -32,7 +33,7 @@ impl Replay<'_> {
         let mut notes = Vec::new();
         for stage in outcome.stages.iter_mut().filter(|one| one.status == Status::Pass) {
             let found = stage.comparisons.iter().filter(far);
-            let Some(worst) = found.max_by(|a, b| a.ratio().total_cmp(&b.ratio())) else {
+            let Some(worst) = found.max_by(|a, b| by_size(&a.ratio(), &b.ratio())) else {
                 continue;
             };
             let times = worst.ratio();

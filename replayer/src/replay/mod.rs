@@ -191,6 +191,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     replay.note_effort(&slices, &mut outcome);
     replay.across(&slices, &mut outcome)?;
     maps::note_hits(&slices, &mut outcome);
+    outcome.set_aside_unjudged();
     outcome.finish(step);
     replay.note_loose(&mut outcome);
     Ok(outcome)

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::nan::{by_size, largest};
 use backtape::role::Role;
 use serde::Serialize;
 
@@ -74,6 +75,8 @@ pub struct Comparison {
     pub tally: Tally,
     /// Why it fails, if it does.
     pub excess: Option<String>,
+    /// Why it tells nothing, if so: then a stage is skipped, and a hypothesis not believed.
+    pub unjudged: Option<String>,
     /// How many times the error energy that it may have it has, by the test that it is
     /// furthest beyond.
     pub overshoot: f64,
@@ -137,14 +140,22 @@ impl Comparison {
         tally: Tally,
         bound: &Bound,
     ) -> Comparison {
-        let (excess, overshoot) = (tally.excess(bound), tally.overshoot(bound));
-        let (members, by_hits) = (Vec::new(), Vec::new());
-        Comparison { microbatch, rank, source, tally, excess, overshoot, members, by_hits }
+        Comparison {
+            microbatch,
+            rank,
+            source,
+            excess: tally.excess(bound),
+            unjudged: tally.unjudged(bound),
+            overshoot: tally.overshoot(bound),
+            tally,
+            members: Vec::new(),
+            by_hits: Vec::new(),
+        }
     }
 
     /// Error of the worst plausible member, or the propagated expectation.
     pub fn floor(&self) -> f64 {
-        let worst = self.members.iter().map(|member| member.energy).fold(0.0, f64::max);
+        let worst = largest(self.members.iter().map(|member| member.energy));
         let energy = if self.members.is_empty() { self.tally.budget.expected() } else { worst };
         relative(energy, self.tally.reference_energy)
     }
@@ -161,7 +172,7 @@ impl Comparison {
     pub fn best_member(&self) -> Option<&str> {
         let error = self.tally.error_energy;
         let distance = |member: &MemberError| (member.energy / error).ln().abs();
-        let nearest = self.members.iter().min_by(|a, b| distance(a).total_cmp(&distance(b)));
+        let nearest = self.members.iter().min_by(|a, b| by_size(&distance(a), &distance(b)));
         nearest.map(|member| member.name.as_str())
     }
 }
@@ -172,7 +183,7 @@ impl StageOutcome {
         let rank = |c: &Comparison| (c.excess.is_some(), c.ratio());
         self.comparisons.iter().max_by(|a, b| {
             let ((fail_a, ratio_a), (fail_b, ratio_b)) = (rank(a), rank(b));
-            fail_a.cmp(&fail_b).then(ratio_a.total_cmp(&ratio_b))
+            fail_a.cmp(&fail_b).then(by_size(&ratio_a, &ratio_b))
         })
     }
 
@@ -217,6 +228,15 @@ impl Outcome {
         self.stages[stage as usize].reason = reason.into();
     }
 
+    /// Drops comparisons that tell nothing, and says so.
+    pub(super) fn set_aside_unjudged(&mut self) {
+        for stage in &mut self.stages {
+            let why = stage.comparisons.iter().find_map(|one| one.unjudged.clone());
+            stage.comparisons.retain(|one| one.unjudged.is_none());
+            stage.reason = why.unwrap_or(std::mem::take(&mut stage.reason));
+        }
+    }
+
     /// A stage that is wrong without a comparison.
     pub(super) fn fail(&mut self, stage: Stage, reason: impl Into<String>) {
         let outcome = &mut self.stages[stage as usize];
@@ -247,7 +267,7 @@ impl Outcome {
             return self.skip(stage, words);
         }
         match self.estimates.iter_mut().find(|(of, _)| *of == stage) {
-            Some((_, worst)) if found.off() > worst.off() => *worst = found,
+            Some((_, worst)) if by_size(&found.off(), &worst.off()).is_gt() => *worst = found,
             Some(_) => {}
             None => self.estimates.push((stage, found)),
         }

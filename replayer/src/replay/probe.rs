@@ -20,6 +20,7 @@
 //! tolerance T once and take T away: `|Δ| ≥ 2T/θ` is missed by K probes with
 //! `(1 - (1 - θ²)²/3)^K` at most. An error in one element is `|Δ·x| = |Δ|`, always.
 
+use backtape::nan::{larger, largest};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -325,7 +326,7 @@ impl Judge<'_> {
         };
         let tally = Tally::of(&rows, allowed, &bound);
         let reach = |row: usize, probe: usize| allowed(row, probe, 0.0).reach(bound.element);
-        let limit = |row: usize| (0..probes).map(|n| 2.0 * reach(row, n)).fold(0.0, f64::max);
+        let limit = |row: usize| largest((0..probes).map(|n| 2.0 * reach(row, n)));
         let limits: Vec<f64> = (0..matrix.rows).map(limit).collect();
         let size = |row: usize| energies[row].captured.sqrt();
         let filled = (0..matrix.rows).filter(|&row| size(row) > 0.0);
@@ -557,8 +558,8 @@ impl Judge<'_> {
 impl Reach {
     /// What both promise.
     pub(super) fn worse(self, other: Reach) -> Reach {
-        let any = self.any.zip(other.any).map(|(one, other)| one.max(other));
-        let (single, scale) = (self.single.max(other.single), self.scale.max(other.scale));
+        let any = self.any.zip(other.any).map(|(one, other)| larger(one, other));
+        let (single, scale) = (larger(self.single, other.single), larger(self.scale, other.scale));
         Reach { any, single, scale, ..self }
     }
 

@@ -20,7 +20,7 @@ pub fn error(x: f64) -> String {
 /// A ratio: one decimal while it is small.
 pub fn ratio(x: f64) -> String {
     match x {
-        x if x.is_infinite() => "inf".into(),
+        x if !x.is_finite() => format!("{x}"),
         x if x < 100.0 => format!("{x:.1}"),
         x if x < 1e5 => format!("{x:.0}"),
         x => format!("{x:.0e}"),
@@ -67,5 +67,6 @@ mod tests {
         assert_eq!(short(f64::NAN), "NaN");
         assert_eq!((count(1_234_567), bytes(3 << 20)), ("1,234,567".into(), "3.0 MiB".into()));
         assert_eq!((ratio(4.94), ratio(f64::INFINITY)), ("4.9".into(), "inf".into()));
+        assert_eq!((ratio(f64::NAN), error(f64::NAN)), ("NaN".into(), "NaN".into()));
     }
 }

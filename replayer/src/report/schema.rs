@@ -74,7 +74,8 @@ pub struct ComparisonReport {
     pub microbatch: Option<u32>,
     /// Whose addend it is.
     pub rank: Option<u32>,
-    /// Relative error against the f64 reference, Frobenius norm.
+    /// Relative error against the f64 reference, Frobenius norm. NaN, which JSON calls null, as
+    /// are `ratio`, `slope` and `max_abs`, where `nonfinite` counts values.
     pub error: f64,
     /// The error that the declared policy itself has.
     pub floor: f64,
@@ -86,6 +87,8 @@ pub struct ComparisonReport {
     pub slope: f64,
     /// Largest absolute error.
     pub max_abs: f64,
+    /// Values compared that are NaN or infinite, or whose reference is.
+    pub nonfinite: u64,
     /// Elements compared, and how many are beyond their bound.
     pub elements: u64,
     /// Elements beyond their bound.
@@ -321,8 +324,9 @@ impl ComparisonReport {
             floor: c.floor(),
             floor_source: if c.members.is_empty() { "propagated" } else { "emulated" },
             ratio: c.ratio(),
-            slope: c.tally.slope(),
-            max_abs: c.tally.max_abs,
+            slope: c.tally.of_numbers(c.tally.slope()),
+            max_abs: c.tally.of_numbers(c.tally.max_abs),
+            nonfinite: c.tally.nonfinite,
             elements: c.tally.elements,
             exceeding: c.tally.exceeding,
             worst_index: worst.map(|w| w.index),
@@ -333,7 +337,7 @@ impl ComparisonReport {
             worst_rows: c.tally.worst_rows.iter().map(|r| (r.row, r.error, r.ratio)).collect(),
             by_hits: c.by_hits.clone(),
             best_member: c.best_member().map(str::to_string),
-            measures: c.tally.measures.summary(c.tally.cosine()),
+            measures: c.tally.measures.summary(c.tally.cosine(), c.tally.nonfinite),
             scores: score_classes(&c.tally.scores),
         }
     }

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
+use backtape::nan::largest;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
@@ -250,7 +251,7 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let is = |values: &Vec<f64>| {
             let of = (0..values.len()).filter(counts);
             let off = |t: usize| (captured.values[t] - values[t]).abs() / (1.0 + values[t].abs());
-            of.clone().count() >= 8 && of.map(off).fold(0.0, f64::max) < 0.01
+            of.clone().count() >= 8 && largest(of.map(off)) < 0.01
         };
         let Some((name, values)) = columns.into_iter().find(|(_, values)| is(values)) else {
             continue;

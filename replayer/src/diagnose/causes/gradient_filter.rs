@@ -9,6 +9,7 @@
 //! Emulation: the entries of those tiles taken off dq, dk and dlogits.
 
 use std::sync::Arc;
+use backtape::nan::largest;
 
 use super::emulated::{bases, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
@@ -55,7 +56,7 @@ impl Cause for GradientFilter {
 
 /// Whether no gradient has more than it should: a filter only takes away.
 fn loses(evidence: &Evidence<'_>) -> bool {
-    let most = |stage| evidence.failing_of(&[stage]).map(|(_, of)| of.factor).fold(0.0, f64::max);
+    let most = |stage| largest(evidence.failing_of(&[stage]).map(|(_, of)| of.factor));
     // A row's worth of noise may be left on either side.
     most(Stage::Dk) < 1.01
 }

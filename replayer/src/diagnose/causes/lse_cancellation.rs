@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use backtape::identity::Microbatch;
+use backtape::nan::largest;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
@@ -142,7 +143,7 @@ impl World for Rounded {
             let (a, b) = (REACH * lse_var[t].sqrt(), REACH * label_var[t].sqrt());
             let corners = [(-a, -b), (-a, b), (a, -b), (a, b)];
             let off = corners.map(|(a, b)| (self.loss(lse[t] + a, label[t] + b) - *nll).abs());
-            ties.push(off.into_iter().fold(0.0, f64::max));
+            ties.push(largest(off));
         }
         ties
     }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::nan::larger;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 use half::{bf16, f16};
@@ -110,7 +111,7 @@ impl Versions {
             let elements = other.chunks(self.width).zip(bytes.chunks(self.width)).enumerate();
             for (at, (a, b)) in elements.filter(|(_, (a, b))| a != b) {
                 count += 1;
-                most = most.max((values[at] - first[at]).abs() / size);
+                most = larger(most, (values[at] - first[at]).abs() / size);
                 let flipped: u32 = a.iter().zip(b).map(|(a, b)| (a ^ b).count_ones()).sum();
                 if flipped == 1 && bits.len() < FEW {
                     let place = a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b);

@@ -163,7 +163,7 @@ fn compare_one(
         unit,
         expected,
         growth: None,
-        measures: compared.measures.summary(compared.energies.cosine()),
+        measures: compared.summary(),
     })
 }
 

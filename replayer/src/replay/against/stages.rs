@@ -137,7 +137,7 @@ fn compare_one(
         norm: compared.energies.captured.sqrt(),
         other_norm: norm,
         worst: worst.map(|at| (at.index, at.captured, at.reference)),
-        measures: compared.measures.summary(compared.energies.cosine()),
+        measures: compared.summary(),
     })
 }
 
@@ -163,7 +163,9 @@ fn allowed(one: &Side<'_>, other: &Side<'_>, pairing: &Pairing<'_>, norm: f64) -
         any.then(|| budget.energy(BOUND).sqrt() * factor)
     };
     let (ours, theirs) = pairing.factors;
-    Some((reach(one, ours)? + reach(other, theirs)?) / norm)
+    let reach = reach(one, ours)? + reach(other, theirs)?;
+    // As `relative` does it: absolute where there is no norm. No bound that is no number is one.
+    Some(if norm == 0.0 { reach } else { reach / norm }).filter(|most| most.is_finite())
 }
 
 /// The stages whose allowances add up in a stage that was judged from them.
