@@ -32,7 +32,7 @@ pub(crate) struct Shard {
 }
 
 impl Shard {
-    fn record(&self, attempt: Attempt) -> ShardRecord {
+    fn record(&self, attempt: Attempt, reduction: Reduction) -> ShardRecord {
         ShardRecord {
             key: TensorKey {
                 tensor: Name::new(self.name).unwrap(),
@@ -48,7 +48,7 @@ impl Shard {
             attempt,
             mesh: BTreeMap::new(),
             placement: BTreeMap::new(),
-            partial: self.partial.then_some(Reduction::Sum),
+            partial: self.partial.then_some(reduction),
             replica: 0,
             hash: ContentHash::of(&self.bytes),
             length: self.bytes.len() as u64,
@@ -72,6 +72,17 @@ pub(crate) fn write_with(
     head: Option<&HeadDeclaration>,
     shards: &[Shard],
 ) {
+    write_reduced(directory, world_size, head, shards, &|_| Reduction::Sum);
+}
+
+/// The same; addends make up what this says of them.
+pub(crate) fn write_reduced(
+    directory: &Path,
+    world_size: u32,
+    head: Option<&HeadDeclaration>,
+    shards: &[Shard],
+    reduction: &dyn Fn(&Shard) -> Reduction,
+) {
     let run = Name::new(directory.file_name().unwrap().to_str().unwrap()).unwrap();
     let (attempt, step) = (Attempt(0), Step(0));
     let dir = AttemptDir::of(directory, attempt);
@@ -85,7 +96,9 @@ pub(crate) fn write_with(
         let about = FileSelf::new(run.clone(), attempt, step, Rank(rank), world_size);
         let name = file_name(Rank(rank), microbatch.map(Microbatch));
         let mut writer = ShardWriter::create(&step_dir.path, name, about).unwrap();
-        group.iter().for_each(|s| writer.append(s.record(attempt), &s.bytes).unwrap());
+        group
+            .iter()
+            .for_each(|s| writer.append(s.record(attempt, reduction(s)), &s.bytes).unwrap());
         files.push(writer.finish().unwrap().publish().unwrap().0);
     }
     let manifest = Manifest {

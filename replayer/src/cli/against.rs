@@ -12,7 +12,7 @@ use backtape::role::Role;
 
 use super::error::RunError;
 use super::progress::Bar;
-use super::run::{How, replay_one, report as report_one};
+use super::run::{How, replay_one, report as report_one, searched};
 use crate::diagnose::{Found, diagnose};
 use crate::dump::{self, Selection, StepDump};
 use crate::head::{HeadStep, Stage};
@@ -88,7 +88,7 @@ fn judge<'a>(
     }
     let (step, mut outcome) = replay_one(path, dump, proof, roles, how)?;
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let causes = diagnose(&step, &mut outcome, &[]).map_err(wrong)?;
+    let causes = searched(diagnose(&step, &mut outcome, &[]), &mut outcome).map_err(wrong)?;
     Ok(Some((step, outcome, causes)))
 }
 

@@ -18,11 +18,12 @@ use super::progress::Bar;
 use super::written::Json;
 use super::{against, checks, look, own, precision, trajectory};
 use crate::device::{Device, Kernel};
-use crate::diagnose::{self, diagnose};
+use crate::diagnose::{self, Found, diagnose};
 use crate::draw::seed_of;
 use crate::dump::{self, Selection, StepDump, StepState};
 use crate::head::HeadStep;
 use crate::head::policy_file::read_toml;
+use crate::head::step::StepError;
 use crate::replay::against::Asked;
 use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::tasks::{Cluster, Cut, Workers};
@@ -268,11 +269,26 @@ fn report_with(
     let ran = how.kernels.map(|kernels| kernels.run(&step)).transpose().map_err(wrong)?;
     let (compiled, kernels) = ran.unwrap_or_default();
     let variants = [how.variants, &compiled].concat();
-    let causes = diagnose(&step, &mut outcome, &variants).map_err(wrong)?;
+    let causes = searched(diagnose(&step, &mut outcome, &variants), &mut outcome).map_err(wrong)?;
     let variants = diagnose::variants(&step, &variants).map_err(wrong)?;
     let drawings = how.draws.then(|| drawings(&dump, &proof, std::mem::take(&mut outcome.maps)));
     let judged = Some((&step, &outcome));
     Ok(Report { causes, variants, kernels, drawings, ..report(path, &dump, judged, &proof) })
+}
+
+/// The causes of a search. One that a tensor of no use ends takes no verdict with it.
+pub(super) fn searched(
+    found: Result<Vec<Found>, StepError>,
+    outcome: &mut Outcome,
+) -> Result<Vec<Found>, StepError> {
+    match found {
+        Err(error) if error.is_of_dump() => {
+            let (what, why) = ("causes".into(), error.to_string());
+            outcome.not_checked.push(NotChecked { what, why });
+            Ok(Vec::new())
+        }
+        found => found,
+    }
 }
 
 pub(super) fn replay_one<'a>(
@@ -333,6 +349,7 @@ pub(super) fn report(
         first_divergence,
         dump,
         stages: outcome.map(StageReport::all).unwrap_or_default(),
+        coverage: outcome.map(|outcome| outcome.coverage.clone()),
         causes: Vec::new(),
         variants: Vec::new(),
         grad_norm: outcome.map(|outcome| outcome.grad_norm.clone()).unwrap_or_default(),

@@ -191,6 +191,23 @@ impl Rows<'_> {
         Tally::of_looked((looked, self.captured.cols), self.index, self.repeats, bound)
     }
 
+    /// As [`Tally::of`], of some of the rows alone.
+    pub fn tally_of(
+        &self,
+        rows: &[usize],
+        allowed: impl Fn(usize, usize, f64) -> Allowed + Sync,
+        bound: &Bound,
+    ) -> Tally {
+        if rows.len() == self.captured.rows {
+            return Tally::of(self, allowed, bound);
+        }
+        let looked = self.looked_at(allowed, bound);
+        let picked: Vec<RowTally> = rows.iter().map(|&row| looked[row]).collect();
+        let index = |row: usize| (self.index)(rows[row]);
+        let repeats = |row: usize| (self.repeats)(rows[row]);
+        Tally::of_looked((&picked, self.captured.cols), &index, &repeats, bound)
+    }
+
     fn look_at(
         &self,
         row: usize,

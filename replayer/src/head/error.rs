@@ -77,6 +77,24 @@ pub enum StepError {
     },
 }
 
+impl StepError {
+    /// True where the dump, or what the job says of it, lacks what would be judged: another
+    /// stage may be judged all the same.
+    pub fn is_of_dump(&self) -> bool {
+        match self {
+            StepError::Missing { .. }
+            | StepError::Unusable { .. }
+            | StepError::Assemble { .. }
+            | StepError::Unfit { .. } => true,
+            StepError::NoHead { .. }
+            | StepError::Head(_)
+            | StepError::Task { .. }
+            | StepError::Device { .. }
+            | StepError::Kernel { .. } => false,
+        }
+    }
+}
+
 pub(crate) fn unfit(tensor: &Tensor, wanted: &str) -> StepError {
     let found = format!("{} {:?}", tensor.dtype, tensor.shape);
     StepError::Unfit { key: tensor.key.clone(), found, wanted: wanted.into() }

@@ -35,17 +35,20 @@ struct Judged<'a> {
 impl Replay<'_> {
     pub(super) fn across(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         self.sums(slices, outcome)?;
-        self.norm(slices, outcome)
+        let norm = self.norm(slices, outcome);
+        outcome.spared(norm, (&[Stage::GradNorm], None)).map(|_| ())
     }
 
     /// The sums over microbatches and over ranks.
     pub(super) fn sums(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let several = slices.iter().any(|slice| slice.inputs.microbatch.is_some());
         if several && self.wants(Stage::Accumulate) {
-            self.accumulate(slices, outcome)?;
+            let found = self.accumulate(slices, outcome);
+            outcome.spared(found, (&[Stage::Accumulate], None))?;
         }
         if self.wants(Stage::Reduce) {
-            self.reduce(slices, outcome)?;
+            let found = self.reduce(slices, outcome);
+            outcome.spared(found, (&[Stage::Reduce], None))?;
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
+use backtape::shard::TensorKey;
 
 use super::addends::Sum;
 use super::alike::of_label_addends;
@@ -59,6 +60,10 @@ pub(super) struct Problem<'a> {
     pub(super) label_bias: [f64; 2],
     /// Mean relative error of the dense entries that smoothing moves off their grid.
     pub(super) dense_bias: f64,
+    /// How much of the token's g may be there or not; empty where all of it is sure.
+    pub(super) unsure: Vec<f64>,
+    /// The cotangents of that: of lse, label and every logit, without their signs.
+    pub(super) of_unsure: [Vec<f64>; 3],
 }
 
 impl Problem<'_> {
@@ -84,6 +89,8 @@ impl Problem<'_> {
             k_sums: self.k_sums.clone(),
             label_bias: self.label_bias,
             dense_bias: self.dense_bias,
+            unsure: self.unsure.clone(),
+            of_unsure: self.of_unsure.clone(),
         }
     }
 
@@ -142,25 +149,20 @@ impl Replay<'_> {
         if captured.gradients.is_empty() {
             return Ok(());
         }
-        if let Some(&t) = unit.rows.iter().find(|&&t| upstream.certain[t] > 0.0) {
-            let why = format!(
-                "the ratio of token {t} lies within rounding of its clip bound: record dlogprobs to have the rest judged"
-            );
-            captured.gradients.iter().for_each(|found| outcome.skip(found.stage, why.clone()));
-            return Ok(());
-        }
         if let Effort::Tokens { count, seed } = self.effort {
             let before = (state, upstream);
             return self.sampled((slice, unit), before, captured, (count, seed), outcome);
         }
-        let dlogits = self.dlogits(slice, unit)?;
+        let dlogits = self.usable_dlogits(slice, unit)?;
         self.try_problem(slice, unit, (state, upstream), &mut |problem| {
             let mut findings = match self.effort {
-                Effort::Probes { count, seed } if !self.recomputes() => {
+                // Probes see sums over all classes, in which open tokens can't be told apart.
+                Effort::Probes { count, seed } if !self.recomputes() && !problem.any_open() => {
                     self.probe(problem, &captured, unit, (count, seed), outcome)
                 }
                 _ => self.walk(problem, &captured, (slice, unit), outcome)?,
             };
+            let mut from_dlogits = Vec::new();
             if let Some(dlogits) = &dlogits {
                 let stages = captured.without_parts();
                 findings.forget(&stages);
@@ -171,7 +173,11 @@ impl Replay<'_> {
                     unit,
                     &mut findings,
                 );
+                from_dlogits = stages;
             }
+            let own = captured.all_but(&from_dlogits);
+            let of = (slice, unit);
+            self.note_open(of, problem, (&captured, &own), &mut findings, outcome);
             self.report(findings, &captured, &slice.inputs, unit, outcome);
             Ok(())
         })
@@ -233,6 +239,14 @@ impl Replay<'_> {
         let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
         let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
+        let (unsure, of_unsure) = match upstream.any_open(&unit.rows) {
+            true => {
+                let unsure = pick(&upstream.certain);
+                let of = self.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
+                (unsure, of.map(|of| of.into_iter().map(f64::abs).collect()))
+            }
+            false => Default::default(),
+        };
         let largest = g_lse.iter().fold(0.0, |most: f64, g| most.max(g.abs()));
         let entry_floor = self.entry_floor(largest);
         let (k_sums, k_squares) = match entry_floor > 0.0 {
@@ -272,6 +286,8 @@ impl Replay<'_> {
             k_sums,
             label_bias,
             dense_bias,
+            unsure,
+            of_unsure,
         }
     }
 
@@ -378,34 +394,53 @@ impl Replay<'_> {
                 outcome.skip(stage, why);
                 continue;
             }
-            let partial = self.step.tensors[key].partial.is_some();
-            let of_tokens = DQ.contains(&stage);
-            let values = match (partial, of_tokens) {
-                (true, true) => {
-                    let sum = Sum::of_partial(self.step, key)?;
-                    let cols = *sum.shape.last().unwrap_or(&1) as usize;
-                    let rows = sum.total.len() / cols.max(1);
-                    let (total, storage) = (sum.total, sum.storage);
-                    Held::Summed { rows, cols, total, storage }
+            let read = self.read_gradient(slice, unit, (stage, key));
+            match outcome.spared(read, (&[stage], slice.inputs.microbatch))? {
+                Some(Read::Gradient(gradient)) => found.gradients.push(*gradient),
+                Some(Read::OfOthers) | None => {}
+                Some(Read::Blocked(why)) => {
+                    outcome.leave(stage, slice.inputs.microbatch, why);
                 }
-                (true, false) if !unit.ranks.is_empty() => {
-                    Held::Whole(self.step.oriented(key, Some(&unit.ranks))?)
-                }
-                // A gradient over all tokens cannot be judged by some ranks' tokens.
-                (_, false) if !unit.ranks.is_empty() => continue,
-                _ => Held::Whole(self.step.oriented(key, None)?),
-            };
-            let stored = match &values {
-                Held::Whole(tensor) => precision_of(tensor.dtype),
-                _ => None,
-            };
-            let source = key.to_string();
-            let mut gradient = Gradient { stage, values, stored, rounded: None, source };
-            gradient.rounded = gradient.coarser(self.roundings.widest.output);
-            self.check_shape(&gradient, slice)?;
-            found.gradients.push(gradient);
+            }
         }
         Ok(found)
+    }
+
+    /// What the dump holds of one of them.
+    fn read_gradient(
+        &self,
+        slice: &Slice,
+        unit: &Unit,
+        (stage, key): (Stage, &TensorKey),
+    ) -> Result<Read, StepError> {
+        let partial = self.step.tensors[key].partial.is_some();
+        let values = match (partial, DQ.contains(&stage)) {
+            (true, true) => {
+                let sum = Sum::of_partial(self.step, key)?;
+                let cols = *sum.shape.last().unwrap_or(&1) as usize;
+                let rows = sum.total.len() / cols.max(1);
+                let (total, storage) = (sum.total, sum.storage);
+                Held::Summed { rows, cols, total, storage }
+            }
+            (true, false) if !unit.ranks.is_empty() => {
+                Held::Whole(self.step.oriented(key, Some(&unit.ranks))?)
+            }
+            (true, false) if slice.blocked.is_some() => {
+                return Ok(Read::Blocked(slice.blocked.clone().unwrap_or_default()));
+            }
+            // A gradient over all tokens cannot be judged by some ranks' tokens.
+            (_, false) if !unit.ranks.is_empty() => return Ok(Read::OfOthers),
+            _ => Held::Whole(self.step.oriented(key, None)?),
+        };
+        let stored = match &values {
+            Held::Whole(tensor) => precision_of(tensor.dtype),
+            _ => None,
+        };
+        let source = key.to_string();
+        let mut gradient = Gradient { stage, values, stored, rounded: None, source };
+        self.check_shape(&gradient, slice)?;
+        gradient.rounded = gradient.coarser(self.roundings.widest.output);
+        Ok(Read::Gradient(Box::new(gradient)))
     }
 
     fn check_shape(&self, gradient: &Gradient, slice: &Slice) -> Result<(), StepError> {
@@ -447,6 +482,15 @@ impl Replay<'_> {
         }
         self.take_charts(findings.charts, inputs.microbatch, unit, outcome);
     }
+}
+
+/// What the dump holds of a gradient.
+enum Read {
+    Gradient(Box<Gradient>),
+    /// It is over other tokens too.
+    OfOthers,
+    /// Whose tokens an addend is over is not known.
+    Blocked(String),
 }
 
 pub(super) fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {

@@ -30,9 +30,9 @@ impl Gradient {
 
 impl Replay<'_> {
     /// Whether a device is asked to compare. A drawing wants the elements, and what a swamped
-    /// accumulator certainly loses is known here alone.
-    pub(super) fn compares_there(&self) -> bool {
-        self.draw.is_none() && !self.roundings.swamps()
+    /// accumulator certainly loses, or a token at a clip bound may lack, is known here alone.
+    pub(super) fn compares_there(&self, problem: &Problem<'_>) -> bool {
+        self.draw.is_none() && !self.roundings.swamps() && !problem.any_open()
     }
 
     /// What a device finds of a slab's rows.

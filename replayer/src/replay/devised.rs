@@ -112,7 +112,7 @@ impl Replay<'_> {
         let noise = self.term_noise(head.q.cols);
         let upstream = Upstream::new(head, &problem.lse, problem.cotangents(), &noise);
         let tiles = (self.tiles, self.progress);
-        if self.compares_there() {
+        if self.compares_there(problem) {
             let (sums, mut kept) =
                 walk.slab_to_compare(head, upstream, tiles, dq).map_err(failed)?;
             let mut slab = self.completed(problem, (head, range), sums);

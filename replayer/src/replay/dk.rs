@@ -54,6 +54,8 @@ pub(super) struct Slab {
     pub(super) emulated: Vec<f64>,
     /// What a swamped accumulator certainly loses, by stage, where one is declared.
     pub(super) lost: Vec<(Stage, Vec<f64>)>,
+    /// What tokens whose gradient may be there or not may be of a stage.
+    open: Vec<(Stage, Vec<f64>)>,
     /// What a hypothesis says that a stage is, in place of the f64 values.
     pub(super) instead: Vec<(Stage, Vec<f64>)>,
     /// The classes that the rows are, where they are not those of the range.
@@ -87,6 +89,7 @@ impl Slab {
             emulated: zeros(),
             k_norms: Vec::new(),
             lost: Vec::new(),
+            open: Vec::new(),
             instead: Vec::new(),
             classes: None,
             looked: Vec::new(),
@@ -197,9 +200,27 @@ impl Slab {
         }
     }
 
+    /// Takes the backward of those tokens, of the sizes of their q.
+    pub(super) fn open_by(&mut self, found: &Slab) {
+        let sizes = |values: &[f64]| values.iter().map(|x| x.abs()).collect::<Vec<f64>>();
+        let (lse, label) = (sizes(&found.lse), sizes(&found.label));
+        let both = sum(&lse, &label);
+        self.open = vec![
+            (Stage::DkLse, lse),
+            (Stage::DkLabel, label),
+            (Stage::Dk, both),
+            (Stage::Dbias, sizes(&found.dbias)),
+        ];
+    }
+
+    /// What the job certainly loses of an element, or may lack of it.
     fn lost(&self, stage: Stage, at: usize) -> f64 {
-        let of = self.lost.iter().find(|(of, _)| *of == stage);
-        of.map_or(0.0, |(_, lost)| lost.get(at).copied().unwrap_or(0.0))
+        value_of(&self.lost, stage, at) + value_of(&self.open, stage, at)
+    }
+
+    fn open_squares(&self, stage: Stage) -> Option<f64> {
+        let (_, open) = self.open.iter().find(|(of, _)| *of == stage)?;
+        Some(open.iter().map(|x| x * x).sum())
     }
 }
 
@@ -313,6 +334,9 @@ impl Replay<'_> {
             let here = there.is_none().then(|| rows.looked_at(allowed, &bound));
             let looked = there.map(|(_, looked)| looked).or(here.as_ref()).expect("one of both");
             findings.merge(stage, rows.tally(looked, &bound), bound);
+            if let Some(squares) = slab.open_squares(stage).filter(|_| !forced) {
+                findings.add_open(stage, squares);
+            }
             if stage != Stage::DkLse {
                 findings.count_hits(stage, looked, &slab.hits);
             }
@@ -405,6 +429,9 @@ impl Replay<'_> {
         let reference = self.supposed(problem, slab, (gradient, false), slab.dbias.clone());
         let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
         findings.merge(Stage::Dbias, Tally::of(&rows, allowed, &bound), bound);
+        if let Some(squares) = slab.open_squares(Stage::Dbias) {
+            findings.add_open(Stage::Dbias, squares);
+        }
     }
 
     /// Share of a class's roundings that its tokens share, of each class of the slab.
@@ -415,6 +442,12 @@ impl Replay<'_> {
         let g = problem.cotangents().lse;
         shared_by_tokens(&problem.head, (&problem.lse, classes), |t| g[t] != 0.0, steps)
     }
+}
+
+/// A value of a stage's list, 0 where there is none.
+fn value_of(lists: &[(Stage, Vec<f64>)], stage: Stage, at: usize) -> f64 {
+    let of = lists.iter().find(|(of, _)| *of == stage);
+    of.and_then(|(_, values)| values.get(at)).copied().unwrap_or(0.0)
 }
 
 /// What a stage should be: a part, or the sum of the captured parts, or of both.

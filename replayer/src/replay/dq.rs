@@ -9,7 +9,7 @@ use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
 use super::maps::Drawn;
 use super::world::{At, Expectation};
-use crate::compare::{Allowed, Rows, Tally};
+use crate::compare::{Allowed, Rows};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::policy::DqParts;
@@ -140,6 +140,9 @@ impl Replay<'_> {
         let of_label = tokens_of_label(problem.head.labels);
         let picked = picked(captured, &unit.rows);
         let parts = picked.parts(&DQ, 0..unit.rows.len());
+        // A captured sum of captured parts is judged whatever the parts are.
+        let all: Vec<usize> = (0..unit.rows.len()).collect();
+        let sure: Vec<usize> = all.iter().copied().filter(|&row| !problem.is_open(row)).collect();
         let bound = self.bound(unit.rows.len(), d);
         for gradient in picked.of(stages) {
             let stage = gradient.stage;
@@ -176,11 +179,16 @@ impl Replay<'_> {
             let there = state.looked.iter().find(|(of, _)| *of == stage);
             let tally = match there {
                 Some((_, looked)) => compared.tally(looked, &bound),
-                None => Tally::of(&compared, allowed, &bound),
+                None => compared.tally_of(if forced { &all } else { &sure }, &allowed, &bound),
             };
             findings.merge(stage, tally, bound);
             let (first, all, rows) = (0, unit.rows.len(), &compared);
-            let (allowed, bound) = (&allowed, &bound);
+            // A row that is not judged is no fault in a drawing either.
+            let drawn = |row: usize, column: usize, x: f64| match problem.is_open(row) && !forced {
+                true => Allowed { certain: f64::INFINITY, ..Allowed::default() },
+                false => allowed(row, column, x),
+            };
+            let (allowed, bound) = (&drawn, &bound);
             findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
             if forced {
                 continue; // judged from captured parts: the floor is propagated

@@ -9,6 +9,7 @@ use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
 use crate::compare::allowance::{Allowance, Rounding};
+use crate::compare::tally::relative;
 use crate::compare::{Allowed, Bound, Chart, RowTally, Tally};
 use crate::head::Stage;
 use crate::head::step::{matrix, rows_of};
@@ -131,6 +132,8 @@ pub(super) struct Findings {
     pub(super) tallies: Vec<(Stage, Tally, Bound)>,
     pub(super) energies: Vec<(Stage, Vec<f64>)>,
     pub(super) hits: Vec<(Stage, Vec<HitClass>)>,
+    /// Squares of what tokens that may be there or not may be of a stage's sums.
+    pub(super) open: Vec<(Stage, f64)>,
     /// Worst elements by blocks, where a drawing was asked for.
     pub(super) charts: Vec<(Stage, Chart)>,
 }
@@ -169,6 +172,12 @@ impl Captured {
             Held::Summed { total, .. } => 2 * total.len() * size_of::<f64>(),
         };
         self.gradients.iter().map(of).sum()
+    }
+
+    /// The stages of all that are not among these.
+    pub(super) fn all_but(&self, others: &[Stage]) -> Vec<Stage> {
+        let own = self.gradients.iter().map(|gradient| gradient.stage);
+        own.filter(|stage| !others.contains(stage)).collect()
     }
 
     pub(super) fn stage(&self, stage: Stage) -> Option<&Gradient> {
@@ -214,6 +223,21 @@ impl Findings {
             Some((_, total, _)) => total.merge(tally),
             None => self.tallies.push((stage, tally, bound)),
         }
+    }
+
+    /// Adds squares of what tokens that may be there or not may be of a stage.
+    pub(super) fn add_open(&mut self, stage: Stage, squares: f64) {
+        match self.open.iter_mut().find(|(of, _)| *of == stage) {
+            Some((_, total)) => *total += squares,
+            None => self.open.push((stage, squares)),
+        }
+    }
+
+    /// Their share of the stage's norm, where its sums hold any.
+    pub(super) fn open_share(&self, stage: Stage) -> Option<f64> {
+        let (_, squares) = self.open.iter().find(|(of, _)| *of == stage)?;
+        let (_, tally, _) = self.tallies.iter().find(|(of, ..)| *of == stage)?;
+        Some(relative(*squares, tally.reference_energy))
     }
 
     /// Drops what was found of some stages: they are judged from later ones.

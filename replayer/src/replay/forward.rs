@@ -79,7 +79,12 @@ impl Replay<'_> {
     ) -> Result<ForwardState, StepError> {
         let inputs = &slice.inputs;
         self.check_inputs(inputs, outcome);
-        let logprobs = self.column(Role::Logprobs, slice)?;
+        let column = |stage: Stage, outcome: &mut Outcome| {
+            let role = stage.role().expect("columns have roles");
+            let found = self.column(role, slice);
+            outcome.spared(found, (&[stage], inputs.microbatch)).map(Option::flatten)
+        };
+        let logprobs = column(Stage::Logprobs, outcome)?;
         let Some(head) = inputs.head(self.step) else {
             let captured = logprobs.ok_or_else(|| self.step.missing(Role::Logprobs, None))?;
             return Ok(ForwardState::of_logprobs(&captured));
@@ -93,7 +98,7 @@ impl Replay<'_> {
         {
             of.certain = self.world.ties(stage, inputs).unwrap_or_default();
         }
-        let captured = (self.column(Role::Lse, slice)?, self.column(Role::LabelLogits, slice)?);
+        let captured = (column(Stage::Lse, outcome)?, column(Stage::LabelLogits, outcome)?);
         let emulated = self.emulate(
             slice,
             &head,
@@ -159,8 +164,7 @@ impl Replay<'_> {
             let bad = (0..matrix.len()).filter(bad).count();
             if bad > 0 {
                 let words = format!("{bad} values of {stage} are not finite");
-                outcome.stages[stage as usize].status = Status::Fail;
-                outcome.skip(stage, words);
+                outcome.fail(stage, words);
             } else if outcome.stage(stage).status == Status::Skip {
                 outcome.pass(stage, "finite");
             }
@@ -206,9 +210,11 @@ impl Replay<'_> {
         let trusted = self.world.trusts(Stage::Logits, slice.inputs.microbatch);
         let forced =
             captured.filter(|_| head.given.is_none() && self.wants(Stage::Logits) && trusted);
-        match forced {
-            Some(key) => self.forced(key, head, exact),
-            None => Ok((exact, variance)),
+        let Some(key) = forced else { return Ok((exact, variance)) };
+        match self.forced(key, head, exact.clone()) {
+            // Logits that cannot be used are said where they are judged.
+            Err(error) if error.is_of_dump() => Ok((exact, variance)),
+            forced => forced,
         }
     }
 

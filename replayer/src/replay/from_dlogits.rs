@@ -75,6 +75,18 @@ fn narrowed(of: &Matrix<'_>, precision: Precision) -> Wide {
 }
 
 impl Replay<'_> {
+    /// The same; none where what was captured cannot be used, which is said where it is judged.
+    pub(super) fn usable_dlogits(
+        &self,
+        slice: &Slice,
+        unit: &Unit,
+    ) -> Result<Option<Dlogits>, StepError> {
+        match self.dlogits(slice, unit) {
+            Err(error) if error.is_of_dump() => Ok(None),
+            found => found,
+        }
+    }
+
     /// The dlogits that the unit's products should be made of, if they were captured.
     pub(super) fn dlogits(&self, slice: &Slice, unit: &Unit) -> Result<Option<Dlogits>, StepError> {
         // A fused path never forms them: what it recorded was made for the record.

@@ -1,19 +1,15 @@
 //! The loss of a microbatch, and the gradient that each token's loss starts the
 //! backward with.
 
-use backtape::head::{LossReduction, Scope};
 use backtape::role::Role;
 
-use super::alike::{in_order, to_one_side};
-use super::allowed::{relative, stored, summed};
+use super::allowed::{relative, summed};
 use super::column::Expected;
 use super::forward::ForwardState;
-use super::outcome::{Comparison, Outcome};
-use super::world::{At, Expectation, Read};
+use super::outcome::Outcome;
+use super::world::{At, Read};
 use super::{Replay, Slice};
-use crate::compare::{Allowed, Rows, Tally, once};
-use crate::head::roundings::precision_of;
-use crate::head::step::{StepError, matrix, unfit};
+use crate::head::step::StepError;
 use crate::head::units::share;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -32,6 +28,18 @@ pub(super) struct Upstream {
     pub(super) variance: Vec<f64>,
     /// Share of `g` that may be there or not: a ratio that rounds across its bound.
     pub(super) certain: Vec<f64>,
+}
+
+impl Upstream {
+    /// Whether the g of some of these tokens may be there or not.
+    pub(super) fn any_open(&self, tokens: &[usize]) -> bool {
+        tokens.iter().any(|&t| self.is_open(t))
+    }
+
+    /// Whether the g of a token may be there or not.
+    pub(super) fn is_open(&self, token: usize) -> bool {
+        !(self.certain[token] <= 0.0)
+    }
 }
 
 impl Replay<'_> {
@@ -73,7 +81,9 @@ impl Replay<'_> {
         let (exact, expected) = self.policy_gradient(slice, state)?;
         let at = At { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
         let supposed = expected.clone().times(self.world.scale(at));
-        let captured = self.column(Role::Dlogprobs, slice)?;
+        let captured = self.column(Role::Dlogprobs, slice);
+        let captured =
+            outcome.spared(captured, (&[Stage::Dlogprobs], inputs.microbatch))?.flatten();
         if let Some(captured) = captured.as_ref().filter(|_| self.wants(Stage::Dlogprobs)) {
             let found = self.judge_column(inputs, captured, &supposed, false, Vec::new());
             outcome.add(Stage::Dlogprobs, found);
@@ -189,8 +199,7 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
-        let captured = self.step.find(Role::Loss, inputs.microbatch).is_some();
-        if self.step.is_policy_loss() || !captured || !self.wants(Stage::Loss) {
+        if self.step.is_policy_loss() || !self.holds_loss(slice) || !self.wants(Stage::Loss) {
             return Ok(());
         }
         let declared = &self.step.options.declared;
@@ -257,67 +266,6 @@ impl Replay<'_> {
             lse - (1.0 - s) * label - s * mean + lambda * lse * lse
         };
         (0..inputs.tokens()).map(of).collect()
-    }
-
-    /// The recorded loss against the tokens' terms, or their sum.
-    fn judge_loss(
-        &self,
-        slice: &Slice,
-        terms: &Expected,
-        outcome: &mut Outcome,
-    ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
-        let Some(key) = self.step.find(Role::Loss, inputs.microbatch) else { return Ok(()) };
-        let at = At { stage: Stage::Loss, microbatch: inputs.microbatch, rank: None };
-        let terms = &terms.clone().times(self.world.scale(at));
-        if !self.wants(Stage::Loss) {
-            return Ok(());
-        }
-        if self.step.options.reduction == LossReduction::None {
-            let captured = self.column(Role::Loss, slice)?.expect("it was found");
-            outcome.add(Stage::Loss, self.judge_column(inputs, &captured, terms, true, Vec::new()));
-            return Ok(());
-        }
-        if self.step.options.scope == Scope::Rank && slice.denominators.len() > 1 {
-            outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
-            return Ok(());
-        }
-        let tensor = self.step.assemble(key)?;
-        let Some(found) = matrix(&tensor).filter(|values| values.len() == 1) else {
-            return Err(unfit(&tensor, "one float"));
-        };
-        let mut value = [terms.values.iter().sum::<f64>()];
-        let (rows, values) = (&[0][..], &mut value[..]);
-        self.world.expected(&mut Expectation { at, rows, columns: 1, values });
-        let [total] = value;
-        let squares: f64 = terms.values.iter().map(|x| x * x).sum();
-        let compute = self.roundings.compute();
-        let sum = self.roundings.widest.sums.lse;
-        // Tokens that are copies err alike: m equal errors of variance a sum to m² a.
-        let errs = terms.variance.iter().zip(&inputs.copies).map(|(own, copies)| copies * own);
-        // So do the additions of equal addends.
-        let most = inputs.copies.iter().copied().fold(1.0, f64::max);
-        // Terms of one sequence are alike: their partial sums, in the order of the tokens,
-        // may be larger than those of terms in an order that does not know them.
-        let in_order = in_order(sum, &terms.values);
-        let counted: Vec<f64> = terms.values.iter().copied().filter(|&x| x != 0.0).collect();
-        let to_one_side = to_one_side(sum, &counted);
-        let own = errs.sum::<f64>()
-            + most * summed(sum, terms.values.len() as f64, total, squares).max(in_order)
-            + stored(precision_of(tensor.dtype), total)
-            + relative(2.0 * compute, total);
-        // One constant moves all terms the same way: amplitudes add.
-        let shared = terms.shared.iter().map(|v| v.sqrt()).sum::<f64>().powi(2);
-        let bound = self.bound(1, 1);
-        let rows = Rows { captured: found, reference: &[total], index: &|_| 0, repeats: &once };
-        let certain = terms.certain.iter().sum::<f64>() + to_one_side;
-        let allowed = |_, _, _| Allowed { own, shared, certain, ..Allowed::default() };
-        let tally = Tally::of(&rows, allowed, &bound);
-        outcome.add(
-            Stage::Loss,
-            Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound),
-        );
-        Ok(())
     }
 }
 

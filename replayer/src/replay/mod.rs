@@ -15,6 +15,7 @@ mod chained;
 mod column;
 mod compared;
 pub mod compiled;
+pub mod coverage;
 mod devised;
 mod dk;
 mod dq;
@@ -23,8 +24,10 @@ mod findings;
 mod forward;
 mod from_dlogits;
 pub(crate) mod gather;
+mod kinks;
 mod loose;
 mod loss;
+mod loss_total;
 pub mod maps;
 pub(crate) mod members;
 mod norm;
@@ -56,8 +59,10 @@ use crate::device::Device;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
+use forward::ForwardState;
+use loss::Upstream;
 use maps::Draw;
-use outcome::{NotChecked, Outcome};
+use outcome::Outcome;
 use pass_cache::PassCache;
 use tasks::{Cluster, On};
 use world::{Declared, World};
@@ -176,23 +181,16 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let mut outcome = Outcome::new(&replay.wanted);
     outcome.multiplied = replay.multiplied();
     for slice in &slices {
-        let state = replay.forward(slice, &mut outcome)?;
-        let upstream = replay.upstream(slice, &state, &mut outcome)?;
-        replay.loss(slice, &state, &mut outcome)?;
-        replay.plane(slice, &state, &upstream, &mut outcome)?;
-        if let Some(why) = &slice.blocked {
-            let what = format!("dk of {}", name(slice.inputs.microbatch));
-            outcome.not_checked.push(NotChecked { what, why: why.clone() });
-        }
-        for unit in &slice.units {
-            replay.backward(slice, unit, &state, &upstream, &mut outcome)?;
-        }
+        replay.microbatch(slice, &mut outcome, &mut |unit, (state, upstream), outcome| {
+            replay.backward(slice, unit, state, upstream, outcome)
+        })?;
     }
+    replay.step_loss(&slices, &mut outcome)?;
     replay.note_effort(&slices, &mut outcome);
     replay.across(&slices, &mut outcome)?;
     maps::note_hits(&slices, &mut outcome);
     outcome.set_aside_unjudged();
-    outcome.finish(step);
+    outcome.finish(step, &coverage::stages_of(request.compare));
     replay.note_loose(&mut outcome);
     Ok(outcome)
 }
@@ -221,7 +219,11 @@ fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepErro
     let slice = |(inputs, denominators): (MicrobatchInputs, Vec<(Unit, f64)>)| {
         let (units, blocked) = match step.units(&inputs) {
             Ok(units) => (units, None),
-            Err(why) => (Vec::new(), Some(why)),
+            // Rows of dq are known all the same.
+            Err(why) => {
+                let rows = (0..inputs.tokens()).collect();
+                (vec![Unit { ranks: Vec::new(), rows }], Some(why))
+            }
         };
         Slice { inputs, units, denominators, blocked }
     };
@@ -241,7 +243,52 @@ fn wanted(step: &HeadStep<'_>, compare: &[Role]) -> Result<BTreeSet<Stage>, Step
     Ok(Stage::ALL.iter().copied().filter(|&stage| serves(stage)).collect())
 }
 
+/// Given a unit, and what its backward starts from.
+type EachUnit<'a> =
+    dyn FnMut(&Unit, (&ForwardState, &Upstream), &mut Outcome) -> Result<(), StepError> + 'a;
+
+/// The stages of a microbatch that need more than the forward pass.
+const AFTER_FORWARD: &[Stage] = &[
+    Stage::Logits,
+    Stage::Loss,
+    Stage::Dlogprobs,
+    Stage::Dlogits,
+    Stage::DqLse,
+    Stage::DqLabel,
+    Stage::Dq,
+    Stage::DkLse,
+    Stage::DkLabel,
+    Stage::Dk,
+    Stage::Dbias,
+];
+
 impl Replay<'_> {
+    /// Judges the stages of one microbatch; `backward` those of each unit. What cannot be used
+    /// of the dump costs the stages that need it.
+    fn microbatch(
+        &self,
+        slice: &Slice,
+        outcome: &mut Outcome,
+        backward: &mut EachUnit<'_>,
+    ) -> Result<(), StepError> {
+        let microbatch = slice.inputs.microbatch;
+        let state = self.forward(slice, outcome);
+        let all = Stage::ALL.iter().copied().filter(|stage| !stage.is_input());
+        let all: Vec<Stage> = all.collect();
+        let Some(state) = outcome.spared(state, (&all, microbatch))? else { return Ok(()) };
+        let upstream = self.upstream(slice, &state, outcome);
+        let Some(upstream) = outcome.spared(upstream, (AFTER_FORWARD, microbatch))? else {
+            return Ok(());
+        };
+        self.loss(slice, &state, outcome)?;
+        self.plane(slice, &state, &upstream, outcome)?;
+        for unit in &slice.units {
+            let found = backward(unit, (&state, &upstream), outcome);
+            outcome.spared(found, (&AFTER_FORWARD[4..], microbatch))?;
+        }
+        Ok(())
+    }
+
     fn bound(&self, rows: usize, columns: usize) -> Bound {
         let nan_is_meant = self.trial && self.world.has_nan();
         Bound { nan_is_meant, ..Bound::new(self.comparisons, rows, rows * columns) }

@@ -7,7 +7,9 @@ use backtape::nan::{by_size, largest};
 use backtape::role::Role;
 use serde::Serialize;
 
+use super::coverage::Coverage;
 use super::estimate::Sampled;
+use super::loss_total::LossTotals;
 use super::maps::Map;
 use super::norm::ReferenceDk;
 pub use super::norm::{GradNorm, Share};
@@ -15,6 +17,11 @@ use super::probe::Reach;
 use crate::compare::tally::relative;
 use crate::compare::{Bound, Tally};
 use crate::head::{HeadStep, Stage};
+
+/// Reason of a stage that the dump does not hold.
+const NOT_CAPTURED: &str = "not captured";
+/// Reason of one that is beside what was asked for.
+const NOT_ASKED: &str = "not asked for";
 
 /// How a stage came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -106,6 +113,8 @@ pub struct Outcome {
     pub stages: Vec<StageOutcome>,
     /// What was not checked and why.
     pub not_checked: Vec<NotChecked>,
+    /// How much of what there is was judged.
+    pub coverage: Coverage,
     /// The norm of the gradients.
     pub grad_norm: GradNorm,
     /// Maps of dq and dk, where a drawing was asked for.
@@ -118,6 +127,10 @@ pub struct Outcome {
     reaches: Vec<(Stage, Reach)>,
     /// What a sample says of each stage, the unit that is off most.
     estimates: Vec<(Stage, Sampled)>,
+    /// The stages of those.
+    pub(super) sampled: BTreeSet<Stage>,
+    /// What the loss of each microbatch should be, where the step's is judged.
+    pub(super) losses: Vec<LossTotals>,
 }
 
 /// In which types a device multiplied for a policy.
@@ -187,6 +200,11 @@ impl StageOutcome {
         })
     }
 
+    /// True when nobody asked for it.
+    pub(super) fn is_unwanted(&self) -> bool {
+        self.status == Status::Skip && self.reason == NOT_ASKED
+    }
+
     /// The comparisons that fail.
     pub fn failing(&self) -> impl Iterator<Item = &Comparison> {
         self.comparisons.iter().filter(|comparison| comparison.excess.is_some())
@@ -196,7 +214,7 @@ impl StageOutcome {
 impl Outcome {
     pub(super) fn new(wanted: &BTreeSet<Stage>) -> Outcome {
         let stage = |&stage: &Stage| {
-            let reason = if wanted.contains(&stage) { "not captured" } else { "not asked for" };
+            let reason = if wanted.contains(&stage) { NOT_CAPTURED } else { NOT_ASKED };
             let (status, comparisons) = (Status::Skip, Vec::new());
             StageOutcome { stage, status, reason: reason.into(), comparisons }
         };
@@ -212,6 +230,9 @@ impl Outcome {
             reference_dk: None,
             reaches,
             estimates,
+            coverage: Coverage::default(),
+            sampled: BTreeSet::new(),
+            losses: Vec::new(),
         }
     }
 
@@ -224,16 +245,25 @@ impl Outcome {
         self.stages[stage as usize].comparisons.push(comparison);
     }
 
+    /// Says why a stage is not compared, which it may be in part all the same.
     pub(super) fn skip(&mut self, stage: Stage, reason: impl Into<String>) {
-        self.stages[stage as usize].reason = reason.into();
+        let reason = reason.into();
+        self.leave(stage, None, reason.clone());
+        self.stages[stage as usize].reason = reason;
     }
 
     /// Drops comparisons that tell nothing, and says so.
     pub(super) fn set_aside_unjudged(&mut self) {
-        for stage in &mut self.stages {
-            let why = stage.comparisons.iter().find_map(|one| one.unjudged.clone());
-            stage.comparisons.retain(|one| one.unjudged.is_none());
-            stage.reason = why.unwrap_or(std::mem::take(&mut stage.reason));
+        for at in 0..self.stages.len() {
+            let stage = self.stages[at].stage;
+            let (told, nothing): (Vec<Comparison>, Vec<Comparison>) =
+                std::mem::take(&mut self.stages[at].comparisons)
+                    .into_iter()
+                    .partition(|one| one.unjudged.is_none());
+            self.stages[at].comparisons = told;
+            for one in nothing {
+                self.leave(stage, one.microbatch, one.unjudged.unwrap_or_default());
+            }
         }
     }
 
@@ -263,8 +293,7 @@ impl Outcome {
     pub(super) fn estimated(&mut self, stage: Stage, found: Sampled) {
         if found.nonfinite > 0 {
             let words = format!("{} values of {stage} are not finite", found.nonfinite);
-            self.stages[stage as usize].status = Status::Fail;
-            return self.skip(stage, words);
+            return self.fail(stage, words);
         }
         match self.estimates.iter_mut().find(|(of, _)| *of == stage) {
             Some((_, worst)) if by_size(&found.off(), &worst.off()).is_gt() => *worst = found,
@@ -280,6 +309,7 @@ impl Outcome {
             self.not_checked.push(NotChecked { what, why: reach.sentence(stage) });
         }
         for (stage, found) in std::mem::take(&mut self.estimates) {
+            self.sampled.insert(stage);
             if self.stage(stage).status == Status::Skip {
                 self.skip(stage, found.sentence());
                 let what = format!("single rows of {stage}");
@@ -289,12 +319,18 @@ impl Outcome {
         }
     }
 
-    /// Settles each stage's status from its comparisons.
-    pub(super) fn finish(&mut self, step: &HeadStep<'_>) {
+    /// Settles each stage's status from its comparisons. `asked`: stages that were asked for by
+    /// name.
+    pub(super) fn finish(&mut self, step: &HeadStep<'_>, asked: &BTreeSet<Stage>) {
         self.reference_dk = None;
+        self.losses.clear();
         self.note_reach();
         for outcome in &mut self.stages {
             if outcome.comparisons.is_empty() {
+                let left = self.coverage.left_out.iter().find(|left| left.stage == outcome.stage);
+                if let Some(left) = left.filter(|_| outcome.reason == NOT_CAPTURED) {
+                    outcome.reason.clone_from(&left.why);
+                }
                 continue;
             }
             let failing = outcome.failing().count();
@@ -302,6 +338,7 @@ impl Outcome {
             outcome.status = if failing > 0 { Status::Fail } else { Status::Pass };
             outcome.reason = first.unwrap_or_default();
         }
+        self.cover(step, asked);
         let extra = step.tensors.iter().filter(|(_, info)| info.role.is_none());
         for (key, _) in extra {
             let why = "it has no role in the loss head; `--against` compares it".into();
@@ -311,9 +348,8 @@ impl Outcome {
             let what = format!("what depends on {key}");
             self.not_checked.push(NotChecked { what, why: why.clone() });
         }
-        let asked = |outcome: &&StageOutcome| {
-            outcome.status == Status::Skip && outcome.reason != "not asked for"
-        };
+        let asked =
+            |outcome: &&StageOutcome| outcome.status == Status::Skip && !outcome.is_unwanted();
         for outcome in self.stages.iter().filter(asked) {
             let what = outcome.stage.to_string();
             self.not_checked.push(NotChecked { what, why: why_skipped(outcome) });
@@ -335,10 +371,10 @@ fn why_skipped(outcome: &StageOutcome) -> String {
     match outcome.stage.role() {
         Some(Role::Weights) => "none recorded: every token counts 1".into(),
         Some(Role::Bias) => "none recorded: the logits have no bias".into(),
-        Some(_) if outcome.reason == "not captured" => {
+        Some(_) if outcome.reason == NOT_CAPTURED => {
             "not captured: tape.record(NAME, ...) would have it compared".into()
         }
-        None if outcome.reason == "not captured" => {
+        None if outcome.reason == NOT_CAPTURED => {
             "an intermediate that jobs do not record; recomputed inside the later stages".into()
         }
         _ => outcome.reason.clone(),

@@ -54,6 +54,8 @@ pub(super) struct Span<'a> {
     pub(super) alike: &'a [(f64, f64)],
     /// Variance that a token's row shares.
     pub(super) scale: &'a [f64],
+    /// Rows that are judged.
+    pub(super) sure: &'a [usize],
     pub(super) microbatch: Option<Microbatch>,
 }
 
@@ -76,10 +78,6 @@ impl Replay<'_> {
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
         let Some(head) = inputs.head(self.step) else { return Ok(()) };
-        let all: Vec<usize> = (0..inputs.tokens()).collect();
-        let (lse, g) = (&state.lse[..], &upstream.g[..]);
-        let tokens = UnitTokens { inputs, rows: &all, lse, g, rank: None };
-        let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
         for stage in [Stage::Logits, Stage::Logprobs, Stage::Dlogits] {
             let role = stage.role().expect("all three have one");
             let Some(key) = self.step.find(role, inputs.microbatch) else { continue };
@@ -90,32 +88,54 @@ impl Replay<'_> {
             if !self.wants(stage) || is_input || one_a_token {
                 continue;
             }
-            let bound = self.bound(inputs.tokens(), head.k.rows);
-            let mut tally = Tally::default();
-            let mut energies: Vec<MemberError> = Vec::new();
-            let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &g_smooth };
-            let of = |tokens: Range<usize>| self.plane_part((stage, key), inputs, state, tokens);
-            let mut put = |(found, part): (Tally, Vec<f64>)| {
-                tally.merge(found);
-                self.add_energies(&mut energies, &part);
-            };
-            if let Some(on) = self.on {
-                let spans = self.spans(key, head.k.rows)?.into_iter().map(of).collect();
-                let upstream = (&state.lse[..], &cotangents);
-                self.planes_on(on, slice, &head, upstream, spans)?.into_iter().for_each(put);
-            } else {
-                self.each_span(key, head.k.rows, &mut |tokens, captured, precision| {
-                    let part = of(tokens.clone());
-                    let lse = &state.lse[tokens.clone()];
-                    let of_head = span_of(&head, tokens.clone());
-                    let given = (&of_head, lse, cotangents.of(tokens));
-                    put(self.judge_plane_part(stage, &part, given, (captured, precision))?);
-                    Ok(())
-                })?;
-            }
-            let found = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
-            outcome.add(stage, Comparison { members: energies, ..found });
+            let before = (state, upstream);
+            let found = self.judge_plane((stage, key), (slice, &head), before, outcome);
+            outcome.spared(found, (&[stage], inputs.microbatch))?;
         }
+        Ok(())
+    }
+
+    fn judge_plane(
+        &self,
+        (stage, key): (Stage, &TensorKey),
+        (slice, head): (&Slice, &HeadInputs<'_>),
+        (state, upstream): (&ForwardState, &Upstream),
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let inputs = &slice.inputs;
+        let all: Vec<usize> = (0..inputs.tokens()).collect();
+        let (lse, g) = (&state.lse[..], &upstream.g[..]);
+        let tokens = UnitTokens { inputs, rows: &all, lse, g, rank: None };
+        let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
+        let bound = self.bound(inputs.tokens(), head.k.rows);
+        let mut tally = Tally::default();
+        let mut energies: Vec<MemberError> = Vec::new();
+        let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &g_smooth };
+        let before = (state, upstream);
+        let of = |tokens: Range<usize>| self.plane_part((stage, key), inputs, before, tokens);
+        let mut put = |(found, part): (Tally, Vec<f64>)| {
+            tally.merge(found);
+            self.add_energies(&mut energies, &part);
+        };
+        if let Some(on) = self.on {
+            let spans = self.spans(key, head.k.rows)?.into_iter().map(of).collect();
+            let upstream = (&state.lse[..], &cotangents);
+            self.planes_on(on, slice, head, upstream, spans)?.into_iter().for_each(put);
+        } else {
+            self.each_span(key, head.k.rows, &mut |tokens, captured, precision| {
+                let part = of(tokens.clone());
+                let lse = &state.lse[tokens.clone()];
+                let of_head = span_of(head, tokens.clone());
+                let given = (&of_head, lse, cotangents.of(tokens));
+                put(self.judge_plane_part(stage, &part, given, (captured, precision))?);
+                Ok(())
+            })?;
+        }
+        if stage == Stage::Dlogits && self.note_open_rows(slice, upstream, outcome) {
+            return Ok(());
+        }
+        let found = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
+        outcome.add(stage, Comparison { members: energies, ..found });
         Ok(())
     }
 
@@ -124,17 +144,25 @@ impl Replay<'_> {
         &self,
         (stage, key): (Stage, &TensorKey),
         inputs: &MicrobatchInputs,
-        state: &ForwardState,
+        (state, upstream): (&ForwardState, &Upstream),
         tokens: Range<usize>,
     ) -> PlanePart {
         let of = |values: &[f64]| values[tokens.clone()].to_vec();
+        let mut scale = of(&state.scale);
+        if stage == Stage::Dlogits {
+            let g = &upstream.variance[tokens.clone()];
+            scale.iter_mut().zip(g).for_each(|(scale, g)| *scale += g);
+        }
         let pairs = tokens.clone().map(|t| (state.alike[t], state.logit_variance[t]));
+        let open = |t: usize| stage == Stage::Dlogits && upstream.is_open(t);
+        let sure = tokens.clone().filter(|&t| !open(t)).map(|t| t - tokens.start);
         PlanePart {
             stage: stage as usize,
             microbatch: inputs.microbatch.map(|microbatch| microbatch.0),
             spread: of(&state.spread),
             alike: pairs.collect(),
-            scale: of(&state.scale),
+            scale,
+            sure: sure.collect(),
             key: super::tasks::name(key),
             tokens: tokens.clone(),
         }
@@ -156,6 +184,7 @@ impl Replay<'_> {
             spread: &part.spread,
             alike: &part.alike,
             scale: &part.scale,
+            sure: &part.sure,
             microbatch: part.microbatch.map(Microbatch),
         };
         let given = (captured, precision);

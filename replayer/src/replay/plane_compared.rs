@@ -109,7 +109,7 @@ impl Replay<'_> {
             repeats: &repeats,
         };
         let bound = self.bound(span.tokens.len(), vocab);
-        Tally::of(&rows, allowed, &bound)
+        rows.tally_of(span.sure, allowed, &bound)
     }
 
     /// The same where a device holds the reference, which is nobody's hypothesis; beside it the
@@ -136,8 +136,9 @@ impl Replay<'_> {
             bound: bound.element,
         };
         let looked = kept.compare(&comparison).map_err(failed)?;
-        let index = |row: usize| (span.tokens.start + row) as u64;
-        let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[row]);
+        let index = |row: usize| (span.tokens.start + span.sure[row]) as u64;
+        let repeats = |row: usize| span.head.copies.map_or(1.0, |copies| copies[span.sure[row]]);
+        let looked: Vec<_> = span.sure.iter().map(|&row| looked[row]).collect();
         let tally = Tally::of_looked((&looked, columns), &index, &repeats, &bound);
         let mut exact = None;
         let energies = self.emulate_span(stage, &mut |policy| {

@@ -44,13 +44,16 @@ impl Replay<'_> {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
             let mut slab = match (&mut walked, &mut device) {
-                (Some(walked), _) => self.completed(problem, (&head, range), walked.slab()?),
+                (Some(walked), _) => {
+                    self.completed(problem, (&head, range.clone()), walked.slab()?)
+                }
                 (None, Some(device)) => {
                     let of = (problem, captured);
-                    self.device_slab(of, (&head, range), device, &mut dq.exact)?
+                    self.device_slab(of, (&head, range.clone()), device, &mut dq.exact)?
                 }
-                (None, None) => self.reference_slab(problem, &head, range, &mut dq.exact),
+                (None, None) => self.reference_slab(problem, &head, range.clone(), &mut dq.exact),
             };
+            self.allow_open(problem, (&head, range), &mut slab);
             let found = (&mut slab, &mut dq, &mut findings);
             self.emulate_slab((problem, &head), &members, captured, walked.as_mut(), found)?;
             self.judge_dk(problem, &slab, (captured, &DK), &mut findings);
@@ -64,7 +67,8 @@ impl Replay<'_> {
             dq.exact = walked.finish()?;
         }
         if let Some(mut device) = device {
-            if let Some(mut kept) = device.dq_to_compare().filter(|_| self.compares_there()) {
+            if let Some(mut kept) = device.dq_to_compare().filter(|_| self.compares_there(problem))
+            {
                 let captured = picked(captured, &unit.rows);
                 dq.looked = self.look_at_dq(problem, &dq.exact, &captured, &mut *kept)?;
             }

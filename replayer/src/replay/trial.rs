@@ -50,16 +50,13 @@ pub fn trial(
     in_world(step, compared, (world, cache), &mut |replay, slices| {
         let mut outcome = Outcome::new(&replay.wanted);
         for slice in slices {
-            let state = replay.forward(slice, &mut outcome)?;
-            let upstream = replay.upstream(slice, &state, &mut outcome)?;
-            replay.loss(slice, &state, &mut outcome)?;
-            replay.plane(slice, &state, &upstream, &mut outcome)?;
-            for unit in &slice.units {
-                replay.try_unit(slice, unit, (&state, &upstream), rows, &mut outcome)?;
-            }
+            replay.microbatch(slice, &mut outcome, &mut |unit, before, outcome| {
+                replay.try_unit(slice, unit, before, rows, outcome)
+            })?;
         }
+        replay.step_loss(slices, &mut outcome)?;
         replay.sums(slices, &mut outcome)?;
-        outcome.finish(replay.step);
+        outcome.finish(replay.step, &BTreeSet::new());
         found = Some(outcome);
         Ok(())
     })?;
@@ -108,10 +105,10 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let Scores::Product { .. } = slice.inputs.scores else { return Ok(()) };
-        let dlogits = self.dlogits(slice, unit)?;
+        let dlogits = self.usable_dlogits(slice, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
         let captured = self.captured_once((slice, unit), classes, outcome)?;
-        if captured.gradients.is_empty() || unit.rows.iter().any(|&t| upstream.certain[t] > 0.0) {
+        if captured.gradients.is_empty() {
             return Ok(());
         }
         let mut findings = Findings::default();
@@ -132,8 +129,9 @@ impl Replay<'_> {
                 self.try_dq(problem, &captured, (&some, keep), &mut findings);
             });
         }
+        let from_dlogits = dlogits.as_ref().map(|_| captured.without_parts()).unwrap_or_default();
         if let Some(dlogits) = &dlogits {
-            let stages = captured.without_parts();
+            let stages = from_dlogits.clone();
             findings.forget(&stages);
             let (of_q, of_k): (Vec<Stage>, Vec<Stage>) =
                 stages.into_iter().partition(|&stage| stage == Stage::Dq);
@@ -142,12 +140,19 @@ impl Replay<'_> {
                 self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
             });
             let from = self.sources(slice, unit);
-            if let Some(dlogits) = self.dlogits(slice, &from)?.filter(|_| !of_q.is_empty()) {
+            if let Some(dlogits) = self.usable_dlogits(slice, &from)?.filter(|_| !of_q.is_empty()) {
                 self.with_problem(slice, &from, state, upstream, &mut |problem| {
                     let of = (&dlogits, &of_q[..]);
                     self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
                 });
             }
+        }
+        let own = captured.all_but(&from_dlogits);
+        if upstream.any_open(&unit.rows) {
+            self.with_problem(slice, unit, state, upstream, &mut |problem| {
+                let (of, stages) = ((slice, unit), (&*captured, &own[..]));
+                self.note_open(of, problem, stages, &mut findings, outcome);
+            });
         }
         self.report(findings, &captured, &slice.inputs, unit, outcome);
         Ok(())
@@ -202,8 +207,9 @@ impl Replay<'_> {
             for range in self.slabs(d, v) {
                 let mut labels = Vec::new();
                 let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
-                let mut slab = self.reference_slab(problem, &head, range, &mut dq.exact);
+                let mut slab = self.reference_slab(problem, &head, range.clone(), &mut dq.exact);
                 self.emulate_dk(problem, &head, &mut slab);
+                self.allow_open(problem, (&head, range), &mut slab);
                 self.judge_dk(problem, &slab, (captured, &DK), findings);
                 self.judge_dbias(problem, &slab, captured, findings);
             }
@@ -235,6 +241,7 @@ impl Replay<'_> {
         let mut slab = pass.slab.clone();
         slab.classes = Some(classes.clone());
         self.emulate_dk(&problem, &head, &mut slab);
+        self.allow_open(&problem, (&head, 0..classes.len()), &mut slab);
         let chosen = (!picked).then(|| captured.of_classes(classes));
         let captured = chosen.as_ref().unwrap_or(captured);
         self.judge_dk(&problem, &slab, (captured, &DK), findings);

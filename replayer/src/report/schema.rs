@@ -8,6 +8,7 @@ use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::device::Description;
 use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
+use crate::replay::coverage::Coverage;
 use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{
     Comparison, GradNorm, HitClass, Multiplied, NotChecked, Outcome, StageOutcome, Status,
@@ -201,6 +202,9 @@ pub struct Report {
     pub dump: DumpSummary,
     /// Every stage, in order.
     pub stages: Vec<StageReport>,
+    /// How much of what was recorded, or asked for, was judged; absent without a head.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub coverage: Option<Coverage>,
     /// Causes from the catalogue.
     pub causes: Vec<Found>,
     /// How the stages of a user's own functions came out; empty without any.

@@ -7,6 +7,7 @@ use super::causes;
 use super::measured;
 use super::number::{bytes, count, error, plural, ratio, short};
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
+use crate::replay::coverage::Coverage;
 use crate::replay::outcome::{NotChecked, Status};
 
 /// Width that every line keeps to.
@@ -236,7 +237,6 @@ pub fn verdict(report: &Report) -> String {
             against::verdict(report, *verdict)
         }
         (Verdict::Agreed, _) => {
-            let compared = report.stages.iter().filter(|stage| stage.worst.is_some()).count();
             let loose = report.stages.iter().filter(|stage| stage.status == Status::Warn);
             let loose: Vec<&str> = loose.map(|stage| stage.name).collect();
             let only = match &loose[..] {
@@ -246,15 +246,35 @@ pub fn verdict(report: &Report) -> String {
                     names.join(" and ")
                 ),
             };
+            let (much, but) = report.coverage.as_ref().map(covered).unwrap_or_default();
             format!(
-                "AGREED: all {compared} stages compared are what the declared precision must give{only}."
+                "AGREED on {much}: what was compared is what the declared precision must give{only}{but}."
             )
         }
         _ => {
+            // What depends on unusable tensors is said above, with the tensor.
+            let said = report.reasons.iter().filter(|one| !one.what.starts_with("what depends on"));
+            let said: Vec<&str> = said.map(|reason| &reason.what[..]).collect();
+            if !said.is_empty() {
+                return format!("INCOMPLETE: {}.", said.join("; "));
+            }
             "INCOMPLETE: no verdict is given on what depends on the missing or altered parts above."
                 .into()
         }
     }
+}
+
+/// How many stages a verdict is on, and which it is not on, or not on all of.
+fn covered(coverage: &Coverage) -> (String, String) {
+    let much = format!("{} of {}", coverage.judged, plural(coverage.of as u64, "stage"));
+    let mut left: Vec<&str> = coverage.left_out.iter().map(|left| left.stage.name()).collect();
+    left.extend(coverage.narrowed.iter().map(|stage| stage.name()));
+    left.dedup();
+    let but = match left.is_empty() {
+        true => String::new(),
+        false => format!("; {} not, or not all of it (unchecked, above)", left.join(", ")),
+    };
+    (much, but)
 }
 
 fn meaning(stage: &str) -> &'static str {

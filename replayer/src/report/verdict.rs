@@ -62,6 +62,8 @@ pub fn of_head(
     for (key, why) in &step.unusable {
         reasons.push(Reason::incomplete(format!("what depends on {key}: {why}")));
     }
+    let coverage = &outcome.coverage;
+    reasons.extend(coverage.lacks.iter().map(|why| Reason::incomplete(why.clone())));
     if outcome.compared() == 0 {
         reasons.push(Reason::incomplete("no stage could be compared"));
     }

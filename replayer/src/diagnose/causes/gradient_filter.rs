@@ -8,8 +8,8 @@
 //! (`detectors::filter`).
 //! Emulation: the entries of those tiles taken off dq, dk and dlogits.
 
-use std::sync::Arc;
 use backtape::nan::largest;
+use std::sync::Arc;
 
 use super::emulated::{bases, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};

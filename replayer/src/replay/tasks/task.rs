@@ -124,11 +124,13 @@ pub(in crate::replay) struct PlanePart {
     pub(in crate::replay) spread: Vec<f64>,
     pub(in crate::replay) alike: Vec<(f64, f64)>,
     pub(in crate::replay) scale: Vec<f64>,
+    /// Rows that are judged, of those of `tokens`.
+    pub(in crate::replay) sure: Vec<usize>,
     /// The captured tensor, as JSON.
     pub(in crate::replay) key: String,
 }
 
-parcel!(PlanePart { stage, tokens, microbatch, spread, alike, scale, key });
+parcel!(PlanePart { stage, tokens, microbatch, spread, alike, scale, sure, key });
 
 /// One task.
 #[derive(Clone, Debug, PartialEq)]
