@@ -6,6 +6,7 @@ use backtape::head::{
     MicrobatchReduction, Scope, SmoothingFormula,
 };
 
+use super::policy_file::DTYPES;
 use super::roundings::DTYPE_KEYS;
 use crate::kernels::matrix::Transform;
 
@@ -210,15 +211,16 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
         }
     }
     for (key, value) in &head.dtypes {
-        if !DTYPE_KEYS.contains(&key.as_str()) || super::roundings::unit(value).is_none() {
-            return Err(HeadError::Value {
-                option: "dtypes",
-                value: format!("{key}: {value}"),
-                wanted: format!(
-                    "known names are {DTYPE_KEYS:?}, of f64, f32, tf32, bf16, f16, f8_e4m3 or f8_e5m2"
-                ),
-            });
-        }
+        let hint = crate::spelling::hint(key, DTYPE_KEYS);
+        let wanted = if !DTYPE_KEYS.contains(&key.as_str()) {
+            format!("no rounding point is called so{hint}; there are {}", DTYPE_KEYS.join(", "))
+        } else if super::roundings::unit(value).is_none() {
+            format!("no format is called so; there are {}", DTYPES.join(", "))
+        } else {
+            continue;
+        };
+        let value = format!("{{{key}: {value}}}");
+        return Err(HeadError::Value { option: "dtypes", value, wanted });
     }
     Ok(())
 }
