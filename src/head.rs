@@ -251,6 +251,10 @@ pub struct HeadDeclaration {
     pub tied_embedding: bool,
     pub cotangent: f64,
     pub dtypes: BTreeMap<String, String>,
+    /// The format of `torch.autocast`, where the head ran under it: points that are not
+    /// declared may be rounded to it, operands of products among them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub autocast: Option<String>,
     pub tiles: Option<DeclaredTiles>,
     /// Probabilities below it may be dropped from the backward.
     pub gradient_filter: Option<f64>,
@@ -283,6 +287,7 @@ impl Default for HeadDeclaration {
             tied_embedding: false,
             cotangent: 1.0,
             dtypes: BTreeMap::new(),
+            autocast: None,
             tiles: None,
             gradient_filter: None,
             policy: None,

@@ -30,7 +30,10 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
             masked_by_infinity = true;
             continue;
         }
-        let json = to_json(&name, &value)?;
+        let mut json = to_json(&name, &value)?;
+        if name == "autocast" {
+            by_its_own_name(&mut json);
+        }
         // Alone first, so that the error can say which option it is about.
         let alone = Map::from_iter([(name.clone(), json.clone())]);
         serde_json::from_value::<HeadDeclaration>(Value::Object(alone))
@@ -50,7 +53,9 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
 
 /// Every option by its name, as a declaration is written.
 fn known_options() -> PyResult<Map<String, Value>> {
-    let written = serde_json::to_value(HeadDeclaration::default());
+    // An option that is written only where it is set is an option all the same.
+    let all = HeadDeclaration { autocast: Some(String::new()), ..HeadDeclaration::default() };
+    let written = serde_json::to_value(all);
     let written = written.map_err(|error| PyValueError::new_err(format!("head: {error}")))?;
     Ok(written.as_object().cloned().unwrap_or_default())
 }
@@ -103,12 +108,19 @@ fn dict_to_json(name: &str, dict: &Bound<'_, PyDict>) -> PyResult<Value> {
     let mut object = Map::new();
     for (key, value) in dict {
         let mut json = to_json(name, &value)?;
-        if let (Value::String(text), "dtypes") = (&json, name)
-            && let Some(dtype) = Dtype::from_numpy(text)
-        {
-            json = dtype.name().into();
+        if name == "dtypes" {
+            by_its_own_name(&mut json);
         }
         object.insert(key.extract()?, json);
     }
     Ok(Value::Object(object))
+}
+
+/// A dtype of numpy's, torch's or jax's name as it is called here.
+fn by_its_own_name(json: &mut Value) {
+    if let Value::String(text) = json
+        && let Some(dtype) = Dtype::from_numpy(text)
+    {
+        *json = dtype.name().into();
+    }
 }

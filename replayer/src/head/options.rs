@@ -9,6 +9,7 @@ use backtape::head::{
 use super::policy_file::DTYPES;
 use super::roundings::DTYPE_KEYS;
 use crate::kernels::matrix::Transform;
+use crate::kernels::round::Precision;
 
 /// How the logits' gradient reaches dq and dk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +49,9 @@ pub struct HeadOptions {
     pub walk: Walk,
     /// Policy loss, for `loss=grpo`.
     pub grpo: Option<GrpoDeclaration>,
+    /// A format below the recorded one in which the job may have computed what it does not
+    /// declare, by what the dump shows.
+    pub lowered: Option<Precision>,
     /// The declaration that this came from.
     pub declared: HeadDeclaration,
 }
@@ -99,6 +103,7 @@ impl HeadOptions {
             transform: Transform { scale, softcap: declared.softcap, ..Transform::NONE },
             walk: walk(declared)?,
             grpo: (declared.loss == Loss::Grpo).then(|| declared.grpo.clone().unwrap_or_default()),
+            lowered: None,
             declared: declared.clone(),
         })
     }
@@ -209,6 +214,10 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
             let (value, wanted) = (value.to_string(), format!("{wanted} is needed"));
             return Err(HeadError::Value { option, value, wanted });
         }
+    }
+    if let Some(value) = head.autocast.as_ref().filter(|name| !["bf16", "f16"].contains(&&***name)) {
+        let (value, wanted) = (value.clone(), "bf16 or f16 is needed, or None".into());
+        return Err(HeadError::Value { option: "autocast", value, wanted });
     }
     for (key, value) in &head.dtypes {
         let hint = crate::spelling::hint(key, DTYPE_KEYS);

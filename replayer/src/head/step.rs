@@ -82,6 +82,7 @@ impl<'a> HeadStep<'a> {
             microbatches.retain(Option::is_some);
         }
         step.microbatches = microbatches;
+        step.options.lowered = super::lowered::lowered(&step);
         if step.microbatches.is_empty() {
             return Err(step.missing(scores, None));
         }
