@@ -27,6 +27,7 @@ mod loose;
 mod loss;
 pub mod maps;
 pub(crate) mod members;
+pub mod other_declaration;
 mod norm;
 pub mod norm_pair;
 pub mod outcome;

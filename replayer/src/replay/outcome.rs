@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::estimate::Sampled;
 use super::maps::Map;
 use super::norm::ReferenceDk;
+use super::other_declaration::OtherDeclaration;
 pub use super::norm::{GradNorm, Share};
 use super::probe::Reach;
 use crate::compare::tally::relative;
@@ -109,6 +110,8 @@ pub struct Outcome {
     pub maps: Vec<Map>,
     /// The emulated policies and in which types a device multiplied for them; empty without one.
     pub multiplied: Vec<Multiplied>,
+    /// Another declaration with which everything would agree.
+    pub other_declaration: Option<OtherDeclaration>,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
     /// What random probes can see of each stage, the worst of all units.
@@ -198,6 +201,7 @@ impl Outcome {
             grad_norm,
             maps,
             multiplied: Vec::new(),
+            other_declaration: None,
             reference_dk: None,
             reaches,
             estimates,

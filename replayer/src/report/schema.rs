@@ -9,6 +9,7 @@ use crate::device::Description;
 use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::norm_pair::NormGap;
+use crate::replay::other_declaration::OtherDeclaration;
 use crate::replay::outcome::{
     Comparison, GradNorm, HitClass, Multiplied, NotChecked, Outcome, StageOutcome, Status,
 };
@@ -198,6 +199,10 @@ pub struct Report {
     pub dump: DumpSummary,
     /// Every stage, in order.
     pub stages: Vec<StageReport>,
+    /// Another declaration with which everything agrees, where something diverged and there is
+    /// one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub other_declaration: Option<OtherDeclaration>,
     /// Causes from the catalogue.
     pub causes: Vec<Found>,
     /// How the stages of a user's own functions came out; empty without any.
