@@ -72,6 +72,5 @@ def test_a_fault_in_such_a_job_is_found(tmp_path, dtypes):
 
 
 def test_low_precision_products_are_found_where_f32_is_declared(tmp_path):
-    for seed in SEEDS:
-        report = job(tmp_path / f"run-{seed}", seed, {"input": "f32", "logits": "f32"})
-        assert report.verdict != "agreed", f"seed {seed}: {report}"
+    report = job(tmp_path / "run", 0, {"input": "f32", "logits": "f32"})
+    assert report.verdict in ("diverged", "misdeclared"), report

@@ -54,6 +54,11 @@ fn candidate(
     Some(Candidate { option, declared, instead, fitted, kind, look, change, unweighted: false })
 }
 
+/// Fitted numbers that a value stands for: a round one is what somebody wrote.
+fn cost(value: f64) -> usize {
+    if rounded(value, 2) == value { 1 } else { 2 }
+}
+
 /// Unsaid where an option has the value that it has when nobody mentions it.
 fn kind_of(evidence: &Evidence<'_>, option: &str) -> Kind {
     let usual = written(&HeadDeclaration::default(), option);
@@ -135,7 +140,7 @@ fn transforms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let caps = softcap_mismatch::fitted(evidence);
     for cap in caps.into_iter().map(Some).chain([None]) {
         let edit = |head: &mut HeadDeclaration| head.softcap = cap;
-        let fitted = usize::from(cap.is_some());
+        let fitted = cap.map_or(0, cost);
         found.extend(candidate(evidence, "softcap", (fitted, kind), look, edit));
     }
     let look = "what the logits are multiplied or divided by before the softmax";
@@ -146,13 +151,13 @@ fn transforms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
             (head.temperature, head.logit_scale) = (temperature, 1.0);
         };
         if (temperature * scale - 1.0).abs() < 1e-3 {
-            found.extend(candidate(evidence, "temperature", (1, kind), look, edit));
+            found.extend(candidate(evidence, "temperature", (cost(temperature), kind), look, edit));
         }
         let kind = kind_of(evidence, "logit_scale");
         let edit = |head: &mut HeadDeclaration| {
             (head.temperature, head.logit_scale) = (1.0, scale);
         };
-        found.extend(candidate(evidence, "logit_scale", (1, kind), look, edit));
+        found.extend(candidate(evidence, "logit_scale", (cost(scale), kind), look, edit));
     }
     let edit = |head: &mut HeadDeclaration| (head.temperature, head.logit_scale) = (1.0, 1.0);
     let kind = kind_of(evidence, "temperature");
@@ -199,7 +204,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let fits = linear(evidence, &stages, from, &world).unwrap_or_default();
     for z in fits.into_iter().filter(|z| *z > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.z_loss = z;
-        found.extend(candidate(evidence, "z_loss", (1, kind), look, edit));
+        found.extend(candidate(evidence, "z_loss", (cost(z), kind), look, edit));
     }
     let edit = |head: &mut HeadDeclaration| (head.z_loss, head.z_loss_in_loss) = (0.0, true);
     found.extend(candidate(evidence, "z_loss", (0, kind), look, edit));
@@ -218,7 +223,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let fits = linear(evidence, &stages, from, &world).unwrap_or_default();
     for s in fits.into_iter().filter(|s| *s > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.label_smoothing = s;
-        found.extend(candidate(evidence, "label_smoothing", (1, kind), look, edit));
+        found.extend(candidate(evidence, "label_smoothing", (cost(s), kind), look, edit));
     }
     let edit = |head: &mut HeadDeclaration| head.label_smoothing = 0.0;
     found.extend(candidate(evidence, "label_smoothing", (0, kind), look, edit));
@@ -253,7 +258,12 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
         if single.is_empty() { found.push(none) } else { found.extend(single) }
         return;
     }
+    let Some(roundings) = evidence.roundings() else { return };
+    let stored = roundings.narrowest.input.unit_roundoff();
     for (format, name) in [(Precision::Bf16, "bf16"), (Precision::F16, "f16")] {
+        if !(format.unit_roundoff() > stored) {
+            continue;
+        }
         let edit = |head: &mut HeadDeclaration| head.autocast = Some(name.into());
         let of = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
         found.extend(of.map(|of| Candidate {
