@@ -8,10 +8,7 @@ const LONGEST: usize = 255;
 
 /// The known name that is nearest to what was typed, if a slip of the fingers explains it: a
 /// letter wrong, missing, doubled or swapped with its neighbour, for every three letters one.
-pub fn nearest<'a>(
-    typed: &str,
-    known: impl IntoIterator<Item = &'a str>,
-) -> Option<&'a str> {
+pub fn nearest<'a>(typed: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let most = typed.chars().count().div_ceil(3);
     let far = |name: &str| slips(&typed.to_lowercase(), &name.to_lowercase());
     let known: Vec<&str> = known.into_iter().filter(|name| name.len() <= LONGEST).collect();

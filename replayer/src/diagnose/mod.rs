@@ -7,8 +7,8 @@
 pub mod catalogue;
 pub mod cause;
 pub mod causes;
-mod declarations;
 pub mod decide;
+mod declarations;
 pub mod detectors;
 pub mod evidence;
 mod found;
@@ -30,8 +30,8 @@ use crate::replay::variant::Variant;
 use crate::replay::world::World;
 use catalogue::CATALOGUE;
 use cause::Cause;
-use declarations::Suspect;
 use decide::{CLEAR, Decision, cover, decide};
+use declarations::Suspect;
 use evidence::{Evidence, Key, residuals};
 use found::unknown;
 pub use found::{Found, StageResidual, Standing};
@@ -80,10 +80,10 @@ pub fn diagnose(
 /// The causes, and in the outcome the declaration that explains as much.
 fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
-        let named = found.iter().any(|one| one.standing == Standing::Named);
+        let explained = found.iter().any(|one| one.standing != Standing::Unknown);
         // Something does explain it.
         found.retain(|one| one.standing != Standing::Unknown);
-        outcome.other_declaration = Some(suspect.told(named));
+        outcome.other_declaration = Some(suspect.told(explained));
     }
     found
 }

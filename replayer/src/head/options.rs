@@ -215,7 +215,8 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
             return Err(HeadError::Value { option, value, wanted });
         }
     }
-    if let Some(value) = head.autocast.as_ref().filter(|name| !["bf16", "f16"].contains(&&***name)) {
+    if let Some(value) = head.autocast.as_ref().filter(|name| !["bf16", "f16"].contains(&&***name))
+    {
         let (value, wanted) = (value.clone(), "bf16 or f16 is needed, or None".into());
         return Err(HeadError::Value { option: "autocast", value, wanted });
     }

@@ -217,11 +217,10 @@ fn grad_norm(out: &mut String, report: &Report) {
 pub fn verdict(report: &Report) -> String {
     match (&report.verdict, &report.first_divergence) {
         (Verdict::Misdeclared, _) => {
-            let other = report.other_declaration.as_ref();
-            let words = other.map_or(String::new(), |of| {
-                format!(": {}={} is declared, and with {} everything agrees", of.option, of.declared, of.instead)
-            });
-            format!("MISDECLARED{words}.")
+            let why = report.reasons.iter().find(|reason| reason.verdict == Verdict::Misdeclared);
+            let what =
+                why.map_or("the declaration does not describe the job", |why| why.what.as_str());
+            format!("MISDECLARED: {what}.")
         }
         (Verdict::Diverged, Some(first)) => {
             let place = match place(first.microbatch, first.rank) {

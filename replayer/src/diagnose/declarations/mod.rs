@@ -76,11 +76,11 @@ pub(super) struct Suspect {
 }
 
 impl Suspect {
-    /// The finding, once it is known whether a cause of the catalogue was named.
-    pub(super) fn told(mut self, named: bool) -> OtherDeclaration {
+    /// The finding, once it is known whether a cause of the catalogue explains it, too.
+    pub(super) fn told(mut self, explained: bool) -> OtherDeclaration {
         self.other.misdeclared = match self.kind {
             Kind::Unsaid => self.forward,
-            Kind::Counted => !named,
+            Kind::Counted => !explained,
             Kind::Shown => true,
             Kind::Said | Kind::Loosened => false,
         };

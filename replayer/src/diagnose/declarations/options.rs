@@ -62,7 +62,11 @@ fn cost(value: f64) -> usize {
 /// Unsaid where an option has the value that it has when nobody mentions it.
 fn kind_of(evidence: &Evidence<'_>, option: &str) -> Kind {
     let usual = written(&HeadDeclaration::default(), option);
-    if written(&evidence.step.options.declared, option) == usual { Kind::Unsaid } else { Kind::Said }
+    if written(&evidence.step.options.declared, option) == usual {
+        Kind::Unsaid
+    } else {
+        Kind::Said
+    }
 }
 
 /// What losses are divided by, and over which tokens; where each comparison that fails is off
@@ -72,7 +76,8 @@ fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         return;
     }
     let how = (0, Kind::Counted);
-    let look = "what the loss's code divides by, and over which ranks and microbatches that is counted";
+    let look =
+        "what the loss's code divides by, and over which ranks and microbatches that is counted";
     let mut counted = vec![Denominator::Valid, Denominator::All];
     if evidence.step.tensors.values().any(|info| info.role == Some(Role::Weights)) {
         counted.push(Denominator::Weights);
@@ -255,7 +260,11 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
     if let Some(none) = without(all.clone()).filter(explains) {
         let single = all.into_iter().filter_map(|point| without(BTreeSet::from([point])));
         let single: Vec<Candidate> = single.filter(explains).collect();
-        if single.is_empty() { found.push(none) } else { found.extend(single) }
+        if single.is_empty() {
+            found.push(none)
+        } else {
+            found.extend(single)
+        }
         return;
     }
     let Some(roundings) = evidence.roundings() else { return };
@@ -272,4 +281,3 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
         }));
     }
 }
-

@@ -73,7 +73,9 @@ fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize
     let tensor = evidence.step.assemble(key).ok()?;
     let (values, rows) = (numbers(&tensor)?, k.shape[0] as usize);
     let width = values.len().checked_div(rows).filter(|&width| width > 0)?;
-    let at = |index: usize| if evidence.step.options.transposed() { index % rows } else { index / width };
+    let at = |index: usize| {
+        if evidence.step.options.transposed() { index % rows } else { index / width }
+    };
     (0..values.len()).filter(|&index| values[index] != 0.0).map(at).max().map(|row| row + 1)
 }
 
