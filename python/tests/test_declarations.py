@@ -39,13 +39,14 @@ def loss_of(x, labels, *, z_loss=0.0, label_smoothing=0.0, ignore_label=None, di
     return (nll * kept).sum() / (divide or kept.sum())
 
 
-def job(path, has, declares, *, backward=None, scale=1.0, extra=()):
+def job(path, has, declares, *, backward=None, scale=1.0):
     """A step of a head that has these options and declares those; `backward` has others, and a
     loss scale. The dump is replayed."""
     q, k, labels = inputs(3)
     x = {"q": jnp.asarray(q), "k": jnp.asarray(k)}
     loss = loss_of(x, labels, **has)
-    grads = jax.grad(lambda x: scale * loss_of(x, labels, **(has if backward is None else backward)))(x)
+    other = has if backward is None else backward
+    grads = jax.grad(lambda x: scale * loss_of(x, labels, **other))(x)
     lse = jax.nn.logsumexp(logits_of(x["q"], x["k"], **has), -1)
     with backtape.Recorder(path, strict=True) as recorder, recorder.step(0) as tape:
         tape.head(path="plain", **declares)
@@ -85,13 +86,15 @@ def test_what_agrees_is_not_asked_for_another_declaration(tmp_path):
 def test_a_loss_scale_is_named_as_a_power_of_two(tmp_path):
     report = job(tmp_path / "run", {}, {}, scale=1024.0)
     assert report.verdict == "misdeclared", report
-    assert (report.other_declaration.option, report.other_declaration.instead) == ("cotangent", "1024.0")
+    other = report.other_declaration
+    assert (other.option, other.instead) == ("cotangent", "1024.0")
 
 
 def test_a_constant_that_the_job_divides_by_is_named(tmp_path):
     report = job(tmp_path / "run", {"divide": 1000.0}, {})
     assert report.verdict == "misdeclared", report
-    assert (report.other_declaration.option, report.other_declaration.instead) == ("denominator", "1000.0")
+    other = report.other_declaration
+    assert (other.option, other.instead) == ("denominator", "1000.0")
 
 
 def test_an_option_that_was_declared_and_is_not_there_may_be_the_code(tmp_path):
