@@ -100,7 +100,8 @@ def test_a_constant_that_the_job_divides_by_is_named(tmp_path):
 def test_an_option_that_was_declared_and_is_not_there_may_be_the_code(tmp_path):
     report = job(tmp_path / "run", {}, {"softcap": 15.0})
     assert report.verdict == "diverged", report
-    assert (report.other_declaration.option, report.other_declaration.instead) == ("softcap", "None")
+    other = report.other_declaration
+    assert (other.option, other.instead) == ("softcap", "None")
 
 
 @pytest.mark.parametrize("declares", [{}, {"softcap": 15.0}], ids=["forgotten", "declared"])
