@@ -32,7 +32,7 @@ pub enum LossReduction {
 
 /// What a mean divides by.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "lowercase", try_from = "NumberOrText")]
 pub enum Denominator {
     /// Tokens that are not ignored.
     Valid,
@@ -43,6 +43,33 @@ pub enum Denominator {
     /// A constant.
     #[serde(untagged)]
     Number(f64),
+}
+
+/// An option that is a number or a word, as it is written.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged, expecting = "a number or a word is needed")]
+enum NumberOrText {
+    Number(f64),
+    Text(String),
+}
+
+impl TryFrom<NumberOrText> for Denominator {
+    type Error = String;
+
+    fn try_from(written: NumberOrText) -> Result<Denominator, String> {
+        match written {
+            NumberOrText::Number(number) => Ok(Denominator::Number(number)),
+            NumberOrText::Text(text) => match text.as_str() {
+                "valid" => Ok(Denominator::Valid),
+                "all" => Ok(Denominator::All),
+                "weights" => Ok(Denominator::Weights),
+                _ => Err(format!(
+                    "{text:?} is none: choose \"valid\" (tokens that are not ignored), \"all\" \
+                     (every token), \"weights\" (their sum) or a number"
+                )),
+            },
+        }
+    }
 }
 
 /// Over which tokens the denominator counts.
@@ -224,6 +251,10 @@ pub struct HeadDeclaration {
     pub tied_embedding: bool,
     pub cotangent: f64,
     pub dtypes: BTreeMap<String, String>,
+    /// The format of `torch.autocast`, where the head ran under it: points that are not
+    /// declared may be rounded to it, operands of products among them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub autocast: Option<String>,
     pub tiles: Option<DeclaredTiles>,
     /// Probabilities below it may be dropped from the backward.
     pub gradient_filter: Option<f64>,
@@ -256,6 +287,7 @@ impl Default for HeadDeclaration {
             tied_embedding: false,
             cotangent: 1.0,
             dtypes: BTreeMap::new(),
+            autocast: None,
             tiles: None,
             gradient_filter: None,
             policy: None,
@@ -269,12 +301,7 @@ impl Default for HeadDeclaration {
 mod infinite {
     use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-    #[derive(Serialize, Deserialize)]
-    #[serde(untagged)]
-    enum Written {
-        Number(f64),
-        Text(String),
-    }
+    use super::NumberOrText as Written;
 
     pub(super) fn serialize<S: Serializer>(value: &Option<f64>, to: S) -> Result<S::Ok, S::Error> {
         let written = value.map(|number| match number.is_infinite() {
@@ -312,7 +339,11 @@ mod tests {
             assert_eq!(serde_json::from_str::<Denominator>(text).unwrap(), value);
             assert_eq!(serde_json::to_string(&value).unwrap(), text);
         }
-        assert!(serde_json::from_str::<Denominator>("\"half\"").is_err());
+        let refused = serde_json::from_str::<Denominator>("\"tokens\"").unwrap_err().to_string();
+        let wanted = "\"tokens\" is none: choose \"valid\" (tokens that are not ignored), \"all\"";
+        assert!(refused.starts_with(wanted), "{refused}");
+        let refused = serde_json::from_str::<Denominator>("[1]").unwrap_err().to_string();
+        assert!(refused.contains("a number or a word is needed"), "{refused}");
     }
 
     #[test]

@@ -16,8 +16,8 @@ class Report:
     """
 
     verdict: str
-    """Of a replay agreed, diverged or incomplete; of checks passed, failed or incomplete; of a
-    trajectory clear, flagged or incomplete."""
+    """Of a replay agreed, diverged, misdeclared or incomplete; of checks passed, failed or
+    incomplete; of a trajectory clear, flagged or incomplete."""
     findings: list[Any]
     """What was found, most severe first where findings have a severity."""
     not_checked: list[Any]

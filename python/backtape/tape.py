@@ -97,14 +97,14 @@ class Tape:
             label_smoothing=0.0, smoothing_formula="uniform" | "megatron", temperature=1.0,
             valid_vocab=None, mask_value=None, k_layout="vd" | "dv", labels_shifted=True,
             tied_embedding=False, cotangent=1.0, dtypes={"logits": "f32", ...},
+            autocast="bf16" | "f16" (torch's, if one is entered where this is called),
             tiles={"tokens": 256, "vocab": 512}, policy={"base": ..., "round": ..., "sums": ...},
             grpo={"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, ...}
 
-        docs/heads.md has the formula of each. Options that cannot both hold are refused by the
-        replay, which names both.
-
-        A wrong option or value refuses the whole declaration: see the log line.
+        docs/heads.md has the formula of each. A wrong option or value, and options that cannot
+        both hold, refuse the whole declaration: see the log line, which says what there is.
         """
+        declaration.setdefault("autocast", autocast())
         self._native.head({name: plain(value) for name, value in declaration.items()})
 
     @fail_open
@@ -269,6 +269,21 @@ _open: list[Tape] = []
 def open_tape() -> Tape | None:
     """The tape of the step that is being recorded, if one is."""
     return _open[-1] if _open else None
+
+
+def autocast() -> str | None:
+    """The format of the `torch.autocast` that this thread is in, if it is in one."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    for device in ("cuda", "cpu", "xpu"):
+        # Of a device that this build of torch does not know it raises.
+        try:
+            if torch.is_autocast_enabled(device):
+                return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        except (AttributeError, TypeError, RuntimeError):
+            continue
+    return None
 
 
 def plain(value: Any) -> Any:

@@ -50,6 +50,9 @@ BAD_CALLS = {
     "a box outside": lambda tape: tape.record("x", np.ones(3), offsets=(2,), global_shape=(4,)),
     "a misspelt head option": lambda tape: tape.head(redaction="mean"),
     "a wrong head value": lambda tape: tape.head(reduction="average"),
+    "an unknown denominator": lambda tape: tape.head(denominator="tokens"),
+    "a path that nothing describes": lambda tape: tape.head(path="flash"),
+    "options that cannot both hold": lambda tape: tape.head(reduction="sum", denominator="all"),
     "a head that is no number": lambda tape: tape.head(z_loss=float("nan")),
     "a head with an object": lambda tape: tape.head(softcap=object()),
 }
@@ -79,7 +82,13 @@ def test_an_error_names_the_option_and_what_it_accepts(tmp_path):
     with recorder.step(0) as tape:
         for call, words in (
             (lambda: tape.head(reduction="average"), ["reduction=average", "`mean`", "`sum`"]),
-            (lambda: tape.head(redaction="mean"), ["redaction", "reduction"]),
+            (lambda: tape.head(redaction="mean"), ["redaction", "did you mean reduction?"]),
+            (lambda: tape.head(label_smooth=0.1), ["did you mean label_smoothing?"]),
+            (lambda: tape.head(colour="red"), ["colour", "there are ", "softcap", "z_loss"]),
+            (lambda: tape.head(denominator="tokens"), ["tokens", '"valid"', '"all"', '"weights"']),
+            (lambda: tape.head(path="flash"), ["path=flash", "plain, fused, chunked"]),
+            (lambda: tape.head(dtypes={"logit": "f32"}), ["did you mean logits?"]),
+            (lambda: tape.head(dtypes={"logits": "float"}), ["{logits: float}", "bf16"]),
             (lambda: tape.record("x", 1.0, when="before"), ["when=", "before_op"]),
             (lambda: tape.record("x", 1.0, role="query"), ["query", "label_logits"]),
         ):
@@ -87,6 +96,23 @@ def test_an_error_names_the_option_and_what_it_accepts(tmp_path):
                 call()
             assert all(word in str(raised.value) for word in words), str(raised.value)
     recorder.close()
+
+
+def test_a_path_of_the_jobs_own_needs_its_policy(tmp_path):
+    recorder = backtape.Recorder(tmp_path / "run", strict=True)
+    with recorder.step(0) as tape:
+        tape.head(path="flash", policy={"base": "fused"})
+    recorder.close()
+
+
+def test_a_replay_says_that_the_declaration_was_refused_and_why(tmp_path):
+    with backtape.Recorder(tmp_path / "run") as recorder, recorder.step(0) as tape:
+        tape.head(denominator="tokens")
+        tape.record("q", np.ones((2, 2), np.float32), microbatch=0)
+    with pytest.raises(RuntimeError) as raised:
+        backtape.replay(tmp_path / "run", step=0)
+    said = str(raised.value)
+    assert "was refused while it ran" in said and '"tokens" is none: choose "valid"' in said
 
 
 def test_the_same_kind_of_fault_is_logged_once_and_counted(tmp_path, told):

@@ -24,7 +24,7 @@ pub mod parcel;
 pub mod precision;
 pub mod replay;
 pub mod report;
-mod spelling;
+pub mod spelling;
 pub mod spill;
 pub mod trajectory;
 pub mod verify;

@@ -8,10 +8,7 @@ const LONGEST: usize = 255;
 
 /// The known name that is nearest to what was typed, if a slip of the fingers explains it: a
 /// letter wrong, missing, doubled or swapped with its neighbour, for every three letters one.
-pub(crate) fn nearest<'a>(
-    typed: &str,
-    known: impl IntoIterator<Item = &'a str>,
-) -> Option<&'a str> {
+pub fn nearest<'a>(typed: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let most = typed.chars().count().div_ceil(3);
     let far = |name: &str| slips(&typed.to_lowercase(), &name.to_lowercase());
     let known: Vec<&str> = known.into_iter().filter(|name| name.len() <= LONGEST).collect();
@@ -31,7 +28,7 @@ pub(crate) fn nearest<'a>(
 }
 
 /// The same to stand behind the name; empty where nothing is near.
-pub(crate) fn hint<'a>(typed: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+pub fn hint<'a>(typed: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     nearest(typed, known).map(|name| format!(" (did you mean {name}?)")).unwrap_or_default()
 }
 

@@ -54,7 +54,7 @@ pub mod exit {
     pub fn of(verdict: Verdict) -> i32 {
         match verdict {
             Verdict::Agreed => AGREED,
-            Verdict::Diverged => DIVERGED,
+            Verdict::Diverged | Verdict::Misdeclared => DIVERGED,
             Verdict::Incomplete => INCOMPLETE,
         }
     }

@@ -350,6 +350,7 @@ pub(super) fn report(
         dump,
         stages: outcome.map(StageReport::all).unwrap_or_default(),
         coverage: outcome.map(|outcome| outcome.coverage.clone()),
+        other_declaration: outcome.and_then(|outcome| outcome.other_declaration.clone()),
         causes: Vec::new(),
         variants: Vec::new(),
         grad_norm: outcome.map(|outcome| outcome.grad_norm.clone()).unwrap_or_default(),

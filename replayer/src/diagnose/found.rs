@@ -11,6 +11,7 @@ use super::evidence::{Evidence, Key, Residuals};
 use super::search::{Tried, left_of};
 use crate::compare::tally::relative;
 use crate::head::Stage;
+use crate::replay::members;
 
 /// How sure the report is of a cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -162,8 +163,15 @@ pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
     let keys = &evidence.failing;
     let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |of| of.overshoot);
     let most = largest(keys.iter().map(over)).sqrt();
+    let (kind, more) = match evidence.roundings().map(|of| members::open(&of)) {
+        Some(open) if !open.is_empty() => (
+            "undeclared roundings",
+            format!("; declared dtypes of {} would have it judged more closely", open.join(", ")),
+        ),
+        _ => ("the declared roundings", String::new()),
+    };
     let words = format!(
-        "the error is {most:.2} times the largest that undeclared roundings may make, so near that a wrong cause would pass as well, and with no cause does the emulated head reproduce what was captured; a job that declares its dtypes is judged more closely"
+        "the error is {most:.2} times the largest that {kind} may make, so near that a wrong cause would pass as well, and with no cause does the emulated head reproduce what was captured{more}"
     );
     nameless(words, None, keys)
 }
@@ -176,7 +184,8 @@ fn unexplained(
     let words = match one_factor(evidence, keys) {
         None => words,
         Some(factor) => format!(
-            "{words}; one factor, {factor:.6}, is all of it, and it is none that the dump's counts give"
+            "{words}; one factor, {}, is all of it, and it is none that the dump's counts give",
+            seven_digits(factor)
         ),
     };
     nameless(words, next, keys)
@@ -197,6 +206,11 @@ fn nameless(words: String, next: Option<String>, keys: &BTreeSet<Key>) -> Found 
         evidence: words,
         advice: "look at the rows, tiles, ranks and microbatches that the report names; a hypothesis of your own can be tried with backtape.replay(..., variants={\"mine\": fn})".into(),
     }
+}
+
+/// A factor as people read it, whatever its size.
+fn seven_digits(x: f64) -> String {
+    if (1e-3..1e7).contains(&x.abs()) { format!("{x:.6}") } else { format!("{x:.6e}") }
 }
 
 /// The factor that explains every one of these comparisons, where there is one.
@@ -289,4 +303,16 @@ fn norm_gap(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> Opti
     }
     let share = gone / all;
     Some(share).filter(|share| share.is_finite())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_factor_is_short_whatever_its_size() {
+        assert_eq!(seven_digits(1024.003), "1024.003000");
+        assert_eq!(seven_digits(3.4e38), "3.400000e38");
+        assert_eq!(seven_digits(-1e-9), "-1.000000e-9");
+    }
 }

@@ -8,6 +8,7 @@ pub mod catalogue;
 pub mod cause;
 pub mod causes;
 pub mod decide;
+mod declarations;
 pub mod detectors;
 pub mod evidence;
 mod found;
@@ -30,6 +31,7 @@ use crate::replay::world::World;
 use catalogue::CATALOGUE;
 use cause::Cause;
 use decide::{CLEAR, Decision, cover, decide};
+use declarations::Suspect;
 use evidence::{Evidence, Key, residuals};
 use found::unknown;
 pub use found::{Found, StageResidual, Standing};
@@ -66,7 +68,7 @@ pub fn diagnose(
     let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
     catalogue.extend(own.iter().map(|one| one as &dyn Cause));
     Ok(match examine(step, outcome, &catalogue)? {
-        Examined::Diverged(found) => found,
+        Examined::Diverged(found, suspect) => told(outcome, found, suspect),
         Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.told(outcome)),
         Examined::Cleared(keys) => {
             keys.iter().for_each(|key| outcome.cleared(key.stage, (key.microbatch, key.rank)));
@@ -75,10 +77,21 @@ pub fn diagnose(
     })
 }
 
+/// The causes, and in the outcome the declaration that explains as much.
+fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
+    if let Some(suspect) = suspect {
+        let explained = found.iter().any(|one| one.standing != Standing::Unknown);
+        // Something does explain it.
+        found.retain(|one| one.standing != Standing::Unknown);
+        outcome.other_declaration = Some(suspect.told(explained));
+    }
+    found
+}
+
 /// What an examination of an outcome finds.
 enum Examined {
-    /// Why it diverged, if it did.
-    Diverged(Vec<Found>),
+    /// Why it diverged, if it did, and the declaration with which it would not.
+    Diverged(Vec<Found>, Option<Suspect>),
     /// A fault of a head that passes.
     Hidden(Option<Proof>),
     /// It leaves its bounds, and a plausible policy errs as it does: the bounds are wrong.
@@ -105,7 +118,7 @@ fn examine(
     let diverged = outcome.first_divergence().is_some();
     let open = proof::open(outcome);
     if !diverged && step.unusable.is_empty() && open.is_empty() {
-        return Ok(Examined::Diverged(Vec::new()));
+        return Ok(Examined::Diverged(Vec::new(), None));
     }
     let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
@@ -144,14 +157,15 @@ fn searched(
     if diverged && step.unusable.is_empty() && proof::cleared(&search, &evidence) {
         return Examined::Cleared(evidence.failing);
     }
+    let suspect = declarations::suspect(&search, &evidence);
     let mut seen = found::observed(catalogue, &evidence);
     let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !of_seen(key));
     if evidence.failing.is_empty() && !(seen.is_empty() && diverged) {
-        return Examined::Diverged(seen);
+        return Examined::Diverged(seen, suspect);
     }
     seen.extend(computed(&search, catalogue, &evidence));
-    Examined::Diverged(seen)
+    Examined::Diverged(seen, suspect)
 }
 
 /// The causes that emulation finds.

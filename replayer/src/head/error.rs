@@ -9,10 +9,12 @@ use crate::assemble::{self, Tensor};
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     /// The job declared no head.
-    #[error("step {step} declares no loss head: call tape.head(...) inside recorder.step({step})")]
+    #[error("step {step} declares no loss head: {}", why_none(*step, refused.as_deref()))]
     NoHead {
         /// The step.
         step: u64,
+        /// Why a declaration that was made was not taken.
+        refused: Option<String>,
     },
     /// The declaration cannot be replayed.
     #[error(transparent)]
@@ -92,6 +94,13 @@ impl StepError {
             | StepError::Device { .. }
             | StepError::Kernel { .. } => false,
         }
+    }
+}
+
+fn why_none(step: u64, refused: Option<&str>) -> String {
+    match refused {
+        Some(why) => format!("what the job declared was refused while it ran: {why}"),
+        None => format!("call tape.head(...) inside recorder.step({step})"),
     }
 }
 

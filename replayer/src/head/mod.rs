@@ -5,6 +5,7 @@
 mod error;
 mod held;
 pub mod inputs;
+pub(crate) mod lowered;
 pub mod options;
 pub mod policy_file;
 pub mod roundings;

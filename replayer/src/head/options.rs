@@ -6,8 +6,10 @@ use backtape::head::{
     MicrobatchReduction, Scope, SmoothingFormula,
 };
 
+use super::policy_file::DTYPES;
 use super::roundings::DTYPE_KEYS;
 use crate::kernels::matrix::Transform;
+use crate::kernels::round::Precision;
 
 /// How the logits' gradient reaches dq and dk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +49,9 @@ pub struct HeadOptions {
     pub walk: Walk,
     /// Policy loss, for `loss=grpo`.
     pub grpo: Option<GrpoDeclaration>,
+    /// A format below the recorded one in which the job may have computed what it does not
+    /// declare, by what the dump shows.
+    pub lowered: Option<Precision>,
     /// The declaration that this came from.
     pub declared: HeadDeclaration,
 }
@@ -98,6 +103,7 @@ impl HeadOptions {
             transform: Transform { scale, softcap: declared.softcap, ..Transform::NONE },
             walk: walk(declared)?,
             grpo: (declared.loss == Loss::Grpo).then(|| declared.grpo.clone().unwrap_or_default()),
+            lowered: None,
             declared: declared.clone(),
         })
     }
@@ -209,16 +215,22 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
             return Err(HeadError::Value { option, value, wanted });
         }
     }
+    if let Some(value) = head.autocast.as_ref().filter(|name| !["bf16", "f16"].contains(&&***name))
+    {
+        let (value, wanted) = (value.clone(), "bf16 or f16 is needed, or None".into());
+        return Err(HeadError::Value { option: "autocast", value, wanted });
+    }
     for (key, value) in &head.dtypes {
-        if !DTYPE_KEYS.contains(&key.as_str()) || super::roundings::unit(value).is_none() {
-            return Err(HeadError::Value {
-                option: "dtypes",
-                value: format!("{key}: {value}"),
-                wanted: format!(
-                    "known names are {DTYPE_KEYS:?}, of f64, f32, tf32, bf16, f16, f8_e4m3 or f8_e5m2"
-                ),
-            });
-        }
+        let hint = crate::spelling::hint(key, DTYPE_KEYS);
+        let wanted = if !DTYPE_KEYS.contains(&key.as_str()) {
+            format!("no rounding point is called so{hint}; there are {}", DTYPE_KEYS.join(", "))
+        } else if super::roundings::unit(value).is_none() {
+            format!("no format is called so; there are {}", DTYPES.join(", "))
+        } else {
+            continue;
+        };
+        let value = format!("{{{key}: {value}}}");
+        return Err(HeadError::Value { option: "dtypes", value, wanted });
     }
     Ok(())
 }

@@ -26,7 +26,8 @@ pub const SUM_KEYS: [&str; 7] = ["logits", "lse", "dq", "dk", "label_scatter", "
 
 const BASES: [&str; 3] = ["plain", "fused", "chunked"];
 const ORDERS: [&str; 5] = ["sequential", "blocked", "pairwise", "kahan", "neumaier"];
-const DTYPES: [&str; 7] = ["f64", "f32", "tf32", "bf16", "f16", "f8_e4m3", "f8_e5m2"];
+/// Formats that a rounding point or a sum may have.
+pub(super) const DTYPES: [&str; 7] = ["f64", "f32", "tf32", "bf16", "f16", "f8_e4m3", "f8_e5m2"];
 
 /// Why a declaration is no policy.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

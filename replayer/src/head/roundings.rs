@@ -3,7 +3,9 @@
 //! What the head leaves undeclared is unknown, not f32: a rounding of an
 //! intermediate to the input's dtype is then plausible and widens what is
 //! allowed. A low-precision *accumulator* is never plausible by default:
-//! undeclared, it must show as a divergence (NUMERICS: what error is allowed).
+//! undeclared, it must show as a divergence (NUMERICS: what error is allowed). Operands of
+//! products are taken as they were recorded, unless the job shows that it computes in fewer
+//! bits (`lowered`).
 
 use backtape::dtype::Dtype;
 use backtape::head::DeclaredTiles;
@@ -75,13 +77,15 @@ impl Roundings {
         let declared = |key: &str| {
             options.declared.dtypes.get(key).and_then(|name| Precision::from_name(name))
         };
-        let policy = |intermediate: Precision| {
+        let lower = |low: &Precision| low.unit_roundoff() > stored.unit_roundoff();
+        let lowest = options.lowered.filter(lower).unwrap_or(stored);
+        let policy = |intermediate: Precision, operand: Precision| {
             let point = |key: &str| declared(key).unwrap_or(intermediate);
             let accumulate = Sum::of(declared("accumulate").unwrap_or(full));
             let scatter = declared("label_scatter").map_or(accumulate, Sum::of);
             Policy {
                 path: path(options.walk),
-                input: declared("input").unwrap_or(stored),
+                input: declared("input").unwrap_or(operand),
                 product: declared("product").unwrap_or(full),
                 logits: point("logits"),
                 p: point("p"),
@@ -97,8 +101,8 @@ impl Roundings {
             }
         };
         let mut roundings = Roundings {
-            widest: policy(stored),
-            narrowest: policy(full),
+            widest: policy(lowest, lowest),
+            narrowest: policy(full, stored),
             tiles: tiles(options.declared.tiles.unwrap_or_default()),
             reduce: declared("reduce").unwrap_or(full),
             lse: declared("lse"),
@@ -203,6 +207,23 @@ mod tests {
         assert_eq!(found.widest, found.narrowest);
         assert_eq!(found.widest.sums.dk.precision, Precision::F64);
         assert!(found.compute() < 1e-15);
+    }
+
+    #[test]
+    fn a_job_that_shows_lower_arithmetic_may_round_operands_too_unless_it_declares_them() {
+        let lowered = |head: &HeadDeclaration| {
+            let mut options = HeadOptions::new(head).unwrap();
+            options.lowered = Some(Precision::Bf16);
+            Roundings::plausible(&options, Dtype::F32).unwrap()
+        };
+        let mut head = HeadDeclaration::default();
+        let found = lowered(&head);
+        assert_eq!((found.widest.input, found.widest.logits), (Precision::Bf16, Precision::Bf16));
+        assert_eq!((found.narrowest.input, found.input()), (Precision::F32, 1.0 / 256.0));
+        assert!(!found.swamps(), "accumulators stay in f32");
+        head.dtypes.insert("input".into(), "f32".into());
+        assert_eq!((lowered(&head).widest.input, lowered(&head).input()), (Precision::F32, 0.0));
+        assert_eq!(lowered(&head).widest.dlogits, Precision::Bf16);
     }
 
     #[test]

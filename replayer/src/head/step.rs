@@ -18,6 +18,9 @@ pub(crate) use super::view::{flat_rows, numbers};
 pub use super::view::{matrix, vocabulary_slab};
 pub use crate::kernels::rows_of;
 
+/// What the omission of a declaration that was refused is named, as the recorder writes it.
+const DECLARATION: &str = "head";
+
 /// Where the head's tensors lie in the dump.
 #[derive(Clone)]
 pub struct HeadStep<'a> {
@@ -47,7 +50,10 @@ impl<'a> HeadStep<'a> {
         unusable: impl Fn(&TensorKey) -> Option<String>,
     ) -> Result<HeadStep<'a>, StepError> {
         let declared = dump.manifest.head.clone();
-        let mut declared = declared.ok_or(StepError::NoHead { step: dump.step.0 })?;
+        let mut declared = declared.ok_or_else(|| {
+            let refused = dump.manifest.omissions.iter().find(|one| one.tensor == DECLARATION);
+            StepError::NoHead { step: dump.step.0, refused: refused.map(|one| one.reason.clone()) }
+        })?;
         if let Some(policy) = policy {
             declared.policy = Some(policy.clone());
             declared.path = policy.base.clone().unwrap_or(declared.path);
@@ -76,6 +82,7 @@ impl<'a> HeadStep<'a> {
             microbatches.retain(Option::is_some);
         }
         step.microbatches = microbatches;
+        step.options.lowered = super::lowered::lowered(&step);
         if step.microbatches.is_empty() {
             return Err(step.missing(scores, None));
         }

@@ -25,7 +25,8 @@ pub(crate) fn members(roundings: &Roundings) -> Vec<Member> {
     type Point = fn(&mut Policy) -> &mut Precision;
     // p and g p are one rounding of nearly the same number: a member has one of them.
     let dlogits_open = wide.dlogits != policy.dlogits;
-    let points: [(&str, bool, Point); 6] = [
+    let points: [(&str, bool, Point); 7] = [
+        ("operands", true, |policy| &mut policy.input),
         (if fused { "g p" } else { "dlogits" }, true, |policy| &mut policy.dlogits),
         ("g q", fused, |policy| &mut policy.label_grad),
         ("parts", fused, |policy| &mut policy.parts),
@@ -53,7 +54,8 @@ pub(crate) struct Point {
 }
 
 /// All of them, in the order of the computation.
-const POINTS: [Point; 6] = [
+const POINTS: [Point; 7] = [
+    Point { name: "input", of: |policy| &mut policy.input },
     Point { name: "logits", of: |policy| &mut policy.logits },
     Point { name: "p", of: |policy| &mut policy.p },
     Point { name: "dlogits", of: |policy| &mut policy.dlogits },
@@ -82,6 +84,11 @@ pub(crate) fn points(roundings: &Roundings) -> Vec<Point> {
     let open =
         |point: &Point| point.in_policy(roundings.widest) != point.in_policy(roundings.narrowest);
     POINTS.into_iter().filter(|point| !roundings.declared && open(point)).collect()
+}
+
+/// Their names in a declaration.
+pub(crate) fn open(roundings: &Roundings) -> Vec<&'static str> {
+    points(roundings).into_iter().map(|point| point.name).collect()
 }
 
 /// A policy with the open points of another, where it has the narrowest.

@@ -32,6 +32,7 @@ pub mod maps;
 pub(crate) mod members;
 mod norm;
 pub mod norm_pair;
+pub mod other_declaration;
 pub mod outcome;
 pub mod pass_cache;
 mod plane;

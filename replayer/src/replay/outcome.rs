@@ -13,6 +13,7 @@ use super::loss_total::LossTotals;
 use super::maps::Map;
 use super::norm::ReferenceDk;
 pub use super::norm::{GradNorm, Share};
+use super::other_declaration::OtherDeclaration;
 use super::probe::Reach;
 use crate::compare::tally::relative;
 use crate::compare::{Bound, Tally};
@@ -121,6 +122,8 @@ pub struct Outcome {
     pub maps: Vec<Map>,
     /// The emulated policies and in which types a device multiplied for them; empty without one.
     pub multiplied: Vec<Multiplied>,
+    /// Another declaration with which everything would agree.
+    pub other_declaration: Option<OtherDeclaration>,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
     /// What random probes can see of each stage, the worst of all units.
@@ -227,6 +230,7 @@ impl Outcome {
             grad_norm,
             maps,
             multiplied: Vec::new(),
+            other_declaration: None,
             reference_dk: None,
             reaches,
             estimates,

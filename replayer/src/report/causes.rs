@@ -3,6 +3,7 @@
 use super::number::{error, ratio};
 use super::text::wrap;
 use crate::diagnose::{Found, Standing, VariantStage};
+use crate::replay::other_declaration::OtherDeclaration;
 
 /// Lines of all causes; nothing where nothing diverged.
 pub(super) fn render(out: &mut String, causes: &[Found]) {
@@ -25,6 +26,17 @@ pub(super) fn render(out: &mut String, causes: &[Found]) {
     if !causes.is_empty() {
         out.push('\n');
     }
+}
+
+/// Lines of another declaration with which everything agrees.
+pub(super) fn declaration(out: &mut String, other: Option<&OtherDeclaration>) {
+    let Some(other) = other else { return };
+    wrap(out, "declared  ", &format!("{}.", other.sentence()));
+    wrap(out, "          ", &format!("To tell: look at {}.", other.look));
+    if other.fitted {
+        wrap(out, "          ", "The value was fitted to what was captured.");
+    }
+    out.push('\n');
 }
 
 /// Lines of a user's own functions.
@@ -57,7 +69,10 @@ pub(super) fn figures(cause: &Found) -> String {
         words.push("bit for bit".into());
     }
     if let Some((by, next)) = cause.beats_next_by.zip(cause.next.as_ref()) {
-        words.push(format!("{}x nearer than {next}", ratio(by)));
+        // One that leaves less and does not win explains less, or fits a number of its own.
+        if by >= 1.0 {
+            words.push(format!("{}x nearer than {next}", ratio(by)));
+        }
     }
     format!(" explains {}", words.join(", "))
 }

@@ -27,6 +27,14 @@ pub fn ratio(x: f64) -> String {
     }
 }
 
+/// How far a slope, `factor - 1`, is off: a share while it is one, else the factor.
+pub fn scale(slope: f64) -> String {
+    match slope.abs() < 10.0 {
+        true => format!("{:+.2} %", 100.0 * slope),
+        false => format!("a factor of {}", short(1.0 + slope)),
+    }
+}
+
 /// Digits in groups of three.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
@@ -66,6 +74,7 @@ mod tests {
         assert_eq!(short(1e-9), "1.000e-9");
         assert_eq!(short(f64::NAN), "NaN");
         assert_eq!((count(1_234_567), bytes(3 << 20)), ("1,234,567".into(), "3.0 MiB".into()));
+        assert_eq!((scale(-0.5), scale(3e38)), ("-50.00 %".into(), "a factor of 3.000e38".into()));
         assert_eq!((ratio(4.94), ratio(f64::INFINITY)), ("4.9".into(), "inf".into()));
         assert_eq!((ratio(f64::NAN), error(f64::NAN)), ("NaN".into(), "NaN".into()));
     }

@@ -10,6 +10,7 @@ use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::coverage::Coverage;
 use crate::replay::norm_pair::NormGap;
+use crate::replay::other_declaration::OtherDeclaration;
 use crate::replay::outcome::{
     Comparison, GradNorm, HitClass, Multiplied, NotChecked, Outcome, StageOutcome, Status,
 };
@@ -205,6 +206,10 @@ pub struct Report {
     /// How much of what was recorded, or asked for, was judged; absent without a head.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub coverage: Option<Coverage>,
+    /// Another declaration with which everything agrees, where something diverged and there is
+    /// one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub other_declaration: Option<OtherDeclaration>,
     /// Causes from the catalogue.
     pub causes: Vec<Found>,
     /// How the stages of a user's own functions came out; empty without any.

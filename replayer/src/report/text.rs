@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::against;
 use super::causes;
 use super::measured;
-use super::number::{bytes, count, error, plural, ratio, short};
+use super::number::{bytes, count, error, plural, ratio, scale, short};
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
 use crate::replay::coverage::Coverage;
 use crate::replay::outcome::{NotChecked, Status};
@@ -37,6 +37,7 @@ pub fn render(report: &Report) -> String {
     unchecked(&mut out, &report.not_checked);
     out.push('\n');
     causes::variants(&mut out, &report.variants);
+    causes::declaration(&mut out, report.other_declaration.as_ref());
     causes::render(&mut out, &report.causes);
     wrap(&mut out, "", &verdict(report));
     out
@@ -198,7 +199,7 @@ fn evidence(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
         wrap(out, indent, &text);
     }
     if worst.slope.abs() > 1e-3 {
-        wrap(out, indent, &format!("scale off by {:+.2} %", 100.0 * worst.slope));
+        wrap(out, indent, &format!("scale off by {}", scale(worst.slope)));
     }
 }
 
@@ -216,6 +217,12 @@ fn grad_norm(out: &mut String, report: &Report) {
 /// What it all comes to, in one sentence.
 pub fn verdict(report: &Report) -> String {
     match (&report.verdict, &report.first_divergence) {
+        (Verdict::Misdeclared, _) => {
+            let why = report.reasons.iter().find(|reason| reason.verdict == Verdict::Misdeclared);
+            let what =
+                why.map_or("the declaration does not describe the job", |why| why.what.as_str());
+            format!("MISDECLARED: {what}.")
+        }
         (Verdict::Diverged, Some(first)) => {
             let place = match place(first.microbatch, first.rank) {
                 text if text.is_empty() => String::new(),

@@ -19,6 +19,8 @@ pub enum Verdict {
     Incomplete,
     /// Something is more wrong than rounding can explain.
     Diverged,
+    /// The job is right by another declaration than its own, which is said before anything else.
+    Misdeclared,
 }
 
 /// Why a replay does not agree.
@@ -34,6 +36,11 @@ impl Reason {
     /// The job did something wrong.
     pub fn diverged(what: impl Into<String>) -> Reason {
         Reason { verdict: Verdict::Diverged, what: what.into() }
+    }
+
+    /// The declaration does not describe the job.
+    pub fn misdeclared(what: impl Into<String>) -> Reason {
+        Reason { verdict: Verdict::Misdeclared, what: what.into() }
     }
 
     /// The dump lacks something.
@@ -56,6 +63,8 @@ pub fn of_head(
         return vec![Reason::incomplete("the head was not replayed")];
     };
     let mut reasons = Vec::new();
+    let other = outcome.other_declaration.as_ref().filter(|other| other.misdeclared);
+    reasons.extend(other.map(|other| Reason::misdeclared(other.sentence())));
     if let Some(first) = first {
         reasons.push(Reason::diverged(format!("{}: {}", first.stage, first.reason)));
     }

@@ -54,11 +54,7 @@ impl Cause for SoftcapMismatch {
         }
         // A forward that is right leaves no other cap to be found in it.
         if forward || !evidence.captured_forward() {
-            let transform = evidence.step.options.transform;
-            let tokens = Tokens::of(evidence);
-            let error = |cap: f64| tokens.error(Transform { softcap: Some(cap), ..transform });
-            let fitted = least(&error, CAPS).filter(|&found| tokens.believes(found, &error));
-            for other in fitted.map_or(Vec::new(), |other| readings(other, u64::MAX)) {
+            for other in fitted(evidence) {
                 if Some(other) != cap {
                     found.extend(capped(evidence, Some(other), 1));
                 }
@@ -66,6 +62,16 @@ impl Cause for SoftcapMismatch {
         }
         found
     }
+}
+
+/// Caps that fit what was captured of some tokens much better than the declared one: the fitted
+/// number, and the round one that it may stand for.
+pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
+    let transform = evidence.step.options.transform;
+    let tokens = Tokens::of(evidence);
+    let error = |cap: f64| tokens.error(Transform { softcap: Some(cap), ..transform });
+    let found = least(&error, CAPS).filter(|&found| tokens.believes(found, &error));
+    found.map_or(Vec::new(), |found| readings(found, u64::MAX))
 }
 
 /// Another cap in the forward and the backward, and in the backward alone.

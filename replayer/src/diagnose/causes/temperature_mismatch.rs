@@ -43,8 +43,7 @@ impl Cause for TemperatureMismatch {
         if !forward && !evidence.fails_any(&GRADIENTS) {
             return Vec::new();
         }
-        let transform = evidence.step.options.transform;
-        let scale = transform.scale;
+        let scale = evidence.step.options.transform.scale;
         let mut found = Vec::new();
         if scale != 1.0 {
             for (factor, words) in [(1.0 / scale, "left out"), (scale, "twice")] {
@@ -63,17 +62,24 @@ impl Cause for TemperatureMismatch {
         }
         // A forward that is right leaves no other factor to be found in it.
         if forward || !evidence.captured_forward() {
-            let tokens = Tokens::of(evidence);
-            let (sign, size) = (scale.signum(), scale.abs());
-            let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
-            let range = (size / AROUND, size * AROUND);
-            let fitted = least(&error, range).filter(|&x| tokens.believes(x, &error));
-            for other in fitted.map_or(Vec::new(), |other| readings(other, u64::MAX)) {
-                found.extend(scaled(evidence, sign * other, 1));
+            for other in fitted(evidence) {
+                found.extend(scaled(evidence, other, 1));
             }
         }
         found
     }
+}
+
+/// Factors of the logits that fit what was captured of some tokens much better than the declared
+/// one: the fitted number, and the round one that it may stand for.
+pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
+    let transform = evidence.step.options.transform;
+    let tokens = Tokens::of(evidence);
+    let (sign, size) = (transform.scale.signum(), transform.scale.abs());
+    let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
+    let range = (size / AROUND, size * AROUND);
+    let found = least(&error, range).filter(|&x| tokens.believes(x, &error));
+    found.map_or(Vec::new(), |x| readings(x, u64::MAX)).into_iter().map(|x| sign * x).collect()
 }
 
 /// Another factor of the logits: everywhere, without its share in the backward, and in

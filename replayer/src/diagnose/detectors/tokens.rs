@@ -72,6 +72,24 @@ impl<'a> Tokens<'a> {
         if errors.is_empty() { f64::NAN } else { errors.iter().sum() }
     }
 
+    /// How many classes, from the first on, have the exponentials that make the captured lse of
+    /// all tokens; none where no lse was captured.
+    pub fn valid_vocab(&self, transform: Transform) -> Option<usize> {
+        let bend = |x: f64| transform.softcap.map_or(x, |cap| cap * (x / cap).tanh());
+        let classes = self.each.iter().map(|token| token.raw.len()).min()?;
+        let mut errors = vec![0.0; classes];
+        for token in &self.each {
+            let lse = token.lse?;
+            let mut sum = 0.0;
+            for (error, raw) in errors.iter_mut().zip(&token.raw) {
+                sum += (bend(transform.scale * raw) - lse).exp();
+                *error += f64::ln(sum).powi(2);
+            }
+        }
+        let finite = (0..classes).filter(|&v| errors[v].is_finite());
+        finite.min_by(|&a, &b| errors[a].total_cmp(&errors[b])).map(|v| v + 1)
+    }
+
     /// Whether a fitted number leaves much less than the declared one.
     pub fn believes(&self, found: f64, error: &dyn Fn(f64) -> f64) -> bool {
         error(found) < LEFT * self.declared

@@ -9,7 +9,7 @@ use super::escape::esc;
 use crate::head::Stage;
 use crate::replay::outcome::Status;
 use crate::report::measured;
-use crate::report::number::{count, error, plural, ratio, short};
+use crate::report::number::{count, error, plural, ratio, scale, short};
 use crate::report::schema::{ComparisonReport, StageReport};
 use crate::report::text::{place, word};
 
@@ -194,7 +194,7 @@ impl Page<'_> {
             n => line("beyond their bound", count(n), beyond),
         }
         line("rows beyond", count(worst.exceeding_rows), String::new());
-        line("scale", format!("{:+.2} %", 100.0 * worst.slope), "of the captured values".into());
+        line("scale", scale(worst.slope), "of the captured values".into());
         out.push_str("</table>\n");
     }
 }

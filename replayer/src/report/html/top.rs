@@ -13,6 +13,7 @@ pub(super) fn verdict_word(verdict: Verdict) -> &'static str {
     match verdict {
         Verdict::Agreed => "agreed",
         Verdict::Diverged => "diverged",
+        Verdict::Misdeclared => "misdeclared",
         Verdict::Incomplete => "incomplete",
     }
 }
@@ -21,7 +22,7 @@ pub(super) fn verdict_word(verdict: Verdict) -> &'static str {
 fn glyph(verdict: Verdict) -> &'static str {
     match verdict {
         Verdict::Agreed => "✓",
-        Verdict::Diverged => "✕",
+        Verdict::Diverged | Verdict::Misdeclared => "✕",
         Verdict::Incomplete => "?",
     }
 }
@@ -73,6 +74,10 @@ impl Page<'_> {
 impl Page<'_> {
     /// The cause in a line, with what to do: whoever is woken reads no further.
     fn because(&self, out: &mut String) {
+        if let Some(other) = &self.report.other_declaration {
+            let words = format!("{}; to tell, look at {}", other.sentence(), other.look);
+            let _ = writeln!(out, "<p class=\"bt-because\">Declaration: {}.</p>", esc(&words));
+        }
         let (causes, id) = (&self.report.causes, &self.id);
         let Some(first) = causes.first() else { return };
         let all: Vec<String> = causes.iter().map(|cause| esc(&cause.id)).collect();

@@ -1,0 +1,283 @@
+//! The options that are tried in place of the declared ones, each with values that the data
+//! gives.
+
+use std::collections::BTreeSet;
+
+use backtape::head::{
+    Denominator, HeadDeclaration, LossReduction, MicrobatchReduction, Scope, SmoothingFormula,
+};
+use backtape::role::Role;
+
+use super::{Candidate, Change, Kind, read, written};
+use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
+use crate::diagnose::detectors::fit::{linear, rounded};
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::search::Search;
+use crate::diagnose::worlds::{DeclaredLse, Optioned};
+use crate::head::{HeadOptions, Stage};
+use crate::kernels::round::Precision;
+use crate::replay::world::World;
+
+/// Candidates, those without a fitted number and those that cost least first.
+pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Candidate> {
+    let mut found = Vec::new();
+    let policy = evidence.step.is_policy_loss();
+    counts(evidence, &mut found);
+    cotangents(evidence, &mut found);
+    if !policy {
+        vocabulary(evidence, &mut found);
+        transforms(evidence, &mut found);
+        labels(evidence, &mut found);
+        terms(evidence, &mut found);
+    }
+    dtypes(search, evidence, &mut found);
+    found
+}
+
+/// One candidate from a changed declaration: what is written is what changes.
+fn candidate(
+    evidence: &Evidence<'_>,
+    option: &'static str,
+    (fitted, kind): (usize, Kind),
+    look: &'static str,
+    edit: impl Fn(&mut HeadDeclaration),
+) -> Option<Candidate> {
+    let declared = &evidence.step.options.declared;
+    let mut other = declared.clone();
+    edit(&mut other);
+    let options = HeadOptions::new(&other).ok().filter(|_| other != *declared)?;
+    let lowered = evidence.step.options.lowered;
+    let change: Change = Box::new(move |of: &mut HeadOptions| {
+        *of = HeadOptions { lowered, ..options.clone() };
+    });
+    let [declared, instead] = [declared, &other].map(|head| written(head, option));
+    Some(Candidate { option, declared, instead, fitted, kind, look, change, unweighted: false })
+}
+
+/// Fitted numbers that a value stands for: a round one is what somebody wrote.
+fn cost(value: f64) -> usize {
+    if rounded(value, 2) == value { 1 } else { 2 }
+}
+
+/// Unsaid where an option has the value that it has when nobody mentions it.
+fn kind_of(evidence: &Evidence<'_>, option: &str) -> Kind {
+    let usual = written(&HeadDeclaration::default(), option);
+    if written(&evidence.step.options.declared, option) == usual {
+        Kind::Unsaid
+    } else {
+        Kind::Said
+    }
+}
+
+/// What losses are divided by, and over which tokens; where each comparison that fails is off
+/// by a factor of its own.
+fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    if !evidence.failing.iter().all(|key| evidence.residuals[key].is_scaled()) {
+        return;
+    }
+    let how = (0, Kind::Counted);
+    let look =
+        "what the loss's code divides by, and over which ranks and microbatches that is counted";
+    let mut counted = vec![Denominator::Valid, Denominator::All];
+    if evidence.step.tensors.values().any(|info| info.role == Some(Role::Weights)) {
+        counted.push(Denominator::Weights);
+    }
+    for of in counted {
+        let edit = |head: &mut HeadDeclaration| {
+            (head.reduction, head.denominator) = (LossReduction::Mean, of);
+        };
+        found.extend(candidate(evidence, "denominator", how, look, edit));
+    }
+    for scope in [Scope::Global, Scope::Microbatch, Scope::Rank] {
+        let edit = |head: &mut HeadDeclaration| head.scope = scope;
+        found.extend(candidate(evidence, "scope", how, look, edit));
+    }
+    let edit = |head: &mut HeadDeclaration| {
+        (head.reduction, head.denominator) = (LossReduction::Sum, Denominator::Valid);
+    };
+    found.extend(candidate(evidence, "reduction", how, look, edit));
+    if evidence.fails_any(&[Stage::Accumulate, Stage::Reduce]) {
+        let look = "whether the sum over microbatches is divided by how many there are";
+        for of in [MicrobatchReduction::Mean, MicrobatchReduction::Sum] {
+            let edit = |head: &mut HeadDeclaration| head.microbatch_reduction = of;
+            found.extend(candidate(evidence, "microbatch_reduction", how, look, edit));
+        }
+    }
+    if evidence.fails(Stage::Loss)
+        && let Some(number) = read::denominator(evidence)
+    {
+        let edit = |head: &mut HeadDeclaration| {
+            (head.reduction, head.denominator) = (LossReduction::Mean, Denominator::Number(number));
+        };
+        found.extend(candidate(evidence, "denominator", (1, Kind::Counted), look, edit));
+    }
+}
+
+/// A loss scale: one power of two in every gradient, and none in the loss.
+fn cotangents(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    if evidence.fails_any(&FORWARD) {
+        return;
+    }
+    let Some(power) = read::one_factor(evidence).and_then(read::power_of_two) else { return };
+    let look = "the loss scale (torch: scaler.get_scale() when the gradients were recorded), which gradients carry until they are unscaled";
+    let edit = |head: &mut HeadDeclaration| head.cotangent *= power;
+    found.extend(candidate(evidence, "cotangent", (0, Kind::Counted), look, edit));
+}
+
+/// Columns that are padding.
+fn vocabulary(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    let look = "the vocabulary's size in the tokenizer and in the model, and whether the head masks what is beyond it";
+    let kind = kind_of(evidence, "valid_vocab");
+    for valid in read::valid_vocabs(evidence).into_iter().map(Some).chain([None]) {
+        let fitted = usize::from(valid.is_some());
+        let edit = |head: &mut HeadDeclaration| {
+            head.valid_vocab = valid.map(|valid| valid as u64);
+            head.mask_value = head.mask_value.filter(|_| valid.is_some());
+        };
+        found.extend(candidate(evidence, "valid_vocab", (fitted, kind), look, edit));
+    }
+}
+
+/// Softcap and temperature.
+fn transforms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    let look = "the model's configuration (final_logit_softcapping or the like) and the line that makes the logits";
+    let kind = kind_of(evidence, "softcap");
+    let caps = softcap_mismatch::fitted(evidence);
+    for cap in caps.into_iter().map(Some).chain([None]) {
+        let edit = |head: &mut HeadDeclaration| head.softcap = cap;
+        let fitted = cap.map_or(0, cost);
+        found.extend(candidate(evidence, "softcap", (fitted, kind), look, edit));
+    }
+    let look = "what the logits are multiplied or divided by before the softmax";
+    for scale in temperature_mismatch::fitted(evidence) {
+        let temperature = rounded(1.0 / scale, 2);
+        let kind = kind_of(evidence, "temperature");
+        let edit = |head: &mut HeadDeclaration| {
+            (head.temperature, head.logit_scale) = (temperature, 1.0);
+        };
+        if (temperature * scale - 1.0).abs() < 1e-3 {
+            found.extend(candidate(evidence, "temperature", (cost(temperature), kind), look, edit));
+        }
+        let kind = kind_of(evidence, "logit_scale");
+        let edit = |head: &mut HeadDeclaration| {
+            (head.temperature, head.logit_scale) = (1.0, scale);
+        };
+        found.extend(candidate(evidence, "logit_scale", (cost(scale), kind), look, edit));
+    }
+    let edit = |head: &mut HeadDeclaration| (head.temperature, head.logit_scale) = (1.0, 1.0);
+    let kind = kind_of(evidence, "temperature");
+    found.extend(candidate(evidence, "temperature", (0, kind), look, edit));
+}
+
+/// Which tokens count, and with which label.
+fn labels(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    let look = "which label the job gives to tokens that take no part (torch: ignore_index)";
+    let kind = kind_of(evidence, "ignore_label");
+    for label in read::ignored_labels(evidence).into_iter().map(Some).chain([None]) {
+        let edit = |head: &mut HeadDeclaration| head.ignore_label = label;
+        found.extend(candidate(evidence, "ignore_label", (0, kind), look, edit));
+    }
+    let look = "whether the recorded labels are those that the loss was called with, or the tokens before the shift by one";
+    let edit = |head: &mut HeadDeclaration| head.labels_shifted = !head.labels_shifted;
+    found.extend(candidate(evidence, "labels_shifted", (0, Kind::Counted), look, edit));
+    let weighted = evidence.step.tensors.values().any(|info| info.role == Some(Role::Weights));
+    if weighted {
+        found.push(Candidate {
+            option: "weights",
+            declared: "the recorded ones".into(),
+            instead: "none".into(),
+            fitted: 0,
+            kind: Kind::Counted,
+            look: "whether the recorded weights are what the loss multiplies by",
+            change: Box::new(|_| {}),
+            unweighted: true,
+        });
+    }
+}
+
+/// Terms that loss and gradients are linear in.
+fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+    let declared = &evidence.step.options.declared;
+    let look = "whether the loss adds z_loss · lse² (auxiliary or \"z\" loss in the configuration), and with which factor";
+    let kind = kind_of(evidence, "z_loss");
+    let world = |z: f64| -> Box<dyn World> {
+        let change = move |options: &mut HeadOptions| options.declared.z_loss = z;
+        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+    };
+    let from = (declared.z_loss, declared.z_loss.abs().max(1e-4));
+    let fits = linear(evidence, &stages, from, &world).unwrap_or_default();
+    for z in fits.into_iter().filter(|z| *z > 0.0) {
+        let edit = |head: &mut HeadDeclaration| head.z_loss = z;
+        found.extend(candidate(evidence, "z_loss", (cost(z), kind), look, edit));
+    }
+    let edit = |head: &mut HeadDeclaration| (head.z_loss, head.z_loss_in_loss) = (0.0, true);
+    found.extend(candidate(evidence, "z_loss", (0, kind), look, edit));
+    if declared.z_loss != 0.0 {
+        let look = "whether the recorded loss is the one that the z-loss was added to";
+        let edit = |head: &mut HeadDeclaration| head.z_loss_in_loss = !head.z_loss_in_loss;
+        found.extend(candidate(evidence, "z_loss_in_loss", (0, Kind::Unsaid), look, edit));
+    }
+    let look = "the label smoothing that the loss is called with, and its formula";
+    let kind = kind_of(evidence, "label_smoothing");
+    let world = |s: f64| -> Box<dyn World> {
+        let change = move |options: &mut HeadOptions| options.declared.label_smoothing = s;
+        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+    };
+    let from = (declared.label_smoothing, 0.05);
+    let fits = linear(evidence, &stages, from, &world).unwrap_or_default();
+    for s in fits.into_iter().filter(|s| *s > 0.0) {
+        let edit = |head: &mut HeadDeclaration| head.label_smoothing = s;
+        found.extend(candidate(evidence, "label_smoothing", (cost(s), kind), look, edit));
+    }
+    let edit = |head: &mut HeadDeclaration| head.label_smoothing = 0.0;
+    found.extend(candidate(evidence, "label_smoothing", (0, kind), look, edit));
+    if declared.label_smoothing != 0.0 {
+        let other = match declared.smoothing_formula {
+            SmoothingFormula::Uniform => SmoothingFormula::Megatron,
+            SmoothingFormula::Megatron => SmoothingFormula::Uniform,
+        };
+        let edit = |head: &mut HeadDeclaration| head.smoothing_formula = other;
+        found.extend(candidate(evidence, "smoothing_formula", (0, Kind::Unsaid), look, edit));
+    }
+}
+
+/// Dtypes: each that is declared left out, all of them, and a lower format for what is not.
+fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    let declared = &evidence.step.options.declared.dtypes;
+    let look = "which dtype the tensor has in the job (print(tensor.dtype) where it is made), and whether a product may run in TF32 or under autocast";
+    let without = |left_out: BTreeSet<String>| {
+        let shown = left_out.iter().any(|point| read::shows_less(evidence, point));
+        let kind = if shown { Kind::Shown } else { Kind::Loosened };
+        let edit = |head: &mut HeadDeclaration| {
+            head.dtypes.retain(|point, _| !left_out.contains(point));
+        };
+        candidate(evidence, "dtypes", (0, kind), look, edit)
+    };
+    let all: BTreeSet<String> = declared.keys().cloned().collect();
+    // What holds with one of them left out holds with none declared.
+    let explains = |of: &Candidate| super::agrees(search, evidence, of).is_some();
+    if let Some(none) = without(all.clone()).filter(explains) {
+        let single = all.into_iter().filter_map(|point| without(BTreeSet::from([point])));
+        let single: Vec<Candidate> = single.filter(explains).collect();
+        if single.is_empty() {
+            found.push(none)
+        } else {
+            found.extend(single)
+        }
+        return;
+    }
+    let Some(roundings) = evidence.roundings() else { return };
+    let stored = roundings.narrowest.input.unit_roundoff();
+    for (format, name) in [(Precision::Bf16, "bf16"), (Precision::F16, "f16")] {
+        if !(format.unit_roundoff() > stored) {
+            continue;
+        }
+        let edit = |head: &mut HeadDeclaration| head.autocast = Some(name.into());
+        let of = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
+        found.extend(of.map(|of| Candidate {
+            change: Box::new(move |options: &mut HeadOptions| options.lowered = Some(format)),
+            ..of
+        }));
+    }
+}

@@ -1,0 +1,135 @@
+//! Values of options that are read off the data.
+
+use backtape::identity::Microbatch;
+use backtape::role::Role;
+
+use crate::diagnose::detectors::tokens::Tokens;
+use crate::diagnose::evidence::Evidence;
+use crate::head::lowered::{Shown, every};
+use crate::head::step::numbers;
+use crate::head::{MicrobatchInputs, Scores};
+use crate::kernels::matrix::IGNORED;
+use crate::kernels::round::Precision;
+
+/// How far the factors of two comparisons, or a factor and a power of two, may be apart: bf16
+/// knows a mean no better.
+const ALIKE: f64 = 4e-3;
+
+/// The one factor of everything that fails.
+pub(super) fn one_factor(evidence: &Evidence<'_>) -> Option<f64> {
+    let mut of = evidence.failing.iter().map(|key| evidence.residuals[key]);
+    let first = of.clone().next()?.factor;
+    let same = |factor: f64| (factor / first - 1.0).abs() < ALIKE;
+    of.all(|one| one.is_scaled() && same(one.factor)).then_some(first)
+}
+
+/// The power of two that a factor is, if it is one and not 1.
+pub(super) fn power_of_two(factor: f64) -> Option<f64> {
+    let power = factor.log2().round();
+    let near = power != 0.0 && (factor / power.exp2() - 1.0).abs() < ALIKE;
+    (factor > 0.0 && near).then(|| power.exp2())
+}
+
+/// The number that every loss was divided by, where one factor is all of it: a whole number
+/// where one is near.
+pub(super) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
+    let factor = one_factor(evidence)?;
+    let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
+    let mut declared = Vec::new();
+    for own in &all {
+        declared.extend(evidence.step.denominators(&all, own).ok()?.into_iter().map(|(_, n)| n));
+    }
+    let first = *declared.first()?;
+    let found = first / factor;
+    let whole = found.round();
+    let number = if (found / whole - 1.0).abs() < ALIKE { whole } else { found };
+    let usable = number.is_finite() && number != 0.0;
+    (usable && declared.iter().all(|&n| n == first)).then_some(number)
+}
+
+/// How many classes are valid: those up to the last whose gradient is not zero, and those
+/// over which the exponentials make the captured lse.
+pub(super) fn valid_vocabs(evidence: &Evidence<'_>) -> Vec<usize> {
+    let largest = evidence.inputs.iter().flat_map(|one| &one.labels);
+    let largest = largest.filter(|&&label| label != IGNORED).max().map_or(0, |&n| n as usize);
+    let columns = evidence.inputs.first().map_or(0, |one| one.valid_vocab);
+    let mut found: Vec<usize> = evidence
+        .inputs
+        .iter()
+        .filter_map(|one| live_rows(evidence, one))
+        .max()
+        .into_iter()
+        .chain(Tokens::of(evidence).valid_vocab(evidence.step.options.transform))
+        .collect();
+    found.retain(|&valid| valid > largest && valid < columns);
+    found.dedup();
+    found
+}
+
+/// Rows of a captured dk up to the last that is not zero.
+fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize> {
+    let Scores::Product { k, .. } = &inputs.scores else { return None };
+    let key = evidence.step.find(Role::Dk, inputs.microbatch)?;
+    let tensor = evidence.step.assemble(key).ok()?;
+    let (values, rows) = (numbers(&tensor)?, k.shape[0] as usize);
+    let width = values.len().checked_div(rows).filter(|&width| width > 0)?;
+    let at = |index: usize| {
+        if evidence.step.options.transposed() { index % rows } else { index / width }
+    };
+    (0..values.len()).filter(|&index| values[index] != 0.0).map(at).max().map(|row| row + 1)
+}
+
+/// Labels of which no token has a gradient.
+pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
+    let mut dead: Vec<u32> = Vec::new();
+    let mut alive: Vec<u32> = Vec::new();
+    for one in evidence.inputs {
+        let Some(rows) = rows_of_dq(evidence, one.microbatch, one.tokens()) else { continue };
+        for (t, &label) in one.labels.iter().enumerate() {
+            if label != IGNORED && one.weights[t] != 0.0 {
+                if rows[t] { alive.push(label) } else { dead.push(label) }
+            }
+        }
+    }
+    let outside = evidence.inputs.iter().flat_map(|one| &one.outside).map(|&(_, label)| label);
+    let mut found: Vec<i64> = dead
+        .into_iter()
+        .filter(|label| !alive.contains(label))
+        .map(i64::from)
+        .chain(outside)
+        .collect();
+    found.sort_unstable();
+    found.dedup();
+    // An option has one value: several labels without a gradient are no ignored label.
+    if found.len() == 1 { found } else { Vec::new() }
+}
+
+/// Whether each row of dq holds anything but zeros.
+fn rows_of_dq(
+    evidence: &Evidence<'_>,
+    microbatch: Option<Microbatch>,
+    tokens: usize,
+) -> Option<Vec<bool>> {
+    let key = evidence.step.find(Role::Dq, microbatch)?;
+    if evidence.step.tensors[key].partial.is_some() {
+        return None;
+    }
+    let values = numbers(&evidence.step.assemble(key).ok()?)?;
+    let width = values.len().checked_div(tokens).filter(|&width| width > 0)?;
+    Some(values.chunks(width).map(|row| row.iter().any(|&x| x != 0.0)).collect())
+}
+
+/// Whether what was recorded of a point has fewer bits than the point is declared in.
+pub(super) fn shows_less(evidence: &Evidence<'_>, point: &str) -> bool {
+    let role = match point {
+        "logits" => Role::Logits,
+        "lse" => Role::Lse,
+        "dlogits" => Role::Dlogits,
+        "output" => Role::Dq,
+        _ => return false,
+    };
+    let declared = evidence.step.options.declared.dtypes.get(point);
+    let Some(declared) = declared.and_then(|name| Precision::from_name(name)) else { return false };
+    let less = |of: &Shown| of.precision.unit_roundoff() > declared.unit_roundoff();
+    Shown::ALL.iter().filter(|of| less(of)).any(|of| every(evidence.step, role, of) == Some(true))
+}
