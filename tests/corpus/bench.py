@@ -23,7 +23,7 @@ import backtape  # noqa: E402
 
 from corpus import families, oracle  # noqa: E402
 from corpus.case import PLANTS, Case  # noqa: E402
-from corpus.foreign.plants import FOREIGN, RANGES  # noqa: E402
+from corpus.unseen.plants import UNSEEN, RANGES  # noqa: E402
 from corpus.record import record  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -79,12 +79,12 @@ def draw(planned: Planned) -> Case:
     words = [planned.seed, planned.draw, zlib.crc32(planned.cause.encode())]
     rng = np.random.default_rng(words)
     if planned.part in RANGES:
-        return FOREIGN[planned.cause](rng, RANGES[planned.part])
+        return UNSEEN[planned.cause](rng, RANGES[planned.part])
     return PLANTS[planned.cause](rng, planned.seed)
 
 
 def causes_of(part):
-    return FOREIGN if part in RANGES else PLANTS
+    return UNSEEN if part in RANGES else PLANTS
 
 
 class Bench:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from corpus.case import Case, draw_kept
-from corpus.foreign.step import How, run
+from corpus.unseen.step import How, run
 from corpus.job import DTYPES, Job, Options, hidden_states, pick, zipf_labels
 
 # cause -> function(rng, ranges) -> Case.
-FOREIGN = {}
+UNSEEN = {}
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ RANGES = {
 }  # fmt: skip
 
 
-def foreign(cause):
+def unseen(cause):
     def keep(draw):
-        FOREIGN[cause] = draw
+        UNSEEN[cause] = draw
         return draw
 
     return keep
@@ -98,7 +98,7 @@ def cuts(rng, n, pieces, how):
     return sorted({0, n, *range(first, n, size)})
 
 
-@foreign("chunk-accumulator-low-precision")
+@unseen("chunk-accumulator-low-precision")
 def chunks(rng, r):
     """dk over chunks along S of [B, S], or along the flat tokens: any count, size and start."""
     along = rng.random() < 0.6
@@ -125,12 +125,12 @@ def chunks(rng, r):
     return case("chunk-accumulator-low-precision", job, draw_kept(rng), right, wrong, parameters=words)
 
 
-@foreign("chunk-shards")
+@unseen("chunk-shards")
 def chunk_shards(rng, r):
     """The same in shards that a compiler cut: each with chunks of its own, and their sum."""
-    job = job_of(rng, r, path="chunked", ranks=1, gain=6)
-    n = job.microbatches[0]["q"].shape[0]
     shards = int(rng.integers(2, 5))
+    n = whole(rng, r.tokens) // shards * shards
+    job = job_of(rng, r, path="chunked", ranks=1, gain=6, tokens=n)
     pieces = []
     for own in np.array_split(np.arange(n), shards):
         borders = cuts(rng, len(own), max(2, whole(rng, r.pieces) // shards), "rest last")
@@ -141,7 +141,7 @@ def chunk_shards(rng, r):
     return found
 
 
-@foreign("tile-add-low-precision")
+@unseen("tile-add-low-precision")
 def tiles(rng, r):
     """Tiles added to dq and dk in bf16, over any number of ranks."""
     job = job_of(rng, r, path="fused", ranks=pick(rng, [1, 2, whole(rng, r.ranks)]), gain=6)
@@ -154,7 +154,7 @@ def tiles(rng, r):
     return case("tile-add-low-precision", job, draw_kept(rng), right, wrong)
 
 
-@foreign("label-prob-rounded-early")
+@unseen("label-prob-rounded-early")
 def early(rng, r):
     """p in few bits before 1 is taken off; the difference, and its product with g, again."""
     dtype = pick(rng, ["bf16", "bf16", "f16"])
@@ -165,7 +165,7 @@ def early(rng, r):
     return case("label-prob-rounded-early", job, draw_kept(rng), right, wrong)
 
 
-@foreign("underflow")
+@unseen("underflow")
 def underflow(rng, r):
     """dlogits in f16 before the loss scale multiplies them: the scale comes too late."""
     scale = float(2 ** int(rng.integers(6, 15)))
@@ -174,7 +174,7 @@ def underflow(rng, r):
     return case("underflow", job, draw_kept(rng), right, replace(right, unscaled="f16"))
 
 
-@foreign("cotangent-dropped")
+@unseen("cotangent-dropped")
 def dropped(rng, r):
     """The cotangent, the mean, or both left out of dq, dk or both."""
     out = pick(rng, [("cotangent",), ("cotangent", "mean"), ("mean",)])
@@ -186,7 +186,7 @@ def dropped(rng, r):
     return case("cotangent-dropped", job, kept, right, wrong)
 
 
-@foreign("smoothing-mismatch")
+@unseen("smoothing-mismatch")
 def smoothing(rng, r):
     """Every tensor rank smooths over its own part of the vocabulary."""
     tensor = pick(rng, [2, 3, 4])
@@ -199,7 +199,7 @@ def smoothing(rng, r):
     return case("smoothing-mismatch", job, draw_kept(rng), right, wrong, parameters={"tensor": tensor})
 
 
-@foreign("sync-wrong-microbatch")
+@unseen("sync-wrong-microbatch")
 def lost(rng, r):
     """Gradients are reduced over ranks at one microbatch only, and the rest is lost or stays local."""
     ranks, count = whole(rng, r.ranks), whole(rng, r.microbatches)
@@ -211,7 +211,9 @@ def lost(rng, r):
     if kind == "early" and at == count - 1:
         at -= 1
     if kind == "lost":
-        weights = tuple(tuple(float(m == at) for m in range(count)) for _ in range(ranks))
+        # The mean over all microbatches, or over the one that is left; of ranks, too.
+        once = pick(rng, [1.0, float(count), 1.0 / ranks])
+        weights = tuple(tuple(once * (m == at) for m in range(count)) for _ in range(ranks))
         right, wrong = How(), How(weights=weights)
     else:
         per = lambda me, rank, m: float(held(m)) / mean + float(not held(m) and me == rank)
@@ -223,7 +225,7 @@ def lost(rng, r):
     return case("sync-wrong-microbatch", job, kept, right, wrong, accept, parameters={"kind": kind, "at": at})
 
 
-@foreign("block-index-times-block")
+@unseen("block-index-times-block")
 def blocks(rng, r):
     """Blocks of k are read at i b b, the last one beyond the end."""
     job = job_of(rng, r, dtype=pick(rng, ["bf16", "f32"]))
@@ -239,7 +241,7 @@ def blocks(rng, r):
     return case("block-index-times-block", job, draw_kept(rng), How(), How(k_rows=tuple(rows)), parameters={"block": block, "beyond": beyond})
 
 
-@foreign("clean")
+@unseen("clean")
 def clean(rng, r):
     """No fault: the program's roundings alone."""
     job = job_of(rng, r, dtype=pick(rng, ["bf16", "f16", "f32"]), ranks=pick(rng, [1, whole(rng, r.ranks)]), sequences=pick(rng, [None, 3]))

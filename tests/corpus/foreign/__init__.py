@@ -1,1 +1,0 @@
-"""The part of the corpus that is only reported on: programs in numpy, drawn from wide ranges."""
