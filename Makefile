@@ -296,7 +296,7 @@ bench-false-alarms:
 bench-causes: $(VENV)/.installed
 	cargo build --locked --release -p backtape-replayer --bin replay
 	$(BIN)/python tests/corpus/run.py $(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) \
-		$(if $(CAUSE),--cause $(CAUSE)) $(if $(PUBLISH),--publish)
+		$(if $(CAUSE),--cause $(CAUSE)) $(if $(PART),--part $(PART)) $(if $(PUBLISH),--publish)
 
 # Loss heads of public training codes, from checkouts below SOURCES that are got from outside
 # (tests/foreign/sources.py says how they lie there); ONLY, DRAWS and SEED choose, PUBLISH=1 writes

@@ -532,3 +532,19 @@ fn a_known_fault_is_named_beside_a_factor_that_no_count_explains() {
         assert!(words.contains("one factor, 0.613"), "{words}");
     }
 }
+
+/// A kernel that returns the sum of the losses and leaves its cotangent out of dq alone: what the
+/// mean divides by is in that cotangent, so it looks like another count, but the loss and dk are
+/// divided as declared. (MaxText's vocabulary tiling before d60bb24.)
+#[test]
+fn a_cotangent_left_out_of_one_gradient_is_not_another_count() {
+    for (side, gone) in [("dq", "dq"), ("dk", "dk")] {
+        let right = job(11, |job| job.options.cotangent = 1.0);
+        let sum = with(&right, |options| options.reduction = LossReduction::Sum);
+        let shards = grafted(&right, &sum, |name| name.starts_with(gone) && name != "grad_norm");
+        let found = report(&right, &shards);
+        let cause = named(&found, "cotangent-dropped");
+        assert_eq!(cause.parameters["of"], side);
+        assert_eq!(cause.parameters["left out"], "the division of the mean");
+    }
+}

@@ -23,11 +23,14 @@ import backtape  # noqa: E402
 
 from corpus import families, oracle  # noqa: E402
 from corpus.case import PLANTS, Case  # noqa: E402
+from corpus.unseen.plants import UNSEEN, RANGES  # noqa: E402
 from corpus.record import record  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 # A clean job has no fault to be without, and so no twin.
-ALONE = {"clean-options", "kahan-red-herring"}
+ALONE = {"clean-options", "kahan-red-herring", "clean"}
+# Where cases are drawn from: programs in JAX, and programs in numpy in either set of ranges.
+PARTS = ("jax", *RANGES)
 # Seconds of one replay: far more than any takes, so that one that never ends is seen.
 LONGEST = 900
 
@@ -40,6 +43,7 @@ class Planned:
     draw: int
     fixed: bool
     seed: int
+    part: str = "jax"
 
     @property
     def name(self):
@@ -73,7 +77,14 @@ class Outcome:
 def draw(planned: Planned) -> Case:
     """The case, from its name and seed alone."""
     words = [planned.seed, planned.draw, zlib.crc32(planned.cause.encode())]
-    return PLANTS[planned.cause](np.random.default_rng(words), planned.seed)
+    rng = np.random.default_rng(words)
+    if planned.part in RANGES:
+        return UNSEEN[planned.cause](rng, RANGES[planned.part])
+    return PLANTS[planned.cause](rng, planned.seed)
+
+
+def causes_of(part):
+    return UNSEEN if part in RANGES else PLANTS
 
 
 class Bench:
@@ -154,18 +165,19 @@ class Bench:
 
 def plan(arguments):
     """The cases that are asked for, a fault and its twin one after the other."""
-    causes = [c for c in PLANTS if not arguments.cause or c in arguments.cause]
-    if unknown := set(arguments.cause or ()) - PLANTS.keys():
-        raise SystemExit(f"no program for {', '.join(sorted(unknown))}; there is one for: {', '.join(PLANTS)}")
+    known = causes_of(arguments.part)
+    causes = [c for c in known if not arguments.cause or c in arguments.cause]
+    if unknown := set(arguments.cause or ()) - known.keys():
+        raise SystemExit(f"no program for {', '.join(sorted(unknown))}; there is one for: {', '.join(known)}")
     if arguments.only:
         name = arguments.only.removesuffix("-fixed")
         cause, _, number = name.rpartition("-")
-        if cause not in PLANTS or not number.isdigit():
+        if cause not in known or not number.isdigit():
             raise SystemExit(f"no case {arguments.only}: names are CAUSE-NUMBER or CAUSE-NUMBER-fixed")
-        return [Planned(cause, int(number), arguments.only.endswith("-fixed"), arguments.seed)]
+        return [Planned(cause, int(number), arguments.only.endswith("-fixed"), arguments.seed, arguments.part)]
     both = (True,) if arguments.twins == "only" else (False,) if arguments.twins == "no" else (False, True)
     return [
-        Planned(cause, number, fixed, arguments.seed)
+        Planned(cause, number, fixed, arguments.seed, arguments.part)
         for cause in causes for number in range(arguments.draws) for fixed in both
         if not (fixed and cause in ALONE)
     ]  # fmt: skip
@@ -182,6 +194,7 @@ def binary():
 def arguments_of(argv):
     parser = argparse.ArgumentParser(description="The confusion table of the planted-fault corpus.")
     parser.add_argument("--cause", action="append", help="only this one; may be repeated")
+    parser.add_argument("--part", choices=PARTS, default="jax", help="which programs, in which ranges")
     parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--draws", type=int, default=8, help="of every cause")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="replays at a time, of one thread each")

@@ -206,7 +206,7 @@ def text(found):
 def markdown(found, arguments):
     parts = [
         "# Planted faults and what the replay says of them",
-        f"`make bench-causes`, seed {arguments.seed}, {arguments.draws} draws of every cause and their fixed twins.",
+        f"`make bench-causes PART={arguments.part}`, seed {arguments.seed}, {arguments.draws} draws of every cause and their fixed twins.",
         pipes(COLUMNS, rows(found)), "\n".join(f"- {s}" for s in statements(found)),
         "## What was said for what", pipes(("planted", "said", "cases"), confusion(found)),
         "## Failures", pipes(("case", "what", "why"), failures(found)) if failures(found) else "None.",

@@ -57,20 +57,19 @@ fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<
 
 /// Energy with a penalty for each fitted number.
 fn penalized(tried: &[Tried<'_>], left: &[f64], at: usize) -> f64 {
-    left[at] * OCCAM.powi(tried[at].hypothesis.fitted as i32)
+    left[at] * OCCAM.powf(tried[at].cost())
 }
 
 fn order(tried: &[Tried<'_>], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
-    let fitted = |at: usize| tried[at].hypothesis.fitted;
+    let cost = |at: usize| tried[at].cost();
     let of = |at| penalized(tried, left, at);
-    of(a).total_cmp(&of(b)).then(fitted(a).cmp(&fitted(b)))
+    of(a).total_cmp(&of(b)).then(cost(a).total_cmp(&cost(b)))
 }
 
 /// Whether the evidence cannot tell two accepted causes apart.
 fn is_tied(tried: &[Tried<'_>], left: &[f64], first: usize, other: usize) -> bool {
-    let fitted = |at: usize| tried[at].hypothesis.fitted;
-    if fitted(other) > fitted(first) {
-        return false; // It buys its fit with numbers that the first does not need.
+    if tried[other].cost() > tried[first].cost() {
+        return false; // It buys its fit with numbers, or needs exceptions, that the first does not.
     }
     ratio(left[other], left[first]) < CLEAR
 }
@@ -115,6 +114,7 @@ const MOST: usize = 3;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::diagnose::against::{Against, Part};
     use crate::diagnose::cause::{Cause, Hypothesis};
     use crate::diagnose::evidence::{Evidence, Residual, Residuals};
     use crate::head::Stage;
@@ -165,7 +165,8 @@ mod tests {
             [(key(Stage::Dq), of(dq)), (key(Stage::Dk), of(dk))].into_iter().collect();
         let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
         let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
-        Tried { cause, hypothesis, residuals, explains, left: dq + dk, full: true }
+        let against = Against::default();
+        Tried { cause, hypothesis, residuals, explains, left: dq + dk, full: true, against }
     }
 
     fn both() -> BTreeSet<Key> {
@@ -202,6 +203,13 @@ mod tests {
         // Where it leaves clearly less, it is believed.
         let all = [tried(&ONE, 0.01, 0.01, 1), tried(&TWO, 1.0, 1.0, 0)];
         assert_eq!(winners(&all), Some(vec![0]));
+    }
+
+    #[test]
+    fn what_a_part_that_agrees_speaks_against_does_not_tie() {
+        let mut other = tried(&TWO, 1.0, 1.0, 0);
+        other.against.parts.insert(Part::Forward);
+        assert_eq!(winners(&[other, tried(&ONE, 1.0, 1.0, 0)]), Some(vec![1]));
     }
 
     #[test]

@@ -119,9 +119,21 @@ fn of_one(
         parameters: parameters(&of.hypothesis.parameters),
         stages: stages(keys),
         residuals: by_stage(before, of, keys),
-        evidence: format!("{about}: emulated so, the reference {equal} in {comparisons}"),
+        evidence: format!(
+            "{about}: emulated so, the reference {equal} in {comparisons}{}",
+            against(of)
+        ),
         advice: of.cause.advice().into(),
     }
+}
+
+/// What agrees and would not if a cause were everywhere, as a clause.
+fn against(of: &Tried<'_>) -> String {
+    let parts: Vec<&str> = of.against.parts.iter().map(|part| part.words()).collect();
+    if parts.is_empty() {
+        return String::new();
+    }
+    format!("; {} would not agree with it, and does: it is in the rest alone", parts.join(" and "))
 }
 
 /// The first of two causes that together explain what neither does alone.

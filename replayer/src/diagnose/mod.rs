@@ -4,6 +4,7 @@
 //! A wrong cause is worse than none: what nothing explains is `unknown`, and what two
 //! causes explain equally well is tied.
 
+pub mod against;
 pub mod catalogue;
 pub mod cause;
 pub mod causes;

@@ -1,7 +1,8 @@
 //! Tries the hypotheses of a catalogue and keeps what each of them explains.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
+use super::against::Against;
 use super::cause::{Cause, Hypothesis};
 use super::evidence::{Evidence, Key, Residuals, residuals};
 use crate::head::{HeadStep, Stage};
@@ -31,9 +32,18 @@ pub struct Tried<'c> {
     pub left: f64,
     /// True when the comparisons are over all rows, not over a sample.
     pub full: bool,
+    /// What agrees as declared and would not if this were what happened.
+    pub against: Against,
 }
 
 impl Tried<'_> {
+    /// Numbers that were fitted, and a half where a part of the step speaks against it: of two
+    /// that explain as much, the one with less is believed. That a fault is in a part alone is
+    /// a choice of few; a number is one of many.
+    pub fn cost(&self) -> f64 {
+        self.hypothesis.fitted as f64 + if self.against.parts.is_empty() { 0.0 } else { 0.5 }
+    }
+
     /// Energy that is left of some comparisons, each over what rounding is expected to
     /// make of it, so that stages of different size count alike.
     pub fn left_of(&self, keys: &BTreeSet<Key>) -> f64 {
@@ -79,10 +89,24 @@ struct Dismissed {
 impl<'a> Search<'a> {
     /// Every comparison in a world; `None` where the dump cannot be judged in it.
     pub fn residuals(&self, worlds: &[&dyn World]) -> Option<Residuals> {
-        let all: Vec<&dyn World> = worlds.to_vec();
-        let rows = (self.rows.as_ref(), Some(&self.cache));
-        let outcome = trial(self.step, &self.compared, &all, rows).ok()?;
-        Some(residuals(&outcome))
+        self.judged(worlds, self.rows.as_ref())
+    }
+
+    /// The comparisons of some rows; each stage in the worlds that speak of it.
+    fn judged(&self, worlds: &[&dyn World], rows: Option<&Rows>) -> Option<Residuals> {
+        let mut groups: BTreeMap<Vec<usize>, BTreeSet<Stage>> = BTreeMap::new();
+        for &stage in &self.compared {
+            let of = (0..worlds.len()).filter(|&at| worlds[at].speaks_of(stage)).collect();
+            groups.entry(of).or_default().insert(stage);
+        }
+        let mut found = Residuals::new();
+        for (of, stages) in groups {
+            let all: Vec<&dyn World> = of.iter().map(|&at| worlds[at]).collect();
+            let outcome = trial(self.step, &self.compared, &all, (rows, Some(&self.cache))).ok()?;
+            found
+                .extend(residuals(&outcome).into_iter().filter(|(k, _)| stages.contains(&k.stage)));
+        }
+        Some(found)
     }
 
     /// The same search of some stages alone.
@@ -98,9 +122,7 @@ impl<'a> Search<'a> {
 
     /// Every comparison in a world, over the few rows of a glance.
     pub fn glance(&self, worlds: &[&dyn World]) -> Option<Residuals> {
-        let all: Vec<&dyn World> = worlds.to_vec();
-        let rows = (Some(self.few.as_ref()?), Some(&self.cache));
-        Some(residuals(&trial(self.step, &self.compared, &all, rows).ok()?))
+        self.judged(worlds, Some(self.few.as_ref()?))
     }
 
     /// A hypothesis that a glance shows to be no better than its background, where the
@@ -125,8 +147,7 @@ impl<'a> Search<'a> {
     pub(super) fn in_full(&self, worlds: &[&dyn World]) -> Option<Residuals> {
         let mut all: Vec<&dyn World> = worlds.to_vec();
         all.push(&AtTies);
-        let outcome = trial(self.step, &self.compared, &all, (None, Some(&self.cache))).ok()?;
-        Some(residuals(&outcome))
+        self.judged(&all, None)
     }
 
     /// True when some comparisons pass in these worlds over all rows.
@@ -140,8 +161,7 @@ impl<'a> Search<'a> {
         let mut worlds = evidence.background.clone();
         worlds.push(&*of.hypothesis.world);
         of.residuals = self.in_full(&worlds).unwrap_or_default();
-        let passes = |key: &Key| of.residuals.get(key).is_some_and(|found| found.passes);
-        of.explains = evidence.failing.iter().filter(|key| passes(key)).copied().collect();
+        (of.explains, of.against) = evidence.explained(&of.residuals);
         of.left = left_of(&of.residuals, &evidence.failing);
         of.full = true;
     }
@@ -166,31 +186,27 @@ impl<'a> Search<'a> {
         let mut worlds = evidence.background.clone();
         worlds.push(&*hypothesis.world);
         if let Some(Dismissed { residuals, left }) = self.dismissed(&worlds, evidence) {
-            let (explains, full) = (BTreeSet::new(), false);
-            return Some(Tried { cause, hypothesis, residuals, explains, left, full });
+            let (explains, full, against) = (BTreeSet::new(), false, Against::default());
+            return Some(Tried { cause, hypothesis, residuals, explains, left, full, against });
         }
         let mut residuals = self.residuals(&worlds)?;
-        let explains = |residuals: &Residuals| -> BTreeSet<Key> {
-            let passes = |key: &&Key| residuals.get(key).is_some_and(|found| found.passes);
-            evidence.failing.iter().filter(passes).copied().collect()
-        };
-        let mut explains_now = explains(&residuals);
+        let (mut explains, mut against) = evidence.explained(&residuals);
         let left = left_of(&residuals, &evidence.failing);
         let before = left_of(&evidence.residuals, &evidence.failing);
         // One comparison may be near while a second fault is all of the energy.
         let is_near = |key: &Key| {
             let pair = residuals.get(key).zip(evidence.residuals.get(key));
-            !explains_now.contains(key)
+            !explains.contains(key)
                 && pair.is_some_and(|(now, before)| now.energy < NEAR * before.energy)
         };
         let near = left < NEAR * before || evidence.failing.iter().any(is_near);
         // Near, and a few values may have rounded the other way in the job.
-        if explains_now.len() < evidence.failing.len() && near {
+        if explains.len() < evidence.failing.len() && near {
             worlds.push(&AtTies);
             residuals = self.residuals(&worlds)?;
-            explains_now = explains(&residuals);
+            (explains, against) = evidence.explained(&residuals);
         }
-        let explains = explains_now;
-        Some(Tried { cause, hypothesis, residuals, explains, left, full: self.rows.is_none() })
+        let full = self.rows.is_none();
+        Some(Tried { cause, hypothesis, residuals, explains, left, full, against })
     }
 }

@@ -304,6 +304,7 @@ mod tests {
             sums,
             tile_order: Walk::Ascending,
             chunk_order: Walk::Ascending,
+            cut: Default::default(),
         };
         assert_eq!(policy, wanted);
         let chunked = "base = \"chunked\"\nsums.chunks = { dtype = \"bf16\" }\ntiles.tokens = 64";

@@ -12,6 +12,7 @@
 //! by operation. `forward`, `backward` and `plane` choose on their own. `dense` is what
 //! `emulate` and a device have in common.
 
+mod cut;
 mod declare;
 pub(crate) mod dense;
 mod dispatch;
@@ -26,6 +27,7 @@ mod step;
 mod tests;
 mod tile;
 
+pub use cut::Cut;
 pub use declare::{LogitRounding, Order, Path, Policy, Sum, Sums, Walk};
 pub use dispatch::{
     DkParts, DqParts, PlaneTile, PolicyForward, backward, backward_work, forward, forward_work,

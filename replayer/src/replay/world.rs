@@ -73,6 +73,11 @@ pub struct Read<'a> {
 
 /// A hypothesis. What it leaves out is as declared.
 pub trait World: Sync {
+    /// Whether it says anything of a stage: a fault may be in the gradient of q alone.
+    fn speaks_of(&self, _stage: Stage) -> bool {
+        true
+    }
+
     /// Other options of the head; f64 formulas and allowances follow them.
     fn options(&self, _options: &mut HeadOptions) {}
 

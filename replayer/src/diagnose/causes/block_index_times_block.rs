@@ -25,7 +25,13 @@ use crate::head::{MicrobatchInputs, Stage};
 pub struct BlockIndexTimesBlock;
 
 /// What a job may read beyond the end.
-const BEYOND: [Beyond; 4] = [Beyond::BlockMovedBack, Beyond::LastRow, Beyond::Zeros, Beyond::Wraps];
+const BEYOND: [Beyond; 5] = [
+    Beyond::BlockMovedBack,
+    Beyond::BlockAtEnd,
+    Beyond::LastRow,
+    Beyond::Zeros,
+    Beyond::Wraps,
+];
 
 impl Cause for BlockIndexTimesBlock {
     fn id(&self) -> &str {
@@ -51,7 +57,8 @@ impl Cause for BlockIndexTimesBlock {
         let mut found = written(evidence);
         if let Some(looked) = Looked::new(evidence) {
             for operand in [Operand::K, Operand::Q] {
-                for size in sizes(evidence, operand) {
+                let shown = if operand == Operand::K { looked.block_sizes(&BEYOND) } else { None };
+                for size in shown.unwrap_or_else(|| sizes(evidence, operand)) {
                     for beyond in BEYOND {
                         let map = Map::BlockTwice { size, beyond };
                         let parameters = parameters(operand, size, beyond);

@@ -12,10 +12,11 @@
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::sums::{Pieces, Sums};
+use crate::diagnose::detectors::pieces::{self, Pieces};
+use crate::diagnose::detectors::sums::Sums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
-use crate::kernels::policy::{Path, Policy, Walk};
+use crate::kernels::policy::{Cut, Path, Policy, Walk};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::Tiles;
 
@@ -83,29 +84,43 @@ fn searched(
     let search = || {
         let stage = failing?;
         let unit = evidence.worst_unit(&[stage])?;
-        Some(Sums::of_dk(evidence, unit, stage, base, !fused)?.search(precision, declared))
+        let sequence = unit.inputs(evidence)?.sequence;
+        let sums = Sums::of_dk(evidence, unit, stage, base, !fused)?;
+        Some(pieces::search(&sums, precision, declared, sequence))
     };
     search().unwrap_or_default()
 }
 
 fn hypothesis(base: &Policy, pieces: &Pieces, declared: Option<usize>, fused: bool) -> Hypothesis {
     let path = if fused { Path::Fused } else { Path::Chunked };
-    let Pieces { size, total, addend, walk } = *pieces;
+    let Pieces { size, cut, total, addend, walk } = *pieces;
     let (tile_add, chunk_add, chunk_order) = (total, total, walk);
-    let policy = Policy { path, tile_add, chunk_add, addend, chunk_order, ..*base };
+    let policy = Policy { path, tile_add, chunk_add, addend, chunk_order, cut, ..*base };
     // dq is summed as declared: one tile of the vocabulary.
     let tiles = Tiles { tokens: size, vocab: usize::MAX >> 1 };
+    let known = declared == Some(size) && cut == Cut::default();
     Hypothesis::new(Emulated::backward(policy, tiles), parameters(pieces))
-        .fitted(usize::from(declared != Some(size)))
+        .fitted(usize::from(!known))
 }
 
 /// Pieces in words.
 pub(super) fn parameters(pieces: &Pieces) -> Vec<(&'static str, String)> {
     let order = if pieces.walk == Walk::Ascending { "ascending" } else { "descending" };
-    vec![
+    let Cut { first, parts, sequence, shards } = pieces.cut;
+    let of = if sequence > 0 { "places of every sequence" } else { "tokens" };
+    let size = match (parts, first) {
+        (0, 0) => format!("{} {of}", pieces.size),
+        (0, first) => format!("{} {of}, the first of {first}", pieces.size),
+        (parts, _) => format!("one of {parts} equal parts of the {of}"),
+    };
+    let mut found = vec![
         ("accumulator", pieces.total.name().to_string()),
-        ("chunk", format!("{} tokens", pieces.size)),
+        ("chunk", size),
         ("a chunk's part rounded to", pieces.addend.name().to_string()),
         ("order", order.to_string()),
-    ]
+    ];
+    if shards > 1 {
+        found.push(("shards", shards.to_string()));
+    }
+    found
 }

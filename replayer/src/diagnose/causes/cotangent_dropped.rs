@@ -1,16 +1,21 @@
 //! `cotangent-dropped`: the backward starts from 1 in place of the upstream gradient, or
-//! leaves the tokens' weights out; often in only one of dq and dk.
+//! leaves the tokens' weights out; often in only one of dq and dk. Where a kernel returns the
+//! sum of the losses, the upstream gradient holds the division of their mean as well.
 //!
-//! Detectors: D6 for a cotangent of the whole loss, D3 for those of tokens.
-//! Emulation: cotangents of 1, weights of 1, or both; the denominator as it was or
-//! counted with the weights of 1.
+//! Detectors: D6 for a cotangent of the whole loss, D3 for those of tokens; which of dq and
+//! dk fails.
+//! Emulation: cotangents of 1, divisors of 1, weights of 1, or several of them, in all that
+//! follows from the loss, in the gradients alone, or in those of one side; the denominator
+//! as it was or counted with the weights of 1.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
+use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::detectors::uniform::{informative, is_towards};
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -45,36 +50,64 @@ impl Cause for CotangentDropped {
         if !evidence.fails_any(&stages) {
             return Vec::new();
         }
-        let not_one = |values: &[f64], labels: &[u32]| {
-            values.iter().zip(labels).any(|(&x, &label)| label != IGNORED && x != 1.0)
-        };
-        let any = |of: fn(&MicrobatchInputs) -> &[f64]| {
-            evidence.inputs.iter().any(|one| not_one(of(one), &one.labels))
-        };
-        let cotangent = evidence.step.options.cotangent != 1.0 || any(|one| &one.cotangent);
-        // The weights of a policy loss are its mask: without it other tokens count.
-        let weights = any(|one| &one.weights);
+        let there = LeftOut::there(evidence);
+        let all = places(evidence).into_iter().flat_map(|place| {
+            let there = &there;
+            there.iter().map(move |&out| Dropped { out, place, kept: declared(evidence) })
+        });
         let mut found = Vec::new();
-        if cotangent {
-            found.push(Dropped::hypothesis(evidence, true, Weights::Kept, false));
-        }
-        // Tokens of no weight stay out, or without their weight they count as well.
-        let zero = |one: &MicrobatchInputs| one.weights.contains(&0.0);
-        let masked = evidence.inputs.iter().any(zero);
-        for both in [false, true].into_iter().filter(|&both| weights && (!both || cotangent)) {
-            for counted in [false, true] {
-                found.push(Dropped::hypothesis(evidence, both, Weights::Dropped, counted));
-                if masked {
-                    found.push(Dropped::hypothesis(evidence, both, Weights::Mask, counted));
-                }
+        for one in all.filter(|one| one.is_possible(evidence)) {
+            if one.out.weights != Weights::Kept && !one.out.mean {
+                let counted = Dropped { kept: Denominators::new(), ..one.clone() };
+                found.push(counted.hypothesis());
             }
+            found.push(one.hypothesis());
         }
         found
     }
 }
 
+/// Where something is left out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    /// In the loss as well.
+    Everywhere,
+    Gradients,
+    OfQ,
+    OfK,
+}
+
+impl Place {
+    fn holds(self, stage: Stage) -> bool {
+        let part = Part::of(stage);
+        match self {
+            Place::Everywhere => true,
+            Place::Gradients => GRADIENTS.contains(&stage),
+            Place::OfQ => part == Part::OfQ,
+            Place::OfK => part == Part::OfK,
+        }
+    }
+}
+
+/// Where it may be, by what fails: one side alone where the other is right.
+fn places(evidence: &Evidence<'_>) -> Vec<Place> {
+    let of = |part: Part| {
+        let here = |key: &&Key| Part::of(key.stage) == part;
+        let compared = evidence.residuals.keys().any(|key| here(&key));
+        (compared, evidence.failing.iter().any(|key| here(&key)))
+    };
+    match (of(Part::OfQ), of(Part::OfK)) {
+        ((_, true), (true, false)) => vec![Place::Everywhere, Place::OfQ],
+        ((true, false), (_, true)) => vec![Place::Everywhere, Place::OfK],
+        ((_, true), (_, true)) => {
+            vec![Place::Everywhere, Place::Gradients, Place::OfQ, Place::OfK]
+        }
+        _ => vec![Place::Everywhere, Place::Gradients],
+    }
+}
+
 /// What the backward takes of the tokens' weights.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum Weights {
     /// As declared.
     Kept,
@@ -84,58 +117,132 @@ enum Weights {
     Dropped,
 }
 
-struct Dropped {
+/// What is left out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct LeftOut {
     cotangent: bool,
+    /// What the sum of the losses is divided by.
+    mean: bool,
     weights: Weights,
+}
+
+impl LeftOut {
+    /// Every combination of what a head has.
+    fn there(evidence: &Evidence<'_>) -> Vec<LeftOut> {
+        let any = |of: fn(&MicrobatchInputs) -> &[f64]| {
+            let not_one = |(&x, &label): (&f64, &u32)| label != IGNORED && x != 1.0;
+            evidence.inputs.iter().any(|one| of(one).iter().zip(&one.labels).any(not_one))
+        };
+        let cotangent = evidence.step.options.cotangent != 1.0 || any(|one| &one.cotangent);
+        // The weights of a policy loss are its mask: without it other tokens count.
+        let weights = any(|one| &one.weights);
+        // Tokens of no weight stay out, or without their weight they count as well.
+        let masked = evidence.inputs.iter().any(|one| one.weights.contains(&0.0));
+        let mean = declared(evidence).values().flatten().any(|&n| n != 1.0);
+        let mut found = Vec::new();
+        for cotangent in [false, true].into_iter().take(1 + usize::from(cotangent)) {
+            for mean in [false, true].into_iter().take(1 + usize::from(mean)) {
+                let of = |weights| LeftOut { cotangent, mean, weights };
+                found.extend((cotangent || mean).then(|| of(Weights::Kept)));
+                found.extend(weights.then(|| of(Weights::Dropped)));
+                found.extend((weights && masked).then(|| of(Weights::Mask)));
+            }
+        }
+        found
+    }
+
+    fn words(self) -> String {
+        let named = [
+            (self.cotangent, "the cotangent"),
+            (self.mean, "the division of the mean"),
+            (self.weights != Weights::Kept, "the weights"),
+        ];
+        let there: Vec<&str> =
+            named.iter().filter(|(of, _)| *of).map(|(_, words)| *words).collect();
+        there.join(" and ")
+    }
+}
+
+/// Denominators of each microbatch.
+type Denominators = BTreeMap<Option<Microbatch>, Vec<f64>>;
+
+fn declared(evidence: &Evidence<'_>) -> Denominators {
+    let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
+    let one = |own: &MicrobatchInputs| {
+        let found = evidence.step.denominators(&all, own).ok()?;
+        Some((own.microbatch, found.into_iter().map(|(_, n)| n).collect()))
+    };
+    evidence.inputs.iter().filter_map(one).collect()
+}
+
+#[derive(Clone)]
+struct Dropped {
+    out: LeftOut,
+    place: Place,
     /// The declared denominators of each microbatch, where they are kept.
-    kept: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    kept: Denominators,
 }
 
 impl Dropped {
-    fn hypothesis(
-        evidence: &Evidence<'_>,
-        cotangent: bool,
-        weights: Weights,
-        counted: bool,
-    ) -> Hypothesis {
-        let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let declared = |one: &MicrobatchInputs| {
-            let found = evidence.step.denominators(&all, one).ok()?;
-            Some((one.microbatch, found.into_iter().map(|(_, n)| n).collect()))
+    /// Whether the factors that were measured allow it.
+    fn is_possible(&self, evidence: &Evidence<'_>) -> bool {
+        let LeftOut { cotangent, mean, weights } = self.out;
+        if self.place == Place::Everywhere {
+            // A loss whose sum is not divided has another count.
+            return !mean;
+        }
+        if weights != Weights::Kept && !mean {
+            return true;
+        }
+        // A factor shows before anything is emulated.
+        let options = &evidence.step.options;
+        let common = if cotangent { 1.0 / options.cotangent } else { 1.0 };
+        let wanted = |key: &Key| {
+            let of = self.kept.get(&key.microbatch).filter(|_| mean);
+            of.map_or(common, |all| common * all.iter().sum::<f64>() / all.len() as f64)
         };
-        let kept = match counted {
-            true => BTreeMap::new(),
-            false => evidence.inputs.iter().filter_map(declared).collect(),
+        GRADIENTS.iter().filter(|&&stage| self.place.holds(stage)).any(|&stage| {
+            evidence.fails(stage)
+                && informative(evidence, stage)
+                    .all(|(key, one)| one.nonfinite == 0 && is_towards(one.factor, wanted(&key)))
+        })
+    }
+
+    fn hypothesis(self) -> Hypothesis {
+        let mut parameters = vec![("left out", self.out.words())];
+        let place = match self.place {
+            Place::Everywhere | Place::Gradients => None,
+            Place::OfQ => Some("dq"),
+            Place::OfK => Some("dk"),
         };
-        let words = match (cotangent, weights) {
-            (true, Weights::Kept) => "the cotangent",
-            (false, _) => "the weights",
-            (true, _) => "the cotangent and the weights",
-        };
-        let mut parameters = vec![("left out", words.to_string())];
-        if weights == Weights::Mask {
+        parameters.extend(place.map(|of| ("of", of.to_string())));
+        if self.out.weights == Weights::Mask {
             parameters.push(("kept", "which tokens have no weight".to_string()));
         }
-        if weights != Weights::Kept {
-            let from = if counted { "counted without weights" } else { "as declared" };
+        if self.out.weights != Weights::Kept && !self.out.mean {
+            let from = if self.kept.is_empty() { "counted without weights" } else { "as declared" };
             parameters.push(("denominator", from.to_string()));
         }
-        Hypothesis::new(Dropped { cotangent, weights, kept }, parameters)
+        Hypothesis::new(self, parameters)
     }
 }
 
 impl World for Dropped {
+    fn speaks_of(&self, stage: Stage) -> bool {
+        self.place.holds(stage)
+    }
+
     fn options(&self, options: &mut HeadOptions) {
-        if self.cotangent {
+        if self.out.cotangent {
             options.cotangent = 1.0;
         }
     }
 
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        if self.cotangent {
+        if self.out.cotangent {
             inputs.cotangent.fill(1.0);
         }
-        let taken = |weight: f64| match self.weights {
+        let taken = |weight: f64| match self.out.weights {
             Weights::Kept => weight,
             Weights::Mask => f64::from(u8::from(weight != 0.0)),
             Weights::Dropped => 1.0,
@@ -150,7 +257,9 @@ impl World for Dropped {
         own: &MicrobatchInputs,
         of: &mut Vec<(Unit, f64)>,
     ) {
-        if let Some(kept) = self.kept.get(&own.microbatch) {
+        if self.out.mean {
+            of.iter_mut().for_each(|(_, n)| *n = 1.0);
+        } else if let Some(kept) = self.kept.get(&own.microbatch) {
             of.iter_mut().zip(kept).for_each(|((_, n), &declared)| *n = declared);
         }
     }

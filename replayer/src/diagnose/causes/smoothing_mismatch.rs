@@ -1,17 +1,26 @@
 //! `smoothing-mismatch`: the labels are smoothed otherwise than declared: not at all, with
 //! another ε, by the other formula, or only in a part of the gradient.
 //!
-//! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails.
+//! Real, too: tensor ranks that smooth over their own classes (Megatron-LM 737): every class
+//! is counted among K/n, and the loss holds the mean of one rank's logits.
+//!
+//! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails; the
+//! axes of the mesh say how many ranks may have cut the vocabulary.
 //! Emulation: the other smoothing; forward and backward are judged apart.
 
-use backtape::head::SmoothingFormula;
+use std::collections::{BTreeMap, BTreeSet};
 
+use backtape::head::SmoothingFormula;
+use backtape::identity::Microbatch;
+
+use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::detectors::fit::{linear, shown};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::diagnose::worlds::{DeclaredLse, Optioned};
-use crate::head::{HeadOptions, Stage};
-use crate::replay::world::{UnitTokens, World};
+use crate::head::{HeadOptions, MicrobatchInputs, Stage};
+use crate::replay::world::{Read, UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct SmoothingMismatch;
@@ -56,6 +65,7 @@ impl Cause for SmoothingMismatch {
                     vec![("ε", epsilon.to_string()), ("left out", part.words().to_string())];
                 found.push(Hypothesis::new(part, parameters));
             }
+            found.extend(local(evidence));
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
         let from = (epsilon, if epsilon > 0.0 { epsilon / 2.0 } else { USUAL });
@@ -89,6 +99,84 @@ fn hypothesis(
         ("formula", format!("{formula:?}").to_lowercase()),
     ];
     Hypothesis::new(smoothed(epsilon, formula), parameters).fitted(fitted)
+}
+
+/// Smoothing over the classes of one of several ranks that cut the vocabulary.
+fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let manifest = &evidence.step.dump.manifest;
+    let sizes = manifest.mesh.0.iter().map(|(_, size)| *size).chain([manifest.world_size]);
+    let sizes: BTreeSet<usize> = sizes.map(|size| size as usize).filter(|&n| n > 1).collect();
+    let mut found = Vec::new();
+    for ranks in sizes {
+        let whose = if evidence.fails(Stage::Loss) { ranks.min(SHOWN) } else { 1 };
+        for rank in 0..whose {
+            let Some(world) = Local::new(evidence, ranks, rank) else { break };
+            let parameters = vec![
+                ("smoothed over", format!("the classes of one of {ranks} ranks")),
+                ("the loss is that of", format!("part {rank} of the vocabulary")),
+            ];
+            found.push(Hypothesis::new(world, parameters));
+        }
+    }
+    found
+}
+
+/// Ranks whose loss may have been recorded that are tried.
+const SHOWN: usize = 4;
+
+struct Local {
+    classes: usize,
+    /// Declared and other share of the target that is spread.
+    spread: [f64; 2],
+    /// Mean of all logits and of the rank's own, of each token.
+    means: BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>,
+}
+
+impl Local {
+    fn new(evidence: &Evidence<'_>, ranks: usize, rank: usize) -> Option<Local> {
+        let options = &evidence.step.options;
+        let first = evidence.inputs.first()?.head(evidence.step)?;
+        let (rows, valid) = (first.k.rows, first.valid_vocab);
+        if !rows.is_multiple_of(ranks) || rows / ranks < 2 {
+            return None;
+        }
+        let classes = rows / ranks;
+        let own = rank * classes..valid.min((rank + 1) * classes);
+        let mut means = BTreeMap::new();
+        for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
+            let direct = Direct::new(evidence.step, inputs)?;
+            if direct.work().saturating_mul(inputs.tokens()) > WORK || own.is_empty() {
+                return None;
+            }
+            let of = |t: usize| {
+                let z = direct.against(&direct.q(Row::From(t)), &Row::From).logits;
+                let mean = |z: &[f64]| z.iter().sum::<f64>() / z.len() as f64;
+                [mean(&z), mean(&z[own.clone()])]
+            };
+            means.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
+        }
+        let spread = [options.smoothing(valid), options.smoothing(classes)];
+        Some(Local { classes, spread, means })
+    }
+}
+
+impl World for Local {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, smooth]: [&mut [f64]; 3]) {
+        let s = self.spread[1];
+        for ((label, smooth), g) in label.iter_mut().zip(smooth).zip(tokens.g) {
+            (*label, *smooth) = (-g * (1.0 - s), -g * s / self.classes as f64);
+        }
+    }
+
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        let [s, other] = self.spread;
+        if let Some(means) = self.means.get(&inputs.microbatch) {
+            for ((nll, [all, own]), label) in nll.iter_mut().zip(means).zip(read.label.0) {
+                *nll += (other - s) * label + s * all - other * own;
+            }
+        }
+        Vec::new()
+    }
 }
 
 /// One of the two changes that smoothing makes to dlogits, left out.

@@ -15,10 +15,11 @@
 use super::chunk_accumulator_low_precision;
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::sums::{Pieces, Sums};
+use crate::diagnose::detectors::pieces::{self, Pieces};
+use crate::diagnose::detectors::sums::Sums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
-use crate::kernels::policy::{Path, Policy};
+use crate::kernels::policy::{Cut, Path, Policy};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::Tiles;
 
@@ -45,28 +46,37 @@ impl Cause for TileAddLowPrecision {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let fused = roundings.widest.path == Path::Fused;
-        if !fused || !has_products(evidence) {
+        if !has_products(evidence) {
             return Vec::new();
         }
         if !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
             // Tiles of tokens are chunks as far as dk shows.
-            return chunk_accumulator_low_precision::of_dk(evidence, &roundings);
+            return if fused {
+                chunk_accumulator_low_precision::of_dk(evidence, &roundings)
+            } else {
+                Vec::new()
+            };
         }
         let mut found = Vec::new();
         for precision in formats_below(roundings.narrowest.tile_add, &roundings) {
             for base in bases(&roundings) {
-                found.extend(of(evidence, &roundings, &base, precision));
+                // The label's part lies in a tile, or is added after all of them.
+                found.extend(of(evidence, (&roundings, &base), precision, true));
+                if fused {
+                    found.extend(of(evidence, (&roundings, &base), precision, false));
+                }
             }
         }
         found
     }
 }
 
+/// Tiles of dq, and beside each of dk where that fails too.
 fn of(
     evidence: &Evidence<'_>,
-    roundings: &Roundings,
-    base: &Policy,
+    (roundings, base): (&Roundings, &Policy),
     precision: Precision,
+    whole: bool,
 ) -> Vec<Hypothesis> {
     let declared = evidence.step.options.declared.tiles.unwrap_or_default();
     let (tokens, vocab) = (declared.tokens.map(|n| n as usize), declared.vocab.map(|n| n as usize));
@@ -74,14 +84,22 @@ fn of(
     let of_dq = || {
         let stage = failing([Stage::DqLse, Stage::Dq])?;
         let unit = evidence.worst_unit(&[stage])?;
-        Some(Sums::of_dq(evidence, unit, stage, base)?.search(precision, vocab))
+        let sums = Sums::of_dq(evidence, unit, stage, base, whole)?;
+        Some(pieces::search(&sums, precision, vocab, 0))
     };
     let of_dk = || {
         let stage = failing([Stage::DkLse, Stage::Dk])?;
         let unit = evidence.worst_unit(&[stage])?;
-        Some(Sums::of_dk(evidence, unit, stage, base, false)?.search(precision, tokens))
+        let sequence = unit.inputs(evidence)?.sequence;
+        let sums = Sums::of_dk(evidence, unit, stage, base, whole)?;
+        Some(pieces::search(&sums, precision, tokens, sequence))
     };
-    let columns = of_dq().unwrap_or_default();
+    // Vocabulary tiles are of one size in what is emulated.
+    let plain = |pieces: &Pieces| pieces.cut == Cut::default();
+    let columns: Vec<Pieces> = of_dq().unwrap_or_default().into_iter().filter(plain).collect();
+    if columns.is_empty() {
+        return Vec::new();
+    }
     let rows = of_dk().unwrap_or_default();
     let row = rows.first().copied();
     let one = |pieces: &Pieces| {
@@ -90,11 +108,13 @@ fn of(
             vocab: pieces.size,
         };
         let policy = Policy {
-            path: Path::Fused,
+            path: if whole { Path::Chunked } else { Path::Fused },
             tile_add: precision,
+            chunk_add: row.map_or(base.chunk_add, |row| row.total),
             addend: pieces.addend,
             tile_order: pieces.walk,
             chunk_order: row.map_or(base.chunk_order, |row| row.walk),
+            cut: row.map_or(base.cut, |row| row.cut),
             ..*base
         };
         let mut parameters = vec![

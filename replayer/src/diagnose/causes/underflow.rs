@@ -5,14 +5,18 @@
 //! small, and `g p` of most classes is below 6e-8.
 //!
 //! Detectors: dq or dk fails, dlogits were not declared f16, and at least one entry in a
-//! hundred of a sample falls below f16's smallest normal number.
-//! Emulation: `round16(g p)`, with subnormal numbers.
+//! hundred of a sample falls below f16's smallest normal number, as it is or before a scale
+//! of the loss that comes too late.
+//! Emulation: `round16(g p)`, with subnormal numbers; the scale before it or after it.
 
 use super::emulated::{Emulated, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::head::{MicrobatchInputs, Roundings};
+use crate::kernels::Tiles;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::round::Precision;
+use crate::replay::world::{At, World};
 
 /// The catalogue's entry.
 pub struct Underflow;
@@ -54,28 +58,63 @@ impl Cause for Underflow {
         {
             return Vec::new();
         }
-        let Some(share) = small(evidence, &roundings.narrowest).filter(|&share| share > SHARE)
-        else {
-            return Vec::new();
-        };
-        let one = |(p, dlogits): (Precision, Precision)| {
-            let parameters = vec![
-                ("dlogits rounded to", dlogits.name().to_string()),
-                ("p rounded to", p.name().to_string()),
-                ("entries below the normal range", format!("{:.0} %", 100.0 * share)),
-            ];
-            let mut policy = Policy { p, dlogits, ..roundings.narrowest };
-            if policy.path == Path::Fused {
-                policy.label_grad = half;
+        // A scale that multiplies the loss may multiply the gradient alone, after the rounding.
+        let cotangent = evidence.step.options.cotangent;
+        let scales = [1.0, cotangent].into_iter().take(1 + usize::from(cotangent.abs() > 1.0));
+        let mut found = Vec::new();
+        for scale in scales {
+            let share = small(evidence, &roundings.narrowest, scale).unwrap_or(0.0);
+            if !(share > SHARE) {
+                continue;
             }
-            Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters)
-        };
-        [(roundings.narrowest.p, half), (half, half)].into_iter().map(one).collect()
+            for p in [roundings.narrowest.p, half] {
+                found.push(hypothesis(&roundings, p, (scale, share)));
+            }
+        }
+        found
     }
 }
 
-/// Share of the entries of some tokens that are below the normal range of f16 and not zero.
-fn small(evidence: &Evidence<'_>, policy: &Policy) -> Option<f64> {
+fn hypothesis(roundings: &Roundings, p: Precision, (scale, share): (f64, f64)) -> Hypothesis {
+    let dlogits = Precision::F16;
+    let mut parameters = vec![
+        ("dlogits rounded to", dlogits.name().to_string()),
+        ("p rounded to", p.name().to_string()),
+        ("entries below the normal range", format!("{:.0} %", 100.0 * share)),
+    ];
+    if scale != 1.0 {
+        parameters.push(("the loss's scale", format!("{scale} multiplies after the rounding")));
+    }
+    let mut policy = Policy { p, dlogits, ..roundings.narrowest };
+    if policy.path == Path::Fused {
+        policy.label_grad = dlogits;
+    }
+    Hypothesis::new(Late { of: Emulated::backward(policy, roundings.tiles), scale }, parameters)
+}
+
+/// dlogits are rounded before a factor of the loss multiplies them.
+struct Late {
+    of: Emulated,
+    scale: f64,
+}
+
+impl World for Late {
+    fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
+        self.of.policy(declared)
+    }
+
+    fn upstream(&self, _inputs: &MicrobatchInputs, g: &mut [f64]) {
+        g.iter_mut().for_each(|g| *g /= self.scale);
+    }
+
+    fn scale(&self, at: At) -> f64 {
+        if GRADIENTS.contains(&at.stage) { self.scale } else { 1.0 }
+    }
+}
+
+/// Share of the entries of some tokens, over a scale, that are below the normal range of f16
+/// and not zero.
+fn small(evidence: &Evidence<'_>, policy: &Policy, scale: f64) -> Option<f64> {
     let unit = evidence.worst_unit(&GRADIENTS)?;
     let classes: Vec<usize> =
         (0..unit.inputs(evidence)?.head(evidence.step)?.valid_vocab).collect();
@@ -83,6 +122,6 @@ fn small(evidence: &Evidence<'_>, policy: &Policy) -> Option<f64> {
     let tokens: Vec<usize> =
         (0..TOKENS.min(counted.len())).map(|i| counted[i * counted.len() / TOKENS]).collect();
     let entries = unit.part(evidence, &tokens, &classes, true)?.entries(policy);
-    let below = entries.iter().filter(|x| x.abs() < LEAST && **x != 0.0).count();
+    let below = entries.iter().filter(|x| (**x / scale).abs() < LEAST && **x != 0.0).count();
     Some(below as f64 / entries.len().max(1) as f64)
 }

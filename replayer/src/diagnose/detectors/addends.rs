@@ -199,10 +199,12 @@ pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec
 fn whole(evidence: &Evidence<'_>, weights: &[f64]) -> Option<(Vec<f64>, f64)> {
     let (ranks, count) = (evidence.ranks() as f64, evidence.microbatches() as f64);
     let scales = [1.0, 1.0 / ranks, 1.0 / count, ranks, count, 1.0 / (ranks * count)];
+    // What was not averaged over all ranks or microbatches counts as often as there are.
+    let most = (ranks * count).max(2.0);
     let fit = |scale: &f64| {
         let rounded: Vec<f64> = weights.iter().map(|w| (w / scale).round().abs()).collect();
         let near = weights.iter().zip(&rounded).all(|(w, n)| (w / scale - n).abs() < WHOLE);
-        let small = rounded.iter().all(|&n| n <= 2.0) && rounded.contains(&1.0);
+        let small = rounded.iter().all(|&n| n <= most) && rounded.contains(&1.0);
         (near && small).then_some((rounded, *scale))
     };
     scales.iter().find_map(fit)

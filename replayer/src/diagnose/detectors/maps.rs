@@ -8,6 +8,8 @@ use crate::assemble::Row;
 pub enum Beyond {
     /// A block that reaches beyond the (padded) end is moved back to end there.
     BlockMovedBack,
+    /// The same where the array was not filled up: a block ends with the last row.
+    BlockAtEnd,
     /// The last row, again and again.
     LastRow,
     /// Zeros.
@@ -23,6 +25,7 @@ impl Beyond {
     pub fn name(self) -> &'static str {
         match self {
             Beyond::BlockMovedBack => "the last block",
+            Beyond::BlockAtEnd => "the block of the last rows",
             Beyond::LastRow => "the last row",
             Beyond::Zeros => "zeros",
             Beyond::Nans => "no numbers",
@@ -68,7 +71,7 @@ impl Map {
     pub fn at(self, row: usize, n: usize) -> Option<Row> {
         let within = |at: usize, beyond: Beyond| match beyond {
             _ if at < n => Row::From(at),
-            Beyond::LastRow | Beyond::BlockMovedBack => Row::From(n - 1),
+            Beyond::LastRow | Beyond::BlockMovedBack | Beyond::BlockAtEnd => Row::From(n - 1),
             Beyond::Zeros => Row::Zeros,
             Beyond::Nans => Row::Nans,
             Beyond::Wraps => Row::From(at % n),
@@ -82,6 +85,9 @@ impl Map {
                     Beyond::BlockMovedBack => {
                         let padded = n.div_ceil(size) * size;
                         within(start.min(padded - size) + inside, Beyond::Zeros)
+                    }
+                    Beyond::BlockAtEnd => {
+                        within(start.min(n.saturating_sub(size)) + inside, Beyond::LastRow)
                     }
                     beyond => within(start + inside, beyond),
                 }

@@ -8,7 +8,7 @@ use backtape::identity::Microbatch;
 use super::captured::Values;
 use super::direct::{Direct, alike};
 use super::extents::of_ranks;
-use super::maps::Map;
+use super::maps::{Beyond, Map};
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::evidence::{Evidence, Key};
@@ -20,6 +20,10 @@ use crate::replay::world::{Pass, World};
 
 /// Tokens that are looked at.
 const LOOKED: usize = 4;
+/// How near an lse must be to be worth a trial, relatively.
+const NEAR: f64 = 0.01;
+/// Logits of a token that may be read to find a size.
+const READS: usize = 1 << 26;
 
 /// Whose rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +88,40 @@ impl<'a> Looked<'a> {
         None
     }
 
+    /// Sizes of blocks of k that were read at `i b b`, by the lse of the tokens: a token's
+    /// products are worked out once, and every size but reads them elsewhere. None where lse
+    /// does not show it, or there are too many sizes to try.
+    pub fn block_sizes(&self, beyond: &[Beyond]) -> Option<Vec<usize>> {
+        let (lse, n) = (self.lse.as_ref()?, self.direct.head.k.rows);
+        let valid = self.direct.head.valid_vocab;
+        if n.saturating_mul(n).saturating_mul(beyond.len()) > READS {
+            return None;
+        }
+        let products = |&t: &usize| {
+            let q = self.direct.q(Row::From(t));
+            let of = |v: usize| super::direct::dot(&q, &self.direct.k(Row::From(v)));
+            (lse.values[t], (0..n).map(of).collect::<Vec<f64>>())
+        };
+        let tokens: Vec<(f64, Vec<f64>)> = self.tokens.iter().map(products).collect();
+        let fits = |map: Map| {
+            tokens.iter().all(|(captured, products)| {
+                let at = |v: usize| match map.at(v, n) {
+                    Some(Row::From(row)) => products[row],
+                    Some(Row::Nans) => f64::NAN,
+                    _ => 0.0,
+                };
+                let z: Vec<f64> = (0..valid).map(|v| self.direct.logit(at(v), v).0).collect();
+                let own = self.direct.lse(&z);
+                (own - captured).abs() <= NEAR * (1.0 + own.abs())
+            })
+        };
+        let any = |size: &usize| {
+            beyond.iter().any(|&beyond| fits(Map::BlockTwice { size: *size, beyond }))
+        };
+        // Fewer than three blocks do not show.
+        Some((2..n.div_ceil(2)).filter(any).collect())
+    }
+
     /// Whether what was captured of the tokens is what rows read so give.
     pub fn fits(
         &self,
@@ -112,7 +150,7 @@ impl<'a> Looked<'a> {
         };
         let row = self.direct.against(&self.direct.q(q), k);
         if let (Some(lse), true) = (&self.lse, passes != Passes::Backward) {
-            return (row.lse - lse.values[t]).abs() <= 0.01 * (1.0 + row.lse.abs());
+            return (row.lse - lse.values[t]).abs() <= NEAR * (1.0 + row.lse.abs());
         }
         let Some((captured, key)) = &self.dq else { return false };
         let reference = evidence.reference();

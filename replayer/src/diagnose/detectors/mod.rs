@@ -14,6 +14,7 @@ pub mod maps;
 pub mod misread;
 pub mod nan;
 pub mod orders;
+pub mod pieces;
 pub mod reference;
 pub mod replicas;
 pub mod strays;

@@ -1,9 +1,5 @@
-//! In how many pieces a sum was taken whose partial sums are rounded: the size of a chunk
-//! or a tile is declared by few jobs, and shows in the roundings.
-//!
-//! A few rows of a captured gradient are summed again for every size that jobs use. Of the
-//! right size the roundings are those of the job; of any other they are as far off as no
-//! rounding at all.
+//! Some elements of a captured gradient with the addends that they are sums of: what is known
+//! of such a sum is read off a few rows.
 
 use crate::diagnose::detectors::units::UnitState;
 use crate::diagnose::evidence::Evidence;
@@ -11,7 +7,7 @@ use crate::head::Stage;
 use crate::head::roundings::precision_of;
 use crate::head::step::matrix;
 use crate::kernels::matrix::{IGNORED, Matrix};
-use crate::kernels::policy::{Policy, Walk};
+use crate::kernels::policy::Policy;
 use crate::kernels::round::Precision;
 use crate::replay::outcome::Comparison;
 
@@ -19,40 +15,22 @@ use crate::replay::outcome::Comparison;
 const SIZES: [usize; 2] = [24, 16];
 /// The same for what is left out: that may be in few rows, and shows in any column.
 const FILTERS: [usize; 2] = [96, 4];
-/// A size counts as seen when it leaves less than this share of what one sum in f32 leaves.
-const SEEN: f64 = 0.5;
-/// Sizes that are offered.
-const OFFERED: usize = 3;
-
-/// How partial sums are rounded.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pieces {
-    /// Addends of a piece.
-    pub size: usize,
-    /// What the running sum is rounded to after a piece was added.
-    pub total: Precision,
-    /// What a piece's own sum is rounded to before.
-    pub addend: Precision,
-    /// Which end comes first.
-    pub walk: Walk,
-}
-
 /// A sum over `n` addends that was captured, some of its rows and columns.
 pub struct Sums {
-    n: usize,
-    rows: usize,
-    cols: usize,
+    pub(super) n: usize,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
     /// `[n, rows]`: entries of dlogits.
-    entries: Vec<f32>,
+    pub(super) entries: Vec<f32>,
     /// `[n, cols]`: what they multiply.
-    others: Vec<f32>,
+    pub(super) others: Vec<f32>,
     /// `[rows, cols]`: what is added to the sum afterwards.
-    rest: Vec<f64>,
+    pub(super) rest: Vec<f64>,
     /// `[rows, cols]`.
-    captured: Vec<f64>,
-    stored: Option<Precision>,
+    pub(super) captured: Vec<f64>,
+    pub(super) stored: Option<Precision>,
     /// Which class or token each row is.
-    places: Vec<usize>,
+    pub(super) places: Vec<usize>,
 }
 
 impl Sums {
@@ -126,12 +104,13 @@ impl Sums {
         })
     }
 
-    /// Rows of a unit's dq, or of dq_lse: sums over the vocabulary.
+    /// Rows of a unit's dq, or of dq_lse: sums over the vocabulary. `whole` as of dk.
     pub fn of_dq(
         evidence: &Evidence<'_>,
         unit: &UnitState,
         stage: Stage,
         policy: &Policy,
+        whole: bool,
     ) -> Option<Sums> {
         let inputs = unit.inputs(evidence)?;
         let head = inputs.head(evidence.step)?;
@@ -142,7 +121,7 @@ impl Sums {
             spread(counted.len(), SIZES[0]).into_iter().map(|at| counted[at]).collect();
         let classes: Vec<usize> = (0..head.valid_vocab).collect();
         let columns = spread(head.k.cols, SIZES[1]);
-        let part = unit.part(evidence, &tokens, &classes, false)?;
+        let part = unit.part(evidence, &tokens, &classes, whole)?;
         let by_token = part.entries(policy);
         let (n, rows) = (classes.len(), tokens.len());
         let mut entries = vec![0.0f32; n * rows];
@@ -151,7 +130,7 @@ impl Sums {
         }
         let global: Vec<usize> = tokens.iter().map(|&t| unit.rows[t]).collect();
         let mut rest = vec![0.0; rows * columns.len()];
-        if stage == Stage::Dq {
+        if stage == Stage::Dq && !whole {
             for (row, (&t, &at)) in tokens.iter().zip(&global).enumerate() {
                 let label = inputs.labels[at];
                 for (column, &d) in columns.iter().enumerate().filter(|_| label != IGNORED) {
@@ -172,36 +151,6 @@ impl Sums {
             stored,
             places: global,
         })
-    }
-
-    /// Squared distance of the captured values from the sum taken so.
-    fn misfit(&self, pieces: &Pieces) -> f64 {
-        let Sums { n, rows, cols, entries, others, .. } = self;
-        let size = pieces.size.clamp(1, *n.max(&1));
-        let mut starts: Vec<usize> = (0..*n).step_by(size).collect();
-        if pieces.walk == Walk::Descending {
-            starts.reverse();
-        }
-        let mut total = vec![0.0f32; rows * cols];
-        let mut own = vec![0.0f32; rows * cols];
-        for start in starts {
-            own.fill(0.0);
-            for i in start..(start + size).min(*n) {
-                let other = &others[i * cols..(i + 1) * cols];
-                for (row, &entry) in entries[i * rows..(i + 1) * rows].iter().enumerate() {
-                    let own = &mut own[row * cols..(row + 1) * cols];
-                    own.iter_mut().zip(other).for_each(|(sum, x)| *sum += entry * x);
-                }
-            }
-            pieces.addend.round_slice(&mut own);
-            total.iter_mut().zip(&own).for_each(|(sum, x)| *sum += x);
-            pieces.total.round_slice(&mut total);
-        }
-        let stored = |x: f64| self.stored.map_or(x, |precision| precision.round64(x));
-        let error = |((&sum, rest), captured): ((&f32, &f64), &f64)| {
-            (stored(f64::from(sum) + rest) - captured).powi(2)
-        };
-        total.iter().zip(&self.rest).zip(&self.captured).map(error).sum()
     }
 
     /// Squared distance from the sum of all entries but those that are left out, given by
@@ -234,44 +183,6 @@ impl Sums {
         });
         relative.sum()
     }
-
-    /// The sizes that fit, the best first, where one of them fits much better than a sum in
-    /// f32 does.
-    pub fn search(&self, precision: Precision, declared: Option<usize>) -> Vec<Pieces> {
-        let f32 = Precision::F32;
-        let whole = |size| Pieces { size, total: f32, addend: f32, walk: Walk::Ascending };
-        let unrounded = self.misfit(&whole(self.n));
-        let mut found: Vec<(f64, Pieces)> = Vec::new();
-        for size in sizes(self.n, declared) {
-            for (addend, walk) in [
-                (precision, Walk::Ascending),
-                (f32, Walk::Ascending),
-                (precision, Walk::Descending),
-            ] {
-                let pieces = Pieces { size, total: precision, addend, walk };
-                found.push((self.misfit(&pieces), pieces));
-            }
-        }
-        found.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let seen = found.iter().filter(|(misfit, _)| *misfit < SEEN * unrounded);
-        seen.map(|&(_, pieces)| pieces).take(OFFERED).collect()
-    }
-}
-
-/// Sizes that a sum over `n` addends is cut into: the declared one, powers of two and half
-/// as much again, tens, and equal parts.
-fn sizes(n: usize, declared: Option<usize>) -> Vec<usize> {
-    let powers = (0..).map(|i| 1usize << i).take_while(|&size| size < n);
-    let mut found: Vec<usize> = powers.flat_map(|size| [size, size + size / 2]).collect();
-    found.extend((1..=20).map(|i| 10 * i));
-    found.extend((2..=64).map(|parts| n.div_ceil(parts)));
-    found.extend((2..=64).filter(|&parts| n.is_multiple_of(parts)).map(|parts| n / parts));
-    found.extend((1..=32).map(|i| 8 * i));
-    found.extend(declared);
-    found.retain(|&size| size > 0 && size < n);
-    found.sort_unstable();
-    found.dedup();
-    found
 }
 
 /// Classes to look at: those that are worst, labels that are frequent, and others that lie
@@ -312,89 +223,4 @@ fn chosen(values: &Matrix<'_>, rows: &[usize], columns: &[usize]) -> Vec<f32> {
 
 fn wide(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&x| f64::from(x)).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn made(n: usize, pieces: &Pieces) -> Sums {
-        let mut state = 7u64;
-        let mut uniform = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.3
-        };
-        let (rows, cols) = (6, 5);
-        let entries = (0..n * rows).map(|_| uniform()).collect();
-        let others = (0..n * cols).map(|_| uniform()).collect();
-        let zeros = vec![0.0; rows * cols];
-        let sums = Sums {
-            n,
-            rows,
-            cols,
-            entries,
-            others,
-            rest: zeros.clone(),
-            captured: zeros,
-            stored: None,
-            places: (0..rows).collect(),
-        };
-        // The captured values are what is left when nothing is taken away.
-        let captured = taken(&sums, pieces);
-        Sums { captured, ..sums }
-    }
-
-    /// The sum taken in pieces, by distance from zero and from one: no second copy of it.
-    fn taken(sums: &Sums, pieces: &Pieces) -> Vec<f64> {
-        let cells = sums.rows * sums.cols;
-        let mut found = vec![0.0; cells];
-        for at in 0..cells {
-            let of = |target: f64| {
-                let mut captured = vec![0.0; cells];
-                captured[at] = target;
-                let one = Sums {
-                    captured,
-                    entries: sums.entries.clone(),
-                    others: sums.others.clone(),
-                    rest: sums.rest.clone(),
-                    places: sums.places.clone(),
-                    ..*sums
-                };
-                one.misfit(pieces)
-            };
-            // (x - 0)² - (x - 1)² = 2x - 1
-            found[at] = (of(0.0) - of(1.0) + 1.0) / 2.0;
-        }
-        found.iter().map(|&x| pieces.total.round64(x)).collect()
-    }
-
-    #[test]
-    fn the_size_of_the_pieces_is_read_off_their_roundings() {
-        let half = Precision::Bf16;
-        for (n, size) in [(301, 16), (500, 125), (257, 50), (90, 7)] {
-            let pieces = Pieces { size, total: half, addend: half, walk: Walk::Ascending };
-            let found = made(n, &pieces).search(half, Some(size));
-            assert_eq!(found.first().map(|found| found.size), Some(size), "{n}: {found:?}");
-        }
-    }
-
-    #[test]
-    fn a_sum_in_one_piece_has_no_size() {
-        let one = Pieces {
-            size: 400,
-            total: Precision::F32,
-            addend: Precision::F32,
-            walk: Walk::Ascending,
-        };
-        assert_eq!(made(400, &one).search(Precision::Bf16, None), []);
-    }
-
-    #[test]
-    fn sizes_hold_equal_parts_and_what_is_declared() {
-        let found = sizes(1000, Some(333));
-        for size in [1, 64, 100, 125, 143, 250, 333, 500] {
-            assert!(found.contains(&size), "{size}");
-        }
-        assert!(!found.contains(&1000) && !found.contains(&0));
-    }
 }

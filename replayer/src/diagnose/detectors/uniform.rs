@@ -32,7 +32,7 @@ pub fn is_near(found: f64, wanted: f64) -> bool {
 
 /// Whether a measured factor is nearer to this one than to 1: another fault may stand
 /// beside it.
-fn is_towards(found: f64, wanted: f64) -> bool {
+pub fn is_towards(found: f64, wanted: f64) -> bool {
     let away = wanted.abs().ln();
     found * wanted > 0.0 && (found.abs().ln() - away).abs() < away.abs() / 2.0
 }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::fit::{Fit, Reproduction, Rounded, energy, is_exact};
 use super::{CLEAR, EXACT, Proof, is_emulated, words};
+use crate::diagnose::against::Against;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::decide::decide;
 use crate::diagnose::evidence::{FORWARD, Key, Residuals};
@@ -118,7 +119,8 @@ impl Reproduction<'_> {
             }
             let left = left_of(&residuals, &self.evidence.failing);
             let full = self.search.rows.is_none();
-            Some(Tried { cause, hypothesis, residuals, explains, left, full })
+            let against = Against::default();
+            Some(Tried { cause, hypothesis, residuals, explains, left, full, against })
         });
         self.proof(&tried.collect::<Vec<_>>(), &least)
     }

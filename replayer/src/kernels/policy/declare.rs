@@ -1,6 +1,6 @@
 //! What a policy says: which path, what is rounded where, and how sums are taken.
 
-use super::Precision;
+use super::{Cut, Precision};
 use crate::kernels::tiles::spans;
 use std::ops::Range;
 
@@ -126,7 +126,7 @@ pub struct Policy {
     pub parts: Precision,
     /// What dq, dk and the gradient of the bias are rounded to at the end.
     pub output: Precision,
-    /// Fused: what dq and dk are rounded to after a tile's part was added.
+    /// Fused: what dq and dk are rounded to after a tile's part was added; chunked: dq alone.
     pub tile_add: Precision,
     /// Chunked: what dk is rounded to after a chunk's part was added.
     pub chunk_add: Precision,
@@ -146,6 +146,9 @@ pub struct Policy {
     pub tile_order: Walk,
     /// Fused, chunked: order of the token tiles or chunks.
     pub chunk_order: Walk,
+    /// Fused, chunked: how the tokens are cut into tiles or chunks beside their size. What
+    /// lies out of order or in shards is for hypotheses: fast policies on a CPU alone know it.
+    pub cut: Cut,
 }
 
 impl Policy {
@@ -171,6 +174,7 @@ impl Policy {
             sums: Sums::all(Sum::of(precision)),
             tile_order: Walk::Ascending,
             chunk_order: Walk::Ascending,
+            cut: Cut { first: 0, parts: 0, sequence: 0, shards: 0 },
         }
     }
 
@@ -251,7 +255,11 @@ impl Policy {
         match self.path {
             Path::Plain => [None, None],
             Path::Fused => [Some((self.addend, self.tile_add)); 2],
-            Path::Chunked => [None, Some((self.addend, self.chunk_add))],
+            Path::Chunked => {
+                let narrow = !self.tile_add.keeps_f32();
+                let of_dq = narrow.then_some((self.addend, self.tile_add));
+                [of_dq, Some((self.addend, self.chunk_add))]
+            }
         }
     }
 
@@ -276,21 +284,16 @@ impl Policy {
 
     /// Vocabulary tiles in the order of the walk.
     pub(crate) fn vocab_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
-        let descending = self.path == Path::Fused && self.tile_order == Walk::Descending;
-        ordered(length, size, descending)
+        let mut all: Vec<_> = spans(length, size).collect();
+        if self.path != Path::Plain && self.tile_order == Walk::Descending {
+            all.reverse();
+        }
+        all
     }
 
     /// Token tiles or chunks in the order of the walk.
     pub(crate) fn token_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
         let descending = self.path != Path::Plain && self.chunk_order == Walk::Descending;
-        ordered(length, size, descending)
+        self.cut.spans(length, size, descending)
     }
-}
-
-fn ordered(length: usize, size: usize, descending: bool) -> Vec<Range<usize>> {
-    let mut all: Vec<_> = spans(length, size).collect();
-    if descending {
-        all.reverse();
-    }
-    all
 }

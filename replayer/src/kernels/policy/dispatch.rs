@@ -3,7 +3,7 @@
 //!
 //! Here f64 is storage: a value of a bf16 policy is a bf16 number that lies in an f64.
 
-use super::{Policy, emulate};
+use super::{Policy, cut, emulate};
 use crate::kernels::emulator;
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::tiles::{Progress, Tiles};
@@ -115,6 +115,10 @@ pub fn backward(
     if !policy.is_fast() {
         let upstream = Upstream { lse, cotangents: *cotangents };
         return emulator::backward(policy, inputs, upstream, tiles, progress, on_dk);
+    }
+    let order = policy.cut.order(inputs.q.rows).filter(|_| inputs.given.is_none());
+    if let Some(order) = order {
+        return cut::in_order(&order, (policy, inputs, tiles), (lse, cotangents), progress, on_dk);
     }
     let narrow = Narrow::new(lse, cotangents);
     emulate::backward(policy, inputs, narrow.upstream(), tiles, progress, on_dk)

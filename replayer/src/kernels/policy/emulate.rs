@@ -8,8 +8,9 @@ use super::dense::{self, BlockSums, DenseTiles};
 use super::dispatch::{DkParts, DqParts, PlaneTile, PolicyForward, Upstream};
 use super::logits::{Finish, raw};
 use super::softmax::{Dlogits, Online, absorb};
-use super::tile::{Panels, add_columns, joined, panel};
+use super::tile::{Panels, add_columns, joined, panel, round_all};
 use crate::kernels::matrix::HeadInputs;
+use crate::kernels::round::Precision;
 use crate::kernels::tiles::{Progress, Tiles, spans};
 use std::convert::Infallible;
 use std::ops::Range;
@@ -91,7 +92,13 @@ impl DenseTiles for Here<'_> {
         let (tokens, depth) = (inputs.q.rows, inputs.q.cols);
         let k = panel(policy, &inputs.k, cols.clone(), k_buffer);
         let finish = Finish::new(policy, inputs, cols.clone());
+        let mut shards = Shards::default();
         for (chunk, span) in policy.token_spans(tokens, self.tokens).into_iter().enumerate() {
+            let starts = policy.cut.starts_shard(tokens, &span);
+            if starts {
+                shards.take(policy, sums.dk, sums.dbias);
+            }
+            let adds = chunk > 0 && !starts;
             let q = panel(policy, &inputs.q, span.clone(), q_buffer);
             tile.resize(span.len() * cols.len(), 0.0);
             raw(inputs, (q, k), span.clone(), cols.clone(), tile);
@@ -99,18 +106,49 @@ impl DenseTiles for Here<'_> {
             let (at, label_g) = (upstream.of(span.clone()), &mut sums.label_g[span.clone()]);
             dlogits.tile(Some(&finish), tile, cols.clone(), labels, at, label_g);
             let dq = &mut dq[span.start * depth..span.end * depth];
-            let (to_dq, to_dk) = ((&mut *dq, nth > 0), (&mut *sums.dk, chunk > 0));
+            let (to_dq, to_dk) = ((&mut *dq, nth > 0), (&mut *sums.dk, adds));
             let shape = (span.len(), cols.len());
             Panels { q, k, depth }.accumulate(policy, tile, to_dq, to_dk, shape);
-            let dbias = (&mut *sums.dbias, chunk > 0);
+            let dbias = (&mut *sums.dbias, adds);
             joined(policy.between()[1], dbias, |sums, adds| add_columns(sums, adds, tile));
             self.progress.advance(3 * (span.len() * cols.len() * depth) as u64);
         }
+        shards.join(policy, sums.dk, sums.dbias);
         Ok(())
     }
 
     fn dq(self) -> Result<Vec<f32>, Infallible> {
         Ok(self.dq)
+    }
+}
+
+/// Sums of dk and dbias over the shards before the one that is summed.
+#[derive(Default)]
+struct Shards(Option<[Vec<f32>; 2]>);
+
+impl Shards {
+    /// Adds the sums of a shard, one rounding an addition.
+    fn take(&mut self, policy: &Policy, dk: &[f32], dbias: &[f32]) {
+        let to = policy.between()[1].map_or(Precision::F32, |(_, total)| total);
+        let Some(before) = &mut self.0 else {
+            self.0 = Some([dk.to_vec(), dbias.to_vec()]);
+            return;
+        };
+        for (sum, own) in before.iter_mut().zip([dk, dbias]) {
+            sum.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
+            round_all(to, sum);
+        }
+    }
+
+    /// Leaves the sums over all shards, where there are several.
+    fn join(mut self, policy: &Policy, dk: &mut [f32], dbias: &mut [f32]) {
+        if self.0.is_some() {
+            self.take(policy, dk, dbias);
+        }
+        if let Some([all, bias]) = self.0 {
+            dk.copy_from_slice(&all);
+            dbias.copy_from_slice(&bias);
+        }
     }
 }
 

@@ -1,0 +1,93 @@
+//! What speaks against a hypothesis: comparisons that agree as declared, and would not if it
+//! were what the job did.
+//!
+//! A hypothesis that explains one gradient of a unit and would break another of the same side
+//! did not happen. One that would break the other side, the forward or the sums may have
+//! happened on one side alone: that counts like half a fitted number.
+
+use std::collections::BTreeSet;
+
+use super::decide::CLEAR;
+use super::evidence::{Evidence, Key, Residuals};
+use crate::head::Stage;
+
+/// A part of the step that may be right while another is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// The forward pass and the loss.
+    Forward,
+    /// dlogits, where they were captured.
+    Plane,
+    /// The gradient of q and its parts.
+    OfQ,
+    /// The gradients of k and of the bias, and their parts.
+    OfK,
+    /// Sums over microbatches and ranks.
+    Sums,
+}
+
+impl Part {
+    /// The part that a stage belongs to.
+    pub fn of(stage: Stage) -> Part {
+        match stage {
+            Stage::Dlogits | Stage::Dlogprobs => Part::Plane,
+            Stage::DqLse | Stage::DqLabel | Stage::Dq => Part::OfQ,
+            Stage::DkLse | Stage::DkLabel | Stage::Dk | Stage::Dbias => Part::OfK,
+            Stage::Accumulate | Stage::Reduce => Part::Sums,
+            _ => Part::Forward,
+        }
+    }
+
+    /// The part in words.
+    pub fn words(self) -> &'static str {
+        match self {
+            Part::Forward => "the forward",
+            Part::Plane => "dlogits",
+            Part::OfQ => "dq",
+            Part::OfK => "dk",
+            Part::Sums => "the sums of dk",
+        }
+    }
+}
+
+/// What speaks against a hypothesis that is not refuted.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Against {
+    /// Parts of the step that agree and would not.
+    pub parts: BTreeSet<Part>,
+}
+
+impl Evidence<'_> {
+    /// The failing comparisons that a world explains, given all comparisons in it, and what
+    /// speaks against it.
+    pub fn explained(&self, within: &Residuals) -> (BTreeSet<Key>, Against) {
+        let passes = |key: &&Key| within.get(key).is_some_and(|found| found.passes);
+        let explained: BTreeSet<Key> = self.failing.iter().filter(passes).copied().collect();
+        let harmed: Vec<Key> =
+            self.residuals.keys().filter(|key| self.harms(within, key)).copied().collect();
+        let meets = |a: &Key, b: &Key| {
+            a.microbatch == b.microbatch
+                && (a.rank == b.rank || a.rank.is_none() || b.rank.is_none())
+        };
+        let refuted = |of: &Key| {
+            let same =
+                |other: &Key| Part::of(of.stage) == Part::of(other.stage) && meets(of, other);
+            harmed.iter().any(same)
+        };
+        let explained: BTreeSet<Key> = explained.into_iter().filter(|key| !refuted(key)).collect();
+        let beside = |other: &&Key| {
+            let sums = Part::of(other.stage) == Part::Sums;
+            explained.iter().any(|key| sums || meets(key, other))
+        };
+        let parts = harmed.iter().filter(beside).map(|key| Part::of(key.stage)).collect();
+        (explained, Against { parts })
+    }
+
+    /// Whether a comparison that agrees would clearly not do so in a world.
+    fn harms(&self, within: &Residuals, key: &Key) -> bool {
+        let (Some(before), Some(after)) = (self.residuals.get(key), within.get(key)) else {
+            return false;
+        };
+        before.passes && !after.passes && after.energy > CLEAR * before.energy.max(before.floor)
+    }
+}
