@@ -12,6 +12,7 @@ mod causes_scale;
 mod checks;
 mod cluster;
 mod coordination;
+mod damage;
 mod device;
 mod efforts;
 mod errors;

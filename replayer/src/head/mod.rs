@@ -5,6 +5,7 @@
 mod error;
 mod held;
 pub mod inputs;
+mod lacking;
 pub mod options;
 pub mod policy_file;
 pub mod roundings;
@@ -14,6 +15,7 @@ pub mod units;
 mod view;
 
 pub use inputs::{MicrobatchInputs, Scores};
+pub use lacking::Lacking;
 pub use options::{HeadOptions, Walk};
 pub use roundings::Roundings;
 pub use stage::Stage;

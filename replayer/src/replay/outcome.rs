@@ -13,7 +13,7 @@ pub use super::norm::{GradNorm, Share};
 use super::probe::Reach;
 use crate::compare::tally::relative;
 use crate::compare::{Bound, Tally};
-use crate::head::{HeadStep, Stage};
+use crate::head::{HeadStep, Lacking, Stage};
 
 /// How a stage came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -115,6 +115,8 @@ pub struct Outcome {
     reaches: Vec<(Stage, Reach)>,
     /// What a sample says of each stage, the unit that is off most.
     estimates: Vec<(Stage, Sampled)>,
+    /// What the step lacks: nothing that depends on it gets into the outcome.
+    lacking: Lacking,
 }
 
 /// In which types a device multiplied for a policy.
@@ -183,7 +185,7 @@ impl StageOutcome {
 }
 
 impl Outcome {
-    pub(super) fn new(wanted: &BTreeSet<Stage>) -> Outcome {
+    pub(super) fn new(wanted: &BTreeSet<Stage>, lacking: &Lacking) -> Outcome {
         let stage = |&stage: &Stage| {
             let reason = if wanted.contains(&stage) { "not captured" } else { "not asked for" };
             let (status, comparisons) = (Status::Skip, Vec::new());
@@ -201,6 +203,7 @@ impl Outcome {
             reference_dk: None,
             reaches,
             estimates,
+            lacking: lacking.clone(),
         }
     }
 
@@ -210,7 +213,9 @@ impl Outcome {
     }
 
     pub(super) fn add(&mut self, stage: Stage, comparison: Comparison) {
-        self.stages[stage as usize].comparisons.push(comparison);
+        if self.lacking.withholds(stage, comparison.microbatch).is_none() {
+            self.stages[stage as usize].comparisons.push(comparison);
+        }
     }
 
     pub(super) fn skip(&mut self, stage: Stage, reason: impl Into<String>) {
@@ -241,6 +246,9 @@ impl Outcome {
     /// Notes what a sample says of a stage in one more unit: evidence, no verdict.
     /// Values that are no numbers are no question of sampling.
     pub(super) fn estimated(&mut self, stage: Stage, found: Sampled) {
+        if self.lacking.withholds_some(stage).is_some() {
+            return;
+        }
         if found.nonfinite > 0 {
             let words = format!("{} values of {stage} are not finite", found.nonfinite);
             self.stages[stage as usize].status = Status::Fail;
@@ -275,6 +283,11 @@ impl Outcome {
         self.note_reach();
         for outcome in &mut self.stages {
             if outcome.comparisons.is_empty() {
+                let why = self.lacking.withholds_some(outcome.stage);
+                let asked = outcome.reason != "not asked for" && outcome.status != Status::Fail;
+                if let Some(why) = why.filter(|_| asked) {
+                    (outcome.status, outcome.reason) = (Status::Skip, why);
+                }
                 continue;
             }
             let failing = outcome.failing().count();
@@ -289,6 +302,10 @@ impl Outcome {
         }
         for (key, why) in &step.unusable {
             let what = format!("what depends on {key}");
+            self.not_checked.push(NotChecked { what, why: why.clone() });
+        }
+        for why in self.lacking.microbatches() {
+            let what = "what depends on every microbatch".into();
             self.not_checked.push(NotChecked { what, why: why.clone() });
         }
         let asked = |outcome: &&StageOutcome| {
@@ -313,14 +330,12 @@ impl Outcome {
 
 fn why_skipped(outcome: &StageOutcome) -> String {
     match outcome.stage.role() {
+        _ if outcome.reason != "not captured" => outcome.reason.clone(),
         Some(Role::Weights) => "none recorded: every token counts 1".into(),
         Some(Role::Bias) => "none recorded: the logits have no bias".into(),
-        Some(_) if outcome.reason == "not captured" => {
+        Some(_) => {
             "not captured: tape.record(NAME, ...) would have it compared".into()
         }
-        None if outcome.reason == "not captured" => {
-            "an intermediate that jobs do not record; recomputed inside the later stages".into()
-        }
-        _ => outcome.reason.clone(),
+        None => "an intermediate that jobs do not record; recomputed inside the later stages".into(),
     }
 }
