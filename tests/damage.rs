@@ -21,14 +21,17 @@ use crate::support::program::replay;
 /// A job of two ranks and two microbatches that records all there is.
 fn job(kind: Kind, reduction: LossReduction) -> Job {
     let base = Options::default();
+    // A fused path records dlogits without the label's part.
+    let (fused, dlogits) = (reduction == LossReduction::Mean, reduction != LossReduction::Mean);
     let extras =
-        Extras { logits: true, dlogits: true, logprobs: true, accumulated: true, dq_parts: true };
+        Extras { logits: true, dlogits, logprobs: true, accumulated: true, dq_parts: true };
     let layout = Layout { k_sharded: true, ..base.layout };
     let bias = kind == Kind::Xent;
     let options =
         Options { kind, reduction, extras, layout, bias, weights: Weights::Mixed, ..base };
     let (ranks, microbatches) = (2, 2);
-    Job { ranks, microbatches, tokens: 9, vocab: 14, valid: 13, width: 4, options, ..Job::default() }
+    let (tokens, vocab, valid, width) = (9, 14, 13, 4);
+    Job { ranks, microbatches, tokens, vocab, valid, width, fused, options, ..Job::default() }
 }
 
 fn grpo() -> GrpoDeclaration {
@@ -120,7 +123,7 @@ fn a_divergence_in_an_intact_stage_counts_beside_a_damaged_input() {
     assert_eq!(report.verdict, Verdict::Diverged, "{said}");
     assert_eq!(report.first_divergence.as_ref().unwrap().stage, "lse", "{said}");
     assert!(report.causes.is_empty(), "{said}");
-    for name in ["dq", "dk", "dlogits", "loss", "weights"] {
+    for name in ["dq", "dk", "loss", "weights"] {
         let found = stage(&report, name);
         assert_eq!(found.status, Status::Skip, "{said}");
         assert!(found.reason.contains("weights microbatch"), "{said}");
@@ -136,7 +139,7 @@ fn the_other_microbatches_are_judged_beside_a_damaged_q() {
     let report = judged(&path);
     let said = text::render(&report);
     assert_eq!(report.verdict, Verdict::Incomplete, "{said}");
-    for name in ["lse", "loss", "dlogits", "dq", "dk", "accumulate", "reduce"] {
+    for name in ["lse", "loss", "dq", "dk", "accumulate", "reduce"] {
         assert_eq!(stage(&report, name).status, Status::Pass, "{name}\n{said}");
     }
     assert!(report.not_checked.iter().any(|of| of.what.contains("q microbatch 1")), "{said}");
@@ -155,9 +158,8 @@ fn damage(path: &Path, tensor: &str, microbatch: Option<u32>) {
             && microbatch.is_none_or(|mb| key.microbatch.is_some_and(|own| own.0 == mb))
     };
     let mut found = manifest.files.iter().enumerate();
-    let (file, at) = found
-        .find_map(|(file, record)| Some((file, record.shards.iter().position(of)?)))
-        .unwrap();
+    let (file, at) =
+        found.find_map(|(file, record)| Some((file, record.shards.iter().position(of)?))).unwrap();
     drop(flip(path, &manifest, file, at));
 }
 
@@ -182,7 +184,7 @@ fn fewer_microbatches_than_declared_are_no_step() {
     assert_eq!(report.verdict, Verdict::Incomplete, "{said}");
     assert!(said.contains("microbatches=2"), "{said}");
     assert_eq!(stage(&report, "lse").status, Status::Pass, "{said}");
-    for name in ["loss", "dlogits", "dq", "dk", "accumulate", "reduce"] {
+    for name in ["loss", "dq", "dk", "accumulate", "reduce"] {
         assert_eq!(stage(&report, name).status, Status::Skip, "{name}\n{said}");
     }
 }

@@ -22,6 +22,7 @@ mod hidden;
 mod looking;
 mod operating;
 mod page;
+mod partial;
 mod precision;
 mod recorder;
 mod replay;

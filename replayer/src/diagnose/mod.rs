@@ -65,7 +65,8 @@ pub fn diagnose(
     // A search reads every input: what it would find of zeros in their place is no cause.
     if !step.lacking.is_nothing() {
         if outcome.first_divergence().is_some() {
-            let (what, why) = ("why it diverged".into(), "the search needs every input of the step".into());
+            let (what, why) =
+                ("why it diverged".into(), "the search needs every input of the step".into());
             outcome.not_checked.push(NotChecked { what, why });
         }
         return Ok(Vec::new());

@@ -13,7 +13,6 @@ use super::HeadStep;
 use super::error::{StepError, unfit};
 use super::view::{integers, matrix, numbers, rows};
 use crate::assemble::Tensor;
-use crate::dump::TensorInfo;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
 
 /// What the logits, or the log-probabilities, come from.
@@ -228,16 +227,7 @@ impl HeadStep<'_> {
         scores: Role,
         microbatch: Option<Microbatch>,
     ) -> Result<MicrobatchInputs, StepError> {
-        let of = |(key, info): &(&TensorKey, &TensorInfo)| {
-            info.role == Some(scores) && key.microbatch == microbatch
-        };
-        let all = self.dump.tensors();
-        let found = all.iter().find(of).or_else(|| {
-            let shared = |(key, info): &(&TensorKey, &TensorInfo)| {
-                info.role == Some(scores) && key.microbatch.is_none()
-            };
-            all.iter().find(shared)
-        });
+        let found = self.scores_of(microbatch);
         let (rows_key, info) = found.ok_or_else(|| self.missing(scores, microbatch))?;
         let whole = match self.held(Role::Labels, microbatch) {
             Some(key) => {

@@ -62,7 +62,7 @@ impl Lacking {
         let counts = self.all_count && SHARED.iter().any(|&shared| stage.depends_on(shared));
         let rests = |lost: &&LostInput| {
             let here = microbatch.is_none() || lost.microbatch == microbatch;
-            let counted = matches!(lost.stage, Stage::Labels | Stage::Weights);
+            let counted = matches!(lost.stage, Stage::Labels | Stage::Weights | Stage::Logprobs);
             here && stage.depends_on(lost.stage) || counts && counted
         };
         if let Some(lost) = self.inputs.iter().find(rests) {
@@ -81,9 +81,8 @@ impl Lacking {
 
     /// The lost input of a role in a microbatch.
     pub fn input(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
-        let of = |lost: &&LostInput| {
-            lost.stage.role() == Some(role) && lost.microbatch == microbatch
-        };
+        let of =
+            |lost: &&LostInput| lost.stage.role() == Some(role) && lost.microbatch == microbatch;
         self.inputs.iter().find(of).map(|lost| &lost.key)
     }
 
@@ -139,7 +138,7 @@ impl HeadStep<'_> {
     }
 
     /// Roles that the replay reads and does not compute.
-    fn inputs_read(&self) -> Vec<Role> {
+    pub(super) fn inputs_read(&self) -> Vec<Role> {
         let scores = self.scores();
         let mut roles = vec![scores, Role::Labels, Role::Weights, Role::Cotangent];
         match scores {
@@ -191,9 +190,8 @@ pub(super) fn unheld(dump: &crate::dump::StepDump) -> BTreeMap<TensorKey, String
     for omission in &dump.manifest.omissions {
         let Ok(tensor) = Name::new(omission.tensor.as_str()) else { continue };
         let key = TensorKey { tensor, microbatch: omission.microbatch, when: None };
-        let same = |held: &&TensorKey| {
-            (&held.tensor, held.microbatch) == (&key.tensor, key.microbatch)
-        };
+        let same =
+            |held: &&TensorKey| (&held.tensor, held.microbatch) == (&key.tensor, key.microbatch);
         if dump.tensors().keys().any(|held| same(&held)) {
             continue;
         }
@@ -201,7 +199,8 @@ pub(super) fn unheld(dump: &crate::dump::StepDump) -> BTreeMap<TensorKey, String
         let reason: String = reason.chars().filter(|c| !c.is_control()).take(200).collect();
         found.entry(key).or_insert_with(|| format!("rank {rank} did not record it: {reason}"));
     }
-    let listed = dump.manifest.shards().filter(|(_, shard)| !dump.tensors().contains_key(&shard.key));
+    let listed =
+        dump.manifest.shards().filter(|(_, shard)| !dump.tensors().contains_key(&shard.key));
     for (file, shard) in listed {
         let why = || format!("what {} says of it contradicts itself", file.name);
         found.entry(shard.key.clone()).or_insert_with(why);
@@ -212,8 +211,7 @@ pub(super) fn unheld(dump: &crate::dump::StepDump) -> BTreeMap<TensorKey, String
 /// Microbatches by number, shortened.
 fn named(microbatches: &[Option<Microbatch>]) -> String {
     const SHOWN: usize = 8;
-    let numbers: Vec<String> =
-        microbatches.iter().flatten().map(ToString::to_string).collect();
+    let numbers: Vec<String> = microbatches.iter().flatten().map(ToString::to_string).collect();
     match numbers.len() {
         0 => "without a number".into(),
         n if n > SHOWN => format!("{} and {} more", numbers[..SHOWN].join(", "), n - SHOWN),

@@ -12,7 +12,7 @@ use super::lacking::{Lacking, unheld};
 use super::options::HeadOptions;
 use super::stage::Stage;
 use crate::assemble::{self, AssembleError, Tensor};
-use crate::dump::{StepDump, TensorInfo};
+use crate::dump::{StepDump, StepState, TensorInfo};
 
 pub use super::error::StepError;
 pub(crate) use super::error::unfit;
@@ -51,6 +51,9 @@ impl<'a> HeadStep<'a> {
         policy: Option<&PolicyDeclaration>,
         unusable: impl Fn(&TensorKey) -> Option<String>,
     ) -> Result<HeadStep<'a>, StepError> {
+        if let StepState::Partial { why, .. } = &dump.state {
+            return Err(StepError::Partial { step: dump.step.0, why: why.clone() });
+        }
         let declared = dump.manifest.head.clone();
         let mut declared = declared.ok_or(StepError::NoHead { step: dump.step.0 })?;
         if let Some(policy) = policy {
@@ -79,16 +82,22 @@ impl<'a> HeadStep<'a> {
         if microbatches.len() > 1 {
             microbatches.remove(&None);
         }
-        if !microbatches.iter().any(|&mb| step.has_shape(scores, mb)) {
+        if !microbatches.iter().any(|&mb| step.scores_of(mb).is_some()) {
             return Err(step.missing(scores, None));
         }
         let mut absent = BTreeSet::new();
         if microbatches.iter().all(Option::is_some) {
             let all = step.microbatches_of(&|role| Stage::of_role(role).is_some());
-            absent.extend(all.into_iter().filter(|&mb| !step.has_shape(scores, mb)).flatten());
+            absent.extend(all.into_iter().filter(|&mb| step.scores_of(mb).is_none()).flatten());
         }
-        microbatches.retain(|&mb| step.has_shape(scores, mb));
+        microbatches.retain(|&mb| step.scores_of(mb).is_some());
         step.microbatches = microbatches.into_iter().collect();
+        // What a stage would have shown is merely not captured.
+        let read = step.inputs_read();
+        let of_input = |key: &TensorKey| step.role_of(key).is_some_and(|of| read.contains(&of));
+        let kept: BTreeSet<TensorKey> =
+            step.unusable.keys().filter(|key| of_input(key)).cloned().collect();
+        step.unusable.retain(|key, _| dump.tensors().contains_key(key) || kept.contains(key));
         step.lacking = step.find_lacking(&absent);
         Ok(step)
     }
@@ -100,12 +109,16 @@ impl<'a> HeadStep<'a> {
         of.map(|key| key.microbatch).collect()
     }
 
-    /// Whether the dump at least tells the shape of a role's tensor in a microbatch.
-    fn has_shape(&self, role: Role, microbatch: Option<Microbatch>) -> bool {
-        let of = |(key, info): (&TensorKey, &TensorInfo)| {
-            info.role == Some(role) && key.microbatch == microbatch
+    /// What the scores of a microbatch are computed from, usable or not.
+    pub(crate) fn scores_of(
+        &self,
+        microbatch: Option<Microbatch>,
+    ) -> Option<(&TensorKey, &TensorInfo)> {
+        let scores = self.scores();
+        let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+            info.role == Some(scores) && key.microbatch == microbatch
         };
-        self.dump.tensors().iter().any(of)
+        self.dump.tensors().iter().find(of)
     }
 
     /// True when the dump gives all that the job recorded and declared of the step.

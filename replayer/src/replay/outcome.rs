@@ -333,9 +333,9 @@ fn why_skipped(outcome: &StageOutcome) -> String {
         _ if outcome.reason != "not captured" => outcome.reason.clone(),
         Some(Role::Weights) => "none recorded: every token counts 1".into(),
         Some(Role::Bias) => "none recorded: the logits have no bias".into(),
-        Some(_) => {
-            "not captured: tape.record(NAME, ...) would have it compared".into()
+        Some(_) => "not captured: tape.record(NAME, ...) would have it compared".into(),
+        None => {
+            "an intermediate that jobs do not record; recomputed inside the later stages".into()
         }
-        None => "an intermediate that jobs do not record; recomputed inside the later stages".into(),
     }
 }

@@ -62,6 +62,12 @@ pub fn of_head(
     for (key, why) in &step.unusable {
         reasons.push(Reason::incomplete(format!("what depends on {key}: {why}")));
     }
+    for why in step.lacking.microbatches() {
+        reasons.push(Reason::incomplete(why.clone()));
+    }
+    if !step.is_whole() && reasons.is_empty() {
+        reasons.push(Reason::incomplete("an input of the head cannot be used"));
+    }
     if outcome.compared() == 0 {
         reasons.push(Reason::incomplete("no stage could be compared"));
     }
