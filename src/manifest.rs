@@ -1,8 +1,9 @@
 //! The manifest: the list of every shard of a step. A step is committed when
 //! its manifest stands at its final name and is complete.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::FORMAT_VERSION;
@@ -39,6 +40,39 @@ pub struct Omission {
     pub microbatch: Option<Microbatch>,
     /// Why.
     pub reason: String,
+}
+
+/// The tensor of an [`Omission`] that stands for all that its rank did not record.
+pub const EVERYTHING: &str = "*";
+
+/// Why a step that every rank closed is not whole all the same: a rank stopped recording before
+/// the step's end, or never began.
+pub fn cut_short(omissions: &[Omission]) -> Option<String> {
+    let mut all = omissions.iter().filter(|omission| omission.tensor == EVERYTHING);
+    let first = all.next()?;
+    let others: BTreeSet<Rank> =
+        all.map(|omission| omission.rank).filter(|&rank| rank != first.rank).collect();
+    let more = match others.len() {
+        0 => String::new(),
+        1 => "; so did another rank".into(),
+        n => format!("; so did {n} other ranks"),
+    };
+    // The reason comes from outside: it must stay on its line.
+    let reason: String = first.reason.chars().filter(|c| !c.is_control()).take(200).collect();
+    Some(format!("rank {} did not record all of it: {reason}{more}", first.rank))
+}
+
+/// What a manifest says of a step without its files.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Glance {
+    /// [`FORMAT_VERSION`] of the writer.
+    pub format_version: u32,
+    /// Which launch.
+    pub attempt: Attempt,
+    /// Which step.
+    pub step: Step,
+    /// What was given up on.
+    pub omissions: Vec<Omission>,
 }
 
 /// The list of every shard of a step: domain type and on-disk schema in one.
@@ -196,26 +230,39 @@ impl Manifest {
 
     /// Reads a manifest back; refuses an altered one and one of a newer format.
     pub fn from_bytes(bytes: &[u8]) -> Result<Manifest, ManifestError> {
-        let manifest = match sealed(bytes) {
-            Some(text) => serde_json::from_slice::<Manifest>(text),
-            None => return Err(unsealed(bytes)),
-        };
-        match manifest {
-            Ok(manifest) if manifest.format_version > FORMAT_VERSION => {
-                Err(ManifestError::Newer(manifest.format_version.into()))
-            }
-            Ok(manifest) => Ok(manifest),
-            // What a newer one holds need not look like ours.
-            Err(error) => match unsealed(bytes) {
-                ManifestError::Newer(found) => Err(ManifestError::Newer(found)),
-                _ => Err(error.into()),
-            },
-        }
+        read(bytes, |manifest: &Manifest| manifest.format_version)
+    }
+
+    /// The same without the files, whose records are most of it: their text is hashed and not
+    /// kept.
+    pub fn glance(bytes: &[u8]) -> Result<Glance, ManifestError> {
+        read(bytes, |glance: &Glance| glance.format_version)
     }
 
     /// Every shard with the file that holds it.
     pub fn shards(&self) -> impl Iterator<Item = (&FileRecord, &ShardRecord)> {
         self.files.iter().flat_map(|file| file.shards.iter().map(move |shard| (file, shard)))
+    }
+}
+
+fn read<T: DeserializeOwned>(
+    bytes: &[u8],
+    version: impl Fn(&T) -> u32,
+) -> Result<T, ManifestError> {
+    let read = match sealed(bytes) {
+        Some(text) => serde_json::from_slice::<T>(text),
+        None => return Err(unsealed(bytes)),
+    };
+    match read {
+        Ok(read) if version(&read) > FORMAT_VERSION => {
+            Err(ManifestError::Newer(version(&read).into()))
+        }
+        Ok(read) => Ok(read),
+        // What a newer one holds need not look like ours.
+        Err(error) => match unsealed(bytes) {
+            ManifestError::Newer(found) => Err(ManifestError::Newer(found)),
+            _ => Err(error.into()),
+        },
     }
 }
 

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use backtape::coordinator::limits::MAX_RING_STEPS;
+use backtape::manifest::EVERYTHING;
 use backtape::selection::{Planned, Trigger};
 use tokio::time::Instant;
 
@@ -269,8 +270,8 @@ impl Mind {
             Holds::Open => {}
             Holds::Not => {
                 let mut omissions = Omissions::default();
-                omissions.add("*", None, reason);
-                self.shared.omitted(step, "*", None, reason);
+                omissions.add(EVERYTHING, None, reason);
+                self.shared.omitted(step, EVERYTHING, None, reason);
                 let selection = self.shared.schedule.selection(step);
                 let ending = Ending { head: None, omissions, selection };
                 self.shared.queue.push_order(Command::Close(step, Box::new(ending)));

@@ -2,7 +2,7 @@
 //! memory with explanations, and the step's close must fit into one message.
 
 use backtape::identity::Microbatch;
-use backtape::manifest::Omission;
+use backtape::manifest::{EVERYTHING, Omission};
 
 use crate::Rank;
 
@@ -36,6 +36,12 @@ impl Omissions {
         }
     }
 
+    /// Why this rank stopped recording before the step's end, if it did.
+    pub(crate) fn of_everything(&self) -> Option<&str> {
+        let mut all = self.named.iter();
+        all.find(|(tensor, ..)| tensor == EVERYTHING).map(|(.., reason)| reason.as_str())
+    }
+
     /// As the coordinator keeps them.
     pub(crate) fn records(&self, rank: u32) -> Vec<Omission> {
         let one = |(tensor, microbatch, reason): &(String, Option<u32>, String)| Omission {
@@ -48,7 +54,7 @@ impl Omissions {
         if self.unnamed > 0 {
             let reason =
                 format!("{} further captures were omitted and are not named", self.unnamed);
-            records.push(one(&("*".into(), None, reason)));
+            records.push(one(&(EVERYTHING.into(), None, reason)));
         }
         records
     }

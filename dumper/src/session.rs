@@ -120,12 +120,15 @@ impl Session {
         let Some(files) = files else {
             return;
         };
-        match self.client.close_step(step, files, &ending, deadline).await {
-            Ok(true) => self.shared.committed(step),
-            Ok(false) => {
+        let cut_short = ending.omissions.of_everything().map(str::to_string);
+        match (self.client.close_step(step, files, &ending, deadline).await, cut_short) {
+            // It is closed, so that no rank waits for it, and it is no whole step.
+            (Ok(_), Some(why)) => self.lost(step, &why),
+            (Ok(true), None) => self.shared.committed(step),
+            (Ok(false), None) => {
                 self.waiting.insert(step);
             }
-            Err(error) => self.lost(step, &format!("its close failed: {error}")),
+            (Err(error), _) => self.lost(step, &format!("its close failed: {error}")),
         }
     }
 

@@ -13,7 +13,8 @@ use super::event::Event;
 use super::journal::{self, Batch, JournalError};
 use super::state::AttemptState;
 use crate::FORMAT_VERSION;
-use crate::identity::Step;
+use crate::head::HeadDeclaration;
+use crate::identity::{Rank, Step};
 use crate::manifest::Manifest;
 
 /// Longest journal that is read: that of a million steps of a hundred ranks. Beyond, a look at
@@ -83,6 +84,23 @@ impl Examined {
             }
         }
         Ok(())
+    }
+
+    /// The manifest of a step, where every rank closed it and every file was reported: what
+    /// stood, or was about to stand, at its final name.
+    pub fn manifest(&self, step: Step) -> Option<Manifest> {
+        let bytes = self.state.as_ref()?.manifest(step)?;
+        Manifest::from_bytes(&bytes).ok()
+    }
+
+    /// Ranks that did not close a step; `None` where nothing is known of its attempt.
+    pub fn unclosed(&self, step: Step) -> Option<Vec<Rank>> {
+        Some(self.state.as_ref()?.unclosed(step))
+    }
+
+    /// The head that the ranks declared which closed a step.
+    pub fn head(&self, step: Step) -> Option<HeadDeclaration> {
+        self.state.as_ref()?.head(step).cloned()
     }
 
     /// Where the journal and the manifest of its step tell different stories.

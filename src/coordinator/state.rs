@@ -23,6 +23,7 @@ use super::quotas;
 use super::refusal::Refusal;
 use crate::faults;
 use crate::hash::TrustHash;
+use crate::head::HeadDeclaration;
 use crate::identity::{Name, Rank, Step};
 use crate::index_box::IndexBox;
 use crate::manifest::{FileRecord, Manifest};
@@ -108,6 +109,18 @@ impl AttemptState {
     pub(super) fn complete_files(&self, step: Step) -> Option<BTreeMap<(Rank, Name), TrustHash>> {
         let state = self.steps.get(&step)?;
         state.complete(self.opened.world_size).then(|| state.header_hashes())
+    }
+
+    /// Ranks that did not close a step.
+    pub(super) fn unclosed(&self, step: Step) -> Vec<Rank> {
+        let closed = self.steps.get(&step).map(|state| &state.closed);
+        let open = |rank: &Rank| closed.is_none_or(|closed| !closed.contains_key(rank));
+        (0..self.opened.world_size).map(Rank).filter(open).collect()
+    }
+
+    /// The head that was declared first of a step.
+    pub(super) fn head(&self, step: Step) -> Option<&HeadDeclaration> {
+        self.steps.get(&step)?.head.as_ref().map(|(_, head)| head)
     }
 
     /// Shards of a reported file.

@@ -312,7 +312,7 @@ fn incomplete(
     faults.sort();
     faults.dedup();
     let missing_ranks = match &dump.state {
-        StepState::Committed => Vec::new(),
+        StepState::Committed | StepState::Recovered { .. } => Vec::new(),
         StepState::Partial { missing_ranks, .. } => missing_ranks.clone(),
     };
     Incomplete { key: key.clone(), gaps: open, ranks, missing_ranks, faults }

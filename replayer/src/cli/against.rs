@@ -49,8 +49,8 @@ pub(super) fn report(
     let theirs = judge((other_path, &other_dump, &other_proof), asked, &shared, how)?;
     let two = (side(dump, proof, &ours), side(&other_dump, &other_proof, &theirs));
     let differences = against(&two.0, &two.1, asked)?;
-    let pair = |judged: &Judged<'_>| judged.is_some();
-    let replayed = (pair(&ours), pair(&theirs));
+    let counts = |judged: &Judged<'_>, dump: &StepDump| judged.is_some() || !dump.committed();
+    let replayed = (counts(&ours, dump), counts(&theirs, &other_dump));
     let parts = |judged| Option::as_ref(judged).map(|(step, outcome, _)| (step, outcome));
     let causes =
         |judged: &Judged<'_>| judged.as_ref().map_or(Vec::new(), |(.., causes)| causes.clone());
@@ -82,7 +82,8 @@ fn judge<'a>(
     how: (How<'_>, &Bar),
 ) -> Result<Judged<'a>, RunError> {
     let about = asked.everything() || !roles.is_empty();
-    let replayed = dump.manifest.head.is_some() && about;
+    // Of a part of a step nothing is judged; its report says so.
+    let replayed = dump.manifest.head.is_some() && about && dump.is_whole();
     if !replayed {
         return Ok(None);
     }

@@ -179,7 +179,9 @@ impl RunError {
 
 fn step_exit(error: &StepError) -> i32 {
     match error {
-        StepError::Unusable { .. } | StepError::Assemble { .. } => exit::INCOMPLETE,
+        StepError::Partial { .. } | StepError::Unusable { .. } | StepError::Assemble { .. } => {
+            exit::INCOMPLETE
+        }
         _ => exit::USAGE,
     }
 }

@@ -10,7 +10,7 @@ use super::progress::{Bar, Work};
 use super::run::selection;
 use super::written::Json;
 use crate::assemble;
-use crate::dump;
+use crate::dump::{self, StepDump};
 use crate::export::{self, Framework, Wanted};
 use crate::report::number::bytes;
 use crate::report::{listed, shown};
@@ -54,7 +54,14 @@ pub(super) fn show(arguments: &ShowArguments) -> Result<(String, i32), RunError>
             whole.part(&place).ok_or_else(outside)?
         }
     };
-    Ok((shown::render(&tensor, &shape, arguments.bits), exit::AGREED))
+    let shown = shown::render(&tensor, &shape, arguments.bits);
+    Ok((format!("{}{shown}", note(&dump)), exit::of_step(&dump)))
+}
+
+/// A line that says why a step is not committed; nothing of one that is.
+fn note(dump: &StepDump) -> String {
+    let why = dump.state.why();
+    why.map_or(String::new(), |why| format!("step {} is not committed: {why}\n", dump.step))
 }
 
 pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunError> {
@@ -82,10 +89,11 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunEr
     let written = export::export(&dump, &wanted, target, arguments.widen, &bar)?;
     bar.finish();
     let names = arguments.names.join(", ");
-    Ok((format!("{names}: {} in {}\n", bytes(written), target.display()), exit::AGREED))
+    let said = format!("{names}: {} in {}\n", bytes(written), target.display());
+    Ok((format!("{}{said}", note(&dump)), exit::of_step(&dump)))
 }
 
-fn repro(dump: &dump::StepDump, arguments: &ExportArguments) -> Result<(String, i32), RunError> {
+fn repro(dump: &StepDump, arguments: &ExportArguments) -> Result<(String, i32), RunError> {
     let framework = match arguments.framework {
         FrameworkArgument::Jax => Framework::Jax,
         FrameworkArgument::Torch => Framework::Torch,
@@ -94,7 +102,7 @@ fn repro(dump: &dump::StepDump, arguments: &ExportArguments) -> Result<(String, 
     let written = export::repro(dump, arguments.tensor.microbatch, framework, target)?;
     let script = target.join("repro.py");
     let said = format!("{} of data beside it: python {}\n", bytes(written), script.display());
-    Ok((said, exit::AGREED))
+    Ok((format!("{}{said}", note(dump)), exit::of_step(dump)))
 }
 
 /// The first rows and columns of a tensor's first matrix.

@@ -39,6 +39,7 @@ pub use trajectory::trajectory_report;
 
 /// Exit codes of replay.
 pub mod exit {
+    use crate::dump::StepDump;
     use crate::report::schema::Verdict;
 
     /// Everything compared agreed.
@@ -49,6 +50,11 @@ pub mod exit {
     pub const USAGE: i32 = 2;
     /// The dump is incomplete or corrupt: no verdict on what depends on it.
     pub const INCOMPLETE: i32 = 3;
+
+    /// What a look at a step ends with.
+    pub(super) fn of_step(dump: &StepDump) -> i32 {
+        if dump.committed() { AGREED } else { INCOMPLETE }
+    }
 
     /// What a verdict ends with.
     pub fn of(verdict: Verdict) -> i32 {

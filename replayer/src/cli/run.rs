@@ -20,7 +20,7 @@ use super::{against, checks, look, own, precision, trajectory};
 use crate::device::{Device, Kernel};
 use crate::diagnose::{self, Found, diagnose};
 use crate::draw::seed_of;
-use crate::dump::{self, Selection, StepDump, StepState};
+use crate::dump::{self, Selection, StepDump};
 use crate::head::HeadStep;
 use crate::head::policy_file::read_toml;
 use crate::head::step::StepError;
@@ -34,6 +34,7 @@ use crate::report::number::plural;
 use crate::report::schema::{
     DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport,
 };
+use crate::report::verdict::Reason;
 use crate::report::{catalogue, dumped, inventory, text, verdict};
 use crate::spill::spill_to;
 use crate::verify::{Verification, verify};
@@ -260,6 +261,9 @@ fn report_with(
     if let Some(other) = other {
         return against::report((path, &dump, &proof), other, asked, (how, bar));
     }
+    if !dump.is_whole() {
+        return Ok(report(path, &dump, None, &proof));
+    }
     if let Some(named) = asked.patterns.first() {
         let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
@@ -322,6 +326,8 @@ pub(super) fn report(
     judged: Option<(&HeadStep<'_>, &Outcome)>,
     proof: &Verification,
 ) -> Report {
+    let uncommitted =
+        dump.state.why().map(|why| format!("step {} is not committed: {why}", dump.step));
     let microbatches = judged.map(|(step, _)| step.microbatches.len());
     let manifest = &dump.manifest;
     let dump = summary(path, dump, microbatches, proof);
@@ -339,7 +345,8 @@ pub(super) fn report(
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
     let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
-    let reasons = verdict::of_head(judged, first_divergence.as_ref());
+    let mut reasons = verdict::of_head(judged, first_divergence.as_ref());
+    reasons.extend(uncommitted.map(Reason::incomplete));
     Report {
         schema: SCHEMA,
         version: backtape::VERSION,
@@ -376,10 +383,7 @@ fn summary(
     } else {
         format!(", mesh {}", manifest.mesh)
     };
-    let state = match &dump.state {
-        StepState::Committed => "committed".to_string(),
-        StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
-    };
+    let state = dump.state.to_string();
     let head = match &manifest.head {
         None => "none declared".to_string(),
         Some(head) => format!(
@@ -435,7 +439,7 @@ fn run_inspect(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let json = || serde_json::to_string_pretty(&dump.manifest).expect("plain data");
     let written = Json::asked(arguments.json.as_deref())?;
-    Ok((written.output(json, || inventory::inventory(&dump))?, exit::AGREED))
+    Ok((written.output(json, || inventory::inventory(&dump))?, exit::of_step(&dump)))
 }
 
 fn run_causes(id: Option<&str>) -> Result<(String, i32), RunError> {

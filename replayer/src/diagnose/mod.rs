@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
-use crate::replay::outcome::Outcome;
+use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::pass_cache::PassCache;
 use crate::replay::variant::Variant;
 use crate::replay::world::World;
@@ -65,6 +65,15 @@ pub fn diagnose(
     outcome: &mut Outcome,
     variants: &[Arc<Variant>],
 ) -> Result<Vec<Found>, StepError> {
+    // A search reads every input: what it would find of zeros in their place is no cause.
+    if !step.lacking.is_nothing() {
+        if outcome.first_divergence().is_some() {
+            let (what, why) =
+                ("why it diverged".into(), "the search needs every input of the step".into());
+            outcome.not_checked.push(NotChecked { what, why });
+        }
+        return Ok(Vec::new());
+    }
     let own: Vec<own::Own> = variants.iter().cloned().map(own::Own).collect();
     let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
     catalogue.extend(own.iter().map(|one| one as &dyn Cause));

@@ -1,15 +1,16 @@
 //! What a place holds, before a step is chosen: runs, their attempts, their steps.
 //!
-//! It looks at names and sizes, and opens no shard: a store of a thousand steps is listed
-//! while one would be read.
+//! It looks at names, sizes and manifests, and opens no shard: a store of a thousand steps is
+//! listed while one would be read.
 
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
 use serde::Serialize;
 
 use super::error::OpenError;
 use super::locate::{self, directory_name};
-use super::{Place, Selection, run_record};
+use super::{Place, Selection, run_record, uncommitted};
 
 /// One run of a place.
 #[derive(Clone, Debug, Serialize)]
@@ -29,8 +30,11 @@ pub struct ListedRun {
 pub struct ListedStep {
     pub attempt: u32,
     pub step: u64,
-    /// True when its manifest stands.
+    /// True when its manifest stands and no rank stopped before the step's end.
     pub committed: bool,
+    /// Why it is not committed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub partial: Option<String>,
     /// Shard files, and their bytes.
     pub files: u64,
     pub bytes: u64,
@@ -45,7 +49,7 @@ pub fn list(path: &Path, wanted: Option<&str>) -> Result<Vec<ListedRun>, OpenErr
 
 fn listed(place: &Place, run: &Path) -> Result<ListedRun, OpenError> {
     let (_, attempts) = locate::attempts(run, &Selection::default())?;
-    let mut steps = Vec::new();
+    let (mut steps, mut looked_at) = (Vec::new(), Vec::new());
     for attempt in attempts {
         let read = |source| OpenError::Read { path: attempt.path.clone(), source };
         for step in attempt.steps().map_err(read)?.into_iter().filter(|step| step.path.is_dir()) {
@@ -55,12 +59,18 @@ fn listed(place: &Place, run: &Path) -> Result<ListedRun, OpenError> {
             steps.push(ListedStep {
                 attempt: attempt.attempt.0,
                 step: step.step.0,
-                committed: step.manifest().is_file(),
+                committed: false,
+                partial: None,
                 files: sizes.len() as u64,
                 bytes: sizes.iter().sum(),
             });
+            looked_at.push((attempt.attempt, step));
         }
     }
+    steps.par_iter_mut().zip(&looked_at).for_each(|(listed, (attempt, step))| {
+        listed.partial = uncommitted(place, step, *attempt);
+        listed.committed = listed.partial.is_none();
+    });
     let record = run_record(run);
     Ok(ListedRun {
         run: record.as_ref().map_or_else(|| directory_name(run), |r| r.run.to_string()),

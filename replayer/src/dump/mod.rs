@@ -31,9 +31,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use backtape::identity::{Attempt, Name, Rank, Step};
-use backtape::manifest::{FileRecord, Manifest, ManifestError, RunRecord};
+use backtape::manifest::{FileRecord, Glance, Manifest, ManifestError, RunRecord, cut_short};
 use backtape::shard::{ShardRecord, TensorKey};
-use backtape::store::layout::RUN_RECORD;
+use backtape::store::layout::{MANIFEST, RUN_RECORD};
 use backtape::store::{AttemptDir, StepDir};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -45,8 +45,6 @@ pub use find::FindError;
 pub use listing::{ListedRun, ListedStep, list};
 pub use place::Place;
 pub use tensors::{Disagreement, ShardRef, TensorInfo};
-
-use locate::Located;
 
 /// Most ranks that a dump is believed to have: bounds what a damaged header
 /// can make us list as missing. A hundred times the largest jobs we know.
@@ -73,8 +71,11 @@ pub struct StepDump {
     pub directory: PathBuf,
     /// Whether the step was committed.
     pub state: StepState,
-    /// From disk when committed, else put together from the shard files.
+    /// From disk when committed, else from the coordinator's journal, else put together from
+    /// the shard files.
     pub manifest: Manifest,
+    /// Whether it is known which files the step should hold: the last of these does not say.
+    pub listed: bool,
     files: Vec<DumpFile>,
     faults: Vec<FileFault>,
     tensors: BTreeMap<TensorKey, TensorInfo>,
@@ -88,9 +89,14 @@ pub struct StepDump {
 pub enum StepState {
     /// Its manifest is at its final name and hashes right.
     Committed,
-    /// What is there was salvaged from the shard files' own records.
+    /// Its manifest is lost, and the coordinator's journal tells of every rank's whole part.
+    Recovered {
+        /// What became of the manifest, as one clause.
+        why: String,
+    },
+    /// It is known not to be whole, or not known to be.
     Partial {
-        /// Why there is no manifest to go by, as one clause.
+        /// Why, as one clause.
         why: String,
         /// Ranks of the job of which no readable file is there.
         missing_ranks: Vec<Rank>,
@@ -139,6 +145,41 @@ impl StepDump {
     pub fn committed(&self) -> bool {
         self.state == StepState::Committed
     }
+
+    /// True when every rank's whole part of the step is known: only such a step is judged, for
+    /// what is absent from it was never recorded.
+    pub fn is_whole(&self) -> bool {
+        !matches!(self.state, StepState::Partial { .. })
+    }
+}
+
+impl StepState {
+    /// Why it is not committed, as one clause.
+    pub fn why(&self) -> Option<&str> {
+        match self {
+            StepState::Committed => None,
+            StepState::Recovered { why } | StepState::Partial { why, .. } => Some(why),
+        }
+    }
+
+    /// Ranks of which nothing is there.
+    pub fn missing_ranks(&self) -> &[Rank] {
+        match self {
+            StepState::Partial { missing_ranks, .. } => missing_ranks,
+            _ => &[],
+        }
+    }
+}
+
+/// As every output says it.
+impl std::fmt::Display for StepState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            StepState::Committed => f.write_str("committed"),
+            StepState::Recovered { why } => write!(f, "RECOVERED: {why}"),
+            StepState::Partial { why, .. } => write!(f, "PARTIAL: {why}"),
+        }
+    }
 }
 
 /// The steps that were dumped of the run that `path` and `selection` mean, ascending;
@@ -181,11 +222,13 @@ fn open_at(
     let located = locate::locate(place.path(), selection)?;
     place.bring(&located.step, wanted)?;
     place.bring_journal(&located.attempt)?;
-    let salvaged = match read_manifest(&located)? {
-        Ok(manifest) => salvage::Salvaged::committed(manifest),
+    let (attempt, step) = (located.attempt.attempt, &located.step);
+    let says = |manifest: &Manifest| (manifest.attempt, manifest.step);
+    let salvaged = match read_manifest(place, step, attempt, (Manifest::from_bytes, says))? {
+        Ok(manifest) => salvage::Salvaged::sealed(manifest),
         Err(why) => salvage::salvage(&located, why)?,
     };
-    let (manifest, state) = (salvaged.manifest, salvaged.state);
+    let (manifest, state, listed) = (salvaged.manifest, salvaged.state, salvaged.listed);
     let others = judge::names_by_header(&manifest);
     let opened: Vec<_> = manifest
         .files
@@ -195,7 +238,7 @@ fn open_at(
     let (files, faults): (Vec<_>, Vec<_>) = opened.into_iter().unzip();
     let mut faults: Vec<FileFault> = faults.into_iter().flatten().collect();
     faults.extend(salvaged.faults);
-    if state == StepState::Committed {
+    if listed {
         faults.extend(file::strays(&located.step, &manifest)?);
     }
     faults.sort_by(|a, b| (&a.file, a.kind).cmp(&(&b.file, b.kind)));
@@ -207,6 +250,7 @@ fn open_at(
         directory: located.step.path,
         state,
         manifest,
+        listed,
         files,
         faults,
         tensors,
@@ -214,30 +258,51 @@ fn open_at(
     })
 }
 
-/// The manifest, or why there is none to go by.
-fn read_manifest(located: &Located) -> Result<Result<Manifest, String>, OpenError> {
-    let path = located.step.manifest();
+/// How a manifest is read, and which attempt and step it says that it is of.
+type Reading<T> = (fn(&[u8]) -> Result<T, ManifestError>, fn(&T) -> (Attempt, Step));
+
+/// What a manifest says, or why there is none to go by, which names it by its path.
+fn read_manifest<T>(
+    place: &Place,
+    step: &StepDir,
+    attempt: Attempt,
+    (parse, says): Reading<T>,
+) -> Result<Result<T, String>, OpenError> {
+    let path = step.manifest();
+    let named = || place.given(&path).display().to_string();
     let bytes = match std::fs::read(&path) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return Ok(Err("it has no manifest: it was never committed".into()));
         }
-        Err(error) => return Ok(Err(format!("its manifest cannot be read: {error}"))),
+        Err(error) => {
+            return Ok(Err(format!("its manifest {} cannot be read: {error}", named())));
+        }
     };
-    let manifest = match Manifest::from_bytes(&bytes) {
+    let manifest = match parse(&bytes) {
         Ok(manifest) => manifest,
         Err(ManifestError::Newer(found)) => return Err(OpenError::Newer { path, found }),
-        Err(error) => return Ok(Err(format!("its manifest is damaged: {error}"))),
+        Err(error) => return Ok(Err(format!("its manifest {} is damaged: {error}", named()))),
     };
-    let (attempt, step) = (located.attempt.attempt, located.step.step);
-    if (manifest.attempt, manifest.step) != (attempt, step) {
-        return Err(OpenError::Misplaced {
-            path,
-            says: format!("attempt {} step {}", manifest.attempt, manifest.step),
-            lies: format!("attempt {attempt} step {step}"),
-        });
+    let (found, lies) = (says(&manifest), (attempt, step.step));
+    if found != lies {
+        let of = |(attempt, step): (Attempt, Step)| format!("attempt {attempt} step {step}");
+        return Err(OpenError::Misplaced { path, says: of(found), lies: of(lies) });
     }
     Ok(Ok(manifest))
+}
+
+/// Why a step is not committed, from its manifest alone; `None` where it is.
+fn uncommitted(place: &Place, step: &StepDir, attempt: Attempt) -> Option<String> {
+    if let Err(error) = place.bring(step, |name| name == MANIFEST) {
+        return Some(error.to_string());
+    }
+    let says = |glance: &Glance| (glance.attempt, glance.step);
+    match read_manifest(place, step, attempt, (Manifest::glance, says)) {
+        Ok(Ok(glance)) => cut_short(&glance.omissions),
+        Ok(Err(why)) => Some(why),
+        Err(error) => Some(place.told(error).to_string()),
+    }
 }
 
 /// `run.json` of an attempt, where it can be read. Nothing depends on it but

@@ -1,7 +1,7 @@
-//! A step without a manifest, put together from what its shard files say of
-//! themselves.
+//! A step without a manifest: by the coordinator's journal, where that tells of every rank's
+//! whole part, else put together from what its shard files say of themselves.
 //!
-//! It lists what is there. What was never written it cannot know, beyond the
+//! The latter lists what is there. What was never written it cannot know, beyond the
 //! ranks of which nothing is there at all.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,30 +9,52 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use backtape::coordinator::{Examined, examine};
 use backtape::hash::TrustHash;
+use backtape::head::HeadDeclaration;
 use backtape::identity::{Name, Rank};
-use backtape::manifest::{FileRecord, Manifest};
+use backtape::manifest::{FileRecord, Manifest, cut_short};
 use backtape::store::header::{FileSelf, MAX_HEADER, METADATA_KEY};
+use backtape::store::layout::JOURNAL;
 use backtape::{FORMAT_VERSION, VERSION};
 use rayon::prelude::*;
 
 use super::file::{rank_in, stray_fault};
 use super::judge::chain;
 use super::locate::{Located, directory_name};
-use super::{FaultKind, FileFault, MAX_RANKS, OpenError, StepState, listing, run_record};
+use super::{
+    FaultKind, FileFault, MAX_RANKS, OpenError, StepState, listing, name_ranks, run_record,
+};
 
 /// A manifest, how far it is to be trusted, and what was wrong on the way.
 pub(super) struct Salvaged {
     pub(super) manifest: Manifest,
     pub(super) state: StepState,
     pub(super) faults: Vec<FileFault>,
+    /// Whether every file of the step is known to be in the manifest.
+    pub(super) listed: bool,
 }
 
 impl Salvaged {
-    pub(super) fn committed(manifest: Manifest) -> Salvaged {
-        let (state, faults) = (StepState::Committed, Vec::new());
-        Salvaged { manifest, state, faults }
+    /// A manifest that stands at its final name.
+    pub(super) fn sealed(manifest: Manifest) -> Salvaged {
+        Salvaged::of_whole(manifest, StepState::Committed)
     }
+
+    fn of_whole(manifest: Manifest, state: StepState) -> Salvaged {
+        let missing_ranks = Vec::new();
+        let state = match cut_short(&manifest.omissions) {
+            Some(why) => StepState::Partial { why, missing_ranks },
+            None => state,
+        };
+        Salvaged { manifest, state, faults: Vec::new(), listed: true }
+    }
+}
+
+/// What the coordinator's journal tells of the step, where it can be read: that it cannot is
+/// told by verification.
+fn journal(located: &Located) -> Option<Examined> {
+    examine(&located.attempt.path.join(JOURNAL), located.step.step).ok()
 }
 
 /// A file whose header could be read.
@@ -44,6 +66,12 @@ struct Readable {
 }
 
 pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenError> {
+    let (step, journal) = (located.step.step, journal(located));
+    let recovered = journal.as_ref().and_then(|journal| journal.manifest(step));
+    if let Some(manifest) = recovered.filter(|of| of.attempt == located.attempt.attempt) {
+        let why = format!("{why}; its files are listed by {JOURNAL}");
+        return Ok(Salvaged::of_whole(manifest, StepState::Recovered { why }));
+    }
     let names = listing(&located.step)?;
     let (shards, rest): (Vec<_>, Vec<_>) = names
         .into_iter()
@@ -82,12 +110,18 @@ pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenEr
         belongs
     });
     faults.extend(readable.iter().filter_map(|file| misnamed(located, file)));
-    Ok(put_together(located, why, run, readable, faults))
+    let unclosed = journal.as_ref().and_then(|journal| journal.unclosed(step));
+    let why = match unclosed.as_deref() {
+        None | Some([]) => why,
+        Some(ranks) => format!("{why}; by {JOURNAL} {} did not close it", name_ranks(ranks)),
+    };
+    let head = journal.and_then(|journal| journal.head(step));
+    Ok(put_together(located, (why, head), run, readable, faults))
 }
 
 fn put_together(
     located: &Located,
-    why: String,
+    (why, head): (String, Option<HeadDeclaration>),
     run: Option<Name>,
     readable: Vec<Readable>,
     faults: Vec<FileFault>,
@@ -110,14 +144,14 @@ fn put_together(
         step: located.step.step,
         world_size,
         mesh: record.map(|record| record.mesh).unwrap_or_default(),
-        head: None,
+        head,
         omissions: omissions.collect(),
         selections: Vec::new(),
         trigger: None,
         files: readable.into_iter().map(file_record).collect(),
     };
     let state = StepState::Partial { why, missing_ranks };
-    Salvaged { manifest, state, faults }
+    Salvaged { manifest, state, faults, listed: false }
 }
 
 /// run.json's name, else what most files say, else the directory's.

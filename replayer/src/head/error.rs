@@ -8,6 +8,14 @@ use crate::assemble::{self, Tensor};
 /// Why a step's head cannot be replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
+    /// The dump holds a part of the step.
+    #[error("step {step} is partial, and a part is not judged: {why}")]
+    Partial {
+        /// The step.
+        step: u64,
+        /// Why.
+        why: String,
+    },
     /// The job declared no head.
     #[error("step {step} declares no loss head: {}", why_none(*step, refused.as_deref()))]
     NoHead {
@@ -88,7 +96,8 @@ impl StepError {
             | StepError::Unusable { .. }
             | StepError::Assemble { .. }
             | StepError::Unfit { .. } => true,
-            StepError::NoHead { .. }
+            StepError::Partial { .. }
+            | StepError::NoHead { .. }
             | StepError::Head(_)
             | StepError::Task { .. }
             | StepError::Device { .. }

@@ -28,6 +28,9 @@ pub enum Scores {
     Logits(Tensor),
     /// Log-probabilities of the labels, `[T]`: nothing before them was recorded.
     Logprobs,
+    /// Recorded in this dtype, and cannot be used: the tokens are counted, and nothing of
+    /// the microbatch is computed.
+    Lost(Dtype),
 }
 
 /// The inputs of one microbatch, `T` tokens.
@@ -90,10 +93,11 @@ impl MicrobatchInputs {
             Scores::Product { q, .. } => q.dtype,
             Scores::Logits(logits) => logits.dtype,
             Scores::Logprobs => step.tensors[&self.rows_key].dtype,
+            Scores::Lost(dtype) => *dtype,
         }
     }
 
-    /// The kernels' view; `None` where the head starts from log-probabilities.
+    /// The kernels' view; `None` where the head starts from log-probabilities, or is lost.
     pub fn head(&self, step: &HeadStep<'_>) -> Option<HeadInputs<'_>> {
         let checked = "checked when it was gathered";
         let empty = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
@@ -105,7 +109,7 @@ impl MicrobatchInputs {
                 let logits = matrix(logits).expect(checked);
                 (empty(logits.rows), empty(logits.cols), Some(logits))
             }
-            Scores::Logprobs => return None,
+            Scores::Logprobs | Scores::Lost(_) => return None,
         };
         let reads = self.reads.as_ref().map(|reads| {
             let ((q, q_product), (k, k_product)) = (read(&reads.q, q), read(&reads.k, k));
@@ -142,9 +146,25 @@ impl MicrobatchInputs {
 type Outside = Vec<(usize, i64)>;
 
 impl HeadStep<'_> {
-    /// Gathers the inputs of a microbatch.
+    /// Gathers the inputs of a microbatch; an error where one of them cannot be read.
     pub fn inputs(&self, microbatch: Option<Microbatch>) -> Result<MicrobatchInputs, StepError> {
+        match self.lacking.any_of(microbatch) {
+            Some((key, why)) => Err(StepError::Unusable { key, why }),
+            None => self.what_is_left(microbatch),
+        }
+    }
+
+    /// Gathers what can be read of a microbatch. What [`HeadStep::lacking`] names is 0, or
+    /// ignored, for nothing that is computed from it may be judged.
+    pub(crate) fn what_is_left(
+        &self,
+        microbatch: Option<Microbatch>,
+    ) -> Result<MicrobatchInputs, StepError> {
         let scores = self.scores();
+        let lost = [scores, Role::K].iter().any(|&of| self.lacking.input(of, microbatch).is_some());
+        if lost {
+            return self.counted(scores, microbatch);
+        }
         let rows_key = self.need(scores, microbatch)?.clone();
         let first = self.assemble(&rows_key)?;
         let (scores, tokens, vocab) = match scores {
@@ -157,6 +177,9 @@ impl HeadStep<'_> {
         let labels = match (&scores, self.held(Role::Labels, microbatch)) {
             // Log-probabilities need no labels: every token that has weight counts.
             (Scores::Logprobs, None) => (vec![0; tokens], self.last_dimension(&rows_key, tokens)),
+            (_, None) if self.lacking.input(Role::Labels, microbatch).is_some() => {
+                (vec![IGNORED; tokens], self.last_dimension(&rows_key, tokens))
+            }
             _ => {
                 let (labels, sequence, found) =
                     self.labels(self.need(Role::Labels, microbatch)?, tokens, valid)?;
@@ -179,7 +202,7 @@ impl HeadStep<'_> {
         let valid_vocab = valid;
         let copies = match &scores {
             Scores::Product { q: rows, .. } | Scores::Logits(rows) => copies(rows, tokens),
-            Scores::Logprobs => vec![1.0; tokens],
+            Scores::Logprobs | Scores::Lost(_) => vec![1.0; tokens],
         };
         Ok(MicrobatchInputs {
             microbatch,
@@ -197,8 +220,50 @@ impl HeadStep<'_> {
         })
     }
 
+    /// The tokens of a microbatch of which nothing can be computed: other microbatches may
+    /// divide by their number.
+    fn counted(
+        &self,
+        scores: Role,
+        microbatch: Option<Microbatch>,
+    ) -> Result<MicrobatchInputs, StepError> {
+        let found = self.scores_of(microbatch);
+        let (rows_key, info) = found.ok_or_else(|| self.missing(scores, microbatch))?;
+        let whole = match self.held(Role::Labels, microbatch) {
+            Some(key) => {
+                let tokens = self.tensors[key].shape.iter().product::<u64>() as usize;
+                Some((self.labels(key, tokens, usize::MAX)?, tokens))
+            }
+            None => None,
+        };
+        let ((mut labels, sequence, _), tokens) = whole.unwrap_or_default();
+        let weights = self.optional(Role::Weights, microbatch, tokens)?;
+        let mut weights = weights.unwrap_or_else(|| vec![1.0; tokens]);
+        if !self.options.declared.labels_shifted {
+            shift(&mut labels, sequence, IGNORED);
+            shift(&mut weights, sequence, 0.0);
+        }
+        Ok(MicrobatchInputs {
+            microbatch,
+            scores: Scores::Lost(info.dtype),
+            labels,
+            weights,
+            bias: None,
+            cotangent: vec![1.0; tokens],
+            valid_vocab: 0,
+            sequence,
+            copies: vec![1.0; tokens],
+            rows_key: rows_key.clone(),
+            outside: Vec::new(),
+            reads: None,
+        })
+    }
+
     /// The tensor of a role in the microbatch, or the one that all share.
     pub fn held(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
+        if self.lacking.input(role, microbatch).is_some() {
+            return None;
+        }
         self.find(role, microbatch).or_else(|| self.find(role, None))
     }
 
@@ -278,7 +343,7 @@ impl HeadStep<'_> {
         self.tensors[key].shape.last().map_or(tokens, |&n| n as usize)
     }
 
-    /// Numbers of a role that may be absent, `count` of them.
+    /// Numbers of a role that may be absent, `count` of them; zeros where they are lost.
     pub fn optional(
         &self,
         role: Role,
@@ -286,7 +351,8 @@ impl HeadStep<'_> {
         count: usize,
     ) -> Result<Option<Vec<f64>>, StepError> {
         let Some(key) = self.held(role, microbatch) else {
-            return Ok(None);
+            let lost = self.lacking.input(role, microbatch).is_some();
+            return Ok(lost.then(|| vec![0.0; count]));
         };
         let tensor = self.assemble(key)?;
         let values = numbers(&tensor).filter(|values| values.len() == count);
@@ -314,6 +380,9 @@ impl HeadStep<'_> {
     /// each of its tokens.
     pub fn advantages(&self, inputs: &MicrobatchInputs) -> Result<Vec<f64>, StepError> {
         let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
+        if self.lacking.input(Role::Advantages, mb).is_some() {
+            return Ok(vec![0.0; tokens]);
+        }
         let key = self.held(Role::Advantages, mb);
         let key = key.ok_or_else(|| self.missing(Role::Advantages, mb))?;
         let held: u64 = self.tensors[key].shape.iter().product();

@@ -5,6 +5,7 @@
 mod error;
 mod held;
 pub mod inputs;
+mod lacking;
 pub(crate) mod lowered;
 pub mod options;
 pub mod policy_file;
@@ -15,6 +16,7 @@ pub mod units;
 mod view;
 
 pub use inputs::{MicrobatchInputs, Scores};
+pub use lacking::Lacking;
 pub use options::{HeadOptions, Walk};
 pub use roundings::Roundings;
 pub use stage::Stage;

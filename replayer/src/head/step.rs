@@ -1,6 +1,6 @@
 //! The tensors of one step of a head: which there are, and how to get at them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::head::{Loss, PolicyDeclaration};
 use backtape::identity::{Microbatch, Rank};
@@ -8,9 +8,11 @@ use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
 use super::held::{Assembled, Which};
+use super::lacking::{Lacking, unheld};
 use super::options::HeadOptions;
+use super::stage::Stage;
 use crate::assemble::{self, AssembleError, Tensor};
-use crate::dump::{StepDump, TensorInfo};
+use crate::dump::{StepDump, StepState, TensorInfo};
 
 pub use super::error::StepError;
 pub(crate) use super::error::unfit;
@@ -30,11 +32,14 @@ pub struct HeadStep<'a> {
     pub options: HeadOptions,
     /// Every tensor of the step that can be used.
     pub tensors: BTreeMap<TensorKey, TensorInfo>,
-    /// Tensors that are damaged or incomplete, and why: they are judged as
-    /// absent, and what depends on them gets no verdict.
+    /// Tensors that are damaged, incomplete or were given up on, and why: what depends on
+    /// them gets no verdict.
     pub unusable: BTreeMap<TensorKey, String>,
-    /// The microbatches in which the scores were recorded; `None` for a job without them.
+    /// The microbatches in which the scores were recorded, usable or not; `None` for a job
+    /// without them.
     pub microbatches: Vec<Option<Microbatch>>,
+    /// What a replay needs and the dump does not give.
+    pub lacking: Lacking,
     /// Tensors that were assembled, where they are held.
     assembled: Option<Assembled>,
 }
@@ -49,6 +54,9 @@ impl<'a> HeadStep<'a> {
         policy: Option<&PolicyDeclaration>,
         unusable: impl Fn(&TensorKey) -> Option<String>,
     ) -> Result<HeadStep<'a>, StepError> {
+        if let StepState::Partial { why, .. } = &dump.state {
+            return Err(StepError::Partial { step: dump.step.0, why: why.clone() });
+        }
         let declared = dump.manifest.head.clone();
         let mut declared = declared.ok_or_else(|| {
             let refused = dump.manifest.omissions.iter().find(|one| one.tensor == DECLARATION);
@@ -60,7 +68,8 @@ impl<'a> HeadStep<'a> {
         }
         let options = HeadOptions::new(&declared)?;
         let reasons = dump.tensors().keys().filter_map(|key| Some((key.clone(), unusable(key)?)));
-        let unusable: BTreeMap<_, _> = reasons.collect();
+        let mut unusable: BTreeMap<_, _> = reasons.collect();
+        unusable.extend(unheld(dump));
         let usable = dump.tensors().iter().filter(|(key, _)| !unusable.contains_key(key));
         let tensors: BTreeMap<_, _> =
             usable.map(|(key, info)| (key.clone(), info.clone())).collect();
@@ -70,28 +79,64 @@ impl<'a> HeadStep<'a> {
             tensors,
             unusable,
             microbatches: Vec::new(),
+            lacking: Lacking::default(),
             assembled: None,
         };
         let scores = step.scores();
-        let of_scores = step.tensors.iter().filter(|(_, info)| info.role == Some(scores));
-        let mut microbatches: Vec<_> = of_scores.map(|(key, _)| key.microbatch).collect();
-        microbatches.sort_unstable();
-        microbatches.dedup();
+        let mut microbatches = step.microbatches_of(&|role| role == scores);
         // Of a role that has microbatches, a tensor without one is something else.
         if microbatches.len() > 1 {
-            microbatches.retain(Option::is_some);
+            microbatches.remove(&None);
         }
-        step.microbatches = microbatches;
-        step.options.lowered = super::lowered::lowered(&step);
-        if step.microbatches.is_empty() {
+        if !microbatches.iter().any(|&mb| step.scores_of(mb).is_some()) {
             return Err(step.missing(scores, None));
         }
+        let mut absent = BTreeSet::new();
+        if microbatches.iter().all(Option::is_some) {
+            let all = step.microbatches_of(&|role| Stage::of_role(role).is_some());
+            absent.extend(all.into_iter().filter(|&mb| step.scores_of(mb).is_none()).flatten());
+        }
+        microbatches.retain(|&mb| step.scores_of(mb).is_some());
+        step.microbatches = microbatches.into_iter().collect();
+        step.options.lowered = super::lowered::lowered(&step);
+        // What a stage would have shown is merely not captured.
+        let read = step.inputs_read();
+        let of_input = |key: &TensorKey| step.role_of(key).is_some_and(|of| read.contains(&of));
+        let kept: BTreeSet<TensorKey> =
+            step.unusable.keys().filter(|key| of_input(key)).cloned().collect();
+        step.unusable.retain(|key, _| dump.tensors().contains_key(key) || kept.contains(key));
+        step.lacking = step.find_lacking(&absent);
         Ok(step)
+    }
+
+    /// Microbatches of the tensors of some roles, those that cannot be used among them.
+    fn microbatches_of(&self, wanted: &dyn Fn(Role) -> bool) -> BTreeSet<Option<Microbatch>> {
+        let all = self.tensors.keys().chain(self.unusable.keys());
+        let of = all.filter(|key| self.role_of(key).is_some_and(wanted));
+        of.map(|key| key.microbatch).collect()
+    }
+
+    /// What the scores of a microbatch are computed from, usable or not.
+    pub(crate) fn scores_of(
+        &self,
+        microbatch: Option<Microbatch>,
+    ) -> Option<(&TensorKey, &TensorInfo)> {
+        let scores = self.scores();
+        let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+            info.role == Some(scores) && key.microbatch == microbatch
+        };
+        self.dump.tensors().iter().find(of)
+    }
+
+    /// True when the dump gives all that the job recorded and declared of the step.
+    pub fn is_whole(&self) -> bool {
+        self.unusable.is_empty() && self.lacking.is_nothing()
     }
 
     /// The role whose rows are the tokens: what the loss is computed from.
     pub fn scores(&self) -> Role {
-        let held = |role| self.tensors.values().any(|info| info.role == Some(role));
+        // Damaged ones too: a replay that started elsewhere would judge something else.
+        let held = |role| self.dump.tensors().values().any(|info| info.role == Some(role));
         match self.options.loss {
             Loss::SoftmaxXent => Role::Q,
             Loss::XentLogits => Role::Logits,
@@ -148,7 +193,7 @@ impl<'a> HeadStep<'a> {
             Some(ranks) => self.addend(key, ranks)?,
             None => self.assemble(key)?,
         };
-        let role = self.tensors.get(key).and_then(|info| info.role);
+        let role = self.role_of(key);
         let of_k = matches!(role, Some(Role::K | Role::Dk | Role::DkLse | Role::DkLabel));
         if !(self.options.transposed() && of_k && tensor.shape.len() == 2) {
             return Ok(tensor);
@@ -171,7 +216,7 @@ impl<'a> HeadStep<'a> {
     }
 
     pub(crate) fn missing(&self, role: Role, microbatch: Option<Microbatch>) -> StepError {
-        let of_role = |key: &&TensorKey| self.dump.tensors()[*key].role == Some(role);
+        let of_role = |key: &&TensorKey| self.role_of(key) == Some(role);
         if let Some(key) = self.unusable.keys().find(of_role) {
             let (key, why) = (key.clone(), self.unusable[key].clone());
             return StepError::Unusable { key, why };

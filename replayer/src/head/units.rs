@@ -51,7 +51,7 @@ impl HeadStep<'_> {
     /// The tokens by the ranks that hold them.
     pub(crate) fn rank_rows(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         let mut by_rank: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
-        let info = &self.tensors[&inputs.rows_key];
+        let info = &self.dump.tensors()[&inputs.rows_key];
         // The last dimension of q and of the logits is not one of tokens.
         let leading = info.shape.len() - usize::from(self.scores() != Role::Logprobs);
         for shard in &info.shards {

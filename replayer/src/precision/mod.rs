@@ -170,7 +170,9 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let (q, k) = match &inputs.scores {
         Scores::Product { q, k } => (q, k),
         Scores::Logits(_) => return Err(PrecisionError::NoProducts { scores: "logits" }),
-        Scores::Logprobs => return Err(PrecisionError::NoProducts { scores: "log-probabilities" }),
+        Scores::Logprobs | Scores::Lost(_) => {
+            return Err(PrecisionError::NoProducts { scores: "log-probabilities" });
+        }
     };
     let head = inputs.head(step).expect("products have a head");
     // What the job says its logits are stored as; full precision when it does not say.

@@ -56,12 +56,8 @@ impl Replay<'_> {
     /// What a sum over microbatches is divided by; `Err` when the dump holds fewer
     /// than the job had.
     pub(super) fn divisor(&self, slices: &[Slice]) -> Result<f64, String> {
-        let declared = self.step.options.declared.microbatches as usize;
-        if declared > slices.len().max(1) {
-            let held = slices.len();
-            return Err(format!(
-                "the head declares microbatches={declared}, the dump holds {held}: record every microbatch to have their sum judged"
-            ));
+        if let Some(missing) = self.step.lacking.microbatches().first() {
+            return Err(missing.clone());
         }
         Ok(match self.step.options.microbatch_reduction {
             MicrobatchReduction::Mean => slices.len().max(1) as f64,

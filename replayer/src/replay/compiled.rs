@@ -36,7 +36,7 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
             if !matches!(slice.inputs.scores, Scores::Product { .. }) {
                 return Err(wrong("it takes q and k, and this head starts from logits".into()));
             }
-            let mut unused = Outcome::new(&replay.wanted);
+            let mut unused = Outcome::new(&replay.wanted, &replay.step.lacking);
             let state = replay.forward(slice, &mut unused)?;
             let upstream = replay.upstream(slice, &state, &mut unused)?;
             for unit in &slice.units {

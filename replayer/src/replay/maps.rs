@@ -119,6 +119,9 @@ impl Replay<'_> {
         source: Source,
         outcome: &mut Outcome,
     ) {
+        if self.step.lacking.withholds(stage, source.0).is_some() {
+            return;
+        }
         let tiles = self.roundings.tiles;
         let of_tokens = DQ.contains(&stage);
         let at = outcome.maps.iter().position(|map| map.stage == stage).unwrap_or_else(|| {

@@ -58,7 +58,7 @@ use backtape::role::Role;
 use crate::compare::Bound;
 use crate::device::Device;
 use crate::head::step::StepError;
-use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
+use crate::head::{HeadStep, MicrobatchInputs, Roundings, Scores, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
 use forward::ForwardState;
 use loss::Upstream;
@@ -144,10 +144,17 @@ pub(crate) struct Slice {
     blocked: Option<String>,
 }
 
+impl Slice {
+    /// True when nothing of it can be computed.
+    fn is_lost(&self) -> bool {
+        matches!(self.inputs.scores, Scores::Lost(_))
+    }
+}
+
 /// Replays a step. An error means that no stage could be judged at all.
 pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, StepError> {
     let world = &Declared;
-    let slices = slices(step, world)?;
+    let slices = slices(step, world, HeadStep::what_is_left)?;
     let wanted = wanted(step, request.compare)?;
     let roundings = Roundings::plausible(&step.options, slices[0].inputs.dtype(step))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
@@ -179,9 +186,9 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         device: request.device,
     };
     (request.total)(replay.work(&slices, replay.effort));
-    let mut outcome = Outcome::new(&replay.wanted);
+    let mut outcome = Outcome::new(&replay.wanted, &step.lacking);
     outcome.multiplied = replay.multiplied();
-    for slice in &slices {
+    for slice in slices.iter().filter(|slice| !slice.is_lost()) {
         replay.microbatch(slice, &mut outcome, &mut |unit, (state, upstream), outcome| {
             replay.backward(slice, unit, state, upstream, outcome)
         })?;
@@ -196,9 +203,16 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     Ok(outcome)
 }
 
-fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepError> {
+/// How the inputs of a microbatch are gathered.
+type Gather<'a> = fn(&HeadStep<'a>, Option<Microbatch>) -> Result<MicrobatchInputs, StepError>;
+
+fn slices<'a>(
+    step: &HeadStep<'a>,
+    world: &dyn World,
+    gather: Gather<'a>,
+) -> Result<Vec<Slice>, StepError> {
     let gather = |&microbatch: &Option<Microbatch>| {
-        let mut inputs = step.inputs(microbatch)?;
+        let mut inputs = gather(step, microbatch)?;
         world.inputs(step, &mut inputs);
         Ok(inputs)
     };
@@ -206,6 +220,9 @@ fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepErro
         step.microbatches.iter().map(gather).collect::<Result<_, StepError>>()?;
     let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
     let counted = |one: &MicrobatchInputs| {
+        if matches!(one.scores, Scores::Lost(_)) {
+            return Ok(Vec::new());
+        }
         let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
             key: one.rows_key.clone(),
             found: "held by several ranks".into(),
@@ -219,6 +236,7 @@ fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepErro
     let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;
     let slice = |(inputs, denominators): (MicrobatchInputs, Vec<(Unit, f64)>)| {
         let (units, blocked) = match step.units(&inputs) {
+            _ if matches!(inputs.scores, Scores::Lost(_)) => (Vec::new(), None),
             Ok(units) => (units, None),
             // Rows of dq are known all the same.
             Err(why) => {

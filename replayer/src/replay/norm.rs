@@ -130,7 +130,8 @@ impl Replay<'_> {
             norm.gradients = gradients.iter().map(|key| key.to_string()).collect();
             norm.reported_as = norm.captured.map(|reported| squares.says(reported));
         }
-        let whole = slices.iter().all(|slice| slice.blocked.is_none());
+        let told = slices.iter().all(|slice| slice.blocked.is_none());
+        let whole = told && self.step.lacking.is_nothing();
         let reduced = self.step.find_reduced(Role::Dk, true).filter(|_| whole);
         let reference = outcome.reference_dk.take();
         let divisor = self.divisor(slices).map(|divisor| divisor * self.ranks_averaged(slices));

@@ -17,7 +17,7 @@ use super::other_declaration::OtherDeclaration;
 use super::probe::Reach;
 use crate::compare::tally::relative;
 use crate::compare::{Bound, Tally};
-use crate::head::{HeadStep, Stage};
+use crate::head::{HeadStep, Lacking, Stage};
 
 /// Reason of a stage that the dump does not hold.
 const NOT_CAPTURED: &str = "not captured";
@@ -134,6 +134,8 @@ pub struct Outcome {
     pub(super) sampled: BTreeSet<Stage>,
     /// What the loss of each microbatch should be, where the step's is judged.
     pub(super) losses: Vec<LossTotals>,
+    /// What the step lacks: nothing that depends on it gets into the outcome.
+    lacking: Lacking,
 }
 
 /// In which types a device multiplied for a policy.
@@ -215,7 +217,7 @@ impl StageOutcome {
 }
 
 impl Outcome {
-    pub(super) fn new(wanted: &BTreeSet<Stage>) -> Outcome {
+    pub(super) fn new(wanted: &BTreeSet<Stage>, lacking: &Lacking) -> Outcome {
         let stage = |&stage: &Stage| {
             let reason = if wanted.contains(&stage) { NOT_CAPTURED } else { NOT_ASKED };
             let (status, comparisons) = (Status::Skip, Vec::new());
@@ -237,6 +239,7 @@ impl Outcome {
             coverage: Coverage::default(),
             sampled: BTreeSet::new(),
             losses: Vec::new(),
+            lacking: lacking.clone(),
         }
     }
 
@@ -246,7 +249,9 @@ impl Outcome {
     }
 
     pub(super) fn add(&mut self, stage: Stage, comparison: Comparison) {
-        self.stages[stage as usize].comparisons.push(comparison);
+        if self.lacking.withholds(stage, comparison.microbatch).is_none() {
+            self.stages[stage as usize].comparisons.push(comparison);
+        }
     }
 
     /// Says why a stage is not compared, which it may be in part all the same.
@@ -295,6 +300,9 @@ impl Outcome {
     /// Notes what a sample says of a stage in one more unit: evidence, no verdict.
     /// Values that are no numbers are no question of sampling.
     pub(super) fn estimated(&mut self, stage: Stage, found: Sampled) {
+        if self.lacking.withholds_some(stage).is_some() {
+            return;
+        }
         if found.nonfinite > 0 {
             let words = format!("{} values of {stage} are not finite", found.nonfinite);
             return self.fail(stage, words);
@@ -335,6 +343,11 @@ impl Outcome {
                 if let Some(left) = left.filter(|_| outcome.reason == NOT_CAPTURED) {
                     outcome.reason.clone_from(&left.why);
                 }
+                let why = self.lacking.withholds_some(outcome.stage);
+                let asked = outcome.reason != NOT_ASKED && outcome.status != Status::Fail;
+                if let Some(why) = why.filter(|_| asked) {
+                    (outcome.status, outcome.reason) = (Status::Skip, why);
+                }
                 continue;
             }
             let failing = outcome.failing().count();
@@ -350,6 +363,10 @@ impl Outcome {
         }
         for (key, why) in &step.unusable {
             let what = format!("what depends on {key}");
+            self.not_checked.push(NotChecked { what, why: why.clone() });
+        }
+        for why in self.lacking.microbatches() {
+            let what = "what depends on every microbatch".into();
             self.not_checked.push(NotChecked { what, why: why.clone() });
         }
         let asked =
@@ -373,14 +390,12 @@ impl Outcome {
 
 fn why_skipped(outcome: &StageOutcome) -> String {
     match outcome.stage.role() {
+        _ if outcome.reason != NOT_CAPTURED => outcome.reason.clone(),
         Some(Role::Weights) => "none recorded: every token counts 1".into(),
         Some(Role::Bias) => "none recorded: the logits have no bias".into(),
-        Some(_) if outcome.reason == NOT_CAPTURED => {
-            "not captured: tape.record(NAME, ...) would have it compared".into()
-        }
-        None if outcome.reason == NOT_CAPTURED => {
+        Some(_) => "not captured: tape.record(NAME, ...) would have it compared".into(),
+        None => {
             "an intermediate that jobs do not record; recomputed inside the later stages".into()
         }
-        _ => outcome.reason.clone(),
     }
 }

@@ -48,7 +48,7 @@ pub fn trial(
 ) -> Result<Outcome, StepError> {
     let mut found = None;
     in_world(step, compared, (world, cache), &mut |replay, slices| {
-        let mut outcome = Outcome::new(&replay.wanted);
+        let mut outcome = Outcome::new(&replay.wanted, &replay.step.lacking);
         for slice in slices {
             replay.microbatch(slice, &mut outcome, &mut |unit, before, outcome| {
                 replay.try_unit(slice, unit, before, rows, outcome)
@@ -72,7 +72,7 @@ pub(super) fn in_world(
 ) -> Result<(), StepError> {
     let mut altered = step.clone();
     world.options(&mut altered.options);
-    let slices = super::slices(&altered, world)?;
+    let slices = super::slices(&altered, world, HeadStep::inputs)?;
     let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let whole = super::allowed::whole(&altered, &roundings);

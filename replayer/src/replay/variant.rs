@@ -82,7 +82,7 @@ pub fn unit_inputs(step: &HeadStep<'_>) -> Result<Vec<UnitInputs>, StepError> {
     let mut found = Vec::new();
     in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, slices| {
         for slice in slices {
-            let mut unused = Outcome::new(&replay.wanted);
+            let mut unused = Outcome::new(&replay.wanted, &replay.step.lacking);
             let state = replay.forward(slice, &mut unused)?;
             let upstream = replay.upstream(slice, &state, &mut unused)?;
             let held =

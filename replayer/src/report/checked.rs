@@ -11,7 +11,6 @@ use crate::checks::{
     CheckSkipped, CheckSummary, Checked, Finding, GradientStatistics, Severity, Status, Subject,
     is_damage,
 };
-use crate::dump::StepState;
 
 /// Name and version of the schema.
 pub const SCHEMA: &str = "backtape.checks/1";
@@ -81,10 +80,7 @@ impl ChecksReport {
 
 fn step(subject: &Subject<'_>) -> CheckedStep {
     let (dump, proof) = (subject.dump, subject.proof);
-    let state = match &dump.state {
-        StepState::Committed => "committed".to_string(),
-        StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
-    };
+    let state = dump.state.to_string();
     let damage = proof.findings.iter().filter(|found| is_damage(found));
     CheckedStep {
         step: dump.step.0,

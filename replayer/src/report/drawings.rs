@@ -73,7 +73,7 @@ pub fn drawings(dump: &StepDump, proof: &Verification, maps: Vec<Map>) -> Drawin
 
 fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     let missing: BTreeSet<Rank> = match &dump.state {
-        StepState::Committed => BTreeSet::new(),
+        StepState::Committed | StepState::Recovered { .. } => BTreeSet::new(),
         StepState::Partial { missing_ranks, .. } => missing_ranks.iter().copied().collect(),
     };
     let named = dump.manifest.files.iter().map(|file| file.rank.0.saturating_add(1));

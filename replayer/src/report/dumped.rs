@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::number::{bytes, count, plural};
 use super::text::wrap;
-use crate::dump::{StepDump, StepState};
+use crate::dump::StepDump;
 use crate::verify::Verification;
 use backtape::shard::FingerprintSource;
 
@@ -80,15 +80,11 @@ fn tensors(out: &mut String, proof: &Verification) {
 }
 
 pub(super) fn title(out: &mut String, dump: &StepDump) {
-    let state = match &dump.state {
-        StepState::Committed => "committed".to_string(),
-        StepState::Partial { why, .. } => format!("PARTIAL: {why}"),
-    };
     let ranks = plural(u64::from(dump.manifest.world_size), "rank");
     let _ = writeln!(
         out,
         "run       {}, attempt {}, step {} ({ranks})",
         dump.run, dump.attempt, dump.step
     );
-    let _ = writeln!(out, "dump      {state}; {}\n", dump.directory.display());
+    let _ = writeln!(out, "dump      {}; {}\n", dump.state, dump.directory.display());
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::number::{bytes, count, plural};
+use super::text::wrap;
 use crate::dump::ListedRun;
 
 /// Steps of a run that are shown one by one; a longer run is cut in the middle.
@@ -37,6 +38,9 @@ pub fn render(runs: &[ListedRun]) -> String {
             let size = bytes(step.bytes);
             let named = format!("--step {}{attempt}", step.step);
             let _ = writeln!(out, "  {named:<28}{state:<11}{files:>12}{size:>12}");
+            if let Some(why) = &step.partial {
+                wrap(&mut out, "      ", why);
+            }
         }
     }
     out

@@ -73,6 +73,12 @@ pub fn of_head(
     }
     let coverage = &outcome.coverage;
     reasons.extend(coverage.lacks.iter().map(|why| Reason::incomplete(why.clone())));
+    for why in step.lacking.microbatches() {
+        reasons.push(Reason::incomplete(why.clone()));
+    }
+    if !step.is_whole() && reasons.is_empty() {
+        reasons.push(Reason::incomplete("an input of the head cannot be used"));
+    }
     if outcome.compared() == 0 {
         reasons.push(Reason::incomplete("no stage could be compared"));
     }

@@ -52,7 +52,7 @@ pub(super) fn findings(
     if absent.is_empty() {
         return found;
     }
-    if dump.committed() {
+    if dump.listed {
         not_checked.push(NotChecked {
             what: format!("whether {} should hold an addend of {key}", name_ranks(&absent)),
             why: "no mesh placement says which ranks the sum goes over".into(),

@@ -9,19 +9,22 @@ use backtape::shard::TensorKey;
 
 use super::absent_ranks;
 use super::finding::{FindingKind, VerifyFinding};
-use crate::dump::{FileFault, StepDump, StepState, TensorInfo, name_ranks};
+use crate::dump::{FileFault, StepDump, TensorInfo, name_ranks};
 
 /// What is wrong with the step as a whole.
 pub(super) fn step(dump: &StepDump) -> Vec<VerifyFinding> {
     let mut found = Vec::new();
-    if let StepState::Partial { why, missing_ranks } = &dump.state {
-        let who = match missing_ranks.as_slice() {
-            [] => "every rank left some file".into(),
-            ranks => format!("{} left no readable file", name_ranks(ranks)),
+    if let Some(why) = dump.state.why() {
+        let missing_ranks = dump.state.missing_ranks();
+        let who = match missing_ranks {
+            _ if dump.listed => String::new(),
+            [] => "; every rank left some file".into(),
+            ranks => format!("; {} left no readable file", name_ranks(ranks)),
         };
-        let sentence = format!("step {} is partial: {why}; {who}", dump.step);
+        let word = if dump.is_whole() { "not committed" } else { "partial" };
+        let sentence = format!("step {} is {word}: {why}{who}", dump.step);
         let finding = VerifyFinding::fault(FindingKind::Uncommitted, sentence);
-        found.push(finding.by(missing_ranks.clone()));
+        found.push(finding.by(missing_ranks.to_vec()));
     }
     if dump.tensors().is_empty() {
         let sentence = format!("step {} holds no tensor: there is nothing to verify", dump.step);

@@ -260,7 +260,7 @@ fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) ->
             why: "their bytes are lost or altered".into(),
         });
     }
-    if !dump.committed() {
+    if !dump.listed {
         found.push(NotChecked {
             what: "whether every file and every tensor of the step is there".into(),
             why: "without a manifest only what is there can speak".into(),

@@ -69,7 +69,7 @@ fn journal(dump: &StepDump, path: &Path, not_checked: &mut Vec<NotChecked>) -> V
         Err(error) => return vec![fault(path, format!("{JOURNAL} cannot be read: {error}"))],
     };
     let mut found = Vec::new();
-    if let (true, Some(how)) = (dump.committed(), examined.contradicts(&dump.manifest)) {
+    if let (true, Some(how)) = (dump.listed, examined.contradicts(&dump.manifest)) {
         let step = dump.step;
         found.push(fault(
             path,

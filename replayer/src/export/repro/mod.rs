@@ -167,7 +167,7 @@ fn leaves(step: &HeadStep<'_>, own: &MicrobatchInputs, data: &mut Data) -> Start
             data.dumped("logits", &own.rows_key, of_rows.dtype, vec![rows, last]);
             Start::Logits
         }
-        Scores::Logprobs => {
+        Scores::Logprobs | Scores::Lost(_) => {
             data.dumped("logprobs", &own.rows_key, of_rows.dtype, vec![rows]);
             Start::Logprobs
         }
@@ -294,7 +294,7 @@ fn facts(step: &HeadStep<'_>, own: &MicrobatchInputs, start: Start, data: &Data)
     let vocabulary = match &own.scores {
         Scores::Product { k, .. } => k.shape[0] as usize,
         Scores::Logits(logits) => logits.shape.last().map_or(0, |&n| n as usize),
-        Scores::Logprobs => 0,
+        Scores::Logprobs | Scores::Lost(_) => 0,
     };
     let classes = own.valid_vocab.min(vocabulary);
     let leaves = ["q", "k", "logits", "logprobs", "bias"];

@@ -167,7 +167,7 @@ impl Replay<'_> {
         let (inputs, stage) = (&slice.inputs, asked.stage);
         self.possible(inputs, stage, member)?;
         let unit = self.unit(slice, asked)?;
-        let mut unused = Outcome::new(&self.wanted);
+        let mut unused = Outcome::new(&self.wanted, &self.step.lacking);
         let state = self.forward(slice, &mut unused)?;
         if let Some(column) = self.of_tokens(slice, stage, &state, member)? {
             return Ok(column);
@@ -317,7 +317,7 @@ impl Replay<'_> {
             _ if member.is_some() && !emulates && !gradient => absent(
                 "a policy is emulated for lse, label_logits, logprobs, logits, dlogits and the gradients: leave policy= out",
             ),
-            Scores::Logprobs
+            Scores::Logprobs | Scores::Lost(_)
                 if !matches!(stage, Stage::Nll | Stage::Loss | Stage::Dlogprobs | Stage::G) =>
             {
                 absent(
@@ -335,7 +335,7 @@ impl Replay<'_> {
         let (inputs, stage) = (&slice.inputs, asked.stage);
         let own = &self.step.tensors[&inputs.rows_key].shape;
         let leading = match inputs.scores {
-            Scores::Logprobs => &own[..],
+            Scores::Logprobs | Scores::Lost(_) => &own[..],
             _ => &own[..own.len().saturating_sub(1)],
         };
         if let (Some(tokens), true) = (&asked.tokens, PLANES.contains(&stage)) {

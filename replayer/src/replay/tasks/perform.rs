@@ -107,9 +107,9 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
     task.session.spill.as_deref().map(|directory| spill_to(Path::new(directory))).transpose()?;
     let dump = dumps.open(&task)?;
     let step = head_step(&dump, &task.session)?;
-    let first = step.find(step.scores(), step.microbatches[0]);
-    let first = first.ok_or_else(|| Box::new(step.missing(step.scores(), None)))?;
-    let roundings = Roundings::plausible(&step.options, step.tensors[first].dtype);
+    let first = step.scores_of(step.microbatches[0]);
+    let (_, first) = first.ok_or_else(|| Box::new(step.missing(step.scores(), None)))?;
+    let roundings = Roundings::plausible(&step.options, first.dtype);
     let roundings = roundings.map_err(|error| Box::new(StepError::Head(error)))?;
     let replay = Replay {
         step: &step,
