@@ -120,7 +120,9 @@ impl Session {
         let Some(files) = files else {
             return;
         };
-        let cut_short = ending.omissions.of_everything().map(str::to_string);
+        // A step that it never began is committed by the others.
+        let cut_short = ending.omissions.of_everything().filter(|_| !ending.late);
+        let cut_short = cut_short.map(str::to_string);
         match (self.client.close_step(step, files, &ending, deadline).await, cut_short) {
             // It is closed, so that no rank waits for it, and it is no whole step.
             (Ok(_), Some(why)) => self.lost(step, &why),
