@@ -273,7 +273,7 @@ impl Mind {
                 omissions.add(EVERYTHING, None, reason);
                 self.shared.omitted(step, EVERYTHING, None, reason);
                 let selection = self.shared.schedule.selection(step);
-                let ending = Ending { head: None, omissions, selection };
+                let ending = Ending { head: None, omissions, selection, late: true };
                 self.shared.queue.push_order(Command::Close(step, Box::new(ending)));
             }
         }

@@ -36,10 +36,9 @@ impl Omissions {
         }
     }
 
-    /// Why this rank stopped recording before the step's end, if it did.
-    pub(crate) fn of_everything(&self) -> Option<&str> {
-        let mut all = self.named.iter();
-        all.find(|(tensor, ..)| tensor == EVERYTHING).map(|(.., reason)| reason.as_str())
+    /// True where this rank stopped recording before the step's end.
+    pub(crate) fn of_everything(&self) -> bool {
+        self.named.iter().any(|(tensor, ..)| tensor == EVERYTHING)
     }
 
     /// As the coordinator keeps them.

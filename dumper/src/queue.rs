@@ -45,6 +45,8 @@ pub(crate) struct Ending {
     pub(crate) omissions: Omissions,
     /// What this rank was asked for.
     pub(crate) selection: Arc<Selection>,
+    /// True where this rank heard of the step too late to begin it.
+    pub(crate) late: bool,
 }
 
 /// Why a capture did not enter the queue.

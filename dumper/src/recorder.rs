@@ -148,7 +148,7 @@ impl Recorder {
             Course::Empty(selection) => {
                 if shared.schedule.take(step) {
                     let (head, omissions) = (None, Omissions::default());
-                    let ending = Ending { head, omissions, selection };
+                    let ending = Ending { head, omissions, selection, late: false };
                     // Refused when recording was given up, which is said elsewhere.
                     let _ = shared.queue.push_end(Command::Close(step, Box::new(ending)));
                 }

@@ -214,8 +214,8 @@ impl Ring {
     /// Takes a step out to be written.
     pub(crate) fn take(&self, step: u64) -> Option<Taken> {
         let held = self.lock().steps.remove(&step)?;
-        let ending =
-            Ending { head: held.head, omissions: held.omissions, selection: held.selection };
+        let (head, omissions, selection) = (held.head, held.omissions, held.selection);
+        let ending = Ending { head, omissions, selection, late: false };
         Some(Taken { captures: held.captures, ending, bytes: held.bytes })
     }
 

@@ -120,15 +120,19 @@ impl Session {
         let Some(files) = files else {
             return;
         };
-        let cut_short = ending.omissions.of_everything().map(str::to_string);
-        match (self.client.close_step(step, files, &ending, deadline).await, cut_short) {
-            // It is closed, so that no rank waits for it, and it is no whole step.
-            (Ok(_), Some(why)) => self.lost(step, &why),
-            (Ok(true), None) => self.shared.committed(step),
-            (Ok(false), None) => {
+        // A step that it never began is committed by the others.
+        let cut_short = ending.omissions.of_everything() && !ending.late;
+        match self.client.close_step(step, files, &ending, deadline).await {
+            // It is closed, so that no rank waits for it, and it is no whole step. That is the
+            // job's own doing, and named among the omissions: no fault of the recording.
+            Ok(_) if cut_short => {
+                self.shared.summary().steps_partial.insert(step);
+            }
+            Ok(true) => self.shared.committed(step),
+            Ok(false) => {
                 self.waiting.insert(step);
             }
-            (Err(error), _) => self.lost(step, &format!("its close failed: {error}")),
+            Err(error) => self.lost(step, &format!("its close failed: {error}")),
         }
     }
 

@@ -177,7 +177,8 @@ impl Tape {
             }
             return self.shared.strict_check();
         }
-        let ending = Ending { head, omissions, selection: self.selection.clone() };
+        let selection = self.selection.clone();
+        let ending = Ending { head, omissions, selection, late: false };
         match self.shared.queue.push_end(Command::Close(self.step, Box::new(ending))) {
             Ok(()) => self.shared.strict_check(),
             Err(Refused::Closed) => Err(self.closed()),
