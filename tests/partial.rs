@@ -80,7 +80,7 @@ fn said(ended: &Ended) -> String {
 #[track_caller]
 fn every_command_says(run: &Path, words: &[&str]) {
     let (dump, out) = (run.to_str().unwrap(), tempfile::tempdir().unwrap());
-    let npy = out.path().join("q.npy");
+    let npy = out.path().join("q.safetensors");
     let (npy, repro) = (npy.to_str().unwrap(), out.path().join("repro"));
     let repro = repro.to_str().unwrap();
     for command in [

@@ -19,6 +19,8 @@ use crate::compare::tally::relative;
 use crate::compare::{Bound, Tally};
 use crate::head::{HeadStep, Lacking, Stage};
 
+/// Why a comparison that leaves tokens out tells nothing.
+const ONLY_ZEROS: &str = "all tokens that could be judged have a gradient of zero";
 /// Reason of a stage that the dump does not hold.
 const NOT_CAPTURED: &str = "not captured";
 /// Reason of one that is beside what was asked for.
@@ -186,6 +188,11 @@ impl Comparison {
         }
     }
 
+    /// Whether it passes, and compares zeros alone.
+    fn is_empty(&self) -> bool {
+        self.excess.is_none() && self.tally.reference_energy == 0.0
+    }
+
     /// The member whose error is nearest to the captured one.
     pub fn best_member(&self) -> Option<&str> {
         let error = self.tally.error_energy;
@@ -265,10 +272,13 @@ impl Outcome {
     pub(super) fn set_aside_unjudged(&mut self) {
         for at in 0..self.stages.len() {
             let stage = self.stages[at].stage;
+            let narrowed = self.coverage.narrowed.contains(&stage);
+            let mut all = std::mem::take(&mut self.stages[at].comparisons);
+            for one in all.iter_mut().filter(|one| narrowed && one.is_empty()) {
+                one.unjudged.get_or_insert_with(|| ONLY_ZEROS.into());
+            }
             let (told, nothing): (Vec<Comparison>, Vec<Comparison>) =
-                std::mem::take(&mut self.stages[at].comparisons)
-                    .into_iter()
-                    .partition(|one| one.unjudged.is_none());
+                all.into_iter().partition(|one| one.unjudged.is_none());
             self.stages[at].comparisons = told;
             for one in nothing {
                 self.leave(stage, one.microbatch, one.unjudged.unwrap_or_default());

@@ -109,6 +109,10 @@ impl World for Biased {
 struct Unlabelled;
 
 impl World for Unlabelled {
+    fn speaks_of(&self, stage: Stage) -> bool {
+        stage == Stage::Dbias
+    }
+
     fn cotangents(&self, _tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
         label.fill(0.0);
     }

@@ -25,13 +25,8 @@ use crate::head::{MicrobatchInputs, Stage};
 pub struct BlockIndexTimesBlock;
 
 /// What a job may read beyond the end.
-const BEYOND: [Beyond; 5] = [
-    Beyond::BlockMovedBack,
-    Beyond::BlockAtEnd,
-    Beyond::LastRow,
-    Beyond::Zeros,
-    Beyond::Wraps,
-];
+const BEYOND: [Beyond; 5] =
+    [Beyond::BlockMovedBack, Beyond::BlockAtEnd, Beyond::LastRow, Beyond::Zeros, Beyond::Wraps];
 
 impl Cause for BlockIndexTimesBlock {
     fn id(&self) -> &str {
