@@ -37,7 +37,7 @@ def replay(
     report: str | os.PathLike[str] | None = None,
     device: str | None = None,
 ) -> Report:
-    """Replays the loss head of a step; the report's `verdict` is agreed, diverged or incomplete.
+    """Replays the loss head of a step; the report's `verdict` is agreed, diverged, incomplete or differs.
 
     compare: roles to compare, with every stage that leads to them; all by default.
     against: another run of the same step.

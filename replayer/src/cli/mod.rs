@@ -49,6 +49,8 @@ pub mod exit {
     pub const USAGE: i32 = 2;
     /// The dump is incomplete or corrupt: no verdict on what depends on it.
     pub const INCOMPLETE: i32 = 3;
+    /// The two runs differ, and nothing recorded says how much they may.
+    pub const DIFFERS: i32 = 4;
 
     /// What a verdict ends with.
     pub fn of(verdict: Verdict) -> i32 {
@@ -56,6 +58,7 @@ pub mod exit {
             Verdict::Agreed => AGREED,
             Verdict::Diverged => DIVERGED,
             Verdict::Incomplete => INCOMPLETE,
+            Verdict::Differs => DIFFERS,
         }
     }
 }

@@ -25,10 +25,12 @@ mod salvage;
 mod tensors;
 #[cfg(test)]
 mod tests;
+pub mod versions;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use backtape::identity::{Attempt, Name, Rank, Step};
 use backtape::manifest::{FileRecord, Manifest, ManifestError, RunRecord};
@@ -75,7 +77,7 @@ pub struct StepDump {
     pub state: StepState,
     /// From disk when committed, else put together from the shard files.
     pub manifest: Manifest,
-    files: Vec<DumpFile>,
+    files: Arc<Vec<DumpFile>>,
     faults: Vec<FileFault>,
     tensors: BTreeMap<TensorKey, TensorInfo>,
     /// Keeps what was brought of a bucket.
@@ -100,7 +102,7 @@ pub enum StepState {
 impl StepDump {
     /// The files that should be there, each with what was found of it.
     pub fn files(&self) -> impl Iterator<Item = (&FileRecord, &DumpFile)> {
-        self.manifest.files.iter().zip(&self.files)
+        self.manifest.files.iter().zip(self.files.iter())
     }
 
     /// What is wrong with the files, by file name.
@@ -207,7 +209,7 @@ fn open_at(
         directory: located.step.path,
         state,
         manifest,
-        files,
+        files: Arc::new(files),
         faults,
         tensors,
         _place: place.clone(),

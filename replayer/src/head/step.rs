@@ -32,6 +32,11 @@ pub struct HeadStep<'a> {
     pub unusable: BTreeMap<TensorKey, String>,
     /// The microbatches in which the scores were recorded; `None` for a job without them.
     pub microbatches: Vec<Option<Microbatch>>,
+    /// The ranks whose tokens are judged, where others hold other versions of what they are
+    /// computed from; `None`: all.
+    pub only: Option<Vec<Rank>>,
+    /// Tensors of which ranks hold several versions, where the step holds all of them.
+    pub disputed: Vec<TensorKey>,
     /// Tensors that were assembled, where they are held.
     assembled: Option<Assembled>,
 }
@@ -64,6 +69,8 @@ impl<'a> HeadStep<'a> {
             tensors,
             unusable,
             microbatches: Vec::new(),
+            only: None,
+            disputed: Vec::new(),
             assembled: None,
         };
         let scores = step.scores();

@@ -278,6 +278,13 @@ impl Replay<'_> {
             outcome.add(Stage::Loss, self.judge_column(inputs, &captured, terms, true, Vec::new()));
             return Ok(());
         }
+        let whole = |role| self.step.find(role, inputs.microbatch).is_some();
+        let recorded = whole(Role::Lse) && whole(Role::LabelLogits);
+        if !recorded && self.step.judged(inputs).is_some() {
+            let why = "ranks hold several versions of what it is computed from: record lse and label_logits to have it judged";
+            outcome.skip(Stage::Loss, why);
+            return Ok(());
+        }
         if self.step.options.scope == Scope::Rank && slice.denominators.len() > 1 {
             outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
             return Ok(());

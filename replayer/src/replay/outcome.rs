@@ -176,6 +176,14 @@ impl StageOutcome {
         })
     }
 
+    /// Settles the status from the comparisons.
+    pub(super) fn settle(&mut self) {
+        let failing = self.failing().count();
+        let first = self.worst().and_then(|worst| worst.excess.clone());
+        self.status = if failing > 0 { Status::Fail } else { Status::Pass };
+        self.reason = first.unwrap_or_default();
+    }
+
     /// The comparisons that fail.
     pub fn failing(&self) -> impl Iterator<Item = &Comparison> {
         self.comparisons.iter().filter(|comparison| comparison.excess.is_some())
@@ -277,10 +285,7 @@ impl Outcome {
             if outcome.comparisons.is_empty() {
                 continue;
             }
-            let failing = outcome.failing().count();
-            let first = outcome.worst().and_then(|worst| worst.excess.clone());
-            outcome.status = if failing > 0 { Status::Fail } else { Status::Pass };
-            outcome.reason = first.unwrap_or_default();
+            outcome.settle();
         }
         let extra = step.tensors.iter().filter(|(_, info)| info.role.is_none());
         for (key, _) in extra {

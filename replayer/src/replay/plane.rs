@@ -90,6 +90,11 @@ impl Replay<'_> {
             if !self.wants(stage) || is_input || one_a_token {
                 continue;
             }
+            if self.step.judged(inputs).is_some() {
+                let why = "ranks hold several versions of what it is computed from, and it is judged over all tokens at once";
+                outcome.skip(stage, why);
+                continue;
+            }
             let bound = self.bound(inputs.tokens(), head.k.rows);
             let mut tally = Tally::default();
             let mut energies: Vec<MemberError> = Vec::new();

@@ -14,6 +14,7 @@ pub(super) fn verdict_word(verdict: Verdict) -> &'static str {
         Verdict::Agreed => "agreed",
         Verdict::Diverged => "diverged",
         Verdict::Incomplete => "incomplete",
+        Verdict::Differs => "differs",
     }
 }
 
@@ -23,6 +24,7 @@ fn glyph(verdict: Verdict) -> &'static str {
         Verdict::Agreed => "✓",
         Verdict::Diverged => "✕",
         Verdict::Incomplete => "?",
+        Verdict::Differs => "≠",
     }
 }
 
