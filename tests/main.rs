@@ -17,6 +17,7 @@ mod efforts;
 mod errors;
 mod false_alarms;
 mod flips;
+mod heads;
 mod hidden;
 mod looking;
 mod operating;

@@ -8,6 +8,7 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
+use super::caught::caught;
 use super::cluster::Connect;
 use super::device::{AskedDevice, Used};
 use super::error::RunError;
@@ -263,16 +264,33 @@ fn report_with(
         let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
     }
-    let (step, mut outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
+    // A defect of ours costs what it was computing, and not what was found before it.
+    let ended = |panicked, judged: Option<(&HeadStep<'_>, &Outcome)>| {
+        let found = Some(Box::new(report(path, &dump, judged, &proof)));
+        RunError::Panicked { panicked, found }
+    };
+    let judged = caught(|| replay_one(path, &dump, &proof, &asked.roles, (how, bar)));
+    let (step, mut outcome) = judged.map_err(|panicked| ended(panicked, None))??;
+    let before = outcome.clone();
+    let whole = caught(|| explained((path, &dump, &proof), (&step, &mut outcome), how));
+    whole.map_err(|panicked| ended(panicked, Some((&step, &before))))?
+}
+
+/// The report of a head that was replayed, with what explains it.
+fn explained(
+    (path, dump, proof): (&Path, &StepDump, &Verification),
+    (step, outcome): (&HeadStep<'_>, &mut Outcome),
+    how: How<'_>,
+) -> Result<Report, RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let ran = how.kernels.map(|kernels| kernels.run(&step)).transpose().map_err(wrong)?;
+    let ran = how.kernels.map(|kernels| kernels.run(step)).transpose().map_err(wrong)?;
     let (compiled, kernels) = ran.unwrap_or_default();
     let variants = [how.variants, &compiled].concat();
-    let causes = diagnose(&step, &mut outcome, &variants).map_err(wrong)?;
-    let variants = diagnose::variants(&step, &variants).map_err(wrong)?;
-    let drawings = how.draws.then(|| drawings(&dump, &proof, std::mem::take(&mut outcome.maps)));
-    let judged = Some((&step, &outcome));
-    Ok(Report { causes, variants, kernels, drawings, ..report(path, &dump, judged, &proof) })
+    let causes = diagnose(step, outcome, &variants).map_err(wrong)?;
+    let variants = diagnose::variants(step, &variants).map_err(wrong)?;
+    let drawings = how.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
+    let judged = Some((step, &*outcome));
+    Ok(Report { causes, variants, kernels, drawings, ..report(path, dump, judged, proof) })
 }
 
 pub(super) fn replay_one<'a>(
@@ -370,7 +388,7 @@ fn summary(
             head.path,
             word(&head.reduction),
             word(&head.denominator),
-            word(&head.scope),
+            head.scope,
             match microbatches {
                 Some(1) => "1 microbatch".into(),
                 Some(n) => format!("{n} microbatches"),

@@ -146,6 +146,7 @@ impl HeadStep<'_> {
     pub fn inputs(&self, microbatch: Option<Microbatch>) -> Result<MicrobatchInputs, StepError> {
         let scores = self.scores();
         let rows_key = self.need(scores, microbatch)?.clone();
+        self.needs_sequences(&rows_key)?;
         let first = self.assemble(&rows_key)?;
         let (scores, tokens, vocab) = match scores {
             Role::Q => self.product(first, microbatch)?,

@@ -362,50 +362,62 @@ impl Replay<'_> {
         let mut found = Captured::default();
         let stages = DQ.into_iter().chain(DK).chain([Stage::Dbias]);
         for stage in stages.filter(|&stage| self.wants(stage)) {
-            let role = stage.role().expect("gradients have roles");
-            let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-            let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
-            if let Some((values, stored)) = self.stand_in(&at, columns) {
-                let source = format!("a variant's {stage}");
-                found.gradients.push(Gradient { stage, values, stored, rounded: None, source });
-                continue;
+            match self.captured_of(stage, (slice, unit), outcome) {
+                Ok(gradient) => found.gradients.extend(gradient),
+                // What cannot be used of one gradient says nothing of the others.
+                Err(error) => outcome.skip(stage, error.to_string()),
             }
-            let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
-                continue;
-            };
-            if stage == Stage::Dk && self.step.options.declared.tied_embedding {
-                let why = "tied_embedding=True: dk holds the input embedding's part too, which the head does not know; record dk_lse and dk_label to have the head's part judged";
-                outcome.skip(stage, why);
-                continue;
-            }
-            let partial = self.step.tensors[key].partial.is_some();
-            let of_tokens = DQ.contains(&stage);
-            let values = match (partial, of_tokens) {
-                (true, true) => {
-                    let sum = Sum::of_partial(self.step, key)?;
-                    let cols = *sum.shape.last().unwrap_or(&1) as usize;
-                    let rows = sum.total.len() / cols.max(1);
-                    let (total, storage) = (sum.total, sum.storage);
-                    Held::Summed { rows, cols, total, storage }
-                }
-                (true, false) if !unit.ranks.is_empty() => {
-                    Held::Whole(self.step.oriented(key, Some(&unit.ranks))?)
-                }
-                // A gradient over all tokens cannot be judged by some ranks' tokens.
-                (_, false) if !unit.ranks.is_empty() => continue,
-                _ => Held::Whole(self.step.oriented(key, None)?),
-            };
-            let stored = match &values {
-                Held::Whole(tensor) => precision_of(tensor.dtype),
-                _ => None,
-            };
-            let source = key.to_string();
-            let mut gradient = Gradient { stage, values, stored, rounded: None, source };
-            gradient.rounded = gradient.coarser(self.roundings.widest.output);
-            self.check_shape(&gradient, slice)?;
-            found.gradients.push(gradient);
         }
         Ok(found)
+    }
+
+    /// What the dump holds of one of this unit's gradients, if it holds any that can be
+    /// judged by the unit's tokens.
+    fn captured_of(
+        &self,
+        stage: Stage,
+        (slice, unit): (&Slice, &Unit),
+        outcome: &mut Outcome,
+    ) -> Result<Option<Gradient>, StepError> {
+        let role = stage.role().expect("gradients have roles");
+        let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
+        if let Some((values, stored)) = self.stand_in(&at, columns) {
+            let source = format!("a variant's {stage}");
+            return Ok(Some(Gradient { stage, values, stored, rounded: None, source }));
+        }
+        let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
+            return Ok(None);
+        };
+        if stage == Stage::Dk && self.step.options.declared.tied_embedding {
+            let why = "tied_embedding=True: dk holds the input embedding's part too, which the head does not know; record dk_lse and dk_label to have the head's part judged";
+            outcome.skip(stage, why);
+            return Ok(None);
+        }
+        let partial = self.step.tensors[key].partial.is_some();
+        let of_tokens = DQ.contains(&stage);
+        let values = match (partial, of_tokens) {
+            (true, _) if of_tokens || unit.ranks.is_empty() => {
+                let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
+                let cols = *sum.shape.last().unwrap_or(&1) as usize;
+                let rows = sum.total.len() / cols.max(1);
+                let (total, storage) = (sum.total, sum.storage);
+                Held::Summed { rows, cols, total, storage }
+            }
+            (true, _) => Held::Whole(self.step.oriented(key, Some(&unit.ranks))?),
+            // A gradient over all tokens cannot be judged by some ranks' tokens.
+            (_, false) if !unit.ranks.is_empty() => return Ok(None),
+            _ => Held::Whole(self.step.oriented(key, None)?),
+        };
+        let stored = match &values {
+            Held::Whole(tensor) => precision_of(tensor.dtype),
+            _ => None,
+        };
+        let source = key.to_string();
+        let mut gradient = Gradient { stage, values, stored, rounded: None, source };
+        self.check_shape(&gradient, slice)?;
+        gradient.rounded = gradient.coarser(self.roundings.widest.output);
+        Ok(Some(gradient))
     }
 
     fn check_shape(&self, gradient: &Gradient, slice: &Slice) -> Result<(), StepError> {

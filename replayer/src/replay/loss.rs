@@ -1,7 +1,9 @@
 //! The loss of a microbatch, and the gradient that each token's loss starts the
 //! backward with.
 
-use backtape::head::{LossReduction, Scope};
+use std::collections::BTreeSet;
+
+use backtape::head::{LossReduction, Ranks};
 use backtape::role::Role;
 
 use super::alike::{in_order, to_one_side};
@@ -278,8 +280,10 @@ impl Replay<'_> {
             outcome.add(Stage::Loss, self.judge_column(inputs, &captured, terms, true, Vec::new()));
             return Ok(());
         }
-        if self.step.options.scope == Scope::Rank && slice.denominators.len() > 1 {
-            outcome.skip(Stage::Loss, "scope=rank: each rank has a loss of its own");
+        let groups = slice.denominators.iter().map(|(unit, _)| unit.rank());
+        let several = groups.collect::<BTreeSet<_>>().len() > 1;
+        if self.step.options.scope.ranks != Ranks::All && several {
+            outcome.skip(Stage::Loss, "each rank has a loss of its own, as scope declares");
             return Ok(());
         }
         let tensor = self.step.assemble(key)?;

@@ -209,7 +209,7 @@ fn slices(step: &HeadStep<'_>, world: &dyn World) -> Result<Vec<Slice>, StepErro
         let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
             key: one.rows_key.clone(),
             found: "held by several ranks".into(),
-            wanted: format!("tokens that one rank counts, for scope=rank: {why}"),
+            wanted: format!("tokens counted over {}: {why}", step.options.scope),
         });
         found.map(|mut found| {
             world.denominators(step, &all, one, &mut found);
