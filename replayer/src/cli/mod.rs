@@ -79,8 +79,7 @@ pub fn main_with(
     };
     match run::run(&parsed, connect) {
         Ok((text, code)) => {
-            // A closed pipe (`| head`) is the reader's choice, not a failure.
-            let _ = anstream::stdout().write_all(paint::paint(&text).as_bytes());
+            written::write_out(&text);
             code
         }
         Err(error) => {

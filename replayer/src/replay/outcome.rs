@@ -109,6 +109,8 @@ pub struct Outcome {
     pub maps: Vec<Map>,
     /// The emulated policies and in which types a device multiplied for them; empty without one.
     pub multiplied: Vec<Multiplied>,
+    /// Multiply-adds of the replay; 0 of a trial, which counts its own.
+    pub work: u64,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
     /// What random probes can see of each stage, the worst of all units.
@@ -198,6 +200,7 @@ impl Outcome {
             grad_norm,
             maps,
             multiplied: Vec::new(),
+            work: 0,
             reference_dk: None,
             reaches,
             estimates,

@@ -17,6 +17,7 @@ use super::{Replay, Slice};
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::HeadInputs;
+use crate::kernels::reference::Keep;
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -49,7 +50,9 @@ impl Replay<'_> {
                     let of = (problem, captured);
                     self.device_slab(of, (&head, range), device, &mut dq.exact)?
                 }
-                (None, None) => self.reference_slab(problem, &head, range, &mut dq.exact),
+                (None, None) => {
+                    self.reference_slab(problem, &head, range, (&mut dq.exact, Keep::Both))
+                }
             };
             let found = (&mut slab, &mut dq, &mut findings);
             self.emulate_slab((problem, &head), &members, captured, walked.as_mut(), found)?;
