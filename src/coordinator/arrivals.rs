@@ -12,7 +12,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::identity::Rank;
+use crate::identity::{LaunchName, Rank};
 
 /// Processes that are kept of one rank: some that were killed, and the one that lives.
 const KEPT_PER_RANK: usize = 4;
@@ -29,9 +29,11 @@ pub(crate) struct Arrivals {
     known: BTreeMap<Rank, Vec<Arrived>>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Arrived {
     incarnation: u64,
+    /// What the launcher calls its launch.
+    launch: Option<LaunchName>,
     number: u64,
     /// The newest arrival that it said again.
     heard: u64,
@@ -48,8 +50,13 @@ impl Arrivals {
         self.begin.wrapping_add(self.count)
     }
 
-    /// Takes in that a process asks, and what it has heard.
-    pub(crate) fn note(&mut self, (rank, incarnation): Process, heard: u64) {
+    /// Takes in that a process asks, of which launch it is, and what it has heard.
+    pub(crate) fn note(
+        &mut self,
+        (rank, incarnation): Process,
+        launch: Option<&LaunchName>,
+        heard: u64,
+    ) {
         let heard = match heard.wrapping_sub(self.begin) {
             number if number <= self.count => number,
             _ => 0,
@@ -63,7 +70,8 @@ impl Arrivals {
             of_rank.remove(0);
         }
         self.count += 1;
-        of_rank.push(Arrived { incarnation, number: self.count, heard: 0 });
+        let (number, launch) = (self.count, launch.cloned());
+        of_rank.push(Arrived { incarnation, launch, number, heard: 0 });
     }
 
     /// True when the process asked again after it had arrived: a first request may have been
@@ -78,11 +86,14 @@ impl Arrivals {
         both.is_some_and(|(a, b)| a.heard >= b.number && b.heard >= a.number)
     }
 
-    /// True when a process of the same rank arrived after this one, and asked again.
+    /// True when a process of the same rank arrived after this one and asked again, and is not
+    /// known to be of another launch: who arrives after the coordinator was restarted may be
+    /// left over.
     pub(crate) fn is_followed(&self, process: Process) -> bool {
-        let own = self.get(process).map_or(0, |own| own.number);
+        let Some(own) = self.get(process) else { return false };
+        let later = |other: &&Arrived| other.number > own.number && other.launch == own.launch;
         let of_rank = self.known.get(&process.0).into_iter().flatten();
-        of_rank.into_iter().any(|other| other.number > own && other.heard >= other.number)
+        of_rank.filter(later).any(|other| other.heard >= other.number)
     }
 
     fn get(&self, (rank, incarnation): Process) -> Option<&Arrived> {
@@ -98,17 +109,17 @@ mod tests {
     fn two_processes_are_together_when_each_was_alive_after_the_other_came() {
         let (zero, one) = ((Rank(0), 10), (Rank(1), 11));
         let mut arrivals = Arrivals::begin(u64::MAX);
-        arrivals.note(zero, 0);
+        arrivals.note(zero, None, 0);
         assert!(!arrivals.came_back(zero), "its first request may be all that is left of it");
         let first = arrivals.newest();
-        arrivals.note(zero, first);
+        arrivals.note(zero, None, first);
         assert!(arrivals.came_back(zero));
-        arrivals.note(one, 0);
+        arrivals.note(one, None, 0);
         let both = arrivals.newest();
         // Only one of the two has shown that it outlived the other's arrival.
-        arrivals.note(one, both);
+        arrivals.note(one, None, both);
         assert!(!arrivals.together(zero, one) && !arrivals.together(one, zero));
-        arrivals.note(zero, both);
+        arrivals.note(zero, None, both);
         assert!(arrivals.together(zero, one) && arrivals.together(one, zero));
     }
 
@@ -116,10 +127,10 @@ mod tests {
     fn what_another_coordinator_said_is_not_believed() {
         let zero = (Rank(0), 10);
         let mut before = Arrivals::begin(1 << 40);
-        before.note(zero, 0);
+        before.note(zero, None, 0);
         let mut arrivals = Arrivals::begin(1 << 50);
-        arrivals.note(zero, before.newest());
-        arrivals.note(zero, before.newest());
+        arrivals.note(zero, None, before.newest());
+        arrivals.note(zero, None, before.newest());
         assert!(!arrivals.came_back(zero));
     }
 
@@ -127,12 +138,16 @@ mod tests {
     fn of_a_rank_the_latest_processes_are_kept_and_who_came_later_is_known() {
         let mut arrivals = Arrivals::begin(5);
         for incarnation in 0..10 {
-            arrivals.note((Rank(3), incarnation), 0);
+            arrivals.note((Rank(3), incarnation), None, 0);
         }
         assert_eq!(arrivals.known[&Rank(3)].len(), KEPT_PER_RANK);
         let (older, newest) = ((Rank(3), 8), (Rank(3), 9));
         assert!(!arrivals.is_followed(older), "the newer one may be dead");
-        arrivals.note(newest, arrivals.newest());
+        arrivals.note(newest, None, arrivals.newest());
         assert!(arrivals.is_followed(older) && !arrivals.is_followed(newest));
+        let (left_over, other) = ((Rank(3), 10), LaunchName::new("job/1").ok());
+        arrivals.note(left_over, other.as_ref(), 0);
+        arrivals.note(left_over, other.as_ref(), arrivals.newest());
+        assert!(!arrivals.is_followed(newest), "it is of another launch");
     }
 }

@@ -314,12 +314,12 @@ mod tests {
         let mut arrivals = Arrivals::begin(7);
         let asks = |process| Asks(0, process, None, None, true);
         for process in [20, 30] {
-            arrivals.note((Rank(0), process), 0);
+            arrivals.note((Rank(0), process), None, 0);
             assert!(matches!(enters(asks(process), latest, &arrivals), Ok(Choice::Wait(_))));
         }
-        arrivals.note((Rank(0), 20), arrivals.newest());
+        arrivals.note((Rank(0), 20), None, arrivals.newest());
         assert_eq!(enters(asks(20), latest, &arrivals), enter(3));
-        arrivals.note((Rank(0), 30), arrivals.newest());
+        arrivals.note((Rank(0), 30), None, arrivals.newest());
         assert_eq!(enters(asks(30), latest, &arrivals), enter(3));
         let older = enters(asks(20), latest, &arrivals);
         assert!(matches!(older, Err(Refusal::LeftOver { .. })), "a later one is there");
@@ -334,11 +334,11 @@ mod tests {
         let (zero, one) = ((Rank(0), 10), (Rank(1), 11));
         // A rank 0 that was killed after it had opened the attempt is not heard of again.
         for process in [zero, one] {
-            arrivals.note(process, 0);
-            arrivals.note(process, arrivals.newest());
+            arrivals.note(process, None, 0);
+            arrivals.note(process, None, arrivals.newest());
         }
         assert!(matches!(enters(asks(1, 11, "job/1"), latest, &arrivals), Ok(Choice::Wait(_))));
-        arrivals.note(zero, arrivals.newest());
+        arrivals.note(zero, None, arrivals.newest());
         assert_eq!(enters(asks(1, 11, "job/1"), latest, &arrivals), enter(2));
         for other in ["job/2", "other/1"] {
             let waits = enters(asks(1, 11, other), latest, &arrivals);
@@ -347,9 +347,9 @@ mod tests {
         let old = enters(asks(1, 11, "job/0"), latest, &arrivals);
         assert!(matches!(old, Err(Refusal::OldLaunch { .. })), "{old:?}");
         // Its place is taken: it is of another launch, whoever lives.
-        arrivals.note((Rank(2), 99), 0);
-        arrivals.note((Rank(2), 99), arrivals.newest());
-        arrivals.note(zero, arrivals.newest());
+        arrivals.note((Rank(2), 99), None, 0);
+        arrivals.note((Rank(2), 99), None, arrivals.newest());
+        arrivals.note(zero, None, arrivals.newest());
         assert!(matches!(enters(asks(2, 99, "job/1"), latest, &arrivals), Ok(Choice::Wait(_))));
     }
 }

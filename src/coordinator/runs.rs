@@ -287,7 +287,7 @@ impl Run {
     /// Which attempt a rank enters, if that can be said yet.
     fn choose(&mut self, join: &Join, world_size: u32) -> Result<Choice, Refusal> {
         if let Some(heard) = join.heard {
-            self.arrivals.note((join.rank, join.incarnation), heard);
+            self.arrivals.note((join.rank, join.incarnation), join.launch.as_ref(), heard);
         }
         let entrant = Entrant {
             run: &join.run,
