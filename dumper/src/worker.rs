@@ -198,7 +198,7 @@ async fn enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), S
                 return Err(why);
             }
             Ok(Err(error)) => format!("no coordinator was found: {error}"),
-            Err(_) => "the coordinator accepts connections and does not answer".into(),
+            Err(_) => "no coordinator was found: it accepts connections and does not answer".into(),
         };
         if Instant::now() + pause >= deadline {
             let seconds = plan.settings.join_deadline.as_secs_f64();

@@ -257,10 +257,8 @@ mod tests {
             waits,
         };
         let whose = latest.map_or(Launch::Any, |(_, launch)| launch);
-        let latest = latest.map(|(state, _)| Latest {
-            attempt: state.opened().attempt,
-            state: Ok(state),
-        });
+        let latest =
+            latest.map(|(state, _)| Latest { attempt: state.opened().attempt, state: Ok(state) });
         choose(entrant, whose, latest, arrivals, 4)
     }
 

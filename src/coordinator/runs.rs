@@ -8,8 +8,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::attempt_log::AttemptLog;
 use super::arrivals::{Arrivals, Process};
+use super::attempt_log::AttemptLog;
 use super::attempts::{self, Choice, Entrant, Latest, Launch};
 use super::config::{Config, Rules, StartError};
 use super::event::{Event, Joined, Launched, Opened};
@@ -304,13 +304,9 @@ impl Run {
                 Err(entrant.superseded(entered, newest))
             }
             (Some(entered), _) => Ok(Choice::Enter(entered)),
-            (None, _) => attempts::choose(
-                entrant,
-                self.launch,
-                self.latest(),
-                &self.arrivals,
-                world_size,
-            ),
+            (None, _) => {
+                attempts::choose(entrant, self.launch, self.latest(), &self.arrivals, world_size)
+            }
         }
     }
 

@@ -92,8 +92,7 @@ pub(crate) fn run(arguments: &LaunchesArguments) -> anyhow::Result<()> {
 
 fn trial(arguments: &LaunchesArguments, number: u64, restarts: u64) -> anyhow::Result<Tally> {
     let mut random = Random::of(arguments.seed, number);
-    let job =
-        Job { seed: random.next(), world: RANKS, steps: 4, files: 1, shards: 1, bytes: 1024 };
+    let job = Job { seed: random.next(), world: RANKS, steps: 4, files: 1, shards: 1, bytes: 1024 };
     let named = random.below(2) == 0;
     let mut yard = Yard::new(&memory())?;
     let mut coordinator = yard.spawn_coordinator(RANKS, "")?;
@@ -145,12 +144,7 @@ fn launch(yard: &mut Yard, job: &Job, number: u32, named: bool) -> anyhow::Resul
 }
 
 /// Waits for the last launch, and holds all that the ranks were told against the promise.
-fn end(
-    yard: &mut Yard,
-    job: &Job,
-    mut ranks: Vec<Process>,
-    last: u32,
-) -> anyhow::Result<Tally> {
+fn end(yard: &mut Yard, job: &Job, mut ranks: Vec<Process>, last: u32) -> anyhow::Result<Tally> {
     for (rank, process) in ranks.iter_mut().enumerate() {
         let status = process.wait(FINAL)?;
         let status = status.with_context(|| format!("rank {rank} does not come to its end"))?;
