@@ -33,7 +33,7 @@ use crate::store::{AttemptDir, Backend, layout};
 
 /// Moves with faults, and moves that the job then has to get done.
 const FAULTY: u32 = 400;
-const CALM: u32 = 4000;
+const CALM: u32 = 20_000;
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
 pub(super) struct Random(u64);
