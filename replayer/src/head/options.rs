@@ -215,6 +215,11 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
             return Err(HeadError::Value { option, value, wanted });
         }
     }
+    refuse_formats(head)
+}
+
+/// Names of formats, and of the points that have one.
+fn refuse_formats(head: &HeadDeclaration) -> Result<(), HeadError> {
     if let Some(value) = head.autocast.as_ref().filter(|name| !["bf16", "f16"].contains(&&***name))
     {
         let (value, wanted) = (value.clone(), "bf16 or f16 is needed, or None".into());

@@ -179,7 +179,7 @@ impl Replay<'_> {
             let there = state.looked.iter().find(|(of, _)| *of == stage);
             let tally = match there {
                 Some((_, looked)) => compared.tally(looked, &bound),
-                None => compared.tally_of(if forced { &all } else { &sure }, &allowed, &bound),
+                None => compared.tally_of(if forced { &all } else { &sure }, allowed, &bound),
             };
             findings.merge(stage, tally, bound);
             let (first, all, rows) = (0, unit.rows.len(), &compared);
