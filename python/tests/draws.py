@@ -109,16 +109,18 @@ def draw(rng, pool, dtype=np.float64, loss=None):
         case.shared["k"] = np.ascontiguousarray(k.T if o.k_layout == "dv" else k).astype(dtype)
     if start != "logprobs" and rng.random() < 0.4:
         case.shared["bias"] = (2 * rng.standard_normal(vocab)).astype(side)
+    # What one microbatch has all have: an input that some lack was lost.
+    weighted, unlabelled = rng.random() < 0.6, rng.random() < 0.5
     for _ in range(o.microbatches):
         lead = pick(rng, pool.leads)
-        data = draw_labels(rng, o, lead, classes, side)
+        data = draw_labels(rng, o, lead, classes, side if weighted else None)
         if start == "q":
             data["q"] = draw_q(rng, lead, k, data["labels"], classes).astype(dtype)
         elif start == "logits":
             data["logits"] = (3 * rng.standard_normal((*lead, vocab))).astype(dtype)
         else:
             data["logprobs"] = (-3 * rng.random(lead)).astype(side)
-            if o.ignore_label is None and rng.random() < 0.5:
+            if o.ignore_label is None and unlabelled:
                 del data["labels"]
         if o.reduction == "none":
             data["cotangent"] = rng.standard_normal(lead).astype(side)
@@ -127,8 +129,8 @@ def draw(rng, pool, dtype=np.float64, loss=None):
 
 
 def draw_labels(rng, o, lead, classes, side):
-    """Labels that repeat, some ignored, and weights of which some are 0. The first two positions
-    count, so that no denominator is 0."""
+    """Labels that repeat, some ignored, and weights of which some are 0, in `side`, or none. The first
+    two positions count, so that no denominator is 0."""
     labels = rng.integers(0, classes, lead)
     labels = np.where(rng.random(lead) < 0.3, pick(rng, labels.ravel()), labels)
     firm = 2 if o.ignore_label == 0 else 0
@@ -136,7 +138,7 @@ def draw_labels(rng, o, lead, classes, side):
         labels[rng.random(lead) < 0.2] = o.ignore_label
     labels.reshape(-1)[:2] = min(firm, classes - 1)
     data = {"labels": labels.astype(pick(rng, [np.int32, np.int64]))}
-    if rng.random() < 0.6:
+    if side is not None:
         weights = rng.random(lead) * 2 * (rng.random(lead) < 0.85)
         weights.reshape(-1)[:2] = 1, 0.5
         data["weights"] = weights.astype(side)
@@ -154,12 +156,13 @@ def add_policy_inputs(rng, case, logprobs):
     """Advantages and the other policies' log-probabilities, near those of this one."""
     o = Options(case.options)
     side = np.float64 if case.dtype is np.float64 else np.float32
+    older = rng.random() < 0.8
     for data, logp in zip(case.microbatches, logprobs):
         lead = shape_of(data)
         near = lambda spread: (logp + spread * rng.standard_normal(lead)).astype(side)
         whole = len(lead) == 2 and rng.random() < 0.5
         data["advantages"] = rng.standard_normal(lead[:1] if whole else lead).astype(side)
-        if rng.random() < 0.8:
+        if older:
             data["old_logprobs"] = near(0.3)
         if o.grpo["kl_beta"]:
             data["ref_logprobs"] = near(0.6)

@@ -299,7 +299,8 @@ def test_planted_errors_are_found_where_they_enter(tmp_path, dtype):
     for step, (what, (_, stage)) in enumerate(PLANTED.items()):
         report = backtape.replay(tmp_path / "run", step=step)
         first = report.first_divergence and report.first_divergence.stage
-        if (report.verdict, first) != ("diverged", stage):
+        # Another formula may be another declaration's, and is told as that.
+        if report.verdict not in ("diverged", "misdeclared") or first != stage:
             wrong.append(f"{what}: {report.verdict} at {first}, not at {stage}\n{report}")
     assert not wrong, f"BACKTAPE_SEED={SEED}\n" + "\n".join(wrong)
     clean = backtape.replay(tmp_path / "run", step=len(PLANTED))

@@ -86,7 +86,7 @@ def test_a_raw_array_is_the_box_that_the_job_says(tmp_path):
 def test_the_head_is_kept_as_declared(tmp_path):
     with backtape.Recorder(tmp_path / "run", strict=True) as recorder, recorder.step(0) as tape:
         tape.head(
-            loss="softmax_xent", path="fused", denominator=np.float32(0.1), mask_value=-1e30,
+            loss="softmax_xent", path="fused", denominator=np.float32(0.1), mask_value=-1e30, valid_vocab=9,
             microbatches=np.int64(2), tiles={"vocab": 512}, softcap=30,
             dtypes={"logits": "f32", "lse": np.float32, "dlogits": "bfloat16"},
         )  # fmt: skip
