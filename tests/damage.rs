@@ -21,7 +21,8 @@ use crate::support::program::replay;
 /// A job of two ranks and two microbatches that records all there is.
 fn job(kind: Kind, reduction: LossReduction) -> Job {
     let base = Options::default();
-    // A fused path records dlogits without the label's part, and one loss a token without its weight.
+    // A fused path records dlogits without the label's part, and one loss a token without its
+    // weight.
     let (fused, dlogits) = (reduction == LossReduction::Mean, false);
     let extras =
         Extras { logits: true, dlogits, logprobs: true, accumulated: true, dq_parts: true };

@@ -100,7 +100,8 @@ fn large(cotangent: f64, off: f64) -> (HeadDeclaration, Vec<Shard>) {
 }
 
 /// Goal: an energy that overflows f64 is within no bound and no error of 0. Method: gradients of
-/// 1e200, right and twice what they should be, beside the same of 1e60, whose variances have squares yet.
+/// 1e200, right and twice what they should be, beside the same of 1e60, whose
+/// variances have squares yet.
 #[test]
 fn values_whose_squares_overflow_have_no_verdict_and_do_not_agree() {
     let judged = |cotangent: f64, off: f64| {
