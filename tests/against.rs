@@ -14,6 +14,7 @@ use backtape_replayer::report::text;
 
 use crate::support::dump::{self, Shard};
 use crate::support::job::{Fault, Job};
+use crate::support::program;
 use crate::support::regroup::{
     activation, cut_rows, merge_microbatches, on_one_rank, reorder, transpose_k, with_token_order,
 };
@@ -210,7 +211,12 @@ fn tensors_without_a_head_are_compared_by_name_in_the_order_of_capture() {
     let wrong = dumped(dir.path(), "wrong", None, &layers(LAYERS, 2, 0.08));
     let report = compared(&clean, &wrong, &["layers.*", "embed"]);
     let shown = text::render(&report);
-    assert_eq!(report.verdict, Verdict::Incomplete, "no bound, so no verdict\n{shown}");
+    assert_eq!(report.verdict, Verdict::Differs, "no bound\n{shown}");
+    let sentence = "DIFFERS: 2 of 4 tensors outside the head differ, the first layers.10.out";
+    let flat: Vec<&str> = shown.split_whitespace().collect();
+    assert!(flat.join(" ").contains(sentence) && flat.contains(&"ulp,"), "{shown}");
+    let (one, two) = (clean.to_str().unwrap(), wrong.to_str().unwrap());
+    assert_eq!(program::replay(&["diff", one, two, "--compare", "layers.*"]).code, 4);
     assert!(report.first_divergence.is_none());
     let against = report.against.unwrap();
     assert_eq!(against.likely.unwrap().tensor, "layers.10.out microbatch 0");
@@ -220,6 +226,68 @@ fn tensors_without_a_head_are_compared_by_name_in_the_order_of_capture() {
     let status: Vec<Status> = against.tensors.iter().map(|t| t.status).collect();
     assert_eq!(status, [Status::Pass, Status::Pass, Status::Warn, Status::Warn]);
     assert!(shown.lines().all(|line| line.chars().count() <= text::WIDTH), "{shown}");
+}
+
+/// x `[40, 96]`, w `[24, 96]` and their product in f32, summed from either end; one row of it
+/// times `by`.
+fn linear(descending: bool, by: f32) -> Vec<Shard> {
+    let draw = |i: usize, of: usize| ((i * of % 211) as f32 - 105.0) * 0.0137;
+    let x: Vec<f32> = (0..40 * 96).map(|i| draw(i + 1, 37)).collect();
+    let w: Vec<f32> = (0..24 * 96).map(|i| draw(i + 3, 53)).collect();
+    let dot = |r: usize, n: usize| {
+        let terms = (0..96).map(|k| if descending { 95 - k } else { k });
+        terms.fold(0.0f32, |sum, k| sum + x[r * 96 + k] * w[n * 96 + k])
+    };
+    let scaled = |at: usize| if at / 24 == 7 { by } else { 1.0 };
+    let out: Vec<f32> = (0..40 * 24).map(|at| dot(at / 24, at % 24) * scaled(at)).collect();
+    // What is made of it, by an operation that nothing here knows.
+    let next: Vec<f32> = out.iter().map(|x| x.tanh()).collect();
+    let shard = |name, shape: [u64; 2], values: &[f32]| Shard {
+        rank: 0,
+        name,
+        microbatch: Some(0),
+        when: None,
+        partial: false,
+        dtype: backtape::dtype::Dtype::F32,
+        shape: shape.to_vec(),
+        place: backtape::index_box::IndexBox::whole(&shape),
+        bytes: values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    };
+    vec![
+        shard("layers.0.in", [40, 96], &x),
+        shard("layers.0.w", [24, 96], &w),
+        shard("layers.0.out", [40, 24], &out),
+        shard("layers.1.in", [40, 24], &next),
+    ]
+}
+
+/// Method: equal operands in both runs, and a product that differs by 1.5e-2 in one row, by
+/// the order of its sums, or not at all.
+#[test]
+fn a_product_whose_operands_are_recorded_has_a_bound() {
+    let dir = tempfile::tempdir().unwrap();
+    let of = |name: &str, shards: &[Shard]| dumped(dir.path(), name, None, &shards[..3]);
+    let clean = of("clean", &linear(false, 1.0));
+    let order = of("order", &linear(true, 1.0));
+    let report = compared(&clean, &order, &[]);
+    let out = &report.against.as_ref().unwrap().tensors[2];
+    assert!(out.measures.mismatches > 100, "the order of the sums must show");
+    assert_eq!(report.verdict, Verdict::Agreed, "{}", text::render(&report));
+    assert!(out.reason.contains("layers.0.in · layers.0.wᵀ"), "{}", out.reason);
+    let wrong = of("wrong", &linear(true, 1.015));
+    for (one, other, whose) in
+        [(&clean, &wrong, "the other run element [7, "), (&wrong, &clean, "this run element [7, ")]
+    {
+        let report = compared(one, other, &[]);
+        assert_eq!(report.verdict, Verdict::Diverged, "{}", text::render(&report));
+        let first = report.first_divergence.unwrap();
+        assert_eq!(first.stage, "layers.0.out microbatch 0");
+        assert!(first.reason.contains(whose), "{}", first.reason);
+    }
+    // What follows by an operation that nothing knows differs, and has no bound.
+    let all = dumped(dir.path(), "all", None, &linear(false, 1.0));
+    let other = dumped(dir.path(), "other", None, &linear(true, 1.0));
+    assert_eq!(compared(&all, &other, &[]).verdict, Verdict::Differs);
 }
 
 #[test]
@@ -250,7 +318,7 @@ fn layers_outside_the_head_are_compared_beside_it_and_do_not_make_its_verdict() 
     assert!(text::render(&report).contains("that differ outside the head are not judged"));
     // Asked for by name, they are part of the question.
     let report = compared(&one, &two, &["layers.*", "dq"]);
-    assert_eq!(report.verdict, Verdict::Incomplete);
+    assert_eq!(report.verdict, Verdict::Differs);
     let against = report.against.unwrap();
     assert_eq!(against.tensors.len(), 3);
     assert!(against.differences.iter().any(|found| found.stage.name() == "dq"));

@@ -30,6 +30,7 @@ mod recorder;
 mod replay;
 mod security;
 mod standin;
+mod step_checks;
 mod support;
 mod tidy;
 mod trajectory;

@@ -38,7 +38,7 @@ def replay(
     device: str | None = None,
 ) -> Report:
     """Replays the loss head of a step; the report's `verdict` is agreed, diverged,
-    misdeclared or incomplete.
+    misdeclared, incomplete or differs.
 
     compare: roles to compare, with every stage that leads to them; all by default.
     against: another run of the same step.

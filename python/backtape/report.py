@@ -16,7 +16,7 @@ class Report:
     """
 
     verdict: str
-    """Of a replay agreed, diverged, misdeclared or incomplete; of checks passed, failed or
+    """Of a replay agreed, diverged, misdeclared, incomplete or differs; of checks passed, failed or
     incomplete; of a trajectory clear, flagged or incomplete."""
     findings: list[Any]
     """What was found, most severe first where findings have a severity."""

@@ -71,25 +71,40 @@ pub struct Check {
     pub name: &'static str,
     /// What it looks for, in a few words.
     pub about: &'static str,
-    run: fn(&[Subject<'_>], &mut Found),
+    run: Run,
+    /// Whether it is part of every replay: what it finds is about one step, and at fail level
+    /// it is a fault of the job.
+    of_replay: bool,
+}
+
+type Run = fn(&[Subject<'_>], &mut Found);
+
+/// A check that is part of every replay.
+const fn weighs(name: &'static str, about: &'static str, run: Run) -> Check {
+    Check { name, about, run, of_replay: true }
+}
+
+/// A check of `replay checks` alone.
+const fn told(name: &'static str, about: &'static str, run: Run) -> Check {
+    Check { name, about, run, of_replay: false }
 }
 
 /// Every check, in the order of a report.
 pub const CHECKS: &[Check] = &[
-    Check { name: "damage", about: "all of the dump can be read", run: damage::run },
-    Check { name: "batches", about: "no batch and no sequence repeats", run: batches::run },
-    Check { name: "shift", about: "labels are the ids that follow the inputs", run: shift::run },
-    Check { name: "labels", about: "labels name classes, and some count", run: labels::run },
-    Check { name: "nonfinite", about: "every value is a number", run: nonfinite::run },
-    Check { name: "poison", about: "no memory was left unwritten", run: poison::run },
-    Check { name: "buffers", about: "no gradient is another buffer", run: stale::run },
-    Check { name: "zeros", about: "no row is zero that cannot be", run: zeros::run },
-    Check { name: "replicas", about: "replicas hold the same bits", run: replicas::run },
-    Check { name: "recompute", about: "what is computed again is the same", run: recompute::run },
-    Check { name: "reduced", about: "reduced gradients are no rank's own", run: reduced::run },
-    Check { name: "counts", about: "the loss counts what the data count", run: counts::run },
-    Check { name: "start", about: "the first loss against log V", run: start::run },
-    Check { name: "clipping", about: "how many steps were clipped", run: gradients::run },
+    told("damage", "all of the dump can be read", damage::run),
+    weighs("batches", "no batch and no sequence repeats", batches::run),
+    weighs("shift", "labels are the ids that follow the inputs", shift::run),
+    weighs("labels", "labels name classes, and some count", labels::run),
+    weighs("nonfinite", "every value is a number", nonfinite::run),
+    weighs("poison", "no memory was left unwritten", poison::run),
+    weighs("buffers", "no gradient is another buffer", stale::run),
+    weighs("zeros", "no row is zero that cannot be", zeros::run),
+    weighs("replicas", "replicas hold the same bits", replicas::run),
+    weighs("recompute", "what is computed again is the same", recompute::run),
+    weighs("reduced", "reduced gradients are no rank's own", reduced::run),
+    weighs("counts", "the loss counts what the data count", counts::run),
+    told("start", "the first loss against log V", start::run),
+    told("clipping", "how many steps were clipped", gradients::run),
 ];
 
 /// How a check ended.
@@ -107,7 +122,7 @@ pub enum Status {
 }
 
 /// What one check did.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CheckSummary {
     /// Its name.
     pub check: &'static str,
@@ -120,7 +135,7 @@ pub struct CheckSummary {
 }
 
 /// Everything that the checks have to say.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Checked {
     /// By check.
     pub checks: Vec<CheckSummary>,
@@ -128,12 +143,13 @@ pub struct Checked {
     pub findings: Vec<Finding>,
     /// What was not checked, and why.
     pub not_checked: Vec<CheckSkipped>,
-    /// Of every gradient that was recorded.
+    /// Of every gradient that was recorded; empty beside a replay.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub statistics: Vec<GradientStatistics>,
 }
 
 /// What a check did not look at.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CheckSkipped {
     /// The check's name.
     pub check: &'static str,
@@ -143,6 +159,19 @@ pub struct CheckSkipped {
 }
 
 impl Checked {
+    /// Settles how each check ended from what it found.
+    pub fn settle(&mut self) {
+        for check in &mut self.checks {
+            let own = self.findings.iter().filter(|finding| finding.check == check.check);
+            check.status = match own.map(|finding| finding.severity).min() {
+                Some(Severity::Fail) => Status::Fail,
+                Some(Severity::Warn) => Status::Warn,
+                _ if check.looked_at == 0 => Status::NotChecked,
+                _ => Status::Pass,
+            };
+        }
+    }
+
     /// True when something is found to be wrong.
     pub fn failed(&self) -> bool {
         self.findings.iter().any(|finding| finding.severity == Severity::Fail)
@@ -151,28 +180,32 @@ impl Checked {
 
 /// Runs every check over some steps of one run, in ascending order of steps.
 pub fn check(subjects: &[Subject<'_>]) -> Checked {
+    let all: Vec<&Check> = CHECKS.iter().collect();
+    Checked { statistics: statistics(subjects), ..run(&all, subjects) }
+}
+
+/// Runs the checks that are part of the replay of a step.
+pub fn check_replayed(subject: Subject<'_>) -> Checked {
+    let all: Vec<&Check> = CHECKS.iter().filter(|check| check.of_replay).collect();
+    run(&all, &[subject])
+}
+
+fn run(checks: &[&Check], subjects: &[Subject<'_>]) -> Checked {
     // A part of a step has fewer tokens, microbatches and tensors than the job had: of it only
     // what became of the dump is looked at.
     let whole = |one: &&Subject<'_>| one.dump.is_whole();
     let whole: Vec<Subject<'_>> = subjects.iter().filter(whole).copied().collect();
-    let one = |check: &Check| {
+    let one = |check: &&Check| {
         let mut found = Found::new(check.name);
         let of = if check.name == "damage" { subjects } else { &whole[..] };
         (check.run)(of, &mut found);
         found
     };
-    let all: Vec<Found> = CHECKS.par_iter().map(one).collect();
-    let mut checked = Checked { statistics: statistics(subjects), ..Checked::default() };
-    for (check, found) in CHECKS.iter().zip(all) {
-        let worst = found.findings.iter().map(|finding| finding.severity).min();
-        let status = match worst {
-            Some(Severity::Fail) => Status::Fail,
-            Some(Severity::Warn) => Status::Warn,
-            _ if found.looked_at == 0 => Status::NotChecked,
-            _ => Status::Pass,
-        };
-        let Check { name, about, .. } = *check;
-        let looked_at = found.looked_at;
+    let all: Vec<Found> = checks.par_iter().map(one).collect();
+    let mut checked = Checked::default();
+    for (check, found) in checks.iter().zip(all) {
+        let Check { name, about, .. } = **check;
+        let (status, looked_at) = (Status::NotChecked, found.looked_at);
         checked.checks.push(CheckSummary { check: name, about, status, looked_at });
         checked.findings.extend(found.findings);
         let skipped = found.not_checked.into_iter();
@@ -180,5 +213,6 @@ pub fn check(subjects: &[Subject<'_>]) -> Checked {
     }
     // Stable: a check's own order is kept.
     checked.findings.sort_by_key(|finding| finding.severity);
+    checked.settle();
     checked
 }

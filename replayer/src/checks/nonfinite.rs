@@ -2,13 +2,16 @@
 //!
 //! Every element of every float tensor is classified by its bits. What is infinite on
 //! purpose is not counted: a mask of minus infinity on logits, on a bias and on tensors
-//! outside the head, and the log-probability of a masked class.
+//! outside the head, and the log-probability of a masked class. A tensor outside the head may
+//! hold NaN on purpose, and a kernel need not write what it has of tokens that take no part:
+//! both are warnings.
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use rayon::prelude::*;
 
+use super::facts::{Facts, facts, vector};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, bits, format, kind};
@@ -58,10 +61,44 @@ fn step(subject: &Subject<'_>, found: &mut Found) {
         }
     }
     hit.sort_by_key(|(key, role, _)| order(key, *role));
-    let Some(((key, role, count), later)) = hit.split_first() else {
-        return;
+    let known: Vec<Facts> = match hit.is_empty() {
+        true => Vec::new(),
+        false => facts(subject).into_iter().flatten().collect(),
     };
-    origin(subject, found, (key, *role, count), later);
+    let meant = |(key, role, count): &(&TensorKey, Option<Role>, Count)| {
+        role.is_none_or(|role| idle(subject, key, (role, count), &known))
+    };
+    // The first that counts, where one does, and the rest in order.
+    let (at, severity) = match hit.iter().position(|one| !meant(one)) {
+        Some(at) => (at, Severity::Fail),
+        None if hit.is_empty() => return,
+        None => (0, Severity::Warn),
+    };
+    let (key, role, count) = hit.remove(at);
+    origin(subject, found, (key, role, &count, severity), &hit);
+}
+
+/// Whether all of it is in rows of tokens that take no part, of a stage of the forward pass.
+fn idle(
+    subject: &Subject<'_>,
+    key: &TensorKey,
+    (role, count): (Role, &Count),
+    known: &[Facts],
+) -> bool {
+    let Some(facts) = known.iter().find(|facts| facts.microbatch == key.microbatch) else {
+        return false;
+    };
+    let rests = |t: usize| facts.weights.get(t) == Some(&0.0);
+    match role {
+        Role::Q | Role::Logits => count.rows.iter().all(|&row| rests(row as usize)),
+        Role::Lse | Role::LabelLogits | Role::Logprobs => {
+            let values = vector(subject, role, key.microbatch, facts.tokens());
+            values.is_some_and(|(values, _)| {
+                values.iter().enumerate().all(|(t, value)| value.is_finite() || rests(t))
+            })
+        }
+        _ => false,
+    }
 }
 
 /// When in a step a tensor came to be: parameters before microbatches, those one after
@@ -151,7 +188,7 @@ fn masked_from(subject: &Subject<'_>, info: &TensorInfo) -> Option<u64> {
 fn origin(
     subject: &Subject<'_>,
     found: &mut Found,
-    (key, role, count): (&TensorKey, Option<Role>, &Count),
+    (key, role, count, severity): (&TensorKey, Option<Role>, &Count, Severity),
     later: &[(&TensorKey, Option<Role>, Count)],
 ) {
     let (row, ranks) = count.first.clone().unwrap_or_default();
@@ -179,7 +216,7 @@ fn origin(
         ),
         None => format!("Look for the op that made {} on {}", key.tensor, name_ranks(&ranks)),
     };
-    found.add(Severity::Fail, Some("nan-origin"), place, evidence, advice);
+    found.add(severity, Some("nan-origin"), place, evidence, advice);
     for (key, _, count) in later {
         let ranks = count.first.as_ref().map(|(_, ranks)| ranks.as_slice()).unwrap_or_default();
         let place = Place::of(subject).tensor(key).ranks(ranks).rows(&count.rows);

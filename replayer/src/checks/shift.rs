@@ -70,9 +70,18 @@ fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, found: &mut Found
     };
     found.looked();
     let head = subject.head();
-    let counts = |t: usize| !super::facts::ignored(head, facts.recorded[t]);
-    let counted: Vec<bool> = (0..inputs.len()).map(counts).collect();
     let sequence = tensor.shape.last().map_or(inputs.len(), |&n| n as usize).max(1);
+    // A weight belongs to the position that predicts, which is the one before an unshifted
+    // label: a masked model counts, by its weights, only what it hides.
+    let predicts = |t: usize| match head.is_some_and(|head| !head.labels_shifted) {
+        true => (t % sequence > 0).then(|| t - 1),
+        false => Some(t),
+    };
+    let counts = |t: usize| {
+        let label = !super::facts::ignored(head, facts.recorded[t]);
+        label && predicts(t).is_none_or(|t| facts.weights[t] != 0.0)
+    };
+    let counted: Vec<bool> = (0..inputs.len()).map(counts).collect();
     let chance = chance(&inputs, &facts.recorded, &counted);
     let pair = Pair { inputs: &inputs, labels: &facts.recorded, counted, sequence, chance };
     let expected = head.map(|head| i64::from(head.labels_shifted));
@@ -167,7 +176,8 @@ fn judge(
                 "Shift once: labels[t] = {}[t+1] with labels_shifted=True, or unshifted labels with labels_shifted=False",
                 key.tensor
             );
-            found.add(Severity::Fail, Some(CAUSE), place, evidence, advice);
+            let severity = severity(expected, best, pair.matches(best, None));
+            found.add(severity, Some(CAUSE), place, evidence, advice);
         }
         None => {
             let odd = !(0..=1).contains(&best);
@@ -180,6 +190,20 @@ fn judge(
     }
     if best == 1 {
         ends(subject, key, facts, pair, found);
+    }
+}
+
+/// A shift that contradicts the declaration, or shows every position its own label, fails;
+/// one that a job may want is a warning.
+fn severity(expected: i64, best: i64, (matches, n): (u64, u64)) -> Severity {
+    match (expected, best) {
+        // Declared to be the inputs' own ids, and they are not: they were shifted before.
+        (0, _) => Severity::Fail,
+        // Multi-token prediction has labels further ahead.
+        (_, 2..) => Severity::Warn,
+        // Denoising hides some of its input, so that not all positions match.
+        _ if matches < n => Severity::Warn,
+        _ => Severity::Fail,
     }
 }
 

@@ -5,12 +5,15 @@
 //! at most, b the bits of the fraction. A run of r equal elements in one place of two
 //! tensors of n, none a repeat of the one before it, is reported when `n 2^(-r b)` is
 //! below [`FALSE_ALARM`], over the pairs of a step. Rows of two microbatches are compared
-//! whole, and only where their labels differ: dq depends on nothing else that equal
-//! hidden states leave open.
+//! whole, and only where their labels differ, and with dq the rows of k that these name: dq
+//! depends on nothing else that equal hidden states leave open. A row of dk may be made by
+//! tokens of one hidden state alone, so where the microbatches share any it is a warning.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::dtype::Dtype;
+use backtape::hash::ContentHash;
+use backtape::head::KLayout;
 use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
@@ -18,7 +21,7 @@ use backtape::shard::{TensorKey, When};
 use super::facts::{Facts, facts};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
-use crate::assemble::{extract, pieces as cut};
+use crate::assemble::{assemble, extract, pieces as cut};
 use crate::bits::{Kind, bits, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
@@ -195,8 +198,16 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
                 && told(info.dtype, piece.row_bytes(row)) >= needed
         };
         let rows = (0..piece.rows()).filter(|&row| stale(row));
-        let rows: Vec<u64> = rows.map(|row| piece.global_row(row)).collect();
+        let mut rows: Vec<u64> = rows.map(|row| piece.global_row(row)).collect();
+        if info.role == Some(Role::Dq) && !rows.is_empty() {
+            let of_k = rows_of_k(subject);
+            rows.retain(|&token| !one_row(&of_k, past.2, facts, token as usize));
+        }
         let Some(first) = rows.first() else { continue };
+        let severity = match of_tokens || !shared_states(past, now) {
+            true => Severity::Fail,
+            false => Severity::Warn,
+        };
         let evidence = format!(
             "{key} of step {} and {} of step {} are equal bit for bit in {} of {}, from row {first} on, though their tokens differ",
             subject.dump.step,
@@ -210,8 +221,48 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
             "{} still holds what was there before: the op did not write these rows",
             key.tensor
         );
-        found.add(Severity::Fail, Some("uninitialised-output"), place, evidence, advice);
+        found.add(severity, Some("uninitialised-output"), place, evidence, advice);
     }
+}
+
+/// Whether a token of one microbatch has the hidden state of one of the other (the first of
+/// every sequence often has), or that is not known: what such tokens alone add to is alike.
+fn shared_states(past: At<'_>, now: At<'_>) -> bool {
+    let states = |(subject, _, facts): At<'_>| -> Option<BTreeSet<u128>> {
+        let same =
+            |(key, info): &Named<'_>| key.microbatch == facts.microbatch && info.shape.len() > 1;
+        let (_, info) = subject.of_role(Role::Q).find(same)?;
+        let (held, _) = pieces(subject.dump, info);
+        let rows = held.iter().flat_map(|piece| (0..piece.rows()).map(|row| piece.row_bytes(row)));
+        Some(rows.map(|row| ContentHash::of(row).0).collect())
+    };
+    match (states(past), states(now)) {
+        (Some(past), Some(now)) => !past.is_disjoint(&now),
+        _ => true,
+    }
+}
+
+/// Whether a token's labels in two microbatches name one and the same row of k.
+fn one_row(of_k: &[u128], past: &Facts, now: &Facts, token: usize) -> bool {
+    let row = |facts: &Facts| {
+        let class = usize::try_from((*facts.targets.get(token)?)?).ok()?;
+        of_k.get(class)
+    };
+    row(past).is_some() && row(past) == row(now)
+}
+
+/// What tells the rows of k apart, by class; nothing where k cannot be had.
+fn rows_of_k(subject: &Subject<'_>) -> Vec<u128> {
+    let whole = |(key, info): Named<'_>| {
+        let tensor = assemble(subject.dump, key).ok()?;
+        let transposed = subject.head().is_some_and(|head| head.k_layout == KLayout::Dv);
+        let tensor = if transposed { tensor.transposed().ok()? } else { tensor };
+        let row = tensor.bytes().len() / (tensor.shape.first().copied()? as usize).max(1);
+        let hashes = tensor.bytes().chunks_exact(row.max(1));
+        (info.shape.len() == 2).then(|| hashes.map(|row| ContentHash::of(row).0).collect())
+    };
+    let named = subject.of_role(Role::K).find(|(_, info)| info.shape.len() == 2);
+    named.and_then(whole).unwrap_or_default()
 }
 
 /// Elements of a row that say something: numbers that differ from the one before.

@@ -4,7 +4,7 @@
 //! the logits of at least 2⁻⁶ of its weight in the label's class: no rounding to bf16
 //! (2⁻⁸) brings a whole row of dq to zero, nor the label's row of dk. So
 //!
-//! - dq: the row of every such token is not zero, where k is not;
+//! - dq: the row of every such token is not zero, where not all rows of k are one;
 //! - dk: the row of every class that such a token has as its label is not zero on the
 //!   ranks that hold the token, where the token's q is not.
 //!
@@ -44,8 +44,8 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
 
 fn step(subject: &Subject<'_>, head: &HeadDeclaration, found: &mut Found) {
     let of_k = subject.of_role(Role::K).map(|(_, info)| info);
-    if !of_k.into_iter().any(|info| nonzero(subject, info)) {
-        let why = "k was not recorded, or is zero: gradients may be";
+    if !of_k.into_iter().any(|info| tells(subject, info, head)) {
+        let why = "k was not recorded, or all of its rows are one: gradients may be zero";
         return found.skip(format!("step {}: zero rows of dq", subject.dump.step), why);
     }
     let mut all: Vec<(Facts, Vec<bool>)> = Vec::new();
@@ -68,9 +68,30 @@ fn step(subject: &Subject<'_>, head: &HeadDeclaration, found: &mut Found) {
     }
 }
 
-fn nonzero(subject: &Subject<'_>, info: &TensorInfo) -> bool {
+/// Whether valid classes differ in k: where all are one row, zero or not, `Σ p k - k[y]` is zero.
+fn tells(subject: &Subject<'_>, info: &TensorInfo, head: &HeadDeclaration) -> bool {
     let (held, _) = pieces(subject.dump, info);
-    held.iter().any(|piece| piece.bytes.iter().any(|&byte| byte & 0x7f != 0))
+    let (dtype, width) = (info.dtype, info.dtype.width());
+    let valid = head.valid_vocab.unwrap_or(u64::MAX);
+    // Either zero is zero.
+    let one = |bytes: &[u8]| match bits(bytes, width, 0) {
+        bits if kind(dtype, bits) == Kind::Zero => 0,
+        bits => bits,
+    };
+    let row = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(width).map(one).collect() };
+    held.iter().any(|piece| match head.k_layout {
+        KLayout::Dv => (0..piece.rows()).any(|at| {
+            let classes = valid.saturating_sub(piece.column_range().0);
+            let row = row(piece.row_bytes(at));
+            let row = &row[..row.len().min(usize::try_from(classes).unwrap_or(usize::MAX))];
+            row.windows(2).any(|pair| pair[0] != pair[1])
+        }),
+        KLayout::Vd => {
+            let mut rows = (0..piece.rows()).filter(|&at| piece.global_row(at) < valid);
+            let first = rows.next().map(|at| row(piece.row_bytes(at)));
+            rows.any(|at| Some(row(piece.row_bytes(at))) != first)
+        }
+    })
 }
 
 /// Tokens whose gradient cannot be zero; `None` where that is not known.

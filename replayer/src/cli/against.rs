@@ -1,10 +1,10 @@
 //! `--against`: the report of two runs, and its verdict.
 //!
 //! A stage that leaves its reference or the other run by more than rounding
-//! explains diverges; so does a tensor that is NaN or of another shape. What
-//! differs without anything to judge it by is no verdict: the two runs agree only
-//! when all that was asked for by name was judged, and a tensor outside the head
-//! passes by equal bits alone.
+//! explains diverges; so does a tensor that is NaN, of another shape, or no longer
+//! the product of its recorded operands. Where something outside the head differs
+//! and nothing that was recorded says how much it may, the runs differ, which is a
+//! verdict of its own: neither agreed nor diverged.
 
 use std::path::Path;
 
@@ -22,6 +22,7 @@ use crate::replay::outcome::{NotChecked, Outcome, Status};
 use crate::report::drawings::drawings;
 use crate::report::number::plural;
 use crate::report::schema::{AgainstReport, FirstDivergence, Reason, Report};
+use crate::report::step_checks;
 use crate::report::verdict::verdict;
 use crate::verify::Verification;
 
@@ -49,14 +50,13 @@ pub(super) fn report(
     let theirs = judge((other_path, &other_dump, &other_proof), asked, &shared, how)?;
     let two = (side(dump, proof, &ours), side(&other_dump, &other_proof, &theirs));
     let differences = against(&two.0, &two.1, asked)?;
-    let counts = |judged: &Judged<'_>, dump: &StepDump| judged.is_some() || !dump.committed();
-    let replayed = (counts(&ours, dump), counts(&theirs, &other_dump));
     let parts = |judged| Option::as_ref(judged).map(|(step, outcome, _)| (step, outcome));
     let causes =
         |judged: &Judged<'_>| judged.as_ref().map_or(Vec::new(), |(.., causes)| causes.clone());
     let mut report = report_one(path, dump, parts(&ours), proof);
     let mut other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
-    (report.causes, other.causes) = (causes(&ours), causes(&theirs));
+    report.causes = step_checks::causes(dump, &report.checks, causes(&ours));
+    other.causes = step_checks::causes(&other_dump, &other.checks, causes(&theirs));
     if how.0.draws {
         let maps = |judged: &Judged<'_>| {
             judged.as_ref().map_or(Vec::new(), |(_, outcome, _)| outcome.maps.clone())
@@ -64,7 +64,7 @@ pub(super) fn report(
         report.drawings = Some(drawings(dump, proof, maps(&ours)));
         other.drawings = Some(drawings(&other_dump, &other_proof, maps(&theirs)));
     }
-    join(&mut report, other, differences, replayed);
+    join(&mut report, other, differences);
     if let (Some((step, ..)), Some((other_step, ..)), Some(against)) =
         (&ours, &theirs, &mut report.against)
     {
@@ -101,7 +101,7 @@ fn side<'a>(dump: &'a StepDump, proof: &Verification, judged: &'a Judged<'_>) ->
 
 /// Adds the other run: the earliest place at which either leaves its reference
 /// or the two leave each other is the first divergence.
-fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool, bool)) {
+fn join(report: &mut Report, other: Report, found: Differences) {
     let runs = format!("{} and {}", report.dump.run, other.dump.run);
     let of_pair = first_of(&found, runs);
     let order = |first: &FirstDivergence| {
@@ -118,7 +118,7 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
     let all = own.into_iter().chain(other.first_divergence.clone()).chain(of_pair);
     report.first_divergence = all.min_by_key(order);
     let own = std::mem::take(&mut report.reasons);
-    report.reasons = reasons(own, other.reasons, &found, replayed);
+    report.reasons = reasons(own, other.reasons, &found);
     report.verdict = verdict(&report.reasons);
     report.findings.extend(found.findings);
     report.findings.extend(other.findings.iter().map(|finding| format!("other run: {finding}")));
@@ -141,6 +141,7 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
         tensors: found.named,
         likely: found.likely,
         unjudged: found.unjudged,
+        checks: other.checks,
         grad_norm: other.grad_norm,
         norm_gap: None,
         drawings: other.drawings,
@@ -148,16 +149,10 @@ fn join(report: &mut Report, other: Report, found: Differences, replayed: (bool,
 }
 
 /// Why the two runs do not agree: what speaks against either, and what parts them.
-fn reasons(
-    ours: Vec<Reason>,
-    theirs: Vec<Reason>,
-    found: &Differences,
-    replayed: (bool, bool),
-) -> Vec<Reason> {
-    // Nobody asked for the head of a run whose head was not replayed.
-    let mut all: Vec<Reason> = ours.into_iter().filter(|_| replayed.0).collect();
+fn reasons(ours: Vec<Reason>, theirs: Vec<Reason>, found: &Differences) -> Vec<Reason> {
+    let mut all = ours;
     let other = |reason: Reason| Reason { what: format!("other run: {}", reason.what), ..reason };
-    all.extend(theirs.into_iter().filter(|_| replayed.1).map(other));
+    all.extend(theirs.into_iter().map(other));
     let stages = found.stages.iter().filter(|stage| stage.status == Status::Fail);
     all.extend(stages.map(|one| Reason::diverged(format!("both runs: {}", one.stage))));
     let named = found.named.iter().filter(|named| named.status == Status::Fail);
@@ -165,9 +160,15 @@ fn reasons(
     if found.stages.is_empty() && found.named.is_empty() {
         all.push(Reason::incomplete("nothing that was asked for could be compared"));
     }
-    if found.unjudged > 0 {
-        let tensors = plural(found.unjudged as u64, "tensor");
-        all.push(Reason::incomplete(format!("{tensors} could not be judged")));
+    if found.differing > 0 {
+        let tensors = plural(found.differing as u64, "tensor");
+        all.push(Reason::differs(format!(
+            "{tensors} outside the head differ, and nothing recorded says how much they may"
+        )));
+    }
+    if found.unjudged > found.differing {
+        let tensors = plural((found.unjudged - found.differing) as u64, "tensor");
+        all.push(Reason::incomplete(format!("{tensors} could not be compared")));
     }
     all
 }

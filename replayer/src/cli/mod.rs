@@ -50,6 +50,8 @@ pub mod exit {
     pub const USAGE: i32 = 2;
     /// The dump is incomplete or corrupt: no verdict on what depends on it.
     pub const INCOMPLETE: i32 = 3;
+    /// The two runs differ, and nothing recorded says how much they may.
+    pub const DIFFERS: i32 = 4;
 
     /// What a look at a step ends with.
     pub(super) fn of_step(dump: &StepDump) -> i32 {
@@ -62,6 +64,7 @@ pub mod exit {
             Verdict::Agreed => AGREED,
             Verdict::Diverged | Verdict::Misdeclared => DIVERGED,
             Verdict::Incomplete => INCOMPLETE,
+            Verdict::Differs => DIFFERS,
         }
     }
 }

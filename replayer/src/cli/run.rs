@@ -17,9 +17,11 @@ use super::page::PageFile;
 use super::progress::Bar;
 use super::written::Json;
 use super::{against, checks, look, own, precision, trajectory};
+use crate::checks::{Subject, check_replayed};
 use crate::device::{Device, Kernel};
 use crate::diagnose::{self, Found, diagnose};
 use crate::draw::seed_of;
+use crate::dump::versions::{HeldBy, disputed, versions};
 use crate::dump::{self, Selection, StepDump};
 use crate::head::HeadStep;
 use crate::head::policy_file::read_toml;
@@ -35,7 +37,7 @@ use crate::report::schema::{
     DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport,
 };
 use crate::report::verdict::Reason;
-use crate::report::{catalogue, dumped, inventory, text, verdict};
+use crate::report::{catalogue, dumped, inventory, step_checks, text, verdict};
 use crate::spill::spill_to;
 use crate::verify::{Verification, verify};
 
@@ -268,6 +270,10 @@ fn report_with(
         let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
     }
+    let held = versions(&dump, |key| proof.unusable(key).is_none());
+    if !held.is_empty() {
+        return held_report(path, (&dump, &proof), &held, asked, (how, bar));
+    }
     let (step, mut outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let ran = how.kernels.map(|kernels| kernels.run(&step)).transpose().map_err(wrong)?;
@@ -277,7 +283,52 @@ fn report_with(
     let variants = diagnose::variants(&step, &variants).map_err(wrong)?;
     let drawings = how.draws.then(|| drawings(&dump, &proof, std::mem::take(&mut outcome.maps)));
     let judged = Some((&step, &outcome));
-    Ok(Report { causes, variants, kernels, drawings, ..report(path, &dump, judged, &proof) })
+    let found = report(path, &dump, judged, &proof);
+    let causes = step_checks::causes(&dump, &found.checks, causes);
+    Ok(Report { causes, variants, kernels, drawings, ..found })
+}
+
+/// The report of a step of which ranks hold several versions: each group of ranks is judged by
+/// what it holds. Others would compute with other versions, so the tiles stay in this process.
+fn held_report(
+    path: &Path,
+    (dump, proof): (&StepDump, &Verification),
+    held: &[HeldBy],
+    asked: &Asked,
+    (how, bar): (How<'_>, &Bar),
+) -> Result<Report, RunError> {
+    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
+    let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
+    let disputed = disputed(dump, |key| proof.unusable(key).is_none());
+    let mut all = HeadStep::new(dump, how.policy, unusable).map_err(wrong)?;
+    all.disputed.clone_from(&disputed);
+    let how = How { cluster: None, ..how };
+    let mut found: Option<(HeadStep<'_>, Outcome)> = None;
+    let mut causes: Vec<Found> = Vec::new();
+    for one in held {
+        let mut step = HeadStep::new(&one.dump, how.policy, unusable).map_err(wrong)?;
+        step.only = Some(one.ranks.clone());
+        let mut outcome = replay_step(path, &step, &asked.roles, (how, bar))?;
+        let causes_of = searched(diagnose(&step, &mut outcome, how.variants), &mut outcome);
+        for cause in causes_of.map_err(wrong)? {
+            if causes.iter().all(|known| known.id != cause.id) {
+                causes.push(cause);
+            }
+        }
+        match &mut found {
+            None => found = Some((step, outcome)),
+            Some((_, first)) => first.join(outcome, &one.ranks, &disputed),
+        }
+    }
+    let Some((step, mut outcome)) = found else { return Ok(report(path, dump, None, proof)) };
+    let mut seen = diagnose::of_versions(&all, &outcome).map_err(wrong)?;
+    causes.retain(|cause| seen.iter().all(|of| of.id != cause.id));
+    seen.extend(causes);
+    let variants = diagnose::variants(&step, how.variants).map_err(wrong)?;
+    let drawings = how.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
+    let found = report(path, dump, Some((&step, &outcome)), proof);
+    let causes = step_checks::causes(dump, &found.checks, seen);
+    Ok(Report { causes, variants, drawings, ..found })
 }
 
 /// The causes of a search. One that a tensor of no use ends takes no verdict with it.
@@ -305,7 +356,18 @@ pub(super) fn replay_one<'a>(
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
     let step = HeadStep::new(dump, how.policy, unusable).map_err(wrong)?;
-    let seed = seed_of(dump.run.as_str(), dump.step.0);
+    let outcome = replay_step(path, &step, compare, (how, bar))?;
+    Ok((step, outcome))
+}
+
+fn replay_step(
+    path: &Path,
+    step: &HeadStep<'_>,
+    compare: &[Role],
+    (how, bar): (How<'_>, &Bar),
+) -> Result<Outcome, RunError> {
+    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
+    let seed = seed_of(step.dump.run.as_str(), step.dump.step.0);
     let effort = match (how.probes, how.tokens) {
         (Some(count), _) => Effort::Probes { count, seed },
         (None, Some(count)) => Effort::Tokens { count, seed },
@@ -315,8 +377,7 @@ pub(super) fn replay_one<'a>(
     let How { draws, cluster, device, .. } = how;
     let (progress, total): (_, &dyn Fn(u64)) = (bar, &total);
     let request = Request { compare, effort, progress, total, draws, cluster, device };
-    let outcome = replay::replay(&step, &request).map_err(wrong)?;
-    Ok((step, outcome))
+    replay::replay(step, &request).map_err(wrong)
 }
 
 /// The report of one run; without stages where its head was not replayed.
@@ -330,6 +391,7 @@ pub(super) fn report(
         dump.state.why().map(|why| format!("step {} is not committed: {why}", dump.step));
     let microbatches = judged.map(|(step, _)| step.microbatches.len());
     let manifest = &dump.manifest;
+    let opened = dump;
     let dump = summary(path, dump, microbatches, proof);
     let findings: Vec<String> =
         proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
@@ -344,15 +406,19 @@ pub(super) fn report(
     }
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
-    let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
-    let mut reasons = verdict::of_head(judged, first_divergence.as_ref());
+    let checked =
+        step_checks::weighed(opened, check_replayed(Subject { dump: opened, proof }), outcome);
+    let replayed = outcome.and_then(|outcome| FirstDivergence::of(outcome, opened.run.as_str()));
+    let mut reasons = verdict::of_head(judged, replayed.as_ref());
+    reasons.extend(verdict::of_checks(&checked));
     reasons.extend(uncommitted.map(Reason::incomplete));
+    let first_divergence = step_checks::first_of(opened, &checked, replayed);
     Report {
         schema: SCHEMA,
         version: backtape::VERSION,
         verdict: verdict::verdict(&reasons),
         reasons,
-        step: dump.step,
+        step: opened.step.0,
         first_divergence,
         dump,
         stages: outcome.map(StageReport::all).unwrap_or_default(),
@@ -364,6 +430,7 @@ pub(super) fn report(
         against: None,
         findings,
         not_checked,
+        checks: checked,
         device: None,
         multiplied: outcome.map(|outcome| outcome.multiplied.clone()).unwrap_or_default(),
         kernels: Vec::new(),

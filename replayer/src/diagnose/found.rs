@@ -75,6 +75,26 @@ pub struct StageResidual {
     pub sampled: bool,
 }
 
+impl Found {
+    /// A cause that is seen rather than computed.
+    pub fn seen(id: &str, stages: Vec<&'static str>, evidence: String, advice: String) -> Found {
+        Found {
+            id: id.into(),
+            standing: Standing::Named,
+            explained: 1.0,
+            norm_gap_explained: None,
+            beats_next_by: None,
+            next: None,
+            bit_equal: false,
+            parameters: BTreeMap::new(),
+            stages,
+            residuals: Vec::new(),
+            evidence,
+            advice,
+        }
+    }
+}
+
 /// The causes of a decision: one named, or several tied.
 pub(super) fn of_decision(
     tried: &[Tried<'_>],
@@ -237,20 +257,9 @@ fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
 pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
     let one = |cause: &&dyn Cause| {
         let Observed { evidence: words, stages, parameters: of } = cause.observed(evidence)?;
-        Some(Found {
-            id: cause.id().into(),
-            standing: Standing::Named,
-            explained: 1.0,
-            norm_gap_explained: None,
-            beats_next_by: None,
-            next: None,
-            bit_equal: false,
-            parameters: parameters(&of),
-            stages: stages.into_iter().map(Stage::name).collect(),
-            residuals: Vec::new(),
-            evidence: words,
-            advice: cause.advice().into(),
-        })
+        let stages = stages.into_iter().map(Stage::name).collect();
+        let parameters = parameters(&of);
+        Some(Found { parameters, ..Found::seen(cause.id(), stages, words, cause.advice().into()) })
     };
     catalogue.iter().filter_map(one).collect()
 }

@@ -98,6 +98,29 @@ fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) 
     found
 }
 
+/// Causes that several versions of one tensor show.
+const OF_VERSIONS: [&str; 4] =
+    ["silent-corruption", "sync-wrong-microbatch", "partial-not-reduced", "replica-divergence"];
+
+/// Where the versions of tensors come from on which replicas disagree.
+pub fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
+    let step = &step.holding();
+    let inputs: Vec<MicrobatchInputs> =
+        step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
+    let search = Search {
+        step,
+        compared: stages(outcome, |_| true).into_iter().collect(),
+        rows: sample::rows(outcome, &inputs),
+        few: sample::few(outcome, &inputs),
+        cache: PassCache::default(),
+    };
+    let base = residuals(outcome);
+    let evidence = Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
+    let known = CATALOGUE.iter().copied().filter(|cause| OF_VERSIONS.contains(&cause.id()));
+    let known: Vec<&dyn Cause> = known.collect();
+    Ok(found::observed(&known, &evidence))
+}
+
 /// What an examination of an outcome finds.
 enum Examined {
     /// Why it diverged, if it did, and the declaration with which it would not.

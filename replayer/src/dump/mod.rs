@@ -25,10 +25,12 @@ mod salvage;
 mod tensors;
 #[cfg(test)]
 mod tests;
+pub mod versions;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use backtape::identity::{Attempt, Name, Rank, Step};
 use backtape::manifest::{FileRecord, Glance, Manifest, ManifestError, RunRecord, cut_short};
@@ -76,7 +78,7 @@ pub struct StepDump {
     pub manifest: Manifest,
     /// Whether it is known which files the step should hold: the last of these does not say.
     pub listed: bool,
-    files: Vec<DumpFile>,
+    files: Arc<Vec<DumpFile>>,
     faults: Vec<FileFault>,
     tensors: BTreeMap<TensorKey, TensorInfo>,
     /// Keeps what was brought of a bucket.
@@ -106,7 +108,7 @@ pub enum StepState {
 impl StepDump {
     /// The files that should be there, each with what was found of it.
     pub fn files(&self) -> impl Iterator<Item = (&FileRecord, &DumpFile)> {
-        self.manifest.files.iter().zip(&self.files)
+        self.manifest.files.iter().zip(self.files.iter())
     }
 
     /// What is wrong with the files, by file name.
@@ -251,7 +253,7 @@ fn open_at(
         state,
         manifest,
         listed,
-        files,
+        files: Arc::new(files),
         faults,
         tensors,
         _place: place.clone(),

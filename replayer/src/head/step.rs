@@ -40,6 +40,11 @@ pub struct HeadStep<'a> {
     pub microbatches: Vec<Option<Microbatch>>,
     /// What a replay needs and the dump does not give.
     pub lacking: Lacking,
+    /// The ranks whose tokens are judged, where others hold other versions of what they are
+    /// computed from; `None`: all.
+    pub only: Option<Vec<Rank>>,
+    /// Tensors of which ranks hold several versions, where the step holds all of them.
+    pub disputed: Vec<TensorKey>,
     /// Tensors that were assembled, where they are held.
     assembled: Option<Assembled>,
 }
@@ -80,6 +85,8 @@ impl<'a> HeadStep<'a> {
             unusable,
             microbatches: Vec::new(),
             lacking: Lacking::default(),
+            only: None,
+            disputed: Vec::new(),
             assembled: None,
         };
         let scores = step.scores();

@@ -42,10 +42,36 @@ impl HeadStep<'_> {
             let key = self.find(role, inputs.microbatch);
             key.is_some_and(|key| self.tensors[key].partial.is_some())
         });
-        if !partial {
-            return Ok(vec![Unit { ranks: Vec::new(), rows: (0..tokens).collect() }]);
+        let own = self.own_units(inputs)?;
+        match (own, partial) {
+            (Some(units), true) => Ok(units),
+            (Some(units), false) => {
+                let mut rows: Vec<usize> =
+                    units.iter().flat_map(|unit| unit.rows.clone()).collect();
+                rows.sort_unstable();
+                let ranks = units.into_iter().flat_map(|unit| unit.ranks).collect();
+                Ok(vec![Unit { ranks, rows }])
+            }
+            (None, true) => self.rank_rows(inputs),
+            (None, false) => Ok(vec![Unit { ranks: Vec::new(), rows: (0..tokens).collect() }]),
         }
-        self.rank_rows(inputs)
+    }
+
+    /// The units of the ranks whose tokens alone are judged; `None` where all tokens are.
+    fn own_units(&self, inputs: &MicrobatchInputs) -> Result<Option<Vec<Unit>>, String> {
+        let Some(only) = &self.only else { return Ok(None) };
+        let mut units = self.rank_rows(inputs)?;
+        let all = units.len();
+        units.retain(|unit| unit.ranks.iter().any(|rank| only.contains(rank)));
+        Ok((units.len() < all).then_some(units))
+    }
+
+    /// Whether a token is judged, `[T]`; `None` where all are.
+    pub(crate) fn judged(&self, inputs: &MicrobatchInputs) -> Option<Vec<bool>> {
+        let units = self.own_units(inputs).ok().flatten()?;
+        let mut judged = vec![false; inputs.tokens()];
+        units.iter().flat_map(|unit| &unit.rows).for_each(|&row| judged[row] = true);
+        Some(judged)
     }
 
     /// The tokens by the ranks that hold them.

@@ -35,6 +35,11 @@ struct Judged<'a> {
 impl Replay<'_> {
     pub(super) fn across(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         self.sums(slices, outcome)?;
+        if slices.iter().any(|slice| self.step.judged(&slice.inputs).is_some()) {
+            let why = "ranks hold several versions of what the gradients are computed from";
+            outcome.leave(Stage::GradNorm, None, why);
+            return Ok(());
+        }
         let norm = self.norm(slices, outcome);
         outcome.spared(norm, (&[Stage::GradNorm], None)).map(|_| ())
     }

@@ -90,7 +90,11 @@ impl Replay<'_> {
         ignored_too: bool,
         members: Vec<MemberError>,
     ) -> Comparison {
-        let counted = |t: &usize| ignored_too || inputs.labels[*t] != IGNORED;
+        let judged = self.step.judged(inputs);
+        let counted = |t: &usize| {
+            let own = judged.as_ref().is_none_or(|judged| judged[*t]);
+            own && (ignored_too || inputs.labels[*t] != IGNORED)
+        };
         let kept: Vec<usize> = (0..expected.values.len()).filter(counted).collect();
         let values: Vec<f64> = kept.iter().map(|&t| captured.values[t]).collect();
         let exact: Vec<f64> = kept.iter().map(|&t| expected.values[t]).collect();
@@ -109,6 +113,8 @@ impl Replay<'_> {
         let bound = self.bound(expected.values.len(), 1);
         let tally = Tally::of(&rows, allowed, &bound);
         let (microbatch, source) = (inputs.microbatch, captured.source.clone());
-        Comparison { members, ..Comparison::new(microbatch, None, source, tally, &bound) }
+        let only = self.step.only.as_ref().filter(|_| judged.is_some());
+        let rank = only.and_then(|ranks| ranks.first().copied());
+        Comparison { members, ..Comparison::new(microbatch, rank, source, tally, &bound) }
     }
 }

@@ -29,6 +29,9 @@ pub struct Coverage {
     pub judged: usize,
     /// Of how many.
     pub of: usize,
+    /// Which.
+    #[serde(skip)]
+    counted: BTreeSet<Stage>,
     /// What was left out of them.
     pub left_out: Vec<LeftOut>,
     /// Stages of which some tokens could not be judged, or some of the error: it is said which
@@ -91,6 +94,7 @@ impl Outcome {
         let coverage = Coverage {
             judged: counted.iter().filter(judged).count(),
             of: counted.len(),
+            counted: counted.iter().copied().collect(),
             left_out: self.left_of(&counted),
             narrowed: self.coverage.narrowed.clone(),
             lacks: Vec::new(),
@@ -101,6 +105,23 @@ impl Outcome {
         self.not_checked.extend(in_part);
         self.coverage = coverage;
         self.coverage.lacks = self.lacks(&counted, asked);
+    }
+
+    /// Takes what was judged of another version of the step's tensors. Call it once the stages
+    /// hold what was compared of both.
+    pub(super) fn cover_too(&mut self, other: Coverage) {
+        let mut own = std::mem::take(&mut self.coverage);
+        own.counted.extend(other.counted);
+        own.narrowed.extend(other.narrowed);
+        let new = |left: &LeftOut| !own.left_out.contains(left);
+        let more: Vec<LeftOut> = other.left_out.into_iter().filter(new).collect();
+        own.left_out.extend(more);
+        own.left_out.sort_by_key(|one| (one.stage, one.microbatch));
+        let lacks = other.lacks.into_iter().filter(|why| !own.lacks.contains(why));
+        own.lacks.extend(lacks.collect::<Vec<_>>());
+        own.judged = own.counted.iter().filter(|&&stage| is_judged(self.stage(stage))).count();
+        own.of = own.counted.len();
+        self.coverage = own;
     }
 
     /// What was left out of these stages: each that has no comparison has a reason of its own.

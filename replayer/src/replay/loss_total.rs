@@ -67,6 +67,13 @@ impl Replay<'_> {
         if !self.wants(Stage::Loss) || !self.holds_loss(slice) {
             return Ok(());
         }
+        let held = |role| self.step.find(role, microbatch).is_some();
+        let captured = held(Role::Lse) && held(Role::LabelLogits);
+        if !captured && self.step.judged(&slice.inputs).is_some() {
+            let why = "ranks hold several versions of what it is computed from: record lse and label_logits to have it judged";
+            outcome.leave(Stage::Loss, microbatch, why);
+            return Ok(());
+        }
         let at = At { stage: Stage::Loss, microbatch, rank: None };
         let terms = terms.clone().times(self.world.scale(at));
         let totals = self.totals(slice, &terms);

@@ -217,6 +217,14 @@ impl StageOutcome {
         self.status == Status::Skip && self.reason == NOT_ASKED
     }
 
+    /// Settles the status from the comparisons.
+    pub(super) fn settle(&mut self) {
+        let failing = self.failing().count();
+        let first = self.worst().and_then(|worst| worst.excess.clone());
+        self.status = if failing > 0 { Status::Fail } else { Status::Pass };
+        self.reason = first.unwrap_or_default();
+    }
+
     /// The comparisons that fail.
     pub fn failing(&self) -> impl Iterator<Item = &Comparison> {
         self.comparisons.iter().filter(|comparison| comparison.excess.is_some())
@@ -360,10 +368,7 @@ impl Outcome {
                 }
                 continue;
             }
-            let failing = outcome.failing().count();
-            let first = outcome.worst().and_then(|worst| worst.excess.clone());
-            outcome.status = if failing > 0 { Status::Fail } else { Status::Pass };
-            outcome.reason = first.unwrap_or_default();
+            outcome.settle();
         }
         self.cover(step, asked);
         let extra = step.tensors.iter().filter(|(_, info)| info.role.is_none());

@@ -88,6 +88,11 @@ impl Replay<'_> {
             if !self.wants(stage) || is_input || one_a_token {
                 continue;
             }
+            if self.step.judged(inputs).is_some() {
+                let why = "ranks hold several versions of what it is computed from, and it is judged over all tokens at once";
+                outcome.leave(stage, inputs.microbatch, why);
+                continue;
+            }
             let before = (state, upstream);
             let found = self.judge_plane((stage, key), (slice, &head), before, outcome);
             outcome.spared(found, (&[stage], inputs.microbatch))?;

@@ -75,8 +75,9 @@ fn stages(out: &mut String, against: &AgainstReport) {
 
 fn tensors(out: &mut String, against: &AgainstReport) {
     let all = &against.tensors;
-    let differ: Vec<&NamedDifference> =
-        all.iter().filter(|found| found.status != Status::Pass).collect();
+    let differs =
+        |found: &&NamedDifference| found.status != Status::Pass || found.measures.mismatches > 0;
+    let differ: Vec<&NamedDifference> = all.iter().filter(differs).collect();
     let equal = all.len() - differ.len();
     wrap(
         out,
@@ -153,7 +154,14 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
             }
             if tensors > warned {
                 let n = plural((tensors - warned) as u64, "tensor");
-                parts.push(format!("{n} outside the head equal bit for bit"));
+                let passing = |found: &&NamedDifference| found.status == Status::Pass;
+                let mut passed = against.tensors.iter().filter(passing);
+                let equal = passed.all(|found| found.difference == 0.0);
+                let how = match equal {
+                    true => "equal bit for bit",
+                    false => "equal bit for bit or what their own operands give",
+                };
+                parts.push(format!("{n} outside the head {how}"));
             }
             if warned > 0 {
                 parts.push(format!("{warned} that differ outside the head are not judged"));
@@ -163,18 +171,11 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
         _ if stages + tensors == 0 => {
             "INCOMPLETE: nothing that was asked for could be compared.".into()
         }
+        Verdict::Differs => differs(against, warned),
         _ if against.unjudged > 0 => {
-            let likely = match &against.likely {
-                Some(likely) => format!("; they likely part at {}", likely.tensor),
-                None => String::new(),
-            };
             format!(
-                "INCOMPLETE: {warned} of {} outside the head differ, and no bound says how much they may{likely}{}.",
-                plural(tensors as u64, "tensor"),
-                match against.unjudged - warned.min(against.unjudged) {
-                    0 => String::new(),
-                    n => format!("; {n} could not be compared"),
-                }
+                "INCOMPLETE: {} could not be compared.",
+                plural(against.unjudged as u64, "tensor")
             )
         }
         _ => {
@@ -182,4 +183,38 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
                 .into()
         }
     }
+}
+
+/// That tensors differ for which there is no bound: the first of them, by how much and where.
+fn differs(against: &AgainstReport, warned: usize) -> String {
+    let unsettled = |found: &&NamedDifference| found.status == Status::Warn;
+    let first = against.tensors.iter().find(unsettled).map_or(String::new(), |found| {
+        let measures = &found.measures;
+        let ulps = measures.ulps.last().map(|(ulps, _)| format!(" by up to {ulps} ulp"));
+        let at = measures.first_mismatch.map(|at| {
+            let (row, column) = at.index;
+            let values = (short(at.captured), short(at.reference));
+            format!(", at first at [{row}, {column}]: {} here, {} there", values.0, values.1)
+        });
+        format!(
+            ", the first {} in {}{}{}",
+            found.tensor,
+            plural(measures.mismatches, "element"),
+            ulps.unwrap_or_default(),
+            at.unwrap_or_default()
+        )
+    });
+    let likely = match &against.likely {
+        Some(likely) => format!("; they likely part at {}", likely.tensor),
+        None => String::new(),
+    };
+    let more = match against.unjudged - warned.min(against.unjudged) {
+        0 => String::new(),
+        n => format!("; {n} could not be compared"),
+    };
+    format!(
+        "DIFFERS: {warned} of {} outside the head differ{first}, and nothing recorded says how \
+         much they may{likely}{more}.",
+        plural(against.tensors.len() as u64, "tensor"),
+    )
 }

@@ -16,6 +16,7 @@ pub mod number;
 pub mod precision;
 pub mod schema;
 pub mod shown;
+pub mod step_checks;
 pub mod text;
 pub mod trajectory;
 pub mod verdict;

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::drawings::Drawings;
 pub use super::verdict::{Reason, Verdict};
+use crate::checks::Checked;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::device::Description;
 use crate::diagnose::{Found, VariantStage};
@@ -175,6 +176,8 @@ pub struct AgainstReport {
     pub likely: Option<Likely>,
     /// How many tensors that were asked for nothing could judge.
     pub unjudged: usize,
+    /// What the checks of its step found.
+    pub checks: Checked,
     /// Its grad_norm.
     pub grad_norm: GradNorm,
     /// How far the two norms are apart, and who the gap belongs to.
@@ -222,6 +225,8 @@ pub struct Report {
     pub findings: Vec<String>,
     /// What was not checked and why.
     pub not_checked: Vec<NotChecked>,
+    /// What the checks of the step found; at fail level it is part of the verdict.
+    pub checks: Checked,
     /// What computed the reference; absent unless a device was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<DeviceReport>,

@@ -8,6 +8,7 @@ use super::measured;
 use super::number::{bytes, count, error, plural, ratio, scale, short};
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
 use crate::replay::coverage::Coverage;
+use super::step_checks;
 use crate::replay::outcome::{NotChecked, Status};
 
 /// Width that every line keeps to.
@@ -33,6 +34,10 @@ pub fn render(report: &Report) -> String {
     grad_norm(&mut out, report);
     for finding in &report.findings {
         wrap(&mut out, "found     ", finding);
+    }
+    step_checks::render(&mut out, &report.checks, "");
+    if let Some(against) = &report.against {
+        step_checks::render(&mut out, &against.checks, "other run: ");
     }
     unchecked(&mut out, &report.not_checked);
     out.push('\n');

@@ -6,6 +6,7 @@
 use serde::Serialize;
 
 use super::schema::FirstDivergence;
+use crate::checks::{Checked, Severity};
 use crate::head::HeadStep;
 use crate::replay::outcome::Outcome;
 
@@ -17,6 +18,8 @@ pub enum Verdict {
     Agreed,
     /// Nothing diverged, and something asked for could not be judged.
     Incomplete,
+    /// The two runs differ, and nothing recorded says how much they may.
+    Differs,
     /// Something is more wrong than rounding can explain.
     Diverged,
     /// The job is right by another declaration than its own, which is said before anything else.
@@ -43,6 +46,11 @@ impl Reason {
         Reason { verdict: Verdict::Misdeclared, what: what.into() }
     }
 
+    /// Two runs are not the same, and there is no bound to hold that against.
+    pub fn differs(what: impl Into<String>) -> Reason {
+        Reason { verdict: Verdict::Differs, what: what.into() }
+    }
+
     /// The dump lacks something.
     pub fn incomplete(what: impl Into<String>) -> Reason {
         Reason { verdict: Verdict::Incomplete, what: what.into() }
@@ -54,14 +62,18 @@ pub fn verdict(reasons: &[Reason]) -> Verdict {
     reasons.iter().map(|reason| reason.verdict).max().unwrap_or(Verdict::Agreed)
 }
 
-/// The reasons that lie in the replay of one run's head; `None` where it was not replayed.
+/// The reasons that lie in what the checks found.
+pub fn of_checks(checked: &Checked) -> Vec<Reason> {
+    let failing = checked.findings.iter().filter(|found| found.severity == Severity::Fail);
+    failing.map(|found| Reason::diverged(format!("{}: {}", found.check, found.evidence))).collect()
+}
+
+/// The reasons that lie in the replay of one run's head; none where nobody asked for it.
 pub fn of_head(
     judged: Option<(&HeadStep<'_>, &Outcome)>,
     first: Option<&FirstDivergence>,
 ) -> Vec<Reason> {
-    let Some((step, outcome)) = judged else {
-        return vec![Reason::incomplete("the head was not replayed")];
-    };
+    let Some((step, outcome)) = judged else { return Vec::new() };
     let mut reasons = Vec::new();
     let other = outcome.other_declaration.as_ref().filter(|other| other.misdeclared);
     reasons.extend(other.map(|other| Reason::misdeclared(other.sentence())));

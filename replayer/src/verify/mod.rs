@@ -34,6 +34,7 @@ use serde::Serialize;
 pub use finding::{FindingKind, NotChecked, Severity, VerifyFinding};
 
 use crate::assemble;
+use crate::dump::versions::disagrees;
 use crate::dump::{MAX_RANKS, ShardRef, StepDump, TensorInfo};
 use contents::Contents;
 
@@ -193,7 +194,13 @@ fn unusable(
 ) -> Option<String> {
     use FindingKind::{DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree};
     let spoiling = [DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree];
-    let spoilt = spoiling.iter().find_map(|kind| found.iter().find(|f| f.kind == *kind));
+    // Several versions of one box are what the job held: each can be judged.
+    let versions = |f: &VerifyFinding| {
+        let box_of = f.place.as_ref();
+        f.kind == ReplicasDisagree && box_of.is_some_and(|place| disagrees(dump, info, place))
+    };
+    let spoilt =
+        spoiling.iter().find_map(|kind| found.iter().find(|f| f.kind == *kind && !versions(f)));
     if let Some(finding) = spoilt {
         return Some(finding.sentence.clone());
     }

@@ -46,7 +46,7 @@ pub struct Versions {
 pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
     let step = evidence.step;
     let mut found = Vec::new();
-    for key in step.unusable.keys() {
+    for key in step.unusable.keys().chain(&step.disputed) {
         let Some(info) = step.dump.tensors().get(key) else { continue };
         let size: u64 = info.shape.iter().product();
         if info.partial.is_some() || size * info.shards.len() as u64 > MOST as u64 {

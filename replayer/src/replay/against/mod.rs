@@ -12,6 +12,7 @@
 mod align;
 mod asked;
 pub mod named;
+mod products;
 mod side;
 mod stages;
 mod tokens;
@@ -88,6 +89,8 @@ pub struct Differences {
     /// Tensors that were asked for by name, or by asking for everything where
     /// there is no head, and that nothing could judge.
     pub unjudged: usize,
+    /// How many of those both runs hold, and they differ.
+    pub differing: usize,
 }
 
 /// Why two dumps cannot be compared as asked.
@@ -157,6 +160,7 @@ pub fn against(
     // Beside a head that was judged, other tensors are shown for information.
     if !asked.patterns.is_empty() || found.stages.is_empty() {
         let warned = found.named.iter().filter(|named| named.status == Status::Warn).count();
+        found.differing = warned;
         found.unjudged = warned + left_out.len();
     }
     found.not_checked.extend(left_out);

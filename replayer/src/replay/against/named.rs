@@ -1,10 +1,11 @@
 //! Tensors that have no part in the loss head, matched by name, microbatch and
 //! moment: layer activations, their gradients, weights, anything a job records.
 //!
-//! Nothing is known of how they were computed, so there is no bound to derive
-//! and none is made up. Equal bits pass. NaN, a wrong infinity or another shape
-//! fails: no rounding makes them. Everything else is a `warn`, and what is
-//! stated beside it is how far rounding alone could have come:
+//! Equal bits pass. NaN, a wrong infinity or another shape fails: no rounding makes them.
+//! What is a product of two tensors that were recorded, too, has a bound and is judged by
+//! it ([`products`]). Of everything else nothing is known of how it was computed, so there
+//! is no bound to derive and none is made up: it is a `warn`, and what is stated beside it
+//! is how far rounding alone could have come:
 //!
 //! - Each tensor so far, in each of the two runs, was rounded to its dtype (unit
 //!   roundoff `u`) and summed in f32 over about its last dimension `D`. Errors of
@@ -15,7 +16,7 @@
 //!   tensor before it: an error that was carried along grows slowly, one that
 //!   enters jumps.
 //!
-//! It is a pointer for the eye. A warn alone makes no verdict, neither way.
+//! It is a pointer for the eye. A warn says that the runs differ, and no more.
 
 use backtape::identity::Microbatch;
 use backtape::role::Role;
@@ -23,6 +24,7 @@ use backtape::shard::{TensorKey, When};
 use serde::Serialize;
 
 use super::AgainstError;
+use super::products::{self, Judged, Products};
 use super::side::Side;
 use super::view::View;
 use super::walk::walk;
@@ -44,10 +46,10 @@ pub struct NamedDifference {
     pub microbatch: Option<Microbatch>,
     /// True for what is made in the backward.
     pub gradient: bool,
-    /// `pass` for equal bits, `warn` where they differ, `fail` where no rounding
-    /// can be the reason.
+    /// `pass` for equal bits and for what each run's own operands give, `warn` where they
+    /// differ, `fail` where no rounding can be the reason.
     pub status: Status,
-    /// Why it fails.
+    /// Why it fails, or why it passes though the bits differ.
     pub reason: String,
     /// Its dtype in this run.
     pub dtype: &'static str,
@@ -100,12 +102,13 @@ fn is_gradient(key: &TensorKey, info: &TensorInfo) -> bool {
 }
 
 /// Compares tensors that both runs hold, one after the other.
-pub(super) fn compare(
-    one: &Side<'_>,
-    other: &Side<'_>,
-    keys: &[&TensorKey],
+pub(super) fn compare<'a>(
+    one: &'a Side<'a>,
+    other: &'a Side<'a>,
+    keys: &[&'a TensorKey],
 ) -> Result<Vec<NamedDifference>, AgainstError> {
     let mut found = Vec::new();
+    let (mut ours, mut theirs) = (Products::of(one), Products::of(other));
     let (mut most, mut depth) = (0.0f64, 0u32);
     let mut of = None;
     for &key in keys {
@@ -113,6 +116,17 @@ pub(super) fn compare(
         depth = if of == Some(key.microbatch) { depth + 1 } else { 1 };
         of = Some(key.microbatch);
         let mut difference = compare_one(one.dump, other.dump, key, depth)?;
+        if difference.status == Status::Warn {
+            match products::judge(&mut ours, &mut theirs, key) {
+                Some(Judged::Wrong(why)) => {
+                    (difference.status, difference.reason) = (Status::Fail, why);
+                }
+                Some(Judged::Explained(why)) => {
+                    (difference.status, difference.reason) = (Status::Pass, why);
+                }
+                None => {}
+            }
+        }
         let units = difference.difference / difference.unit;
         if difference.status != Status::Pass && most > 0.0 {
             difference.growth = Some(units / most);

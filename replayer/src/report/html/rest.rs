@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::Page;
 use super::escape::esc;
+use crate::report::step_checks;
 
 impl Page<'_> {
     pub(super) fn rest(&self, out: &mut String) {
@@ -18,6 +19,7 @@ impl Page<'_> {
             self.more(out, findings.len(), "findings");
             out.push_str("</section>\n");
         }
+        self.checks(out);
         self.unchecked(out);
         let _ = writeln!(
             out,
@@ -27,6 +29,22 @@ impl Page<'_> {
             esc(self.report.version),
             esc(self.report.schema)
         );
+    }
+
+    /// What the checks of the step found, as the text has it.
+    fn checks(&self, out: &mut String) {
+        let mut lines = step_checks::lines(&self.report.checks, "");
+        if let Some(against) = &self.report.against {
+            lines.extend(step_checks::lines(&against.checks, "other run: "));
+        }
+        self.section(out, "checks", "Checks of the step");
+        out.push_str("<ul>\n");
+        for line in lines.iter().take(self.detail.items) {
+            let _ = writeln!(out, "<li>{}</li>", esc(line));
+        }
+        out.push_str("</ul>\n");
+        self.more(out, lines.len(), "findings of checks");
+        out.push_str("</section>\n");
     }
 
     /// Things with one reason together, as the text has them.

@@ -15,6 +15,7 @@ pub(super) fn verdict_word(verdict: Verdict) -> &'static str {
         Verdict::Diverged => "diverged",
         Verdict::Misdeclared => "misdeclared",
         Verdict::Incomplete => "incomplete",
+        Verdict::Differs => "differs",
     }
 }
 
@@ -24,6 +25,7 @@ fn glyph(verdict: Verdict) -> &'static str {
         Verdict::Agreed => "✓",
         Verdict::Diverged | Verdict::Misdeclared => "✕",
         Verdict::Incomplete => "?",
+        Verdict::Differs => "≠",
     }
 }
 

@@ -1,0 +1,178 @@
+//! The checks of a step beside its replay: which of their findings weigh, where those stand
+//! among the stages, which causes they name, and how they are said.
+//!
+//! A check infers what the replay may have computed: where a stage was held against the
+//! reference and found right, a finding that only infers the opposite is a note.
+
+use super::schema::FirstDivergence;
+use super::text::{place, wrap};
+use crate::checks::{Checked, Finding, Place, Severity, Status};
+use crate::diagnose::{Found, Standing};
+use crate::dump::{StepDump, TensorInfo};
+use crate::head::Stage;
+use crate::replay::outcome::Outcome;
+use backtape::role::Role;
+use backtape::shard::{TensorKey, When};
+
+/// Checks that say of a gradient or of the loss what the reference knows better.
+const INFERRED: [&str; 2] = ["zeros", "counts"];
+/// Causes that leave the later stages as they are: those start from what was recorded.
+const OF_DATA: [&str; 2] = ["duplicate-batch", "label-shift"];
+
+/// The findings as they weigh beside the replay of the head.
+pub fn weighed(dump: &StepDump, mut checked: Checked, outcome: Option<&Outcome>) -> Checked {
+    let Some(outcome) = outcome else { return checked };
+    let inferred =
+        |found: &&mut Finding| found.severity == Severity::Fail && INFERRED.contains(&found.check);
+    for found in checked.findings.iter_mut().filter(inferred) {
+        let right = stage_of(dump, &found.place).is_some_and(|stage| {
+            let compared = &outcome.stage(stage).comparisons;
+            let mut here = compared
+                .iter()
+                .filter(|one| one.microbatch.map(|mb| mb.0) == found.place.microbatch);
+            !compared.is_empty() && here.all(|one| one.excess.is_none())
+        });
+        if right {
+            found.severity = Severity::Note;
+            found.evidence += "; the reference, which knows more, has the same";
+        }
+    }
+    checked.findings.sort_by_key(|finding| finding.severity);
+    checked.settle();
+    checked
+}
+
+/// The stage that a finding is about; `None` for a tensor outside the head.
+fn stage_of(dump: &StepDump, at: &Place) -> Option<Stage> {
+    let name = at.tensor.as_deref()?;
+    let named = |(key, _): &(&TensorKey, &TensorInfo)| key.tensor.as_str() == name;
+    let exact = |(key, _): &(&TensorKey, &TensorInfo)| {
+        key.microbatch.map(|mb| mb.0) == at.microbatch && key.when == at.when
+    };
+    let all = || dump.tensors().iter().filter(named);
+    let (key, info) = all().find(exact).or_else(|| all().next())?;
+    match (info.role?, key.microbatch) {
+        (Role::Dk, None) if info.partial.is_some() || key.when == Some(When::PreReduce) => {
+            Some(Stage::Accumulate)
+        }
+        (Role::Dk, None) => Some(Stage::Reduce),
+        (role, _) => Stage::of_role(role),
+    }
+}
+
+fn failing(checked: &Checked) -> impl Iterator<Item = &Finding> {
+    checked.findings.iter().filter(|found| found.severity == Severity::Fail)
+}
+
+/// The earlier of where the replay diverges first and where a check fails; of one stage the
+/// one that has numbers.
+pub fn first_of(
+    dump: &StepDump,
+    checked: &Checked,
+    replayed: Option<FirstDivergence>,
+) -> Option<FirstDivergence> {
+    let at = |name: &str| Stage::ALL.iter().copied().find(|stage| stage.name() == name);
+    let own = replayed.as_ref().map(|first| at(&first.stage));
+    let earliest = failing(checked).min_by_key(|found| stage_of(dump, &found.place));
+    let Some(earliest) = earliest else { return replayed };
+    let stage = stage_of(dump, &earliest.place);
+    match own {
+        Some(own) if own <= stage => replayed,
+        _ => Some(diverges(dump, earliest, stage)),
+    }
+}
+
+fn diverges(dump: &StepDump, found: &Finding, stage: Option<Stage>) -> FirstDivergence {
+    let tensor = found.place.tensor.clone().unwrap_or_else(|| found.check.into());
+    FirstDivergence {
+        stage: stage.map_or(tensor.clone(), |stage| stage.name().into()),
+        tensor,
+        microbatch: found.place.microbatch,
+        rank: one_rank(found),
+        run: dump.run.to_string(),
+        reason: found.evidence.clone(),
+    }
+}
+
+/// The rank of a finding that is about one.
+fn one_rank(found: &Finding) -> Option<u32> {
+    match found.place.ranks.as_slice() {
+        [one] => Some(*one),
+        _ => None,
+    }
+}
+
+/// The causes of a replay with those that the checks saw. What emulation named stays; where
+/// nothing in the catalogue explained what a fault seen in an earlier stage leads to, the
+/// fault that was seen is the cause.
+pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<Found> {
+    let mut seen: Vec<Found> = Vec::new();
+    let mut leads: Option<Option<Stage>> = None;
+    for found in failing(checked) {
+        let Some(id) = found.cause else { continue };
+        let stage = stage_of(dump, &found.place);
+        let named = |of: &&Found| of.standing != Standing::Unknown;
+        let explained = searched
+            .iter()
+            .filter(named)
+            .any(|of| of.id == id || stage.is_some_and(|stage| of.stages.contains(&stage.name())));
+        if explained && !OF_DATA.contains(&id) || searched.iter().any(|of| of.id == id) {
+            continue;
+        }
+        if !OF_DATA.contains(&id) {
+            leads = Some(leads.map_or(stage, |least| least.min(stage)));
+        }
+        if seen.iter().all(|of| of.id != id) {
+            let stages = stage.map(Stage::name).into_iter().collect();
+            let evidence = format!("{}{}", at(found), found.evidence);
+            let advice = found.advice.trim_end_matches('.').into();
+            seen.push(Found::seen(id, stages, evidence, advice));
+        }
+    }
+    let position = |name: &&'static str| Stage::ALL.iter().find(|stage| stage.name() == *name);
+    let follows = |of: &Found| {
+        let first = of.stages.iter().filter_map(position).min();
+        leads.is_some_and(|leads| leads.as_ref() <= first)
+    };
+    let kept = searched.into_iter().filter(|of| of.standing != Standing::Unknown || !follows(of));
+    seen.into_iter().chain(kept).collect()
+}
+
+fn at(found: &Finding) -> String {
+    match place(found.place.microbatch, one_rank(found)) {
+        text if text.is_empty() => text,
+        text => format!("{text}: "),
+    }
+}
+
+/// What the checks say, a line each; `whose` begins them.
+pub(super) fn lines(checked: &Checked, whose: &str) -> Vec<String> {
+    let names = |wanted: Status| -> Vec<&str> {
+        let of = checked.checks.iter().filter(|check| check.status == wanted);
+        of.map(|check| check.check).collect()
+    };
+    let mut all = Vec::new();
+    for found in checked.findings.iter().filter(|found| found.severity != Severity::Note) {
+        let word = if found.severity == Severity::Fail { "FAIL" } else { "warn" };
+        let cause = found.cause.map(|cause| format!(" [{cause}]")).unwrap_or_default();
+        all.push(format!("{whose}{word} {}{cause}: {}{}", found.check, at(found), found.evidence));
+    }
+    match names(Status::Pass) {
+        passed if passed.is_empty() => {}
+        passed => all.push(format!("{whose}pass: {}", passed.join(", "))),
+    }
+    match names(Status::NotChecked) {
+        idle if idle.is_empty() => {}
+        idle => {
+            all.push(format!("{whose}unchecked: {} (`replay checks` says why)", idle.join(", ")))
+        }
+    }
+    all
+}
+
+/// The lines as text.
+pub(super) fn render(out: &mut String, checked: &Checked, whose: &str) {
+    for line in lines(checked, whose) {
+        wrap(out, "checks    ", &line);
+    }
+}
