@@ -12,7 +12,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
 	bench-durable bench-small bench-stream bench-gpu \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
-	soak-network soak-bucket soak-flips soak-marathon wheel pictures api clean
+	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures api clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -89,7 +89,7 @@ $(CUDA)/.installed-gpu: python/requirements-gpu.txt $(CUDA)/.installed
 # campaign shows; power cuts need root, and the programs that make their file systems.
 SOAK := target/debug/soak
 soak: soak-simulation soak-seeded soak-kill soak-powercut soak-rot soak-scale soak-network soak-bucket \
-	soak-flips soak-marathon
+	soak-flips soak-heads soak-marathon
 
 $(SOAK): FORCE
 	cargo build --locked -p backtape-soak --features faults
@@ -131,6 +131,10 @@ soak-bucket: $(SOAK)
 soak-flips:
 	BACKTAPE_RUNS=1000 cargo test --locked -p backtape --test backtape -- \
 		--ignored --nocapture --exact flips::the_whole_campaign
+
+# Recorded heads drawn at random through the replay; BACKTAPE_RUNS dumps from BACKTAPE_SEED on.
+soak-heads:
+	cargo test --locked -p backtape --test backtape -- --ignored --nocapture --exact heads::the_whole_campaign
 
 soak-marathon: $(SOAK)
 	$(SOAK) marathon --minutes 120

@@ -72,7 +72,7 @@ impl TryFrom<NumberOrText> for Denominator {
     }
 }
 
-/// Over which tokens the denominator counts.
+/// A span with a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
@@ -83,6 +83,9 @@ pub enum Scope {
     /// One rank, one microbatch.
     Rank,
 }
+
+mod span;
+pub use span::{Microbatches, Ranks, Sequences, Span};
 
 /// How the microbatches of a step combine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -230,7 +233,8 @@ pub struct HeadDeclaration {
     pub path: String,
     pub reduction: LossReduction,
     pub denominator: Denominator,
-    pub scope: Scope,
+    /// Over which tokens the denominator counts.
+    pub scope: Span,
     pub microbatches: u32,
     pub microbatch_reduction: MicrobatchReduction,
     pub ignore_label: Option<i64>,
@@ -269,7 +273,7 @@ impl Default for HeadDeclaration {
             path: "fused".into(),
             reduction: LossReduction::Mean,
             denominator: Denominator::Valid,
-            scope: Scope::Global,
+            scope: Scope::Global.into(),
             microbatches: 1,
             microbatch_reduction: MicrobatchReduction::Mean,
             ignore_label: None,

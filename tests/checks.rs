@@ -424,8 +424,10 @@ fn labels_that_name_no_class_are_named() {
 fn a_microbatch_in_which_nothing_counts_fails_where_the_loss_shows_it() {
     let silent = |loss: f32| {
         let mut shards = Job::default().shards();
-        let head =
-            HeadDeclaration { scope: backtape::head::Scope::Microbatch, ..Job::default().head() };
+        let head = HeadDeclaration {
+            scope: backtape::head::Scope::Microbatch.into(),
+            ..Job::default().head()
+        };
         for shard in shards.iter_mut().filter(|s| s.microbatch == Some(1)) {
             match shard.name {
                 "weights" => shard.bytes.fill(0),

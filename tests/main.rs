@@ -19,6 +19,7 @@ mod efforts;
 mod errors;
 mod false_alarms;
 mod flips;
+mod heads;
 mod hidden;
 mod looking;
 mod numbers;

@@ -91,7 +91,8 @@ class Tape:
             loss="softmax_xent" | "xent_logits" | "grpo",
             path="fused" | "plain" | "chunked" | a policy's name,
             reduction="mean" | "sum" | "none", denominator="valid" | "all" | "weights" | number,
-            scope="global" | "microbatch" | "rank", microbatches=1,
+            scope="global" | "microbatch" | "rank" | {"ranks": "all" | "one" | [axis, ...],
+            "microbatches": "all" | "one", "sequences": "all" | "each"}, microbatches=1,
             microbatch_reduction="mean" | "sum", ignore_label=None, z_loss=0.0,
             z_loss_in_loss=True, softcap=None, logit_scale=1.0, gradient_filter=None,
             label_smoothing=0.0, smoothing_formula="uniform" | "megatron", temperature=1.0,
@@ -133,8 +134,9 @@ class Tape:
             parameters); it may end inside a row.
         partial: `array` is one addend of the tensor, over ranks.
         placement: of a local array, how it lies on the recorder's mesh: {"data": 0} where the
-            axis `data` splits dimension 0 into equal parts, {"data": "sum"} or "mean" for
-            addends; other axes replicate.
+            axis `data` splits dimension 0, {"data": "sum"} or "mean" for addends; other axes
+            replicate. Parts of unequal length (dynamic padding) follow each other in the order
+            of the axis.
         when: the moment of capture, for tensors that change.
         """
         if isinstance(name, str) and not self._native.wants(name, role, microbatch):

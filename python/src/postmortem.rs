@@ -37,8 +37,14 @@ pub(crate) fn dumped_steps(
     attempt: Option<u32>,
 ) -> PyResult<Vec<u64>> {
     let selection = Selection { run, attempt, step: None };
-    let steps = py.detach(|| dump::steps(&path, &selection)).map_err(failed)?;
+    let steps = safely(py, || dump::steps(&path, &selection))?.map_err(failed)?;
     Ok(steps.into_iter().map(|step| step.0).collect())
+}
+
+/// Works without the GIL. A panic of ours is an error like any other: a `PanicException` is no
+/// `Exception`, and would end whoever asked.
+pub(crate) fn safely<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
+    py.detach(|| cli::caught(work)).map_err(failed)
 }
 
 /// The whole chain of an error, on one line.
@@ -70,7 +76,7 @@ impl StepDump {
         step: Option<u64>,
     ) -> PyResult<StepDump> {
         let selection = Selection { run, attempt, step };
-        let dump = py.detach(|| dump::open(&path, &selection)).map_err(failed)?;
+        let dump = safely(py, || dump::open(&path, &selection))?.map_err(failed)?;
         Ok(StepDump { dump: Arc::new(dump), proof: OnceLock::new() })
     }
 
@@ -111,7 +117,7 @@ impl StepDump {
     ) -> PyResult<(Memory, &'static str, Vec<u64>)> {
         let key = self.find(&name, microbatch, when)?;
         let rank = rank.map(Rank);
-        py.detach(|| self.memory(&key, rank)).map_err(failed)
+        safely(py, || self.memory(&key, rank))?.map_err(failed)
     }
 }
 
@@ -172,15 +178,14 @@ pub(crate) fn told(
     (page, draws): (Option<PathBuf>, bool),
     replay: impl FnOnce(bool) -> Result<report::Report, RunError> + Send,
 ) -> PyResult<Report> {
-    let made = || {
+    let made = || -> Result<report::Report, RunError> {
         // What cannot be written is said before the replay, which may take long.
         let page = page.as_deref().map(PageFile::beside).transpose()?;
         let report = replay(draws || page.is_some())?;
         page.map(|page| page.write(&report)).transpose()?;
         Ok(report)
     };
-    let report = py.detach(made).map_err(|error: RunError| failed(error))?;
-    Ok(report.into())
+    Ok(safely(py, made)?.map_err(failed)?.into())
 }
 
 /// The report of a replay, schema `backtape.report/1`; `report` is the file of its page.
@@ -230,7 +235,7 @@ pub(crate) fn checks(
     step: Option<u64>,
 ) -> PyResult<Report> {
     let selection = Selection { run, attempt, step };
-    let found = py.detach(|| cli::checks_report(&path, &selection));
+    let found = safely(py, || cli::checks_report(&path, &selection))?;
     Ok(found.map_err(failed)?.into())
 }
 
@@ -249,6 +254,6 @@ pub(crate) fn trajectory(
     let selection = Selection { run, attempt, step: None };
     let (local, shared) = (local.unwrap_or_default(), shared.unwrap_or_default());
     let declared = Declared { vocabulary, local, shared };
-    let found = py.detach(|| cli::trajectory_report(&path, &selection, &declared));
+    let found = safely(py, || cli::trajectory_report(&path, &selection, &declared))?;
     Ok(found.map_err(failed)?.into())
 }

@@ -8,7 +8,7 @@ use pyo3::exceptions::{PyKeyError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::memory::Memory;
-use crate::postmortem::{StepDump, failed};
+use crate::postmortem::{StepDump, failed, safely};
 
 /// Names of all stages, in order.
 #[pyfunction]
@@ -38,12 +38,12 @@ pub(crate) fn recompute_stage(
     let tokens = tokens.map(|(first, end)| first..end);
     let asked = Asked { stage, microbatch, rank, from_captured, policy, tokens };
     let dump = dump.get();
-    let found = py.detach(|| {
+    let found = safely(py, || {
         let proof = dump.proof();
         let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
         let step = HeadStep::new(dump.dump(), None, unusable)?;
         recompute(&step, &asked)
-    });
+    })?;
     match found {
         Ok(found) => Ok((Memory::numbers(found.values), found.shape)),
         Err(error @ RecomputeError::Step(_)) => Err(failed(error)),

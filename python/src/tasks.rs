@@ -8,7 +8,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::postmortem::failed;
+use crate::postmortem::{failed, safely};
 
 /// A cluster that Python is connected to.
 struct Cluster(Py<PyAny>);
@@ -73,11 +73,11 @@ pub(crate) fn perform_task<'py>(
     static DUMPS: OnceLock<Dumps> = OnceLock::new();
     let sums: Vec<&[u8]> =
         sums.iter().map(|of| of.as_ref().map_or(&[][..], |of| of.as_bytes())).collect();
-    let found = py.detach(|| {
+    let found = safely(py, || {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build();
         let pool = pool.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         let dumps = DUMPS.get_or_init(Dumps::default);
         pool.install(|| perform(dumps, task, &sums)).map_err(failed)
-    })?;
+    })??;
     Ok(found.into_iter().map(|bytes| PyBytes::new(py, &bytes)).collect())
 }

@@ -15,7 +15,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::postmortem::{asked_device, failed, moment, told};
+use crate::postmortem::{asked_device, failed, moment, safely, told};
 use crate::report::Report;
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
@@ -32,7 +32,7 @@ pub(crate) fn variant_inputs<'py>(
     step: Option<u64>,
 ) -> PyResult<Vec<Bound<'py, PyDict>>> {
     let selection = Selection { run, attempt, step };
-    let units = py.detach(|| cli::variant_inputs(&path, &selection)).map_err(failed)?;
+    let units = safely(py, || cli::variant_inputs(&path, &selection))?.map_err(failed)?;
     units.iter().map(|unit| described(py, unit)).collect()
 }
 

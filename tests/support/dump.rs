@@ -10,7 +10,7 @@ use backtape::head::HeadDeclaration;
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
 use backtape::manifest::{Manifest, RunRecord};
-use backtape::placement::{Mesh, Reduction};
+use backtape::placement::{Mesh, MeshCoordinates, Placements, Reduction};
 use backtape::role::Role;
 use backtape::shard::{FingerprintSource, ShardRecord, TensorKey, When};
 use backtape::store::header::FileSelf;
@@ -31,7 +31,24 @@ pub(crate) struct Shard {
     pub(crate) bytes: Vec<u8>,
 }
 
+/// A shard of a job that says how its tensors lie on a mesh.
+#[derive(Clone)]
+pub(crate) struct Laid {
+    pub(crate) shard: Shard,
+    pub(crate) replica: u32,
+    pub(crate) mesh: MeshCoordinates,
+    pub(crate) placement: Placements,
+    /// True where its rank knows its own part alone, and so the recorder counted in it.
+    pub(crate) local: bool,
+}
+
 impl Shard {
+    /// A job with one axis, of which nothing more is said.
+    fn laid(&self) -> Laid {
+        let (mesh, placement) = (MeshCoordinates::new(), Placements::new());
+        Laid { shard: self.clone(), replica: 0, mesh, placement, local: false }
+    }
+
     fn record(&self, attempt: Attempt, reduction: Reduction) -> ShardRecord {
         ShardRecord {
             key: TensorKey {
@@ -52,7 +69,10 @@ impl Shard {
             replica: 0,
             hash: ContentHash::of(&self.bytes),
             length: self.bytes.len() as u64,
-            fingerprint: Fingerprint::of(self.dtype, &self.place, &self.bytes),
+            fingerprint: match self.bytes.is_empty() {
+                true => Fingerprint::default(),
+                false => Fingerprint::of(self.dtype, &self.place, &self.bytes),
+            },
             fingerprint_source: FingerprintSource::Framework,
             compiled: false,
             entry: String::new(),
@@ -83,22 +103,42 @@ pub(crate) fn write_reduced(
     shards: &[Shard],
     reduction: &dyn Fn(&Shard) -> Reduction,
 ) {
+    let laid: Vec<Laid> = shards.iter().map(Shard::laid).collect();
+    let mesh = Mesh(vec![("data".into(), world_size)]);
+    write_laid(directory, &mesh, head, &laid, reduction);
+}
+
+/// The same of a job on a mesh.
+pub(crate) fn write_laid(
+    directory: &Path,
+    mesh: &Mesh,
+    head: Option<&HeadDeclaration>,
+    shards: &[Laid],
+    reduction: &dyn Fn(&Shard) -> Reduction,
+) {
+    let world_size = mesh.0.iter().map(|(_, size)| size).product();
     let run = Name::new(directory.file_name().unwrap().to_str().unwrap()).unwrap();
     let (attempt, step) = (Attempt(0), Step(0));
     let dir = AttemptDir::of(directory, attempt);
     let step_dir = dir.step(step);
-    let mut groups: BTreeMap<(u32, Option<u32>), Vec<&Shard>> = BTreeMap::new();
-    for shard in shards {
-        groups.entry((shard.rank, shard.microbatch)).or_default().push(shard);
+    let mut groups: BTreeMap<(u32, Option<u32>), Vec<&Laid>> = BTreeMap::new();
+    for laid in shards {
+        groups.entry((laid.shard.rank, laid.shard.microbatch)).or_default().push(laid);
     }
     let mut files = Vec::new();
     for ((rank, microbatch), group) in groups {
         let about = FileSelf::new(run.clone(), attempt, step, Rank(rank), world_size);
         let name = file_name(Rank(rank), microbatch.map(Microbatch));
         let mut writer = ShardWriter::create(&step_dir.path, name, about).unwrap();
-        group
-            .iter()
-            .for_each(|s| writer.append(s.record(attempt, reduction(s)), &s.bytes).unwrap());
+        for Laid { shard, replica, mesh, placement, local } in group.into_iter().cloned() {
+            let fingerprint_source = match local {
+                true => FingerprintSource::Recorder,
+                false => FingerprintSource::Framework,
+            };
+            let own = shard.record(attempt, reduction(&shard));
+            let record = ShardRecord { replica, mesh, placement, fingerprint_source, ..own };
+            writer.append(record, &shard.bytes).unwrap();
+        }
         files.push(writer.finish().unwrap().publish().unwrap().0);
     }
     let manifest = Manifest {
@@ -108,7 +148,7 @@ pub(crate) fn write_reduced(
         attempt,
         step,
         world_size,
-        mesh: Mesh(vec![("data".into(), world_size)]),
+        mesh: mesh.clone(),
         head: head.cloned(),
         files,
         omissions: Vec::new(),

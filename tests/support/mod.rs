@@ -5,4 +5,5 @@ pub(crate) mod job;
 pub(crate) mod program;
 pub(crate) mod ranks;
 pub(crate) mod regroup;
+pub(crate) mod relaid;
 pub(crate) mod s3;

@@ -7,7 +7,9 @@
 //! the declared one does not. Where none fits it is a warning, unless N is as near as a
 //! loss kept in bf16 would be.
 
-use backtape::head::{Denominator, HeadDeclaration, Loss, LossReduction, Scope};
+use backtape::head::{
+    Denominator, HeadDeclaration, Loss, LossReduction, Microbatches, Ranks, Sequences,
+};
 use backtape::role::Role;
 
 use super::facts::{Facts, facts, roundoff};
@@ -47,9 +49,10 @@ fn unfit(subject: &Subject<'_>, head: &HeadDeclaration) -> Option<&'static str> 
         _ if head.loss == Loss::Grpo => Some("a policy loss is no sum of -log p"),
         _ if head.reduction == LossReduction::None => Some("the loss is not reduced"),
         _ if head.label_smoothing != 0.0 => Some("with label smoothing the loss needs every logit"),
-        _ if head.scope == Scope::Rank && subject.dump.manifest.world_size > 1 => {
+        _ if head.scope.ranks != Ranks::All && subject.dump.manifest.world_size > 1 => {
             Some("each rank has a loss of its own")
         }
+        _ if head.scope.sequences == Sequences::Each => Some("the loss is a mean of means"),
         _ => None,
     }
 }
@@ -129,9 +132,9 @@ fn declared(head: &HeadDeclaration, facts: &Facts, all: &[Facts]) -> f64 {
     if head.reduction == LossReduction::Sum {
         return 1.0;
     }
-    let over = |of: fn(&Facts) -> f64| match head.scope {
-        Scope::Global => all.iter().map(of).sum(),
-        Scope::Microbatch | Scope::Rank => of(facts),
+    let over = |of: fn(&Facts) -> f64| match head.scope.microbatches {
+        Microbatches::All => all.iter().map(of).sum(),
+        Microbatches::One => of(facts),
     };
     match head.denominator {
         Denominator::Valid => over(valid),

@@ -4,7 +4,7 @@
 //! though their forward skips it. Where no token counts, a mean is 0/0: it fails where
 //! the loss shows it, and is a note where the job guards the division.
 
-use backtape::head::{Denominator, LossReduction, Scope};
+use backtape::head::{Denominator, LossReduction, Microbatches, Ranks, Scope, Span};
 use backtape::role::Role;
 
 use super::facts::{Facts, classes, customary, facts};
@@ -81,10 +81,9 @@ fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, found: &mut Found) 
 fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
     let silent = |facts: &&Facts| facts.tokens() > 0 && facts.weights.iter().all(|&w| w == 0.0);
     let head = subject.head();
-    let scope = head.map_or(Scope::Microbatch, |head| head.scope);
+    let scope: Span = head.map_or(Scope::Microbatch.into(), |head| head.scope.clone());
     for facts in known {
         found.looked();
-        let by_rank = scope == Scope::Rank;
         let groups = (0..facts.holders.len()).filter(|&group| {
             let held = &facts.held[group];
             !held.is_empty() && held.iter().all(|&t| facts.weights[t] == 0.0)
@@ -98,10 +97,11 @@ fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
             head.reduction == LossReduction::Mean
                 && matches!(head.denominator, Denominator::Valid | Denominator::Weights)
         });
-        let in_scope = match scope {
-            Scope::Global => known.iter().all(|facts| silent(&facts)),
-            Scope::Microbatch => whole,
-            Scope::Rank => by_rank,
+        let in_scope = match (&scope.ranks, scope.microbatches) {
+            (Ranks::All, Microbatches::All) => known.iter().all(|facts| silent(&facts)),
+            (Ranks::All, Microbatches::One) => whole,
+            // Numbers that are none say whether a mean over those tokens was one over none.
+            (Ranks::One | Ranks::Axes(_), _) => true,
         };
         let broken = divided && in_scope && nonfinite(subject, facts);
         let severity = if broken { Severity::Fail } else { Severity::Note };

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::caught::Panicked;
 use super::exit;
 use crate::assemble::AssembleError;
 use crate::device::{DeviceError, KernelError};
@@ -12,6 +13,7 @@ use crate::head::step::StepError;
 use crate::precision::PrecisionError;
 use crate::replay::against::{AgainstError, PatternError};
 use crate::report::catalogue;
+use crate::report::schema::Report;
 use crate::spelling::hint;
 use crate::spill::SpillError;
 use crate::trajectory::ReadError;
@@ -152,9 +154,23 @@ pub enum RunError {
     /// Arrays cannot be kept where they should.
     #[error(transparent)]
     Spill(#[from] SpillError),
+    /// A defect of ours.
+    #[error("{panicked}")]
+    Panicked {
+        /// What panicked, and where.
+        panicked: Panicked,
+        /// What was found before it.
+        found: Option<Box<Report>>,
+    },
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),
+}
+
+impl From<Panicked> for RunError {
+    fn from(panicked: Panicked) -> RunError {
+        RunError::Panicked { panicked, found: None }
+    }
 }
 
 impl RunError {

@@ -4,6 +4,7 @@
 
 mod against;
 mod args;
+mod caught;
 mod checks;
 mod cluster;
 mod device;
@@ -24,6 +25,9 @@ use std::io::Write;
 
 use clap::Parser;
 
+use crate::report::text;
+
+pub use caught::{Panicked, caught};
 pub use checks::checks_report;
 pub use cluster::{AskedCluster, Connect};
 pub use device::AskedDevice;
@@ -86,7 +90,8 @@ pub fn main_with(
             return if error.use_stderr() { exit::USAGE } else { exit::AGREED };
         }
     };
-    match run::run(&parsed, connect) {
+    let ended = caught(|| run::run(&parsed, connect));
+    match ended.unwrap_or_else(|panicked| Err(panicked.into())) {
         Ok((text, code)) => {
             // A closed pipe (`| head`) is the reader's choice, not a failure.
             let _ = anstream::stdout().write_all(paint::paint(&text).as_bytes());
@@ -94,6 +99,10 @@ pub fn main_with(
         }
         Err(error) => {
             let code = error.exit_code();
+            if let RunError::Panicked { found: Some(found), .. } = &error {
+                let before = paint::paint(&text::render(found));
+                let _ = anstream::stdout().write_all(before.as_bytes());
+            }
             let mut stderr = anstream::stderr();
             let _ = writeln!(stderr, "replay: {:#}", anyhow::Error::new(error));
             code

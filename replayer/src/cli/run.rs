@@ -8,6 +8,7 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::args::{Arguments, Command, DumpArguments, ReplayArguments, WhichArguments};
+use super::caught::caught;
 use super::cluster::Connect;
 use super::device::{AskedDevice, Used};
 use super::error::RunError;
@@ -274,17 +275,34 @@ fn report_with(
     if !held.is_empty() {
         return held_report(path, (&dump, &proof), &held, asked, (how, bar));
     }
-    let (step, mut outcome) = replay_one(path, &dump, &proof, &asked.roles, (how, bar))?;
+    // A defect of ours costs what it was computing, and not what was found before it.
+    let ended = |panicked, judged: Option<(&HeadStep<'_>, &Outcome)>| {
+        let found = Some(Box::new(report(path, &dump, judged, &proof)));
+        RunError::Panicked { panicked, found }
+    };
+    let judged = caught(|| replay_one(path, &dump, &proof, &asked.roles, (how, bar)));
+    let (step, mut outcome) = judged.map_err(|panicked| ended(panicked, None))??;
+    let before = outcome.clone();
+    let whole = caught(|| explained((path, &dump, &proof), (&step, &mut outcome), how));
+    whole.map_err(|panicked| ended(panicked, Some((&step, &before))))?
+}
+
+/// The report of a head that was replayed, with what explains it.
+fn explained(
+    (path, dump, proof): (&Path, &StepDump, &Verification),
+    (step, outcome): (&HeadStep<'_>, &mut Outcome),
+    how: How<'_>,
+) -> Result<Report, RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let ran = how.kernels.map(|kernels| kernels.run(&step)).transpose().map_err(wrong)?;
+    let ran = how.kernels.map(|kernels| kernels.run(step)).transpose().map_err(wrong)?;
     let (compiled, kernels) = ran.unwrap_or_default();
     let variants = [how.variants, &compiled].concat();
-    let causes = searched(diagnose(&step, &mut outcome, &variants), &mut outcome).map_err(wrong)?;
-    let variants = diagnose::variants(&step, &variants).map_err(wrong)?;
-    let drawings = how.draws.then(|| drawings(&dump, &proof, std::mem::take(&mut outcome.maps)));
-    let judged = Some((&step, &outcome));
-    let found = report(path, &dump, judged, &proof);
-    let causes = step_checks::causes(&dump, &found.checks, causes);
+    let causes = searched(diagnose(step, outcome, &variants), outcome).map_err(wrong)?;
+    let variants = diagnose::variants(step, &variants).map_err(wrong)?;
+    let drawings = how.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
+    let judged = Some((step, &*outcome));
+    let found = report(path, dump, judged, proof);
+    let causes = step_checks::causes(dump, &found.checks, causes);
     Ok(Report { causes, variants, kernels, drawings, ..found })
 }
 
@@ -459,7 +477,7 @@ fn summary(
             head.path,
             word(&head.reduction),
             word(&head.denominator),
-            word(&head.scope),
+            head.scope,
             match microbatches {
                 Some(1) => "1 microbatch".into(),
                 Some(n) => format!("{n} microbatches"),

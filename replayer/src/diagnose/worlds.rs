@@ -313,7 +313,7 @@ impl Counted {
             Scope::Microbatch => total(own),
             Scope::Rank => {
                 let mut other = step.clone();
-                other.options.scope = Scope::Rank;
+                other.options.scope = Scope::Rank.into();
                 let units = other.denominators(all, own).ok()?;
                 let of = |unit: &Unit| self.count.of(own, policy, &unit.rows) * self.means;
                 return Some(

@@ -21,6 +21,7 @@ mod judge;
 mod listing;
 mod locate;
 mod place;
+mod ragged;
 mod salvage;
 mod tensors;
 #[cfg(test)]
@@ -81,6 +82,8 @@ pub struct StepDump {
     files: Arc<Vec<DumpFile>>,
     faults: Vec<FileFault>,
     tensors: BTreeMap<TensorKey, TensorInfo>,
+    /// Shards of ragged tensors, at their places in the whole.
+    settled: ragged::Settled,
     /// Keeps what was brought of a bucket.
     _place: Place,
 }
@@ -121,8 +124,13 @@ impl StepDump {
         &self.tensors
     }
 
-    /// The record of a shard.
+    /// The record of a shard, at its place in the whole tensor.
     pub fn record(&self, shard: &ShardRef) -> &ShardRecord {
+        self.settled.get(shard).unwrap_or_else(|| self.written(shard))
+    }
+
+    /// The record of a shard as its rank wrote it, which is what its fingerprint was taken of.
+    pub fn written(&self, shard: &ShardRef) -> &ShardRecord {
         &self.manifest.files[shard.file].shards[shard.index]
     }
 
@@ -244,7 +252,7 @@ fn open_at(
         faults.extend(file::strays(&located.step, &manifest)?);
     }
     faults.sort_by(|a, b| (&a.file, a.kind).cmp(&(&b.file, b.kind)));
-    let tensors = tensors::index(&manifest, &files);
+    let (tensors, settled) = tensors::index(&manifest, &files);
     Ok(StepDump {
         run: manifest.run.clone(),
         attempt: located.attempt.attempt,
@@ -256,6 +264,7 @@ fn open_at(
         files: Arc::new(files),
         faults,
         tensors,
+        settled,
         _place: place.clone(),
     })
 }

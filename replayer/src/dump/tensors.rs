@@ -11,6 +11,7 @@ use backtape::shard::{ShardRecord, TensorKey};
 use serde::Serialize;
 
 use super::DumpFile;
+use super::ragged::{Settled, settle};
 
 /// One shard of a [`super::StepDump`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -29,6 +30,8 @@ pub struct TensorInfo {
     pub shape: Vec<u64>,
     /// Set when the shards are addends of the tensor, not its value.
     pub partial: Option<Reduction>,
+    /// True when the ranks hold parts of unequal length, one after the other.
+    pub ragged: bool,
     /// By rank, then by replica; also shards whose bytes are lost.
     pub shards: Vec<ShardRef>,
     pub disagreements: Vec<Disagreement>,
@@ -63,7 +66,10 @@ impl std::fmt::Display for Disagreement {
 
 /// Gathers the records by tensor. Records that contradict themselves are left
 /// out; their file carries the fault.
-pub(super) fn index(manifest: &Manifest, files: &[DumpFile]) -> BTreeMap<TensorKey, TensorInfo> {
+pub(super) fn index(
+    manifest: &Manifest,
+    files: &[DumpFile],
+) -> (BTreeMap<TensorKey, TensorInfo>, Settled) {
     let mut gathered: BTreeMap<&TensorKey, Vec<(&ShardRecord, ShardRef)>> = BTreeMap::new();
     for (file, (record, opened)) in manifest.files.iter().zip(files).enumerate() {
         for (index, shard) in record.shards.iter().enumerate() {
@@ -73,8 +79,20 @@ pub(super) fn index(manifest: &Manifest, files: &[DumpFile]) -> BTreeMap<TensorK
             }
         }
     }
-    let named = gathered.into_iter();
-    named.filter_map(|(key, shards)| Some((key.clone(), describe(shards)?))).collect()
+    let mut settled = Settled::new();
+    let mut tensors = BTreeMap::new();
+    for (key, shards) in gathered {
+        let ragged = settle(&shards, &manifest.mesh);
+        let described = match &ragged {
+            Some(ragged) => describe(ragged.iter().map(|(at, record)| (record, *at)).collect()),
+            None => describe(shards),
+        };
+        let is_ragged = ragged.is_some();
+        tensors
+            .extend(described.map(|info| (key.clone(), TensorInfo { ragged: is_ragged, ..info })));
+        settled.extend(ragged.into_iter().flatten());
+    }
+    (tensors, settled)
 }
 
 fn describe(mut shards: Vec<(&ShardRecord, ShardRef)>) -> Option<TensorInfo> {
@@ -97,6 +115,7 @@ fn describe(mut shards: Vec<(&ShardRecord, ShardRef)>) -> Option<TensorInfo> {
         dtype,
         shape: shape.clone(),
         partial,
+        ragged: false,
         shards: shards.iter().map(|(_, at)| *at).collect(),
         disagreements,
     })

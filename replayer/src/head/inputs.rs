@@ -166,6 +166,7 @@ impl HeadStep<'_> {
             return self.counted(scores, microbatch);
         }
         let rows_key = self.need(scores, microbatch)?.clone();
+        self.needs_sequences(&rows_key)?;
         let first = self.assemble(&rows_key)?;
         let (scores, tokens, vocab) = match scores {
             Role::Q => self.product(first, microbatch)?,

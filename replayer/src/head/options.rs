@@ -3,7 +3,7 @@
 
 use backtape::head::{
     Denominator, GrpoDeclaration, HeadDeclaration, KLayout, Loss, LossReduction,
-    MicrobatchReduction, Scope, SmoothingFormula,
+    MicrobatchReduction, Sequences, SmoothingFormula, Span,
 };
 
 use super::policy_file::DTYPES;
@@ -32,7 +32,7 @@ pub struct HeadOptions {
     /// What a mean divides by.
     pub denominator: Denominator,
     /// Over which tokens the denominator counts.
-    pub scope: Scope,
+    pub scope: Span,
     /// How microbatch gradients combine.
     pub microbatch_reduction: MicrobatchReduction,
     /// Labels of this value take no part.
@@ -94,7 +94,7 @@ impl HeadOptions {
             loss: declared.loss,
             reduction: declared.reduction,
             denominator: declared.denominator,
-            scope: declared.scope,
+            scope: declared.scope.clone(),
             microbatch_reduction: declared.microbatch_reduction,
             ignore_label: declared.ignore_label,
             valid_vocab: declared.valid_vocab,
@@ -306,6 +306,7 @@ fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
         Loss::Grpo => "loss=grpo",
     };
     let policy = head.loss == Loss::Grpo;
+    let each = head.scope.sequences == Sequences::Each;
     let logits = head.loss == Loss::XentLogits;
     vec![
         (
@@ -313,6 +314,24 @@ fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
             loss.into(),
             "grpo={...}".into(),
             "the options of a policy loss belong to loss=\"grpo\"",
+        ),
+        (
+            policy && each,
+            loss.into(),
+            "scope={sequences: each}".into(),
+            "a policy loss says so itself; declare grpo={\"average\": \"sequence\"}",
+        ),
+        (
+            each && head.reduction != LossReduction::Mean,
+            reduction.clone(),
+            "scope={sequences: each}".into(),
+            "only a mean can be one of sequences; declare reduction=\"mean\"",
+        ),
+        (
+            each && matches!(head.denominator, Denominator::Number(_)),
+            "scope={sequences: each}".into(),
+            format!("denominator={}", word(&head.denominator)),
+            "a number is no mean of sequences; declare what each sequence is divided by",
         ),
         (
             policy && head.label_smoothing != 0.0,

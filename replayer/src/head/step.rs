@@ -200,6 +200,12 @@ impl<'a> HeadStep<'a> {
             Some(ranks) => self.addend(key, ranks)?,
             None => self.assemble(key)?,
         };
+        let whole = self.tensors.get(key).is_none_or(|info| info.shape == tensor.shape);
+        if !whole {
+            // Rows of a box are not those of the vocabulary.
+            let wanted = format!("the whole addend; these ranks hold {} of it", tensor.place);
+            return Err(unfit(&tensor, &wanted));
+        }
         let role = self.role_of(key);
         let of_k = matches!(role, Some(Role::K | Role::Dk | Role::DkLse | Role::DkLabel));
         if !(self.options.transposed() && of_k && tensor.shape.len() == 2) {

@@ -4,16 +4,25 @@
 //! A unit is a set of token rows whose gradients were summed together before
 //! anything was recorded: the tokens of the ranks that recorded one addend of
 //! dk, all tokens of the microbatch otherwise. Ranks that hold the same tokens
-//! (tensor parallelism) hold one addend together.
+//! (tensor parallelism) hold one addend together, and so do ranks at one place of
+//! the axes that the mesh says the addends are summed over. Where neither makes
+//! whole addends out of what was recorded, their sum is still over all tokens.
 
 use std::collections::BTreeMap;
 
-use backtape::head::{Denominator, LossAverage, LossReduction, Scope};
+use backtape::head::{
+    Denominator, LossAverage, LossReduction, Microbatches, Ranks, RatioLevel, Sequences,
+};
 use backtape::identity::Rank;
+use backtape::index_box::{IndexBox, gaps};
 use backtape::role::Role;
+use backtape::shard::TensorKey;
 
+use super::step::StepError;
 use super::view::flat_rows;
 use super::{HeadStep, MicrobatchInputs};
+use crate::dump::addend::{Addend, group};
+use crate::dump::name_ranks;
 use crate::kernels::matrix::IGNORED;
 
 /// Token rows whose gradients belong together.
@@ -34,27 +43,141 @@ impl Unit {
 
 impl HeadStep<'_> {
     /// Token rows by the ranks that recorded addends of dk over them; all tokens
-    /// when dk was recorded whole. `Err` says why addends cannot be told apart.
+    /// when dk was recorded whole, or in addends whose sum alone has a meaning. `Err`
+    /// says why there is none.
     pub fn units(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
-        let tokens = inputs.tokens();
+        let whole = || vec![Unit { ranks: Vec::new(), rows: (0..inputs.tokens()).collect() }];
         let parts = [Role::Dk, Role::DkLse, Role::DkLabel, Role::Dbias];
-        let partial = parts.iter().any(|&role| {
-            let key = self.find(role, inputs.microbatch);
-            key.is_some_and(|key| self.tensors[key].partial.is_some())
-        });
-        let own = self.own_units(inputs)?;
-        match (own, partial) {
-            (Some(units), true) => Ok(units),
-            (Some(units), false) => {
-                let mut rows: Vec<usize> =
-                    units.iter().flat_map(|unit| unit.rows.clone()).collect();
-                rows.sort_unstable();
-                let ranks = units.into_iter().flat_map(|unit| unit.ranks).collect();
-                Ok(vec![Unit { ranks, rows }])
+        let found = parts.iter().filter_map(|&role| self.find(role, inputs.microbatch));
+        let addends: Vec<&TensorKey> =
+            found.filter(|key| self.tensors[*key].partial.is_some()).collect();
+        if let Some(units) = self.own_units(inputs)? {
+            if !addends.is_empty() {
+                return Ok(units);
             }
-            (None, true) => self.rank_rows(inputs),
-            (None, false) => Ok(vec![Unit { ranks: Vec::new(), rows: (0..tokens).collect() }]),
+            let mut rows: Vec<usize> = units.iter().flat_map(|unit| unit.rows.clone()).collect();
+            rows.sort_unstable();
+            let ranks = units.into_iter().flat_map(|unit| unit.ranks).collect();
+            return Ok(vec![Unit { ranks, rows }]);
         }
+        if addends.is_empty() {
+            return Ok(whole());
+        }
+        let mut units = self.rank_rows(inputs).unwrap_or_default();
+        let told = !units.is_empty()
+            && addends.iter().all(|key| self.join_by_mesh(key, inputs, &mut units))
+            && addends.iter().all(|key| self.whole_addends(key, &units));
+        if told {
+            return Ok(units);
+        }
+        addends.iter().try_for_each(|key| self.all_added(key, inputs))?;
+        Ok(whole())
+    }
+
+    /// Joins units that the mesh says hold one addend together, with the ranks that hold a
+    /// part of it and no tokens; false where one unit holds several addends.
+    fn join_by_mesh(
+        &self,
+        key: &TensorKey,
+        inputs: &MicrobatchInputs,
+        units: &mut Vec<Unit>,
+    ) -> bool {
+        for (addend, shards) in group(self.dump, &self.tensors[key]) {
+            let Addend::Mesh(at) = &addend else { return true };
+            let mut ranks: Vec<Rank> = shards.iter().map(|s| self.dump.record(s).rank).collect();
+            let of_tokens = self.tensors[&inputs.rows_key].shards.iter();
+            let of_tokens = of_tokens.map(|shard| self.dump.record(shard));
+            let here = of_tokens
+                .filter(|record| at.iter().all(|(axis, i)| record.mesh.get(axis) == Some(i)));
+            ranks.extend(here.map(|record| record.rank));
+            ranks.sort_unstable();
+            ranks.dedup();
+            let (own, others): (Vec<Unit>, Vec<Unit>) =
+                units.drain(..).partition(|unit| unit.ranks.iter().any(|r| ranks.contains(r)));
+            *units = others;
+            if own.iter().flat_map(|unit| &unit.ranks).any(|rank| !ranks.contains(rank)) {
+                return false;
+            }
+            let mut rows: Vec<usize> = own.into_iter().flat_map(|unit| unit.rows).collect();
+            rows.sort_unstable();
+            units.push(Unit { ranks, rows });
+        }
+        units.sort_by_key(Unit::rank);
+        true
+    }
+
+    /// Whether what each unit's ranks hold is the whole tensor, and no other rank holds any.
+    fn whole_addends(&self, key: &TensorKey, units: &[Unit]) -> bool {
+        let info = &self.tensors[key];
+        let records = || info.shards.iter().map(|shard| self.dump.record(shard));
+        let held = |unit: &Unit| {
+            // A replica is some other rank's addend.
+            let own =
+                records().filter(|record| unit.ranks.contains(&record.rank) && record.replica == 0);
+            let mut boxes: Vec<&IndexBox> = own.map(|record| &record.place).collect();
+            boxes.sort();
+            boxes.dedup();
+            !unit.rows.is_empty() && !boxes.is_empty() && gaps(&info.shape, boxes).is_empty()
+        };
+        let known = |rank: Rank| units.iter().any(|unit| unit.ranks.contains(&rank));
+        units.iter().all(held) && records().all(|record| known(record.rank))
+    }
+
+    /// Whether the sum of all addends is over all tokens: every rank that holds tokens has
+    /// added something, and none twice.
+    fn all_added(&self, key: &TensorKey, inputs: &MicrobatchInputs) -> Result<(), String> {
+        let info = &self.tensors[key];
+        let groups = group(self.dump, info);
+        if groups.keys().all(|addend| matches!(addend, Addend::Mesh(_))) {
+            return Ok(());
+        }
+        let adds =
+            |rank: Rank| info.shards.iter().any(|shard| self.dump.record(shard).rank == rank);
+        for unit in self.rank_rows(inputs)? {
+            let adding: Vec<Rank> = unit.ranks.iter().copied().filter(|&r| adds(r)).collect();
+            if adding.is_empty() {
+                let ranks = name_ranks(&unit.ranks);
+                return Err(format!(
+                    "{key} is held as addends and {ranks} recorded none, though tokens lie there: record each rank's, or give mesh and placement, which say over which ranks they were summed"
+                ));
+            }
+            let places = info.shards.iter().map(|shard| self.dump.record(shard));
+            let mut places: Vec<_> = places
+                .filter(|record| adding.contains(&record.rank) && record.replica == 0)
+                .map(|record| (&record.place, record.rank))
+                .collect();
+            places.sort();
+            let twice = |pair: &[(&IndexBox, Rank)]| {
+                pair[0].1 != pair[1].1 && pair[0].0.intersection(pair[1].0).is_some()
+            };
+            if places.windows(2).any(twice) {
+                let ranks = name_ranks(&adding);
+                return Err(format!(
+                    "{ranks} hold the same tokens and the same part of {key}, of which not all ranks hold the whole: give mesh and placement, which say what is one addend"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses tokens of which it is not known where a sequence ends, where the head asks for it.
+    pub(super) fn needs_sequences(&self, key: &TensorKey) -> Result<(), StepError> {
+        let info = &self.tensors[key];
+        let written = info.shards.first().map_or(0, |one| self.dump.written(one).shape.len());
+        let grpo = self.options.grpo.as_ref();
+        let sequences = !self.options.declared.labels_shifted
+            || self.options.scope.sequences == Sequences::Each
+            || grpo.is_some_and(|grpo| {
+                grpo.average == LossAverage::Sequence || grpo.ratio == RatioLevel::Sequence
+            });
+        if !sequences || info.shape.len() >= written {
+            return Ok(());
+        }
+        Err(StepError::Unfit {
+            key: key.clone(),
+            found: "rows of tokens of another length on each rank".into(),
+            wanted: "rows of one length, or a head that does not ask where a sequence ends: labels shifted by the job (labels_shifted=True), and no mean or ratio over sequences".into(),
+        })
     }
 
     /// The units of the ranks whose tokens alone are judged; `None` where all tokens are.
@@ -108,32 +231,123 @@ impl HeadStep<'_> {
         all: &[&MicrobatchInputs],
         own: &MicrobatchInputs,
     ) -> Result<Vec<(Unit, f64)>, String> {
-        let whole = || vec![Unit { ranks: Vec::new(), rows: (0..own.tokens()).collect() }];
-        let units = match self.options.scope {
-            Scope::Rank => self.rank_rows(own)?,
-            _ => whole(),
-        };
-        let with = |unit: Unit| {
-            let denominator = self.denominator(all, own, &unit);
-            (unit, denominator)
-        };
-        Ok(units.into_iter().map(with).collect())
+        let groups = self.counted_together(own)?;
+        let mut found = Vec::new();
+        for unit in groups {
+            if let Some(n) = self.fixed_denominator() {
+                found.push((unit, n));
+                continue;
+            }
+            let over = match self.options.scope.microbatches {
+                Microbatches::One => vec![(own, unit.clone())],
+                Microbatches::All => self.of_group(all, unit.rank())?,
+            };
+            let total: f64 =
+                over.iter().map(|(one, unit)| self.denominator_over(one, &unit.rows)).sum();
+            match self.options.scope.sequences {
+                Sequences::All => found.push((unit, total)),
+                Sequences::Each => found.extend(self.each_sequence(own, &unit, total)),
+            }
+        }
+        Ok(found)
     }
 
-    /// What the loss of these rows is divided by, over the declared scope.
-    fn denominator(&self, all: &[&MicrobatchInputs], own: &MicrobatchInputs, unit: &Unit) -> f64 {
-        if self.options.reduction != LossReduction::Mean {
-            return 1.0;
+    /// The denominator where it counts no tokens.
+    fn fixed_denominator(&self) -> Option<f64> {
+        match (self.options.reduction, self.options.denominator) {
+            (LossReduction::Sum | LossReduction::None, _) => Some(1.0),
+            (LossReduction::Mean, Denominator::Number(n)) => Some(n),
+            _ => None,
         }
-        if let Denominator::Number(n) = self.options.denominator {
-            return n;
+    }
+
+    /// The same group's tokens in every microbatch.
+    fn of_group<'m>(
+        &self,
+        all: &[&'m MicrobatchInputs],
+        rank: Option<Rank>,
+    ) -> Result<Vec<(&'m MicrobatchInputs, Unit)>, String> {
+        let mut found = Vec::new();
+        for &one in all {
+            let units = self.counted_together(one)?.into_iter();
+            found.extend(units.filter(|unit| unit.rank() == rank).map(|unit| (one, unit)));
         }
-        let whole = |one: &MicrobatchInputs| self.count(one, &mut (0..one.tokens()));
-        match self.options.scope {
-            Scope::Global => all.iter().map(|one| whole(one)).sum(),
-            Scope::Microbatch => whole(own),
-            Scope::Rank => self.count(own, &mut unit.rows.iter().copied()),
+        Ok(found)
+    }
+
+    /// Tokens of a microbatch that are counted together, as far as ranks part them.
+    fn counted_together(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
+        match &self.options.scope.ranks {
+            Ranks::All => {
+                Ok(vec![Unit { ranks: Vec::new(), rows: (0..inputs.tokens()).collect() }])
+            }
+            Ranks::One => self.rank_rows(inputs),
+            Ranks::Axes(axes) => {
+                let mut groups: BTreeMap<Vec<(&String, u32)>, Unit> = BTreeMap::new();
+                for unit in self.rank_rows(inputs)? {
+                    let apart = self.coordinates_beside(axes, inputs, unit.rank())?;
+                    let empty = || Unit { ranks: Vec::new(), rows: Vec::new() };
+                    let group = groups.entry(apart).or_insert_with(empty);
+                    group.ranks.extend(unit.ranks);
+                    group.rows.extend(unit.rows);
+                }
+                let mut groups: Vec<Unit> = groups.into_values().collect();
+                groups.iter_mut().for_each(|unit| unit.rows.sort_unstable());
+                groups.sort_by_key(Unit::rank);
+                Ok(groups)
+            }
         }
+    }
+
+    /// Where a rank lies on the axes of the mesh that are not among these.
+    fn coordinates_beside(
+        &self,
+        axes: &[String],
+        inputs: &MicrobatchInputs,
+        rank: Option<Rank>,
+    ) -> Result<Vec<(&String, u32)>, String> {
+        let shards = self.tensors[&inputs.rows_key].shards.iter();
+        let mut records = shards.map(|shard| self.dump.record(shard));
+        let mesh = records.find(|record| Some(record.rank) == rank).map(|record| &record.mesh);
+        match mesh.filter(|mesh| axes.iter().all(|axis| mesh.contains_key(axis))) {
+            Some(mesh) => {
+                let beside = mesh.iter().filter(|(axis, _)| !axes.contains(axis));
+                Ok(beside.map(|(axis, &at)| (axis, at)).collect())
+            }
+            None => Err(format!(
+                "scope declares ranks along the axes {axes:?} and {} does not say where its ranks lie on them: record it with mesh= and coordinates",
+                inputs.rows_key
+            )),
+        }
+    }
+
+    /// The sequences among some rows; each is divided by its own count, and by how many of
+    /// them there are over the whole scope.
+    fn each_sequence(
+        &self,
+        inputs: &MicrobatchInputs,
+        unit: &Unit,
+        sequences: f64,
+    ) -> Vec<(Unit, f64)> {
+        let length = inputs.sequence.max(1);
+        let cut = unit.rows.chunk_by(|a, b| a / length == b / length);
+        let one = |rows: &[usize]| {
+            let (ranks, rows) = (unit.ranks.clone(), rows.to_vec());
+            let count = self.count(inputs, &mut rows.iter().copied());
+            (Unit { ranks, rows }, count * sequences)
+        };
+        cut.map(one).collect()
+    }
+
+    /// What some rows of one microbatch add to a denominator: what is counted, or, of a mean
+    /// of sequence means, the sequences in which anything is.
+    fn denominator_over(&self, inputs: &MicrobatchInputs, rows: &[usize]) -> f64 {
+        if self.options.scope.sequences == Sequences::All {
+            return self.count(inputs, &mut rows.iter().copied());
+        }
+        let length = inputs.sequence.max(1);
+        let cut = rows.chunk_by(|a, b| a / length == b / length);
+        cut.filter(|rows| self.count(inputs, &mut rows.iter().copied()) != 0.0).count() as f64
     }
 
     /// The declared denominator over some rows of one microbatch.

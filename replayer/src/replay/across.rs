@@ -87,18 +87,25 @@ impl Replay<'_> {
             }
         };
         for rank in self.holders(key) {
-            let tensor = self.held_by(key, rank)?;
+            let tensor = match self.held_by(key, rank) {
+                Ok(tensor) => tensor,
+                Err(error) => {
+                    outcome.skip(stage, error.to_string());
+                    return Ok(());
+                }
+            };
             let mut addends = Sum::new(&tensor.shape);
             for slice in slices {
                 let Some(part) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
                     outcome.skip(stage, "dk of some microbatch was not captured");
                     return Ok(());
                 };
-                let mut part = self.held_by(part, rank)?;
-                if part.shape != tensor.shape {
-                    outcome.skip(stage, "the addends have another shape than their sum");
+                let same_box = |part: &Tensor| part.place == tensor.place;
+                let Some(mut part) = self.held_by(part, rank).ok().filter(same_box) else {
+                    let why = "dk of a microbatch is not held in the boxes in which its sum over microbatches is held: record both alike to have the sum judged";
+                    outcome.skip(stage, why);
                     return Ok(());
-                }
+                };
                 // Both are the same box of dk: seen from its own corner.
                 part.place = backtape::index_box::IndexBox::whole(&part.shape);
                 addends.add(&part, self.world.weight(stage, slice.inputs.microbatch, rank))?;

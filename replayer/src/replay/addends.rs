@@ -2,6 +2,7 @@
 
 use backtape::identity::Rank;
 use backtape::placement::Reduction;
+use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::allowed::stored;
@@ -45,6 +46,26 @@ impl Sum {
         let mut sum = Sum::new(&step.tensors[key].shape);
         sum.add_partial(step, key)?;
         Ok(sum)
+    }
+
+    /// The same in the layout of the formulas: gradients of k as `[V, D]`.
+    pub(crate) fn oriented(self, step: &HeadStep<'_>, key: &TensorKey) -> Sum {
+        let role = step.tensors[key].role;
+        let of_k = matches!(role, Some(Role::Dk | Role::DkLse | Role::DkLabel));
+        let ([rows, cols], true) = (&self.shape[..], step.options.transposed() && of_k) else {
+            return self;
+        };
+        let (n, d) = (*rows as usize, *cols as usize);
+        let turned = |of: &[f64]| -> Vec<f64> {
+            (0..d).flat_map(|i| (0..n).map(move |v| v * d + i)).map(|at| of[at]).collect()
+        };
+        Sum {
+            shape: vec![*cols, *rows],
+            total: turned(&self.total),
+            squares: turned(&self.squares),
+            storage: turned(&self.storage),
+            ..self
+        }
     }
 
     /// Adds all that the ranks hold of a tensor: its addends, or its one value.

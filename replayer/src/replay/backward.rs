@@ -378,58 +378,54 @@ impl Replay<'_> {
         let mut found = Captured::default();
         let stages = DQ.into_iter().chain(DK).chain([Stage::Dbias]);
         for stage in stages.filter(|&stage| self.wants(stage)) {
-            let role = stage.role().expect("gradients have roles");
-            let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-            let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
-            if let Some((values, stored)) = self.stand_in(&at, columns) {
-                let source = format!("a variant's {stage}");
-                found.gradients.push(Gradient { stage, values, stored, rounded: None, source });
-                continue;
-            }
-            let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
-                continue;
-            };
-            if stage == Stage::Dk && self.step.options.declared.tied_embedding {
-                let why = "tied_embedding=True: dk holds the input embedding's part too, which the head does not know; record dk_lse and dk_label to have the head's part judged";
-                outcome.skip(stage, why);
-                continue;
-            }
-            let read = self.read_gradient(slice, unit, (stage, key));
-            match outcome.spared(read, (&[stage], slice.inputs.microbatch))? {
-                Some(Read::Gradient(gradient)) => found.gradients.push(*gradient),
-                Some(Read::OfOthers) | None => {}
-                Some(Read::Blocked(why)) => {
-                    outcome.leave(stage, slice.inputs.microbatch, why);
-                }
-            }
+            // What cannot be used of one gradient says nothing of the others.
+            let gradient = self.captured_of(stage, (slice, unit), outcome);
+            let gradient = outcome.spared(gradient, (&[stage], slice.inputs.microbatch))?;
+            found.gradients.extend(gradient.flatten());
         }
         Ok(found)
     }
 
-    /// What the dump holds of one of them.
-    fn read_gradient(
+    /// What the dump holds of one of this unit's gradients, if it holds any that can be
+    /// judged by the unit's tokens.
+    fn captured_of(
         &self,
-        slice: &Slice,
-        unit: &Unit,
-        (stage, key): (Stage, &TensorKey),
-    ) -> Result<Read, StepError> {
+        stage: Stage,
+        (slice, unit): (&Slice, &Unit),
+        outcome: &mut Outcome,
+    ) -> Result<Option<Gradient>, StepError> {
+        let role = stage.role().expect("gradients have roles");
+        let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
+        if let Some((values, stored)) = self.stand_in(&at, columns) {
+            let source = format!("a variant's {stage}");
+            return Ok(Some(Gradient { stage, values, stored, rounded: None, source }));
+        }
+        let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
+            return Ok(None);
+        };
+        if stage == Stage::Dk && self.step.options.declared.tied_embedding {
+            let why = "tied_embedding=True: dk holds the input embedding's part too, which the head does not know; record dk_lse and dk_label to have the head's part judged";
+            outcome.skip(stage, why);
+            return Ok(None);
+        }
         let partial = self.step.tensors[key].partial.is_some();
-        let values = match (partial, DQ.contains(&stage)) {
-            (true, true) => {
-                let sum = Sum::of_partial(self.step, key)?;
+        let of_tokens = DQ.contains(&stage);
+        if let Some(why) = slice.blocked.as_ref().filter(|_| partial && !of_tokens) {
+            outcome.leave(stage, slice.inputs.microbatch, why.clone());
+            return Ok(None);
+        }
+        let values = match (partial, of_tokens) {
+            (true, _) if of_tokens || unit.ranks.is_empty() => {
+                let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
                 let cols = *sum.shape.last().unwrap_or(&1) as usize;
                 let rows = sum.total.len() / cols.max(1);
                 let (total, storage) = (sum.total, sum.storage);
                 Held::Summed { rows, cols, total, storage }
             }
-            (true, false) if !unit.ranks.is_empty() => {
-                Held::Whole(self.step.oriented(key, Some(&unit.ranks))?)
-            }
-            (true, false) if slice.blocked.is_some() => {
-                return Ok(Read::Blocked(slice.blocked.clone().unwrap_or_default()));
-            }
+            (true, _) => Held::Whole(self.step.oriented(key, Some(&unit.ranks))?),
             // A gradient over all tokens cannot be judged by some ranks' tokens.
-            (_, false) if !unit.ranks.is_empty() => return Ok(Read::OfOthers),
+            (_, false) if !unit.ranks.is_empty() => return Ok(None),
             _ => Held::Whole(self.step.oriented(key, None)?),
         };
         let stored = match &values {
@@ -440,7 +436,7 @@ impl Replay<'_> {
         let mut gradient = Gradient { stage, values, stored, rounded: None, source };
         self.check_shape(&gradient, slice)?;
         gradient.rounded = gradient.coarser(self.roundings.widest.output);
-        Ok(Read::Gradient(Box::new(gradient)))
+        Ok(Some(gradient))
     }
 
     fn check_shape(&self, gradient: &Gradient, slice: &Slice) -> Result<(), StepError> {
@@ -482,15 +478,6 @@ impl Replay<'_> {
         }
         self.take_charts(findings.charts, inputs.microbatch, unit, outcome);
     }
-}
-
-/// What the dump holds of a gradient.
-enum Read {
-    Gradient(Box<Gradient>),
-    /// It is over other tokens too.
-    OfOthers,
-    /// Whose tokens an addend is over is not known.
-    Blocked(String),
 }
 
 pub(super) fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {

@@ -1,6 +1,6 @@
 //! A recorded loss that is one number: of a microbatch, of some ranks' tokens, or of the step.
 
-use backtape::head::{LossReduction, Scope};
+use backtape::head::{LossReduction, Ranks};
 use backtape::identity::{Microbatch, Rank};
 use backtape::placement::Reduction;
 use backtape::role::Role;
@@ -160,12 +160,12 @@ impl Replay<'_> {
         totals: &LossTotals,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let by_rank = self.step.options.scope == Scope::Rank;
+        let by_rank = self.step.options.scope.ranks != Ranks::All;
         let place = Place { microbatch, rank: None, key, of: 1 };
         let several = totals.by_rank.as_ref().map_or(true, |ranks| ranks.len() > 1);
         let Some(reduction) = self.step.tensors[key].partial else {
             if by_rank && several {
-                let why = "scope=rank: each rank has a loss of its own; record it with partial=\"mean\" or partial=\"sum\"";
+                let why = "each rank has a loss of its own, as scope declares; record it with partial=\"mean\" or partial=\"sum\"";
                 outcome.leave(Stage::Loss, microbatch, why);
                 return Ok(());
             }
@@ -323,7 +323,7 @@ impl Replay<'_> {
         let key = self.step.find(Role::Loss, of.microbatch);
         let whole = key.filter(|key| self.step.tensors[*key].partial.is_none());
         let trusted = self.world.trusts(Stage::Loss, of.microbatch);
-        let Some(key) = whole.filter(|_| trusted && self.step.options.scope != Scope::Rank) else {
+        let Some(key) = whole.filter(|_| trusted && self.step.options.scope.ranks == Ranks::All) else {
             return Ok(None);
         };
         let tensor = self.step.assemble(key)?;

@@ -227,7 +227,7 @@ fn slices<'a>(
         let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
             key: one.rows_key.clone(),
             found: "held by several ranks".into(),
-            wanted: format!("tokens that one rank counts, for scope=rank: {why}"),
+            wanted: format!("tokens counted over {}: {why}", step.options.scope),
         });
         found.map(|mut found| {
             world.denominators(step, &all, one, &mut found);

@@ -12,6 +12,7 @@ use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use serde::Serialize;
 
+use super::addends::Sum;
 use super::dk::Slab;
 use super::outcome::{NotChecked, Outcome};
 use super::{Replay, Slice};
@@ -209,8 +210,13 @@ impl Replay<'_> {
                 return Ok(Vec::new());
             };
             let ranks = (!addend.ranks.is_empty()).then_some(&addend.ranks[..]);
-            let tensor = self.step.oriented(key, ranks)?;
-            let captured = numbers(&tensor).filter(|values| values.len() == cut.ours.len());
+            let captured = match (ranks, self.step.tensors[key].partial) {
+                (None, Some(_)) => {
+                    Some(Sum::of_partial(self.step, key)?.oriented(self.step, key).total)
+                }
+                _ => numbers(&self.step.oriented(key, ranks)?),
+            };
+            let captured = captured.filter(|values| values.len() == cut.ours.len());
             let Some(captured) = captured else { return Ok(Vec::new()) };
             let along = captured.iter().zip(&addend.reference).zip(cut.ours.iter().zip(cut.theirs));
             let along: f64 =

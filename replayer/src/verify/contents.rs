@@ -43,7 +43,7 @@ pub(super) fn check(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Content
 
 /// A sum, so that a large shard's pieces can be summed on all threads.
 fn fingerprint(dump: &StepDump, at: &ShardRef, bytes: &[u8]) -> Fingerprint {
-    let record = dump.record(at);
+    let record = dump.written(at);
     if bytes.is_empty() {
         return Fingerprint::default();
     }

@@ -218,7 +218,7 @@ fn whole_fingerprint(
 ) -> Option<Fingerprint> {
     use FindingKind::{DeclarationsDisagree, Gap, OutOfPlace, Overlap, ReplicasDisagree};
     let spoils = [DeclarationsDisagree, Gap, OutOfPlace, Overlap, ReplicasDisagree];
-    if info.partial.is_some() || found.iter().any(|f| spoils.contains(&f.kind)) {
+    if info.partial.is_some() || info.ragged || found.iter().any(|f| spoils.contains(&f.kind)) {
         return None;
     }
     let mut boxes = BTreeSet::new();
@@ -244,6 +244,15 @@ fn absent_ranks(dump: &StepDump, info: &TensorInfo) -> Vec<Rank> {
 /// What no check above can prove.
 fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) -> Vec<NotChecked> {
     let mut found = Vec::new();
+    for (key, info) in dump.tensors().iter().filter(|(_, info)| info.ragged) {
+        found.push(NotChecked {
+            what: format!("how long each rank's part of {key} should be"),
+            why: format!(
+                "it is ragged: every rank recorded a part of its own length, and the whole, {:?}, is those parts one after the other in the order of the mesh",
+                info.shape
+            ),
+        });
+    }
     let mut declared: Vec<String> = verdicts
         .iter()
         .filter(|verdict| verdict.fingerprint_source == FingerprintSource::Recorder)

@@ -172,7 +172,7 @@ impl Job {
             path: self.path().into(),
             reduction: options.reduction,
             denominator: options.denominator,
-            scope: options.scope,
+            scope: options.span(),
             microbatches: self.microbatches as u32,
             microbatch_reduction: options.microbatch_reduction,
             ignore_label: options.ignore_label,

@@ -2,7 +2,7 @@
 //! option of the declaration, and the choices that no job declares.
 
 use backtape::head::{
-    Denominator, GrpoDeclaration, LossReduction, MicrobatchReduction, Scope, SmoothingFormula,
+    Denominator, GrpoDeclaration, LossReduction, MicrobatchReduction, Scope, SmoothingFormula, Span,
 };
 
 use super::number::{Float, Order};
@@ -137,6 +137,9 @@ pub(crate) struct Options {
     pub(crate) reduction: LossReduction,
     pub(crate) denominator: Denominator,
     pub(crate) scope: Scope,
+    /// What the scope's three names have no word for, where the job counts so. Axes are those
+    /// inside a pod: two ranks that follow each other.
+    pub(crate) span: Option<Span>,
     pub(crate) microbatch_reduction: MicrobatchReduction,
     /// Means over microbatches multiply by `1 / M`, a rounded number, and do not divide.
     pub(crate) reciprocal: bool,
@@ -161,6 +164,11 @@ impl Options {
     /// Factor of the raw logits.
     pub(super) fn scale(&self) -> f64 {
         self.logit_scale / self.temperature
+    }
+
+    /// Over which tokens the job counts.
+    pub(crate) fn span(&self) -> Span {
+        self.span.clone().unwrap_or(self.scope.into())
     }
 
     /// Weight that smoothing takes from the label, over `valid` classes.
@@ -227,6 +235,7 @@ impl Default for Options {
             reduction: LossReduction::Mean,
             denominator: Denominator::Weights,
             scope: Scope::Global,
+            span: None,
             microbatch_reduction: MicrobatchReduction::Sum,
             reciprocal: false,
             cotangent: 1.75,

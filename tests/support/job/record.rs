@@ -2,7 +2,7 @@
 //! placement.
 
 use backtape::dtype::Dtype;
-use backtape::head::{LossReduction, Scope};
+use backtape::head::{LossReduction, Ranks};
 use backtape::index_box::IndexBox;
 use backtape::shard::When;
 use half::{bf16, f16};
@@ -167,12 +167,12 @@ impl Recording<'_> {
         if policy {
             self.of_tokens(at, "dlogprobs", None, floats(full, &part.dlogprobs));
         }
-        match (options.reduction, options.scope) {
+        match (options.reduction, options.span().ranks) {
             (LossReduction::None, _) => {
                 self.of_tokens(at, "loss", None, floats(full, &part.losses));
             }
             // Each rank has a loss of its own: one tensor cannot hold them.
-            (_, Scope::Rank) if self.job.ranks > 1 => {}
+            (_, Ranks::One | Ranks::Axes(_)) if self.job.ranks > 1 => {}
             _ => self.whole(at, "loss", &[], floats(full, &[loss])),
         }
     }

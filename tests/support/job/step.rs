@@ -1,7 +1,9 @@
 //! One step of the job: every rank's microbatches through the head, the loss,
 //! and dk on its way through microbatches and ranks.
 
-use backtape::head::{Denominator, LossReduction, MicrobatchReduction, Scope};
+use backtape::head::{
+    Denominator, LossReduction, MicrobatchReduction, Microbatches, Ranks, Sequences,
+};
 
 use super::inputs::{Inputs, Share};
 use super::math::{Backward, Forward, Head};
@@ -83,7 +85,8 @@ fn part<F: Real>(
     let logprobs = forward.logprobs();
     let counts = counts(job, inputs, mb, rank);
     let weight = |t: usize| F::of(share.weight(job, t));
-    let divisor = F::of(counts.tokens);
+    let divisors = divisors(job, share, counts);
+    let divisor = |t: usize| F::of(divisors[t]);
     let (losses, dlogprobs, g) = match (&job.options.kind, job.options.reduction) {
         (Kind::Grpo(_), _) => {
             let found = policy::policy(job, share, &logprobs, counts);
@@ -92,12 +95,12 @@ fn part<F: Real>(
         }
         (_, reduction) => {
             let each = head.losses(&forward, &targets).into_iter().enumerate();
-            let losses = each.map(|(t, loss)| weight(t) * loss / divisor).collect();
+            let losses = each.map(|(t, loss)| weight(t) * loss / divisor(t)).collect();
             let upstream = |t: usize| match reduction {
                 LossReduction::None => F::of(share.cotangent[t]),
                 _ => F::of(job.options.cotangent),
             };
-            let g = (0..share.tokens).map(|t| upstream(t) * weight(t) / divisor).collect();
+            let g = (0..share.tokens).map(|t| upstream(t) * weight(t) / divisor(t)).collect();
             (losses, Vec::new(), g)
         }
     };
@@ -185,27 +188,28 @@ fn scale_all<F: Real>(what: What, by: f32, gradients: &mut Backward<F>) {
 
 /// What the losses of one rank's microbatch are divided by.
 fn counts(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> Counts {
-    let shares: Vec<&Share> = match job.options.scope {
-        Scope::Global => inputs.shares.iter().flatten().collect(),
-        Scope::Microbatch => inputs.shares[mb].iter().collect(),
-        Scope::Rank => vec![&inputs.shares[mb][rank]],
+    let span = job.options.span();
+    let together = |other: usize| match &span.ranks {
+        Ranks::All => true,
+        Ranks::One => other == rank,
+        Ranks::Axes(_) => other / 2 == rank / 2,
     };
-    let count = |share: &Share| -> f64 {
-        let positions = 0..share.tokens;
-        match job.options.denominator {
-            // A policy loss has a mask in place of ignored labels: what it leaves is valid.
-            Denominator::Valid if job.options.grpo().is_some() => {
-                positions.filter(|&t| share.weight(job, t) != 0.0).count() as f64
-            }
-            Denominator::Valid => {
-                positions.filter(|&t| share.target(job, t).is_some()).count() as f64
-            }
-            Denominator::All => share.tokens as f64,
-            Denominator::Weights => positions.map(|t| share.weight(job, t)).sum(),
-            Denominator::Number(_) => 0.0,
-        }
+    let here = |of: &usize| span.microbatches == Microbatches::All || *of == mb;
+    let of_microbatch = |of: usize| {
+        let ranks = (0..job.ranks).filter(|&other| together(other));
+        ranks.map(move |other| &inputs.shares[of][other]).collect::<Vec<&Share>>()
     };
+    let shares: Vec<&Share> = (0..job.microbatches).filter(here).flat_map(of_microbatch).collect();
     let length = job.options.layout.sequence.unwrap_or(usize::MAX);
+    let count = |share: &Share| counted(job, share, 0..share.tokens);
+    if span.sequences == Sequences::Each {
+        let of_share = |share: &&Share| {
+            let starts = (0..share.tokens).step_by(length.min(share.tokens));
+            let counts = |&t: &usize| counted(job, share, t..t + length) != 0.0;
+            starts.filter(counts).count() as f64
+        };
+        return Counts { tokens: 1.0, sequences: shares.iter().map(of_share).sum() };
+    }
     let sequences = shares.iter().map(|share| share.tokens.div_ceil(length) as f64).sum();
     let tokens = match (job.options.reduction, job.options.denominator) {
         (LossReduction::Sum | LossReduction::None, _) => 1.0,
@@ -216,6 +220,38 @@ fn counts(job: &Job, inputs: &Inputs, mb: usize, rank: usize) -> Counts {
             .unwrap_or(1.0),
     };
     Counts { tokens, sequences }
+}
+
+/// What the loss of each token is divided by.
+fn divisors(job: &Job, share: &Share, counts: Counts) -> Vec<f64> {
+    if job.options.span().sequences == Sequences::All || job.options.grpo().is_some() {
+        return vec![counts.tokens; share.tokens];
+    }
+    let length = job.options.layout.sequence.expect("a mean of sequence means has sequences");
+    let of_token = |t: usize| {
+        let first = t / length * length;
+        match counted(job, share, first..first + length) {
+            // Nothing of it counts.
+            0.0 => 1.0,
+            own => own * counts.sequences,
+        }
+    };
+    (0..share.tokens).map(of_token).collect()
+}
+
+/// The declared denominator over some positions of one rank's microbatch.
+fn counted(job: &Job, share: &Share, mut positions: std::ops::Range<usize>) -> f64 {
+    positions.end = positions.end.min(share.tokens);
+    match job.options.denominator {
+        // A policy loss has a mask in place of ignored labels: what it leaves is valid.
+        Denominator::Valid if job.options.grpo().is_some() => {
+            positions.filter(|&t| share.weight(job, t) != 0.0).count() as f64
+        }
+        Denominator::Valid => positions.filter(|&t| share.target(job, t).is_some()).count() as f64,
+        Denominator::All => positions.len() as f64,
+        Denominator::Weights => positions.map(|t| share.weight(job, t)).sum(),
+        Denominator::Number(_) => 0.0,
+    }
 }
 
 /// dk of each rank over its microbatches.

@@ -12,11 +12,11 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use crate::assemble;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
+use crate::replay::addends::Sum;
 use crate::replay::world::World;
 
 /// The catalogue's entry.
@@ -105,20 +105,16 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
     eliminated(system.collect())
 }
 
-/// A tensor's addend of one rank, or the sum of all.
+/// A tensor's addend of one rank, at its place in the whole, or the sum of all.
 fn held(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<Vec<f64>> {
     let step = evidence.step;
     if step.tensors[key].partial.is_none() {
         return numbers(&step.assemble(key).ok()?);
     }
-    let ranks = rank.map_or_else(|| assemble::holders(step.dump, key), |rank| vec![rank]);
-    let mut total: Vec<f64> = Vec::new();
-    for rank in ranks {
-        let values = numbers(&step.addend(key, &[rank]).ok()?)?;
-        total.resize(total.len().max(values.len()), 0.0);
-        total.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
-    }
-    Some(total)
+    let mut sum = Sum::new(&step.tensors[key].shape);
+    let counts = |of: Option<Rank>| f64::from(u8::from(rank.is_none() || of == rank));
+    sum.add_weighted(step, key, &counts).ok()?;
+    Some(sum.total)
 }
 
 /// Solves a symmetric system, the right side in the last column; none where addends are

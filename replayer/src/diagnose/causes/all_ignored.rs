@@ -86,7 +86,7 @@ fn words((microbatch, ranks): &Empty) -> String {
 fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let mut by_rank = evidence.step.clone();
-    by_rank.options.scope = Scope::Rank;
+    by_rank.options.scope = Scope::Rank.into();
     let of = |one: &MicrobatchInputs| {
         let silent = |&t: &usize| one.labels[t] == IGNORED || one.weights[t] == 0.0;
         let units = by_rank.denominators(&all, one).unwrap_or_default();
@@ -132,7 +132,7 @@ fn silent_share(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, empty: &[Emp
     let of = empty.iter().find(|(microbatch, _)| *microbatch == inputs.microbatch);
     let Some((_, ranks)) = of else { return 1.0 };
     let mut step = evidence.step.clone();
-    step.options.scope = Scope::Rank;
+    step.options.scope = Scope::Rank.into();
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let units = step.denominators(&all, inputs).unwrap_or_default();
     let theirs = units.iter().filter(|(unit, _)| unit.ranks.iter().any(|r| ranks.contains(r)));

@@ -61,7 +61,7 @@ impl Cause for MicrobatchMeanOfMeans {
         means.dedup();
         let scopes = [Scope::Microbatch, Scope::Rank, Scope::Global];
         let mut found = Vec::new();
-        for scope in scopes.into_iter().filter(|&scope| scope != options.scope) {
+        for scope in scopes.into_iter().filter(|&scope| Some(scope) != options.scope.named()) {
             for &count in &counts {
                 for &means in &means {
                     let world = Counted { count, scope, means, sums: sums(evidence) };

@@ -38,7 +38,8 @@ impl Cause for ValidCount {
         // A number or a sum has no scope: the counts of any may have been taken.
         let scopes = match declared {
             Some(Count::One) | None => vec![Scope::Global, Scope::Microbatch, Scope::Rank],
-            Some(_) => vec![options.scope],
+            // Of a span without a name no other count is tried.
+            Some(_) => options.scope.named().into_iter().collect(),
         };
         let mut found = Vec::new();
         for &scope in &scopes {

@@ -71,7 +71,9 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
                 (Some(_), Some(rank)) if !of_tokens => {
                     step.oriented(key, Some(&ranks(step, inputs, of, rank)?)).ok()?
                 }
-                (Some(_), _) => return summed(Sum::of_partial(step, key).ok()?),
+                (Some(_), _) => {
+                    return summed(Sum::of_partial(step, key).ok()?.oriented(step, key));
+                }
                 (None, _) => step.oriented(key, None).ok()?,
             }
         }

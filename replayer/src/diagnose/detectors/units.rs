@@ -7,7 +7,8 @@ use std::sync::Mutex;
 use backtape::identity::{Microbatch, Rank};
 
 use crate::assemble::Tensor;
-use crate::diagnose::evidence::Evidence;
+use crate::diagnose::detectors::captured;
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{HeadStep, MicrobatchInputs, Scores, Stage};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Transform};
 use crate::kernels::policy::{self, Path, Policy};
@@ -23,6 +24,8 @@ pub struct UnitState {
     pub microbatch: Option<Microbatch>,
     /// The first rank of the unit.
     pub rank: Option<Rank>,
+    /// The ranks that hold its addends together; none for all tokens of the microbatch.
+    ranks: Vec<Rank>,
     /// Its tokens among those of the microbatch.
     pub rows: Vec<usize>,
     /// As the backward reads it, `[n]`.
@@ -48,6 +51,7 @@ impl World for Spy {
         let state = UnitState {
             microbatch,
             rank: tokens.rank,
+            ranks: Vec::new(),
             rows: tokens.rows.to_vec(),
             lse: tokens.lse.to_vec(),
             g: tokens.g.to_vec(),
@@ -81,7 +85,14 @@ pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
     let whole: Vec<bool> = seen.keys().map(|&(mb, _)| !of_ranks(mb)).collect();
     let kept = seen.into_values().zip(whole);
     // The plane is judged over all tokens, whoever holds them.
-    kept.filter(|(unit, whole)| unit.rank.is_some() || *whole).map(|(unit, _)| unit).collect()
+    let kept = kept.filter(|(unit, whole)| unit.rank.is_some() || *whole).map(|(unit, _)| unit);
+    let ranked = |unit: UnitState| {
+        let (microbatch, rank) = (unit.microbatch, unit.rank);
+        let key = Key { stage: Stage::Dk, microbatch, rank };
+        let ranks = captured::unit(evidence.step, evidence.inputs, key).map(|unit| unit.ranks);
+        UnitState { ranks: ranks.unwrap_or_default(), ..unit }
+    };
+    kept.map(ranked).collect()
 }
 
 /// Some tokens against some classes, with what their entries of dlogits follow from.
@@ -152,11 +163,11 @@ impl UnitState {
         let of_tokens = matches!(stage, Stage::Dq | Stage::DqLse | Stage::DqLabel);
         let ranks = match (partial, self.rank) {
             (true, _) if of_tokens => return None,
-            (true, Some(rank)) => Some([rank]),
+            (true, Some(_)) => Some(&self.ranks[..]),
             (false, Some(_)) if !of_tokens => return None,
             _ => None,
         };
-        step.oriented(key, ranks.as_ref().map(|ranks| &ranks[..])).ok()
+        step.oriented(key, ranks).ok()
     }
 }
 

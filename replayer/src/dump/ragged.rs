@@ -1,0 +1,132 @@
+//! Tensors whose ranks hold parts of unequal length: dynamic padding gives each rank as many
+//! tokens as its longest sequence asks for. A rank that records a local array with a placement
+//! knows its own part alone, and says that the whole is as many such parts as the axis has
+//! ranks. Where those words differ between ranks, the tensor is ragged: it is the parts of all
+//! ranks, one after the other in the order of the axis.
+//!
+//! Only the place in the whole is settled here. What a record says of itself stays as it was
+//! written, and its fingerprint is proved there.
+
+use std::collections::BTreeMap;
+
+use backtape::index_box::IndexBox;
+use backtape::placement::{Mesh, Placement};
+use backtape::shard::{FingerprintSource, ShardRecord};
+
+use super::ShardRef;
+
+/// Shards of a ragged tensor as they lie in the whole.
+pub(super) type Settled = BTreeMap<ShardRef, ShardRecord>;
+
+/// The records of a ragged tensor with their places in the whole; `None` where the shapes do
+/// not differ, or differ in a way that unequal parts do not explain.
+pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option<Settled> {
+    let (first, _) = shards.first()?;
+    let shape = &first.shape;
+    let alike = |record: &ShardRecord| {
+        record.shape.len() == shape.len() && record.placement == first.placement
+    };
+    if !shards.iter().all(|(record, _)| alike(record) && is_equal_part(record, mesh)) {
+        return None;
+    }
+    let differs = |dim: &usize| shards.iter().any(|(record, _)| record.shape[*dim] != shape[*dim]);
+    let last = (0..shape.len()).filter(differs).next_back()?;
+    // Unequal along what is not cut, as in [B, S]: rows of tokens have no common width.
+    let folded = (0..=last).any(|dim| differs(&dim) && axes_of(first, dim).is_empty());
+    let cut = if folded { 0..last + 1 } else { last..last + 1 };
+    if (0..cut.start).any(|dim| differs(&dim)) {
+        return None;
+    }
+    let order = |record: &ShardRecord| -> Option<Vec<u32>> {
+        let axes = mesh.0.iter().filter(|(axis, _)| cuts(record, axis, cut.clone()));
+        match mesh.0.is_empty() {
+            // Without a mesh the one axis is the ranks.
+            true => Some(vec![record.rank.0]),
+            false => axes.map(|(axis, _)| place_on(record, axis, mesh)).collect(),
+        }
+    };
+    let length =
+        |record: &ShardRecord| -> u64 { record.place.extent()[cut.clone()].iter().product() };
+    let mut lengths: BTreeMap<Vec<u32>, u64> = BTreeMap::new();
+    for (record, _) in shards {
+        let own = length(record);
+        // Ranks that hold the same part say the same of it.
+        if *lengths.entry(order(record)?).or_insert(own) != own {
+            return None;
+        }
+    }
+    if lengths.len() as u64 != parts(first, cut.clone(), mesh)? {
+        return None;
+    }
+    let mut ends = 0;
+    let starts: BTreeMap<Vec<u32>, u64> = lengths
+        .into_iter()
+        .map(|(at, own)| {
+            ends += own;
+            (at, ends - own)
+        })
+        .collect();
+    let placed = |&(record, at): &(&ShardRecord, ShardRef)| {
+        let start = starts[&order(record)?];
+        let mut own = record.clone();
+        own.shape.splice(cut.clone(), [ends]);
+        let own_range = (start, start + length(record));
+        let ranges = &mut own.place.0;
+        ranges.splice(cut.clone(), [own_range]);
+        Some((at, own))
+    };
+    shards.iter().map(placed).collect()
+}
+
+/// Whether a record says no more of the whole than that it is as many parts like its own as the
+/// axes that cut it have ranks: what the recorder makes of a local array and a placement.
+fn is_equal_part(record: &ShardRecord, mesh: &Mesh) -> bool {
+    let IndexBox(ranges) = &record.place;
+    record.fingerprint_source == FingerprintSource::Recorder
+        && !record.placement.is_empty()
+        && record.shape.iter().zip(ranges).enumerate().all(|(dim, (&whole, &(lo, hi)))| {
+            let mut sizes =
+                axes_of(record, dim).into_iter().map(|axis| size_of(axis, record, mesh));
+            let parts = sizes.try_fold(1u64, |n, size| n.checked_mul(size?));
+            let own = hi - lo;
+            parts.and_then(|n| n.checked_mul(own)) == Some(whole) && (own == 0 || lo % own == 0)
+        })
+}
+
+/// Axes that cut a dimension.
+fn axes_of(record: &ShardRecord, dim: usize) -> Vec<&str> {
+    let cut = record
+        .placement
+        .iter()
+        .filter(|(_, placement)| **placement == Placement::Shard(dim as u32));
+    cut.map(|(axis, _)| axis.as_str()).collect()
+}
+
+fn cuts(record: &ShardRecord, axis: &str, dims: std::ops::Range<usize>) -> bool {
+    matches!(record.placement.get(axis), Some(Placement::Shard(dim)) if dims.contains(&(*dim as usize)))
+}
+
+/// Ranks along an axis. Without a mesh, or on one that the manifest alone names, it is told by
+/// the mesh; a job that named none has one axis, its ranks.
+fn size_of(axis: &str, record: &ShardRecord, mesh: &Mesh) -> Option<u64> {
+    match mesh.0.iter().find(|(name, _)| name == axis) {
+        Some((_, size)) => Some(u64::from(*size)),
+        None if mesh.0.is_empty() => {
+            let own = record.place.0.first().map(|(lo, hi)| hi - lo)?;
+            record.shape.first()?.checked_div(own)
+        }
+        None => None,
+    }
+}
+
+/// Where a rank lies on an axis.
+fn place_on(record: &ShardRecord, axis: &str, mesh: &Mesh) -> Option<u32> {
+    let only = mesh.0.len() == 1;
+    record.mesh.get(axis).copied().or(only.then_some(record.rank.0))
+}
+
+/// How many parts make up the whole.
+fn parts(record: &ShardRecord, cut: std::ops::Range<usize>, mesh: &Mesh) -> Option<u64> {
+    let axes = record.placement.keys().filter(|axis| cuts(record, axis, cut.clone()));
+    axes.map(|axis| size_of(axis, record, mesh)).try_fold(1u64, |n, size| n.checked_mul(size?))
+}
