@@ -75,6 +75,19 @@ impl Span {
         scopes.into_iter().find(|&scope| *self == Span::from(scope))
     }
 
+    /// Every choice that names no axis of a mesh.
+    pub fn without_axes() -> Vec<Span> {
+        let mut all = Vec::new();
+        for sequences in [Sequences::All, Sequences::Each] {
+            for microbatches in [Microbatches::All, Microbatches::One] {
+                for ranks in [Ranks::All, Ranks::One] {
+                    all.push(Span { ranks, microbatches, sequences });
+                }
+            }
+        }
+        all
+    }
+
     fn parts(&self) -> Parts {
         let Span { ranks, microbatches, sequences } = self.clone();
         Parts { ranks, microbatches, sequences }

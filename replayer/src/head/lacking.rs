@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use backtape::head::{Denominator, LossReduction, Scope};
+use backtape::head::{Denominator, LossReduction, Microbatches};
 use backtape::identity::{Microbatch, Name};
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
@@ -134,7 +134,7 @@ impl HeadStep<'_> {
     fn counts_all(&self) -> bool {
         let counted = !matches!(self.options.denominator, Denominator::Number(_));
         let mean = self.options.reduction == LossReduction::Mean;
-        mean && counted && self.options.scope == Scope::Global
+        mean && counted && self.options.scope.microbatches == Microbatches::All
     }
 
     /// Roles that the replay reads and does not compute.

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use backtape::head::{
-    Denominator, HeadDeclaration, LossReduction, MicrobatchReduction, Scope, SmoothingFormula,
+    Denominator, HeadDeclaration, LossReduction, MicrobatchReduction, SmoothingFormula, Span,
 };
 use backtape::role::Role;
 
@@ -88,8 +88,8 @@ fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         };
         found.extend(candidate(evidence, "denominator", how, look, edit));
     }
-    for scope in [Scope::Global, Scope::Microbatch, Scope::Rank] {
-        let edit = |head: &mut HeadDeclaration| head.scope = scope;
+    for scope in Span::without_axes() {
+        let edit = |head: &mut HeadDeclaration| head.scope = scope.clone();
         found.extend(candidate(evidence, "scope", how, look, edit));
     }
     let edit = |head: &mut HeadDeclaration| {
