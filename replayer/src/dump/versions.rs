@@ -133,6 +133,7 @@ impl StepDump {
             state: self.state.clone(),
             manifest: self.manifest.clone(),
             listed: self.listed,
+            settled: self.settled.clone(),
             files: Arc::clone(&self.files),
             faults: self.faults.clone(),
             tensors,

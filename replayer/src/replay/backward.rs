@@ -3,7 +3,6 @@
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
-use backtape::shard::TensorKey;
 
 use super::addends::Sum;
 use super::alike::of_label_addends;
