@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use backtape::head::{Denominator, Microbatches, Ranks, Scope, Sequences, Span};
 use backtape::identity::{Microbatch, Rank};
-use backtape::placement::Mesh;
+use backtape::placement::{Mesh, Reduction};
 use backtape::role::Role;
 use backtape_replayer::cli::{Extras, RunError, full_report, replay_report};
 use backtape_replayer::dump::Selection;
@@ -101,7 +101,9 @@ fn run(drawn: &Drawn) -> Ended {
     // In memory where there is such a place: thousands of dumps, each synced.
     let store = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let path = store.path().join("run-a");
-    dump::write_laid(&path, &drawn.layout.mesh(), Some(&drawn.job.head()), &drawn.shards, &|_| Reduction::Sum);
+    dump::write_laid(&path, &drawn.layout.mesh(), Some(&drawn.job.head()), &drawn.shards, &|_| {
+        Reduction::Sum
+    });
     let report = std::panic::catch_unwind(|| {
         let everything: &[Role] = &[];
         replay_report(&path, &Selection::default(), everything, None)

@@ -323,7 +323,8 @@ impl Replay<'_> {
         let key = self.step.find(Role::Loss, of.microbatch);
         let whole = key.filter(|key| self.step.tensors[*key].partial.is_none());
         let trusted = self.world.trusts(Stage::Loss, of.microbatch);
-        let Some(key) = whole.filter(|_| trusted && self.step.options.scope.ranks == Ranks::All) else {
+        let Some(key) = whole.filter(|_| trusted && self.step.options.scope.ranks == Ranks::All)
+        else {
             return Ok(None);
         };
         let tensor = self.step.assemble(key)?;

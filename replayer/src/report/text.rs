@@ -7,8 +7,8 @@ use super::causes;
 use super::measured;
 use super::number::{bytes, count, error, plural, ratio, scale, short};
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
-use crate::replay::coverage::Coverage;
 use super::step_checks;
+use crate::replay::coverage::Coverage;
 use crate::replay::outcome::{NotChecked, Status};
 
 /// Width that every line keeps to.
