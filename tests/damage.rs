@@ -21,18 +21,20 @@ use crate::support::program::replay;
 /// A job of two ranks and two microbatches that records all there is.
 fn job(kind: Kind, reduction: LossReduction) -> Job {
     let base = Options::default();
-    // A fused path records dlogits without the label's part, and one loss a token without its
-    // weight.
-    let (fused, dlogits) = (reduction == LossReduction::Mean, false);
+    let fused = reduction == LossReduction::Mean;
+    // A fused path records dlogits without the label's part.
+    let dlogits = !fused;
     let extras =
         Extras { logits: true, dlogits, logprobs: true, accumulated: true, dq_parts: true };
     let layout = Layout { k_sharded: true, ..base.layout };
     let bias = kind == Kind::Xent;
-    // One loss a token is not divided.
+    // One loss a token is not divided, and each has a cotangent of its own.
     let none = reduction == LossReduction::None;
+    let cotangent = if none { 1.0 } else { base.cotangent };
     let denominator = if none { Denominator::Valid } else { base.denominator };
     let weights = Weights::Mixed;
-    let options = Options { kind, reduction, denominator, extras, layout, bias, weights, ..base };
+    let options =
+        Options { kind, reduction, denominator, cotangent, extras, layout, bias, weights, ..base };
     let (ranks, microbatches) = (2, 2);
     let (tokens, vocab, valid, width) = (9, 14, 13, 4);
     Job { ranks, microbatches, tokens, vocab, valid, width, fused, options, ..Job::default() }
