@@ -10,7 +10,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
-	bench-durable bench-small bench-stream bench-gpu \
+	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures api clean
 
@@ -308,6 +308,11 @@ bench-causes: $(VENV)/.installed
 bench-foreign: $(VENV)-torch/.installed-dev
 	$(VENV)-torch/bin/python tests/foreign/run.py --sources $(SOURCES) $(if $(ONLY),--only $(ONLY)) \
 		$(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) $(if $(PUBLISH),--publish)
+
+# What the search for causes costs beside the replay; DUMPS chooses other dumps.
+bench-search: $(VENV)/.installed
+	cargo build --locked --release -p backtape-replayer --bin replay
+	$(BIN)/python python/benches/search.py $(DUMPS)
 
 # docs/pictures: what each cause looks like, drawn from the planted-fault corpus; minutes.
 pictures: $(VENV)/.installed-dev

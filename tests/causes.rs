@@ -7,7 +7,7 @@ use backtape::role::Role;
 use backtape_replayer::cli::replay_report;
 use backtape_replayer::diagnose::catalogue::CATALOGUE;
 use backtape_replayer::diagnose::evidence::{Residual, residuals};
-use backtape_replayer::diagnose::{Found, Standing, diagnose};
+use backtape_replayer::diagnose::{Budget, Causes, Found, Standing, diagnose};
 use backtape_replayer::dump::{self, Selection, StepDump};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
@@ -45,7 +45,7 @@ fn replayed<'d>(dumped: &'d StepDump) -> (HeadStep<'d>, Outcome) {
 fn causes(job: &Job) -> Vec<Found> {
     let dumped = opened(job);
     let (step, mut outcome) = replayed(&dumped);
-    diagnose(&step, &mut outcome, &[]).unwrap()
+    diagnose(&step, &mut outcome, &[], &Budget::default()).unwrap()
 }
 
 fn compared(outcome: &Outcome) -> BTreeSet<Stage> {
@@ -161,4 +161,18 @@ fn the_catalogue_in_the_docs_has_a_section_for_every_cause_and_no_other() {
     let ids: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("### ")).collect();
     let known: Vec<&str> = CATALOGUE.iter().map(|cause| cause.id()).collect();
     assert_eq!(ids, known);
+}
+
+/// Goal: `--causes none` looks for nothing, and changes nothing that the replay found.
+#[test]
+fn causes_that_nobody_asks_for_are_not_looked_for() {
+    let job = Job { fault: Fault::LabelScatterBf16, tokens: 400, ..Job::default() };
+    let dumped = opened(&job);
+    let (step, mut outcome) = replayed(&dumped);
+    let before = outcome.not_checked.len();
+    let budget = Budget { causes: Causes::None, ..Budget::default() };
+    assert_eq!(diagnose(&step, &mut outcome, &[], &budget).unwrap(), []);
+    assert_eq!(outcome.not_checked.len(), before);
+    assert!(outcome.first_divergence().is_some());
+    assert_eq!(diagnose(&step, &mut outcome, &[], &Budget::default()).unwrap().len(), 1);
 }

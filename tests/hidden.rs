@@ -3,7 +3,7 @@
 
 use backtape::role::Role;
 use backtape_replayer::cli::replay_report;
-use backtape_replayer::diagnose::{Standing, diagnose};
+use backtape_replayer::diagnose::{Budget, Standing, diagnose};
 use backtape_replayer::dump::{Selection, open};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
@@ -112,7 +112,7 @@ fn a_comparison_that_a_plausible_policy_reproduces_is_no_divergence() {
         let dk = &mut outcome.stages[Stage::DkLabel as usize];
         dk.status = Status::Fail;
         dk.comparisons[0].excess = Some("as a bound that is too narrow would say".into());
-        diagnose(&step, &mut outcome, &[]).unwrap();
+        diagnose(&step, &mut outcome, &[], &Budget::default()).unwrap();
         assert_eq!(outcome.first_divergence().is_none(), right, "{fault:?}");
         let said = |note: &NotChecked| note.what == "the bound of dk_label";
         assert_eq!(outcome.not_checked.iter().any(said), right);

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use backtape::role::Role;
 use backtape_replayer::cli::{Extras, full_report, replay_report};
 use backtape_replayer::compare::Cell;
+use backtape_replayer::diagnose::Causes;
 use backtape_replayer::dump::Selection;
 use backtape_replayer::replay::maps::Map;
 use backtape_replayer::replay::outcome::Status;
@@ -18,7 +19,8 @@ use crate::support::program;
 
 /// Every role that the dump holds.
 const ALL: &[Role] = &[];
-const DRAWN: Extras<'_> = Extras { variants: &[], draws: true, device: None };
+const DRAWN: Extras<'_> =
+    Extras { variants: &[], draws: true, device: None, causes: Causes::Quick };
 
 fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
     let path = directory.join(name);

@@ -132,6 +132,7 @@ def replay(
     report: str | None = None,
     draws: bool = False,
     device: str | None = None,
+    causes: str = "quick",
 ) -> Report: ...
 def variant_inputs(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None
@@ -146,6 +147,7 @@ def replay_varied(
     report: str | None = None,
     draws: bool = False,
     device: str | None = None,
+    causes: str = "quick",
 ) -> Report: ...
 def checks(
     path: str, run: str | None = None, attempt: int | None = None, step: int | None = None

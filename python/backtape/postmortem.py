@@ -36,6 +36,7 @@ def replay(
     variants: Mapping[str, Function] | None = None,
     report: str | os.PathLike[str] | None = None,
     device: str | None = None,
+    causes: str = "quick",
 ) -> Report:
     """Replays the loss head of a step; the report's `verdict` is agreed, diverged,
     misdeclared, incomplete or differs.
@@ -49,9 +50,11 @@ def replay(
     device: what computes the f64 reference and the emulated policies: "cpu", the default, or "cuda", "cuda:1",
         "cuda:0,1", "cuda:all" (docs/device.md). Where it cannot be used the CPU does it, and a RuntimeWarning and
         the report say why.
+    causes: how closely the causes of a divergence are looked for: "none", "quick" (at most twice the work of the
+        replay itself) or "thorough" (fifty times). The report's `not_checked` names what was not tried.
 
     Raises RuntimeError with one sentence where no verdict can be given at all, ValueError for
-    compare= or device= that cannot be read, or variants= together with against=.
+    compare=, device= or causes= that cannot be read, or variants= together with against=.
     """
     where = os.fspath(path)
     other = None if against is None else os.fspath(against)
@@ -61,9 +64,9 @@ def replay(
         if other is not None:
             raise ValueError("variants are tried on one run: leave against= out")
         given = call((where, run, attempt), step, variants)
-        found = _native.replay_varied(where, given, run, attempt, step, compare, page, draws, device)
+        found = _native.replay_varied(where, given, run, attempt, step, compare, page, draws, device, causes)
     else:
-        found = _native.replay(where, run, attempt, step, compare, other, page, draws, device)
+        found = _native.replay(where, run, attempt, step, compare, other, page, draws, device, causes)
     made = Report(found)
     if why := (made.json.get("device") or {}).get("fallback"):
         warnings.warn(f"{why}; the CPU computed the reference in its place", RuntimeWarning, stacklevel=2)

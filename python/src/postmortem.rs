@@ -7,6 +7,7 @@ use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
 use backtape_replayer::assemble::AssembleError;
 use backtape_replayer::cli::{AskedDevice, Extras, PageFile, RunError};
+use backtape_replayer::diagnose::Causes;
 use backtape_replayer::dump::{self, FindError, Selection};
 use backtape_replayer::replay::against::{Asked, PatternError};
 use backtape_replayer::report;
@@ -192,7 +193,7 @@ pub(crate) fn told(
 #[pyfunction]
 #[pyo3(signature = (
     path, run=None, attempt=None, step=None, compare=None, against=None, report=None, draws=false,
-    device=None
+    device=None, causes="quick"
 ))]
 #[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay(
@@ -206,13 +207,14 @@ pub(crate) fn replay(
     report: Option<PathBuf>,
     draws: bool,
     device: Option<&str>,
+    causes: &str,
 ) -> PyResult<Report> {
     let wrong = |error: PatternError| PyValueError::new_err(error.to_string());
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
-    let device = asked_device(device)?;
+    let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
     told(py, (report, draws), |draws| {
-        let extras = Extras { draws, device: device.as_ref(), ..Extras::default() };
+        let extras = Extras { draws, causes, device: device.as_ref(), ..Extras::default() };
         cli::full_report(&path, &selection, compare, against.as_deref(), extras)
     })
 }
@@ -222,6 +224,12 @@ pub(crate) fn asked_device(name: Option<&str>) -> PyResult<Option<AskedDevice>> 
     let wrong =
         |why| PyValueError::new_err(format!("device={:?}: {why}", name.unwrap_or_default()));
     name.map(str::parse).transpose().map_err(|why: String| wrong(why))
+}
+
+/// How closely causes are looked for, by its word.
+pub(crate) fn asked_causes(word: &str) -> PyResult<Causes> {
+    let wrong = |why: String| PyValueError::new_err(format!("causes={word:?}: {why}"));
+    word.parse().map_err(wrong)
 }
 
 /// What the checks find, schema `backtape.checks/1`.

@@ -15,7 +15,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::postmortem::{asked_device, failed, moment, safely, told};
+use crate::postmortem::{asked_causes, asked_device, failed, moment, safely, told};
 use crate::report::Report;
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
@@ -62,7 +62,7 @@ fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyD
 #[pyfunction]
 #[pyo3(signature = (
     path, variants, run=None, attempt=None, step=None, compare=None, report=None, draws=false,
-    device=None
+    device=None, causes="quick"
 ))]
 #[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay_varied(
@@ -76,6 +76,7 @@ pub(crate) fn replay_varied(
     report: Option<PathBuf>,
     draws: bool,
     device: Option<&str>,
+    causes: &str,
 ) -> PyResult<Report> {
     let invalid = |error: String| PyValueError::new_err(error);
     let compare =
@@ -88,9 +89,9 @@ pub(crate) fn replay_varied(
     };
     let variants: Vec<Arc<Variant>> =
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
-    let device = asked_device(device)?;
+    let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
     told(py, (report, draws), |draws| {
-        let extras = Extras { variants: &variants, draws, device: device.as_ref() };
+        let extras = Extras { variants: &variants, draws, device: device.as_ref(), causes };
         cli::full_report(&path, &selection, compare, None, extras)
     })
 }

@@ -200,11 +200,17 @@ fn disagreement(device: &dyn Device, seed: u64) -> Result<Option<&'static str>, 
     let by_cpu = reference::forward(&inputs, tiles, &NoProgress);
     let mut dk = [Vec::new(), Vec::new()];
     let (lse, cotangents) = (&by_cpu.lse, head.cotangents());
-    let dq =
-        reference::backward(&inputs, lse, &cotangents, &NOISE, tiles, &NoProgress, &mut |block| {
+    let dq = reference::backward(
+        &inputs,
+        lse,
+        &cotangents,
+        &NOISE,
+        (tiles, reference::Keep::Both, &NoProgress),
+        &mut |block| {
             dk[0].extend_from_slice(block.dk_lse);
             dk[1].extend_from_slice(block.dk_label);
-        });
+        },
+    );
     let by_cpu = parts(by_cpu, dq, dk);
 
     let mut differs = None;

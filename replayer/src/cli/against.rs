@@ -13,7 +13,7 @@ use backtape::role::Role;
 use super::error::RunError;
 use super::progress::Bar;
 use super::run::{How, replay_one, report as report_one, searched};
-use crate::diagnose::{Found, diagnose};
+use crate::diagnose::{Budget, Found, diagnose};
 use crate::dump::{self, Selection, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
@@ -89,7 +89,9 @@ fn judge<'a>(
     }
     let (step, mut outcome) = replay_one(path, dump, proof, roles, how)?;
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let causes = searched(diagnose(&step, &mut outcome, &[]), &mut outcome).map_err(wrong)?;
+    let begin = |work| how.1.search(work);
+    let budget = Budget { causes: how.0.causes, progress: how.1, begin: &begin };
+    let causes = searched(diagnose(&step, &mut outcome, &[], &budget), &mut outcome).map_err(wrong)?;
     Ok(Some((step, outcome, causes)))
 }
 

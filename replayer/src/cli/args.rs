@@ -1,6 +1,7 @@
 //! Arguments as typed, before anything is looked at.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use backtape::shard::When;
 use clap::{Args, Parser, Subcommand};
@@ -8,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 use super::cluster::ClusterArguments;
 use super::device::DeviceArguments;
 use super::kernel::KernelArguments;
+use crate::diagnose::Causes;
 
 /// Says where, by how much and why the gradients of a dumped step diverge.
 ///
@@ -185,6 +187,7 @@ impl DiffArguments {
             cluster: ClusterArguments::default(),
             device: DeviceArguments::default(),
             kernel: KernelArguments::default(),
+            causes: Causes::default(),
             quiet: self.quiet,
         }
     }
@@ -234,6 +237,11 @@ pub(super) struct ReplayArguments {
     #[arg(long, value_name = "K", num_args = 0..=1, default_missing_value = "40",
           value_parser = clap::value_parser!(u64).range(1..=1024), conflicts_with = "tokens")]
     pub(super) freivalds: Option<u64>,
+    /// How closely causes are looked for: quick does at most twice the work of the replay,
+    /// thorough fifty times as much; what could not be tried is said.
+    #[arg(long, value_name = "none|quick|thorough", default_value = "quick",
+          hide_default_value = true, value_parser = Causes::from_str)]
+    pub(super) causes: Causes,
     /// Threads to use; all cores by default. Results do not depend on it.
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<usize>,

@@ -93,8 +93,7 @@ pub fn main_with(
     let ended = caught(|| run::run(&parsed, connect));
     match ended.unwrap_or_else(|panicked| Err(panicked.into())) {
         Ok((text, code)) => {
-            // A closed pipe (`| head`) is the reader's choice, not a failure.
-            let _ = anstream::stdout().write_all(paint::paint(&text).as_bytes());
+            written::write_out(&text);
             code
         }
         Err(error) => {

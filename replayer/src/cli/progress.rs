@@ -68,6 +68,11 @@ impl Bar {
         self.state().bar.take().inspect(ProgressBar::finish_and_clear);
     }
 
+    /// Begins a search for causes, which may do so much work.
+    pub(super) fn search(&self, work: u64) {
+        self.begin("search for causes", Work::MultiplyAdds, work);
+    }
+
     /// Verifies a dump and shows how far it is; then what is counted are multiply-adds.
     pub(super) fn verify(&self, dump: &StepDump) -> Verification {
         let shards = dump.tensors().values().flat_map(|info| &info.shards);

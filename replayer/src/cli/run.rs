@@ -1,5 +1,6 @@
 //! From parsed arguments to a report and an exit code.
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -16,11 +17,11 @@ use super::exit;
 use super::kernel::Kernels;
 use super::page::PageFile;
 use super::progress::Bar;
-use super::written::Json;
+use super::written::{Json, write_out};
 use super::{against, checks, look, own, precision, trajectory};
 use crate::checks::{Subject, check_replayed};
 use crate::device::{Device, Kernel};
-use crate::diagnose::{self, Found, diagnose};
+use crate::diagnose::{self, Budget, Causes, Found, diagnose};
 use crate::draw::seed_of;
 use crate::dump::versions::{HeldBy, disputed, versions};
 use crate::dump::{self, Selection, StepDump};
@@ -101,6 +102,14 @@ fn replay_on(
     let kernels = arguments.kernel.open()?;
     let used = Used::open(arguments.device.device.as_ref());
     used.say();
+    // The table stands there while causes are looked for.
+    let shown = RefCell::new(String::new());
+    let show = |report: Report| {
+        bar.finish();
+        let first = text::first(&report.computed_by(used.report.clone()));
+        write_out(&first);
+        shown.replace(first);
+    };
     let how = How {
         policy: policy.as_ref(),
         cluster: cluster.as_ref(),
@@ -110,16 +119,30 @@ fn replay_on(
         tokens: arguments.tokens.map(|n| n as usize),
         variants: &[],
         draws: page.is_some(),
+        causes: arguments.causes,
+        show: (!written.is_output()).then_some(&show),
     };
     let report = report_with(path, &selection, &asked, other, how, &bar)?;
-    let report = report.computed_by(used.report);
+    let report = report.computed_by(used.report.clone());
     bar.finish();
     if let Some(page) = page {
         page.write(&report)?;
     }
     let code = exit::of(report.verdict);
     let json = || serde_json::to_string_pretty(&report).expect("a report is plain data");
-    Ok((written.output(json, || text::render(&report))?, code))
+    let text = written.output(json, || text::render(&report))?;
+    Ok((rest(text, &shown.borrow()), code))
+}
+
+/// What of a text is still to be written where its beginning was shown; all of it where the
+/// search has changed what a stage is.
+fn rest(text: String, shown: &str) -> String {
+    match text.strip_prefix(shown) {
+        Some(rest) => rest.into(),
+        None => format!(
+            "\nThe search has changed what was said of a stage; the report again:\n\n{text}"
+        ),
+    }
 }
 
 /// The report of a replay, without a terminal: what the Python package calls.
@@ -141,6 +164,8 @@ pub struct Extras<'a> {
     pub draws: bool,
     /// What computes the reference; where it cannot be used the report says why.
     pub device: Option<&'a AskedDevice>,
+    /// How closely causes are looked for.
+    pub causes: Causes,
 }
 
 /// The report of a replay of one run or of two, with all that is asked for.
@@ -151,9 +176,9 @@ pub fn full_report(
     other: Option<&Path>,
     extras: Extras<'_>,
 ) -> Result<Report, RunError> {
-    let Extras { variants, draws, device } = extras;
+    let Extras { variants, draws, device, causes } = extras;
     let used = Used::open(device);
-    let how = How { variants, draws, device: used.device.as_deref(), ..How::default() };
+    let how = How { variants, draws, causes, device: used.device.as_deref(), ..How::default() };
     let report = report_with(path, selection, &compare.into(), other, how, &Bar::new(true))?;
     Ok(report.computed_by(used.report))
 }
@@ -243,6 +268,10 @@ pub(super) struct How<'a> {
     kernels: Option<&'a Kernels>,
     /// Whether what a page draws is gathered.
     pub(super) draws: bool,
+    /// How closely causes are looked for.
+    pub(super) causes: Causes,
+    /// Shown what is known before the causes are looked for.
+    show: Option<&'a dyn Fn(Report)>,
 }
 
 fn read_policy(path: &Path) -> Result<PolicyDeclaration, RunError> {
@@ -283,7 +312,7 @@ fn report_with(
     let judged = caught(|| replay_one(path, &dump, &proof, &asked.roles, (how, bar)));
     let (step, mut outcome) = judged.map_err(|panicked| ended(panicked, None))??;
     let before = outcome.clone();
-    let whole = caught(|| explained((path, &dump, &proof), (&step, &mut outcome), how));
+    let whole = caught(|| explained((path, &dump, &proof), (&step, &mut outcome), (how, bar)));
     whole.map_err(|panicked| ended(panicked, Some((&step, &before))))?
 }
 
@@ -291,13 +320,18 @@ fn report_with(
 fn explained(
     (path, dump, proof): (&Path, &StepDump, &Verification),
     (step, outcome): (&HeadStep<'_>, &mut Outcome),
-    how: How<'_>,
+    (how, bar): (How<'_>, &Bar),
 ) -> Result<Report, RunError> {
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let ran = how.kernels.map(|kernels| kernels.run(step)).transpose().map_err(wrong)?;
     let (compiled, kernels) = ran.unwrap_or_default();
     let variants = [how.variants, &compiled].concat();
-    let causes = searched(diagnose(step, outcome, &variants), outcome).map_err(wrong)?;
+    if let Some(show) = how.show {
+        show(report(path, dump, Some((step, &*outcome)), proof));
+    }
+    let begin = |work| bar.search(work);
+    let budget = Budget { causes: how.causes, progress: bar, begin: &begin };
+    let causes = searched(diagnose(step, outcome, &variants, &budget), outcome).map_err(wrong)?;
     let variants = diagnose::variants(step, &variants).map_err(wrong)?;
     let drawings = how.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
     let judged = Some((step, &*outcome));
@@ -327,7 +361,10 @@ fn held_report(
         let mut step = HeadStep::new(&one.dump, how.policy, unusable).map_err(wrong)?;
         step.only = Some(one.ranks.clone());
         let mut outcome = replay_step(path, &step, &asked.roles, (how, bar))?;
-        let causes_of = searched(diagnose(&step, &mut outcome, how.variants), &mut outcome);
+        let begin = |work| bar.search(work);
+        let budget = Budget { causes: how.causes, progress: bar, begin: &begin };
+        let causes_of = diagnose(&step, &mut outcome, how.variants, &budget);
+        let causes_of = searched(causes_of, &mut outcome);
         for cause in causes_of.map_err(wrong)? {
             if causes.iter().all(|known| known.id != cause.id) {
                 causes.push(cause);

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
 use super::error::RunError;
+use super::paint::paint;
 
 /// A file that will be written. Until then only a hidden one lies beside its name, which is gone
 /// when anything fails.
@@ -62,6 +63,13 @@ impl Target {
     }
 }
 
+/// Writes text to standard output now, as far as somebody reads it: a closed pipe (`| head`) is
+/// the reader's choice, not a failure.
+pub(super) fn write_out(text: &str) {
+    let mut out = anstream::stdout();
+    let _ = out.write_all(paint(text).as_bytes()).and_then(|()| out.flush());
+}
+
 /// Where `--json` goes.
 pub(super) enum Json {
     /// It was not asked for.
@@ -83,6 +91,11 @@ impl Json {
                 Ok(Json::File(path.into(), Target::beside(path).map_err(wrong)?))
             }
         }
+    }
+
+    /// Whether it takes the place of the text.
+    pub(super) fn is_output(&self) -> bool {
+        matches!(self, Json::Output)
     }
 
     /// Writes the file; what goes to standard output.

@@ -331,7 +331,12 @@ pub(super) fn wanted(fixture: &Fixture, noise: &TermNoise, copies: Option<&[f64]
     let (mut dq, mut sums) =
         (Backward::zeros(&inputs, noise), DkSums::zeros(&inputs, noise, TILES));
     let given = (lse, &cotangents, noise);
-    reference::backward_onto((&mut dq, &mut sums), (&inputs, 0), given, TILES, &NoProgress);
+    reference::backward_onto(
+        (&mut dq, &mut sums),
+        (&inputs, 0),
+        given,
+        (TILES, reference::Keep::Both, &NoProgress),
+    );
     flat(&dq, sums, &inputs, noise)
 }
 

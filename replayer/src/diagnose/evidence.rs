@@ -12,6 +12,7 @@ use super::detectors::reference::{self, Reference};
 use super::detectors::units::{UnitState, units};
 use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
+use crate::kernels::{NoProgress, Progress};
 use crate::replay::outcome::Outcome;
 use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::Rows;
@@ -173,7 +174,12 @@ impl<'a> Evidence<'a> {
 
     /// Forward passes that trials have in common.
     pub(super) fn cache(&self) -> Option<&PassCache> {
-        self.search.map(|search| &search.cache)
+        self.search.map(|search| &*search.cache)
+    }
+
+    /// Told of the work of what is computed while parameters are looked for.
+    pub fn progress(&self) -> &'a dyn Progress {
+        self.search.map_or(&NoProgress, |search| search.meter)
     }
 
     /// Every comparison in a world on top of the background; none where the dump cannot

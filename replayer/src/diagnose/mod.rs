@@ -5,6 +5,7 @@
 //! causes explain equally well is tied.
 
 pub mod against;
+pub mod budget;
 pub mod catalogue;
 pub mod cause;
 pub mod causes;
@@ -29,6 +30,8 @@ use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::pass_cache::PassCache;
 use crate::replay::variant::Variant;
 use crate::replay::world::World;
+use budget::Meter;
+pub use budget::{Budget, Causes};
 use catalogue::CATALOGUE;
 use cause::Cause;
 use decide::{CLEAR, Decision, cover, decide};
@@ -59,11 +62,12 @@ pub fn variants(
 
 /// Names the causes of a divergence; empty when nothing diverged. What undeclared roundings
 /// hide and a cause reproduces becomes a divergence of the outcome. Variants are tried
-/// beside the catalogue.
+/// beside the catalogue. What could not be tried within the budget is said in the outcome.
 pub fn diagnose(
     step: &HeadStep<'_>,
     outcome: &mut Outcome,
     variants: &[Arc<Variant>],
+    budget: &Budget<'_>,
 ) -> Result<Vec<Found>, StepError> {
     // A search reads every input: what it would find of zeros in their place is no cause.
     if !step.lacking.is_nothing() {
@@ -74,10 +78,15 @@ pub fn diagnose(
         }
         return Ok(Vec::new());
     }
+    if budget.causes == Causes::None {
+        return Ok(Vec::new());
+    }
     let own: Vec<own::Own> = variants.iter().cloned().map(own::Own).collect();
     let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
     catalogue.extend(own.iter().map(|one| one as &dyn Cause));
-    Ok(match examine(step, outcome, &catalogue)? {
+    let (examined, left_out) = examine(step, outcome, &catalogue, budget)?;
+    outcome.not_checked.extend(left_out);
+    Ok(match examined {
         Examined::Diverged(found, suspect) => told(outcome, found, suspect),
         Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.told(outcome)),
         Examined::Cleared(keys) => {
@@ -107,12 +116,14 @@ pub fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>,
     let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
+    let meter = Meter::new(&Budget::default(), outcome);
     let search = Search {
         step,
         compared: stages(outcome, |_| true).into_iter().collect(),
         rows: sample::rows(outcome, &inputs),
         few: sample::few(outcome, &inputs),
-        cache: PassCache::default(),
+        cache: Arc::default(),
+        meter: &meter,
     };
     let base = residuals(outcome);
     let evidence = Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
@@ -147,33 +158,38 @@ fn examine(
     step: &HeadStep<'_>,
     outcome: &Outcome,
     catalogue: &[&dyn Cause],
-) -> Result<Examined, StepError> {
+    budget: &Budget<'_>,
+) -> Result<(Examined, Option<NotChecked>), StepError> {
     let diverged = outcome.first_divergence().is_some();
     let open = proof::open(outcome);
     if !diverged && step.unusable.is_empty() && open.is_empty() {
-        return Ok(Examined::Diverged(Vec::new(), None));
+        return Ok((Examined::Diverged(Vec::new(), None), None));
     }
     let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
-    Ok(in_few_threads(&inputs, || searched((step, outcome, &inputs), catalogue, (diverged, open))))
+    let meter = Meter::new(budget, outcome);
+    let of = (step, outcome, &inputs[..], &meter);
+    let found = in_few_threads(&inputs, || searched(of, catalogue, (diverged, open)));
+    Ok((found, meter.said(budget.causes)))
 }
 
 fn searched(
-    (step, outcome, inputs): (&HeadStep<'_>, &Outcome, &[MicrobatchInputs]),
+    (step, outcome, inputs, meter): (&HeadStep<'_>, &Outcome, &[MicrobatchInputs], &Meter<'_>),
     catalogue: &[&dyn Cause],
     (diverged, open): (bool, BTreeSet<Key>),
 ) -> Examined {
     // What passes is asked for its roundings: sums of it say nothing of those.
     let compared: BTreeSet<Stage> =
         stages(outcome, |stage| diverged || !is_sum(stage)).into_iter().collect();
-    let cache = PassCache::default();
+    let cache = Arc::new(PassCache::default());
     let search = Search {
         step,
         compared,
         rows: sample::rows(outcome, inputs),
         few: sample::few(outcome, inputs),
         cache,
+        meter,
     };
     let base = match &search.rows {
         Some(_) => search.residuals(&[]).unwrap_or_else(|| residuals(outcome)),
@@ -329,7 +345,8 @@ fn stacked<'a>(
             pairs.push(Pair { ids, left, found, sure: decision.winners.len() == 1 });
         }
     }
-    best_pairs(pairs)
+    // A pair is not sure beside others that were not tried.
+    if search.meter.is_spent() { None } else { best_pairs(pairs) }
 }
 
 /// What a second cause is sought beside: whatever takes most of the energy away, and

@@ -1,15 +1,21 @@
 //! Tries the hypotheses of a catalogue and keeps what each of them explains.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::against::Against;
+use super::budget::Meter;
 use super::cause::{Cause, Hypothesis};
 use super::evidence::{Evidence, Key, Residuals, residuals};
 use crate::head::{HeadStep, Stage};
+use crate::kernels::Progress;
 use crate::replay::pass_cache::PassCache;
-use crate::replay::trial::{Rows, trial};
+use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{AtTies, World};
 
+/// Gradients of q, and of k and the bias.
+const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
+const DK: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 /// A hypothesis that leaves less than this share of the energy, of all comparisons or of
 /// one, may fail by ties alone.
 const NEAR: f64 = 0.1;
@@ -77,7 +83,9 @@ pub struct Search<'a> {
     /// Few of them, for a glance; none where all are few.
     pub few: Option<Rows>,
     /// Forward passes that trials have in common.
-    pub cache: PassCache,
+    pub cache: Arc<PassCache>,
+    /// Counts its work, and ends it.
+    pub meter: &'a Meter<'a>,
 }
 
 /// What a glance shows of a hypothesis that is no better than its background.
@@ -89,6 +97,9 @@ struct Dismissed {
 impl<'a> Search<'a> {
     /// Every comparison in a world; `None` where the dump cannot be judged in it.
     pub fn residuals(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+        if self.meter.is_spent() {
+            return None;
+        }
         self.judged(worlds, self.rows.as_ref())
     }
 
@@ -102,7 +113,9 @@ impl<'a> Search<'a> {
         let mut found = Residuals::new();
         for (of, stages) in groups {
             let all: Vec<&dyn World> = of.iter().map(|&at| worlds[at]).collect();
-            let outcome = trial(self.step, &self.compared, &all, (rows, Some(&self.cache))).ok()?;
+            let with = (rows, Some(&*self.cache), self.meter as &dyn Progress);
+            let outcome = counted_trial(self.step, &self.compared, &all, with).ok()?;
+            self.meter.looked_at(&outcome);
             found
                 .extend(residuals(&outcome).into_iter().filter(|(k, _)| stages.contains(&k.stage)));
         }
@@ -116,13 +129,15 @@ impl<'a> Search<'a> {
             compared: self.compared.iter().filter(|&&stage| wanted(stage)).copied().collect(),
             rows: self.rows.clone(),
             few: self.few.clone(),
-            cache: PassCache::default(),
+            cache: self.cache.clone(),
+            meter: self.meter,
         }
     }
 
     /// Every comparison in a world, over the few rows of a glance.
     pub fn glance(&self, worlds: &[&dyn World]) -> Option<Residuals> {
-        self.judged(worlds, Some(self.few.as_ref()?))
+        let few = self.few.as_ref().filter(|_| !self.meter.is_spent())?;
+        self.judged(worlds, Some(few))
     }
 
     /// A hypothesis that a glance shows to be no better than its background, where the
@@ -143,37 +158,86 @@ impl<'a> Search<'a> {
         Some(Dismissed { residuals, left: share * left_of(&evidence.residuals, &evidence.failing) })
     }
 
-    /// Every comparison in a world, over all rows.
-    pub(super) fn in_full(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+    /// Every comparison in a world, over all rows. What is to pass and does not is looked at
+    /// again with the values near ties, which takes as many emulations more.
+    pub(super) fn in_full(
+        &self,
+        worlds: &[&dyn World],
+        to_pass: &BTreeSet<Key>,
+    ) -> Option<Residuals> {
         let mut all: Vec<&dyn World> = worlds.to_vec();
+        let look = |all: &Vec<&dyn World>| match self.meter.is_over() {
+            true => None,
+            false => self.judged(all, None),
+        };
+        let found = look(&all)?;
+        let passes = |key: &Key| found.get(key).is_some_and(|of| of.passes);
+        if to_pass.iter().all(passes) {
+            return Some(found);
+        }
         all.push(&AtTies);
-        self.judged(&all, None)
+        look(&all)
+    }
+
+    /// The same search of what fails: a gradient and its parts together, as it is judged as
+    /// their sum, without the gradients of which nothing fails.
+    pub(super) fn of_failing(&self, failing: &BTreeSet<Key>) -> Search<'a> {
+        let fails = |of: &[Stage]| failing.iter().any(|key| of.contains(&key.stage));
+        let families = [&DQ[..], &DK[..]].map(|of| (of, fails(of)));
+        self.only(|stage| families.iter().all(|(of, fails)| *fails || !of.contains(&stage)))
     }
 
     /// True when some comparisons pass in these worlds over all rows.
     pub fn holds(&self, worlds: &[&dyn World], keys: &BTreeSet<Key>) -> bool {
-        let all = self.in_full(worlds).unwrap_or_default();
+        let all = self.of_failing(keys).in_full(worlds, keys).unwrap_or_default();
         keys.iter().all(|key| all.get(key).is_some_and(|found| found.passes))
     }
 
-    /// Tries a hypothesis again, over all rows.
+    /// Tries a hypothesis again, over all rows. Of what passes and belongs to nothing that
+    /// fails a sample has said enough.
     pub fn confirm(&self, of: &mut Tried<'_>, evidence: &Evidence<'_>) {
         let mut worlds = evidence.background.clone();
         worlds.push(&*of.hypothesis.world);
-        of.residuals = self.in_full(&worlds).unwrap_or_default();
+        let search = self.of_failing(&evidence.failing);
+        let found = search.in_full(&worlds, &evidence.failing);
+        if found.is_none() {
+            self.meter.leaves(of.cause.id());
+        }
+        of.residuals.retain(|key, _| !search.compared.contains(&key.stage));
+        of.residuals.extend(found.unwrap_or_default());
         (of.explains, of.against) = evidence.explained(&of.residuals);
         of.left = left_of(&of.residuals, &evidence.failing);
         of.full = true;
     }
 
-    /// Tries every hypothesis of the catalogue on top of the evidence's background.
+    /// Tries every hypothesis of the catalogue on top of the evidence's background, as far as
+    /// the budget goes: those first that emulate nothing, as they share their passes.
     pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
-        let mut found = Vec::new();
-        for &cause in catalogue {
-            for hypothesis in cause.hypotheses(evidence) {
-                found.extend(self.one(cause, hypothesis, evidence));
-            }
+        let of = |&cause: &&'c dyn Cause| {
+            let all = self.hypotheses(cause, evidence);
+            all.into_iter().map(move |hypothesis| (cause, hypothesis))
+        };
+        let roundings = evidence.roundings();
+        let emulates = |hypothesis: &Hypothesis| {
+            roundings.as_ref().is_some_and(|of| hypothesis.world.policy(of).is_some())
+        };
+        let mut all: Vec<_> = catalogue.iter().flat_map(of).enumerate().collect();
+        all.sort_by_key(|(_, (_, hypothesis))| emulates(hypothesis));
+        let one = |(at, (cause, hypothesis))| Some((at, self.one(cause, hypothesis, evidence)?));
+        let mut found: Vec<(usize, Tried<'c>)> = all.into_iter().filter_map(one).collect();
+        // Ties are told in the order of the catalogue.
+        found.sort_by_key(|(at, _)| *at);
+        found.into_iter().map(|(_, tried)| tried).collect()
+    }
+
+    /// What a cause has to be tried; nothing once the budget is spent.
+    pub(super) fn hypotheses(&self, cause: &dyn Cause, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if self.meter.is_spent() {
+            self.meter.leaves(cause.id());
+            return Vec::new();
         }
+        let found = cause.hypotheses(evidence);
+        self.meter.leaves(cause.id());
         found
     }
 
@@ -189,7 +253,10 @@ impl<'a> Search<'a> {
             let (explains, full, against) = (BTreeSet::new(), false, Against::default());
             return Some(Tried { cause, hypothesis, residuals, explains, left, full, against });
         }
-        let mut residuals = self.residuals(&worlds)?;
+        let Some(mut residuals) = self.residuals(&worlds) else {
+            self.meter.leaves(cause.id());
+            return None;
+        };
         let (mut explains, mut against) = evidence.explained(&residuals);
         let left = left_of(&residuals, &evidence.failing);
         let before = left_of(&evidence.residuals, &evidence.failing);
@@ -203,7 +270,11 @@ impl<'a> Search<'a> {
         // Near, and a few values may have rounded the other way in the job.
         if explains.len() < evidence.failing.len() && near {
             worlds.push(&AtTies);
-            residuals = self.residuals(&worlds)?;
+            let Some(at_ties) = self.residuals(&worlds) else {
+                self.meter.leaves(cause.id());
+                return None;
+            };
+            residuals = at_ties;
             (explains, against) = evidence.explained(&residuals);
         }
         let full = self.rows.is_none();

@@ -10,7 +10,7 @@ use super::cause::Hypothesis;
 use super::evidence::{Evidence, Key};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
-use crate::kernels::{NoProgress, Tiles, reference};
+use crate::kernels::{Tiles, reference};
 use crate::replay::world::{At, Expectation, Pass, World};
 
 /// Some stages are a factor of what they should be.
@@ -91,7 +91,9 @@ impl Starts {
             let step = if captured { &other } else { evidence.step };
             let times = if captured { bias } else { 1.0 };
             let list = if captured { &mut found.own } else { &mut found.declared };
-            list.extend(forward(inputs, step, times).map(|of| (inputs.microbatch, of.lse)));
+            list.extend(
+                forward((inputs, evidence), step, times).map(|of| (inputs.microbatch, of.lse)),
+            );
         }
         found
     }
@@ -137,8 +139,8 @@ impl ForwardOnly {
         let mut other = evidence.step.clone();
         options(&mut other.options);
         let one = |inputs: &MicrobatchInputs| {
-            let wrong = forward(inputs, &other, bias)?;
-            let right = forward(inputs, evidence.step, 1.0)?;
+            let wrong = forward((inputs, evidence), &other, bias)?;
+            let right = forward((inputs, evidence), evidence.step, 1.0)?;
             Some((inputs.microbatch, [wrong.lse, wrong.label_logits, right.lse]))
         };
         Some(ForwardOnly { columns: evidence.inputs.iter().filter_map(one).collect() })
@@ -163,14 +165,14 @@ impl World for ForwardOnly {
 
 /// The forward of a microbatch in f64, with so many times its bias.
 fn forward(
-    inputs: &MicrobatchInputs,
+    (inputs, evidence): (&MicrobatchInputs, &Evidence<'_>),
     step: &HeadStep<'_>,
     times: f64,
 ) -> Option<reference::Forward> {
     let biases: Option<Vec<f64>> =
         inputs.bias.as_ref().map(|all| all.iter().map(|b| b * times).collect());
     let head = HeadInputs { bias: biases.as_deref(), ..inputs.head(step)? };
-    Some(reference::forward(&head, Tiles::default(), &NoProgress))
+    Some(reference::forward(&head, Tiles::default(), evidence.progress()))
 }
 
 /// Other options of the head, and what follows from them.

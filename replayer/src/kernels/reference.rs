@@ -24,7 +24,9 @@ use super::matrix::HeadInputs;
 use logit::Chain;
 use rayon::prelude::*;
 
-pub use backward::{Backward, DkBlock, GEMMS, TermNoise, backward, backward_onto, backward_work};
+pub use backward::{
+    Backward, DkBlock, GEMMS, Keep, TermNoise, Walking, backward, backward_onto, backward_work,
+};
 pub use block::DkSums;
 pub use dense::{DenseSums, LabelTerms};
 pub use forward::{Forward, ForwardSums, forward};

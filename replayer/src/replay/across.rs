@@ -3,8 +3,11 @@
 //! Each stage is judged from the captured addends, so that a fault inside dk
 //! is not blamed on the sums.
 
+use std::fmt::Debug;
+use std::sync::Arc;
+
 use backtape::head::MicrobatchReduction;
-use backtape::identity::Rank;
+use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
@@ -28,7 +31,7 @@ struct Judged<'a> {
     key: &'a TensorKey,
     rank: Option<Rank>,
     captured: &'a Tensor,
-    addends: Sum,
+    addends: &'a Sum,
     divisor: f64,
 }
 
@@ -94,7 +97,7 @@ impl Replay<'_> {
                     return Ok(());
                 }
             };
-            let mut addends = Sum::new(&tensor.shape);
+            let mut parts = Vec::new();
             for slice in slices {
                 let Some(part) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
                     outcome.skip(stage, "dk of some microbatch was not captured");
@@ -108,10 +111,16 @@ impl Replay<'_> {
                 };
                 // Both are the same box of dk: seen from its own corner.
                 part.place = backtape::index_box::IndexBox::whole(&part.shape);
-                addends.add(&part, self.world.weight(stage, slice.inputs.microbatch, rank))?;
+                parts.push((part, self.world.weight(stage, slice.inputs.microbatch, rank)));
             }
+            let weights: Vec<f64> = parts.iter().map(|(_, weight)| *weight).collect();
+            let addends = self.sum_once(&(stage, rank, weights), &mut || {
+                let mut addends = Sum::new(&tensor.shape);
+                parts.iter().try_for_each(|(part, weight)| addends.add(part, *weight))?;
+                Ok(addends)
+            })?;
             let captured = &tensor;
-            let judged = Judged { stage, key, rank, captured, addends, divisor };
+            let judged = Judged { stage, key, rank, captured, addends: &addends, divisor };
             self.judge_sum(slices, judged, outcome)?;
         }
         Ok(())
@@ -126,23 +135,21 @@ impl Replay<'_> {
         };
         let tensor = self.step.assemble(key)?;
         let captured = &tensor;
-        let mut addends = Sum::new(&tensor.shape);
         if let Some(local) = self.step.find_reduced(Role::Dk, false) {
-            let weight = |rank| self.world.weight(stage, None, rank);
-            addends.add_weighted(self.step, local, &weight)?;
+            let addends = &self.weighted(&tensor.shape, &[(None, local)])?;
             let found = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
             return self.judge_sum(slices, found, outcome);
         }
+        let mut parts = Vec::new();
         for slice in slices {
             let part = self.step.find(Role::Dk, slice.inputs.microbatch);
             let Some(part) = part.filter(|part| *part != key) else {
                 outcome.skip(stage, "dk before the reduction was not captured");
                 return Ok(());
             };
-            let microbatch = slice.inputs.microbatch;
-            let weight = |rank| self.world.weight(stage, microbatch, rank);
-            addends.add_weighted(self.step, part, &weight)?;
+            parts.push((slice.inputs.microbatch, part));
         }
+        let addends = &self.weighted(&tensor.shape, &parts)?;
         match self.divisor(slices) {
             Ok(divisor) => {
                 let found = Judged { stage, key, rank: None, captured, addends, divisor };
@@ -151,6 +158,40 @@ impl Replay<'_> {
             Err(why) => outcome.skip(stage, why),
         }
         Ok(())
+    }
+
+    /// The sum over ranks of some tensors, each addend times the world's weight.
+    fn weighted(
+        &self,
+        shape: &[u64],
+        parts: &[(Option<Microbatch>, &TensorKey)],
+    ) -> Result<Arc<Sum>, StepError> {
+        let stage = Stage::Reduce;
+        let of_part = |&(microbatch, key): &(Option<Microbatch>, &TensorKey)| {
+            let of = |rank| self.world.weight(stage, microbatch, rank);
+            self.holders(key).into_iter().map(of).collect::<Vec<f64>>()
+        };
+        let weights: Vec<Vec<f64>> = parts.iter().map(of_part).collect();
+        self.sum_once(&(stage, weights), &mut || {
+            let mut addends = Sum::new(shape);
+            for &(microbatch, key) in parts {
+                let weight = |rank| self.world.weight(stage, microbatch, rank);
+                addends.add_weighted(self.step, key, &weight)?;
+            }
+            Ok(addends)
+        })
+    }
+
+    /// A sum of captured addends: for trials, which mostly ask for the same, taken once.
+    fn sum_once(
+        &self,
+        which: &dyn Debug,
+        take: &mut dyn FnMut() -> Result<Sum, StepError>,
+    ) -> Result<Arc<Sum>, StepError> {
+        match self.cache {
+            Some(cache) => cache.sum(which, take),
+            None => take().map(Arc::new),
+        }
     }
 
     fn judge_sum(

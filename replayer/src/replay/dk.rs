@@ -12,14 +12,14 @@ use super::biased::shared_by_tokens;
 use super::compared::Looked;
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
 use super::maps::Drawn;
-use super::pass_cache::{BackwardPass, Keep};
+use super::pass_cache::BackwardPass;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
 use crate::head::Stage;
 use crate::head::step::rows_of;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
-use crate::kernels::reference::DkSums;
+use crate::kernels::reference::{DkSums, Keep};
 use crate::kernels::{policy, reference};
 
 /// Roundings of an entry that may err to one side at once, over the root of their variances'
@@ -225,26 +225,27 @@ impl Slab {
 }
 
 impl Replay<'_> {
-    /// The reference over a slab of k's rows; dq goes on from the slabs before.
+    /// The reference over a slab of k's rows; dq, where it is kept, goes on from the slabs
+    /// before.
     pub(super) fn reference_slab(
         &self,
         problem: &Problem<'_>,
         head: &HeadInputs<'_>,
         range: Range<usize>,
-        dq: &mut reference::Backward,
+        (dq, keep): (&mut reference::Backward, Keep),
     ) -> Slab {
         // Of a trial the one that another had, if it was the same. What has several slabs is
         // more than is held.
         if self.cache.is_some() && range.len() == problem.head.k.rows {
-            let pass = self.reference_pass(problem, head, Keep::Both);
+            let pass = self.reference_pass(problem, head, keep);
             dq.clone_from(&pass.dq);
             return Slab { range, ..pass.slab.clone() };
         }
         let (cotangents, noise) = (problem.cotangents(), self.term_noise(head.q.cols));
         let mut sums = DkSums::zeros(head, &noise, self.tiles);
         let given = (&problem.lse[..], &cotangents, &noise);
-        let (tiles, progress) = (self.tiles, self.progress);
-        reference::backward_onto((dq, &mut sums), (head, 0), given, tiles, progress);
+        let walking = (self.tiles, keep, self.progress);
+        reference::backward_onto((dq, &mut sums), (head, 0), given, walking);
         self.completed(problem, (head, range), sums)
     }
 
@@ -282,9 +283,8 @@ impl Replay<'_> {
                     slab.take(&block, d);
                 }
             };
-            let (tiles, progress) = (self.tiles, self.progress);
-            let dq =
-                reference::backward(head, &problem.lse, &cotangents, &noise, tiles, progress, take);
+            let walking = (self.tiles, keep, self.progress);
+            let dq = reference::backward(head, &problem.lse, &cotangents, &noise, walking, take);
             if keep != Keep::Dq {
                 slab.describe(head, small);
             }

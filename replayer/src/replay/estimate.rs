@@ -20,7 +20,7 @@ use super::gather::Gathered;
 use super::sample::Sample;
 use crate::head::step::{rows_of, vocabulary_slab};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix};
-use crate::kernels::reference::{self, TermNoise};
+use crate::kernels::reference::{self, Keep, TermNoise};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::{Progress, Tiles};
 use crate::precision::logits::logits;
@@ -139,11 +139,18 @@ impl<'a> Estimated<'a> {
         let cotangents = Cotangents { lse: &dense, label: &label, smooth: &smooth };
         let (mut sum, mut squares) = (vec![0.0; rows.len() * depth], vec![0.0; rows.len() * depth]);
         let (noise, tiles) = (TermNoise::default(), Tiles::default());
-        reference::backward(&head, &lse, &cotangents, &noise, tiles, by, &mut |block| {
-            let at = block.rows.start * depth..block.rows.end * depth;
-            sum[at.clone()].copy_from_slice(block.dk_lse);
-            squares[at].copy_from_slice(block.dk_lse_sq);
-        });
+        reference::backward(
+            &head,
+            &lse,
+            &cotangents,
+            &noise,
+            (tiles, Keep::Both, by),
+            &mut |block| {
+                let at = block.rows.start * depth..block.rows.end * depth;
+                sum[at.clone()].copy_from_slice(block.dk_lse);
+                squares[at].copy_from_slice(block.dk_lse_sq);
+            },
+        );
         for (&token, &label) in tokens.iter().zip(&inside).filter(|(_, label)| **label != IGNORED) {
             for d in 0..depth {
                 let term = self.own[token].0 * self.head.q.get_f64(token * depth + d);

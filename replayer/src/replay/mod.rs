@@ -186,8 +186,10 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         on,
         device: request.device,
     };
-    (request.total)(replay.work(&slices, replay.effort));
+    let work = replay.work(&slices, replay.effort);
+    (request.total)(work);
     let mut outcome = Outcome::new(&replay.wanted, &step.lacking);
+    outcome.work = work;
     outcome.multiplied = replay.multiplied();
     for slice in slices.iter().filter(|slice| !slice.is_lost()) {
         replay.microbatch(slice, &mut outcome, &mut |unit, (state, upstream), outcome| {

@@ -126,6 +126,8 @@ pub struct Outcome {
     pub multiplied: Vec<Multiplied>,
     /// Another declaration with which everything would agree.
     pub other_declaration: Option<OtherDeclaration>,
+    /// Multiply-adds of the replay; 0 of a trial, which counts its own.
+    pub work: u64,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
     /// What random probes can see of each stage, the worst of all units.
@@ -248,6 +250,7 @@ impl Outcome {
             maps,
             multiplied: Vec::new(),
             other_declaration: None,
+            work: 0,
             reference_dk: None,
             reaches,
             estimates,

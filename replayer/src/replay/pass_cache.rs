@@ -6,9 +6,11 @@ use std::fmt::Debug;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use super::addends::Sum;
 use super::dk::Slab;
 use super::findings::Captured;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Transform, Values};
+use crate::kernels::reference::Keep;
 use crate::kernels::{Progress, Tiles, reference};
 
 /// Bytes of backward passes that are held; beyond it all are forgotten. As many of captured
@@ -24,6 +26,7 @@ struct Held {
     forward: HashMap<u64, reference::Forward>,
     backward: HashMap<u64, Arc<BackwardPass>>,
     captured: HashMap<u64, Arc<Captured>>,
+    sums: HashMap<u64, Arc<Sum>>,
     of_captured: usize,
     bytes: usize,
 }
@@ -34,17 +37,6 @@ pub(super) struct BackwardPass {
     pub(super) dq: reference::Backward,
     /// Gradients of k and of the bias; empty where only those of q are kept.
     pub(super) slab: Slab,
-}
-
-/// What of a backward pass is looked at.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Keep {
-    /// All of it.
-    Both,
-    /// Gradients of q.
-    Dq,
-    /// Gradients of k and of the bias.
-    Dk,
 }
 
 impl PassCache {
@@ -77,9 +69,7 @@ impl PassCache {
         which: &dyn Debug,
         read: &mut dyn FnMut() -> Result<Captured, E>,
     ) -> Result<Arc<Captured>, E> {
-        let mut hash = DefaultHasher::new();
-        format!("{which:?}").hash(&mut hash);
-        let key = hash.finish();
+        let key = named(which);
         let held = self.held().captured.get(&key).cloned();
         if let Some(held) = held {
             return Ok(held);
@@ -89,6 +79,27 @@ impl PassCache {
         if all.of_captured + bytes <= HELD {
             all.of_captured += bytes;
             all.captured.insert(key, found.clone());
+        }
+        Ok(found)
+    }
+
+    /// A sum of captured addends, taken once for all that weigh them alike; what is held of
+    /// them counts as captured.
+    pub(super) fn sum<E>(
+        &self,
+        which: &dyn Debug,
+        take: &mut dyn FnMut() -> Result<Sum, E>,
+    ) -> Result<Arc<Sum>, E> {
+        let key = named(which);
+        let held = self.held().sums.get(&key).cloned();
+        if let Some(held) = held {
+            return Ok(held);
+        }
+        let found = Arc::new(take()?);
+        let (mut all, bytes) = (self.held(), 3 * size_of::<f64>() * found.total.len());
+        if all.of_captured + bytes <= HELD {
+            all.of_captured += bytes;
+            all.sums.insert(key, found.clone());
         }
         Ok(found)
     }
@@ -137,6 +148,13 @@ impl PassCache {
         all.backward.insert(key, found.clone());
         found
     }
+}
+
+/// The key of what is told by its words.
+fn named(which: &dyn Debug) -> u64 {
+    let mut hash = DefaultHasher::new();
+    format!("{which:?}").hash(&mut hash);
+    hash.finish()
 }
 
 impl BackwardPass {

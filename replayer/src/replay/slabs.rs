@@ -17,6 +17,7 @@ use super::{Replay, Slice};
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::HeadInputs;
+use crate::kernels::reference::Keep;
 use crate::kernels::{policy, reference};
 
 /// Bytes of one f64 buffer over a slab of k's rows.
@@ -51,7 +52,9 @@ impl Replay<'_> {
                     let of = (problem, captured);
                     self.device_slab(of, (&head, range.clone()), device, &mut dq.exact)?
                 }
-                (None, None) => self.reference_slab(problem, &head, range.clone(), &mut dq.exact),
+                (None, None) => {
+                    self.reference_slab(problem, &head, range.clone(), (&mut dq.exact, Keep::Both))
+                }
             };
             self.allow_open(problem, (&head, range), &mut slab);
             let found = (&mut slab, &mut dq, &mut findings);

@@ -16,7 +16,7 @@ use super::forward::ForwardState;
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
-use super::pass_cache::{Keep, PassCache};
+use super::pass_cache::PassCache;
 use super::plane::distance;
 use super::ties::near_ties;
 use super::world::{At, World};
@@ -25,7 +25,8 @@ use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads, Values};
 use crate::kernels::policy::{self, DqParts};
-use crate::kernels::{NoProgress, Tiles};
+use crate::kernels::reference::Keep;
+use crate::kernels::{NoProgress, Progress, Tiles};
 
 /// Rows that a trial looks at.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -46,8 +47,18 @@ pub fn trial(
     world: &dyn World,
     (rows, cache): (Option<&Rows>, Option<&PassCache>),
 ) -> Result<Outcome, StepError> {
+    counted_trial(step, compared, world, (rows, cache, &NoProgress))
+}
+
+/// The same, with the work of its products told.
+pub fn counted_trial(
+    step: &HeadStep<'_>,
+    compared: &BTreeSet<Stage>,
+    world: &dyn World,
+    (rows, cache, progress): (Option<&Rows>, Option<&PassCache>, &dyn Progress),
+) -> Result<Outcome, StepError> {
     let mut found = None;
-    in_world(step, compared, (world, cache), &mut |replay, slices| {
+    counted_in_world(step, compared, (world, cache, progress), &mut |replay, slices| {
         let mut outcome = Outcome::new(&replay.wanted, &replay.step.lacking);
         for slice in slices {
             replay.microbatch(slice, &mut outcome, &mut |unit, before, outcome| {
@@ -70,6 +81,15 @@ pub(super) fn in_world(
     (world, cache): (&dyn World, Option<&PassCache>),
     then: &mut Within<'_>,
 ) -> Result<(), StepError> {
+    counted_in_world(step, compared, (world, cache, &NoProgress), then)
+}
+
+fn counted_in_world(
+    step: &HeadStep<'_>,
+    compared: &BTreeSet<Stage>,
+    (world, cache, progress): (&dyn World, Option<&PassCache>, &dyn Progress),
+    then: &mut Within<'_>,
+) -> Result<(), StepError> {
     let mut altered = step.clone();
     world.options(&mut altered.options);
     let slices = super::slices(&altered, world, HeadStep::inputs)?;
@@ -87,7 +107,7 @@ pub(super) fn in_world(
         world,
         cache,
         trial: true,
-        progress: &NoProgress,
+        progress,
         draw: None,
         on: None,
         device: None,
@@ -104,7 +124,7 @@ impl Replay<'_> {
         rows: Option<&Rows>,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Scores::Product { .. } = slice.inputs.scores else { return Ok(()) };
+        let Scores::Product { k, .. } = &slice.inputs.scores else { return Ok(()) };
         let dlogits = self.usable_dlogits(slice, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
         let captured = self.captured_once((slice, unit), classes, outcome)?;
@@ -113,20 +133,27 @@ impl Replay<'_> {
         }
         let mut findings = Findings::default();
         let dk = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]).next().is_some();
+        let dq = captured.of(&DQ).next().is_some();
+        // Of all rows one pass that is held gives both gradients; of a sample, and of what has
+        // several slabs, each has a pass of its own.
+        let (width, classes_in_all) = (slice.inputs.width(), k.shape[0] as usize);
+        let one_slab = self.slab_rows(width, classes_in_all) >= classes_in_all;
+        let both = rows.is_none() && dk && dq && one_slab;
+        let only = |one| if both { Keep::Both } else { one };
         if dk {
+            let of = (rows, classes.is_some(), only(Keep::Dk));
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                self.try_dk(problem, &captured, (rows, classes.is_some()), &mut findings);
+                self.try_dk(problem, &captured, of, &mut findings);
             });
         }
-        if captured.of(&DQ).next().is_some() {
+        if dq {
             let tokens = rows.and_then(|rows| rows.tokens.get(&slice.inputs.microbatch));
             let mut kept = unit.rows.clone();
             kept.retain(|t| tokens.is_none_or(|tokens| tokens.binary_search(t).is_ok()));
             let some = Unit { ranks: unit.ranks.clone(), rows: kept };
             let from = self.sources(slice, &some);
-            let keep = if rows.is_some() { Keep::Dq } else { Keep::Both };
             self.with_problem(slice, &from, state, upstream, &mut |problem| {
-                self.try_dq(problem, &captured, (&some, keep), &mut findings);
+                self.try_dq(problem, &captured, (&some, only(Keep::Dq)), &mut findings);
             });
         }
         let from_dlogits = dlogits.as_ref().map(|_| captured.without_parts()).unwrap_or_default();
@@ -198,7 +225,7 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         captured: &Captured,
-        (rows, picked): (Option<&Rows>, bool),
+        (rows, picked, keep): (Option<&Rows>, bool, Keep),
         findings: &mut Findings,
     ) {
         let Some(classes) = rows.map(|rows| &rows.classes) else {
@@ -207,7 +234,8 @@ impl Replay<'_> {
             for range in self.slabs(d, v) {
                 let mut labels = Vec::new();
                 let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
-                let mut slab = self.reference_slab(problem, &head, range.clone(), &mut dq.exact);
+                let onto = (&mut dq.exact, keep);
+                let mut slab = self.reference_slab(problem, &head, range.clone(), onto);
                 self.emulate_dk(problem, &head, &mut slab);
                 self.allow_open(problem, (&head, range), &mut slab);
                 self.judge_dk(problem, &slab, (captured, &DK), findings);
@@ -300,7 +328,7 @@ impl Replay<'_> {
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
             match range.len() == v {
                 true => dq.exact.clone_from(&self.reference_pass(problem, &head, keep).dq),
-                false => drop(self.reference_slab(problem, &head, range, &mut dq.exact)),
+                false => drop(self.reference_slab(problem, &head, range, (&mut dq.exact, keep))),
             }
         }
         dq.once_a_row(problem.head.copies);

@@ -17,13 +17,19 @@ pub const WIDTH: usize = 100;
 /// Rows of frequent labels, from this many hits on.
 const FREQUENT: u32 = 16;
 
-/// The whole report.
-pub fn render(report: &Report) -> String {
+/// What of a report is known before the causes are looked for: its first lines, to the table.
+pub fn first(report: &Report) -> String {
     let mut out = String::new();
     head(&mut out, report);
     if !report.stages.is_empty() {
         stages(&mut out, &report.stages);
     }
+    out
+}
+
+/// The whole report.
+pub fn render(report: &Report) -> String {
+    let mut out = first(report);
     if report.dump.head.starts_with("xent_logits") {
         measured::gradcheck(&mut out, &report.stages);
     }

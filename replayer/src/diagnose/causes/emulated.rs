@@ -6,10 +6,10 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Roundings, Scores, Stage};
+use crate::kernels::Tiles;
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::{self, Path, Policy};
 use crate::kernels::round::Precision;
-use crate::kernels::{NoProgress, Tiles};
 use crate::replay::ties::near_ties;
 use crate::replay::world::{Expectation, Pass, World};
 
@@ -76,7 +76,7 @@ pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forw
         let head = inputs.head(evidence.step)?;
         let roundings = evidence.roundings()?;
         let run = |head: &crate::kernels::matrix::HeadInputs<'_>| {
-            policy::forward(of, head, roundings.tiles, &NoProgress)
+            policy::forward(of, head, roundings.tiles, evidence.progress())
         };
         let middle = run(&head);
         let both = near_ties(roundings.compute(), &head, &middle.lse);

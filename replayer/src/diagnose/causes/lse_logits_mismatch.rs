@@ -9,6 +9,8 @@
 //! Emulation: lse rounded between the passes; the backward's logits rounded; lse and label
 //! logits from rounded logits.
 
+use backtape::role::Role;
+
 use super::emulated::{Emulated, bases, forward, has_products};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
@@ -49,9 +51,12 @@ impl Cause for LseLogitsMismatch {
                 found.push(kept(precision));
                 found.extend(backward(evidence, &roundings, precision));
             }
-            // Where lse was captured the backward is judged from it, whatever it is.
-            let forward_fails = evidence.fails_any(&FORWARD);
-            if has_products(evidence) && (forward_fails || evidence.fails_any(&GRADIENTS)) {
+            // Where lse was captured the backward is judged from it, whatever it is: another
+            // forward changes no gradient then.
+            let captured =
+                |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
+            let changes = evidence.fails_any(&GRADIENTS) && !evidence.inputs.iter().all(captured);
+            if has_products(evidence) && (evidence.fails_any(&FORWARD) || changes) {
                 found.extend(forwards(evidence, &roundings, precision));
             }
         }

@@ -8,7 +8,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
-use crate::replay::trial::{Rows, trial};
+use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{Expectation, Pass, UnitTokens, World};
 
 /// Values of a stage that are kept at most, for `[T, V]` stages.
@@ -76,7 +76,8 @@ pub fn reference(
     let compared = evidence.outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
     let compared = compared.map(|one| one.stage).collect();
     // A dump that cannot be judged in this world leaves nothing to look at.
-    let _ = trial(evidence.step, &compared, &worlds, (rows, None));
+    let with = (rows, None, evidence.progress());
+    let _ = counted_trial(evidence.step, &compared, &worlds, with);
     notes.found.into_inner().unwrap_or_default()
 }
 

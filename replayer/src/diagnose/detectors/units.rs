@@ -14,7 +14,7 @@ use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Transform};
 use crate::kernels::policy::{self, Path, Policy};
 use crate::kernels::{NoProgress, Tiles};
 use crate::replay::gather::Gathered;
-use crate::replay::trial::{Rows, trial};
+use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{UnitTokens, World};
 
 /// Tokens whose gradients belong together, with what their backward starts from.
@@ -77,7 +77,8 @@ pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
     let rows = Rows { tokens: evidence.inputs.iter().map(one).collect(), classes: vec![0] };
     let wanted = [Stage::Lse, Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::Dlogits];
     let wanted = wanted.into_iter().chain([Stage::DkLse, Stage::DkLabel, Stage::Dk]).collect();
-    if trial(evidence.step, &wanted, &worlds, (Some(&rows), evidence.cache())).is_err() {
+    let with = (Some(&rows), evidence.cache(), evidence.progress());
+    if counted_trial(evidence.step, &wanted, &worlds, with).is_err() {
         return Vec::new();
     }
     let seen = spy.seen.into_inner().unwrap_or_default();

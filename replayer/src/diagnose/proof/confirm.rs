@@ -18,8 +18,9 @@ use crate::replay::members;
 const WORSE: f64 = 2.0;
 
 impl Reproduction<'_> {
-    /// The least energy that any plausible policy leaves of each comparison.
-    fn least(&self) -> BTreeMap<Key, f64> {
+    /// The least energy that any plausible policy leaves of each comparison; none where not
+    /// all of them could be emulated within the budget.
+    fn least(&self) -> Option<BTreeMap<Key, f64>> {
         let declared = |key: &Key| (*key, energy(&self.evidence.residuals, key));
         let mut found: BTreeMap<Key, f64> = self.evidence.failing.iter().map(declared).collect();
         for policy in members::all(&self.roundings) {
@@ -27,7 +28,7 @@ impl Reproduction<'_> {
             let Some(of) = self.search.residuals(&[&rounded]) else { continue };
             found.iter_mut().for_each(|(key, least)| *least = least.min(energy(&of, key)));
         }
-        found
+        (!self.search.meter.is_spent()).then_some(found)
     }
 
     /// What a hypothesis leaves in f64, where it is no policy itself: what a policy beside it
@@ -70,7 +71,7 @@ impl Reproduction<'_> {
 
     /// What holds against every plausible policy, over more rows than a look.
     pub(super) fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Fit)>) -> Option<Proof> {
-        let least = self.least();
+        let least = self.least()?;
         let declared = &self.evidence.residuals;
         let tried = near.into_iter().filter_map(|(cause, mut hypothesis, Fit { rounded, .. })| {
             let residuals = self.search.residuals(&[&rounded, &*hypothesis.world])?;
@@ -107,7 +108,7 @@ impl Reproduction<'_> {
             let mut explains: BTreeSet<Key> = least.keys().filter(gains).copied().collect();
             if self.fail && self.search.rows.is_some() && !explains.is_empty() {
                 // What a sample shows of comparisons that fail must hold for all rows.
-                let all = self.looks.in_full(&[&rounded, &*hypothesis.world])?;
+                let all = self.looks.in_full(&[&rounded, &*hypothesis.world], &explains)?;
                 explains.retain(|key| all.get(key).is_some_and(|of| of.passes));
             }
             if explains.is_empty() || least.keys().any(harms) {

@@ -4,7 +4,7 @@ use super::{CLEAR, EXACT, PARTS, ROUGHLY};
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::evidence::{Evidence, Key, Residuals};
 use crate::diagnose::search::{Search, left_of};
-use crate::head::{Roundings, Stage};
+use crate::head::Roundings;
 use crate::kernels::Tiles;
 use crate::kernels::policy::Policy;
 use crate::replay::members;
@@ -13,9 +13,6 @@ use crate::replay::world::World;
 /// A hypothesis is dismissed that leaves more than this share of what the best policy leaves
 /// of every comparison, in that policy: a fault that is there is most of it.
 const HELPS: f64 = 0.9;
-/// Gradients of q, and of k and the bias.
-const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
-const DK: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 /// Rounds of trying every rounding point the other way.
 const PASSES: usize = 2;
 
@@ -61,11 +58,7 @@ impl<'a> Reproduction<'a> {
         if fail && evidence.failing.iter().any(part) {
             roundings.widest.parts = roundings.narrowest.parts;
         }
-        let fails = |of: &[Stage]| evidence.failing.iter().any(|key| of.contains(&key.stage));
-        // A gradient and its parts together: it is judged as their sum.
-        let families = [&DQ[..], &DK[..]].map(|of| (of, fails(of)));
-        let looks =
-            search.only(|stage| families.iter().all(|(of, fails)| *fails || !of.contains(&stage)));
+        let looks = search.of_failing(&evidence.failing);
         Some(Reproduction { search, looks, evidence, roundings, fail })
     }
 

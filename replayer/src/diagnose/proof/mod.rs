@@ -127,14 +127,22 @@ pub(super) fn prove(
     }
     // What only rounds intermediates is right where the bounds allow it.
     let provable = catalogue.iter().filter(|cause| of.fail || !cause.may_be_right());
-    let hypotheses =
-        provable.flat_map(|cause| cause.hypotheses(evidence).into_iter().map(move |h| (*cause, h)));
+    let hypotheses = provable.flat_map(|&cause| {
+        let all = search.hypotheses(cause, evidence);
+        all.into_iter().map(move |hypothesis| (cause, hypothesis))
+    });
     let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
         .filter_map(|(cause, hypothesis)| {
-            let fit = of.beside(&hypothesis, &right)?;
+            let fit = of.beside(&hypothesis, &right);
+            search.meter.leaves(cause.id());
+            let fit = fit?;
             of.gains(&fit, &right).then_some((cause, hypothesis, fit))
         })
         .collect();
+    // A fault is not proved beside others that were not tried.
+    if search.meter.is_spent() {
+        return None;
+    }
     // What a look shows to be far behind the nearest is neither the cause nor tied with it.
     let least = near.iter().map(|(.., fit)| fit.left).fold(f64::INFINITY, f64::min);
     let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || of.is_exact(fit);
@@ -163,7 +171,7 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
         return false;
     }
     let keys = &evidence.failing;
-    let all = search.in_full(&[&fit.rounded]).unwrap_or_default();
+    let all = search.of_failing(keys).in_full(&[&fit.rounded], keys).unwrap_or_default();
     let closely = |key: &Key| {
         let before = evidence.whole.get(key).map_or(0.0, |of| of.energy);
         all.get(key).is_some_and(|of| of.passes && CLEAR * CLEAR * of.energy <= before)

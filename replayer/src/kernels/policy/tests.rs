@@ -168,8 +168,7 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
         &exact.lse,
         &cotangents,
         &noise,
-        SMALL_TILES,
-        &NoProgress,
+        (SMALL_TILES, reference::Keep::Both, &NoProgress),
         on_dk,
     );
     let label_sq: Vec<f64> = exact_dq.dq_label.iter().map(|x| x * x).collect();

@@ -129,6 +129,37 @@ pub fn backward_work(inputs: &HeadInputs) -> u64 {
 
 /// Products of a tile, of the size of its logits' product.
 pub const GEMMS: u64 = 7;
+/// Those of them that are sums for one of the two gradients.
+const OF_ONE: u64 = 3;
+
+/// Which gradients a backward pass sums: what nobody looks at need not be multiplied out.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Keep {
+    /// All of them.
+    Both,
+    /// Those of q; sums of k stay 0, but for the label's part.
+    Dq,
+    /// Those of k and of the bias; sums of q stay 0, but for the label's part.
+    Dk,
+}
+
+impl Keep {
+    fn dq(self) -> bool {
+        self != Keep::Dk
+    }
+
+    fn dk(self) -> bool {
+        self != Keep::Dq
+    }
+
+    /// Products of a tile, as `GEMMS` counts them.
+    fn gemms(self) -> u64 {
+        if self == Keep::Both { GEMMS } else { GEMMS - OF_ONE }
+    }
+}
+
+/// What a walk takes its tiles from, which gradients it sums, and who is told of the work.
+pub type Walking<'a> = (Tiles, Keep, &'a dyn Progress);
 
 /// Gradients of q `[T, D]`, k `[V, D]` and the bias `[V]` at a given lse `[T]` (the
 /// reference's, or a captured one) and cotangents `[T]`.
@@ -141,8 +172,7 @@ pub fn backward(
     lse: &[f64],
     cotangents: &Cotangents<f64>,
     noise: &TermNoise,
-    tiles: Tiles,
-    progress: &dyn Progress,
+    (tiles, keep, progress): Walking<'_>,
     on_dk: &mut dyn FnMut(DkBlock),
 ) -> Backward {
     check(inputs);
@@ -151,7 +181,7 @@ pub fn backward(
     let mut walk = Walk::new(inputs, Upstream::new(inputs, lse, *cotangents, noise), labels);
     for rows in spans(inputs.k.rows, tiles.vocab) {
         let mut block = Block::zeros(rows, inputs.q.cols, noise);
-        walk.block(&mut block, &mut dq, (tiles, progress));
+        walk.block(&mut block, &mut dq, (tiles, keep, progress));
         block.cluster_labels(&inputs.q, noise.label_step);
         on_dk(block.emit());
     }
@@ -166,14 +196,13 @@ pub fn backward_onto(
     (dq, dk): (&mut Backward, &mut DkSums),
     (inputs, first): (&HeadInputs, usize),
     (lse, cotangents, noise): (&[f64], &Cotangents<f64>, &TermNoise),
-    tiles: Tiles,
-    progress: &dyn Progress,
+    (tiles, keep, progress): Walking<'_>,
 ) {
     check(inputs);
     let labels = Labels::new(inputs, first);
     let mut walk = Walk::new(inputs, Upstream::new(inputs, lse, *cotangents, noise), labels);
     for block in &mut dk.blocks {
-        walk.block(block, dq, (tiles, progress));
+        walk.block(block, dq, (tiles, keep, progress));
     }
 }
 
@@ -201,7 +230,7 @@ impl<'a> Walk<'a> {
         &mut self,
         block: &mut Block,
         dq: &mut Backward,
-        (tiles, progress): (Tiles, &dyn Progress),
+        (tiles, keep, progress): Walking<'_>,
     ) {
         let Walk { inputs, upstream, labels, terms, key, query, own_key, own_query } = self;
         let ((q, k), reads) = (inputs.scored(), inputs.reads);
@@ -221,11 +250,11 @@ impl<'a> Walk<'a> {
                 own_key.load(&inputs.k, valid.clone());
                 of_key = own_key;
             }
-            accumulate(dq, block, terms, of_query, of_key, inputs.q.cols);
+            accumulate((dq, block, keep), terms, of_query, of_key, inputs.q.cols);
             add_confident(dq, block, terms, of_query, of_key, inputs.q.cols);
             block.add_biases(inputs, terms, (span.start, span.len()), valid.len());
             labels.keep_slopes(terms, span.start);
-            progress.advance(GEMMS * work(inputs, span.len(), valid.len()));
+            progress.advance(keep.gemms() * work(inputs, span.len(), valid.len()));
         }
         let whole = upstream.noise.whole;
         block.add_labels(inputs, labels, (upstream.cotangents.label, whole), dq);
@@ -306,8 +335,7 @@ fn add_confident(
 
 /// The GEMMs of one tile, each a sum onto what earlier tiles left.
 fn accumulate(
-    dq: &mut Backward,
-    block: &mut Block,
+    (dq, block, keep): (&mut Backward, &mut Block, Keep),
     terms: &Terms,
     query: &Panel,
     key: &Panel,
@@ -336,6 +364,8 @@ fn accumulate(
         dq_targets.push((&mut dq.dq_dropped[range], &terms.dropped, &keys));
         dk_targets.push((&mut block.dropped[..valid], &terms.dropped, &queries));
     }
+    dq_targets.retain(|_| keep.dq());
+    dk_targets.retain(|_| keep.dk());
     rayon::scope(|scope| {
         for (target, terms, keys) in dq_targets {
             scope.spawn(move |_| multiply(target, depth, true, tile(terms), rows(keys), width));

@@ -94,7 +94,14 @@ fn run_with(
         }
         dk.hits.extend_from_slice(block.hits);
     };
-    let dq = backward(&fixture.inputs(), lse, &cotangents, noise, tiles, progress, &mut collect);
+    let dq = backward(
+        &fixture.inputs(),
+        lse,
+        &cotangents,
+        noise,
+        (tiles, Keep::Both, progress),
+        &mut collect,
+    );
     assert_eq!(next, fixture.vocab);
     (dq, dk)
 }

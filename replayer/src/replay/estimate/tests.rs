@@ -73,8 +73,7 @@ impl Head {
             &self.lse,
             &Cotangents { lse: g_lse, label: g_label, smooth: &self.smooth },
             &TermNoise::default(),
-            Tiles::default(),
-            &NoProgress,
+            (Tiles::default(), reference::Keep::Both, &NoProgress),
             &mut |block| {
                 let parts = block.dk_lse.iter().zip(block.dk_label);
                 let target = &mut dk[block.rows.start * D..block.rows.end * D];

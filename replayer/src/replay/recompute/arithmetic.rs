@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::Cotangents;
-use crate::kernels::reference::TermNoise;
+use crate::kernels::reference::{Keep, TermNoise};
 use crate::kernels::span_of;
 use crate::kernels::{policy, reference};
 use crate::replay::backward::{Problem, sum};
@@ -40,17 +40,22 @@ impl Replay<'_> {
         let (head, noise) = (&problem.head, TermNoise::default());
         let (lse, cotangents) = (&problem.lse, problem.cotangents());
         let mut of_k = Vec::new();
-        let (tiles, progress) = (self.tiles, self.progress);
+        let walking = (self.tiles, Keep::Both, self.progress);
         let dq =
-            reference::backward(head, lse, &cotangents, &noise, tiles, progress, &mut |block| {
-                match stage {
+            reference::backward(
+                head,
+                lse,
+                &cotangents,
+                &noise,
+                walking,
+                &mut |block| match stage {
                     Stage::DkLse => of_k.extend_from_slice(block.dk_lse),
                     Stage::DkLabel => of_k.extend_from_slice(block.dk_label),
                     Stage::Dk => of_k.extend(sum(block.dk_lse, block.dk_label)),
                     Stage::Dbias => of_k.extend(sum(block.dbias_lse, block.dbias_label)),
                     _ => {}
-                }
-            });
+                },
+            );
         match stage {
             Stage::DqLse => dq.dq_lse,
             Stage::DqLabel => dq.dq_label,

@@ -15,7 +15,7 @@ use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Roundings, Stage};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
-use crate::kernels::reference::{Backward, DkSums, ForwardSums, backward_onto};
+use crate::kernels::reference::{Backward, DkSums, ForwardSums, Keep, backward_onto};
 use crate::kernels::{NoProgress, Tiles, policy};
 use crate::parcel::{Parcel, ParcelError};
 use crate::replay::members::members;
@@ -176,7 +176,8 @@ impl Replay<'_> {
                 let mut dq = before(sums.first(), || Backward::zeros(head, &noise))?;
                 let mut dk = before(sums.get(1), || DkSums::zeros(head, &noise, tiles))?;
                 let given = (&lse[..], &cotangents, &noise);
-                backward_onto((&mut dq, &mut dk), (head, task.first), given, tiles, progress);
+                let walking = (tiles, Keep::Both, progress);
+                backward_onto((&mut dq, &mut dk), (head, task.first), given, walking);
                 vec![dq.to_parcel(), dk.to_parcel()]
             }
             Kind::Emulated => {

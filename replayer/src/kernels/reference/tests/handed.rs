@@ -94,7 +94,12 @@ fn compare(fixture: &Fixture, noise: &TermNoise, draws: (u64, u64)) {
             let mut of_k = dk.as_ref().map_or_else(zeros, |b| DkSums::of_parcel(b).unwrap());
             let given = (&whole.lse[tokens.clone()], &cotangents.of(tokens.clone()), noise);
             let onto = (&mut of_q, &mut of_k);
-            backward_onto(onto, (&head, tokens.start), given, SMALL_TILES, &NoProgress);
+            backward_onto(
+                onto,
+                (&head, tokens.start),
+                given,
+                (SMALL_TILES, Keep::Both, &NoProgress),
+            );
             (*dq, dk) = (Some(of_q.to_parcel()), Some(of_k.to_parcel()));
         }
         let mut sums = DkSums::default();

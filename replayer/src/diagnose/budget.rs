@@ -1,0 +1,192 @@
+//! How much a search for causes may do: bounded in counted work, not in time, so that one dump
+//! has one answer on every machine and with any number of threads.
+//!
+//! A unit of work is about a multiply-add of the reference. The replay counts its own work in
+//! the same units, so a share of the replay's work is about that share of its time.
+
+use std::collections::BTreeSet;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::kernels::{NoProgress, Progress};
+use crate::replay::outcome::{NotChecked, Outcome};
+
+/// Work of a trial beside its products: what a head of a few tokens costs.
+const TRIAL: u64 = 1 << 20;
+/// Work of comparing one element with its allowance.
+const ELEMENT: u64 = 100;
+/// Work that a quick search may always do, about two seconds of a core: a replay of a small
+/// head takes milliseconds, and half a second more is no wait.
+const FLOOR: u64 = 1 << 34;
+/// How many times the replay's work a quick search may do.
+const QUICK: u64 = 2;
+/// How many times what a quick search may do a thorough one may do.
+const THOROUGH: u64 = 25;
+
+/// How closely causes are looked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Causes {
+    /// Not at all.
+    None,
+    /// Within twice the work of the replay.
+    #[default]
+    Quick,
+    /// Within fifty times the work of the replay.
+    Thorough,
+}
+
+impl Causes {
+    /// All of them, as they are typed.
+    pub const WORDS: [&str; 3] = ["none", "quick", "thorough"];
+
+    /// Work that a search after this replay may do.
+    fn limit(self, outcome: &Outcome) -> u64 {
+        let quick = QUICK.saturating_mul(outcome.work + beside_products(outcome)).max(FLOOR);
+        match self {
+            Causes::None => 0,
+            Causes::Quick => quick,
+            Causes::Thorough => quick.saturating_mul(THOROUGH),
+        }
+    }
+}
+
+impl FromStr for Causes {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Causes, String> {
+        match word {
+            "none" => Ok(Causes::None),
+            "quick" => Ok(Causes::Quick),
+            "thorough" => Ok(Causes::Thorough),
+            _ => Err(format!("it is one of {}", Causes::WORDS.join(", "))),
+        }
+    }
+}
+
+/// What a search is given.
+#[derive(Clone, Copy)]
+pub struct Budget<'a> {
+    /// How closely it looks.
+    pub causes: Causes,
+    /// Told of the work done.
+    pub progress: &'a dyn Progress,
+    /// Told before a search begins how much work it may do.
+    pub begin: &'a dyn Fn(u64),
+}
+
+impl Default for Budget<'_> {
+    fn default() -> Self {
+        Budget { causes: Causes::default(), progress: &NoProgress, begin: &|_| {} }
+    }
+}
+
+/// Counts the work of a search, and what was left out for it.
+pub struct Meter<'a> {
+    progress: &'a dyn Progress,
+    done: AtomicU64,
+    limit: u64,
+    left_out: Mutex<BTreeSet<String>>,
+}
+
+impl<'a> Meter<'a> {
+    /// Of a search that begins now.
+    pub fn new(budget: &Budget<'a>, outcome: &Outcome) -> Meter<'a> {
+        let limit = budget.causes.limit(outcome);
+        (budget.begin)(limit);
+        let (done, left_out) = (AtomicU64::new(0), Mutex::default());
+        Meter { progress: budget.progress, done, limit, left_out }
+    }
+
+    /// Counts what a trial or a look at the dump takes beside its products.
+    pub(super) fn looked_at(&self, outcome: &Outcome) {
+        self.advance(beside_products(outcome));
+    }
+
+    /// Whether no further hypothesis may be tried. A third of the budget is kept for
+    /// confirming over all rows what a sample accepts.
+    pub(super) fn is_spent(&self) -> bool {
+        self.done.load(Ordering::Relaxed) >= self.limit / 3 * 2
+    }
+
+    /// Whether nothing more may be computed.
+    pub(super) fn is_over(&self) -> bool {
+        self.done.load(Ordering::Relaxed) >= self.limit
+    }
+
+    /// Notes a cause of which, where the budget is spent, not everything was tried.
+    pub(super) fn leaves(&self, cause: &str) {
+        if self.is_spent() {
+            let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
+            left_out.insert(cause.to_string());
+        }
+    }
+
+    /// What was not tried, for the report.
+    pub(super) fn said(self, causes: Causes) -> Option<NotChecked> {
+        let left_out = self.left_out.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if left_out.is_empty() {
+            return None;
+        }
+        let what = left_out.into_iter().collect::<Vec<_>>().join(", ");
+        let why = match causes {
+            Causes::Thorough => "not all hypotheses were tried within the largest budget",
+            _ => {
+                "not all hypotheses were tried within the budget, twice the work of the replay: --causes thorough tries more"
+            }
+        };
+        Some(NotChecked { what: format!("the causes {what}"), why: why.into() })
+    }
+}
+
+impl Progress for Meter<'_> {
+    fn advance(&self, work: u64) {
+        self.done.fetch_add(work, Ordering::Relaxed);
+        self.progress.advance(work);
+    }
+}
+
+/// Work of an outcome beside its products.
+fn beside_products(outcome: &Outcome) -> u64 {
+    let all = outcome.stages.iter().flat_map(|stage| &stage.comparisons);
+    TRIAL + ELEMENT * all.map(|one| one.tally.elements).sum::<u64>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn meter(limit: u64) -> Meter<'static> {
+        let (done, left_out) = (AtomicU64::new(0), Mutex::default());
+        Meter { progress: &NoProgress, done, limit, left_out }
+    }
+
+    #[test]
+    fn trials_end_before_what_confirms_them() {
+        let meter = meter(300);
+        meter.advance(199);
+        assert!(!meter.is_spent());
+        meter.advance(1);
+        assert!(meter.is_spent() && !meter.is_over());
+        meter.advance(100);
+        assert!(meter.is_over());
+    }
+
+    #[test]
+    fn only_what_a_spent_budget_left_out_is_said() {
+        let meter = meter(3);
+        meter.leaves("tried");
+        meter.advance(2);
+        meter.leaves("left");
+        let said = meter.said(Causes::Quick).unwrap();
+        assert_eq!(said.what, "the causes left");
+        assert!(said.why.contains("--causes thorough"));
+        assert!(super::tests::meter(3).said(Causes::Quick).is_none());
+    }
+
+    #[test]
+    fn a_word_that_is_none_is_refused_with_those_that_are() {
+        assert_eq!("thorough".parse(), Ok(Causes::Thorough));
+        assert!("slow".parse::<Causes>().unwrap_err().contains("none, quick, thorough"));
+    }
+}
