@@ -175,7 +175,8 @@ fn every_scope_is_what_the_job_counted_over_and_no_other() {
                 for other in others {
                     job.options.span = Some(other.clone());
                     let found = verdict(&job, &mesh, &shards);
-                    assert_eq!(found.verdict, Verdict::Diverged, "{span} declared {other}");
+                    let told = matches!(found.verdict, Verdict::Diverged | Verdict::Misdeclared);
+                    assert!(told, "{span} declared {other}: {:?}", found.verdict);
                 }
             }
         }
