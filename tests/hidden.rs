@@ -150,3 +150,27 @@ fn a_fault_just_beyond_its_bound_is_named_where_it_is_reproduced() {
     assert!(said.contains("label-scatter-low-precision"), "{said}");
     assert!(said.contains("no plausible rounding without it does"), "{said}");
 }
+
+/// Goal: where everything is declared, a sum of a few chunks in bf16, which errs by less than
+/// twice what the storage of the gradient does, is proved by its own rounding errors, with a
+/// chunk that nobody declared; the clean twin agrees.
+#[test]
+fn a_sum_of_few_chunks_that_its_bound_lets_pass_is_reproduced() {
+    let mut hidden = 0;
+    for (seed, chunks) in [(3, 4), (4, 8), (5, 3)] {
+        let mut job = Job { seed, tokens: 96, vocab: 131, valid: 131, ..small(seed, Fault::None) };
+        job.options.declared = vec!["logits", "p", "dlogits", "label_grad", "parts", "accumulate"];
+        job.options.layout.dk = Float::Bf16;
+        job.options.chunk = Some(96 / chunks);
+        let clean = report(&job);
+        assert_eq!(clean.verdict, Verdict::Agreed, "seed {seed}\n{}", words(&clean));
+        assert!(clean.causes.is_empty(), "seed {seed}\n{}", words(&clean));
+        job.fault = Fault::Narrow(Narrow::Chunks, Float::Bf16);
+        let found = report(&job);
+        assert_eq!(found.verdict, Verdict::Diverged, "seed {seed}\n{}", words(&found));
+        let [cause] = &found.causes[..] else { panic!("seed {seed}\n{}", words(&found)) };
+        assert_eq!(cause.id, "chunk-accumulator-low-precision", "seed {seed}");
+        hidden += usize::from(words(&found).contains("the bound leaves room for as much"));
+    }
+    assert!(hidden >= 1, "the bound itself found every one");
+}

@@ -142,7 +142,11 @@ impl Reproduction<'_> {
             one.evidence = format!("{about}: {}", words(times));
         }
         of.extend(self.forward(winner));
-        Some(Proof { found, of, times })
+        let hidden = match members::points(&self.roundings).is_empty() {
+            true => "the bound leaves room for as much",
+            false => "undeclared roundings may be as large",
+        };
+        Some(Proof { found, of, times, hidden })
     }
 
     /// Comparisons of the forward pass that lie nearer to the proved fault than to the
