@@ -91,7 +91,8 @@ fn judge<'a>(
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let begin = |work| how.1.search(work);
     let budget = Budget { causes: how.0.causes, progress: how.1, begin: &begin };
-    let causes = searched(diagnose(&step, &mut outcome, &[], &budget), &mut outcome).map_err(wrong)?;
+    let causes =
+        searched(diagnose(&step, &mut outcome, &[], &budget), &mut outcome).map_err(wrong)?;
     Ok(Some((step, outcome, causes)))
 }
 

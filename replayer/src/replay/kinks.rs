@@ -18,7 +18,7 @@ use super::outcome::Outcome;
 use super::{Replay, Slice};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Values};
-use crate::kernels::reference::{self, DkSums};
+use crate::kernels::reference::{self, DkSums, Keep};
 use crate::kernels::{NoProgress, Progress};
 
 /// The share of a gradient's norm up to which such tokens leave a verdict on it: with as much as
@@ -79,7 +79,8 @@ impl Replay<'_> {
         let mut sums = DkSums::zeros(&head, &noise, self.tiles);
         let lse = pick(&problem.lse);
         let (given, progress): (_, &dyn Progress) = ((&lse[..], &cotangents, &noise), &NoProgress);
-        reference::backward_onto((&mut dq, &mut sums), (&head, 0), given, self.tiles, progress);
+        let walking = (self.tiles, Keep::Dk, progress);
+        reference::backward_onto((&mut dq, &mut sums), (&head, 0), given, walking);
         let found = self.completed(problem, (&head, range), sums);
         slab.open_by(&found);
     }

@@ -137,8 +137,7 @@ pub(super) fn prove(
     // What only rounds intermediates is right where the bounds allow it and the job does not
     // say otherwise.
     let declared = members::points(&of.roundings).is_empty();
-    let provable =
-        catalogue.iter().filter(|cause| of.fail || declared || !cause.may_be_right());
+    let provable = catalogue.iter().filter(|cause| of.fail || declared || !cause.may_be_right());
     let hypotheses = provable.flat_map(|&cause| {
         let all = search.hypotheses(cause, evidence);
         all.into_iter().map(move |hypothesis| (cause, hypothesis))

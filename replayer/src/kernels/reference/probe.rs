@@ -202,7 +202,7 @@ mod tests {
     use super::*;
     use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
     use crate::kernels::matrix::Transform;
-    use crate::kernels::reference::{backward, backward_work, forward};
+    use crate::kernels::reference::{Keep, backward, backward_work, forward};
     use crate::kernels::tiles::NoProgress;
 
     const NOISE: TermNoise = TermNoise {
@@ -265,14 +265,21 @@ mod tests {
             let rows = |squares: &[f64]| {
                 squares.chunks(d).map(|row| row.iter().sum()).collect::<Vec<f64>>()
             };
-            let dq = backward(&inputs, &lse, &g, &NOISE, SMALL_TILES, &NoProgress, &mut |block| {
-                let at = block.rows.start * d..block.rows.end * d;
-                all(&found.dk_lse[at.clone()], block.dk_lse, "dk");
-                all(&found.dk_noise[at.clone()], block.dk_lse_var, "dk noise");
-                all(&found.dk_tokens[at.clone()], block.dk_lse_sq, "dk tokens");
-                all(&found.dk_dropped[at], block.dk_dropped, "dk dropped");
-                all(&found.dk_sq[block.rows.clone()], &rows(block.dk_lse_sq), "dk squares");
-            });
+            let dq = backward(
+                &inputs,
+                &lse,
+                &g,
+                &NOISE,
+                (SMALL_TILES, Keep::Both, &NoProgress),
+                &mut |block| {
+                    let at = block.rows.start * d..block.rows.end * d;
+                    all(&found.dk_lse[at.clone()], block.dk_lse, "dk");
+                    all(&found.dk_noise[at.clone()], block.dk_lse_var, "dk noise");
+                    all(&found.dk_tokens[at.clone()], block.dk_lse_sq, "dk tokens");
+                    all(&found.dk_dropped[at], block.dk_dropped, "dk dropped");
+                    all(&found.dk_sq[block.rows.clone()], &rows(block.dk_lse_sq), "dk squares");
+                },
+            );
             all(&found.dq_lse, &dq.dq_lse, "dq");
             all(&found.dq_noise, &dq.dq_lse_var, "dq noise");
             all(&found.dq_dropped, &dq.dq_dropped, "dq dropped");

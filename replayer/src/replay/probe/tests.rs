@@ -4,7 +4,7 @@
 use half::bf16;
 
 use super::*;
-use crate::kernels::reference::{backward, forward};
+use crate::kernels::reference::{Keep, backward, forward};
 use crate::kernels::tiles::NoProgress;
 
 const D: usize = 24;
@@ -45,8 +45,7 @@ impl Head {
             &head.lse,
             &Cotangents { lse, label, smooth },
             &noise,
-            TILES,
-            &NoProgress,
+            (TILES, Keep::Both, &NoProgress),
             &mut |block| {
                 let parts = block.dk_lse.iter().zip(block.dk_label);
                 let target = &mut dk[block.rows.start * D..block.rows.end * D];

@@ -59,7 +59,14 @@ fn compare(fixture: &Fixture, noise: &TermNoise, draws: (u64, u64)) {
     let whole = forward(&inputs, SMALL_TILES, &NoProgress);
     let mut blocks = Vec::new();
     let take = &mut |block: DkBlock| blocks.push(format!("{block:?}"));
-    let all = backward(&inputs, &whole.lse, &cotangents, noise, SMALL_TILES, &NoProgress, take);
+    let all = backward(
+        &inputs,
+        &whole.lse,
+        &cotangents,
+        noise,
+        (SMALL_TILES, Keep::Both, &NoProgress),
+        take,
+    );
     let blocks_of_tokens = cuts(fixture.tokens, SMALL_TILES.tokens, draws.0);
     let slabs = cuts(fixture.vocab, SMALL_TILES.vocab, draws.1);
     let mut dq: Vec<Option<Vec<u8>>> = vec![None; blocks_of_tokens.len()];
