@@ -130,7 +130,8 @@ soak-bucket: $(SOAK)
 
 soak-flips:
 	BACKTAPE_RUNS=1000 cargo test --locked -p backtape --test backtape -- \
-		--ignored --nocapture --exact flips::the_whole_campaign
+		--ignored --nocapture --exact flips::the_whole_campaign \
+		damage::one_flipped_bit_in_any_shard_of_any_role_accuses_nobody
 
 # Recorded heads drawn at random through the replay; BACKTAPE_RUNS dumps from BACKTAPE_SEED on.
 soak-heads:

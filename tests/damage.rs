@@ -2,6 +2,7 @@
 //! turn, and no replay of it may diverge; and one agrees only where a replica whose bytes are
 //! proved was read in its place. What does not depend on the damage is still judged.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -88,9 +89,23 @@ fn stage<'r>(report: &'r Report, name: &str) -> &'r backtape_replayer::report::s
     report.stages.iter().find(|stage| stage.name == name).unwrap()
 }
 
+/// One shard of every tensor of every kind of head; `make soak-flips` damages each.
 #[test]
+fn one_flipped_bit_in_a_shard_of_any_role_accuses_nobody() {
+    flip_all(|tensor, seen| seen.insert(tensor.to_string()));
+}
+
+#[test]
+#[ignore = "minutes: make soak-flips"]
 fn one_flipped_bit_in_any_shard_of_any_role_accuses_nobody() {
+    flip_all(|_, _| true);
+}
+
+/// Damages the shards of each kind of head that are meant, by the tensor and those of it that
+/// were damaged before.
+fn flip_all(meant: impl Fn(&str, &mut BTreeSet<String>) -> bool) {
     for job in kinds() {
+        let mut seen = BTreeSet::new();
         let dir = tempfile::tempdir().unwrap();
         let path = write(dir.path(), &job, &job.shards());
         let clean = judged(&path);
@@ -98,6 +113,9 @@ fn one_flipped_bit_in_any_shard_of_any_role_accuses_nobody() {
         let manifest = manifest(&path);
         for (file, record) in manifest.files.iter().enumerate() {
             for (at, shard) in record.shards.iter().enumerate() {
+                if !meant(shard.key.tensor.as_str(), &mut seen) {
+                    continue;
+                }
                 let mend = flip(&path, &manifest, file, at);
                 let report = judged(&path);
                 let said = format!("{} of {}\n{}", shard.key, record.name, text::render(&report));
