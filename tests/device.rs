@@ -165,8 +165,14 @@ impl Device for Here {
             dk.extend(block.dk_lse.iter().zip(block.dk_label).map(|(lse, label)| lse + label));
         };
         let given = (unit.lse, &cotangents, &noise);
-        let dq =
-            reference::backward(inputs, given.0, given.1, given.2, tiles, &NoProgress, &mut take);
+        let dq = reference::backward(
+            inputs,
+            given.0,
+            given.1,
+            given.2,
+            (tiles, reference::Keep::Both, &NoProgress),
+            &mut take,
+        );
         let values = match kernel.stage {
             Stage::Dk => dk,
             _ => dq.dq_lse.iter().zip(&dq.dq_label).map(|(lse, label)| lse + label).collect(),
@@ -195,7 +201,12 @@ impl BackwardWalk for Walk<'_> {
         let mut sums = DkSums::zeros(inputs, noise, tiles);
         let given = (lse, &cotangents, noise);
         let onto = (&mut self.held, &mut sums);
-        reference::backward_onto(onto, (inputs, 0), given, tiles, progress);
+        reference::backward_onto(
+            onto,
+            (inputs, 0),
+            given,
+            (tiles, reference::Keep::Both, progress),
+        );
         // The label path is the host's.
         dq.dq_label.clone_from(&self.held.dq_label);
         dq.dq_label_var.clone_from(&self.held.dq_label_var);

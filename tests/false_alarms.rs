@@ -13,7 +13,7 @@ use std::fmt::Write;
 
 use backtape::nan::larger;
 use backtape_replayer::compare::Bound;
-use backtape_replayer::diagnose::diagnose;
+use backtape_replayer::diagnose::{Budget, diagnose};
 use backtape_replayer::dump::{Selection, StepDump, open};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
@@ -110,7 +110,8 @@ fn judged(dumped: &StepDump) -> Result<(Outcome, usize), String> {
     // A fault that is proved beside a policy is an alarm as well, and a bound that is too
     // narrow stays one though a policy clears it.
     if outcome.first_divergence().is_none() {
-        diagnose(&step, &mut outcome, &[]).map_err(|error| error.to_string())?;
+        diagnose(&step, &mut outcome, &[], &Budget::default())
+            .map_err(|error| error.to_string())?;
     }
     let units = |microbatch| {
         let inputs = step.inputs(microbatch).unwrap();

@@ -21,6 +21,8 @@ const ELEMENT: u64 = 100;
 const FLOOR: u64 = 1 << 34;
 /// How many times the replay's work a quick search may do.
 const QUICK: u64 = 2;
+/// A cause may take one in so many parts of the budget to look for its parameters.
+const LOOKS: u64 = 8;
 /// How many times what a quick search may do a thorough one may do.
 const THOROUGH: u64 = 25;
 
@@ -85,6 +87,8 @@ impl Default for Budget<'_> {
 pub struct Meter<'a> {
     progress: &'a dyn Progress,
     done: AtomicU64,
+    /// What was done when the last cause began to look for its parameters.
+    looked_from: AtomicU64,
     limit: u64,
     left_out: Mutex<BTreeSet<String>>,
 }
@@ -95,7 +99,8 @@ impl<'a> Meter<'a> {
         let limit = budget.causes.limit(outcome);
         (budget.begin)(limit);
         let (done, left_out) = (AtomicU64::new(0), Mutex::default());
-        Meter { progress: budget.progress, done, limit, left_out }
+        let looked_from = AtomicU64::new(0);
+        Meter { progress: budget.progress, done, looked_from, limit, left_out }
     }
 
     /// Counts what a trial or a look at the dump takes beside its products.
@@ -109,6 +114,18 @@ impl<'a> Meter<'a> {
         self.done.load(Ordering::Relaxed) >= self.limit / 3 * 2
     }
 
+    /// A cause begins to look for its parameters.
+    pub(super) fn look(&self) {
+        self.looked_from.store(self.done.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// Whether it may go on: no cause takes more than its share from the others.
+    pub(super) fn may_look(&self) -> bool {
+        let from = self.looked_from.load(Ordering::Relaxed);
+        let done = self.done.load(Ordering::Relaxed) - from;
+        !self.is_spent() && done < self.limit / LOOKS
+    }
+
     /// Whether nothing more may be computed.
     pub(super) fn is_over(&self) -> bool {
         self.done.load(Ordering::Relaxed) >= self.limit
@@ -117,9 +134,20 @@ impl<'a> Meter<'a> {
     /// Notes a cause of which, where the budget is spent, not everything was tried.
     pub(super) fn leaves(&self, cause: &str) {
         if self.is_spent() {
-            let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
-            left_out.insert(cause.to_string());
+            self.leaves_out(cause);
         }
+    }
+
+    /// Notes a cause that ended to look for its parameters before it had seen all.
+    pub(super) fn has_looked(&self, cause: &str) {
+        if !self.may_look() {
+            self.leaves_out(cause);
+        }
+    }
+
+    fn leaves_out(&self, cause: &str) {
+        let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
+        left_out.insert(cause.to_string());
     }
 
     /// What was not tried, for the report.
@@ -158,7 +186,8 @@ mod tests {
 
     fn meter(limit: u64) -> Meter<'static> {
         let (done, left_out) = (AtomicU64::new(0), Mutex::default());
-        Meter { progress: &NoProgress, done, limit, left_out }
+        let looked_from = AtomicU64::new(0);
+        Meter { progress: &NoProgress, done, looked_from, limit, left_out }
     }
 
     #[test]

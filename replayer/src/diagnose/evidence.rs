@@ -20,6 +20,9 @@ use crate::replay::world::World;
 
 use super::search::Search;
 
+/// Share of a gradient's energy that roundings of its partial sums do not take.
+const HALF: f64 = 0.5;
+
 /// One comparison of a replay: a stage of one microbatch and unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
@@ -175,6 +178,19 @@ impl<'a> Evidence<'a> {
     /// Forward passes that trials have in common.
     pub(super) fn cache(&self) -> Option<&PassCache> {
         self.search.map(|search| &*search.cache)
+    }
+
+    /// Counts work of looking for parameters, in multiply-adds; true where no more may be done.
+    pub fn spend(&self, work: usize) -> bool {
+        let Some(search) = self.search else { return false };
+        search.meter.advance(work as u64);
+        !search.meter.may_look()
+    }
+
+    /// Whether the worst error of these stages is so large that it is no rounding of partial
+    /// sums: those lose bits of a gradient, and not half of it.
+    pub fn is_beyond_rounding(&self, stages: &[Stage]) -> bool {
+        self.failing_of(stages).any(|(_, of)| !(of.energy <= HALF * of.reference))
     }
 
     /// Told of the work of what is computed while parameters are looked for.

@@ -236,8 +236,9 @@ impl<'a> Search<'a> {
             self.meter.leaves(cause.id());
             return Vec::new();
         }
+        self.meter.look();
         let found = cause.hypotheses(evidence);
-        self.meter.leaves(cause.id());
+        self.meter.has_looked(cause.id());
         found
     }
 

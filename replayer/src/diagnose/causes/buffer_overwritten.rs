@@ -129,7 +129,7 @@ fn logits_hold(
     held: Held,
 ) -> Option<bool> {
     let inputs = evidence.inputs_of(key.microbatch)?;
-    let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence.step, inputs)?);
+    let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence, inputs)?);
     let cotangents = reference.cotangents.get(&key.microbatch)?;
     let all = tokens(evidence, inputs);
     let (mut off, mut size) = (0.0, 0.0);
@@ -299,7 +299,7 @@ struct Overwritten {
 }
 
 fn overwritten(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Overwritten> {
-    let direct = Direct::new(evidence.step, inputs)?;
+    let direct = Direct::new(evidence, inputs)?;
     let reference = evidence.reference();
     let lse = reference.lse.get(&inputs.microbatch)?;
     let g = reference.g.get(&inputs.microbatch)?;
@@ -338,7 +338,7 @@ fn shows(evidence: &Evidence<'_>, mb: Option<Microbatch>, of: &Overwritten) -> b
             .iter()
             .find(|key| matches!(key.stage, Stage::Dq | Stage::Dlogits) && key.microbatch == mb)?;
         let (inputs, captured) = (evidence.inputs_of(mb)?, evidence.captured(key)?);
-        let direct = Direct::new(evidence.step, inputs)?;
+        let direct = Direct::new(evidence, inputs)?;
         let cotangents = evidence.reference().cotangents.get(&mb)?;
         let all = tokens(evidence, inputs);
         let vocab = direct.head.k.rows;

@@ -44,7 +44,8 @@ impl Cause for ChunkAccumulatorLowPrecision {
         let stages = [Stage::DkLse, Stage::Dk];
         let dq = [Stage::DqLse, Stage::Dq];
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
-        if !has_products(evidence) || !evidence.fails_any(&stages) {
+        let beyond = evidence.is_beyond_rounding(&stages);
+        if !has_products(evidence) || !evidence.fails_any(&stages) || beyond {
             return Vec::new();
         }
         let fused = roundings.widest.path == Path::Fused;
@@ -86,7 +87,7 @@ fn searched(
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
         let sums = Sums::of_dk(evidence, unit, stage, base, !fused)?;
-        Some(pieces::search(&sums, precision, declared, sequence))
+        Some(pieces::search((&sums, &|work| evidence.spend(work)), precision, declared, sequence))
     };
     search().unwrap_or_default()
 }

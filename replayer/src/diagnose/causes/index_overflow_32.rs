@@ -149,7 +149,7 @@ fn of_labels(
             continue;
         }
         rows = format!("from row {} of {}", index.border() / vocab as i128, runs[0].len());
-        let direct = Direct::new(evidence.step, inputs)?;
+        let direct = Direct::new(evidence, inputs)?;
         shown |= shows(evidence, inputs, &direct, &moved);
         let upstream = evidence.reference().g.get(&inputs.microbatch)?;
         let s = evidence.step.options.smoothing(inputs.valid_vocab);

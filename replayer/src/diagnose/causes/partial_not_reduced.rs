@@ -122,7 +122,7 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// The shard whose part the rows of a few tokens are.
 fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Shard> {
-    let direct = Direct::new(evidence.step, inputs)?;
+    let direct = Direct::new(evidence, inputs)?;
     let reference = evidence.reference();
     let key = Key { stage: Stage::Dq, microbatch: inputs.microbatch, rank: None };
     let key = *evidence
@@ -222,7 +222,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(first) = evidence.inputs.iter().find(|one| !seen_lse(evidence, one).is_empty()) else {
         return Vec::new();
     };
-    let Some(direct) = Direct::new(evidence.step, first) else { return Vec::new() };
+    let Some(direct) = Direct::new(evidence, first) else { return Vec::new() };
     let valid = direct.head.valid_vocab;
     let seen = seen_lse(evidence, first);
     let some: Vec<_> = seen.iter().step_by(seen.len().div_ceil(5).max(1)).collect();
@@ -240,7 +240,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     };
     let Some(shard) = shards(direct.head.k.rows).into_iter().find(fits) else { return Vec::new() };
     let one = |inputs: &MicrobatchInputs| {
-        let direct = Direct::new(evidence.step, inputs)?;
+        let direct = Direct::new(evidence, inputs)?;
         let end = shard.range.end.min(valid);
         let of = |t: usize| {
             let row = direct.against(&direct.q(Row::From(t)), &Row::From);

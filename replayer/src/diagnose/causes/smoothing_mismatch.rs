@@ -144,7 +144,7 @@ impl Local {
         let own = rank * classes..valid.min((rank + 1) * classes);
         let mut means = BTreeMap::new();
         for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
-            let direct = Direct::new(evidence.step, inputs)?;
+            let direct = Direct::new(evidence, inputs)?;
             if direct.work().saturating_mul(inputs.tokens()) > WORK || own.is_empty() {
                 return None;
             }

@@ -75,7 +75,7 @@ fn views(evidence: &Evidence<'_>) -> Vec<(Map, String)> {
         }
     }
     // Every length where a row is cheap, else those that the job has.
-    let lengths: Vec<usize> = match Direct::new(evidence.step, inputs) {
+    let lengths: Vec<usize> = match Direct::new(evidence, inputs) {
         Some(direct) if direct.work() * longest < WORK => (2..longest.min(LONGEST)).rev().collect(),
         _ => [inputs.sequence, inputs.sequence.saturating_sub(1), inputs.sequence + 1].into(),
     };

@@ -226,7 +226,7 @@ fn shows(
     let Some((inputs, seen)) = seen.iter().find(|(_, seen)| !seen.is_empty()) else {
         return false;
     };
-    let Some(direct) = Direct::new(evidence.step, inputs) else { return false };
+    let Some(direct) = Direct::new(evidence, inputs) else { return false };
     let some = seen.iter().step_by(seen.len().div_ceil(6).max(1));
     let (mut all, mut fit) = (0.0, 0.0);
     for of in some {
@@ -248,7 +248,7 @@ fn shows(
 fn lse_of(evidence: &Evidence<'_>, other: &OfToken<'_>) -> Lse {
     let reference = evidence.reference();
     let one = |inputs: &MicrobatchInputs| {
-        let direct = Direct::new(evidence.step, inputs)?;
+        let direct = Direct::new(evidence, inputs)?;
         let lse = reference.forward_lse.get(&inputs.microbatch)?;
         let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
         let n = inputs.tokens();

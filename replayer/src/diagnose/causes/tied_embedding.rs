@@ -142,7 +142,7 @@ fn is_its_own(
         if key.stage == Stage::Dk && inputs.microbatch != key.microbatch {
             continue;
         }
-        let Some(direct) = Direct::new(evidence.step, inputs) else { return false };
+        let Some(direct) = Direct::new(evidence, inputs) else { return false };
         let Some(g) = evidence.reference().g.get(&inputs.microbatch) else { return false };
         for (t, &label) in inputs.labels.iter().enumerate() {
             let row = label as usize;

@@ -46,7 +46,8 @@ impl Cause for TileAddLowPrecision {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let fused = roundings.widest.path == Path::Fused;
-        if !has_products(evidence) {
+        let all = [Stage::DqLse, Stage::Dq, Stage::DkLse, Stage::Dk];
+        if !has_products(evidence) || evidence.is_beyond_rounding(&all) {
             return Vec::new();
         }
         if !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
@@ -85,14 +86,14 @@ fn of(
         let stage = failing([Stage::DqLse, Stage::Dq])?;
         let unit = evidence.worst_unit(&[stage])?;
         let sums = Sums::of_dq(evidence, unit, stage, base, whole)?;
-        Some(pieces::search(&sums, precision, vocab, 0))
+        Some(pieces::search((&sums, &|work| evidence.spend(work)), precision, vocab, 0))
     };
     let of_dk = || {
         let stage = failing([Stage::DkLse, Stage::Dk])?;
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
         let sums = Sums::of_dk(evidence, unit, stage, base, whole)?;
-        Some(pieces::search(&sums, precision, tokens, sequence))
+        Some(pieces::search((&sums, &|work| evidence.spend(work)), precision, tokens, sequence))
     };
     // Vocabulary tiles are of one size in what is emulated.
     let plain = |pieces: &Pieces| pieces.cut == Cut::default();

@@ -46,7 +46,7 @@ fn of_dq(
     inputs: &MicrobatchInputs,
     reference: &Reference,
 ) -> Option<Vec<Seen>> {
-    let direct = Direct::new(evidence.step, inputs)?;
+    let direct = Direct::new(evidence, inputs)?;
     let mut keys = evidence.failing.iter();
     let key = *keys.find(|key| {
         matches!(key.stage, Stage::Dq | Stage::DqLse) && key.microbatch == inputs.microbatch

@@ -5,13 +5,16 @@ use rayon::prelude::*;
 
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
-use crate::head::{HeadStep, MicrobatchInputs};
+use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::reference;
-use crate::kernels::{NoProgress, Tiles};
+use crate::kernels::{NoProgress, Progress, Tiles};
 
 /// Multiply-adds that a detector may spend on looking before it leaves.
 pub const WORK: usize = 1 << 31;
+
+/// Multiply-adds of a product of matrices that one of a single row takes as long as.
+const SCALAR: usize = 8;
 
 /// Multiply-adds below which one thread does it.
 const ALONE: usize = 1 << 20;
@@ -20,6 +23,8 @@ const ALONE: usize = 1 << 20;
 pub struct Direct<'a> {
     /// The head.
     pub head: HeadInputs<'a>,
+    /// Told of the work.
+    progress: &'a dyn Progress,
 }
 
 /// A token against the vocabulary.
@@ -32,9 +37,9 @@ pub struct TokenRow {
 
 impl<'a> Direct<'a> {
     /// `None` where there are no q and k.
-    pub fn new(step: &'a HeadStep<'_>, inputs: &'a MicrobatchInputs) -> Option<Direct<'a>> {
-        let head = inputs.head(step)?;
-        (head.given.is_none() && head.q.cols > 0).then_some(Direct { head })
+    pub fn new(evidence: &Evidence<'a>, inputs: &'a MicrobatchInputs) -> Option<Direct<'a>> {
+        let (head, progress) = (inputs.head(evidence.step)?, evidence.progress());
+        (head.given.is_none() && head.q.cols > 0).then_some(Direct { head, progress })
     }
 
     /// A row of q.
@@ -80,6 +85,7 @@ impl<'a> Direct<'a> {
     /// A row of q against the vocabulary, each class read where `k` says.
     pub fn against(&self, q: &[f64], k: &(dyn Fn(usize) -> Row + Sync)) -> TokenRow {
         let classes = 0..self.head.valid_vocab;
+        self.progress.advance((SCALAR * self.work()) as u64);
         let one = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
         let logits: Vec<f64> = match self.work() > ALONE {
             true => classes.into_par_iter().map(one).collect(),

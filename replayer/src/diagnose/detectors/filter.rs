@@ -121,6 +121,7 @@ impl Filtered {
         let Some(sums) = Sums::of_many_dk(evidence, unit, policy, labelled) else {
             return Vec::new();
         };
+        let work = 8 * sums.n * sums.rows * sums.cols;
         let none = sums.misfit_without(&|_, _| false);
         let mut found: Vec<(f64, Filter)> = Vec::new();
         for tile in self.tiles() {
@@ -131,6 +132,9 @@ impl Filtered {
                 let tiled = largest.dropped(least);
                 if !tried.insert(tiled.dropped.iter().filter(|dropped| **dropped).count()) {
                     continue;
+                }
+                if evidence.spend(work) {
+                    return Vec::new();
                 }
                 let misfit = sums.misfit_without(&|t, v| tiled.drops(t, v));
                 found.push((misfit, Filter { least, tile, labelled }));

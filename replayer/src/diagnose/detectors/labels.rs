@@ -42,7 +42,7 @@ impl<'a> LabelTest<'a> {
             let mut all = evidence.failing.iter();
             all.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
         };
-        let direct = Direct::new(evidence.step, inputs)?;
+        let direct = Direct::new(evidence, inputs)?;
         let reference = evidence.reference();
         let dq = of(Stage::Dq).or(of(Stage::DqLabel)).and_then(|key: Key| {
             let captured = evidence.captured(key)?;

@@ -76,7 +76,7 @@ impl<'a> Looked<'a> {
             let lse = fails(Stage::Lse, mb).and_then(|key| evidence.captured(key));
             let of_dq = fails(Stage::Dq, mb).or(fails(Stage::DqLse, mb));
             let dq = of_dq.and_then(|key| Some((evidence.captured(key)?, key)));
-            let Some(direct) = Direct::new(evidence.step, inputs) else { continue };
+            let Some(direct) = Direct::new(evidence, inputs) else { continue };
             if lse.is_none() && dq.is_none() {
                 continue;
             }
@@ -235,7 +235,7 @@ pub fn hypotheses(
     let Some(rows) = rows_of(looked.inputs) else { return Vec::new() };
     let mut found = Vec::new();
     for passes in [Passes::Both, Passes::Backward, Passes::Forward] {
-        if !looked.fits(evidence, (operand, &rows), passes) {
+        if evidence.spend(0) || !looked.fits(evidence, (operand, &rows), passes) {
             continue;
         }
         found.extend(worlds(evidence, operand, passes, &rows_of, parameters));

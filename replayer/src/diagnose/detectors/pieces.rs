@@ -22,6 +22,8 @@ const FEW: usize = 96;
 const BEST: usize = 24;
 /// Shards of a sum that are looked for at most.
 const SHARDS: usize = 16;
+/// Multiply-adds that a rounded addition takes as long as.
+const ROUNDING: usize = 24;
 /// Roundings of all elements that a search may take.
 const WORK: usize = 1 << 24;
 
@@ -97,6 +99,11 @@ impl Prefix {
         total.iter().zip(&self.rest).zip(&self.captured).map(error).sum()
     }
 
+    /// What [`Prefix::misfit`] takes, in multiply-adds.
+    fn work(&self, pieces: &Pieces) -> usize {
+        self.n.div_ceil(pieces.size.max(1)).max(pieces.cut.parts) * self.cells * ROUNDING
+    }
+
     fn between(&self, span: &Range<usize>) -> Vec<f32> {
         let at = |place: usize| &self.sums[place * self.cells..(place + 1) * self.cells];
         at(span.end).iter().zip(at(span.start)).map(|(to, from)| (to - from) as f32).collect()
@@ -114,7 +121,7 @@ fn joined(all: Option<Vec<f32>>, mut own: Vec<f32>, to: Precision) -> Vec<f32> {
 /// The cuts that fit, the best first, where one of them fits much better than a sum in f32
 /// does. `sequence`: tokens of a sequence, where pieces may run along it; 0 elsewhere.
 pub fn search(
-    of: &Sums,
+    (of, spend): (&Sums, &dyn Fn(usize) -> bool),
     precision: Precision,
     declared: Option<usize>,
     sequence: usize,
@@ -127,7 +134,7 @@ pub fn search(
     let mut found: Vec<(f64, Pieces)> = Vec::new();
     for sequence in sequences {
         let (glance, whole) = (Prefix::new(of, sequence, &few), Prefix::new(of, sequence, &all));
-        found.extend(in_order((&glance, &whole), sequence, precision, declared));
+        found.extend(in_order((&glance, &whole, spend), sequence, precision, declared));
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
     found.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
@@ -135,7 +142,7 @@ pub fn search(
 
 /// What is seen of the places in one order.
 fn in_order(
-    (glance, whole): (&Prefix, &Prefix),
+    (glance, whole, spend): (&Prefix, &Prefix, &dyn Fn(usize) -> bool),
     sequence: usize,
     precision: Precision,
     declared: Option<usize>,
@@ -161,13 +168,17 @@ fn in_order(
                     continue;
                 }
                 let pieces = Pieces { size, cut, total: precision, addend, walk };
+                if spend(glance.work(&pieces)) {
+                    break;
+                }
                 near.push((glance.misfit(&pieces), pieces));
             }
         }
         near.sort_by(|a, b| a.0.total_cmp(&b.0));
         near.retain(|(misfit, _)| *misfit < SEEN * unrounded[0]);
         near.truncate(BEST);
-        let on_all = near.into_iter().map(|(_, pieces)| (whole.misfit(&pieces), pieces));
+        let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.work(pieces)));
+        let on_all = on_all.map(|(_, pieces)| (whole.misfit(&pieces), pieces));
         let seen = on_all.filter(|(misfit, _)| *misfit < SEEN * unrounded[1]);
         let cut = |pieces: Pieces| Pieces { cut: Cut { sequence, ..pieces.cut }, ..pieces };
         seen.map(|(misfit, pieces)| (misfit, cut(pieces))).collect()
@@ -280,7 +291,8 @@ mod tests {
         ];
         for (n, wanted) in all {
             let sums = made(n, &wanted);
-            let found = search(&sums, Precision::Bf16, None, wanted.cut.sequence);
+            let free = |_| false;
+            let found = search((&sums, &free), Precision::Bf16, None, wanted.cut.sequence);
             let places = |of: &Pieces| of.cut.spans(n, of.size, false);
             let first = found.first().map(places);
             assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {found:?}");
@@ -291,6 +303,6 @@ mod tests {
     fn a_sum_in_one_piece_has_no_cut() {
         let one =
             Pieces { total: Precision::F32, addend: Precision::F32, ..pieces(200, Cut::default()) };
-        assert_eq!(search(&made(200, &one), Precision::Bf16, None, 0), []);
+        assert_eq!(search((&made(200, &one), &|_| false), Precision::Bf16, None, 0), []);
     }
 }

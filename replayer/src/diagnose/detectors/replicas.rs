@@ -186,7 +186,7 @@ impl Versions {
 
 /// A token's row of dq, worked out directly.
 fn dq_row(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, t: usize) -> Option<Vec<f64>> {
-    let direct = Direct::new(evidence.step, inputs)?;
+    let direct = Direct::new(evidence, inputs)?;
     let reference = evidence.reference();
     let (g, lse) =
         (reference.g.get(&inputs.microbatch)?[t], reference.lse.get(&inputs.microbatch)?[t]);

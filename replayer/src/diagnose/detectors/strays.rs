@@ -62,7 +62,7 @@ impl Strays {
         inputs: &MicrobatchInputs,
         entries: &[(usize, usize, f64)],
     ) -> Option<()> {
-        let direct = Direct::new(evidence.step, inputs)?;
+        let direct = Direct::new(evidence, inputs)?;
         let units = evidence.step.units(inputs).ok()?;
         let of = |&(token, class, c): &(usize, usize, f64)| {
             let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
