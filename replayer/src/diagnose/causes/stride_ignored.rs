@@ -215,14 +215,14 @@ fn transposed_k(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let captured = evidence.captured(key)?;
         let Scores::Product { k, .. } = &inputs.scores else { return None };
         let other = k.transposed().ok()?.reshaped(&k.shape)?;
-        let head = inputs.head(evidence.step)?;
-        let (q, k) = (head.q, crate::head::step::matrix(&other)?);
+        let direct = Direct::new(evidence, inputs)?;
+        let (q, k) = (direct.head.q, crate::head::step::matrix(&other)?);
         let fits = |t: &usize| {
             let label = inputs.labels[*t] as usize;
             let product: f64 = (0..q.cols)
                 .map(|i| q.get_f64(t * q.cols + i) * k.get_f64(label * q.cols + i))
                 .sum();
-            let z = crate::diagnose::detectors::direct::Direct { head }.logit(product, label).0;
+            let z = direct.logit(product, label).0;
             (z - captured.values[*t]).abs() <= 0.01 * (1.0 + z.abs())
         };
         let counted: Vec<usize> =
