@@ -269,7 +269,8 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// A second backward over logits that the first one wrote its gradients over.
 fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let gradients = [Stage::Dlogits, Stage::Dq, Stage::Dk];
+    // What shows it on a few tokens.
+    let gradients = [Stage::Dlogits, Stage::Dq];
     let small = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step);
         head.is_some_and(|head| head.given.is_none() && head.k.rows * inputs.tokens() <= PLANE)
@@ -277,13 +278,22 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if !evidence.fails_any(&gradients) || !evidence.inputs.iter().all(small) {
         return Vec::new();
     }
-    let of = |inputs: &MicrobatchInputs| Some((inputs.microbatch, overwritten(evidence, inputs)?));
+    let shown = |inputs: &MicrobatchInputs| {
+        let all = tokens(evidence, inputs);
+        let few: Vec<usize> = all.iter().copied().step_by(all.len().div_ceil(4).max(1)).collect();
+        let of = overwritten(evidence, inputs, &few);
+        of.is_some_and(|of| shows(evidence, (inputs.microbatch, &few), &of))
+    };
+    if !evidence.inputs.iter().any(shown) {
+        return Vec::new();
+    }
+    let of = |inputs: &MicrobatchInputs| {
+        let all: Vec<usize> = (0..inputs.tokens()).collect();
+        Some((inputs.microbatch, overwritten(evidence, inputs, &all)?))
+    };
     let Some(all) = evidence.inputs.iter().map(of).collect::<Option<BTreeMap<_, _>>>() else {
         return Vec::new();
     };
-    if !all.iter().any(|(&mb, of)| shows(evidence, mb, of)) {
-        return Vec::new();
-    }
     let parameters = vec![
         ("tensor", "logits".to_string()),
         ("holds", "their gradient, when a second backward reads them".to_string()),
@@ -291,14 +301,18 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     vec![Hypothesis::new(Again { of: all }, parameters)]
 }
 
-/// Logits that hold their gradient: raw, so that the head's transform gives them back, and
-/// their log-sum-exp.
+/// Logits of some tokens that hold their gradient: raw, so that the head's transform gives
+/// them back, and their log-sum-exp.
 struct Overwritten {
     raw: Vec<f64>,
     lse: Vec<f64>,
 }
 
-fn overwritten(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Overwritten> {
+fn overwritten(
+    evidence: &Evidence<'_>,
+    inputs: &MicrobatchInputs,
+    tokens: &[usize],
+) -> Option<Overwritten> {
     let direct = Direct::new(evidence, inputs)?;
     let reference = evidence.reference();
     let lse = reference.lse.get(&inputs.microbatch)?;
@@ -307,8 +321,9 @@ fn overwritten(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Ove
     let (lambda, s) = (declared.declared.z_loss, declared.smoothing(inputs.valid_vocab));
     let transform = direct.head.transform;
     let (vocab, valid) = (direct.head.k.rows, inputs.valid_vocab);
-    let mut found = Overwritten { raw: vec![0.0; inputs.tokens() * vocab], lse: Vec::new() };
-    for t in 0..inputs.tokens() {
+    let mut found =
+        Overwritten { raw: vec![0.0; inputs.tokens() * vocab], lse: vec![0.0; inputs.tokens()] };
+    for &t in tokens {
         let q = direct.q(Row::From(t));
         let c = -g[t] * s / valid.max(1) as f64;
         let upstream = [g[t] * (1.0 + 2.0 * lambda * lse[t]), -g[t] * (1.0 - s), c];
@@ -318,7 +333,7 @@ fn overwritten(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Ove
                 Held::Gradient.of(of, lse[t], upstream, inputs.labels[t] as usize == v)
             })
             .collect();
-        found.lse.push(direct.lse(&held));
+        found.lse[t] = direct.lse(&held);
         for (v, &x) in held.iter().enumerate() {
             let scaled =
                 transform.softcap.map_or(x, |cap| cap * (x / cap).clamp(-1.0, 1.0).atanh());
@@ -331,7 +346,11 @@ fn overwritten(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Ove
 
 /// Whether rows of dq, or dk's energy, are what a second backward gives: p is nearly the
 /// same for every class.
-fn shows(evidence: &Evidence<'_>, mb: Option<Microbatch>, of: &Overwritten) -> bool {
+fn shows(
+    evidence: &Evidence<'_>,
+    (mb, tokens): (Option<Microbatch>, &[usize]),
+    of: &Overwritten,
+) -> bool {
     let shown = || {
         let key = *evidence
             .failing
@@ -340,10 +359,9 @@ fn shows(evidence: &Evidence<'_>, mb: Option<Microbatch>, of: &Overwritten) -> b
         let (inputs, captured) = (evidence.inputs_of(mb)?, evidence.captured(key)?);
         let direct = Direct::new(evidence, inputs)?;
         let cotangents = evidence.reference().cotangents.get(&mb)?;
-        let all = tokens(evidence, inputs);
         let vocab = direct.head.k.rows;
         let (mut off, mut size) = (0.0, 0.0);
-        for &t in all.iter().step_by(all.len().div_ceil(4).max(1)) {
+        for &t in tokens {
             let [a, b, c] = *cotangents.get(&t)?;
             let mut row = vec![0.0; captured.columns];
             for v in 0..inputs.valid_vocab {

@@ -52,7 +52,9 @@ impl<'a> Direct<'a> {
         self.row(&self.head.k, row)
     }
 
+    /// Each row that is read is multiplied by another.
     fn row(&self, of: &crate::kernels::Matrix<'_>, row: Row) -> Vec<f64> {
+        self.progress.advance((SCALAR * of.cols) as u64);
         match row {
             Row::From(row) if row < of.rows => {
                 (row * of.cols..(row + 1) * of.cols).map(|at| of.get_f64(at)).collect()
@@ -85,7 +87,6 @@ impl<'a> Direct<'a> {
     /// A row of q against the vocabulary, each class read where `k` says.
     pub fn against(&self, q: &[f64], k: &(dyn Fn(usize) -> Row + Sync)) -> TokenRow {
         let classes = 0..self.head.valid_vocab;
-        self.progress.advance((SCALAR * self.work()) as u64);
         let one = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
         let logits: Vec<f64> = match self.work() > ALONE {
             true => classes.into_par_iter().map(one).collect(),
