@@ -5,10 +5,11 @@
 //! the loss shows it, and is a note where the job guards the division.
 
 use backtape::head::{Denominator, LossReduction, Microbatches, Ranks, Scope, Span};
+use backtape::identity::Rank;
 use backtape::role::Role;
 
 use super::facts::{Facts, classes, customary, facts};
-use super::pieces::pieces;
+use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
 use crate::report::number::plural;
@@ -103,7 +104,7 @@ fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
             // Numbers that are none say whether a mean over those tokens was one over none.
             (Ranks::One | Ranks::Axes(_), _) => true,
         };
-        let broken = divided && in_scope && nonfinite(subject, facts);
+        let broken = divided && in_scope && is_over_nothing(subject, facts, &ranks);
         let severity = if broken { Severity::Fail } else { Severity::Note };
         let who =
             if whole { "of the microbatch".to_string() } else { crate::dump::name_ranks(&ranks) };
@@ -119,16 +120,28 @@ fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
     }
 }
 
-/// Whether the loss or dq of the microbatch holds what is no number.
-fn nonfinite(subject: &Subject<'_>, facts: &Facts) -> bool {
+/// Whether the loss of the microbatch, or the gradient of a token that these ranks hold, is no
+/// number: a mean over nothing spoils every element of a token's row.
+fn is_over_nothing(subject: &Subject<'_>, facts: &Facts, ranks: &[Rank]) -> bool {
     [Role::Loss, Role::Dq, Role::Dlogits].iter().any(|&role| {
         let of = subject.of_role(role).filter(|(key, _)| key.microbatch == facts.microbatch);
         of.into_iter().any(|(_, info)| {
             let (held, _) = pieces(subject.dump, info);
-            held.iter().any(|piece| {
+            let theirs = |piece: &&Piece<'_>| {
+                let any = role == Role::Loss || ranks.is_empty();
+                any || piece.ranks.iter().any(|rank| ranks.contains(rank))
+            };
+            held.iter().filter(theirs).any(|piece| {
                 let width = info.dtype.width();
-                (0..piece.bytes.len() / width)
-                    .any(|i| kind(info.dtype, bits(piece.bytes, width, i)) == Kind::Nan)
+                let columns = match (role, piece.record.place.0.last()) {
+                    (Role::Dq | Role::Dlogits, Some((from, to))) => (to - from) as usize,
+                    _ => 1,
+                };
+                let elements = piece.bytes.len() / width;
+                let is_nan = |i: usize| kind(info.dtype, bits(piece.bytes, width, i)) == Kind::Nan;
+                let rows = (0..elements).step_by(columns.max(1));
+                rows.map(|from| from..(from + columns).min(elements))
+                    .any(|mut row| !row.is_empty() && row.all(is_nan))
             })
         })
     })
