@@ -36,7 +36,18 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
             found.skip(what, why);
             continue;
         }
-        let all: Vec<Facts> = facts(subject).into_iter().flatten().collect();
+        let each: Result<Vec<Facts>, _> = facts(subject).into_iter().collect();
+        let all = match each {
+            Ok(all) if all.len() >= head.microbatches as usize => all,
+            Ok(_) => {
+                found.skip(what, "fewer microbatches were recorded than the head declares");
+                continue;
+            }
+            Err((key, why)) => {
+                found.skip(what, format!("{key}: {why}"));
+                continue;
+            }
+        };
         for one in &all {
             microbatch(subject, head, one, &all, found);
         }

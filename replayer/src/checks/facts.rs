@@ -54,7 +54,7 @@ fn of_labels(subject: &Subject<'_>, key: &TensorKey) -> Result<Facts, String> {
     let ignored = |label: i64| ignored(head, label);
     let mut targets: Vec<Option<i64>> =
         recorded.iter().map(|&label| Some(label).filter(|&label| !ignored(label))).collect();
-    let given = vector(subject, Role::Weights, key.microbatch, tokens);
+    let given = optional(subject, Role::Weights, key.microbatch, tokens)?;
     let weighted = given.is_some();
     let mut weights = given.map_or_else(|| vec![1.0; tokens], |(values, _)| values);
     if head.is_some_and(|head| !head.labels_shifted) {
@@ -166,6 +166,24 @@ pub(super) fn vector(
     let number = |i| value(tensor.dtype, bits(tensor.bytes(), width, i));
     let roundoff = roundoff(tensor.dtype);
     (tensor.elements() == count).then(|| ((0..count).map(number).collect(), roundoff))
+}
+
+/// The same of a role that a job need not have. `Err` where it has it, in this or another
+/// microbatch, and what the dump holds of this one cannot be used.
+pub(super) fn optional(
+    subject: &Subject<'_>,
+    role: Role,
+    microbatch: Option<Microbatch>,
+    count: usize,
+) -> Result<Option<(Vec<f64>, f64)>, String> {
+    let found = vector(subject, role, microbatch, count);
+    match subject.of_role(role).next() {
+        Some((key, _)) if found.is_none() => {
+            let place = microbatch.map_or(String::new(), |mb| format!(" of microbatch {mb}"));
+            Err(format!("{}{place} cannot be used", key.tensor))
+        }
+        _ => Ok(found),
+    }
 }
 
 /// Half the spacing at 1; 0 for integers.

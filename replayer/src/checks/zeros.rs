@@ -17,7 +17,7 @@ use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::facts::{Facts, facts, vector};
+use super::facts::{Facts, facts, optional};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
@@ -97,7 +97,7 @@ fn tells(subject: &Subject<'_>, info: &TensorInfo, head: &HeadDeclaration) -> bo
 /// Tokens whose gradient cannot be zero; `None` where that is not known.
 fn telling(subject: &Subject<'_>, head: &HeadDeclaration, facts: &Facts) -> Option<Vec<bool>> {
     let (_, label_logits) = facts.likelihood.as_ref()?;
-    let cotangent = vector(subject, Role::Cotangent, facts.microbatch, facts.tokens());
+    let cotangent = optional(subject, Role::Cotangent, facts.microbatch, facts.tokens()).ok()?;
     let q = subject.of_role(Role::Q).find(|(key, _)| key.microbatch == facts.microbatch)?;
     let (held, _) = pieces(subject.dump, q.1);
     let mut live = vec![false; facts.tokens()];

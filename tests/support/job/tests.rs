@@ -395,7 +395,7 @@ fn every_option_is_drawn_and_no_clean_job_has_a_fault() {
         let grpo = o.grpo().map(|g| format!("{:?} {:?} {:?}", g.kl, g.ratio, g.average));
         for fact in [
             format!("{:?} {}", head.loss, head.path),
-            format!("{:?} {:?}", head.reduction, head.scope),
+            format!("{:?} {:?}", head.reduction, o.scope),
             format!("{:?}", head.denominator).chars().take(5).collect(),
             format!("{:?} {:?}", head.microbatch_reduction, o.weights),
             format!("cap {} scale {}", o.softcap.is_some(), o.scale() != 1.0),
