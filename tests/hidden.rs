@@ -161,6 +161,7 @@ fn a_sum_of_few_chunks_that_its_bound_lets_pass_is_reproduced() {
         let mut job = Job { seed, tokens: 96, vocab: 131, valid: 131, ..small(seed, Fault::None) };
         job.options.declared = vec!["logits", "p", "dlogits", "label_grad", "parts", "accumulate"];
         job.options.layout.dk = Float::Bf16;
+        job.options.layout.dk_parts = Float::Bf16;
         job.options.chunk = Some(96 / chunks);
         let clean = report(&job);
         assert_eq!(clean.verdict, Verdict::Agreed, "seed {seed}\n{}", words(&clean));
