@@ -45,12 +45,22 @@ pub(crate) enum CallError {
     Refused(String),
 }
 
+/// What a rank that asks to enter is told.
+pub(crate) enum Answered {
+    /// It is inside.
+    Inside(Entered),
+    /// Its launch is not known yet, for this reason: it asks again.
+    Waits(String),
+}
+
 /// What a rank learns when it enters.
 #[derive(Clone, Debug)]
 pub(crate) struct Entered {
     pub(crate) attempt: u32,
     pub(crate) directory: PathBuf,
     pub(crate) run_record: Option<TrustHash>,
+    /// It opened the attempt, and others of its launch have yet to enter.
+    pub(crate) vouch: bool,
 }
 
 /// One connection to a coordinator; reconnects by itself.
@@ -60,6 +70,8 @@ pub(crate) struct Client {
     access: Access,
     rpc: Rpc,
     member: proto::Member,
+    /// The newest arrival that the coordinator named.
+    heard: u64,
 }
 
 impl Client {
@@ -79,6 +91,7 @@ impl Client {
                 rank: plan.settings.rank,
                 incarnation,
             },
+            heard: 0,
         })
     }
 
@@ -88,8 +101,8 @@ impl Client {
         Ok(Client { rpc: connection(&self.address, &self.access)?, ..self.clone() })
     }
 
-    /// Enters the run, one try.
-    pub(crate) async fn join(&mut self, plan: &Plan) -> Result<Entered, CallError> {
+    /// Enters the run, one try; or is told to ask again.
+    pub(crate) async fn join(&mut self, plan: &Plan) -> Result<Answered, CallError> {
         let settings = &plan.settings;
         let mesh = match settings.mesh.0.is_empty() {
             true => String::new(),
@@ -106,17 +119,24 @@ impl Client {
             mesh,
             transport: proto::Transport::Unspecified.into(),
             versions: settings.versions.clone().into_iter().collect(),
+            launch: plan.launch.as_ref().map(ToString::to_string).unwrap_or_default(),
+            heard: Some(self.heard),
         };
         faults::pass("client.before-join");
         let answer = within(REQUEST_DEADLINE, self.rpc.join(request)).await?;
         faults::pass("client.after-join");
+        self.heard = answer.arrivals;
+        if !answer.waits.is_empty() {
+            return Ok(Answered::Waits(answer.waits));
+        }
         self.member.attempt = answer.attempt;
         let hash = <[u8; 32]>::try_from(answer.run_record.as_ref());
-        Ok(Entered {
+        Ok(Answered::Inside(Entered {
             attempt: answer.attempt,
             directory: PathBuf::from(answer.directory),
             run_record: hash.ok().map(TrustHash),
-        })
+            vouch: answer.vouch,
+        }))
     }
 
     fn report(&self, step: u64, file: &FileRecord) -> proto::ReportFileRequest {

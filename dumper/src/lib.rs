@@ -42,6 +42,7 @@ mod settings;
 mod steps;
 mod summary;
 mod tape;
+mod vouch;
 mod watch;
 mod worker;
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from backtape import _native, gpu
 from backtape.failopen import CAUGHT, Faults, describe
+from backtape.launch import launch_name
 from backtape.settings import (
     Settings,
     from_environment,
@@ -45,6 +46,8 @@ class Recorder:
     scalars: take scalars() at every step also where no steps are recorded (steps=None). A recorder
         with steps takes them anyway.
     attempt: which launch of the run this is, where the launcher counts restarts.
+    launch: what the launcher calls this launch, "NAME" or "NAME/RESTART", the same on all its
+        ranks and another after a restart. from_env takes torchrun's, Slurm's or Open MPI's.
     transport: "auto", "direct" (the rank writes the store) or "stream" (the coordinator does).
     place_proof: compute the fingerprint of jax arrays by jax: about one pass over each array, and
         4 bytes an element while it runs.
@@ -116,6 +119,9 @@ class Recorder:
             options = from_environment(environment)
             if not {"rank", "world_size"} <= overrides.keys():
                 options["rank"], options["world_size"] = rank_and_world_size(environment)
+            if not {"attempt", "launch"} & {*options, *overrides}:
+                world_size = overrides.get("world_size", options.get("world_size", 1))
+                options["launch"] = launch_name(environment, world_size)
             return cls(**({"steps": None} | options | overrides))
         return cls(steps=None)
 

@@ -1,8 +1,8 @@
 """What a recorder is told, and where the environment says it.
 
 Variables: BACKTAPE_STEPS (unset: record nothing, unless it is to wait), BACKTAPE_DIR, BACKTAPE_RUN,
-BACKTAPE_COORDINATOR, BACKTAPE_CREDENTIALS, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_TRANSPORT,
-BACKTAPE_PLACE_PROOF, BACKTAPE_SCALARS (1: scalars also where no steps are recorded); BACKTAPE_RANK
+BACKTAPE_COORDINATOR, BACKTAPE_CREDENTIALS, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_LAUNCH,
+BACKTAPE_TRANSPORT, BACKTAPE_PLACE_PROOF, BACKTAPE_SCALARS (1: scalars also where no steps are recorded); BACKTAPE_RANK
 and BACKTAPE_WORLD_SIZE, else the launcher's own.
 What of a step: BACKTAPE_TENSORS, BACKTAPE_RANKS, BACKTAPE_MICROBATCHES, BACKTAPE_MAX_TENSOR_BYTES,
 BACKTAPE_MAX_STEP_BYTES. To wait for plans and triggers: BACKTAPE_WATCH, BACKTAPE_RING,
@@ -78,6 +78,7 @@ class Settings:
     max_triggers: int | None = None
     trigger_cooldown_s: float | None = None
     credentials: str | os.PathLike[str] | None = None
+    launch: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ def truth(name: str, word: str) -> bool:
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Keyword arguments of `Recorder` that the environment gives."""
     options: dict[str, Any] = {}
-    for name in ("dir", "steps", "run", "coordinator", "credentials", "transport", *SPELLED):
+    for name in ("dir", "steps", "run", "coordinator", "credentials", "transport", "launch", *SPELLED):
         if environment.get(variable(name)):
             options[name] = environment[variable(name)]
     for name, number in NUMBERS:

@@ -23,6 +23,7 @@ pub(crate) struct Settings {
     coordinator: Option<String>,
     credentials: Option<PathBuf>,
     attempt: Option<u32>,
+    launch: Option<String>,
     host: Option<String>,
     mesh: Vec<(String, u32)>,
     coordinates: BTreeMap<String, u32>,
@@ -72,6 +73,7 @@ impl Settings {
         settings.coordinator = self.coordinator;
         settings.credentials = self.credentials;
         settings.attempt = self.attempt;
+        settings.launch = self.launch;
         settings.host = self.host;
         settings.mesh = Mesh(self.mesh);
         settings.coordinates = self.coordinates;

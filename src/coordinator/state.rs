@@ -97,6 +97,11 @@ impl AttemptState {
         self.ranks.contains_key(&rank)
     }
 
+    /// True when every rank has joined.
+    pub(crate) fn all_joined(&self) -> bool {
+        self.ranks.len() as u64 >= u64::from(self.opened.world_size)
+    }
+
     /// Header hashes of a rank's files that were reported of a step, by name.
     #[cfg(test)]
     pub(super) fn files(&self, step: Step, rank: Rank) -> BTreeMap<Name, TrustHash> {
