@@ -344,6 +344,10 @@ pub(super) fn report(
     }
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
+    not_checked.extend(dump.passed_over.iter().map(|attempt| NotChecked {
+        what: format!("attempt {attempt}"),
+        why: format!("it holds no shard of step {}; attempt {} does", dump.step, dump.attempt),
+    }));
     let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
     let mut reasons = verdict::of_head(judged, first_divergence.as_ref());
     reasons.extend(uncommitted.map(Reason::incomplete));

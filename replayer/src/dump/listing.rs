@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use backtape::store::StepDir;
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -43,16 +44,21 @@ pub struct ListedStep {
 /// Every run below `path`, or the one that it is; `wanted` names one of several.
 pub fn list(path: &Path, wanted: Option<&str>) -> Result<Vec<ListedRun>, OpenError> {
     let place = Place::of(path)?;
+    let which = place.narrow(&Selection::default())?;
     let runs = locate::runs(place.path(), wanted).map_err(|error| place.told(error))?;
-    runs.iter().map(|run| listed(&place, run).map_err(|error| place.told(error))).collect()
+    runs.iter().map(|run| listed(&place, run, &which).map_err(|e| place.told(e))).collect()
 }
 
-fn listed(place: &Place, run: &Path) -> Result<ListedRun, OpenError> {
-    let (_, attempts) = locate::attempts(run, &Selection::default())?;
+fn listed(place: &Place, run: &Path, which: &Selection) -> Result<ListedRun, OpenError> {
+    let (_, attempts) = locate::attempts(run, which)?;
+    let meant = |step: &StepDir| which.step.is_none_or(|number| step.step.0 == number);
     let (mut steps, mut looked_at) = (Vec::new(), Vec::new());
     for attempt in attempts {
         let read = |source| OpenError::Read { path: attempt.path.clone(), source };
         for step in attempt.steps().map_err(read)?.into_iter().filter(|step| step.path.is_dir()) {
+            if !meant(&step) {
+                continue;
+            }
             let sizes = place
                 .shard_files(&step)
                 .map_err(|source| OpenError::Read { path: step.path.clone(), source })?;

@@ -11,13 +11,15 @@ use backtape::store::layout::{JOURNAL, RUN_RECORD};
 use backtape::store::{AttemptDir, StepDir};
 
 use super::error::{AttemptState, OpenError};
-use super::{Selection, run_record};
+use super::{Place, Selection, run_record};
 
 /// The directories that were meant.
 pub(super) struct Located {
     pub(super) run: PathBuf,
     pub(super) attempt: AttemptDir,
     pub(super) step: StepDir,
+    /// Attempts that have the step without a shard of it.
+    pub(super) passed_over: Vec<Attempt>,
 }
 
 /// Every step of the run, in whichever attempts are meant.
@@ -55,12 +57,27 @@ fn held(
     Ok((run, held))
 }
 
-pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, OpenError> {
-    let (run, mut held) = held(path, selection)?;
+pub(super) fn locate(place: &Place, selection: &Selection) -> Result<Located, OpenError> {
+    let (run, mut held) = held(place.path(), selection)?;
     let step = choose_step(&run, &held, selection.step.map(Step))?;
     held.retain(|(_, dir)| dir.step == step);
+    let mut passed_over = Vec::new();
+    if held.len() > 1 {
+        let mut with_shards = Vec::new();
+        for (attempt, step) in held.iter() {
+            match place.shard_files(step).map_err(read(&step.path))?.is_empty() {
+                true => passed_over.push(attempt.attempt),
+                false => with_shards.push((attempt.clone(), step.clone())),
+            }
+        }
+        // Where none has any, all are named.
+        match with_shards.is_empty() {
+            true => passed_over.clear(),
+            false => held = with_shards,
+        }
+    }
     match <[_; 1]>::try_from(held) {
-        Ok([(attempt, step)]) => Ok(Located { run, attempt, step }),
+        Ok([(attempt, step)]) => Ok(Located { run, attempt, step, passed_over }),
         Err(several) => Err(OpenError::SeveralAttempts {
             path: run,
             step,

@@ -21,6 +21,7 @@ mod judge;
 mod listing;
 mod locate;
 mod place;
+mod reference;
 mod salvage;
 mod tensors;
 #[cfg(test)]
@@ -69,6 +70,9 @@ pub struct StepDump {
     pub step: Step,
     /// The step's directory.
     pub directory: PathBuf,
+    /// Other attempts that have the step, and no shard of it: launches that came to their end
+    /// before.
+    pub passed_over: Vec<Attempt>,
     /// Whether the step was committed.
     pub state: StepState,
     /// From disk when committed, else from the coordinator's journal, else put together from
@@ -186,7 +190,16 @@ impl std::fmt::Display for StepState {
 /// `selection.step` is not looked at.
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     let place = Place::of(path)?;
-    locate::steps(place.path(), selection).map_err(|error| place.told(error))
+    let narrowed = place.narrow(&Selection { step: None, ..selection.clone() })?;
+    let steps = locate::steps(place.path(), &narrowed).map_err(|error| place.told(error))?;
+    match narrowed.step {
+        None => Ok(steps),
+        Some(step) if steps.contains(&Step(step)) => Ok(vec![Step(step)]),
+        Some(step) => {
+            let wanted = Step(step);
+            Err(OpenError::NoSuchStep { path: place.given(place.path()), wanted, steps })
+        }
+    }
 }
 
 /// The run that a place and `selection` mean, and its attempts; `selection.step` is not
@@ -195,7 +208,8 @@ pub fn attempts(
     place: &Place,
     selection: &Selection,
 ) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
-    locate::attempts(place.path(), selection).map_err(|error| place.told(error))
+    let narrowed = place.narrow(selection)?;
+    locate::attempts(place.path(), &narrowed).map_err(|error| place.told(error))
 }
 
 /// Opens the step that `path` and `selection` mean. Of a bucket its files are brought to this
@@ -219,7 +233,7 @@ fn open_at(
     selection: &Selection,
     wanted: &(dyn Fn(&str) -> bool + Sync),
 ) -> Result<StepDump, OpenError> {
-    let located = locate::locate(place.path(), selection)?;
+    let located = locate::locate(place, &place.narrow(selection)?)?;
     place.bring(&located.step, wanted)?;
     place.bring_journal(&located.attempt)?;
     let (attempt, step) = (located.attempt.attempt, &located.step);
@@ -248,6 +262,7 @@ fn open_at(
         attempt: located.attempt.attempt,
         step: located.step.step,
         directory: located.step.path,
+        passed_over: located.passed_over,
         state,
         manifest,
         listed,
