@@ -22,9 +22,13 @@ pub(super) struct Located {
     pub(super) passed_over: Vec<Attempt>,
 }
 
+/// A step as one attempt has it.
+type Held = (AttemptDir, StepDir);
+
 /// Every step of the run, in whichever attempts are meant.
-pub(super) fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
-    let (run, held) = held(path, selection)?;
+pub(super) fn steps(place: &Place, selection: &Selection) -> Result<Vec<Step>, OpenError> {
+    let (run, held) = held(place.path(), selection)?;
+    let held = with_shards(place, &held)?;
     let mut steps: Vec<Step> = held.iter().map(|(_, dir)| dir.step).collect();
     steps.sort_unstable();
     steps.dedup();
@@ -42,10 +46,7 @@ pub(super) fn attempts(
 }
 
 /// The run's directory, and the steps in the attempts that are meant.
-fn held(
-    path: &Path,
-    selection: &Selection,
-) -> Result<(PathBuf, Vec<(AttemptDir, StepDir)>), OpenError> {
+fn held(path: &Path, selection: &Selection) -> Result<(PathBuf, Vec<Held>), OpenError> {
     let (run, attempts) = attempts(path, selection)?;
     let mut held = Vec::new();
     for attempt in attempts {
@@ -57,26 +58,35 @@ fn held(
     Ok((run, held))
 }
 
-pub(super) fn locate(place: &Place, selection: &Selection) -> Result<Located, OpenError> {
-    let (run, mut held) = held(place.path(), selection)?;
-    let step = choose_step(&run, &held, selection.step.map(Step))?;
-    held.retain(|(_, dir)| dir.step == step);
-    let mut passed_over = Vec::new();
-    if held.len() > 1 {
-        let mut with_shards = Vec::new();
-        for (attempt, step) in held.iter() {
-            match place.shard_files(step).map_err(read(&step.path))?.is_empty() {
-                true => passed_over.push(attempt.attempt),
-                false => with_shards.push((attempt.clone(), step.clone())),
+/// Without the attempts that have no shard of these steps, where another has one: launches that
+/// came to their end before they recorded anything. Where none has any, all are kept.
+fn with_shards(place: &Place, held: &[Held]) -> Result<Vec<Held>, OpenError> {
+    let mut kept: Vec<Held> = Vec::new();
+    for of_attempt in held.chunk_by(|a, b| a.0.attempt == b.0.attempt) {
+        for (_, step) in of_attempt {
+            if !place.shard_files(step).map_err(read(&step.path))?.is_empty() {
+                kept.extend_from_slice(of_attempt);
+                break;
             }
         }
-        // Where none has any, all are named.
-        match with_shards.is_empty() {
-            true => passed_over.clear(),
-            false => held = with_shards,
-        }
     }
-    match <[_; 1]>::try_from(held) {
+    Ok(if kept.is_empty() { held.to_vec() } else { kept })
+}
+
+pub(super) fn locate(place: &Place, selection: &Selection) -> Result<Located, OpenError> {
+    let (run, mut held) = held(place.path(), selection)?;
+    let wanted = selection.step.map(Step);
+    let step = match choose_step(&run, &with_shards(place, &held)?, wanted) {
+        // Who names a step means it, whatever it holds.
+        Err(OpenError::NoSuchStep { .. }) => choose_step(&run, &held, wanted)?,
+        chosen => chosen?,
+    };
+    held.retain(|(_, dir)| dir.step == step);
+    let kept = with_shards(place, &held)?;
+    let is_kept = |attempt| kept.iter().any(|(kept, _)| kept.attempt == attempt);
+    let passed_over = held.iter().map(|(attempt, _)| attempt.attempt);
+    let passed_over = passed_over.filter(|&attempt| !is_kept(attempt)).collect();
+    match <[_; 1]>::try_from(kept) {
         Ok([(attempt, step)]) => Ok(Located { run, attempt, step, passed_over }),
         Err(several) => Err(OpenError::SeveralAttempts {
             path: run,

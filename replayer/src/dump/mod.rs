@@ -191,7 +191,7 @@ impl std::fmt::Display for StepState {
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     let place = Place::of(path)?;
     let narrowed = place.narrow(&Selection { step: None, ..selection.clone() })?;
-    let steps = locate::steps(place.path(), &narrowed).map_err(|error| place.told(error))?;
+    let steps = locate::steps(&place, &narrowed).map_err(|error| place.told(error))?;
     match narrowed.step {
         None => Ok(steps),
         Some(step) if steps.contains(&Step(step)) => Ok(vec![Step(step)]),
@@ -210,6 +210,14 @@ pub fn attempts(
 ) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
     let narrowed = place.narrow(selection)?;
     locate::attempts(place.path(), &narrowed).map_err(|error| place.told(error))
+}
+
+/// Opens what a step is compared with: the same step of another run, unless `path` names one.
+pub fn open_other(path: &Path, step: Step) -> Result<StepDump, OpenError> {
+    let place = Place::of(path)?;
+    let named = place.narrow(&Selection::default())?.step;
+    let selection = Selection { step: named.or(Some(step.0)), ..Selection::default() };
+    open_some(&place, &selection, &|_| true)
 }
 
 /// Opens the step that `path` and `selection` mean. Of a bucket its files are brought to this

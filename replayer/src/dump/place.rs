@@ -63,14 +63,23 @@ impl Place {
         let directory = tempfile::Builder::new().prefix("backtape-").tempdir().map_err(read)?;
         // The last component names a run that was given without its store.
         let copy = Copy { bucket, url: path.into(), objects, directory };
-        let place = Place { path: copy.root(), copy: Some(Arc::new(copy)), reference: reference.clone() };
+        let path = copy.root();
+        let place = Place { path, reference: reference.clone(), copy: Some(Arc::new(copy)) };
         place.name_all().map_err(read)?;
         Ok(place)
     }
 
-    /// The selection with what the place's name was followed by, as in `run@1:5`.
+    /// The selection with what the place's name was followed by, as in `run@1:5`, or the name of
+    /// the run in it.
     pub(super) fn narrow(&self, selection: &Selection) -> Result<Selection, OpenError> {
-        self.reference.narrow(selection)
+        let narrowed = self.reference.narrow(selection)?;
+        let here = |name: &String| self.path.join(name).is_dir();
+        match narrowed.run.as_ref().filter(|name| !here(name)).and_then(Reference::of_name) {
+            Some((run, ending)) => {
+                ending.narrow(&Selection { run: Some(run), ..narrowed })
+            }
+            None => Ok(narrowed),
+        }
     }
 
     /// Whether files are brought to this host before they can be read.

@@ -33,6 +33,12 @@ impl Reference {
         }
     }
 
+    /// The name of a run without its ending, and the ending; `None` where it has none.
+    pub(super) fn of_name(name: &String) -> Option<(String, Reference)> {
+        let found = split(Path::new(name))?;
+        Some((found.path.to_str()?.to_owned(), Reference { path: name.into(), ..found }))
+    }
+
     /// The selection with what the ending says.
     pub(super) fn narrow(&self, selection: &Selection) -> Result<Selection, OpenError> {
         let differ = |what, written: u64, asked: u64| OpenError::SaidTwice {
@@ -114,6 +120,9 @@ mod tests {
     fn an_ending_and_an_option_that_disagree_are_refused() {
         let own = Reference { path: "run".into(), attempt: Some(1), step: Some(5) };
         let asked = |attempt, step| Selection { run: None, attempt, step };
+        let named = Reference::of_name(&"fused@2:5".to_string()).unwrap();
+        assert_eq!((named.0.as_str(), named.1.attempt, named.1.step), ("fused", Some(2), Some(5)));
+        assert_eq!(Reference::of_name(&"fused".to_string()), None);
         let narrowed = own.narrow(&asked(None, Some(5))).unwrap();
         assert_eq!((narrowed.attempt, narrowed.step), (Some(1), Some(5)));
         assert!(own.narrow(&asked(None, Some(6))).unwrap_err().to_string().contains("step 6"));
