@@ -330,10 +330,11 @@ pub(super) fn report(
         dump.state.why().map(|why| format!("step {} is not committed: {why}", dump.step));
     let microbatches = judged.map(|(step, _)| step.microbatches.len());
     let manifest = &dump.manifest;
-    let passed_over = passed_over(dump);
+    let passed_over = dump.passed_over();
     let dump = summary(path, dump, microbatches, proof);
-    let findings: Vec<String> =
+    let mut findings: Vec<String> =
         proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
+    findings.extend(passed_over);
     let outcome = judged.map(|(_, outcome)| outcome);
     let mut not_checked: Vec<NotChecked> =
         outcome.map(|outcome| outcome.not_checked.clone()).unwrap_or_default();
@@ -345,7 +346,6 @@ pub(super) fn report(
     }
     let unproved = proof.not_checked.iter();
     not_checked.extend(unproved.map(|n| NotChecked { what: n.what.clone(), why: n.why.clone() }));
-    not_checked.extend(passed_over);
     let first_divergence = outcome.and_then(|outcome| FirstDivergence::of(outcome, &dump.run));
     let mut reasons = verdict::of_head(judged, first_divergence.as_ref());
     reasons.extend(uncommitted.map(Reason::incomplete));
@@ -371,15 +371,6 @@ pub(super) fn report(
         kernels: Vec::new(),
         drawings: None,
     }
-}
-
-/// Attempts that were not looked at, as they are empty.
-fn passed_over(dump: &StepDump) -> Vec<NotChecked> {
-    let why = format!("it holds no shard of step {}; attempt {} does", dump.step, dump.attempt);
-    let passed_over = dump.passed_over.iter();
-    passed_over
-        .map(|attempt| NotChecked { what: format!("attempt {attempt}"), why: why.clone() })
-        .collect()
 }
 
 fn summary(

@@ -72,7 +72,7 @@ pub struct StepDump {
     pub directory: PathBuf,
     /// Other attempts that have the step, and no shard of it: launches that came to their end
     /// before.
-    pub passed_over: Vec<Attempt>,
+    passed_over: Vec<Attempt>,
     /// Whether the step was committed.
     pub state: StepState,
     /// From disk when committed, else from the coordinator's journal, else put together from
@@ -143,6 +143,14 @@ impl StepDump {
     /// The hash is computed on the first call and remembered.
     pub fn intact_bytes(&self, shard: &ShardRef) -> Option<&[u8]> {
         self.files[shard.file].intact_bytes(shard.index, self.record(shard))
+    }
+
+    /// Which attempts were passed over, one sentence each.
+    pub fn passed_over(&self) -> Vec<String> {
+        let said = |attempt: &Attempt| {
+            format!("attempt {attempt} was passed over: it holds no shard of step {}", self.step)
+        };
+        self.passed_over.iter().map(said).collect()
     }
 
     /// True when no rank of the job is known to be absent.
