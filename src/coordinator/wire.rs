@@ -18,14 +18,11 @@ use super::scalars::SentRows;
 use super::status::{Overview, Progress};
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, LaunchName, Microbatch, Name, Rank, Step};
-use crate::manifest::Omission;
+use crate::manifest::{EVERYTHING, Omission};
 use crate::scalars::Line;
 
 /// Bytes of an omission's tensor or reason that are accepted.
 const MAX_TEXT_BYTES: usize = 4096;
-
-/// What an omission names when it is of a whole step.
-const ALL_TENSORS: &str = "*";
 
 fn malformed(error: impl ToString) -> Refusal {
     Refusal::Malformed(error.to_string())
@@ -146,7 +143,7 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
         Ok(Omission {
             rank: member.rank,
             tensor: match omission.tensor.as_str() {
-                ALL_TENSORS => omission.tensor,
+                EVERYTHING => omission.tensor,
                 // Escaped, not refused: a job may have tensors that cannot be recorded under
                 // their names, which is why they are omitted.
                 name => Name::escaped(name).to_string(),
