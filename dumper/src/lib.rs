@@ -30,6 +30,7 @@ mod files;
 mod heartbeat;
 mod measure;
 mod omissions;
+mod patience;
 mod queue;
 mod ranges;
 mod recorder;

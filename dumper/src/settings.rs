@@ -85,6 +85,9 @@ pub struct Settings {
     pub join_deadline: Duration,
     /// How long a step may take from its first event to its commit.
     pub step_deadline: Duration,
+    /// How long the end of the job waits for the recorder after the last thing that got done: a
+    /// disk that is full or hangs, or a coordinator that is gone, costs it no more.
+    pub close_patience: Duration,
     /// Versions of the job's software, for `run.json`.
     pub versions: BTreeMap<String, String>,
 }
@@ -117,6 +120,7 @@ impl Settings {
             call_cap: Duration::from_millis(250),
             join_deadline: Duration::from_secs(60),
             step_deadline: Duration::from_secs(600),
+            close_patience: Duration::from_secs(30),
             versions: BTreeMap::new(),
         }
     }

@@ -11,8 +11,8 @@ use backtape::store::backend::is_url;
 use tokio::time::Instant;
 
 use crate::client::{Answered, CallError, Client, Entered, jittered};
-use crate::embedded::Embedded;
-use crate::heartbeat::Heartbeat;
+use crate::embedded::{Embedded, STOP_DEADLINE};
+use crate::heartbeat::{END_DEADLINE, Heartbeat};
 use crate::queue::Command;
 use crate::recorder::Shared;
 use crate::rendezvous::Rendezvous;
@@ -104,7 +104,7 @@ async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
         }
         Err(error) => give_up(shared, &error.to_string()),
     }
-    embedded.stop().await;
+    embedded.stop(shared.patience.deadline(STOP_DEADLINE)).await;
 }
 
 /// Tensors and scalars side by side: a row does not wait for a step's commit.
@@ -140,7 +140,7 @@ async fn record(
     work_off(shared, &mut session).await;
     // What was triggered by the last steps is asked for after the recorder was closed.
     if let Some(heartbeat) = heartbeat {
-        heartbeat.finish().await;
+        heartbeat.finish(&shared.patience.deadline(END_DEADLINE)).await;
         work_off(shared, &mut session).await;
     }
     match embedded {
@@ -179,30 +179,32 @@ fn start_heartbeat(shared: &Arc<Shared>, client: &Client) -> Option<Heartbeat> {
 /// Looks for the coordinator and enters the run, within the join deadline.
 async fn enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), String> {
     let plan = &shared.plan;
-    let deadline = Instant::now() + plan.settings.join_deadline;
+    let deadline = shared.patience.deadline(plan.settings.join_deadline);
+    let begin = Instant::now();
     let slowest = LONGEST_PAUSE.max(PAUSE_PER_RANK * plan.settings.world_size);
     let mut pause = FIRST_PAUSE;
     let mut client = None;
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let tried = try_enter(shared, incarnation, &mut client);
-        let why = match tokio::time::timeout(left, tried).await {
-            Ok(Ok(Answered::Inside(entered))) => {
+        let tried = deadline.bound(try_enter(shared, incarnation, &mut client)).await;
+        let why = match tried {
+            Some(Ok(Answered::Inside(entered))) => {
+                shared.patience.progressed();
                 return Ok((client.ok_or("it has no connection")?, entered));
             }
-            Ok(Ok(Answered::Waits(why))) => format!("its launch was not found: {why}"),
-            Ok(Err(CallError::Refused(why))) => return Err(why),
+            Some(Ok(Answered::Waits(why))) => format!("its launch was not found: {why}"),
+            Some(Err(CallError::Refused(why))) => return Err(why),
             // In a job with its own coordinator a stale file may have led to
             // another launch: rank 0 replaces it. A remote one meant what it said.
-            Ok(Err(CallError::NotNow(why))) if plan.settings.coordinator.is_some() => {
+            Some(Err(CallError::NotNow(why))) if plan.settings.coordinator.is_some() => {
                 return Err(why);
             }
-            Ok(Err(error)) => format!("no coordinator was found: {error}"),
-            Err(_) => "no coordinator was found: it accepts connections and does not answer".into(),
+            Some(Err(error)) => format!("no coordinator was found: {error}"),
+            None => "no coordinator was found: it accepts connections and does not answer".into(),
         };
-        if Instant::now() + pause >= deadline {
-            let seconds = plan.settings.join_deadline.as_secs_f64();
-            return Err(format!("it did not enter the run within {seconds} s: {why}"));
+        shared.patience.unanswered(&why);
+        if pause >= deadline.left() {
+            let seconds = begin.elapsed().as_secs_f64();
+            return Err(format!("it did not enter the run within {seconds:.1} s: {why}"));
         }
         tokio::time::sleep(jittered(pause)).await;
         pause = (pause * 2).min(slowest);

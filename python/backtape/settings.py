@@ -64,6 +64,7 @@ class Settings:
     call_cap_s: float | None = None
     join_deadline_s: float | None = None
     step_deadline_s: float | None = None
+    close_patience_s: float | None = None
     tensors: str | None = None
     ranks: str | None = None
     microbatches: str | None = None

@@ -33,6 +33,7 @@ pub(crate) struct Settings {
     call_cap_s: Option<f64>,
     join_deadline_s: Option<f64>,
     step_deadline_s: Option<f64>,
+    close_patience_s: Option<f64>,
     tensors: Option<String>,
     ranks: Option<String>,
     microbatches: Option<String>,
@@ -84,6 +85,7 @@ impl Settings {
             ("call_cap_s", self.call_cap_s, &mut settings.call_cap),
             ("join_deadline_s", self.join_deadline_s, &mut settings.join_deadline),
             ("step_deadline_s", self.step_deadline_s, &mut settings.step_deadline),
+            ("close_patience_s", self.close_patience_s, &mut settings.close_patience),
             ("heartbeat_s", self.heartbeat_s, &mut settings.heartbeat),
             ("trigger_cooldown_s", self.trigger_cooldown_s, &mut settings.rules.trigger_cooldown),
         ] {

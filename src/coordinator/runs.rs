@@ -274,7 +274,15 @@ impl Runs {
     /// Every step of every run's newest attempt that is not committed.
     pub(crate) fn unsettled(&self) -> Vec<Unsettled> {
         let newest = self.runs.values().filter_map(|run| run.attempts.values().next_back());
-        newest.flat_map(|log| log.state.unsettled()).collect()
+        let unsettled = |log: &AttemptLog| match log.usable() {
+            // Nothing that is waited for comes any more.
+            Err(Refusal::Poisoned { reason, .. }) => {
+                let given_up = |step| Unsettled { partial: true, missing: reason.clone(), ..step };
+                log.state.unsettled().into_iter().map(given_up).collect()
+            }
+            _ => log.state.unsettled(),
+        };
+        newest.flat_map(unsettled).collect()
     }
 }
 

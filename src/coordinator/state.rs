@@ -62,6 +62,8 @@ pub(crate) struct AttemptState {
     pub(super) sums: Sums,
     /// Bytes of what each rank said of steps that are not committed.
     held: BTreeMap<Rank, u64>,
+    /// Why the latest manifest could not be written; empty where it could.
+    pub(super) trouble: String,
 }
 
 impl AttemptState {
@@ -79,6 +81,7 @@ impl AttemptState {
             overdue: 0,
             sums: Sums::default(),
             held: BTreeMap::new(),
+            trouble: String::new(),
         }
     }
 

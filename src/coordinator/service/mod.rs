@@ -213,6 +213,7 @@ impl Rpc for Service {
             shards: status.shards,
             bytes: status.bytes,
             reason: status.reason,
+            trouble: status.trouble,
         });
         self.answer("step_status", response)
     }
