@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use backtape::dtype::Dtype;
 use backtape::manifest::Manifest;
 use backtape::store::ShardFile;
-use backtape_dumper::{Recorder, RecorderError, TransportChoice};
+use backtape_dumper::{Recorder, RecorderError, Settings, TransportChoice};
 
 use crate::support::ranks::{Process, bits, capture, eventually, record_step, run_ranks, settings};
 

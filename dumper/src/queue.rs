@@ -122,8 +122,7 @@ impl Queue {
         let full = |state: &State| !unbounded && state.bytes.saturating_add(cost) > limit;
         let mut state = self.lock();
         if full(&state) && !state.stalled && !state.closing && state.dead.is_none() {
-            let wait =
-                |state: &mut State| full(state) && !state.closing && state.dead.is_none();
+            let wait = |state: &mut State| full(state) && !state.closing && state.dead.is_none();
             state.waits = true;
             self.ready.notify_one();
             let waited = self.changed.wait_timeout_while(state, patience, wait);
@@ -245,7 +244,8 @@ impl Queue {
     /// Waits until the background has ended; false when it has not in time. Until when is asked
     /// for again and again: it may move.
     pub(crate) fn wait_end(&self, end: impl Fn() -> Option<tokio::time::Instant>) -> bool {
-        let left = || end().map_or(LOOK, |end| end.saturating_duration_since(Instant::now().into()));
+        let left =
+            || end().map_or(LOOK, |end| end.saturating_duration_since(Instant::now().into()));
         let mut state = self.lock();
         while !state.ended {
             let left = left();

@@ -340,7 +340,8 @@ impl Session {
     /// Bytes of the files in a step's directory, finished or not; 0 where that cannot be seen.
     fn written(&self, step: Step) -> u64 {
         let entries = std::fs::read_dir(self.attempt.step(step).path);
-        let length = |entry: std::io::Result<std::fs::DirEntry>| Some(entry.ok()?.metadata().ok()?.len());
+        let length =
+            |entry: std::io::Result<std::fs::DirEntry>| Some(entry.ok()?.metadata().ok()?.len());
         entries.into_iter().flatten().filter_map(length).sum()
     }
 }

@@ -246,12 +246,7 @@ fn write_all(
 
 /// Writes one piece; a file system may also refuse a direct write when it comes to it, or take
 /// less than a block of it.
-fn write_piece(
-    to: Counted<'_>,
-    direct: &mut bool,
-    at: u64,
-    bytes: &[u8],
-) -> Result<(), Torn> {
+fn write_piece(to: Counted<'_>, direct: &mut bool, at: u64, bytes: &[u8]) -> Result<(), Torn> {
     match write_at(to, bytes, at) {
         Err(torn) if *direct && torn.error.raw_os_error() == Some(INVALID) => {
             *direct = false;

@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use backtape::identity::Step;
 use backtape::store::StepDir;
 use rayon::prelude::*;
 use serde::Serialize;

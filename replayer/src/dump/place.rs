@@ -75,9 +75,7 @@ impl Place {
         let narrowed = self.reference.narrow(selection)?;
         let here = |name: &String| self.path.join(name).is_dir();
         match narrowed.run.as_ref().filter(|name| !here(name)).and_then(Reference::of_name) {
-            Some((run, ending)) => {
-                ending.narrow(&Selection { run: Some(run), ..narrowed })
-            }
+            Some((run, ending)) => ending.narrow(&Selection { run: Some(run), ..narrowed }),
             None => Ok(narrowed),
         }
     }
