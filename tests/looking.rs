@@ -128,7 +128,7 @@ fn a_launch_without_shards_is_passed_over_and_a_run_is_named_with_attempt_and_st
             let ended = replay(&[words, &["--dump", &named(ending)]].concat());
             assert_eq!(ended.code, 0, "{words:?} {ending}: {}", said(&ended));
         }
-        let file = dir.path().join("q.npy").display().to_string();
+        let file = dir.path().join("q.safetensors").display().to_string();
         let ended = replay(&["export", "q", "--to", &file, "--dump", &named(ending)]);
         assert_eq!(ended.code, 0, "{}", said(&ended));
         let _ = std::fs::remove_file(&file);
