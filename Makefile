@@ -11,7 +11,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
-	soak soak-kill soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
+	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures api clean
 
 demo: $(VENV)/.installed
@@ -88,8 +88,8 @@ $(CUDA)/.installed-gpu: python/requirements-gpu.txt $(CUDA)/.installed
 # The whole of what `cargo test` runs a share of: hours. docs/reliability.md says what each
 # campaign shows; power cuts need root, and the programs that make their file systems.
 SOAK := target/debug/soak
-soak: soak-simulation soak-seeded soak-kill soak-powercut soak-rot soak-scale soak-network soak-bucket \
-	soak-flips soak-heads soak-marathon
+soak: soak-simulation soak-seeded soak-kill soak-launches soak-powercut soak-rot soak-scale soak-network \
+	soak-bucket soak-flips soak-heads soak-marathon
 
 $(SOAK): FORCE
 	cargo build --locked -p backtape-soak --features faults
@@ -108,6 +108,9 @@ soak-kill: $(SOAK)
 	$(SOAK) io-errors
 	$(SOAK) order
 	$(SOAK) contract
+
+soak-launches: $(SOAK)
+	$(SOAK) launches --trials 1000
 
 soak-powercut: $(SOAK)
 	$(SOAK) powercut --trials 10000

@@ -74,17 +74,37 @@ impl Name {
         if name.len() > MAX_NAME {
             return Err(NameError::TooLong(name.chars().take(40).collect()));
         }
-        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-+=@:[],".contains(c);
-        match name.chars().find(|c| !allowed(*c)).or((first == '.').then_some('.')) {
+        match name.chars().find(|c| !is_plain(*c)).or((first == '.').then_some('.')) {
             Some(c) => Err(NameError::Character(name.chars().take(80).collect(), c)),
             None => Ok(Name(name)),
         }
+    }
+
+    /// The name of something that may have a name which [`Name::new`] refuses: what cannot be in
+    /// one is written as its bytes in hexadecimal, `=2F` for `/`.
+    pub fn escaped(text: &str) -> Name {
+        let mut name = String::new();
+        for c in text.chars() {
+            let written = match is_plain(c) && !(name.is_empty() && c == '.') {
+                true => c.to_string(),
+                false => c.to_string().bytes().map(|byte| format!("={byte:02X}")).collect(),
+            };
+            if name.len() + written.len() > MAX_NAME {
+                break;
+            }
+            name += &written;
+        }
+        if name.is_empty() { Name("=".into()) } else { Name(name) }
     }
 
     /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
+}
+
+fn is_plain(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "._-+=@:[],".contains(c)
 }
 
 impl std::fmt::Display for Name {
@@ -106,9 +126,75 @@ impl From<Name> for String {
     }
 }
 
+/// What a launcher calls one launch of a job, the same on all its ranks: `job-17`, or `job-17/2`
+/// where the launcher also counts how often it restarted it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct LaunchName {
+    /// What does not change when it is restarted.
+    pub name: Name,
+    /// How often it was restarted under this name.
+    pub restart: Option<u32>,
+}
+
+impl LaunchName {
+    /// Reads `NAME` or `NAME/RESTART`.
+    pub fn new(text: &str) -> Result<LaunchName, NameError> {
+        let counted = text.rsplit_once('/').and_then(|(name, n)| Some((name, n.parse().ok()?)));
+        match counted {
+            Some((name, restart)) => {
+                Ok(LaunchName { name: Name::new(name)?, restart: Some(restart) })
+            }
+            None => Ok(LaunchName { name: Name::new(text)?, restart: None }),
+        }
+    }
+
+    /// True when the same launcher counts this one before the other.
+    pub fn precedes(&self, other: &LaunchName) -> bool {
+        let counted = self.restart.zip(other.restart);
+        self.name == other.name && counted.is_some_and(|(own, others)| own < others)
+    }
+}
+
+impl std::fmt::Display for LaunchName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.restart {
+            Some(restart) => write!(f, "{}/{restart}", self.name),
+            None => self.name.fmt(f),
+        }
+    }
+}
+
+impl TryFrom<String> for LaunchName {
+    type Error = NameError;
+    fn try_from(text: String) -> Result<LaunchName, NameError> {
+        LaunchName::new(&text)
+    }
+}
+
+impl From<LaunchName> for String {
+    fn from(name: LaunchName) -> String {
+        name.to_string()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_launch_precedes_those_that_the_same_launcher_counts_after_it() {
+        let launch = |text| LaunchName::new(text).unwrap();
+        assert!(launch("job/1").precedes(&launch("job/2")));
+        for (one, other) in [("job/2", "job/2"), ("job/3", "job/2"), ("job/1", "other/2")] {
+            assert!(!launch(one).precedes(&launch(other)), "{one} {other}");
+        }
+        assert!(!launch("job").precedes(&launch("job/1")), "who does not count says nothing");
+        assert_eq!(launch("job/7").to_string(), "job/7");
+        for hostile in ["", "/3", "a/b", "../x/1", "job/-1", "a\nb"] {
+            assert!(LaunchName::new(hostile).is_err(), "{hostile:?} was accepted");
+        }
+    }
 
     #[test]
     fn no_name_can_leave_its_directory_or_its_line() {
@@ -127,10 +213,14 @@ mod tests {
             "a b",
         ] {
             assert!(Name::new(hostile).is_err(), "{hostile:?} was accepted");
+            let escaped = Name::escaped(hostile);
+            assert!(Name::new(escaped.as_str()).is_ok(), "{hostile:?} became {escaped}");
         }
+        assert_eq!(Name::escaped("../x\u{1b}").as_str(), "=2E.=2Fx=1B");
+        assert!(Name::new(Name::escaped(&"\n".repeat(MAX_NAME)).as_str()).is_ok());
         assert!(Name::new("x".repeat(MAX_NAME + 1)).is_err());
         for plain in ["q", "layers.0.attn.q_proj", "run-a", "dk_label", "opt.mu[3]"] {
-            assert!(Name::new(plain).is_ok(), "{plain:?} was refused");
+            assert_eq!(Name::escaped(plain), Name::new(plain).expect("it is plain"));
         }
     }
 }

@@ -9,7 +9,7 @@ use backtape::fingerprint::Fingerprint;
 use backtape::hash::ContentHash;
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
-use backtape::manifest::FileRecord;
+use backtape::manifest::{FileRecord, Manifest};
 use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::{ShardWriter, layout};
@@ -221,6 +221,35 @@ async fn a_step_is_committed_by_the_last_rank_and_a_restart_writes_the_same_mani
         proto::StepStatusRequest { run: "run".into(), attempt: 0, step: 0, ..Default::default() };
     let status = client.step_status(status).await.unwrap().into_inner();
     assert_eq!((status.committed, status.shards, status.bytes), (true, 1, 4));
+}
+
+/// Goal: what a rank says it left out moves no terminal's cursor and looks like no path. Method:
+/// hostile names and reasons over the wire, and the manifest that is committed of them.
+#[tokio::test]
+async fn what_is_omitted_is_held_to_the_rule_for_names_and_its_reason_is_one_line() {
+    let store = tempfile::tempdir().unwrap();
+    let (mut client, _serving) = serve(store.path(), 2).await;
+    let joined = client.join(join(0, 7)).await.unwrap().into_inner();
+    client.join(join(1, 8)).await.unwrap();
+    let hostile = ["../x", "a\0b", "\u{1b}[2Jq", "a\nb", "", ".", "layers.0/w", "*", "dk"];
+    let omission = |tensor: &&str| proto::Omission {
+        tensor: tensor.to_string(),
+        microbatch: None,
+        reason: "full\u{1b}[31m\nVERDICT: agreed\0".into(),
+    };
+    let omissions = hostile.iter().map(omission).collect();
+    let closing = proto::CloseStepRequest { omissions, ..close(0, 7, 0) };
+    client.close_step(closing).await.unwrap();
+    client.close_step(close(1, 8, 0)).await.unwrap();
+    let path = Path::new(&joined.directory).join("step-00000000/manifest.json");
+    let manifest = Manifest::from_bytes(&std::fs::read(&path).unwrap()).unwrap();
+    let named: Vec<&str> = manifest.omissions.iter().map(|one| one.tensor.as_str()).collect();
+    let escaped = ["=2E.=2Fx", "a=00b", "=1B[2Jq", "a=0Ab", "=", "=2E", "layers.0=2Fw", "*", "dk"];
+    assert_eq!(named, escaped);
+    for one in &manifest.omissions {
+        assert!(one.tensor == "*" || Name::new(one.tensor.as_str()).is_ok(), "{}", one.tensor);
+        assert!(!one.reason.contains(char::is_control), "{:?}", one.reason);
+    }
 }
 
 #[test]

@@ -5,12 +5,14 @@ use std::path::{Path, PathBuf};
 use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
 use backtape::shard::When;
+use backtape_dumper::Recorder;
 use backtape_replayer::{assemble, dump};
 
 use crate::support::dump as writing;
 use crate::support::dump::Shard;
 use crate::support::job::Job;
 use crate::support::program::{Ended, replay};
+use crate::support::ranks::{capture, settings};
 
 /// `w` [4, 6] in f32 by columns over two ranks, `x` [4, 2] in bf16 of two microbatches, `dk` as two
 /// addends: element (i, j) of `w` is 10 i + j.
@@ -84,6 +86,74 @@ fn ls_names_every_run_attempt_and_step_of_a_store_with_its_state() {
     assert_eq!((&found[0]["steps"][0]["step"], &found[0]["world_size"]), (&0.into(), &2.into()));
     let none = replay(&["ls", &dir.path().join("nowhere").display().to_string()]);
     assert!(none.code == 2 && none.stderr.contains("nothing is there"), "{none:?}");
+}
+
+/// One launch of a job of one rank that records q in step 0, or ends before it comes to that.
+fn launch(run: &Path, ends: bool) {
+    let mut recorder = Recorder::start(settings(run, 0, 1)).unwrap();
+    let tape = recorder.step(0).unwrap();
+    match ends {
+        true => tape.omit("*", None, "its body raised".into()),
+        false => tape.record(capture("q", Some(0), 0, 1)).unwrap(),
+    }
+    tape.close().unwrap();
+    recorder.close().unwrap();
+}
+
+/// Goal: a launch that came to nothing stands in nobody's way, and every place that names a run
+/// takes an attempt and a step of it. Method: launches of real recorders, the first of which ends
+/// before it has recorded anything, and the real commands.
+#[test]
+fn a_launch_without_shards_is_passed_over_and_a_run_is_named_with_attempt_and_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let (run, other) = (dir.path().join("run-a"), dir.path().join("run-b"));
+    for (path, ends) in [(&run, true), (&run, false), (&other, false)] {
+        launch(path, ends);
+    }
+    let named = |ending: &str| format!("{}{ending}", run.display());
+    let passed = "attempt 0 was passed over: it holds no shard of step 0";
+    for words in [&["verify"][..], &["inspect"], &["checks"], &["show", "q", "--microbatch", "0"]] {
+        let ended = replay(&[words, &["--dump", &named("")]].concat());
+        let told = ended.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(ended.code == 0 && told.contains(passed), "{words:?}: {}", said(&ended));
+    }
+    let two = replay(&["--dump", &other.display().to_string(), "--against", &named("")]);
+    assert!(two.code == 0 && two.stdout.contains("AGREED"), "{}", said(&two));
+    // From now on two attempts hold the step, and it is said which is meant.
+    launch(&run, false);
+    let ended = replay(&["verify", "--dump", &named("")]);
+    assert!(ended.code == 2 && said(&ended).contains("1"), "{}", said(&ended));
+    for ending in ["@1", "@2:0"] {
+        for words in [&["verify"][..], &["inspect"], &["checks"], &["show", "q"]] {
+            let ended = replay(&[words, &["--dump", &named(ending)]].concat());
+            assert_eq!(ended.code, 0, "{words:?} {ending}: {}", said(&ended));
+        }
+        let file = dir.path().join("q.safetensors").display().to_string();
+        let ended = replay(&["export", "q", "--to", &file, "--dump", &named(ending)]);
+        assert_eq!(ended.code, 0, "{}", said(&ended));
+        let _ = std::fs::remove_file(&file);
+        let ended = replay(&["ls", &named(ending)]);
+        assert!(ended.code == 0 && ended.stdout.matches("--step").count() == 1, "{ended:?}");
+    }
+    let store = dir.path().display().to_string();
+    for words in [
+        &["--dump", &named("@1"), "--against", &named("@2:0")][..],
+        &["diff", &named("@1:0"), &named("@2")],
+        &["verify", "--dump", &store, "--run", "run-a@2:0"],
+        &["ls", &store, "--run", "run-a@1"],
+    ] {
+        let ended = replay(words);
+        assert_eq!(ended.code, 0, "{words:?}: {}", said(&ended));
+    }
+    for (words, wanted) in [
+        (&["verify", "--dump", &named("@9")][..], "attempt 9"),
+        (&["verify", "--dump", &named("@1:7")], "step 7"),
+        (&["ls", &named(":7")], "step 7"),
+        (&["verify", "--dump", &named("@1"), "--attempt", "2"], "say one of them"),
+    ] {
+        let ended = replay(words);
+        assert!(ended.code == 2 && said(&ended).contains(wanted), "{words:?}: {}", said(&ended));
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use backtape::dtype::Dtype;
 use backtape::manifest::Manifest;
 use backtape::store::ShardFile;
-use backtape_dumper::{Recorder, RecorderError, TransportChoice};
+use backtape_dumper::{Recorder, RecorderError, Settings, TransportChoice};
 
 use crate::support::ranks::{Process, bits, capture, eventually, record_step, run_ranks, settings};
 
@@ -303,6 +303,37 @@ fn a_coordinator_that_never_answers_costs_one_call_cap_and_a_bounded_close() {
         summary.omissions
     );
     assert!(summary.faults[0].contains("no coordinator was found"), "{:?}", summary.faults);
+}
+
+/// Goal: a coordinator that is gone costs the end of the job some seconds, and is said. Method: it
+/// is killed once the rank has entered, and everything but the patience has its default.
+#[test]
+fn a_coordinator_that_was_killed_is_waited_for_no_longer_than_the_patience() {
+    let store = tempfile::tempdir().unwrap();
+    let coordinator = Process::start(store.path(), "127.0.0.1:0", 2);
+    let mut settings = Settings::new(store.path().join("run-a"), 0, 2);
+    settings.coordinator = Some(coordinator.address.clone());
+    settings.selection.steps = "0-3".parse().unwrap();
+    settings.close_patience = Duration::from_secs(2);
+    let mut recorder = Recorder::start(settings).unwrap();
+    record_step(&recorder, 0, 2);
+    eventually("the first step is acknowledged", || recorder.summary().shards == 3);
+    coordinator.kill();
+    for step in 1..4 {
+        let tape = recorder.step(step).unwrap();
+        tape.record(capture("q", None, 0, 2)).unwrap();
+        tape.close().unwrap();
+    }
+    let begin = Instant::now();
+    let summary = recorder.close().unwrap();
+    assert!(begin.elapsed() < Duration::from_secs(6), "{:?}", begin.elapsed());
+    assert_eq!(summary.steps_partial, [0, 1, 2, 3]);
+    let said = summary.faults.join("\n");
+    for step in 0..4 {
+        assert!(said.contains(&format!("step {step} of rank 0 stays partial")), "{said}");
+    }
+    assert!(said.contains("close waits 2 s after the last progress"), "{said}");
+    assert!(said.contains("refused"), "{said}");
 }
 
 struct Panics(std::sync::atomic::AtomicBool);

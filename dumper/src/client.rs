@@ -13,11 +13,13 @@ use backtape::credentials::Access;
 use backtape::faults;
 use backtape::hash::TrustHash;
 use backtape::manifest::FileRecord;
+use backtape::store::Moved;
 use backtape_proto as proto;
 use bytes::Bytes;
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
+use crate::patience::{Deadline, LEAST};
 use crate::queue::Ending;
 use crate::settings::Plan;
 
@@ -45,12 +47,22 @@ pub(crate) enum CallError {
     Refused(String),
 }
 
+/// What a rank that asks to enter is told.
+pub(crate) enum Answered {
+    /// It is inside.
+    Inside(Entered),
+    /// Its launch is not known yet, for this reason: it asks again.
+    Waits(String),
+}
+
 /// What a rank learns when it enters.
 #[derive(Clone, Debug)]
 pub(crate) struct Entered {
     pub(crate) attempt: u32,
     pub(crate) directory: PathBuf,
     pub(crate) run_record: Option<TrustHash>,
+    /// It opened the attempt, and others of its launch have yet to enter.
+    pub(crate) vouch: bool,
 }
 
 /// One connection to a coordinator; reconnects by itself.
@@ -60,6 +72,8 @@ pub(crate) struct Client {
     access: Access,
     rpc: Rpc,
     member: proto::Member,
+    /// The newest arrival that the coordinator named.
+    heard: u64,
 }
 
 impl Client {
@@ -79,6 +93,7 @@ impl Client {
                 rank: plan.settings.rank,
                 incarnation,
             },
+            heard: 0,
         })
     }
 
@@ -88,8 +103,8 @@ impl Client {
         Ok(Client { rpc: connection(&self.address, &self.access)?, ..self.clone() })
     }
 
-    /// Enters the run, one try.
-    pub(crate) async fn join(&mut self, plan: &Plan) -> Result<Entered, CallError> {
+    /// Enters the run, one try; or is told to ask again.
+    pub(crate) async fn join(&mut self, plan: &Plan) -> Result<Answered, CallError> {
         let settings = &plan.settings;
         let mesh = match settings.mesh.0.is_empty() {
             true => String::new(),
@@ -106,17 +121,24 @@ impl Client {
             mesh,
             transport: proto::Transport::Unspecified.into(),
             versions: settings.versions.clone().into_iter().collect(),
+            launch: plan.launch.as_ref().map(ToString::to_string).unwrap_or_default(),
+            heard: Some(self.heard),
         };
         faults::pass("client.before-join");
         let answer = within(REQUEST_DEADLINE, self.rpc.join(request)).await?;
         faults::pass("client.after-join");
+        self.heard = answer.arrivals;
+        if !answer.waits.is_empty() {
+            return Ok(Answered::Waits(answer.waits));
+        }
         self.member.attempt = answer.attempt;
         let hash = <[u8; 32]>::try_from(answer.run_record.as_ref());
-        Ok(Entered {
+        Ok(Answered::Inside(Entered {
             attempt: answer.attempt,
             directory: PathBuf::from(answer.directory),
             run_record: hash.ok().map(TrustHash),
-        })
+            vouch: answer.vouch,
+        }))
     }
 
     fn report(&self, step: u64, file: &FileRecord) -> proto::ReportFileRequest {
@@ -129,7 +151,7 @@ impl Client {
         &self,
         step: u64,
         files: &[FileRecord],
-        deadline: Instant,
+        deadline: &Deadline,
     ) -> Vec<Result<u64, CallError>> {
         let request = proto::ReportFilesRequest {
             member: Some(self.member.clone()),
@@ -173,7 +195,7 @@ impl Client {
         &self,
         step: u64,
         file: &FileRecord,
-        deadline: Instant,
+        deadline: &Deadline,
     ) -> Result<u64, CallError> {
         let answer = retry(deadline, || async {
             let request = self.report(step, file);
@@ -185,21 +207,22 @@ impl Client {
         Ok(answer.await?.shards)
     }
 
-    /// Sends a file from `path`.
+    /// Sends a file from `path`; counts what is on its way. It has no deadline but that bytes move.
     pub(crate) async fn upload_file(
         &self,
         step: u64,
         file: &FileRecord,
-        path: &Path,
-        deadline: Instant,
+        (path, moved): (&Path, &Moved),
+        deadline: &Deadline,
     ) -> Result<u64, CallError> {
         let answer = retry(deadline, || async {
-            let (parts, reading) = sending::parts(self.report(step, file), path);
+            let (parts, reading) = sending::parts(self.report(step, file), path, moved);
             let mut rpc = self.rpc.clone();
             let sending = rpc.upload_file(parts);
-            let left = deadline.saturating_duration_since(Instant::now());
             let call = async { tokio::join!(sending, reading) };
-            let (answer, read) = tokio::time::timeout(left, call).await.map_err(|_| late(left))?;
+            let begin = Instant::now();
+            let done = deadline.moving().bound(call).await;
+            let (answer, read) = done.ok_or_else(|| late(begin.elapsed()))?;
             // A file that cannot be read ends its stream early, and the
             // coordinator's refusal of the rest would hide why.
             read.map_err(|error| CallError::Refused(format!("{}: {error}", path.display())))?;
@@ -214,7 +237,7 @@ impl Client {
         step: u64,
         files: u32,
         ending: &Ending,
-        deadline: Instant,
+        deadline: &Deadline,
     ) -> Result<bool, CallError> {
         let json = |value: serde_json::Result<Vec<u8>>| {
             value.map(Bytes::from).map_err(|error| CallError::Refused(error.to_string()))
@@ -257,7 +280,7 @@ impl Client {
         host: &str,
         first: u64,
         lines: Vec<u8>,
-        deadline: Instant,
+        deadline: &Deadline,
     ) -> Result<u64, CallError> {
         let request = proto::RecordScalarsRequest {
             member: Some(self.member.clone()),
@@ -276,16 +299,18 @@ impl Client {
         self.member.incarnation
     }
 
-    /// Whether a step is committed, and why not if that is known; one try.
-    pub(crate) async fn step_status(&self, step: u64) -> Result<(bool, String), CallError> {
+    /// How far a step is; one try.
+    pub(crate) async fn step_status(
+        &self,
+        step: u64,
+    ) -> Result<proto::StepStatusResponse, CallError> {
         let request = proto::StepStatusRequest {
             run: self.member.run.clone(),
             attempt: self.member.attempt,
             step,
             brief: true,
         };
-        let answer = within(CONNECT_DEADLINE, self.rpc.clone().step_status(request)).await?;
-        Ok((answer.committed, answer.reason))
+        within(CONNECT_DEADLINE, self.rpc.clone().step_status(request)).await
     }
 }
 
@@ -308,9 +333,10 @@ fn connection(address: &str, access: &Access) -> Result<Rpc, CallError> {
     connect(address, access).map_err(|error| CallError::Refused(error.to_string()))
 }
 
-/// The coordinator's own limit for one request, or what is left.
-fn limit(deadline: Instant) -> Duration {
-    deadline.saturating_duration_since(Instant::now()).min(REQUEST_DEADLINE)
+/// The coordinator's own limit for one request, or what is left; time for one answer there is
+/// always, as it may be the disk that took the rest.
+fn limit(deadline: &Deadline) -> Duration {
+    deadline.left().clamp(LEAST, REQUEST_DEADLINE)
 }
 
 fn late(limit: Duration) -> CallError {
@@ -328,23 +354,30 @@ async fn within<T>(
     answer.map(tonic::Response::into_inner).map_err(judge)
 }
 
-/// Tries again while nobody answers and time is left.
-async fn retry<T, F>(deadline: Instant, mut call: impl FnMut() -> F) -> Result<T, CallError>
+/// Tries again while nobody answers and time is left. Whatever the answer is, something got done.
+async fn retry<T, F>(deadline: &Deadline, mut call: impl FnMut() -> F) -> Result<T, CallError>
 where
     F: Future<Output = Result<T, CallError>>,
 {
     let mut pause = FIRST_PAUSE;
     loop {
+        if let Some(why) = deadline.given_up() {
+            return Err(CallError::Unreachable(why));
+        }
         match call().await {
             Err(CallError::Unreachable(why)) => {
+                deadline.unanswered(&why);
                 let pause_now = jittered(pause);
-                if Instant::now() + pause_now >= deadline {
-                    return Err(CallError::Unreachable(why));
+                if pause_now >= deadline.left() {
+                    return Err(CallError::Unreachable(deadline.give_up(&why)));
                 }
                 tokio::time::sleep(pause_now).await;
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
-            answered => return answered,
+            answered => {
+                deadline.progressed();
+                return answered;
+            }
         }
     }
 }

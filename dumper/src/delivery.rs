@@ -8,10 +8,10 @@ use backtape::hash::TrustHash;
 use backtape::manifest::FileRecord;
 use backtape::store::backend::is_url;
 use backtape::store::layout::RUN_RECORD;
-use backtape::store::{Backend, FinishedFile};
-use tokio::time::Instant;
+use backtape::store::{Backend, FinishedFile, Moved};
 
 use crate::client::{CallError, Client, Entered};
+use crate::patience::Deadline;
 use crate::recorder::Shared;
 use crate::settings::TransportChoice;
 
@@ -68,7 +68,9 @@ pub(crate) struct Delivery<'a> {
     pub(crate) directory: PathBuf,
     /// Whether what does not get there otherwise may be sent.
     pub(crate) may_stream: bool,
-    pub(crate) deadline: Instant,
+    pub(crate) deadline: Deadline,
+    /// Bytes on their way.
+    pub(crate) moved: &'a Moved,
 }
 
 /// The shards of a file that was acknowledged, or why it was not.
@@ -85,7 +87,7 @@ impl Delivery<'_> {
             placed.iter().filter_map(|p| p.as_ref().ok()).cloned().collect();
         let reported = match named.is_empty() {
             true => Vec::new(),
-            false => self.client.report_files(self.step, &named, self.deadline).await,
+            false => self.client.report_files(self.step, &named, &self.deadline).await,
         };
         let mut reported = reported.into_iter();
         let mut settled = Vec::new();
@@ -110,7 +112,7 @@ impl Delivery<'_> {
     }
 
     async fn send(&self, record: &FileRecord, path: &Path) -> Outcome {
-        self.client.upload_file(self.step, record, path, self.deadline).await
+        self.client.upload_file(self.step, record, (path, self.moved), &self.deadline).await
     }
 
     /// Gives a file its place in the store, or settles it otherwise.
@@ -119,7 +121,10 @@ impl Delivery<'_> {
             Way::Stream(_) => Err(self.send(&file.record, file.scratch()).await),
             Way::Bucket(backend, _) => self.put(backend, file).await,
             Way::Direct => match file.publish() {
-                Ok((record, _)) => Ok(record),
+                Ok((record, _)) => {
+                    self.deadline.progressed();
+                    Ok(record)
+                }
                 Err(error) => {
                     let directory = self.directory.display();
                     let why = format!("no file could be named in {directory}: {error}");
@@ -133,12 +138,16 @@ impl Delivery<'_> {
     async fn put(&self, backend: &Backend, file: FinishedFile) -> Result<FileRecord, Outcome> {
         let file = Arc::new(file);
         let (putting, backend, directory) = (file.clone(), backend.clone(), self.directory.clone());
-        let put = tokio::task::spawn_blocking(move || putting.put(&backend, &directory));
-        let why = match tokio::time::timeout_at(self.deadline, put).await {
-            Ok(Ok(Ok(_))) => return Ok(file.record.clone()),
-            Ok(Ok(Err(error))) => error.to_string(),
-            Ok(Err(panicked)) => panicked.to_string(),
-            Err(_) => "it took too long".into(),
+        let moved = self.moved.clone();
+        let put = tokio::task::spawn_blocking(move || putting.put(&backend, &directory, &moved));
+        let why = match self.deadline.moving().bound(put).await {
+            Some(Ok(Ok(_))) => {
+                self.deadline.progressed();
+                return Ok(file.record.clone());
+            }
+            Some(Ok(Err(error))) => error.to_string(),
+            Some(Err(panicked)) => panicked.to_string(),
+            None => "nothing of it was taken any more".into(),
         };
         if self.may_stream && file.scratch().exists() {
             return Err(self.send(&file.record, file.scratch()).await);

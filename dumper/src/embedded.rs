@@ -11,10 +11,11 @@ use backtape::credentials::{Guard, Token, Tokens};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
+use crate::patience::Deadline;
 use crate::settings::Plan;
 
 /// How long a coordinator that was told to stop is waited for.
-const STOP_DEADLINE: Duration = Duration::from_secs(12);
+pub(crate) const STOP_DEADLINE: Duration = Duration::from_secs(12);
 
 /// Why rank 0 could not start the coordinator of its job.
 #[derive(Debug, thiserror::Error)]
@@ -64,12 +65,12 @@ impl Embedded {
     }
 
     /// Lets open calls end, then stops; gives up waiting on a disk that hangs.
-    pub(crate) async fn stop(self) {
+    pub(crate) async fn stop(self, deadline: Deadline) {
         drop(self.handle);
         let _ = self.stop.send(());
         let thread = self.thread;
         let ended = tokio::task::spawn_blocking(move || thread.join());
-        let _ = tokio::time::timeout(STOP_DEADLINE, ended).await;
+        let _ = deadline.bound(ended).await;
     }
 }
 

@@ -12,7 +12,7 @@ use backtape::index_box::IndexBox;
 use backtape::placement::Reduction;
 use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
-use backtape::store::{FinishedFile, ShardWriter, layout};
+use backtape::store::{FinishedFile, Moved, ShardWriter, layout};
 
 use crate::capture::Queued;
 use crate::measure::{Measured, measure};
@@ -30,6 +30,8 @@ pub(crate) struct StepFiles {
     directory: PathBuf,
     /// Whether they are read again here, to be sent.
     spooled: bool,
+    /// Where bytes that are written are counted.
+    moved: Moved,
     files: BTreeMap<Option<Microbatch>, OpenFile>,
     /// What did not get in since the last look, for the step's close.
     pub(crate) omissions: Omissions,
@@ -41,12 +43,18 @@ struct OpenFile {
 }
 
 impl StepFiles {
-    pub(crate) fn new(step: u64, attempt: u32, directory: PathBuf, spooled: bool) -> StepFiles {
+    pub(crate) fn new(
+        (attempt, step): (u32, u64),
+        directory: PathBuf,
+        spooled: bool,
+        moved: Moved,
+    ) -> StepFiles {
         StepFiles {
             step,
             attempt,
             directory,
             spooled,
+            moved,
             files: BTreeMap::new(),
             omissions: Omissions::default(),
         }
@@ -135,9 +143,10 @@ impl StepFiles {
         let (attempt, step) = (Attempt(self.attempt), Step(self.step));
         let about = FileSelf::new(plan.run.clone(), attempt, step, rank, plan.settings.world_size);
         let create = if self.spooled { ShardWriter::spool } else { ShardWriter::create };
-        let writer = create(&self.directory, name, about).map_err(|error| {
+        let mut writer = create(&self.directory, name, about).map_err(|error| {
             format!("no file could be made for it in {}: {error}", self.directory.display())
         })?;
+        writer.count(&self.moved);
         Ok(slot.insert(OpenFile { writer, seen: BTreeMap::new() }))
     }
 

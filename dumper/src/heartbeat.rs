@@ -17,6 +17,7 @@ use tokio::time::Instant;
 use crate::client::steering::{Beat, Orders};
 use crate::client::{CallError, Client, jittered};
 use crate::omissions::Omissions;
+use crate::patience::Deadline;
 use crate::queue::{Command, Ending};
 use crate::recorder::Shared;
 use crate::rendezvous::Rendezvous;
@@ -47,7 +48,7 @@ const LEAVING_PATIENCE: Duration = Duration::from_secs(15);
 const MAX_REFUSALS: usize = 16;
 
 /// How long a heartbeat that was told to end is waited for.
-const END_DEADLINE: Duration = Duration::from_secs(45);
+pub(crate) const END_DEADLINE: Duration = Duration::from_secs(45);
 
 /// A heartbeat that runs until the recorder is closed.
 pub(crate) struct Heartbeat {
@@ -88,9 +89,9 @@ impl Heartbeat {
     }
 
     /// Waits, bounded, until nothing more will be asked for.
-    pub(crate) async fn finish(self) {
+    pub(crate) async fn finish(self, deadline: &Deadline) {
         let ended = tokio::task::spawn_blocking(move || self.thread.join());
-        let _ = tokio::time::timeout(END_DEADLINE, ended).await;
+        let _ = deadline.bound(ended).await;
     }
 }
 
@@ -162,7 +163,7 @@ impl Mind {
     }
 
     fn closed_at(&self) -> Option<Instant> {
-        self.shared.queue.closed_at().map(Instant::from_std)
+        self.shared.patience.closed_at()
     }
 
     /// What the ring holds for the oldest open trigger, once this rank has

@@ -30,6 +30,7 @@ mod files;
 mod heartbeat;
 mod measure;
 mod omissions;
+mod patience;
 mod queue;
 mod ranges;
 mod recorder;
@@ -42,6 +43,7 @@ mod settings;
 mod steps;
 mod summary;
 mod tape;
+mod vouch;
 mod watch;
 mod worker;
 

@@ -23,6 +23,9 @@ pub(crate) const CAPTURE_OVERHEAD_BYTES: u64 = 1024;
 /// The training thread has made its captures, for now, when none came for so long.
 const PAUSE: Duration = Duration::from_millis(20);
 
+/// How often a thread that waits for the end looks whether that has moved.
+const LOOK: Duration = Duration::from_millis(200);
+
 /// So many captures that wait are small ones. Copying them takes the interpreter's time and not
 /// the memory's, so they are worked off beside it; left to the end they would take longer.
 const MANY: usize = 256;
@@ -80,7 +83,7 @@ struct State {
     /// A wait for room ran out; nobody waits again before some is made, so
     /// that a hung disk costs one call cap and not one for every capture.
     stalled: bool,
-    closing: Option<Instant>,
+    closing: bool,
     /// Why the background takes nothing more.
     dead: Option<String>,
     ended: bool,
@@ -118,9 +121,8 @@ impl Queue {
         let unbounded = faults::seeded("unbounded-queue");
         let full = |state: &State| !unbounded && state.bytes.saturating_add(cost) > limit;
         let mut state = self.lock();
-        if full(&state) && !state.stalled && state.closing.is_none() && state.dead.is_none() {
-            let wait =
-                |state: &mut State| full(state) && state.closing.is_none() && state.dead.is_none();
+        if full(&state) && !state.stalled && !state.closing && state.dead.is_none() {
+            let wait = |state: &mut State| full(state) && !state.closing && state.dead.is_none();
             state.waits = true;
             self.ready.notify_one();
             let waited = self.changed.wait_timeout_while(state, patience, wait);
@@ -128,7 +130,7 @@ impl Queue {
             state.stalled = full(&state);
             state.waits = false;
         }
-        if state.closing.is_some() {
+        if state.closing {
             return Err(Refused::Closed);
         }
         if let Some(reason) = &state.dead {
@@ -155,7 +157,7 @@ impl Queue {
     /// Queues the end of a step. Never waits: there is at most one for each step.
     pub(crate) fn push_end(&self, command: Command) -> Result<(), Refused> {
         let mut state = self.lock();
-        if state.closing.is_some() {
+        if state.closing {
             return Err(Refused::Closed);
         }
         if let Some(reason) = &state.dead {
@@ -188,7 +190,7 @@ impl Queue {
                     if let Some(command) = state.pop() {
                         return Some(command);
                     }
-                    if state.closing.is_some() {
+                    if state.closing {
                         return None;
                     }
                 }
@@ -215,14 +217,9 @@ impl Queue {
 
     /// No more commands will come from the training thread.
     pub(crate) fn close(&self) {
-        self.lock().closing.get_or_insert_with(Instant::now);
+        self.lock().closing = true;
         self.changed.notify_all();
         self.ready.notify_one();
-    }
-
-    /// When the training thread closed the recorder, if it has.
-    pub(crate) fn closed_at(&self) -> Option<Instant> {
-        self.lock().closing
     }
 
     /// Recording is given up: later captures are refused at once with this
@@ -244,12 +241,21 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Waits until the background has ended; false when it has not in time.
-    pub(crate) fn wait_end(&self, deadline: Instant) -> bool {
-        let patience = deadline.saturating_duration_since(Instant::now());
-        let running = |state: &mut State| !state.ended;
-        let waited = self.changed.wait_timeout_while(self.lock(), patience, running);
-        waited.unwrap_or_else(PoisonError::into_inner).0.ended
+    /// Waits until the background has ended; false when it has not in time. Until when is asked
+    /// for again and again: it may move.
+    pub(crate) fn wait_end(&self, end: impl Fn() -> Option<tokio::time::Instant>) -> bool {
+        let left =
+            || end().map_or(LOOK, |end| end.saturating_duration_since(Instant::now().into()));
+        let mut state = self.lock();
+        while !state.ended {
+            let left = left();
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.changed.wait_timeout(state, left.min(LOOK));
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 }
 
@@ -270,7 +276,7 @@ impl State {
     /// waits for room.
     fn pause(&self, limit_bytes: u64) -> Option<Duration> {
         let filling = self.bytes > limit_bytes / 2 || self.commands.len() > MANY;
-        let now = self.ends > 0 || self.closing.is_some() || self.waits || filling;
+        let now = self.ends > 0 || self.closing || self.waits || filling;
         let last = self.last.filter(|_| !now && !self.commands.is_empty())?;
         PAUSE.checked_sub(last.elapsed()).filter(|left| !left.is_zero())
     }

@@ -2,13 +2,14 @@
 //! everything slow happens on the recorder's own thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use backtape::scalars::Row;
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use crate::error::RecorderError;
 use crate::omissions::{self, Omissions};
+use crate::patience::Patience;
 use crate::queue::{Command, Ending, Queue};
 use crate::ring::{Dropped, Ring};
 use crate::scalars;
@@ -18,10 +19,6 @@ use crate::summary::Summary;
 use crate::tape::Tape;
 use crate::watch::Watch;
 use crate::worker;
-
-/// What the closing thread grants the background beyond its own deadlines, to
-/// say itself what it was waiting for.
-const CLOSE_MARGIN: Duration = Duration::from_secs(5);
 
 /// Records chosen steps of one rank.
 pub struct Recorder {
@@ -39,6 +36,8 @@ pub(crate) struct Shared {
     pub(crate) ring: Ring,
     /// What went wrong here and was not yet told to the coordinator.
     report: Mutex<Option<(u64, String)>>,
+    /// How long whoever closes the recorder waits for it.
+    pub(crate) patience: Arc<Patience>,
     /// Signalled when the heartbeat should not wait for its time.
     pub(crate) wake: Notify,
     summary: Mutex<Summary>,
@@ -96,6 +95,7 @@ impl Shared {
 
     /// No more will come from the training thread.
     fn close(&self) {
+        self.patience.close();
         self.queue.close();
         self.wake.notify_one();
     }
@@ -125,6 +125,7 @@ impl Recorder {
             queue: Queue::new(settings.queue_bytes),
             schedule: Schedule::new(rank, settings.selection.clone(), watches, ring),
             ring: Ring::new(settings.ring_steps, settings.ring_bytes),
+            patience: Patience::new(settings.close_patience),
             report: Mutex::default(),
             wake: Notify::new(),
             plan,
@@ -212,30 +213,36 @@ impl Recorder {
         self.shared.strict_check()
     }
 
-    /// Waits, bounded by the join and step deadlines, until everything is
-    /// durable and every step recorded here is committed or known not to be.
-    /// Closing again returns the same summary.
+    /// Waits until everything is durable and every step recorded here is committed or known not
+    /// to be; `close_patience` at most after the last thing that got done. Closing again returns
+    /// the same summary.
     pub fn close(&mut self) -> Result<Summary, RecorderError> {
-        let settings = &self.shared.plan.settings;
+        let shared = &self.shared;
         if !self.closed {
             self.closed = true;
-            self.shared.scalars.close();
-            self.shared.close();
-            let patience = settings.join_deadline + settings.step_deadline + CLOSE_MARGIN;
-            let ended = self.shared.queue.wait_end(Instant::now() + patience);
+            shared.scalars.close();
+            shared.close();
+            let ended = shared.queue.wait_end(|| shared.patience.end());
             self.note_ring();
             if !ended {
-                let open = self.shared.summary().unfinished(&self.shared.schedule.taken());
-                self.shared.fault(format!(
-                    "rank {} did not finish writing within {} s: the disk or the coordinator hangs; {}",
-                    settings.rank,
-                    patience.as_secs(),
+                let open = shared.summary().unfinished(&shared.schedule.taken());
+                shared.fault(format!(
+                    "rank {} did not finish writing: nothing got done for {} s (close_patience_s), \
+                     so the disk or the coordinator hangs; {}",
+                    shared.rank(),
+                    shared.patience.longest().as_secs_f64(),
                     open.as_deref().unwrap_or("every step had come to its end")
                 ));
             }
         }
         self.shared.strict_check()?;
         Ok(self.summary())
+    }
+
+    /// What has not worked for some seconds, though it may yet, as one sentence: a coordinator
+    /// that does not answer. Takes no time.
+    pub fn trouble(&self) -> Option<String> {
+        self.shared.patience.trouble()
     }
 
     /// Gives the ring's memory back and says what it could not keep.
@@ -263,8 +270,8 @@ impl Drop for Recorder {
         if !self.closed {
             self.shared.scalars.close();
             self.shared.close();
-            let patience = self.shared.plan.settings.call_cap;
-            self.shared.queue.wait_end(Instant::now() + patience);
+            let end = Instant::now() + self.shared.plan.settings.call_cap;
+            self.shared.queue.wait_end(|| Some(end));
         }
     }
 }

@@ -11,10 +11,10 @@ use backtape::identity::{Attempt, Rank};
 use backtape::scalars::files::LIMIT_BYTES;
 use backtape::scalars::{CLIPPED_BEYOND, Header, MAX_NAME_BYTES, Row, ScalarFiles, line};
 use tokio::sync::Notify;
-use tokio::time::Instant;
 
 use crate::client::{CallError, Client, Entered};
 use crate::delivery::sends_rows;
+use crate::patience::Deadline;
 use crate::recorder::Shared;
 
 /// Most values that wait: some 30 MB with their names.
@@ -140,8 +140,9 @@ pub(crate) async fn work(shared: &Shared, client: Client, entered: &Entered) {
             pending.extend(rows);
             closed = all;
         }
-        let patience = if closed { shared.plan.settings.join_deadline } else { SEND_DEADLINE };
-        if let Err(why) = to.write(shared, &mut pending, Instant::now() + patience).await {
+        let longest = if closed { shared.plan.settings.join_deadline } else { SEND_DEADLINE };
+        let deadline = shared.patience.deadline(longest);
+        if let Err(why) = to.write(shared, &mut pending, &deadline).await {
             shared.fault(format!("scalars of rank {} are not written: {why}", shared.rank()));
         }
         if closed {
@@ -188,7 +189,7 @@ impl Destination {
         &mut self,
         shared: &Shared,
         rows: &mut VecDeque<Row>,
-        deadline: Instant,
+        deadline: &Deadline,
     ) -> Result<(), String> {
         while !rows.is_empty() {
             let written = match self {
@@ -211,6 +212,7 @@ impl Destination {
                 }
             };
             rows.drain(..written);
+            shared.patience.progressed();
             shared.summary().scalar_rows += written as u64;
         }
         Ok(())
@@ -223,7 +225,7 @@ async fn send(
     host: &str,
     sent: &mut u64,
     rows: &VecDeque<Row>,
-    deadline: Instant,
+    deadline: &Deadline,
 ) -> Result<usize, CallError> {
     let mut lines = Vec::new();
     for row in rows {

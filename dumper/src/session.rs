@@ -8,7 +8,6 @@ use backtape::identity::{Attempt, Step};
 use backtape::manifest::FileRecord;
 use backtape::shard::TensorKey;
 use backtape::store::{AttemptDir, Backend, FinishedFile};
-use tokio::time::Instant;
 
 use crate::capture::Queued;
 use crate::client::{CallError, Client, Entered};
@@ -16,6 +15,7 @@ use crate::delivery::{Delivery, Way};
 use crate::embedded::Embedded;
 use crate::files::StepFiles;
 use crate::omissions::Omissions;
+use crate::patience::Deadline;
 use crate::queue::Ending;
 use crate::recorder::Shared;
 use crate::settings::TransportChoice;
@@ -65,9 +65,8 @@ impl Session {
     }
 
     /// When to give up on what begins now.
-    fn deadline(&self) -> Instant {
-        let from = self.shared.queue.closed_at().map_or_else(Instant::now, Instant::from_std);
-        from + self.shared.plan.settings.step_deadline
+    fn deadline(&self) -> Deadline {
+        self.shared.patience.deadline(self.shared.plan.settings.step_deadline)
     }
 
     fn files(&mut self, step: u64) -> &mut StepFiles {
@@ -76,7 +75,9 @@ impl Session {
             None => self.attempt.step(Step(step)).path,
         };
         let (attempt, spooled) = (self.attempt.attempt.0, self.way.spool().is_some());
-        self.open.entry(step).or_insert_with(|| StepFiles::new(step, attempt, directory, spooled))
+        let moved = &self.shared.patience.moved;
+        let new = || StepFiles::new((attempt, step), directory, spooled, moved.clone());
+        self.open.entry(step).or_insert_with(new)
     }
 
     /// Writes one capture; what does not get in is named.
@@ -102,6 +103,9 @@ impl Session {
         if !from_ring {
             shared.queue.release(length);
         }
+        if written.is_ok() {
+            shared.patience.progressed();
+        }
         if let Err(reason) = written {
             let microbatch = key.microbatch.map(|mb| mb.0);
             self.files(step).omissions.add(key.tensor.as_str(), microbatch, &reason);
@@ -114,7 +118,7 @@ impl Session {
     /// Delivers a step's files and closes this rank's part of it.
     pub(crate) async fn close(&mut self, step: u64, mut ending: Ending) {
         let deadline = self.deadline();
-        let (files, mut left_out) = self.deliver(step, deadline).await;
+        let (files, mut left_out) = self.deliver(step, &deadline).await;
         left_out.append(std::mem::take(&mut ending.omissions));
         ending.omissions = left_out;
         let Some(files) = files else {
@@ -122,7 +126,7 @@ impl Session {
         };
         // A step that it never began is committed by the others.
         let cut_short = ending.omissions.of_everything() && !ending.late;
-        match self.client.close_step(step, files, &ending, deadline).await {
+        match self.client.close_step(step, files, &ending, &deadline).await {
             // It is closed, so that no rank waits for it, and it is no whole step. That is the
             // job's own doing, and named among the omissions: no fault of the recording.
             Ok(_) if cut_short => {
@@ -139,7 +143,7 @@ impl Session {
     /// A step whose tape was dropped: what is there is kept, the step stays open.
     pub(crate) async fn abandon(&mut self, step: u64) {
         let deadline = self.deadline();
-        self.deliver(step, deadline).await;
+        self.deliver(step, &deadline).await;
         self.lost(step, "its tape was dropped before it was closed");
     }
 
@@ -151,7 +155,7 @@ impl Session {
 
     /// Delivers every file; the number acknowledged, or `None` when the
     /// coordinator could not be reached, and what was left out.
-    async fn deliver(&mut self, step: u64, deadline: Instant) -> (Option<u32>, Omissions) {
+    async fn deliver(&mut self, step: u64, deadline: &Deadline) -> (Option<u32>, Omissions) {
         let mut files = match self.open.remove(&step) {
             Some(files) => files,
             None => return (Some(0), Omissions::default()),
@@ -166,7 +170,8 @@ impl Session {
             step,
             directory: self.attempt.step(Step(step)).path,
             may_stream: self.shared.plan.settings.transport == TransportChoice::Auto,
-            deadline,
+            deadline: deadline.clone(),
+            moved: &self.shared.patience.moved,
         };
         let mut acknowledged = 0;
         let mut finished = finished.into_iter().peekable();
@@ -214,37 +219,62 @@ impl Session {
     pub(crate) async fn settle(&mut self) {
         let deadline = self.deadline();
         let mut pause = FIRST_LOOK;
+        let mut seen = (0, 0);
         let slowest = SLOWEST_LOOK.max(LOOK_PER_RANK * self.shared.plan.settings.world_size);
         while let Some(&step) = self.waiting.first() {
-            match self.look(step, deadline).await {
+            match self.look(step, &deadline, &mut seen).await {
                 None => {
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(slowest);
                     continue;
                 }
-                Some(Ok(())) => self.shared.committed(step),
+                Some(Ok(())) => {
+                    self.shared.patience.progressed();
+                    self.shared.committed(step);
+                }
                 Some(Err(why)) => self.lost(step, &why),
             }
             self.waiting.remove(&step);
         }
     }
 
-    /// One look: committed, will not be (with the reason), or not known yet.
-    async fn look(&self, step: u64, deadline: Instant) -> Option<Result<(), String>> {
-        let answer = self.client.step_status(step).await;
-        if matches!(answer, Ok((true, _))) || self.sees_manifest(step, answer.is_err()).await {
+    /// One look: committed, will not be (with the reason), or not known yet. What other ranks
+    /// had acknowledged since the last look is progress.
+    async fn look(
+        &self,
+        step: u64,
+        deadline: &Deadline,
+        seen: &mut (u64, u64),
+    ) -> Option<Result<(), String>> {
+        let answer = match deadline.given_up() {
+            Some(why) => Err(CallError::Unreachable(why)),
+            None => self.client.step_status(step).await,
+        };
+        let committed = matches!(&answer, Ok(status) if status.committed);
+        if committed || self.sees_manifest(step, answer.is_err(), deadline).await {
             return Some(Ok(()));
         }
-        let late = Instant::now() >= deadline;
+        let late = deadline.is_over();
         match answer {
-            Ok((_, reason)) if !reason.is_empty() => Some(Err(reason)),
-            Ok(_) if late => Some(Err("other ranks did not close it in time".into())),
+            Ok(status) if !status.reason.is_empty() => Some(Err(status.reason)),
+            Ok(status) if late && !status.trouble.is_empty() => Some(Err(status.trouble)),
+            Ok(_) if late => Some(Err(deadline.explained("other ranks did not close it in time"))),
+            Ok(status) => {
+                let now = (status.shards, status.bytes);
+                match std::mem::replace(seen, now) == now {
+                    true => self.shared.patience.answered(),
+                    false => self.shared.patience.progressed(),
+                }
+                None
+            }
             Err(CallError::Unreachable(_)) if self.orphaned() => {
                 Some(Err("rank 0 ended its coordinator before the step was committed".into()))
             }
-            Err(CallError::Unreachable(_)) if !late => None,
+            Err(CallError::Unreachable(why)) => {
+                deadline.unanswered(&why);
+                late.then(|| Err(deadline.give_up(&why)))
+            }
             Err(error) => Some(Err(error.to_string())),
-            Ok(_) => None,
         }
     }
 
@@ -252,7 +282,7 @@ impl Session {
     /// there may not have come to the fsync of its directory: a power cut would take it away
     /// again, and committed is never undone. A bucket is only asked when the coordinator did not
     /// answer: each look costs.
-    async fn sees_manifest(&self, step: u64, unanswered: bool) -> bool {
+    async fn sees_manifest(&self, step: u64, unanswered: bool, deadline: &Deadline) -> bool {
         let manifest = self.attempt.step(Step(step)).manifest();
         let backend = match &self.way {
             Way::Bucket(_, _) if !unanswered => return false,
@@ -260,7 +290,7 @@ impl Session {
             Way::Direct | Way::Stream(_) => Backend::Directory,
         };
         let look = tokio::task::spawn_blocking(move || backend.settled(&manifest));
-        matches!(look.await, Ok(Ok(true)))
+        matches!(deadline.bound(look).await, Some(Ok(Ok(true))))
     }
 
     /// True when the coordinator was rank 0's and rank 0 has withdrawn it.
@@ -274,17 +304,23 @@ impl Session {
     /// closed what it began, and names who did not.
     pub(crate) async fn settle_all(&mut self, embedded: &Embedded) {
         let settings = &self.shared.plan.settings;
-        let closed_at = self.shared.queue.closed_at().map_or_else(Instant::now, Instant::from_std);
         let (deadline, patience) =
-            (closed_at + settings.step_deadline, closed_at + settings.join_deadline);
+            (self.deadline(), self.shared.patience.deadline(settings.join_deadline));
         let mut pause = FIRST_LOOK;
-        while let Ok(unsettled) = embedded.handle.unsettled().await {
-            let now = Instant::now();
+        let mut seen = Vec::new();
+        while let Some(Ok(unsettled)) = deadline.bound(embedded.handle.unsettled()).await {
+            // Other ranks of this host may be writing.
+            let now: Vec<(String, u64)> =
+                unsettled.iter().map(|one| (one.missing.clone(), self.written(one.step))).collect();
+            if std::mem::replace(&mut seen, now.clone()) != now {
+                self.shared.patience.progressed();
+            }
+            let late = deadline.is_over();
             // A rank that never came while the whole job ran will not come now.
-            let hopeless = now >= patience || now >= deadline;
+            let hopeless = late || patience.is_over();
             let waits = unsettled.iter().any(|step| {
                 let absent = hopeless && !step.never_joined.is_empty();
-                !step.partial && !absent && now < deadline
+                !step.partial && !absent && !late
             });
             if !waits {
                 for step in &unsettled {
@@ -299,6 +335,14 @@ impl Session {
             pause = (pause * 2).min(SLOWEST_LOOK);
         }
         self.settle().await;
+    }
+
+    /// Bytes of the files in a step's directory, finished or not; 0 where that cannot be seen.
+    fn written(&self, step: Step) -> u64 {
+        let entries = std::fs::read_dir(self.attempt.step(step).path);
+        let length =
+            |entry: std::io::Result<std::fs::DirEntry>| Some(entry.ok()?.metadata().ok()?.len());
+        entries.into_iter().flatten().filter_map(length).sum()
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use backtape::coordinator::Rules;
 use backtape::coordinator::limits::MAX_RING_STEPS;
 use backtape::credentials::Access;
-use backtape::identity::Name;
+use backtape::identity::{LaunchName, Name};
 use backtape::placement::{Mesh, MeshCoordinates};
 use backtape::selection::Selection;
 use backtape::store::backend::is_url;
@@ -47,6 +47,9 @@ pub struct Settings {
     pub world_size: u32,
     /// Which launch this is, where the launcher counts restarts itself.
     pub attempt: Option<u32>,
+    /// What the launcher calls this launch, as `NAME` or `NAME/RESTART`: the same on all its
+    /// ranks. `None`: the coordinator finds out which ranks were alive together.
+    pub launch: Option<String>,
     /// This machine's name in records; `None` takes the host name.
     pub host: Option<String>,
     /// The job's mesh; empty when it has none.
@@ -82,6 +85,9 @@ pub struct Settings {
     pub join_deadline: Duration,
     /// How long a step may take from its first event to its commit.
     pub step_deadline: Duration,
+    /// How long the end of the job waits for the recorder after the last thing that got done: a
+    /// disk that is full or hangs, or a coordinator that is gone, costs it no more.
+    pub close_patience: Duration,
     /// Versions of the job's software, for `run.json`.
     pub versions: BTreeMap<String, String>,
 }
@@ -97,6 +103,7 @@ impl Settings {
             rank,
             world_size,
             attempt: None,
+            launch: None,
             host: None,
             mesh: Mesh::default(),
             coordinates: MeshCoordinates::new(),
@@ -113,6 +120,7 @@ impl Settings {
             call_cap: Duration::from_millis(250),
             join_deadline: Duration::from_secs(60),
             step_deadline: Duration::from_secs(600),
+            close_patience: Duration::from_secs(30),
             versions: BTreeMap::new(),
         }
     }
@@ -139,11 +147,13 @@ impl Settings {
             Some(host) => name("host", host.clone())?,
             None => local_host(),
         };
+        let launch = self.launch.as_deref().map(LaunchName::new).transpose();
+        let launch = launch.map_err(|problem| RecorderError::Name { what: "launch", problem })?;
         let access = match &self.credentials {
             Some(folder) => Access::read(folder, &run)?,
             None => Access::default(),
         };
-        Ok(Plan { store, run, host, access, settings: self })
+        Ok(Plan { store, run, host, launch, access, settings: self })
     }
 
     /// True when the coordinator is to be asked while the job runs.
@@ -178,6 +188,7 @@ pub(crate) struct Plan {
     pub(crate) store: PathBuf,
     pub(crate) run: Name,
     pub(crate) host: Name,
+    pub(crate) launch: Option<LaunchName>,
     pub(crate) access: Access,
     pub(crate) settings: Settings,
 }

@@ -10,18 +10,21 @@ use backtape::faults;
 use backtape::store::backend::is_url;
 use tokio::time::Instant;
 
-use crate::client::{CallError, Client, Entered, jittered};
-use crate::embedded::Embedded;
-use crate::heartbeat::Heartbeat;
+use crate::client::{Answered, CallError, Client, Entered, jittered};
+use crate::embedded::{Embedded, STOP_DEADLINE};
+use crate::heartbeat::{END_DEADLINE, Heartbeat};
 use crate::queue::Command;
 use crate::recorder::Shared;
 use crate::rendezvous::Rendezvous;
 use crate::scalars;
 use crate::session::Session;
+use crate::vouch::Vouching;
 
 /// Pauses while the coordinator is looked for.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// What each rank of the job adds to the longest: together they ask 5,000 times a second at most.
+const PAUSE_PER_RANK: Duration = Duration::from_micros(200);
 
 /// Starts the thread. It is not joined: a hung disk must not hold up the end
 /// of the job; [`crate::queue::Queue::wait_end`] waits for it, bounded.
@@ -77,8 +80,10 @@ async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
     let access = Access { tls: None, token: Some(embedded.token.clone()) };
     let entered = async {
         let mut client = Client::new(&address, access, plan, incarnation)?;
-        let entered = client.join(plan).await?;
-        Ok::<_, CallError>((client, entered))
+        match client.join(plan).await? {
+            Answered::Inside(entered) => Ok((client, entered)),
+            Answered::Waits(why) => Err(CallError::NotNow(why)),
+        }
     };
     match entered.await {
         Ok((client, entered)) => {
@@ -99,7 +104,7 @@ async fn carry(shared: &Arc<Shared>, incarnation: u64, embedded: Embedded) {
         }
         Err(error) => give_up(shared, &error.to_string()),
     }
-    embedded.stop().await;
+    embedded.stop(shared.patience.deadline(STOP_DEADLINE)).await;
 }
 
 /// Tensors and scalars side by side: a row does not wait for a step's commit.
@@ -109,6 +114,13 @@ async fn record_all(
     entered: &Entered,
     embedded: Option<&Embedded>,
 ) {
+    let _vouching = match entered.vouch.then(|| Vouching::start(shared.clone(), &client)) {
+        Some(Err(error)) => {
+            shared.fault(format!("other ranks cannot enter: a thread cannot be started: {error}"));
+            None
+        }
+        vouching => vouching.and_then(Result::ok),
+    };
     let scalars = scalars::work(shared, client.clone(), entered);
     tokio::join!(record(shared, client, entered, embedded), scalars);
 }
@@ -128,7 +140,7 @@ async fn record(
     work_off(shared, &mut session).await;
     // What was triggered by the last steps is asked for after the recorder was closed.
     if let Some(heartbeat) = heartbeat {
-        heartbeat.finish().await;
+        heartbeat.finish(&shared.patience.deadline(END_DEADLINE)).await;
         work_off(shared, &mut session).await;
     }
     match embedded {
@@ -167,40 +179,59 @@ fn start_heartbeat(shared: &Arc<Shared>, client: &Client) -> Option<Heartbeat> {
 /// Looks for the coordinator and enters the run, within the join deadline.
 async fn enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), String> {
     let plan = &shared.plan;
-    let deadline = Instant::now() + plan.settings.join_deadline;
+    let deadline = shared.patience.deadline(plan.settings.join_deadline);
+    let begin = Instant::now();
+    let slowest = LONGEST_PAUSE.max(PAUSE_PER_RANK * plan.settings.world_size);
     let mut pause = FIRST_PAUSE;
+    let mut client = None;
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let tried = tokio::time::timeout(left, try_enter(shared, incarnation)).await;
+        let tried = deadline.bound(try_enter(shared, incarnation, &mut client)).await;
         let why = match tried {
-            Ok(Ok(entered)) => return Ok(entered),
-            Ok(Err(CallError::Refused(why))) => return Err(why),
+            Some(Ok(Answered::Inside(entered))) => {
+                shared.patience.progressed();
+                return Ok((client.ok_or("it has no connection")?, entered));
+            }
+            Some(Ok(Answered::Waits(why))) => format!("its launch was not found: {why}"),
+            Some(Err(CallError::Refused(why))) => return Err(why),
             // In a job with its own coordinator a stale file may have led to
             // another launch: rank 0 replaces it. A remote one meant what it said.
-            Ok(Err(CallError::NotNow(why))) if plan.settings.coordinator.is_some() => {
+            Some(Err(CallError::NotNow(why))) if plan.settings.coordinator.is_some() => {
                 return Err(why);
             }
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => "the coordinator accepts connections and does not answer".into(),
+            Some(Err(error)) => format!("no coordinator was found: {error}"),
+            None => "no coordinator was found: it accepts connections and does not answer".into(),
         };
-        if Instant::now() + pause >= deadline {
-            let seconds = plan.settings.join_deadline.as_secs_f64();
-            return Err(format!("no coordinator was found within {seconds} s: {why}"));
+        shared.patience.unanswered(&why);
+        if pause >= deadline.left() {
+            let seconds = begin.elapsed().as_secs_f64();
+            return Err(format!("it did not enter the run within {seconds:.1} s: {why}"));
         }
         tokio::time::sleep(jittered(pause)).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        pause = (pause * 2).min(slowest);
     }
 }
 
-async fn try_enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), CallError> {
+/// One try. The connection to a coordinator of its own is kept for the next one; where rank 0
+/// carries it, its address may be another by then.
+async fn try_enter(
+    shared: &Shared,
+    incarnation: u64,
+    kept: &mut Option<Client>,
+) -> Result<Answered, CallError> {
     let plan = &shared.plan;
     let (address, access) = match &plan.settings.coordinator {
         Some(address) => (address.clone(), plan.access.clone()),
-        None => rendezvous(shared)?,
+        None => {
+            *kept = None;
+            rendezvous(shared)?
+        }
     };
     let encrypted = access.tls.is_some();
-    let mut client = Client::new(&address, access, plan, incarnation)?;
-    let entered = client.join(plan).await.map_err(|error| match error {
+    let client = match kept {
+        Some(client) => client,
+        None => kept.insert(Client::new(&address, access, plan, incarnation)?),
+    };
+    client.join(plan).await.map_err(|error| match error {
         // Someone is there and breaks off: most likely it wants to see a certificate.
         CallError::Unreachable(why) if !encrypted && !why.contains("refused") => {
             CallError::Unreachable(format!(
@@ -209,8 +240,7 @@ async fn try_enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered
         }
         CallError::Unreachable(why) => CallError::Unreachable(format!("{address}: {why}")),
         other => other,
-    })?;
-    Ok((client, entered))
+    })
 }
 
 fn rendezvous(shared: &Shared) -> Result<(String, Access), CallError> {

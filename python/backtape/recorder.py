@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from backtape import _native, gpu
 from backtape.failopen import CAUGHT, Faults, describe
+from backtape.launch import launch_name
 from backtape.settings import (
     Settings,
     from_environment,
@@ -45,9 +46,12 @@ class Recorder:
     scalars: take scalars() at every step also where no steps are recorded (steps=None). A recorder
         with steps takes them anyway.
     attempt: which launch of the run this is, where the launcher counts restarts.
+    launch: what the launcher calls this launch, "NAME" or "NAME/RESTART", the same on all its
+        ranks and another after a restart. from_env takes torchrun's, Slurm's or Open MPI's.
     transport: "auto", "direct" (the rank writes the store) or "stream" (the coordinator does).
     place_proof: compute the fingerprint of jax arrays by jax: about one pass over each array, and
         4 bytes an element while it runs.
+    close_patience_s: how long close waits after the last thing that got done; 30 s by default.
     host, queue_bytes, call_cap_s, join_deadline_s, step_deadline_s: see the README.
     """
 
@@ -76,6 +80,7 @@ class Recorder:
         self._process = os.getpid()
         self._rows: Rows | None = None
         self._readings: Readings | None = None
+        self._in_trouble = False
         if not steps and steps != 0:
             if not (scalars or waits(more)):
                 return
@@ -116,6 +121,9 @@ class Recorder:
             options = from_environment(environment)
             if not {"rank", "world_size"} <= overrides.keys():
                 options["rank"], options["world_size"] = rank_and_world_size(environment)
+            if not {"attempt", "launch"} & {*options, *overrides}:
+                world_size = overrides.get("world_size", options.get("world_size", 1))
+                options["launch"] = launch_name(environment, world_size)
             return cls(**({"steps": None} | options | overrides))
         return cls(steps=None)
 
@@ -141,8 +149,15 @@ class Recorder:
         with self._faults.guard("step", step):
             # A forked child has no recorder thread: what it records would wait for nobody.
             if native.wants(step) and self._process == os.getpid():
+                self._say_trouble(native.trouble())
                 return Tape(native.step(step), step, self._faults, self._place_proof, self._mesh)
         return self._nothing
+
+    def _say_trouble(self, trouble: str | None) -> None:
+        """Says once that something does not work, and again when it does so anew."""
+        if trouble is not None and not self._in_trouble:
+            self._faults.say(logging.WARNING, "%s", trouble)
+        self._in_trouble = trouble is not None
 
     def scalars(self, step: int, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Records numbers of a step, recorded or not: loss=, learning_rate=, grad_norm=, ...
@@ -178,6 +193,8 @@ class Recorder:
 
     def close(self) -> _native.Summary | None:
         """Waits until what was recorded is durable and its steps are committed, or known not to be.
+
+        It waits `close_patience_s` (30 s) at most after the last thing that got done.
 
         Returns the summary; None when nothing was recorded. Closing again does nothing.
         """

@@ -1,9 +1,10 @@
 """What a recorder is told, and where the environment says it.
 
 Variables: BACKTAPE_STEPS (unset: record nothing, unless it is to wait), BACKTAPE_DIR, BACKTAPE_RUN,
-BACKTAPE_COORDINATOR, BACKTAPE_CREDENTIALS, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_TRANSPORT,
-BACKTAPE_PLACE_PROOF, BACKTAPE_SCALARS (1: scalars also where no steps are recorded); BACKTAPE_RANK
-and BACKTAPE_WORLD_SIZE, else the launcher's own.
+BACKTAPE_COORDINATOR, BACKTAPE_CREDENTIALS, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_LAUNCH,
+BACKTAPE_TRANSPORT, BACKTAPE_PLACE_PROOF, BACKTAPE_SCALARS (1: scalars also where no steps are
+recorded), BACKTAPE_CLOSE_PATIENCE_S; BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, else the launcher's
+own.
 What of a step: BACKTAPE_TENSORS, BACKTAPE_RANKS, BACKTAPE_MICROBATCHES, BACKTAPE_MAX_TENSOR_BYTES,
 BACKTAPE_MAX_STEP_BYTES. To wait for plans and triggers: BACKTAPE_WATCH, BACKTAPE_RING,
 BACKTAPE_RING_BYTES, BACKTAPE_TRIGGER_GRAD_NORM, BACKTAPE_TRIGGER_SPREAD. docs/selection.md.
@@ -36,7 +37,10 @@ FRAMEWORKS = ("numpy", "ml_dtypes", "jax", "jaxlib", "torch")
 SPELLED = ("tensors", "ranks", "microbatches", "max_tensor_bytes", "max_step_bytes", "ring_bytes")
 
 # Numbers that the environment may give.
-NUMBERS = (("attempt", int), ("ring", int), ("trigger_grad_norm", float), ("trigger_spread", float))
+NUMBERS = (
+    ("attempt", int), ("ring", int), ("trigger_grad_norm", float), ("trigger_spread", float),
+    ("close_patience_s", float),
+)  # fmt: skip
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -64,6 +68,7 @@ class Settings:
     call_cap_s: float | None = None
     join_deadline_s: float | None = None
     step_deadline_s: float | None = None
+    close_patience_s: float | None = None
     tensors: str | None = None
     ranks: str | None = None
     microbatches: str | None = None
@@ -78,6 +83,7 @@ class Settings:
     max_triggers: int | None = None
     trigger_cooldown_s: float | None = None
     credentials: str | os.PathLike[str] | None = None
+    launch: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +105,8 @@ def truth(name: str, word: str) -> bool:
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Keyword arguments of `Recorder` that the environment gives."""
     options: dict[str, Any] = {}
-    for name in ("dir", "steps", "run", "coordinator", "credentials", "transport", *SPELLED):
+    words = ("dir", "steps", "run", "coordinator", "credentials", "transport", "launch")
+    for name in (*words, *SPELLED):
         if environment.get(variable(name)):
             options[name] = environment[variable(name)]
     for name, number in NUMBERS:

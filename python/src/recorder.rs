@@ -60,6 +60,11 @@ impl Recorder {
         py.detach(|| lock(&self.0).watch(step, loss, grad_norm));
     }
 
+    /// What has not worked for some seconds, as one sentence.
+    fn trouble(&self, py: Python<'_>) -> Option<String> {
+        py.detach(|| lock(&self.0).trouble())
+    }
+
     /// What was done so far.
     fn summary(&self, py: Python<'_>) -> Summary {
         py.detach(|| lock(&self.0).summary()).into()

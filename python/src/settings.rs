@@ -23,6 +23,7 @@ pub(crate) struct Settings {
     coordinator: Option<String>,
     credentials: Option<PathBuf>,
     attempt: Option<u32>,
+    launch: Option<String>,
     host: Option<String>,
     mesh: Vec<(String, u32)>,
     coordinates: BTreeMap<String, u32>,
@@ -32,6 +33,7 @@ pub(crate) struct Settings {
     call_cap_s: Option<f64>,
     join_deadline_s: Option<f64>,
     step_deadline_s: Option<f64>,
+    close_patience_s: Option<f64>,
     tensors: Option<String>,
     ranks: Option<String>,
     microbatches: Option<String>,
@@ -72,6 +74,7 @@ impl Settings {
         settings.coordinator = self.coordinator;
         settings.credentials = self.credentials;
         settings.attempt = self.attempt;
+        settings.launch = self.launch;
         settings.host = self.host;
         settings.mesh = Mesh(self.mesh);
         settings.coordinates = self.coordinates;
@@ -82,6 +85,7 @@ impl Settings {
             ("call_cap_s", self.call_cap_s, &mut settings.call_cap),
             ("join_deadline_s", self.join_deadline_s, &mut settings.join_deadline),
             ("step_deadline_s", self.step_deadline_s, &mut settings.step_deadline),
+            ("close_patience_s", self.close_patience_s, &mut settings.close_patience),
             ("heartbeat_s", self.heartbeat_s, &mut settings.heartbeat),
             ("trigger_cooldown_s", self.trigger_cooldown_s, &mut settings.rules.trigger_cooldown),
         ] {

@@ -5,6 +5,7 @@ import pytest
 import reading
 
 import backtape
+from backtape.launch import launch_name
 from backtape.settings import mesh_coordinates, rank_and_world_size
 
 
@@ -24,6 +25,46 @@ from backtape.settings import mesh_coordinates, rank_and_world_size
 )
 def test_rank_and_world_size_come_from_one_launcher(environment, expected):
     assert rank_and_world_size(environment) == expected
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "job 7", "TORCHELASTIC_RESTART_COUNT": "2"}
+SLURM = {"SLURM_JOB_ID": "90", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, None),
+        # Agents count the restarts that they asked for: only where there is one do all ranks agree.
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, "torchrun-job-7"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "torchrun-job-7-2"),
+        (SLURM, "slurm-90.3/0"),
+        (SLURM | {"SLURM_RESTART_COUNT": "4"}, "slurm-90.3/4"),
+        # One srun for each node: the steps differ, the launch is one.
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, "slurm-90/0"),
+        # One task a node, which starts the ranks of its node.
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2", "LOCAL_WORLD_SIZE": "4"}, "slurm-90.3/0"),
+        (SLURM | {"SLURM_JOB_ID_HET_GROUP_0": "89"}, "slurm-89.3/0"),
+        (SLURM | TORCHRUN, "slurm-90.3+torchrun-job-7/0"),
+        ({"PMIX_NAMESPACE": "prterun-h-5@1", "OMPI_COMM_WORLD_SIZE": "8"}, "mpi-prterun-h-5@1"),
+        ({"PMIX_NAMESPACE": "prterun-h-5@1", "OMPI_COMM_WORLD_SIZE": "4"}, None),
+    ],
+)
+def test_all_ranks_of_a_launch_give_it_one_name(environment, expected):
+    assert launch_name(environment, 8) == expected
+
+
+def test_a_launch_has_the_name_that_it_is_given(monkeypatch, tmp_path):
+    monkeypatch.setenv("BACKTAPE_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("BACKTAPE_STEPS", "0")
+    monkeypatch.setenv("BACKTAPE_STRICT", "1")
+    monkeypatch.setenv("BACKTAPE_LAUNCH", "job/../7")
+    with pytest.raises(backtape.RecorderError, match="launch cannot be recorded under its name"):
+        backtape.Recorder.from_env()
+    monkeypatch.setenv("BACKTAPE_LAUNCH", "job/7")
+    with backtape.Recorder.from_env() as recorder, recorder.step(0) as tape:
+        tape.record("x", np.ones(3))
+    assert '"name":"job/7"' in (tmp_path / "run" / "journal.jsonl").read_text()
 
 
 def test_without_steps_nothing_is_recorded(monkeypatch, tmp_path):

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 import timeit
 
 import numpy as np
@@ -239,3 +241,75 @@ def test_an_inactive_recorder_costs_next_to_nothing():
 
 def test_no_variable_of_this_process_made_these_tests_record():
     assert not any(name.startswith("BACKTAPE_") for name in os.environ)
+
+
+# The shards find no room, the journal's line goes into a page that it has, and the manifest finds
+# none again.
+FULL = """
+import os, sys, time
+import numpy as np
+import backtape
+
+store = sys.argv[1]
+recorder = backtape.Recorder(os.path.join(store, "run"), steps="0-1", close_patience_s=2.0)
+while recorder._native.summary().attempt is None:
+    pass
+with open(os.path.join(store, "filler"), "wb", buffering=0) as filler:
+    for size in (1 << 16, 1):
+        try:
+            while filler.write(b"x" * size):
+                pass
+        except OSError as full:
+            assert full.errno == 28, full
+for step in range(2):
+    with recorder.step(step) as tape:
+        tape.record("x", np.ones(1 << 20, np.float32))
+begin = time.monotonic()
+summary = recorder.close()
+print("closed after", time.monotonic() - begin)
+print("partial", list(summary.steps_partial), "committed", list(summary.steps_committed))
+print("\\n".join(summary.faults))
+"""
+
+
+def test_a_full_disk_costs_the_dump_and_a_few_seconds(tmp_path):
+    """Goal: close() waits for no disk that is full, and says so. Method: a small tmpfs in a mount
+    namespace of its own, filled to the last byte."""
+    store = tmp_path / "store"
+    store.mkdir()
+    inside = f"mount -t tmpfs -o size=2m tmpfs {store} && exec {sys.executable} - {store}"
+    space = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "-r"]
+    if subprocess.run([*space, "sh", "-c", inside.split("&&")[0]], capture_output=True).returncode:
+        pytest.skip("no mount namespace here")
+    command = [*space, "sh", "-c", inside]
+    ended = subprocess.run(command, input=FULL, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    closed, steps, faults = ended.stdout.split("\n", 2)
+    assert float(closed.split()[-1]) < 8, ended.stdout
+    assert steps == "partial [0, 1] committed []", ended.stdout
+    assert "No space left on device" in faults and "Traceback" not in ended.stderr, ended.stdout
+    assert "step 0 of rank 0 stays partial" in faults and "manifest.json" in faults, faults
+
+
+def test_a_coordinator_that_is_gone_is_said_while_the_job_runs_and_when_it_ends(tmp_path, told):
+    # Nobody listens there: the port was free a moment ago.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:%d" % free.getsockname()[1]
+    recorder = backtape.Recorder(
+        tmp_path / "run", coordinator=address, steps="0-1", close_patience_s=0.5
+    )
+    with recorder.step(0) as tape:
+        tape.record("x", 1.0)
+    begin = time.monotonic()
+    while recorder._native.trouble() is None:
+        assert time.monotonic() - begin < 30
+        time.sleep(0.1)
+    with recorder.step(1) as tape:
+        tape.record("x", 1.0)
+    assert any("the coordinator has taken nothing for" in line for line in told())
+    begin = time.monotonic()
+    summary = recorder.close()
+    assert time.monotonic() - begin < 10
+    assert list(summary.steps_partial) == [0, 1]
+    assert address in summary.faults[0] and "refused" in summary.faults[0], summary.faults

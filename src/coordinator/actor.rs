@@ -110,9 +110,9 @@ fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
 pub(super) fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
     match request {
         Request::Join(join, reply) => {
-            let run = join.run.clone();
-            let attempt = runs.join(join, now_ms);
-            answer(reply, move |runs| runs.entry(&run, attempt?))
+            let (run, process) = (join.run.clone(), (join.rank, join.incarnation));
+            let choice = runs.join(join, now_ms);
+            answer(reply, move |runs| runs.answer(&run, process, choice?))
         }
         Request::Admit(member, step, claims, reply) => {
             let admissions: Vec<_> =

@@ -278,15 +278,15 @@ impl AttemptLog {
             match self.write_manifest(step) {
                 Ok(()) => {
                     self.take_up(step);
+                    self.state.trouble.clear();
                     let (run, attempt) = (self.run(), self.attempt());
                     tracing::info!("run {run} attempt {attempt} step {step}: committed");
                 }
                 Err(error) => {
                     let path = self.directory.step(step).manifest();
-                    tracing::error!(
-                        "{} could not be written: {error}; will try again",
-                        path.display()
-                    );
+                    let trouble = format!("{} could not be written: {error}", path.display());
+                    tracing::error!("{trouble}; will try again");
+                    self.state.trouble = trouble;
                 }
             }
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::head::HeadDeclaration;
-use crate::identity::{Attempt, Name, Rank, Step};
+use crate::identity::{Attempt, LaunchName, Name, Rank, Step};
 use crate::manifest::{FileRecord, Omission};
 use crate::placement::Mesh;
 use crate::selection::{Planned, Selection, Trigger};
@@ -75,6 +75,18 @@ pub(crate) struct Opened {
     pub mesh: Mesh,
     /// The software, as the first rank gave it.
     pub versions: BTreeMap<String, String>,
+    /// Whose launch it is; absent where a launcher or an older rank 0 counted the attempt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub launch: Option<Launched>,
+}
+
+/// What tells one launch from another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Launched {
+    /// The process of rank 0 that opened the attempt: there is one in each launch.
+    pub opener: u64,
+    /// What the launcher calls it.
+    pub name: Option<LaunchName>,
 }
 
 /// A rank that entered.

@@ -119,9 +119,12 @@ impl Served {
             format_version: crate::FORMAT_VERSION,
             mesh: Default::default(),
             versions: Default::default(),
+            launch: None,
+            heard: None,
         };
         let (run, rank, incarnation) = (join.run.clone(), join.rank, join.incarnation);
-        let attempt = self.ask(|reply| Request::Join(join, reply), 0).unwrap().attempt;
+        let answered = self.ask(|reply| Request::Join(join, reply), 0).unwrap();
+        let attempt = answered.entry.unwrap().attempt;
         Member { run, attempt, rank, incarnation }
     }
 

@@ -4,7 +4,7 @@
 //! service (gRPC) -> actor (one thread) -> state (pure) -> journal (fsync) -> answer
 //! ```
 //!
-//! `state` and `attempts` know neither clock nor disk; `actor` owns them and the
+//! `state`, `attempts` and `arrivals` know neither clock nor disk; `actor` owns them and the
 //! journals, and answers only what is durable; `service` and `wire` alone name
 //! wire types. `orders` (durable) and `pulse` (from heartbeats, forgotten) choose
 //! what running ranks are asked to record. It holds no tensor bytes: a file that is sent goes to disk in
@@ -12,6 +12,7 @@
 
 mod accepted;
 mod actor;
+mod arrivals;
 mod attempt_log;
 mod attempts;
 mod config;

@@ -91,6 +91,7 @@ fn opened() -> Opened {
         started_ms: 0,
         mesh: Mesh::default(),
         versions: BTreeMap::new(),
+        launch: None,
     }
 }
 

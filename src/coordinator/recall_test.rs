@@ -31,6 +31,7 @@ fn opened() -> Opened {
         started_ms: 0,
         mesh: Mesh::default(),
         versions: Default::default(),
+        launch: None,
     }
 }
 

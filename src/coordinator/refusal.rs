@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::FORMAT_VERSION;
 use crate::hash::TrustHash;
-use crate::identity::{Attempt, Name, Rank, Step};
+use crate::identity::{Attempt, LaunchName, Name, Rank, Step};
 
 /// An event that was not accepted. Nothing was recorded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -40,6 +40,18 @@ pub enum Refusal {
         "attempt {attempt} of run {run} was superseded by attempt {latest}: restart rank {rank}"
     )]
     OldAttempt { run: Name, rank: Rank, attempt: Attempt, latest: Attempt },
+    #[error(
+        "rank {rank} is of launch {own}, which came before launch {latest} of run {run}: end this process, it was left over"
+    )]
+    OldLaunch { run: Name, rank: Rank, own: LaunchName, latest: LaunchName },
+    #[error(
+        "another process came after this one as rank {rank} of run {run}: end this one, it was left over"
+    )]
+    LeftOver { run: Name, rank: Rank },
+    #[error(
+        "rank {rank} is of launch {own}, attempt {attempt} of run {run} is launch {others}: give all ranks of a launch the same BACKTAPE_LAUNCH"
+    )]
+    OtherLaunch { run: Name, rank: Rank, attempt: Attempt, own: String, others: String },
     #[error(
         "rank {rank} joined attempt {attempt} of run {run} from another process before: count the restart in the attempt, or leave it out"
     )]

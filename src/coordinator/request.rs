@@ -11,7 +11,7 @@ use super::pulse::Beat;
 use super::refusal::Refusal;
 use super::status::{Overview, StepStatus, Unsettled};
 use crate::hash::TrustHash;
-use crate::identity::{Attempt, Name, Rank, Step};
+use crate::identity::{Attempt, LaunchName, Name, Rank, Step};
 use crate::manifest::FileRecord;
 use crate::placement::Mesh;
 use crate::selection::{Changes, Planned, Trigger};
@@ -43,6 +43,19 @@ pub(crate) struct Join {
     pub format_version: u32,
     pub mesh: Mesh,
     pub versions: BTreeMap<String, String>,
+    /// What the launcher calls its launch.
+    pub launch: Option<LaunchName>,
+    /// The newest arrival that it was told of; absent from ranks that know of none.
+    pub heard: Option<u64>,
+}
+
+/// What a rank that asked to enter is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Answered {
+    /// The newest arrival of a process.
+    pub arrivals: u64,
+    /// Inside, or why not yet.
+    pub entry: Result<Entry, String>,
 }
 
 /// What a rank that entered is told.
@@ -54,6 +67,8 @@ pub(crate) struct Entry {
     pub directory: PathBuf,
     /// Hash of the `run.json` there.
     pub run_record: TrustHash,
+    /// It opened the attempt, and ranks have yet to enter: it goes on saying that it lives.
+    pub vouch: bool,
 }
 
 /// A file as a rank describes it.
@@ -122,7 +137,7 @@ pub(crate) struct StepAsk {
 pub(crate) type Reply<T> = oneshot::Sender<Result<T, Refusal>>;
 
 pub(crate) enum Request {
-    Join(Join, Reply<Entry>),
+    Join(Join, Reply<Answered>),
     /// May these files be looked at? One answer for each.
     Admit(Member, Step, Vec<FileClaim>, Reply<Vec<Result<Admission, Refusal>>>),
     /// These files are durable; the shards of each.

@@ -3,21 +3,23 @@
 mod steering;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::arrivals::{Arrivals, Process};
 use super::attempt_log::AttemptLog;
-use super::attempts::{self, Entrant, Latest, Launch};
+use super::attempts::{self, Choice, Entrant, Latest, Launch};
 use super::config::{Config, Rules, StartError};
-use super::event::{Event, Joined, Opened};
+use super::event::{Event, Joined, Launched, Opened};
 use super::limits::{MAX_ATTEMPTS, MAX_RUNS};
 use super::metrics::Totals;
 use super::refusal::Refusal;
-use super::request::{Entry, Join, Member};
+use super::request::{Answered, Entry, Join, Member};
 use super::status::{Overview, Unsettled};
 use crate::faults;
-use crate::identity::{Attempt, Name};
+use crate::identity::{Attempt, Name, Rank};
 use crate::store::{AttemptDir, Backend, layout};
 
 /// The store as the coordinator knows it.
@@ -30,6 +32,8 @@ pub(crate) struct Runs {
     step_deadline: Duration,
     rules: Rules,
     runs: BTreeMap<Name, Run>,
+    /// Drawn anew whenever a coordinator starts.
+    arrivals_begin: u64,
     /// Attempts that took an event since the last flush.
     touched: BTreeSet<(Name, Attempt)>,
 }
@@ -40,6 +44,8 @@ struct Run {
     /// Attempts whose journal cannot be believed, and why.
     damaged: BTreeMap<Attempt, String>,
     launch: Launch,
+    /// Who asked to enter; forgotten with this process.
+    arrivals: Arrivals,
 }
 
 impl Runs {
@@ -60,28 +66,26 @@ impl Runs {
             step_deadline: config.step_deadline,
             rules: config.rules,
             runs: BTreeMap::new(),
+            arrivals_begin: RandomState::new().hash_one(std::process::id()),
             touched: BTreeSet::new(),
         };
         for (name, path) in names(config, backend).map_err(unusable)? {
-            let run = load_run(backend, &path, config.new_attempt).map_err(unusable)?;
+            let mut run = load_run(backend, &path, config.new_attempt).map_err(unusable)?;
+            run.arrivals = Arrivals::begin(runs.arrivals_begin);
             runs.runs.insert(name, run);
         }
         runs.commit_all();
         Ok(runs)
     }
 
-    /// Enters a rank into a run and stages what that changes.
-    pub(crate) fn join(&mut self, join: Join, now_ms: u64) -> Result<Attempt, Refusal> {
+    /// Enters a rank into a run and stages what that changes; or says why it waits.
+    pub(crate) fn join(&mut self, join: Join, now_ms: u64) -> Result<Choice, Refusal> {
         self.check_join(&join)?;
         let directory = self.store.join(join.run.as_str());
-        let run = self.runs.entry(join.run.clone()).or_default();
-        let entrant = Entrant {
-            run: &join.run,
-            rank: join.rank,
-            incarnation: join.incarnation,
-            explicit: join.attempt,
-        };
-        let attempt = attempts::choose(entrant, run.latest(), self.world_size)?;
+        let begin = self.arrivals_begin;
+        let run = self.runs.entry(join.run.clone()).or_insert_with(|| Run::begin(begin));
+        let choice = run.choose(&join, self.world_size)?;
+        let Choice::Enter(attempt) = choice else { return Ok(choice) };
         if !run.attempts.contains_key(&attempt) && run.attempts.len() >= MAX_ATTEMPTS {
             return Err(Refusal::Quota(format!(
                 "run {} has {MAX_ATTEMPTS} attempts, the most: give the job another run",
@@ -91,6 +95,8 @@ impl Runs {
         if let Some(reason) = run.damaged.get(&attempt) {
             return Err(Refusal::Poisoned { run: join.run, attempt, reason: reason.clone() });
         }
+        let opener = join.rank == Rank(0) && join.heard.is_some() && join.attempt.is_none();
+        let launched = opener.then_some(Launched { opener: join.incarnation, name: join.launch });
         let backend = &self.backend;
         let log = run.attempts.entry(attempt).or_insert_with(|| {
             let opened = Opened {
@@ -101,6 +107,7 @@ impl Runs {
                 started_ms: now_ms,
                 mesh: join.mesh.clone(),
                 versions: join.versions,
+                launch: launched,
             };
             AttemptLog::open(backend.clone(), AttemptDir::of(&directory, attempt), opened)
         });
@@ -115,7 +122,7 @@ impl Runs {
             run.launch = Launch::Own;
         }
         self.touched.insert((join.run, attempt));
-        Ok(attempt)
+        Ok(Choice::Enter(attempt))
     }
 
     fn check_join(&self, join: &Join) -> Result<(), Refusal> {
@@ -141,10 +148,30 @@ impl Runs {
         Ok(())
     }
 
-    /// What a rank that entered is told, once that is durable.
-    pub(crate) fn entry(&mut self, run: &Name, attempt: Attempt) -> Result<Entry, Refusal> {
+    /// What a rank that asked to enter is told, once that is durable.
+    pub(crate) fn answer(
+        &mut self,
+        run: &Name,
+        (rank, incarnation): Process,
+        choice: Choice,
+    ) -> Result<Answered, Refusal> {
+        let known = self.runs.get(run);
+        let arrivals = known.map_or(self.arrivals_begin, |known| known.arrivals.newest());
+        let attempt = match choice {
+            Choice::Wait(why) => return Ok(Answered { arrivals, entry: Err(why) }),
+            Choice::Enter(attempt) => attempt,
+        };
+        let embedded = self.new_attempt;
         let log = self.log(run, attempt)?;
-        Ok(Entry { attempt, run_record: log.run_record()?, directory: log.directory.path.clone() })
+        let opener = log.state.opened().launch.as_ref().map(|launched| launched.opener);
+        let opened = rank == Rank(0) && opener == Some(incarnation);
+        let entry = Entry {
+            attempt,
+            run_record: log.run_record()?,
+            directory: log.directory.path.clone(),
+            vouch: opened && !embedded && !log.state.all_joined(),
+        };
+        Ok(Answered { arrivals, entry: Ok(entry) })
     }
 
     /// An attempt that is usable, whoever asks.
@@ -247,11 +274,57 @@ impl Runs {
     /// Every step of every run's newest attempt that is not committed.
     pub(crate) fn unsettled(&self) -> Vec<Unsettled> {
         let newest = self.runs.values().filter_map(|run| run.attempts.values().next_back());
-        newest.flat_map(|log| log.state.unsettled()).collect()
+        let unsettled = |log: &AttemptLog| match log.usable() {
+            // Nothing that is waited for comes any more.
+            Err(Refusal::Poisoned { reason, .. }) => {
+                let given_up = |step| Unsettled { partial: true, missing: reason.clone(), ..step };
+                log.state.unsettled().into_iter().map(given_up).collect()
+            }
+            _ => log.state.unsettled(),
+        };
+        newest.flat_map(unsettled).collect()
     }
 }
 
 impl Run {
+    /// A run that nothing is known of.
+    fn begin(arrivals_begin: u64) -> Run {
+        Run { arrivals: Arrivals::begin(arrivals_begin), ..Run::default() }
+    }
+
+    /// Which attempt a rank enters, if that can be said yet.
+    fn choose(&mut self, join: &Join, world_size: u32) -> Result<Choice, Refusal> {
+        if let Some(heard) = join.heard {
+            self.arrivals.note((join.rank, join.incarnation), join.launch.as_ref(), heard);
+        }
+        let entrant = Entrant {
+            run: &join.run,
+            rank: join.rank,
+            incarnation: join.incarnation,
+            explicit: join.attempt,
+            launch: join.launch.as_ref(),
+            waits: join.heard.is_some(),
+        };
+        let entered = self.entered(join.rank, join.incarnation);
+        match (entered.filter(|_| join.attempt.is_none()), self.newest()) {
+            // A process enters once, and asks again where it missed the answer.
+            (Some(entered), Some(newest)) if entered < newest => {
+                Err(entrant.superseded(entered, newest))
+            }
+            (Some(entered), _) => Ok(Choice::Enter(entered)),
+            (None, _) => {
+                attempts::choose(entrant, self.launch, self.latest(), &self.arrivals, world_size)
+            }
+        }
+    }
+
+    /// The attempt that a process entered before.
+    fn entered(&self, rank: Rank, incarnation: u64) -> Option<Attempt> {
+        let member = |log: &AttemptLog| log.state.check_member(rank, incarnation).is_ok();
+        let mut newest_first = self.attempts.iter().rev();
+        newest_first.find(|(_, log)| member(log)).map(|(attempt, _)| *attempt)
+    }
+
     fn newest(&self) -> Option<Attempt> {
         let live = self.attempts.keys().next_back();
         live.max(self.damaged.keys().next_back()).copied()
@@ -263,7 +336,7 @@ impl Run {
             (Some(log), _) => Ok(&log.state),
             (None, damage) => Err(damage.map_or("", String::as_str)),
         };
-        Some(Latest { attempt, state, launch: self.launch })
+        Some(Latest { attempt, state })
     }
 }
 

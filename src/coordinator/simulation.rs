@@ -1,27 +1,30 @@
 //! Goal: whatever the network, the processes and the disk do, nothing acknowledged is lost, what
-//! is committed is whole, stays, and holds one attempt, and once the faults end the job commits.
+//! is committed is whole, stays, and holds one attempt, once the faults end the job commits, and
+//! the ranks of one launch meet in one attempt, which no process of another launch enters.
 //!
 //! Method: the real requests, state machine, journal and manifests of the actor, one request
 //! after the other, between simulated ranks. A seed draws everything: which message arrives next,
 //! which is lost or doubled, when the coordinator dies (before its journal's fsync, before the
 //! manifest's link, before its answers) and what of the unsynced line is left, when a rank or the
-//! job is restarted. The oracle is what the ranks were told. The same seed gives the same trace.
+//! job is restarted, at once and again and again. What the dead had sent arrives later; where
+//! launches have names, processes of old ones live on. The oracle is what the ranks were told,
+//! and who was started with whom. The same seed gives the same trace.
 //!
 //! `BACKTAPE_SEED` and `BACKTAPE_SIMULATIONS` choose other seeds and how many.
 
 mod job;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::oneshot;
 
-use self::job::{Ask, FILES, Process, RANKS, STEPS, Told};
+use self::job::{Ask, FILES, Kind, Process, RANKS, STEPS, Told};
 use super::actor::handle;
 use super::config::Config;
 use super::refusal::Refusal;
-use super::request::{Entry, Request};
+use super::request::{Answered, Request};
 use super::runs::Runs;
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Rank, Step};
@@ -30,7 +33,7 @@ use crate::store::{AttemptDir, Backend, layout};
 
 /// Moves with faults, and moves that the job then has to get done.
 const FAULTY: u32 = 400;
-const CALM: u32 = 4000;
+const CALM: u32 = 20_000;
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
 pub(super) struct Random(u64);
@@ -61,8 +64,18 @@ struct World {
     random: Random,
     store: tempfile::TempDir,
     runs: Option<Runs>,
+    kind: Kind,
+    /// Restarts in a thousand moves.
+    restarts: usize,
     job: Vec<Process>,
+    /// Those of old launches that nobody ended.
+    left_over: Vec<Process>,
+    processes: u64,
     launches: u64,
+    /// Which launch each process is of.
+    launch_of: BTreeMap<u64, u64>,
+    /// Launches of which one rank was started again alone, as no launcher should.
+    torn: BTreeSet<u64>,
     requests: Vec<(u64, Ask)>,
     answers: Vec<(u64, Told)>,
     acknowledged: Acknowledged,
@@ -85,12 +98,22 @@ impl World {
         let memory = Path::new("/dev/shm");
         let place = if memory.is_dir() { memory.into() } else { std::env::temp_dir() };
         let store = tempfile::Builder::new().prefix("backtape-").tempdir_in(place).unwrap();
+        let mut random = Random(seed);
+        let kind = [Kind::Before, Kind::Nameless, Kind::Nameless, Kind::Named, Kind::Named];
         let mut world = World {
-            random: Random(seed),
+            kind: kind[random.below(kind.len())],
+            // Seldom, or no step would come to its end while there are faults; or so often that
+            // launches are killed while their ranks enter.
+            restarts: if random.percent(60) { 3 } else { 40 },
+            random,
             store,
             runs: None,
             job: Vec::new(),
+            left_over: Vec::new(),
+            processes: 0,
             launches: 0,
+            launch_of: BTreeMap::new(),
+            torn: BTreeSet::new(),
             requests: Vec::new(),
             answers: Vec::new(),
             acknowledged: BTreeMap::new(),
@@ -121,13 +144,30 @@ impl World {
         self.runs = Some(runs);
     }
 
-    /// Every rank is a new process.
+    /// Every rank is a new process. The old ones are dead, or some live on.
     fn launch(&mut self) {
-        self.job.clear();
-        for rank in 0..RANKS {
-            self.launches += 1;
-            self.job.push(Process::new(Rank(rank), self.launches));
+        let old = std::mem::take(&mut self.job);
+        if self.kind == Kind::Named {
+            let lives = old.into_iter().filter(|_| self.random.percent(30));
+            self.left_over.extend(lives.collect::<Vec<_>>());
         }
+        self.launches += 1;
+        for rank in 0..RANKS {
+            let process = self.start(Rank(rank));
+            self.job.push(process);
+        }
+    }
+
+    fn start(&mut self, rank: Rank) -> Process {
+        self.processes += 1;
+        self.launch_of.insert(self.processes, self.launches);
+        Process::new(rank, self.processes, self.launches, self.kind)
+    }
+
+    /// Starts one rank again alone.
+    fn tear(&mut self, index: usize) {
+        self.torn.insert(self.launches);
+        self.job[index] = self.start(self.job[index].rank);
     }
 
     fn note(&mut self, what: &str, number: u64) {
@@ -140,14 +180,14 @@ impl World {
         self.now_ms += 1 + self.random.next() % 50;
         match self.random.below(1000) {
             0..20 if faults => self.kill_coordinator(),
-            // Seldom, or no step would come to its end while there are faults.
-            20..23 if faults => self.restart_ranks(),
-            23..400 => self.deliver_requests(faults),
+            n if faults && n < 20 + self.restarts => self.restart_ranks(),
+            20..400 => self.deliver_requests(faults),
             400..700 => self.deliver_answer(faults),
             _ => {
-                let index = self.random.below(self.job.len());
-                let process = &self.job[index];
-                if let Some(ask) = process.ask() {
+                let beside = self.random.percent(30);
+                let index = self.random.below(self.job.len() + self.left_over.len());
+                let process = self.job.iter().chain(&self.left_over).nth(index).unwrap();
+                if let Some(ask) = process.ask(beside) {
                     let incarnation = process.incarnation;
                     self.note("ask", incarnation);
                     self.requests.push((incarnation, ask));
@@ -158,12 +198,11 @@ impl World {
 
     fn restart_ranks(&mut self) {
         self.note("restart", self.launches);
-        if self.random.percent(50) {
+        if self.random.percent(70) {
             return self.launch();
         }
         let index = self.random.below(self.job.len());
-        self.launches += 1;
-        self.job[index] = Process::new(self.job[index].rank, self.launches);
+        self.tear(index);
     }
 
     /// Some requests reach the coordinator together and share a flush; it may die in it.
@@ -234,7 +273,7 @@ impl World {
         match ask {
             Ask::Join(join) => {
                 let (reply, answer) = oneshot::channel();
-                (Request::Join((**join).clone(), reply), Waiting::Entry(answer))
+                (Request::Join((**join).clone(), reply), Waiting::Join(answer))
             }
             Ask::Report(member, step, file) => {
                 let (reply, answer) = oneshot::channel();
@@ -261,16 +300,26 @@ impl World {
             return;
         }
         // Told to a process that has died since: nobody heard it.
-        let Some(process) = self.job.iter_mut().find(|p| p.incarnation == incarnation) else {
+        let mut living = self.job.iter_mut().chain(&mut self.left_over);
+        let Some(process) = living.find(|p| p.incarnation == incarnation) else {
             return;
         };
-        let relaunch = process.hear(&told, &mut self.acknowledged, &mut self.committed);
+        let launch = process.launch;
+        let refused = process.hear(&told, &mut self.acknowledged, &mut self.committed);
         self.note("answer", incarnation);
-        if relaunch {
-            // One rank of the job was restarted alone: the launcher restarts the others too.
-            self.launches += 1;
-            let rank = self.job.iter().position(|p| p.incarnation == incarnation).unwrap();
-            self.job[rank] = Process::new(Rank(rank as u32), self.launches);
+        if !refused {
+            return;
+        }
+        self.left_over.retain(|process| process.incarnation != incarnation);
+        let Some(rank) = self.job.iter().position(|p| p.incarnation == incarnation) else {
+            return;
+        };
+        let whole = self.kind != Kind::Before && !self.torn.contains(&launch);
+        assert!(!whole, "rank {rank} of the latest launch, {launch}, was refused: {told:?}");
+        match self.kind {
+            // The launcher restarts the others too, as they are refused.
+            Kind::Before => self.tear(rank),
+            Kind::Nameless | Kind::Named => self.launch(),
         }
     }
 
@@ -332,6 +381,26 @@ impl World {
         for path in self.seen.keys() {
             self.check_manifest(&mut runs, path);
         }
+        if self.kind != Kind::Before {
+            self.check_launches(&mut runs);
+        }
+    }
+
+    /// Who was started together is in one attempt, and alone there.
+    fn check_launches(&self, runs: &mut Runs) {
+        let run = self.store.path().join("run");
+        let mut met = BTreeMap::new();
+        for attempt in AttemptDir::list(&Backend::Directory, &run).unwrap() {
+            let Ok(log) = runs.log(&run_name(), attempt.attempt) else { continue };
+            let ranks = log.state.ranks.values();
+            let launches: BTreeSet<u64> = ranks.map(|r| self.launch_of[&r.incarnation]).collect();
+            let number = attempt.attempt;
+            assert_eq!(launches.len(), 1, "attempt {number} holds the launches {launches:?}");
+            for launch in launches.difference(&self.torn) {
+                let other = met.insert(*launch, number);
+                assert_eq!(other, None, "launch {launch} is in attempt {number} too");
+            }
+        }
     }
 
     /// A manifest lists all that its attempt's ranks counted, and nothing of another attempt.
@@ -351,7 +420,7 @@ impl World {
 
 /// An answer that the actor has yet to give.
 enum Waiting {
-    Entry(oneshot::Receiver<Result<Entry, Refusal>>),
+    Join(oneshot::Receiver<Result<Answered, Refusal>>),
     Shards(oneshot::Receiver<Result<Vec<Result<u64, Refusal>>, Refusal>>),
     Committed(oneshot::Receiver<Result<bool, Refusal>>),
 }
@@ -360,10 +429,13 @@ impl Waiting {
     fn read(self, ask: &Ask) -> Told {
         let refused = |refusal: Refusal| Told::Refused(refusal.to_string());
         match self {
-            Waiting::Entry(mut answer) => answer
-                .try_recv()
-                .unwrap()
-                .map_or_else(refused, |entry| Told::Entered(entry.attempt)),
+            Waiting::Join(mut answer) => {
+                let joined = |answered: Answered| {
+                    let inside = answered.entry.ok().map(|entry| (entry.attempt, entry.vouch));
+                    Told::Joined(answered.arrivals, inside)
+                };
+                answer.try_recv().unwrap().map_or_else(refused, joined)
+            }
             Waiting::Shards(mut answer) => {
                 let told = answer.try_recv().unwrap();
                 let one = told.and_then(|mut outcomes| outcomes.remove(0));
@@ -384,17 +456,21 @@ fn simulate(seed: u64) -> TrustHash {
         world.step(true);
     }
     world.check_manifests();
+    // A launch that is whole gets through; of another, launchers start all ranks again.
+    if world.kind != Kind::Before && world.torn.contains(&world.launches) {
+        world.launch();
+    }
     let mut calm = 0;
     loop {
-        while world.job.iter().any(|process| process.ask().is_some()) {
+        while world.job.iter().any(|process| process.ask(false).is_some()) {
             world.step(false);
             calm += 1;
             assert!(calm < CALM, "the job does not come to its end");
         }
-        // A rank that was restarted alone, when others were through: as launchers do, all are.
         if world.job.iter().all(|process| process.attempt == world.job[0].attempt) {
             break;
         }
+        assert_eq!(world.kind, Kind::Before, "the ranks of one launch did not meet");
         world.launch();
     }
     world.check();

@@ -62,6 +62,8 @@ pub(crate) struct AttemptState {
     pub(super) sums: Sums,
     /// Bytes of what each rank said of steps that are not committed.
     held: BTreeMap<Rank, u64>,
+    /// Why the latest manifest could not be written; empty where it could.
+    pub(super) trouble: String,
 }
 
 impl AttemptState {
@@ -79,6 +81,7 @@ impl AttemptState {
             overdue: 0,
             sums: Sums::default(),
             held: BTreeMap::new(),
+            trouble: String::new(),
         }
     }
 
@@ -95,6 +98,11 @@ impl AttemptState {
     /// True when some process joined as this rank.
     pub(crate) fn has_joined(&self, rank: Rank) -> bool {
         self.ranks.contains_key(&rank)
+    }
+
+    /// True when every rank has joined.
+    pub(crate) fn all_joined(&self) -> bool {
+        self.ranks.len() as u64 >= u64::from(self.opened.world_size)
     }
 
     /// Header hashes of a rank's files that were reported of a step, by name.

@@ -24,6 +24,8 @@ pub struct StepStatus {
     pub bytes: u64,
     /// Why it is partial; empty while it is open or committed.
     pub reason: String,
+    /// Why its manifest is not written yet, though every rank closed it.
+    pub trouble: String,
 }
 
 /// What is known of a run's newest attempt.
@@ -104,6 +106,7 @@ impl AttemptState {
             shards: state.sums.shards,
             bytes: state.sums.bytes,
             reason: if late { self.missing(step) } else { String::new() },
+            trouble: if self.is_ready(step) { self.trouble.clone() } else { String::new() },
         }
     }
 
@@ -180,8 +183,11 @@ impl AttemptState {
         }
     }
 
-    /// Who did not close a step, with what is known of each.
+    /// Who did not close a step, with what is known of each, or why it has no manifest.
     pub(crate) fn missing(&self, step: Step) -> String {
+        if self.is_ready(step) {
+            return self.trouble.clone();
+        }
         let world_size = self.opened.world_size;
         let state = self.steps.get(&step);
         let closed = state.map_or(0, |state| state.closed.len() as u64);

@@ -13,12 +13,12 @@ use super::limits::{
     MAX_DECLARATION_BYTES, MAX_FILE_BYTES, MAX_FILES_PER_REPORT, MAX_MESH_BYTES, MAX_VERSIONS_BYTES,
 };
 use super::refusal::Refusal;
-use super::request::{FileClaim, Join, Member, StepAsk};
+use super::request::{Answered, FileClaim, Join, Member, StepAsk};
 use super::scalars::SentRows;
 use super::status::{Overview, Progress};
 use crate::hash::TrustHash;
-use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
-use crate::manifest::Omission;
+use crate::identity::{Attempt, LaunchName, Microbatch, Name, Rank, Step};
+use crate::manifest::{EVERYTHING, Omission};
 use crate::scalars::Line;
 
 /// Bytes of an omission's tensor or reason that are accepted.
@@ -60,7 +60,30 @@ pub(super) fn join(wire: proto::JoinRequest) -> Result<Join, Refusal> {
         format_version: wire.format_version,
         mesh,
         versions: wire.versions.into_iter().collect(),
+        launch: match wire.launch.as_str() {
+            "" => None,
+            text => Some(LaunchName::new(text).map_err(malformed)?),
+        },
+        heard: wire.heard,
     })
+}
+
+pub(super) fn answered(of: Answered) -> proto::JoinResponse {
+    let answer = proto::JoinResponse {
+        arrivals: of.arrivals,
+        version: crate::VERSION.into(),
+        ..Default::default()
+    };
+    match of.entry {
+        Ok(entry) => proto::JoinResponse {
+            attempt: entry.attempt.0,
+            directory: entry.directory.to_string_lossy().into_owned(),
+            run_record: entry.run_record.0.to_vec().into(),
+            vouch: entry.vouch,
+            ..answer
+        },
+        Err(waits) => proto::JoinResponse { waits, ..answer },
+    }
 }
 
 fn member(wire: Option<proto::Member>) -> Result<Member, Refusal> {
@@ -119,9 +142,14 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
         }
         Ok(Omission {
             rank: member.rank,
-            tensor: omission.tensor,
+            tensor: match omission.tensor.as_str() {
+                EVERYTHING => omission.tensor,
+                // Escaped, not refused: a job may have tensors that cannot be recorded under
+                // their names, which is why they are omitted.
+                name => Name::escaped(name).to_string(),
+            },
             microbatch: omission.microbatch.map(Microbatch),
-            reason: omission.reason,
+            reason: one_line(&omission.reason),
         })
     });
     let selection = match wire.selection.as_ref() {
@@ -131,6 +159,15 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
     let omissions = omissions.collect::<Result<_, _>>()?;
     let closing = Closing { files: wire.files, head, omissions, selection };
     Ok((member, Step(wire.step), closing))
+}
+
+/// Text without what moves a terminal's cursor, or ends a line of a report.
+fn one_line(text: &str) -> String {
+    let plain = |c: char| match c.is_control() {
+        true => c.escape_default().to_string(),
+        false => c.to_string(),
+    };
+    text.chars().map(plain).collect()
 }
 
 pub(super) fn scalars(wire: proto::RecordScalarsRequest) -> Result<SentRows, Refusal> {

@@ -14,5 +14,6 @@ pub mod shard_writer;
 pub use backend::Backend;
 pub use held::HeldDirectory;
 pub use layout::{AttemptDir, StepDir};
+pub use pieces::Moved;
 pub use shard_file::{ShardFile, ShardFileError};
 pub use shard_writer::{FinishedFile, ShardWriter};

@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -42,6 +42,9 @@ const SHARED_BYTES: usize = 4 << 20;
 /// Pieces kept for the next file: memory that was written to before takes no page faults.
 const SPARE_PIECES: usize = 3;
 
+/// Bytes that went where they belong, counted as they go: who waits for them sees them move.
+pub type Moved = Arc<AtomicU64>;
+
 /// A write that failed: what comes before `from` is in the file.
 #[derive(Debug)]
 pub(crate) struct Torn {
@@ -52,6 +55,7 @@ pub(crate) struct Torn {
 /// A file that grows at its end.
 pub(crate) struct Pieces {
     file: Arc<File>,
+    moved: Moved,
     /// Where the next byte belongs; what of it is not yet handed over is in `piece`.
     end: u64,
     piece: Piece,
@@ -75,7 +79,13 @@ impl Pieces {
     /// page cache, for a file that is read again at once.
     pub(crate) fn new(file: File, at: u64, direct: bool) -> Pieces {
         let piece = Piece::default();
-        Pieces { file: Arc::new(file), end: at, piece, way: Way::Unknown { direct } }
+        let (file, moved, way) = (Arc::new(file), Moved::default(), Way::Unknown { direct });
+        Pieces { file, moved, end: at, piece, way }
+    }
+
+    /// What is written from now on is counted there.
+    pub(crate) fn count(&mut self, moved: &Moved) {
+        self.moved = moved.clone();
     }
 
     /// Appends; what failed may be of an earlier push.
@@ -85,7 +95,7 @@ impl Pieces {
                 self.hand_over(true)?;
             }
             if self.is_plain() {
-                write_at(&self.file, bytes, self.end)?;
+                write_at((&self.file, &self.moved), bytes, self.end)?;
                 self.end += bytes.len() as u64;
                 return Ok(());
             }
@@ -114,7 +124,7 @@ impl Pieces {
         }
         let rest = std::mem::take(&mut self.piece);
         self.way = Way::Plain;
-        write_at(&self.file, rest.bytes(), self.end - rest.filled as u64)
+        write_at((&self.file, &self.moved), rest.bytes(), self.end - rest.filled as u64)
     }
 
     /// Goes on from `at` after a failure, through the page cache and without waiting to be full.
@@ -147,13 +157,13 @@ impl Pieces {
         let begin = self.end - self.piece.filled as u64;
         let mut full = std::mem::take(&mut self.piece);
         if let Way::Unknown { direct } = self.way {
-            match Writer::start(self.file.clone(), direct) {
+            match Writer::start(self.file.clone(), self.moved.clone(), direct) {
                 Ok(writer) => self.way = Way::Thread(writer),
                 Err(_) => self.way = Way::Plain,
             }
         }
         let Way::Thread(writer) = &self.way else {
-            return write_at(&self.file, full.bytes(), begin);
+            return write_at((&self.file, &self.moved), full.bytes(), begin);
         };
         let whole = full.filled - full.filled % ALIGNMENT;
         let torn = |error| Torn { from: begin, error };
@@ -174,14 +184,14 @@ struct Writer {
 }
 
 impl Writer {
-    fn start(file: Arc<File>, direct: bool) -> io::Result<Writer> {
+    fn start(file: Arc<File>, moved: Moved, direct: bool) -> io::Result<Writer> {
         let (pieces, queue) = sync_channel(PIECES_AHEAD);
         let torn = Arc::new(Mutex::new(None));
         let failed = torn.clone();
         let thread = std::thread::Builder::new().name("backtape-writer".into());
         let thread = thread.spawn(move || {
             let direct = direct && set_direct(&file, true).is_ok();
-            write_all(&file, direct, &queue, &failed);
+            write_all((&file, &moved), direct, &queue, &failed);
         })?;
         Ok(Writer { pieces, thread, torn })
     }
@@ -219,14 +229,14 @@ fn take(torn: &Mutex<Option<Torn>>) -> Option<Torn> {
 /// Writes pieces until no more will come. After a failure the rest is let go: pieces follow each
 /// other, and what stands behind a hole is no part of the file.
 fn write_all(
-    file: &File,
+    to: Counted<'_>,
     mut direct: bool,
     queue: &Receiver<(u64, Piece)>,
     torn: &Mutex<Option<Torn>>,
 ) {
     let mut failed = false;
     for (at, piece) in queue {
-        if !failed && let Err(found) = write_piece(file, &mut direct, at, piece.bytes()) {
+        if !failed && let Err(found) = write_piece(to, &mut direct, at, piece.bytes()) {
             failed = true;
             *torn.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
         }
@@ -236,13 +246,13 @@ fn write_all(
 
 /// Writes one piece; a file system may also refuse a direct write when it comes to it, or take
 /// less than a block of it.
-fn write_piece(file: &File, direct: &mut bool, at: u64, bytes: &[u8]) -> Result<(), Torn> {
-    match write_at(file, bytes, at) {
+fn write_piece(to: Counted<'_>, direct: &mut bool, at: u64, bytes: &[u8]) -> Result<(), Torn> {
+    match write_at(to, bytes, at) {
         Err(torn) if *direct && torn.error.raw_os_error() == Some(INVALID) => {
             *direct = false;
-            let plain = set_direct(file, false);
+            let plain = set_direct(to.0, false);
             plain.map_err(|error| Torn { from: torn.from, error })?;
-            write_at(file, &bytes[(torn.from - at) as usize..], torn.from)
+            write_at(to, &bytes[(torn.from - at) as usize..], torn.from)
         }
         written => written,
     }
@@ -250,8 +260,11 @@ fn write_piece(file: &File, direct: &mut bool, at: u64, bytes: &[u8]) -> Result<
 
 const INVALID: i32 = rustix::io::Errno::INVAL.raw_os_error();
 
+/// A file, and where its bytes are counted.
+type Counted<'a> = (&'a File, &'a Moved);
+
 /// All of the bytes, or how far it came.
-fn write_at(file: &File, mut bytes: &[u8], mut at: u64) -> Result<(), Torn> {
+fn write_at((file, moved): Counted<'_>, mut bytes: &[u8], mut at: u64) -> Result<(), Torn> {
     let torn = |from| move |error| Torn { from, error };
     if !bytes.is_empty() {
         faults::point("shard.piece").map_err(torn(at))?;
@@ -259,7 +272,10 @@ fn write_at(file: &File, mut bytes: &[u8], mut at: u64) -> Result<(), Torn> {
     while !bytes.is_empty() {
         match file.write_at(bytes, at) {
             Ok(0) => return Err(torn(at)(io::ErrorKind::WriteZero.into())),
-            Ok(n) => (bytes, at) = (&bytes[n..], at + n as u64),
+            Ok(n) => {
+                moved.fetch_add(n as u64, Ordering::Relaxed);
+                (bytes, at) = (&bytes[n..], at + n as u64);
+            }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(torn(at)(error)),
         }

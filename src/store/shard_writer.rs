@@ -15,7 +15,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use super::backend::Backend;
 use super::durable;
 use super::header::{self, FileSelf};
-use super::pieces::{Pieces, Torn};
+use super::pieces::{Moved, Pieces, Torn};
 use crate::faults;
 use crate::hash::TrustHash;
 use crate::identity::Name;
@@ -130,6 +130,11 @@ impl ShardWriter {
         self.pieces.restart(HEADER_ROOM as u64 + end);
     }
 
+    /// Counts there what is written from now on.
+    pub fn count(&mut self, moved: &Moved) {
+        self.pieces.count(moved);
+    }
+
     /// Bytes of shards so far.
     pub fn data_length(&self) -> u64 {
         self.data
@@ -226,9 +231,10 @@ impl FinishedFile {
     }
 
     /// Puts the file into a directory of another backend; durable when this returns. False
-    /// when a file of that name was there.
-    pub fn put(&self, backend: &Backend, directory: &Path) -> io::Result<bool> {
-        backend.publish(&self.scratch, &directory.join(self.record.name.as_str()))
+    /// when a file of that name was there. Counts what has left this host.
+    pub fn put(&self, backend: &Backend, directory: &Path, moved: &Moved) -> io::Result<bool> {
+        let target = directory.join(self.record.name.as_str());
+        backend.publish_counted(&self.scratch, &target, moved)
     }
 }
 

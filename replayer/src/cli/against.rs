@@ -14,7 +14,7 @@ use super::error::RunError;
 use super::progress::Bar;
 use super::run::{How, replay_one, report as report_one, searched};
 use crate::diagnose::{Budget, Found, diagnose};
-use crate::dump::{self, Selection, StepDump};
+use crate::dump::{self, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
 use crate::replay::norm_pair::between;
@@ -39,8 +39,7 @@ pub(super) fn report(
     how: (How<'_>, &Bar),
 ) -> Result<Report, RunError> {
     let (path, dump, proof) = one;
-    let which = Selection { step: Some(dump.step.0), ..Selection::default() };
-    let other_dump = dump::open(other_path, &which)?;
+    let other_dump = dump::open_other(other_path, dump.step)?;
     let other_proof = how.1.verify(&other_dump);
     let roles = wanted_roles(dump, asked);
     let ours = judge(one, asked, &roles, how)?;

@@ -61,7 +61,7 @@ pub(super) enum Command {
 
 #[derive(Debug, Args)]
 pub(super) struct ListArguments {
-    /// A store of runs, or one run.
+    /// A store of runs, or one run, or RUN@ATTEMPT:STEP.
     #[arg(value_name = "DIR")]
     pub(super) place: PathBuf,
     /// Which run, where the store holds several; all by default.
@@ -101,7 +101,7 @@ pub(super) struct ShowArguments {
     /// Bits in hexadecimal in place of values.
     #[arg(long)]
     pub(super) bits: bool,
-    /// The run, or a store that holds it.
+    /// The run, or a store that holds it; RUN@ATTEMPT:STEP chooses in it.
     #[arg(long, value_name = "DIR")]
     pub(super) dump: PathBuf,
     #[command(flatten)]
@@ -132,7 +132,7 @@ pub(super) struct ExportArguments {
     /// No progress bar.
     #[arg(long)]
     pub(super) quiet: bool,
-    /// The run, or a store that holds it.
+    /// The run, or a store that holds it; RUN@ATTEMPT:STEP chooses in it.
     #[arg(long, value_name = "DIR")]
     pub(super) dump: PathBuf,
     #[command(flatten)]
@@ -147,10 +147,10 @@ pub(super) enum FrameworkArgument {
 
 #[derive(Debug, Args)]
 pub(super) struct DiffArguments {
-    /// The run, or a store that holds it.
+    /// The run, or a store that holds it; RUN@ATTEMPT:STEP chooses in it.
     #[arg(value_name = "A")]
     pub(super) dump: PathBuf,
-    /// Another run of the same step.
+    /// Another run: the same step of it, or RUN@ATTEMPT:STEP.
     #[arg(value_name = "B")]
     pub(super) against: PathBuf,
     #[command(flatten)]
@@ -205,7 +205,7 @@ pub(super) struct CausesArguments {
 
 #[derive(Debug, Args)]
 pub(super) struct ReplayArguments {
-    /// The run to replay, or a store that holds it.
+    /// The run to replay, or a store that holds it; RUN@ATTEMPT:STEP chooses in it.
     #[arg(long, value_name = "DIR", required = true)]
     pub(super) dump: Option<PathBuf>,
     #[command(flatten)]
@@ -214,7 +214,7 @@ pub(super) struct ReplayArguments {
     /// also patterns of tensor names, as in 'layers.*,dq'. All by default.
     #[arg(long, value_name = "ROLES", value_delimiter = ',')]
     pub(super) compare: Vec<String>,
-    /// Another run of the same step to compare with, sharded in any way.
+    /// Another run to compare with, sharded in any way: the same step of it, or RUN@ATTEMPT:STEP.
     #[arg(long, value_name = "DIR")]
     pub(super) against: Option<PathBuf>,
     /// A policy of your own, in TOML: rounding points, sums and tiles that stand in
@@ -262,7 +262,7 @@ pub(super) struct ReplayArguments {
 
 #[derive(Debug, Args)]
 pub(super) struct DumpArguments {
-    /// The run, or a store that holds it.
+    /// The run, or a store that holds it; RUN@ATTEMPT:STEP chooses in it.
     #[arg(long, value_name = "DIR")]
     pub(super) dump: PathBuf,
     #[command(flatten)]
@@ -277,7 +277,7 @@ pub(super) struct DumpArguments {
 
 #[derive(Debug, Args)]
 pub(super) struct TrajectoryArguments {
-    /// The run, or a store that holds it.
+    /// The run, or a store that holds it; RUN@ATTEMPT:STEP chooses in it.
     #[arg(long, value_name = "DIR")]
     pub(super) dump: PathBuf,
     /// Which run, where the store holds several.

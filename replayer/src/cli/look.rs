@@ -60,8 +60,10 @@ pub(super) fn show(arguments: &ShowArguments) -> Result<(String, i32), RunError>
 
 /// A line that says why a step is not committed; nothing of one that is.
 fn note(dump: &StepDump) -> String {
+    let mut said = dump.passed_over();
     let why = dump.state.why();
-    why.map_or(String::new(), |why| format!("step {} is not committed: {why}\n", dump.step))
+    said.extend(why.map(|why| format!("step {} is not committed: {why}", dump.step)));
+    said.into_iter().map(|sentence| sentence + "\n").collect()
 }
 
 pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunError> {

@@ -447,9 +447,11 @@ pub(super) fn report(
     let microbatches = judged.map(|(step, _)| step.microbatches.len());
     let manifest = &dump.manifest;
     let opened = dump;
+    let passed_over = dump.passed_over();
     let dump = summary(path, dump, microbatches, proof);
-    let findings: Vec<String> =
+    let mut findings: Vec<String> =
         proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
+    findings.extend(passed_over);
     let outcome = judged.map(|(_, outcome)| outcome);
     let mut not_checked: Vec<NotChecked> =
         outcome.map(|outcome| outcome.not_checked.clone()).unwrap_or_default();

@@ -50,6 +50,19 @@ pub enum OpenError {
         path = path.display()
     )]
     Misplaced { path: PathBuf, says: String, lies: String },
+    #[error(
+        "{path} is a run, and so is {run}, of which it may mean a part: choose the run with --dump {store} --run {name}, or a part of the other with --dump {run} and --attempt or --step",
+        path = path.display(),
+        run = run.display(),
+        store = path.parent().unwrap_or(Path::new(".")).display(),
+        name = path.file_name().unwrap_or_default().display()
+    )]
+    TwoMeanings { path: PathBuf, run: PathBuf },
+    #[error(
+        "{path} is written with {what} {written}, and {what} {asked} is asked for: say one of them",
+        path = path.display()
+    )]
+    SaidTwice { path: PathBuf, what: &'static str, written: u64, asked: u64 },
     #[error(transparent)]
     Bucket { source: ConnectError },
     #[error("{path} cannot be read: check that it exists and that you may read it", path = path.display())]
@@ -61,7 +74,7 @@ impl OpenError {
     pub(super) fn with_paths(mut self, change: impl Fn(&Path) -> PathBuf) -> OpenError {
         use OpenError::*;
         let paths: Vec<&mut PathBuf> = match &mut self {
-            InsideARun { path, run, .. } => vec![path, run],
+            InsideARun { path, run, .. } | TwoMeanings { path, run } => vec![path, run],
             NotADump { path, .. }
             | SeveralRuns { path, .. }
             | NoSuchRun { path, .. }
@@ -72,6 +85,7 @@ impl OpenError {
             | SeveralSteps { path, .. }
             | Newer { path, .. }
             | Misplaced { path, .. }
+            | SaidTwice { path, .. }
             | Read { path, .. } => vec![path],
             Bucket { .. } => Vec::new(),
         };

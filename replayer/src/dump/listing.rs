@@ -5,6 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
+use backtape::identity::Step;
+use backtape::store::StepDir;
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -43,16 +45,22 @@ pub struct ListedStep {
 /// Every run below `path`, or the one that it is; `wanted` names one of several.
 pub fn list(path: &Path, wanted: Option<&str>) -> Result<Vec<ListedRun>, OpenError> {
     let place = Place::of(path)?;
-    let runs = locate::runs(place.path(), wanted).map_err(|error| place.told(error))?;
-    runs.iter().map(|run| listed(&place, run).map_err(|error| place.told(error))).collect()
+    let named = Selection { run: wanted.map(str::to_string), ..Selection::default() };
+    let which = place.narrow(&named)?;
+    let runs = locate::runs(place.path(), which.run.as_deref()).map_err(|e| place.told(e))?;
+    runs.iter().map(|run| listed(&place, run, &which).map_err(|e| place.told(e))).collect()
 }
 
-fn listed(place: &Place, run: &Path) -> Result<ListedRun, OpenError> {
-    let (_, attempts) = locate::attempts(run, &Selection::default())?;
+fn listed(place: &Place, run: &Path, which: &Selection) -> Result<ListedRun, OpenError> {
+    let here = Selection { run: None, step: None, ..which.clone() };
+    let (_, attempts) = locate::attempts(run, &here)?;
+    let is_meant = |step: &StepDir| {
+        step.path.is_dir() && which.step.is_none_or(|number| step.step.0 == number)
+    };
     let (mut steps, mut looked_at) = (Vec::new(), Vec::new());
     for attempt in attempts {
         let read = |source| OpenError::Read { path: attempt.path.clone(), source };
-        for step in attempt.steps().map_err(read)?.into_iter().filter(|step| step.path.is_dir()) {
+        for step in attempt.steps().map_err(read)?.into_iter().filter(is_meant) {
             let sizes = place
                 .shard_files(&step)
                 .map_err(|source| OpenError::Read { path: step.path.clone(), source })?;
@@ -66,6 +74,10 @@ fn listed(place: &Place, run: &Path) -> Result<ListedRun, OpenError> {
             });
             looked_at.push((attempt.attempt, step));
         }
+    }
+    if let (Some(number), true) = (which.step, steps.is_empty()) {
+        let (path, wanted) = (run.to_path_buf(), Step(number));
+        return Err(OpenError::NoSuchStep { path, wanted, steps: locate::steps(place, &here)? });
     }
     steps.par_iter_mut().zip(&looked_at).for_each(|(listed, (attempt, step))| {
         listed.partial = uncommitted(place, step, *attempt);

@@ -11,18 +11,24 @@ use backtape::store::layout::{JOURNAL, RUN_RECORD};
 use backtape::store::{AttemptDir, StepDir};
 
 use super::error::{AttemptState, OpenError};
-use super::{Selection, run_record};
+use super::{Place, Selection, run_record, uncommitted};
 
 /// The directories that were meant.
 pub(super) struct Located {
     pub(super) run: PathBuf,
     pub(super) attempt: AttemptDir,
     pub(super) step: StepDir,
+    /// Attempts that have the step without a shard of it.
+    pub(super) passed_over: Vec<Attempt>,
 }
 
+/// A step as one attempt has it.
+type Held = (AttemptDir, StepDir);
+
 /// Every step of the run, in whichever attempts are meant.
-pub(super) fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
-    let (run, held) = held(path, selection)?;
+pub(super) fn steps(place: &Place, selection: &Selection) -> Result<Vec<Step>, OpenError> {
+    let (run, held) = held(place.path(), selection)?;
+    let held = with_shards(place, &held)?;
     let mut steps: Vec<Step> = held.iter().map(|(_, dir)| dir.step).collect();
     steps.sort_unstable();
     steps.dedup();
@@ -40,10 +46,7 @@ pub(super) fn attempts(
 }
 
 /// The run's directory, and the steps in the attempts that are meant.
-fn held(
-    path: &Path,
-    selection: &Selection,
-) -> Result<(PathBuf, Vec<(AttemptDir, StepDir)>), OpenError> {
+fn held(path: &Path, selection: &Selection) -> Result<(PathBuf, Vec<Held>), OpenError> {
     let (run, attempts) = attempts(path, selection)?;
     let mut held = Vec::new();
     for attempt in attempts {
@@ -55,12 +58,36 @@ fn held(
     Ok((run, held))
 }
 
-pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, OpenError> {
-    let (run, mut held) = held(path, selection)?;
-    let step = choose_step(&run, &held, selection.step.map(Step))?;
+/// Without the attempts that have no shard of these steps, where another has one: launches that
+/// came to their end before they recorded anything. Where none has any, all are kept.
+fn with_shards(place: &Place, held: &[Held]) -> Result<Vec<Held>, OpenError> {
+    let mut kept: Vec<Held> = Vec::new();
+    for of_attempt in held.chunk_by(|a, b| a.0.attempt == b.0.attempt) {
+        for (_, step) in of_attempt {
+            if !place.shard_files(step).map_err(read(&step.path))?.is_empty() {
+                kept.extend_from_slice(of_attempt);
+                break;
+            }
+        }
+    }
+    Ok(if kept.is_empty() { held.to_vec() } else { kept })
+}
+
+pub(super) fn locate(place: &Place, selection: &Selection) -> Result<Located, OpenError> {
+    let (run, mut held) = held(place.path(), selection)?;
+    let wanted = selection.step.map(Step);
+    let step = match choose_step(&run, &with_shards(place, &held)?, wanted) {
+        // Who names a step means it, whatever it holds.
+        Err(OpenError::NoSuchStep { .. }) => choose_step(&run, &held, wanted)?,
+        chosen => chosen?,
+    };
     held.retain(|(_, dir)| dir.step == step);
-    match <[_; 1]>::try_from(held) {
-        Ok([(attempt, step)]) => Ok(Located { run, attempt, step }),
+    let kept = with_shards(place, &held)?;
+    let is_kept = |attempt| kept.iter().any(|(kept, _)| kept.attempt == attempt);
+    let passed_over = held.iter().map(|(attempt, _)| attempt.attempt);
+    let passed_over = passed_over.filter(|&attempt| !is_kept(attempt)).collect();
+    match <[_; 1]>::try_from(kept) {
+        Ok([(attempt, step)]) => Ok(Located { run, attempt, step, passed_over }),
         Err(several) => Err(OpenError::SeveralAttempts {
             path: run,
             step,
@@ -68,7 +95,7 @@ pub(super) fn locate(path: &Path, selection: &Selection) -> Result<Located, Open
                 .iter()
                 .map(|(attempt, step)| AttemptState {
                     attempt: attempt.attempt,
-                    committed: step.manifest().is_file(),
+                    committed: uncommitted(place, step, attempt.attempt).is_none(),
                 })
                 .collect(),
         }),

@@ -22,6 +22,7 @@ mod listing;
 mod locate;
 mod place;
 mod ragged;
+mod reference;
 mod salvage;
 mod tensors;
 #[cfg(test)]
@@ -72,6 +73,9 @@ pub struct StepDump {
     pub step: Step,
     /// The step's directory.
     pub directory: PathBuf,
+    /// Other attempts that have the step, and no shard of it: launches that came to their end
+    /// before.
+    passed_over: Vec<Attempt>,
     /// Whether the step was committed.
     pub state: StepState,
     /// From disk when committed, else from the coordinator's journal, else put together from
@@ -151,6 +155,14 @@ impl StepDump {
         self.files[shard.file].intact_bytes(shard.index, self.record(shard))
     }
 
+    /// Which attempts were passed over, one sentence each.
+    pub fn passed_over(&self) -> Vec<String> {
+        let said = |attempt: &Attempt| {
+            format!("attempt {attempt} was passed over: it holds no shard of step {}", self.step)
+        };
+        self.passed_over.iter().map(said).collect()
+    }
+
     /// True when no rank of the job is known to be absent.
     pub fn committed(&self) -> bool {
         self.state == StepState::Committed
@@ -196,7 +208,16 @@ impl std::fmt::Display for StepState {
 /// `selection.step` is not looked at.
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     let place = Place::of(path)?;
-    locate::steps(place.path(), selection).map_err(|error| place.told(error))
+    let narrowed = place.narrow(&Selection { step: None, ..selection.clone() })?;
+    let steps = locate::steps(&place, &narrowed).map_err(|error| place.told(error))?;
+    match narrowed.step {
+        None => Ok(steps),
+        Some(step) if steps.contains(&Step(step)) => Ok(vec![Step(step)]),
+        Some(step) => {
+            let wanted = Step(step);
+            Err(OpenError::NoSuchStep { path: place.given(place.path()), wanted, steps })
+        }
+    }
 }
 
 /// The run that a place and `selection` mean, and its attempts; `selection.step` is not
@@ -205,7 +226,16 @@ pub fn attempts(
     place: &Place,
     selection: &Selection,
 ) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
-    locate::attempts(place.path(), selection).map_err(|error| place.told(error))
+    let narrowed = place.narrow(selection)?;
+    locate::attempts(place.path(), &narrowed).map_err(|error| place.told(error))
+}
+
+/// Opens what a step is compared with: the same step of another run, unless `path` names one.
+pub fn open_other(path: &Path, step: Step) -> Result<StepDump, OpenError> {
+    let place = Place::of(path)?;
+    let named = place.narrow(&Selection::default())?.step;
+    let selection = Selection { step: named.or(Some(step.0)), ..Selection::default() };
+    open_some(&place, &selection, &|_| true)
 }
 
 /// Opens the step that `path` and `selection` mean. Of a bucket its files are brought to this
@@ -229,7 +259,7 @@ fn open_at(
     selection: &Selection,
     wanted: &(dyn Fn(&str) -> bool + Sync),
 ) -> Result<StepDump, OpenError> {
-    let located = locate::locate(place.path(), selection)?;
+    let located = locate::locate(place, &place.narrow(selection)?)?;
     place.bring(&located.step, wanted)?;
     place.bring_journal(&located.attempt)?;
     let (attempt, step) = (located.attempt.attempt, &located.step);
@@ -258,6 +288,7 @@ fn open_at(
         attempt: located.attempt.attempt,
         step: located.step.step,
         directory: located.step.path,
+        passed_over: located.passed_over,
         state,
         manifest,
         listed,

@@ -17,12 +17,16 @@ use backtape::store::layout::{JOURNAL, JOURNAL_LINES, MANIFEST, RUN_RECORD};
 use backtape::store::{AttemptDir, Backend, StepDir};
 use rayon::prelude::*;
 
+use super::Selection;
 use super::error::OpenError;
+use super::reference::Reference;
 
 /// A place that can be looked at as a directory.
 #[derive(Clone)]
 pub struct Place {
     path: PathBuf,
+    /// What its name was followed by.
+    reference: Reference,
     copy: Option<Arc<Copy>>,
 }
 
@@ -39,8 +43,10 @@ struct Copy {
 impl Place {
     /// The place itself, or the names of what lies in a bucket.
     pub fn of(path: &Path) -> Result<Place, OpenError> {
+        let reference = Reference::read(path)?;
+        let path = reference.path.as_path();
         if !is_url(path) {
-            return Ok(Place { path: path.into(), copy: None });
+            return Ok(Place { path: path.into(), copy: None, reference });
         }
         let bucket = Bucket::connect(path).map_err(|source| OpenError::Bucket { source })?;
         let read = |source| OpenError::Read { path: path.into(), source };
@@ -57,9 +63,21 @@ impl Place {
         let directory = tempfile::Builder::new().prefix("backtape-").tempdir().map_err(read)?;
         // The last component names a run that was given without its store.
         let copy = Copy { bucket, url: path.into(), objects, directory };
-        let place = Place { path: copy.root(), copy: Some(Arc::new(copy)) };
+        let path = copy.root();
+        let place = Place { path, reference: reference.clone(), copy: Some(Arc::new(copy)) };
         place.name_all().map_err(read)?;
         Ok(place)
+    }
+
+    /// The selection with what the place's name was followed by, as in `run@1:5`, or the name of
+    /// the run in it.
+    pub(super) fn narrow(&self, selection: &Selection) -> Result<Selection, OpenError> {
+        let narrowed = self.reference.narrow(selection)?;
+        let here = |name: &String| self.path.join(name).is_dir();
+        match narrowed.run.as_ref().filter(|name| !here(name)).and_then(Reference::of_name) {
+            Some((run, ending)) => ending.narrow(&Selection { run: Some(run), ..narrowed }),
+            None => Ok(narrowed),
+        }
     }
 
     /// Whether files are brought to this host before they can be read.

@@ -134,6 +134,7 @@ impl StepDump {
             manifest: self.manifest.clone(),
             listed: self.listed,
             settled: self.settled.clone(),
+            passed_over: self.passed_over.clone(),
             files: Arc::clone(&self.files),
             faults: self.faults.clone(),
             tensors,

@@ -37,6 +37,9 @@ pub struct CheckedStep {
     pub step: u64,
     /// `committed`, or why it is partial.
     pub state: String,
+    /// Attempts that have the step without a shard of it, one sentence each.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<String>,
     /// Shards listed.
     pub shards: u64,
     /// Tensors listed.
@@ -85,6 +88,7 @@ fn step(subject: &Subject<'_>) -> CheckedStep {
     CheckedStep {
         step: dump.step.0,
         state,
+        passed_over: dump.passed_over(),
         shards: proof.shards,
         tensors: proof.tensors.len() as u64,
         damage: damage.map(|found| found.sentence.clone()).collect(),
@@ -105,6 +109,9 @@ pub fn render(report: &ChecksReport) -> String {
             "dump      ",
             &format!("step {}: {}; {shards} of {tensors}", step.step, step.state),
         );
+        for sentence in &step.passed_over {
+            wrap(&mut out, "note      ", sentence);
+        }
     }
     out.push('\n');
     let _ = writeln!(out, "{:<14}{:<11}{:>9}  about", "check", "status", "looked at");

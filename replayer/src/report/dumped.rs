@@ -86,5 +86,9 @@ pub(super) fn title(out: &mut String, dump: &StepDump) {
         "run       {}, attempt {}, step {} ({ranks})",
         dump.run, dump.attempt, dump.step
     );
-    let _ = writeln!(out, "dump      {}; {}\n", dump.state, dump.directory.display());
+    let _ = writeln!(out, "dump      {}; {}", dump.state, dump.directory.display());
+    for sentence in dump.passed_over() {
+        wrap(out, "note      ", &sentence);
+    }
+    out.push('\n');
 }

@@ -33,7 +33,11 @@ pub fn render(runs: &[ListedRun]) -> String {
                 0 => String::new(),
                 number => format!("  --attempt {number}"),
             };
-            let state = if step.committed { "committed" } else { "partial" };
+            let state = match (step.committed, step.files) {
+                (_, 0) => "no shards",
+                (true, _) => "committed",
+                (false, _) => "partial",
+            };
             let files = plural(step.files, "file");
             let size = bytes(step.bytes);
             let named = format!("--step {}{attempt}", step.step);

@@ -221,7 +221,7 @@ pub struct Report {
     pub grad_norm: GradNorm,
     /// The other dump of `--against`.
     pub against: Option<AgainstReport>,
-    /// What verification found, in sentences.
+    /// What verification found, and which attempts were passed over, in sentences.
     pub findings: Vec<String>,
     /// What was not checked and why.
     pub not_checked: Vec<NotChecked>,

@@ -142,13 +142,7 @@ impl Rpc for Service {
             self.check(&shown, &join.run)?;
             self.handle.ask(|reply| request::Request::Join(join, reply)).await
         };
-        let response = entry.await.map(|entry| proto::JoinResponse {
-            attempt: entry.attempt.0,
-            directory: entry.directory.to_string_lossy().into_owned(),
-            version: crate::VERSION.into(),
-            run_record: entry.run_record.0.to_vec().into(),
-        });
-        self.answer("join", response)
+        self.answer("join", entry.await.map(wire::answered))
     }
 
     async fn report_file(
@@ -219,6 +213,7 @@ impl Rpc for Service {
             shards: status.shards,
             bytes: status.bytes,
             reason: status.reason,
+            trouble: status.trouble,
         });
         self.answer("step_status", response)
     }
@@ -304,6 +299,9 @@ fn refuse(refusal: Refusal) -> Status {
         Refusal::UnknownRun { .. }
         | Refusal::OtherRun { .. }
         | Refusal::OldAttempt { .. }
+        | Refusal::OldLaunch { .. }
+        | Refusal::LeftOver { .. }
+        | Refusal::OtherLaunch { .. }
         | Refusal::AttemptTaken { .. }
         | Refusal::NotJoined { .. }
         | Refusal::StepClosed { .. }

@@ -6,7 +6,7 @@ use super::{Acknowledged, run_name};
 use crate::coordinator::event::Closing;
 use crate::coordinator::request::{Join, Member};
 use crate::hash::TrustHash;
-use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
+use crate::identity::{Attempt, LaunchName, Microbatch, Name, Rank, Step};
 use crate::manifest::FileRecord;
 use crate::placement::Mesh;
 use crate::store::layout;
@@ -27,29 +27,57 @@ pub(super) enum Ask {
 /// What it is told.
 #[derive(Clone, Debug)]
 pub(super) enum Told {
-    Entered(Attempt),
+    /// The newest arrival, and inside an attempt (and whether to go on asking), or not yet.
+    Joined(u64, Option<(Attempt, bool)>),
     Reported(Ask),
     Closed(Ask, bool),
     Refused(String),
+}
+
+/// How the ranks of a job tell one launch from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// They do not: ranks of versions before.
+    Before,
+    /// By who was alive together. The launcher ends one launch before it starts the next.
+    Nameless,
+    /// By the launcher's name as well: processes of old launches may live on.
+    Named,
 }
 
 /// One process of one rank.
 pub(super) struct Process {
     pub(super) rank: Rank,
     pub(super) incarnation: u64,
+    pub(super) launch: u64,
+    kind: Kind,
+    heard: u64,
+    /// It opened the attempt, and shows that it lives.
+    vouch: bool,
     pub(super) attempt: Option<Attempt>,
     /// Files and closes that it was told are safe.
     done: u64,
 }
 
 impl Process {
-    pub(super) fn new(rank: Rank, incarnation: u64) -> Process {
-        Process { rank, incarnation, attempt: None, done: 0 }
+    pub(super) fn new(rank: Rank, incarnation: u64, launch: u64, kind: Kind) -> Process {
+        let (heard, vouch, attempt, done) = (0, false, None, 0);
+        Process { rank, incarnation, launch, kind, heard, vouch, attempt, done }
     }
 
-    /// What it wants next; nothing when it is through.
-    pub(super) fn ask(&self) -> Option<Ask> {
-        let Some(attempt) = self.attempt else { return Some(Ask::Join(Box::new(self.join()))) };
+    /// What it wants next; nothing when it is through. Who vouches for others does so beside
+    /// its work.
+    pub(super) fn ask(&self, beside: bool) -> Option<Ask> {
+        let join = || Some(Ask::Join(Box::new(self.join())));
+        let Some(attempt) = self.attempt else { return join() };
+        match self.work(attempt) {
+            Some(work) if !(beside && self.vouch) => Some(work),
+            _ if self.vouch => join(),
+            _ => None,
+        }
+    }
+
+    fn work(&self, attempt: Attempt) -> Option<Ask> {
         let a_step = u64::from(FILES) + 1;
         let (step, part) = (Step(self.done / a_step), self.done % a_step);
         if step.0 >= STEPS {
@@ -75,6 +103,9 @@ impl Process {
             format_version: crate::FORMAT_VERSION,
             mesh: Mesh::default(),
             versions: BTreeMap::new(),
+            launch: (self.kind == Kind::Named)
+                .then(|| LaunchName::new(&format!("job/{}", self.launch)).unwrap()),
+            heard: (self.kind != Kind::Before).then_some(self.heard),
         }
     }
 
@@ -104,8 +135,14 @@ impl Process {
         committed: &mut Vec<(Attempt, Step)>,
     ) -> bool {
         match told {
-            // The first answer counts: a request that was doubled may have entered a later attempt.
-            Told::Entered(attempt) => drop(self.attempt.get_or_insert(*attempt)),
+            Told::Joined(arrivals, inside) => {
+                self.heard = *arrivals;
+                if let Some((attempt, vouch)) = *inside {
+                    self.vouch = vouch;
+                    let entered = *self.attempt.get_or_insert(attempt);
+                    assert_eq!(entered, attempt, "one process entered two attempts");
+                }
+            }
             Told::Reported(Ask::Report(member, step, file)) => {
                 let key = (member.attempt, *step, self.rank, file.name.clone());
                 acknowledged.insert(key, file.header_hash);
@@ -121,7 +158,7 @@ impl Process {
                 self.pass(*step, u64::from(FILES));
             }
             Told::Refused(why) => {
-                let replaced = why.contains("attempt");
+                let replaced = why.contains("attempt") || why.contains("left over");
                 assert!(replaced, "an honest rank was refused: {why}");
                 return replaced;
             }

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 use backtape_proto as proto;
 use bytes::Bytes;
@@ -12,6 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::coordinator::limits::CHUNK_BYTES;
 use crate::faults;
+use crate::store::Moved;
 
 /// Chunks that are read ahead of the network.
 const CHUNKS_AHEAD: usize = 2;
@@ -20,15 +22,17 @@ const CHUNKS_AHEAD: usize = 2;
 pub type Parts = ReceiverStream<proto::UploadFileRequest>;
 
 /// The messages of an upload, and the reading of the file, which ends when all are sent or the
-/// call has ended. It reads on a thread of its own: the one that calls encrypts and sends.
+/// call has ended. It reads on a thread of its own: the one that calls encrypts and sends. Counts
+/// the bytes that the call has taken.
 pub fn parts(
     claim: proto::ReportFileRequest,
     path: &Path,
+    moved: &Moved,
 ) -> (Parts, impl Future<Output = io::Result<()>> + use<>) {
     let (sender, receiver) = mpsc::channel(CHUNKS_AHEAD);
-    let path = path.to_path_buf();
+    let (path, moved) = (path.to_path_buf(), moved.clone());
     let reading = async move {
-        let reading = tokio::task::spawn_blocking(move || read(claim, path, &sender));
+        let reading = tokio::task::spawn_blocking(move || read(claim, path, &sender, &moved));
         reading.await.map_err(io::Error::other)?
     };
     (ReceiverStream::new(receiver), reading)
@@ -38,6 +42,7 @@ fn read(
     claim: proto::ReportFileRequest,
     path: PathBuf,
     sender: &mpsc::Sender<proto::UploadFileRequest>,
+    moved: &Moved,
 ) -> io::Result<()> {
     let send = |part| sender.blocking_send(proto::UploadFileRequest { part: Some(part) }).is_ok();
     faults::point("client.open-spooled")?;
@@ -48,7 +53,11 @@ fn read(
         faults::point("client.read-spooled")?;
         let mut chunk = Vec::with_capacity(CHUNK_BYTES);
         file.by_ref().take(CHUNK_BYTES as u64).read_to_end(&mut chunk)?;
-        open = !chunk.is_empty() && send(Part::Chunk(Bytes::from(chunk)));
+        let length = chunk.len() as u64;
+        open = length > 0 && send(Part::Chunk(Bytes::from(chunk)));
+        if open {
+            moved.fetch_add(length, Ordering::Relaxed);
+        }
     }
     Ok(())
 }

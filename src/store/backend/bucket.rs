@@ -9,6 +9,7 @@ use std::fs::File;
 use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -27,6 +28,7 @@ use tokio::runtime::{Builder, Runtime};
 use url::Url;
 
 use super::super::durable;
+use super::super::pieces::Moved;
 use super::{Listing, ReadAt, absent};
 
 /// URLs that name a bucket.
@@ -206,7 +208,7 @@ impl Bucket {
     }
 
     /// Puts a file of this host at a name; false when that was taken.
-    pub(super) fn send(&self, file: &Path, target: &Path) -> io::Result<bool> {
+    pub(super) fn send(&self, file: &Path, target: &Path, moved: &Moved) -> io::Result<bool> {
         let key = self.key(target)?;
         if std::fs::metadata(file)?.len() <= WHOLE_BYTES {
             return self.put_new(key, std::fs::read(file)?.into());
@@ -214,16 +216,16 @@ impl Bucket {
         if self.length(target).map(|_| true).or_else(absent(false))? {
             return Ok(false);
         }
-        self.send_parts(file, key)?;
+        self.send_parts(file, key, moved.clone())?;
         Ok(true)
     }
 
-    fn send_parts(&self, file: &Path, key: Key) -> io::Result<()> {
+    fn send_parts(&self, file: &Path, key: Key, moved: Moved) -> io::Result<()> {
         let (store, path) = (self.store.clone(), file.to_path_buf());
         wait_io(async move {
             let upload = store.put_multipart(&key).await.map_err(told)?;
             let mut parts = WriteMultipart::new_with_chunk_size(upload, PART_BYTES);
-            match feed(&mut parts, &path).await {
+            match feed(&mut parts, &path, &moved).await {
                 Ok(()) => parts.finish().await.map_err(told).map(drop),
                 Err(error) => {
                     // Parts that were taken cost money until they are given up.
@@ -306,7 +308,7 @@ impl ReadAt for Object {
     }
 }
 
-async fn feed(parts: &mut WriteMultipart, path: &Path) -> io::Result<()> {
+async fn feed(parts: &mut WriteMultipart, path: &Path, moved: &Moved) -> io::Result<()> {
     let mut file = File::open(path)?;
     loop {
         let mut piece = vec![0; PART_BYTES];
@@ -322,6 +324,7 @@ async fn feed(parts: &mut WriteMultipart, path: &Path) -> io::Result<()> {
             return Ok(());
         }
         parts.wait_for_capacity(PARTS).await.map_err(told)?;
+        moved.fetch_add(piece.len() as u64, Ordering::Relaxed);
         parts.put(piece.into());
     }
 }

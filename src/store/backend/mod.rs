@@ -18,6 +18,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::durable;
+use super::pieces::Moved;
 use crate::faults;
 pub use bucket::{Bucket, ConnectError};
 
@@ -128,10 +129,20 @@ impl Backend {
     /// Gives a finished, synced file of this host its place, if that is free, and removes it
     /// where it was; true when this call put it there. Durable when this returns.
     pub fn publish(&self, scratch: &Path, target: &Path) -> io::Result<bool> {
+        self.publish_counted(scratch, target, &Moved::default())
+    }
+
+    /// The same; bytes that go to a bucket are counted.
+    pub fn publish_counted(
+        &self,
+        scratch: &Path,
+        target: &Path,
+        moved: &Moved,
+    ) -> io::Result<bool> {
         match self {
             Backend::Directory => durable::publish(scratch, target),
             Backend::Bucket(bucket) => {
-                let created = bucket.send(scratch, target)?;
+                let created = bucket.send(scratch, target, moved)?;
                 std::fs::remove_file(scratch)?;
                 Ok(created)
             }

@@ -12,6 +12,7 @@ mod hostile;
 mod io_errors;
 mod job;
 mod kill;
+mod launches;
 mod ledger;
 mod manifest;
 mod marathon;
@@ -57,6 +58,8 @@ struct Arguments {
 enum Campaign {
     /// kill -9 of coordinators and ranks, at random moments and at named points
     Kill(kill::KillArguments),
+    /// kill -9 of all ranks and their coordinator at once: the ranks of a launch meet in one attempt
+    Launches(launches::LaunchesArguments),
     /// Fails the k-th I/O call, for every k
     IoErrors(io_errors::IoErrorsArguments),
     /// What a coordinator must refuse, and what it must keep
@@ -109,6 +112,7 @@ enum Campaign {
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().campaign {
         Campaign::Kill(arguments) => kill::run(&arguments),
+        Campaign::Launches(arguments) => launches::run(&arguments),
         Campaign::Contract(arguments) => contract::run(&arguments),
         Campaign::FailOpen(arguments) => fail_open::run(&arguments),
         Campaign::Order(arguments) => order::run(&arguments),

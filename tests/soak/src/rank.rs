@@ -41,6 +41,9 @@ pub(crate) struct RankArguments {
     /// Let the coordinator count the attempts, instead of calling the launch the attempt
     #[arg(long)]
     uncounted: bool,
+    /// What the launcher calls this launch
+    #[arg(long)]
+    name: Option<String>,
     /// Send files instead of writing them into the store
     #[arg(long)]
     stream: bool,
@@ -108,6 +111,7 @@ impl Rank<'_> {
         let mut settings = Settings::new(arguments.store.join(RUN), self.rank, arguments.job.world);
         settings.coordinator = Some(arguments.coordinator.clone());
         settings.attempt = (!arguments.uncounted).then_some(arguments.launch);
+        settings.launch = arguments.name.clone();
         settings.selection.steps = StepSelection::range(0, arguments.job.steps - 1);
         settings.transport = match arguments.stream {
             true => TransportChoice::Stream,

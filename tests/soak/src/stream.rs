@@ -28,7 +28,7 @@ use backtape::identity::{Attempt, Name, Rank, Step};
 use backtape::index_box::IndexBox;
 use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
-use backtape::store::{FinishedFile, ShardWriter, layout};
+use backtape::store::{FinishedFile, Moved, ShardWriter, layout};
 use backtape_proto as proto;
 use clap::Args;
 use proto::coordinator_server::{Coordinator, CoordinatorServer};
@@ -157,7 +157,7 @@ impl Sides {
         let (member, step) = (Some(member(RUN, 0)), self.step);
         let claim = proto::ReportFileRequest { member, step, file: Some(claim) };
         let began = Instant::now();
-        let (parts, reading) = sending::parts(claim, file.scratch());
+        let (parts, reading) = sending::parts(claim, file.scratch(), &Moved::default());
         let (answer, read) = tokio::join!(self.sides[at].rpc.upload_file(parts), reading);
         let took = began.elapsed().as_secs_f64();
         read?;

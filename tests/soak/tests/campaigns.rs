@@ -20,6 +20,11 @@ fn what_was_acknowledged_survives_kills() {
 }
 
 #[test]
+fn ranks_of_one_launch_meet_in_one_attempt_whatever_is_killed() {
+    soak(&["launches", "--trials", "16", "--seed", "1"]);
+}
+
+#[test]
 fn a_killed_coordinator_answers_again_at_once() {
     soak(&["ready", "--trials", "3", "--shards", "1000"]);
 }

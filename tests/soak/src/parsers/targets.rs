@@ -252,6 +252,8 @@ fn messages(head: &[u8]) -> Vec<Vec<u8>> {
                 mesh: r#"[["data",2],["tensor",2]]"#.into(),
                 transport: 1,
                 versions: [("jax".into(), "0.7.1".into())].into(),
+                launch: "job-17/2".into(),
+                heard: Some(5),
             }
             .encode_to_vec(),
             Call::ReportFile => proto::ReportFileRequest {

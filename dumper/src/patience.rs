@@ -1,0 +1,313 @@
+//! How long the job waits for the recorder: once it is closed, so long after the last thing that
+//! got done, and no longer. Bytes that move count, acknowledged files, steps that came to their
+//! end; a coordinator that says "try again" does not.
+//!
+//! The recorder's thread gives up a little earlier than the thread that closes, to say itself what
+//! it was waiting for.
+
+use std::future::Future;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use backtape::store::Moved;
+use tokio::time::Instant;
+
+use crate::recorder::lock;
+
+/// How often a wait looks whether something got done meanwhile.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Least time of one try: it may have been the disk that took the rest.
+pub(crate) const LEAST: Duration = Duration::from_secs(1);
+
+/// So shortly before a limit no other try is begun.
+const NEAR: Duration = Duration::from_secs(2);
+
+/// The share of the patience that the recorder's thread has itself.
+const OF_IT: f64 = 0.9;
+
+/// An outage that is over sooner is not worth a word.
+const WORTH_SAYING: Duration = Duration::from_secs(5);
+
+/// When something last got done, and how long is waited after that.
+pub(crate) struct Patience {
+    longest: Duration,
+    closed: OnceLock<Instant>,
+    /// Bytes on their way to the store.
+    pub(crate) moved: Moved,
+    state: Mutex<State>,
+}
+
+struct State {
+    last: Instant,
+    moved: u64,
+    /// Since when the coordinator does not answer, and what was heard in place of it.
+    outage: Option<(Instant, String)>,
+    /// Why nothing more is waited for.
+    given_up: Option<String>,
+}
+
+impl Patience {
+    pub(crate) fn new(longest: Duration) -> Arc<Patience> {
+        let state = State { last: Instant::now(), moved: 0, outage: None, given_up: None };
+        let (closed, moved) = (OnceLock::new(), Moved::default());
+        Arc::new(Patience { longest, closed, moved, state: Mutex::new(state) })
+    }
+
+    /// Nothing more comes from the training thread, which waits from now on.
+    pub(crate) fn close(&self) {
+        let _ = self.closed.set(Instant::now());
+    }
+
+    pub(crate) fn closed_at(&self) -> Option<Instant> {
+        self.closed.get().copied()
+    }
+
+    /// Something got done.
+    pub(crate) fn progressed(&self) {
+        self.progressed_at(Instant::now());
+    }
+
+    fn progressed_at(&self, now: Instant) {
+        let mut state = lock(&self.state);
+        (state.last, state.outage, state.given_up) = (now, None, None);
+    }
+
+    /// The coordinator answered, with nothing new.
+    pub(crate) fn answered(&self) {
+        lock(&self.state).outage = None;
+    }
+
+    /// The coordinator did not answer.
+    pub(crate) fn unanswered(&self, why: &str) {
+        let mut state = lock(&self.state);
+        let since = state.outage.as_ref().map_or_else(Instant::now, |(since, _)| *since);
+        state.outage = Some((since, why.into()));
+    }
+
+    /// What has not worked for a while, as one sentence; `None` where all is well.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        self.trouble_at(Instant::now())
+    }
+
+    fn trouble_at(&self, now: Instant) -> Option<String> {
+        let state = lock(&self.state);
+        let (since, why) = state.outage.as_ref()?;
+        let lasted = now.saturating_duration_since(*since);
+        (lasted >= WORTH_SAYING).then(|| {
+            format!(
+                "the coordinator has taken nothing for {} s ({why}): what is recorded waits in \
+                 memory, and is left out where it does not fit",
+                lasted.as_secs()
+            )
+        })
+    }
+
+    /// When something last got done; bytes that moved since the last look moved now.
+    fn last(&self, now: Instant) -> Instant {
+        let mut state = lock(&self.state);
+        let moved = self.moved.load(Ordering::Relaxed);
+        if moved != state.moved {
+            (state.last, state.moved, state.given_up) = (now, moved, None);
+        }
+        state.last
+    }
+
+    /// When the thread that closes stops waiting, as things are; `None` while nobody does.
+    pub(crate) fn end(&self) -> Option<Instant> {
+        self.end_at(Instant::now())
+    }
+
+    fn end_at(&self, now: Instant) -> Option<Instant> {
+        Some(self.closed_at()?.max(self.last(now)) + self.longest)
+    }
+
+    /// How long that is after the last progress.
+    pub(crate) fn longest(&self) -> Duration {
+        self.longest
+    }
+
+    /// Until when something that begins now may take; it has `longest`, or less once the recorder
+    /// is closed.
+    pub(crate) fn deadline(self: &Arc<Patience>, longest: Duration) -> Deadline {
+        let (patience, begin) = (self.clone(), Instant::now());
+        Deadline { patience, begin, longest, moving: false }
+    }
+}
+
+/// When to give up on something that began: it moves while things get done.
+#[derive(Clone)]
+pub(crate) struct Deadline {
+    patience: Arc<Patience>,
+    begin: Instant,
+    longest: Duration,
+    /// Whether `longest` counts from the last progress too.
+    moving: bool,
+}
+
+impl Deadline {
+    /// The same for what may take as long as it moves.
+    pub(crate) fn moving(&self) -> Deadline {
+        Deadline { moving: true, ..self.clone() }
+    }
+
+    /// How long may still be waited, as things are.
+    pub(crate) fn left(&self) -> Duration {
+        self.left_at(Instant::now())
+    }
+
+    fn left_at(&self, now: Instant) -> Duration {
+        let (last, closed) = (self.patience.last(now), self.patience.closed_at());
+        let from = closed.map_or(self.begin, |closed| closed.max(self.begin));
+        let own = if self.moving { from.max(last) } else { from } + self.longest;
+        let end = self.granted_at(now).map_or(own, |granted| own.min(granted));
+        end.saturating_duration_since(now)
+    }
+
+    /// Until when the thread that closes waits, but for a moment to say why it did.
+    fn granted_at(&self, now: Instant) -> Option<Instant> {
+        let closed = self.patience.closed_at()?;
+        Some(closed.max(self.patience.last(now)) + self.patience.longest.mul_f64(OF_IT))
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.left().is_zero()
+    }
+
+    /// Waits for a call until the deadline, wherever that has moved to, and for [`LEAST`] at
+    /// least.
+    pub(crate) async fn bound<T>(&self, call: impl Future<Output = T>) -> Option<T> {
+        tokio::pin!(call);
+        let least = Instant::now() + LEAST;
+        loop {
+            let left = self.left().max(least.saturating_duration_since(Instant::now()));
+            match tokio::time::timeout(left.min(LOOK), &mut call).await {
+                Ok(done) => return Some(done),
+                Err(_) if self.is_over() && Instant::now() >= least => return None,
+                Err(_) => {}
+            }
+        }
+    }
+
+    pub(crate) fn progressed(&self) {
+        self.patience.progressed();
+    }
+
+    pub(crate) fn unanswered(&self, why: &str) {
+        self.patience.unanswered(why);
+    }
+
+    /// The reason, with the limit that was reached where that is the recorder's patience.
+    pub(crate) fn explained(&self, why: &str) -> String {
+        let now = Instant::now();
+        match self.granted_at(now).filter(|granted| *granted <= now + NEAR) {
+            None => why.into(),
+            Some(_) => format!(
+                "{why}; nothing got done any more, and close waits {} s after the last progress \
+                 (close_patience_s)",
+                self.patience.longest.as_secs_f64()
+            ),
+        }
+    }
+
+    /// The same, and whatever else would be asked of the coordinator is not, once the recorder is
+    /// being closed.
+    pub(crate) fn give_up(&self, why: &str) -> String {
+        let why = self.explained(why);
+        match self.patience.closed_at() {
+            None => why,
+            Some(_) => lock(&self.patience.state).given_up.get_or_insert(why).clone(),
+        }
+    }
+
+    /// Why nothing more is waited for.
+    pub(crate) fn given_up(&self) -> Option<String> {
+        // Bytes may have moved meanwhile.
+        self.patience.last(Instant::now());
+        lock(&self.patience.state).given_up.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    fn seconds(number: u64) -> Duration {
+        Duration::from_secs(number)
+    }
+
+    #[test]
+    fn a_recorder_that_is_closed_is_waited_for_after_the_last_progress_alone() {
+        let patience = Patience::new(PATIENCE);
+        let deadline = patience.deadline(HOUR);
+        assert_eq!(deadline.left_at(deadline.begin + seconds(100)), HOUR - seconds(100));
+        assert_eq!(patience.end(), None, "nobody waits");
+        patience.close();
+        let closed = patience.closed_at().unwrap();
+        assert_eq!(patience.end_at(closed), Some(closed + PATIENCE));
+        assert_eq!(deadline.left_at(closed), seconds(27), "it gives up before its waiter does");
+        patience.moved.fetch_add(1, Ordering::Relaxed);
+        let moved = closed + seconds(20);
+        assert_eq!(patience.end_at(moved), Some(moved + PATIENCE));
+        let done = moved + seconds(20);
+        patience.progressed_at(done);
+        assert_eq!(deadline.left_at(done + seconds(1)), seconds(26));
+        assert_eq!(deadline.left_at(done + seconds(27)), Duration::ZERO);
+        assert_eq!(patience.end_at(done + PATIENCE), Some(done + PATIENCE));
+    }
+
+    #[test]
+    fn what_moves_has_no_other_end_and_what_does_not_has() {
+        let patience = Patience::new(PATIENCE);
+        let deadline = patience.deadline(seconds(60));
+        patience.close();
+        let closed = patience.closed_at().unwrap();
+        for minute in 1..300 {
+            patience.progressed_at(closed + seconds(60 * minute));
+        }
+        let now = closed + seconds(60 * 299);
+        assert_eq!(deadline.moving().left_at(now), seconds(27));
+        assert_eq!(deadline.left_at(now), Duration::ZERO);
+    }
+
+    /// Goal: an upload that moves is never cut. Method: in real time, three times as long as it
+    /// may stand still; then it stands still.
+    #[tokio::test]
+    async fn a_call_goes_on_while_bytes_move_and_ends_when_they_do_not() {
+        let patience = Patience::new(Duration::from_millis(300));
+        patience.close();
+        let (moved, upload) = (patience.moved.clone(), patience.deadline(HOUR).moving());
+        let begin = Instant::now();
+        let sending = async move {
+            while begin.elapsed() < Duration::from_millis(900) {
+                moved.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        assert_eq!(upload.bound(sending).await, Some(()));
+        assert_eq!(upload.bound(std::future::pending::<()>()).await, None);
+    }
+
+    #[test]
+    fn an_outage_is_said_once_it_lasts_and_given_up_only_when_the_job_waits() {
+        let patience = Patience::new(PATIENCE);
+        let deadline = patience.deadline(HOUR);
+        deadline.unanswered("connection refused");
+        assert_eq!((patience.trouble(), deadline.give_up("gone").as_str()), (None, "gone"));
+        let said = patience.trouble_at(Instant::now() + seconds(6)).unwrap();
+        assert!(said.contains("6 s (connection refused)"), "{said}");
+        patience.close();
+        assert_eq!(deadline.give_up("gone"), "gone", "the limit was its own");
+        assert!(deadline.given_up().is_some());
+        patience.progressed();
+        assert_eq!(patience.trouble_at(Instant::now() + seconds(6)), None);
+        assert_eq!(deadline.given_up(), None);
+        let none = Patience::new(Duration::ZERO);
+        none.close();
+        assert!(none.deadline(HOUR).give_up("gone").starts_with("gone; nothing got done"));
+    }
+}
