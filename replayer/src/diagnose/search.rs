@@ -103,6 +103,14 @@ impl<'a> Search<'a> {
         self.judged(worlds, self.rows.as_ref())
     }
 
+    /// The same of what is to be confirmed, from the part of the budget that is kept for it.
+    pub(super) fn confirming(&self, worlds: &[&dyn World]) -> Option<Residuals> {
+        if self.meter.is_over() {
+            return None;
+        }
+        self.judged(worlds, self.rows.as_ref())
+    }
+
     /// The comparisons of some rows; each stage in the worlds that speak of it.
     fn judged(&self, worlds: &[&dyn World], rows: Option<&Rows>) -> Option<Residuals> {
         let mut groups: BTreeMap<Vec<usize>, BTreeSet<Stage>> = BTreeMap::new();

@@ -25,7 +25,7 @@ impl Reproduction<'_> {
         let mut found: BTreeMap<Key, f64> = self.evidence.failing.iter().map(declared).collect();
         for policy in members::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
-            let Some(of) = self.search.residuals(&[&rounded]) else { continue };
+            let Some(of) = self.search.confirming(&[&rounded]) else { continue };
             found.iter_mut().for_each(|(key, least)| *least = least.min(energy(&of, key)));
         }
         (!self.search.meter.is_spent()).then_some(found)
@@ -36,7 +36,7 @@ impl Reproduction<'_> {
     fn unrounded(&self, hypothesis: &Hypothesis) -> Option<Residuals> {
         match hypothesis.world.policy(&self.roundings) {
             Some(_) => None,
-            None => self.search.residuals(&[&*hypothesis.world]),
+            None => self.search.confirming(&[&*hypothesis.world]),
         }
     }
 
@@ -55,7 +55,7 @@ impl Reproduction<'_> {
             scatter_order: narrow.scatter_order,
             ..fitted.0
         };
-        self.search.residuals(&[&Rounded(policy, self.roundings.tiles)])
+        self.search.confirming(&[&Rounded(policy, self.roundings.tiles)])
     }
 
     /// Whether what the dump holds to f32 as declared is something else in a world: then that
@@ -74,7 +74,7 @@ impl Reproduction<'_> {
         let least = self.least()?;
         let declared = &self.evidence.residuals;
         let tried = near.into_iter().filter_map(|(cause, mut hypothesis, Fit { rounded, .. })| {
-            let residuals = self.search.residuals(&[&rounded, &*hypothesis.world])?;
+            let residuals = self.search.confirming(&[&rounded, &*hypothesis.world])?;
             let energy = |key: &Key| energy(&residuals, key);
             let unrounded = self.unrounded(&hypothesis);
             if unrounded.as_ref().is_some_and(|of| self.contradicts(of)) {

@@ -158,7 +158,15 @@ pub(super) fn prove(
     let least = near.iter().map(|(.., fit)| fit.left).fold(f64::INFINITY, f64::min);
     let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || of.is_exact(fit);
     let near: Vec<_> = near.into_iter().filter(|(.., fit)| beside(fit)).collect();
-    if near.is_empty() { None } else { of.confirmed(near) }
+    if near.is_empty() {
+        return None;
+    }
+    let ids: Vec<&str> = near.iter().map(|(cause, ..)| cause.id()).collect();
+    let proof = of.confirmed(near);
+    if proof.is_none() && search.meter.is_over() {
+        ids.into_iter().for_each(|id| search.meter.leaves(id));
+    }
+    proof
 }
 
 /// Whether some plausible policy reproduces every failing comparison, and each passes beside
