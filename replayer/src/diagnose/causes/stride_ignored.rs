@@ -157,13 +157,18 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// Upstream gradients of other tokens.
-fn other(rows: &[Row], g: &[f64]) -> Vec<f64> {
-    let of = |row: &Row| match row {
-        Row::From(t) => g[*t],
+/// Upstream gradients with the cotangents, or the weights where no cotangents were recorded,
+/// of other tokens. A token that is ignored stays so.
+fn other(inputs: &MicrobatchInputs, rows: &[Row], g: &[f64]) -> Vec<f64> {
+    let own = inputs.cotangent.iter().any(|&x| x != 1.0);
+    let read = if own { &inputs.cotangent } else { &inputs.weights };
+    let share = |t: usize| (g[t] != 0.0 && read[t] != 0.0).then(|| g[t] / read[t]);
+    let usual = (0..g.len()).find_map(share).unwrap_or(0.0);
+    let of = |(t, row): (usize, &Row)| match row {
+        Row::From(from) if inputs.labels[t] != IGNORED => share(t).unwrap_or(usual) * read[*from],
         _ => 0.0,
     };
-    rows.iter().map(of).collect()
+    rows.iter().enumerate().map(of).collect()
 }
 
 fn shows(
@@ -177,7 +182,7 @@ fn shows(
             *keys.find(|key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch)?;
         let (captured, reference) = (evidence.captured(key)?, evidence.reference());
         let (table, g) = (reference.stages.get(&key)?, reference.g.get(&key.microbatch)?);
-        let changed = other(rows.get(&key.microbatch)?, g);
+        let changed = other(inputs, rows.get(&key.microbatch)?, g);
         let (mut all, mut fit, mut moved) = (0.0, 0.0, 0.0);
         for (&t, row) in
             table.iter().filter(|(t, _)| g[**t] != 0.0 && inputs.labels[**t] != IGNORED)
@@ -202,7 +207,7 @@ impl World for OtherCotangents {
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         let of = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
         if let Some((rows, own)) = of {
-            g.copy_from_slice(&other(rows, own));
+            g.copy_from_slice(&other(inputs, rows, own));
         }
     }
 }
