@@ -371,7 +371,7 @@ where
                 if pause_now >= deadline.left() {
                     return Err(CallError::Unreachable(deadline.give_up(&why)));
                 }
-                tokio::time::sleep(pause_now).await;
+                deadline.pause(pause_now).await;
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
             answered => {

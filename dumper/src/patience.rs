@@ -24,8 +24,9 @@ pub(crate) const LEAST: Duration = Duration::from_secs(1);
 /// So shortly before a limit no other try is begun.
 const NEAR: Duration = Duration::from_secs(2);
 
-/// The share of the patience that the recorder's thread has itself.
-const OF_IT: f64 = 0.9;
+/// So much earlier than the thread that closes the recorder's own gives up, or at half of the
+/// patience.
+const MARGIN: Duration = Duration::from_secs(3);
 
 /// An outage that is over sooner is not worth a word.
 const WORTH_SAYING: Duration = Duration::from_secs(5);
@@ -84,6 +85,11 @@ impl Patience {
         let mut state = lock(&self.state);
         let since = state.outage.as_ref().map_or_else(Instant::now, |(since, _)| *since);
         state.outage = Some((since, why.into()));
+    }
+
+    /// What was heard in place of an answer, where the coordinator gives none.
+    pub(crate) fn outage(&self) -> Option<String> {
+        lock(&self.state).outage.as_ref().map(|(_, why)| why.clone())
     }
 
     /// What has not worked for a while, as one sentence; `None` where all is well.
@@ -168,7 +174,8 @@ impl Deadline {
     /// Until when the thread that closes waits, but for a moment to say why it did.
     fn granted_at(&self, now: Instant) -> Option<Instant> {
         let closed = self.patience.closed_at()?;
-        Some(closed.max(self.patience.last(now)) + self.patience.longest.mul_f64(OF_IT))
+        let longest = self.patience.longest;
+        Some(closed.max(self.patience.last(now)) + longest - MARGIN.min(longest / 2))
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -187,6 +194,19 @@ impl Deadline {
                 Err(_) if self.is_over() && Instant::now() >= least => return None,
                 Err(_) => {}
             }
+        }
+    }
+
+    /// Waits before the next try; not beyond the deadline, which comes closer when the recorder is
+    /// closed meanwhile.
+    pub(crate) async fn pause(&self, pause: Duration) {
+        let end = Instant::now() + pause;
+        loop {
+            let left = end.saturating_duration_since(Instant::now()).min(self.left());
+            if left.is_zero() {
+                return;
+            }
+            tokio::time::sleep(left.min(LOOK)).await;
         }
     }
 
@@ -274,16 +294,16 @@ mod tests {
         assert_eq!(deadline.left_at(now), Duration::ZERO);
     }
 
-    /// Goal: an upload that moves is never cut. Method: in real time, three times as long as it
+    /// Goal: an upload that moves is never cut. Method: in real time, more than twice as long as it
     /// may stand still; then it stands still.
     #[tokio::test]
     async fn a_call_goes_on_while_bytes_move_and_ends_when_they_do_not() {
-        let patience = Patience::new(Duration::from_millis(300));
+        let patience = Patience::new(seconds(2));
         patience.close();
         let (moved, upload) = (patience.moved.clone(), patience.deadline(HOUR).moving());
         let begin = Instant::now();
         let sending = async move {
-            while begin.elapsed() < Duration::from_millis(900) {
+            while begin.elapsed() < Duration::from_millis(2500) {
                 moved.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }

@@ -226,11 +226,13 @@ impl Recorder {
             self.note_ring();
             if !ended {
                 let open = shared.summary().unfinished(&shared.schedule.taken());
+                let hangs = "the disk or the coordinator hangs".to_string();
                 shared.fault(format!(
-                    "rank {} did not finish writing: nothing got done for {} s (close_patience_s), \
-                     so the disk or the coordinator hangs; {}",
+                    "rank {} did not finish writing: nothing got done for {} s (close_patience_s): \
+                     {}; {}",
                     shared.rank(),
                     shared.patience.longest().as_secs_f64(),
+                    shared.patience.outage().unwrap_or(hangs),
                     open.as_deref().unwrap_or("every step had come to its end")
                 ));
             }

@@ -224,7 +224,7 @@ impl Session {
         while let Some(&step) = self.waiting.first() {
             match self.look(step, &deadline, &mut seen).await {
                 None => {
-                    tokio::time::sleep(pause).await;
+                    deadline.pause(pause).await;
                     pause = (pause * 2).min(slowest);
                     continue;
                 }
@@ -331,7 +331,7 @@ impl Session {
                 }
                 break;
             }
-            tokio::time::sleep(pause).await;
+            deadline.pause(pause).await;
             pause = (pause * 2).min(SLOWEST_LOOK);
         }
         self.settle().await;

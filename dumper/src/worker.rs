@@ -206,7 +206,7 @@ async fn enter(shared: &Shared, incarnation: u64) -> Result<(Client, Entered), S
             let seconds = begin.elapsed().as_secs_f64();
             return Err(format!("it did not enter the run within {seconds:.1} s: {why}"));
         }
-        tokio::time::sleep(jittered(pause)).await;
+        deadline.pause(jittered(pause)).await;
         pause = (pause * 2).min(slowest);
     }
 }

@@ -297,7 +297,7 @@ def test_a_coordinator_that_is_gone_is_said_while_the_job_runs_and_when_it_ends(
         free.bind(("127.0.0.1", 0))
         address = "127.0.0.1:%d" % free.getsockname()[1]
     recorder = backtape.Recorder(
-        tmp_path / "run", coordinator=address, steps="0-1", close_patience_s=0.5
+        tmp_path / "run", coordinator=address, steps="0-1", close_patience_s=2.0
     )
     with recorder.step(0) as tape:
         tape.record("x", 1.0)
