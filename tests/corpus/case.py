@@ -26,7 +26,7 @@ class Case:
     fixed: Run
     parameters: dict = field(default_factory=dict)
     # "cause", "composite", "unknown", "clean", or "checks": a fault of the data alone, under
-    # which the head's arithmetic is right and the replay rightly agrees.
+    # which the head's arithmetic is right: what a replay says of it its checks have seen.
     kind: str = "cause"
     # Where the fault may show first; None: what the two runs' tapes say (oracle.py).
     stages: set[str] | None = None

@@ -12,7 +12,7 @@ def answer(outcome):
     tied = {c["id"] for c in outcome.said if c["standing"] == "tied"}
     unknown = any(c["standing"] == "unknown" for c in outcome.said)
     accept = [set(ids) for ids in outcome.accept]
-    if outcome.fixed or outcome.kind in ("clean", "checks"):
+    if outcome.fixed or outcome.kind == "clean":
         return "WRONG" if named or tied else "nothing"
     if outcome.kind == "unknown":
         return "WRONG" if named or tied else "unknown" if unknown else "nothing"
@@ -34,11 +34,11 @@ def detected(outcome):
 
 def above(outcome):
     """True where the fault is clearly more than a right program under this declaration errs by."""
-    return outcome.standing == "clear" and outcome.kind not in ("clean", "checks")
+    return outcome.standing == "clear" and outcome.kind != "clean"
 
 
 def false_alarm(outcome):
-    return (outcome.fixed or outcome.kind in ("clean", "checks")) and detected(outcome)
+    return (outcome.fixed or outcome.kind == "clean") and detected(outcome)
 
 
 def stage_right(outcome):
@@ -48,7 +48,7 @@ def stage_right(outcome):
 def line(o):
     """One case, as it is judged."""
     said = ", ".join(f"{c['id']} ({c['standing']})" for c in o.said) or "-"
-    if o.fixed or o.kind in ("clean", "checks"):
+    if o.fixed or o.kind == "clean":
         note = "FALSE ALARM" if detected(o) else "ok"
     elif not detected(o):
         note = "MISSED" if above(o) else "weak, unseen" if o.standing == "weak" else "below the floor"
@@ -162,7 +162,7 @@ def failures(found):
     bad = []
     for o in found:
         clean = o.fixed or o.kind in ("clean", "checks")
-        if clean and detected(o):
+        if false_alarm(o):
             bad.append((o.case, "false alarm", f"{o.verdict} at {o.first}: {o.reason}"))
         elif not clean and above(o) and not detected(o):
             worst = max(o.effect.values(), key=lambda e: e["seen"])

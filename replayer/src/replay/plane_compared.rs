@@ -1,5 +1,7 @@
 //! A captured span of the token x vocabulary plane against the reference: here, and on a device.
 
+use backtape::nan::largest;
+
 use super::Replay;
 use super::allowed::{FLUSH, rounding};
 use super::devised::failed;
@@ -38,13 +40,18 @@ impl Replay<'_> {
         let compute = 2.0 * self.roundings.compute();
         let square = compute * compute / 3.0;
         let dlogits = stage == Stage::Dlogits;
+        let factor = self.step.options.transform.scale.abs();
+        // A p that hardware flushed to zero is missing g times, and g may be large: a loss scale.
+        let largest = largest(span.cotangents.lse.iter().map(|g| g.abs()));
+        let flushed = FLUSH * largest * factor.max(1.0);
+        let entry = rounding(self.roundings.widest.dlogits);
         let allowance = PlaneAllowance {
             stage: of_plane(stage) as i64,
-            entry: rounding(self.roundings.widest.dlogits),
+            entry: Rounding { constant: entry.constant + flushed * flushed, ..entry },
             subtracted: Rounding { square, constant: FLUSH * FLUSH, ..Rounding::default() },
             stored: stored.map_or(Rounding::default(), rounding),
             filter: self.step.options.declared.gradient_filter.unwrap_or(0.0),
-            factor: self.step.options.transform.scale.abs(),
+            factor,
             shared: self.shared_scale(if dlogits { 1.0 } else { 0.0 }),
             transformed: self.transform_scale(),
         };

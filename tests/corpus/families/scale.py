@@ -150,7 +150,9 @@ def all_ignored(rng, seed):
     code = code_for(rng, job)
     step = Step(guarded=False)
     also = [{"nan-origin"}, {"all-ignored", "nan-origin"}]
-    return switched("all-ignored", job, kept_for(rng, code), (code, Step()), (code, step), also)
+    # Of labels that all are ignored the replay's checks tell; else it shows where the mean is used.
+    stages = {"labels", "loss", "dlogits", "dq"}
+    return switched("all-ignored", job, kept_for(rng, code), (code, Step()), (code, step), also, stages=stages)
 
 
 @plant("clipping")
