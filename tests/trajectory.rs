@@ -43,11 +43,16 @@ fn rows_of(attempt: &Path, rank: u32) -> Vec<Row> {
 fn ranks_that_share_no_store_send_their_scalars_and_each_row_arrives_once() {
     let (store, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let coordinator = Process::start(store.path(), "127.0.0.1:0", 2);
-    for rank in 0..2 {
+    // Ranks of one launch are alive together: that is how they are known to be of one.
+    let start = |rank| {
         let mut settings = scalars_alone(&elsewhere.path().join("run-a"), rank, 2);
         settings.coordinator = Some(coordinator.address.clone());
         settings.transport = TransportChoice::Stream;
-        let mut recorder = Recorder::start(settings).unwrap();
+        Recorder::start(settings).unwrap()
+    };
+    let both = [start(0), start(1)];
+    eventually("both entered", || both.iter().all(|one| one.summary().attempt.is_some()));
+    for (rank, mut recorder) in (0..).zip(both) {
         (0..100).for_each(|step| recorder.scalars(row(step, rank)).unwrap());
         let summary = recorder.close().unwrap();
         assert_eq!((summary.scalar_rows, summary.faults), (100, Vec::new()));

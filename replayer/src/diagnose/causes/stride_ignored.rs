@@ -140,7 +140,11 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     for rows in [batch.0, batch.1].into_iter().filter(|&rows| rows > 1) {
         maps.push((Map::Transposed { rows }, format!("[{rows}, ..] transposed")));
     }
-    maps.push((Map::Strided { step: 0, beyond: Beyond::Zeros }, "the first number for all".into()));
+    // The first of the weights for all is one factor, which other causes explain.
+    if evidence.inputs.iter().any(|of| of.cotangent.iter().any(|&x| x != 1.0)) {
+        let first = Map::Strided { step: 0, beyond: Beyond::Zeros };
+        maps.push((first, "the first number for all".into()));
+    }
     let mut found = Vec::new();
     for (map, view) in maps {
         let of = |one: &MicrobatchInputs| {
