@@ -74,7 +74,7 @@ fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, found: &mut Found
     // A weight belongs to the position that predicts, which is the one before an unshifted
     // label: a masked model counts, by its weights, only what it hides.
     let predicts = |t: usize| match head.is_some_and(|head| !head.labels_shifted) {
-        true => (t % sequence > 0).then(|| t - 1),
+        true => (!t.is_multiple_of(sequence)).then(|| t - 1),
         false => Some(t),
     };
     let counts = |t: usize| {

@@ -30,7 +30,7 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
         return None;
     }
     let differs = |dim: &usize| shards.iter().any(|(record, _)| record.shape[*dim] != shape[*dim]);
-    let last = (0..shape.len()).filter(differs).next_back()?;
+    let last = (0..shape.len()).rfind(differs)?;
     // Unequal along what is not cut, as in [B, S]: rows of tokens have no common width.
     let folded = (0..=last).any(|dim| differs(&dim) && axes_of(first, dim).is_empty());
     let cut = if folded { 0..last + 1 } else { last..last + 1 };

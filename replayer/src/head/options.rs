@@ -246,7 +246,7 @@ type Contradiction = (bool, String, String, &'static str);
 /// Options that cannot both hold: silently preferring one would replay a head
 /// that the job never had.
 fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
-    let mut found = of_terms(head).into_iter().chain(of_loss(head));
+    let mut found = of_terms(head).into_iter().chain(of_loss(head)).chain(of_sequences(head));
     match found.find(|(both, ..)| *both) {
         Some((_, one, other, why)) => Err(HeadError::Contradiction { one, other, why }),
         None => Ok(()),
@@ -297,6 +297,31 @@ fn of_terms(head: &HeadDeclaration) -> Vec<Contradiction> {
     ]
 }
 
+/// Of a mean of sequence means with what else is declared.
+fn of_sequences(head: &HeadDeclaration) -> Vec<Contradiction> {
+    let each = head.scope.sequences == Sequences::Each;
+    vec![
+        (
+            each && head.loss == Loss::Grpo,
+            "loss=grpo".into(),
+            "scope={sequences: each}".into(),
+            "a policy loss says so itself; declare grpo={\"average\": \"sequence\"}",
+        ),
+        (
+            each && head.reduction != LossReduction::Mean,
+            format!("reduction={}", word(&head.reduction)),
+            "scope={sequences: each}".into(),
+            "only a mean can be one of sequences; declare reduction=\"mean\"",
+        ),
+        (
+            each && matches!(head.denominator, Denominator::Number(_)),
+            "scope={sequences: each}".into(),
+            format!("denominator={}", word(&head.denominator)),
+            "a number is no mean of sequences; declare what each sequence is divided by",
+        ),
+    ]
+}
+
 /// Of the kind of loss with what other kinds have.
 fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
     let reduction = format!("reduction={}", word(&head.reduction));
@@ -306,7 +331,6 @@ fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
         Loss::Grpo => "loss=grpo",
     };
     let policy = head.loss == Loss::Grpo;
-    let each = head.scope.sequences == Sequences::Each;
     let logits = head.loss == Loss::XentLogits;
     vec![
         (
@@ -314,24 +338,6 @@ fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
             loss.into(),
             "grpo={...}".into(),
             "the options of a policy loss belong to loss=\"grpo\"",
-        ),
-        (
-            policy && each,
-            loss.into(),
-            "scope={sequences: each}".into(),
-            "a policy loss says so itself; declare grpo={\"average\": \"sequence\"}",
-        ),
-        (
-            each && head.reduction != LossReduction::Mean,
-            reduction.clone(),
-            "scope={sequences: each}".into(),
-            "only a mean can be one of sequences; declare reduction=\"mean\"",
-        ),
-        (
-            each && matches!(head.denominator, Denominator::Number(_)),
-            "scope={sequences: each}".into(),
-            format!("denominator={}", word(&head.denominator)),
-            "a number is no mean of sequences; declare what each sequence is divided by",
         ),
         (
             policy && head.label_smoothing != 0.0,
