@@ -3,7 +3,7 @@
 //!
 //! Equal bits pass. NaN, a wrong infinity or another shape fails: no rounding makes them.
 //! What is a product of two tensors that were recorded, too, has a bound and is judged by
-//! it ([`products`]). Of everything else nothing is known of how it was computed, so there
+//! it (`products`). Of everything else nothing is known of how it was computed, so there
 //! is no bound to derive and none is made up: it is a `warn`, and what is stated beside it
 //! is how far rounding alone could have come:
 //!
