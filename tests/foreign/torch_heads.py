@@ -149,7 +149,7 @@ def cce_torch_compile(root, drawn, dtype):
 @head(
     "linkedin/Liger-Kernel",
     ("liger-flce-none-broken", "9ac26bb8^", {
-        "what": "every token has the first one's cotangent", "stages": ("dq", "dk"), "causes": ("cotangent-dropped",),
+        "what": "every token has the first one's cotangent", "stages": ("dq", "dk"), "causes": ("stride-ignored",),
     }),
     ("liger-flce-none-mended", "9ac26bb8"),
     declared={"path": "chunked", "reduction": "none", "ignore_label": IGNORED}, dtypes=("f32",),

@@ -28,7 +28,7 @@ impl Reproduction<'_> {
             let Some(of) = self.search.confirming(&[&rounded]) else { continue };
             found.iter_mut().for_each(|(key, least)| *least = least.min(energy(&of, key)));
         }
-        (!self.search.meter.is_spent()).then_some(found)
+        (!self.search.meter.is_over()).then_some(found)
     }
 
     /// What a hypothesis leaves in f64, where it is no policy itself: what a policy beside it

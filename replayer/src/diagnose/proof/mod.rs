@@ -30,6 +30,9 @@ use fit::{Fit, Reproduction, Rounded};
 /// A comparison under declared roundings that errs by more than so many times the energy of
 /// their emulation may hold a fault that its bound hides. It decides what is looked at alone.
 const MORE: f64 = 1.1;
+/// How many times less energy a proof leaves than any policy without its fault, where what was
+/// not tried may not speak against it.
+const DECISIVE: f64 = 1e6;
 /// A hypothesis over the rows of a look may leave this many times what it leaves over more.
 const ROUGHLY: f64 = 1.2;
 /// Energy of so many roundings to f32 is not told from none.
@@ -150,10 +153,7 @@ pub(super) fn prove(
             of.gains(&fit, &right).then_some((cause, hypothesis, fit))
         })
         .collect();
-    // A fault is not proved beside others that were not tried.
-    if search.meter.is_spent() {
-        return None;
-    }
+    let spent = search.meter.is_spent();
     // What a look shows to be far behind the nearest is neither the cause nor tied with it.
     let least = near.iter().map(|(.., fit)| fit.left).fold(f64::INFINITY, f64::min);
     let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || of.is_exact(fit);
@@ -163,6 +163,8 @@ pub(super) fn prove(
     }
     let ids: Vec<&str> = near.iter().map(|(cause, ..)| cause.id()).collect();
     let proof = of.confirmed(near);
+    // A fault is proved beside others that were not tried only where those could at most be tied.
+    let proof = proof.filter(|proof| !spent || proof.times >= DECISIVE);
     if proof.is_none() && search.meter.is_over() {
         ids.into_iter().for_each(|id| search.meter.leaves(id));
     }
