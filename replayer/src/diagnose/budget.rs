@@ -16,9 +16,9 @@ use crate::replay::outcome::{NotChecked, Outcome};
 const TRIAL: u64 = 1 << 20;
 /// Work of comparing one element with its allowance.
 const ELEMENT: u64 = 100;
-/// Work that a quick search may always do, about two seconds of a core: a replay of a small
-/// head takes milliseconds, and half a second more is no wait.
-const FLOOR: u64 = 1 << 34;
+/// Work that a quick search may always do, about four seconds of a core: a replay of a small
+/// head takes milliseconds, and its causes are worth the wait.
+const FLOOR: u64 = 1 << 35;
 /// How many times the replay's work a quick search may do.
 const QUICK: u64 = 2;
 /// A cause may take one in so many parts of the budget to look for its parameters.
