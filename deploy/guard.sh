@@ -34,7 +34,7 @@ prefixed() {
 
 # This user's processes that this guard's unit of the launch began, whatever session they moved to: all of
 # a rank's descendants inherit the variable. The guard itself does not have it.
-of_launch() { grep -lzxF "BACKTAPE_LAUNCH=$launch.$unit" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
+of_launch() { grep -lzxF "BACKTAPE_GUARD=$launch.$unit" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }
 
 # Ends what the launch left on this host: first politely, then for good. Says how many there were.
 sweep() {
@@ -76,7 +76,7 @@ start() {
             echo "started $name $BASHPID" >&"$queue"
             exec {queue}>&-
             [[ $name == coordinator ]] || place_of "$name" "$((name - first_rank))"
-            export BACKTAPE_LAUNCH=$launch.$unit
+            export BACKTAPE_GUARD=$launch.$unit BACKTAPE_LAUNCH=${BACKTAPE_LAUNCH:-$launch}
             [[ -z $setup ]] || eval "$setup" || exit
             exec setsid -- "$@"
         ) &
