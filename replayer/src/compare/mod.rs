@@ -14,4 +14,4 @@ pub mod ulp;
 pub use bound::{Allowed, Bound, ONE_ROUNDING};
 pub use chart::{Cell, Chart};
 pub use row::{Element, RowTally};
-pub use tally::{Rows, Tally, Worst, once};
+pub use tally::{Rows, SeenFrom, Tally, Worst, once};

@@ -4,6 +4,7 @@
 
 use backtape::nan::{by_size, larger};
 use rayon::prelude::*;
+use serde::Serialize;
 
 use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
 use super::measures::{Measures, cosine};
@@ -58,6 +59,23 @@ pub struct Rows<'a> {
 /// For stages whose rows are all computed from different inputs.
 pub fn once(_row: usize) -> f64 {
     1.0
+}
+
+/// How small a fault of a comparison would have been seen, relative to its reference.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct SeenFrom {
+    /// Errors that are independent of rounding's, in the Frobenius norm.
+    pub noise: f64,
+    /// A factor of all values, as its distance from 1.
+    pub factor: f64,
+}
+
+impl SeenFrom {
+    /// What would have been seen in both of two comparisons.
+    pub fn in_both(self, other: SeenFrom) -> SeenFrom {
+        let (noise, factor) = (larger(self.noise, other.noise), larger(self.factor, other.factor));
+        SeenFrom { noise, factor }
+    }
 }
 
 /// What is known of a stage after its values were compared.
@@ -346,6 +364,17 @@ impl Tally {
         (random + shared + self.slope_certain) / self.reference_energy
     }
 
+    /// The smallest faults that would have been seen on top of what was: an independent error,
+    /// as a share of the reference's norm, by the energy; and a common factor, by the slope.
+    /// `None` where there is nothing that they would be a share of.
+    pub fn seen_from(&self, bound: &Bound) -> Option<SeenFrom> {
+        let room = self.budget.energy(bound.stage) - self.error_energy;
+        let noise = relative(room.max(0.0), self.reference_energy);
+        let factor = self.slope().abs() + self.allowed_slope(bound);
+        let is_share = self.nonfinite == 0 && self.reference_energy > 0.0;
+        (is_share && noise.is_finite() && factor.is_finite()).then_some(SeenFrom { noise, factor })
+    }
+
     /// The largest error energy over its bound, of all tests: more than 1 where one fails;
     /// infinite where a value is no number.
     pub fn overshoot(&self, bound: &Bound) -> f64 {
@@ -452,6 +481,26 @@ mod tests {
         let (found, bound) = tally(&captured, &reference, 0.02);
         assert_eq!((found.exceeding, found.exceeding_rows), (0, 0));
         assert!(found.excess(&bound).unwrap().contains("scale"));
+    }
+
+    /// Goal: what is said to be seen is seen, and half of it may not be. Method: a right stage
+    /// and a fault of just that size on top, orthogonal to the reference or along it.
+    #[test]
+    fn a_fault_of_the_size_that_is_seen_fails_and_half_of_it_passes() {
+        let reference: Vec<f64> =
+            (0..40_000).map(|i| if i % 2 == 0 { 1.0 } else { -1.0 }).collect();
+        let (clean, bound) = tally(&reference, &reference, 0.02);
+        let seen = clean.seen_from(&bound).unwrap();
+        let fails = |by: &dyn Fn(usize) -> f64| {
+            let captured: Vec<f64> = (0..reference.len()).map(|i| reference[i] + by(i)).collect();
+            let (found, bound) = tally(&captured, &reference, 0.02);
+            found.excess(&bound).is_some()
+        };
+        for (size, wanted) in [(1.01, true), (0.5, false)] {
+            assert_eq!(fails(&|i| size * seen.factor * reference[i]), wanted, "factor {size}");
+            assert_eq!(fails(&|_| size * seen.noise), wanted, "noise {size}");
+        }
+        assert!(tally(&[0.0; 4], &[0.0; 4], 0.1).0.seen_from(&bound).is_none());
     }
 
     #[test]

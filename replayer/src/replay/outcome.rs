@@ -16,7 +16,7 @@ pub use super::norm::{GradNorm, Share};
 use super::other_declaration::OtherDeclaration;
 use super::probe::Reach;
 use crate::compare::tally::relative;
-use crate::compare::{Bound, Tally};
+use crate::compare::{Bound, SeenFrom, Tally};
 use crate::head::{HeadStep, Lacking, Stage};
 
 /// Why a comparison that leaves tokens out tells nothing.
@@ -90,6 +90,8 @@ pub struct Comparison {
     /// How many times the error energy that it may have it has, by the test that it is
     /// furthest beyond.
     pub overshoot: f64,
+    /// How small a fault would have been seen, where that can be said.
+    pub seen_from: Option<SeenFrom>,
     /// The emulated members; empty when the floor is propagated.
     pub members: Vec<MemberError>,
     /// For dk: error by label hits.
@@ -169,6 +171,7 @@ impl Comparison {
             excess: tally.excess(bound),
             unjudged: tally.unjudged(bound),
             overshoot: tally.overshoot(bound),
+            seen_from: tally.seen_from(bound),
             tally,
             members: Vec::new(),
             by_hits: Vec::new(),
@@ -212,6 +215,13 @@ impl StageOutcome {
             let ((fail_a, ratio_a), (fail_b, ratio_b)) = (rank(a), rank(b));
             fail_a.cmp(&fail_b).then(by_size(&ratio_a, &ratio_b))
         })
+    }
+
+    /// The smallest faults that every one of its comparisons would have shown, where it passes.
+    pub fn seen_from(&self) -> Option<SeenFrom> {
+        let passes = matches!(self.status, Status::Pass | Status::Warn);
+        let all: Option<Vec<SeenFrom>> = self.comparisons.iter().map(|one| one.seen_from).collect();
+        all.filter(|_| passes)?.into_iter().reduce(SeenFrom::in_both)
     }
 
     /// True when nobody asked for it.

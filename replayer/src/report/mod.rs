@@ -15,6 +15,7 @@ mod norm;
 pub mod number;
 pub mod precision;
 pub mod schema;
+mod seen;
 pub mod shown;
 pub mod step_checks;
 pub mod text;

@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::drawings::Drawings;
 pub use super::verdict::{Reason, Verdict};
 use crate::checks::Checked;
+use crate::compare::SeenFrom;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::device::Description;
 use crate::diagnose::{Found, VariantStage};
@@ -66,6 +67,10 @@ pub struct StageReport {
     pub comparisons: usize,
     /// Which fail: microbatch and rank.
     pub failing: Vec<(Option<u32>, Option<u32>)>,
+    /// Of a stage that passes, the smallest faults that would have been seen in every one of
+    /// its comparisons: errors as a share of the norm, a factor as its distance from 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seen_from: Option<SeenFrom>,
 }
 
 /// The numbers of one comparison.
@@ -318,6 +323,7 @@ impl StageReport {
             worst: outcome.worst().map(ComparisonReport::new),
             comparisons: outcome.comparisons.len(),
             failing: outcome.failing().map(id).collect(),
+            seen_from: outcome.seen_from(),
         }
     }
 

@@ -7,6 +7,7 @@ use super::causes;
 use super::measured;
 use super::number::{bytes, count, error, plural, ratio, scale, short};
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
+use super::seen;
 use super::step_checks;
 use crate::replay::coverage::Coverage;
 use crate::replay::outcome::{NotChecked, Status};
@@ -37,6 +38,7 @@ pub fn render(report: &Report) -> String {
         against::render(&mut out, against);
     }
     kernels(&mut out, &report.kernels);
+    seen::render(&mut out, &report.stages);
     grad_norm(&mut out, report);
     for finding in &report.findings {
         wrap(&mut out, "found     ", finding);
