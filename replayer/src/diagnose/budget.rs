@@ -90,6 +90,8 @@ pub struct Meter<'a> {
     /// What was done when the last cause began to look for its parameters.
     looked_from: AtomicU64,
     limit: u64,
+    /// What one cause may do to look for its parameters.
+    share: AtomicU64,
     left_out: Mutex<BTreeSet<String>>,
 }
 
@@ -99,8 +101,8 @@ impl<'a> Meter<'a> {
         let limit = budget.causes.limit(outcome);
         (budget.begin)(limit);
         let (done, left_out) = (AtomicU64::new(0), Mutex::default());
-        let looked_from = AtomicU64::new(0);
-        Meter { progress: budget.progress, done, looked_from, limit, left_out }
+        let (looked_from, share) = (AtomicU64::new(0), AtomicU64::new(limit / LOOKS));
+        Meter { progress: budget.progress, done, looked_from, limit, share, left_out }
     }
 
     /// Counts what a trial or a look at the dump takes beside its products.
@@ -123,7 +125,23 @@ impl<'a> Meter<'a> {
     pub(super) fn may_look(&self) -> bool {
         let from = self.looked_from.load(Ordering::Relaxed);
         let done = self.done.load(Ordering::Relaxed) - from;
-        !self.is_spent() && done < self.limit / LOOKS
+        !self.is_spent() && done < self.share.load(Ordering::Relaxed)
+    }
+
+    /// Whether a search that found nothing may be made again, with what the other causes did
+    /// not need for those that did not see all: where they would get at least twice as much as
+    /// before, and all that was done can be done again.
+    pub(super) fn lends(&self) -> bool {
+        let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
+        let done = self.done.load(Ordering::Relaxed);
+        let left = (self.limit / 3 * 2).saturating_sub(done.saturating_mul(2));
+        let more = left / (left_out.len() as u64).max(1);
+        if left_out.is_empty() || more < self.share.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.share.fetch_add(more, Ordering::Relaxed);
+        left_out.clear();
+        true
     }
 
     /// Whether nothing more may be computed.
@@ -186,8 +204,8 @@ mod tests {
 
     fn meter(limit: u64) -> Meter<'static> {
         let (done, left_out) = (AtomicU64::new(0), Mutex::default());
-        let looked_from = AtomicU64::new(0);
-        Meter { progress: &NoProgress, done, looked_from, limit, left_out }
+        let (looked_from, share) = (AtomicU64::new(0), AtomicU64::new(limit / LOOKS));
+        Meter { progress: &NoProgress, done, looked_from, limit, share, left_out }
     }
 
     #[test]
@@ -199,6 +217,23 @@ mod tests {
         assert!(meter.is_spent() && !meter.is_over());
         meter.advance(100);
         assert!(meter.is_over());
+    }
+
+    #[test]
+    fn what_other_causes_did_not_need_is_lent_once() {
+        let meter = meter(2400);
+        meter.look();
+        meter.advance(300);
+        assert!(!meter.may_look());
+        meter.has_looked("cut off");
+        assert!(meter.lends());
+        meter.look();
+        meter.advance(299);
+        assert!(meter.may_look(), "it looks further than before");
+        meter.advance(900);
+        meter.has_looked("cut off");
+        assert!(!meter.lends(), "what was done cannot be done once more");
+        assert_eq!(meter.said(Causes::Quick).unwrap().what, "the causes cut off");
     }
 
     #[test]

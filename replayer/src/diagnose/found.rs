@@ -181,13 +181,28 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
             tried.len()
         ),
         Some(near) => format!(
-            "{} hypotheses were emulated; the nearest, {}, leaves {:.3} times the energy that the declared head leaves, which is more than rounding explains",
+            "{} hypotheses were emulated; the nearest, {}, leaves {:.1e} times the energy that the declared head leaves, which is more than rounding explains{}",
             tried.len(),
             near.cause.id(),
-            left(near) / before
+            left(near) / before,
+            partly(near, keys)
         ),
     };
     unexplained(words, nearest.map(|near| near.cause.id().to_string()), (evidence, keys))
+}
+
+/// What the nearest hypothesis explains and what not, where it explains some comparisons.
+fn partly(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
+    let names = |explained: bool| {
+        let of = keys.iter().filter(|key| near.explains.contains(key) == explained);
+        let mut all: Vec<&str> = of.map(|key| key.stage.name()).collect();
+        all.dedup();
+        all.join(", ")
+    };
+    match (names(true), names(false)) {
+        (some, _) if some.is_empty() => String::new(),
+        (some, rest) => format!(": it explains {some}, and not {rest}"),
+    }
 }
 
 /// What fails by so little that many causes bring it within its bounds, and none reproduces it.

@@ -201,7 +201,8 @@ fn searched(
     evidence.failing = failing;
     if !diverged && step.unusable.is_empty() {
         evidence.failing = open;
-        return Examined::Hidden(proof::prove(&search, catalogue, &evidence));
+        let prove = || proof::prove(&search, catalogue, &evidence);
+        return Examined::Hidden(twice(meter, prove, Option::is_none));
     }
     if diverged && step.unusable.is_empty() && proof::cleared(&search, &evidence) {
         return Examined::Cleared(evidence.failing);
@@ -213,8 +214,17 @@ fn searched(
     if evidence.failing.is_empty() && !(seen.is_empty() && diverged) {
         return Examined::Diverged(seen, suspect);
     }
-    seen.extend(computed(&search, catalogue, &evidence));
+    let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
+    let found = twice(meter, || computed(&search, catalogue, &evidence), is_unknown);
+    seen.extend(found);
     Examined::Diverged(seen, suspect)
+}
+
+/// What a search finds, made again where it found nothing and what it did not need is lent to
+/// the causes that had to end before they had seen all.
+fn twice<T>(meter: &Meter<'_>, search: impl Fn() -> T, is_nothing: impl Fn(&T) -> bool) -> T {
+    let found = search();
+    if is_nothing(&found) && meter.lends() { search() } else { found }
 }
 
 /// The causes that emulation finds.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::against::Against;
 use super::budget::Meter;
 use super::cause::{Cause, Hypothesis};
-use super::evidence::{Evidence, Key, Residuals, residuals};
+use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
 use crate::replay::pass_cache::PassCache;
@@ -213,6 +213,7 @@ impl<'a> Search<'a> {
         }
         of.residuals.retain(|key, _| !search.compared.contains(&key.stage));
         of.residuals.extend(found.unwrap_or_default());
+        accept_next_to_nothing(&mut of.residuals, &evidence.residuals);
         (of.explains, of.against) = evidence.explained(&of.residuals);
         of.left = left_of(&of.residuals, &evidence.failing);
         of.full = true;
@@ -284,6 +285,10 @@ impl<'a> Search<'a> {
                 return None;
             };
             residuals = at_ties;
+            (explains, against) = evidence.explained(&residuals);
+        }
+        if explains.len() < evidence.failing.len() {
+            accept_next_to_nothing(&mut residuals, &evidence.residuals);
             (explains, against) = evidence.explained(&residuals);
         }
         let full = self.rows.is_none();

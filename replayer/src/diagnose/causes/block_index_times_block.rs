@@ -52,7 +52,11 @@ impl Cause for BlockIndexTimesBlock {
         let mut found = written(evidence);
         if let Some(looked) = Looked::new(evidence) {
             for operand in [Operand::K, Operand::Q] {
-                let shown = if operand == Operand::K { looked.block_sizes(&BEYOND) } else { None };
+                let shown = if operand == Operand::K {
+                    looked.block_sizes(evidence, &BEYOND)
+                } else {
+                    None
+                };
                 for size in shown.unwrap_or_else(|| sizes(evidence, operand)) {
                     for beyond in BEYOND {
                         let map = Map::BlockTwice { size, beyond };

@@ -18,8 +18,9 @@ use std::collections::BTreeSet;
 use backtape::head::HeadDeclaration;
 
 use super::evidence::{Evidence, FORWARD, Key, Residuals};
+use super::proof;
 use super::search::{Search, left_of};
-use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage};
+use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
 use crate::replay::other_declaration::OtherDeclaration;
 use crate::replay::world::World;
 
@@ -100,7 +101,8 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
         if matches!(candidate.kind, Kind::Shown | Kind::Loosened) && !found.is_empty() {
             continue;
         }
-        if let Some(left) = agrees(search, evidence, &candidate) {
+        let agreed = agrees(search, evidence, &candidate);
+        if let Some(left) = agreed.filter(|_| is_backed(search, evidence, &candidate)) {
             found.push((candidate, left));
         }
     }
@@ -139,6 +141,19 @@ fn agrees(search: &Search<'_>, evidence: &Evidence<'_>, world: &dyn World) -> Op
         return None;
     }
     Some(left_of(&sampled, &evidence.failing))
+}
+
+/// Whether more than a wider bound speaks for a candidate: of dtypes that are left out, that
+/// a policy with them reproduces the gradients that fail, where gradients are all that fails.
+fn is_backed(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate) -> bool {
+    if candidate.kind != Kind::Loosened {
+        return true;
+    }
+    let mut options = evidence.step.options.clone();
+    (candidate.change)(&mut options);
+    let dtype = evidence.inputs.first().map(|one| one.dtype(evidence.step));
+    let roundings = dtype.and_then(|dtype| Roundings::plausible(&options, dtype).ok());
+    !roundings.is_some_and(|of| proof::is_refuted(search, evidence, (candidate, of)))
 }
 
 fn passes(found: &Residuals, keys: &BTreeSet<Key>) -> bool {

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
+use super::block_sizes::distinct;
 use super::captured::Values;
 use super::direct::{Direct, alike};
 use super::extents::of_ranks;
-use super::maps::{Beyond, Map};
+use super::maps::Map;
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::evidence::{Evidence, Key};
@@ -21,9 +22,7 @@ use crate::replay::world::{Pass, World};
 /// Tokens that are looked at.
 const LOOKED: usize = 4;
 /// How near an lse must be to be worth a trial, relatively.
-const NEAR: f64 = 0.01;
-/// Logits of a token that may be read to find a size.
-const READS: usize = 1 << 26;
+pub(super) const NEAR: f64 = 0.01;
 
 /// Whose rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,11 +56,13 @@ impl Passes {
 
 /// A few failing tokens and what they show.
 pub struct Looked<'a> {
-    direct: Direct<'a>,
-    inputs: &'a MicrobatchInputs,
-    tokens: Vec<usize>,
-    lse: Option<std::rc::Rc<Values>>,
-    dq: Option<(std::rc::Rc<Values>, Key)>,
+    pub(super) direct: Direct<'a>,
+    pub(super) inputs: &'a MicrobatchInputs,
+    pub(super) tokens: Vec<usize>,
+    pub(super) lse: Option<Captured>,
+    /// Captured logits of labels that fail, with their tokens.
+    pub(super) labels: Vec<(usize, f64)>,
+    pub(super) dq: Option<(Captured, Key)>,
 }
 
 impl<'a> Looked<'a> {
@@ -82,44 +83,12 @@ impl<'a> Looked<'a> {
             }
             let tokens = wrong(evidence, inputs, (&lse, &dq));
             if !tokens.is_empty() {
-                return Some(Looked { direct, inputs, tokens, lse, dq });
+                let labels = fails(Stage::LabelLogits, mb).and_then(|key| evidence.captured(key));
+                let labels = labels.map_or(Vec::new(), |of| distinct(inputs, &of));
+                return Some(Looked { direct, inputs, tokens, lse, labels, dq });
             }
         }
         None
-    }
-
-    /// Sizes of blocks of k that were read at `i b b`, by the lse of the tokens: a token's
-    /// products are worked out once, and every size but reads them elsewhere. None where lse
-    /// does not show it, or there are too many sizes to try.
-    pub fn block_sizes(&self, beyond: &[Beyond]) -> Option<Vec<usize>> {
-        let (lse, n) = (self.lse.as_ref()?, self.direct.head.k.rows);
-        let valid = self.direct.head.valid_vocab;
-        if n.saturating_mul(n).saturating_mul(beyond.len()) > READS {
-            return None;
-        }
-        let products = |&t: &usize| {
-            let q = self.direct.q(Row::From(t));
-            let of = |v: usize| super::direct::dot(&q, &self.direct.k(Row::From(v)));
-            (lse.values[t], (0..n).map(of).collect::<Vec<f64>>())
-        };
-        let tokens: Vec<(f64, Vec<f64>)> = self.tokens.iter().map(products).collect();
-        let fits = |map: Map| {
-            tokens.iter().all(|(captured, products)| {
-                let at = |v: usize| match map.at(v, n) {
-                    Some(Row::From(row)) => products[row],
-                    Some(Row::Nans) => f64::NAN,
-                    _ => 0.0,
-                };
-                let z: Vec<f64> = (0..valid).map(|v| self.direct.logit(at(v), v).0).collect();
-                let own = self.direct.lse(&z);
-                (own - captured).abs() <= NEAR * (1.0 + own.abs())
-            })
-        };
-        let any = |size: &usize| {
-            beyond.iter().any(|&beyond| fits(Map::BlockTwice { size: *size, beyond }))
-        };
-        // Fewer than three blocks do not show.
-        Some((2..n.div_ceil(2)).filter(any).collect())
     }
 
     /// Whether what was captured of the tokens is what rows read so give.
@@ -171,9 +140,13 @@ impl<'a> Looked<'a> {
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
             let label = self.inputs.labels[t] as usize;
-            let slope = self.direct.logit_of(&q_row, label).1;
-            let of = self.direct.k(Row::From(label));
-            dense.iter_mut().zip(&of).for_each(|(sum, k)| *sum += slope * b * k);
+            // The label's row is read rightly, or with the others.
+            return [Row::From(label), k(label)].into_iter().any(|row| {
+                let of = self.direct.k(row);
+                let slope = self.direct.logit(super::direct::dot(&q_row, &of), label).1;
+                let sum = dense.iter().zip(&of).map(|(sum, k)| sum + slope * b * k);
+                alike(captured.row(t), &sum.collect::<Vec<f64>>())
+            });
         }
         alike(captured.row(t), &dense)
     }

@@ -3,6 +3,7 @@
 //! that no dump declares.
 
 pub mod addends;
+pub mod block_sizes;
 pub mod captured;
 pub mod dense;
 pub mod direct;
@@ -15,8 +16,10 @@ pub mod misread;
 pub mod nan;
 pub mod orders;
 pub mod pieces;
+pub mod plane;
 pub mod reference;
 pub mod replicas;
+pub mod solve;
 pub mod strays;
 pub mod sums;
 pub mod tokens;

@@ -21,10 +21,12 @@ use super::evidence::{Evidence, GRADIENTS, Key};
 use super::found::Found;
 use super::is_sum;
 use super::search::Search;
+use crate::head::Roundings;
 use crate::head::Stage;
 use crate::head::roundings::F32;
 use crate::replay::members;
 use crate::replay::outcome::{Comparison, Outcome};
+use crate::replay::world::World;
 use fit::{Fit, Reproduction, Rounded};
 
 /// A comparison under declared roundings that errs by more than so many times the energy of
@@ -198,6 +200,20 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
         all.get(key).is_some_and(|of| of.passes && CLEAR * CLEAR * of.energy <= before)
     };
     keys.iter().all(closely)
+}
+
+/// Whether all that fails is emulated, and no policy that a head with other options leaves open
+/// reproduces it: that more is allowed there says nothing.
+pub(super) fn is_refuted(
+    search: &Search<'_>,
+    evidence: &Evidence<'_>,
+    (world, roundings): (&dyn World, Roundings),
+) -> bool {
+    let search = &search.only(is_of_head);
+    let Some(mut of) = emulated(search, evidence) else { return false };
+    of.roundings = roundings;
+    let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
+    of.fit(first, Some(world)).is_some_and(|fit| !of.is_explained(&fit))
 }
 
 /// Where all that fails is emulated.

@@ -1,0 +1,220 @@
+//! `block-miscounted`: a chunk of tokens or a tile of the vocabulary is left out of a sum, or is
+//! in it more than once; or a tile of a gradient is not written, or written more than once.
+//!
+//! Real: the last partial chunk that a floor division drops, one that is moved back over its
+//! neighbour and counts the overlap twice, rows of a reused buffer behind the last one.
+//!
+//! Detectors: dk is the sum of a product a token, dq of one a class: the sum is solved for how
+//! often it holds each (`detectors::solve`), rows and columns likewise. Nothing is enumerated.
+//! Emulation: tokens that count as often as was found, for dk alone; classes, rows or columns
+//! of a gradient as often.
+
+use std::collections::BTreeMap;
+
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::plane::{Plane, Rows};
+use crate::diagnose::detectors::solve::{runs, whole_factors, whole_weights};
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::Stage;
+use crate::replay::world::{Expectation, World};
+
+/// The catalogue's entry.
+pub struct BlockMiscounted;
+
+/// Runs that are told in words; where there are more it is no block.
+const TOLD: usize = 6;
+
+impl Cause for BlockMiscounted {
+    fn id(&self) -> &str {
+        "block-miscounted"
+    }
+
+    fn about(&self) -> &str {
+        "a chunk or tile is left out of a gradient, or is in it more than once"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &[
+            "a last partial chunk that a floor division drops, or that is moved back over its neighbour",
+        ]
+    }
+
+    fn advice(&self) -> &str {
+        "look at the bounds of the loop over chunks or tiles: the last partial one must be masked, and counted once"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        [Stage::Dq, Stage::Dk].into_iter().flat_map(|stage| of_gradient(evidence, stage)).collect()
+    }
+}
+
+/// What is counted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum What {
+    /// Addends of a sum: tokens of dk, classes of dq.
+    Addends,
+    /// The label's addends of dk alone.
+    Labels,
+    Rows,
+    Columns,
+}
+
+fn of_gradient(evidence: &Evidence<'_>, stage: Stage) -> Vec<Hypothesis> {
+    let keys: Vec<Key> = evidence.failing_of(&[stage]).map(|(key, _)| key).collect();
+    if keys.is_empty() || evidence.rows.is_some() {
+        return Vec::new();
+    }
+    let mut found: Vec<(What, Counted)> = [What::Addends, What::Labels, What::Rows, What::Columns]
+        .map(|what| (what, Counted::default()))
+        .into();
+    for key in keys {
+        let Some(of) = Gradient::of(evidence, key) else { return Vec::new() };
+        found.retain_mut(|(what, counted)| of.counts(*what, counted));
+        if found.is_empty() {
+            return Vec::new();
+        }
+    }
+    found.into_iter().filter_map(|(what, counted)| counted.hypothesis(what, stage)).collect()
+}
+
+/// A gradient that fails beside what it should be.
+struct Gradient<'e> {
+    key: Key,
+    plane: Plane<'e>,
+    captured: Rows,
+    reference: Rows,
+    rounding: f64,
+}
+
+impl<'e> Gradient<'e> {
+    fn of(evidence: &'e Evidence<'_>, key: Key) -> Option<Gradient<'e>> {
+        let plane = Plane::of(evidence, key)?;
+        let values = evidence.captured(key)?;
+        let entries = plane.entries();
+        let (captured, reference) = match key.stage {
+            Stage::Dq => (plane.dq(&values), entries.times(&plane.k)),
+            _ => (plane.dk(&values), entries.transposed_times(&plane.q)),
+        };
+        let rounding = evidence.residuals.get(&key)?.floor;
+        let same = captured.values.len() == reference.values.len();
+        same.then_some(Gradient { key, plane, captured, reference, rounding })
+    }
+
+    fn error(&self) -> Rows {
+        let pairs = self.captured.values.iter().zip(&self.reference.values);
+        Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() }
+    }
+
+    /// Adds what this gradient holds; false where it is none of whole numbers.
+    fn counts(&self, what: What, to: &mut Counted) -> bool {
+        let of_dk = self.key.stage == Stage::Dk;
+        let entries = || match (what, of_dk) {
+            (What::Labels, true) => self.plane.of_labels(),
+            (_, true) => self.plane.entries(),
+            (_, false) => self.plane.entries().transposed(),
+        };
+        let other = if of_dk { &self.plane.q } else { &self.plane.k };
+        let weights = match what {
+            What::Labels if !of_dk => None,
+            What::Addends | What::Labels => {
+                whole_weights((&entries(), other), &self.error(), self.rounding)
+            }
+            What::Rows => whole_factors(&self.captured, &self.reference),
+            What::Columns => {
+                whole_factors(&self.captured.transposed(), &self.reference.transposed())
+            }
+        };
+        let Some(weights) = weights else { return false };
+        let changed = match what {
+            What::Rows => scaled(&self.reference, &weights),
+            What::Columns => scaled(&self.reference.transposed(), &weights).transposed(),
+            What::Addends | What::Labels => {
+                let mut more =
+                    scaled(&entries(), &weights.iter().map(|x| x - 1.0).collect::<Vec<_>>());
+                more = more.transposed_times(other);
+                more.values.iter_mut().zip(&self.reference.values).for_each(|(x, r)| *x += r);
+                more
+            }
+        };
+        let runs = runs(&weights);
+        let place = |at: usize| match (what, of_dk) {
+            (What::Addends | What::Labels, true) | (What::Rows, false) => self.plane.unit.rows[at],
+            _ => at,
+        };
+        to.runs += runs.len();
+        if to.said.is_empty() {
+            let said = runs.iter().map(|(run, times)| {
+                let (first, last) = (place(run.start), place(run.end - 1));
+                let places =
+                    if first == last { first.to_string() } else { format!("{first} to {last}") };
+                let often = match times {
+                    0.0 => "left out".to_string(),
+                    2.0 => "twice".to_string(),
+                    times => format!("{times} times"),
+                };
+                format!("{places} {often}")
+            });
+            to.said = said.collect();
+        }
+        let of_tokens = self.key.stage == Stage::Dq;
+        for at in 0..changed.count() {
+            let row = if of_tokens { self.plane.unit.rows[at] } else { at };
+            to.values.entry(self.key).or_default().insert(row, changed.row(at).to_vec());
+        }
+        true
+    }
+}
+
+fn scaled(rows: &Rows, factors: &[f64]) -> Rows {
+    let of = |(at, x): (usize, &f64)| x * factors[at / rows.cols.max(1)];
+    Rows { cols: rows.cols, values: rows.values.iter().enumerate().map(of).collect() }
+}
+
+/// Gradients in which something counts more or less often.
+#[derive(Default)]
+struct Counted {
+    values: BTreeMap<Key, BTreeMap<usize, Vec<f64>>>,
+    /// Of the first gradient, in words.
+    said: Vec<String>,
+    runs: usize,
+}
+
+impl Counted {
+    fn hypothesis(self, what: What, stage: Stage) -> Option<Hypothesis> {
+        let words = match (what, stage) {
+            (What::Addends, Stage::Dk) => "tokens",
+            (What::Addends, _) => "classes",
+            (What::Labels, _) => "the label's addends of tokens",
+            (What::Rows, _) => "rows",
+            (What::Columns, _) => "columns",
+        };
+        // Scattered addends are a block only where they are those of repeated labels.
+        if self.said.len() > TOLD && what != What::Labels {
+            return None;
+        }
+        let mut said = self.said.iter().take(TOLD).cloned().collect::<Vec<_>>().join(", ");
+        if self.said.len() > TOLD {
+            said += &format!(" and {} more", self.said.len() - TOLD);
+        }
+        let parameters =
+            vec![("of", stage.name().to_string()), ("what", words.to_string()), ("which", said)];
+        let fitted = 1 + self.runs.min(TOLD);
+        Some(Hypothesis::new(self, parameters).fitted(fitted))
+    }
+}
+
+impl World for Counted {
+    fn speaks_of(&self, stage: Stage) -> bool {
+        self.values.keys().any(|key| key.stage == stage)
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+        let Some(rows) = self.values.get(&key) else { return };
+        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            if let Some(other) = rows.get(row) {
+                values.copy_from_slice(other);
+            }
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! `part-missing`: a term of the gradient is left out, has the wrong sign, or is there twice; or
+//! one was added that is no part of the loss: a multiple of k, as coupled weight decay does.
+//!
+//! Real: a detached lse or label logit (`stop_gradient` around one of them), `p + onehot`.
+//!
+//! Detectors: dq and dk are a softmax part and a label part, solved for how often each is in
+//! what was captured, and for a multiple of k beside them.
+//! Emulation: the cotangents of lse and of the label's logit times what was found.
+
+use std::collections::BTreeMap;
+
+use crate::diagnose::against::Part;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::{dot, energy};
+use crate::diagnose::detectors::fit::rounded;
+use crate::diagnose::detectors::plane::{Plane, Rows};
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::head::Stage;
+use crate::replay::world::{Expectation, UnitTokens, World};
+
+/// The catalogue's entry.
+pub struct PartMissing;
+
+/// A part is there so many times, within this.
+const NEAR: f64 = 0.03;
+/// Share of the error that may be left to be worth a trial.
+const LEFT: f64 = 0.02;
+
+impl Cause for PartMissing {
+    fn id(&self) -> &str {
+        "part-missing"
+    }
+
+    fn about(&self) -> &str {
+        "a term of the gradient is left out, has the wrong sign or is there twice, or another is added"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &[
+            "an lse or a label logit under stop_gradient",
+            "weight decay that is added to the gradient",
+        ]
+    }
+
+    fn advice(&self) -> &str {
+        "compare the backward with the derivative term by term: g p k - g k[label] for q, g p q - g q at the label's row for k"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if evidence.rows.is_some() {
+            return Vec::new();
+        }
+        let solved = [Stage::Dq, Stage::Dk].map(|stage| solved(evidence, stage));
+        let one = |found: &Option<Terms>| found.clone();
+        let mut all: Vec<Terms> = solved.iter().filter_map(one).collect();
+        if let [Some(dq), Some(dk)] = &solved
+            && dq.softmax == dk.softmax
+            && dq.label == dk.label
+        {
+            all.push(Terms { parts: vec![Part::Plane, Part::OfQ, Part::OfK], ..dk.clone() });
+        }
+        all.into_iter().map(Terms::hypothesis).collect()
+    }
+}
+
+/// How often a gradient holds each of its terms.
+#[derive(Clone, Debug)]
+struct Terms {
+    parts: Vec<Part>,
+    softmax: f64,
+    label: f64,
+    /// What of k is in dk beside them.
+    of_k: f64,
+    /// k of the valid classes, where a multiple of it is there.
+    k: BTreeMap<usize, Vec<f64>>,
+}
+
+/// The terms of a gradient, the same in all its comparisons that fail.
+fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
+    let mut found: Option<Terms> = None;
+    for (key, _) in evidence.failing_of(&[stage]) {
+        let own = of_gradient(evidence, key)?;
+        let same = |other: &Terms| {
+            other.softmax == own.softmax
+                && other.label == own.label
+                && (other.of_k - own.of_k).abs() <= NEAR * own.of_k.abs()
+        };
+        if !found.as_ref().is_none_or(same) {
+            return None;
+        }
+        found = Some(own);
+    }
+    found
+}
+
+fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
+    let plane = Plane::of(evidence, key)?;
+    let values = evidence.captured(key)?;
+    let of_dk = key.stage == Stage::Dk;
+    let labels = plane.of_labels();
+    let product = |entries: &Rows| match of_dk {
+        true => entries.transposed_times(&plane.q),
+        false => entries.times(&plane.k),
+    };
+    let captured = if of_dk { plane.dk(&values) } else { plane.dq(&values) };
+    let mut terms = vec![product(&plane.dense).values, product(&labels).values];
+    if of_dk {
+        terms.push(plane.k.values.clone());
+    }
+    if terms.iter().any(|term| term.len() != captured.values.len()) {
+        return None;
+    }
+    let times = fitted(&terms, &captured.values)?;
+    let (softmax, label) = (times[0].round(), times[1].round());
+    let of_k = times.get(2).map_or(0.0, |&x| rounded(x, 3));
+    // A multiple of k that is a rounding of nothing is none.
+    let share = |x: f64| x * x * energy(&plane.k.values);
+    let of_k = if share(of_k) < 1e-4 * energy(&captured.values) { 0.0 } else { of_k };
+    let near = (times[0] - softmax).abs() <= NEAR && (times[1] - label).abs() <= NEAR;
+    let as_declared = (softmax, label, of_k) == (1.0, 1.0, 0.0);
+    if !near || as_declared || softmax.abs() > 2.0 || label.abs() > 2.0 {
+        return None;
+    }
+    let off = |by: [f64; 3]| -> f64 {
+        let of = |at: usize| -> f64 {
+            let sum: f64 = terms.iter().zip(by).map(|(term, x)| x * term[at]).sum();
+            (captured.values[at] - sum).powi(2)
+        };
+        (0..captured.values.len()).map(of).sum()
+    };
+    if !(off([softmax, label, of_k]) <= LEFT * off([1.0, 1.0, 0.0])) {
+        return None;
+    }
+    let rows = (0..plane.k.count()).map(|row| (row, plane.k.row(row).to_vec()));
+    let k = if of_k == 0.0 { BTreeMap::new() } else { rows.collect() };
+    let parts = vec![Part::of(key.stage)];
+    Some(Terms { parts, softmax, label, of_k, k })
+}
+
+/// The multiples of some terms that are nearest to a value, by least squares.
+fn fitted(terms: &[Vec<f64>], value: &[f64]) -> Option<Vec<f64>> {
+    let n = terms.len();
+    let mut rows: Vec<Vec<f64>> = terms
+        .iter()
+        .map(|term| {
+            let mut row: Vec<f64> = terms.iter().map(|other| dot(term, other)).collect();
+            row.push(dot(term, value));
+            row
+        })
+        .collect();
+    for i in 0..n {
+        let own = rows[i][i];
+        if !(own > 0.0) {
+            return None;
+        }
+        let pivot = rows[i].clone();
+        for (_, row) in rows.iter_mut().enumerate().filter(|(j, _)| *j != i) {
+            let times = row[i] / own;
+            row.iter_mut().zip(&pivot).for_each(|(x, p)| *x -= times * p);
+        }
+    }
+    let found: Vec<f64> = (0..n).map(|i| rows[i][n] / rows[i][i]).collect();
+    found.iter().all(|x| x.is_finite()).then_some(found)
+}
+
+impl Terms {
+    fn hypothesis(self) -> Hypothesis {
+        let often = |x: f64| match x {
+            0.0 => "left out".to_string(),
+            -1.0 => "with the wrong sign".to_string(),
+            2.0 => "twice".to_string(),
+            x => format!("{x} times"),
+        };
+        let names = self.parts.iter().filter(|part| **part != Part::Plane).map(|part| part.words());
+        let mut parameters = vec![("of", names.collect::<Vec<_>>().join(" and "))];
+        for (name, x) in [("the softmax part", self.softmax), ("the label's part", self.label)] {
+            if x != 1.0 {
+                parameters.push((name, often(x)));
+            }
+        }
+        if self.of_k != 0.0 {
+            parameters.push(("added", format!("{} times k", self.of_k)));
+        }
+        let fitted = usize::from(self.of_k != 0.0);
+        Hypothesis::new(self, parameters).fitted(fitted)
+    }
+}
+
+impl World for Terms {
+    fn speaks_of(&self, stage: Stage) -> bool {
+        GRADIENTS.contains(&stage) && self.parts.contains(&Part::of(stage))
+    }
+
+    fn cotangents(&self, _tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
+        lse.iter_mut().chain(smooth).for_each(|x| *x *= self.softmax);
+        label.iter_mut().for_each(|x| *x *= self.label);
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        if of.at.stage != Stage::Dk {
+            return;
+        }
+        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            if let Some(k) = self.k.get(row) {
+                values.iter_mut().zip(k).for_each(|(x, k)| *x += self.of_k * k);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn terms_are_found_as_often_as_they_are_there() {
+        let terms = vec![vec![1.0, 2.0, 0.5, 0.0], vec![0.0, 1.0, -1.0, 3.0]];
+        let value: Vec<f64> = (0..4).map(|i| -1.0 * terms[0][i] + 2.0 * terms[1][i]).collect();
+        let found = fitted(&terms, &value).unwrap();
+        assert!((found[0] + 1.0).abs() < 1e-12 && (found[1] - 2.0).abs() < 1e-12, "{found:?}");
+    }
+}

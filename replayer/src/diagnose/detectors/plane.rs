@@ -1,0 +1,148 @@
+//! All entries of a small unit's dlogits, and the products that dq and dk are: for what is
+//! solved for and not tried.
+
+use rayon::prelude::*;
+
+use super::captured::Values;
+use super::direct::{Direct, dot};
+use super::units::UnitState;
+use crate::assemble::Row;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::kernels::matrix::IGNORED;
+
+/// Multiply-adds of one product up to which a unit is small.
+const SMALL: usize = 1 << 28;
+
+/// A row-major matrix.
+pub struct Rows {
+    /// Values of a row.
+    pub cols: usize,
+    /// Row after row.
+    pub values: Vec<f64>,
+}
+
+impl Rows {
+    /// One row.
+    pub fn row(&self, at: usize) -> &[f64] {
+        &self.values[at * self.cols..(at + 1) * self.cols]
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.values.len() / self.cols.max(1)
+    }
+
+    /// Rows as columns.
+    pub fn transposed(&self) -> Rows {
+        let (rows, cols) = (self.count(), self.cols);
+        let of = |at: usize| self.values[at % rows.max(1) * cols + at / rows.max(1)];
+        Rows { cols: rows, values: (0..rows * cols).map(of).collect() }
+    }
+
+    /// The product of the transpose of this, `[n, m]`, with `[n, k]`: `[m, k]`.
+    pub fn transposed_times(&self, other: &Rows) -> Rows {
+        self.transposed().times(other)
+    }
+
+    /// The product of `[m, n]` with `[n, k]`.
+    pub fn times(&self, other: &Rows) -> Rows {
+        let one = |row: &[f64]| {
+            let mut sum = vec![0.0; other.cols];
+            for (&x, of) in row.iter().zip(other.values.chunks(other.cols.max(1))) {
+                if x != 0.0 {
+                    sum.iter_mut().zip(of).for_each(|(sum, y)| *sum += x * y);
+                }
+            }
+            sum
+        };
+        let rows: Vec<Vec<f64>> = self.values.par_chunks(self.cols.max(1)).map(one).collect();
+        Rows { cols: other.cols, values: rows.concat() }
+    }
+}
+
+/// A unit whose dq or dk fails: the captured gradient and the products that it should be.
+pub struct Plane<'e> {
+    /// Whose tokens.
+    pub unit: &'e UnitState,
+    /// q of the unit's tokens, `[n, D]`.
+    pub q: Rows,
+    /// k of the valid classes, `[V, D]`.
+    pub k: Rows,
+    /// The softmax part of dlogits, `[n, V]`, and the label's entry of each token, `[n]`.
+    pub dense: Rows,
+    /// The label's class, none of a token that is ignored, and its entry.
+    pub labels: Vec<Option<(usize, f64)>>,
+}
+
+impl<'e> Plane<'e> {
+    /// The unit of a comparison; `None` where it is not small, or the budget is spent.
+    pub fn of(evidence: &'e Evidence<'_>, key: Key) -> Option<Plane<'e>> {
+        let mut units = evidence.units().iter();
+        let unit = units.find(|unit| {
+            unit.microbatch == key.microbatch && (unit.rank == key.rank || key.rank.is_none())
+        })?;
+        let inputs = evidence.inputs_of(key.microbatch)?;
+        let direct = Direct::new(evidence, inputs)?;
+        let (head, n) = (&direct.head, unit.rows.len());
+        let whole = key.rank.is_some() || n == inputs.tokens();
+        let (v, d) = (head.valid_vocab, head.q.cols);
+        let work = n * v * d;
+        if !whole || work > SMALL || evidence.spend(8 * work) {
+            return None;
+        }
+        let rows = |count: usize, of: &dyn Fn(usize) -> Vec<f64>| Rows {
+            cols: d,
+            values: (0..count).flat_map(of).collect(),
+        };
+        let q = rows(n, &|i| direct.q(Row::From(unit.rows[i])));
+        let k = rows(v, &|class| direct.k(Row::From(class)));
+        let [a, b, c] = &unit.cotangents;
+        let entries = |i: usize| -> Vec<f64> {
+            let of = |class: usize| {
+                let (z, slope) = direct.logit(dot(q.row(i), k.row(class)), class);
+                slope * (a[i] * (z - unit.lse[i]).exp() + c[i])
+            };
+            (0..v).map(of).collect()
+        };
+        let dense: Vec<Vec<f64>> = (0..n).into_par_iter().map(entries).collect();
+        let label = |i: usize| {
+            let label = inputs.labels[unit.rows[i]];
+            let class = (label != IGNORED && (label as usize) < v).then_some(label as usize)?;
+            let slope = direct.logit(dot(q.row(i), k.row(class)), class).1;
+            Some((class, slope * b[i]))
+        };
+        let labels = (0..n).map(label).collect();
+        let dense = Rows { cols: v, values: dense.concat() };
+        Some(Plane { unit, q, k, dense, labels })
+    }
+
+    /// The label entries as a plane, `[n, V]`.
+    pub fn of_labels(&self) -> Rows {
+        let mut values = vec![0.0; self.dense.values.len()];
+        for (i, label) in self.labels.iter().enumerate() {
+            if let Some((class, entry)) = label {
+                values[i * self.dense.cols + class] = *entry;
+            }
+        }
+        Rows { cols: self.dense.cols, values }
+    }
+
+    /// All entries, `[n, V]`.
+    pub fn entries(&self) -> Rows {
+        let labels = self.of_labels();
+        let both = self.dense.values.iter().zip(&labels.values).map(|(a, b)| a + b);
+        Rows { cols: self.dense.cols, values: both.collect() }
+    }
+
+    /// The captured dq of the unit's tokens, `[n, D]`.
+    pub fn dq(&self, captured: &Values) -> Rows {
+        let of = |&t: &usize| captured.row(t).to_vec();
+        Rows { cols: captured.columns, values: self.unit.rows.iter().flat_map(of).collect() }
+    }
+
+    /// The captured dk of the valid classes, `[V, D]`.
+    pub fn dk(&self, captured: &Values) -> Rows {
+        let end = (self.k.count() * captured.columns).min(captured.values.len());
+        Rows { cols: captured.columns, values: captured.values[..end].to_vec() }
+    }
+}

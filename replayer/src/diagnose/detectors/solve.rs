@@ -1,0 +1,172 @@
+//! Sums of products solved for the weights of their addends: which of them a sum holds, and how
+//! often.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::direct::{dot, energy};
+use super::plane::Rows;
+
+/// Addends that are solved for at most: the work grows like their cube.
+const MOST: usize = 1024;
+/// A weight is this near to a whole number, or the sum is none of whole addends.
+const WHOLE: f64 = 0.25;
+/// The largest weight that is looked for.
+const LARGEST: f64 = 16.0;
+/// Share of the error that whole weights may leave to be worth a trial, which judges them.
+const LEFT: f64 = 0.1;
+/// Share of the diagonal that keeps addends which are nearly others' from growing.
+const RIDGE: f64 = 1e-9;
+/// An addend whose weight the rounding of the sum moves by more is not told from none.
+const UNSURE: f64 = 0.1;
+
+/// Weights of the addends `a_i b_iᵀ` of a sum, whole numbers: `error` is what was captured less
+/// the sum of all of them once; `rounding` the energy that it may have. `None` where whole numbers
+/// do not make it, or make it of every addend once.
+pub fn whole_weights((a, b): (&Rows, &Rows), error: &Rows, rounding: f64) -> Option<Vec<f64>> {
+    let n = a.count();
+    if n == 0 || n > MOST {
+        return None;
+    }
+    let gram: Vec<Vec<f64>> = (0..n)
+        .into_par_iter()
+        .map(|i| (0..=i).map(|j| dot(a.row(i), a.row(j)) * dot(b.row(i), b.row(j))).collect())
+        .collect();
+    let towards = a.times(error);
+    let right: Vec<f64> = (0..n).map(|i| dot(towards.row(i), b.row(i))).collect();
+    let more = cholesky(&gram, &right)?;
+    let noise = rounding / error.values.len().max(1) as f64;
+    let sure = |i: usize| noise <= UNSURE * UNSURE * gram[i][i];
+    let mut whole = Vec::with_capacity(n);
+    for (i, x) in more.iter().enumerate() {
+        if !sure(i) {
+            // It is as its neighbour: blocks are left out, not single addends that show nothing.
+            whole.push(whole.last().copied().unwrap_or(0.0));
+            continue;
+        }
+        let near = x.round();
+        if (x - near).abs() > WHOLE || near.abs() > LARGEST {
+            return None;
+        }
+        whole.push(near);
+    }
+    let products: f64 = (0..n)
+        .map(|i| {
+            let before: f64 = (0..i).map(|j| gram[i][j] * whole[j]).sum();
+            whole[i] * (2.0 * before + gram[i][i] * whole[i])
+        })
+        .sum();
+    let before = energy(&error.values);
+    let left = before - 2.0 * dot(&whole, &right) + products;
+    let explains = whole.iter().any(|&x| x != 0.0) && left <= LEFT * before;
+    explains.then(|| whole.iter().map(|x| 1.0 + x).collect())
+}
+
+/// The solution of a symmetric positive system, given its lower triangle.
+fn cholesky(gram: &[Vec<f64>], right: &[f64]) -> Option<Vec<f64>> {
+    let n = right.len();
+    let mut l: Vec<Vec<f64>> = Vec::with_capacity(n);
+    for i in 0..n {
+        let mut row: Vec<f64> = Vec::with_capacity(i + 1);
+        for j in 0..i {
+            row.push((gram[i][j] - dot(&row[..j], &l[j][..j])) / l[j][j]);
+        }
+        let whole = gram[i][i].max(f64::MIN_POSITIVE);
+        let rest = whole * (1.0 + RIDGE) - energy(&row);
+        row.push(rest.max(whole * RIDGE).sqrt());
+        l.push(row);
+    }
+    let mut x = right.to_vec();
+    for i in 0..n {
+        x[i] = (x[i] - dot(&l[i][..i], &x[..i])) / l[i][i];
+    }
+    for i in (0..n).rev() {
+        let below: f64 = (i + 1..n).map(|j| l[j][i] * x[j]).sum();
+        x[i] = (x[i] - below) / l[i][i];
+    }
+    x.iter().all(|x| x.is_finite()).then_some(x)
+}
+
+/// Weights of rows that are those of `reference` times a whole number each; `None` where they
+/// are not, or all of them are once.
+pub fn whole_factors(captured: &Rows, reference: &Rows) -> Option<Vec<f64>> {
+    let mut all = Vec::with_capacity(reference.count());
+    let (mut before, mut left) = (0.0, 0.0);
+    for at in 0..reference.count() {
+        let (c, r) = (captured.row(at), reference.row(at));
+        let own = energy(r);
+        let factor = if own > 0.0 { dot(c, r) / own } else { 1.0 };
+        let whole = factor.round();
+        let off = |x: f64| -> f64 { c.iter().zip(r).map(|(c, r)| (c - x * r).powi(2)).sum() };
+        before += off(1.0);
+        left += off(whole);
+        all.push(if off(whole) < off(1.0) { whole } else { 1.0 });
+    }
+    let whole = all.iter().all(|x| x.abs() <= LARGEST);
+    (whole && all.iter().any(|&x| x != 1.0) && left <= LEFT * before).then_some(all)
+}
+
+/// Runs of equal weights other than 1.
+pub fn runs(weights: &[f64]) -> Vec<(Range<usize>, f64)> {
+    let mut found: Vec<(Range<usize>, f64)> = Vec::new();
+    for (at, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
+        match found.last_mut() {
+            Some((run, of)) if run.end == at && *of == weight => run.end += 1,
+            _ => found.push((at..at + 1, weight)),
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+
+    fn drawn(rows: usize, cols: usize, seed: u64) -> Rows {
+        let mut draw = Draw::new(seed);
+        Rows { cols, values: (0..rows * cols).map(|_| draw.normal()).collect() }
+    }
+
+    /// A sum of 40 products in which addends count as said, beside noise of this size.
+    fn solved(weights: &dyn Fn(usize) -> f64, noise: f64) -> Option<Vec<f64>> {
+        let (a, b) = (drawn(40, 30, 1), drawn(40, 12, 2));
+        let mut draw = Draw::new(3);
+        let more = Rows {
+            cols: 30,
+            values: (0..40 * 30).map(|at| (weights(at / 30) - 1.0) * a.values[at]).collect(),
+        };
+        let mut error = more.transposed_times(&b);
+        error.values.iter_mut().for_each(|x| *x += noise * draw.normal());
+        let rounding = noise * noise * error.values.len() as f64;
+        whole_weights((&a, &b), &error, rounding)
+    }
+
+    #[test]
+    fn a_block_that_is_left_out_and_one_that_counts_twice_are_found_beside_noise() {
+        let weights = |i: usize| match i {
+            33..40 => 0.0,
+            10..14 => 2.0,
+            _ => 1.0,
+        };
+        let found = solved(&weights, 0.2).unwrap();
+        assert_eq!(runs(&found), [(10..14, 2.0), (33..40, 0.0)]);
+    }
+
+    #[test]
+    fn weights_that_are_no_whole_numbers_and_noise_alone_are_not_explained() {
+        assert!(solved(&|i| 1.0 + 0.4 * (i as f64).sin(), 0.01).is_none());
+        assert!(solved(&|_| 1.0, 0.2).is_none());
+    }
+
+    #[test]
+    fn rows_that_were_written_twice_or_not_at_all_are_found() {
+        let reference = drawn(9, 5, 4);
+        let of = |at: usize| [1.0, 2.0, 0.0][at / 5 / 3] * reference.values[at];
+        let captured = Rows { cols: 5, values: (0..45).map(of).collect() };
+        let found = whole_factors(&captured, &reference).unwrap();
+        assert_eq!(runs(&found), [(3..6, 2.0), (6..9, 0.0)]);
+        assert!(whole_factors(&reference, &reference).is_none());
+    }
+}
