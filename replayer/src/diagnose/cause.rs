@@ -31,6 +31,12 @@ pub trait Cause: Sync {
         false
     }
 
+    /// True when its parameters are looked for by trying many: such causes are looked for after
+    /// all others were tried.
+    fn looks_long(&self) -> bool {
+        false
+    }
+
     /// For causes that are seen and not computed: the sentence that proves it.
     fn observed(&self, _evidence: &Evidence<'_>) -> Option<Observed> {
         None

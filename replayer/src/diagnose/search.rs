@@ -220,20 +220,26 @@ impl<'a> Search<'a> {
     }
 
     /// Tries every hypothesis of the catalogue on top of the evidence's background, as far as
-    /// the budget goes: those first that emulate nothing, as they share their passes.
+    /// the budget goes: those first whose parameters are soon found and that emulate nothing, as
+    /// they share their passes.
     pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
-        let of = |&cause: &&'c dyn Cause| {
-            let all = self.hypotheses(cause, evidence);
-            all.into_iter().map(move |hypothesis| (cause, hypothesis))
-        };
-        let roundings = evidence.roundings();
-        let emulates = |hypothesis: &Hypothesis| {
-            roundings.as_ref().is_some_and(|of| hypothesis.world.policy(of).is_some())
-        };
-        let mut all: Vec<_> = catalogue.iter().flat_map(of).enumerate().collect();
-        all.sort_by_key(|(_, (_, hypothesis))| emulates(hypothesis));
-        let one = |(at, (cause, hypothesis))| Some((at, self.one(cause, hypothesis, evidence)?));
-        let mut found: Vec<(usize, Tried<'c>)> = all.into_iter().filter_map(one).collect();
+        let mut found: Vec<(usize, Tried<'c>)> = Vec::new();
+        for long in [false, true] {
+            let of = |(at, &cause): (usize, &&'c dyn Cause)| {
+                let all = self.hypotheses(cause, evidence);
+                all.into_iter().map(move |hypothesis| (at, cause, hypothesis))
+            };
+            let causes = catalogue.iter().enumerate();
+            let causes = causes.filter(|(_, cause)| cause.looks_long() == long);
+            let roundings = evidence.roundings();
+            let emulates = |hypothesis: &Hypothesis| {
+                roundings.as_ref().is_some_and(|of| hypothesis.world.policy(of).is_some())
+            };
+            let mut all: Vec<_> = causes.flat_map(of).collect();
+            all.sort_by_key(|(_, _, hypothesis)| emulates(hypothesis));
+            let one = |(at, cause, hypothesis)| Some((at, self.one(cause, hypothesis, evidence)?));
+            found.extend(all.into_iter().filter_map(one));
+        }
         // Ties are told in the order of the catalogue.
         found.sort_by_key(|(at, _)| *at);
         found.into_iter().map(|(_, tried)| tried).collect()

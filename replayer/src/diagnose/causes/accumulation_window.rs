@@ -13,6 +13,7 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
@@ -55,11 +56,14 @@ impl Cause for AccumulationWindow {
         }
         let stages = [Stage::Accumulate, Stage::Reduce];
         let keys: Vec<Key> = evidence.failing_of(&stages).map(|(key, _)| key).collect();
-        let mut weights = BTreeMap::new();
+        let (mut weights, mut fitted) = (BTreeMap::new(), 0);
         for key in keys {
-            if let Some(found) = solved(evidence, key).and_then(|found| whole(evidence, &found)) {
-                weights.insert((key.stage, key.rank), found);
-            }
+            let Some(found) = solved(evidence, key) else { continue };
+            let whole = whole(evidence, &found);
+            // Weights that are no whole numbers were fitted, one for each microbatch.
+            fitted = if whole.is_some() { fitted } else { count };
+            let Some(of) = whole.or_else(|| raw(evidence, &found)) else { continue };
+            weights.insert((key.stage, key.rank), of);
         }
         let Some(first) = weights.values().next() else { return Vec::new() };
         let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
@@ -69,7 +73,7 @@ impl Cause for AccumulationWindow {
         if weights.values().any(|one| one != first) {
             parameters.push(("on", "the first rank; other ranks differ".to_string()));
         }
-        vec![Hypothesis::new(Window { ids, weights }, parameters)]
+        vec![Hypothesis::new(Window { ids, weights }, parameters).fitted(fitted)]
     }
 }
 
@@ -144,15 +148,26 @@ fn eliminated(mut rows: Vec<Vec<f64>>) -> Option<Vec<f64>> {
     Some(found).filter(|found| found.iter().all(|x| x.is_finite()))
 }
 
+/// Weights over declared ones as they were solved; none where all are alike: that is a scale.
+fn raw(evidence: &Evidence<'_>, found: &[f64]) -> Option<Vec<f64>> {
+    let all: Vec<f64> = found.iter().map(|x| rounded(x * divisor(evidence, found), 3)).collect();
+    let differs = |x: &f64| (x - all[0]).abs() > NEAR * all[0].abs();
+    all.iter().any(differs).then_some(all)
+}
+
+/// What a sum over microbatches is divided by as declared.
+fn divisor(evidence: &Evidence<'_>, of: &[f64]) -> f64 {
+    match evidence.step.options.microbatch_reduction {
+        MicrobatchReduction::Mean => of.len() as f64,
+        MicrobatchReduction::Sum => 1.0,
+    }
+}
+
 /// Whole numbers times one factor of counts, as weights over declared ones; none where
 /// they are no such numbers, or all alike: that is a scale, not a window.
 fn whole(evidence: &Evidence<'_>, found: &[f64]) -> Option<Vec<f64>> {
     let count = found.len() as f64;
-    let divisor = match evidence.step.options.microbatch_reduction {
-        MicrobatchReduction::Mean => count,
-        MicrobatchReduction::Sum => 1.0,
-    };
-    let weights: Vec<f64> = found.iter().map(|x| x * divisor).collect();
+    let weights: Vec<f64> = found.iter().map(|x| x * divisor(evidence, found)).collect();
     let held = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
     // A window that is divided by what it holds, by all, or not at all.
     let factors = [1.0, 1.0 / count, count, 1.0 / held, count / held];

@@ -12,6 +12,7 @@
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::distance;
 use crate::diagnose::detectors::plane::{Plane, Rows};
 use crate::diagnose::detectors::solve::{runs, whole_factors, whole_weights};
 use crate::diagnose::evidence::{Evidence, Key};
@@ -21,6 +22,8 @@ use crate::replay::world::{Expectation, World};
 /// The catalogue's entry.
 pub struct BlockMiscounted;
 
+/// Share of the error that may be left to be worth a trial.
+const LEFT: f64 = 0.1;
 /// Runs that are told in words; where there are more it is no block.
 const TOLD: usize = 6;
 
@@ -53,20 +56,23 @@ impl Cause for BlockMiscounted {
 enum What {
     /// Addends of a sum: tokens of dk, classes of dq.
     Addends,
-    /// The label's addends of dk alone.
-    Labels,
+    /// The label's addends of dk alone: of tokens of one label only the last is there.
+    LastOfLabel,
     Rows,
+    /// Rows of dk are divided by how often they are a label.
+    OverHits,
     Columns,
 }
 
 fn of_gradient(evidence: &Evidence<'_>, stage: Stage) -> Vec<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&[stage]).map(|(key, _)| key).collect();
-    if keys.is_empty() || evidence.rows.is_some() {
+    if keys.is_empty() {
         return Vec::new();
     }
-    let mut found: Vec<(What, Counted)> = [What::Addends, What::Labels, What::Rows, What::Columns]
-        .map(|what| (what, Counted::default()))
-        .into();
+    let mut found: Vec<(What, Counted)> =
+        [What::Addends, What::LastOfLabel, What::Rows, What::OverHits, What::Columns]
+            .map(|what| (what, Counted::default()))
+            .into();
     for key in keys {
         let Some(of) = Gradient::of(evidence, key) else { return Vec::new() };
         found.retain_mut(|(what, counted)| of.counts(*what, counted));
@@ -109,16 +115,16 @@ impl<'e> Gradient<'e> {
     fn counts(&self, what: What, to: &mut Counted) -> bool {
         let of_dk = self.key.stage == Stage::Dk;
         let entries = || match (what, of_dk) {
-            (What::Labels, true) => self.plane.of_labels(),
+            (What::LastOfLabel, true) => self.plane.of_labels(),
             (_, true) => self.plane.entries(),
             (_, false) => self.plane.entries().transposed(),
         };
         let other = if of_dk { &self.plane.q } else { &self.plane.k };
         let weights = match what {
-            What::Labels if !of_dk => None,
-            What::Addends | What::Labels => {
-                whole_weights((&entries(), other), &self.error(), self.rounding)
-            }
+            What::LastOfLabel | What::OverHits if !of_dk => None,
+            What::LastOfLabel => self.last_of_label(),
+            What::OverHits => Some(self.over_hits()),
+            What::Addends => whole_weights((&entries(), other), &self.error(), self.rounding),
             What::Rows => whole_factors(&self.captured, &self.reference),
             What::Columns => {
                 whole_factors(&self.captured.transposed(), &self.reference.transposed())
@@ -126,9 +132,9 @@ impl<'e> Gradient<'e> {
         };
         let Some(weights) = weights else { return false };
         let changed = match what {
-            What::Rows => scaled(&self.reference, &weights),
+            What::Rows | What::OverHits => scaled(&self.reference, &weights),
             What::Columns => scaled(&self.reference.transposed(), &weights).transposed(),
-            What::Addends | What::Labels => {
+            What::Addends | What::LastOfLabel => {
                 let mut more =
                     scaled(&entries(), &weights.iter().map(|x| x - 1.0).collect::<Vec<_>>());
                 more = more.transposed_times(other);
@@ -136,9 +142,15 @@ impl<'e> Gradient<'e> {
                 more
             }
         };
+        let off = |other: &Rows| distance(&self.captured.values, &other.values);
+        if !(off(&changed) <= LEFT * off(&self.reference)) {
+            return false;
+        }
         let runs = runs(&weights);
         let place = |at: usize| match (what, of_dk) {
-            (What::Addends | What::Labels, true) | (What::Rows, false) => self.plane.unit.rows[at],
+            (What::Addends | What::LastOfLabel, true) | (What::Rows, false) => {
+                self.plane.unit.rows[at]
+            }
             _ => at,
         };
         to.runs += runs.len();
@@ -165,6 +177,28 @@ impl<'e> Gradient<'e> {
     }
 }
 
+impl Gradient<'_> {
+    /// The last token of each label once, others not at all; none where it leaves as much.
+    fn last_of_label(&self) -> Option<Vec<f64>> {
+        let mut last = BTreeMap::new();
+        for (i, label) in self.plane.labels.iter().enumerate() {
+            last.extend(label.map(|(class, _)| (class, i)));
+        }
+        let counts = |(i, label): (usize, &Option<(usize, f64)>)| {
+            let kept = label.is_none_or(|(class, _)| last[&class] == i);
+            f64::from(u8::from(kept))
+        };
+        let weights: Vec<f64> = self.plane.labels.iter().enumerate().map(counts).collect();
+        weights.contains(&0.0).then_some(weights)
+    }
+
+    fn over_hits(&self) -> Vec<f64> {
+        let mut hits = vec![0.0f64; self.reference.count()];
+        self.plane.labels.iter().flatten().for_each(|(class, _)| hits[*class] += 1.0);
+        hits.iter().map(|n| 1.0 / n.max(1.0)).collect()
+    }
+}
+
 fn scaled(rows: &Rows, factors: &[f64]) -> Rows {
     let of = |(at, x): (usize, &f64)| x * factors[at / rows.cols.max(1)];
     Rows { cols: rows.cols, values: rows.values.iter().enumerate().map(of).collect() }
@@ -184,21 +218,23 @@ impl Counted {
         let words = match (what, stage) {
             (What::Addends, Stage::Dk) => "tokens",
             (What::Addends, _) => "classes",
-            (What::Labels, _) => "the label's addends of tokens",
-            (What::Rows, _) => "rows",
+            (What::LastOfLabel, _) => "the label's addends",
+            (What::Rows | What::OverHits, _) => "rows",
             (What::Columns, _) => "columns",
         };
-        // Scattered addends are a block only where they are those of repeated labels.
-        if self.said.len() > TOLD && what != What::Labels {
+        let rule = match what {
+            What::LastOfLabel => Some("of tokens of one label the last one's alone is there"),
+            What::OverHits => Some("each is divided by how often it is a label"),
+            _ => None,
+        };
+        // What is scattered by no rule is no block.
+        if rule.is_none() && self.said.len() > TOLD {
             return None;
         }
-        let mut said = self.said.iter().take(TOLD).cloned().collect::<Vec<_>>().join(", ");
-        if self.said.len() > TOLD {
-            said += &format!(" and {} more", self.said.len() - TOLD);
-        }
+        let said = rule.map_or_else(|| self.said.join(", "), str::to_string);
         let parameters =
             vec![("of", stage.name().to_string()), ("what", words.to_string()), ("which", said)];
-        let fitted = 1 + self.runs.min(TOLD);
+        let fitted = if rule.is_some() { 0 } else { 1 + self.runs.min(TOLD) };
         Some(Hypothesis::new(self, parameters).fitted(fitted))
     }
 }

@@ -47,6 +47,10 @@ impl Cause for BufferOverwritten {
         "record before the in-place kernel, and let nothing read the logits after their gradient was written over them"
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut found = of_logits(evidence);
         found.extend(of_rows(evidence));

@@ -40,6 +40,10 @@ impl Cause for ChunkAccumulatorLowPrecision {
         "keep the sum of dk over token chunks in f32 and cast it once at the end"
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let stages = [Stage::DkLse, Stage::Dk];
         let dq = [Stage::DqLse, Stage::Dq];

@@ -51,7 +51,9 @@ impl Cause for Clipping {
             evidence.failing_of(&all).map(|(key, _)| key.stage).collect();
         let each: Vec<(Key, Residual)> =
             failing.iter().flat_map(|&stage| informative(evidence, stage)).collect();
-        let Some(factor) = common(&each) else { return Vec::new() };
+        let Some(factor) = common(&each).filter(|&factor| factor < 1.0) else {
+            return Vec::new();
+        };
         let Some(support) = support(evidence, &failing, &each, factor) else { return Vec::new() };
         let mut parameters = vec![("factor", shown(factor)), ("supported by", support.0)];
         parameters.extend(support.1.map(|norm| ("max_norm", norm.to_string())));
@@ -59,16 +61,15 @@ impl Cause for Clipping {
     }
 }
 
-/// The one factor of comparisons, below 1: the mean of theirs, each counted as exactly as
-/// it is known.
-fn common(each: &[(Key, Residual)]) -> Option<f64> {
+/// The one factor of comparisons: the mean of theirs, each counted as exactly as it is known.
+pub(super) fn common(each: &[(Key, Residual)]) -> Option<f64> {
     let weight = |one: &Residual| one.reference / one.floor.max(f64::MIN_POSITIVE);
     let sum: f64 = each.iter().map(|(_, one)| weight(one)).sum();
     let mean = each.iter().map(|(_, one)| weight(one) * one.factor).sum::<f64>() / sum;
     let alike = |(_, one): &(Key, Residual)| {
         one.nonfinite == 0 && one.is_scaled() && (one.factor - mean).abs() <= ALIKE * mean
     };
-    ((0.0..1.0).contains(&mean) && mean > 0.0 && each.iter().all(alike)).then_some(mean)
+    (mean > 0.0 && mean.is_finite() && each.iter().all(alike)).then_some(mean)
 }
 
 /// What shows that a factor is a clip's, in words, and the norm clipped to if known.

@@ -39,6 +39,10 @@ impl Cause for GemmLowPrecision {
         true
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let fails = evidence.fails_any(&FORWARD) || evidence.fails_any(&GRADIENTS);

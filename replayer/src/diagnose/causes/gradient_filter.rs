@@ -39,6 +39,10 @@ impl Cause for GradientFilter {
         "switch the gradient filter off (CCE: filter_eps=None), or declare gradient_filter"
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         if !has_products(evidence) || !evidence.fails(Stage::Dk) || !loses(evidence) {

@@ -36,6 +36,10 @@ impl Cause for LabelProbRoundedEarly {
         true
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         if !evidence.fails_any(&GRADIENTS) || !has_labels(evidence) {

@@ -39,6 +39,10 @@ impl Cause for LabelScatterLowPrecision {
         "gather the label rows of k in f32 (cast k before the gather), so that their transpose scatters in f32"
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let stages = [Stage::DkLabel, Stage::Dk];
         let Some(roundings) = evidence.roundings() else { return Vec::new() };

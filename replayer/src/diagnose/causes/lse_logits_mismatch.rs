@@ -43,6 +43,10 @@ impl Cause for LseLogitsMismatch {
         true
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let mut found = Vec::new();

@@ -47,9 +47,6 @@ impl Cause for PartMissing {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if evidence.rows.is_some() {
-            return Vec::new();
-        }
         let solved = [Stage::Dq, Stage::Dk].map(|stage| solved(evidence, stage));
         let one = |found: &Option<Terms>| found.clone();
         let mut all: Vec<Terms> = solved.iter().filter_map(one).collect();

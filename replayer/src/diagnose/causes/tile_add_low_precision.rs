@@ -43,6 +43,10 @@ impl Cause for TileAddLowPrecision {
         "add the tiles of dq and dk in f32 (CCE: accum_e_fp32 and accum_c_fp32) and cast once at the end"
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let fused = roundings.widest.path == Path::Fused;

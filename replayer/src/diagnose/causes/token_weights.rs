@@ -3,7 +3,8 @@
 //!
 //! Detectors: a row of dq is one token's gradient, so its own weight is solved for. Where every
 //! row is what it should be times such a number, the numbers are held against what the dump
-//! knows of the tokens. Numbers that follow no rule are no cause: they are described.
+//! knows of the tokens. Numbers that follow no rule are believed where dk, which they were not
+//! solved from, is what they make it.
 //! Emulation: upstream gradients by the rule that was found, in both gradients.
 
 use std::collections::BTreeMap;
@@ -29,6 +30,9 @@ const NEAR: f64 = 0.05;
 const LEFT: f64 = 0.02;
 /// Runs of tokens that are told in words.
 const TOLD: usize = 6;
+/// Numbers that follow no rule, in words; and how many fitted ones they count as.
+const OWN: &str = "with a number of its own that the dump does not explain";
+const RAW: usize = 8;
 
 impl Cause for TokenWeights {
     fn id(&self) -> &str {
@@ -51,19 +55,27 @@ impl Cause for TokenWeights {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if evidence.rows.is_some() || !evidence.fails(Stage::Dq) {
+        if !evidence.fails(Stage::Dq) {
             return Vec::new();
         }
         let Some(seen) = seen(evidence) else { return Vec::new() };
         let both = [Part::Plane, Part::OfQ, Part::OfK];
         let parts = if evidence.fails(Stage::Dk) { &both[..] } else { &both[1..2] };
         let of = |(words, factors): (String, Factors)| {
-            let fitted = if words.contains(" to ") { 2 } else { 0 };
+            let fitted = match &words[..] {
+                OWN => RAW,
+                words if words.contains(" to ") => 2,
+                _ => 0,
+            };
             let parameters = vec![("each token counts", words)];
             let parts = parts.to_vec();
             Hypothesis::new(Weighted { factors, parts }, parameters).fitted(fitted)
         };
-        rules(evidence, &seen).into_iter().map(of).collect()
+        let mut all = rules(evidence, &seen);
+        if all.is_empty() && evidence.fails(Stage::Dk) {
+            all.push((OWN.to_string(), seen));
+        }
+        all.into_iter().map(of).collect()
     }
 }
 

@@ -49,6 +49,10 @@ impl Cause for Underflow {
         true
     }
 
+    fn looks_long(&self) -> bool {
+        true
+    }
+
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let half = Precision::F16;

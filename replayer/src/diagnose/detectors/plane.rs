@@ -68,6 +68,8 @@ pub struct Plane<'e> {
     pub q: Rows,
     /// k of the valid classes, `[V, D]`.
     pub k: Rows,
+    /// exp(logit - lse), lse as the backward reads it, `[n, V]`.
+    pub p: Rows,
     /// The softmax part of dlogits, `[n, V]`, and the label's entry of each token, `[n]`.
     pub dense: Rows,
     /// The label's class, none of a token that is ignored, and its entry.
@@ -97,14 +99,17 @@ impl<'e> Plane<'e> {
         let q = rows(n, &|i| direct.q(Row::From(unit.rows[i])));
         let k = rows(v, &|class| direct.k(Row::From(class)));
         let [a, b, c] = &unit.cotangents;
-        let entries = |i: usize| -> Vec<f64> {
+        let entries = |i: usize| -> (Vec<f64>, Vec<f64>) {
             let of = |class: usize| {
                 let (z, slope) = direct.logit(dot(q.row(i), k.row(class)), class);
-                slope * (a[i] * (z - unit.lse[i]).exp() + c[i])
+                let p = (z - unit.lse[i]).exp();
+                (p, slope * (a[i] * p + c[i]))
             };
-            (0..v).map(of).collect()
+            (0..v).map(of).unzip()
         };
-        let dense: Vec<Vec<f64>> = (0..n).into_par_iter().map(entries).collect();
+        let rows: Vec<(Vec<f64>, Vec<f64>)> = (0..n).into_par_iter().map(entries).collect();
+        let (p, dense): (Vec<Vec<f64>>, Vec<Vec<f64>>) = rows.into_iter().unzip();
+        let [p, dense] = [p, dense].map(|all| Rows { cols: v, values: all.concat() });
         let label = |i: usize| {
             let label = inputs.labels[unit.rows[i]];
             let class = (label != IGNORED && (label as usize) < v).then_some(label as usize)?;
@@ -112,8 +117,7 @@ impl<'e> Plane<'e> {
             Some((class, slope * b[i]))
         };
         let labels = (0..n).map(label).collect();
-        let dense = Rows { cols: v, values: dense.concat() };
-        Some(Plane { unit, q, k, dense, labels })
+        Some(Plane { unit, q, k, p, dense, labels })
     }
 
     /// The label entries as a plane, `[n, V]`.

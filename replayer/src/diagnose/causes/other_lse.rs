@@ -1,0 +1,243 @@
+//! `other-lse`: the backward reads another lse than the forward gave: that of another microbatch,
+//! of a part of the vocabulary, or one that a buffer still held.
+//!
+//! Detectors: a token's softmax part of dq is `exp(lse - lse')` times what it should be; it is
+//! solved for lse', token by token, and held against what else the step has.
+//! Emulation: that lse in the backward. One that follows no rule is believed where dk, which it
+//! was not solved from, is what it makes it.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use super::tail_tile_unmasked::captured_lse;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::{dot, energy};
+use crate::diagnose::detectors::plane::{Plane, Rows};
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::rearranged::OtherLse;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::replay::world::{Pass, World};
+
+/// The catalogue's entry.
+pub struct OtherLseRead;
+
+/// Share of the error that may be left to be worth a trial.
+const LEFT: f64 = 0.02;
+/// How near an lse must be to one that the step has.
+const NEAR: f64 = 0.02;
+/// Fitted numbers that an lse without a rule counts as.
+const RAW: usize = 8;
+
+impl Cause for OtherLseRead {
+    fn id(&self) -> &str {
+        "other-lse"
+    }
+
+    fn about(&self) -> &str {
+        "the backward reads another lse than that of its tokens: of another microbatch, of a part of the vocabulary, or a stale one"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &[
+            "an lse buffer that two microbatches share",
+            "a backward that reads the lse of its last tile",
+        ]
+    }
+
+    fn advice(&self) -> &str {
+        "compare the lse that the backward reads with the one that the forward returned for the same tokens, over the whole vocabulary"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let mut all: Vec<Hypothesis> = forward(evidence).into_iter().collect();
+        all.extend(backward(evidence));
+        all
+    }
+}
+
+/// Another lse of the backward.
+fn backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let smooth = evidence.step.options.declared.label_smoothing != 0.0;
+    if smooth || !evidence.fails(Stage::Dq) {
+        return Vec::new();
+    }
+    let Some(seen) = Seen::of(evidence) else { return Vec::new() };
+    let mut found: Vec<Hypothesis> = seen.rules(evidence).into_iter().collect();
+    if found.is_empty() && evidence.fails(Stage::Dk) {
+        let words = "one that the dump does not explain".to_string();
+        let world = Read { lse: seen.lse };
+        found.push(Hypothesis::new(world, vec![("lse", words)]).fitted(RAW));
+    }
+    found
+}
+
+/// A forward whose sum of exponentials lacks some classes, or has them twice: solved from the
+/// captured lse of a few tokens.
+fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let (key, _) = evidence.failing_of(&[Stage::Lse]).next()?;
+    let captured = evidence.captured(key)?;
+    let shares = shares(evidence, key.microbatch)?;
+    let right = evidence.reference().forward_lse.get(&key.microbatch)?;
+    let n = right.len();
+    let looked = |of: &dyn Fn(f64) -> f64| -> Vec<Shares> {
+        let token = |t: usize| (shares.row(t).to_vec(), of((captured.values[t] - right[t]).exp()));
+        (0..n).step_by(n.div_ceil(TOKENS).max(1)).map(token).collect()
+    };
+    let less = window(&looked(&|whole| 1.0 - whole)).map(|found| (found, "without", -1.0));
+    let more = || window(&looked(&|whole| whole - 1.0)).map(|found| (found, "twice with", 1.0));
+    let ((from, to), often, sign) = less.or_else(more)?;
+    let one = |inputs: &MicrobatchInputs| {
+        let right = evidence.reference().forward_lse.get(&inputs.microbatch)?;
+        let shares = self::shares(evidence, inputs.microbatch)?;
+        let of = |(t, lse): (usize, &f64)| {
+            lse + (1.0 + sign * shares.row(t)[from..to].iter().sum::<f64>()).ln()
+        };
+        Some((inputs.microbatch, right.iter().enumerate().map(of).collect()))
+    };
+    let lse = evidence.inputs.iter().map(one).collect::<Option<Lse>>()?;
+    let words = format!("that of the forward, {often} classes {from} to {}", to - 1);
+    let world = OtherLse { lse, captured: captured_lse(evidence) };
+    Some(Hypothesis::new(world, vec![("lse", words)]).fitted(2))
+}
+
+/// Shares of the classes of a microbatch's tokens, by the right lse; none where a unit is not all
+/// of them.
+fn shares(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Rows> {
+    let plane = Plane::of(evidence, Key { stage: Stage::Lse, microbatch, rank: None })?;
+    let right = evidence.reference().forward_lse.get(&microbatch)?;
+    let off = |at: usize| (plane.unit.lse[at / plane.p.cols] - right[at / plane.p.cols]).exp();
+    let values = plane.p.values.iter().enumerate().map(|(at, p)| p * off(at)).collect();
+    Some(Rows { cols: plane.p.cols, values })
+}
+
+type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
+
+/// What the rows of dq say that the backward read.
+struct Seen {
+    /// As declared where nothing else shows.
+    lse: Lse,
+    declared: Lse,
+    /// Tokens whose lse was solved for.
+    solved: BTreeMap<Option<Microbatch>, Vec<usize>>,
+    /// Shares of the classes of a few of them, and what they are to add up to.
+    shares: Vec<Shares>,
+}
+
+impl Seen {
+    fn of(evidence: &Evidence<'_>) -> Option<Seen> {
+        let declared = evidence.reference().lse.clone();
+        let mut seen =
+            Seen { lse: declared.clone(), declared, solved: BTreeMap::new(), shares: Vec::new() };
+        let (mut before, mut left) = (0.0, 0.0);
+        for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+            let plane = Plane::of(evidence, key)?;
+            let captured = plane.dq(&*evidence.captured(key)?);
+            let labels = plane.of_labels().times(&plane.k);
+            let dense = plane.dense.times(&plane.k);
+            let lse = seen.lse.get_mut(&key.microbatch)?;
+            for (at, &t) in plane.unit.rows.iter().enumerate() {
+                let rest: Vec<f64> =
+                    captured.row(at).iter().zip(labels.row(at)).map(|(c, l)| c - l).collect();
+                let own = energy(dense.row(at));
+                let times = if own > 0.0 { dot(&rest, dense.row(at)) / own } else { continue };
+                let off = |x: f64| -> f64 {
+                    rest.iter().zip(dense.row(at)).map(|(c, r)| (c - x * r).powi(2)).sum()
+                };
+                before += off(1.0);
+                left += off(times);
+                if !(times > 0.0) {
+                    return None;
+                }
+                *lse.get_mut(t)? -= times.ln();
+                seen.solved.entry(key.microbatch).or_default().push(t);
+            }
+            seen.look_at(&plane, key.microbatch);
+        }
+        (left <= LEFT * before).then_some(seen)
+    }
+
+    /// Keeps the shares of a few tokens: what a part of them makes is tried on these.
+    fn look_at(&mut self, plane: &Plane<'_>, microbatch: Option<Microbatch>) {
+        let (n, Some(lse)) = (plane.unit.rows.len(), self.lse.get(&microbatch)) else { return };
+        for at in (0..n).step_by(n.div_ceil(TOKENS).max(1)) {
+            let share = (lse[plane.unit.rows[at]] - plane.unit.lse[at]).exp();
+            self.shares.push((plane.p.row(at).to_vec(), share));
+        }
+    }
+
+    /// What the step has that is this lse.
+    fn rules(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
+        let others: Vec<Option<Microbatch>> =
+            evidence.inputs.iter().map(|one| one.microbatch).collect();
+        let n = others.len();
+        for by in 1..n {
+            let of = |at: usize| others[(at + n - by) % n];
+            let fits = (by..n).all(|at| self.is(others[at], self.declared.get(&of(at))));
+            if fits && n > 1 {
+                let mut lse = self.lse.clone();
+                for at in by..n {
+                    lse.insert(others[at], self.declared.get(&of(at))?.clone());
+                }
+                let words = format!("that of the microbatch {by} before");
+                return Some(Hypothesis::new(Read { lse }, vec![("lse", words)]));
+            }
+        }
+        let (from, to) = window(&self.shares)?;
+        let words = format!("that of classes {from} to {} alone", to - 1);
+        let world = Read { lse: self.lse.clone() };
+        Some(Hypothesis::new(world, vec![("lse", words)]).fitted(2))
+    }
+
+    fn is(&self, of: Option<Microbatch>, other: Option<&Vec<f64>>) -> bool {
+        let (Some(own), Some(other)) = (self.lse.get(&of), other) else { return false };
+        let near = |t: &usize| other.get(*t).is_some_and(|x| (x - own[*t]).abs() <= NEAR);
+        self.solved.get(&of).is_some_and(|tokens| tokens.iter().all(near))
+    }
+}
+
+/// A token's shares of the classes, and what some of them are to add up to.
+type Shares = (Vec<f64>, f64);
+
+/// The classes, one after the other, whose shares add up to what they are to for every token.
+fn window(tokens: &[Shares]) -> Option<(usize, usize)> {
+    let sums = |(shares, wanted): &Shares| {
+        let mut sum = vec![0.0];
+        shares.iter().for_each(|share| sum.push(sum[sum.len() - 1] + share));
+        (sum, *wanted)
+    };
+    let sums: Vec<(Vec<f64>, f64)> = tokens.iter().map(sums).collect();
+    let (first, wanted) = sums.iter().max_by(|a, b| a.1.total_cmp(&b.1))?;
+    let is = |sum: &[f64], wanted: f64, from: usize, to: usize| {
+        (sum[to] - sum[from] - wanted).abs() <= NEAR * wanted.abs()
+    };
+    let fits = |from: usize, to: usize| sums.iter().all(|(sum, of)| is(sum, *of, from, to));
+    if !(*wanted > 0.0) {
+        return None;
+    }
+    (0..first.len() - 1).find_map(|from| {
+        let near = first.partition_point(|sum| *sum < first[from] + wanted * (1.0 - NEAR));
+        let ends = (near..first.len()).take_while(|&to| is(first, *wanted, from, to));
+        Some((from, ends.filter(|&to| to > from).find(|&to| fits(from, to))?))
+    })
+}
+
+/// Tokens of a unit whose logits are looked at.
+const TOKENS: usize = 12;
+
+/// The backward reads another lse.
+struct Read {
+    lse: Lse,
+}
+
+impl World for Read {
+    fn speaks_of(&self, stage: Stage) -> bool {
+        GRADIENTS.contains(&stage)
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        if let (Pass::Backward, Some(read)) = (pass, self.lse.get(&inputs.microbatch)) {
+            lse.copy_from_slice(read);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! `upstream-factor`: every gradient of the head is what it should be times one number that no
+//! count of the dump gives: something multiplies the cotangent of the loss.
+//!
+//! Real: a weight of the loss in a sum of several, 1/N in bf16, a world size of another job.
+//!
+//! Detectors: D6, one factor in every gradient of q and of k; the loss with it or without.
+//! Emulation: the factor, fitted. A factor that counts explain is another cause's, and clipping
+//! looks alike.
+
+use std::collections::BTreeSet;
+
+use super::clipping::common;
+use crate::diagnose::against::Part;
+use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::fit::shown;
+use crate::diagnose::detectors::uniform::{SCALED, informative};
+use crate::diagnose::evidence::{Evidence, Key, Residual};
+use crate::diagnose::worlds::Scaled;
+use crate::head::Stage;
+
+/// The catalogue's entry.
+pub struct UpstreamFactor;
+
+impl Cause for UpstreamFactor {
+    fn id(&self) -> &str {
+        "upstream-factor"
+    }
+
+    fn about(&self) -> &str {
+        "every gradient is multiplied by one number that no count of the dump gives"
+    }
+
+    fn cases(&self) -> &'static [&'static str] {
+        &["a weight of the loss in a sum of several, 1/N kept in bf16, a stale world size"]
+    }
+
+    fn advice(&self) -> &str {
+        "print the gradient that arrives at the loss (loss.register_hook in torch) and what the loss is multiplied and divided by; declare it as cotangent= if it is meant"
+    }
+
+    fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let failing: BTreeSet<Stage> =
+            evidence.failing_of(&SCALED).map(|(key, _)| key.stage).collect();
+        let both = [Part::OfQ, Part::OfK];
+        let all = both.iter().all(|part| failing.iter().any(|&stage| Part::of(stage) == *part));
+        let of = |&stage: &Stage| informative(evidence, stage);
+        let each: Vec<(Key, Residual)> = failing.iter().flat_map(of).collect();
+        let Some(factor) = common(&each).filter(|_| all) else { return Vec::new() };
+        let loss = if failing.contains(&Stage::Loss) { "and the loss" } else { "and not the loss" };
+        let parameters = vec![("factor", shown(factor)), ("of", format!("every gradient, {loss}"))];
+        vec![Hypothesis::new(Scaled { factor, stages: failing }, parameters).fitted(1)]
+    }
+}
