@@ -5,6 +5,22 @@ use super::evidence::Evidence;
 use crate::head::Stage;
 use crate::replay::world::World;
 
+/// How long the parameters of a cause take to be found, in the order in which causes are tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Effort {
+    /// They are read off the dump, or solved for.
+    Little,
+    /// Policies are emulated, or some numbers tried.
+    Some,
+    /// Many sums are tried.
+    Much,
+}
+
+impl Effort {
+    /// All of them, in order.
+    pub const ALL: [Effort; 3] = [Effort::Little, Effort::Some, Effort::Much];
+}
+
 /// One entry of the catalogue. Everything that is known of it lies in its own file.
 pub trait Cause: Sync {
     /// Its id, as NUMERICS and the reports spell it.
@@ -31,10 +47,9 @@ pub trait Cause: Sync {
         false
     }
 
-    /// True when its parameters are looked for by trying many: such causes are looked for after
-    /// all others were tried.
-    fn looks_long(&self) -> bool {
-        false
+    /// How long its parameters take to be looked for: such causes come after all others.
+    fn effort(&self) -> Effort {
+        Effort::Little
     }
 
     /// For causes that are seen and not computed: the sentence that proves it.
@@ -42,6 +57,10 @@ pub trait Cause: Sync {
         None
     }
 }
+
+/// Fitted numbers that one for every token counts as: whatever explains as much with fewer is
+/// to be preferred.
+const FOR_EVERY_TOKEN: usize = 8;
 
 /// One set of parameters of a cause, ready to be tried.
 pub struct Hypothesis {
@@ -52,12 +71,20 @@ pub struct Hypothesis {
     /// How many of them were fitted to captured gradients rather than taken from what the
     /// dump says of itself. A hypothesis with fewer is preferred.
     pub fitted: usize,
+    /// Whether it has a number for every token: whatever one gradient is, such numbers explain
+    /// it. It is believed where it explains the other gradient too.
+    pub of_both: bool,
 }
 
 impl Hypothesis {
     /// A hypothesis whose parameters all come from the dump.
     pub fn new(world: impl World + 'static, parameters: Vec<(&'static str, String)>) -> Hypothesis {
-        Hypothesis { world: Box::new(world), parameters, fitted: 0 }
+        Hypothesis { world: Box::new(world), parameters, fitted: 0, of_both: false }
+    }
+
+    /// The same with a number for every token, fitted to one gradient.
+    pub fn of_both(self) -> Hypothesis {
+        Hypothesis { fitted: FOR_EVERY_TOKEN, of_both: true, ..self }
     }
 
     /// The same with so many parameters fitted.

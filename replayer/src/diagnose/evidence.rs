@@ -8,6 +8,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::nan::by_size;
 
 use super::detectors::captured::{Values, captured};
+use super::detectors::plane::Plane;
 use super::detectors::reference::{self, Reference};
 use super::detectors::units::{UnitState, units};
 use super::sample;
@@ -150,6 +151,7 @@ pub struct Evidence<'a> {
     reference: OnceCell<Reference>,
     all_rows: OnceCell<Reference>,
     captured: RefCell<BTreeMap<Key, Option<Rc<Values>>>>,
+    planes: RefCell<BTreeMap<(Option<Microbatch>, Option<Rank>), Option<Rc<Plane>>>>,
 }
 
 impl<'a> Evidence<'a> {
@@ -167,7 +169,7 @@ impl<'a> Evidence<'a> {
         let failing = failing.map(|(&key, _)| key).collect();
         let rows = sample::rows(outcome, inputs);
         let (reference, all_rows) = (OnceCell::new(), OnceCell::new());
-        let captured = RefCell::default();
+        let (captured, planes) = (RefCell::default(), RefCell::default());
         let (search, units) = (None, OnceCell::new());
         Evidence {
             step,
@@ -182,6 +184,7 @@ impl<'a> Evidence<'a> {
             reference,
             all_rows,
             captured,
+            planes,
             search,
             units,
         }
@@ -200,7 +203,10 @@ impl<'a> Evidence<'a> {
     /// Counts work of looking for parameters, in multiply-adds; true where no more may be done.
     pub fn spend(&self, work: usize) -> bool {
         let Some(search) = self.search else { return false };
-        search.meter.advance(work as u64);
+        // What is not done any more is not counted either.
+        if search.meter.may_look() {
+            search.meter.advance(work as u64);
+        }
         !search.meter.may_look()
     }
 
@@ -261,6 +267,17 @@ impl<'a> Evidence<'a> {
         let mut all = self.captured.borrow_mut();
         let found = all.entry(of);
         found.or_insert_with(|| captured(self.step, self.inputs, of).map(Rc::new)).clone()
+    }
+
+    /// All entries of dlogits of a comparison's unit; `None` where it is not small.
+    pub fn plane(&self, of: Key) -> Option<Rc<Plane>> {
+        let place = (of.microbatch, of.rank);
+        if let Some(found) = self.planes.borrow().get(&place) {
+            return found.clone();
+        }
+        let found = Plane::new(self, of).map(Rc::new);
+        self.planes.borrow_mut().insert(place, found.clone());
+        found
     }
 
     /// The inputs of a microbatch.

@@ -181,14 +181,22 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
             tried.len()
         ),
         Some(near) => format!(
-            "{} hypotheses were emulated; the nearest, {}, leaves {:.1e} times the energy that the declared head leaves, which is more than rounding explains{}",
+            "{} hypotheses were emulated; the nearest, {}, leaves {:.1e} times the energy that the declared head leaves, an error {} times as large as rounding explains{}",
             tried.len(),
             near.cause.id(),
             left(near) / before,
+            beyond(near, keys),
             partly(near, keys)
         ),
     };
     unexplained(words, nearest.map(|near| near.cause.id().to_string()), (evidence, keys))
+}
+
+/// How many times as large as its bound the error is that a hypothesis leaves at most.
+fn beyond(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
+    let over = |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |of| of.overshoot);
+    let rest = keys.iter().filter(|key| !near.explains.contains(key)).map(over);
+    format!("{:.1}", largest(rest).sqrt())
 }
 
 /// What the nearest hypothesis explains and what not, where it explains some comparisons.

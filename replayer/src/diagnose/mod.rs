@@ -30,6 +30,7 @@ use crate::replay::outcome::{NotChecked, Outcome};
 use crate::replay::pass_cache::PassCache;
 use crate::replay::variant::Variant;
 use crate::replay::world::World;
+use against::Part;
 use budget::Meter;
 pub use budget::{Budget, Causes};
 use catalogue::CATALOGUE;
@@ -96,9 +97,14 @@ pub fn diagnose(
     })
 }
 
+/// The cause that has no other explanation for a factor.
+const FACTOR: &str = "upstream-factor";
+
 /// The causes, and in the outcome the declaration that explains as much.
 fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
+        // A factor that a declaration gives is no number that nothing explains.
+        found.retain(|one| one.id != FACTOR);
         let explained = found.iter().any(|one| one.standing != Standing::Unknown);
         // Something does explain it.
         found.retain(|one| one.standing != Standing::Unknown);
@@ -280,8 +286,12 @@ fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) 
         evidence.failing.iter().copied().partition(|key| is_sum(key.stage));
     let nans = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite > 0);
     // A sum of what is no number is none: that says nothing of the sum.
-    if sums.is_empty() || head.is_empty() || head.iter().any(nans) {
+    if head.iter().any(nans) {
         return vec![unknown(evidence, tried, &evidence.failing)];
+    }
+    if sums.is_empty() || head.is_empty() {
+        let found = in_part(search, tried, &evidence.failing, evidence);
+        return found.unwrap_or_else(|| vec![unknown(evidence, tried, &evidence.failing)]);
     }
     let mut one = |keys| alone(search, tried, keys, evidence);
     let each = [(one(&head), &head), (one(&sums), &sums)];
@@ -289,10 +299,43 @@ fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) 
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
     let of = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
+        let found = found.or_else(|| in_part(search, tried, keys, evidence));
         found.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
     };
     each.into_iter().flat_map(of).collect()
 }
+
+/// Gradients that a cause may explain while something else is not known.
+const SIDES: [&[Part]; 3] = [&[Part::Plane, Part::OfQ, Part::OfK], &[Part::OfK], &[Part::OfQ]];
+
+/// A cause of some of the gradients that fail, where it leaves next to nothing of them, and what
+/// is not known of the rest.
+fn in_part(
+    search: &Search<'_>,
+    tried: &mut [Tried<'_>],
+    keys: &BTreeSet<Key>,
+    evidence: &Evidence<'_>,
+) -> Option<Vec<Found>> {
+    SIDES.iter().find_map(|side| {
+        let here = |key: &&Key| side.contains(&Part::of(key.stage));
+        let of: BTreeSet<Key> = keys.iter().filter(here).copied().collect();
+        let rest: BTreeSet<Key> = keys.difference(&of).copied().collect();
+        let before = search::left_of(&evidence.residuals, &of);
+        let settles = |one: &Tried<'_>| {
+            let bought = !one.hypothesis.of_both && one.hypothesis.fitted > BOUGHT;
+            !bought && one.explains.is_superset(&of) && search::SETTLED * one.left_of(&of) <= before
+        };
+        if of.is_empty() || rest.is_empty() || !tried.iter().any(settles) {
+            return None;
+        }
+        let mut found = alone(search, tried, &of, evidence)?;
+        found.push(unknown(evidence, tried, &rest));
+        Some(found)
+    })
+}
+
+/// More fitted numbers than these say little where something else is not known.
+const BOUGHT: usize = 2;
 
 /// Whether a stage is a sum of gradients, over microbatches or ranks.
 fn is_sum(stage: Stage) -> bool {
@@ -327,7 +370,7 @@ fn stacked<'a>(
         // What passes as declared need not pass in the first cause's world too.
         inner.failing.retain(|key| evidence.failing.contains(key));
         let second = search.all(catalogue, &inner);
-        let other = |one: &Tried<'_>| one.cause.id() != first.cause.id();
+        let other = |one: &Tried<'_>| one.cause.id() != first.cause.id() && !one.hypothesis.of_both;
         let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
         let Some(decision) = decide(&second, &inner.failing) else { continue };
         // A second cause explains little, and little is explained by many: it is believed
@@ -364,12 +407,13 @@ fn stacked<'a>(
 fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a Tried<'c>> {
     let before = search::left_of(&evidence.residuals, &evidence.failing);
     let floor = evidence.failing.len() as f64;
+    let tried = || tried.iter().filter(|one| !one.hypothesis.of_both);
     let takes = |one: &&Tried<'_>| before - one.left > PARTIAL * (before - floor).max(0.0);
-    let mut found: Vec<&Tried<'_>> = tried.iter().filter(takes).collect();
+    let mut found: Vec<&Tried<'_>> = tried().filter(takes).collect();
     found.sort_by(|a, b| a.left.total_cmp(&b.left));
     found.truncate(PARTNERS);
     let explains = |one: &&Tried<'_>| !takes(one) && !one.explains.is_empty();
-    let mut more: Vec<&Tried<'_>> = tried.iter().filter(explains).collect();
+    let mut more: Vec<&Tried<'_>> = tried().filter(explains).collect();
     more.sort_by_key(|one| std::cmp::Reverse(one.explains.len()));
     found.extend(more.into_iter().take(EXPLAINING));
     found

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::against::Against;
+use super::against::{Against, Part};
 use super::budget::Meter;
-use super::cause::{Cause, Hypothesis};
+use super::cause::{Cause, Effort, Hypothesis};
 use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
@@ -19,6 +19,8 @@ const DK: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 /// A hypothesis that leaves less than this share of the energy, of all comparisons or of
 /// one, may fail by ties alone.
 const NEAR: f64 = 0.1;
+/// A hypothesis that leaves so many times less energy than there was settles a search.
+pub(super) const SETTLED: f64 = 1e4;
 /// A glance that shows this many times the floor in all that fails speaks for all rows.
 const SHOWN: f64 = 4.0;
 /// A hypothesis that leaves more than this share of the energy is dismissed at a glance.
@@ -70,6 +72,26 @@ pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
         None => f64::INFINITY,
     };
     keys.iter().map(one).sum()
+}
+
+/// Whether a hypothesis explains all that fails and leaves so little of it that no rounding of
+/// sums is what happened.
+fn is_settled(found: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
+    let before = left_of(&evidence.residuals, &evidence.failing);
+    let settles = |(_, one): &(usize, Tried<'_>)| {
+        !one.hypothesis.of_both
+            && one.explains.is_superset(&evidence.failing)
+            && SETTLED * one.left <= before
+    };
+    found.iter().any(settles)
+}
+
+/// A number for every token explains nothing where it explains one gradient alone.
+fn believe_of_both(hypothesis: &Hypothesis, explains: &mut BTreeSet<Key>) {
+    let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
+    if hypothesis.of_both && !(has(Part::OfQ) && has(Part::OfK)) {
+        explains.clear();
+    }
 }
 
 /// Where hypotheses are tried.
@@ -215,34 +237,54 @@ impl<'a> Search<'a> {
         of.residuals.extend(found.unwrap_or_default());
         accept_next_to_nothing(&mut of.residuals, &evidence.residuals);
         (of.explains, of.against) = evidence.explained(&of.residuals);
+        believe_of_both(&of.hypothesis, &mut of.explains);
         of.left = left_of(&of.residuals, &evidence.failing);
         of.full = true;
     }
 
     /// Tries every hypothesis of the catalogue on top of the evidence's background, as far as
-    /// the budget goes: those first whose parameters are soon found and that emulate nothing, as
-    /// they share their passes.
+    /// the budget goes: causes whose parameters are soon found first. Those that are looked for
+    /// among many are left out where one of the others explains a gross fault.
     pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
         let mut found: Vec<(usize, Tried<'c>)> = Vec::new();
-        for long in [false, true] {
-            let of = |(at, &cause): (usize, &&'c dyn Cause)| {
-                let all = self.hypotheses(cause, evidence);
-                all.into_iter().map(move |hypothesis| (at, cause, hypothesis))
-            };
+        for effort in Effort::ALL {
+            if effort > Effort::Little && is_settled(&found, evidence) {
+                break;
+            }
             let causes = catalogue.iter().enumerate();
-            let causes = causes.filter(|(_, cause)| cause.looks_long() == long);
-            let roundings = evidence.roundings();
-            let emulates = |hypothesis: &Hypothesis| {
-                roundings.as_ref().is_some_and(|of| hypothesis.world.policy(of).is_some())
-            };
-            let mut all: Vec<_> = causes.flat_map(of).collect();
-            all.sort_by_key(|(_, _, hypothesis)| emulates(hypothesis));
-            let one = |(at, cause, hypothesis)| Some((at, self.one(cause, hypothesis, evidence)?));
-            found.extend(all.into_iter().filter_map(one));
+            let causes = causes.filter(|(_, cause)| cause.effort() == effort);
+            found.extend(self.tried(causes.map(|(at, &cause)| (at, cause)), evidence));
         }
         // Ties are told in the order of the catalogue.
         found.sort_by_key(|(at, _)| *at);
         found.into_iter().map(|(_, tried)| tried).collect()
+    }
+
+    /// Tries the hypotheses of some causes, those last that emulate a policy: the others share
+    /// their passes.
+    fn tried<'c>(
+        &self,
+        causes: impl Iterator<Item = (usize, &'c dyn Cause)>,
+        evidence: &Evidence<'_>,
+    ) -> Vec<(usize, Tried<'c>)> {
+        let roundings = evidence.roundings();
+        let emulates = |hypothesis: &Hypothesis| {
+            roundings.as_ref().is_some_and(|of| hypothesis.world.policy(of).is_some())
+        };
+        let (mut found, mut last) = (Vec::new(), Vec::new());
+        for (at, cause) in causes {
+            for hypothesis in self.hypotheses(cause, evidence) {
+                match emulates(&hypothesis) {
+                    true => last.push((at, cause, hypothesis)),
+                    false => {
+                        found.extend(self.one(cause, hypothesis, evidence).map(|one| (at, one)));
+                    }
+                }
+            }
+        }
+        let one = |(at, cause, hypothesis)| Some((at, self.one(cause, hypothesis, evidence)?));
+        found.extend(last.into_iter().filter_map(one));
+        found
     }
 
     /// What a cause has to be tried; nothing once the budget is spent.
@@ -297,6 +339,7 @@ impl<'a> Search<'a> {
             accept_next_to_nothing(&mut residuals, &evidence.residuals);
             (explains, against) = evidence.explained(&residuals);
         }
+        believe_of_both(&hypothesis, &mut explains);
         let full = self.rows.is_none();
         Some(Tried { cause, hypothesis, residuals, explains, left, full, against })
     }

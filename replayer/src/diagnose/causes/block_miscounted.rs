@@ -10,6 +10,7 @@
 //! of a gradient as often.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::distance;
@@ -84,17 +85,17 @@ fn of_gradient(evidence: &Evidence<'_>, stage: Stage) -> Vec<Hypothesis> {
 }
 
 /// A gradient that fails beside what it should be.
-struct Gradient<'e> {
+struct Gradient {
     key: Key,
-    plane: Plane<'e>,
+    plane: Rc<Plane>,
     captured: Rows,
     reference: Rows,
     rounding: f64,
 }
 
-impl<'e> Gradient<'e> {
-    fn of(evidence: &'e Evidence<'_>, key: Key) -> Option<Gradient<'e>> {
-        let plane = Plane::of(evidence, key)?;
+impl Gradient {
+    fn of(evidence: &Evidence<'_>, key: Key) -> Option<Gradient> {
+        let plane = evidence.plane(key)?;
         let values = evidence.captured(key)?;
         let entries = plane.entries();
         let (captured, reference) = match key.stage {
@@ -146,11 +147,14 @@ impl<'e> Gradient<'e> {
         if !(off(&changed) <= LEFT * off(&self.reference)) {
             return false;
         }
+        // Rows of dq that hold nothing were not written, and that has a name.
+        let unwritten = weights.iter().all(|&x| x == 1.0 || x == 0.0);
+        if what == What::Rows && !of_dk && unwritten {
+            return false;
+        }
         let runs = runs(&weights);
         let place = |at: usize| match (what, of_dk) {
-            (What::Addends | What::LastOfLabel, true) | (What::Rows, false) => {
-                self.plane.unit.rows[at]
-            }
+            (What::Addends | What::LastOfLabel, true) | (What::Rows, false) => self.plane.rows[at],
             _ => at,
         };
         to.runs += runs.len();
@@ -170,14 +174,14 @@ impl<'e> Gradient<'e> {
         }
         let of_tokens = self.key.stage == Stage::Dq;
         for at in 0..changed.count() {
-            let row = if of_tokens { self.plane.unit.rows[at] } else { at };
+            let row = if of_tokens { self.plane.rows[at] } else { at };
             to.values.entry(self.key).or_default().insert(row, changed.row(at).to_vec());
         }
         true
     }
 }
 
-impl Gradient<'_> {
+impl Gradient {
     /// The last token of each label once, others not at all; none where it leaves as much.
     fn last_of_label(&self) -> Option<Vec<f64>> {
         let mut last = BTreeMap::new();

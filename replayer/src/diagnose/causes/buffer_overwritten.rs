@@ -11,7 +11,7 @@ use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
 use crate::assemble::Row;
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::captured::{Values, widened};
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
 use crate::diagnose::detectors::reference::{Reference, reference};
@@ -47,8 +47,8 @@ impl Cause for BufferOverwritten {
         "record before the in-place kernel, and let nothing read the logits after their gradient was written over them"
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

@@ -11,7 +11,7 @@
 //! added or not, from either end.
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::pieces::{self, Pieces};
 use crate::diagnose::detectors::sums::Sums;
 use crate::diagnose::evidence::Evidence;
@@ -40,8 +40,8 @@ impl Cause for ChunkAccumulatorLowPrecision {
         "keep the sum of dk over token chunks in f32 and cast it once at the end"
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Much
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

@@ -2,8 +2,8 @@
 //! the raw ones.
 //!
 //! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be
-//! that of a clip: every captured gradient of the step has it, or the clipped norm is a
-//! round number, or the reported grad_norm says so.
+//! that of a clip: gradients of parameters alone have it, and the clipped norm is a round
+//! number, or the reported grad_norm says so.
 //! Emulation: the factor, fitted.
 
 use std::collections::BTreeSet;
@@ -54,7 +54,7 @@ impl Cause for Clipping {
         let Some(factor) = common(&each).filter(|&factor| factor < 1.0) else {
             return Vec::new();
         };
-        let Some(support) = support(evidence, &failing, &each, factor) else { return Vec::new() };
+        let Some(support) = support(evidence, &failing, factor) else { return Vec::new() };
         let mut parameters = vec![("factor", shown(factor)), ("supported by", support.0)];
         parameters.extend(support.1.map(|norm| ("max_norm", norm.to_string())));
         vec![Hypothesis::new(Scaled { factor, stages: failing }, parameters).fitted(1)]
@@ -76,7 +76,6 @@ pub(super) fn common(each: &[(Key, Residual)]) -> Option<f64> {
 fn support(
     evidence: &Evidence<'_>,
     failing: &BTreeSet<Stage>,
-    each: &[(Key, Residual)],
     factor: f64,
 ) -> Option<(String, Option<f64>)> {
     let norm = &evidence.outcome.grad_norm;
@@ -97,21 +96,7 @@ fn support(
             return Some(("the norm of the recorded dk is a round number".into(), Some(to)));
         }
     }
-    let gradients = GRADIENTS.iter().flat_map(|&stage| informative(evidence, stage));
-    let both = |of: &[Stage]| each.iter().any(|(key, _)| of.contains(&key.stage));
-    let dq = both(&[Stage::Dq, Stage::DqLse, Stage::DqLabel]);
-    let dk = both(&parameters[..3]);
-    // dk that follows from its captured parts passes as it is.
-    let forced = |key: &Key| {
-        let parts = match key.stage {
-            Stage::Dq => [Stage::DqLse, Stage::DqLabel],
-            Stage::Dk => [Stage::DkLse, Stage::DkLabel],
-            _ => return false,
-        };
-        parts.iter().all(|stage| failing.contains(stage))
-    };
-    let every = gradients.into_iter().all(|(key, one)| !one.passes || forced(&key));
-    (dq && dk && every).then(|| ("every gradient of the step has it".into(), None))
+    None
 }
 
 /// Norm of the captured dk that fails: the reduced one, or that of the only microbatch.

@@ -8,8 +8,8 @@
 //! or dk are off by what the format costs.
 //! Emulation: q, k and dlogits rounded as they enter, in all products or in the backward's.
 
-use super::emulated::{Emulated, Forward, forward, has_products};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use super::emulated::{Emulated, Forward, forward, has_products, whole};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::head::{Roundings, Stage};
 use crate::kernels::policy::{Path, Policy};
@@ -39,8 +39,8 @@ impl Cause for GemmLowPrecision {
         true
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
@@ -61,8 +61,20 @@ impl Cause for GemmLowPrecision {
 }
 
 fn of(evidence: &Evidence<'_>, roundings: &Roundings, precision: Precision) -> Vec<Hypothesis> {
-    let base = Policy { input: precision, ..roundings.narrowest };
-    let last = Policy { operand: precision, ..roundings.narrowest };
+    let own = roundings.narrowest.path;
+    // A fused head never tells whether its kernel keeps the label's part apart.
+    let paths = [own, whole(own)].into_iter().take(1 + usize::from(whole(own) != own));
+    paths.flat_map(|path| on_path(evidence, roundings, (precision, path))).collect()
+}
+
+fn on_path(
+    evidence: &Evidence<'_>,
+    roundings: &Roundings,
+    (precision, path): (Precision, Path),
+) -> Vec<Hypothesis> {
+    let narrowest = Policy { path, ..roundings.narrowest };
+    let base = Policy { input: precision, ..narrowest };
+    let last = Policy { operand: precision, ..narrowest };
     let mut found = Vec::new();
     let mut offer = |products: &str, base: &Policy, forward: Forward, dlogits: Precision| {
         let parameters = vec![
@@ -74,13 +86,14 @@ fn of(evidence: &Evidence<'_>, roundings: &Roundings, precision: Precision) -> V
         found.push(Hypothesis::new(Emulated { policy, forward }, parameters));
     };
     // dlogits are an operand as well; where they are made inside a kernel they may not be.
-    let entries = [precision, roundings.narrowest.dlogits];
-    for dlogits in entries {
-        if evidence.fails_any(&GRADIENTS) {
+    let entries = [precision, narrowest.dlogits];
+    if evidence.fails_any(&GRADIENTS) {
+        for dlogits in entries {
             offer("the backward's", &base, Forward::new(), dlogits);
             // Logits that were kept, or made in full, and narrowed operands of dlogits.
             offer("of dlogits", &last, Forward::new(), dlogits);
         }
+        offer("of dlogits, which alone are rounded", &narrowest, Forward::new(), precision);
     }
     if evidence.fails_any(&[Stage::Lse, Stage::LabelLogits, Stage::Loss])
         || evidence.fails_any(&GRADIENTS)

@@ -12,7 +12,7 @@ use backtape::nan::largest;
 use std::sync::Arc;
 
 use super::emulated::{bases, has_products};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::filter::{Filter, Filtered, Tiled};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::Stage;
@@ -39,8 +39,8 @@ impl Cause for GradientFilter {
         "switch the gradient filter off (CCE: filter_eps=None), or declare gradient_filter"
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

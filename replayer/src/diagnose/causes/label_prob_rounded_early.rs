@@ -8,7 +8,7 @@
 //! Emulation: `g (round(p) - onehot)`, whole dlogits.
 
 use super::emulated::{Emulated, bases, has_labels, likely_formats, whole};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::kernels::policy::Policy;
 
@@ -36,8 +36,8 @@ impl Cause for LabelProbRoundedEarly {
         true
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

@@ -12,7 +12,7 @@
 use std::collections::BTreeSet;
 
 use super::emulated::{Emulated, formats_below};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -39,8 +39,8 @@ impl Cause for LabelScatterLowPrecision {
         "gather the label rows of k in f32 (cast k before the gather), so that their transpose scatters in f32"
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Much
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

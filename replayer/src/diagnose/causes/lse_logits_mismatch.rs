@@ -12,7 +12,7 @@
 use backtape::role::Role;
 
 use super::emulated::{Emulated, bases, forward, has_products};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::head::{MicrobatchInputs, Roundings};
 use crate::kernels::policy::{LogitRounding, Path, Policy};
@@ -43,8 +43,8 @@ impl Cause for LseLogitsMismatch {
         true
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

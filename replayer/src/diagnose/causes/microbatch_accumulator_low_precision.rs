@@ -8,13 +8,17 @@
 //! Emulation: `acc = round(acc + round(dk))` over microbatches, over ranks, or both, from
 //! either end, divided before or after.
 
+use std::collections::BTreeMap;
+
 use backtape::head::MicrobatchReduction;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::evidence::Evidence;
+use crate::diagnose::detectors::addends::{addends_of, divisor};
+use crate::diagnose::detectors::direct::distance;
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::kernels::round::Precision;
-use crate::replay::world::{Chain, World};
+use crate::replay::world::{Chain, Expectation, World};
 
 /// The catalogue's entry.
 pub struct MicrobatchAccumulatorLowPrecision;
@@ -44,7 +48,7 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
         let options = &evidence.step.options;
         let mean = options.microbatch_reduction == MicrobatchReduction::Mean;
         let several = evidence.microbatches() > 1;
-        let mut found = Vec::new();
+        let mut found: Vec<Hypothesis> = sent(evidence).into_iter().collect();
         for precision in [Precision::Bf16, Precision::F16] {
             for descending in [false, true] {
                 for divides_first in [false, true].into_iter().filter(|&first| mean || !first) {
@@ -65,6 +69,56 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
             }
         }
         found
+    }
+}
+
+/// Addends that are rounded to a format of few bits on their way, as a compressing hook sends
+/// them, and are added in enough.
+fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    [Precision::Bf16, Precision::F16].into_iter().find_map(|precision| {
+        let mut values = BTreeMap::new();
+        for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+            let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
+            let divisor = divisor(evidence, key);
+            let sum = |of: &dyn Fn(f64) -> f64| -> Vec<f64> {
+                let at = |i: usize| parts.iter().map(|(_, x)| of(x[i])).sum::<f64>() / divisor;
+                (0..captured.values.len()).map(at).collect()
+            };
+            let same = parts.iter().all(|(_, x)| x.len() == captured.values.len());
+            let (wide, sent) = (sum(&|x| x), sum(&|x| precision.round64(x)));
+            let off = |of: &[f64]| distance(&captured.values, of);
+            if !same || !(off(&sent) <= HELPS * off(&wide)) {
+                return None;
+            }
+            values.insert(key, (captured.columns, sent));
+        }
+        let parameters = vec![
+            ("addends rounded to", precision.name().to_string()),
+            ("accumulator", "f32".to_string()),
+        ];
+        (!values.is_empty()).then(|| Hypothesis::new(Sent { values }, parameters))
+    })
+}
+
+/// Share of the error that rounded addends may leave to be worth a trial: the rest may be the
+/// rounding of the sum itself.
+const HELPS: f64 = 0.5;
+
+struct Sent {
+    values: BTreeMap<Key, (usize, Vec<f64>)>,
+}
+
+impl World for Sent {
+    fn speaks_of(&self, stage: Stage) -> bool {
+        self.values.keys().any(|key| key.stage == stage)
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+        let Some((columns, values)) = self.values.get(&key) else { return };
+        for (&row, to) in of.rows.iter().zip(of.values.chunks_mut((*columns).max(1))) {
+            to.copy_from_slice(&values[row * columns..(row + 1) * columns]);
+        }
     }
 }
 

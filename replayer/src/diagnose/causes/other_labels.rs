@@ -11,7 +11,6 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::energy;
-use crate::diagnose::detectors::plane::Plane;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::Relabelled;
 use crate::head::{MicrobatchInputs, Stage};
@@ -63,7 +62,7 @@ fn read(evidence: &Evidence<'_>) -> Option<Labels> {
         evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone())).collect();
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
-        let plane = Plane::of(evidence, key)?;
+        let plane = evidence.plane(key)?;
         let captured = plane.dq(&*evidence.captured(key)?);
         let mut rest = plane.dense.times(&plane.k);
         rest.values.iter_mut().zip(&captured.values).for_each(|(x, c)| *x = c - *x);
@@ -77,7 +76,7 @@ fn read(evidence: &Evidence<'_>) -> Option<Labels> {
             let nothing = energy(rest.row(at));
             before += nothing + of(own);
             left += (nothing + of(best)).max(0.0);
-            found.get_mut(&key.microbatch)?[plane.unit.rows[at]] = best as u32;
+            found.get_mut(&key.microbatch)?[plane.rows[at]] = best as u32;
         }
     }
     let changed = evidence.inputs.iter().any(|one| found[&one.microbatch] != one.labels);

@@ -26,8 +26,6 @@ pub struct OtherLseRead;
 const LEFT: f64 = 0.02;
 /// How near an lse must be to one that the step has.
 const NEAR: f64 = 0.02;
-/// Fitted numbers that an lse without a rule counts as.
-const RAW: usize = 8;
 
 impl Cause for OtherLseRead {
     fn id(&self) -> &str {
@@ -67,7 +65,7 @@ fn backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if found.is_empty() && evidence.fails(Stage::Dk) {
         let words = "one that the dump does not explain".to_string();
         let world = Read { lse: seen.lse };
-        found.push(Hypothesis::new(world, vec![("lse", words)]).fitted(RAW));
+        found.push(Hypothesis::new(world, vec![("lse", words)]).of_both());
     }
     found
 }
@@ -104,9 +102,9 @@ fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 /// Shares of the classes of a microbatch's tokens, by the right lse; none where a unit is not all
 /// of them.
 fn shares(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Rows> {
-    let plane = Plane::of(evidence, Key { stage: Stage::Lse, microbatch, rank: None })?;
+    let plane = evidence.plane(Key { stage: Stage::Lse, microbatch, rank: None })?;
     let right = evidence.reference().forward_lse.get(&microbatch)?;
-    let off = |at: usize| (plane.unit.lse[at / plane.p.cols] - right[at / plane.p.cols]).exp();
+    let off = |at: usize| (plane.lse[at / plane.p.cols] - right[at / plane.p.cols]).exp();
     let values = plane.p.values.iter().enumerate().map(|(at, p)| p * off(at)).collect();
     Some(Rows { cols: plane.p.cols, values })
 }
@@ -131,12 +129,12 @@ impl Seen {
             Seen { lse: declared.clone(), declared, solved: BTreeMap::new(), shares: Vec::new() };
         let (mut before, mut left) = (0.0, 0.0);
         for (key, _) in evidence.failing_of(&[Stage::Dq]) {
-            let plane = Plane::of(evidence, key)?;
+            let plane = evidence.plane(key)?;
             let captured = plane.dq(&*evidence.captured(key)?);
             let labels = plane.of_labels().times(&plane.k);
             let dense = plane.dense.times(&plane.k);
             let lse = seen.lse.get_mut(&key.microbatch)?;
-            for (at, &t) in plane.unit.rows.iter().enumerate() {
+            for (at, &t) in plane.rows.iter().enumerate() {
                 let rest: Vec<f64> =
                     captured.row(at).iter().zip(labels.row(at)).map(|(c, l)| c - l).collect();
                 let own = energy(dense.row(at));
@@ -158,10 +156,10 @@ impl Seen {
     }
 
     /// Keeps the shares of a few tokens: what a part of them makes is tried on these.
-    fn look_at(&mut self, plane: &Plane<'_>, microbatch: Option<Microbatch>) {
-        let (n, Some(lse)) = (plane.unit.rows.len(), self.lse.get(&microbatch)) else { return };
+    fn look_at(&mut self, plane: &Plane, microbatch: Option<Microbatch>) {
+        let (n, Some(lse)) = (plane.rows.len(), self.lse.get(&microbatch)) else { return };
         for at in (0..n).step_by(n.div_ceil(TOKENS).max(1)) {
-            let share = (lse[plane.unit.rows[at]] - plane.unit.lse[at]).exp();
+            let share = (lse[plane.rows[at]] - plane.lse[at]).exp();
             self.shares.push((plane.p.row(at).to_vec(), share));
         }
     }
@@ -183,7 +181,10 @@ impl Seen {
                 return Some(Hypothesis::new(Read { lse }, vec![("lse", words)]));
             }
         }
-        let (from, to) = window(&self.shares)?;
+        // A part of the vocabulary makes much less than the whole.
+        let is_part = |(_, share): &Shares| *share < 1.0 - 3.0 * NEAR;
+        let parts = self.shares.iter().filter(|one| is_part(one)).count();
+        let (from, to) = window(&self.shares).filter(|_| 2 * parts > self.shares.len())?;
         let words = format!("that of classes {from} to {} alone", to - 1);
         let world = Read { lse: self.lse.clone() };
         Some(Hypothesis::new(world, vec![("lse", words)]).fitted(2))

@@ -13,7 +13,7 @@ use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{dot, energy};
 use crate::diagnose::detectors::fit::rounded;
-use crate::diagnose::detectors::plane::{Plane, Rows};
+use crate::diagnose::detectors::plane::Rows;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, UnitTokens, World};
@@ -91,7 +91,7 @@ fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
 }
 
 fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
-    let plane = Plane::of(evidence, key)?;
+    let plane = evidence.plane(key)?;
     let values = evidence.captured(key)?;
     let of_dk = key.stage == Stage::Dk;
     let labels = plane.of_labels();
@@ -114,7 +114,8 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
     let share = |x: f64| x * x * energy(&plane.k.values);
     let of_k = if share(of_k) < 1e-4 * energy(&captured.values) { 0.0 } else { of_k };
     let near = (times[0] - softmax).abs() <= NEAR && (times[1] - label).abs() <= NEAR;
-    let as_declared = (softmax, label, of_k) == (1.0, 1.0, 0.0);
+    // Both alike are a factor of the whole.
+    let as_declared = softmax == label && (of_k == 0.0 || softmax != 1.0);
     if !near || as_declared || softmax.abs() > 2.0 || label.abs() > 2.0 {
         return None;
     }

@@ -14,7 +14,7 @@
 
 use super::chunk_accumulator_low_precision;
 use super::emulated::{Emulated, bases, formats_below, has_products};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::pieces::{self, Pieces};
 use crate::diagnose::detectors::sums::Sums;
 use crate::diagnose::evidence::Evidence;
@@ -43,8 +43,8 @@ impl Cause for TileAddLowPrecision {
         "add the tiles of dq and dk in f32 (CCE: accum_e_fp32 and accum_c_fp32) and cast once at the end"
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Much
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

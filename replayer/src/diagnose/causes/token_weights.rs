@@ -14,7 +14,7 @@ use backtape::identity::Microbatch;
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{dot, energy};
-use crate::diagnose::detectors::plane::Plane;
+use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::runs;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::{MicrobatchInputs, Stage};
@@ -30,9 +30,6 @@ const NEAR: f64 = 0.05;
 const LEFT: f64 = 0.02;
 /// Runs of tokens that are told in words.
 const TOLD: usize = 6;
-/// Numbers that follow no rule, in words; and how many fitted ones they count as.
-const OWN: &str = "with a number of its own that the dump does not explain";
-const RAW: usize = 8;
 
 impl Cause for TokenWeights {
     fn id(&self) -> &str {
@@ -61,22 +58,30 @@ impl Cause for TokenWeights {
         let Some(seen) = seen(evidence) else { return Vec::new() };
         let both = [Part::Plane, Part::OfQ, Part::OfK];
         let parts = if evidence.fails(Stage::Dk) { &both[..] } else { &both[1..2] };
-        let of = |(words, factors): (String, Factors)| {
-            let fitted = match &words[..] {
-                OWN => RAW,
-                words if words.contains(" to ") => 2,
-                _ => 0,
-            };
+        let of = |Rule { words, factors, fitted }: Rule| {
             let parameters = vec![("each token counts", words)];
-            let parts = parts.to_vec();
-            Hypothesis::new(Weighted { factors, parts }, parameters).fitted(fitted)
+            let world = Weighted { factors, parts: parts.to_vec() };
+            let found = Hypothesis::new(world, parameters);
+            match fitted {
+                None => found.of_both(),
+                Some(fitted) => found.fitted(fitted),
+            }
         };
         let mut all = rules(evidence, &seen);
         if all.is_empty() && evidence.fails(Stage::Dk) {
-            all.push((OWN.to_string(), seen));
+            let words = "with a number of its own that the dump does not explain".to_string();
+            all.push(Rule { words, factors: seen, fitted: None });
         }
         all.into_iter().map(of).collect()
     }
+}
+
+/// What tokens are multiplied by.
+struct Rule {
+    words: String,
+    factors: Factors,
+    /// Numbers that were fitted; none where every token has one.
+    fitted: Option<usize>,
 }
 
 /// What each token's gradient is multiplied by beside what is declared; 1 for what is ignored.
@@ -88,10 +93,10 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
         evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
-        let plane = Plane::of(evidence, key)?;
+        let plane = evidence.plane(key)?;
         let captured = plane.dq(&*evidence.captured(key)?);
         let reference = plane.entries().times(&plane.k);
-        for (at, &t) in plane.unit.rows.iter().enumerate() {
+        for (at, &t) in plane.rows.iter().enumerate() {
             let (c, r) = (captured.row(at), reference.row(at));
             let own = energy(r);
             let off = |x: f64| -> f64 { c.iter().zip(r).map(|(c, r)| (c - x * r).powi(2)).sum() };
@@ -104,76 +109,118 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
     (left <= LEFT * before).then_some(found)
 }
 
-/// The rules that the numbers follow, in words, with the numbers by the rule.
-fn rules(evidence: &Evidence<'_>, seen: &Factors) -> Vec<(String, Factors)> {
-    let counts = |one: &MicrobatchInputs, t: usize| {
-        one.labels[t] != IGNORED && one.weights[t] != 0.0 && one.cotangent[t] != 0.0
-    };
-    let rule = |of: &dyn Fn(&MicrobatchInputs, usize) -> f64| -> Option<Factors> {
-        let mut found = Factors::new();
-        let mut changes = false;
-        for one in evidence.inputs {
-            let mut own = vec![1.0; one.tokens()];
-            for t in (0..one.tokens()).filter(|&t| counts(one, t)) {
-                let (wanted, seen) = (of(one, t), seen[&one.microbatch][t]);
-                if !((seen - wanted).abs() <= NEAR * (1.0 + wanted.abs())) {
-                    return None;
-                }
-                own[t] = wanted;
-                changes |= (wanted - 1.0).abs() > NEAR;
-            }
-            found.insert(one.microbatch, own);
-        }
-        changes.then_some(found)
-    };
-    let mean = |of: &dyn Fn(&MicrobatchInputs) -> &[f64]| {
-        let all = evidence
-            .inputs
-            .iter()
-            .flat_map(|one| (0..one.tokens()).filter(|&t| counts(one, t)).map(move |t| of(one)[t]));
-        let all: Vec<f64> = all.collect();
-        all.iter().sum::<f64>() / all.len().max(1) as f64
-    };
-    let own_mean = |one: &MicrobatchInputs| {
-        let all: Vec<f64> =
-            (0..one.tokens()).filter(|&t| counts(one, t)).map(|t| one.cotangent[t]).collect();
-        all.iter().sum::<f64>() / all.len().max(1) as f64
-    };
-    let (weight, cotangent) = (mean(&|one| &one.weights), mean(&|one| &one.cotangent));
-    let squared = |x: &[f64], t: usize| x[t];
-    let named: [(&str, Option<Factors>); 6] = [
-        ("with the square of its weight", rule(&|one, t| squared(&one.weights, t))),
-        ("with the square of its cotangent", rule(&|one, t| squared(&one.cotangent, t))),
-        ("with the mean of all weights", rule(&|one, t| weight / one.weights[t])),
-        ("with the mean of all cotangents", rule(&|one, t| cotangent / one.cotangent[t])),
-        (
-            "with the mean of its microbatch's cotangents",
-            rule(&|one, t| own_mean(one) / one.cotangent[t]),
-        ),
-        ("as often as was found", rule(&|one, t| seen[&one.microbatch][t].round())),
-    ];
-    let told = |(words, factors): (&str, Option<Factors>)| {
-        let factors = factors?;
-        let words = match words {
-            "as often as was found" => often(&factors)?,
-            words => words.to_string(),
-        };
-        Some((words, factors))
-    };
-    named.into_iter().filter_map(told).collect()
+/// Whether a token takes part.
+fn counts(one: &MicrobatchInputs, t: usize) -> bool {
+    one.labels[t] != IGNORED && one.weights[t] != 0.0 && one.cotangent[t] != 0.0
 }
 
-/// Which tokens count more or less than once; none where they are no few runs.
-fn often(factors: &Factors) -> Option<String> {
+/// Tokens that take part.
+fn counted(one: &MicrobatchInputs) -> impl Iterator<Item = usize> {
+    (0..one.tokens()).filter(|&t| counts(one, t))
+}
+
+/// The rules that the numbers follow.
+fn rules(evidence: &Evidence<'_>, seen: &Factors) -> Vec<Rule> {
+    let mean = |all: &[&MicrobatchInputs], of: &dyn Fn(&MicrobatchInputs) -> &[f64]| {
+        let each = all.iter().flat_map(|one| counted(one).map(|t| of(one)[t]));
+        let each: Vec<f64> = each.collect();
+        each.iter().sum::<f64>() / each.len().max(1) as f64
+    };
+    let every: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
+    let weight = mean(&every, &|one| &one.weights);
+    let cotangent = mean(&every, &|one| &one.cotangent);
+    let own = |one: &MicrobatchInputs| mean(&[one], &|one| &one.cotangent);
+    let named: [(&str, &dyn Fn(&MicrobatchInputs, usize) -> f64); 5] = [
+        ("with the square of its weight", &|one, t| one.weights[t]),
+        ("with the square of its cotangent", &|one, t| one.cotangent[t]),
+        ("with the mean of all weights", &|one, t| weight / one.weights[t]),
+        ("with the mean of all cotangents", &|one, t| cotangent / one.cotangent[t]),
+        ("with the mean of its microbatch's cotangents", &|one, t| own(one) / one.cotangent[t]),
+    ];
+    let known = named.into_iter().filter_map(|(words, of)| {
+        let factors = by_rule(evidence, seen, of)?;
+        Some(Rule { words: words.to_string(), factors, fitted: Some(0) })
+    });
+    let fitted = [of_label(evidence, seen), often(evidence, seen), by_unit(evidence, seen)];
+    known.chain(fitted.into_iter().flatten()).collect()
+}
+
+/// The numbers of a rule, where what was seen follows it.
+fn by_rule(
+    evidence: &Evidence<'_>,
+    seen: &Factors,
+    of: &dyn Fn(&MicrobatchInputs, usize) -> f64,
+) -> Option<Factors> {
+    let mut found = Factors::new();
+    let mut changes = false;
+    for one in evidence.inputs {
+        let mut own = vec![1.0; one.tokens()];
+        for t in counted(one) {
+            let (wanted, seen) = (of(one, t), seen[&one.microbatch][t]);
+            if !((seen - wanted).abs() <= NEAR * (1.0 + wanted.abs())) {
+                return None;
+            }
+            own[t] = wanted;
+            changes |= (wanted - 1.0).abs() > NEAR;
+        }
+        found.insert(one.microbatch, own);
+    }
+    changes.then_some(found)
+}
+
+/// Tokens of one label that do not count.
+fn of_label(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
+    let left_out = |one: &MicrobatchInputs| {
+        counted(one).find(|&t| seen[&one.microbatch][t].abs() < NEAR).map(|t| one.labels[t])
+    };
+    let label = evidence.inputs.iter().find_map(left_out)?;
+    let of = |one: &MicrobatchInputs, t: usize| f64::from(u8::from(one.labels[t] != label));
+    let factors = by_rule(evidence, seen, &of)?;
+    Some(Rule { words: format!("but those of label {label}"), factors, fitted: Some(1) })
+}
+
+/// Runs of tokens that count more or less than once, where they are few. What dq alone lacks is
+/// not written, and not weighed.
+fn often(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
+    let of = |one: &MicrobatchInputs, t: usize| seen[&one.microbatch][t].round();
+    let factors = by_rule(evidence, seen, &of).filter(|_| evidence.fails(Stage::Dk))?;
     let mut said = Vec::new();
-    for (mb, factors) in factors {
+    for (mb, factors) in &factors {
         let of = mb.map_or(String::new(), |mb| format!("microbatch {mb} "));
         for (run, times) in runs(factors) {
             let often = if times == 0.0 { "not at all".into() } else { format!("{times} times") };
             said.push(format!("{of}tokens {} to {} {often}", run.start, run.end - 1));
         }
     }
-    (!said.is_empty() && said.len() <= TOLD).then(|| said.join(", "))
+    let few = !said.is_empty() && said.len() <= TOLD;
+    few.then(|| Rule { fitted: Some(1 + said.len()), words: said.join(", "), factors })
+}
+
+/// One number for all tokens of a microbatch, or of a rank in it.
+fn by_unit(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
+    let mut means: Factors =
+        evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
+    let (mut said, mut units) = (Vec::new(), 0);
+    for unit in evidence.units() {
+        let one = evidence.inputs_of(unit.microbatch)?;
+        let all: Vec<f64> = (unit.rows.iter().filter(|&&t| counts(one, t)))
+            .map(|&t| seen[&unit.microbatch][t])
+            .collect();
+        let mean = rounded(all.iter().sum::<f64>() / all.len().max(1) as f64, 4);
+        let own = means.get_mut(&unit.microbatch)?;
+        unit.rows.iter().for_each(|&t| own[t] = mean);
+        units += 1;
+        if (mean - 1.0).abs() > NEAR {
+            let mb = unit.microbatch.map(|mb| format!("microbatch {mb}"));
+            let rank = unit.rank.map(|rank| format!("rank {rank}"));
+            let of: Vec<String> = [mb, rank].into_iter().flatten().collect();
+            said.push(format!("of {} {mean} times", of.join(" ")));
+        }
+    }
+    let factors = by_rule(evidence, seen, &|one, t| means[&one.microbatch][t])?;
+    let several = units > 1 && !said.is_empty();
+    said.truncate(TOLD);
+    several.then(|| Rule { fitted: Some(said.len()), words: said.join(", "), factors })
 }
 
 /// Upstream gradients times a number each.

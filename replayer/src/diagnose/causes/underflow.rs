@@ -10,7 +10,7 @@
 //! Emulation: `round16(g p)`, with subnormal numbers; the scale before it or after it.
 
 use super::emulated::{Emulated, has_products};
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::{MicrobatchInputs, Roundings};
 use crate::kernels::Tiles;
@@ -49,8 +49,8 @@ impl Cause for Underflow {
         true
     }
 
-    fn looks_long(&self) -> bool {
-        true
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

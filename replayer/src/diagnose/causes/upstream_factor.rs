@@ -4,8 +4,8 @@
 //! Real: a weight of the loss in a sum of several, 1/N in bf16, a world size of another job.
 //!
 //! Detectors: D6, one factor in every gradient of q and of k; the loss with it or without.
-//! Emulation: the factor, fitted. A factor that counts explain is another cause's, and clipping
-//! looks alike.
+//! Emulation: the factor, fitted. A factor that counts explain is another cause's, and one of
+//! parameters alone may be a clip's.
 
 use std::collections::BTreeSet;
 

@@ -118,7 +118,8 @@ fn cotangents(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     if evidence.fails_any(&FORWARD) {
         return;
     }
-    let Some(power) = read::one_factor(evidence).and_then(read::power_of_two) else { return };
+    let power = read::one_factor(evidence).and_then(read::power_of_two);
+    let Some(power) = power.filter(|&power| power > 1.0) else { return };
     let look = "the loss scale (torch: scaler.get_scale() when the gradients were recorded), which gradients carry until they are unscaled";
     let edit = |head: &mut HeadDeclaration| head.cotangent *= power;
     found.extend(candidate(evidence, "cotangent", (0, Kind::Counted), look, edit));

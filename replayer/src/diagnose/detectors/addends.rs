@@ -145,7 +145,7 @@ pub fn fitted(
 }
 
 /// What a sum over microbatches is divided by, as declared.
-fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
+pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
     let local = evidence.step.find_reduced(Role::Dk, false).is_some();
     let of_microbatches = key.stage == Stage::Accumulate || !local;
     match evidence.step.options.microbatch_reduction {

@@ -5,7 +5,6 @@ use rayon::prelude::*;
 
 use super::captured::Values;
 use super::direct::{Direct, dot};
-use super::units::UnitState;
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::kernels::matrix::IGNORED;
@@ -61,9 +60,11 @@ impl Rows {
 }
 
 /// A unit whose dq or dk fails: the captured gradient and the products that it should be.
-pub struct Plane<'e> {
-    /// Whose tokens.
-    pub unit: &'e UnitState,
+pub struct Plane {
+    /// The unit's tokens among those of the microbatch, `[n]`.
+    pub rows: Vec<usize>,
+    /// lse as the backward reads it, `[n]`.
+    pub lse: Vec<f64>,
     /// q of the unit's tokens, `[n, D]`.
     pub q: Rows,
     /// k of the valid classes, `[V, D]`.
@@ -76,9 +77,9 @@ pub struct Plane<'e> {
     pub labels: Vec<Option<(usize, f64)>>,
 }
 
-impl<'e> Plane<'e> {
+impl Plane {
     /// The unit of a comparison; `None` where it is not small, or the budget is spent.
-    pub fn of(evidence: &'e Evidence<'_>, key: Key) -> Option<Plane<'e>> {
+    pub(in crate::diagnose) fn new(evidence: &Evidence<'_>, key: Key) -> Option<Plane> {
         let mut units = evidence.units().iter();
         let unit = units.find(|unit| {
             unit.microbatch == key.microbatch && (unit.rank == key.rank || key.rank.is_none())
@@ -117,7 +118,8 @@ impl<'e> Plane<'e> {
             Some((class, slope * b[i]))
         };
         let labels = (0..n).map(label).collect();
-        Some(Plane { unit, q, k, p, dense, labels })
+        let (rows, lse) = (unit.rows.clone(), unit.lse.clone());
+        Some(Plane { rows, lse, q, k, p, dense, labels })
     }
 
     /// The label entries as a plane, `[n, V]`.
@@ -141,7 +143,7 @@ impl<'e> Plane<'e> {
     /// The captured dq of the unit's tokens, `[n, D]`.
     pub fn dq(&self, captured: &Values) -> Rows {
         let of = |&t: &usize| captured.row(t).to_vec();
-        Rows { cols: captured.columns, values: self.unit.rows.iter().flat_map(of).collect() }
+        Rows { cols: captured.columns, values: self.rows.iter().flat_map(of).collect() }
     }
 
     /// The captured dk of the valid classes, `[V, D]`.

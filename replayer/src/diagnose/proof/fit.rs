@@ -144,7 +144,7 @@ impl<'a> Reproduction<'a> {
         self.evidence.failing.iter().all(|key| is_exact(&fit.residuals, key))
     }
 
-    fn explains(&self, fit: &Fit, key: &Key) -> bool {
+    pub(super) fn explains(&self, fit: &Fit, key: &Key) -> bool {
         let most = CLEAR * energy(&fit.residuals, key) <= energy(self.declared(), key);
         most && !self.fail || is_exact(&fit.residuals, key)
     }

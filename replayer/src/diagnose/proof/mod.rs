@@ -202,18 +202,22 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     keys.iter().all(closely)
 }
 
-/// Whether all that fails is emulated, and no policy that a head with other options leaves open
-/// reproduces it: that more is allowed there says nothing.
+/// Whether gradients fail that are emulated, and no policy that a head with other options leaves
+/// open reproduces them: that more is allowed there says nothing.
 pub(super) fn is_refuted(
     search: &Search<'_>,
     evidence: &Evidence<'_>,
     (world, roundings): (&dyn World, Roundings),
 ) -> bool {
+    let numbers = |key: &&Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
+    let keys = evidence.failing.iter().filter(|key| is_emulated(key.stage)).filter(numbers);
+    let keys: Vec<&Key> = keys.collect();
     let search = &search.only(is_of_head);
-    let Some(mut of) = emulated(search, evidence) else { return false };
+    let Some(mut of) = Reproduction::new(search, evidence, false) else { return false };
     of.roundings = roundings;
     let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
-    of.fit(first, Some(world)).is_some_and(|fit| !of.is_explained(&fit))
+    let fit = of.fit(first, Some(world));
+    fit.is_some_and(|fit| keys.iter().any(|key| !of.explains(&fit, key)))
 }
 
 /// Where all that fails is emulated.
