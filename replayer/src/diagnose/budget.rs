@@ -22,7 +22,7 @@ const FLOOR: u64 = 1 << 35;
 /// How many times the replay's work a quick search may do.
 const QUICK: u64 = 2;
 /// A cause may take one in so many parts of the budget to look for its parameters.
-const LOOKS: u64 = 8;
+const LOOKS: u64 = 4;
 /// How many times what a quick search may do a thorough one may do.
 const THOROUGH: u64 = 25;
 
@@ -128,20 +128,17 @@ impl<'a> Meter<'a> {
         !self.is_spent() && done < self.share.load(Ordering::Relaxed)
     }
 
-    /// Whether a search that found nothing may be made again, with what the other causes did
-    /// not need for those that did not see all: where they would get at least twice as much as
-    /// before, and all that was done can be done again.
-    pub(super) fn lends(&self) -> bool {
+    /// Causes that did not see all, where a search that found nothing is to try them again with
+    /// what the others did not need: more for each than before.
+    pub(super) fn lends(&self) -> BTreeSet<String> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
-        let done = self.done.load(Ordering::Relaxed);
-        let left = (self.limit / 3 * 2).saturating_sub(done.saturating_mul(2));
-        let more = left / (left_out.len() as u64).max(1);
-        if left_out.is_empty() || more < self.share.load(Ordering::Relaxed) {
-            return false;
+        let left = (self.limit / 3 * 2).saturating_sub(self.done.load(Ordering::Relaxed));
+        let each = left / (left_out.len() as u64).max(1);
+        if each <= self.share.load(Ordering::Relaxed) {
+            return BTreeSet::new();
         }
-        self.share.fetch_add(more, Ordering::Relaxed);
-        left_out.clear();
-        true
+        self.share.store(each, Ordering::Relaxed);
+        std::mem::take(&mut left_out)
     }
 
     /// Whether nothing more may be computed.
@@ -223,17 +220,21 @@ mod tests {
     fn what_other_causes_did_not_need_is_lent_once() {
         let meter = meter(2400);
         meter.look();
-        meter.advance(300);
+        meter.advance(600);
         assert!(!meter.may_look());
         meter.has_looked("cut off");
-        assert!(meter.lends());
+        meter.advance(500);
+        assert!(meter.lends().is_empty(), "what is left is not more");
+        let meter = super::tests::meter(24_000);
+        meter.share.store(3000, Ordering::Relaxed);
         meter.look();
-        meter.advance(299);
-        assert!(meter.may_look(), "it looks further than before");
-        meter.advance(900);
+        meter.advance(3000);
         meter.has_looked("cut off");
-        assert!(!meter.lends(), "what was done cannot be done once more");
-        assert_eq!(meter.said(Causes::Quick).unwrap().what, "the causes cut off");
+        assert_eq!(meter.lends().into_iter().collect::<Vec<_>>(), ["cut off"]);
+        meter.look();
+        meter.advance(3001);
+        assert!(meter.may_look(), "it looks further than before");
+        assert!(meter.said(Causes::Quick).is_none());
     }
 
     #[test]

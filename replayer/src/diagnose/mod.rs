@@ -207,8 +207,8 @@ fn searched(
     evidence.failing = failing;
     if !diverged && step.unusable.is_empty() {
         evidence.failing = open;
-        let prove = || proof::prove(&search, catalogue, &evidence);
-        return Examined::Hidden(twice(meter, prove, Option::is_none));
+        let prove = |of: &[&dyn Cause]| proof::prove(&search, of, &evidence);
+        return Examined::Hidden(twice(meter, catalogue, prove, Option::is_none));
     }
     if diverged && step.unusable.is_empty() && proof::cleared(&search, &evidence) {
         return Examined::Cleared(evidence.failing);
@@ -221,16 +221,28 @@ fn searched(
         return Examined::Diverged(seen, suspect);
     }
     let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
-    let found = twice(meter, || computed(&search, catalogue, &evidence), is_unknown);
+    let compute = |of: &[&dyn Cause]| computed(&search, of, &evidence);
+    let found = twice(meter, catalogue, compute, is_unknown);
     seen.extend(found);
     Examined::Diverged(seen, suspect)
 }
 
-/// What a search finds, made again where it found nothing and what it did not need is lent to
-/// the causes that had to end before they had seen all.
-fn twice<T>(meter: &Meter<'_>, search: impl Fn() -> T, is_nothing: impl Fn(&T) -> bool) -> T {
-    let found = search();
-    if is_nothing(&found) && meter.lends() { search() } else { found }
+/// What a search of a catalogue finds. Where it is nothing, what was not needed is lent to the
+/// causes that had to end before they had seen all.
+fn twice<T>(
+    meter: &Meter<'_>,
+    catalogue: &[&dyn Cause],
+    search: impl Fn(&[&dyn Cause]) -> T,
+    is_nothing: impl Fn(&T) -> bool,
+) -> T {
+    let found = search(catalogue);
+    let again = if is_nothing(&found) { meter.lends() } else { BTreeSet::new() };
+    if again.is_empty() {
+        return found;
+    }
+    let of = catalogue.iter().copied().filter(|cause| again.contains(cause.id()));
+    let more = search(&of.collect::<Vec<_>>());
+    if is_nothing(&more) { found } else { more }
 }
 
 /// The causes that emulation finds.

@@ -134,9 +134,9 @@ def run(job, how=How()):
     wide = [[mb["dk"][r].astype(np.float32) for mb in addends] for r in range(job.ranks)]
     divisor = np.float32(job.count if job.options.microbatch_reduction == "mean" else 1)
     of = lambda w: sum(np.float32(w[r][m]) * wide[r][m] for r in range(job.ranks) for m in range(job.count)) / divisor
-    ones = [[1] * job.count] * job.ranks
     accumulated = [sum(own) / divisor for own in wide]
-    reduced = of(how.weights or ones)
+    # What is reduced are the sums that were accumulated, where each rank holds its own.
+    reduced = of(how.weights) if how.weights or how.per_rank else sum(accumulated)
     replicas = [of(w) for w in how.per_rank] if how.per_rank else None
     reduced = reduced if replicas is None else replicas[0]
     norm = float(np.linalg.norm(reduced.astype(np.float64)))

@@ -69,9 +69,18 @@ pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypot
     let mut found = Vec::new();
     for precision in formats_below(roundings.narrowest.chunk_add, roundings) {
         for base in bases(roundings) {
-            for pieces in searched(evidence, &base, precision, declared) {
-                found.push(hypothesis(&base, &pieces, declared, fused));
-            }
+            // The label's part lies in a chunk's product, or a fused head adds it by itself.
+            let whole = Policy { path: Path::Chunked, ..base };
+            let inside = match !fused || evidence.fails(Stage::Dk) {
+                true => searched(evidence, &whole, precision, declared),
+                false => Vec::new(),
+            };
+            let apart = match fused && inside.is_empty() {
+                true => searched(evidence, &base, precision, declared),
+                false => Vec::new(),
+            };
+            found.extend(inside.iter().map(|of| hypothesis(&whole, of, declared, false)));
+            found.extend(apart.iter().map(|of| hypothesis(&base, of, declared, true)));
         }
     }
     found

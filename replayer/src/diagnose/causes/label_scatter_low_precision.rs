@@ -18,6 +18,7 @@ use crate::head::{Roundings, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::{Order, Path, Policy, Sum, Walk};
 use crate::kernels::round::Precision;
+use crate::replay::outcome::Comparison;
 
 /// The catalogue's entry.
 pub struct LabelScatterLowPrecision;
@@ -47,7 +48,7 @@ impl Cause for LabelScatterLowPrecision {
         let stages = [Stage::DkLabel, Stage::Dk];
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let several = evidence.inputs.iter().any(|one| repeats(&one.labels));
-        if !evidence.fails_any(&stages) || !several {
+        if !evidence.fails_any(&stages) || !several || is_everywhere(evidence) {
             return Vec::new();
         }
         // Parts that were captured show by themselves what they were rounded to.
@@ -67,6 +68,30 @@ impl Cause for LabelScatterLowPrecision {
         found
     }
 }
+
+/// Whether rows that are a label at most once err as much, over what is expected of them, as
+/// those of frequent labels: then it is no scatter that lost addends.
+fn is_everywhere(evidence: &Evidence<'_>) -> bool {
+    let (mut rare, mut frequent) = ((0.0, 0.0), (0.0, 0.0));
+    for (key, _) in evidence.failing_of(&[Stage::DkLabel, Stage::Dk]) {
+        let found = evidence.outcome.stage(key.stage).comparisons.iter();
+        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        for class in found.filter(of).flat_map(|one| &one.by_hits) {
+            let to = match class.hits_from {
+                0 | 1 => &mut rare,
+                2 | 3 => continue,
+                _ => &mut frequent,
+            };
+            to.0 += class.error_energy;
+            to.1 += class.expected_energy;
+        }
+    }
+    let over = |(error, expected): (f64, f64)| error / expected;
+    over(frequent) <= MORE * over(rare)
+}
+
+/// Energy over what is expected that rows of frequent labels have at least, over the others'.
+const MORE: f64 = 1.5;
 
 /// Whether some label is that of several tokens.
 fn repeats(labels: &[u32]) -> bool {

@@ -12,7 +12,6 @@
 //! tokens. Where dq does not show it, tiles of tokens are what chunks are, and both names
 //! are tied.
 
-use super::chunk_accumulator_low_precision;
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::pieces::{self, Pieces};
@@ -54,13 +53,9 @@ impl Cause for TileAddLowPrecision {
         if !has_products(evidence) || evidence.is_beyond_rounding(&all) {
             return Vec::new();
         }
+        // Tiles of tokens are chunks as far as dk alone shows.
         if !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
-            // Tiles of tokens are chunks as far as dk shows.
-            return if fused {
-                chunk_accumulator_low_precision::of_dk(evidence, &roundings)
-            } else {
-                Vec::new()
-            };
+            return Vec::new();
         }
         let mut found = Vec::new();
         for precision in formats_below(roundings.narrowest.tile_add, &roundings) {
