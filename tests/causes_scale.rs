@@ -212,7 +212,6 @@ fn as_many_ranks_as_microbatches_cannot_be_told_apart() {
 fn a_factor_that_is_no_count_stays_unknown() {
     for seed in SEEDS {
         for fault in [
-            Fault::Scaled(What::Gradients, 1.37),
             Fault::Scaled(What::Dk, 1.37),
             Fault::Scaled(What::Dk, 0.73),
             Fault::Scaled(What::Dq, 0.73),
@@ -224,6 +223,20 @@ fn a_factor_that_is_no_count_stays_unknown() {
         ] {
             let job = job(seed, |job| job.fault = fault);
             unknown(&declares(&job, &job));
+        }
+    }
+}
+
+/// One number in the gradients of q and of k alike came with the cotangent of the loss.
+#[test]
+fn a_factor_of_every_gradient_that_is_no_count_is_upstream_of_them() {
+    for seed in SEEDS {
+        for factor in [1.37, 0.613] {
+            let job = job(seed, |job| job.fault = Fault::Scaled(What::Gradients, factor));
+            let report = declares(&job, &job);
+            let shown = &named(&report, "upstream-factor").parameters["factor"];
+            let shown: f32 = shown.parse().unwrap();
+            assert!((shown / factor - 1.0).abs() < 2e-3, "{shown} for {factor}");
         }
     }
 }
@@ -338,7 +351,10 @@ fn sums_that_do_not_hold_every_microbatch_once() {
         let job = job(seed, |job| {
             (job.microbatches, job.fault) = (3, Fault::Window(Window::First(1.37)));
         });
-        unknown(&declares(&job, &job));
+        let report = declares(&job, &job);
+        let weights =
+            &named(&report, "accumulation-window").parameters["weights of the microbatches"];
+        assert!(weights.starts_with("1.37, 1"), "{weights}");
     }
 }
 
@@ -496,8 +512,6 @@ fn gradients_recorded_after_they_were_clipped() {
         let before = grafted(&clipped, &raw, |name| name == "grad_norm");
         let report = report(&raw, &before);
         assert_eq!(named(&report, "clipping").parameters["max_norm"], max.to_string());
-        let all = Job { fault: Fault::Scaled(What::Gradients, 0.613), ..raw.clone() };
-        named(&declares(&raw, &all), "clipping");
     }
 }
 

@@ -131,7 +131,10 @@ impl Gradient {
                 whole_factors(&self.captured.transposed(), &self.reference.transposed())
             }
         };
-        let Some(weights) = weights else { return false };
+        // All alike are a factor of the whole.
+        let Some(weights) = weights.filter(|all| all.iter().any(|x| *x != all[0])) else {
+            return false;
+        };
         let changed = match what {
             What::Rows | What::OverHits => scaled(&self.reference, &weights),
             What::Columns => scaled(&self.reference.transposed(), &weights).transposed(),

@@ -51,6 +51,9 @@ pub fn whole_weights((a, b): (&Rows, &Rows), error: &Rows, rounding: f64) -> Opt
         }
         whole.push(near);
     }
+    let first = (0..n).find(|&i| sure(i))?;
+    let as_first = whole[first];
+    whole[..first].fill(as_first);
     let products: f64 = (0..n)
         .map(|i| {
             let before: f64 = (0..i).map(|j| gram[i][j] * whole[j]).sum();

@@ -145,7 +145,9 @@ pub(super) fn prove(
     let provable = catalogue.iter().filter(|cause| of.fail || declared || !cause.may_be_right());
     let hypotheses = provable.flat_map(|&cause| {
         let all = search.hypotheses(cause, evidence);
-        all.into_iter().map(move |hypothesis| (cause, hypothesis))
+        // A number for every token may be the job's own rounding of one, and is no fault.
+        let all = all.into_iter().filter(|hypothesis| !hypothesis.of_both);
+        all.map(move |hypothesis| (cause, hypothesis))
     });
     let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
         .filter_map(|(cause, hypothesis)| {
