@@ -124,6 +124,9 @@ pub fn residuals(outcome: &Outcome) -> Residuals {
     found
 }
 
+/// The planes that somebody asked for, by microbatch and rank.
+type Planes = BTreeMap<(Option<Microbatch>, Option<Rank>), Option<Rc<Plane>>>;
+
 /// What is known of a divergence.
 pub struct Evidence<'a> {
     /// The dump and the head.
@@ -151,7 +154,7 @@ pub struct Evidence<'a> {
     reference: OnceCell<Reference>,
     all_rows: OnceCell<Reference>,
     captured: RefCell<BTreeMap<Key, Option<Rc<Values>>>>,
-    planes: RefCell<BTreeMap<(Option<Microbatch>, Option<Rank>), Option<Rc<Plane>>>>,
+    planes: RefCell<Planes>,
 }
 
 impl<'a> Evidence<'a> {

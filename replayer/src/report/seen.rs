@@ -45,7 +45,7 @@ fn of_stage(stage: &StageReport) -> Option<String> {
 fn chunks(seen: &SeenFrom) -> Option<u64> {
     let rounding = Precision::Bf16.unit_roundoff().powi(2) / 3.0 * MANTISSAS;
     let chunks = (3.0 * seen.noise.powi(2) / rounding).ceil();
-    (chunks >= FEWEST && chunks < 1e6).then_some(chunks as u64)
+    (FEWEST..1e6).contains(&chunks).then_some(chunks as u64)
 }
 
 #[cfg(test)]

@@ -174,8 +174,8 @@ impl Seen {
             let fits = (by..n).all(|at| self.is(others[at], self.declared.get(&of(at))));
             if fits && n > 1 {
                 let mut lse = self.lse.clone();
-                for at in by..n {
-                    lse.insert(others[at], self.declared.get(&of(at))?.clone());
+                for (at, own) in others.iter().enumerate().skip(by) {
+                    lse.insert(*own, self.declared.get(&of(at))?.clone());
                 }
                 let words = format!("that of the microbatch {by} before");
                 return Some(Hypothesis::new(Read { lse }, vec![("lse", words)]));

@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn terms_are_found_as_often_as_they_are_there() {
         let terms = vec![vec![1.0, 2.0, 0.5, 0.0], vec![0.0, 1.0, -1.0, 3.0]];
-        let value: Vec<f64> = (0..4).map(|i| -1.0 * terms[0][i] + 2.0 * terms[1][i]).collect();
+        let value: Vec<f64> = (0..4).map(|i| -terms[0][i] + 2.0 * terms[1][i]).collect();
         let found = fitted(&terms, &value).unwrap();
         assert!((found[0] + 1.0).abs() < 1e-12 && (found[1] - 2.0).abs() < 1e-12, "{found:?}");
     }

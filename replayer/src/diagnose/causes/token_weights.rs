@@ -130,7 +130,7 @@ fn rules(evidence: &Evidence<'_>, seen: &Factors) -> Vec<Rule> {
     let weight = mean(&every, &|one| &one.weights);
     let cotangent = mean(&every, &|one| &one.cotangent);
     let own = |one: &MicrobatchInputs| mean(&[one], &|one| &one.cotangent);
-    let named: [(&str, &dyn Fn(&MicrobatchInputs, usize) -> f64); 5] = [
+    let named: [(&str, OfToken<'_>); 5] = [
         ("with the square of its weight", &|one, t| one.weights[t]),
         ("with the square of its cotangent", &|one, t| one.cotangent[t]),
         ("with the mean of all weights", &|one, t| weight / one.weights[t]),
@@ -145,12 +145,11 @@ fn rules(evidence: &Evidence<'_>, seen: &Factors) -> Vec<Rule> {
     known.chain(fitted.into_iter().flatten()).collect()
 }
 
+/// What a rule makes of a token of a microbatch.
+type OfToken<'a> = &'a dyn Fn(&MicrobatchInputs, usize) -> f64;
+
 /// The numbers of a rule, where what was seen follows it.
-fn by_rule(
-    evidence: &Evidence<'_>,
-    seen: &Factors,
-    of: &dyn Fn(&MicrobatchInputs, usize) -> f64,
-) -> Option<Factors> {
+fn by_rule(evidence: &Evidence<'_>, seen: &Factors, of: OfToken<'_>) -> Option<Factors> {
     let mut found = Factors::new();
     let mut changes = false;
     for one in evidence.inputs {

@@ -70,12 +70,12 @@ pub fn whole_weights((a, b): (&Rows, &Rows), error: &Rows, rounding: f64) -> Opt
 fn cholesky(gram: &[Vec<f64>], right: &[f64]) -> Option<Vec<f64>> {
     let n = right.len();
     let mut l: Vec<Vec<f64>> = Vec::with_capacity(n);
-    for i in 0..n {
+    for (i, given) in gram.iter().enumerate() {
         let mut row: Vec<f64> = Vec::with_capacity(i + 1);
         for j in 0..i {
-            row.push((gram[i][j] - dot(&row[..j], &l[j][..j])) / l[j][j]);
+            row.push((given[j] - dot(&row[..j], &l[j][..j])) / l[j][j]);
         }
-        let whole = gram[i][i].max(f64::MIN_POSITIVE);
+        let whole = given[i].max(f64::MIN_POSITIVE);
         let rest = whole * (1.0 + RIDGE) - energy(&row);
         row.push(rest.max(whole * RIDGE).sqrt());
         l.push(row);
