@@ -129,8 +129,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("cause, fault", [(cause, fault) for cause, all in FAULTS.items() for fault in all])
-def test_a_fault_that_is_solved_for_is_named_with_what_it_did(tmp_path, cause, fault):
+@pytest.mark.parametrize("named, fault", [(cause, fault) for cause, all in FAULTS.items() for fault in all])
+def test_a_fault_that_is_solved_for_is_named_with_what_it_did(tmp_path, named, fault):
     words = []
 
     def changed(head, mb, right):
@@ -139,7 +139,7 @@ def test_a_fault_that_is_solved_for_is_named_with_what_it_did(tmp_path, cause, f
         return found
 
     report = Head(SEED).recorded(tmp_path / "run", changed)
-    assert [found.id for found in report.causes] == [cause], f"seed {SEED}: {report.causes}"
+    assert [found.id for found in report.causes] == [named], f"seed {SEED}: {report.causes}"
     parameters = report.json["causes"][0]["parameters"]
     assert any(words[0] in said for said in parameters.values()), (words, parameters)
 

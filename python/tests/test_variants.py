@@ -72,10 +72,12 @@ def test_a_function_that_does_what_the_job_did_is_named_as_the_cause_and_the_fix
         assert (right.agrees, right.explains) == (True, False), str(report)
 
 
-def test_without_the_function_the_catalogue_does_not_guess(tmp_path):
+def test_without_the_function_the_catalogue_says_what_each_token_shows_and_guesses_no_rule(tmp_path):
     dump = record(tmp_path / "run", fault=True)
-    (cause,) = backtape.replay(dump).causes
-    assert (cause.id, cause.standing) == ("unknown", "unknown")
+    report = backtape.replay(dump)
+    (cause,) = report.json["causes"]
+    assert (cause["id"], cause["standing"]) == ("token-weights", "named"), str(report)
+    assert cause["parameters"]["each token counts"] == "with a number of its own that the dump does not explain"
 
 
 def test_a_right_function_on_a_right_job_explains_it_and_there_is_no_cause(tmp_path):

@@ -161,4 +161,8 @@ def clipping(rng, seed):
     where = pick(rng, ["reduced", "reduced", "microbatch"])
     job = draw_job(rng, seed)
     code, step = code_for(rng, job), Step(clip=float(rng.uniform(0.2, 0.9)), clip_at=where)
-    return switched("clipping", job, kept_for(rng, code), (code, Step()), (code, step))
+    case = switched("clipping", job, kept_for(rng, code), (code, Step()), (code, step))
+    if where == "microbatch":
+        # Every gradient has the factor, dq too, which no clip of parameters touches: it came from upstream.
+        case.accept = [{"clipping"}, {"upstream-factor"}]
+    return case
