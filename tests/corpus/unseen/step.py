@@ -136,7 +136,7 @@ def run(job, how=How()):
     of = lambda w: sum(np.float32(w[r][m]) * wide[r][m] for r in range(job.ranks) for m in range(job.count)) / divisor
     accumulated = [sum(own) / divisor for own in wide]
     # What is reduced are the sums that were accumulated, where each rank holds its own.
-    reduced = of(how.weights) if how.weights or how.per_rank else sum(accumulated)
+    reduced = of(how.weights) if how.weights else sum(accumulated)
     replicas = [of(w) for w in how.per_rank] if how.per_rank else None
     reduced = reduced if replicas is None else replicas[0]
     norm = float(np.linalg.norm(reduced.astype(np.float64)))
