@@ -6,6 +6,7 @@ factors from a seed, one thing changed in its backward. BACKTAPE_SEED draws anot
 
 import os
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -45,16 +46,21 @@ class Head:
         entries = self.entries(mb, **changes)
         return {"dq": entries @ self.k, "dk": entries.T @ self.microbatches[mb]["q"]}
 
-    def recorded(self, path, fault=lambda head, mb, gradients: gradients):
-        recorder = backtape.Recorder(path)
+    def recorded(self, directory, fault=lambda head, mb, gradients: gradients, reduced=None, **declared):
+        recorder = backtape.Recorder(directory)
         with recorder.step(0) as tape:
-            tape.head(loss="softmax_xent", path="plain", reduction="mean", denominator="weights", microbatches=2)
+            said = {"loss": "softmax_xent", "reduction": "mean", "denominator": "weights", "microbatches": 2} | declared
+            tape.head(**said)
             tape.record("k", self.k)
+            gradients = []
             for mb, data in enumerate(self.microbatches):
-                for name, array in (data | fault(self, mb, self.gradients(mb))).items():
-                    tape.record(name, np.asarray(array, array.dtype if name in data else np.float32), microbatch=mb)
+                gradients.append({n: x.astype(np.float32) for n, x in fault(self, mb, self.gradients(mb)).items()})
+                for name, array in (data | gradients[-1]).items():
+                    tape.record(name, array, microbatch=mb)
+            if reduced:
+                tape.record("dk", reduced([of["dk"] for of in gradients]), when="post_reduce")
         recorder.close()
-        return backtape.replay(path, step=0)
+        return backtape.replay(directory, step=0)
 
 
 def chunk_left_out(head, mb, right):
@@ -102,8 +108,9 @@ def number_of_its_own(head, mb, right):
 
 
 def lse_of_a_tile(head, mb, right):
-    start = head.classes - 17
-    return head.gradients(mb, lse=head.lse(mb, slice(start, None))), f"that of classes {start} to {head.classes - 1} alone"
+    # It begins and ends where no equal shard does: one of those is a cause of its own.
+    last = head.classes - 4
+    return head.gradients(mb, lse=head.lse(mb, slice(5, last + 1))), f"that of classes 5 to {last} alone"
 
 
 def lse_of_another(head, mb, right):
@@ -142,6 +149,76 @@ def test_a_fault_that_is_solved_for_is_named_with_what_it_did(tmp_path, named, f
     assert [found.id for found in report.causes] == [named], f"seed {SEED}: {report.causes}"
     parameters = report.json["causes"][0]["parameters"]
     assert any(words[0] in said for said in parameters.values()), (words, parameters)
+
+
+def ids(report):
+    return [found.id for found in report.causes]
+
+
+def test_operands_of_few_bits_are_named_whatever_the_path_is_called(tmp_path):
+    def narrow(x):
+        return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    def products(head, mb, right):
+        entries, q = narrow(head.entries(mb)), narrow(head.microbatches[mb]["q"])
+        return {"dq": entries @ narrow(head.k), "dk": entries.T @ q}
+
+    for path in ("plain", "fused"):
+        report = Head(SEED).recorded(tmp_path / path, products, path=path)
+        assert ids(report) == ["gemm-low-precision"], (path, report.causes)
+        assert report.json["causes"][0]["parameters"]["operands rounded to"] == "bf16"
+
+
+def test_addends_that_are_rounded_on_their_way_into_a_sum_are_named(tmp_path):
+    def compressed(addends):
+        return sum(of.astype(ml_dtypes.bfloat16).astype(np.float32) for of in addends)
+
+    report = Head(SEED).recorded(tmp_path / "run", reduced=compressed, microbatch_reduction="sum")
+    assert ids(report) == ["microbatch-accumulator-low-precision"], report.causes
+    assert report.json["causes"][0]["parameters"]["addends rounded to"] == "bf16"
+    assert Head(SEED).recorded(tmp_path / "right", reduced=sum, microbatch_reduction="sum").verdict == "agreed"
+
+
+def test_what_explains_one_gradient_is_named_beside_what_is_not_known(tmp_path):
+    def both(head, mb, right):
+        found, _ = chunk_left_out(head, mb, right)
+        return found | {"dq": found["dq"] * head.rng.normal(1, 0.03, found["dq"].shape)}
+
+    assert ids(Head(SEED).recorded(tmp_path / "run", both)) == ["block-miscounted", "unknown"]
+
+
+def test_numbers_for_every_token_explain_nothing_where_the_other_gradient_contradicts_them(tmp_path):
+    def apart(head, mb, right):
+        own, _ = number_of_its_own(head, mb, right)
+        return {"dq": own["dq"], "dk": right["dk"] * head.rng.normal(1, 0.03, right["dk"].shape)}
+
+    assert ids(Head(SEED).recorded(tmp_path / "run", apart)) == ["unknown"]
+
+
+def test_blocks_of_any_size_that_were_read_elsewhere_are_found_from_dq_alone(tmp_path):
+    def elsewhere(head, mb, right):
+        at = np.arange(head.classes)
+        rows = np.minimum(at // 7 * 49 + at % 7, head.classes - 1)
+        data, k = head.microbatches[mb], head.k
+        head.k = k[rows]
+        entries = head.entries(mb)
+        found = {"dq": entries @ head.k, "dk": entries.T @ data["q"]}
+        head.k = k
+        return found
+
+    report = Head(SEED).recorded(tmp_path / "run", elsewhere)
+    assert ids(report) == ["block-index-times-block"], report.causes
+    assert report.json["causes"][0]["parameters"]["block"] == "7"
+
+
+def test_a_declaration_that_only_allows_more_is_no_explanation(tmp_path):
+    """dk in f32 is off by what bf16 entries would be off by, and not by their own roundings."""
+    def noisy(head, mb, right):
+        return right | {"dk": right["dk"] * head.rng.normal(1, 1e-3, right["dk"].shape)}
+
+    report = Head(SEED).recorded(tmp_path / "run", noisy)
+    assert (report.verdict, ids(report)) == ("diverged", ["unknown"]), report.causes
+    assert "other_declaration" not in report.json, report.other_declaration
 
 
 def test_the_right_head_agrees_and_says_how_small_a_fault_it_would_have_shown(tmp_path):

@@ -47,7 +47,7 @@ pub trait Cause: Sync {
         false
     }
 
-    /// How long its parameters take to be looked for: such causes come after all others.
+    /// How long its parameters take to be looked for: causes that take little are tried first.
     fn effort(&self) -> Effort {
         Effort::Little
     }

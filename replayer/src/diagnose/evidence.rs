@@ -272,15 +272,27 @@ impl<'a> Evidence<'a> {
         found.or_insert_with(|| captured(self.step, self.inputs, of).map(Rc::new)).clone()
     }
 
-    /// All entries of dlogits of a comparison's unit; `None` where it is not small.
+    /// All entries of dlogits of a unit whose gradient fails; `None` where it is not small.
     pub fn plane(&self, of: Key) -> Option<Rc<Plane>> {
-        let place = (of.microbatch, of.rank);
-        if let Some(found) = self.planes.borrow().get(&place) {
-            return found.clone();
-        }
-        let found = Plane::new(self, of).map(Rc::new);
-        self.planes.borrow_mut().insert(place, found.clone());
-        found
+        let fails = self.residuals.get(&of).is_some_and(|found| !found.passes);
+        if fails { self.plane_of(of.microbatch, of.rank) } else { None }
+    }
+
+    /// The same of any unit, made once; the products that are made of it are counted each time.
+    pub fn plane_of(
+        &self,
+        microbatch: Option<Microbatch>,
+        rank: Option<Rank>,
+    ) -> Option<Rc<Plane>> {
+        let place = (microbatch, rank);
+        let known = self.planes.borrow().get(&place).cloned();
+        let found = known.unwrap_or_else(|| {
+            let held = self.planes.borrow().values().flatten().map(|one| one.p.values.len()).sum();
+            let made = Plane::new(self, place, held).map(Rc::new);
+            self.planes.borrow_mut().insert(place, made.clone());
+            made
+        })?;
+        (!self.spend(found.work())).then_some(found)
     }
 
     /// The inputs of a microbatch.

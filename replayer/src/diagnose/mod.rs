@@ -97,14 +97,11 @@ pub fn diagnose(
     })
 }
 
-/// The cause that has no other explanation for a factor.
-const FACTOR: &str = "upstream-factor";
-
 /// The causes, and in the outcome the declaration that explains as much.
 fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
         // A factor that a declaration gives is no number that nothing explains.
-        found.retain(|one| one.id != FACTOR);
+        found.retain(|one| one.id != causes::upstream_factor::ID);
         let explained = found.iter().any(|one| one.standing != Standing::Unknown);
         // Something does explain it.
         found.retain(|one| one.standing != Standing::Unknown);

@@ -7,13 +7,14 @@
 
 use std::collections::BTreeMap;
 
-use backtape::head::MicrobatchReduction;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::addends::divisor;
 use crate::diagnose::detectors::fit::rounded;
+use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
@@ -59,10 +60,11 @@ impl Cause for AccumulationWindow {
         let (mut weights, mut fitted) = (BTreeMap::new(), 0);
         for key in keys {
             let Some(found) = solved(evidence, key) else { continue };
-            let whole = whole(evidence, &found);
+            let divisor = divisor(evidence, key);
+            let whole = whole(&found, divisor);
             // Weights that are no whole numbers were fitted, one for each microbatch.
             fitted = if whole.is_some() { fitted } else { count };
-            let Some(of) = whole.or_else(|| raw(evidence, &found)) else { continue };
+            let Some(of) = whole.or_else(|| raw(&found, divisor)) else { continue };
             weights.insert((key.stage, key.rank), of);
         }
         let Some(first) = weights.values().next() else { return Vec::new() };
@@ -100,13 +102,8 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
         Some(whole).filter(|whole| whole.len() == size).map(chosen)
     };
     let parts: Vec<Vec<f64>> = evidence.inputs.iter().map(part).collect::<Option<_>>()?;
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    let system = parts.iter().map(|a| {
-        let mut row: Vec<f64> = parts.iter().map(|b| dot(a, b)).collect();
-        row.push(dot(a, &total));
-        row
-    });
-    eliminated(system.collect())
+    let all: Vec<&[f64]> = parts.iter().map(|part| &part[..]).collect();
+    multiples(&all, &total).filter(|found| found.iter().all(|x| x.is_finite()))
 }
 
 /// A tensor's addend of one rank, at its place in the whole, or the sum of all.
@@ -121,53 +118,18 @@ fn held(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<
     Some(sum.total)
 }
 
-/// Solves a symmetric system, the right side in the last column; none where addends are
-/// too alike to be told apart.
-fn eliminated(mut rows: Vec<Vec<f64>>) -> Option<Vec<f64>> {
-    let n = rows.len();
-    for at in 0..n {
-        let before = rows[at][at];
-        let pivot = (at..n).max_by(|&a, &b| rows[a][at].abs().total_cmp(&rows[b][at].abs()))?;
-        rows.swap(at, pivot);
-        let largest =
-            rows.iter().flat_map(|row| &row[..n]).fold(0.0f64, |most, x| most.max(x.abs()));
-        if !(rows[at][at].abs() > 1e-9 * largest.max(before.abs())) {
-            return None;
-        }
-        let own = rows[at].clone();
-        for row in rows.iter_mut().skip(at + 1) {
-            let factor = row[at] / own[at];
-            row.iter_mut().zip(&own).for_each(|(x, own)| *x -= factor * own);
-        }
-    }
-    let mut found = vec![0.0; n];
-    for at in (0..n).rev() {
-        let known: f64 = (at + 1..n).map(|j| rows[at][j] * found[j]).sum();
-        found[at] = (rows[at][n] - known) / rows[at][at];
-    }
-    Some(found).filter(|found| found.iter().all(|x| x.is_finite()))
-}
-
 /// Weights over declared ones as they were solved; none where all are alike: that is a scale.
-fn raw(evidence: &Evidence<'_>, found: &[f64]) -> Option<Vec<f64>> {
-    let all: Vec<f64> = found.iter().map(|x| rounded(x * divisor(evidence, found), 3)).collect();
+fn raw(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
+    let all: Vec<f64> = found.iter().map(|x| rounded(x * divisor, 3)).collect();
     let differs = |x: &f64| (x - all[0]).abs() > NEAR * all[0].abs();
     all.iter().any(differs).then_some(all)
 }
 
-/// What a sum over microbatches is divided by as declared.
-fn divisor(evidence: &Evidence<'_>, of: &[f64]) -> f64 {
-    match evidence.step.options.microbatch_reduction {
-        MicrobatchReduction::Mean => of.len() as f64,
-        MicrobatchReduction::Sum => 1.0,
-    }
-}
-
 /// Whole numbers times one factor of counts, as weights over declared ones; none where
 /// they are no such numbers, or all alike: that is a scale, not a window.
-fn whole(evidence: &Evidence<'_>, found: &[f64]) -> Option<Vec<f64>> {
+fn whole(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
     let count = found.len() as f64;
-    let weights: Vec<f64> = found.iter().map(|x| x * divisor(evidence, found)).collect();
+    let weights: Vec<f64> = found.iter().map(|x| x * divisor).collect();
     let held = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
     // A window that is divided by what it holds, by all, or not at all.
     let factors = [1.0, 1.0 / count, count, 1.0 / held, count / held];
@@ -196,17 +158,5 @@ impl World for Window {
         let at = self.ids.iter().position(|id| *id == microbatch && id.is_some());
         let weights = self.weights.get(&(stage, rank));
         weights.zip(at).map_or(1.0, |(weights, at)| weights[at])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_system_is_solved_and_equal_addends_are_not_told_apart() {
-        let rows = vec![vec![0.0, 2.0, 4.0], vec![1.0, 1.0, 5.0]];
-        assert_eq!(eliminated(rows), Some(vec![3.0, 2.0]));
-        assert_eq!(eliminated(vec![vec![1.0, 1.0, 1.0], vec![1.0, 1.0, 1.0]]), None);
     }
 }

@@ -17,8 +17,8 @@ use crate::diagnose::detectors::direct::distance;
 use crate::diagnose::detectors::plane::{Plane, Rows};
 use crate::diagnose::detectors::solve::{runs, whole_factors, whole_weights};
 use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
-use crate::replay::world::{Expectation, World};
 
 /// The catalogue's entry.
 pub struct BlockMiscounted;
@@ -76,7 +76,7 @@ fn of_gradient(evidence: &Evidence<'_>, stage: Stage) -> Vec<Hypothesis> {
             .into();
     for key in keys {
         let Some(of) = Gradient::of(evidence, key) else { return Vec::new() };
-        found.retain_mut(|(what, counted)| of.counts(*what, counted));
+        found.retain_mut(|(what, counted)| of.counts(evidence, *what, counted));
         if found.is_empty() {
             return Vec::new();
         }
@@ -113,7 +113,7 @@ impl Gradient {
     }
 
     /// Adds what this gradient holds; false where it is none of whole numbers.
-    fn counts(&self, what: What, to: &mut Counted) -> bool {
+    fn counts(&self, evidence: &Evidence<'_>, what: What, to: &mut Counted) -> bool {
         let of_dk = self.key.stage == Stage::Dk;
         let entries = || match (what, of_dk) {
             (What::LastOfLabel, true) => self.plane.of_labels(),
@@ -125,7 +125,10 @@ impl Gradient {
             What::LastOfLabel | What::OverHits if !of_dk => None,
             What::LastOfLabel => self.last_of_label(),
             What::OverHits => Some(self.over_hits()),
-            What::Addends => whole_weights((&entries(), other), &self.error(), self.rounding),
+            What::Addends => {
+                let error = (&self.error(), self.rounding);
+                whole_weights((&entries(), other), error, &|work| evidence.spend(work))
+            }
             What::Rows => whole_factors(&self.captured, &self.reference),
             What::Columns => {
                 whole_factors(&self.captured.transposed(), &self.reference.transposed())
@@ -160,26 +163,23 @@ impl Gradient {
             (What::Addends | What::LastOfLabel, true) | (What::Rows, false) => self.plane.rows[at],
             _ => at,
         };
-        to.runs += runs.len();
-        if to.said.is_empty() {
-            let said = runs.iter().map(|(run, times)| {
-                let (first, last) = (place(run.start), place(run.end - 1));
-                let places =
-                    if first == last { first.to_string() } else { format!("{first} to {last}") };
-                let often = match times {
-                    0.0 => "left out".to_string(),
-                    2.0 => "twice".to_string(),
-                    times => format!("{times} times"),
-                };
-                format!("{places} {often}")
-            });
-            to.said = said.collect();
+        for (run, times) in &runs {
+            let (first, last) = (place(run.start), place(run.end - 1));
+            let places =
+                if first == last { first.to_string() } else { format!("{first} to {last}") };
+            let often = match *times {
+                0.0 => "left out".to_string(),
+                2.0 => "twice".to_string(),
+                times => format!("{times} times"),
+            };
+            let said = format!("{places} {often}");
+            if !to.said.contains(&said) {
+                to.said.push(said);
+            }
         }
-        let of_tokens = self.key.stage == Stage::Dq;
-        for at in 0..changed.count() {
-            let row = if of_tokens { self.plane.rows[at] } else { at };
-            to.values.entry(self.key).or_default().insert(row, changed.row(at).to_vec());
-        }
+        let row = |at: usize| if of_dk { at } else { self.plane.rows[at] };
+        let rows = (0..changed.count()).map(|at| (row(at), changed.row(at).to_vec()));
+        to.world = std::mem::take(&mut to.world).rows(self.key, rows);
         true
     }
 }
@@ -214,10 +214,9 @@ fn scaled(rows: &Rows, factors: &[f64]) -> Rows {
 /// Gradients in which something counts more or less often.
 #[derive(Default)]
 struct Counted {
-    values: BTreeMap<Key, BTreeMap<usize, Vec<f64>>>,
-    /// Of the first gradient, in words.
+    world: Instead,
+    /// What is different of all gradients, in words: once where it is the same in several.
     said: Vec<String>,
-    runs: usize,
 }
 
 impl Counted {
@@ -241,23 +240,7 @@ impl Counted {
         let said = rule.map_or_else(|| self.said.join(", "), str::to_string);
         let parameters =
             vec![("of", stage.name().to_string()), ("what", words.to_string()), ("which", said)];
-        let fitted = if rule.is_some() { 0 } else { 1 + self.runs.min(TOLD) };
-        Some(Hypothesis::new(self, parameters).fitted(fitted))
-    }
-}
-
-impl World for Counted {
-    fn speaks_of(&self, stage: Stage) -> bool {
-        self.values.keys().any(|key| key.stage == stage)
-    }
-
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
-        let Some(rows) = self.values.get(&key) else { return };
-        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
-            if let Some(other) = rows.get(row) {
-                values.copy_from_slice(other);
-            }
-        }
+        let fitted = if rule.is_some() { 0 } else { 1 + self.said.len() };
+        Some(Hypothesis::new(self.world, parameters).fitted(fitted))
     }
 }

@@ -8,17 +8,16 @@
 //! Emulation: `acc = round(acc + round(dk))` over microbatches, over ranks, or both, from
 //! either end, divided before or after.
 
-use std::collections::BTreeMap;
-
 use backtape::head::MicrobatchReduction;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{addends_of, divisor};
 use crate::diagnose::detectors::direct::distance;
-use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::evidence::Evidence;
+use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::round::Precision;
-use crate::replay::world::{Chain, Expectation, World};
+use crate::replay::world::{Chain, World};
 
 /// The catalogue's entry.
 pub struct MicrobatchAccumulatorLowPrecision;
@@ -76,7 +75,7 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
 /// them, and are added in enough.
 fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     [Precision::Bf16, Precision::F16].into_iter().find_map(|precision| {
-        let mut values = BTreeMap::new();
+        let mut world = Instead::default();
         for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
             let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
             let divisor = divisor(evidence, key);
@@ -90,37 +89,20 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             if !same || !(off(&sent) <= HELPS * off(&wide)) {
                 return None;
             }
-            values.insert(key, (captured.columns, sent));
+            let rows = sent.chunks(captured.columns.max(1)).map(<[f64]>::to_vec).enumerate();
+            world = world.rows(key, rows);
         }
         let parameters = vec![
             ("addends rounded to", precision.name().to_string()),
             ("accumulator", "f32".to_string()),
         ];
-        (!values.is_empty()).then(|| Hypothesis::new(Sent { values }, parameters))
+        (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters))
     })
 }
 
 /// Share of the error that rounded addends may leave to be worth a trial: the rest may be the
 /// rounding of the sum itself.
 const HELPS: f64 = 0.5;
-
-struct Sent {
-    values: BTreeMap<Key, (usize, Vec<f64>)>,
-}
-
-impl World for Sent {
-    fn speaks_of(&self, stage: Stage) -> bool {
-        self.values.keys().any(|key| key.stage == stage)
-    }
-
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
-        let Some((columns, values)) = self.values.get(&key) else { return };
-        for (&row, to) in of.rows.iter().zip(of.values.chunks_mut((*columns).max(1))) {
-            to.copy_from_slice(&values[row * columns..(row + 1) * columns]);
-        }
-    }
-}
 
 /// What is added in few bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

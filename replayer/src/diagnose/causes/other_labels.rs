@@ -19,6 +19,8 @@ use crate::kernels::matrix::IGNORED;
 /// The catalogue's entry.
 pub struct OtherLabels;
 
+/// Share of what its own label leaves that another may, to be the one that a token shows.
+const SHOWN: f64 = 0.1;
 /// Share of the error that labels may leave to be worth a trial.
 const LEFT: f64 = 0.02;
 
@@ -46,13 +48,11 @@ impl Cause for OtherLabels {
         let Some(labels) = read(evidence) else { return Vec::new() };
         let g = Some(evidence.reference().g.clone());
         let words = told(evidence, &labels);
-        let fitted = if words.1 { 1 } else { RAW };
-        vec![Hypothesis::new(Relabelled { labels, g }, vec![("labels", words.0)]).fitted(fitted)]
+        let (words, follows_a_rule) = words;
+        let found = Hypothesis::new(Relabelled { labels, g }, vec![("labels", words)]);
+        vec![if follows_a_rule { found.fitted(1) } else { found.of_both() }]
     }
 }
-
-/// Fitted numbers that labels without a rule count as.
-const RAW: usize = 8;
 
 type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
 
@@ -74,9 +74,12 @@ fn read(evidence: &Evidence<'_>) -> Option<Labels> {
             let of = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
             let best = (0..norms.len()).min_by(|&a, &b| of(a).total_cmp(&of(b)))?;
             let nothing = energy(rest.row(at));
-            before += nothing + of(own);
-            left += (nothing + of(best)).max(0.0);
-            found.get_mut(&key.microbatch)?[plane.rows[at]] = best as u32;
+            let (as_declared, at_best) = (nothing + of(own), (nothing + of(best)).max(0.0));
+            before += as_declared;
+            // What hardly counts shows no label.
+            let read = if at_best <= SHOWN * as_declared { best } else { own };
+            left += if read == best { at_best } else { as_declared };
+            found.get_mut(&key.microbatch)?[plane.rows[at]] = read as u32;
         }
     }
     let changed = evidence.inputs.iter().any(|one| found[&one.microbatch] != one.labels);

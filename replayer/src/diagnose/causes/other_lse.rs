@@ -12,9 +12,9 @@ use backtape::identity::Microbatch;
 
 use super::tail_tile_unmasked::captured_lse;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::{dot, energy};
+use crate::diagnose::detectors::direct::multiple;
 use crate::diagnose::detectors::plane::{Plane, Rows};
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, World};
@@ -24,7 +24,9 @@ pub struct OtherLseRead;
 
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 0.02;
-/// How near an lse must be to one that the step has.
+/// Tokens of a unit of which all classes are looked at.
+const TOKENS: usize = 12;
+/// How near an lse must be to one that the step has, and a sum of shares to what it is to be.
 const NEAR: f64 = 0.02;
 
 impl Cause for OtherLseRead {
@@ -102,7 +104,7 @@ fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 /// Shares of the classes of a microbatch's tokens, by the right lse; none where a unit is not all
 /// of them.
 fn shares(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Rows> {
-    let plane = evidence.plane(Key { stage: Stage::Lse, microbatch, rank: None })?;
+    let plane = evidence.plane_of(microbatch, None)?;
     let right = evidence.reference().forward_lse.get(&microbatch)?;
     let off = |at: usize| (plane.lse[at / plane.p.cols] - right[at / plane.p.cols]).exp();
     let values = plane.p.values.iter().enumerate().map(|(at, p)| p * off(at)).collect();
@@ -135,19 +137,15 @@ impl Seen {
             let dense = plane.dense.times(&plane.k);
             let lse = seen.lse.get_mut(&key.microbatch)?;
             for (at, &t) in plane.rows.iter().enumerate() {
-                let rest: Vec<f64> =
-                    captured.row(at).iter().zip(labels.row(at)).map(|(c, l)| c - l).collect();
-                let own = energy(dense.row(at));
-                let times = if own > 0.0 { dot(&rest, dense.row(at)) / own } else { continue };
-                let off = |x: f64| -> f64 {
-                    rest.iter().zip(dense.row(at)).map(|(c, r)| (c - x * r).powi(2)).sum()
-                };
-                before += off(1.0);
-                left += off(times);
-                if !(times > 0.0) {
+                let pairs = captured.row(at).iter().zip(labels.row(at));
+                let rest: Vec<f64> = pairs.map(|(c, l)| c - l).collect();
+                let of = multiple(&rest, dense.row(at));
+                before += of.before;
+                left += of.left;
+                if !(of.times > 0.0) {
                     return None;
                 }
-                *lse.get_mut(t)? -= times.ln();
+                *lse.get_mut(t)? -= of.times.ln();
                 seen.solved.entry(key.microbatch).or_default().push(t);
             }
             seen.look_at(&plane, key.microbatch);
@@ -166,41 +164,63 @@ impl Seen {
 
     /// What the step has that is this lse.
     fn rules(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
-        let others: Vec<Option<Microbatch>> =
-            evidence.inputs.iter().map(|one| one.microbatch).collect();
-        let n = others.len();
-        for by in 1..n {
-            let of = |at: usize| others[(at + n - by) % n];
-            let fits = (by..n).all(|at| self.is(others[at], self.declared.get(&of(at))));
-            if fits && n > 1 {
-                let mut lse = self.lse.clone();
-                for (at, own) in others.iter().enumerate().skip(by) {
-                    lse.insert(*own, self.declared.get(&of(at))?.clone());
-                }
-                let words = format!("that of the microbatch {by} before");
-                return Some(Hypothesis::new(Read { lse }, vec![("lse", words)]));
-            }
-        }
-        // A part of the vocabulary makes much less than the whole.
-        let is_part = |(_, share): &Shares| *share < 1.0 - 3.0 * NEAR;
-        let parts = self.shares.iter().filter(|one| is_part(one)).count();
-        let (from, to) = window(&self.shares).filter(|_| 2 * parts > self.shares.len())?;
-        let words = format!("that of classes {from} to {} alone", to - 1);
-        let world = Read { lse: self.lse.clone() };
-        Some(Hypothesis::new(world, vec![("lse", words)]).fitted(2))
+        self.of_another(evidence).or_else(|| self.of_a_part(evidence))
     }
 
-    fn is(&self, of: Option<Microbatch>, other: Option<&Vec<f64>>) -> bool {
-        let (Some(own), Some(other)) = (self.lse.get(&of), other) else { return false };
-        let near = |t: &usize| other.get(*t).is_some_and(|x| (x - own[*t]).abs() <= NEAR);
-        self.solved.get(&of).is_some_and(|tokens| tokens.iter().all(near))
+    /// The lse of another microbatch, the same number before each; those that have none before
+    /// them read their own.
+    fn of_another(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
+        let all: Vec<Option<Microbatch>> =
+            evidence.inputs.iter().map(|one| one.microbatch).collect();
+        let read = |by: usize| {
+            let mut lse = self.declared.clone();
+            for (own, other) in all.iter().skip(by).zip(&all) {
+                lse.insert(*own, self.declared.get(other)?.clone());
+            }
+            Some((by, lse)).filter(|(_, lse)| self.are(lse))
+        };
+        let (by, lse) = (1..all.len()).find_map(read)?;
+        let words = format!("that of the microbatch {by} before");
+        Some(Hypothesis::new(Read { lse }, vec![("lse", words)]))
+    }
+
+    /// The lse of a part of the vocabulary, which explains far more than the whole would.
+    fn of_a_part(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
+        let (from, to) = window(&self.shares)?;
+        let off = |of: &dyn Fn(&[f64]) -> f64| -> f64 {
+            self.shares.iter().map(|(shares, wanted)| (of(shares) - wanted).powi(2)).sum()
+        };
+        let part = off(&|shares| shares[from..to].iter().sum());
+        if !(part <= LEFT * off(&|shares| shares.iter().sum())) {
+            return None;
+        }
+        let mut lse = self.declared.clone();
+        for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+            let (plane, own) = (evidence.plane(key)?, lse.get_mut(&key.microbatch)?);
+            for (at, &t) in plane.rows.iter().enumerate() {
+                own[t] = plane.lse[at] + plane.p.row(at)[from..to].iter().sum::<f64>().ln();
+            }
+        }
+        let words = format!("that of classes {from} to {} alone", to - 1);
+        let found = Hypothesis::new(Read { lse: lse.clone() }, vec![("lse", words)]).fitted(2);
+        self.are(&lse).then_some(found)
+    }
+
+    /// Whether these are the lse that were solved for.
+    fn are(&self, other: &Lse) -> bool {
+        self.solved.iter().all(|(mb, tokens)| {
+            let (own, other) = (&self.lse[mb], &other[mb]);
+            let near = |&t: &usize| other.get(t).is_some_and(|x| (x - own[t]).abs() <= NEAR);
+            tokens.iter().all(near)
+        })
     }
 }
 
 /// A token's shares of the classes, and what some of them are to add up to.
 type Shares = (Vec<f64>, f64);
 
-/// The classes, one after the other, whose shares add up to what they are to for every token.
+/// The classes, one after the other, whose shares add up to what they are to for every token; of
+/// several the ones that come nearest.
 fn window(tokens: &[Shares]) -> Option<(usize, usize)> {
     let sums = |(shares, wanted): &Shares| {
         let mut sum = vec![0.0];
@@ -216,15 +236,17 @@ fn window(tokens: &[Shares]) -> Option<(usize, usize)> {
     if !(*wanted > 0.0) {
         return None;
     }
-    (0..first.len() - 1).find_map(|from| {
+    let off = |&(from, to): &(usize, usize)| -> f64 {
+        sums.iter().map(|(sum, of)| (sum[to] - sum[from] - of).powi(2)).sum()
+    };
+    let ends = |from: usize| {
         let near = first.partition_point(|sum| *sum < first[from] + wanted * (1.0 - NEAR));
-        let ends = (near..first.len()).take_while(|&to| is(first, *wanted, from, to));
-        Some((from, ends.filter(|&to| to > from).find(|&to| fits(from, to))?))
-    })
+        let ends = (near..first.len()).take_while(move |&to| is(first, *wanted, from, to));
+        ends.filter(move |&to| to > from && fits(from, to)).map(move |to| (from, to))
+    };
+    let all = (0..first.len() - 1).flat_map(ends);
+    all.min_by(|a, b| off(a).total_cmp(&off(b)))
 }
-
-/// Tokens of a unit whose logits are looked at.
-const TOKENS: usize = 12;
 
 /// The backward reads another lse.
 struct Read {

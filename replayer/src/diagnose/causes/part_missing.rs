@@ -11,9 +11,10 @@ use std::collections::BTreeMap;
 
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::{dot, energy};
+use crate::diagnose::detectors::direct::energy;
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::plane::Rows;
+use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, UnitTokens, World};
@@ -107,7 +108,8 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
     if terms.iter().any(|term| term.len() != captured.values.len()) {
         return None;
     }
-    let times = fitted(&terms, &captured.values)?;
+    let all: Vec<&[f64]> = terms.iter().map(|term| &term[..]).collect();
+    let times = multiples(&all, &captured.values)?;
     let (softmax, label) = (times[0].round(), times[1].round());
     let of_k = times.get(2).map_or(0.0, |&x| rounded(x, 3));
     // A multiple of k that is a rounding of nothing is none.
@@ -133,32 +135,6 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
     let k = if of_k == 0.0 { BTreeMap::new() } else { rows.collect() };
     let parts = vec![Part::of(key.stage)];
     Some(Terms { parts, softmax, label, of_k, k })
-}
-
-/// The multiples of some terms that are nearest to a value, by least squares.
-fn fitted(terms: &[Vec<f64>], value: &[f64]) -> Option<Vec<f64>> {
-    let n = terms.len();
-    let mut rows: Vec<Vec<f64>> = terms
-        .iter()
-        .map(|term| {
-            let mut row: Vec<f64> = terms.iter().map(|other| dot(term, other)).collect();
-            row.push(dot(term, value));
-            row
-        })
-        .collect();
-    for i in 0..n {
-        let own = rows[i][i];
-        if !(own > 0.0) {
-            return None;
-        }
-        let pivot = rows[i].clone();
-        for (_, row) in rows.iter_mut().enumerate().filter(|(j, _)| *j != i) {
-            let times = row[i] / own;
-            row.iter_mut().zip(&pivot).for_each(|(x, p)| *x -= times * p);
-        }
-    }
-    let found: Vec<f64> = (0..n).map(|i| rows[i][n] / rows[i][i]).collect();
-    found.iter().all(|x| x.is_finite()).then_some(found)
 }
 
 impl Terms {
@@ -203,18 +179,5 @@ impl World for Terms {
                 values.iter_mut().zip(k).for_each(|(x, k)| *x += self.of_k * k);
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn terms_are_found_as_often_as_they_are_there() {
-        let terms = vec![vec![1.0, 2.0, 0.5, 0.0], vec![0.0, 1.0, -1.0, 3.0]];
-        let value: Vec<f64> = (0..4).map(|i| -terms[0][i] + 2.0 * terms[1][i]).collect();
-        let found = fitted(&terms, &value).unwrap();
-        assert!((found[0] + 1.0).abs() < 1e-12 && (found[1] - 2.0).abs() < 1e-12, "{found:?}");
     }
 }

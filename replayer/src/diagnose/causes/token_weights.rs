@@ -13,7 +13,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::{dot, energy};
+use crate::diagnose::detectors::direct::multiple;
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::runs;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
@@ -97,13 +97,10 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
         let captured = plane.dq(&*evidence.captured(key)?);
         let reference = plane.entries().times(&plane.k);
         for (at, &t) in plane.rows.iter().enumerate() {
-            let (c, r) = (captured.row(at), reference.row(at));
-            let own = energy(r);
-            let off = |x: f64| -> f64 { c.iter().zip(r).map(|(c, r)| (c - x * r).powi(2)).sum() };
-            let factor = if own > 0.0 { dot(c, r) / own } else { 1.0 };
-            before += off(1.0);
-            left += off(factor);
-            found.get_mut(&key.microbatch)?[t] = factor;
+            let of = multiple(captured.row(at), reference.row(at));
+            before += of.before;
+            left += of.left;
+            found.get_mut(&key.microbatch)?[t] = of.times;
         }
     }
     (left <= LEFT * before).then_some(found)

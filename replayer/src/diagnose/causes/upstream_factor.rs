@@ -18,12 +18,15 @@ use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;
 
+/// What it is called: where a declaration gives the factor, it is withdrawn.
+pub const ID: &str = "upstream-factor";
+
 /// The catalogue's entry.
 pub struct UpstreamFactor;
 
 impl Cause for UpstreamFactor {
     fn id(&self) -> &str {
-        "upstream-factor"
+        ID
     }
 
     fn about(&self) -> &str {

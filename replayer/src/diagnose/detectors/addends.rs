@@ -8,6 +8,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::captured::widened;
+use super::solve::multiples;
 use crate::assemble;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
@@ -135,11 +136,8 @@ pub fn fitted(
     if !(2..=MOST).contains(&count) || parts.iter().any(|(_, x)| x.len() != values.len()) {
         return None;
     }
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    let gram: Vec<Vec<f64>> =
-        parts.iter().map(|(_, a)| parts.iter().map(|(_, b)| dot(a, b)).collect()).collect();
-    let right: Vec<f64> = parts.iter().map(|(_, a)| dot(a, values)).collect();
-    let (weights, scale) = whole(evidence, &solution(gram, right)?)?;
+    let all: Vec<&[f64]> = parts.iter().map(|(_, part)| &part[..]).collect();
+    let (weights, scale) = whole(evidence, &multiples(&all, values)?)?;
     let one = |((addend, _), weight): (&Part, f64)| Addend { weight, ..addend.clone() };
     Some((parts.iter().zip(weights).map(one).collect(), scale))
 }
@@ -210,44 +208,9 @@ fn whole(evidence: &Evidence<'_>, weights: &[f64]) -> Option<(Vec<f64>, f64)> {
     scales.iter().find_map(fit)
 }
 
-/// `a x = b`, a symmetric and positive; `None` where addends are too alike to be told.
-fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
-    let n = b.len();
-    let size = (0..n).map(|i| a[i][i]).fold(0.0, f64::max);
-    for at in 0..n {
-        let best = (at..n).max_by(|&i, &j| a[i][at].abs().total_cmp(&a[j][at].abs()))?;
-        a.swap(at, best);
-        b.swap(at, best);
-        if !(a[at][at].abs() > 1e-9 * size) {
-            return None;
-        }
-        for row in at + 1..n {
-            let factor = a[row][at] / a[at][at];
-            let (above, below) = a.split_at_mut(row);
-            let pairs = below[0][at..].iter_mut().zip(&above[at][at..]);
-            pairs.for_each(|(x, pivot)| *x -= factor * pivot);
-            b[row] -= factor * b[at];
-        }
-    }
-    for at in (0..n).rev() {
-        let known: f64 = (at + 1..n).map(|i| a[at][i] * b[i]).sum();
-        b[at] = (b[at] - known) / a[at][at];
-    }
-    Some(b)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_system_of_equations_is_solved_and_a_singular_one_is_not() {
-        let a = vec![vec![4.0, 1.0, 0.0], vec![1.0, 3.0, 1.0], vec![0.0, 1.0, 2.0]];
-        let found = solution(a, vec![6.0, 10.0, 8.0]).unwrap();
-        let wanted = [1.0, 2.0, 3.0];
-        assert!(found.iter().zip(wanted).all(|(x, y)| (x - y).abs() < 1e-12), "{found:?}");
-        assert_eq!(solution(vec![vec![1.0, 1.0], vec![1.0, 1.0]], vec![1.0, 1.0]), None);
-    }
 
     fn of(weights: &[(u32, u32, f64)]) -> Solved {
         let addend = |&(mb, rank, weight): &(u32, u32, f64)| Addend {

@@ -14,7 +14,7 @@ use crate::kernels::{NoProgress, Progress, Tiles};
 pub const WORK: usize = 1 << 31;
 
 /// Multiply-adds of a product of matrices that one of a single row takes as long as.
-const SCALAR: usize = 8;
+pub const SCALAR: usize = 8;
 
 /// Multiply-adds below which one thread does it.
 const ALONE: usize = 1 << 20;
@@ -129,6 +129,24 @@ pub fn distance(a: &[f64], b: &[f64]) -> f64 {
 /// Sum of squares.
 pub fn energy(a: &[f64]) -> f64 {
     a.iter().map(|x| x * x).sum()
+}
+
+/// A row as a multiple of another.
+pub struct Multiple {
+    /// How many times; 1 of a row of zeros.
+    pub times: f64,
+    /// Squared distance from the other row once.
+    pub before: f64,
+    /// Squared distance from the multiple.
+    pub left: f64,
+}
+
+/// The multiple of a row that is nearest to another.
+pub fn multiple(found: &[f64], of: &[f64]) -> Multiple {
+    let own = energy(of);
+    let times = if own > 0.0 { dot(found, of) / own } else { 1.0 };
+    let off = |x: f64| -> f64 { found.iter().zip(of).map(|(c, r)| (c - x * r).powi(2)).sum() };
+    Multiple { times, before: off(1.0), left: off(times) }
 }
 
 /// True when two rows are equal but for rounding and for what a denominator may differ

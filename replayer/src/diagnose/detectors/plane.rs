@@ -1,16 +1,24 @@
 //! All entries of a small unit's dlogits, and the products that dq and dk are: for what is
 //! solved for and not tried.
 
+use backtape::identity::{Microbatch, Rank};
 use rayon::prelude::*;
 
 use super::captured::Values;
-use super::direct::{Direct, dot};
+use super::direct::{Direct, SCALAR, dot};
 use crate::assemble::Row;
-use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::evidence::Evidence;
 use crate::kernels::matrix::IGNORED;
 
 /// Multiply-adds of one product up to which a unit is small.
 const SMALL: usize = 1 << 28;
+/// Entries of a unit, and of all units of a step together: what is held of them stays below some
+/// hundred MiB.
+const ENTRIES: usize = 1 << 21;
+const HELD: usize = 1 << 23;
+/// Products that one look makes of a unit: the softmax part, the label's, and what is held
+/// against them.
+const PRODUCTS: usize = 4;
 
 /// A row-major matrix.
 pub struct Rows {
@@ -78,19 +86,23 @@ pub struct Plane {
 }
 
 impl Plane {
-    /// The unit of a comparison; `None` where it is not small, or the budget is spent.
-    pub(in crate::diagnose) fn new(evidence: &Evidence<'_>, key: Key) -> Option<Plane> {
+    /// A unit, beside so many entries that are held already; `None` where that is too much, or the
+    /// budget is spent.
+    pub(in crate::diagnose) fn new(
+        evidence: &Evidence<'_>,
+        (microbatch, rank): (Option<Microbatch>, Option<Rank>),
+        held: usize,
+    ) -> Option<Plane> {
         let mut units = evidence.units().iter();
-        let unit = units.find(|unit| {
-            unit.microbatch == key.microbatch && (unit.rank == key.rank || key.rank.is_none())
-        })?;
-        let inputs = evidence.inputs_of(key.microbatch)?;
+        let unit = units
+            .find(|unit| unit.microbatch == microbatch && (unit.rank == rank || rank.is_none()))?;
+        let inputs = evidence.inputs_of(microbatch)?;
         let direct = Direct::new(evidence, inputs)?;
         let (head, n) = (&direct.head, unit.rows.len());
-        let whole = key.rank.is_some() || n == inputs.tokens();
+        let whole = rank.is_some() || n == inputs.tokens();
         let (v, d) = (head.valid_vocab, head.q.cols);
-        let work = n * v * d;
-        if !whole || work > SMALL || evidence.spend(8 * work) {
+        let small = n * v <= ENTRIES && held + n * v <= HELD && n * v * d <= SMALL;
+        if !whole || !small || evidence.spend(SCALAR * n * v * d) {
             return None;
         }
         let rows = |count: usize, of: &dyn Fn(usize) -> Vec<f64>| Rows {
@@ -120,6 +132,11 @@ impl Plane {
         let labels = (0..n).map(label).collect();
         let (rows, lse) = (unit.rows.clone(), unit.lse.clone());
         Some(Plane { rows, lse, q, k, p, dense, labels })
+    }
+
+    /// Multiply-adds of the products that one look makes of it.
+    pub fn work(&self) -> usize {
+        PRODUCTS * self.p.values.len() * self.q.cols
     }
 
     /// The label entries as a plane, `[n, V]`.

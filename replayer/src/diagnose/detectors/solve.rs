@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::direct::{dot, energy};
+use super::direct::{dot, energy, multiple};
 use super::plane::Rows;
 
 /// Addends that are solved for at most: the work grows like their cube.
@@ -23,10 +23,16 @@ const UNSURE: f64 = 0.1;
 
 /// Weights of the addends `a_i b_iᵀ` of a sum, whole numbers: `error` is what was captured less
 /// the sum of all of them once; `rounding` the energy that it may have. `None` where whole numbers
-/// do not make it, or make it of every addend once.
-pub fn whole_weights((a, b): (&Rows, &Rows), error: &Rows, rounding: f64) -> Option<Vec<f64>> {
+/// do not make it, or make it of every addend once. `spend` counts the work, and says
+/// when no more may be done.
+pub fn whole_weights(
+    (a, b): (&Rows, &Rows),
+    (error, rounding): (&Rows, f64),
+    spend: &dyn Fn(usize) -> bool,
+) -> Option<Vec<f64>> {
     let n = a.count();
-    if n == 0 || n > MOST {
+    let work = || n * n * (a.cols + b.cols) / 2 + n * n * n / 3 + n * a.cols * b.cols;
+    if n == 0 || n > MOST || spend(work()) {
         return None;
     }
     let gram: Vec<Vec<f64>> = (0..n)
@@ -66,6 +72,39 @@ pub fn whole_weights((a, b): (&Rows, &Rows), error: &Rows, rounding: f64) -> Opt
     explains.then(|| whole.iter().map(|x| 1.0 + x).collect())
 }
 
+/// The multiples of some vectors that add up nearest to another, by least squares; none where two of
+/// them are too alike to be told apart.
+pub fn multiples(of: &[&[f64]], sum: &[f64]) -> Option<Vec<f64>> {
+    let gram = of.iter().map(|a| of.iter().map(|b| dot(a, b)).collect()).collect();
+    solution(gram, of.iter().map(|a| dot(a, sum)).collect())
+}
+
+/// `a x = b`, a symmetric and positive; `None` where addends are too alike to be told.
+pub fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
+    let n = b.len();
+    let size = (0..n).map(|i| a[i][i]).fold(0.0, f64::max);
+    for at in 0..n {
+        let best = (at..n).max_by(|&i, &j| a[i][at].abs().total_cmp(&a[j][at].abs()))?;
+        a.swap(at, best);
+        b.swap(at, best);
+        if !(a[at][at].abs() > 1e-9 * size) {
+            return None;
+        }
+        for row in at + 1..n {
+            let factor = a[row][at] / a[at][at];
+            let (above, below) = a.split_at_mut(row);
+            let pairs = below[0][at..].iter_mut().zip(&above[at][at..]);
+            pairs.for_each(|(x, pivot)| *x -= factor * pivot);
+            b[row] -= factor * b[at];
+        }
+    }
+    for at in (0..n).rev() {
+        let known: f64 = (at + 1..n).map(|i| a[at][i] * b[i]).sum();
+        b[at] = (b[at] - known) / a[at][at];
+    }
+    Some(b)
+}
+
 /// The solution of a symmetric positive system, given its lower triangle.
 fn cholesky(gram: &[Vec<f64>], right: &[f64]) -> Option<Vec<f64>> {
     let n = right.len();
@@ -98,13 +137,12 @@ pub fn whole_factors(captured: &Rows, reference: &Rows) -> Option<Vec<f64>> {
     let (mut before, mut left) = (0.0, 0.0);
     for at in 0..reference.count() {
         let (c, r) = (captured.row(at), reference.row(at));
-        let own = energy(r);
-        let factor = if own > 0.0 { dot(c, r) / own } else { 1.0 };
-        let whole = factor.round();
-        let off = |x: f64| -> f64 { c.iter().zip(r).map(|(c, r)| (c - x * r).powi(2)).sum() };
-        before += off(1.0);
-        left += off(whole);
-        all.push(if off(whole) < off(1.0) { whole } else { 1.0 });
+        let found = multiple(c, r);
+        let whole = found.times.round();
+        let off: f64 = c.iter().zip(r).map(|(c, r)| (c - whole * r).powi(2)).sum();
+        before += found.before;
+        left += off.min(found.before);
+        all.push(if off < found.before { whole } else { 1.0 });
     }
     let whole = all.iter().all(|x| x.abs() <= LARGEST);
     (whole && all.iter().any(|&x| x != 1.0) && left <= LEFT * before).then_some(all)
@@ -143,7 +181,7 @@ mod tests {
         let mut error = more.transposed_times(&b);
         error.values.iter_mut().for_each(|x| *x += noise * draw.normal());
         let rounding = noise * noise * error.values.len() as f64;
-        whole_weights((&a, &b), &error, rounding)
+        whole_weights((&a, &b), (&error, rounding), &|_| false)
     }
 
     #[test]
@@ -161,6 +199,15 @@ mod tests {
     fn weights_that_are_no_whole_numbers_and_noise_alone_are_not_explained() {
         assert!(solved(&|i| 1.0 + 0.4 * (i as f64).sin(), 0.01).is_none());
         assert!(solved(&|_| 1.0, 0.2).is_none());
+    }
+
+    #[test]
+    fn a_system_of_equations_is_solved_and_a_singular_one_is_not() {
+        let a = vec![vec![4.0, 1.0, 0.0], vec![1.0, 3.0, 1.0], vec![0.0, 1.0, 2.0]];
+        let found = solution(a, vec![6.0, 10.0, 8.0]).unwrap();
+        let wanted = [1.0, 2.0, 3.0];
+        assert!(found.iter().zip(wanted).all(|(x, y)| (x - y).abs() < 1e-12), "{found:?}");
+        assert_eq!(solution(vec![vec![1.0, 1.0], vec![1.0, 1.0]], vec![1.0, 1.0]), None);
     }
 
     #[test]
