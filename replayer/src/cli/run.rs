@@ -376,13 +376,11 @@ fn held_report(
         }
     }
     let Some((step, mut outcome)) = found else { return Ok(report(path, dump, None, proof)) };
-    let mut seen = diagnose::of_versions(&all, &outcome).map_err(wrong)?;
-    causes.retain(|cause| seen.iter().all(|of| of.id != cause.id));
-    seen.extend(causes);
+    let causes = diagnose::with_versions(&all, &outcome, causes).map_err(wrong)?;
     let variants = diagnose::variants(&step, how.variants).map_err(wrong)?;
     let drawings = how.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
     let found = report(path, dump, Some((&step, &outcome)), proof);
-    let causes = step_checks::causes(dump, &found.checks, seen);
+    let causes = step_checks::causes(dump, &found.checks, causes);
     Ok(Report { causes, variants, drawings, ..found })
 }
 

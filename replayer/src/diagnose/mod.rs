@@ -111,11 +111,34 @@ fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) 
 }
 
 /// Causes that several versions of one tensor show.
-const OF_VERSIONS: [&str; 4] =
-    ["silent-corruption", "sync-wrong-microbatch", "partial-not-reduced", "replica-divergence"];
+const OF_VERSIONS: [&str; 4] = [
+    "silent-corruption",
+    "sync-wrong-microbatch",
+    "partial-not-reduced",
+    causes::replica_divergence::ID,
+];
+
+/// Where the versions of tensors come from on which replicas disagree, and the causes of single
+/// versions that this does not explain.
+pub fn with_versions(
+    step: &HeadStep<'_>,
+    outcome: &Outcome,
+    causes: Vec<Found>,
+) -> Result<Vec<Found>, StepError> {
+    let mut all = of_versions(step, outcome)?;
+    // That ranks hold other bits says nothing of what any of them should hold.
+    let explains = |of: &Found, cause: &Found| {
+        of.id != causes::replica_divergence::ID
+            && cause.stages.iter().all(|stage| of.stages.contains(stage))
+    };
+    let said = |cause: &Found| all.iter().any(|of| of.id == cause.id || explains(of, cause));
+    let more: Vec<Found> = causes.into_iter().filter(|cause| !said(cause)).collect();
+    all.extend(more);
+    Ok(all)
+}
 
 /// Where the versions of tensors come from on which replicas disagree.
-pub fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
+fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
     let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;

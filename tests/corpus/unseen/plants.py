@@ -127,13 +127,15 @@ def chunks(rng, r):
 
 @unseen("chunk-shards")
 def chunk_shards(rng, r):
-    """The same in shards that a compiler cut: each with chunks of its own, and their sum."""
+    """The same in shards that a compiler cut: each runs the same program, so with chunks of the same
+    size, and then their sum is taken."""
     shards = int(rng.integers(2, 5))
+    count = max(2, whole(rng, r.pieces) // shards)
     n = whole(rng, r.tokens) // shards * shards
     job = job_of(rng, r, path="chunked", ranks=1, gain=6, tokens=n)
     pieces = []
     for own in np.array_split(np.arange(n), shards):
-        borders = cuts(rng, len(own), max(2, whole(rng, r.pieces) // shards), "rest last")
+        borders = cuts(rng, len(own), count, "rest last")
         pieces += [tuple(map(int, own[a:b])) for a, b in zip(borders, borders[1:])]
     right = How(dlogits="bf16", chunks=tuple(pieces), shards=shards)
     found = case("chunk-accumulator-low-precision", job, draw_kept(rng), right, replace(right, chunk_sum="bf16", chunk_part="bf16"))

@@ -8,12 +8,15 @@ use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 
+/// What it is called.
+pub const ID: &str = "replica-divergence";
+
 /// The catalogue's entry.
 pub struct ReplicaDivergence;
 
 impl Cause for ReplicaDivergence {
     fn id(&self) -> &str {
-        "replica-divergence"
+        ID
     }
 
     fn about(&self) -> &str {

@@ -4,7 +4,8 @@
 //! costs a rounding for each piece, once the sums up to every place are known. So every size
 //! is tried, not those that jobs are known to use; and shards, other starts and sequences.
 //! Of the right cut the roundings are those of the job; of any other they are as far off as
-//! no rounding at all. Most cuts are seen to be wrong by few elements.
+//! no rounding at all. Most cuts are seen to be wrong by a dozen elements, nearly all others
+//! by a hundred.
 
 use std::ops::Range;
 
@@ -16,16 +17,22 @@ use crate::kernels::round::Precision;
 const SEEN: f64 = 0.5;
 /// Cuts that are offered.
 const OFFERED: usize = 3;
-/// Elements that every cut is tried on.
+/// A cut is worth a closer look when it leaves less than this share on the first elements.
+const WORTH: f64 = 0.8;
+/// What an element that does not fit counts for at most, in what one sum in f32 leaves of it.
+const MOST: f64 = 4.0;
+/// Elements that every cut is tried on: those that one sum in f32 is furthest off from.
+const FIRST: usize = 16;
+/// Elements that cuts are tried on which fit those.
 const FEW: usize = 96;
 /// Cuts that are tried on all elements.
 const BEST: usize = 24;
 /// Shards of a sum that are looked for at most.
 const SHARDS: usize = 16;
+/// Equal parts of a sum that are looked for before anything of which there are more.
+const PARTS: usize = 256;
 /// Multiply-adds that a rounded addition takes as long as.
 const ROUNDING: usize = 24;
-/// Roundings of all elements that a search may take.
-const WORK: usize = 1 << 24;
 
 /// How partial sums are rounded.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,8 +82,30 @@ impl Prefix {
         Prefix { n: places, cells: cells.len(), sums, rest, captured, stored: of.stored }
     }
 
-    /// Squared distance of the captured values from the sum taken in these pieces.
-    fn misfit(&self, pieces: &Pieces) -> f64 {
+    /// How far the captured values are from the sum taken in these pieces, as a share of how far they
+    /// are from one sum in f32. Each element counts by what that leaves of it, and for no more than
+    /// `MOST`, so that none counts for all others because it is large.
+    fn misfit(&self, pieces: &Pieces, unrounded: &[f64]) -> f64 {
+        let fine = self.stored.map_or(2f64.powi(-24), Precision::unit_roundoff);
+        let size = |own: &f64, captured: &f64| own + (fine * captured).powi(2);
+        let sizes: Vec<f64> = unrounded
+            .iter()
+            .zip(&self.captured)
+            .map(|(own, captured)| size(own, captured))
+            .collect();
+        let share = |(left, of): (&f64, &f64)| if *of > 0.0 { (left / of).min(MOST) } else { 0.0 };
+        let sum = |all: &[f64]| all.iter().zip(&sizes).map(share).sum::<f64>();
+        sum(&self.misfits(pieces)) / sum(unrounded)
+    }
+
+    /// Squared distance of each captured value from the sum taken in these pieces.
+    fn misfits(&self, pieces: &Pieces) -> Vec<f64> {
+        let sum = self.taken(pieces);
+        sum.iter().zip(&self.captured).map(|(sum, captured)| (sum - captured).powi(2)).collect()
+    }
+
+    /// The sum taken in these pieces, as it is stored.
+    fn taken(&self, pieces: &Pieces) -> Vec<f64> {
         let flat = Cut { sequence: 0, ..pieces.cut };
         let spans = flat.spans(self.n, pieces.size, pieces.walk == Walk::Descending);
         let mut all: Option<Vec<f32>> = None;
@@ -93,10 +122,7 @@ impl Prefix {
         }
         let total = if all.is_some() { joined(all, total, pieces.total) } else { total };
         let stored = |x: f64| self.stored.map_or(x, |precision| precision.round64(x));
-        let error = |((&sum, rest), captured): ((&f32, &f64), &f64)| {
-            (stored(f64::from(sum) + rest) - captured).powi(2)
-        };
-        total.iter().zip(&self.rest).zip(&self.captured).map(error).sum()
+        total.iter().zip(&self.rest).map(|(&sum, rest)| stored(f64::from(sum) + rest)).collect()
     }
 
     /// What [`Prefix::misfit`] takes, in multiply-adds.
@@ -126,109 +152,136 @@ pub fn search(
     declared: Option<usize>,
     sequence: usize,
 ) -> Vec<Pieces> {
-    let all: Vec<usize> = (0..of.rows * of.cols).collect();
-    let few: Vec<usize> = all.iter().copied().step_by(all.len().div_ceil(FEW).max(1)).collect();
     let mut sequences = vec![0];
     let several = Cut { sequence, ..Cut::default() }.places(of.n).1 > 1;
     sequences.extend(several.then_some(sequence));
     let mut found: Vec<(f64, Pieces)> = Vec::new();
     for sequence in sequences {
-        let (glance, whole) = (Prefix::new(of, sequence, &few), Prefix::new(of, sequence, &all));
-        found.extend(in_order((&glance, &whole, spend), sequence, precision, declared));
+        found.extend(Looks::new(of, sequence, precision).seen(declared, spend));
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
     found.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
 }
 
-/// What is seen of the places in one order.
-fn in_order(
-    (glance, whole, spend): (&Prefix, &Prefix, &dyn Fn(usize) -> bool),
+/// More and more elements of a sum in one order of its places, each with what one sum in f32 leaves
+/// of it.
+struct Looks {
     sequence: usize,
     precision: Precision,
-    declared: Option<usize>,
-) -> Vec<(f64, Pieces)> {
-    let f32 = Precision::F32;
-    let one = Pieces {
-        size: whole.n,
-        cut: Cut::default(),
-        total: f32,
-        addend: f32,
-        walk: Walk::Ascending,
-    };
-    let unrounded = [glance, whole].map(|of| of.misfit(&one));
-    let best = |cuts: Vec<(usize, Cut)>| -> Vec<(f64, Pieces)> {
+    all: [(Prefix, Vec<f64>); 3],
+}
+
+impl Looks {
+    fn new(of: &Sums, sequence: usize, precision: Precision) -> Looks {
+        let f32 = Precision::F32;
+        let unrounded = Pieces {
+            size: of.n,
+            cut: Cut::default(),
+            total: f32,
+            addend: f32,
+            walk: Walk::Ascending,
+        };
+        let mut cells: Vec<usize> = (0..of.rows * of.cols).collect();
+        let few: Vec<usize> =
+            cells.iter().copied().step_by(cells.len().div_ceil(FEW).max(1)).collect();
+        let [few, whole] = [&few, &cells].map(|cells| Prefix::new(of, sequence, cells));
+        let off = whole.misfits(&unrounded);
+        cells.sort_by(|&a, &b| off[b].total_cmp(&off[a]));
+        cells.truncate(FIRST);
+        let all = [Prefix::new(of, sequence, &cells), few, whole];
+        let all = all.map(|prefix| {
+            let left = prefix.misfits(&unrounded);
+            (prefix, left)
+        });
+        Looks { sequence, precision, all }
+    }
+
+    /// The cuts that are seen: those of which there are few are tried before all others.
+    fn seen(&self, declared: Option<usize>, spend: &dyn Fn(usize) -> bool) -> Vec<(f64, Pieces)> {
+        let n = self.all[2].0.n;
+        let mut found = self.best(sizes(n, declared).chain(parts(n, 2..PARTS)), spend);
+        if found.is_empty() {
+            found = self.best(shards(n), spend);
+        }
+        if found.is_empty() {
+            found = self.best(starts(n).chain(parts(n, PARTS..n)), spend);
+        }
+        let cut = |pieces: Pieces| Cut { sequence: self.sequence, ..pieces.cut };
+        found.iter_mut().for_each(|(_, pieces)| pieces.cut = cut(*pieces));
+        found
+    }
+
+    /// Those cuts that fit all elements.
+    fn best(
+        &self,
+        cuts: impl Iterator<Item = (usize, Cut)>,
+        spend: &dyn Fn(usize) -> bool,
+    ) -> Vec<(f64, Pieces)> {
+        let [_, _, (whole, unrounded)] = &self.all;
         let mut near: Vec<(f64, Pieces)> = Vec::new();
-        for (size, cut) in cuts {
-            for (addend, walk) in [
-                (precision, Walk::Ascending),
-                (f32, Walk::Ascending),
-                (precision, Walk::Descending),
-            ] {
+        let (total, f32) = (self.precision, Precision::F32);
+        let ways = [(total, Walk::Ascending), (f32, Walk::Ascending), (total, Walk::Descending)];
+        'all: for (size, cut) in cuts {
+            for (addend, walk) in ways {
                 if cut.shards > 1 && walk == Walk::Descending {
                     continue;
                 }
-                let pieces = Pieces { size, cut, total: precision, addend, walk };
-                if spend(glance.work(&pieces)) {
-                    break;
+                let pieces = Pieces { size, cut, total, addend, walk };
+                if spend(self.all[0].0.work(&pieces)) {
+                    break 'all;
                 }
-                near.push((glance.misfit(&pieces), pieces));
+                near.extend(self.glance(&pieces, spend).map(|misfit| (misfit, pieces)));
             }
         }
         near.sort_by(|a, b| a.0.total_cmp(&b.0));
-        near.retain(|(misfit, _)| *misfit < SEEN * unrounded[0]);
         near.truncate(BEST);
         let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.work(pieces)));
-        let on_all = on_all.map(|(_, pieces)| (whole.misfit(&pieces), pieces));
-        let seen = on_all.filter(|(misfit, _)| *misfit < SEEN * unrounded[1]);
-        let cut = |pieces: Pieces| Pieces { cut: Cut { sequence, ..pieces.cut }, ..pieces };
-        seen.map(|(misfit, pieces)| (misfit, cut(pieces))).collect()
-    };
-    let mut found = best(sizes(whole.n, declared));
-    if found.is_empty() {
-        found = best(shards(whole.n));
+        let on_all = on_all.map(|(_, pieces)| (whole.misfit(&pieces, unrounded), pieces));
+        on_all.filter(|(misfit, _)| *misfit < SEEN).collect()
     }
-    if found.is_empty() {
-        found = best(starts(whole.n));
+
+    /// What a cut leaves of few elements, where it fits the first ones and those.
+    fn glance(&self, pieces: &Pieces, spend: &dyn Fn(usize) -> bool) -> Option<f64> {
+        let [(first, of_first), (few, of_few), _] = &self.all;
+        if !(first.misfit(pieces, of_first) < WORTH) || spend(few.work(pieces)) {
+            return None;
+        }
+        Some(few.misfit(pieces, of_few)).filter(|misfit| *misfit < SEEN)
     }
-    found
 }
 
-/// Every size, with what is left over at the end or at the start, and every number of parts.
-fn sizes(n: usize, declared: Option<usize>) -> Vec<(usize, Cut)> {
-    let least = n * 16 * 3 * FEW / WORK;
-    let mut found: Vec<(usize, Cut)> = Vec::new();
-    for size in (1..n).filter(|&size| size > least) {
-        found.push((size, Cut::default()));
+/// Every size, the large ones first, with what is left over at the end or at the start; and the
+/// declared one.
+fn sizes(n: usize, declared: Option<usize>) -> impl Iterator<Item = (usize, Cut)> {
+    let of = move |size: usize| {
         let over = n % size;
-        if over > 0 {
-            found.push((size, Cut { first: over, ..Cut::default() }));
-        }
-    }
-    let equal = |&parts: &usize| !n.is_multiple_of(parts) && n.div_ceil(parts) > least;
-    let parts = (2..n).filter(equal).map(|parts| (n, Cut { parts, ..Cut::default() }));
-    found.extend(parts);
-    found.extend(declared.filter(|&size| size > 0 && size < n).map(|size| (size, Cut::default())));
-    found
+        let at_start = (over > 0).then_some((size, Cut { first: over, ..Cut::default() }));
+        std::iter::once((size, Cut::default())).chain(at_start)
+    };
+    let declared = declared.filter(|&size| size > 0 && size < n);
+    declared.map(|size| (size, Cut::default())).into_iter().chain((1..n).rev().flat_map(of))
+}
+
+/// So many parts as equal as can be, where those are no pieces of one size.
+fn parts(n: usize, counts: Range<usize>) -> impl Iterator<Item = (usize, Cut)> {
+    let uneven = move |parts: &usize| *parts < n && !n.is_multiple_of(*parts);
+    counts.filter(uneven).map(move |parts| (n, Cut { parts, ..Cut::default() }))
 }
 
 /// Every size in every number of equal shards.
-fn shards(n: usize) -> Vec<(usize, Cut)> {
-    let least = n * 16 * 3 * FEW * SHARDS / WORK;
-    let counts = (2..=SHARDS).filter(|&shards| n.is_multiple_of(shards));
-    let of = |shards: usize| {
+fn shards(n: usize) -> impl Iterator<Item = (usize, Cut)> {
+    let counts = (2..=SHARDS).filter(move |&shards| n.is_multiple_of(shards));
+    let of = move |shards: usize| {
         let cut = Cut { shards, ..Cut::default() };
-        (1..=n / shards).filter(move |&size| size > least).map(move |size| (size, cut))
+        (1..=n / shards).rev().map(move |size| (size, cut))
     };
-    counts.flat_map(of).collect()
+    counts.flat_map(of)
 }
 
-/// Every size from every start, where those are not too many.
-fn starts(n: usize) -> Vec<(usize, Cut)> {
-    if n * n * 3 * FEW > 16 * WORK {
-        return Vec::new();
-    }
+/// Every size from every start.
+fn starts(n: usize) -> impl Iterator<Item = (usize, Cut)> {
     let of = |size: usize| (1..size).map(move |first| (size, Cut { first, ..Cut::default() }));
-    (2..n).flat_map(of).collect()
+    (2..n).rev().flat_map(of)
 }
 
 #[cfg(test)]
@@ -259,15 +312,7 @@ mod tests {
         };
         let cells: Vec<usize> = (0..rows * cols).collect();
         let prefix = Prefix::new(&sums, pieces.cut.sequence, &cells);
-        // (x - 0)² - (x - 1)² = 2x - 1, one element at a time: no second copy of the sum.
-        let of = |target: f64, at: usize| {
-            let mut captured = vec![0.0; rows * cols];
-            captured[at] = target;
-            let sums = prefix.sums.clone();
-            Prefix { sums, captured, rest: prefix.rest.clone(), ..prefix }.misfit(pieces)
-        };
-        let taken = |&at: &usize| pieces.total.round64((of(0.0, at) - of(1.0, at) + 1.0) / 2.0);
-        sums.captured = cells.iter().map(taken).collect();
+        sums.captured = prefix.taken(pieces);
         sums
     }
 
@@ -297,6 +342,19 @@ mod tests {
             let first = found.first().map(places);
             assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {found:?}");
         }
+    }
+
+    #[test]
+    fn one_large_element_that_fits_by_chance_does_not_hide_the_cut() {
+        let cut = Cut { shards: 4, ..Cut::default() };
+        let wanted = pieces(21, cut);
+        let mut sums = made(240, &wanted);
+        // Of an element a thousand times as large, any cut into two explains half now and then.
+        sums.entries.chunks_mut(sums.rows).for_each(|of| of[0] *= 1000.0);
+        let cells: Vec<usize> = (0..sums.rows * sums.cols).collect();
+        sums.captured = Prefix::new(&sums, 0, &cells).taken(&wanted);
+        let found = search((&sums, &|_| false), Precision::Bf16, None, 0);
+        assert_eq!(found.first(), Some(&wanted), "{found:?}");
     }
 
     #[test]
