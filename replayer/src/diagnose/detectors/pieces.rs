@@ -220,9 +220,12 @@ impl Looks {
         let [_, _, (whole, unrounded)] = &self.all;
         let mut near: Vec<(f64, Pieces)> = Vec::new();
         let (total, f32) = (self.precision, Precision::F32);
-        let ways = [(total, Walk::Ascending), (f32, Walk::Ascending), (total, Walk::Descending)];
+        let ways = [Walk::Ascending, Walk::Descending]
+            .into_iter()
+            .flat_map(|walk| [total, f32].map(|addend| (addend, walk)));
+        let ways: Vec<(Precision, Walk)> = ways.collect();
         'all: for (size, cut) in cuts {
-            for (addend, walk) in ways {
+            for &(addend, walk) in &ways {
                 if cut.shards > 1 && walk == Walk::Descending {
                     continue;
                 }
