@@ -5,12 +5,24 @@
 //! The gradient of confident tokens is off by `1/(1 - p_y)` and more, while norms hide it.
 //!
 //! Detectors: dq or dk fails, the forward is right.
-//! Emulation: `g (round(p) - onehot)`, whole dlogits.
+//! Emulation: `g (round(p) - onehot)`, whole dlogits; the difference rounded again before g
+//! multiplies it, or not.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
 
 use super::emulated::{Emulated, bases, has_labels, likely_formats, whole};
+use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::head::{MicrobatchInputs, Roundings};
+use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::Policy;
+use crate::kernels::round::Precision;
+use crate::kernels::tiles::Tiles;
+use crate::replay::world::{UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct LabelProbRoundedEarly;
@@ -45,6 +57,7 @@ impl Cause for LabelProbRoundedEarly {
         if !evidence.fails_any(&GRADIENTS) || !has_labels(evidence) {
             return Vec::new();
         }
+        let logits = label_logits(evidence);
         let mut found = Vec::new();
         for p in likely_formats(&roundings) {
             for base in bases(&roundings) {
@@ -53,10 +66,63 @@ impl Cause for LabelProbRoundedEarly {
                     ("p rounded to", p.name().to_string()),
                     ("dlogits rounded to", base.dlogits.name().to_string()),
                 ];
+                if let Some(label_logits) = &logits {
+                    let tiles = roundings.tiles;
+                    let world = Twice { policy, tiles, label_logits: label_logits.clone() };
+                    let again = ("p - 1 rounded to", p.name().to_string());
+                    let parameters = [&parameters[..], &[again]].concat();
+                    found.push(Hypothesis::new(world, parameters));
+                }
                 let world = Emulated::backward(policy, roundings.tiles);
                 found.push(Hypothesis::new(world, parameters));
             }
         }
         found
+    }
+}
+
+type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
+
+/// Logits of the tokens' labels, `[T]` of each microbatch, 0 for ignored tokens. None where a
+/// difference that is rounded is more than p less 1: with smoothing, or a z-loss.
+fn label_logits(evidence: &Evidence<'_>) -> Option<OfTokens> {
+    let declared = &evidence.step.options.declared;
+    if declared.label_smoothing != 0.0 || declared.z_loss != 0.0 {
+        return None;
+    }
+    let one = |inputs: &MicrobatchInputs| {
+        let direct = Direct::new(evidence, inputs)?;
+        let logit = |(t, &label): (usize, &u32)| match label {
+            IGNORED => 0.0,
+            label => direct.logit_of(&direct.q(Row::From(t)), label as usize).0,
+        };
+        let all = inputs.labels.iter().enumerate().map(logit).collect();
+        Some((inputs.microbatch, all))
+    };
+    evidence.inputs.iter().map(one).collect()
+}
+
+/// p is rounded, and the difference from 1 again.
+struct Twice {
+    /// Rounds p.
+    policy: Policy,
+    tiles: Tiles,
+    label_logits: OfTokens,
+}
+
+impl World for Twice {
+    fn policy(&self, _declared: &Roundings) -> Option<(Policy, Tiles)> {
+        Some((self.policy, self.tiles))
+    }
+
+    /// The policy adds `g p`, p rounded, and the label's cotangent: together they must be the
+    /// rounded difference times g.
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
+        let Some(logits) = self.label_logits.get(&tokens.inputs.microbatch) else { return };
+        let rounded = |x: f64| self.policy.p.round64(Precision::F32.round64(x));
+        for (at, &t) in tokens.rows.iter().enumerate() {
+            let p = rounded((logits[t] - tokens.lse[at]).exp());
+            label[at] = tokens.g[at] * (rounded(p - 1.0) - p);
+        }
     }
 }

@@ -8,7 +8,7 @@
 //! together with the policies: one that leaves a tenth of what is left by every policy
 //! without it, and of what it leaves itself in f64, has reproduced the job's own rounding
 //! errors, which chance does not. Causes that may be no more than a rounding of an
-//! intermediate are not tried: undeclared ones are right.
+//! intermediate are not tried where the job leaves that open: undeclared ones are right.
 
 mod confirm;
 mod fit;
@@ -141,12 +141,17 @@ pub(super) fn prove(
     }
     // What only rounds intermediates is right where the bounds allow it and the job does not
     // say otherwise.
-    let declared = members::points(&of.roundings).is_empty();
-    let provable = catalogue.iter().filter(|cause| of.fail || declared || !cause.may_be_right());
-    let hypotheses = provable.flat_map(|&cause| {
-        let all = search.hypotheses(cause, evidence);
+    let declared = of.fail || members::points(&of.roundings).is_empty();
+    let roundings = &of.roundings;
+    let provable = move |cause: &dyn Cause, hypothesis: &Hypothesis| {
+        let policy = hypothesis.world.policy(roundings);
+        let says = policy.is_some_and(|(policy, _)| members::contradicts(&policy, roundings));
         // A number for every token may be the job's own rounding of one, and is no fault.
-        let all = all.into_iter().filter(|hypothesis| !hypothesis.of_both);
+        !hypothesis.of_both && (declared || !cause.may_be_right() || says)
+    };
+    let hypotheses = catalogue.iter().flat_map(|&cause| {
+        let all = search.hypotheses(cause, evidence);
+        let all = all.into_iter().filter(move |hypothesis| provable(cause, hypothesis));
         all.map(move |hypothesis| (cause, hypothesis))
     });
     let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
