@@ -12,7 +12,7 @@
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::pieces::{self, Pieces};
+use crate::diagnose::detectors::pieces::{self, Pieces, Wanted};
 use crate::diagnose::detectors::sums::Sums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
@@ -100,7 +100,8 @@ fn searched(
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
         let sums = Sums::of_dk(evidence, unit, stage, base, !fused)?;
-        Some(pieces::search((&sums, &|work| evidence.spend(work)), precision, declared, sequence))
+        let wanted = Wanted { precision, declared, sequence, equal: false };
+        Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };
     search().unwrap_or_default()
 }

@@ -14,11 +14,11 @@
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::pieces::{self, Pieces};
+use crate::diagnose::detectors::pieces::{self, Pieces, Wanted};
 use crate::diagnose::detectors::sums::Sums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
-use crate::kernels::policy::{Cut, Path, Policy};
+use crate::kernels::policy::{Path, Policy};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::Tiles;
 
@@ -85,18 +85,19 @@ fn of(
         let stage = failing([Stage::DqLse, Stage::Dq])?;
         let unit = evidence.worst_unit(&[stage])?;
         let sums = Sums::of_dq(evidence, unit, stage, base, whole)?;
-        Some(pieces::search((&sums, &|work| evidence.spend(work)), precision, vocab, 0))
+        // Vocabulary tiles are of one size in what is emulated.
+        let wanted = Wanted { precision, declared: vocab, sequence: 0, equal: true };
+        Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };
     let of_dk = || {
         let stage = failing([Stage::DkLse, Stage::Dk])?;
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
         let sums = Sums::of_dk(evidence, unit, stage, base, whole)?;
-        Some(pieces::search((&sums, &|work| evidence.spend(work)), precision, tokens, sequence))
+        let wanted = Wanted { precision, declared: tokens, sequence, equal: false };
+        Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };
-    // Vocabulary tiles are of one size in what is emulated.
-    let plain = |pieces: &Pieces| pieces.cut == Cut::default();
-    let columns: Vec<Pieces> = of_dq().unwrap_or_default().into_iter().filter(plain).collect();
+    let columns: Vec<Pieces> = of_dq().unwrap_or_default();
     if columns.is_empty() {
         return Vec::new();
     }

@@ -91,6 +91,18 @@ type Factors = BTreeMap<Option<Microbatch>, Vec<f64>>;
 fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
     let mut found: Factors =
         evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
+    // Rows that the reference has already show what is no multiple.
+    let (mut before, mut left) = (0.0, 0.0);
+    for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+        let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
+        for (&t, row) in table {
+            let of = multiple(captured.row(t), row);
+            (before, left) = (before + of.before, left + of.left);
+        }
+    }
+    if !(left <= LEFT * before) {
+        return None;
+    }
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
         let plane = evidence.plane(key)?;

@@ -71,8 +71,11 @@ impl Cause for Underflow {
             if !(share > SHARE) {
                 continue;
             }
-            for p in [roundings.narrowest.p, half] {
-                found.push(hypothesis(&roundings, p, (scale, share)));
+            let own = roundings.narrowest.p;
+            found.push(hypothesis(&roundings, own, (scale, share)));
+            // Where p is not open, p in few bits is another fault than this.
+            if half != own && half.unit_roundoff() <= roundings.widest.p.unit_roundoff() {
+                found.push(hypothesis(&roundings, half, (scale, share)));
             }
         }
         found

@@ -144,20 +144,28 @@ fn joined(all: Option<Vec<f32>>, mut own: Vec<f32>, to: Precision) -> Vec<f32> {
     own
 }
 
+/// What is known of a sum before its cut is looked for.
+#[derive(Clone, Copy)]
+pub struct Wanted {
+    /// What partial sums may be rounded to.
+    pub precision: Precision,
+    /// Size of the pieces, where it is declared.
+    pub declared: Option<usize>,
+    /// Tokens of a sequence, where pieces may run along it; 0 elsewhere.
+    pub sequence: usize,
+    /// Whether all pieces are of one size, but for what is left over at the end.
+    pub equal: bool,
+}
+
 /// The cuts that fit, the best first, where one of them fits much better than a sum in f32
-/// does. `sequence`: tokens of a sequence, where pieces may run along it; 0 elsewhere.
-pub fn search(
-    (of, spend): (&Sums, &dyn Fn(usize) -> bool),
-    precision: Precision,
-    declared: Option<usize>,
-    sequence: usize,
-) -> Vec<Pieces> {
+/// does.
+pub fn search((of, spend): (&Sums, &dyn Fn(usize) -> bool), wanted: Wanted) -> Vec<Pieces> {
     let mut sequences = vec![0];
-    let several = Cut { sequence, ..Cut::default() }.places(of.n).1 > 1;
-    sequences.extend(several.then_some(sequence));
+    let several = Cut { sequence: wanted.sequence, ..Cut::default() }.places(of.n).1 > 1;
+    sequences.extend(several.then_some(wanted.sequence));
     let mut found: Vec<(f64, Pieces)> = Vec::new();
     for sequence in sequences {
-        found.extend(Looks::new(of, sequence, precision).seen(declared, spend));
+        found.extend(Looks::new(of, Wanted { sequence, ..wanted }).seen(spend));
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
     found.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
@@ -166,13 +174,12 @@ pub fn search(
 /// More and more elements of a sum in one order of its places, each with what one sum in f32 leaves
 /// of it.
 struct Looks {
-    sequence: usize,
-    precision: Precision,
+    wanted: Wanted,
     all: [(Prefix, Vec<f64>); 3],
 }
 
 impl Looks {
-    fn new(of: &Sums, sequence: usize, precision: Precision) -> Looks {
+    fn new(of: &Sums, wanted: Wanted) -> Looks {
         let f32 = Precision::F32;
         let unrounded = Pieces {
             size: of.n,
@@ -184,29 +191,33 @@ impl Looks {
         let mut cells: Vec<usize> = (0..of.rows * of.cols).collect();
         let few: Vec<usize> =
             cells.iter().copied().step_by(cells.len().div_ceil(FEW).max(1)).collect();
-        let [few, whole] = [&few, &cells].map(|cells| Prefix::new(of, sequence, cells));
+        let [few, whole] = [&few, &cells].map(|cells| Prefix::new(of, wanted.sequence, cells));
         let off = whole.misfits(&unrounded);
         cells.sort_by(|&a, &b| off[b].total_cmp(&off[a]));
         cells.truncate(FIRST);
-        let all = [Prefix::new(of, sequence, &cells), few, whole];
+        let all = [Prefix::new(of, wanted.sequence, &cells), few, whole];
         let all = all.map(|prefix| {
             let left = prefix.misfits(&unrounded);
             (prefix, left)
         });
-        Looks { sequence, precision, all }
+        Looks { wanted, all }
     }
 
     /// The cuts that are seen: those of which there are few are tried before all others.
-    fn seen(&self, declared: Option<usize>, spend: &dyn Fn(usize) -> bool) -> Vec<(f64, Pieces)> {
-        let n = self.all[2].0.n;
-        let mut found = self.best(sizes(n, declared).chain(parts(n, 2..PARTS)), spend);
+    fn seen(&self, spend: &dyn Fn(usize) -> bool) -> Vec<(f64, Pieces)> {
+        let (n, wanted) = (self.all[2].0.n, self.wanted);
+        if wanted.equal {
+            let plain = |(_, cut): &(usize, Cut)| *cut == Cut::default();
+            return self.best(sizes(n, wanted.declared).filter(plain), spend);
+        }
+        let mut found = self.best(sizes(n, wanted.declared).chain(parts(n, 2..PARTS)), spend);
         if found.is_empty() {
             found = self.best(shards(n), spend);
         }
         if found.is_empty() {
             found = self.best(starts(n).chain(parts(n, PARTS..n)), spend);
         }
-        let cut = |pieces: Pieces| Cut { sequence: self.sequence, ..pieces.cut };
+        let cut = |pieces: Pieces| Cut { sequence: wanted.sequence, ..pieces.cut };
         found.iter_mut().for_each(|(_, pieces)| pieces.cut = cut(*pieces));
         found
     }
@@ -219,7 +230,7 @@ impl Looks {
     ) -> Vec<(f64, Pieces)> {
         let [_, _, (whole, unrounded)] = &self.all;
         let mut near: Vec<(f64, Pieces)> = Vec::new();
-        let (total, f32) = (self.precision, Precision::F32);
+        let (total, f32) = (self.wanted.precision, Precision::F32);
         let ways = [Walk::Ascending, Walk::Descending]
             .into_iter()
             .flat_map(|walk| [total, f32].map(|addend| (addend, walk)));
@@ -324,6 +335,10 @@ mod tests {
         Pieces { size, cut, total: half, addend: half, walk: Walk::Ascending }
     }
 
+    fn of(sequence: usize) -> Wanted {
+        Wanted { precision: Precision::Bf16, declared: None, sequence, equal: false }
+    }
+
     #[test]
     fn the_cut_is_read_off_the_roundings() {
         let none = Cut::default();
@@ -340,7 +355,7 @@ mod tests {
         for (n, wanted) in all {
             let sums = made(n, &wanted);
             let free = |_| false;
-            let found = search((&sums, &free), Precision::Bf16, None, wanted.cut.sequence);
+            let found = search((&sums, &free), of(wanted.cut.sequence));
             let places = |of: &Pieces| of.cut.spans(n, of.size, false);
             let first = found.first().map(places);
             assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {found:?}");
@@ -356,7 +371,7 @@ mod tests {
         sums.entries.chunks_mut(sums.rows).for_each(|of| of[0] *= 1000.0);
         let cells: Vec<usize> = (0..sums.rows * sums.cols).collect();
         sums.captured = Prefix::new(&sums, 0, &cells).taken(&wanted);
-        let found = search((&sums, &|_| false), Precision::Bf16, None, 0);
+        let found = search((&sums, &|_| false), of(0));
         assert_eq!(found.first(), Some(&wanted), "{found:?}");
     }
 
@@ -364,6 +379,6 @@ mod tests {
     fn a_sum_in_one_piece_has_no_cut() {
         let one =
             Pieces { total: Precision::F32, addend: Precision::F32, ..pieces(200, Cut::default()) };
-        assert_eq!(search((&made(200, &one), &|_| false), Precision::Bf16, None, 0), []);
+        assert_eq!(search((&made(200, &one), &|_| false), of(0)), []);
     }
 }
