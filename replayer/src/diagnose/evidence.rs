@@ -8,6 +8,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::nan::by_size;
 
 use super::detectors::captured::{Values, captured};
+use super::detectors::direct::{distance, energy};
 use super::detectors::plane::Plane;
 use super::detectors::reference::{self, Reference};
 use super::detectors::units::{UnitState, units};
@@ -92,6 +93,9 @@ pub(super) fn accept_next_to_nothing(found: &mut Residuals, before: &Residuals) 
         of.passes |= next_to_nothing && of.overshoot <= ROUNDS_MORE;
     }
 }
+
+/// Share of a row's squared size that it is off by at least where it holds something else.
+const OTHER: f64 = 0.25;
 
 /// Multiply-adds of one GEMM up to which a reference of all rows is worked out.
 const ALL_ROWS: u64 = 1 << 31;
@@ -252,7 +256,8 @@ impl<'a> Evidence<'a> {
         self.reference.get_or_init(|| reference::reference(self, None, rows))
     }
 
-    /// The same with every row, where a sample does not do and all of them are not too many.
+    /// The same with every row, where a sample does not do, all of them are not too many, and a
+    /// row that was looked at may hold something else than its own.
     pub fn all_rows(&self) -> Option<&Reference> {
         let work = |one: &MicrobatchInputs| {
             let head = one.head(self.step)?;
@@ -261,8 +266,22 @@ impl<'a> Evidence<'a> {
         match &self.rows {
             None => Some(self.reference()),
             Some(_) if self.inputs.iter().filter_map(work).sum::<u64>() > ALL_ROWS => None,
+            Some(_) if !self.holds_other_rows() => None,
             Some(_) => Some(self.all_rows.get_or_init(|| reference::reference(self, None, None))),
         }
+    }
+
+    /// Whether a row of a failing gradient is as far from its reference as another row, zeros or
+    /// what was never written would be: the rows that are furthest off are among those of a sample.
+    fn holds_other_rows(&self) -> bool {
+        let is_other = |key: Key| {
+            let (captured, table) = (self.captured(key)?, self.reference().stages.get(&key)?);
+            let off = |(&row, of): (&usize, &Vec<f64>)| {
+                !(distance(captured.row(row), of) <= OTHER * energy(of))
+            };
+            Some(table.iter().any(off))
+        };
+        self.failing_of(&GRADIENTS).any(|(key, _)| is_other(key).unwrap_or(true))
     }
 
     /// What the dump holds of a comparison.

@@ -11,12 +11,15 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use super::tail_tile_unmasked::captured_lse;
+use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::multiple;
+use crate::diagnose::detectors::direct::{Direct, distance, multiple};
 use crate::diagnose::detectors::plane::{Plane, Rows};
+use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Pass, World};
 
 /// The catalogue's entry.
@@ -126,6 +129,9 @@ struct Seen {
 
 impl Seen {
     fn of(evidence: &Evidence<'_>) -> Option<Seen> {
+        if !are_mixed(evidence).unwrap_or(true) {
+            return None;
+        }
         let declared = evidence.reference().lse.clone();
         let mut seen =
             Seen { lse: declared.clone(), declared, solved: BTreeMap::new(), shares: Vec::new() };
@@ -214,6 +220,25 @@ impl Seen {
             tokens.iter().all(near)
         })
     }
+}
+
+/// Whether the rows of dq that the reference has already are a softmax part of any size and the
+/// label's: each a sum of multiples of what it should be and of its label's row of k.
+fn are_mixed(evidence: &Evidence<'_>) -> Option<bool> {
+    let (mut before, mut left) = (0.0, 0.0);
+    for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+        let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
+        let inputs = evidence.inputs_of(key.microbatch)?;
+        let direct = Direct::new(evidence, inputs)?;
+        for (&t, row) in table.iter().filter(|(t, _)| inputs.labels[**t] != IGNORED) {
+            let (found, k) = (captured.row(t), direct.k(Row::From(inputs.labels[t] as usize)));
+            let Some(times) = multiples(&[row, &k], found) else { continue };
+            let mixed = row.iter().zip(&k).map(|(row, k)| times[0] * row + times[1] * k);
+            left += distance(found, &mixed.collect::<Vec<f64>>());
+            before += distance(found, row);
+        }
+    }
+    Some(left <= LEFT * before)
 }
 
 /// A token's shares of the classes, and what some of them are to add up to.

@@ -30,9 +30,6 @@ use crate::replay::world::At;
 /// The catalogue's entry.
 pub struct TokenOrder;
 
-/// Share of a row's squared size that it is off by at least where it is another token's.
-const MOVED: f64 = 0.25;
-
 /// Share of the rows that must be where an order says.
 const FITS: f64 = 0.9;
 /// Rows of dq that are matched with all others at most.
@@ -97,12 +94,8 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let named = all_orders(evidence, inputs)
             .into_iter()
             .find(|order| fits(&captured, table, &inverse(&order.from)));
-        // All rows are computed only where one that was looked at may be another token's.
         let whole = || evidence.all_rows()?.stages.get(&key);
-        let order = named.or_else(|| match may_be_moved(&captured, table) {
-            true => matched(&captured, whole()?, inputs.tokens()),
-            false => None,
-        });
+        let order = named.or_else(|| matched(&captured, whole()?, inputs.tokens()));
         let Some(order) = order else { return Vec::new() };
         put_back.push(in_place(key, &captured, &inverse(&order.from)));
         found.entry(order.name).or_default().insert(key.microbatch, order.from);
@@ -142,12 +135,6 @@ fn in_place(key: Key, captured: &Values, to: &[usize]) -> Supplied {
     let at = At { stage: key.stage, microbatch: key.microbatch, rank: None };
     let values = to.iter().flat_map(|&row| captured.row(row)).copied().collect();
     Supplied { at, values, precision: captured.stored() }
-}
-
-/// Whether a row is as far from its reference as another token's may be: those that are furthest
-/// off are among the rows that are looked at.
-fn may_be_moved(captured: &Values, table: &Table) -> bool {
-    table.iter().any(|(&t, row)| distance(captured.row(t), row) > MOVED * energy(row))
 }
 
 /// Name of an order that has none.
