@@ -204,7 +204,7 @@ def arguments_of(argv):
     parser.add_argument("--again", action="store_true", help="judge the dumps that --keep DIR holds already")
     parser.add_argument("--json", metavar="FILE", help="append every outcome, one object a line, as it comes")
     parser.add_argument("--resume", action="store_true", help="take what --json FILE already holds as it is")
-    parser.add_argument("--publish", action="store_true", help="write docs/causes-table.md")
+    parser.add_argument("--publish", action="store_true", help="write the part's table in docs")
     return parser.parse_args(argv)
 
 
@@ -252,7 +252,7 @@ def main(argv):
         print(table.line(outcome), file=sys.stderr, flush=True)
     print(table.text(found))
     if arguments.publish:
-        (ROOT / "docs" / "causes-table.md").write_text(table.markdown(found, arguments))
+        (ROOT / "docs" / table.PLACES[arguments.part]).write_text(table.markdown(found, arguments))
     return table.exit_code(found)
 
 

@@ -5,7 +5,7 @@
     python tests/corpus/run.py --only label-shift-7 --keep /tmp/case    # one case, its dump kept
     python tests/corpus/run.py --part held-out                 # programs in numpy, in ranges that
                                                                # nothing was developed on
-    python tests/corpus/run.py --publish                       # and writes docs/causes-table.md
+    python tests/corpus/run.py --publish                       # and writes docs/causes-table.md, or that of another --part
 
 `replay` is the release binary: $REPLAY, or the one below $CARGO_TARGET_DIR or target/.
 """

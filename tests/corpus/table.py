@@ -203,6 +203,10 @@ def text(found):
     return "\n\n".join(parts)
 
 
+# Where the table of each part is published.
+PLACES = {"jax": "causes-table.md", "develop": "causes-develop.md", "held-out": "causes-held-out.md"}
+
+
 def markdown(found, arguments):
     parts = [
         "# Planted faults and what the replay says of them",

@@ -5,6 +5,7 @@
 pub mod addends;
 pub mod block_sizes;
 pub mod captured;
+pub mod cuts;
 pub mod dense;
 pub mod direct;
 pub mod extents;

@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 
+use super::cuts::{parts, shards, sizes, starts};
 use super::sums::Sums;
 use crate::kernels::policy::{Cut, Walk};
 use crate::kernels::round::Precision;
@@ -21,14 +22,12 @@ const OFFERED: usize = 3;
 const WORTH: f64 = 0.8;
 /// What an element that does not fit counts for at most, in what one sum in f32 leaves of it.
 const MOST: f64 = 4.0;
-/// Elements that every cut is tried on: those that one sum in f32 is furthest off from.
+/// Elements that every cut is tried on: those that one sum in f32 is furthest off from, for their row.
 const FIRST: usize = 16;
 /// Elements that cuts are tried on which fit those.
 const FEW: usize = 96;
 /// Cuts that are tried on all elements.
 const BEST: usize = 24;
-/// Shards of a sum that are looked for at most.
-const SHARDS: usize = 16;
 /// Equal parts of a sum that are looked for before anything of which there are more.
 const PARTS: usize = 256;
 /// Multiply-adds that a rounded addition takes as long as.
@@ -82,22 +81,6 @@ impl Prefix {
         Prefix { n: places, cells: cells.len(), sums, rest, captured, stored: of.stored }
     }
 
-    /// How far the captured values are from the sum taken in these pieces, as a share of how far they
-    /// are from one sum in f32. Each element counts by what that leaves of it, and for no more than
-    /// `MOST`, so that none counts for all others because it is large.
-    fn misfit(&self, pieces: &Pieces, unrounded: &[f64]) -> f64 {
-        let fine = self.stored.map_or(2f64.powi(-24), Precision::unit_roundoff);
-        let size = |own: &f64, captured: &f64| own + (fine * captured).powi(2);
-        let sizes: Vec<f64> = unrounded
-            .iter()
-            .zip(&self.captured)
-            .map(|(own, captured)| size(own, captured))
-            .collect();
-        let share = |(left, of): (&f64, &f64)| if *of > 0.0 { (left / of).min(MOST) } else { 0.0 };
-        let sum = |all: &[f64]| all.iter().zip(&sizes).map(share).sum::<f64>();
-        sum(&self.misfits(pieces)) / sum(unrounded)
-    }
-
     /// Squared distance of each captured value from the sum taken in these pieces.
     fn misfits(&self, pieces: &Pieces) -> Vec<f64> {
         let sum = self.taken(pieces);
@@ -125,7 +108,7 @@ impl Prefix {
         total.iter().zip(&self.rest).map(|(&sum, rest)| stored(f64::from(sum) + rest)).collect()
     }
 
-    /// What [`Prefix::misfit`] takes, in multiply-adds.
+    /// What [`Prefix::misfits`] takes, in multiply-adds.
     fn work(&self, pieces: &Pieces) -> usize {
         self.n.div_ceil(pieces.size.max(1)).max(pieces.cut.parts) * self.cells * ROUNDING
     }
@@ -171,11 +154,34 @@ pub fn search((of, spend): (&Sums, &dyn Fn(usize) -> bool), wanted: Wanted) -> V
     found.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
 }
 
-/// More and more elements of a sum in one order of its places, each with what one sum in f32 leaves
-/// of it.
+/// Some elements of a sum in one order of its places.
+struct Look {
+    of: Prefix,
+    /// What each element counts by, squared: what one sum in f32 leaves of it and, on average, of
+    /// its row. So no element counts for all others because it is large.
+    sizes: Vec<f64>,
+    /// Shares that one sum in f32 leaves of all of them.
+    unrounded: f64,
+}
+
+impl Look {
+    /// How far the captured values are from the sum taken in these pieces, as a share of how far
+    /// they are from one sum in f32.
+    fn misfit(&self, pieces: &Pieces) -> f64 {
+        self.shares(&self.of.misfits(pieces)) / self.unrounded
+    }
+
+    fn shares(&self, left: &[f64]) -> f64 {
+        let share =
+            |(left, size): (&f64, &f64)| if *size > 0.0 { (left / size).min(MOST) } else { 0.0 };
+        left.iter().zip(&self.sizes).map(share).sum()
+    }
+}
+
+/// A dozen elements, a hundred, and all.
 struct Looks {
     wanted: Wanted,
-    all: [(Prefix, Vec<f64>); 3],
+    all: [Look; 3],
 }
 
 impl Looks {
@@ -189,23 +195,36 @@ impl Looks {
             walk: Walk::Ascending,
         };
         let mut cells: Vec<usize> = (0..of.rows * of.cols).collect();
+        // A wide tensor that holds numbers of few bits alone was rounded to them at last.
+        let narrow = |x: &f64| wanted.precision.round64(*x) == *x;
+        let stored = of.captured.iter().all(narrow).then_some(wanted.precision).or(of.stored);
+        let taken = |cells: &[usize]| Prefix { stored, ..Prefix::new(of, wanted.sequence, cells) };
+        let whole = taken(&cells);
+        let off = whole.misfits(&unrounded);
+        let of_rows: Vec<f64> = off
+            .chunks(of.cols.max(1))
+            .map(|row| row.iter().sum::<f64>() / row.len() as f64)
+            .collect();
+        let size = |cell: usize| off[cell] + of_rows[cell / of.cols];
+        let look = |of: Prefix, cells: &[usize]| {
+            let sizes = cells.iter().map(|&cell| size(cell)).collect();
+            let own: Vec<f64> = cells.iter().map(|&cell| off[cell]).collect();
+            let found = Look { of, sizes, unrounded: 1.0 };
+            Look { unrounded: found.shares(&own), ..found }
+        };
+        let some = |cells: &[usize]| look(taken(cells), cells);
         let few: Vec<usize> =
             cells.iter().copied().step_by(cells.len().div_ceil(FEW).max(1)).collect();
-        let [few, whole] = [&few, &cells].map(|cells| Prefix::new(of, wanted.sequence, cells));
-        let off = whole.misfits(&unrounded);
-        cells.sort_by(|&a, &b| off[b].total_cmp(&off[a]));
+        let (few, whole) = (some(&few), look(whole, &cells));
+        let far = |cell: usize| off[cell] / size(cell).max(f64::MIN_POSITIVE);
+        cells.sort_by(|&a, &b| far(b).total_cmp(&far(a)));
         cells.truncate(FIRST);
-        let all = [Prefix::new(of, wanted.sequence, &cells), few, whole];
-        let all = all.map(|prefix| {
-            let left = prefix.misfits(&unrounded);
-            (prefix, left)
-        });
-        Looks { wanted, all }
+        Looks { wanted, all: [some(&cells), few, whole] }
     }
 
     /// The cuts that are seen: those of which there are few are tried before all others.
     fn seen(&self, spend: &dyn Fn(usize) -> bool) -> Vec<(f64, Pieces)> {
-        let (n, wanted) = (self.all[2].0.n, self.wanted);
+        let (n, wanted) = (self.all[2].of.n, self.wanted);
         if wanted.equal {
             let plain = |(_, cut): &(usize, Cut)| *cut == Cut::default();
             return self.best(sizes(n, wanted.declared).filter(plain), spend);
@@ -228,7 +247,7 @@ impl Looks {
         cuts: impl Iterator<Item = (usize, Cut)>,
         spend: &dyn Fn(usize) -> bool,
     ) -> Vec<(f64, Pieces)> {
-        let [_, _, (whole, unrounded)] = &self.all;
+        let [first, _, whole] = &self.all;
         let mut near: Vec<(f64, Pieces)> = Vec::new();
         let (total, f32) = (self.wanted.precision, Precision::F32);
         let ways = [Walk::Ascending, Walk::Descending]
@@ -241,7 +260,7 @@ impl Looks {
                     continue;
                 }
                 let pieces = Pieces { size, cut, total, addend, walk };
-                if spend(self.all[0].0.work(&pieces)) {
+                if spend(first.of.work(&pieces)) {
                     break 'all;
                 }
                 near.extend(self.glance(&pieces, spend).map(|misfit| (misfit, pieces)));
@@ -249,53 +268,19 @@ impl Looks {
         }
         near.sort_by(|a, b| a.0.total_cmp(&b.0));
         near.truncate(BEST);
-        let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.work(pieces)));
-        let on_all = on_all.map(|(_, pieces)| (whole.misfit(&pieces, unrounded), pieces));
+        let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.of.work(pieces)));
+        let on_all = on_all.map(|(_, pieces)| (whole.misfit(&pieces), pieces));
         on_all.filter(|(misfit, _)| *misfit < SEEN).collect()
     }
 
     /// What a cut leaves of few elements, where it fits the first ones and those.
     fn glance(&self, pieces: &Pieces, spend: &dyn Fn(usize) -> bool) -> Option<f64> {
-        let [(first, of_first), (few, of_few), _] = &self.all;
-        if !(first.misfit(pieces, of_first) < WORTH) || spend(few.work(pieces)) {
+        let [first, few, _] = &self.all;
+        if !(first.misfit(pieces) < WORTH) || spend(few.of.work(pieces)) {
             return None;
         }
-        Some(few.misfit(pieces, of_few)).filter(|misfit| *misfit < SEEN)
+        Some(few.misfit(pieces)).filter(|misfit| *misfit < SEEN)
     }
-}
-
-/// Every size, the large ones first, with what is left over at the end or at the start; and the
-/// declared one.
-fn sizes(n: usize, declared: Option<usize>) -> impl Iterator<Item = (usize, Cut)> {
-    let of = move |size: usize| {
-        let over = n % size;
-        let at_start = (over > 0).then_some((size, Cut { first: over, ..Cut::default() }));
-        std::iter::once((size, Cut::default())).chain(at_start)
-    };
-    let declared = declared.filter(|&size| size > 0 && size < n);
-    declared.map(|size| (size, Cut::default())).into_iter().chain((1..n).rev().flat_map(of))
-}
-
-/// So many parts as equal as can be, where those are no pieces of one size.
-fn parts(n: usize, counts: Range<usize>) -> impl Iterator<Item = (usize, Cut)> {
-    let uneven = move |parts: &usize| *parts < n && !n.is_multiple_of(*parts);
-    counts.filter(uneven).map(move |parts| (n, Cut { parts, ..Cut::default() }))
-}
-
-/// Every size in every number of equal shards.
-fn shards(n: usize) -> impl Iterator<Item = (usize, Cut)> {
-    let counts = (2..=SHARDS).filter(move |&shards| n.is_multiple_of(shards));
-    let of = move |shards: usize| {
-        let cut = Cut { shards, ..Cut::default() };
-        (1..=n / shards).rev().map(move |size| (size, cut))
-    };
-    counts.flat_map(of)
-}
-
-/// Every size from every start.
-fn starts(n: usize) -> impl Iterator<Item = (usize, Cut)> {
-    let of = |size: usize| (1..size).map(move |first| (size, Cut { first, ..Cut::default() }));
-    (2..n).rev().flat_map(of)
 }
 
 #[cfg(test)]

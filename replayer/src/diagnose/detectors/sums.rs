@@ -84,8 +84,8 @@ impl Sums {
                 for (row, (x, y)) in both.iter().zip(dense).enumerate().filter(|(_, (x, y))| x != y)
                 {
                     for column in 0..columns.len() {
-                        rest[row * columns.len() + column] +=
-                            (x - y) * f64::from(others[t * columns.len() + column]);
+                        let addend = (x - y) * f64::from(others[t * columns.len() + column]);
+                        rest[row * columns.len() + column] += policy.label_grad.round64(addend);
                     }
                 }
             }
@@ -136,7 +136,8 @@ impl Sums {
                 for (column, &d) in columns.iter().enumerate().filter(|_| label != IGNORED) {
                     let k = head.k.get_f64(label as usize * head.k.cols + d);
                     let slope = evidence.step.options.transform.scale;
-                    rest[row * columns.len() + column] = unit.cotangents[1][t] * slope * k;
+                    let addend = unit.cotangents[1][t] * slope * k;
+                    rest[row * columns.len() + column] = policy.label_grad.round64(addend);
                 }
             }
         }

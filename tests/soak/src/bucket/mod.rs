@@ -2,9 +2,10 @@
 //!
 //! Each trial is a job of two ranks of their own processes, a coordinator, and an S3 server with
 //! weather drawn from the seed: requests answered with 500, 403 and 503, or never, and
-//! connections that are cut, and after a while all is well again. The job must not notice: its losses are those of a job that records
-//! nothing, bit for bit, no call takes longer than its cap, memory stays within its own. Each
-//! step is committed, or partial with its reason; and what was acknowledged is in the bucket.
+//! connections that are cut, and after a while all is well again. The job must not notice: its
+//! losses are those of a job that records nothing, bit for bit, no call takes longer than its
+//! cap, memory stays within its own. Each step is committed, or partial with its reason; and what
+//! was acknowledged is in the bucket.
 
 mod server;
 
