@@ -206,10 +206,12 @@ bench: bench-loss-head bench-replay bench-compare bench-inactive bench-scalars b
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
 
-# P8 and P9 of the benchmarks: the replay against JAX and torch. The second size takes
-# minutes; torch lies in an environment of its own.
+# P8 and P9 of the benchmarks: the replay against JAX and torch, and a whole replay beside its f64
+# products. The large sizes take minutes; torch lies in an environment of its own.
 PEERS := .venv-peers
-bench-replay: $(PEERS)/.installed
+bench-replay: $(PEERS)/.installed $(VENV)/.installed
+	cargo build --locked --release -p backtape-replayer --bin replay
+	$(BIN)/python benches/whole_replay.py
 	$(PEERS)/bin/python benches/peers/loss_head.py
 	T=8192 REPEATS=3 $(PEERS)/bin/python benches/peers/loss_head.py
 
