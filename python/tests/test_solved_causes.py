@@ -234,3 +234,41 @@ def test_noise_is_none_of_them(tmp_path):
 
     report = Head(SEED).recorded(tmp_path / "run", noisy)
     assert [found.id for found in report.causes] == ["unknown"], report.causes
+
+
+def overwritten(kind, entries, p, data):
+    """What is in the memory of the logits by the time they are recorded."""
+    less_1 = p.copy()
+    less_1[np.arange(len(p)), data["labels"]] -= 1
+    counts = (data["weights"] != 0)[:, None]
+    kinds = {"scaled": entries * 64, "less 1": less_1, "less 1, counted": less_1 * counts, "no part of it": p**2 + 0.1}
+    return kinds[kind]
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("scaled", "their gradient, times 64"), ("less 1", "p less 1 at the label"), ("less 1, counted", "p less 1 at the label"),
+    ("no part of it", "something else"),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_logits_that_were_written_over_before_they_were_recorded_are_named(tmp_path, kind, words, dtype):
+    head = Head(SEED)
+    for data in head.microbatches:
+        data["weights"][-9:] = 0
+        data["q"] = data["q"].astype(dtype).astype(np.float32)
+    head.k = head.k.astype(dtype).astype(np.float32)
+    recorder = backtape.Recorder(tmp_path / "run")
+    with recorder.step(0) as tape:
+        tape.head(loss="softmax_xent", reduction="mean", denominator="weights", microbatches=2, path="plain")
+        tape.record("k", head.k.astype(dtype))
+        for mb, data in enumerate(head.microbatches):
+            logits = data["q"].astype(np.float64) @ head.k.astype(np.float64).T
+            p = np.exp(logits - head.lse(mb)[:, None])
+            held = head.gradients(mb) | {"q": data["q"], "logits": overwritten(kind, head.entries(mb), p, data)}
+            for name, array in held.items():
+                tape.record(name, array.astype(dtype), microbatch=mb)
+            for name in ("labels", "weights"):
+                tape.record(name, data[name], microbatch=mb)
+    recorder.close()
+    report = backtape.replay(tmp_path / "run", step=0)
+    assert ids(report) == ["buffer-overwritten"], f"seed {SEED}: {report}"
+    assert report.json["causes"][0]["parameters"]["holds"].startswith(words), report.causes

@@ -2,33 +2,29 @@
 //! over it: logits that hold gradients, a gradient that holds an activation.
 //!
 //! Detectors: a captured tensor that fails is another stage's reference, or an input, row by
-//! row. Emulation: that one in its place, with what follows made of the right one; and the
-//! backward of the overwritten logits, which is what a second backward computes.
+//! row, or its gradient times one factor; or all that follows logits is made of those of q and k,
+//! and not of the recorded ones. Emulation: that one in its place, with what follows made of the
+//! right one; and the backward of the overwritten logits, which is what a second backward computes.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
+use super::overwritten_logits::{Held, PLANE, SAME, Tokens, of_logits};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::captured::{Values, widened};
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
-use crate::diagnose::detectors::reference::{Reference, reference};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::inputs::Misread;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
-use crate::kernels::matrix::{IGNORED, Transform};
-use crate::replay::world::{Expectation, Pass, World};
+use crate::kernels::matrix::IGNORED;
+use crate::replay::world::{Pass, World};
 
 /// The catalogue's entry.
 pub struct BufferOverwritten;
-
-/// Largest share of its energy by which a tensor may differ from what it is taken for.
-const SAME: f64 = 2e-3;
-/// Elements of a plane `[T, V]` that are held at most.
-const PLANE: usize = 1 << 25;
 
 impl Cause for BufferOverwritten {
     fn id(&self) -> &str {
@@ -57,130 +53,6 @@ impl Cause for BufferOverwritten {
         found.extend(of_columns(evidence));
         found.extend(second_backward(evidence));
         found
-    }
-}
-
-/// What logits may hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Held {
-    Gradient,
-    Probabilities,
-    LogProbabilities,
-}
-
-impl Held {
-    fn name(self) -> &'static str {
-        match self {
-            Held::Gradient => "their gradient",
-            Held::Probabilities => "probabilities",
-            Held::LogProbabilities => "log-probabilities",
-        }
-    }
-
-    /// From a logit with its slope, the token's lse and cotangents, and whether it is the
-    /// label's.
-    fn of(self, (z, slope): (f64, f64), lse: f64, [a, b, c]: [f64; 3], label: bool) -> f64 {
-        match self {
-            Held::Gradient => slope * (a * (z - lse).exp() + c + if label { b } else { 0.0 }),
-            Held::Probabilities => (z - lse).exp(),
-            Held::LogProbabilities => z - lse,
-        }
-    }
-}
-
-/// Slope of a logit, from the logit.
-fn slope(of: &Transform, z: f64) -> f64 {
-    of.softcap.map_or(of.scale, |cap| of.scale * (1.0 - (z / cap).powi(2)))
-}
-
-type Tokens<T> = BTreeMap<Option<Microbatch>, T>;
-
-/// Captured logits that hold something else.
-fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let keys: Vec<Key> = evidence.failing_of(&[Stage::Logits]).map(|(key, _)| key).collect();
-    let mut found = Vec::new();
-    if keys.is_empty() {
-        return found;
-    }
-    // What the job computed before the buffer was written over: with an lse of the right
-    // logits, not of what was captured in their place.
-    let right = Instead { distrusts: vec![Stage::Logits], ..Instead::default() };
-    let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
-    for held in [Held::Gradient, Held::Probabilities, Held::LogProbabilities] {
-        let all = |key: &Key| logits_hold(evidence, &reference, *key, held).unwrap_or(false);
-        if !keys.iter().all(all) {
-            continue;
-        }
-        let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
-        let world = LogitsHold {
-            held,
-            labels: labels.collect(),
-            lse: reference.lse.clone(),
-            cotangents: reference.cotangents.clone(),
-            transform: evidence.step.options.transform,
-        };
-        let parameters = vec![("tensor", "logits".to_string()), ("holds", held.name().to_string())];
-        found.push(Hypothesis::new(world, parameters));
-    }
-    found
-}
-
-/// Whether a few tokens' captured logits are something else.
-fn logits_hold(
-    evidence: &Evidence<'_>,
-    reference: &Reference,
-    key: Key,
-    held: Held,
-) -> Option<bool> {
-    let inputs = evidence.inputs_of(key.microbatch)?;
-    let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence, inputs)?);
-    let cotangents = reference.cotangents.get(&key.microbatch)?;
-    let all = tokens(evidence, inputs);
-    let (mut off, mut size) = (0.0, 0.0);
-    for &t in all.iter().step_by(all.len().div_ceil(16).max(1)) {
-        // Not the lse that the replay takes from the captured logits.
-        let row = direct.against(&direct.q(Row::From(t)), &Row::From);
-        let of = *cotangents.get(&t)?;
-        for (v, &z) in row.logits.iter().enumerate() {
-            let label = inputs.labels[t] as usize == v;
-            let x = held.of((z, slope(&direct.head.transform, z)), row.lse, of, label);
-            off += (captured.row(t)[v] - x).powi(2);
-            size += x * x;
-        }
-    }
-    Some(size > 0.0 && off <= SAME * size)
-}
-
-struct LogitsHold {
-    held: Held,
-    labels: Tokens<Vec<u32>>,
-    lse: Tokens<Vec<f64>>,
-    cotangents: Tokens<BTreeMap<usize, [f64; 3]>>,
-    transform: Transform,
-}
-
-impl World for LogitsHold {
-    fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
-        stage != Stage::Logits
-    }
-
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let mb = &of.at.microbatch;
-        if of.at.stage != Stage::Logits {
-            return;
-        }
-        let (Some(labels), Some(lse), Some(cotangents)) =
-            (self.labels.get(mb), self.lse.get(mb), self.cotangents.get(mb))
-        else {
-            return;
-        };
-        for (&t, row) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
-            let upstream = cotangents.get(&t).copied().unwrap_or_default();
-            for (v, z) in row.iter_mut().enumerate() {
-                let label = labels[t] as usize == v;
-                *z = self.held.of((*z, slope(&self.transform, *z)), lse[t], upstream, label);
-            }
-        }
     }
 }
 

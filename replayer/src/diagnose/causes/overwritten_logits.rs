@@ -1,0 +1,244 @@
+//! What recorded logits hold where they are none: their gradient times a factor, p less the label's
+//! 1, probabilities; or something that nothing after them was computed from.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::detectors::direct::{Direct, tokens};
+use crate::diagnose::detectors::fit::rounded;
+use crate::diagnose::detectors::reference::{Reference, reference};
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::rearranged::Instead;
+use crate::head::Stage;
+use crate::kernels::matrix::Transform;
+use crate::replay::world::{Expectation, World};
+
+/// Largest share of its energy by which a tensor may differ from what it is taken for.
+pub(super) const SAME: f64 = 2e-3;
+/// How near a factor must be to 1 to be none, and factors to each other to be one.
+const NEAR: f64 = 0.01;
+/// Elements of a plane `[T, V]` that are held at most.
+pub(super) const PLANE: usize = 1 << 25;
+
+/// What logits may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Held {
+    Gradient,
+    /// p less the label's 1, before the token's own factors.
+    Difference,
+    /// The same with zeros in the rows of tokens that do not count.
+    Counted,
+    Probabilities,
+    LogProbabilities,
+}
+
+impl Held {
+    const ALL: [Held; 5] = [
+        Held::Gradient,
+        Held::Counted,
+        Held::Difference,
+        Held::Probabilities,
+        Held::LogProbabilities,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Held::Gradient => "their gradient",
+            Held::Difference | Held::Counted => {
+                "p less 1 at the label, without the tokens' weights"
+            }
+            Held::Probabilities => "probabilities",
+            Held::LogProbabilities => "log-probabilities",
+        }
+    }
+
+    /// From a logit with its slope, the token's lse and cotangents, and whether it is the
+    /// label's.
+    pub(super) fn of(
+        self,
+        (z, slope): (f64, f64),
+        lse: f64,
+        [a, b, c]: [f64; 3],
+        label: bool,
+    ) -> f64 {
+        match self {
+            Held::Counted if a == 0.0 => 0.0,
+            Held::Difference | Held::Counted => (z - lse).exp() - f64::from(u8::from(label)),
+            Held::Gradient => slope * (a * (z - lse).exp() + c + if label { b } else { 0.0 }),
+            Held::Probabilities => (z - lse).exp(),
+            Held::LogProbabilities => z - lse,
+        }
+    }
+}
+
+/// Slope of a logit, from the logit.
+fn slope(of: &Transform, z: f64) -> f64 {
+    of.softcap.map_or(of.scale, |cap| of.scale * (1.0 - (z / cap).powi(2)))
+}
+
+pub(super) type Tokens<T> = BTreeMap<Option<Microbatch>, T>;
+
+/// Captured logits that hold something else.
+pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let keys: Vec<Key> = evidence.failing_of(&[Stage::Logits]).map(|(key, _)| key).collect();
+    let mut found = Vec::new();
+    if keys.is_empty() {
+        return found;
+    }
+    // What the job computed before the buffer was written over: with an lse of the right
+    // logits, not of what was captured in their place.
+    let right = Instead { distrusts: vec![Stage::Logits], ..Instead::default() };
+    let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
+    for held in Held::ALL {
+        let of = |key: &Key| logits_hold(evidence, &reference, *key, held);
+        let Some(times) = keys.iter().map(of).collect::<Option<Vec<f64>>>() else { continue };
+        // One factor for all microbatches: what the gradient is multiplied by afterwards.
+        let times = times.iter().all(|x| (x / times[0] - 1.0).abs() < NEAR).then_some(times[0]);
+        let Some(times) = times.map(power_of_two) else { continue };
+        let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
+        let world = LogitsHold {
+            held,
+            times,
+            labels: labels.collect(),
+            lse: reference.lse.clone(),
+            cotangents: reference.cotangents.clone(),
+            transform: evidence.step.options.transform,
+        };
+        let mut holds = held.name().to_string();
+        if times != 1.0 {
+            holds.push_str(&format!(", times {}", rounded(times, 3)));
+        }
+        let parameters = vec![("tensor", "logits".to_string()), ("holds", holds)];
+        found.push(Hypothesis::new(world, parameters).fitted(usize::from(times != 1.0)));
+        return found;
+    }
+    found.extend(not_theirs(evidence, &keys, &right));
+    found
+}
+
+/// The power of two that a factor is near, or itself: a loss's scale is one, and numbers of few bits
+/// do not tell it exactly.
+fn power_of_two(times: f64) -> f64 {
+    let near = times.abs().log2().round().exp2().copysign(times);
+    if (near / times - 1.0).abs() < NEAR { near } else { times }
+}
+
+/// Logits that nothing was computed from: every gradient that fails is right by those of q and k.
+fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &Instead) -> Option<Hypothesis> {
+    let follow = |key: &&Key| GRADIENTS.contains(&key.stage);
+    let rest: Vec<&Key> = evidence.failing.iter().filter(follow).collect();
+    let held = |key: &Key| {
+        let captured = evidence.captured(*key).filter(|of| of.values.len() <= PLANE)?;
+        let values: Vec<f32> = captured.values.iter().map(|&x| x as f32).collect();
+        Some((*key, (captured.columns, values)))
+    };
+    if rest.is_empty() {
+        return None;
+    }
+    let all = evidence.residuals_in(right)?;
+    let passes = |key: &&Key| all.get(key).is_some_and(|of| of.passes);
+    if !rest.iter().all(passes) {
+        return None;
+    }
+    let world = NotTheirs { planes: keys.iter().map(held).collect::<Option<_>>()? };
+    let holds = "something else: what follows was computed from the logits of q and k".to_string();
+    let parameters = vec![("tensor", "logits".to_string()), ("holds", holds)];
+    Some(Hypothesis::new(world, parameters))
+}
+
+/// Logits that hold what they hold, while what follows is that of q and k.
+struct NotTheirs {
+    /// Columns, and all values.
+    planes: BTreeMap<Key, (usize, Vec<f32>)>,
+}
+
+impl World for NotTheirs {
+    fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
+        stage != Stage::Logits
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+        let Some((columns, values)) = self.planes.get(&key) else { return };
+        for (&row, to) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            let own = &values[row * columns..];
+            to.iter_mut().zip(own).for_each(|(to, &x)| *to = f64::from(x));
+        }
+    }
+}
+
+/// How often a few tokens' captured logits hold something else; none where they do not.
+fn logits_hold(
+    evidence: &Evidence<'_>,
+    reference: &Reference,
+    key: Key,
+    held: Held,
+) -> Option<f64> {
+    let inputs = evidence.inputs_of(key.microbatch)?;
+    let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence, inputs)?);
+    let cotangents = reference.cotangents.get(&key.microbatch)?;
+    let all = tokens(evidence, inputs);
+    let few = all.iter().copied().step_by(all.len().div_ceil(16).max(1));
+    // What stands in the rows of tokens that do not count tells kinds apart.
+    let blank = cotangents.iter().filter(|(_, of)| of[0] == 0.0).map(|(&t, _)| t).take(2);
+    let (mut both, mut size, mut own) = (0.0, 0.0, 0.0);
+    for t in few.chain(blank) {
+        // Not the lse that the replay takes from the captured logits.
+        let row = direct.against(&direct.q(Row::From(t)), &Row::From);
+        let of = *cotangents.get(&t)?;
+        for (v, &z) in row.logits.iter().enumerate() {
+            let label = inputs.labels[t] as usize == v;
+            let x = held.of((z, slope(&direct.head.transform, z)), row.lse, of, label);
+            let captured = captured.row(t)[v];
+            both += captured * x;
+            own += captured * captured;
+            size += x * x;
+        }
+    }
+    let times = both / size;
+    let times = match held {
+        // A loss's scale, or a mean that is taken later, may be missing in a gradient.
+        Held::Gradient | Held::Difference | Held::Counted if (times - 1.0).abs() > NEAR => times,
+        _ => 1.0,
+    };
+    let off = own - 2.0 * times * both + times * times * size;
+    (size > 0.0 && off <= SAME * times * times * size).then_some(times)
+}
+
+struct LogitsHold {
+    held: Held,
+    times: f64,
+    labels: Tokens<Vec<u32>>,
+    lse: Tokens<Vec<f64>>,
+    cotangents: Tokens<BTreeMap<usize, [f64; 3]>>,
+    transform: Transform,
+}
+
+impl World for LogitsHold {
+    fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
+        stage != Stage::Logits
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let mb = &of.at.microbatch;
+        if of.at.stage != Stage::Logits {
+            return;
+        }
+        let (Some(labels), Some(lse), Some(cotangents)) =
+            (self.labels.get(mb), self.lse.get(mb), self.cotangents.get(mb))
+        else {
+            return;
+        };
+        for (&t, row) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            let upstream = cotangents.get(&t).copied().unwrap_or_default();
+            for (v, z) in row.iter_mut().enumerate() {
+                let label = labels[t] as usize == v;
+                let of = self.held.of((*z, slope(&self.transform, *z)), lse[t], upstream, label);
+                *z = self.times * of;
+            }
+        }
+    }
+}
