@@ -196,7 +196,10 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
 fn beyond(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
     let over = |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |of| of.overshoot);
     let rest = keys.iter().filter(|key| !near.explains.contains(key)).map(over);
-    format!("{:.1}", largest(rest).sqrt())
+    match largest(rest).sqrt() {
+        times if times < 1e4 => format!("{times:.1}"),
+        times => format!("{times:.0e}"),
+    }
 }
 
 /// What the nearest hypothesis explains and what not, where it explains some comparisons.
