@@ -23,7 +23,7 @@ def rounded(x, dtype):
 class Head:
     """One microbatch whose tensors are all of one format of 16 bits."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, sure=0.6):
         rng = np.random.default_rng(SEED)
         self.dtype = dtype
         tokens, classes, depth = (int(rng.integers(*of)) for of in ((30, 50), (60, 90), (12, 20)))
@@ -31,7 +31,7 @@ class Head:
         self.k = rng.standard_normal((classes, depth)).astype(HALF[dtype])
         self.labels = rng.integers(0, classes, self.tokens).astype(np.int32)
         # Half of the tokens are sure of their label.
-        towards = self.k[self.labels].astype(np.float32) * rng.choice([0.0, 0.6], (self.tokens, 1))
+        towards = self.k[self.labels].astype(np.float32) * rng.choice([0.0, sure], (self.tokens, 1))
         self.q = (rng.standard_normal((self.tokens, depth)) * 0.3 + towards).astype(HALF[dtype])
 
     def entries(self, p=None):
@@ -98,6 +98,15 @@ def test_p_less_1_that_is_rounded_again_is_told_from_p_that_is_rounded_once(tmp_
     report = head.replayed(tmp_path / "run", head.entries(p=dtype), logits="f32", p="f32")
     assert [found.id for found in report.causes] == ["label-prob-rounded-early"], f"seed {SEED}: {report}"
     assert report.json["causes"][0]["parameters"].get("p - 1 rounded to") == dtype, report.causes
+
+
+def test_p_in_few_bits_is_a_fault_where_it_was_declared_in_f32_however_small_its_error_is(tmp_path):
+    head = Head("f16", sure=0.2)
+    entries = head.entries(p="f16")
+    report = head.replayed(tmp_path / "declared", entries, logits="f32", p="f32")
+    assert [found.id for found in report.causes] == ["label-prob-rounded-early"], f"seed {SEED}: {report}"
+    # Where nothing is said of p, that is a rounding as good as any.
+    assert head.replayed(tmp_path / "open", entries, logits="f32").verdict == "agreed"
 
 
 @pytest.mark.parametrize("dtype", HALF)

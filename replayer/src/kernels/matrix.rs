@@ -49,6 +49,20 @@ pub struct Transform {
 impl Transform {
     /// Leaves the raw logit as it is.
     pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
+
+    /// Derivative of a logit by the raw one, from the logit: `scale (1 - (z / softcap)²)`, as a
+    /// product, since the square is near 1 where the softcap bends most.
+    pub fn slope_at(&self, logit: f64) -> f64 {
+        let bend = |cap: f64| (1.0 - logit / cap) * (1.0 + logit / cap);
+        self.scale * self.softcap.filter(|_| !self.uncapped).map_or(1.0, bend)
+    }
+
+    /// The raw logit, bias included, that this one is made of; of one at or beyond the softcap an
+    /// infinite one.
+    pub fn undone(&self, logit: f64) -> f64 {
+        let unbent = |cap: f64| cap * (logit / cap).clamp(-1.0, 1.0).atanh();
+        self.softcap.map_or(logit, unbent) / self.scale
+    }
 }
 
 /// What a loss head reads: q `[T, D]`, k `[V, D]`, labels `[T]`.
@@ -263,6 +277,19 @@ fn convert<S: Copy, D>(source: &[S], target: &mut [D], element: impl Fn(S) -> D)
 mod tests {
     use super::*;
     use half::bf16;
+
+    #[test]
+    fn a_logit_gives_back_its_slope_and_what_it_is_made_of() {
+        let of = Transform { scale: 1.7, softcap: Some(5.0), uncapped: false };
+        let logit = |raw: f64| 5.0 * (1.7 * raw / 5.0).tanh();
+        for raw in [-3.0, -0.4, 0.0, 0.9, 4.0] {
+            let difference = (logit(raw + 1e-5) - logit(raw - 1e-5)) / 2e-5;
+            assert!((of.slope_at(logit(raw)) - difference).abs() < 1e-8, "{raw}");
+            assert!((of.undone(logit(raw)) - raw).abs() < 1e-11, "{raw}");
+        }
+        assert_eq!(Transform { uncapped: true, ..of }.slope_at(4.0), 1.7);
+        assert_eq!((Transform::NONE.slope_at(9.0), Transform::NONE.undone(9.0)), (1.0, 9.0));
+    }
 
     /// Every 16-bit pattern, NaN payloads included, against the `half` crate.
     #[test]

@@ -211,10 +211,8 @@ fn overwritten(
             .collect();
         found.lse[t] = direct.lse(&held);
         for (v, &x) in held.iter().enumerate() {
-            let scaled =
-                transform.softcap.map_or(x, |cap| cap * (x / cap).clamp(-1.0, 1.0).atanh());
             let bias = direct.head.bias.map_or(0.0, |bias| bias[v]);
-            found.raw[t * vocab + v] = scaled / transform.scale - bias;
+            found.raw[t * vocab + v] = transform.undone(x) - bias;
         }
     }
     Some(found)

@@ -23,7 +23,7 @@ const NEAR: f64 = 0.01;
 /// Elements of a plane `[T, V]` that are held at most.
 pub(super) const PLANE: usize = 1 << 25;
 
-/// What logits may hold.
+/// What logits may hold, by how it is made of a logit z, the token's lse and its upstream gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Held {
     Gradient,
@@ -72,11 +72,6 @@ impl Held {
             Held::LogProbabilities => z - lse,
         }
     }
-}
-
-/// Slope of a logit, from the logit.
-fn slope(of: &Transform, z: f64) -> f64 {
-    of.softcap.map_or(of.scale, |cap| of.scale * (1.0 - (z / cap).powi(2)))
 }
 
 pub(super) type Tokens<T> = BTreeMap<Option<Microbatch>, T>;
@@ -191,7 +186,7 @@ fn logits_hold(
         let of = *cotangents.get(&t)?;
         for (v, &z) in row.logits.iter().enumerate() {
             let label = inputs.labels[t] as usize == v;
-            let x = held.of((z, slope(&direct.head.transform, z)), row.lse, of, label);
+            let x = held.of((z, direct.head.transform.slope_at(z)), row.lse, of, label);
             let captured = captured.row(t)[v];
             both += captured * x;
             own += captured * captured;
@@ -236,7 +231,7 @@ impl World for LogitsHold {
             let upstream = cotangents.get(&t).copied().unwrap_or_default();
             for (v, z) in row.iter_mut().enumerate() {
                 let label = labels[t] as usize == v;
-                let of = self.held.of((*z, slope(&self.transform, *z)), lse[t], upstream, label);
+                let of = self.held.of((*z, self.transform.slope_at(*z)), lse[t], upstream, label);
                 *z = self.times * of;
             }
         }

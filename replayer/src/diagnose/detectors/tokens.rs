@@ -173,7 +173,7 @@ fn beside(
     let d = dq.len();
     let mut model = vec![0.0; d];
     for (v, &z) in z.iter().enumerate() {
-        let slope = transform.softcap.map_or(1.0, |cap| 1.0 - (z / cap).powi(2));
+        let slope = transform.slope_at(z);
         let onehot = if v == token.label { 1.0 } else { 0.0 };
         let entry = ((z - lse).exp() - onehot) * slope;
         model.iter_mut().enumerate().for_each(|(i, x)| *x += entry * head.k.get_f64(v * d + i));
