@@ -3,7 +3,9 @@
 //!
 //! A hypothesis that explains one gradient of a unit and would break another of the same side
 //! did not happen. One that would break the other side, the forward or the sums may have
-//! happened on one side alone: that counts like half a fitted number.
+//! happened on one side alone: that counts like half a fitted number. So may one that would
+//! break the label's part of a gradient whose softmax part it explains, or the other way round:
+//! fused kernels compute the two apart.
 
 use std::collections::BTreeSet;
 
@@ -24,6 +26,8 @@ pub enum Part {
     OfK,
     /// Sums over microbatches and ranks.
     Sums,
+    /// One of the two parts of dq or of dk.
+    Only(Stage),
 }
 
 impl Part {
@@ -46,6 +50,7 @@ impl Part {
             Part::OfQ => "dq",
             Part::OfK => "dk",
             Part::Sums => "the sums of dk",
+            Part::Only(stage) => stage.name(),
         }
     }
 }
@@ -70,16 +75,22 @@ impl Evidence<'_> {
                 && (a.rank == b.rank || a.rank.is_none() || b.rank.is_none())
         };
         let refuted = |of: &Key| {
-            let same =
-                |other: &Key| Part::of(of.stage) == Part::of(other.stage) && meets(of, other);
-            harmed.iter().any(same)
+            let same = |other: &Key| Part::of(of.stage) == Part::of(other.stage);
+            let refutes = |other: &Key| {
+                same(other) && !are_siblings(of.stage, other.stage) && meets(of, other)
+            };
+            harmed.iter().any(refutes)
         };
         let explained: BTreeSet<Key> = explained.into_iter().filter(|key| !refuted(key)).collect();
         let beside = |other: &&Key| {
             let sums = Part::of(other.stage) == Part::Sums;
             explained.iter().any(|key| sums || meets(key, other))
         };
-        let parts = harmed.iter().filter(beside).map(|key| Part::of(key.stage)).collect();
+        let part = |key: &Key| {
+            let sibling = explained.iter().any(|of| are_siblings(of.stage, key.stage));
+            if sibling { Part::Only(key.stage) } else { Part::of(key.stage) }
+        };
+        let parts = harmed.iter().filter(beside).map(part).collect();
         (explained, Against { parts })
     }
 
@@ -90,4 +101,10 @@ impl Evidence<'_> {
         };
         before.passes && !after.passes && after.energy > CLEAR * before.energy.max(before.floor)
     }
+}
+
+/// Whether two stages are the softmax part and the label's part of one gradient.
+fn are_siblings(one: Stage, other: Stage) -> bool {
+    let pairs = [(Stage::DqLse, Stage::DqLabel), (Stage::DkLse, Stage::DkLabel)];
+    pairs.iter().any(|&(a, b)| (one, other) == (a, b) || (one, other) == (b, a))
 }

@@ -208,6 +208,7 @@ impl Replay<'_> {
         let wide: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
         let whole = Whole { stage, rank, captured, shape: &tensor.shape, wide: &wide };
         let chained = self.chained(slices, &whole)?;
+        let in_chains = chained.is_some();
         let mut reference = chained.unwrap_or_else(|| wide.clone());
         let every: Vec<usize> = (0..captured.rows).collect();
         let at = At { stage, microbatch: None, rank };
@@ -239,7 +240,9 @@ impl Replay<'_> {
         let chart = self.chart(&Drawn { stage, first, all, rows, allowed, bound: &bound });
         let mut found = Comparison::new(None, rank, key.to_string(), tally, &bound);
         if found.excess.is_none() {
-            found.excess = self.chain_excess(slices, &whole, &bound)?;
+            // What a hypothesis says of the sum is what one rounding of it is a rounding of.
+            let wide = if in_chains { &wide } else { &reference };
+            found.excess = self.chain_excess(slices, &Whole { wide, ..whole }, &bound)?;
         }
         if found.excess.is_some() && self.step.options.declared.tied_embedding {
             // The lookup's part may have been added after the addends were recorded.

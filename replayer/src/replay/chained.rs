@@ -226,7 +226,10 @@ impl Running {
         };
         let before = if divides_first { self.divisor } else { 1.0 };
         let addend = |x: f64| if rounds_addends { precision.round64(x) } else { x };
-        pairs.for_each(|(sum, x)| *sum = precision.round64(*sum + addend(x / before)));
+        // Additions are made in f32, whatever their sum is rounded to: with an addend that is no
+        // number of the format the two roundings are not one.
+        let add = |sum: f64, x: f64| precision.round64(Precision::F32.round64(sum + x));
+        pairs.for_each(|(sum, x)| *sum = add(*sum, addend(x / before)));
     }
 
     fn finish(mut self) -> Vec<f64> {

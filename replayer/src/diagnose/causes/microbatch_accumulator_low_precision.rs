@@ -6,14 +6,18 @@
 //! Detectors: `accumulate` or `reduce` fails, or its elements are what partial sums in few
 //! bits give where that differs from one rounding of the sum.
 //! Emulation: `acc = round(acc + round(dk))` over microbatches, over ranks, or both, from
-//! either end, divided before or after.
+//! either end, divided before or after; other orders (trees, groups, rings) and bits that are
+//! cut off are looked for in the bits of the sum.
+
+use std::collections::BTreeSet;
 
 use backtape::head::MicrobatchReduction;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::{addends_of, divisor};
+use crate::diagnose::detectors::addends::{Part, addends_of, divisor};
 use crate::diagnose::detectors::direct::distance;
-use crate::diagnose::evidence::Evidence;
+use crate::diagnose::detectors::reductions::{Found, in_few_bits};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::round::Precision;
@@ -48,6 +52,8 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
         let mean = options.microbatch_reduction == MicrobatchReduction::Mean;
         let several = evidence.microbatches() > 1;
         let mut found: Vec<Hypothesis> = sent(evidence).into_iter().collect();
+        let all = [Over::Microbatches, Over::Ranks, Over::Both];
+        found.extend(all.into_iter().filter_map(|over| ordered(evidence, over)));
         for precision in [Precision::Bf16, Precision::F16] {
             for descending in [false, true] {
                 for divides_first in [false, true].into_iter().filter(|&first| mean || !first) {
@@ -70,6 +76,72 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
         found
     }
 }
+
+/// Sums in few bits in an order that their bits show.
+fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
+    let (mut world, mut parameters, mut fitted) = (Instead::default(), Vec::new(), 0);
+    for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+        if key.stage == Stage::Accumulate && over != Over::Microbatches {
+            return None;
+        }
+        let captured = evidence.captured(key)?;
+        let (found, words) = ordered_sum(evidence, (key, &captured.values), over)?;
+        if !parameters.is_empty() && parameters != words {
+            return None;
+        }
+        (parameters, fitted) = (words, found.pieces);
+        let rows = found.values.chunks(captured.columns.max(1)).map(<[f64]>::to_vec).enumerate();
+        world = world.rows(key, rows);
+    }
+    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+}
+
+fn ordered_sum(
+    evidence: &Evidence<'_>,
+    (key, captured): (Key, &[f64]),
+    over: Over,
+) -> Option<(Found, Vec<(&'static str, String)>)> {
+    let summed = over == Over::Ranks;
+    let (parts, divisor) = (addends_of(evidence, key, summed)?, divisor(evidence, key));
+    let elements = captured.len();
+    if parts.iter().any(|(_, x)| x.len() != elements)
+        || evidence.spend(SOME * parts.len() * elements)
+    {
+        return None;
+    }
+    let wide: Vec<f64> =
+        (0..elements).map(|at| parts.iter().map(|(_, x)| x[at]).sum::<f64>() / divisor).collect();
+    let sum = |of: &mut dyn Iterator<Item = &Part>| -> Vec<f64> {
+        let mut total = vec![0.0; elements];
+        of.for_each(|(_, x)| total.iter_mut().zip(x).for_each(|(sum, x)| *sum += x));
+        total
+    };
+    let ranks: BTreeSet<_> = parts.iter().map(|(addend, _)| addend.rank).collect();
+    let of_rank = |rank| parts.iter().filter(move |(addend, _)| addend.rank == rank);
+    let finish = |_: usize, x: f64| x / divisor;
+    let words = |found: &Found| {
+        let mut words = found.steps.words();
+        words.extend([("over", over.words().to_string()), ("order", found.order.clone())]);
+        words
+    };
+    let found = match over {
+        Over::Ranks => {
+            let each: Vec<Vec<f64>> = ranks.iter().map(|&rank| sum(&mut of_rank(rank))).collect();
+            in_few_bits(captured, &each, &wide, &finish, true)
+        }
+        // One rank's: the others' sums are not told apart.
+        _ if ranks.len() == 1 => {
+            let each: Vec<Vec<f64>> = parts.iter().map(|(_, x)| x.clone()).collect();
+            in_few_bits(captured, &each, &wide, &finish, false)
+        }
+        _ => None,
+    }?;
+    let words = words(&found);
+    Some((found, words))
+}
+
+/// Tries of an order that looking for one counts as, for each element.
+const SOME: usize = 8;
 
 /// Addends that are rounded to a format of few bits on their way, as a compressing hook sends
 /// them, and are added in enough.
@@ -112,13 +184,19 @@ enum Over {
     Both,
 }
 
+impl Over {
+    fn words(self) -> &'static str {
+        match self {
+            Over::Microbatches => "microbatches",
+            Over::Ranks => "ranks",
+            Over::Both => "microbatches, then ranks",
+        }
+    }
+}
+
 fn hypothesis(chain: Chain, over: Over) -> Hypothesis {
     let order = if chain.descending { "descending" } else { "ascending" };
-    let words = match over {
-        Over::Microbatches => "microbatches",
-        Over::Ranks => "ranks",
-        Over::Both => "microbatches, then ranks",
-    };
+    let words = over.words();
     let parameters = vec![
         ("accumulator", chain.precision.name().to_string()),
         ("over", words.to_string()),

@@ -19,6 +19,7 @@ use crate::diagnose::detectors::addends::{Solved, solved};
 use crate::diagnose::detectors::dense::{median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
 use crate::diagnose::detectors::replicas::versions;
+use crate::diagnose::detectors::segments::{Segments, segments};
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::inputs::Scores;
@@ -52,6 +53,7 @@ impl Cause for PartialNotReduced {
         let mut found = of_dq(evidence);
         found.extend(of_lse(evidence));
         found.extend(of_sums(evidence));
+        found.extend(of_pieces(evidence));
         found
     }
 
@@ -280,4 +282,21 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         Some(Hypothesis::new(found.world(), parameters).fitted(usize::from(found.scale != 1.0)))
     };
     solved(evidence).into_iter().filter_map(one).collect()
+}
+
+/// Pieces of the reduced dk that hold other addends than the rest; those that are the mean of
+/// them have another name.
+fn of_pieces(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let all = segments(evidence).into_iter();
+    let other = all.filter(|found| !found.factor().is_some_and(|factor| factor < 1.0));
+    let one = |found: Segments| {
+        let parameters = vec![
+            ("of", "a part of dk over ranks".to_string()),
+            ("where", found.places()),
+            ("holds", found.holds()),
+        ];
+        let pieces = found.of.len();
+        Hypothesis::new(found.world(), parameters).fitted(pieces)
+    };
+    other.map(one).collect()
 }

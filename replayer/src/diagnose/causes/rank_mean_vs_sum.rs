@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::segments::segments;
 use crate::diagnose::detectors::uniform::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Scaled, scaled};
@@ -49,8 +50,27 @@ impl Cause for RankMeanVsSum {
             };
             [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
         };
-        sizes.iter().flat_map(of).collect()
+        let mut found: Vec<Hypothesis> = sizes.iter().flat_map(of).collect();
+        found.extend(of_pieces(evidence, &sizes));
+        found
     }
+}
+
+/// Pieces of the reduced dk that are the mean over ranks, where the rest is the sum.
+fn of_pieces(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypothesis> {
+    let mut found = Vec::new();
+    for of in segments(evidence) {
+        let near =
+            |size: &&u32| of.factor().is_some_and(|x| (x * f64::from(**size) - 1.0).abs() < 1e-9);
+        let Some(size) = sizes.keys().find(near) else { continue };
+        let parameters = vec![
+            ("factor", "1/W".to_string()),
+            ("ranks", format!("{size} ({})", sizes[size])),
+            ("where", of.places()),
+        ];
+        found.push(Hypothesis::new(of.world(), parameters).fitted(of.of.len()));
+    }
+    found
 }
 
 /// Sizes of groups of ranks that a gradient may be reduced over, each with its name.

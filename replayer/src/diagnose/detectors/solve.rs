@@ -9,7 +9,7 @@ use super::direct::{dot, energy, multiple};
 use super::plane::Rows;
 
 /// Addends that are solved for at most: the work grows like their cube.
-const MOST: usize = 1024;
+const MOST: usize = 2048;
 /// A weight is this near to a whole number, or the sum is none of whole addends.
 const WHOLE: f64 = 0.25;
 /// The largest weight that is looked for.
