@@ -1,0 +1,227 @@
+//! A gradient that fails, as the sum that it is: of a product a token (dk) or a class (dq).
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+use super::direct::energy;
+use super::plane::{Plane, Rows};
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::Stage;
+
+/// Times its share of the rounding that a row must err to be one that fails.
+const ERRS: f64 = 32.0;
+/// Share of the largest row's error below which a row is not told from one that agrees.
+const SMALL: f64 = 1e-6;
+/// Rows that agree by chance, between rows that fail.
+const GAP: usize = 4;
+/// Runs of failing rows at most, and the share of all rows that they are less than: what fails
+/// everywhere is no tile.
+const RUNS: usize = 6;
+const PART: f64 = 0.8;
+
+/// A gradient that fails beside what it should be.
+pub struct Gradient {
+    /// Which.
+    pub key: Key,
+    /// The unit.
+    pub plane: Rc<Plane>,
+    /// `[rows, D]`, the unit's tokens of dq and the valid classes of dk.
+    pub captured: Rows,
+    /// The same as it should be.
+    pub reference: Rows,
+    /// The energy that rounding gives the error.
+    pub rounding: f64,
+}
+
+impl Gradient {
+    /// One of the six gradients of q and k; `None` where its unit is too large to be solved.
+    pub fn of(evidence: &Evidence<'_>, key: Key) -> Option<Gradient> {
+        let plane = evidence.plane(key)?;
+        let values = evidence.captured(key)?;
+        let of_k = is_of_k(key.stage);
+        let entries = entries(&plane, key.stage);
+        let (captured, reference) = match of_k {
+            false => (plane.dq(&values), entries.times(&plane.k)),
+            true => (plane.dk(&values), entries.transposed_times(&plane.q)),
+        };
+        let rounding = evidence.residuals.get(&key)?.floor;
+        let same = captured.values.len() == reference.values.len();
+        same.then_some(Gradient { key, plane, captured, reference, rounding })
+    }
+
+    /// Whether its rows are classes.
+    pub fn is_of_k(&self) -> bool {
+        is_of_k(self.key.stage)
+    }
+
+    /// What was captured less what it should be.
+    pub fn error(&self) -> Rows {
+        let pairs = self.captured.values.iter().zip(&self.reference.values);
+        Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() }
+    }
+
+    /// `[addends, rows]`: what each addend is multiplied with in each row; with `softmax` that of
+    /// the softmax part, where the whole has another.
+    pub fn entries(&self, softmax: bool) -> Option<Rows> {
+        let whole = matches!(self.key.stage, Stage::Dq | Stage::Dk);
+        if softmax && !whole {
+            return None;
+        }
+        let stage = match (softmax, self.is_of_k()) {
+            (false, _) => self.key.stage,
+            (true, true) => Stage::DkLse,
+            (true, false) => Stage::DqLse,
+        };
+        let entries = entries(&self.plane, stage);
+        Some(if self.is_of_k() { entries } else { entries.transposed() })
+    }
+
+    /// What the entries are multiplied with, `[addends, D]`.
+    pub fn other(&self) -> &Rows {
+        if self.is_of_k() { &self.plane.q } else { &self.plane.k }
+    }
+
+    /// A row's class, or its token among those of the microbatch.
+    pub fn row(&self, at: usize) -> usize {
+        if self.is_of_k() { at } else { self.plane.rows[at] }
+    }
+
+    /// An addend's token among those of the microbatch, or its class.
+    pub fn addend(&self, at: usize) -> usize {
+        if self.is_of_k() { self.plane.rows[at] } else { at }
+    }
+
+    /// Runs of the rows that fail, where they are few and not nearly all.
+    pub fn failing_rows(&self) -> Option<Vec<Range<usize>>> {
+        let error = self.error();
+        let rows = error.count();
+        let off: Vec<f64> = (0..rows).map(|at| energy(error.row(at))).collect();
+        let sizes: Vec<f64> = (0..rows).map(|at| energy(self.reference.row(at))).collect();
+        let mean = sizes.iter().sum::<f64>() / rows.max(1) as f64;
+        let most = off.iter().copied().fold(0.0, f64::max);
+        let share = self.rounding / (2.0 * mean * rows as f64).max(f64::MIN_POSITIVE);
+        let fails = |at: usize| {
+            let allowed = ERRS * share * (sizes[at] + mean);
+            !(off[at] <= allowed.max(SMALL * most))
+        };
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for at in (0..rows).filter(|&at| fails(at)) {
+            match runs.last_mut() {
+                Some(run) if at - run.end <= GAP => run.end = at + 1,
+                _ => runs.push(at..at + 1),
+            }
+        }
+        let all: usize = runs.iter().map(ExactSizeIterator::len).sum();
+        let few = !runs.is_empty() && runs.len() <= RUNS && (all as f64) < PART * rows as f64;
+        few.then_some(runs)
+    }
+
+    /// One over how often each row of k is a label.
+    pub fn over_hits(&self) -> Option<Vec<f64>> {
+        if !self.is_of_k() {
+            return None;
+        }
+        let mut hits = vec![0.0f64; self.reference.count()];
+        self.plane.labels.iter().flatten().for_each(|(class, _)| hits[*class] += 1.0);
+        Some(hits.iter().map(|n| 1.0 / n.max(1.0)).collect())
+    }
+}
+
+fn is_of_k(stage: Stage) -> bool {
+    matches!(stage, Stage::DkLse | Stage::DkLabel | Stage::Dk)
+}
+
+/// Entries of dlogits that a gradient is made of, `[n, V]`.
+fn entries(plane: &Plane, stage: Stage) -> Rows {
+    match stage {
+        Stage::DqLse | Stage::DkLse => {
+            Rows { cols: plane.dense.cols, values: plane.dense.values.clone() }
+        }
+        Stage::DqLabel | Stage::DkLabel => plane.of_labels(),
+        _ => plane.entries(),
+    }
+}
+
+/// Label addends of dk that others of the same label overwrote: in each window of tokens one of
+/// each label is kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Kept {
+    /// Tokens of a window.
+    window: usize,
+    /// True for the last token of a label, false for the first.
+    last: bool,
+    /// Tokens in all.
+    tokens: usize,
+}
+
+impl Kept {
+    /// The window that leaves least of the error; `None` where none leaves less than all of it.
+    /// `spend` counts the work, and says when no more may be done.
+    pub fn of(gradient: &Gradient, spend: &dyn Fn(usize) -> bool) -> Option<Kept> {
+        let with_labels = matches!(gradient.key.stage, Stage::Dk | Stage::DkLabel);
+        let (tokens, d) = (gradient.plane.labels.len(), gradient.plane.q.cols);
+        if !with_labels || spend(2 * tokens * tokens * d) {
+            return None;
+        }
+        let error = gradient.error();
+        let of = |window: usize, last: bool| Kept { window, last, tokens };
+        let all = (2..=tokens).flat_map(|window| [of(window, true), of(window, false)]);
+        let left = |kept: &Kept| -> f64 {
+            let one = |(class, more): (usize, Vec<f64>)| -> f64 {
+                let pairs = error.row(class).iter().zip(more);
+                pairs.map(|(e, x)| (e - x).powi(2) - e * e).sum()
+            };
+            kept.more(gradient).into_iter().map(one).sum()
+        };
+        let best = all.map(|kept| (left(&kept), kept)).min_by(|(a, one), (b, other)| {
+            // Of windows that leave as much the widest: they drop the same tokens.
+            a.total_cmp(b).then(other.window.cmp(&one.window))
+        })?;
+        (best.0 < 0.0).then_some(best.1)
+    }
+
+    /// What it adds to rows of dk: the dropped addends with the other sign.
+    fn more(&self, of: &Gradient) -> BTreeMap<usize, Vec<f64>> {
+        let mut kept: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+        let labels = &of.plane.labels;
+        for (token, label) in labels.iter().enumerate() {
+            let Some((class, _)) = label else { continue };
+            let place = kept.entry((token / self.window, *class)).or_insert(token);
+            if self.last {
+                *place = token;
+            }
+        }
+        let mut more: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
+        for (token, label) in labels.iter().enumerate() {
+            let Some((class, entry)) = label else { continue };
+            if kept[&(token / self.window, *class)] != token {
+                let q = of.plane.q.row(token);
+                let row = more.entry(*class).or_insert_with(|| vec![0.0; q.len()]);
+                row.iter_mut().zip(q).for_each(|(x, q)| *x -= entry * q);
+            }
+        }
+        more
+    }
+
+    /// The gradient with it.
+    pub fn sum(&self, of: &Gradient) -> Rows {
+        let cols = of.reference.cols;
+        let mut values = of.reference.values.clone();
+        for (class, more) in self.more(of) {
+            let row = &mut values[class * cols..(class + 1) * cols];
+            row.iter_mut().zip(more).for_each(|(x, more)| *x += more);
+        }
+        Rows { cols, values }
+    }
+
+    /// In words.
+    pub fn words(&self) -> String {
+        let which = if self.last { "last" } else { "first" };
+        let alone = format!("of tokens of one label the {which} one's alone is there");
+        match self.window < self.tokens {
+            true => format!("in each {} tokens {alone}", self.window),
+            false => alone,
+        }
+    }
+}
