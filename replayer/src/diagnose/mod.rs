@@ -105,6 +105,9 @@ fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) 
         let explained = found.iter().any(|one| one.standing != Standing::Unknown);
         // Something does explain it.
         found.retain(|one| one.standing != Standing::Unknown);
+        if let [alone] = &mut found[..] {
+            alone.standing = Standing::Named;
+        }
         outcome.other_declaration = Some(suspect.told(explained));
     }
     found

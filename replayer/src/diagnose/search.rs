@@ -86,10 +86,14 @@ fn is_settled(found: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
     found.iter().any(settles)
 }
 
-/// A number for every token explains nothing where it explains one gradient alone.
-fn believe_of_both(hypothesis: &Hypothesis, explains: &mut BTreeSet<Key>) {
+/// A number for every token explains nothing where it explains one gradient alone, and as many
+/// fitted numbers as there are elements explain whatever those are.
+fn believe(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
     let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
-    if hypothesis.of_both && !(has(Part::OfQ) && has(Part::OfK)) {
+    let elements = |key: &Key| residuals.get(key).map_or(0, |of| of.elements as usize);
+    let all: usize = explains.iter().map(elements).sum();
+    let of_one = hypothesis.of_both && !(has(Part::OfQ) && has(Part::OfK));
+    if of_one || (hypothesis.fitted > 0 && hypothesis.fitted >= all) {
         explains.clear();
     }
 }
@@ -237,7 +241,7 @@ impl<'a> Search<'a> {
         of.residuals.extend(found.unwrap_or_default());
         accept_next_to_nothing(&mut of.residuals, &evidence.residuals);
         (of.explains, of.against) = evidence.explained(&of.residuals);
-        believe_of_both(&of.hypothesis, &mut of.explains);
+        believe(&of.hypothesis, &of.residuals, &mut of.explains);
         of.left = left_of(&of.residuals, &evidence.failing);
         of.full = true;
     }
@@ -339,7 +343,7 @@ impl<'a> Search<'a> {
             accept_next_to_nothing(&mut residuals, &evidence.residuals);
             (explains, against) = evidence.explained(&residuals);
         }
-        believe_of_both(&hypothesis, &mut explains);
+        believe(&hypothesis, &residuals, &mut explains);
         let full = self.rows.is_none();
         Some(Tried { cause, hypothesis, residuals, explains, left, full, against })
     }

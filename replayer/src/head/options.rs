@@ -113,6 +113,11 @@ impl HeadOptions {
         self.walk != Walk::Fused || self.loss == Loss::XentLogits
     }
 
+    /// True when the head starts from recorded logits and does nothing to them.
+    pub fn takes_logits(&self) -> bool {
+        self.loss == Loss::XentLogits && self.transform == Transform::NONE
+    }
+
     /// Share of the target that smoothing spreads over `classes`: ε, or ε K/(K-1)
     /// in Megatron-LM's formula.
     pub fn smoothing(&self, classes: usize) -> f64 {

@@ -81,13 +81,17 @@ impl Roundings {
         let lowest = options.lowered.filter(lower).unwrap_or(stored);
         let policy = |intermediate: Precision, operand: Precision| {
             let point = |key: &str| declared(key).unwrap_or(intermediate);
+            // Logits that the head starts from, and does nothing to, were rounded before.
+            let is_input = |of: &Precision| of.unit_roundoff() <= stored.unit_roundoff();
+            let logits = point("logits");
+            let logits = if options.takes_logits() && is_input(&logits) { full } else { logits };
             let accumulate = Sum::of(declared("accumulate").unwrap_or(full));
             let scatter = declared("label_scatter").map_or(accumulate, Sum::of);
             Policy {
                 path: path(options.walk),
                 input: declared("input").unwrap_or(operand),
                 product: declared("product").unwrap_or(full),
-                logits: point("logits"),
+                logits,
                 p: point("p"),
                 dlogits: point("dlogits"),
                 label_grad: point("label_grad"),

@@ -40,6 +40,7 @@ mod plane_compared;
 pub mod probe;
 mod probed;
 pub mod recompute;
+pub(crate) mod reductions;
 pub mod sample;
 mod sampled;
 mod slabs;

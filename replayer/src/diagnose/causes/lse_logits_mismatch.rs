@@ -9,15 +9,19 @@
 //! Emulation: lse rounded between the passes; the backward's logits rounded; lse and label
 //! logits from rounded logits.
 
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use backtape::identity::Microbatch;
 use backtape::role::Role;
 
 use super::emulated::{Emulated, bases, forward, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
-use crate::head::{MicrobatchInputs, Roundings};
+use crate::head::{MicrobatchInputs, Roundings, Stage};
 use crate::kernels::policy::{LogitRounding, Path, Policy};
 use crate::kernels::round::Precision;
-use crate::replay::world::{Pass, World};
+use crate::replay::world::{Pass, Read, World};
 
 /// The catalogue's entry.
 pub struct LseLogitsMismatch;
@@ -59,6 +63,9 @@ impl Cause for LseLogitsMismatch {
             // forward changes no gradient then.
             let captured =
                 |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
+            if evidence.fails(Stage::Lse) {
+                found.extend([true, false].map(|loss| stored(precision, loss)));
+            }
             let changes = evidence.fails_any(&GRADIENTS) && !evidence.inputs.iter().all(captured);
             if has_products(evidence) && (evidence.fails_any(&FORWARD) || changes) {
                 found.extend(forwards(evidence, &roundings, precision));
@@ -75,6 +82,43 @@ fn kept(precision: Precision) -> Hypothesis {
         ("rounded to", precision.name().to_string()),
     ];
     Hypothesis::new(Kept { precision }, parameters)
+}
+
+/// lse in few bits from the forward on: the backward reads what was captured; `loss` too.
+fn stored(precision: Precision, loss: bool) -> Hypothesis {
+    let readers = if loss { "the loss and the backward" } else { "the backward" };
+    let parameters = vec![
+        ("what", format!("lse, which {readers} read")),
+        ("rounded to", precision.name().to_string()),
+    ];
+    let world = Stored { precision, loss, exact: Mutex::default() };
+    Hypothesis::new(world, parameters)
+}
+
+struct Stored {
+    precision: Precision,
+    loss: bool,
+    /// lse before it was rounded, by microbatch.
+    exact: Mutex<BTreeMap<Option<Microbatch>, Vec<f64>>>,
+}
+
+impl World for Stored {
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        let Ok(mut exact) = self.exact.lock() else { return };
+        if pass == Pass::Forward {
+            exact.insert(inputs.microbatch, lse.to_vec());
+            self.precision.round_slice64(lse);
+        }
+    }
+
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        let exact = self.exact.lock().ok().filter(|_| !self.loss);
+        if let Some(exact) = exact.as_ref().and_then(|exact| exact.get(&inputs.microbatch)) {
+            let changes = nll.iter_mut().zip(exact).zip(read.lse.0);
+            changes.for_each(|((nll, exact), rounded)| *nll += exact - rounded);
+        }
+        Vec::new()
+    }
 }
 
 /// The backward's logits rounded, as they leave their GEMM or after every option as well.

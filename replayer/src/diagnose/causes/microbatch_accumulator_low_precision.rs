@@ -12,15 +12,16 @@
 use std::collections::BTreeSet;
 
 use backtape::head::MicrobatchReduction;
+use backtape::identity::Rank;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Part, addends_of, divisor};
 use crate::diagnose::detectors::direct::distance;
-use crate::diagnose::detectors::reductions::{Found, in_few_bits};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::round::Precision;
+use crate::replay::reductions::{Found, Summed, divisors};
 use crate::replay::world::{Chain, World};
 
 /// The catalogue's entry.
@@ -109,34 +110,27 @@ fn ordered_sum(
     {
         return None;
     }
-    let wide: Vec<f64> =
-        (0..elements).map(|at| parts.iter().map(|(_, x)| x[at]).sum::<f64>() / divisor).collect();
-    let sum = |of: &mut dyn Iterator<Item = &Part>| -> Vec<f64> {
-        let mut total = vec![0.0; elements];
-        of.for_each(|(_, x)| total.iter_mut().zip(x).for_each(|(sum, x)| *sum += x));
-        total
+    let ranks: BTreeSet<Option<Rank>> = parts.iter().map(|(addend, _)| addend.rank).collect();
+    // Several ranks' microbatches are not told apart in the sum over all of them.
+    if !summed && ranks.len() > 1 {
+        return None;
+    }
+    let total = |of: &mut dyn Iterator<Item = &Part>| -> Vec<f64> {
+        let mut sum = vec![0.0; elements];
+        of.for_each(|(_, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x / divisor));
+        sum
     };
-    let ranks: BTreeSet<_> = parts.iter().map(|(addend, _)| addend.rank).collect();
     let of_rank = |rank| parts.iter().filter(move |(addend, _)| addend.rank == rank);
-    let finish = |_: usize, x: f64| x / divisor;
-    let words = |found: &Found| {
-        let mut words = found.steps.words();
-        words.extend([("over", over.words().to_string()), ("order", found.order.clone())]);
-        words
+    let addends: Vec<Vec<f64>> = match summed {
+        true => ranks.iter().map(|&rank| total(&mut of_rank(rank))).collect(),
+        false => parts.iter().map(|part| total(&mut std::iter::once(part))).collect(),
     };
-    let found = match over {
-        Over::Ranks => {
-            let each: Vec<Vec<f64>> = ranks.iter().map(|&rank| sum(&mut of_rank(rank))).collect();
-            in_few_bits(captured, &each, &wide, &finish, true)
-        }
-        // One rank's: the others' sums are not told apart.
-        _ if ranks.len() == 1 => {
-            let each: Vec<Vec<f64>> = parts.iter().map(|(_, x)| x.clone()).collect();
-            in_few_bits(captured, &each, &wide, &finish, false)
-        }
-        _ => None,
-    }?;
-    let words = words(&found);
+    let wide = total(&mut parts.iter());
+    let divisors = divisors(divisor, addends.len());
+    let of = Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring: summed };
+    let found = of.in_few_bits()?;
+    let mut words = found.steps.words();
+    words.extend([("over", over.words().to_string()), ("order", found.order.clone())]);
     Some((found, words))
 }
 

@@ -19,7 +19,6 @@ pub mod nan;
 pub mod orders;
 pub mod pieces;
 pub mod plane;
-pub mod reductions;
 pub mod reference;
 pub mod replicas;
 pub mod segments;

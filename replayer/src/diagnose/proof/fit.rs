@@ -6,7 +6,7 @@ use crate::diagnose::evidence::{Evidence, Key, Residuals};
 use crate::diagnose::search::{Search, left_of};
 use crate::head::Roundings;
 use crate::kernels::Tiles;
-use crate::kernels::policy::Policy;
+use crate::kernels::policy::{Path, Policy};
 use crate::replay::members;
 use crate::replay::world::World;
 
@@ -104,6 +104,17 @@ impl<'a> Reproduction<'a> {
             }
         }
         Some(best)
+    }
+
+    /// Whether a fused head reproduces every comparison that takes the label's 1 off before it
+    /// rounds, as others do that never hold the logits: with q and k alone it is no fault.
+    pub(super) fn adds_labels_early(&self) -> bool {
+        let narrow = self.roundings.narrowest;
+        if self.fail || narrow.path != Path::Fused {
+            return false;
+        }
+        let whole = Rounded(Policy { path: Path::Plain, ..narrow }, self.roundings.tiles);
+        self.fit(whole, None).is_some_and(|fit| self.is_explained(&fit))
     }
 
     /// The best fit beside a hypothesis; none where it cannot be what happened.

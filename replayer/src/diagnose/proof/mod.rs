@@ -136,7 +136,7 @@ pub(super) fn prove(
     let fail = evidence.failing.iter().any(fails);
     let of = Reproduction::new(search, evidence, fail)?;
     let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
-    if of.is_explained(&right) {
+    if of.is_explained(&right) || of.adds_labels_early() {
         return None;
     }
     // What only rounds intermediates is right where the bounds allow it and the job does not
