@@ -6,6 +6,7 @@
 //! Emulation: the sum with these weights.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
@@ -13,13 +14,14 @@ use backtape::shard::TensorKey;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::divisor;
+use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::multiples;
-use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
 use crate::replay::addends::Sum;
-use crate::replay::world::World;
+use crate::replay::world::{Expectation, World};
 
 /// The catalogue's entry.
 pub struct AccumulationWindow;
@@ -51,31 +53,111 @@ impl Cause for AccumulationWindow {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let count = evidence.microbatches();
-        if !(2..=MOST).contains(&count) {
-            return Vec::new();
+        let mut found = windows(evidence);
+        found.extend(uncleared(evidence));
+        found
+    }
+}
+
+/// Sums over microbatches that hold each of them otherwise.
+fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let count = evidence.microbatches();
+    if !(2..=MOST).contains(&count) {
+        return Vec::new();
+    }
+    let stages = [Stage::Accumulate, Stage::Reduce];
+    let keys: Vec<Key> = evidence.failing_of(&stages).map(|(key, _)| key).collect();
+    let (mut weights, mut fitted) = (BTreeMap::new(), 0);
+    for key in keys {
+        let Some(found) = solved(evidence, key) else { continue };
+        let divisor = divisor(evidence, key);
+        let whole = whole(&found, divisor);
+        // Weights that are no whole numbers were fitted, one for each microbatch.
+        fitted = if whole.is_some() { fitted } else { count };
+        let Some(of) = whole.or_else(|| raw(&found, divisor)) else { continue };
+        weights.insert((key.stage, key.rank), of);
+    }
+    let Some(first) = weights.values().next() else { return Vec::new() };
+    let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
+    let ids: Vec<Option<Microbatch>> = evidence.inputs.iter().map(|one| one.microbatch).collect();
+    let mut parameters = vec![("weights of the microbatches", words.join(", "))];
+    if weights.values().any(|one| one != first) {
+        parameters.push(("on", "the first rank; other ranks differ".to_string()));
+    }
+    vec![Hypothesis::new(Window { ids, weights }, parameters).fitted(fitted)]
+}
+
+/// Gradients of microbatches that hold those of other microbatches too: the buffer that they were
+/// recorded from was not cleared.
+fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let mut world = Uncleared { of: BTreeMap::new() };
+    let mut words = Vec::new();
+    let stages: Vec<Stage> =
+        GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits).collect();
+    for (key, _) in evidence.failing_of(&stages) {
+        let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
+        let others: Vec<(Key, Rc<Values>)> = evidence
+            .inputs
+            .iter()
+            .filter(|inputs| inputs.microbatch != key.microbatch)
+            .filter_map(|inputs| {
+                let of = Key { microbatch: inputs.microbatch, ..key };
+                Some((of, evidence.captured(of)?))
+            })
+            .filter(|(_, of)| of.values.len() == captured.values.len())
+            .collect();
+        let rows = |of: &Values| -> Vec<f64> {
+            table.keys().flat_map(|&row| of.row(row).to_vec()).collect()
+        };
+        let own: Vec<f64> = table.values().flatten().copied().collect();
+        let seen: Vec<Vec<f64>> = others.iter().map(|(_, of)| rows(of)).collect();
+        let all: Vec<&[f64]> = std::iter::once(&own).chain(&seen).map(|x| &x[..]).collect();
+        let found = multiples(&all, &rows(&captured))?;
+        let near = |x: f64| (x - x.round()).abs() <= 2.0 * NEAR && x.round() <= 2.0;
+        if found.len() < 2 || found[0].round() != 1.0 || !found.iter().all(|&x| near(x)) {
+            return None;
         }
-        let stages = [Stage::Accumulate, Stage::Reduce];
-        let keys: Vec<Key> = evidence.failing_of(&stages).map(|(key, _)| key).collect();
-        let (mut weights, mut fitted) = (BTreeMap::new(), 0);
-        for key in keys {
-            let Some(found) = solved(evidence, key) else { continue };
-            let divisor = divisor(evidence, key);
-            let whole = whole(&found, divisor);
-            // Weights that are no whole numbers were fitted, one for each microbatch.
-            fitted = if whole.is_some() { fitted } else { count };
-            let Some(of) = whole.or_else(|| raw(&found, divisor)) else { continue };
-            weights.insert((key.stage, key.rank), of);
+        let held = others.iter().zip(&found[1..]).filter(|(_, x)| x.round() > 0.0);
+        let held: Vec<(f64, Key, Rc<Values>)> =
+            held.map(|((of, values), x)| (x.round(), *of, values.clone())).collect();
+        if held.is_empty() {
+            return None;
         }
-        let Some(first) = weights.values().next() else { return Vec::new() };
-        let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
-        let ids: Vec<Option<Microbatch>> =
-            evidence.inputs.iter().map(|one| one.microbatch).collect();
-        let mut parameters = vec![("weights of the microbatches", words.join(", "))];
-        if weights.values().any(|one| one != first) {
-            parameters.push(("on", "the first rank; other ranks differ".to_string()));
+        let of = |(_, key, _): &(f64, Key, Rc<Values>)| {
+            key.microbatch.map_or("another".to_string(), |mb| mb.to_string())
+        };
+        let names: Vec<String> = held.iter().map(of).collect();
+        let own = key.microbatch.map_or(String::new(), |mb| format!(" of microbatch {mb}"));
+        let said = format!("{}{own} holds what microbatch {} holds", key.stage, names.join(", "));
+        if !words.contains(&said) {
+            words.push(said);
         }
-        vec![Hypothesis::new(Window { ids, weights }, parameters).fitted(fitted)]
+        let held = held.into_iter().map(|(times, _, of)| (times, of.columns, of.values.clone()));
+        world.of.insert(key, held.collect());
+    }
+    words.truncate(TOLD);
+    let parameters = vec![("which", words.join("; "))];
+    let fitted = words.len();
+    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+}
+
+/// Gradients that are told in words.
+const TOLD: usize = 4;
+
+/// Captured gradients that others hold beside their own.
+struct Uncleared {
+    of: BTreeMap<Key, Vec<(f64, usize, Vec<f64>)>>,
+}
+
+impl World for Uncleared {
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+        for (times, columns, held) in self.of.get(&key).into_iter().flatten() {
+            for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+                let held = &held[row * columns..(row + 1) * columns];
+                values.iter_mut().zip(held).for_each(|(x, more)| *x += times * more);
+            }
+        }
     }
 }
 

@@ -6,12 +6,16 @@
 //! number, or the reported grad_norm says so.
 //! Emulation: the factor, fitted.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
+use backtape::identity::Rank;
 use backtape::role::Role;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::addends::{Addend, Solved, addends_of, divisor};
+use crate::diagnose::detectors::direct::energy;
 use crate::diagnose::detectors::fit::{rounded, shown};
+use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::detectors::uniform::informative;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key, Residual};
 use crate::diagnose::worlds::Scaled;
@@ -46,6 +50,9 @@ impl Cause for Clipping {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        if let Some(found) = of_ranks(evidence) {
+            return vec![found];
+        }
         let all = [&GRADIENTS[..], &[Stage::Accumulate, Stage::Reduce]].concat();
         let failing: BTreeSet<Stage> =
             evidence.failing_of(&all).map(|(key, _)| key.stage).collect();
@@ -59,6 +66,48 @@ impl Cause for Clipping {
         parameters.extend(support.1.map(|norm| ("max_norm", norm.to_string())));
         vec![Hypothesis::new(Scaled { factor, stages: failing }, parameters).fitted(1)]
     }
+}
+
+/// Each rank's part was clipped to one norm before the reduction.
+fn of_ranks(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let (key, _) = evidence.failing_of(&[Stage::Reduce]).next()?;
+    let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
+    let divisor = divisor(evidence, key);
+    let mut sums: BTreeMap<Option<Rank>, Vec<f64>> = BTreeMap::new();
+    for (addend, values) in &parts {
+        let sum = sums.entry(addend.rank).or_insert_with(|| vec![0.0; values.len()]);
+        sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x / divisor);
+    }
+    let same = |sum: &Vec<f64>| sum.len() == captured.values.len();
+    if sums.len() < 2 || !sums.values().all(same) {
+        return None;
+    }
+    let each: Vec<&[f64]> = sums.values().map(|sum| &sum[..]).collect();
+    let factors = multiples(&each, &captured.values)?;
+    let norms: Vec<f64> = each.iter().map(|sum| energy(sum).sqrt()).collect();
+    let clipped = |at: &usize| factors[*at] < 1.0 - ALIKE;
+    let cut: Vec<usize> = (0..factors.len()).filter(clipped).collect();
+    let to = norms[*cut.first()?] * factors[cut[0]];
+    let alike = |x: f64| (x - to).abs() <= ALIKE * to;
+    let one = |at: usize| match cut.contains(&at) {
+        true => alike(norms[at] * factors[at]),
+        false => (factors[at] - 1.0).abs() <= ALIKE && norms[at] <= to * (1.0 + ALIKE),
+    };
+    if cut.len() < 2 || !(0..factors.len()).all(one) {
+        return None;
+    }
+    let weight = |addend: &Addend| {
+        let at = sums.keys().position(|rank| *rank == addend.rank);
+        at.map_or(1.0, |at| factors[at])
+    };
+    let addends =
+        parts.iter().map(|(addend, _)| Addend { weight: weight(addend), ..addend.clone() });
+    let parameters = vec![
+        ("clipped", "each rank's part, before the reduction".to_string()),
+        ("max_norm", shown(to)),
+    ];
+    let solved = Solved { key, addends: addends.collect(), scale: 1.0 };
+    Some(Hypothesis::new(solved.world(), parameters).fitted(factors.len()))
 }
 
 /// The one factor of comparisons: the mean of theirs, each counted as exactly as it is known.

@@ -11,7 +11,9 @@ use std::collections::BTreeMap;
 
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::energy;
+use crate::diagnose::detectors::addends::{addends_of, divisor};
+use crate::diagnose::detectors::captured::widened;
+use crate::diagnose::detectors::direct::{energy, multiple};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::plane::Rows;
 use crate::diagnose::detectors::solve::multiples;
@@ -57,7 +59,60 @@ impl Cause for PartMissing {
         {
             all.push(Terms { parts: vec![Part::Plane, Part::OfQ, Part::OfK], ..dk.clone() });
         }
-        all.into_iter().map(Terms::hypothesis).collect()
+        let mut found: Vec<Hypothesis> = all.into_iter().map(Terms::hypothesis).collect();
+        found.extend(of_sums(evidence));
+        found
+    }
+}
+
+/// A multiple of k in the sums of dk, as coupled weight decay adds it.
+fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let mut times: Option<f64> = None;
+    let k = evidence.inputs.first()?.head(evidence.step)?.k;
+    let values = widened(&k);
+    let mut keys = Vec::new();
+    for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+        let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
+        let divisor = divisor(evidence, key);
+        let same = parts.iter().all(|(_, x)| x.len() == captured.values.len());
+        if !same || values.len() != captured.values.len() {
+            return None;
+        }
+        let sum = |at: usize| parts.iter().map(|(_, x)| x[at]).sum::<f64>() / divisor;
+        let error: Vec<f64> =
+            captured.values.iter().enumerate().map(|(at, x)| x - sum(at)).collect();
+        let found = rounded(multiple(&error, &values).times, 3);
+        let left: f64 = error.iter().zip(&values).map(|(e, k)| (e - found * k).powi(2)).sum();
+        let alike = times.is_none_or(|other| (other - found).abs() <= NEAR * found.abs());
+        if !alike || found == 0.0 || !(left <= LEFT * energy(&error)) {
+            return None;
+        }
+        times = times.or(Some(found));
+        keys.push(key);
+    }
+    let of_k = times?;
+    let rows = values.chunks(k.cols.max(1)).map(<[f64]>::to_vec).collect();
+    let parameters =
+        vec![("of", "the sum of dk".to_string()), ("added", format!("{of_k} times k"))];
+    Some(Hypothesis::new(Added { keys, of_k, rows }, parameters).fitted(1))
+}
+
+/// A multiple of k in some sums.
+struct Added {
+    keys: Vec<Key>,
+    of_k: f64,
+    rows: Vec<Vec<f64>>,
+}
+
+impl World for Added {
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let own = |key: &Key| key.stage == of.at.stage && key.rank == of.at.rank;
+        if !self.keys.iter().any(own) {
+            return;
+        }
+        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            values.iter_mut().zip(&self.rows[*row]).for_each(|(x, k)| *x += self.of_k * k);
+        }
     }
 }
 

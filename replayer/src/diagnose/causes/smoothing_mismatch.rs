@@ -66,6 +66,7 @@ impl Cause for SmoothingMismatch {
                 found.push(Hypothesis::new(part, parameters));
             }
             found.extend(local(evidence));
+            found.extend(over_padding(evidence));
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
         let from = (epsilon, if epsilon > 0.0 { epsilon / 2.0 } else { USUAL });
@@ -99,6 +100,27 @@ fn hypothesis(
         ("formula", format!("{formula:?}").to_lowercase()),
     ];
     Hypothesis::new(smoothed(epsilon, formula), parameters).fitted(fitted)
+}
+
+/// ε spread over the padding's columns too, in the gradient: each class has less.
+fn over_padding(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let head = evidence.inputs.first()?.head(evidence.step)?;
+    let (columns, valid) = (head.k.rows, head.valid_vocab);
+    let parameters =
+        vec![("smoothed over", format!("all {columns} columns, the padding included"))];
+    let share = valid as f64 / columns as f64;
+    (columns > valid).then(|| Hypothesis::new(OverPadding { share }, parameters))
+}
+
+struct OverPadding {
+    /// Valid columns of all.
+    share: f64,
+}
+
+impl World for OverPadding {
+    fn cotangents(&self, _tokens: &UnitTokens<'_>, [_, _, smooth]: [&mut [f64]; 3]) {
+        smooth.iter_mut().for_each(|x| *x *= self.share);
+    }
 }
 
 /// Smoothing over the classes of one of several ranks that cut the vocabulary.

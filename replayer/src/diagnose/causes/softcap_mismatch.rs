@@ -6,13 +6,20 @@
 //! Emulation: the other cap; where only the backward has it, it starts from the lse of the
 //! declared forward.
 
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::detectors::fit::{least, readings, shown};
 use crate::diagnose::detectors::tokens::Tokens;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Starts};
-use crate::head::HeadOptions;
+use crate::head::{HeadOptions, MicrobatchInputs};
 use crate::kernels::matrix::Transform;
+use crate::replay::world::{UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct SoftcapMismatch;
@@ -50,6 +57,7 @@ impl Cause for SoftcapMismatch {
             let parameters =
                 vec![("softcap", cap.to_string()), ("left out", "its derivative".to_string())];
             found.push(Hypothesis::new(world, parameters));
+            found.extend(of_one_part(evidence, cap));
             found.extend(capped(evidence, None, 0));
         }
         // A forward that is right leaves no other cap to be found in it.
@@ -61,6 +69,52 @@ impl Cause for SoftcapMismatch {
             }
         }
         found
+    }
+}
+
+/// The derivative is left out of the label's part alone, or of the softmax part alone.
+fn of_one_part(evidence: &Evidence<'_>, cap: f64) -> Vec<Hypothesis> {
+    let bend = |inputs: &MicrobatchInputs| {
+        let (direct, scale) =
+            (Direct::new(evidence, inputs)?, evidence.step.options.transform.scale);
+        let of = |t: usize| match inputs.labels[t] as usize {
+            label if label < direct.head.valid_vocab => {
+                direct.logit_of(&direct.q(Row::From(t)), label).1 / scale
+            }
+            _ => 1.0,
+        };
+        Some((inputs.microbatch, (0..inputs.tokens()).map(of).collect()))
+    };
+    let bends: BTreeMap<Option<Microbatch>, Vec<f64>> =
+        evidence.inputs.iter().filter_map(bend).collect();
+    let one = |of_label: bool| {
+        let part = if of_label { "the label's part" } else { "the softmax part" };
+        let parameters = vec![
+            ("softcap", cap.to_string()),
+            ("left out", "its derivative".to_string()),
+            ("of", part.to_string()),
+        ];
+        Hypothesis::new(OfOnePart { of_label, bends: bends.clone() }, parameters)
+    };
+    [true, false].map(one).into()
+}
+
+struct OfOnePart {
+    of_label: bool,
+    /// `1 - tanh²` in the label's column, `[T]` by microbatch.
+    bends: BTreeMap<Option<Microbatch>, Vec<f64>>,
+}
+
+impl World for OfOnePart {
+    fn options(&self, options: &mut HeadOptions) {
+        options.transform.uncapped = !self.of_label;
+    }
+
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
+        let Some(bends) = self.bends.get(&tokens.inputs.microbatch) else { return };
+        for (label, &row) in label.iter_mut().zip(tokens.rows) {
+            *label = if self.of_label { *label / bends[row] } else { *label * bends[row] };
+        }
     }
 }
 

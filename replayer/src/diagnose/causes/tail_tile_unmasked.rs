@@ -8,7 +8,7 @@
 //! with the next token's logits, or with the columns that a tile that was moved back
 //! counts twice. Of a declared padding: its rows of k count, unmasked.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Microbatch;
 use rayon::prelude::*;
@@ -20,7 +20,7 @@ use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
-use crate::replay::world::World;
+use crate::replay::world::{Pass, World};
 
 /// The catalogue's entry.
 pub struct TailTileUnmasked;
@@ -55,7 +55,7 @@ impl Cause for TailTileUnmasked {
         if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
             return Vec::new();
         }
-        let mut found: Vec<Hypothesis> = padded(evidence).into_iter().collect();
+        let mut found = padded(evidence);
         let seen: Vec<(&MicrobatchInputs, Vec<Seen>)> =
             evidence.inputs.iter().map(|inputs| (inputs, seen_lse(evidence, inputs))).collect();
         if seen.iter().all(|(_, seen)| seen.is_empty()) {
@@ -68,23 +68,99 @@ impl Cause for TailTileUnmasked {
     }
 }
 
-/// The declared padding's own rows count.
-fn padded(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let inputs = evidence.inputs.first()?;
-    let head = inputs.head(evidence.step)?;
-    let columns = head.k.rows.checked_sub(head.valid_vocab).filter(|&n| n > 0)?;
-    let parameters = vec![
-        ("columns", columns.to_string()),
-        ("filled with", "what lies in the padding of k".to_string()),
-    ];
-    Some(Hypothesis::new(Unpadded, parameters))
+/// The declared padding's own rows count: all of them, or as many as a captured lse shows; in
+/// forward and backward, or in the backward alone.
+fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let head = evidence.inputs.first().and_then(|inputs| inputs.head(evidence.step));
+    let padding = head.and_then(|head| head.k.rows.checked_sub(head.valid_vocab));
+    let Some(all) = padding.filter(|&n| n > 0) else { return Vec::new() };
+    let mut found = Vec::new();
+    let counts: BTreeSet<usize> =
+        [Some(all), columns_shown(evidence, all)].into_iter().flatten().collect();
+    for columns in counts {
+        let parameters = vec![
+            ("columns", columns.to_string()),
+            ("filled with", "what lies in the padding of k".to_string()),
+        ];
+        let fitted = usize::from(columns != all);
+        let (backward, declared) = (Lse::new(), Lse::new());
+        let world = Unpadded { columns, backward, declared };
+        found.push(Hypothesis::new(world, parameters.clone()).fitted(fitted));
+    }
+    if !evidence.fails_any(&FORWARD) {
+        let parameters = vec![
+            ("columns", all.to_string()),
+            ("filled with", "what lies in the padding of k".to_string()),
+            ("in", "the backward alone".to_string()),
+        ];
+        let declared = evidence.reference().forward_lse.clone();
+        let world = Unpadded { columns: all, backward: padded_lse(evidence, all), declared };
+        found.push(Hypothesis::new(world, parameters));
+    }
+    found
 }
 
-struct Unpadded;
+/// How many of the padding's columns a captured lse holds; none where some tokens show other
+/// numbers.
+fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
+    let mut shown: Option<usize> = None;
+    for inputs in evidence.inputs {
+        let seen = seen_lse(evidence, inputs);
+        let Some(direct) = Direct::new(evidence, inputs) else { continue };
+        let valid = direct.head.valid_vocab;
+        for of in seen.iter().step_by(seen.len().div_ceil(6).max(1)) {
+            let q = direct.q(Row::From(of.token));
+            // What the columns up to each add to the sum of exponentials, over that sum.
+            let mut sum = 0.0;
+            let wanted = (of.seen - of.lse).exp_m1();
+            let off = (0..all).map(|at| {
+                sum += (direct.logit_of(&q, valid + at).0 - of.lse).exp();
+                (sum - wanted).abs()
+            });
+            let best = off.enumerate().min_by(|a, b| a.1.total_cmp(&b.1));
+            let found =
+                best.filter(|(_, off)| *off <= 0.05 * wanted.abs()).map(|(at, _)| at + 1)?;
+            if shown.is_some_and(|other| other != found) {
+                return None;
+            }
+            shown = Some(found);
+        }
+    }
+    shown
+}
+
+/// lse over the valid classes and the padding, of every token.
+fn padded_lse(evidence: &Evidence<'_>, columns: usize) -> Lse {
+    let lse = &evidence.reference().forward_lse;
+    let one = |inputs: &MicrobatchInputs| {
+        let (direct, lse) = (Direct::new(evidence, inputs)?, lse.get(&inputs.microbatch)?);
+        let valid = direct.head.valid_vocab;
+        let of = |t: usize| {
+            let q = direct.q(Row::From(t));
+            let more = |v: usize| (direct.logit_of(&q, v).0 - lse[t]).exp();
+            lse[t] + (valid..valid + columns).map(more).sum::<f64>().ln_1p()
+        };
+        Some((inputs.microbatch, (0..inputs.tokens()).into_par_iter().map(of).collect()))
+    };
+    evidence.inputs.iter().filter_map(one).collect()
+}
+
+struct Unpadded {
+    columns: usize,
+    /// lse of the backward, where it alone counts them, and that of the forward then.
+    backward: Lse,
+    declared: Lse,
+}
 
 impl World for Unpadded {
     fn options(&self, options: &mut HeadOptions) {
-        (options.valid_vocab, options.mask) = (None, None);
+        let valid = options.valid_vocab.map(|valid| valid + self.columns as u64);
+        (options.valid_vocab, options.mask) = (valid, None);
+    }
+
+    fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
+        let of = if pass == Pass::Backward { &self.backward } else { &self.declared };
+        of.get(&inputs.microbatch).into_iter().for_each(|other| lse.copy_from_slice(other));
     }
 }
 

@@ -163,7 +163,9 @@ fn passes(found: &Residuals, keys: &BTreeSet<Key>) -> bool {
 /// An option's value as it is written in `tape.head`, of a declaration.
 fn written(head: &HeadDeclaration, option: &str) -> String {
     let all = serde_json::to_value(head).unwrap_or_default();
-    match all.get(option) {
+    // An option of a policy loss lies inside the loss's own.
+    let of = option.split('.').try_fold(&all, |of, name| of.get(name));
+    match of {
         None | Some(serde_json::Value::Null) => "None".into(),
         Some(serde_json::Value::Bool(true)) => "True".into(),
         Some(serde_json::Value::Bool(false)) => "False".into(),

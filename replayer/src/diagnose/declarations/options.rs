@@ -4,7 +4,8 @@
 use std::collections::BTreeSet;
 
 use backtape::head::{
-    Denominator, HeadDeclaration, LossReduction, MicrobatchReduction, SmoothingFormula, Span,
+    Denominator, GrpoDeclaration, HeadDeclaration, KlEstimator, LossAverage, LossReduction,
+    MicrobatchReduction, RatioLevel, SmoothingFormula, Span,
 };
 use backtape::role::Role;
 
@@ -30,8 +31,52 @@ pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Ca
         labels(evidence, &mut found);
         terms(evidence, &mut found);
     }
+    if policy {
+        policy_loss(evidence, &mut found);
+    }
     dtypes(search, evidence, &mut found);
     found
+}
+
+/// The options of a policy loss.
+fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+    let declared = evidence.step.options.declared.grpo.clone().unwrap_or_default();
+    let mut add = |option: &'static str, look, fitted, edit: &dyn Fn(&mut GrpoDeclaration)| {
+        let kind = kind_of(evidence, option);
+        let edit = |head: &mut HeadDeclaration| edit(head.grpo.get_or_insert_default());
+        found.extend(candidate(evidence, option, (fitted, kind), look, edit));
+    };
+    let look =
+        "how the loss's code averages token losses: over all tokens, or over each sequence first";
+    for of in [LossAverage::Token, LossAverage::Sequence] {
+        add("grpo.average", look, 0, &|grpo| grpo.average = of);
+    }
+    let look = "whether the ratio of policies is taken of each token, or over the sequence (GSPO)";
+    for of in [RatioLevel::Token, RatioLevel::Sequence] {
+        add("grpo.ratio", look, 0, &|grpo| grpo.ratio = of);
+    }
+    let look = "the clip bounds that the loss is called with (epsilon, epsilon_high)";
+    add("grpo.clip_high", look, 0, &|grpo| grpo.clip_high = grpo.clip_low);
+    add("grpo.clip_low", look, 0, &|grpo| grpo.clip_low = grpo.clip_high);
+    add("grpo.dual_clip", look, 0, &|grpo| grpo.dual_clip = None);
+    let look = "the KL term's factor and estimator in the loss's code";
+    add("grpo.kl_beta", look, 0, &|grpo| grpo.kl_beta = 0.0);
+    if declared.kl_beta != 0.0 {
+        for of in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3] {
+            add("grpo.kl", look, 0, &|grpo| grpo.kl = of);
+        }
+    }
+    let world = |beta: f64| -> Box<dyn World> {
+        let change = move |options: &mut HeadOptions| {
+            options.grpo.iter_mut().for_each(|grpo| grpo.kl_beta = beta);
+        };
+        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+    };
+    let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+    let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
+    for beta in linear(evidence, &stages, from, &world).unwrap_or_default() {
+        add("grpo.kl_beta", look, cost(beta), &|grpo| grpo.kl_beta = beta);
+    }
 }
 
 /// One candidate from a changed declaration: what is written is what changes.
