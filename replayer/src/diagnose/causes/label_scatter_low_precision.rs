@@ -9,7 +9,7 @@
 //! Emulation: `acc = round(acc + round(g q))` over a row's tokens, for every plausible
 //! format, with and without rounding of the product, from either end, in shards.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::emulated::{Emulated, formats_below};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
@@ -56,9 +56,11 @@ impl Cause for LabelScatterLowPrecision {
         let mut found = Vec::new();
         let declared = roundings.narrowest.sums.label_scatter.precision;
         for precision in formats_below(declared, &roundings) {
-            for product in [precision, Precision::F32] {
-                for parts in [precision, Precision::F32].into_iter().skip(usize::from(apart)) {
-                    for (shards, join, order) in cuts(evidence, precision) {
+            for (shards, join, order) in cuts(evidence, precision) {
+                // Shards that are added in f32 may be stored in few bits again.
+                let shown = apart && join == precision;
+                for parts in [precision, Precision::F32].into_iter().skip(usize::from(shown)) {
+                    for product in [precision, Precision::F32] {
                         let of = Scatter { precision, product, parts, shards, join, order };
                         found.push(of.hypothesis(&roundings));
                     }
@@ -107,15 +109,71 @@ fn cuts(evidence: &Evidence<'_>, precision: Precision) -> Vec<(usize, Precision,
     let whole =
         evidence.failing_of(&[Stage::DkLabel, Stage::Dk]).any(|(key, _)| key.rank.is_none());
     let ranks = Some(evidence.ranks()).filter(|_| whole);
-    let shards: BTreeSet<usize> = DEVICES.into_iter().chain(ranks).filter(|&n| n > 1).collect();
+    let shown = shards_shown(evidence, precision);
+    let shards = DEVICES.into_iter().chain(ranks).chain(shown);
+    let shards: BTreeSet<usize> = shards.filter(|&n| n > 1).collect();
     let one = [Walk::Ascending, Walk::Descending].map(|order| (1, precision, order));
     let several = shards.into_iter().flat_map(|shards| {
-        // Two sums are added with one rounding in either.
-        let joins = [precision, Precision::F32].into_iter().take(if shards > 2 { 2 } else { 1 });
-        joins.map(move |join| (shards, join, Walk::Ascending))
+        [precision, Precision::F32].map(move |join| (shards, join, Walk::Ascending))
     });
     one.into_iter().chain(several).collect()
 }
+
+/// In how many shards the rows of the most frequent labels were scattered, by what each number
+/// leaves of them; none where one leaves as little.
+fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> {
+    let (key, _) = evidence.failing_of(&[Stage::DkLabel, Stage::Dk]).next()?;
+    let (plane, captured) = (evidence.plane(key)?, evidence.captured(key)?);
+    let (tokens, d) = (plane.labels.len(), plane.q.cols);
+    let mut hits: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (token, label) in plane.labels.iter().enumerate() {
+        label.iter().for_each(|(class, _)| hits.entry(*class).or_default().push(token));
+    }
+    let mut frequent: Vec<(usize, Vec<usize>)> = hits.into_iter().collect();
+    frequent.sort_by_key(|(_, tokens)| std::cmp::Reverse(tokens.len()));
+    frequent.truncate(ROWS);
+    let dense = |class: usize, column: usize| -> f64 {
+        let of = |t: usize| plane.dense.row(t)[class] * plane.q.row(t)[column];
+        if key.stage == Stage::Dk { (0..tokens).map(of).sum() } else { 0.0 }
+    };
+    let wanted: Vec<Vec<f64>> = frequent
+        .iter()
+        .map(|(class, _)| (0..d).map(|at| captured.row(*class)[at] - dense(*class, at)).collect())
+        .collect();
+    let left = |shards: usize| -> f64 {
+        let size = tokens.div_ceil(shards).max(1);
+        let mut least = f64::INFINITY;
+        for rounds in [true, false] {
+            let mut off = 0.0;
+            for ((_, tokens), wanted) in frequent.iter().zip(&wanted) {
+                for (at, wanted) in wanted.iter().enumerate() {
+                    let addend = |t: usize| {
+                        let x =
+                            plane.labels[t].map_or(0.0, |(_, entry)| entry) * plane.q.row(t)[at];
+                        if rounds { precision.round64(x) } else { x }
+                    };
+                    let shard = |of: &[usize]| {
+                        of.iter().fold(0.0, |sum, &t| precision.round64(sum + addend(t)))
+                    };
+                    let sum: f64 = tokens.chunk_by(|a, b| a / size == b / size).map(shard).sum();
+                    off += (wanted - sum).powi(2);
+                }
+            }
+            least = least.min(off);
+        }
+        least
+    };
+    let one = left(1);
+    let all = (2..=SHARDS.min(tokens)).map(|shards| (left(shards), shards));
+    let (off, shards) = all.min_by(|a, b| a.0.total_cmp(&b.0))?;
+    (off <= LESS * one).then_some(shards)
+}
+
+/// Rows of frequent labels that are looked at, shards that are looked for at most, and the share
+/// that they must leave of what one leaves.
+const ROWS: usize = 6;
+const SHARDS: usize = 64;
+const LESS: f64 = 0.5;
 
 /// Devices that a compiler may have cut a rank's tokens over.
 const DEVICES: [usize; 3] = [2, 4, 8];
@@ -145,7 +203,7 @@ impl Scatter {
             ("shards", shards.to_string()),
             ("starts at", format!("{end} token")),
         ];
-        if shards > 2 {
+        if shards > 1 {
             parameters.push(("shards added in", join.name().to_string()));
         }
         Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters)

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::round::Precision;
@@ -45,6 +45,11 @@ impl Cause for LseCancellation {
 
     fn may_be_right(&self) -> bool {
         true
+    }
+
+    /// Beside an lse in few bits that the backward reads as well, which is looked for as long.
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

@@ -47,9 +47,6 @@ impl LabelPath<'_> {
                     sums.finish(label);
                 }
             }
-            if shards.len() > 1 {
-                label.iter_mut().for_each(|x| *x = scatter.precision.round64(*x));
-            }
             !hits.is_empty()
         });
     }

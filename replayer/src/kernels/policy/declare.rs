@@ -135,8 +135,8 @@ pub struct Policy {
     /// Fused: tokens are cut into so many shards, each scatters from 0, and the shards'
     /// sums are added one after the other.
     pub scatter_shards: usize,
-    /// Fused: precision in which the shards' sums are added; the total is rounded to the
-    /// scatter's. A reduction over devices may be promoted to f32, as XLA's are.
+    /// Fused: precision in which the shards' sums are added. A reduction over devices may be
+    /// promoted to f32, as XLA's are; what the total is stored in is that of the parts.
     pub scatter_join: Precision,
     /// Fused: which token a scatter starts at.
     pub scatter_order: Walk,

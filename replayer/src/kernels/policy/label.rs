@@ -153,7 +153,6 @@ impl LabelPath<'_> {
                 own.fill(0.0);
             }
         }
-        label_scatter.round_slice(acc);
     }
 
     /// `round(g k[label])` of one token; empty when it is ignored.
