@@ -100,34 +100,32 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// How many of the padding's columns a captured lse holds; none where some tokens show other
-/// numbers.
+/// How many of the padding's columns the lse that is seen holds; none where no number fits.
 fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
-    let mut shown: Option<usize> = None;
+    // Of each number of columns: what it leaves of the error, over all tokens that are looked at.
+    let (mut left, mut before) = (vec![0.0; all], 0.0);
     for inputs in evidence.inputs {
         let seen = seen_lse(evidence, inputs);
         let Some(direct) = Direct::new(evidence, inputs) else { continue };
         let valid = direct.head.valid_vocab;
-        for of in seen.iter().step_by(seen.len().div_ceil(6).max(1)) {
+        for of in seen.iter().step_by(seen.len().div_ceil(LOOKED_AT).max(1)) {
             let q = direct.q(Row::From(of.token));
-            // What the columns up to each add to the sum of exponentials, over that sum.
-            let mut sum = 0.0;
-            let wanted = (of.seen - of.lse).exp_m1();
-            let off = (0..all).map(|at| {
+            // What the columns add to the sum of exponentials, over that sum.
+            let (wanted, mut sum) = ((of.seen - of.lse).exp_m1(), 0.0);
+            for (at, left) in left.iter_mut().enumerate() {
                 sum += (direct.logit_of(&q, valid + at).0 - of.lse).exp();
-                (sum - wanted).abs()
-            });
-            let best = off.enumerate().min_by(|a, b| a.1.total_cmp(&b.1));
-            let found =
-                best.filter(|(_, off)| *off <= 0.05 * wanted.abs()).map(|(at, _)| at + 1)?;
-            if shown.is_some_and(|other| other != found) {
-                return None;
+                *left += (sum - wanted).powi(2);
             }
-            shown = Some(found);
+            before += wanted * wanted;
         }
     }
-    shown
+    let (at, least) = left.into_iter().enumerate().min_by(|a, b| a.1.total_cmp(&b.1))?;
+    (least <= FITS * before).then_some(at + 1)
 }
+
+/// Tokens of a microbatch that are looked at for it, and the share of the error that may be left.
+const LOOKED_AT: usize = 16;
+const FITS: f64 = 0.01;
 
 /// lse over the valid classes and the padding, of every token.
 fn padded_lse(evidence: &Evidence<'_>, columns: usize) -> Lse {

@@ -220,7 +220,7 @@ impl Kept {
         let which = if self.last { "last" } else { "first" };
         let alone = format!("of tokens of one label the {which} one's alone is there");
         match self.window < self.tokens {
-            true => format!("in each {} tokens {alone}", self.window),
+            true => format!("within each {} tokens, {alone}", self.window),
             false => alone,
         }
     }
