@@ -357,7 +357,9 @@ fn in_part(
         let rest: BTreeSet<Key> = keys.difference(&of).copied().collect();
         let before = search::left_of(&evidence.residuals, &of);
         let settles = |one: &Tried<'_>| {
-            let bought = !one.hypothesis.of_both && one.hypothesis.fitted > BOUGHT;
+            // Beside causes that were not tried a fitted number says nothing of a part.
+            let most = if search.meter.is_spent() { 0 } else { BOUGHT };
+            let bought = !one.hypothesis.of_both && one.hypothesis.fitted > most;
             !bought && one.explains.is_superset(&of) && search::SETTLED * one.left_of(&of) <= before
         };
         if of.is_empty() || rest.is_empty() || !tried.iter().any(settles) {
