@@ -41,6 +41,7 @@ pub mod probe;
 mod probed;
 pub mod recompute;
 pub(crate) mod reductions;
+mod reordered;
 pub mod sample;
 mod sampled;
 mod slabs;

@@ -186,13 +186,13 @@ impl Order {
             Order::From { first, back: true } if first + 1 == n => "descending".into(),
             Order::From { first, back } => {
                 let way = if back { "descending" } else { "ascending" };
-                format!("{way} from the {}. on, the rest after it", first + 1)
+                format!("{way} from addend {} on, the others after it", first + 1)
             }
             Order::Neighbours => "each with its neighbour, then pairs with pairs".into(),
             Order::Halves => "each with the one half of them further on, and so on".into(),
             Order::Groups { size, apart, wide } => {
                 let which = match apart {
-                    true => format!("every {}., {size} in each", n / size),
+                    true => format!("{size} addends that lie {} apart", n / size),
                     false => format!("{size} neighbours"),
                 };
                 format!("first in groups of {which}{}", if wide { ", in f32" } else { "" })
@@ -296,7 +296,7 @@ impl Summed<'_> {
                 Order::From { first, .. } => first + 1,
                 _ => 1,
             };
-            format!("elements {at} to {} from the {first}.", end - 1)
+            format!("elements {at} to {} begin with addend {first}", end - 1)
         });
         let told = told.collect::<Vec<_>>().join(", ");
         let order = format!("a ring of {} pieces: {told}", pieces.len());

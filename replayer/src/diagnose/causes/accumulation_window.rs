@@ -2,8 +2,11 @@
 //! some, only the last, or earlier ones doubled each time another is added.
 //!
 //! Detectors: the captured sum is solved for weights of the captured addends, by least
-//! squares; they must be whole numbers, up to one common factor of counts.
-//! Emulation: the sum with these weights.
+//! squares; they must be whole numbers, up to one common factor of counts. A microbatch's
+//! gradient that holds another's beside its own, because a buffer was not cleared, is solved
+//! for likewise.
+//! Emulation: the sum with these weights. Or the gradient with what the other microbatch's
+//! tensor holds.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;

@@ -1,9 +1,10 @@
 //! `clipping`: gradients were recorded after they were clipped to a norm, as if they were
 //! the raw ones.
 //!
-//! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be
-//! that of a clip: gradients of parameters alone have it, and the clipped norm is a round
-//! number, or the reported grad_norm says so.
+//! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be that
+//! of a clip: gradients of parameters alone have it, and the clipped norm is a round number,
+//! or the reported grad_norm says so. Or each rank's part of the reduced dk has a factor of
+//! its own, and all that are below 1 bring their parts to one norm.
 //! Emulation: the factor, fitted.
 
 use std::collections::{BTreeMap, BTreeSet};

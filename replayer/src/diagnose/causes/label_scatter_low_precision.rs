@@ -6,8 +6,9 @@
 //! and the shards' sums are added; the parts may be rounded before they are added.
 //!
 //! Detectors: D4, dk or dk_label fails while dq is right, and there are labels that repeat.
-//! Emulation: `acc = round(acc + round(g q))` over a row's tokens, for every plausible
-//! format, with and without rounding of the product, from either end, in shards.
+//! Emulation: `acc = round(acc + round(g q))` over a row's tokens, for every plausible format,
+//! with and without rounding of the product, from either end, in shards. The number of shards
+//! is also read off the rows of the most frequent labels.
 
 use std::collections::{BTreeMap, BTreeSet};
 

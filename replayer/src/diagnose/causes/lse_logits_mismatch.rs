@@ -7,7 +7,8 @@
 //!
 //! Detectors: D3, a token's softmax part is `e^Δ` times what it should be; D1.
 //! Emulation: lse rounded between the passes; the backward's logits rounded; lse and label
-//! logits from rounded logits.
+//! logits from rounded logits. Also lse rounded when the forward stores it, which the backward
+//! then reads, with or without the loss.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;

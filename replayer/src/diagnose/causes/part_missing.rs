@@ -4,7 +4,8 @@
 //! Real: a detached lse or label logit (`stop_gradient` around one of them), `p + onehot`.
 //!
 //! Detectors: dq and dk are a softmax part and a label part, solved for how often each is in
-//! what was captured, and for a multiple of k beside them.
+//! what was captured, and for a multiple of k beside them. So is a multiple of k in the sums
+//! of dk.
 //! Emulation: the cotangents of lse and of the label's logit times what was found.
 
 use std::collections::BTreeMap;

@@ -2,8 +2,9 @@
 //! vocabulary shard, of lse that of one shard or the sum taken once more over all of them,
 //! of dk the addend of one rank.
 //!
-//! Detectors: a token's row of dq against the running sums of its terms over the
-//! vocabulary; lse off by one constant log n; dk solved for its addends.
+//! Detectors: a token's row of dq against the running sums of its terms over the vocabulary;
+//! lse off by one constant log n; dk solved for its addends. A piece of the reduced dk that
+//! holds other addends than the rest, or each of them more often, is solved for by itself.
 //! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
 
 use std::collections::BTreeMap;

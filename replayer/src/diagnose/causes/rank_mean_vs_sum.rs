@@ -1,8 +1,9 @@
 //! `rank-mean-vs-sum`: gradients are W or 1/W of what they should be, because ranks were
 //! averaged where their sum was declared, or the other way round, or twice.
 //!
-//! Detectors: D6, one factor in every microbatch and on every rank of a stage; W is the
-//! number of ranks, or of those along some axes of the mesh.
+//! Detectors: D6, one factor in every microbatch and on every rank of a stage; W is the number
+//! of ranks, or of those along some axes of the mesh. Or a piece of the reduced dk that is the
+//! mean of its addends where the rest is their sum.
 //! Emulation: the factor.
 
 use std::collections::BTreeMap;

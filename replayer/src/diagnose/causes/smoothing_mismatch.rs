@@ -6,7 +6,8 @@
 //!
 //! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails; the
 //! axes of the mesh say how many ranks may have cut the vocabulary.
-//! Emulation: the other smoothing; forward and backward are judged apart.
+//! Emulation: the other smoothing; forward and backward are judged apart. Also ε spread over
+//! the padding's columns.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -4,7 +4,8 @@
 //! Detectors: D1 (a missing derivative makes the column sum zero); another cap is fitted
 //! to the captured lse and label logits, or to rows of dq.
 //! Emulation: the other cap; where only the backward has it, it starts from the lse of the
-//! declared forward.
+//! declared forward. The derivative may be missing in both parts, in the softmax part, or in
+//! the label's part alone.
 
 use std::collections::BTreeMap;
 

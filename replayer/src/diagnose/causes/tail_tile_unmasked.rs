@@ -3,10 +3,11 @@
 //!
 //! Detectors: `e^seen - e^lse` of the failing rows, which is what the filling adds: the same
 //! number `n e^c` for all tokens where the filling has one logit c.
-//! Emulation: `lse = log(e^lse + Σ e^filling)` with n = -V mod tile for every usual tile,
-//! or as counted from the rows; filled with zero rows of k, with copies of the last row,
-//! with the next token's logits, or with the columns that a tile that was moved back
-//! counts twice. Of a declared padding: its rows of k count, unmasked.
+//! Emulation: `lse = log(e^lse + Σ e^filling)` with n = -V mod tile for every usual tile, or
+//! as counted from the rows; filled with zero rows of k, with copies of the last row, with the
+//! next token's logits, or with the columns that a tile that was moved back counts twice. Of a
+//! declared padding: its rows of k count, unmasked. All of them or as many as the lse that is
+//! seen holds, in both passes or in the backward alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 
