@@ -241,8 +241,8 @@ impl Summed<'_> {
         let (seen, before) = (pick(captured), distance(&pick(captured), &pick(self.wide)));
         let columns: Vec<Vec<f64>> = some.iter().map(|&at| self.of(at)).collect();
         let (orders, rotations) = (Order::all(n), Order::rotations(n));
-        let (mut rings, mut best): (Vec<(Steps, bool)>, Option<(f64, Steps, Order)>) =
-            Default::default();
+        let mut rings: Vec<(Steps, bool)> = Vec::new();
+        let mut best: Option<(f64, Steps, Order)> = None;
         for steps in self.divisors.iter().flat_map(|&divisor| Steps::all(divisor)) {
             let narrow = seen.iter().all(|&x| steps.round(x) == x);
             let value = |order: Order, of: &[f64]| steps.finished(order, of, narrow);
