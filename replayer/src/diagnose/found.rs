@@ -153,7 +153,7 @@ fn against(of: &Tried<'_>) -> String {
     if parts.is_empty() {
         return String::new();
     }
-    format!("; {} would not agree with it, and does: it is in the rest alone", parts.join(" and "))
+    format!("; it is in what fails alone, as {} would not agree with it", parts.join(" and "))
 }
 
 /// The first of two causes that together explain what neither does alone.

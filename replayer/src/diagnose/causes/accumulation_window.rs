@@ -114,6 +114,9 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         };
         let own: Vec<f64> = table.values().flatten().copied().collect();
         let seen: Vec<Vec<f64>> = others.iter().map(|(_, of)| rows(of)).collect();
+        if evidence.spend((others.len() + 1).pow(2) * own.len()) {
+            return None;
+        }
         let all: Vec<&[f64]> = std::iter::once(&own).chain(&seen).map(|x| &x[..]).collect();
         let found = multiples(&all, &rows(&captured))?;
         let near = |x: f64| (x - x.round()).abs() <= 2.0 * NEAR && x.round() <= 2.0;

@@ -203,7 +203,7 @@ fn of_addends(
             }
         }
         let words = in_words(&weights, &|at| of.addend(at));
-        let of_rows = format!("rows {}: ", between(of.row(rows.start), of.row(rows.end - 1)));
+        let of_rows = format!("in rows {}: ", between(of.row(rows.start), of.row(rows.end - 1)));
         let place = if told { of_rows } else { String::new() };
         said.extend(words.into_iter().map(|words| place.clone() + &words));
     }

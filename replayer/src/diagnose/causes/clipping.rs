@@ -83,6 +83,9 @@ fn of_ranks(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     if sums.len() < 2 || !sums.values().all(same) {
         return None;
     }
+    if evidence.spend(sums.len().pow(2) * captured.values.len()) {
+        return None;
+    }
     let each: Vec<&[f64]> = sums.values().map(|sum| &sum[..]).collect();
     let factors = multiples(&each, &captured.values)?;
     let norms: Vec<f64> = each.iter().map(|sum| energy(sum).sqrt()).collect();

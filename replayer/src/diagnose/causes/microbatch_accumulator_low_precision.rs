@@ -41,7 +41,7 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
     }
 
     fn advice(&self) -> &'static str {
-        "accumulate gradients over microbatches and ranks in f32 (Megatron: accumulate_allreduce_grads_in_fp32)"
+        "accumulate gradients over microbatches and ranks in f32 (Megatron: accumulate_allreduce_grads_in_fp32), or declare `reduce` in dtypes where few bits are meant"
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::dense::{Seen, median, seen_lse};
-use crate::diagnose::detectors::direct::Direct;
+use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
@@ -73,11 +73,16 @@ impl Cause for TailTileUnmasked {
 /// forward and backward, or in the backward alone.
 fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let head = evidence.inputs.first().and_then(|inputs| inputs.head(evidence.step));
-    let padding = head.and_then(|head| head.k.rows.checked_sub(head.valid_vocab));
-    let Some(all) = padding.filter(|&n| n > 0) else { return Vec::new() };
+    let Some(head) = head.filter(|head| head.k.rows > head.valid_vocab) else { return Vec::new() };
+    let all = head.k.rows - head.valid_vocab;
+    let tokens: usize = evidence.inputs.iter().map(MicrobatchInputs::tokens).sum();
+    let is_small = tokens.saturating_mul(all * head.q.cols) <= WORK;
     let mut found = Vec::new();
     let counts: BTreeSet<usize> =
-        [Some(all), columns_shown(evidence, all)].into_iter().flatten().collect();
+        [Some(all), is_small.then(|| columns_shown(evidence, all)).flatten()]
+            .into_iter()
+            .flatten()
+            .collect();
     for columns in counts {
         let parameters = vec![
             ("columns", columns.to_string()),
@@ -88,7 +93,7 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let world = Unpadded { columns, backward, declared };
         found.push(Hypothesis::new(world, parameters.clone()).fitted(fitted));
     }
-    if !evidence.fails_any(&FORWARD) {
+    if is_small && !evidence.fails_any(&FORWARD) {
         let parameters = vec![
             ("columns", all.to_string()),
             ("filled with", "what lies in the padding of k".to_string()),
