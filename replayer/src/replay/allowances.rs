@@ -73,7 +73,7 @@ impl Replay<'_> {
             shared_total: self.shared_scale(0.0),
             shared_whole: constant,
             shared_alike,
-            bias: problem.label_bias[1],
+            bias: label_bias(problem, 1, parts),
             few_alike: label_grad.unit_roundoff().powi(2) / 3.0 + self.product_rel_var(),
             few_root: label_grad.unit_roundoff() + product.unit_roundoff(),
             // A sum in a low precision stops growing: what that loses is counted elsewhere.
@@ -135,7 +135,7 @@ impl Replay<'_> {
             carried: if carries { carried(sums.dq, v as f64, 1.0) } else { 0.0 },
             row_variance: 1,
             shared_total: self.shared_scale(0.0) + self.narrowing() + problem.constants,
-            bias: problem.label_bias[0],
+            bias: label_bias(problem, 0, parts),
             few: if self.whole { Rounding::default() } else { rounding(label_grad) },
             ..Label::default()
         };
@@ -212,6 +212,12 @@ impl Slab {
             side: head.k.get_f64(self.range.start * head.q.cols + index),
         }
     }
+}
+
+/// Of dq (0) or of dk (1): a label part that was captured is none of whole entries.
+fn label_bias(problem: &Problem<'_>, of: usize, parts: i64) -> f64 {
+    let own = problem.label_bias[of];
+    if parts == LABEL { own } else { own.max(problem.whole_bias) }
 }
 
 /// What was summed for an element of dq.

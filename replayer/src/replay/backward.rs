@@ -57,6 +57,8 @@ pub(super) struct Problem<'a> {
     pub(super) k_sums: Vec<f64>,
     /// Mean relative error of the label's addends, of dq and of dk.
     pub(super) label_bias: [f64; 2],
+    /// The same of entries that hold the label's 1, where a fused head may round those.
+    pub(super) whole_bias: f64,
     /// Mean relative error of the dense entries that smoothing moves off their grid.
     pub(super) dense_bias: f64,
     /// How much of the token's g may be there or not; empty where all of it is sure.
@@ -87,6 +89,7 @@ impl Problem<'_> {
             k_squares: self.k_squares.clone(),
             k_sums: self.k_sums.clone(),
             label_bias: self.label_bias,
+            whole_bias: self.whole_bias,
             dense_bias: self.dense_bias,
             unsure: self.unsure.clone(),
             of_unsure: self.of_unsure.clone(),
@@ -253,6 +256,7 @@ impl Replay<'_> {
             false => (Vec::new(), Vec::new()),
         };
         let label_bias = self.label_bias(&head, &g_label);
+        let whole_bias = self.whole_bias(&head, &lse, [&g_lse, &g_label, &g_smooth]);
         let dense_bias = self.dense_bias(&g_lse, &g_smooth);
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
@@ -284,6 +288,7 @@ impl Replay<'_> {
             k_squares,
             k_sums,
             label_bias,
+            whole_bias,
             dense_bias,
             unsure,
             of_unsure,
@@ -308,6 +313,23 @@ impl Replay<'_> {
             of_label_addends(label_grad, g_label, of_k),
             of_label_addends(label_grad, g_label, |t| of(&head.q, t)),
         ]
+    }
+
+    /// The mean relative error of the entries in the labels' columns: a head that never holds the
+    /// logits may take the label's 1 off before it rounds. Entries of tokens whose p is small are
+    /// nearly -g, and round to one side.
+    fn whole_bias(&self, head: &HeadInputs<'_>, lse: &[f64], g: [&[f64]; 3]) -> f64 {
+        let Policy { path, dlogits, .. } = self.roundings.widest;
+        if path != Path::Fused || dlogits.keeps_f32() {
+            return 0.0;
+        }
+        let logits = reference::label_logits(head);
+        let entry = |t: usize| match head.labels[t] {
+            IGNORED => 0.0,
+            _ => g[0][t] * libm::exp(logits[t] - lse[t]) + g[1][t] + g[2][t],
+        };
+        let entries: Vec<f64> = (0..lse.len()).map(entry).collect();
+        of_label_addends(dlogits, &entries, |_| vec![1.0])
     }
 
     /// The mean relative error of `g (p - s/K)`, where p and the difference are rounded. The

@@ -145,7 +145,8 @@ impl Replay<'_> {
             alike: self.shared_scale(problem.alike) + problem.constants,
             label_alike: self.shared_scale(self.roundings.shared_g())
                 + problem.constants
-                + problem.label_bias.into_iter().fold(0.0, f64::max).powi(2) / ONE_ROUNDING,
+                + problem.label_bias.into_iter().fold(problem.whole_bias, f64::max).powi(2)
+                    / ONE_ROUNDING,
             addends_alike: self.narrowing() + problem.constants,
             sliced: problem.sliced.clone(),
         }
