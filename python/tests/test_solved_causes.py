@@ -179,12 +179,30 @@ def test_addends_that_are_rounded_on_their_way_into_a_sum_are_named(tmp_path):
     assert Head(SEED).recorded(tmp_path / "right", reduced=sum, microbatch_reduction="sum").verdict == "agreed"
 
 
+def test_microbatches_that_are_clipped_before_they_are_added_are_named(tmp_path):
+    def clipped(addends):
+        most = 0.7 * min(np.linalg.norm(x) for x in addends)
+        return sum(x * np.float32(most / np.linalg.norm(x)) for x in addends)
+
+    report = Head(SEED).recorded(tmp_path, reduced=clipped, microbatch_reduction="sum")
+    assert ids(report) == ["clipping"], report.causes
+    assert "each microbatch's part" in report.json["causes"][0]["parameters"]["clipped"]
+
+
 def test_what_explains_one_gradient_is_named_beside_what_is_not_known(tmp_path):
     def both(head, mb, right):
         found, _ = chunk_left_out(head, mb, right)
         return found | {"dq": found["dq"] * head.rng.normal(1, 0.03, found["dq"].shape)}
 
     assert ids(Head(SEED).recorded(tmp_path / "run", both)) == ["block-miscounted", "unknown"]
+
+
+def test_one_factor_of_dq_alone_is_no_weight_of_tokens(tmp_path):
+    def shrunk(head, mb, right):
+        return right | {"dq": 0.4 * right["dq"]}
+
+    report = Head(SEED).recorded(tmp_path, shrunk)
+    assert "token-weights" not in ids(report), report.causes
 
 
 def test_numbers_for_every_token_explain_nothing_where_the_other_gradient_contradicts_them(tmp_path):

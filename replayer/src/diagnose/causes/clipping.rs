@@ -1,19 +1,19 @@
 //! `clipping`: gradients were recorded after they were clipped to a norm, as if they were
 //! the raw ones.
 //!
-//! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be that
-//! of a clip: gradients of parameters alone have it, and the clipped norm is a round number,
-//! or the reported grad_norm says so. Or each rank's part of the reduced dk has a factor of
-//! its own, and all that are below 1 bring their parts to one norm.
+//! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be
+//! that of a clip: gradients of parameters alone have it, and the clipped norm is a round
+//! number, or the reported grad_norm says so. Or each rank's or microbatch's part of the
+//! reduced dk has a factor of its own, and all that are below 1 bring their parts to one norm.
 //! Emulation: the factor, fitted.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use backtape::identity::Rank;
+use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::{Addend, Solved, addends_of, divisor};
+use crate::diagnose::detectors::addends::{Addend, Part, Solved, addends_of, divisor};
 use crate::diagnose::detectors::direct::energy;
 use crate::diagnose::detectors::fit::{rounded, shown};
 use crate::diagnose::detectors::solve::multiples;
@@ -51,7 +51,7 @@ impl Cause for Clipping {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if let Some(found) = of_ranks(evidence) {
+        if let Some(found) = of_parts(evidence) {
             return vec![found];
         }
         let all = [&GRADIENTS[..], &[Stage::Accumulate, Stage::Reduce]].concat();
@@ -69,49 +69,58 @@ impl Cause for Clipping {
     }
 }
 
-/// Each rank's part was clipped to one norm before the reduction.
-fn of_ranks(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+/// Parts of the reduced dk that were clipped to one norm before they were added: each rank's, each
+/// microbatch's, or each addend.
+fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (key, _) = evidence.failing_of(&[Stage::Reduce]).next()?;
     let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
-    let divisor = divisor(evidence, key);
-    let mut sums: BTreeMap<Option<Rank>, Vec<f64>> = BTreeMap::new();
-    for (addend, values) in &parts {
-        let sum = sums.entry(addend.rank).or_insert_with(|| vec![0.0; values.len()]);
-        sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x / divisor);
-    }
-    let same = |sum: &Vec<f64>| sum.len() == captured.values.len();
-    if sums.len() < 2 || !sums.values().all(same) {
-        return None;
-    }
-    if evidence.spend(sums.len().pow(2) * captured.values.len()) {
-        return None;
-    }
-    let each: Vec<&[f64]> = sums.values().map(|sum| &sum[..]).collect();
-    let factors = multiples(&each, &captured.values)?;
-    let norms: Vec<f64> = each.iter().map(|sum| energy(sum).sqrt()).collect();
-    let clipped = |at: &usize| factors[*at] < 1.0 - ALIKE;
-    let cut: Vec<usize> = (0..factors.len()).filter(clipped).collect();
+    type Whose = fn(&Addend) -> (Option<Microbatch>, Option<Rank>);
+    let kinds: [(&str, Whose); 3] = [
+        ("each rank's part", |of| (None, of.rank)),
+        ("each microbatch's part", |of| (of.microbatch, None)),
+        ("each rank's part of each microbatch", |of| (of.microbatch, of.rank)),
+    ];
+    kinds.into_iter().find_map(|(words, whose)| {
+        let mut sums: BTreeMap<_, Vec<f64>> = BTreeMap::new();
+        let divisor = divisor(evidence, key);
+        for (addend, values) in &parts {
+            let sum = sums.entry(whose(addend)).or_insert_with(|| vec![0.0; values.len()]);
+            sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x / divisor);
+        }
+        let same = |sum: &Vec<f64>| sum.len() == captured.values.len();
+        if sums.len() < 2 || !sums.values().all(same) {
+            return None;
+        }
+        if evidence.spend(sums.len().pow(2) * captured.values.len()) {
+            return None;
+        }
+        let each: Vec<&[f64]> = sums.values().map(|sum| &sum[..]).collect();
+        let factors = multiples(&each, &captured.values)?;
+        let norms: Vec<f64> = each.iter().map(|sum| energy(sum).sqrt()).collect();
+        let to = clipped_to(&norms, &factors)?;
+        let weight = |addend: &Addend| {
+            let at = sums.keys().position(|of| *of == whose(addend));
+            at.map_or(1.0, |at| factors[at])
+        };
+        let one = |(addend, _): &Part| Addend { weight: weight(addend), ..addend.clone() };
+        let addends = parts.iter().map(one).collect();
+        let parameters =
+            vec![("clipped", format!("{words}, before the reduction")), ("max_norm", shown(to))];
+        let solved = Solved { key, addends, scale: 1.0 };
+        Some(Hypothesis::new(solved.world(), parameters).fitted(factors.len()))
+    })
+}
+
+/// The norm that all parts with a factor below 1 have with it, where the others are no larger.
+fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
+    let cut: Vec<usize> = (0..factors.len()).filter(|&at| factors[at] < 1.0 - ALIKE).collect();
     let to = norms[*cut.first()?] * factors[cut[0]];
     let alike = |x: f64| (x - to).abs() <= ALIKE * to;
     let one = |at: usize| match cut.contains(&at) {
         true => alike(norms[at] * factors[at]),
         false => (factors[at] - 1.0).abs() <= ALIKE && norms[at] <= to * (1.0 + ALIKE),
     };
-    if cut.len() < 2 || !(0..factors.len()).all(one) {
-        return None;
-    }
-    let weight = |addend: &Addend| {
-        let at = sums.keys().position(|rank| *rank == addend.rank);
-        at.map_or(1.0, |at| factors[at])
-    };
-    let addends =
-        parts.iter().map(|(addend, _)| Addend { weight: weight(addend), ..addend.clone() });
-    let parameters = vec![
-        ("clipped", "each rank's part, before the reduction".to_string()),
-        ("max_norm", shown(to)),
-    ];
-    let solved = Solved { key, addends: addends.collect(), scale: 1.0 };
-    Some(Hypothesis::new(solved.world(), parameters).fitted(factors.len()))
+    (cut.len() > 1 && (0..factors.len()).all(one)).then_some(to)
 }
 
 /// The one factor of comparisons: the mean of theirs, each counted as exactly as it is known.

@@ -208,7 +208,7 @@ fn often(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
 fn by_unit(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
     let mut means: Factors =
         evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
-    let (mut said, mut units) = (Vec::new(), 0);
+    let (mut said, mut numbers) = (Vec::new(), Vec::new());
     for unit in evidence.units() {
         let one = evidence.inputs_of(unit.microbatch)?;
         let all: Vec<f64> = (unit.rows.iter().filter(|&&t| counts(one, t)))
@@ -217,7 +217,7 @@ fn by_unit(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
         let mean = rounded(all.iter().sum::<f64>() / all.len().max(1) as f64, 4);
         let own = means.get_mut(&unit.microbatch)?;
         unit.rows.iter().for_each(|&t| own[t] = mean);
-        units += 1;
+        numbers.push(mean);
         if (mean - 1.0).abs() > NEAR {
             let mb = unit.microbatch.map(|mb| format!("microbatch {mb}"));
             let rank = unit.rank.map(|rank| format!("rank {rank}"));
@@ -226,9 +226,10 @@ fn by_unit(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
         }
     }
     let factors = by_rule(evidence, seen, &|one, t| means[&one.microbatch][t])?;
-    let several = units > 1 && !said.is_empty();
+    // One number for all of them is a factor of the gradient, and no weight.
+    let differ = numbers.iter().any(|x| (x - numbers[0]).abs() > NEAR);
     said.truncate(TOLD);
-    several.then(|| Rule { fitted: Some(said.len()), words: said.join(", "), factors })
+    differ.then(|| Rule { fitted: Some(said.len()), words: said.join(", "), factors })
 }
 
 /// Upstream gradients times a number each.
