@@ -17,6 +17,8 @@ const SUMMED: f64 = 1e-6;
 const GAP: usize = 2;
 /// Pieces at most.
 const PIECES: usize = 6;
+/// One of so many elements that hold something must agree, or it is no piece.
+const REST: usize = 50;
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 0.01;
 
@@ -64,8 +66,11 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
             return None;
         }
     }
-    let all: usize = runs.iter().map(ExactSizeIterator::len).sum();
-    if runs.is_empty() || all == elements {
+    // Rows that hold nothing, as those of padding, are no rest that agrees.
+    let filled = (0..elements).filter(|&at| wide[at] != 0.0).count();
+    let inside = |at: usize| runs.iter().any(|run| run.contains(&at));
+    let rest = (0..elements).filter(|&at| wide[at] != 0.0 && !inside(at)).count();
+    if runs.is_empty() || rest * REST < filled {
         return None;
     }
     let mut values = wide.clone();
