@@ -1,6 +1,6 @@
 //! Sums of what ranks recorded as addends, in global coordinates and in f64.
 
-use backtape::identity::Rank;
+use backtape::identity::{Microbatch, Rank};
 use backtape::placement::Reduction;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
@@ -8,9 +8,9 @@ use backtape::shard::TensorKey;
 use super::allowed::stored;
 use super::dk::rounds;
 use crate::assemble::{self, Tensor};
-use crate::head::HeadStep;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
+use crate::head::{HeadStep, Stage};
 
 /// The sum of addends, with what its error depends on. All row-major, one value an
 /// element of the whole tensor.
@@ -127,6 +127,52 @@ impl Sum {
         self.count += 1.0;
         Ok(())
     }
+}
+
+/// An addend of a sum of dk: of which microbatch (none for what was summed over them already), whose
+/// (none where it was recorded whole), and its values in f64.
+pub(crate) type Read = (Option<Microbatch>, Option<Rank>, Vec<f64>);
+
+/// The addends of a sum of dk as they were recorded: every microbatch's; with `summed` of the
+/// reduction the sums over microbatches, where those were captured. `None` where one is missing.
+pub(crate) fn read(
+    step: &HeadStep<'_>,
+    microbatches: &[Option<Microbatch>],
+    (stage, own): (Stage, Option<Rank>),
+    summed: bool,
+) -> Option<Vec<Read>> {
+    let local = step.find_reduced(Role::Dk, false).filter(|_| stage == Stage::Reduce && summed);
+    let sources: Vec<_> = match local {
+        Some(local) => vec![(None, local)],
+        None => microbatches
+            .iter()
+            .map(|&mb| Some((mb, step.find(Role::Dk, mb)?)))
+            .collect::<Option<_>>()?,
+    };
+    let widened = |tensor: &Tensor| -> Option<Vec<f64>> {
+        let values = matrix(tensor)?;
+        Some((0..values.len()).map(|at| values.get_f64(at)).collect())
+    };
+    let mut found = Vec::new();
+    for (microbatch, key) in sources {
+        match step.tensors[key].partial {
+            None => found.push((microbatch, None, widened(&step.assemble(key).ok()?)?)),
+            Some(_) if stage == Stage::Accumulate => {
+                let values = widened(&step.addend(key, &[own?]).ok()?)?;
+                found.push((microbatch, own, values));
+            }
+            Some(_) => {
+                for rank in assemble::holders(step.dump, key) {
+                    // In place: a rank may hold some boxes of the whole.
+                    let mut sum = Sum::new(&step.tensors[key].shape);
+                    let only = |of: Option<Rank>| f64::from(u8::from(of == Some(rank)));
+                    sum.add_weighted(step, key, &only).ok()?;
+                    found.push((microbatch, Some(rank), sum.total));
+                }
+            }
+        }
+    }
+    Some(found)
 }
 
 /// Where each row of a box starts in the whole tensor, row-major.

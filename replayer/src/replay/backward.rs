@@ -326,7 +326,10 @@ impl Replay<'_> {
         let logits = reference::label_logits(head);
         let entry = |t: usize| match head.labels[t] {
             IGNORED => 0.0,
-            _ => g[0][t] * libm::exp(logits[t] - lse[t]) + g[1][t] + g[2][t],
+            _ => {
+                let by_logit = g[0][t] * libm::exp(logits[t] - lse[t]) + g[1][t] + g[2][t];
+                by_logit * head.transform.slope_at(logits[t])
+            }
         };
         let entries: Vec<f64> = (0..lse.len()).map(entry).collect();
         of_label_addends(dlogits, &entries, |_| vec![1.0])

@@ -124,10 +124,7 @@ impl Replay<'_> {
                 }
             }
         }
-        match narrowest {
-            Some(precision) => self.in_another_order(slices, of, precision),
-            None => Ok(None),
-        }
+        Ok(narrowest.and_then(|precision| self.in_another_order(slices, of, precision)))
     }
 
     /// The sum with its partial sums rounded: each rank's over microbatches, then the
@@ -184,7 +181,7 @@ impl Replay<'_> {
         Ok(Some(sum.finish()))
     }
 
-    pub(super) fn addend_of(
+    fn addend_of(
         &self,
         key: &backtape::shard::TensorKey,
         rank: Option<Rank>,

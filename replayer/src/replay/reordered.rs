@@ -1,15 +1,13 @@
 //! Sums in few bits in an order that nobody listed, which their bits show: whether a bound would
 //! let them pass or not.
 
-use backtape::identity::Rank;
-use backtape::role::Role;
+use std::collections::BTreeMap;
 
-use super::addends::Sum;
+use super::addends;
 use super::chained::{Votes, Whole};
 use super::reductions::{Summed, divisors};
 use super::{Replay, Slice};
 use crate::head::Stage;
-use crate::head::step::StepError;
 use crate::kernels::round::Precision;
 
 /// Elements that one rounding of the sum does not give, from which on other orders are looked for.
@@ -27,74 +25,52 @@ impl Replay<'_> {
         slices: &[Slice],
         of: &Whole<'_>,
         precision: Precision,
-    ) -> Result<Option<String>, StepError> {
+    ) -> Option<String> {
         let all = of.captured.len();
         let once = |at: &usize| of.captured.get_f64(*at) == precision.round64(of.wide[*at]);
         let others = all - (0..all).filter(once).count();
         if others < MANY {
-            return Ok(None);
+            return None;
         }
-        let Some(addends) = self.addends_of(slices, of)? else { return Ok(None) };
-        if addends.len() * all > MOST {
-            return Ok(None);
-        }
-        let captured: Vec<f64> = (0..all).map(|at| of.captured.get_f64(at)).collect();
         let declared = self.divisor(slices).unwrap_or(1.0);
+        let addends = self.addends_of(slices, of, declared)?;
+        let captured: Vec<f64> = (0..all).map(|at| of.captured.get_f64(at)).collect();
         let divisors = divisors(declared, addends.len());
         let ring = of.stage == Stage::Reduce;
         let wide = of.wide;
         let sums =
             Summed { captured: &captured, addends: &addends, wide, divisors: &divisors, ring };
-        let Some(found) = sums.in_few_bits() else { return Ok(None) };
+        let found = sums.in_few_bits()?;
         let votes = Votes::of(&of.captured, of.wide, &found.values, precision);
         let clear = votes.chained >= MANY as u64 && votes.rounded_once * CLEAR <= votes.chained;
-        Ok(clear.then(|| {
+        clear.then(|| {
             format!(
                 "{} elements are what partial sums in {} give ({}) and {} what one rounding of the sum gives, where the two differ",
                 votes.chained, found.steps.format(), found.order, votes.rounded_once
             )
-        }))
+        })
     }
 
-    /// What adds up to a sum: of the reduction each rank's part, else each microbatch's.
-    fn addends_of(
-        &self,
-        slices: &[Slice],
-        of: &Whole<'_>,
-    ) -> Result<Option<Vec<Vec<f64>>>, StepError> {
-        let mut found = Vec::new();
-        if of.stage == Stage::Accumulate {
-            let Ok(divisor) = self.divisor(slices) else { return Ok(None) };
-            for slice in slices {
-                let Some(key) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
-                    return Ok(None);
-                };
-                match self.addend_of(key, of.rank, of.shape)? {
-                    Some(addend) => found.push(addend.iter().map(|x| x / divisor).collect()),
-                    None => return Ok(None),
-                }
-            }
-            return Ok(Some(found));
+    /// What adds up to a sum: of the reduction each rank's part, else each microbatch's. `None`
+    /// where it is more than is held.
+    fn addends_of(&self, slices: &[Slice], of: &Whole<'_>, declared: f64) -> Option<Vec<Vec<f64>>> {
+        let microbatches: Vec<_> = slices.iter().map(|slice| slice.inputs.microbatch).collect();
+        let ranks = self.step.dump.manifest.world_size as usize;
+        if microbatches.len() * ranks * of.captured.len() > MOST {
+            return None;
         }
-        let local = self.step.find_reduced(Role::Dk, false);
-        let each = |slice: &Slice| self.step.find(Role::Dk, slice.inputs.microbatch);
-        let keys: Option<Vec<_>> = match local {
-            Some(local) => Some(vec![local]),
-            None => slices.iter().map(each).collect(),
-        };
-        let Some(keys) = keys.filter(|keys| !keys.is_empty()) else { return Ok(None) };
-        let divisor = match local {
-            Some(_) => 1.0,
-            None => self.divisor(slices).unwrap_or(1.0),
-        };
-        for rank in self.holders(keys[0]) {
-            let mut sum = Sum::new(of.shape);
-            for key in &keys {
-                let only = |of: Option<Rank>| f64::from(u8::from(of == rank));
-                sum.add_weighted(self.step, key, &only)?;
-            }
-            found.push(sum.total.iter().map(|x| x / divisor).collect());
+        let all = addends::read(self.step, &microbatches, (of.stage, of.rank), true)?;
+        let summed = all.iter().all(|(microbatch, ..)| microbatch.is_none());
+        let divisor = if summed { 1.0 } else { declared };
+        let mut sums: BTreeMap<_, Vec<f64>> = BTreeMap::new();
+        for (microbatch, rank, values) in all {
+            let whose = match of.stage {
+                Stage::Accumulate => (microbatch, None),
+                _ => (None, rank),
+            };
+            let sum = sums.entry(whose).or_insert_with(|| vec![0.0; values.len()]);
+            sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x / divisor);
         }
-        Ok(Some(found))
+        Some(sums.into_values().collect())
     }
 }

@@ -7,13 +7,13 @@
 //! reduced dk has a factor of its own, and all that are below 1 bring their parts to one norm.
 //! Emulation: the factor, fitted.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::{Addend, Part, Solved, addends_of, divisor};
+use crate::diagnose::detectors::addends::{Addend, Part, Solved, Summed};
 use crate::diagnose::detectors::direct::energy;
 use crate::diagnose::detectors::fit::{rounded, shown};
 use crate::diagnose::detectors::solve::multiples;
@@ -73,7 +73,7 @@ impl Cause for Clipping {
 /// microbatch's, or each addend.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (key, _) = evidence.failing_of(&[Stage::Reduce]).next()?;
-    let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
+    let sum = Summed::of(evidence, key, true)?;
     type Whose = fn(&Addend) -> (Option<Microbatch>, Option<Rank>);
     let kinds: [(&str, Whose); 3] = [
         ("each rank's part", |of| (None, of.rank)),
@@ -81,21 +81,13 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         ("each rank's part of each microbatch", |of| (of.microbatch, of.rank)),
     ];
     kinds.into_iter().find_map(|(words, whose)| {
-        let mut sums: BTreeMap<_, Vec<f64>> = BTreeMap::new();
-        let divisor = divisor(evidence, key);
-        for (addend, values) in &parts {
-            let sum = sums.entry(whose(addend)).or_insert_with(|| vec![0.0; values.len()]);
-            sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x / divisor);
-        }
-        let same = |sum: &Vec<f64>| sum.len() == captured.values.len();
-        if sums.len() < 2 || !sums.values().all(same) {
-            return None;
-        }
-        if evidence.spend(sums.len().pow(2) * captured.values.len()) {
+        let sums = sum.by(whose);
+        let elements = sum.captured.values.len();
+        if sums.len() < 2 || evidence.spend(sums.len().pow(2) * elements) {
             return None;
         }
         let each: Vec<&[f64]> = sums.values().map(|sum| &sum[..]).collect();
-        let factors = multiples(&each, &captured.values)?;
+        let factors = multiples(&each, &sum.captured.values)?;
         let norms: Vec<f64> = each.iter().map(|sum| energy(sum).sqrt()).collect();
         let to = clipped_to(&norms, &factors)?;
         let weight = |addend: &Addend| {
@@ -103,7 +95,7 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             at.map_or(1.0, |at| factors[at])
         };
         let one = |(addend, _): &Part| Addend { weight: weight(addend), ..addend.clone() };
-        let addends = parts.iter().map(one).collect();
+        let addends = sum.parts.iter().map(one).collect();
         let parameters =
             vec![("clipped", format!("{words}, before the reduction")), ("max_norm", shown(to))];
         let solved = Solved { key, addends, scale: 1.0 };

@@ -126,6 +126,9 @@ fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> 
     let (key, _) = evidence.failing_of(&[Stage::DkLabel, Stage::Dk]).next()?;
     let (plane, captured) = (evidence.plane(key)?, evidence.captured(key)?);
     let (tokens, d) = (plane.labels.len(), plane.q.cols);
+    if evidence.spend(2 * SHARDS * tokens * d) {
+        return None;
+    }
     let mut hits: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (token, label) in plane.labels.iter().enumerate() {
         label.iter().for_each(|(class, _)| hits.entry(*class).or_default().push(token));

@@ -9,19 +9,16 @@
 //! either end, divided before or after; other orders (trees, groups, rings) and bits that are
 //! cut off are looked for in the bits of the sum.
 
-use std::collections::BTreeSet;
-
 use backtape::head::MicrobatchReduction;
-use backtape::identity::Rank;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::{Part, addends_of, divisor};
+use crate::diagnose::detectors::addends::{Part, Summed};
 use crate::diagnose::detectors::direct::distance;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::round::Precision;
-use crate::replay::reductions::{Found, Summed, divisors};
+use crate::replay::reductions::{self, Found, divisors};
 use crate::replay::world::{Chain, World};
 
 /// The catalogue's entry.
@@ -85,53 +82,42 @@ fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
         if key.stage == Stage::Accumulate && over != Over::Microbatches {
             return None;
         }
-        let captured = evidence.captured(key)?;
-        let (found, words) = ordered_sum(evidence, (key, &captured.values), over)?;
+        let (found, words, columns) = ordered_sum(evidence, key, over)?;
         if !parameters.is_empty() && parameters != words {
             return None;
         }
         (parameters, fitted) = (words, found.pieces);
-        let rows = found.values.chunks(captured.columns.max(1)).map(<[f64]>::to_vec).enumerate();
+        let rows = found.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
         world = world.rows(key, rows);
     }
     (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
+/// One of them: how it is made, in words, and the columns of a row.
 fn ordered_sum(
     evidence: &Evidence<'_>,
-    (key, captured): (Key, &[f64]),
+    key: Key,
     over: Over,
-) -> Option<(Found, Vec<(&'static str, String)>)> {
-    let summed = over == Over::Ranks;
-    let (parts, divisor) = (addends_of(evidence, key, summed)?, divisor(evidence, key));
-    let elements = captured.len();
-    if parts.iter().any(|(_, x)| x.len() != elements)
-        || evidence.spend(SOME * parts.len() * elements)
-    {
+) -> Option<(Found, Vec<(&'static str, String)>, usize)> {
+    let ring = over == Over::Ranks;
+    let sum = Summed::of(evidence, key, ring)?;
+    let captured = &sum.captured.values[..];
+    if evidence.spend(SOME * sum.parts.len() * captured.len()) {
         return None;
     }
-    let ranks: BTreeSet<Option<Rank>> = parts.iter().map(|(addend, _)| addend.rank).collect();
-    // Several ranks' microbatches are not told apart in the sum over all of them.
-    if !summed && ranks.len() > 1 {
-        return None;
-    }
-    let total = |of: &mut dyn Iterator<Item = &Part>| -> Vec<f64> {
-        let mut sum = vec![0.0; elements];
-        of.for_each(|(_, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x / divisor));
-        sum
+    let addends: Vec<Vec<f64>> = match ring {
+        true => sum.by(|addend| addend.rank).into_values().collect(),
+        // Several ranks' microbatches are not told apart in the sum over all of them.
+        false if sum.parts.iter().any(|(of, _)| of.rank != sum.parts[0].0.rank) => return None,
+        false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
-    let of_rank = |rank| parts.iter().filter(move |(addend, _)| addend.rank == rank);
-    let addends: Vec<Vec<f64>> = match summed {
-        true => ranks.iter().map(|&rank| total(&mut of_rank(rank))).collect(),
-        false => parts.iter().map(|part| total(&mut std::iter::once(part))).collect(),
-    };
-    let wide = total(&mut parts.iter());
-    let divisors = divisors(divisor, addends.len());
-    let of = Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring: summed };
+    let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
+    let of =
+        reductions::Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring };
     let found = of.in_few_bits()?;
     let mut words = found.steps.words();
     words.extend([("over", over.words().to_string()), ("order", found.order.clone())]);
-    Some((found, words))
+    Some((found, words, sum.captured.columns.max(1)))
 }
 
 /// Tries of an order that looking for one counts as, for each element.
@@ -143,16 +129,17 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     [Precision::Bf16, Precision::F16].into_iter().find_map(|precision| {
         let mut world = Instead::default();
         for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
-            let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
-            let divisor = divisor(evidence, key);
-            let sum = |of: &dyn Fn(f64) -> f64| -> Vec<f64> {
-                let at = |i: usize| parts.iter().map(|(_, x)| of(x[i])).sum::<f64>() / divisor;
-                (0..captured.values.len()).map(at).collect()
+            let sum = Summed::of(evidence, key, true)?;
+            let captured = &sum.captured;
+            let wide = sum.total();
+            let rounded = |at: usize| {
+                let of =
+                    |(_, x): &Part| precision.round64(Precision::F32.round64(x[at] * sum.divisor));
+                sum.parts.iter().map(of).sum::<f64>() / sum.divisor
             };
-            let same = parts.iter().all(|(_, x)| x.len() == captured.values.len());
-            let (wide, sent) = (sum(&|x| x), sum(&|x| precision.round64(x)));
+            let sent: Vec<f64> = (0..wide.len()).map(rounded).collect();
             let off = |of: &[f64]| distance(&captured.values, of);
-            if !same || !(off(&sent) <= HELPS * off(&wide)) {
+            if !(off(&sent) <= HELPS * off(&wide)) {
                 return None;
             }
             let rows = sent.chunks(captured.columns.max(1)).map(<[f64]>::to_vec).enumerate();

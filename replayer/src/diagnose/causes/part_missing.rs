@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::{addends_of, divisor};
+use crate::diagnose::detectors::addends::Summed;
 use crate::diagnose::detectors::captured::widened;
 use crate::diagnose::detectors::direct::{energy, multiple};
 use crate::diagnose::detectors::fit::rounded;
@@ -73,15 +73,12 @@ fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let values = widened(&k);
     let mut keys = Vec::new();
     for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
-        let (captured, parts) = (evidence.captured(key)?, addends_of(evidence, key, true)?);
-        let divisor = divisor(evidence, key);
-        let same = parts.iter().all(|(_, x)| x.len() == captured.values.len());
-        if !same || values.len() != captured.values.len() {
+        let sum = Summed::of(evidence, key, true)?;
+        if values.len() != sum.captured.values.len() {
             return None;
         }
-        let sum = |at: usize| parts.iter().map(|(_, x)| x[at]).sum::<f64>() / divisor;
-        let error: Vec<f64> =
-            captured.values.iter().enumerate().map(|(at, x)| x - sum(at)).collect();
+        let pairs = sum.captured.values.iter().zip(sum.total());
+        let error: Vec<f64> = pairs.map(|(captured, sum)| captured - sum).collect();
         let found = rounded(multiple(&error, &values).times, 3);
         let left: f64 = error.iter().zip(&values).map(|(e, k)| (e - found * k).powi(2)).sum();
         let alike = times.is_none_or(|other| (other - found).abs() <= NEAR * found.abs());

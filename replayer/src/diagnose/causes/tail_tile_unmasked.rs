@@ -126,7 +126,7 @@ fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
         }
     }
     let (at, least) = left.into_iter().enumerate().min_by(|a, b| a.1.total_cmp(&b.1))?;
-    (least <= FITS * before).then_some(at + 1)
+    (before > 0.0 && least <= FITS * before).then_some(at + 1)
 }
 
 /// Tokens of a microbatch that are looked at for it, and the share of the error that may be left.

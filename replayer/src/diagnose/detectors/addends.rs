@@ -2,18 +2,17 @@
 //! which ranks' and which microbatches' gradients it holds, and how often.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use backtape::head::MicrobatchReduction;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
-use super::captured::widened;
+use super::captured::Values;
 use super::solve::multiples;
-use crate::assemble;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
-use crate::head::step::matrix;
-use crate::replay::addends::Sum;
+use crate::replay::addends;
 use crate::replay::world::World;
 
 /// Addends that are solved for at most.
@@ -114,11 +113,8 @@ pub fn solved(evidence: &Evidence<'_>) -> Vec<Solved> {
 }
 
 fn solve(evidence: &Evidence<'_>, key: Key) -> Option<Solved> {
-    let captured = evidence.captured(key)?;
-    let parts = addends_of(evidence, key, true)?;
-    let divisor = divisor(evidence, key);
-    let values: Vec<f64> = captured.values.iter().map(|x| x * divisor).collect();
-    let (addends, scale) = fitted(evidence, &parts, &values)?;
+    let sum = Summed::of(evidence, key, true)?;
+    let (addends, scale) = fitted(evidence, &sum.parts, &sum.captured.values)?;
     (addends.iter().any(|addend| addend.weight != 1.0)).then_some(Solved { key, addends, scale })
 }
 
@@ -155,42 +151,50 @@ pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
 /// The addends of a sum: as the replay adds them, which are summed over microbatches
 /// where that was captured, or every microbatch's.
 pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec<Part>> {
-    let step = evidence.step;
-    let local = step.find_reduced(Role::Dk, false);
-    let local = local.filter(|_| key.stage == Stage::Reduce && summed);
-    let sources: Vec<_> = match local {
-        Some(local) => vec![(None, local.clone())],
-        None => evidence
-            .inputs
-            .iter()
-            .map(|one| Some((one.microbatch, step.find(Role::Dk, one.microbatch)?.clone())))
-            .collect::<Option<Vec<_>>>()?,
-    };
-    let mut found = Vec::new();
-    for (microbatch, tensor) in sources {
-        let of = |rank: Option<Rank>| Addend { microbatch, rank, weight: 0.0 };
-        match step.tensors[&tensor].partial {
-            None => {
-                let whole = step.assemble(&tensor).ok()?;
-                found.push((of(None), widened(&matrix(&whole)?)));
-            }
-            Some(_) if key.stage == Stage::Accumulate => {
-                let rank = key.rank?;
-                let own = step.addend(&tensor, &[rank]).ok()?;
-                found.push((of(Some(rank)), widened(&matrix(&own)?)));
-            }
-            Some(_) => {
-                for rank in assemble::holders(step.dump, &tensor) {
-                    // In place: a rank may hold some boxes of the whole.
-                    let mut sum = Sum::new(&step.tensors[&tensor].shape);
-                    let only = |of: Option<Rank>| f64::from(u8::from(of == Some(rank)));
-                    sum.add_weighted(step, &tensor, &only).ok()?;
-                    found.push((of(Some(rank)), sum.total));
-                }
-            }
+    let microbatches: Vec<_> = evidence.inputs.iter().map(|one| one.microbatch).collect();
+    let all = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed)?;
+    let one = |(microbatch, rank, values)| (Addend { microbatch, rank, weight: 0.0 }, values);
+    Some(all.into_iter().map(one).collect())
+}
+
+/// A captured sum and what it should be the sum of, element by element.
+pub struct Summed {
+    /// As captured.
+    pub captured: Rc<Values>,
+    /// Its addends, divided as declared.
+    pub parts: Vec<Part>,
+    /// What they are divided by.
+    pub divisor: f64,
+}
+
+impl Summed {
+    /// `None` where addends are missing or of another shape.
+    pub fn of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Summed> {
+        let (captured, mut parts) = (evidence.captured(key)?, addends_of(evidence, key, summed)?);
+        let divisor = divisor(evidence, key);
+        for (_, values) in &mut parts {
+            values.iter_mut().for_each(|x| *x /= divisor);
         }
+        let same = parts.iter().all(|(_, values)| values.len() == captured.values.len());
+        same.then_some(Summed { captured, parts, divisor })
     }
-    Some(found)
+
+    /// What it should be.
+    pub fn total(&self) -> Vec<f64> {
+        let mut sum = vec![0.0; self.captured.values.len()];
+        self.parts.iter().for_each(|(_, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x));
+        sum
+    }
+
+    /// What addends of one kind add up to.
+    pub fn by<K: Ord>(&self, kind: impl Fn(&Addend) -> K) -> BTreeMap<K, Vec<f64>> {
+        let mut sums = BTreeMap::new();
+        for (addend, values) in &self.parts {
+            let sum = sums.entry(kind(addend)).or_insert_with(|| vec![0.0; values.len()]);
+            sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+        }
+        sums
+    }
 }
 
 /// Whole weights and their common scale.

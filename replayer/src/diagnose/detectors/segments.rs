@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::addends::{Addend, Part, addends_of, divisor, fitted};
+use super::addends::{Addend, Part, Summed, fitted};
 use super::direct::distance;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
@@ -39,19 +39,15 @@ pub fn segments(evidence: &Evidence<'_>) -> Vec<Segments> {
 }
 
 fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
-    let captured = evidence.captured(key)?;
-    let (parts, divisor) = (addends_of(evidence, key, true)?, divisor(evidence, key));
+    let sum = Summed::of(evidence, key, true)?;
+    let (captured, parts, wide) = (&sum.captured, &sum.parts, sum.total());
     let elements = captured.values.len();
-    if parts.iter().any(|(_, part)| part.len() != elements)
-        || evidence.spend(parts.len() * elements)
-    {
+    if evidence.spend(parts.len() * elements) {
         return None;
     }
-    let sum = |at: usize| parts.iter().map(|(_, x)| x[at]).sum::<f64>() / divisor;
-    let wide: Vec<f64> = (0..elements).map(sum).collect();
     let u = captured.stored().map_or(SUMMED, |precision| precision.unit_roundoff());
     let is_off = |at: usize| {
-        let size = parts.iter().map(|(_, x)| x[at].abs()).sum::<f64>() / divisor;
+        let size = parts.iter().map(|(_, x)| x[at].abs()).sum::<f64>();
         let allowed = ROUNDINGS * u * wide[at].abs() + SUMMED * size;
         !((captured.values[at] - wide[at]).abs() <= allowed)
     };
@@ -78,11 +74,10 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
     for run in runs {
         let own: Vec<Part> =
             parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
-        let seen: Vec<f64> = captured.values[run.clone()].iter().map(|x| x * divisor).collect();
-        let (addends, scale) = fitted(evidence, &own, &seen)?;
+        let (addends, scale) = fitted(evidence, &own, &captured.values[run.clone()])?;
         for (i, at) in run.clone().enumerate() {
             let held = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
-            values[at] = scale * held.sum::<f64>() / divisor;
+            values[at] = scale * held.sum::<f64>();
         }
         of.push((run, addends, scale));
     }
