@@ -117,6 +117,25 @@ def test_label_addends_that_overwrite_each_other_are_named_with_their_window(tmp
     named(head.recorded(tmp_path, [right], parts=parts), "block-miscounted", said)
 
 
+@pytest.mark.parametrize("shards", [3, 5])
+def test_a_label_scatter_in_shards_that_are_added_in_f32_is_named_with_their_number(tmp_path, shards):
+    head = Head()
+    head.labels[0][::2] = 7
+    head.declared["dtypes"] = dict.fromkeys(("logits", "p", "dlogits", "label_grad", "parts", "label_scatter"), "f32")
+    right, label = head.right(), head.entries()[1]
+    size = -(-head.tokens // shards)
+    total = np.zeros((len(head.k), head.depth), np.float32)
+    for first in range(0, head.tokens, size):
+        own = np.zeros_like(total)
+        for t in range(first, min(first + size, head.tokens)):
+            of = head.labels[0][t]
+            added = own[of] + np.float32(label[t, of]) * head.q[0][t]
+            own[of] = added.astype(ml_dtypes.bfloat16).astype(np.float32)
+        total += own
+    right["dk_label"] = total
+    named(head.recorded(tmp_path, [right]), "label-scatter-low-precision", f"shards: {shards}")
+
+
 def test_a_fault_of_one_part_alone_is_named_though_the_other_part_is_right(tmp_path):
     head = Head(softcap=4.0)
     right = head.right()

@@ -286,6 +286,14 @@ mod tests {
         assert_eq!(added(each(), chain(false, true), 3.0), [thrice]);
     }
 
+    #[test]
+    fn an_addition_is_made_in_f32_before_its_sum_is_rounded_to_few_bits() {
+        // Half a step of bf16 above 1, and something that f32 loses beside 1: a tie, to even.
+        let each = vec![vec![1.0], vec![2f64.powi(-8) + 2f64.powi(-40)]];
+        let chain = chain(false, false).map(|of| Chain { rounds_addends: false, ..of });
+        assert_eq!(added(each, chain, 1.0), [1.0]);
+    }
+
     /// Goal: a sum in f32, whatever its addends lost when they were stored, is never taken
     /// for one in bf16; a sum in bf16 is. Method: sums of five random addends.
     #[test]

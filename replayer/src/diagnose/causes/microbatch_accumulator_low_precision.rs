@@ -93,12 +93,10 @@ fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
     (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
-/// One of them: how it is made, in words, and the columns of a row.
-fn ordered_sum(
-    evidence: &Evidence<'_>,
-    key: Key,
-    over: Over,
-) -> Option<(Found, Vec<(&'static str, String)>, usize)> {
+/// A sum, how it is made in words, and the columns of a row.
+type Ordered = (Found, Vec<(&'static str, String)>, usize);
+
+fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered> {
     let ring = over == Over::Ranks;
     let sum = Summed::of(evidence, key, ring)?;
     let captured = &sum.captured.values[..];
