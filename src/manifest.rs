@@ -47,8 +47,8 @@ pub const EVERYTHING: &str = "*";
 
 /// Why a step that every rank closed is not whole all the same: a rank stopped recording before
 /// the step's end, or never began.
-pub fn cut_short(omissions: &[Omission]) -> Option<String> {
-    let mut all = omissions.iter().filter(|omission| omission.tensor == EVERYTHING);
+pub fn cut_short<'a>(omissions: impl IntoIterator<Item = &'a Omission>) -> Option<String> {
+    let mut all = omissions.into_iter().filter(|omission| omission.tensor == EVERYTHING);
     let first = all.next()?;
     let others: BTreeSet<Rank> =
         all.map(|omission| omission.rank).filter(|&rank| rank != first.rank).collect();

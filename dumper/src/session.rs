@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use backtape::identity::{Attempt, Step};
-use backtape::manifest::FileRecord;
+use backtape::manifest::{EVERYTHING, FileRecord};
 use backtape::shard::TensorKey;
 use backtape::store::{AttemptDir, Backend, FinishedFile};
 
@@ -132,12 +132,25 @@ impl Session {
             Ok(_) if cut_short => {
                 self.shared.summary().steps_partial.insert(step);
             }
-            Ok(true) => self.shared.committed(step),
+            Ok(true) => {
+                let status = self.client.step_status(step).await;
+                self.ended(step, &status.map(|status| status.reason).unwrap_or_default());
+            }
             Ok(false) => {
                 self.waiting.insert(step);
             }
             Err(error) => self.lost(step, &format!("its close failed: {error}")),
         }
+    }
+
+    /// All ranks closed a step. `why` one of them ended it early, which is the job's own doing and
+    /// no fault of the recording; empty where none did.
+    fn ended(&self, step: u64, why: &str) {
+        if why.is_empty() {
+            return self.shared.committed(step);
+        }
+        self.shared.summary().steps_partial.insert(step);
+        self.shared.omitted(step, EVERYTHING, None, why);
     }
 
     /// A step whose tape was dropped: what is there is kept, the step stays open.
@@ -228,9 +241,9 @@ impl Session {
                     pause = (pause * 2).min(slowest);
                     continue;
                 }
-                Some(Ok(())) => {
+                Some(Ok(cut_short)) => {
                     self.shared.patience.progressed();
-                    self.shared.committed(step);
+                    self.ended(step, &cut_short);
                 }
                 Some(Err(why)) => self.lost(step, &why),
             }
@@ -238,21 +251,26 @@ impl Session {
         }
     }
 
-    /// One look: committed, will not be (with the reason), or not known yet. What other ranks
+    /// One look: committed (and why it is not whole, if so), will not be (with the reason), or not
+    /// known yet. What other ranks
     /// had acknowledged since the last look is progress.
     async fn look(
         &self,
         step: u64,
         deadline: &Deadline,
         seen: &mut (u64, u64),
-    ) -> Option<Result<(), String>> {
+    ) -> Option<Result<String, String>> {
         let answer = match deadline.given_up() {
             Some(why) => Err(CallError::Unreachable(why)),
             None => self.client.step_status(step).await,
         };
-        let committed = matches!(&answer, Ok(status) if status.committed);
-        if committed || self.sees_manifest(step, answer.is_err(), deadline).await {
-            return Some(Ok(()));
+        if let Ok(status) = &answer
+            && status.committed
+        {
+            return Some(Ok(status.reason.clone()));
+        }
+        if self.sees_manifest(step, answer.is_err(), deadline).await {
+            return Some(Ok(String::new()));
         }
         let late = deadline.is_over();
         match answer {

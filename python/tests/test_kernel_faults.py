@@ -242,6 +242,51 @@ def test_p_that_is_rounded_before_one_is_taken_off_shows_in_recorded_logits(tmp_
     named(replayed(True, tmp_path / "rounded"), "label-prob-rounded-early", "bf16")
 
 
+def test_a_cap_that_only_the_backward_has_is_fitted_though_a_right_lse_was_recorded(tmp_path):
+    head = Head(softcap=4.0)
+    cap = float(np.round(np.random.default_rng(SEED).uniform(2.5, 3.6), 2))
+    raw = head.q[0].astype(np.float64) @ head.k.astype(np.float64).T
+    tanh, lse = np.tanh(raw / cap), head.lse()
+    softmax, label = np.exp(cap * tanh - lse[:, None]) / head.tokens, head.entries()[1]
+    found = head.gradients(softmax * (1 - tanh**2), label * (1 - tanh**2))
+    forward = {"lse": lse.astype(np.float32)}
+    report = head.recorded(tmp_path, [found], forward=lambda mb: forward)
+    named(report, "softcap-mismatch", f"softcap: {cap}", "declared: 4")
+
+
+def test_a_temperature_that_one_gradient_has_by_its_inverse_is_named(tmp_path):
+    temperature = float(np.round(np.random.default_rng(SEED).uniform(0.5, 0.8), 2))
+    head, scaled = Head(temperature=temperature), Head()
+    scaled.q = [(q / temperature).astype(np.float64) for q in head.q]
+    # The rows of q that dk is summed from are divided already.
+    right = scaled.right()
+    right |= {name: right[name] / temperature for name in ("dq_lse", "dq_label")}
+    right |= {name: right[name] * temperature**2 for name in ("dk_lse", "dk_label")}
+    report = head.recorded(tmp_path, [right], forward=lambda mb: {"lse": scaled.lse().astype(np.float32)})
+    named(report, "temperature-mismatch", "in the backward: by its inverse")
+
+
+def test_bits_that_are_cut_off_are_no_factor(tmp_path):
+    def cut(x):
+        bits = np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32).astype(ml_dtypes.bfloat16)
+
+    head = Head()
+    right = head.right()
+    exact = dict.fromkeys(("input", "logits", "lse", "p", "dlogits", "label_grad", "parts", "accumulate"), "f32")
+    recorder = backtape.Recorder(tmp_path)
+    with recorder.step(0) as tape:
+        tape.head(loss="softmax_xent", path="plain", dtypes=exact | {"output": "bf16"})
+        for name, array in {"q": head.q[0], "k": head.k, "labels": head.labels[0]}.items():
+            tape.record(name, array)
+        for name in ("dq", "dk"):
+            tape.record(name, cut(right[f"{name}_lse"] + right[f"{name}_label"]))
+    recorder.close()
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == "diverged"
+    assert [of.id for of in report.causes] == ["unknown"], report.json["causes"]
+
+
 def test_the_right_heads_agree(tmp_path):
     for name, head in {"plain": Head(), "capped": Head(softcap=4.0), "three": Head(microbatches=3)}.items():
         report = head.recorded(tmp_path / name, parts=name == "plain")

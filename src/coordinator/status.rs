@@ -22,7 +22,8 @@ pub struct StepStatus {
     pub missing_ranks: Vec<Rank>,
     pub shards: u64,
     pub bytes: u64,
-    /// Why it is partial; empty while it is open or committed.
+    /// Why it is partial, which it is too where a rank ended it early and all closed it; empty
+    /// while it is open or whole.
     pub reason: String,
     /// Why its manifest is not written yet, though every rank closed it.
     pub trouble: String,
@@ -97,7 +98,11 @@ impl AttemptState {
         let state = self.steps.get(&step).unwrap_or(&unknown);
         let closed = |rank: &Rank| state.closed.contains_key(rank);
         let (closed_ranks, missing_ranks) = (0..listed).map(Rank).partition(closed);
-        let late = state.overdue && !state.committed;
+        let reason = match (state.committed, state.overdue) {
+            (true, _) => state.cut_short().unwrap_or_default(),
+            (false, true) => self.missing(step),
+            (false, false) => String::new(),
+        };
         StepStatus {
             committed: state.committed,
             world_size,
@@ -105,7 +110,7 @@ impl AttemptState {
             missing_ranks,
             shards: state.sums.shards,
             bytes: state.sums.bytes,
-            reason: if late { self.missing(step) } else { String::new() },
+            reason,
             trouble: if self.is_ready(step) { self.trouble.clone() } else { String::new() },
         }
     }

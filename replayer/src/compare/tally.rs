@@ -209,17 +209,11 @@ impl Rows<'_> {
         Tally::of_looked((looked, self.captured.cols), self.index, self.repeats, bound)
     }
 
-    /// As [`Tally::of`], of some of the rows alone.
-    pub fn tally_of(
-        &self,
-        rows: &[usize],
-        allowed: impl Fn(usize, usize, f64) -> Allowed + Sync,
-        bound: &Bound,
-    ) -> Tally {
+    /// The same of some of the rows alone.
+    pub fn tally_of(&self, rows: &[usize], looked: &[RowTally], bound: &Bound) -> Tally {
         if rows.len() == self.captured.rows {
-            return Tally::of(self, allowed, bound);
+            return self.tally(looked, bound);
         }
-        let looked = self.looked_at(allowed, bound);
         let picked: Vec<RowTally> = rows.iter().map(|&row| looked[row]).collect();
         let index = |row: usize| (self.index)(rows[row]);
         let repeats = |row: usize| (self.repeats)(rows[row]);

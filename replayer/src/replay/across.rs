@@ -100,8 +100,8 @@ impl Replay<'_> {
             let mut parts = Vec::new();
             for slice in slices {
                 let Some(part) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
-                    outcome.skip(stage, "dk of some microbatch was not captured");
-                    return Ok(());
+                    let why = "dk of some microbatch was not captured";
+                    return self.sum_alone(slices, (stage, key, why), outcome);
                 };
                 let same_box = |part: &Tensor| part.place == tensor.place;
                 let Some(mut part) = self.held_by(part, rank).ok().filter(same_box) else {
@@ -144,8 +144,8 @@ impl Replay<'_> {
         for slice in slices {
             let part = self.step.find(Role::Dk, slice.inputs.microbatch);
             let Some(part) = part.filter(|part| *part != key) else {
-                outcome.skip(stage, "dk before the reduction was not captured");
-                return Ok(());
+                let why = "dk before the reduction was not captured";
+                return self.sum_alone(slices, (stage, key, why), outcome);
             };
             parts.push((slice.inputs.microbatch, part));
         }

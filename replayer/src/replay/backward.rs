@@ -116,7 +116,9 @@ impl Replay<'_> {
         let one = |slice: &Slice| {
             let Some(head) = slice.inputs.head(self.step) else { return 0 };
             let forward = reference::forward_work(&head) + 2 * policy::forward_work(&head);
-            let all = reference::backward_work(&head) + members * policy::backward_work(&head);
+            let emulated = (members * policy::backward_work(&head)) as f64;
+            let emulated = (emulated * self.share_emulated(&head)) as u64;
+            let all = reference::backward_work(&head) + emulated;
             let backward = match effort {
                 Effort::Probes { count, .. } if !self.roundings.swamps() => {
                     reference::probe_work(&head, count)
@@ -148,7 +150,7 @@ impl Replay<'_> {
             return Ok(());
         };
         let captured = self.captured(slice, unit, outcome)?;
-        if captured.gradients.is_empty() {
+        if captured.gradients.is_empty() && !self.sums_alone {
             return Ok(());
         }
         if let Effort::Tokens { count, seed } = self.effort {
@@ -162,7 +164,7 @@ impl Replay<'_> {
                 Effort::Probes { count, seed } if !self.recomputes() && !problem.any_open() => {
                     self.probe(problem, &captured, unit, (count, seed), outcome)
                 }
-                _ => self.walk(problem, &captured, (slice, unit), outcome)?,
+                _ => self.walk(problem, &captured, (slice, unit), (state, upstream), outcome)?,
             };
             let mut from_dlogits = Vec::new();
             if let Some(dlogits) = &dlogits {
@@ -498,7 +500,8 @@ impl Replay<'_> {
             let by_hits = by_hits.map(|(_, classes)| classes.clone()).unwrap_or_default();
             let source = captured.stage(stage).map(|of| of.source.clone()).unwrap_or_default();
             let found = Comparison::new(inputs.microbatch, unit.rank(), source, tally, &bound);
-            outcome.add(stage, Comparison { members, by_hits, ..found });
+            let sampled = findings.sampled.contains(&stage);
+            outcome.add(stage, Comparison { members, sampled, by_hits, ..found });
         }
         self.take_charts(findings.charts, inputs.microbatch, unit, outcome);
     }

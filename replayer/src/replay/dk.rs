@@ -11,10 +11,11 @@ use super::backward::{Problem, sum};
 use super::biased::shared_by_tokens;
 use super::compared::Looked;
 use super::findings::{Captured, DK, Findings, Gradient, Parts};
+use super::lists::value_of;
 use super::maps::Drawn;
 use super::pass_cache::BackwardPass;
 use super::world::{At, Expectation};
-use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
+use crate::compare::{Allowed, ONE_ROUNDING, Rows, once};
 use crate::head::Stage;
 use crate::head::step::rows_of;
 use crate::kernels::matrix::HeadInputs;
@@ -178,13 +179,24 @@ impl Slab {
         stage: Stage,
         block: &policy::DkParts<'b>,
     ) -> (&'b [f64], Vec<f64>) {
+        let values = match stage {
+            Stage::DkLse => block.dk_lse,
+            Stage::DkLabel => block.dk_label,
+            Stage::Dbias => block.dbias,
+            _ => block.dk,
+        };
+        (values, self.reference(stage, block.rows.clone()))
+    }
+
+    /// What some rows of a stage should be.
+    pub(super) fn reference(&self, stage: Stage, rows: Range<usize>) -> Vec<f64> {
         let d = self.lse.len() / self.range.len().max(1);
-        let at = block.rows.start * d..block.rows.end * d;
+        let at = rows.start * d..rows.end * d;
         match stage {
-            Stage::DkLse => (block.dk_lse, self.lse[at].to_vec()),
-            Stage::DkLabel => (block.dk_label, self.label[at].to_vec()),
-            Stage::Dbias => (block.dbias, self.dbias[block.rows.clone()].to_vec()),
-            _ => (block.dk, sum(&self.lse[at.clone()], &self.label[at])),
+            Stage::DkLse => self.lse[at].to_vec(),
+            Stage::DkLabel => self.label[at].to_vec(),
+            Stage::Dbias => self.dbias[rows].to_vec(),
+            _ => sum(&self.lse[at.clone()], &self.label[at]),
         }
     }
 
@@ -214,7 +226,7 @@ impl Slab {
     }
 
     /// What the job certainly loses of an element, or may lack of it.
-    fn lost(&self, stage: Stage, at: usize) -> f64 {
+    pub(super) fn lost(&self, stage: Stage, at: usize) -> f64 {
         value_of(&self.lost, stage, at) + value_of(&self.open, stage, at)
     }
 
@@ -333,6 +345,7 @@ impl Replay<'_> {
             let there = slab.looked.iter().find(|(of, _)| *of == stage);
             let here = there.is_none().then(|| rows.looked_at(allowed, &bound));
             let looked = there.map(|(_, looked)| looked).or(here.as_ref()).expect("one of both");
+            findings.expect(stage, slab.range.start, looked);
             findings.merge(stage, rows.tally(looked, &bound), bound);
             if let Some(squares) = slab.open_squares(stage).filter(|_| !forced) {
                 findings.add_open(stage, squares);
@@ -428,7 +441,9 @@ impl Replay<'_> {
         let captured = rows_of(&gradient.matrix(), slab.range.clone());
         let reference = self.supposed(problem, slab, (gradient, false), slab.dbias.clone());
         let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
-        findings.merge(Stage::Dbias, Tally::of(&rows, allowed, &bound), bound);
+        let looked = rows.looked_at(allowed, &bound);
+        findings.expect(Stage::Dbias, slab.range.start, &looked);
+        findings.merge(Stage::Dbias, rows.tally(&looked, &bound), bound);
         if let Some(squares) = slab.open_squares(Stage::Dbias) {
             findings.add_open(Stage::Dbias, squares);
         }
@@ -442,12 +457,6 @@ impl Replay<'_> {
         let g = problem.cotangents().lse;
         shared_by_tokens(&problem.head, (&problem.lse, classes), |t| g[t] != 0.0, steps)
     }
-}
-
-/// A value of a stage's list, 0 where there is none.
-fn value_of(lists: &[(Stage, Vec<f64>)], stage: Stage, at: usize) -> f64 {
-    let of = lists.iter().find(|(of, _)| *of == stage);
-    of.and_then(|(_, values)| values.get(at)).copied().unwrap_or(0.0)
 }
 
 /// What a stage should be: a part, or the sum of the captured parts, or of both.

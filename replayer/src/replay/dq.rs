@@ -89,7 +89,7 @@ impl DqState {
     }
 }
 
-fn member_values(member: &DqParts, stage: Stage) -> &[f64] {
+pub(super) fn member_values(member: &DqParts, stage: Stage) -> &[f64] {
     match stage {
         Stage::DqLse => &member.dq_lse,
         Stage::DqLabel => &member.dq_label,
@@ -179,7 +179,11 @@ impl Replay<'_> {
             let there = state.looked.iter().find(|(of, _)| *of == stage);
             let tally = match there {
                 Some((_, looked)) => compared.tally(looked, &bound),
-                None => compared.tally_of(if forced { &all } else { &sure }, allowed, &bound),
+                None => {
+                    let looked = compared.looked_at(allowed, &bound);
+                    findings.expect(stage, 0, &looked);
+                    compared.tally_of(if forced { &all } else { &sure }, &looked, &bound)
+                }
             };
             findings.merge(stage, tally, bound);
             let (first, all, rows) = (0, unit.rows.len(), &compared);

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::Replay;
 use super::allowed::{rounding, stored};
+use super::floors::Floors;
 use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
@@ -134,6 +135,10 @@ pub(super) struct Findings {
     pub(super) hits: Vec<(Stage, Vec<HitClass>)>,
     /// Squares of what tokens that may be there or not may be of a stage's sums.
     pub(super) open: Vec<(Stage, f64)>,
+    /// The rows whose policies are emulated, where those are not all.
+    pub(super) floors: Option<Floors>,
+    /// Stages whose energies are those of a sample.
+    pub(super) sampled: Vec<Stage>,
     /// Worst elements by blocks, where a drawing was asked for.
     pub(super) charts: Vec<(Stage, Chart)>,
 }
@@ -223,6 +228,11 @@ impl Findings {
             Some((_, total, _)) => total.merge(tally),
             None => self.tallies.push((stage, tally, bound)),
         }
+    }
+
+    /// Takes in what is explained of rows of a stage from `first` on, where that is needed.
+    pub(super) fn expect(&mut self, stage: Stage, first: usize, rows: &[RowTally]) {
+        self.floors.iter_mut().for_each(|floors| floors.expect(stage, first, rows));
     }
 
     /// Adds squares of what tokens that may be there or not may be of a stage.

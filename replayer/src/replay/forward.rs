@@ -14,7 +14,7 @@ use super::world::{At, Expectation, Pass};
 use super::{Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
-use crate::head::{MicrobatchInputs, Scores, Stage};
+use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
 use crate::kernels::policy::Policy;
 use crate::kernels::reference;
@@ -410,6 +410,12 @@ impl Replay<'_> {
 }
 
 impl ForwardState {
+    /// Probability of the label of each of a unit's tokens.
+    pub(super) fn confidence(&self, unit: &Unit) -> Vec<f64> {
+        let of = |&t: &usize| libm::exp(self.label.values[t] - self.lse[t]);
+        unit.rows.iter().map(of).collect()
+    }
+
     /// A head that starts from log-probabilities: nothing before them is known.
     fn of_logprobs(captured: &Column) -> ForwardState {
         let tokens = captured.values.len();

@@ -12,6 +12,7 @@ mod allowed;
 mod backward;
 mod biased;
 mod chained;
+mod classes;
 mod column;
 mod compared;
 pub mod compiled;
@@ -21,10 +22,13 @@ mod dk;
 mod dq;
 pub mod estimate;
 mod findings;
+mod floors;
 mod forward;
 mod from_dlogits;
 pub(crate) mod gather;
+mod kept;
 mod kinks;
+mod lists;
 mod loose;
 mod loss;
 mod loss_total;
@@ -46,6 +50,7 @@ pub mod sample;
 mod sampled;
 mod slabs;
 mod smoothed;
+mod sums_alone;
 pub mod tasks;
 pub(crate) mod ties;
 pub mod trial;
@@ -133,6 +138,8 @@ pub(crate) struct Replay<'a> {
     draw: Option<Draw>,
     /// Others that compute the tiles.
     on: Option<&'a On<'a>>,
+    /// Whether dk was recorded summed and not in the addends of the sum.
+    sums_alone: bool,
     /// A device that computes the reference.
     device: Option<&'a dyn Device>,
 }
@@ -172,6 +179,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         On::new(cluster, step.dump, unusable, (comparisons, whole))
     });
     let on = on.as_ref();
+    let sums_alone = sums_alone::of(step, &wanted, &roundings);
     let replay = Replay {
         step,
         whole,
@@ -186,6 +194,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         progress,
         draw,
         on,
+        sums_alone,
         device: request.device,
     };
     let work = replay.work(&slices, replay.effort);

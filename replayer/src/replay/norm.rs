@@ -13,16 +13,14 @@ use backtape::shard::{TensorKey, When};
 use serde::Serialize;
 
 use super::addends::Sum;
-use super::dk::Slab;
+use super::kept::{Addend, ReferenceDk};
 use super::outcome::{NotChecked, Outcome};
 use super::{Replay, Slice};
 use crate::head::step::{StepError, matrix, numbers};
-use crate::head::{HeadStep, Stage, Unit};
+use crate::head::{HeadStep, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::round::Precision;
 
-/// Bytes of reference gradients that are kept for the shares.
-const KEPT_BYTES: usize = 1 << 30;
 /// Rows and tiles that are named; the rest is one share.
 const NAMED: usize = 8;
 
@@ -66,58 +64,7 @@ pub struct GradNorm {
     pub shares: Vec<Share>,
 }
 
-/// Reference dk while it is needed: the sum, and what each unit is off by.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct ReferenceDk {
-    total: Vec<f64>,
-    /// The same of the member that rounds most.
-    emulated: Vec<f64>,
-    addends: Vec<Addend>,
-}
-
-/// One unit's captured dk minus its reference, `[V, D]`; the reference alone until
-/// the captured one is known.
-#[derive(Clone, Debug, PartialEq)]
-struct Addend {
-    microbatch: Option<Microbatch>,
-    ranks: Vec<Rank>,
-    reference: Vec<f64>,
-}
-
 impl Replay<'_> {
-    /// Adds one unit's slab of reference dk.
-    pub(super) fn keep_reference(
-        &self,
-        slab: &Slab,
-        (slice, unit): (&Slice, &Unit),
-        elements: usize,
-        outcome: &mut Outcome,
-    ) {
-        if !self.wants(Stage::Reduce) || elements * 8 > KEPT_BYTES {
-            return;
-        }
-        let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
-            total: vec![0.0; elements],
-            emulated: vec![0.0; elements],
-            addends: Vec::new(),
-        });
-        let from = slab.range.start * (slab.lse.len() / slab.range.len().max(1));
-        let values: Vec<f64> = slab.lse.iter().zip(&slab.label).map(|(a, b)| a + b).collect();
-        for (at, (x, emulated)) in values.iter().zip(&slab.emulated).enumerate() {
-            kept.total[from + at] += x;
-            kept.emulated[from + at] += emulated;
-        }
-        let fits = (kept.addends.len() + 3) * elements * 8 <= KEPT_BYTES;
-        let same =
-            |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
-        if let Some(addend) = kept.addends.iter_mut().find(same) {
-            addend.reference.extend_from_slice(&values);
-        } else if fits && from == 0 {
-            let (microbatch, ranks) = (slice.inputs.microbatch, unit.ranks.clone());
-            kept.addends.push(Addend { microbatch, ranks, reference: values });
-        }
-    }
-
     /// grad_norm as reported, recomputed, and as it would be with the reference dk.
     pub(super) fn norm(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let mut norm = GradNorm { captured: reported(self.step)?, ..GradNorm::default() };

@@ -7,11 +7,12 @@ use backtape::nan::{by_size, largest};
 use backtape::role::Role;
 use serde::Serialize;
 
+use super::addends;
 use super::coverage::Coverage;
 use super::estimate::Sampled;
+use super::kept::ReferenceDk;
 use super::loss_total::LossTotals;
 use super::maps::Map;
-use super::norm::ReferenceDk;
 pub use super::norm::{GradNorm, Share};
 use super::other_declaration::OtherDeclaration;
 use super::probe::Reach;
@@ -94,6 +95,8 @@ pub struct Comparison {
     pub seen_from: Option<SeenFrom>,
     /// The emulated members; empty when the floor is propagated.
     pub members: Vec<MemberError>,
+    /// Whether they were emulated in a sample of the rows.
+    pub sampled: bool,
     /// For dk: error by label hits.
     pub by_hits: Vec<HitClass>,
 }
@@ -132,6 +135,9 @@ pub struct Outcome {
     pub work: u64,
     /// Reference dk summed over ranks and microbatches, while it is needed.
     pub(super) reference_dk: Option<ReferenceDk>,
+    /// Addends of a sum of dk that is not right and of which none was recorded: what they should
+    /// be.
+    pub(crate) unrecorded: Vec<addends::Read>,
     /// What random probes can see of each stage, the worst of all units.
     reaches: Vec<(Stage, Reach)>,
     /// What a sample says of each stage, the unit that is off most.
@@ -174,6 +180,7 @@ impl Comparison {
             seen_from: tally.seen_from(bound),
             tally,
             members: Vec::new(),
+            sampled: false,
             by_hits: Vec::new(),
         }
     }
@@ -262,6 +269,7 @@ impl Outcome {
             other_declaration: None,
             work: 0,
             reference_dk: None,
+            unrecorded: Vec::new(),
             reaches,
             estimates,
             coverage: Coverage::default(),

@@ -116,7 +116,7 @@ impl Replay<'_> {
             repeats: &repeats,
         };
         let bound = self.bound(span.tokens.len(), vocab);
-        rows.tally_of(span.sure, allowed, &bound)
+        rows.tally_of(span.sure, &rows.looked_at(allowed, &bound), &bound)
     }
 
     /// The same where a device holds the reference, which is nobody's hypothesis; beside it the

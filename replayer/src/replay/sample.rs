@@ -79,6 +79,24 @@ pub fn stratified(labels: &[u32], confidence: &[f64], n: usize, seed: u64) -> Sa
     }
 }
 
+/// Draws classes by how often each is a label: up to `n` of those with no hit, of those with one,
+/// and of each doubling of hits from there. Rows, ascending, and how many each stands for.
+pub fn by_hits(hits: &[u32], n: usize, seed: u64) -> (Vec<usize>, Vec<f64>) {
+    let mut strata: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for (class, hits) in hits.iter().enumerate() {
+        strata.entry(u32::BITS - hits.leading_zeros()).or_default().push(class);
+    }
+    let mut draw = Draw::new(seed);
+    let of = |members: Vec<usize>| {
+        let drawn = choose(&members, n.min(members.len()), &mut draw);
+        let weight = members.len() as f64 / drawn.len().max(1) as f64;
+        drawn.into_iter().map(move |class| (class, weight)).collect::<Vec<_>>()
+    };
+    let mut drawn: Vec<(usize, f64)> = strata.into_values().flat_map(of).collect();
+    drawn.sort_unstable_by_key(|one| one.0);
+    drawn.into_iter().unzip()
+}
+
 type Strata = BTreeMap<(u8, u8), (String, Vec<usize>)>;
 
 /// The tokens by stratum, in as many strata as `n` rows can serve.
@@ -244,6 +262,18 @@ mod tests {
         let sample = stratified(&[1, 1, 1, 1], &[0.9, f64::NAN, 0.9, 0.9], 3, 0);
         assert!(sample.rows.contains(&1));
         assert!(sample.strata.iter().any(|s| s.name.contains("not a number")));
+    }
+
+    #[test]
+    fn classes_are_drawn_from_every_doubling_of_hits_and_stand_for_all() {
+        let mut hits = vec![0; 900];
+        hits.extend([1; 50]);
+        hits.extend([2, 3, 3, 9, 700]);
+        let (rows, weights) = by_hits(&hits, 20, 4);
+        assert_eq!(rows.len(), 20 + 20 + 3 + 1 + 1);
+        assert!(rows.windows(2).all(|pair| pair[0] < pair[1]), "ascending, once");
+        assert_eq!(weights.iter().sum::<f64>(), hits.len() as f64);
+        assert!(rows.ends_with(&[950, 951, 952, 953, 954]) && weights.ends_with(&[1.0; 5]));
     }
 
     #[test]

@@ -29,11 +29,9 @@ impl Replay<'_> {
         (count, seed): (usize, u64),
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let confidence = |&t: &usize| libm::exp(state.label.values[t] - state.lse[t]);
-        let confidence: Vec<f64> = unit.rows.iter().map(confidence).collect();
         let labels: Vec<u32> = unit.rows.iter().map(|&t| slice.inputs.labels[t]).collect();
         let n = share(count, unit.rows.len(), slice.inputs.tokens());
-        let sample = stratified(&labels, &confidence, n, seed);
+        let sample = stratified(&labels, &state.confidence(unit), n, seed);
         if captured.stage(Stage::Dbias).is_some() {
             let why = "a sum over all tokens, of which --tokens takes some: leave it out to have dbias judged";
             outcome.skip(Stage::Dbias, why);
@@ -50,7 +48,8 @@ impl Replay<'_> {
             return Ok(());
         }
         self.try_problem(slice, &drawn, (state, upstream), &mut |problem| {
-            let findings = self.walk(problem, &captured, (slice, &drawn), outcome)?;
+            let findings =
+                self.walk(problem, &captured, (slice, &drawn), (state, upstream), outcome)?;
             self.report(findings, &captured, &slice.inputs, &drawn, outcome);
             Ok(())
         })

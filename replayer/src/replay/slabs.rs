@@ -10,6 +10,8 @@ use super::devised::failed;
 use super::dk::Slab;
 use super::dq::{DqState, add, picked};
 use super::findings::{Captured, DK, DQ, Findings, error_energy};
+use super::forward::ForwardState;
+use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::Outcome;
 use super::tasks::Walked;
@@ -31,11 +33,13 @@ impl Replay<'_> {
         problem: &Problem<'_>,
         captured: &Captured,
         (slice, unit): (&Slice, &Unit),
+        before: (&ForwardState, &Upstream),
         outcome: &mut Outcome,
     ) -> Result<Findings, StepError> {
         let (d, v) = (problem.head.q.cols, problem.head.k.rows);
         let members = members(&self.roundings);
-        let mut findings = Findings::default();
+        let floors = self.floors(problem, unit, before.0, &members)?;
+        let mut findings = Findings { floors, ..Findings::default() };
         let mut dq = self.dq_zeros(problem);
         // Nothing to compute is no task.
         let on = self.on.filter(|_| problem.head.q.rows > 0 && v > 0);
@@ -57,12 +61,23 @@ impl Replay<'_> {
                 }
             };
             self.allow_open(problem, (&head, range), &mut slab);
-            let found = (&mut slab, &mut dq, &mut findings);
-            self.emulate_slab((problem, &head), &members, captured, walked.as_mut(), found)?;
+            match &mut findings.floors {
+                Some(floors) => floors.of_slab(&mut slab, captured),
+                None => {
+                    let found = (&mut slab, &mut dq, &mut findings);
+                    self.emulate_slab(
+                        (problem, &head),
+                        &members,
+                        captured,
+                        walked.as_mut(),
+                        found,
+                    )?;
+                }
+            }
             self.judge_dk(problem, &slab, (captured, &DK), &mut findings);
             self.judge_dbias(problem, &slab, captured, &mut findings);
             if self.recomputes() {
-                self.keep_reference(&slab, (slice, unit), v * d, outcome);
+                self.keep_reference(problem, &slab, (slice, unit), outcome);
             }
             walked.iter_mut().for_each(Walked::next);
         }
@@ -79,6 +94,8 @@ impl Replay<'_> {
         }
         dq.once_a_row(problem.head.copies);
         self.judge_dq(problem, &dq, (captured, &DQ), unit, &mut findings);
+        let of = (&dq.exact, captured);
+        self.finish_floors((slice, unit), before, &members, of, &mut findings)?;
         Ok(findings)
     }
 

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use backtape::identity::Microbatch;
 
 use super::backward::{Problem, sum};
+use super::classes::OfClasses;
 use super::dk::Slab;
 use super::findings::{Captured, DK, DQ, Findings};
 use super::forward::ForwardState;
-use super::gather::Gathered;
+use super::lists::{List, Lists, put_block};
 use super::loss::Upstream;
 use super::outcome::Outcome;
 use super::pass_cache::PassCache;
@@ -23,7 +24,7 @@ use super::world::{At, World};
 use super::{Effort, Replay, Slice};
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
-use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads, Values};
+use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::policy::{self, DqParts};
 use crate::kernels::reference::Keep;
 use crate::kernels::{NoProgress, Progress, Tiles};
@@ -96,6 +97,7 @@ fn counted_in_world(
     let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let whole = super::allowed::whole(&altered, &roundings);
+    let sums_alone = super::sums_alone::of(&altered, compared, &roundings);
     let replay = Replay {
         step: &altered,
         whole,
@@ -110,6 +112,7 @@ fn counted_in_world(
         progress,
         draw: None,
         on: None,
+        sums_alone,
         device: None,
     };
     then(&replay, &slices)
@@ -128,11 +131,12 @@ impl Replay<'_> {
         let dlogits = self.usable_dlogits(slice, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
         let captured = self.captured_once((slice, unit), classes, outcome)?;
-        if captured.gradients.is_empty() {
+        if captured.gradients.is_empty() && !self.sums_alone {
             return Ok(());
         }
         let mut findings = Findings::default();
         let dk = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]).next().is_some();
+        let dk = dk || self.sums_alone;
         let dq = captured.of(&DQ).next().is_some();
         // Of all rows one pass that is held gives both gradients; of a sample, and of what has
         // several slabs, each has a pass of its own.
@@ -143,7 +147,7 @@ impl Replay<'_> {
         if dk {
             let of = (rows, classes.is_some(), only(Keep::Dk));
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                self.try_dk(problem, &captured, of, &mut findings);
+                self.try_dk(problem, (slice, unit), &captured, of, (&mut findings, outcome));
             });
         }
         if dq {
@@ -224,9 +228,10 @@ impl Replay<'_> {
     fn try_dk(
         &self,
         problem: &Problem<'_>,
+        of: (&Slice, &Unit),
         captured: &Captured,
         (rows, picked, keep): (Option<&Rows>, bool, Keep),
-        findings: &mut Findings,
+        (findings, outcome): (&mut Findings, &mut Outcome),
     ) {
         let Some(classes) = rows.map(|rows| &rows.classes) else {
             let (d, v) = (problem.head.q.cols, problem.head.k.rows);
@@ -240,30 +245,12 @@ impl Replay<'_> {
                 self.allow_open(problem, (&head, range), &mut slab);
                 self.judge_dk(problem, &slab, (captured, &DK), findings);
                 self.judge_dbias(problem, &slab, captured, findings);
+                self.keep_sum_alone(problem, &slab, of, outcome);
             }
             return;
         };
-        let k = Gathered::new(&problem.head.k, classes);
-        let place = |label: &u32| match classes.binary_search(&(*label as usize)) {
-            Ok(row) if *label != IGNORED => row as u32,
-            _ => IGNORED,
-        };
-        let labels: Vec<u32> = problem.head.labels.iter().map(place).collect();
-        let valid_vocab = classes.partition_point(|&v| v < problem.head.valid_vocab);
-        let bias = problem.head.bias.map(|b| classes.iter().map(|&v| b[v]).collect::<Vec<_>>());
-        let bias = bias.as_deref();
-        let read = problem.head.reads.map(|reads| {
-            let scores = reads.scores.map(|(of, _)| columns_of(&of, classes));
-            (Gathered::new(&reads.k, classes), scores, reads)
-        });
-        let reads = read.as_ref().map(|(k, scores, reads)| {
-            let values = scores.as_deref().map(Values::F64);
-            let (rows, cols) = (problem.head.q.rows, classes.len());
-            let scores = values.map(|values| (Matrix { rows, cols, values }, 0));
-            Reads { k: k.matrix(), scores, ..*reads }
-        });
-        let k = k.matrix();
-        let head = HeadInputs { k, labels: &labels, valid_vocab, bias, reads, ..problem.head };
+        let of_classes = OfClasses::new(&problem.head, classes);
+        let head = of_classes.head(&problem.head);
         let problem = problem.over(head);
         let pass = self.reference_pass(&problem, &head, Keep::Dk);
         let mut slab = pass.slab.clone();
@@ -274,6 +261,7 @@ impl Replay<'_> {
         let captured = chosen.as_ref().unwrap_or(captured);
         self.judge_dk(&problem, &slab, (captured, &DK), findings);
         self.judge_dbias(&problem, &slab, captured, findings);
+        self.keep_sum_alone(&problem, &slab, of, outcome);
     }
 
     /// dk as the world's policy has it, in place of the reference.
@@ -282,18 +270,8 @@ impl Replay<'_> {
         let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
             let mut found: Lists = Vec::new();
             let progress = self.progress;
-            policy::backward(&of, head, lse, cotangents, tiles, progress, &mut |block| {
-                let all = [
-                    (Stage::DkLse, block.dk_lse),
-                    (Stage::DkLabel, block.dk_label),
-                    (Stage::Dk, block.dk),
-                    (Stage::Dbias, block.dbias),
-                ];
-                for (stage, values) in all.into_iter().filter(|(_, values)| !values.is_empty()) {
-                    let width = values.len() / block.rows.len().max(1);
-                    put(&mut found, stage, block.rows.start * width, values);
-                }
-            });
+            let take = &mut |block: policy::DkParts<'_>| put_block(&mut found, &block);
+            policy::backward(&of, head, lse, cotangents, tiles, progress, take);
             found
         };
         slab.instead = run(head, &problem.lse, &problem.cotangents());
@@ -355,25 +333,4 @@ impl Replay<'_> {
         }
         self.judge_dq(problem, &dq, (captured, &DQ), unit, findings);
     }
-}
-
-/// Some columns of a matrix, widened.
-fn columns_of(of: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
-    let row = |row: usize| columns.iter().map(move |column| of.get_f64(row * of.cols + column));
-    (0..of.rows).flat_map(row).collect()
-}
-
-/// Values by stage.
-type List = (Stage, Vec<f64>);
-type Lists = Vec<List>;
-
-/// Writes values into the list of a stage, which grows as they come.
-fn put(lists: &mut Lists, stage: Stage, at: usize, values: &[f64]) {
-    let index = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
-        lists.push((stage, Vec::new()));
-        lists.len() - 1
-    });
-    let list = &mut lists[index].1;
-    list.resize(list.len().max(at + values.len()), 0.0);
-    list[at..at + values.len()].copy_from_slice(values);
 }

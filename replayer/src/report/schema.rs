@@ -87,7 +87,8 @@ pub struct ComparisonReport {
     pub error: f64,
     /// The error that the declared policy itself has.
     pub floor: f64,
-    /// `emulated` (the policy was run) or `propagated` (from its rounding points).
+    /// `emulated` (the policy was run), `sampled` (it was run for some rows, which stand for all)
+    /// or `propagated` (from its rounding points).
     pub floor_source: &'static str,
     /// error over floor.
     pub ratio: f64,
@@ -342,7 +343,11 @@ impl ComparisonReport {
             rank: c.rank.map(|rank| rank.0),
             error: c.tally.error(),
             floor: c.floor(),
-            floor_source: if c.members.is_empty() { "propagated" } else { "emulated" },
+            floor_source: match (c.members.is_empty(), c.sampled) {
+                (true, _) => "propagated",
+                (false, true) => "sampled",
+                (false, false) => "emulated",
+            },
             ratio: c.ratio(),
             slope: c.tally.of_numbers(c.tally.slope()),
             max_abs: c.tally.of_numbers(c.tally.max_abs),

@@ -8,7 +8,7 @@ use crate::faults;
 use crate::hash::TrustHash;
 use crate::head::HeadDeclaration;
 use crate::identity::{Name, Rank};
-use crate::manifest::{FileRecord, Manifest, Omission, RankSelection};
+use crate::manifest::{FileRecord, Manifest, Omission, RankSelection, cut_short};
 use crate::selection::{IndexSelection, Selection};
 use crate::shard::ShardRecord;
 
@@ -126,6 +126,11 @@ impl StepState {
         state.settle();
         state.recalled = true;
         state
+    }
+
+    /// Why it is not whole though every rank closed it.
+    pub(crate) fn cut_short(&self) -> Option<String> {
+        cut_short(self.closed.values().flat_map(|closing| &closing.omissions))
     }
 
     /// Whether a rank that closed says the same again.

@@ -16,7 +16,7 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::divisor;
+use crate::diagnose::detectors::addends::{divisor, unrecorded};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::multiples;
@@ -168,7 +168,8 @@ impl World for Uncleared {
 }
 
 fn short(x: f64) -> String {
-    format!("{}", (x * 1e4).round() / 1e4)
+    // Plus 0: -0 is 0.
+    format!("{}", (x * 1e4).round() / 1e4 + 0.0)
 }
 
 /// Weights of the captured addends in a captured sum; none where they cannot be told.
@@ -189,7 +190,17 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
         let whole = held(evidence, of, key.rank.filter(|_| !reduced))?;
         Some(whole).filter(|whole| whole.len() == size).map(chosen)
     };
-    let parts: Vec<Vec<f64>> = evidence.inputs.iter().map(part).collect::<Option<_>>()?;
+    let recorded = evidence.inputs.iter().map(part).collect::<Option<Vec<Vec<f64>>>>();
+    let parts = recorded.or_else(|| {
+        let all = unrecorded(evidence).filter(|_| key.rank.is_none())?;
+        let of = |inputs: &crate::head::MicrobatchInputs| {
+            let mut own = all.iter().filter(|of| of.0 == inputs.microbatch && of.2.len() == size);
+            // Of several units of ranks each would have a weight of its own.
+            let first = own.next()?.2.clone();
+            own.next().is_none().then(|| chosen(first))
+        };
+        evidence.inputs.iter().map(of).collect()
+    })?;
     let all: Vec<&[f64]> = parts.iter().map(|part| &part[..]).collect();
     multiples(&all, &total).filter(|found| found.iter().all(|x| x.is_finite()))
 }

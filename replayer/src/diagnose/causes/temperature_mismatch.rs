@@ -46,7 +46,10 @@ impl Cause for TemperatureMismatch {
         let scale = evidence.step.options.transform.scale;
         let mut found = Vec::new();
         if scale != 1.0 {
-            for (factor, words) in [(1.0 / scale, "left out"), (scale, "twice")] {
+            let inverse = 1.0 / (scale * scale);
+            for (factor, words) in
+                [(1.0 / scale, "left out"), (scale, "twice"), (inverse, "by its inverse")]
+            {
                 let stages = stages_times(evidence, factor, &GRADIENTS);
                 if !stages.is_empty() {
                     let parameters = vec![
@@ -60,11 +63,10 @@ impl Cause for TemperatureMismatch {
                 found.extend(scaled(evidence, other, 0));
             }
         }
-        // A forward that is right leaves no other factor to be found in it.
-        if forward || !evidence.captured_forward() {
-            for other in fitted(evidence) {
-                found.extend(scaled(evidence, other, 1));
-            }
+        // A forward that is right leaves another factor to the backward alone.
+        let in_forward = forward || !evidence.captured_forward();
+        for other in if in_forward { fitted(evidence) } else { fitted_backward(evidence) } {
+            found.extend(scaled(evidence, other, 1));
         }
         found
     }
@@ -73,8 +75,16 @@ impl Cause for TemperatureMismatch {
 /// Factors of the logits that fit what was captured of some tokens much better than the declared
 /// one: the fitted number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
+    of_tokens(evidence, &Tokens::of(evidence))
+}
+
+/// The same where only the backward has another.
+fn fitted_backward(evidence: &Evidence<'_>) -> Vec<f64> {
+    of_tokens(evidence, &Tokens::of_backward(evidence))
+}
+
+fn of_tokens(evidence: &Evidence<'_>, tokens: &Tokens<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
-    let tokens = Tokens::of(evidence);
     let (sign, size) = (transform.scale.signum(), transform.scale.abs());
     let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
     let range = (size / AROUND, size * AROUND);

@@ -17,6 +17,7 @@ use crate::diagnose::detectors::uniform::{SCALED, informative};
 use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;
+use crate::kernels::Precision;
 
 /// What it is called: where a declaration gives the factor, it is withdrawn.
 pub const ID: &str = "upstream-factor";
@@ -49,8 +50,34 @@ impl Cause for UpstreamFactor {
         let of = |&stage: &Stage| informative(evidence, stage);
         let each: Vec<(Key, Residual)> = failing.iter().flat_map(of).collect();
         let Some(factor) = common(&each).filter(|_| all) else { return Vec::new() };
+        if is_cut_off(evidence, factor) {
+            return Vec::new();
+        }
         let loss = if failing.contains(&Stage::Loss) { "and the loss" } else { "and not the loss" };
         let parameters = vec![("factor", shown(factor)), ("of", format!("every gradient, {loss}"))];
         vec![Hypothesis::new(Scaled { factor, stages: failing }, parameters).fitted(1)]
     }
+}
+
+/// Whether values were stored by cutting bits off, which makes all of them a little smaller and is
+/// no factor: a factor within a step of the format that they are stored in, and more of them are
+/// what is left of the reference than what the factor makes of it.
+fn is_cut_off(evidence: &Evidence<'_>, factor: f64) -> bool {
+    let format = Precision::Bf16;
+    if !(0.0 < 1.0 - factor && 1.0 - factor < 2.0 * format.unit_roundoff()) {
+        return false;
+    }
+    let cut = |x: f64| f64::from(f32::from_bits((x as f32).to_bits() & 0xffff_0000));
+    let (mut as_cut, mut as_scaled) = (0, 0);
+    for (key, _) in evidence.failing_of(&SCALED) {
+        let Some(captured) = evidence.captured(key) else { continue };
+        let Some(table) = evidence.reference().stages.get(&key) else { continue };
+        for (&row, reference) in table.iter().filter(|_| captured.stored() == Some(format)) {
+            for (&found, &x) in captured.row(row).iter().zip(reference) {
+                as_cut += u32::from(found == cut(x));
+                as_scaled += u32::from(found == format.round64(factor * x));
+            }
+        }
+    }
+    as_cut > as_scaled
 }

@@ -148,11 +148,18 @@ pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
     }
 }
 
+/// What the addends of a sum that is not right should be, where none was recorded.
+pub fn unrecorded<'e>(evidence: &'e Evidence<'_>) -> Option<&'e [addends::Read]> {
+    let all = &evidence.outcome.unrecorded[..];
+    (!all.is_empty() && !evidence.step.options.transposed()).then_some(all)
+}
+
 /// The addends of a sum: as the replay adds them, which are summed over microbatches
 /// where that was captured, or every microbatch's.
 pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec<Part>> {
     let microbatches: Vec<_> = evidence.inputs.iter().map(|one| one.microbatch).collect();
-    let all = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed)?;
+    let recorded = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed);
+    let all = recorded.or_else(|| unrecorded(evidence).map(<[addends::Read]>::to_vec))?;
     let one = |(microbatch, rank, values)| (Addend { microbatch, rank, weight: 0.0 }, values);
     Some(all.into_iter().map(one).collect())
 }

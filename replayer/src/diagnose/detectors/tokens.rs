@@ -20,6 +20,8 @@ const LEFT: f64 = 0.05;
 pub struct Tokens<'a> {
     each: Vec<Token>,
     heads: Vec<HeadInputs<'a>>,
+    /// Whether rows of dq are looked at, and not lse and label logits.
+    backward: bool,
     declared: f64,
 }
 
@@ -36,15 +38,25 @@ struct Token {
 impl<'a> Tokens<'a> {
     /// Tokens that count, evenly from every microbatch.
     pub fn of(evidence: &Evidence<'a>) -> Tokens<'a> {
-        let mut found = Tokens { each: Vec::new(), heads: Vec::new(), declared: f64::NAN };
-        let most = if evidence.captured_forward() { TOKENS } else { ROWS };
+        Tokens::new(evidence, !evidence.captured_forward())
+    }
+
+    /// The same with their rows of dq, whatever was captured of the forward.
+    pub fn of_backward(evidence: &Evidence<'a>) -> Tokens<'a> {
+        Tokens::new(evidence, true)
+    }
+
+    fn new(evidence: &Evidence<'a>, backward: bool) -> Tokens<'a> {
+        let (each, heads, declared) = (Vec::new(), Vec::new(), f64::NAN);
+        let mut found = Tokens { each, heads, backward, declared };
+        let most = if backward { ROWS } else { TOKENS };
         let per = most.div_ceil(evidence.inputs.len().max(1));
         for inputs in evidence.inputs {
             let Some(head) = inputs.head(evidence.step) else { continue };
             let counted = |&t: &usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
             let all: Vec<usize> = (0..inputs.tokens()).filter(counted).collect();
             let step = all.len().div_ceil(per).max(1);
-            let captured = Columns::of(evidence, inputs);
+            let captured = Columns::of(evidence, inputs, backward);
             for &t in all.iter().step_by(step) {
                 found.each.push(captured.token(&head, found.heads.len(), t));
             }
@@ -54,16 +66,17 @@ impl<'a> Tokens<'a> {
         found
     }
 
-    /// Squared error of the captured lse and label logits with another transform; where
-    /// neither was captured, that of dq beside what it should be a multiple of. NaN where
-    /// there is nothing to compare with.
+    /// Squared error of the captured lse and label logits with another transform; of the
+    /// backward that of dq beside what it should be a multiple of, from the captured lse or from
+    /// one of its own. NaN where there is nothing to compare with.
     pub fn error(&self, transform: Transform) -> f64 {
-        let forward = self.each.iter().any(|one| one.lse.is_some() || one.label_logit.is_some());
         let one = |token: &Token| {
             let head = &self.heads[token.head];
             let (z, lse) = logits(token, head, transform);
-            if !forward {
-                return beside(token, head, transform, (&z, lse));
+            if self.backward {
+                let from = |lse: f64| beside(token, head, transform, (&z, lse));
+                let (own, captured) = (from(lse)?, token.lse.and_then(from));
+                return Some(captured.map_or(own, |captured| own.min(captured)));
             }
             let off = |captured: Option<f64>, x: f64| captured.map_or(0.0, |c| (c - x).powi(2));
             Some(off(token.lse, lse) + off(token.label_logit, z[token.label]))
@@ -104,14 +117,13 @@ struct Columns {
 }
 
 impl Columns {
-    fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Columns {
+    fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, backward: bool) -> Columns {
         let of = |role: Role, count: usize| {
             let values = captured(evidence, role, inputs.microbatch)?;
             Some(values).filter(|values| values.len() == count)
         };
         let (n, d) = (inputs.tokens(), inputs.head(evidence.step).map_or(0, |head| head.q.cols));
-        let forward = evidence.captured_forward();
-        let dq = if forward || d == 0 { None } else { of(Role::Dq, n * d) };
+        let dq = if !backward || d == 0 { None } else { of(Role::Dq, n * d) };
         Columns { lse: of(Role::Lse, n), label_logits: of(Role::LabelLogits, n), dq }
     }
 

@@ -9,6 +9,8 @@ use std::ops::Range;
 /// Most rows and columns of the result that one thread computes at a time: a block packs
 /// the columns that it multiplies with, which takes the longer the fewer rows share them.
 const BLOCK: (usize, usize) = (256, 1024);
+/// Longest sum that gemm is asked for at once: of a longer one it reads the columns more slowly.
+const DEPTH: usize = 256;
 
 /// A matrix read in place, by strides.
 #[derive(Clone, Copy)]
@@ -136,28 +138,31 @@ unsafe fn run(
     rhs: Operand,
     depth: usize,
 ) {
-    // SAFETY: the caller's.
-    unsafe {
-        gemm::gemm(
-            rows,
-            cols,
-            depth,
-            target,
-            1,
-            stride as isize,
-            add,
-            lhs.values.as_ptr(),
-            lhs.col_stride as isize,
-            lhs.row_stride as isize,
-            rhs.values.as_ptr(),
-            rhs.col_stride as isize,
-            rhs.row_stride as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
+    for first in (0..depth).step_by(DEPTH) {
+        let (lhs, rhs) = (lhs.from(0, first), rhs.from(first, 0));
+        // SAFETY: the caller's.
+        unsafe {
+            gemm::gemm(
+                rows,
+                cols,
+                DEPTH.min(depth - first),
+                target,
+                1,
+                stride as isize,
+                add || first > 0,
+                lhs.values.as_ptr(),
+                lhs.col_stride as isize,
+                lhs.row_stride as isize,
+                rhs.values.as_ptr(),
+                rhs.col_stride as isize,
+                rhs.row_stride as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                gemm::Parallelism::None,
+            );
+        }
     }
 }

@@ -157,7 +157,7 @@ impl Page<'_> {
         };
         line("captured to reference", error(worst.error), "error: dumped against f64".into());
         let policy = match (&worst.best_member, worst.floor_source) {
-            (Some(member), _) => format!("floor, emulated; nearest to the job: {member}"),
+            (Some(member), source) => format!("floor, {source}; nearest to the job: {member}"),
             (None, source) => format!("floor, {source}"),
         };
         line("policy to reference", error(worst.floor), policy);

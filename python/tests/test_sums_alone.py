@@ -1,0 +1,120 @@
+"""dk that was recorded once, at the end: summed over microbatches and ranks, without the addends of the sum.
+
+Goal: such a dk is judged, and not passed over: what a clean job of any arithmetic records agrees, and a microbatch that
+is in the sum twice or not at all, or ranks that were averaged where their sum was meant, diverge at the reduction.
+Method: three microbatches on four ranks of a head in numpy, of which only q, labels and the reduced dk are recorded.
+BACKTAPE_SEED draws another job.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import backtape
+
+SEED = int(os.environ.get("BACKTAPE_SEED", 31))
+RANKS, MICROBATCHES = 4, 3
+
+
+def exact(x):
+    return np.asarray(x, np.float64)
+
+
+def f32(x):
+    return np.asarray(x, np.float32).astype(np.float64)
+
+
+def bf16(x):
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+class Job:
+    """`entries` and `addend` round what a rank computes of a microbatch; `scope` says what its mean is over."""
+
+    def __init__(self, entries=f32, addend=f32, scope="global", **declared):
+        print(f"BACKTAPE_SEED={SEED}")
+        rng = np.random.default_rng(SEED)
+        classes, self.depth = int(rng.integers(150, 260)), int(rng.integers(17, 33))
+        self.counts = rng.integers(20, 50, (MICROBATCHES, RANKS))
+        if scope == "rank":
+            self.counts[:] = self.counts[0, 0]
+        self.k = (rng.standard_normal((classes, self.depth)) * 0.5).astype(ml_dtypes.bfloat16)
+        self.q = [[rng.standard_normal((n, self.depth)).astype(ml_dtypes.bfloat16) for n in row] for row in self.counts]
+        self.labels = [[np.minimum(rng.zipf(1.4, n) - 1, classes - 1).astype(np.int32) for n in row] for row in self.counts]
+        self.rounds, self.scope = (entries, addend), scope
+        self.declared = {"scope": scope, **declared}
+
+    def addend(self, mb, rank):
+        q, k, labels = self.q[mb][rank].astype(np.float64), self.k.astype(np.float64), self.labels[mb][rank]
+        logits = q @ k.T
+        entries = np.exp(logits - np.log(np.exp(logits).sum(1))[:, None])
+        entries[np.arange(len(labels)), labels] -= 1
+        entries /= len(labels) if self.scope == "rank" else self.counts.sum()
+        return self.rounds[1](self.rounds[0](entries).T @ q)
+
+    def recorded(self, directory, weight=lambda mb, rank: 1.0, factor=1.0, stored=np.float32):
+        all = [(mb, rank) for mb in range(MICROBATCHES) for rank in range(RANKS)]
+        total = sum(weight(*at) * self.addend(*at) for at in all) * factor
+        mesh = {"data": RANKS}
+        recorders = [backtape.Recorder(directory, rank=rank, world_size=RANKS, mesh=mesh) for rank in range(RANKS)]
+        for rank, recorder in enumerate(recorders):
+            with recorder.step(0) as tape:
+                head = {"loss": "softmax_xent", "path": "plain", "microbatches": MICROBATCHES} | self.declared
+                tape.head(microbatch_reduction="sum", **head)
+                tape.record("k", self.k)
+                for mb in range(MICROBATCHES):
+                    first = int(self.counts[mb, :rank].sum())
+                    for name, own in {"q": self.q[mb][rank], "labels": self.labels[mb][rank]}.items():
+                        shape = (int(self.counts[mb].sum()), *own.shape[1:])
+                        offsets = (first, *[0] * (own.ndim - 1))
+                        tape.record(name, own, microbatch=mb, global_shape=shape, offsets=offsets)
+                tape.record("dk", total.astype(stored), when="post_reduce")
+        with ThreadPoolExecutor(RANKS) as pool:
+            list(pool.map(lambda recorder: recorder.close(), recorders))
+        return backtape.replay(directory, step=0)
+
+
+CLEAN = {
+    "everything in f32": (Job(), {}),
+    "declared in f32": (Job(dtypes={name: "f32" for name in ("logits", "p", "dlogits", "output")}), {}),
+    "entries in bf16": (Job(entries=bf16), {}),
+    "addends in bf16": (Job(entries=bf16, addend=bf16), {}),
+    "all in bf16": (Job(entries=bf16, addend=bf16), {"stored": ml_dtypes.bfloat16}),
+    "a mean of each rank's means": (Job(scope="rank"), {"factor": 1 / RANKS}),
+    "a sum of each rank's means": (Job(scope="rank"), {}),
+    "a mean over ranks of losses times their number": (Job(cotangent=float(RANKS)), {}),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_right_sum_without_addends_agrees(tmp_path, name):
+    job, found = CLEAN[name]
+    report = job.recorded(tmp_path, **found)
+    assert report.verdict == "agreed", f"{name}: {report}"
+    [reduce] = [one for one in report.json["stages"] if one["name"] == "reduce"]
+    assert reduce["status"] == "pass", name
+
+
+@pytest.mark.parametrize("rounds", [f32, bf16])
+@pytest.mark.parametrize("times", [0.0, 2.0])
+def test_a_microbatch_that_is_in_it_twice_or_not_at_all_is_named(tmp_path, times, rounds):
+    job = Job(entries=rounds, addend=rounds)
+    report = job.recorded(tmp_path, weight=lambda mb, rank: times if mb == 1 else 1.0)
+    assert report.verdict == "diverged" and report.first_divergence.stage == "reduce"
+    assert report.causes[0].id == "accumulation-window", report
+    assert report.json["causes"][0]["parameters"]["weights of the microbatches"] == f"1, {times:.0f}, 1"
+
+
+def test_ranks_that_were_averaged_where_their_sum_was_meant_are_named(tmp_path):
+    report = Job(entries=bf16).recorded(tmp_path, factor=1 / RANKS)
+    assert report.verdict == "diverged" and report.first_divergence.stage == "reduce"
+    assert report.causes[0].id == "rank-mean-vs-sum", report
+
+
+def test_one_rank_that_is_missing_in_the_sum_is_seen(tmp_path):
+    report = Job(entries=bf16, addend=bf16).recorded(tmp_path, weight=lambda mb, rank: float(rank != 2))
+    assert report.verdict == "diverged" and report.first_divergence.stage == "reduce"
+    assert report.causes[0].id in ("unknown", "dropped-batch"), report

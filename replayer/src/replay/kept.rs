@@ -1,0 +1,175 @@
+//! The reference dk of the whole step, kept while its units are walked: the sum over them, what
+//! each is, and what is allowed of the sum where the job recorded no addends of it.
+
+use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
+use rayon::prelude::*;
+
+use super::backward::Problem;
+use super::dk::Slab;
+use super::outcome::Outcome;
+use super::world::{At, Expectation};
+use super::{Replay, Slice};
+use crate::compare::Allowed;
+use crate::head::{Stage, Unit};
+
+/// Bytes of reference gradients that are kept.
+const KEPT_BYTES: usize = 1 << 30;
+
+/// Reference dk while it is needed: the sum, and what each unit is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct ReferenceDk {
+    pub(super) total: Vec<f64>,
+    /// The same of the member that rounds most.
+    pub(super) emulated: Vec<f64>,
+    pub(super) addends: Vec<Addend>,
+    /// Of the sum, an element each; empty where the addends themselves are judged.
+    pub(super) allowed: Vec<Kept>,
+    /// The classes that the rows are; all of them in order where there are none.
+    pub(super) classes: Option<Vec<usize>>,
+}
+
+/// What is known of an element of the sum, as amplitudes: their squares do not fit into f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Kept {
+    own: f32,
+    shared: f32,
+    certain: f32,
+    /// Of what was summed: of each rank's part of each unit, as far as that is known.
+    parts: f32,
+}
+
+/// One unit's captured dk minus its reference, `[V, D]`; the reference alone until
+/// the captured one is known.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Addend {
+    pub(super) microbatch: Option<Microbatch>,
+    pub(super) ranks: Vec<Rank>,
+    pub(super) reference: Vec<f64>,
+}
+
+impl Kept {
+    /// What is allowed of the element.
+    pub(super) fn allowed(&self) -> Allowed {
+        let [own, shared, certain] = [self.own, self.shared, self.certain].map(f64::from);
+        Allowed { own: own * own, shared: shared * shared, certain, ..Allowed::default() }
+    }
+
+    /// Sum of the squares of what was summed.
+    pub(super) fn squares(&self) -> f64 {
+        f64::from(self.parts).powi(2)
+    }
+
+    /// Adds a unit: errors of their own are independent of those of other units, what all
+    /// elements or a row share may be one error.
+    fn add(&mut self, allowed: &Allowed, squares: f64) {
+        let root = |a: f32, b: f64| (f64::from(a).powi(2) + b).sqrt() as f32;
+        self.own = root(self.own, allowed.own);
+        self.shared += (allowed.shared + allowed.row).sqrt() as f32;
+        self.certain += allowed.certain as f32;
+        self.parts = root(self.parts, squares);
+    }
+}
+
+impl Replay<'_> {
+    /// Adds one unit's slab of reference dk.
+    pub(super) fn keep_reference(
+        &self,
+        problem: &Problem<'_>,
+        slab: &Slab,
+        (slice, unit): (&Slice, &Unit),
+        outcome: &mut Outcome,
+    ) {
+        let (d, elements) = (problem.head.q.cols, problem.head.k.len());
+        let judged = self.sums_alone && elements * size_of::<(Kept, f64, f64)>() <= KEPT_BYTES;
+        let wanted = self.wants(Stage::Reduce) || self.wants(Stage::Accumulate);
+        if !wanted || elements * 8 > KEPT_BYTES {
+            return;
+        }
+        let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
+            total: vec![0.0; elements],
+            emulated: vec![0.0; elements],
+            addends: Vec::new(),
+            allowed: vec![Kept::default(); if judged { elements } else { 0 }],
+            classes: slab.classes.clone(),
+        });
+        let from = slab.range.start * d;
+        let (values, weight) = self.addend_in_world(problem, slab);
+        for (at, (x, emulated)) in values.iter().zip(&slab.emulated).enumerate() {
+            kept.total[from + at] += x;
+            kept.emulated[from + at] += emulated;
+        }
+        if judged {
+            let at = from..from + values.len();
+            self.keep_allowed(problem, slab, weight, &mut kept.allowed[at]);
+        }
+        let fits = (kept.addends.len() + 3) * elements * 8 <= KEPT_BYTES;
+        let same =
+            |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
+        if let Some(addend) = kept.addends.iter_mut().find(same) {
+            addend.reference.extend_from_slice(&values);
+        } else if fits && from == 0 {
+            let (microbatch, ranks) = (slice.inputs.microbatch, unit.ranks.clone());
+            kept.addends.push(Addend { microbatch, ranks, reference: values });
+        }
+    }
+
+    /// What is allowed of a unit's dk that nobody recorded. Each rank may have rounded its part of
+    /// it to the format of a gradient before it was added. How large those parts are is not known
+    /// where a unit has several ranks: where they cancel it is the softmax's part and the label's
+    /// that do, in every rank, so each counts with its own square, and tokens that do not cancel
+    /// with theirs.
+    fn keep_allowed(&self, problem: &Problem<'_>, slab: &Slab, weight: f64, kept: &mut [Kept]) {
+        let d = problem.head.q.cols.max(1);
+        let allowances = self.of_dk(problem, slab, Stage::Dk);
+        let output = self.roundings.widest.output.unit_roundoff().powi(2) / 3.0;
+        kept.par_iter_mut().enumerate().for_each(|(at, kept)| {
+            let sums = slab.sums(&problem.head, at);
+            let mut allowed = allowances.of(at / d, at % d, &sums);
+            let parts = sums.x * sums.x + sums.y * sums.y + sums.squares + sums.label_alike;
+            allowed.own += output * parts;
+            allowed.certain += slab.lost(Stage::Dk, at);
+            kept.add(&allowed.times(weight), parts * weight * weight);
+        });
+    }
+
+    /// The same in a trial, for a sum without addends.
+    pub(super) fn keep_sum_alone(
+        &self,
+        problem: &Problem<'_>,
+        slab: &Slab,
+        of: (&Slice, &Unit),
+        outcome: &mut Outcome,
+    ) {
+        if self.sums_alone {
+            self.keep_reference(problem, slab, of, outcome);
+        }
+    }
+
+    /// A unit's dk as the world has it in the sum, and how often it is in it.
+    fn addend_in_world(&self, problem: &Problem<'_>, slab: &Slab) -> (Vec<f64>, f64) {
+        let (microbatch, rank) = (problem.microbatch, problem.rank);
+        let at = At { stage: Stage::Dk, microbatch, rank };
+        let emulated = slab.instead.iter().find(|(of, _)| *of == Stage::Dk);
+        let mut values = match emulated {
+            Some((_, values)) => values.clone(),
+            None => slab.lse.iter().zip(&slab.label).map(|(a, b)| a + b).collect(),
+        };
+        let range: Vec<usize> = slab.range.clone().collect();
+        let rows = slab.classes.as_deref().unwrap_or(&range);
+        let (factor, columns) = (self.world.scale(at), values.len() / rows.len().max(1));
+        values.iter_mut().for_each(|x| *x *= factor);
+        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        let weight = self.world.weight(self.summed_stage(), microbatch, rank);
+        values.iter_mut().for_each(|x| *x *= weight);
+        (values, factor * weight)
+    }
+
+    /// The stage in which units are summed that were recorded summed alone.
+    fn summed_stage(&self) -> Stage {
+        match self.step.find_reduced(Role::Dk, false) {
+            Some(_) => Stage::Accumulate,
+            None => Stage::Reduce,
+        }
+    }
+}
