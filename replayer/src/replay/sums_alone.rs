@@ -7,9 +7,9 @@ use backtape::head::Ranks;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::addends::Sum;
+use super::addends::{Read, Sum};
 use super::allowed::{rounded, stored, summed};
-use super::kept::Addend;
+use super::kept::{Addend, ReferenceDk};
 use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
@@ -19,6 +19,7 @@ use crate::head::step::{StepError, matrix, numbers};
 use crate::head::{HeadStep, Roundings, Stage};
 use crate::kernels::matrix::{Matrix, Values};
 use crate::kernels::policy;
+use crate::kernels::round::Precision;
 
 /// Whether dk of some microbatch was recorded in sums alone, which are among what is `compared`.
 /// What an accumulator of few bits loses is known of recorded addends only.
@@ -48,16 +49,7 @@ impl Replay<'_> {
             outcome.skip(stage, why);
             return Ok(());
         };
-        let (values, storage, precision) = match self.step.tensors[key].partial {
-            Some(_) => {
-                let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
-                (Some(sum.total), Some(sum.storage), None)
-            }
-            None => {
-                let tensor = self.step.oriented(key, None)?;
-                (numbers(&tensor), None, matrix(&tensor).and(precision_of(tensor.dtype)))
-            }
-        };
+        let Values64 { values, storage, precision } = self.held_sum(key)?;
         let head = slices.first().and_then(|one| one.inputs.head(self.step));
         let all = head.map_or(1, |head| head.k.rows);
         let every: Vec<usize> = (0..all).collect();
@@ -108,16 +100,23 @@ impl Replay<'_> {
                 found = mean;
             }
         }
-        let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
-        if found.excess.is_some() && !self.trial && kept.addends.len() == units {
-            let one = |addend: &Addend| {
-                let rank = addend.ranks.first().copied();
-                (addend.microbatch, rank, addend.reference.clone())
-            };
-            outcome.unrecorded = kept.addends.iter().map(one).collect();
+        if found.excess.is_some() && !self.trial {
+            outcome.unrecorded = unrecorded(slices, kept);
         }
         outcome.add(stage, found);
         Ok(())
+    }
+
+    /// The captured sum, over the ranks where each holds an addend of it.
+    fn held_sum(&self, key: &TensorKey) -> Result<Values64, StepError> {
+        if self.step.tensors[key].partial.is_some() {
+            let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
+            let (values, storage) = (Some(sum.total), Some(sum.storage));
+            return Ok(Values64 { values, storage, precision: None });
+        }
+        let tensor = self.step.oriented(key, None)?;
+        let precision = matrix(&tensor).and(precision_of(tensor.dtype));
+        Ok(Values64 { values: numbers(&tensor), storage: None, precision })
     }
 
     /// Groups of ranks with tokens of their own, in the microbatch that has most.
@@ -134,4 +133,24 @@ impl Replay<'_> {
         let multiplied = options.cotangent.abs() >= ranks && options.cotangent % ranks == 0.0;
         options.scope.ranks != Ranks::All || multiplied
     }
+}
+
+/// A captured sum in f64: its values, where it holds numbers, the variance that storing its addends
+/// brought, and the format of one that has none.
+struct Values64 {
+    values: Option<Vec<f64>>,
+    storage: Option<Vec<f64>>,
+    precision: Option<Precision>,
+}
+
+/// What the addends should be, where all of them were kept.
+fn unrecorded(slices: &[Slice], kept: &ReferenceDk) -> Vec<Read> {
+    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+    if kept.addends.len() != units {
+        return Vec::new();
+    }
+    let one = |addend: &Addend| {
+        (addend.microbatch, addend.ranks.first().copied(), addend.reference.clone())
+    };
+    kept.addends.iter().map(one).collect()
 }
