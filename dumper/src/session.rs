@@ -143,8 +143,8 @@ impl Session {
         }
     }
 
-    /// All ranks closed a step. `why` one of them ended it early, which is the job's own doing and
-    /// no fault of the recording; empty where none did.
+    /// All ranks closed a step. `why` says how one of them ended it early, and is empty where none
+    /// did. Ending early is the job's own doing, and no fault of the recording.
     fn ended(&self, step: u64, why: &str) {
         if why.is_empty() {
             return self.shared.committed(step);
@@ -252,8 +252,7 @@ impl Session {
     }
 
     /// One look: committed (and why it is not whole, if so), will not be (with the reason), or not
-    /// known yet. What other ranks
-    /// had acknowledged since the last look is progress.
+    /// known yet. What other ranks had acknowledged since the last look is progress.
     async fn look(
         &self,
         step: u64,

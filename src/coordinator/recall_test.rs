@@ -13,7 +13,7 @@ use super::request::StepAsk;
 use super::state::AttemptState;
 use crate::hash::TrustHash;
 use crate::identity::{Attempt, Name, Rank, Step};
-use crate::manifest::{FileRecord, Omission};
+use crate::manifest::{EVERYTHING, FileRecord, Omission};
 use crate::placement::Mesh;
 use crate::selection::Selection;
 use crate::store::{AttemptDir, Backend, layout};
@@ -62,6 +62,10 @@ fn manifest(store: &Path, step: u64) -> std::path::PathBuf {
 
 /// A coordinator's attempt after all its steps.
 pub(super) fn job(store: &Path) -> AttemptLog {
+    job_of(store, &|step, rank| close(step, rank, 1))
+}
+
+fn job_of(store: &Path, closed: &dyn Fn(u64, u32) -> Event) -> AttemptLog {
     let mut log = AttemptLog::open(Backend::Directory, directory(store), opened());
     for rank in 0..WORLD {
         let host = Name::new("h").unwrap();
@@ -71,7 +75,7 @@ pub(super) fn job(store: &Path) -> AttemptLog {
     for step in 0..STEPS {
         for rank in 0..WORLD {
             log.submit(report(step, rank, 0), 0).unwrap();
-            log.submit(close(step, rank, 1), 0).unwrap();
+            log.submit(closed(step, rank), 0).unwrap();
         }
         log.flush(0);
         log.commit();
@@ -81,6 +85,31 @@ pub(super) fn job(store: &Path) -> AttemptLog {
 
 fn totals(log: &AttemptLog) -> Totals {
     log.state.add_to(Totals::default())
+}
+
+#[test]
+fn why_a_step_is_not_whole_is_known_when_it_was_let_go_of_and_after_a_restart() {
+    let store = tempfile::tempdir().unwrap();
+    let early = |step, rank| {
+        let everything = Omission {
+            rank: Rank(rank),
+            tensor: EVERYTHING.into(),
+            microbatch: None,
+            reason: "the step's body ended early".into(),
+        };
+        let left_out = (step == 0 && rank == 1).then_some(everything);
+        let closing =
+            Closing { files: 1, omissions: left_out.into_iter().collect(), ..Closing::default() };
+        Event::Closed { step: Step(step), rank: Rank(rank), closing }
+    };
+    let first = job_of(store.path(), &early);
+    let loaded = AttemptLog::load(Backend::Directory, directory(store.path())).unwrap().unwrap();
+    for log in [first, loaded] {
+        assert!(log.state.is_released(Step(0)));
+        let reason = |step| log.state.status(StepAsk { step: Step(step), brief: true }).reason;
+        assert_eq!(reason(0), "rank 1 did not record all of it: the step's body ended early");
+        assert_eq!((reason(1), reason(STEPS - 1)), (String::new(), String::new()));
+    }
 }
 
 #[test]

@@ -50,6 +50,8 @@ pub(crate) struct AttemptState {
     pub(super) steps: BTreeMap<Step, StepState>,
     /// Committed ones of which the manifest alone knows more.
     pub(super) released: BTreeMap<Step, Sums>,
+    /// Why committed ones are not whole: a rank ended them early.
+    pub(super) cut_short: BTreeMap<Step, String>,
     /// What the ranks were asked while they ran.
     orders: Orders,
     /// Complete, and not known to be committed.
@@ -75,6 +77,7 @@ impl AttemptState {
             ranks: BTreeMap::new(),
             steps: BTreeMap::new(),
             released: BTreeMap::new(),
+            cut_short: BTreeMap::new(),
             orders: Orders::default(),
             ready: BTreeSet::new(),
             open: BTreeSet::new(),
@@ -381,6 +384,7 @@ impl AttemptState {
         let Some(state) = self.steps.get_mut(&step).filter(|state| !state.committed) else {
             return;
         };
+        self.cut_short.extend(state.cut_short().map(|why| (step, why)));
         for (rank, held) in state.settle() {
             if let Some(sum) = self.held.get_mut(&rank) {
                 *sum = sum.saturating_sub(held);

@@ -91,6 +91,7 @@ impl AttemptState {
                 closed_ranks: (0..listed).map(Rank).collect(),
                 shards: sums.shards,
                 bytes: sums.bytes,
+                reason: self.cut_short.get(&step).cloned().unwrap_or_default(),
                 ..StepStatus::default()
             };
         }
@@ -99,7 +100,7 @@ impl AttemptState {
         let closed = |rank: &Rank| state.closed.contains_key(rank);
         let (closed_ranks, missing_ranks) = (0..listed).map(Rank).partition(closed);
         let reason = match (state.committed, state.overdue) {
-            (true, _) => state.cut_short().unwrap_or_default(),
+            (true, _) => self.cut_short.get(&step).cloned().unwrap_or_default(),
             (false, true) => self.missing(step),
             (false, false) => String::new(),
         };

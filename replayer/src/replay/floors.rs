@@ -1,12 +1,13 @@
 //! The errors of the emulated policies over a sample of the rows, where all would take long.
 //!
-//! Each policy costs half of what the reference does, and there are up to six of them. Only
-//! the size of their errors is wanted, which some rows tell as well as all: rows of dq of some
-//! tokens against all classes, rows of dk of some classes over all tokens, each as it is in the
-//! whole. Rows differ much in size and little in how their error compares with what the declared
-//! precision explains, so the energy of all is taken as (a ratio estimate)
-//! `Σ x · Σ w e / Σ w x`, `x` what is explained of a row, `e` its error's energy and `w` how many
-//! rows a drawn one stands for.
+//! A policy emulates one way to compute the head in few bits, and there are up to six of them.
+//! Each makes four matrix products in f32; the reference makes eight in f64, once. So policies
+//! over all rows would take longer than the reference. Only the size of their errors is wanted,
+//! which some rows tell as well as all: rows of dq of some tokens against all classes, and rows
+//! of dk of some classes over all tokens, each with the same bits as in the whole. Rows differ
+//! much in size and little in how their error compares with what the declared precision
+//! explains, so the energy of all is taken as (a ratio estimate) `Σ x · Σ w e / Σ w x`, `x` what
+//! is explained of a row, `e` its error's energy and `w` how many rows a drawn one stands for.
 
 use std::ops::Range;
 

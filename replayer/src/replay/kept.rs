@@ -29,7 +29,7 @@ pub(super) struct ReferenceDk {
     pub(super) classes: Option<Vec<usize>>,
 }
 
-/// What is known of an element of the sum, as amplitudes: their squares do not fit into f32.
+/// What is known of an element of the sum, as amplitudes: the square of a small one is 0 in f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Kept {
     own: f32,
@@ -103,7 +103,8 @@ impl Replay<'_> {
             let at = from..from + values.len();
             self.keep_allowed(problem, slab, weight, &mut kept.allowed[at]);
         }
-        let fits = (kept.addends.len() + 3) * elements * 8 <= KEPT_BYTES;
+        let others = size_of::<(f64, f64)>() * elements + size_of_val(&kept.allowed[..]);
+        let fits = (kept.addends.len() + 1) * elements * 8 + others <= KEPT_BYTES;
         let same =
             |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
         if let Some(addend) = kept.addends.iter_mut().find(same) {
@@ -115,10 +116,10 @@ impl Replay<'_> {
     }
 
     /// What is allowed of a unit's dk that nobody recorded. Each rank may have rounded its part of
-    /// it to the format of a gradient before it was added. How large those parts are is not known
-    /// where a unit has several ranks: where they cancel it is the softmax's part and the label's
-    /// that do, in every rank, so each counts with its own square, and tokens that do not cancel
-    /// with theirs.
+    /// it to the gradients' format before the parts were added. The size of a rank's part is not
+    /// known here, as the unit is over all ranks. Where parts are large and their sum is small, it
+    /// is the softmax's part and the label's part that cancel. So the squares of both are counted,
+    /// and the squares of the single tokens' terms.
     fn keep_allowed(&self, problem: &Problem<'_>, slab: &Slab, weight: f64, kept: &mut [Kept]) {
         let d = problem.head.q.cols.max(1);
         let allowances = self.of_dk(problem, slab, Stage::Dk);

@@ -9,7 +9,7 @@ use backtape::shard::TensorKey;
 
 use super::addends::{Read, Sum};
 use super::allowed::{rounded, stored, summed};
-use super::kept::{Addend, ReferenceDk};
+use super::kept::Addend;
 use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
@@ -101,7 +101,8 @@ impl Replay<'_> {
             }
         }
         if found.excess.is_some() && !self.trial {
-            outcome.unrecorded = unrecorded(slices, kept);
+            let kept = outcome.reference_dk.as_mut().map(|kept| std::mem::take(&mut kept.addends));
+            outcome.unrecorded = unrecorded(slices, kept.unwrap_or_default());
         }
         outcome.add(stage, found);
         Ok(())
@@ -125,9 +126,9 @@ impl Replay<'_> {
         slices.iter().map(of).max().unwrap_or(1).max(1) as f64
     }
 
-    /// Whether ranks may have been averaged and not added, which nothing declares of a sum
-    /// without addends: where each has a denominator of its own, or the loss was multiplied by
-    /// their number beforehand.
+    /// Whether the job may have averaged its ranks and not added them. No option says so of a sum
+    /// without addends. It may where each rank has a denominator of its own, and where the loss
+    /// was multiplied by the number of ranks beforehand.
     fn may_average_ranks(&self, ranks: f64) -> bool {
         let options = &self.step.options;
         let multiplied = options.cotangent.abs() >= ranks && options.cotangent % ranks == 0.0;
@@ -144,13 +145,11 @@ struct Values64 {
 }
 
 /// What the addends should be, where all of them were kept.
-fn unrecorded(slices: &[Slice], kept: &ReferenceDk) -> Vec<Read> {
+fn unrecorded(slices: &[Slice], kept: Vec<Addend>) -> Vec<Read> {
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
-    if kept.addends.len() != units {
+    if kept.len() != units {
         return Vec::new();
     }
-    let one = |addend: &Addend| {
-        (addend.microbatch, addend.ranks.first().copied(), addend.reference.clone())
-    };
-    kept.addends.iter().map(one).collect()
+    let one = |of: Addend| (of.microbatch, of.ranks.first().copied(), of.reference);
+    kept.into_iter().map(one).collect()
 }

@@ -129,7 +129,7 @@ impl StepState {
     }
 
     /// Why it is not whole though every rank closed it.
-    pub(crate) fn cut_short(&self) -> Option<String> {
+    pub(super) fn cut_short(&self) -> Option<String> {
         cut_short(self.closed.values().flat_map(|closing| &closing.omissions))
     }
 

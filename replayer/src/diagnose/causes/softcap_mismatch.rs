@@ -61,9 +61,7 @@ impl Cause for SoftcapMismatch {
             found.extend(of_one_part(evidence, cap));
             found.extend(capped(evidence, None, 0));
         }
-        // A forward that is right leaves another cap to the backward alone.
-        let in_forward = forward || !evidence.captured_forward();
-        for other in if in_forward { fitted(evidence) } else { fitted_backward(evidence) } {
+        for other in fitted(evidence) {
             if Some(other) != cap {
                 found.extend(capped(evidence, Some(other), 1));
             }
@@ -121,16 +119,8 @@ impl World for OfOnePart {
 /// Caps that fit what was captured of some tokens much better than the declared one: the fitted
 /// number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
-    of_tokens(evidence, &Tokens::of(evidence))
-}
-
-/// The same where only the backward has another.
-fn fitted_backward(evidence: &Evidence<'_>) -> Vec<f64> {
-    of_tokens(evidence, &Tokens::of_backward(evidence))
-}
-
-fn of_tokens(evidence: &Evidence<'_>, tokens: &Tokens<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
+    let tokens = Tokens::of(evidence);
     let error = |cap: f64| tokens.error(Transform { softcap: Some(cap), ..transform });
     let found = least(&error, CAPS).filter(|&found| tokens.believes(found, &error));
     found.map_or(Vec::new(), |found| readings(found, u64::MAX))

@@ -63,9 +63,7 @@ impl Cause for TemperatureMismatch {
                 found.extend(scaled(evidence, other, 0));
             }
         }
-        // A forward that is right leaves another factor to the backward alone.
-        let in_forward = forward || !evidence.captured_forward();
-        for other in if in_forward { fitted(evidence) } else { fitted_backward(evidence) } {
+        for other in fitted(evidence) {
             found.extend(scaled(evidence, other, 1));
         }
         found
@@ -75,16 +73,8 @@ impl Cause for TemperatureMismatch {
 /// Factors of the logits that fit what was captured of some tokens much better than the declared
 /// one: the fitted number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
-    of_tokens(evidence, &Tokens::of(evidence))
-}
-
-/// The same where only the backward has another.
-fn fitted_backward(evidence: &Evidence<'_>) -> Vec<f64> {
-    of_tokens(evidence, &Tokens::of_backward(evidence))
-}
-
-fn of_tokens(evidence: &Evidence<'_>, tokens: &Tokens<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
+    let tokens = Tokens::of(evidence);
     let (sign, size) = (transform.scale.signum(), transform.scale.abs());
     let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
     let range = (size / AROUND, size * AROUND);

@@ -4,7 +4,7 @@
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
-use crate::diagnose::evidence::Evidence;
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::head::MicrobatchInputs;
 use crate::head::step::{matrix, numbers};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Transform};
@@ -36,17 +36,11 @@ struct Token {
 }
 
 impl<'a> Tokens<'a> {
-    /// Tokens that count, evenly from every microbatch.
+    /// Tokens that count, evenly from every microbatch. Where a recorded forward is right it is the
+    /// backward alone that may have another transform.
     pub fn of(evidence: &Evidence<'a>) -> Tokens<'a> {
-        Tokens::new(evidence, !evidence.captured_forward())
-    }
-
-    /// The same with their rows of dq, whatever was captured of the forward.
-    pub fn of_backward(evidence: &Evidence<'a>) -> Tokens<'a> {
-        Tokens::new(evidence, true)
-    }
-
-    fn new(evidence: &Evidence<'a>, backward: bool) -> Tokens<'a> {
+        let backward = !evidence.captured_forward()
+            || !evidence.fails_any(&FORWARD) && evidence.fails_any(&GRADIENTS);
         let (each, heads, declared) = (Vec::new(), Vec::new(), f64::NAN);
         let mut found = Tokens { each, heads, backward, declared };
         let most = if backward { ROWS } else { TOKENS };
