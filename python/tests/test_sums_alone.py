@@ -34,13 +34,15 @@ def bf16(x):
 class Job:
     """`entries` and `addend` round what a rank computes of a microbatch; `scope` says what its mean is over."""
 
-    def __init__(self, entries=f32, addend=f32, scope="global", **declared):
+    def __init__(self, entries=f32, addend=f32, scope="global", empty=None, **declared):
         print(f"BACKTAPE_SEED={SEED}")
         rng = np.random.default_rng(SEED)
         classes, self.depth = int(rng.integers(150, 260)), int(rng.integers(17, 33))
         self.counts = rng.integers(20, 50, (MICROBATCHES, RANKS))
         if scope == "rank":
             self.counts[:] = self.counts[0, 0]
+        if empty is not None:
+            self.counts[empty] = 0
         self.k = (rng.standard_normal((classes, self.depth)) * 0.5).astype(ml_dtypes.bfloat16)
         self.q = [[rng.standard_normal((n, self.depth)).astype(ml_dtypes.bfloat16) for n in row] for row in self.counts]
         self.labels = [[np.minimum(rng.zipf(1.4, n) - 1, classes - 1).astype(np.int32) for n in row] for row in self.counts]
@@ -55,9 +57,13 @@ class Job:
         entries /= len(labels) if self.scope == "rank" else self.counts.sum()
         return self.rounds[1](self.rounds[0](entries).T @ q)
 
-    def recorded(self, directory, weight=lambda mb, rank: 1.0, factor=1.0, stored=np.float32):
-        all = [(mb, rank) for mb in range(MICROBATCHES) for rank in range(RANKS)]
-        total = sum(weight(*at) * self.addend(*at) for at in all) * factor
+    def recorded(self, directory, weight=lambda mb, rank: 1.0, factor=1.0, stored=np.float32, clip=None, local=False):
+        """`weight` is how often the sum holds an addend, `clip` the norm that each rank's part is brought to before it is
+        added; with `local` each rank records its sum, too."""
+        parts = [sum(weight(mb, r) * self.addend(mb, r) for mb in range(MICROBATCHES)) for r in range(RANKS)]
+        if clip is not None:
+            parts = [part * min(1.0, clip / np.linalg.norm(part)) for part in parts]
+        total = sum(parts) * factor
         mesh = {"data": RANKS}
         recorders = [backtape.Recorder(directory, rank=rank, world_size=RANKS, mesh=mesh) for rank in range(RANKS)]
         for rank, recorder in enumerate(recorders):
@@ -68,9 +74,13 @@ class Job:
                 for mb in range(MICROBATCHES):
                     first = int(self.counts[mb, :rank].sum())
                     for name, own in {"q": self.q[mb][rank], "labels": self.labels[mb][rank]}.items():
+                        if not len(own):
+                            continue
                         shape = (int(self.counts[mb].sum()), *own.shape[1:])
                         offsets = (first, *[0] * (own.ndim - 1))
                         tape.record(name, own, microbatch=mb, global_shape=shape, offsets=offsets)
+                if local:
+                    tape.record("dk", parts[rank].astype(stored), when="pre_reduce", partial="sum")
                 tape.record("dk", total.astype(stored), when="post_reduce")
         with ThreadPoolExecutor(RANKS) as pool:
             list(pool.map(lambda recorder: recorder.close(), recorders))
@@ -114,7 +124,41 @@ def test_ranks_that_were_averaged_where_their_sum_was_meant_are_named(tmp_path):
     assert report.causes[0].id == "rank-mean-vs-sum", report
 
 
-def test_one_rank_that_is_missing_in_the_sum_is_seen(tmp_path):
+def parameters(report):
+    return report.json["causes"][0]["parameters"]
+
+
+def test_one_rank_that_is_missing_in_the_sum_is_named(tmp_path):
     report = Job(entries=bf16, addend=bf16).recorded(tmp_path, weight=lambda mb, rank: float(rank != 2))
     assert report.verdict == "diverged" and report.first_divergence.stage == "reduce"
-    assert report.causes[0].id in ("unknown", "dropped-batch"), report
+    assert report.causes[0].id == "partial-not-reduced", report
+    assert parameters(report)["holds only ranks"] == "0, 1, 3"
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.1])
+def test_ranks_that_clip_their_own_part_before_it_is_added_are_named_with_the_norm(tmp_path, clip):
+    report = Job().recorded(tmp_path, clip=clip)
+    assert report.verdict == "diverged" and report.first_divergence.stage == "reduce"
+    assert report.causes[0].id == "clipping", report
+    assert float(parameters(report)["max_norm"]) == pytest.approx(clip, rel=1e-2)
+
+
+@pytest.mark.parametrize("rounds", [f32, bf16])
+def test_a_sum_of_each_rank_agrees_also_where_one_has_no_tokens_in_a_microbatch(tmp_path, rounds):
+    job = Job(entries=rounds, addend=rounds, empty=(2, 1))
+    report = job.recorded(tmp_path, local=True)
+    assert report.verdict == "agreed", report
+    [stage] = [one for one in report.json["stages"] if one["name"] == "accumulate"]
+    assert stage["status"] == "pass"
+
+
+@pytest.mark.parametrize("rounds", [f32, bf16])
+@pytest.mark.parametrize("empty", [None, (2, 1)])
+def test_a_microbatch_that_one_ranks_own_sum_lacks_is_named_with_the_rank(tmp_path, empty, rounds):
+    job = Job(entries=rounds, addend=rounds, empty=empty)
+    report = job.recorded(tmp_path, weight=lambda mb, rank: float((mb, rank) != (0, 1)), local=True)
+    assert report.verdict == "diverged" and report.first_divergence.stage == "accumulate", report
+    [stage] = [one for one in report.json["stages"] if one["name"] == "accumulate"]
+    assert (stage["rank"], stage["failing"]) == (1, [[None, 1]]), stage
+    assert report.causes[0].id in ("dropped-batch", "accumulation-window"), report
+    assert parameters(report)["rank"] == "1"

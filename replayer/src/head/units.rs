@@ -42,15 +42,16 @@ impl Unit {
 }
 
 impl HeadStep<'_> {
-    /// Token rows by the ranks that recorded addends of dk over them; all tokens
-    /// when dk was recorded whole, or in addends whose sum alone has a meaning. `Err`
-    /// says why there is none.
+    /// Token rows by the ranks that recorded addends of dk over them, or of whose addends a sum
+    /// was recorded alone; all tokens when dk was recorded whole, or in addends whose sum alone
+    /// has a meaning. `Err` says why there is none.
     pub fn units(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         let whole = || vec![Unit { ranks: Vec::new(), rows: (0..inputs.tokens()).collect() }];
         let parts = [Role::Dk, Role::DkLse, Role::DkLabel, Role::Dbias];
         let found = parts.iter().filter_map(|&role| self.find(role, inputs.microbatch));
-        let addends: Vec<&TensorKey> =
-            found.filter(|key| self.tensors[*key].partial.is_some()).collect();
+        let found: Vec<&TensorKey> = found.collect();
+        let is_addend = |key: &&TensorKey| self.tensors[*key].partial.is_some();
+        let addends: Vec<&TensorKey> = found.iter().copied().filter(is_addend).collect();
         if let Some(units) = self.own_units(inputs)? {
             if !addends.is_empty() {
                 return Ok(units);
@@ -59,6 +60,9 @@ impl HeadStep<'_> {
             rows.sort_unstable();
             let ranks = units.into_iter().flat_map(|unit| unit.ranks).collect();
             return Ok(vec![Unit { ranks, rows }]);
+        }
+        if found.is_empty() {
+            return Ok(self.units_of_a_sum(inputs).unwrap_or_else(whole));
         }
         if addends.is_empty() {
             return Ok(whole());
@@ -72,6 +76,19 @@ impl HeadStep<'_> {
         }
         addends.iter().try_for_each(|key| self.all_added(key, inputs))?;
         Ok(whole())
+    }
+
+    /// The same where dk was recorded summed over microbatches alone: the tokens of each rank,
+    /// so that the ranks' parts of the sum are known, and whose part is wrong.
+    fn units_of_a_sum(&self, inputs: &MicrobatchInputs) -> Option<Vec<Unit>> {
+        let local = self.find_reduced(Role::Dk, false);
+        let sum = local.or_else(|| self.find_reduced(Role::Dk, true))?;
+        inputs.microbatch?;
+        let mut units = self.rank_rows(inputs).ok()?;
+        let partial = self.tensors[sum].partial.is_some();
+        let told = !partial || self.join_by_mesh(sum, inputs, &mut units);
+        units.retain(|unit| !unit.rows.is_empty());
+        (told && units.len() > 1).then_some(units)
     }
 
     /// Joins units that the mesh says hold one addend together, with the ranks that hold a
@@ -125,7 +142,11 @@ impl HeadStep<'_> {
 
     /// Whether the sum of all addends is over all tokens: every rank that holds tokens has
     /// added something, and none twice.
-    fn all_added(&self, key: &TensorKey, inputs: &MicrobatchInputs) -> Result<(), String> {
+    pub(crate) fn all_added(
+        &self,
+        key: &TensorKey,
+        inputs: &MicrobatchInputs,
+    ) -> Result<(), String> {
         let info = &self.tensors[key];
         let groups = group(self.dump, info);
         if groups.keys().all(|addend| matches!(addend, Addend::Mesh(_))) {

@@ -107,6 +107,23 @@ impl Sum {
         Ok(())
     }
 
+    /// Adds what some ranks hold, each as it is; false where they hold none.
+    pub(super) fn add_of(
+        &mut self,
+        step: &HeadStep<'_>,
+        key: &TensorKey,
+        ranks: &[Rank],
+    ) -> Result<bool, StepError> {
+        let holders = assemble::holders(step.dump, key);
+        let held: Vec<Rank> = holders.into_iter().filter(|rank| ranks.contains(rank)).collect();
+        for &rank in &held {
+            let parts = assemble::addend_parts(step.dump, key, rank)
+                .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
+            parts.iter().try_for_each(|part| self.add(part, 1.0))?;
+        }
+        Ok(!held.is_empty())
+    }
+
     /// Adds a tensor, or one box of it, at its place.
     pub(super) fn add(&mut self, part: &Tensor, factor: f64) -> Result<(), StepError> {
         let precision = precision_of(part.dtype);

@@ -150,7 +150,7 @@ impl Replay<'_> {
             return Ok(());
         };
         let captured = self.captured(slice, unit, outcome)?;
-        if captured.gradients.is_empty() && !self.sums_alone {
+        if captured.gradients.is_empty() && self.sums_alone.is_none() {
             return Ok(());
         }
         if let Effort::Tokens { count, seed } = self.effort {

@@ -8,25 +8,35 @@ use rayon::prelude::*;
 use super::backward::Problem;
 use super::dk::Slab;
 use super::outcome::Outcome;
+use super::sums_alone::SumsAlone;
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::compare::Allowed;
 use crate::head::{Stage, Unit};
 
 /// Bytes of reference gradients that are kept.
-const KEPT_BYTES: usize = 1 << 30;
+pub(super) const KEPT_BYTES: usize = 1 << 30;
 
-/// Reference dk while it is needed: the sum, and what each unit is.
+/// Reference dk while it is needed: the sums, and what each unit is.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct ReferenceDk {
-    pub(super) total: Vec<f64>,
-    /// The same of the member that rounds most.
+    /// The sum of each group of ranks whose sums are judged apart; else one over all.
+    pub(super) sums: Vec<KeptSum>,
+    /// The sum over all of the member that rounds most.
     pub(super) emulated: Vec<f64>,
     pub(super) addends: Vec<Addend>,
-    /// Of the sum, an element each; empty where the addends themselves are judged.
-    pub(super) allowed: Vec<Kept>,
     /// The classes that the rows are; all of them in order where there are none.
     pub(super) classes: Option<Vec<usize>>,
+}
+
+/// The sum of some units.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct KeptSum {
+    /// Whose units; none where it is the sum of all.
+    pub(super) ranks: Vec<Rank>,
+    pub(super) total: Vec<f64>,
+    /// An element each; empty where the addends themselves are judged.
+    pub(super) allowed: Vec<Kept>,
 }
 
 /// What is known of an element of the sum, as amplitudes: the square of a small one is 0 in f32.
@@ -46,6 +56,17 @@ pub(super) struct Addend {
     pub(super) microbatch: Option<Microbatch>,
     pub(super) ranks: Vec<Rank>,
     pub(super) reference: Vec<f64>,
+}
+
+impl ReferenceDk {
+    /// The sum over all units.
+    pub(super) fn total(&self) -> Vec<f64> {
+        let mut total = vec![0.0; self.emulated.len()];
+        for sum in &self.sums {
+            total.iter_mut().zip(&sum.total).for_each(|(total, x)| *total += x);
+        }
+        total
+    }
 }
 
 impl Kept {
@@ -81,29 +102,35 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) {
         let (d, elements) = (problem.head.q.cols, problem.head.k.len());
-        let judged = self.sums_alone && elements * size_of::<(Kept, f64, f64)>() <= KEPT_BYTES;
+        let alone = self.sums_alone.as_ref().filter(|alone| alone.bytes(elements) <= KEPT_BYTES);
         let wanted = self.wants(Stage::Reduce) || self.wants(Stage::Accumulate);
         if !wanted || elements * 8 > KEPT_BYTES {
             return;
         }
-        let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
+        let sum = |ranks: Vec<Rank>| KeptSum {
+            ranks,
             total: vec![0.0; elements],
+            allowed: vec![Kept::default(); if alone.is_some() { elements } else { 0 }],
+        };
+        let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
+            sums: alone.map_or(vec![Vec::new()], SumsAlone::groups).into_iter().map(sum).collect(),
             emulated: vec![0.0; elements],
             addends: Vec::new(),
-            allowed: vec![Kept::default(); if judged { elements } else { 0 }],
             classes: slab.classes.clone(),
         });
         let from = slab.range.start * d;
         let (values, weight) = self.addend_in_world(problem, slab);
-        for (at, (x, emulated)) in values.iter().zip(&slab.emulated).enumerate() {
-            kept.total[from + at] += x;
-            kept.emulated[from + at] += emulated;
+        let held = |sum: &KeptSum| unit.ranks.iter().any(|rank| sum.ranks.contains(rank));
+        let group = kept.sums.iter().position(held).unwrap_or(0);
+        let sum = &mut kept.sums[group];
+        let at = from..from + values.len();
+        sum.total[at.clone()].iter_mut().zip(&values).for_each(|(sum, x)| *sum += x);
+        kept.emulated[at.clone()].iter_mut().zip(&slab.emulated).for_each(|(sum, x)| *sum += x);
+        if alone.is_some() {
+            let of_one = unit.ranks.len() == 1;
+            self.keep_allowed(problem, slab, (of_one, weight), &mut sum.allowed[at]);
         }
-        if judged {
-            let at = from..from + values.len();
-            self.keep_allowed(problem, slab, weight, &mut kept.allowed[at]);
-        }
-        let others = size_of::<(f64, f64)>() * elements + size_of_val(&kept.allowed[..]);
+        let others = size_of::<(f64, f64)>() * elements + alone.map_or(0, |of| of.bytes(elements));
         let fits = (kept.addends.len() + 1) * elements * 8 + others <= KEPT_BYTES;
         let same =
             |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
@@ -116,18 +143,27 @@ impl Replay<'_> {
     }
 
     /// What is allowed of a unit's dk that nobody recorded. Each rank may have rounded its part of
-    /// it to the gradients' format before the parts were added. The size of a rank's part is not
-    /// known here, as the unit is over all ranks. Where parts are large and their sum is small, it
-    /// is the softmax's part and the label's part that cancel. So the squares of both are counted,
-    /// and the squares of the single tokens' terms.
-    fn keep_allowed(&self, problem: &Problem<'_>, slab: &Slab, weight: f64, kept: &mut [Kept]) {
+    /// it to the gradients' format before the parts were added. Of a unit over several ranks
+    /// the size of a rank's part is not known: where parts are large and their sum is small, it
+    /// is the softmax's part and the label's part that cancel. So the squares of both are counted
+    /// there, and the squares of the single tokens' terms.
+    fn keep_allowed(
+        &self,
+        problem: &Problem<'_>,
+        slab: &Slab,
+        (of_one, weight): (bool, f64),
+        kept: &mut [Kept],
+    ) {
         let d = problem.head.q.cols.max(1);
         let allowances = self.of_dk(problem, slab, Stage::Dk);
         let output = self.roundings.widest.output.unit_roundoff().powi(2) / 3.0;
         kept.par_iter_mut().enumerate().for_each(|(at, kept)| {
             let sums = slab.sums(&problem.head, at);
             let mut allowed = allowances.of(at / d, at % d, &sums);
-            let parts = sums.x * sums.x + sums.y * sums.y + sums.squares + sums.label_alike;
+            let parts = match of_one {
+                true => (sums.x + sums.y).powi(2),
+                false => sums.x * sums.x + sums.y * sums.y + sums.squares + sums.label_alike,
+            };
             allowed.own += output * parts;
             allowed.certain += slab.lost(Stage::Dk, at);
             kept.add(&allowed.times(weight), parts * weight * weight);
@@ -142,7 +178,7 @@ impl Replay<'_> {
         of: (&Slice, &Unit),
         outcome: &mut Outcome,
     ) {
-        if self.sums_alone {
+        if self.sums_alone.is_some() {
             self.keep_reference(problem, slab, of, outcome);
         }
     }

@@ -73,6 +73,7 @@ use loss::Upstream;
 use maps::Draw;
 use outcome::Outcome;
 use pass_cache::PassCache;
+use sums_alone::SumsAlone;
 use tasks::{Cluster, On};
 use world::{Declared, World};
 
@@ -138,8 +139,8 @@ pub(crate) struct Replay<'a> {
     draw: Option<Draw>,
     /// Others that compute the tiles.
     on: Option<&'a On<'a>>,
-    /// Whether dk was recorded summed and not in the addends of the sum.
-    sums_alone: bool,
+    /// Whose sums are judged, where dk was recorded summed and not in the addends of the sum.
+    sums_alone: Option<SumsAlone>,
     /// A device that computes the reference.
     device: Option<&'a dyn Device>,
 }
@@ -179,7 +180,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         On::new(cluster, step.dump, unusable, (comparisons, whole))
     });
     let on = on.as_ref();
-    let sums_alone = sums_alone::of(step, &wanted, &roundings);
+    let sums_alone = SumsAlone::of(step, &slices, &wanted, &roundings);
     let replay = Replay {
         step,
         whole,

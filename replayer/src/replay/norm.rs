@@ -86,7 +86,7 @@ impl Replay<'_> {
         if let (Some(key), Some(reference), Ok(divisor)) = (reduced, reference, divisor) {
             let tensor = self.step.oriented(key, None)?;
             let columns = tensor.shape.last().map_or(1, |&n| n as usize);
-            let captured = matrix(&tensor).filter(|m| m.len() == reference.total.len());
+            let captured = matrix(&tensor).filter(|m| m.len() == reference.emulated.len());
             if let Some(captured) = captured {
                 let captured: Vec<f64> = (0..captured.len()).map(|i| captured.get_f64(i)).collect();
                 self.gap(&mut norm, slices, &captured, reference, (columns, divisor))?;
@@ -119,7 +119,7 @@ impl Replay<'_> {
         reference: ReferenceDk,
         (columns, divisor): (usize, f64),
     ) -> Result<(), StepError> {
-        let exact: Vec<f64> = reference.total.iter().map(|x| x / divisor).collect();
+        let exact: Vec<f64> = reference.total().iter().map(|x| x / divisor).collect();
         let square = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>();
         let (ours, theirs) = (square(captured), square(&exact));
         (norm.dk_captured, norm.dk_reference) = (Some(ours.sqrt()), Some(theirs.sqrt()));

@@ -4,16 +4,18 @@
 use std::collections::BTreeSet;
 
 use backtape::head::Ranks;
+use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::addends::{Read, Sum};
 use super::allowed::{rounded, stored, summed};
-use super::kept::Addend;
+use super::kept::{Addend, KEPT_BYTES, Kept, KeptSum};
 use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
+use crate::dump::name_ranks;
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, numbers};
 use crate::head::{HeadStep, Roundings, Stage};
@@ -21,21 +23,91 @@ use crate::kernels::matrix::{Matrix, Values};
 use crate::kernels::policy;
 use crate::kernels::round::Precision;
 
-/// Whether dk of some microbatch was recorded in sums alone, which are among what is `compared`.
-/// What an accumulator of few bits loses is known of recorded addends only.
-pub(super) fn of(step: &HeadStep<'_>, compared: &BTreeSet<Stage>, roundings: &Roundings) -> bool {
-    let asked = [Stage::Accumulate, Stage::Reduce].iter().any(|stage| compared.contains(stage));
-    if !asked || roundings.swamps() {
-        return false;
+/// Whose sums are judged apart, where dk was recorded in sums alone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct SumsAlone {
+    /// The ranks that hold tokens together; none where the sum is that of all ranks.
+    groups: Vec<Vec<Rank>>,
+}
+
+impl SumsAlone {
+    /// `None` where dk of every microbatch was recorded, or no sum of it is among what is
+    /// `compared`. What an accumulator of few bits loses is known of recorded addends only.
+    pub(super) fn of(
+        step: &HeadStep<'_>,
+        slices: &[Slice],
+        compared: &BTreeSet<Stage>,
+        roundings: &Roundings,
+    ) -> Option<SumsAlone> {
+        let asked = [Stage::Accumulate, Stage::Reduce].iter().any(|stage| compared.contains(stage));
+        let several = step.microbatches.iter().any(Option::is_some);
+        let lacks = |microbatch: &Option<_>| step.find(Role::Dk, *microbatch).is_none();
+        let alone = several && step.microbatches.iter().any(lacks);
+        let local = step.find_reduced(Role::Dk, false);
+        if !asked || !alone || roundings.swamps() {
+            return None;
+        }
+        let sum = local.or_else(|| step.find_reduced(Role::Dk, true))?;
+        let by_rank = local.is_some() && step.tensors[sum].partial.is_some();
+        let groups = if by_rank { together(slices) } else { Vec::new() };
+        let elements = step.tensors[sum].shape.iter().product::<u64>() as usize;
+        let found = SumsAlone { groups };
+        // Where not each rank's sum can be kept, the sum of all is judged.
+        Some(if found.bytes(elements) <= KEPT_BYTES { found } else { SumsAlone::default() })
     }
-    let several = step.microbatches.iter().any(Option::is_some);
-    let sums = [true, false].map(|reduced| step.find_reduced(Role::Dk, reduced).is_some());
-    let lacks = |microbatch: &Option<_>| step.find(Role::Dk, *microbatch).is_none();
-    several && sums.contains(&true) && step.microbatches.iter().any(lacks)
+
+    /// The ranks of each sum; a sum of all ranks names none.
+    pub(super) fn groups(&self) -> Vec<Vec<Rank>> {
+        match &self.groups[..] {
+            [] => vec![Vec::new()],
+            groups => groups.to_vec(),
+        }
+    }
+
+    /// Memory that the sums take, of a dk of so many elements.
+    pub(super) fn bytes(&self, elements: usize) -> usize {
+        let sums = self.groups.len().max(1);
+        elements * (sums * size_of::<(Kept, f64)>() + size_of::<f64>())
+    }
+}
+
+/// The ranks that hold the same tokens in some microbatch; none where a unit names no ranks.
+fn together(slices: &[Slice]) -> Vec<Vec<Rank>> {
+    let mut groups: Vec<BTreeSet<Rank>> = Vec::new();
+    for unit in slices.iter().flat_map(|slice| &slice.units) {
+        if unit.ranks.is_empty() {
+            return Vec::new();
+        }
+        let mut own: BTreeSet<Rank> = unit.ranks.iter().copied().collect();
+        groups.retain_mut(|group| {
+            let apart = group.is_disjoint(&own);
+            if !apart {
+                own.append(group);
+            }
+            apart
+        });
+        groups.push(own);
+    }
+    groups.sort();
+    groups.into_iter().map(|group| group.into_iter().collect()).collect()
+}
+
+/// One captured sum and what it should be.
+struct Judged<'a> {
+    stage: Stage,
+    key: &'a TensorKey,
+    sum: &'a KeptSum,
+    /// The classes that the sum's rows are.
+    classes: &'a [usize],
+    captured: Values64,
+    /// Rows of tokens' own ranks that are in it.
+    ranks: f64,
+    /// What was added: each rank's part of each microbatch.
+    count: f64,
 }
 
 impl Replay<'_> {
-    /// Judges such a sum; `why` it is not judged from its addends.
+    /// Judges such sums; `why` they are not judged from their addends.
     pub(super) fn sum_alone(
         &self,
         slices: &[Slice],
@@ -44,80 +116,113 @@ impl Replay<'_> {
     ) -> Result<(), StepError> {
         let told = slices.iter().all(|slice| slice.blocked.is_none());
         let own = self.step.lacking.is_nothing() && !self.step.options.declared.tied_embedding;
-        let kept = outcome.reference_dk.as_ref().filter(|kept| !kept.allowed.is_empty());
-        let (Some(kept), true, Ok(divisor)) = (kept, told && own, self.divisor(slices)) else {
+        let kept = outcome.reference_dk.take();
+        let judged = kept.as_ref().is_some_and(|kept| !kept.sums[0].allowed.is_empty());
+        let (Some(mut kept), true, Ok(divisor)) =
+            (kept.filter(|_| judged), told && own, self.divisor(slices))
+        else {
             outcome.skip(stage, why);
             return Ok(());
         };
-        let Values64 { values, storage, precision } = self.held_sum(key)?;
         let head = slices.first().and_then(|one| one.inputs.head(self.step));
-        let all = head.map_or(1, |head| head.k.rows);
-        let every: Vec<usize> = (0..all).collect();
+        let every: Vec<usize> = (0..head.map_or(1, |head| head.k.rows)).collect();
         let classes = kept.classes.as_deref().unwrap_or(&every);
-        let (rows, columns) = (classes.len(), kept.total.len() / classes.len().max(1));
-        let Some(values) = values.filter(|values| values.len() == all * columns) else {
-            outcome.skip(stage, "it has another shape than k");
-            return Ok(());
-        };
-        let chosen = |of: Vec<f64>| -> Vec<f64> {
-            let row = |&v: &usize| &of[v * columns..(v + 1) * columns];
-            classes.iter().flat_map(row).copied().collect()
-        };
-        let (values, storage) = (chosen(values), storage.map(chosen));
-        let captured = Matrix { rows, cols: columns, values: Values::F64(&values) };
-        let ranks = self.ranks_of_tokens(slices);
-        let (count, sum) = (slices.len() as f64 * ranks, policy::Sum::of(self.roundings.reduce));
-        let reduce = self.roundings.reduce;
-        let bound = self.bound(rows, columns);
-        let at = At { stage, microbatch: None, rank: None };
-        let factor = self.world.scale(at);
-        let judged = |by: f64| {
-            let by = by / factor;
-            let mut reference: Vec<f64> = kept.total.iter().map(|x| x / by).collect();
-            let values = &mut reference[..];
-            self.world.expected(&mut Expectation { at, rows: classes, columns, values });
-            let constant = super::dk::rounds(by);
-            let allowed = |row: usize, column: usize, x: f64| {
-                let at = row * columns + column;
-                let element = &kept.allowed[at];
-                let inner = element.allowed();
-                let summing = summed(sum, count, kept.total[at], element.squares());
-                let inner = Allowed { own: inner.own + summing, ..inner }.times(1.0 / by);
-                let once = rounded(reduce, x);
-                let shared = inner.shared + if constant { once } else { 0.0 };
-                let kept = storage.as_ref().map_or(stored(precision, x), |storage| storage[at]);
-                Allowed { own: inner.own + once + kept, shared, ..inner }
+        let mut wrong = false;
+        for sum in &kept.sums {
+            let captured = match self.held_sum(key, &sum.ranks, slices)? {
+                Ok(captured) => captured,
+                Err(why) => {
+                    outcome.skip(stage, why);
+                    continue;
+                }
             };
-            let index = |row: usize| classes[row] as u64;
-            let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
-            let tally = Tally::of(&rows, allowed, &bound);
-            Comparison::new(None, None, key.to_string(), tally, &bound)
-        };
-        let mut found = judged(divisor);
-        if found.excess.is_some() && ranks > 1.0 && self.may_average_ranks(ranks) {
-            let mean = judged(divisor * ranks);
-            if mean.excess.is_none() {
-                found = mean;
-            }
+            let columns = sum.total.len() / classes.len().max(1);
+            let Some(captured) = captured.chosen(classes, (every.len(), columns)) else {
+                outcome.skip(stage, "it has another shape than k");
+                continue;
+            };
+            let ranks = if sum.ranks.is_empty() { self.ranks_of_tokens(slices) } else { 1.0 };
+            let count = slices.len() as f64 * ranks;
+            let one = Judged { stage, key, sum, classes, captured, ranks, count };
+            let found = self.judge_alone(&one, divisor);
+            wrong |= found.excess.is_some();
+            outcome.add(stage, found);
         }
-        if found.excess.is_some() && !self.trial {
-            let kept = outcome.reference_dk.as_mut().map(|kept| std::mem::take(&mut kept.addends));
-            outcome.unrecorded = unrecorded(slices, kept.unwrap_or_default());
+        if wrong && !self.trial {
+            outcome.unrecorded = unrecorded(slices, std::mem::take(&mut kept.addends));
         }
-        outcome.add(stage, found);
+        outcome.reference_dk = Some(kept);
         Ok(())
     }
 
-    /// The captured sum, over the ranks where each holds an addend of it.
-    fn held_sum(&self, key: &TensorKey) -> Result<Values64, StepError> {
-        if self.step.tensors[key].partial.is_some() {
-            let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
-            let (values, storage) = (Some(sum.total), Some(sum.storage));
-            return Ok(Values64 { values, storage, precision: None });
+    /// The comparison; where the ranks may have been averaged, that of the mean if it agrees.
+    fn judge_alone(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
+        let found = self.compare_alone(of, divisor);
+        if found.excess.is_some() && of.ranks > 1.0 && self.may_average_ranks(of.ranks) {
+            let mean = self.compare_alone(of, divisor * of.ranks);
+            if mean.excess.is_none() {
+                return mean;
+            }
         }
-        let tensor = self.step.oriented(key, None)?;
-        let precision = matrix(&tensor).and(precision_of(tensor.dtype));
-        Ok(Values64 { values: numbers(&tensor), storage: None, precision })
+        found
+    }
+
+    fn compare_alone(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
+        let (rows, columns) = (of.classes.len(), of.sum.total.len() / of.classes.len().max(1));
+        let captured = Matrix { rows, cols: columns, values: Values::F64(&of.captured.values) };
+        let reduce = self.roundings.reduce;
+        let sum = policy::Sum::of(reduce);
+        let bound = self.bound(rows, columns);
+        let rank = of.sum.ranks.first().copied();
+        let at = At { stage: of.stage, microbatch: None, rank };
+        let by = divisor / self.world.scale(at);
+        let mut reference: Vec<f64> = of.sum.total.iter().map(|x| x / by).collect();
+        let values = &mut reference[..];
+        self.world.expected(&mut Expectation { at, rows: of.classes, columns, values });
+        let constant = super::dk::rounds(by);
+        let allowed = |row: usize, column: usize, x: f64| {
+            let at = row * columns + column;
+            let element = &of.sum.allowed[at];
+            let inner = element.allowed();
+            let summing = summed(sum, of.count, of.sum.total[at], element.squares());
+            let inner = Allowed { own: inner.own + summing, ..inner }.times(1.0 / by);
+            let once = rounded(reduce, x);
+            let shared = inner.shared + if constant { once } else { 0.0 };
+            Allowed { own: inner.own + once + of.captured.stored(at, x), shared, ..inner }
+        };
+        let index = |row: usize| of.classes[row] as u64;
+        let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
+        let tally = Tally::of(&rows, allowed, &bound);
+        Comparison::new(None, rank, of.key.to_string(), tally, &bound)
+    }
+
+    /// The captured sum: what these ranks hold of it together, or where none is named, what all
+    /// do. `Err` says why there is none.
+    fn held_sum(
+        &self,
+        key: &TensorKey,
+        ranks: &[Rank],
+        slices: &[Slice],
+    ) -> Result<Result<Values64, String>, StepError> {
+        if self.step.tensors[key].partial.is_none() {
+            let tensor = self.step.oriented(key, None)?;
+            let precision = matrix(&tensor).and(precision_of(tensor.dtype));
+            let values = numbers(&tensor).unwrap_or_default();
+            return Ok(Ok(Values64 { values, storage: None, precision }));
+        }
+        let mut sum = Sum::new(&self.step.tensors[key].shape);
+        if ranks.is_empty() {
+            let added = slices.iter().map(|slice| self.step.all_added(key, &slice.inputs));
+            if let Err(why) = added.collect::<Result<(), String>>() {
+                return Ok(Err(why));
+            }
+            sum.add_partial(self.step, key)?;
+        } else if !sum.add_of(self.step, key, ranks)? {
+            let ranks = name_ranks(ranks);
+            return Ok(Err(format!("{ranks} recorded no sum, though tokens lie there")));
+        }
+        let sum = sum.oriented(self.step, key);
+        Ok(Ok(Values64 { values: sum.total, storage: Some(sum.storage), precision: None }))
     }
 
     /// Groups of ranks with tokens of their own, in the microbatch that has most.
@@ -136,12 +241,32 @@ impl Replay<'_> {
     }
 }
 
-/// A captured sum in f64: its values, where it holds numbers, the variance that storing its addends
-/// brought, and the format of one that has none.
+/// A captured sum in f64: its values, the variance that storing its addends brought, and the
+/// format of one that has no addends.
 struct Values64 {
-    values: Option<Vec<f64>>,
+    values: Vec<f64>,
     storage: Option<Vec<f64>>,
     precision: Option<Precision>,
+}
+
+impl Values64 {
+    /// The rows of some classes; `None` where the sum has another shape than `[all, columns]`.
+    fn chosen(self, classes: &[usize], (all, columns): (usize, usize)) -> Option<Values64> {
+        if self.values.len() != all * columns {
+            return None;
+        }
+        let chosen = |of: Vec<f64>| -> Vec<f64> {
+            let row = |&v: &usize| &of[v * columns..(v + 1) * columns];
+            classes.iter().flat_map(row).copied().collect()
+        };
+        let (values, storage) = (chosen(self.values), self.storage.map(chosen));
+        Some(Values64 { values, storage, ..self })
+    }
+
+    /// Variance of an element that storing brought.
+    fn stored(&self, at: usize, x: f64) -> f64 {
+        self.storage.as_ref().map_or(stored(self.precision, x), |storage| storage[at])
+    }
 }
 
 /// What the addends should be, where all of them were kept.

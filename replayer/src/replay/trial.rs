@@ -19,6 +19,7 @@ use super::loss::Upstream;
 use super::outcome::Outcome;
 use super::pass_cache::PassCache;
 use super::plane::distance;
+use super::sums_alone::SumsAlone;
 use super::ties::near_ties;
 use super::world::{At, World};
 use super::{Effort, Replay, Slice};
@@ -97,7 +98,7 @@ fn counted_in_world(
     let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
     let whole = super::allowed::whole(&altered, &roundings);
-    let sums_alone = super::sums_alone::of(&altered, compared, &roundings);
+    let sums_alone = SumsAlone::of(&altered, &slices, compared, &roundings);
     let replay = Replay {
         step: &altered,
         whole,
@@ -131,12 +132,12 @@ impl Replay<'_> {
         let dlogits = self.usable_dlogits(slice, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
         let captured = self.captured_once((slice, unit), classes, outcome)?;
-        if captured.gradients.is_empty() && !self.sums_alone {
+        if captured.gradients.is_empty() && self.sums_alone.is_none() {
             return Ok(());
         }
         let mut findings = Findings::default();
         let dk = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]).next().is_some();
-        let dk = dk || self.sums_alone;
+        let dk = dk || self.sums_alone.is_some();
         let dq = captured.of(&DQ).next().is_some();
         // Of all rows one pass that is held gives both gradients; of a sample, and of what has
         // several slabs, each has a pass of its own.

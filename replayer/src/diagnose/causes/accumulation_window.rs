@@ -73,19 +73,25 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let (mut weights, mut fitted) = (BTreeMap::new(), 0);
     for key in keys {
         let Some(found) = solved(evidence, key) else { continue };
+        let (held, found): (Vec<usize>, Vec<f64>) = found.into_iter().unzip();
         let divisor = divisor(evidence, key);
         let whole = whole(&found, divisor);
         // Weights that are no whole numbers were fitted, one for each microbatch.
-        fitted = if whole.is_some() { fitted } else { count };
-        let Some(of) = whole.or_else(|| raw(&found, divisor)) else { continue };
+        fitted = if whole.is_some() { fitted } else { held.len() };
+        let Some(solved) = whole.or_else(|| raw(&found, divisor)) else { continue };
+        let mut of = vec![1.0; count];
+        held.into_iter().zip(solved).for_each(|(at, weight)| of[at] = weight);
         weights.insert((key.stage, key.rank), of);
     }
-    let Some(first) = weights.values().next() else { return Vec::new() };
+    let Some((&(_, rank), first)) = weights.iter().next() else { return Vec::new() };
     let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
     let ids: Vec<Option<Microbatch>> = evidence.inputs.iter().map(|one| one.microbatch).collect();
     let mut parameters = vec![("weights of the microbatches", words.join(", "))];
-    if weights.values().any(|one| one != first) {
-        parameters.push(("on", "the first rank; other ranks differ".to_string()));
+    parameters.extend(rank.map(|rank| ("rank", rank.to_string())));
+    if weights.len() > 1 {
+        let alike = weights.values().all(|one| one == first);
+        let others = if alike { "other ranks likewise" } else { "other ranks have other weights" };
+        parameters.push(("beside it", others.to_string()));
     }
     vec![Hypothesis::new(Window { ids, weights }, parameters).fitted(fitted)]
 }
@@ -172,8 +178,9 @@ fn short(x: f64) -> String {
     format!("{}", (x * 1e4).round() / 1e4 + 0.0)
 }
 
-/// Weights of the captured addends in a captured sum; none where they cannot be told.
-fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
+/// Weights in a captured sum of each microbatch's addend that is not zero, by which it is; none
+/// where they cannot be told.
+fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
     let step = evidence.step;
     let reduced = key.stage == Stage::Reduce;
     if reduced && step.find_reduced(Role::Dk, false).is_some() {
@@ -192,17 +199,23 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
     };
     let recorded = evidence.inputs.iter().map(part).collect::<Option<Vec<Vec<f64>>>>();
     let parts = recorded.or_else(|| {
-        let all = unrecorded(evidence).filter(|_| key.rank.is_none())?;
+        let all =
+            unrecorded(evidence, key).filter(|all| all.iter().all(|of| of.2.len() == size))?;
         let of = |inputs: &crate::head::MicrobatchInputs| {
-            let mut own = all.iter().filter(|of| of.0 == inputs.microbatch && of.2.len() == size);
-            // Of several units of ranks each would have a weight of its own.
-            let first = own.next()?.2.clone();
-            own.next().is_none().then(|| chosen(first))
+            let mut sum = vec![0.0; size];
+            for (_, _, values) in all.iter().filter(|of| of.0 == inputs.microbatch) {
+                sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+            }
+            chosen(sum)
         };
-        evidence.inputs.iter().map(of).collect()
+        Some(evidence.inputs.iter().map(of).collect())
     })?;
-    let all: Vec<&[f64]> = parts.iter().map(|part| &part[..]).collect();
-    multiples(&all, &total).filter(|found| found.iter().all(|x| x.is_finite()))
+    // A rank without tokens in a microbatch adds nothing: how often is all the same.
+    let held: Vec<usize> =
+        (0..parts.len()).filter(|&at| parts[at].iter().any(|&x| x != 0.0)).collect();
+    let all: Vec<&[f64]> = held.iter().map(|&at| &parts[at][..]).collect();
+    let found = multiples(&all, &total).filter(|found| found.iter().all(|x| x.is_finite()))?;
+    Some(held.into_iter().zip(found).collect())
 }
 
 /// A tensor's addend of one rank, at its place in the whole, or the sum of all.

@@ -4,29 +4,19 @@
 //! Real: the last partial chunk that a floor division drops, one that is moved back over its
 //! neighbour and counts the overlap twice, rows of a reused buffer behind the last one.
 //!
-//! Detectors: dk is the sum of a product a token, dq of one a class: the sum is solved for how
-//! often it holds each (`detectors::solve`), of the whole entries, of their softmax part alone,
-//! or in the rows that fail alone; rows and columns likewise. Nothing is enumerated but the
-//! window of tokens in which the last one of a label overwrites the others.
+//! Detectors: a gradient is solved for how often it holds each addend, row and column
+//! (`detectors::counted`).
 //! Emulation: tokens that count as often as was found, for dk alone; classes, rows or columns
 //! of a gradient as often.
 
-use std::ops::Range;
-
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::distance;
-use crate::diagnose::detectors::gradient::{Gradient, Kept};
-use crate::diagnose::detectors::plane::Rows;
-use crate::diagnose::detectors::solve::{runs, whole_factors, whole_weights};
-use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
+use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
+use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 
 /// The catalogue's entry.
 pub struct BlockMiscounted;
 
-/// Share of the error that may be left to be worth a trial.
-const LEFT: f64 = 0.1;
 /// Runs that are told in words; where there are more it is no block.
 const TOLD: usize = 6;
 
@@ -52,223 +42,31 @@ impl Cause for BlockMiscounted {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all =
             [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
-        all.into_iter().flat_map(|stage| of_gradient(evidence, stage)).collect()
+        let of =
+            |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
+        let all = all.into_iter().flat_map(of);
+        all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect()
     }
 }
 
-/// What is counted.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum What {
-    /// Addends of a sum: tokens of dk, classes of dq.
-    Addends,
-    /// The same of the softmax part alone: the label's was added apart.
-    OfSoftmax,
-    /// The same in the rows that fail alone: a tile of tokens and classes.
-    Tile,
-    TileOfSoftmax,
-    /// The label's addends of dk alone: of tokens of one label only the last is there.
-    LastOfLabel,
-    Rows,
-    /// Rows of dk are divided by how often they are a label.
-    OverHits,
-    Columns,
-}
-
-const ALL: [What; 8] = [
-    What::Addends,
-    What::OfSoftmax,
-    What::Tile,
-    What::TileOfSoftmax,
-    What::LastOfLabel,
-    What::Rows,
-    What::OverHits,
-    What::Columns,
-];
-
-fn of_gradient(evidence: &Evidence<'_>, stage: Stage) -> Vec<Hypothesis> {
-    let keys: Vec<Key> = evidence.failing_of(&[stage]).map(|(key, _)| key).collect();
-    if keys.is_empty() {
-        return Vec::new();
-    }
-    let mut found: Vec<(What, Counted)> = ALL.map(|what| (what, Counted::default())).into();
-    for key in keys {
-        let Some(of) = Gradient::of(evidence, key) else { return Vec::new() };
-        found.retain_mut(|(what, counted)| counts(evidence, &of, *what, counted));
-        if found.is_empty() {
-            return Vec::new();
-        }
-    }
-    found.into_iter().filter_map(|(what, counted)| counted.hypothesis(what, stage)).collect()
-}
-
-/// Adds what this gradient holds; false where it is none of whole numbers.
-fn counts(evidence: &Evidence<'_>, of: &Gradient, what: What, to: &mut Counted) -> bool {
-    let Some(found) = weighed(evidence, of, what) else { return false };
-    let off = |other: &Rows| distance(&of.captured.values, &other.values);
-    if !(off(&found.changed) <= LEFT * off(&of.reference)) {
-        return false;
-    }
-    if let Some(rule) = found.rule {
-        if to.rule.as_ref().is_some_and(|other| *other != rule) {
-            return false;
-        }
-        to.rule = Some(rule);
-    }
-    for said in found.said {
-        if !to.said.contains(&said) {
-            to.said.push(said);
-        }
-    }
-    let rows = (0..found.changed.count()).map(|at| (of.row(at), found.changed.row(at).to_vec()));
-    to.world = std::mem::take(&mut to.world).rows(of.key, rows);
-    true
-}
-
-/// A gradient as it would be, and in words what counts otherwise.
-struct Weighed {
-    changed: Rows,
-    said: Vec<String>,
-    rule: Option<String>,
-}
-
-fn weighed(evidence: &Evidence<'_>, of: &Gradient, what: What) -> Option<Weighed> {
-    match what {
-        What::Addends | What::OfSoftmax => {
-            let entries = of.entries(what == What::OfSoftmax)?;
-            let all = 0..of.reference.count();
-            of_addends(evidence, of, (&entries, &[all]), false)
-        }
-        What::Tile | What::TileOfSoftmax => {
-            let failing = of.failing_rows()?;
-            let entries = of.entries(what == What::TileOfSoftmax)?;
-            of_addends(evidence, of, (&entries, &failing), true)
-        }
-        What::LastOfLabel => {
-            let kept = Kept::of(of, &|work| evidence.spend(work))?;
-            Some(Weighed { changed: kept.sum(of), said: Vec::new(), rule: Some(kept.words()) })
-        }
-        What::Rows | What::Columns => {
-            let turned = |rows: &Rows| match what {
-                What::Columns => rows.transposed(),
-                _ => Rows { cols: rows.cols, values: rows.values.clone() },
-            };
-            let reference = turned(&of.reference);
-            let weights = whole_factors(&turned(&of.captured), &reference).filter(|w| differ(w))?;
-            // Rows of dq that hold nothing were not written, and that has a name.
-            let unwritten = weights.iter().all(|&x| x == 1.0 || x == 0.0);
-            if what == What::Rows && !of.is_of_k() && unwritten {
-                return None;
-            }
-            let place = |at: usize| if what == What::Rows { of.row(at) } else { at };
-            let (said, changed) =
-                (in_words(&weights, &place), turned(&scaled(&reference, &weights)));
-            Some(Weighed { changed, said, rule: None })
-        }
-        What::OverHits => {
-            let weights = of.over_hits().filter(|w| differ(w))?;
-            let rule = "each is divided by how often it is a label".to_string();
-            let changed = scaled(&of.reference, &weights);
-            Some(Weighed { changed, said: Vec::new(), rule: Some(rule) })
-        }
-    }
-}
-
-/// All alike are a factor of the whole.
-fn differ(weights: &[f64]) -> bool {
-    weights.iter().any(|x| *x != weights[0])
-}
-
-/// A sum that holds its addends otherwise in some rows.
-fn of_addends(
-    evidence: &Evidence<'_>,
-    of: &Gradient,
-    (entries, regions): (&Rows, &[Range<usize>]),
-    told: bool,
-) -> Option<Weighed> {
-    let error = of.error();
-    let mut more = Rows { cols: entries.cols, values: vec![0.0; entries.values.len()] };
-    let mut said = Vec::new();
-    for rows in regions {
-        let part = columns(entries, rows);
-        let cols = error.cols;
-        let values = error.values[rows.start * cols..rows.end * cols].to_vec();
-        let rounding = of.rounding * values.len() as f64 / error.values.len().max(1) as f64;
-        let error = (&Rows { cols, values }, rounding);
-        let spend = |work| evidence.spend(work);
-        let weights = whole_weights((&part, of.other()), error, &spend).filter(|w| differ(w))?;
-        for (i, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
-            for row in rows.clone() {
-                more.values[i * entries.cols + row] =
-                    (weight - 1.0) * entries.values[i * entries.cols + row];
-            }
-        }
-        let words = in_words(&weights, &|at| of.addend(at));
-        let of_rows = format!("in rows {}: ", between(of.row(rows.start), of.row(rows.end - 1)));
-        let place = if told { of_rows } else { String::new() };
-        said.extend(words.into_iter().map(|words| place.clone() + &words));
-    }
-    let mut changed = more.transposed_times(of.other());
-    changed.values.iter_mut().zip(&of.reference.values).for_each(|(x, r)| *x += r);
-    Some(Weighed { changed, said, rule: None })
-}
-
-/// Some columns of rows.
-fn columns(of: &Rows, which: &Range<usize>) -> Rows {
-    let row = |row: &[f64]| row[which.clone()].to_vec();
-    Rows { cols: which.len(), values: of.values.chunks(of.cols.max(1)).flat_map(row).collect() }
-}
-
-fn between(first: usize, last: usize) -> String {
-    if first == last { first.to_string() } else { format!("{first} to {last}") }
-}
-
-fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<String> {
-    let often = |times: f64| match times {
-        0.0 => "left out".to_string(),
-        2.0 => "twice".to_string(),
-        times => format!("{times} times"),
+fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> {
+    let of_k = matches!(stage, Stage::DkLse | Stage::DkLabel | Stage::Dk);
+    let words = match what {
+        What::Addends | What::Tile if of_k => "tokens",
+        What::Addends | What::Tile => "classes",
+        What::OfSoftmax | What::TileOfSoftmax if of_k => "tokens, in the softmax part",
+        What::OfSoftmax | What::TileOfSoftmax => "classes, in the softmax part",
+        What::LastOfLabel => "the label's addends",
+        What::Rows | What::OverHits => "rows",
+        What::Columns => "columns",
     };
-    let one = |(run, times): (Range<usize>, f64)| {
-        format!("{} {}", between(place(run.start), place(run.end - 1)), often(times))
-    };
-    runs(weights).into_iter().map(one).collect()
-}
-
-fn scaled(rows: &Rows, factors: &[f64]) -> Rows {
-    let of = |(at, x): (usize, &f64)| x * factors[at / rows.cols.max(1)];
-    Rows { cols: rows.cols, values: rows.values.iter().enumerate().map(of).collect() }
-}
-
-/// Gradients in which something counts more or less often.
-#[derive(Default)]
-struct Counted {
-    world: Instead,
-    /// What is different of all gradients, in words: once where it is the same in several.
-    said: Vec<String>,
-    /// The rule by which it is, where there is one.
-    rule: Option<String>,
-}
-
-impl Counted {
-    fn hypothesis(self, what: What, stage: Stage) -> Option<Hypothesis> {
-        let of_k = matches!(stage, Stage::DkLse | Stage::DkLabel | Stage::Dk);
-        let words = match what {
-            What::Addends | What::Tile if of_k => "tokens",
-            What::Addends | What::Tile => "classes",
-            What::OfSoftmax | What::TileOfSoftmax if of_k => "tokens, in the softmax part",
-            What::OfSoftmax | What::TileOfSoftmax => "classes, in the softmax part",
-            What::LastOfLabel => "the label's addends",
-            What::Rows | What::OverHits => "rows",
-            What::Columns => "columns",
-        };
-        // What is scattered by no rule is no block.
-        if self.rule.is_none() && self.said.len() > TOLD {
-            return None;
-        }
-        let fitted = if self.rule.is_some() { 0 } else { 1 + self.said.len() };
-        let said = self.rule.unwrap_or_else(|| self.said.join(", "));
-        let parameters =
-            vec![("of", stage.name().to_string()), ("what", words.to_string()), ("which", said)];
-        Some(Hypothesis::new(self.world, parameters).fitted(fitted))
+    // What is scattered by no rule is no block.
+    if counted.rule.is_none() && counted.said.len() > TOLD {
+        return None;
     }
+    let fitted = if counted.rule.is_some() { 0 } else { 1 + counted.said.len() };
+    let said = counted.rule.unwrap_or_else(|| counted.said.join(", "));
+    let parameters =
+        vec![("of", stage.name().to_string()), ("what", words.to_string()), ("which", said)];
+    Some(Hypothesis::new(counted.world, parameters).fitted(fitted))
 }

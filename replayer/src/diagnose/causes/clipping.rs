@@ -69,10 +69,10 @@ impl Cause for Clipping {
     }
 }
 
-/// Parts of the reduced dk that were clipped to one norm before they were added: each rank's, each
+/// Parts of a reduced dk that were clipped to one norm before they were added: each rank's, each
 /// microbatch's, or each addend.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let (key, _) = evidence.failing_of(&[Stage::Reduce]).next()?;
+    let (key, _) = evidence.failing_of(&[Stage::Dk, Stage::Reduce]).next()?;
     let sum = Summed::of(evidence, key, true)?;
     type Whose = fn(&Addend) -> (Option<Microbatch>, Option<Rank>);
     let kinds: [(&str, Whose); 3] = [
@@ -95,15 +95,17 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             at.map_or(1.0, |at| factors[at])
         };
         let one = |(addend, _): &Part| Addend { weight: weight(addend), ..addend.clone() };
-        let addends = sum.parts.iter().map(one).collect();
+        let addends: Vec<Addend> = sum.parts.iter().map(one).collect();
         let parameters =
             vec![("clipped", format!("{words}, before the reduction")), ("max_norm", shown(to))];
-        let solved = Solved { key, addends, scale: 1.0 };
-        Some(Hypothesis::new(solved.world(), parameters).fitted(factors.len()))
+        let solved = Solved::of(&sum, (key, 1.0), addends);
+        // One norm makes all the factors.
+        Some(Hypothesis::new(solved.world(), parameters).fitted(1))
     })
 }
 
-/// The norm that all parts with a factor below 1 have with it, where the others are no larger.
+/// The norm that all parts with a factor below 1 have with it, where the others are no larger. One
+/// such part alone was brought to a norm of its own by any factor, so that norm must be round.
 fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
     let cut: Vec<usize> = (0..factors.len()).filter(|&at| factors[at] < 1.0 - ALIKE).collect();
     let to = norms[*cut.first()?] * factors[cut[0]];
@@ -112,7 +114,14 @@ fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
         true => alike(norms[at] * factors[at]),
         false => (factors[at] - 1.0).abs() <= ALIKE && norms[at] <= to * (1.0 + ALIKE),
     };
-    (cut.len() > 1 && (0..factors.len()).all(one)).then_some(to)
+    let told = cut.len() > 1 || round(to).is_some();
+    (told && (0..factors.len()).all(one)).then_some(to)
+}
+
+/// The number of two digits that a norm is, if it is one.
+fn round(norm: f64) -> Option<f64> {
+    let found = rounded(norm, 2);
+    ((norm - found).abs() <= ROUND * norm).then_some(found)
 }
 
 /// The one factor of comparisons: the mean of theirs, each counted as exactly as it is known.
@@ -133,10 +142,6 @@ fn support(
     factor: f64,
 ) -> Option<(String, Option<f64>)> {
     let norm = &evidence.outcome.grad_norm;
-    let round = |norm: f64| {
-        let found = rounded(norm, 2);
-        ((norm - found).abs() <= ROUND * norm).then_some(found)
-    };
     let parameters = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Accumulate, Stage::Reduce];
     // Only gradients of parameters are clipped, so only they may fail.
     if failing.iter().all(|stage| parameters.contains(stage)) {

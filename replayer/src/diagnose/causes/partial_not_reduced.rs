@@ -2,25 +2,27 @@
 //! vocabulary shard, of lse that of one shard or the sum taken once more over all of them,
 //! of dk the addend of one rank.
 //!
-//! Detectors: a token's row of dq against the running sums of its terms over the vocabulary;
+//! Detectors: a token's row of dq against the running sums of its terms over the vocabulary, and
+//! each of its rows against the part of each shard;
 //! lse off by one constant log n; dk solved for its addends. A piece of the reduced dk that
 //! holds other addends than the rest, or each of them more often, is solved for by itself.
 //! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use backtape::identity::Microbatch;
+use backtape::identity::{Microbatch, Rank};
 use rayon::prelude::*;
 
 use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
-use crate::diagnose::detectors::addends::{Solved, solved};
+use crate::diagnose::detectors::addends::{Addend, Solved, Weighted, solved};
 use crate::diagnose::detectors::dense::{median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
 use crate::diagnose::detectors::replicas::versions;
 use crate::diagnose::detectors::segments::{Segments, segments};
+use crate::diagnose::detectors::shards::{MOST, Shard, rows_of_shards, shards};
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::inputs::Scores;
@@ -29,9 +31,6 @@ use crate::replay::world::{Pass, World};
 
 /// The catalogue's entry.
 pub struct PartialNotReduced;
-
-/// Shards that a vocabulary may be cut in at most.
-const MOST: usize = 64;
 
 impl Cause for PartialNotReduced {
     fn id(&self) -> &str {
@@ -52,6 +51,7 @@ impl Cause for PartialNotReduced {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut found = of_dq(evidence);
+        found.extend(of_rows_of_dq(evidence));
         found.extend(of_lse(evidence));
         found.extend(of_sums(evidence));
         found.extend(of_pieces(evidence));
@@ -72,29 +72,22 @@ impl Cause for PartialNotReduced {
     }
 }
 
-/// A vocabulary shard: which of how many.
-struct Shard {
-    of: usize,
-    number: usize,
-    range: Range<usize>,
-}
-
-/// Every cut of a vocabulary into nearly equal shards: the last one is shorter, or the
-/// first ones are longer by one.
-fn shards(vocab: usize) -> Vec<Shard> {
-    let mut found = Vec::new();
-    for of in 2..=MOST.min(vocab) {
-        let (up, rest) = (vocab.div_ceil(of), vocab % of);
-        for number in 0..of {
-            let range = (number * up).min(vocab)..((number + 1) * up).min(vocab);
-            found.push(Shard { of, number, range });
-            let start = number * (vocab / of) + number.min(rest);
-            let range = start..start + vocab / of + usize::from(number < rest);
-            found.push(Shard { of, number, range });
-        }
-    }
-    found.retain(|shard| !shard.range.is_empty());
-    found
+/// Rows of dq, not all of them, that hold one shard's part.
+fn of_rows_of_dq(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let found = rows_of_shards(evidence)?;
+    let told = |tokens: &[usize]| match (tokens.iter().min(), tokens.iter().max()) {
+        (Some(first), Some(last)) => format!("{} tokens between {first} and {last}", tokens.len()),
+        _ => String::new(),
+    };
+    let tokens: Vec<String> = found.tokens.values().map(|tokens| told(tokens)).collect();
+    let shards: Vec<String> = found.tokens.keys().map(ToString::to_string).collect();
+    let parameters = vec![
+        ("of", "some rows of dq".to_string()),
+        ("shards", found.of.to_string()),
+        ("shard", shards.join(", ")),
+        ("which", tokens.join(", ")),
+    ];
+    Some(Hypothesis::new(found.world, parameters).fitted(1))
 }
 
 /// dq as one shard's part.
@@ -262,27 +255,30 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     vec![Hypothesis::new(OtherLse { lse, captured }, parameters)]
 }
 
-/// Reduced dk that lacks whole ranks' addends.
+/// Reduced dk that lacks whole ranks' addends: the sum of a step, or those of its microbatches.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let one = |found: Solved| {
-        let ranks = found.ranks_left_out()?;
-        let held: Vec<String> = found
-            .addends
-            .iter()
-            .filter(|addend| !ranks.contains(&addend.rank))
-            .filter_map(|addend| addend.rank)
-            .map(|rank| rank.to_string())
-            .collect::<std::collections::BTreeSet<_>>()
-            .into_iter()
-            .collect();
+    let mut all: Vec<(BTreeSet<Option<Rank>>, Vec<Solved>)> = Vec::new();
+    for found in solved(evidence) {
+        let Some(out) = found.ranks_left_out() else { continue };
+        match all.iter_mut().find(|(of, same)| *of == out && same[0].scale == found.scale) {
+            Some((_, same)) => same.push(found),
+            None => all.push((out, vec![found])),
+        }
+    }
+    let one = |(out, of): (BTreeSet<Option<Rank>>, Vec<Solved>)| {
+        let holds = |addend: &&Addend| !out.contains(&addend.rank);
+        let held: BTreeSet<Rank> =
+            of[0].addends.iter().filter(holds).filter_map(|addend| addend.rank).collect();
+        let held: Vec<String> = held.iter().map(ToString::to_string).collect();
+        let (scale, fitted) = (of[0].scale_name(), usize::from(of[0].scale != 1.0));
         let parameters = vec![
             ("of", "dk over ranks".to_string()),
             ("holds only ranks", held.join(", ")),
-            ("scale", found.scale_name()),
+            ("scale", scale),
         ];
-        Some(Hypothesis::new(found.world(), parameters).fitted(usize::from(found.scale != 1.0)))
+        Hypothesis::new(Weighted { of }, parameters).fitted(fitted)
     };
-    solved(evidence).into_iter().filter_map(one).collect()
+    all.into_iter().map(one).collect()
 }
 
 /// Pieces of the reduced dk that hold other addends than the rest; those that are the mean of

@@ -3,17 +3,20 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use backtape::head::MicrobatchReduction;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::captured::Values;
+use super::gradient::Gradient;
+use super::plane::Rows;
 use super::solve::multiples;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::head::Stage;
+use crate::head::{Stage, Unit};
 use crate::replay::addends;
-use crate::replay::world::World;
+use crate::replay::world::{Expectation, World};
 
 /// Addends that are solved for at most.
 const MOST: usize = 128;
@@ -40,9 +43,24 @@ pub struct Solved {
     pub addends: Vec<Addend>,
     /// What all weights are to be multiplied with.
     pub scale: f64,
+    /// The sum with these weights, where no addend of it was recorded that could be weighed.
+    instead: Option<Arc<Rows>>,
 }
 
 impl Solved {
+    /// A sum whose parts have these weights.
+    pub fn of(sum: &Summed, (key, scale): (Key, f64), addends: Vec<Addend>) -> Solved {
+        let instead = (key.stage == Stage::Dk).then(|| {
+            let mut values = vec![0.0; sum.captured.values.len()];
+            for ((_, part), addend) in sum.parts.iter().zip(&addends) {
+                let weight = addend.weight * scale;
+                values.iter_mut().zip(part).for_each(|(sum, x)| *sum += weight * x);
+            }
+            Arc::new(Rows { cols: sum.captured.columns, values })
+        });
+        Solved { key, addends, scale, instead }
+    }
+
     /// Ranks of which no addend is in the sum, where all else is in it once.
     pub fn ranks_left_out(&self) -> Option<BTreeSet<Option<Rank>>> {
         let mut of: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
@@ -102,12 +120,23 @@ impl World for Weighted {
         });
         all.next().unwrap_or(1.0)
     }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+        let own = self.of.iter().find(|sum| sum.key == key);
+        let Some(instead) = own.and_then(|sum| sum.instead.as_ref()) else { return };
+        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            if row < instead.count() {
+                values.copy_from_slice(instead.row(row));
+            }
+        }
+    }
 }
 
 /// Every failing sum of dk whose weights are whole numbers, up to one scale that sizes of
-/// the job explain, and not all 1.
+/// the job explain, and not all 1. A dk that was recorded whole is the sum of its ranks' parts.
 pub fn solved(evidence: &Evidence<'_>) -> Vec<Solved> {
-    let sums = [Stage::Accumulate, Stage::Reduce];
+    let sums = [Stage::Dk, Stage::Accumulate, Stage::Reduce];
     let keys: Vec<Key> = evidence.failing_of(&sums).map(|(key, _)| key).collect();
     keys.into_iter().filter_map(|key| solve(evidence, key)).collect()
 }
@@ -115,7 +144,8 @@ pub fn solved(evidence: &Evidence<'_>) -> Vec<Solved> {
 fn solve(evidence: &Evidence<'_>, key: Key) -> Option<Solved> {
     let sum = Summed::of(evidence, key, true)?;
     let (addends, scale) = fitted(evidence, &sum.parts, &sum.captured.values)?;
-    (addends.iter().any(|addend| addend.weight != 1.0)).then_some(Solved { key, addends, scale })
+    let weighted = addends.iter().any(|addend| addend.weight != 1.0);
+    weighted.then(|| Solved::of(&sum, (key, scale), addends))
 }
 
 /// An addend with its values.
@@ -148,10 +178,15 @@ pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
     }
 }
 
-/// What the addends of a sum that is not right should be, where none was recorded.
-pub fn unrecorded<'e>(evidence: &'e Evidence<'_>) -> Option<&'e [addends::Read]> {
-    let all = &evidence.outcome.unrecorded[..];
-    (!all.is_empty() && !evidence.step.options.transposed()).then_some(all)
+/// What the addends of a sum that is not right should be, where none was recorded: those of its
+/// rank, where each rank has a sum of its own.
+pub fn unrecorded(evidence: &Evidence<'_>, key: Key) -> Option<Vec<addends::Read>> {
+    if evidence.step.options.transposed() {
+        return None;
+    }
+    let of_rank = |of: &&addends::Read| key.rank.is_none() || of.1 == key.rank;
+    let own: Vec<_> = evidence.outcome.unrecorded.iter().filter(of_rank).cloned().collect();
+    (!own.is_empty()).then_some(own)
 }
 
 /// The addends of a sum: as the replay adds them, which are summed over microbatches
@@ -159,7 +194,7 @@ pub fn unrecorded<'e>(evidence: &'e Evidence<'_>) -> Option<&'e [addends::Read]>
 pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec<Part>> {
     let microbatches: Vec<_> = evidence.inputs.iter().map(|one| one.microbatch).collect();
     let recorded = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed);
-    let all = recorded.or_else(|| unrecorded(evidence).map(<[addends::Read]>::to_vec))?;
+    let all = recorded.or_else(|| unrecorded(evidence, key))?;
     let one = |(microbatch, rank, values)| (Addend { microbatch, rank, weight: 0.0 }, values);
     Some(all.into_iter().map(one).collect())
 }
@@ -177,6 +212,9 @@ pub struct Summed {
 impl Summed {
     /// `None` where addends are missing or of another shape.
     pub fn of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Summed> {
+        if key.stage == Stage::Dk {
+            return of_ranks(evidence, key);
+        }
         let (captured, mut parts) = (evidence.captured(key)?, addends_of(evidence, key, summed)?);
         let divisor = divisor(evidence, key);
         for (_, values) in &mut parts {
@@ -202,6 +240,34 @@ impl Summed {
         }
         sums
     }
+}
+
+/// A dk that was recorded whole as the sum of what each rank's tokens add to it. `None` where its
+/// unit is too large, or all tokens are one rank's.
+fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
+    let inputs = evidence.inputs_of(key.microbatch).filter(|_| key.rank.is_none())?;
+    let ranks = evidence.step.rank_rows(inputs).ok()?;
+    if !(2..=MOST).contains(&ranks.len()) {
+        return None;
+    }
+    let of = Gradient::of(evidence, key)?;
+    let (entries, q) = (of.entries(false)?, of.other());
+    let place: BTreeMap<usize, usize> =
+        of.plane.rows.iter().enumerate().map(|(at, &token)| (token, at)).collect();
+    let part = |unit: &Unit| {
+        let own: Vec<usize> =
+            unit.rows.iter().filter_map(|token| place.get(token)).copied().collect();
+        let chosen = |rows: &Rows| Rows {
+            cols: rows.cols,
+            values: own.iter().flat_map(|&at| rows.row(at)).copied().collect(),
+        };
+        let addend = Addend { microbatch: key.microbatch, rank: unit.rank(), weight: 0.0 };
+        (addend, chosen(&entries).transposed_times(&chosen(q)).values)
+    };
+    let parts = ranks.iter().map(part).collect();
+    let (columns, values) = (of.captured.cols, of.captured.values.clone());
+    let captured = Rc::new(Values { columns, values, ..(*evidence.captured(key)?).clone() });
+    Some(Summed { captured, parts, divisor: 1.0 })
 }
 
 /// Whole weights and their common scale.
@@ -230,7 +296,8 @@ mod tests {
             weight,
         };
         let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
-        Solved { key, addends: weights.iter().map(addend).collect(), scale: 1.0 }
+        let addends = weights.iter().map(addend).collect();
+        Solved { key, addends, scale: 1.0, instead: None }
     }
 
     #[test]

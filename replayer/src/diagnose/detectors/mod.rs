@@ -5,6 +5,7 @@
 pub mod addends;
 pub mod block_sizes;
 pub mod captured;
+pub mod counted;
 pub mod cuts;
 pub mod dense;
 pub mod direct;
@@ -22,6 +23,7 @@ pub mod plane;
 pub mod reference;
 pub mod replicas;
 pub mod segments;
+pub mod shards;
 pub mod solve;
 pub mod strays;
 pub mod sums;

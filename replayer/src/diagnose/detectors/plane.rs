@@ -21,6 +21,7 @@ const HELD: usize = 1 << 23;
 const PRODUCTS: usize = 4;
 
 /// A row-major matrix.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Rows {
     /// Values of a row.
     pub cols: usize,

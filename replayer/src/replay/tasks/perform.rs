@@ -125,7 +125,7 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
         whole: task.session.whole,
         draw: None,
         on: None,
-        sums_alone: false,
+        sums_alone: None,
         device: None,
     };
     let held = Held::read(&dump, &step.options, &task.part)?;

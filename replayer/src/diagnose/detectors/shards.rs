@@ -1,0 +1,131 @@
+//! Shards that a vocabulary may be cut in, and rows of dq that hold the part of one alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::direct::distance;
+use super::gradient::Gradient;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::rearranged::Instead;
+use crate::head::Stage;
+
+/// Shards that a vocabulary may be cut in at most.
+pub const MOST: usize = 64;
+/// Share of an error that may be left where a row holds one shard's part.
+const LEFT: f64 = 0.1;
+
+/// A vocabulary shard: which of how many.
+pub struct Shard {
+    /// Of how many.
+    pub of: usize,
+    /// Which.
+    pub number: usize,
+    /// Its classes.
+    pub range: Range<usize>,
+}
+
+/// A vocabulary in so many nearly equal shards: the last one is shorter, or the first ones are longer
+/// by one.
+fn cut_in(vocab: usize, of: usize) -> [Vec<Range<usize>>; 2] {
+    let (up, rest) = (vocab.div_ceil(of), vocab % of);
+    let last_is_shorter = |at: usize| (at * up).min(vocab)..((at + 1) * up).min(vocab);
+    let first_are_longer = |at: usize| {
+        let start = at * (vocab / of) + at.min(rest);
+        start..start + vocab / of + usize::from(at < rest)
+    };
+    [(0..of).map(last_is_shorter).collect(), (0..of).map(first_are_longer).collect()]
+}
+
+/// The shards of every such cut.
+pub fn shards(vocab: usize) -> Vec<Shard> {
+    let one = |(of, (number, range)): (usize, (usize, Range<usize>))| Shard { of, number, range };
+    let cut = |of: usize| {
+        cut_in(vocab, of)
+            .into_iter()
+            .flat_map(move |cut| cut.into_iter().enumerate())
+            .map(move |at| (of, at))
+    };
+    let all = (2..=MOST.min(vocab)).flat_map(cut).map(one);
+    all.filter(|shard| !shard.range.is_empty()).collect()
+}
+
+/// Rows of dq that hold one shard's part, beside others.
+pub struct RowsOfShards {
+    /// Shards that the vocabulary is cut in.
+    pub of: usize,
+    /// The tokens that hold each.
+    pub tokens: BTreeMap<usize, Vec<usize>>,
+    /// With those parts in their rows.
+    pub world: Instead,
+}
+
+/// Such rows, where the vocabulary is cut in as many as an axis of the mesh or the job has ranks.
+pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
+    let keys: Vec<Key> = evidence.failing_of(&[Stage::Dq]).map(|(key, _)| key).collect();
+    let all = keys.into_iter().map(|key| Gradient::of(evidence, key));
+    let all = all.collect::<Option<Vec<Gradient>>>().filter(|all| !all.is_empty())?;
+    let mesh = &evidence.step.dump.manifest.mesh;
+    let axes = mesh.0.iter().map(|(_, size)| *size as usize).chain([evidence.ranks()]);
+    let sizes: BTreeSet<usize> = axes.filter(|size| (2..=MOST).contains(size)).collect();
+    let work: usize = all.iter().map(|of| of.reference.values.len()).sum();
+    let classes = all[0].other().count();
+    let mut found: Vec<(f64, RowsOfShards)> = Vec::new();
+    for cut in sizes.into_iter().flat_map(|size| cut_in(classes, size)) {
+        if evidence.spend(work * classes) {
+            break;
+        }
+        found.extend(held(&all, &cut));
+    }
+    // Shards of nearly the same sizes explain nearly as much.
+    found.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, nearest)| nearest)
+}
+
+/// What is left of the errors, and the rows.
+fn held(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
+    let mut found =
+        RowsOfShards { of: cut.len(), tokens: BTreeMap::new(), world: Instead::default() };
+    let (mut left, mut before, mut rows) = (0.0, 0.0, 0);
+    for of in all {
+        let mut changed = Vec::new();
+        for (row, one) in nearest(of, cut)?.into_iter().enumerate() {
+            rows += 1;
+            before += one.off;
+            left += one.part.as_ref().map_or(one.off, |(_, near, _)| *near);
+            if let Some((shard, _, values)) = one.part {
+                found.tokens.entry(shard).or_default().push(of.row(row));
+                changed.push((of.row(row), values));
+            }
+        }
+        found.world = found.world.rows(of.key, changed.into_iter());
+    }
+    let count: usize = found.tokens.values().map(Vec::len).sum();
+    (left <= LEFT * before && (1..rows).contains(&count)).then_some((left, found))
+}
+
+/// A row of dq: how far it is from what it should be, and the shard, if any, whose part is much
+/// nearer, with that distance and the part.
+struct Nearest {
+    off: f64,
+    part: Option<(usize, f64, Vec<f64>)>,
+}
+
+fn nearest(of: &Gradient, cut: &[Range<usize>]) -> Option<Vec<Nearest>> {
+    let entries = of.entries(false)?;
+    let (captured, reference, k) = (&of.captured, &of.reference, of.other());
+    let one = |row: usize| {
+        let part = |(number, shard): (usize, &Range<usize>)| {
+            let mut sum = vec![0.0; captured.cols];
+            for class in shard.clone() {
+                let entry = entries.row(class)[row];
+                sum.iter_mut().zip(k.row(class)).for_each(|(sum, k)| *sum += entry * k);
+            }
+            (number, distance(captured.row(row), &sum), sum)
+        };
+        let off = distance(captured.row(row), reference.row(row));
+        let nearest = cut.iter().enumerate().map(part).min_by(|a, b| a.1.total_cmp(&b.1));
+        Nearest { off, part: nearest.filter(|(_, near, _)| *near <= LEFT * off) }
+    };
+    Some((0..reference.count()).into_par_iter().map(one).collect())
+}
