@@ -31,7 +31,7 @@ struct Judged<'a> {
     key: &'a TensorKey,
     rank: Option<Rank>,
     captured: &'a Tensor,
-    addends: &'a Sum,
+    addends: &'a Arc<Sum>,
     divisor: f64,
 }
 
@@ -234,11 +234,20 @@ impl Replay<'_> {
         };
         let rows =
             Rows { captured, reference: &reference, index: &|row| row as u64, repeats: &once };
-        let tally = Tally::of(&rows, allowed, &bound);
+        let mut judge = || {
+            let tally = Tally::of(&rows, allowed, &bound);
+            Comparison::new(None, rank, key.to_string(), tally, &bound)
+        };
+        let mut found = match self.cache {
+            None => judge(),
+            Some(cache) => {
+                let which = (stage, rank, divisor, &self.roundings, bound);
+                cache.judged(&which, (addends, &reference), &mut judge)
+            }
+        };
         let (first, all) = (0, captured.rows);
         let (rows, allowed) = (&rows, &allowed);
         let chart = self.chart(&Drawn { stage, first, all, rows, allowed, bound: &bound });
-        let mut found = Comparison::new(None, rank, key.to_string(), tally, &bound);
         if found.excess.is_none() {
             // What a hypothesis says of the sum is what one rounding of it is a rounding of.
             let wide = if in_chains { &wide } else { &reference };

@@ -8,6 +8,8 @@
 
 use std::collections::BTreeMap;
 
+use rayon::prelude::*;
+
 use super::allowed::unit;
 use crate::compare::ONE_ROUNDING;
 use crate::kernels::policy::{Order, Sum};
@@ -99,12 +101,16 @@ const PRODUCTS: usize = 1 << 16;
 /// Numbers of few bits times one number that all tokens share err to one side: q in bf16
 /// times 1/1023 lies just above q/1024, and rounds down to it every time. Where a product
 /// lies near a tie, the last bits of g decide for all of them alike.
-pub(super) fn of_label_addends(to: Precision, g: &[f64], row: impl Fn(usize) -> Vec<f64>) -> f64 {
+pub(super) fn of_label_addends(
+    to: Precision,
+    g: &[f64],
+    row: impl Fn(usize) -> Vec<f64> + Sync,
+) -> f64 {
     let counted: Vec<usize> = (0..g.len()).filter(|&t| g[t] != 0.0).collect();
     let Some(&first) = counted.first() else { return 0.0 };
     let step = (counted.len() * row(first).len() / PRODUCTS).max(1);
-    let mut off = [(0.0, 0.0); 3];
-    for &t in counted.iter().step_by(step) {
+    let of_token = |&t: &usize| {
+        let mut off = [(0.0, 0.0); 3];
         for x in row(t) {
             for (shift, (off, squares)) in [-LAST_BITS, 0.0, LAST_BITS].into_iter().zip(&mut off) {
                 let product = g[t] * x * (1.0 + shift);
@@ -112,9 +118,17 @@ pub(super) fn of_label_addends(to: Precision, g: &[f64], row: impl Fn(usize) -> 
                 *squares += product * product;
             }
         }
-    }
-    let mean = |(off, squares): (f64, f64)| if squares > 0.0 { (off / squares).abs() } else { 0.0 };
-    off.map(mean).into_iter().filter(|x| x.is_finite()).fold(0.0, f64::max)
+        off
+    };
+    let chosen: Vec<usize> = counted.into_iter().step_by(step).collect();
+    let each: Vec<[(f64, f64); 3]> = chosen.par_iter().with_min_len(16).map(of_token).collect();
+    let mean = |at: usize| {
+        let sum =
+            |(off, squares): (f64, f64), of: &[(f64, f64); 3]| (off + of[at].0, squares + of[at].1);
+        let (off, squares) = each.iter().fold((0.0, 0.0), sum);
+        if squares > 0.0 { (off / squares).abs() } else { 0.0 }
+    };
+    [0, 1, 2].map(mean).into_iter().filter(|x| x.is_finite()).fold(0.0, f64::max)
 }
 
 /// How far a job's g may be off by its own rounding: a few units of f32.

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use backtape::role::Role;
+use rayon::prelude::*;
 
 use super::alike::nearly_equal;
 use super::allowed::{LabelSize, TokenSize, relative, stored};
@@ -161,7 +162,8 @@ impl Replay<'_> {
             // Logits may be masked by -inf where they are not valid.
             let valid = if stage == Stage::Logits { inputs.valid_vocab } else { matrix.cols };
             let bad = |&i: &usize| i % matrix.cols.max(1) < valid && !matrix.get_f64(i).is_finite();
-            let bad = (0..matrix.len()).filter(bad).count();
+            let all = (0..matrix.len()).into_par_iter().with_min_len(1 << 14);
+            let bad = all.filter(bad).count();
             if bad > 0 {
                 let words = format!("{bad} values of {stage} are not finite");
                 outcome.fail(stage, words);
@@ -275,16 +277,18 @@ impl Replay<'_> {
         let squares = |m: &Matrix<'_>, row: usize| -> f64 {
             (0..d).map(|i| m.get_f64(row * d + i).powi(2)).sum()
         };
-        let largest = (0..head.valid_vocab).map(|v| squares(&head.k, v)).fold(0.0, f64::max);
+        let classes = (0..head.valid_vocab).into_par_iter().with_min_len(64);
+        let largest = classes.map(|v| squares(&head.k, v)).reduce(|| 0.0, f64::max);
         let bias = head.bias.map_or(0.0, |bias| {
             bias[..head.valid_vocab].iter().fold(0.0, |most: f64, b| most.max(b.abs()))
         });
-        let lse = (0..head.q.rows).map(|t| {
+        let tokens = || (0..head.q.rows).into_par_iter().with_min_len(64);
+        let lse = tokens().map(|t| {
             let norms = squares(&head.q, t) * largest;
             let size = TokenSize { lse: exact.lse[t], row_max: exact.row_max[t], norms };
             self.lse_variance(&size, d, head.valid_vocab, bias)
         });
-        let label = (0..head.q.rows).map(|t| match head.labels[t] {
+        let label = tokens().map(|t| match head.labels[t] {
             IGNORED => 0.0,
             row => {
                 let (mut dot, mut squares) = (0.0, 0.0);

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::addends::Sum;
 use super::dk::Slab;
 use super::findings::Captured;
+use super::outcome::Comparison;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Transform, Values};
 use crate::kernels::reference::Keep;
 use crate::kernels::{Progress, Tiles, reference};
@@ -27,8 +28,16 @@ struct Held {
     backward: HashMap<u64, Arc<BackwardPass>>,
     captured: HashMap<u64, Arc<Captured>>,
     sums: HashMap<u64, Arc<Sum>>,
+    judged: HashMap<u64, Judged>,
     of_captured: usize,
     bytes: usize,
+}
+
+/// A sum that was compared with what was expected of it.
+struct Judged {
+    sum: Arc<Sum>,
+    expected: Vec<f64>,
+    found: Comparison,
 }
 
 /// One backward pass.
@@ -102,6 +111,27 @@ impl PassCache {
             all.sums.insert(key, found.clone());
         }
         Ok(found)
+    }
+
+    /// How a sum compares with what is expected of it, judged once for all that expect the same.
+    pub(super) fn judged(
+        &self,
+        which: &dyn Debug,
+        (sum, expected): (&Arc<Sum>, &[f64]),
+        judge: &mut dyn FnMut() -> Comparison,
+    ) -> Comparison {
+        let key = named(which);
+        if let Some(held) = self.held().judged.get(&key)
+            && Arc::ptr_eq(&held.sum, sum)
+            && held.expected == expected
+        {
+            return held.found.clone();
+        }
+        let found = judge();
+        // The first is the one that most trials leave as it is.
+        let (sum, expected) = (sum.clone(), expected.to_vec());
+        self.held().judged.entry(key).or_insert(Judged { sum, expected, found: found.clone() });
+        found
     }
 
     /// A backward pass, computed once for all that have the same inputs.

@@ -3,26 +3,39 @@
 
 use backtape::identity::Microbatch;
 use backtape::role::Role;
+use rayon::prelude::*;
 
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
-use crate::head::MicrobatchInputs;
 use crate::head::step::{matrix, numbers};
+use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Transform};
 
 /// Tokens of the whole step that are looked at.
 const TOKENS: usize = 24;
 /// The same where each try walks all of k.
 const ROWS: usize = 12;
+/// Elements of k that a try reads at most of a microbatch: some of its columns.
+const OF_K: usize = 1 << 20;
+/// Tries of a fit.
+const TRIES: usize = 100;
 /// A fit is believed when it leaves less than this share of the squared error.
 const LEFT: f64 = 0.05;
 
 /// What is looked at.
 pub struct Tokens<'a> {
     each: Vec<Token>,
-    heads: Vec<HeadInputs<'a>>,
+    heads: Vec<Looked<'a>>,
     /// Whether rows of dq are looked at, and not lse and label logits.
     backward: bool,
     declared: f64,
+}
+
+/// A microbatch, and the columns of q and k that are looked at.
+struct Looked<'a> {
+    head: HeadInputs<'a>,
+    columns: Vec<usize>,
+    /// Those of k, of the valid vocabulary, row by row.
+    k: Vec<f64>,
 }
 
 struct Token {
@@ -32,29 +45,36 @@ struct Token {
     raw: Vec<f64>,
     lse: Option<f64>,
     label_logit: Option<f64>,
+    /// The columns that are looked at.
     dq: Option<Vec<f64>>,
 }
 
 impl<'a> Tokens<'a> {
-    /// Tokens that count, evenly from every microbatch. Where a recorded forward is right it is the
-    /// backward alone that may have another transform.
+    /// Tokens that count, evenly from every microbatch; none where nothing is off that a transform
+    /// is in, or no more may be looked for. Where a recorded forward is right it is the backward
+    /// alone that may have another transform.
     pub fn of(evidence: &Evidence<'a>) -> Tokens<'a> {
-        let backward = !evidence.captured_forward()
-            || !evidence.fails_any(&FORWARD) && evidence.fails_any(&GRADIENTS);
+        let off = evidence.fails_any(&GRADIENTS);
+        let backward = !evidence.captured_forward() || !evidence.fails_any(&FORWARD) && off;
         let (each, heads, declared) = (Vec::new(), Vec::new(), f64::NAN);
         let mut found = Tokens { each, heads, backward, declared };
+        let judged = !backward || evidence.fails_any(&[Stage::DqLse, Stage::DqLabel, Stage::Dq]);
         let most = if backward { ROWS } else { TOKENS };
         let per = most.div_ceil(evidence.inputs.len().max(1));
-        for inputs in evidence.inputs {
+        for inputs in evidence.inputs.iter().filter(|_| judged) {
             let Some(head) = inputs.head(evidence.step) else { continue };
             let counted = |&t: &usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
             let all: Vec<usize> = (0..inputs.tokens()).filter(counted).collect();
             let step = all.len().div_ceil(per).max(1);
+            let looked = Looked::of(head, backward);
+            if evidence.spend(looked.work() * per.min(all.len())) {
+                break;
+            }
             let captured = Columns::of(evidence, inputs, backward);
             for &t in all.iter().step_by(step) {
-                found.each.push(captured.token(&head, found.heads.len(), t));
+                found.each.push(captured.token(&looked, found.heads.len(), t));
             }
-            found.heads.push(head);
+            found.heads.push(looked);
         }
         found.declared = found.error(evidence.step.options.transform);
         found
@@ -65,17 +85,17 @@ impl<'a> Tokens<'a> {
     /// one of its own. NaN where there is nothing to compare with.
     pub fn error(&self, transform: Transform) -> f64 {
         let one = |token: &Token| {
-            let head = &self.heads[token.head];
-            let (z, lse) = logits(token, head, transform);
+            let looked = &self.heads[token.head];
+            let (z, lse) = logits(token, &looked.head, transform);
             if self.backward {
-                let from = |lse: f64| beside(token, head, transform, (&z, lse));
+                let from = |lse: f64| beside(token, looked, transform, (&z, lse));
                 let (own, captured) = (from(lse)?, token.lse.and_then(from));
                 return Some(captured.map_or(own, |captured| own.min(captured)));
             }
             let off = |captured: Option<f64>, x: f64| captured.map_or(0.0, |c| (c - x).powi(2));
             Some(off(token.lse, lse) + off(token.label_logit, z[token.label]))
         };
-        let errors: Vec<f64> = self.each.iter().filter_map(one).collect();
+        let errors: Vec<f64> = self.each.par_iter().filter_map(one).collect();
         if errors.is_empty() { f64::NAN } else { errors.iter().sum() }
     }
 
@@ -103,6 +123,22 @@ impl<'a> Tokens<'a> {
     }
 }
 
+impl<'a> Looked<'a> {
+    fn of(head: HeadInputs<'a>, backward: bool) -> Looked<'a> {
+        let (d, v) = (head.q.cols, head.valid_vocab);
+        let count = if backward { (OF_K / v.max(1)).clamp(1, d.max(1)) } else { 0 };
+        let columns: Vec<usize> = (0..count.min(d)).map(|at| at * d / count).collect();
+        let row = |v: usize| columns.iter().map(move |i| v * d + i);
+        let k = (0..v).flat_map(row).map(|at| head.k.get_f64(at)).collect();
+        Looked { head, columns, k }
+    }
+
+    /// Multiply-adds of a fit, a token.
+    fn work(&self) -> usize {
+        self.head.valid_vocab * (self.head.q.cols + TRIES * (self.columns.len() + 1))
+    }
+}
+
 /// Captured tensors of a microbatch, `[T]` and `[T, D]`.
 struct Columns {
     lse: Option<Vec<f64>>,
@@ -121,7 +157,8 @@ impl Columns {
         Columns { lse: of(Role::Lse, n), label_logits: of(Role::LabelLogits, n), dq }
     }
 
-    fn token(&self, head: &HeadInputs<'_>, number: usize, t: usize) -> Token {
+    fn token(&self, looked: &Looked<'_>, number: usize, t: usize) -> Token {
+        let head = &looked.head;
         let d = head.q.cols;
         let raw = |v: usize| {
             let product = match &head.given {
@@ -137,7 +174,7 @@ impl Columns {
             raw: (0..head.valid_vocab).map(raw).collect(),
             lse: at(&self.lse),
             label_logit: at(&self.label_logits),
-            dq: self.dq.as_ref().map(|values| values[t * d..(t + 1) * d].to_vec()),
+            dq: self.dq.as_ref().map(|dq| looked.columns.iter().map(|i| dq[t * d + i]).collect()),
         }
     }
 }
@@ -168,21 +205,21 @@ fn logits(token: &Token, head: &HeadInputs<'_>, transform: Transform) -> (Vec<f6
     (z, max + sum.ln())
 }
 
-/// Squared length of what of a row of dq is no multiple of `Σ (p - onehot) slope k`.
+/// Squared length of what of a row of dq, as far as it is looked at, is no multiple of
+/// `Σ (p - onehot) slope k`.
 fn beside(
     token: &Token,
-    head: &HeadInputs<'_>,
+    looked: &Looked<'_>,
     transform: Transform,
     (z, lse): (&[f64], f64),
 ) -> Option<f64> {
     let dq = token.dq.as_ref()?;
-    let d = dq.len();
-    let mut model = vec![0.0; d];
-    for (v, &z) in z.iter().enumerate() {
+    let mut model = vec![0.0; dq.len()];
+    for ((v, &z), k) in z.iter().enumerate().zip(looked.k.chunks(dq.len().max(1))) {
         let slope = transform.slope_at(z);
         let onehot = if v == token.label { 1.0 } else { 0.0 };
         let entry = ((z - lse).exp() - onehot) * slope;
-        model.iter_mut().enumerate().for_each(|(i, x)| *x += entry * head.k.get_f64(v * d + i));
+        model.iter_mut().zip(k).for_each(|(x, k)| *x += entry * k);
     }
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     let along = dot(dq, &model).powi(2) / dot(&model, &model);

@@ -10,6 +10,7 @@ use super::tile::{Terms, Upstream};
 use crate::kernels::matrix::{HeadInputs, Matrix};
 use crate::kernels::tiles::{Tiles, spans};
 use crate::parcel::parcel;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Sums over the tokens for a slab of k's rows, a block for each vocabulary tile: what the
@@ -155,10 +156,16 @@ impl DkSums {
     }
 }
 
+/// Sums of a block that are as large as its rows of k.
+const SUMS: usize = 7;
+
 impl Block {
     pub(super) fn zeros(rows: Range<usize>, depth: usize, noise: &TermNoise) -> Self {
-        let zeros = || vec![0.0; rows.len() * depth];
-        let when = |there: bool| if there { zeros() } else { Vec::new() };
+        let size = rows.len() * depth;
+        let when = |there: bool| vec![0.0; if there { size } else { 0 }];
+        // Clearing them takes as long as a product of few tokens.
+        let mut zeros: Vec<Vec<f64>> = (0..SUMS).into_par_iter().map(|_| vec![0.0; size]).collect();
+        let mut zeros = || zeros.pop().unwrap_or_default();
         let column = || vec![0.0; rows.len()];
         Block {
             depth,
@@ -284,23 +291,28 @@ impl Block {
         self.label_alike = vec![0.0; self.label.len()];
         let mut hits: Vec<usize> = (0..self.hit_rows.len()).collect();
         hits.sort_by_key(|&at| self.hit_rows[at]);
-        let (mut q, mut addends, mut one) = (Vec::new(), Vec::new(), Vec::new());
-        for hits in hits.chunk_by(|&a, &b| self.hit_rows[a] == self.hit_rows[b]) {
-            let row = self.hit_rows[hits[0]] as usize;
-            q.clear();
+        let of_row = |hits: &[usize]| -> (usize, Vec<f64>) {
+            let (mut q, mut addends, mut one) = (Vec::new(), Vec::new(), Vec::new());
             for &at in hits {
                 let token = self.hit_tokens[at] as usize;
                 load(of_q, token..token + 1, &mut one);
                 q.extend_from_slice(&one);
             }
-            for d in 0..depth {
+            let column = |d: usize| {
                 addends.clear();
                 let addend =
                     |(at, &hit): (usize, &usize)| self.hit_entries[hit] * q[at * depth + d];
                 addends.extend(hits.iter().enumerate().map(addend));
                 addends.sort_unstable_by(f64::total_cmp);
-                self.label_alike[row * depth + d] = clustered(&addends, step / 4.0);
-            }
+                clustered(&addends, step / 4.0)
+            };
+            (self.hit_rows[hits[0]] as usize, (0..depth).map(column).collect())
+        };
+        let by_row: Vec<&[usize]> =
+            hits.chunk_by(|&a, &b| self.hit_rows[a] == self.hit_rows[b]).collect();
+        let found: Vec<(usize, Vec<f64>)> = by_row.into_par_iter().map(of_row).collect();
+        for (row, alike) in found {
+            self.label_alike[row * depth..(row + 1) * depth].copy_from_slice(&alike);
         }
         // The label's part of the bias was summed apart, so that how the tokens were cut
         // changes no order.

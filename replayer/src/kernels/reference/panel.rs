@@ -5,6 +5,7 @@
 
 use crate::kernels::matrix::{Matrix, Values};
 use half::{bf16, f16};
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Fills `panel` with rows of a matrix, row-major, exactly.
@@ -13,16 +14,22 @@ pub(super) fn load(matrix: &Matrix, rows: Range<usize>, panel: &mut Vec<f64>) {
     extend(matrix, rows.start * matrix.cols..rows.end * matrix.cols, panel);
 }
 
+/// Elements from which several threads widen them.
+const MANY: usize = 1 << 15;
+
 fn extend(matrix: &Matrix, range: Range<usize>, panel: &mut Vec<f64>) {
     match matrix.values {
-        Values::Bf16(bits) => {
-            panel.extend(bits[range].iter().map(|&bits| bf16::from_bits(bits).to_f64()));
-        }
-        Values::F16(bits) => {
-            panel.extend(bits[range].iter().map(|&bits| f16::from_bits(bits).to_f64()));
-        }
-        Values::F32(values) => panel.extend(values[range].iter().map(|&value| f64::from(value))),
+        Values::Bf16(bits) => widen(&bits[range], |bits| bf16::from_bits(bits).to_f64(), panel),
+        Values::F16(bits) => widen(&bits[range], |bits| f16::from_bits(bits).to_f64(), panel),
+        Values::F32(values) => widen(&values[range], f64::from, panel),
         Values::F64(values) => panel.extend_from_slice(&values[range]),
+    }
+}
+
+fn widen<T: Copy + Sync>(from: &[T], exactly: impl Fn(T) -> f64 + Sync, panel: &mut Vec<f64>) {
+    match from.len() < MANY {
+        true => panel.extend(from.iter().map(|&x| exactly(x))),
+        false => panel.par_extend(from.par_iter().with_min_len(MANY / 4).map(|&x| exactly(x))),
     }
 }
 
@@ -43,5 +50,5 @@ pub(super) fn load_columns(
 /// Element-wise squares.
 pub(super) fn squares(values: &[f64], squared: &mut Vec<f64>) {
     squared.clear();
-    squared.extend(values.iter().map(|value| value * value));
+    widen(values, |value| value * value, squared);
 }

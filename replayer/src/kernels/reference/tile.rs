@@ -25,9 +25,10 @@ impl Panel {
         let depth = matrix.cols;
         load(matrix, rows.clone(), &mut self.values);
         squares(&self.values, &mut self.squared);
+        let squared = &self.squared;
+        let norm = |row: usize| squared[row * depth..(row + 1) * depth].iter().sum::<f64>();
         self.norms.clear();
-        let norm = |row: usize| self.squared[row * depth..(row + 1) * depth].iter().sum::<f64>();
-        self.norms.extend((0..rows.len()).map(norm));
+        self.norms.par_extend((0..rows.len()).into_par_iter().with_min_len(64).map(norm));
         self.rows = rows;
     }
 
