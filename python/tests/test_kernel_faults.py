@@ -287,6 +287,29 @@ def test_bits_that_are_cut_off_are_no_factor(tmp_path):
     assert [of.id for of in report.causes] == ["unknown"], report.json["causes"]
 
 
+def test_the_labels_part_of_ignored_tokens_at_a_clamped_class_is_named(tmp_path):
+    head = Head(ignore_label=-100)
+    ignored = np.arange(3, head.tokens, 7)
+    counted = head.tokens - len(ignored)
+    softmax, _ = head.entries()
+    head.labels[0][ignored] = -100
+    softmax, label = softmax * head.tokens / counted, np.zeros_like(softmax)
+    softmax[ignored] = 0
+    label[np.arange(head.tokens), np.maximum(head.labels[0], 0)] = -1 / counted
+    report = head.recorded(tmp_path, [head.gradients(softmax, label)])
+    named(report, "int-target-out-of-range", "the label's part alone, at class 0 in their place")
+
+
+def test_a_z_loss_that_the_backward_divides_by_the_microbatches_once_more_is_named(tmp_path):
+    head = Head(microbatches=4, z_loss=0.01)
+    found = []
+    for mb in range(4):
+        softmax, label = head.entries(mb)
+        found.append(head.gradients(softmax * (1 + 2 * 0.01 / 4 * head.lse(mb))[:, None], label, mb))
+    report = head.recorded(tmp_path, found)
+    named(report, "zloss-mismatch", "λ of the gradient: 0.0025")
+
+
 def test_the_right_heads_agree(tmp_path):
     for name, head in {"plain": Head(), "capped": Head(softcap=4.0), "three": Head(microbatches=3)}.items():
         report = head.recorded(tmp_path / name, parts=name == "plain")

@@ -111,3 +111,42 @@ def test_tokens_whose_dq_holds_one_ranks_shard_of_the_vocabulary_are_named(tmp_p
     told = diverged(job.recorded(tmp_path, dq=dq), "dq", "partial-not-reduced")
     shards = ", ".join(str(rank) for rank in range(job.ranks)) if everywhere else "1"
     assert (told["shards"], told["shard"]) == (str(job.ranks), shards)
+
+
+@pytest.mark.parametrize("boxes", [1, 2])
+def test_dq_that_each_tensor_rank_holds_its_own_part_of_is_named_though_another_microbatch_is_whole(tmp_path, boxes):
+    """`boxes`: groups of data ranks, each with the tokens of its own; every tensor rank of a group records dq."""
+    print(f"BACKTAPE_SEED={SEED}")
+    rng = np.random.default_rng(SEED)
+    shards, tokens = 2, int(rng.integers(40, 60))
+    each, depth = int(rng.integers(60, 90)), int(rng.integers(18, 34))
+    k = (rng.standard_normal((shards * each, depth)) * 0.4).astype(ml_dtypes.bfloat16)
+    q = rng.standard_normal((2, boxes * tokens, depth)).astype(ml_dtypes.bfloat16)
+    labels = rng.integers(0, len(k), (2, boxes * tokens)).astype(np.int32)
+    logits = q.astype(np.float64) @ k.astype(np.float64).T
+    entries = np.exp(logits - np.log(np.exp(logits).sum(2))[:, :, None])
+    for mb in range(2):
+        entries[mb, np.arange(boxes * tokens), labels[mb]] -= 1
+    entries = bf16(entries / (2 * boxes * tokens))
+    mesh = {"data": boxes, "tensor": shards}
+    ranks = range(boxes * shards)
+    recorders = [backtape.Recorder(tmp_path, rank=rank, world_size=len(ranks), mesh=mesh) for rank in ranks]
+    for rank, recorder in enumerate(recorders):
+        box, shard = divmod(rank, shards)
+        own, held = slice(box * tokens, (box + 1) * tokens), slice(shard * each, (shard + 1) * each)
+        with recorder.step(0) as tape:
+            tape.head(loss="softmax_xent", path="plain", microbatches=2, microbatch_reduction="sum")
+            tape.record("k", k[held], placement={"tensor": 0})
+            for mb in range(2):
+                classes = held if mb == 1 else slice(None)
+                dq = entries[mb][own, classes] @ k[classes].astype(np.float64)
+                cut = {"microbatch": mb, "placement": {"data": 0}}
+                tape.record("q", q[mb][own], **cut)
+                tape.record("labels", labels[mb][own], **cut)
+                tape.record("dq", dq.astype(np.float32).astype(ml_dtypes.bfloat16), **cut)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(lambda recorder: recorder.close(), recorders))
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == "diverged" and report.first_divergence.stage == "dq", report
+    assert "partial-not-reduced" in [cause.id for cause in report.causes], report.json["causes"]
+    assert "block-miscounted" not in [cause.id for cause in report.causes], report.json["causes"]

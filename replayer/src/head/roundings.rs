@@ -81,6 +81,11 @@ impl Roundings {
         let lowest = options.lowered.filter(lower).unwrap_or(stored);
         let policy = |intermediate: Precision, operand: Precision| {
             let point = |key: &str| declared(key).unwrap_or(intermediate);
+            // Products that narrow what they take narrow dlogits, too.
+            let narrowed = |of: Precision| match declared("input").filter(lower) {
+                Some(to) if to.unit_roundoff() > of.unit_roundoff() => to,
+                _ => of,
+            };
             // Logits that the head starts from, and does nothing to, were rounded before.
             let is_input = |of: &Precision| of.unit_roundoff() <= stored.unit_roundoff();
             let logits = point("logits");
@@ -93,7 +98,7 @@ impl Roundings {
                 product: declared("product").unwrap_or(full),
                 logits,
                 p: point("p"),
-                dlogits: point("dlogits"),
+                dlogits: narrowed(point("dlogits")),
                 label_grad: point("label_grad"),
                 parts: point("parts"),
                 output: point("output"),
@@ -228,6 +233,17 @@ mod tests {
         head.dtypes.insert("input".into(), "f32".into());
         assert_eq!((lowered(&head).widest.input, lowered(&head).input()), (Precision::F32, 0.0));
         assert_eq!(lowered(&head).widest.dlogits, Precision::Bf16);
+    }
+
+    #[test]
+    fn products_that_narrow_their_operands_narrow_dlogits_too() {
+        let mut head = HeadDeclaration::default();
+        head.dtypes.insert("dlogits".into(), "f32".into());
+        head.dtypes.insert("input".into(), "tf32".into());
+        assert_eq!(of(&head, Dtype::F32).widest.dlogits, Precision::Tf32);
+        head.dtypes.insert("input".into(), "bf16".into());
+        assert_eq!(of(&head, Dtype::Bf16).widest.dlogits, Precision::F32, "as they are stored");
+        assert_eq!(of(&head, Dtype::F32).widest.dlogits, Precision::Bf16);
     }
 
     #[test]

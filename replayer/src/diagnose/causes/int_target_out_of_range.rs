@@ -55,6 +55,9 @@ impl Cause for IntTargetOutOfRange {
         }
         for clamp in [Clamp::First, Clamp::Last, Clamp::FromTheEnd] {
             found.extend(clamped(evidence, &all, clamp));
+            for to in formats(evidence) {
+                found.extend(label_of_clamped(evidence, &all, clamp, to));
+            }
         }
         found
     }
@@ -169,6 +172,52 @@ enum Clamp {
     FromTheEnd,
 }
 
+impl Clamp {
+    /// The class that a label is moved to, as this moves labels of its kind.
+    fn class(self, label: i64, valid: i64) -> Option<i64> {
+        match self {
+            Clamp::First if label < 0 => Some(0),
+            Clamp::Last if label >= valid => Some(valid - 1),
+            Clamp::FromTheEnd if (-valid..0).contains(&label) => Some(label + valid),
+            _ => None,
+        }
+    }
+
+    fn words(self) -> &'static str {
+        match self {
+            Clamp::First => "class 0 in their place",
+            Clamp::Last => "the last class in their place",
+            Clamp::FromTheEnd => "classes counted from the end",
+        }
+    }
+}
+
+/// The label's part alone at the class that the label is moved to.
+fn label_of_clamped(
+    evidence: &Evidence<'_>,
+    all: &[Odd],
+    clamp: Clamp,
+    to: Precision,
+) -> Option<Hypothesis> {
+    let mut world = Strays::rounded((!to.keeps_f32()).then_some(to));
+    let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
+    for odd in all {
+        let inputs = evidence.inputs_of(odd.microbatch)?;
+        let valid = inputs.valid_vocab as i64;
+        let entry = |(&t, &label): (&usize, &i64)| {
+            Some((t, clamp.class(label, valid)? as usize, -odd.g[&t] * (1.0 - s)))
+        };
+        let entries: Vec<_> = odd.labels.iter().map(entry).collect::<Option<_>>()?;
+        world.add(evidence, inputs, &entries)?;
+    }
+    let words = format!("the label's part alone, at {}", clamp.words());
+    let mut parameters = parameters(all, &words);
+    if !to.keeps_f32() {
+        parameters.push(("its entries rounded to", to.name().to_string()));
+    }
+    Some(Hypothesis::new(world, parameters))
+}
+
 fn clamped(evidence: &Evidence<'_>, all: &[Odd], clamp: Clamp) -> Option<Hypothesis> {
     let (mut labels, mut g) = (BTreeMap::new(), evidence.reference().g.clone());
     for odd in all {
@@ -176,21 +225,12 @@ fn clamped(evidence: &Evidence<'_>, all: &[Odd], clamp: Clamp) -> Option<Hypothe
         let valid = inputs.valid_vocab as i64;
         let mut own = inputs.labels.clone();
         for (&t, &label) in &odd.labels {
-            let class = match clamp {
-                Clamp::First if label < 0 => 0,
-                Clamp::Last if label >= valid => valid - 1,
-                Clamp::FromTheEnd if (-valid..0).contains(&label) => label + valid,
-                _ => return None,
-            };
+            let class = clamp.class(label, valid)?;
             own[t] = class as u32;
             g.get_mut(&odd.microbatch)?[t] = odd.g[&t];
         }
         labels.insert(odd.microbatch, own);
     }
-    let words = match clamp {
-        Clamp::First => "class 0 in their place",
-        Clamp::Last => "the last class in their place",
-        Clamp::FromTheEnd => "classes counted from the end",
-    };
+    let words = clamp.words();
     Some(Hypothesis::new(Relabelled { labels, g: Some(g) }, parameters(all, words)))
 }

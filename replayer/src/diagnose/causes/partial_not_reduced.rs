@@ -110,7 +110,11 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("shard", shard.number.to_string()),
             ("vocabulary", format!("{}..{}", shard.range.start, shard.range.end)),
         ];
-        let lse = evidence.reference().lse.clone();
+        // Other microbatches may hold the whole.
+        let mut lse = evidence.reference().lse.clone();
+        lse.retain(|mb, _| {
+            evidence.inputs.iter().any(|one| one.microbatch == *mb && failing(&one))
+        });
         found.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
     }
     found
@@ -162,12 +166,14 @@ fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Sha
 
 struct OneShard {
     range: Range<usize>,
+    /// That of the whole, of the microbatches whose dq is one shard's.
     lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
 impl World for OneShard {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        if let Scores::Product { k, .. } = &mut inputs.scores
+        if self.lse.contains_key(&inputs.microbatch)
+            && let Scores::Product { k, .. } = &mut inputs.scores
             && let Some(part) = k.with_rows(&|row| match self.range.contains(&row) {
                 true => Row::From(row),
                 false => Row::Zeros,

@@ -48,6 +48,11 @@ impl Cause for ZLossMismatch {
         let mut slopes = vec![(2.0 * lambda, 0)];
         if gradients && lambda != 0.0 {
             slopes.extend([0.0, lambda, 4.0 * lambda].map(|slope| (slope, 0)));
+            // Divided once more, or once less, by what the sum is over.
+            let counts = [evidence.microbatches(), evidence.ranks()];
+            let several = counts.into_iter().filter(|&n| n > 2).map(|n| n as f64);
+            slopes
+                .extend(several.flat_map(|n| [2.0 * lambda / n, 2.0 * lambda * n]).map(|x| (x, 0)));
         }
         if gradients {
             let world = |slope: f64| -> Box<dyn World> { Box::new(ZLoss { loss: None, slope }) };

@@ -15,6 +15,7 @@ use super::addends::{Addend, addends_of, fitted};
 use super::direct::{Direct, distance, energy, tokens};
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::step::flat_rows;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 
@@ -159,16 +160,26 @@ impl Versions {
     pub fn is_parts_of_dq(&self, evidence: &Evidence<'_>) -> bool {
         let shown = || {
             let inputs = evidence.inputs_of(self.key.microbatch)?;
-            if self.role != Some(Role::Dq) || !self.whole || self.of.iter().any(|of| of.0.len() > 1)
-            {
+            let alone = self.of.iter().all(|of| of.0.len() == 1);
+            if self.role != Some(Role::Dq) || !alone {
                 return None;
             }
             let width = *self.place.extent().last()? as usize;
-            let all = tokens(evidence, inputs);
+            let shape = &evidence.step.dump.tensors().get(&self.key)?.shape;
+            let (depth, leading) = shape.split_last()?;
+            if width as u64 != *depth {
+                return None;
+            }
+            // Where each token of the box lies in it.
+            let own = flat_rows(&self.place.0[..leading.len()], leading);
+            let place: BTreeMap<usize, usize> =
+                own.into_iter().enumerate().map(|(at, token)| (token, at)).collect();
+            let counted = tokens(evidence, inputs);
+            let all: Vec<usize> = counted.into_iter().filter(|t| place.contains_key(t)).collect();
             let mut shown = 0;
             for &t in all.iter().step_by(all.len().div_ceil(4).max(1)) {
-                let wanted = dq_row(evidence, inputs, t)?;
-                let row = |values: &[f64]| values[t * width..(t + 1) * width].to_vec();
+                let (wanted, at) = (dq_row(evidence, inputs, t)?, place[&t]);
+                let row = |values: &[f64]| values[at * width..(at + 1) * width].to_vec();
                 let rows: Vec<Vec<f64>> = self.of.iter().map(|(_, values)| row(values)).collect();
                 let near = |row: &[f64]| distance(row, &wanted) <= 1e-3 * energy(&wanted);
                 let sum: Vec<f64> =
