@@ -86,7 +86,7 @@ class Tape:
 
     @fail_open
     def head(self, **declaration: Any) -> None:
-        """Declares the loss head; every option has the default that is shown.
+        """Declares the loss head; every option has the default that is shown, the first of several.
 
             loss="softmax_xent" | "xent_logits" | "grpo",
             path="fused" | "plain" | "chunked" | a policy's name,
