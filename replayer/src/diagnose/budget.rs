@@ -26,6 +26,9 @@ const LOOKS: u64 = 4;
 /// How many times what a quick search may do a thorough one may do.
 const THOROUGH: u64 = 25;
 
+/// What other declarations are called among the causes that were not all tried.
+const DECLARATIONS: &str = "other declarations";
+
 /// How closely causes are looked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Causes {
@@ -116,6 +119,15 @@ impl<'a> Meter<'a> {
         self.done.load(Ordering::Relaxed) >= self.limit / 3 * 2
     }
 
+    /// Whether another declaration may be tried: the causes are left as much as these took.
+    pub(super) fn may_redeclare(&self) -> bool {
+        let may = self.done.load(Ordering::Relaxed) < self.limit / 3;
+        if !may {
+            self.leaves_out(DECLARATIONS);
+        }
+        may
+    }
+
     /// A cause begins to look for its parameters.
     pub(super) fn look(&self) {
         self.looked_from.store(self.done.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -138,7 +150,10 @@ impl<'a> Meter<'a> {
             return BTreeSet::new();
         }
         self.share.store(each, Ordering::Relaxed);
-        std::mem::take(&mut left_out)
+        let all = std::mem::take(&mut *left_out);
+        // Those are not tried again.
+        left_out.extend(all.get(DECLARATIONS).cloned());
+        all
     }
 
     /// Whether nothing more may be computed.
@@ -235,6 +250,19 @@ mod tests {
         meter.advance(3001);
         assert!(meter.may_look(), "it looks further than before");
         assert!(meter.said(Causes::Quick).is_none());
+    }
+
+    #[test]
+    fn other_declarations_leave_the_causes_as_much_as_they_took_and_are_said() {
+        let meter = meter(300);
+        meter.advance(99);
+        assert!(meter.may_redeclare());
+        meter.advance(1);
+        assert!(!meter.may_redeclare() && !meter.is_spent());
+        meter.share.store(1, Ordering::Relaxed);
+        meter.lends();
+        let said = meter.said(Causes::Quick).unwrap();
+        assert_eq!(said.what, "the causes other declarations", "also where causes are tried again");
     }
 
     #[test]

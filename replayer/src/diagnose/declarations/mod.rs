@@ -97,6 +97,9 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
     }
     let mut found: Vec<(Candidate, f64)> = Vec::new();
     for candidate in options::candidates(search, evidence) {
+        if !search.meter.may_redeclare() {
+            break;
+        }
         // More is allowed without a dtype: that is looked at only where nothing else explains.
         if matches!(candidate.kind, Kind::Shown | Kind::Loosened) && !found.is_empty() {
             continue;
