@@ -116,14 +116,14 @@ impl Replay<'_> {
     ) -> Result<(), StepError> {
         let told = slices.iter().all(|slice| slice.blocked.is_none());
         let own = self.step.lacking.is_nothing() && !self.step.options.declared.tied_embedding;
-        let kept = outcome.reference_dk.take();
-        let judged = kept.as_ref().is_some_and(|kept| !kept.sums[0].allowed.is_empty());
-        let (Some(mut kept), true, Ok(divisor)) =
-            (kept.filter(|_| judged), told && own, self.divisor(slices))
-        else {
+        let all = outcome.reference_dk.as_ref();
+        let judged = all.is_some_and(|kept| !kept.sums[0].allowed.is_empty()) && told && own;
+        let (true, Ok(divisor)) = (judged, self.divisor(slices)) else {
             outcome.skip(stage, why);
             return Ok(());
         };
+        // The norm of all gradients is judged from it as well, so it is put back.
+        let Some(mut kept) = outcome.reference_dk.take() else { return Ok(()) };
         let head = slices.first().and_then(|one| one.inputs.head(self.step));
         let every: Vec<usize> = (0..head.map_or(1, |head| head.k.rows)).collect();
         let classes = kept.classes.as_deref().unwrap_or(&every);

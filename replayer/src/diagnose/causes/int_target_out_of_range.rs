@@ -109,6 +109,13 @@ fn formats(evidence: &Evidence<'_>) -> Vec<Precision> {
     [Precision::F64].into_iter().chain(narrow.filter(|to| !to.keeps_f32())).collect()
 }
 
+/// A world of stray entries, and the smoothing. An entry is added to what the row's token has there,
+/// and both are rounded.
+fn stray_entries(evidence: &Evidence<'_>, to: Precision) -> Option<(Strays, f64)> {
+    let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
+    Some((Strays::rounded((!to.keeps_f32()).then_some(to)), s))
+}
+
 /// The label's entry at the flat index of the label, the softmax part, or both.
 fn stray(
     evidence: &Evidence<'_>,
@@ -116,9 +123,7 @@ fn stray(
     (softmax, entry): (bool, bool),
     to: Precision,
 ) -> Option<Hypothesis> {
-    // It is added to what the row's token has there, and both are rounded.
-    let mut world = Strays::rounded((!to.keeps_f32()).then_some(to));
-    let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
+    let (mut world, s) = stray_entries(evidence, to)?;
     for odd in all {
         let inputs = evidence.inputs_of(odd.microbatch)?;
         let vocab = inputs.head(evidence.step)?.k.rows as i64;
@@ -199,8 +204,7 @@ fn label_of_clamped(
     clamp: Clamp,
     to: Precision,
 ) -> Option<Hypothesis> {
-    let mut world = Strays::rounded((!to.keeps_f32()).then_some(to));
-    let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
+    let (mut world, s) = stray_entries(evidence, to)?;
     for odd in all {
         let inputs = evidence.inputs_of(odd.microbatch)?;
         let valid = inputs.valid_vocab as i64;
