@@ -57,9 +57,9 @@ class Job:
         entries /= len(labels) if self.scope == "rank" else self.counts.sum()
         return self.rounds[1](self.rounds[0](entries).T @ q)
 
-    def recorded(self, directory, weight=lambda mb, rank: 1.0, factor=1.0, stored=np.float32, clip=None, local=False):
+    def recorded(self, directory, weight=lambda mb, rank: 1.0, factor=1.0, stored=np.float32, clip=None, local=()):
         """`weight` is how often the sum holds an addend, `clip` the norm that each rank's part is brought to before it is
-        added; with `local` each rank records its sum, too."""
+        added; the ranks in `local` record their own sums, too."""
         parts = [sum(weight(mb, r) * self.addend(mb, r) for mb in range(MICROBATCHES)) for r in range(RANKS)]
         if clip is not None:
             parts = [part * min(1.0, clip / np.linalg.norm(part)) for part in parts]
@@ -79,7 +79,7 @@ class Job:
                         shape = (int(self.counts[mb].sum()), *own.shape[1:])
                         offsets = (first, *[0] * (own.ndim - 1))
                         tape.record(name, own, microbatch=mb, global_shape=shape, offsets=offsets)
-                if local:
+                if rank in local:
                     tape.record("dk", parts[rank].astype(stored), when="pre_reduce", partial="sum")
                 tape.record("dk", total.astype(stored), when="post_reduce")
         with ThreadPoolExecutor(RANKS) as pool:
@@ -146,7 +146,7 @@ def test_ranks_that_clip_their_own_part_before_it_is_added_are_named_with_the_no
 @pytest.mark.parametrize("rounds", [f32, bf16])
 def test_a_sum_of_each_rank_agrees_also_where_one_has_no_tokens_in_a_microbatch(tmp_path, rounds):
     job = Job(entries=rounds, addend=rounds, empty=(2, 1))
-    report = job.recorded(tmp_path, local=True)
+    report = job.recorded(tmp_path, local=range(RANKS))
     assert report.verdict == "agreed", report
     [stage] = [one for one in report.json["stages"] if one["name"] == "accumulate"]
     assert stage["status"] == "pass"
@@ -156,9 +156,25 @@ def test_a_sum_of_each_rank_agrees_also_where_one_has_no_tokens_in_a_microbatch(
 @pytest.mark.parametrize("empty", [None, (2, 1)])
 def test_a_microbatch_that_one_ranks_own_sum_lacks_is_named_with_the_rank(tmp_path, empty, rounds):
     job = Job(entries=rounds, addend=rounds, empty=empty)
-    report = job.recorded(tmp_path, weight=lambda mb, rank: float((mb, rank) != (0, 1)), local=True)
+    report = job.recorded(tmp_path, weight=lambda mb, rank: float((mb, rank) != (0, 1)), local=range(RANKS))
     assert report.verdict == "diverged" and report.first_divergence.stage == "accumulate", report
     [stage] = [one for one in report.json["stages"] if one["name"] == "accumulate"]
     assert (stage["rank"], stage["failing"]) == (1, [[None, 1]]), stage
     assert report.causes[0].id in ("dropped-batch", "accumulation-window"), report
     assert parameters(report)["rank"] == "1"
+
+
+def test_a_sum_that_is_not_judged_leaves_the_norm_its_reference(tmp_path):
+    """With tied embeddings the sum holds the lookup's part: no verdict on it, but the norms are told."""
+    report = Job(tied_embedding=True).recorded(tmp_path)
+    [reduce] = [one for one in report.json["stages"] if one["name"] == "reduce"]
+    norm = report.json["grad_norm"]
+    assert reduce["status"] == "skip"
+    assert norm["dk_reference"] == pytest.approx(norm["dk_captured"], rel=1e-5)
+
+
+def test_a_rank_that_recorded_no_sum_is_named_and_the_others_are_judged(tmp_path):
+    report = Job().recorded(tmp_path, local=[0, 1, 3])
+    [stage] = [one for one in report.json["stages"] if one["name"] == "accumulate"]
+    assert report.verdict == "agreed" and stage["status"] == "pass" and stage["comparisons"] == 3
+    assert any("rank 2" in one["why"] for one in report.json["not_checked"]), report.json["not_checked"]

@@ -148,19 +148,9 @@ impl HeadStep<'_> {
         inputs: &MicrobatchInputs,
     ) -> Result<(), String> {
         let info = &self.tensors[key];
-        let groups = group(self.dump, info);
-        if groups.keys().all(|addend| matches!(addend, Addend::Mesh(_))) {
-            return Ok(());
-        }
-        let adds =
-            |rank: Rank| info.shards.iter().any(|shard| self.dump.record(shard).rank == rank);
-        for unit in self.rank_rows(inputs)? {
-            let adding: Vec<Rank> = unit.ranks.iter().copied().filter(|&r| adds(r)).collect();
+        for (unit, adding) in self.adding(key, inputs)? {
             if adding.is_empty() {
-                let ranks = name_ranks(&unit.ranks);
-                return Err(format!(
-                    "{key} is held as addends and {ranks} recorded none, though tokens lie there: record each rank's, or give mesh and placement, which say over which ranks they were summed"
-                ));
+                return Err(nothing_added(key, &unit));
             }
             let places = info.shards.iter().map(|shard| self.dump.record(shard));
             let mut places: Vec<_> = places
@@ -179,6 +169,39 @@ impl HeadStep<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether every rank that holds tokens has added something to a tensor, as far as it is known
+    /// who holds which.
+    pub(crate) fn each_added(
+        &self,
+        key: &TensorKey,
+        inputs: &MicrobatchInputs,
+    ) -> Result<(), String> {
+        let all = self.adding(key, inputs).unwrap_or_default();
+        let lacks = all.iter().find(|(_, adding)| adding.is_empty());
+        lacks.map_or(Ok(()), |(unit, _)| Err(nothing_added(key, unit)))
+    }
+
+    /// Units of ranks that hold tokens, and the ranks of each that hold addends; none where the
+    /// mesh says over which ranks the addends were summed.
+    fn adding(
+        &self,
+        key: &TensorKey,
+        inputs: &MicrobatchInputs,
+    ) -> Result<Vec<(Unit, Vec<Rank>)>, String> {
+        let info = &self.tensors[key];
+        let groups = group(self.dump, info);
+        if groups.keys().all(|addend| matches!(addend, Addend::Mesh(_))) {
+            return Ok(Vec::new());
+        }
+        let adds =
+            |rank: Rank| info.shards.iter().any(|shard| self.dump.record(shard).rank == rank);
+        let adding = |unit: Unit| {
+            let own = unit.ranks.iter().copied().filter(|&rank| adds(rank)).collect();
+            (unit, own)
+        };
+        Ok(self.rank_rows(inputs)?.into_iter().map(adding).collect())
     }
 
     /// Refuses tokens of which it is not known where a sequence ends, where the head asks for it.
@@ -393,6 +416,13 @@ impl HeadStep<'_> {
             Denominator::Number(n) => n,
         }
     }
+}
+
+fn nothing_added(key: &TensorKey, unit: &Unit) -> String {
+    let ranks = name_ranks(&unit.ranks);
+    format!(
+        "{key} is held as addends and {ranks} recorded none, though tokens lie there: record each rank's, or give mesh and placement, which say over which ranks they were summed"
+    )
 }
 
 /// What a token's weight is of a mean. A token that does not count adds nothing, even

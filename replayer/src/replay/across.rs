@@ -136,6 +136,12 @@ impl Replay<'_> {
         let tensor = self.step.assemble(key)?;
         let captured = &tensor;
         if let Some(local) = self.step.find_reduced(Role::Dk, false) {
+            let partial = self.step.tensors[local].partial.is_some();
+            let added = |slice: &Slice| self.step.each_added(local, &slice.inputs);
+            if let Some(why) = slices.iter().find_map(|s| added(s).err()).filter(|_| partial) {
+                outcome.skip(stage, why);
+                return Ok(());
+            }
             let addends = &self.weighted(&tensor.shape, &[(None, local)])?;
             let found = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
             return self.judge_sum(slices, found, outcome);
