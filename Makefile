@@ -136,9 +136,11 @@ soak-flips:
 		--ignored --nocapture --exact flips::the_whole_campaign \
 		damage::one_flipped_bit_in_any_shard_of_any_role_accuses_nobody
 
-# Recorded heads drawn at random through the replay; BACKTAPE_RUNS dumps from BACKTAPE_SEED on.
-soak-heads:
+# Recorded heads drawn at random through the replay; BACKTAPE_RUNS dumps from BACKTAPE_SEED on. Then
+# heads whose gradients come from JAX, replayed and made into scripts.
+soak-heads: $(VENV)/.installed-dev
 	cargo test --locked -p backtape --test backtape -- --ignored --nocapture --exact heads::the_whole_campaign
+	BACKTAPE_CASES=$${BACKTAPE_CASES:-1000} $(BIN)/python -m pytest -q python/tests/test_head_options.py python/tests/test_repro.py
 
 soak-marathon: $(SOAK)
 	$(SOAK) marathon --minutes 120

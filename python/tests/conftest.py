@@ -16,9 +16,9 @@ for name in [name for name in os.environ if name.startswith("BACKTAPE_") and nam
     del os.environ[name]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# One step of examples/train_jax.py on four processes; half of its tokens and vocabulary. The guide
+# One step of examples/train_jax.py on four processes; a quarter of its tokens, an eighth of its vocabulary. The guide
 # (docs/guide.md) has these very words.
-TRAIN = "examples/train_jax.py --launch 4 --steps 1 --length 128 --vocab 4100 --padded-vocab 4224"
+TRAIN = "examples/train_jax.py --launch 4 --steps 1 --length 64 --vocab 1030 --padded-vocab 1056"
 
 
 def train(directory, *options):

@@ -1,5 +1,6 @@
 """Scripts of `replay export --repro`, made of random heads and run without backtape."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from pathlib import Path
 import jax
 from test_head_options import Run, choose, compute, draw_case
 
-# As many seeds as it takes for every loss, walk and option to be in one of them.
-CASES = 60
+# As many heads as it takes for every loss and every gradient to be in one of them.
+CASES = int(os.environ.get("BACKTAPE_CASES", 30))
 # Unit roundoff 1.1e-16 over sums of at most 90 terms; what is captured is in f64 too.
 EXACT = 1e-11
 RUNNER = """

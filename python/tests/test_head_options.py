@@ -22,7 +22,7 @@ from heads import Options, denominators, gradients, parts, shape_of
 import backtape
 
 SEED = int(os.environ.get("BACKTAPE_SEED", 20261121))
-CASES = int(os.environ.get("BACKTAPE_CASES", 200))
+CASES = int(os.environ.get("BACKTAPE_CASES", 80))
 
 # Unit roundoff 1.1e-16 over sums of at most 90 terms, with room for cancellation between them.
 F64_ERROR = 1e-12

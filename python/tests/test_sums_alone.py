@@ -87,11 +87,13 @@ class Job:
         return backtape.replay(directory, step=0)
 
 
+FULL = {name: "f32" for name in ("logits", "p", "dlogits", "label_grad", "parts", "accumulate", "reduce", "output")}
 CLEAN = {
     "everything in f32": (Job(), {}),
-    "declared in f32": (Job(dtypes={name: "f32" for name in ("logits", "p", "dlogits", "output")}), {}),
+    "declared in f32": (Job(dtypes=FULL), {}),
     "entries in bf16": (Job(entries=bf16), {}),
     "addends in bf16": (Job(entries=bf16, addend=bf16), {}),
+    "addends in bf16, all else declared in f32": (Job(addend=bf16, dtypes=FULL | {"output": "bf16"}), {}),
     "all in bf16": (Job(entries=bf16, addend=bf16), {"stored": ml_dtypes.bfloat16}),
     "a mean of each rank's means": (Job(scope="rank"), {"factor": 1 / RANKS}),
     "a sum of each rank's means": (Job(scope="rank"), {}),

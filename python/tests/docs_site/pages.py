@@ -20,7 +20,7 @@ ELSEWHERE = [
     (r"make demo", "the whole of it at full size: minutes; test_post_mortem runs its job and its replays"),
     (r"make test", "it is what runs this"),
     (r"make (bench|pictures|soak.*)", "hours; their own targets say what they measure"),
-    (r"replay --dump demo/fused-defect .*", "needs make demo; docs/guide.md has the same at half the size"),
+    (r"replay --dump demo/fused-defect .*", "needs make demo; docs/guide.md has the same at a smaller size"),
     (r".*s3://.*", "needs a bucket: `cargo test buckets` runs the same against an S3 server on loopback"),
     (r"cargo install .*", "builds for minutes; the binaries it installs are those that every test runs"),
     (r"make wheel", "the release build takes minutes; make test builds the same wheel with the tests' profile"),
