@@ -85,3 +85,23 @@ impl std::fmt::Display for Role {
         f.pad(self.name())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Role;
+
+    #[test]
+    fn the_table_in_the_docs_names_every_role_once_and_nothing_else() {
+        let page = include_str!("../docs/heads.md");
+        let (_, table) = page.split_once("## What can be recorded").expect("the section is there");
+        let (table, _) = table.split_once("\n## ").expect("another section follows");
+        let rows = table.lines().filter(|line| line.starts_with("| `"));
+        let first = rows.map(|row| row.split('|').nth(1).expect("a first column"));
+        let mut named: Vec<&str> =
+            first.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+        let mut roles: Vec<&str> = Role::ALL.iter().map(|role| role.name()).collect();
+        named.sort_unstable();
+        roles.sort_unstable();
+        assert_eq!(named, roles);
+    }
+}

@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::support::dump::{self, Shard};
 use crate::support::job::Job;
+use crate::support::program;
 
 /// What a replay makes of a job's dump: exit code, text and JSON.
 fn replayed(path: &Path) -> (i32, String, Value) {
@@ -117,4 +118,31 @@ fn replicas_that_disagree_though_their_bytes_are_proved_diverge() {
     assert_eq!(json["first_divergence"]["rank"], 2, "{shown}");
     let flat = shown.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(flat.contains("rank 2 differs from ranks 0 and 1"), "{shown}");
+    assert!(flat.contains("place and coverage proved, copies differ"), "{shown}");
+}
+
+#[test]
+fn a_dump_whose_copies_differ_is_what_the_job_held_unless_something_is_damaged_too() {
+    let job = Job::default();
+    let mut shards = job.shards();
+    shard(&mut shards, "k", 2, Some(0)).bytes[1001] ^= 0x40;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run-a");
+    dump::write_with(&path, job.ranks as u32, Some(&job.head()), &shards);
+    let verified = || program::replay(&["verify", "--dump", path.to_str().unwrap()], &[]);
+    let whole = verified();
+    assert_eq!(whole.code, 1, "{}", whole.stdout);
+    assert!(whole.stdout.contains("PROVED: the dump is what the job held. Ranks"), "{}", whole.stdout);
+    let step = std::fs::read_dir(path.join("step-00000000")).unwrap();
+    let mut files: Vec<_> = step.map(|entry| entry.unwrap().path()).collect();
+    files.retain(|file| file.extension().is_some_and(|e| e == "safetensors"));
+    files.sort();
+    let file = files.first().unwrap();
+    let mut bytes = std::fs::read(file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(file, bytes).unwrap();
+    let damaged = verified();
+    assert_eq!(damaged.code, 3, "{}", damaged.stdout);
+    assert!(damaged.stdout.contains("NOT PROVED: see what was found."), "{}", damaged.stdout);
 }

@@ -122,6 +122,14 @@ def labels_one_off(head, mb, right):
     return head.gradients(mb, labels=np.where(labels >= 30, labels - 1, labels)), "-1 for "
 
 
+def shifted_inside_runs(head, mb, right):
+    """What context-parallel ranks do that shift their own part: its last token takes its first id."""
+    labels = head.microbatches[mb]["labels"].copy()
+    ids = np.concatenate([[head.classes - 1], labels[:-1]])
+    labels[8::9] = ids[0::9][: len(labels[8::9])]
+    return head.gradients(mb, labels=labels), "runs of 9 tokens"
+
+
 def loss_weight(head, mb, right):
     return head.gradients(mb, factor=0.83), "0.83"
 
@@ -132,6 +140,7 @@ FAULTS = {
     "token-weights": (weights_twice, number_of_its_own),
     "other-lse": (lse_of_a_tile, lse_of_another),
     "other-labels": (labels_one_off,),
+    "label-shift": (shifted_inside_runs,),
     "upstream-factor": (loss_weight,),
 }
 

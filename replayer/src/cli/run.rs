@@ -533,6 +533,7 @@ fn summary(
         shards: proof.shards,
         bytes: proof.bytes,
         proved: proof.intact(),
+        copies_differ: proof.only_copies_differ(),
         trigger: manifest.trigger.as_ref().map(|trigger| trigger.sentence()),
         selection: manifest.selections.first().map(|kept| {
             let (of, ranks) = (kept.selection.restrictions(), &kept.ranks);
@@ -552,7 +553,11 @@ fn run_verify(arguments: &DumpArguments) -> Result<(String, i32), RunError> {
     let bar = Bar::new(arguments.quiet);
     let proof = bar.verify(&dump);
     bar.finish();
-    let code = if proof.intact() && dump.committed() { exit::AGREED } else { exit::INCOMPLETE };
+    let code = match (dump.committed(), proof.intact(), proof.only_copies_differ()) {
+        (true, true, _) => exit::AGREED,
+        (true, _, true) => exit::DIVERGED,
+        _ => exit::INCOMPLETE,
+    };
     let json = || serde_json::to_string_pretty(&proof).expect("plain data");
     Ok((written.output(json, || dumped::verification(&dump, &proof))?, code))
 }

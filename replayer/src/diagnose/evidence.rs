@@ -11,6 +11,7 @@ use super::detectors::captured::{Values, captured};
 use super::detectors::direct::{distance, energy};
 use super::detectors::plane::Plane;
 use super::detectors::reference::{self, Reference};
+use super::detectors::relabelled::{self, Labels};
 use super::detectors::units::{UnitState, units};
 use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
@@ -157,6 +158,7 @@ pub struct Evidence<'a> {
     glance: OnceCell<Option<Residuals>>,
     reference: OnceCell<Reference>,
     all_rows: OnceCell<Reference>,
+    labels: OnceCell<Option<Labels>>,
     captured: RefCell<BTreeMap<Key, Option<Rc<Values>>>>,
     planes: RefCell<Planes>,
 }
@@ -175,7 +177,7 @@ impl<'a> Evidence<'a> {
         let failing = residuals.iter().filter(|(_, residual)| !residual.passes);
         let failing = failing.map(|(&key, _)| key).collect();
         let rows = sample::rows(outcome, inputs);
-        let (reference, all_rows) = (OnceCell::new(), OnceCell::new());
+        let (reference, all_rows, labels) = (OnceCell::new(), OnceCell::new(), OnceCell::new());
         let (captured, planes) = (RefCell::default(), RefCell::default());
         let (search, units) = (None, OnceCell::new());
         Evidence {
@@ -190,6 +192,7 @@ impl<'a> Evidence<'a> {
             glance: OnceCell::new(),
             reference,
             all_rows,
+            labels,
             captured,
             planes,
             search,
@@ -254,6 +257,11 @@ impl<'a> Evidence<'a> {
     pub fn reference(&self) -> &Reference {
         let rows = self.rows.as_ref();
         self.reference.get_or_init(|| reference::reference(self, None, rows))
+    }
+
+    /// The labels that rows of dq show, where they are others than the recorded ones.
+    pub fn labels_of_rows(&self) -> Option<&Labels> {
+        self.labels.get_or_init(|| relabelled::read(self)).as_ref()
     }
 
     /// The same with every row, where a sample does not do, all of them are not too many, and a

@@ -36,6 +36,10 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
         (true, false) => {
             "PARTIAL: what is there is what the job held; the step was never committed."
         }
+        (false, true) if proof.only_copies_differ() => {
+            "PROVED: the dump is what the job held. Ranks of it that should hold the same bits do not,\n\
+             which is the job's own fault: `replay` judges what each of them holds."
+        }
         _ => "NOT PROVED: see what was found.",
     };
     let _ = writeln!(out, "\n{verdict}");

@@ -43,12 +43,26 @@ pub struct DumpSummary {
     pub bytes: u64,
     /// True when every check of the round trip passed.
     pub proved: bool,
+    /// True when the one check that did not pass is that copies hold the same bits.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub copies_differ: bool,
     /// What made the step be recorded, where nobody had selected it beforehand.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trigger: Option<String>,
     /// What was asked for, where that was not everything.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub selection: Option<String>,
+}
+
+impl DumpSummary {
+    /// What of the round trip is proved, as words.
+    pub(super) fn proof(&self) -> &'static str {
+        match (self.proved, self.copies_differ) {
+            (true, _) => "bytes, place, coverage and replicas proved",
+            (false, true) => "bytes, place and coverage proved, copies differ",
+            (false, false) => "NOT proved",
+        }
+    }
 }
 
 /// One stage of the report.

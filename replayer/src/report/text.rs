@@ -86,10 +86,8 @@ fn head(out: &mut String, report: &Report) {
     let run =
         format!("{}, attempt {}, step {} ({})", dump.run, dump.attempt, dump.step, dump.ranks);
     wrap(out, "run       ", &run);
-    let proof =
-        if dump.proved { "bytes, place, coverage and replicas proved" } else { "NOT proved" };
     let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
-    wrap(out, "dump      ", &format!("{}; {size}; {proof}", dump.state));
+    wrap(out, "dump      ", &format!("{}; {size}; {}", dump.state, dump.proof()));
     if let Some(trigger) = &dump.trigger {
         wrap(out, "trigger   ", trigger);
     }

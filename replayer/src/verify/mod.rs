@@ -87,6 +87,15 @@ impl Verification {
         self.findings.iter().all(|finding| finding.severity == Severity::Note)
     }
 
+    /// True where ranks that should hold the same bits do not, and nothing else speaks against the
+    /// dump: it is what the job held, so the job is at fault and not the dump.
+    pub fn only_copies_differ(&self) -> bool {
+        let mut faults =
+            self.findings.iter().filter(|finding| finding.severity != Severity::Note).peekable();
+        faults.peek().is_some()
+            && faults.all(|finding| finding.kind == FindingKind::ReplicasDisagree)
+    }
+
     /// Why no verdict may rest on this tensor; `None` when one may.
     pub fn unusable(&self, key: &TensorKey) -> Option<&str> {
         match self.tensors.binary_search_by(|verdict| verdict.key.cmp(key)) {

@@ -2,18 +2,18 @@
 //!
 //! Detectors: which shift the failing rows of dq, or label logits, fit token by token; the
 //! tokens that do not fit are the ends of runs, and say how long the runs are and what
-//! became of their ends. Where no row of a token was captured, the usual shifts are tried.
+//! became of their ends. Where ends alone do not fit, the recorded labels are the shifted ones
+//! and the ends are read. Where no row of a token was captured, the usual shifts are tried.
 //! Emulation: the recorded labels rolled inside runs, with ends wrapped, ignored, kept, or
 //! read off the captured rows (a copy task's first label is no recorded one).
 
 use std::collections::BTreeMap;
 
-use backtape::identity::Microbatch;
-
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::tokens;
 use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
 use crate::diagnose::detectors::labels::LabelTest;
+use crate::diagnose::detectors::relabelled::{Labels, length_of_runs};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::diagnose::rearranged::Relabelled;
 use crate::head::{HeadOptions, MicrobatchInputs};
@@ -29,8 +29,6 @@ const MOST: isize = 8;
 const USUAL: [isize; 4] = [1, -1, 2, -2];
 /// Share of the tokens that must fit a shift before it is tried: the rest are ends.
 const FITS: f64 = 0.6;
-
-type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
 
 impl Cause for LabelShift {
     fn id(&self) -> &str {
@@ -54,6 +52,7 @@ impl Cause for LabelShift {
             return Vec::new();
         }
         let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
+        found.extend(inside_runs(evidence));
         let tests: Vec<(LabelTest<'_>, &MicrobatchInputs)> = evidence
             .inputs
             .iter()
@@ -74,6 +73,20 @@ fn unshifted(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let parameters = vec![("shift", "none, where one was declared".to_string())];
         Hypothesis::new(AsRecorded, parameters)
     })
+}
+
+/// The recorded labels are right but at the ends of runs, where a run's last token takes its first
+/// id: the job shifted them inside the runs, as a rank does that holds a part of each sequence.
+fn inside_runs(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let labels = evidence.labels_of_rows()?;
+    let length = length_of_runs(evidence, labels)?;
+    let g = Some(evidence.reference().g.clone());
+    let parameters = vec![
+        ("shift", "1, as recorded".to_string()),
+        ("over", format!("runs of {length} tokens")),
+        ("ends", Ends::Wrapped.name().to_string()),
+    ];
+    Some(Hypothesis::new(Relabelled { labels: labels.clone(), g }, parameters).fitted(1))
 }
 
 struct AsRecorded;

@@ -21,6 +21,7 @@ pub mod orders;
 pub mod pieces;
 pub mod plane;
 pub mod reference;
+pub mod relabelled;
 pub mod replicas;
 pub mod segments;
 pub mod shards;

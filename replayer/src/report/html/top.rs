@@ -103,12 +103,9 @@ fn facts(out: &mut String, label: &str, dump: &DumpSummary) {
     };
     let of = format!("{}, attempt {}, step {}", dump.run, dump.attempt, dump.step);
     line(label, format!("{of} ({}); read from {}", dump.ranks, dump.path));
-    let proof = match dump.proved {
-        true => "bytes, place, coverage and replicas proved",
-        false => "NOT proved: see the ranks below",
-    };
     let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
-    line("dump", format!("{}; {size}; {proof}", dump.state));
+    let where_to_look = if dump.proved { "" } else { ": see the ranks below" };
+    line("dump", format!("{}; {size}; {}{where_to_look}", dump.state, dump.proof()));
     line("head", dump.head.clone());
     if let Some(trigger) = &dump.trigger {
         line("trigger", trigger.clone());

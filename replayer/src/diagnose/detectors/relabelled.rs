@@ -1,0 +1,89 @@
+//! The labels that rows of dq show, where they are others than the recorded ones.
+//!
+//! What is left of a token's row of dq without its softmax part is a multiple of one row of k,
+//! whose class is sought among all.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use super::direct::energy;
+use crate::diagnose::evidence::Evidence;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+
+/// Share of what its own label leaves that another may, to be the one that a token shows.
+const SHOWN: f64 = 0.1;
+/// Share of the error that labels may leave to be worth a trial.
+const LEFT: f64 = 0.02;
+
+/// Each microbatch's labels.
+pub type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
+
+/// The labels that rows of dq show; none where they are no other labels, or not only that.
+pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
+    let mut found: Labels =
+        evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone())).collect();
+    let (mut before, mut left) = (0.0, 0.0);
+    for (key, _) in evidence.failing_of(&[Stage::Dq]) {
+        let plane = evidence.plane(key)?;
+        let captured = plane.dq(&*evidence.captured(key)?);
+        let mut rest = plane.dense.times(&plane.k);
+        rest.values.iter_mut().zip(&captured.values).for_each(|(x, c)| *x = c - *x);
+        let towards = rest.times(&plane.k.transposed());
+        let norms: Vec<f64> = (0..plane.k.count()).map(|v| energy(plane.k.row(v))).collect();
+        for (at, label) in plane.labels.iter().enumerate() {
+            let Some((own, entry)) = *label else { continue };
+            // What a label leaves, less what nothing leaves: its slope is taken for its own's.
+            let of = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
+            let best = (0..norms.len()).min_by(|&a, &b| of(a).total_cmp(&of(b)))?;
+            let nothing = energy(rest.row(at));
+            let (as_declared, at_best) = (nothing + of(own), (nothing + of(best)).max(0.0));
+            before += as_declared;
+            // What hardly counts shows no label.
+            let read = if at_best <= SHOWN * as_declared { best } else { own };
+            left += if read == best { at_best } else { as_declared };
+            found.get_mut(&key.microbatch)?[plane.rows[at]] = read as u32;
+        }
+    }
+    let changed = evidence.inputs.iter().any(|one| found[&one.microbatch] != one.labels);
+    (changed && left <= LEFT * before).then_some(found)
+}
+
+/// The tokens that another label was read for: their microbatch, place and that label.
+pub fn changed<'a>(
+    evidence: &'a Evidence<'_>,
+    labels: &Labels,
+) -> Vec<(&'a MicrobatchInputs, usize, u32)> {
+    let of = |one: &'a MicrobatchInputs| {
+        let read = labels[&one.microbatch].iter().enumerate();
+        let other = read.filter(|(t, label)| one.labels[*t] != **label);
+        other.map(|(t, &label)| (one, t, label)).collect::<Vec<_>>()
+    };
+    evidence.inputs.iter().flat_map(of).collect()
+}
+
+/// How long the runs are at whose ends alone labels are others, each the label that stands just
+/// before its run: what is left where labels are shifted inside runs, and each run's last token
+/// takes the run's first id. The label before the first run of a sequence is not recorded.
+pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize> {
+    let changed = changed(evidence, labels);
+    let common = changed.iter().fold(0, |all, (_, t, _)| common_divisor(all, t + 1));
+    let wraps = |length: usize| {
+        let of = |&&(one, t, label): &&(&MicrobatchInputs, usize, u32)| {
+            t.checked_sub(length).is_some_and(|before| one.labels[before] == label)
+        };
+        let wrapped = changed.iter().filter(of).count();
+        let ends = evidence.inputs.iter().flat_map(|one| {
+            let ends = (length - 1..one.tokens()).step_by(length);
+            ends.filter(|&t| one.labels[t] != IGNORED)
+        });
+        // One label that stands where it would is chance; most ends have to be others.
+        wrapped >= 2 && wrapped * 2 >= changed.len() && changed.len() * 2 > ends.count()
+    };
+    (2..=common).rev().find(|&length| common % length == 0 && wraps(length))
+}
+
+fn common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { common_divisor(b, a % b) }
+}
