@@ -129,10 +129,14 @@ fn a_dump_whose_copies_differ_is_what_the_job_held_unless_something_is_damaged_t
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("run-a");
     dump::write_with(&path, job.ranks as u32, Some(&job.head()), &shards);
-    let verified = || program::replay(&["verify", "--dump", path.to_str().unwrap()], &[]);
+    let verified = || program::replay(&["verify", "--dump", path.to_str().unwrap()]);
     let whole = verified();
     assert_eq!(whole.code, 1, "{}", whole.stdout);
-    assert!(whole.stdout.contains("PROVED: the dump is what the job held. Ranks"), "{}", whole.stdout);
+    assert!(
+        whole.stdout.contains("PROVED: the dump is what the job held. Ranks"),
+        "{}",
+        whole.stdout
+    );
     let step = std::fs::read_dir(path.join("step-00000000")).unwrap();
     let mut files: Vec<_> = step.map(|entry| entry.unwrap().path()).collect();
     files.retain(|file| file.extension().is_some_and(|e| e == "safetensors"));
