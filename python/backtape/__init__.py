@@ -12,6 +12,9 @@
 Importing backtape imports no framework; one that the job has imported is found in `sys.modules`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from backtape._native import RecorderError, Summary, __version__
 from backtape import scalars
 from backtape.postmortem import Report, Run, Step, checks, open, replay, trajectory
@@ -33,3 +36,11 @@ __all__ = [
     "scalars",
     "trajectory",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """`backtape.jax` and `backtape.torch` import their framework: once somebody names them."""
+        if name in ("jax", "torch"):
+            return importlib.import_module(f"backtape.{name}")
+        raise AttributeError(f"module 'backtape' has no attribute {name!r}")

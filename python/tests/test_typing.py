@@ -140,6 +140,13 @@ def test_the_page_of_the_api_is_what_the_docstrings_say():
     assert (ROOT / "docs/api.md").read_text() == api.page(), "run: python python/docs/api.py"
 
 
+def test_what_the_readme_calls_is_there_after_importing_backtape_alone():
+    program = "import backtape; print(backtape.jax.tap.__module__); backtape.jxa"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip() == "backtape.jax", ended
+    assert "AttributeError: module 'backtape' has no attribute 'jxa'" in ended.stderr, ended
+
+
 @pytest.mark.parametrize("module", ["backtape", "backtape.command", "backtape.doctor", "backtape.variants"])
 def test_no_framework_is_imported_and_importing_takes_no_time_that_counts(module):
     program = f"import sys, {module}; print(*{{'jax', 'torch', 'ray', 'IPython', 'pandas'}} & set(sys.modules))"

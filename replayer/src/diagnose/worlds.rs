@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use backtape::head::{Denominator, LossReduction, Scope};
+use backtape::head::{Denominator, LossReduction, Span};
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
@@ -289,7 +289,7 @@ pub struct Counted {
     /// What is counted.
     pub count: Count,
     /// Over which tokens.
-    pub scope: Scope,
+    pub span: Span,
     /// What the loss is divided by beside the count: the number of means, for instance,
     /// that are averaged.
     pub means: f64,
@@ -305,25 +305,18 @@ impl Counted {
         all: &[&MicrobatchInputs],
         own: &MicrobatchInputs,
     ) -> Option<Vec<(Unit, f64)>> {
-        let every = |one: &MicrobatchInputs| (0..one.tokens()).collect::<Vec<usize>>();
+        if self.count == Count::One {
+            let rows = (0..own.tokens()).collect();
+            return Some(vec![(Unit { ranks: Vec::new(), rows }, self.means)]);
+        }
+        let mut other = step.clone();
+        other.options.scope = self.span.clone();
+        let groups = other.groups(all, own).ok()?;
         let policy = step.is_policy_loss();
-        let total = |one: &MicrobatchInputs| self.count.of(one, policy, &every(one));
-        let whole = Unit { ranks: Vec::new(), rows: every(own) };
-        let n = match self.scope {
-            _ if self.count == Count::One => 1.0,
-            Scope::Global => all.iter().map(|one| total(one)).sum(),
-            Scope::Microbatch => total(own),
-            Scope::Rank => {
-                let mut other = step.clone();
-                other.options.scope = Scope::Rank.into();
-                let units = other.denominators(all, own).ok()?;
-                let of = |unit: &Unit| self.count.of(own, policy, &unit.rows) * self.means;
-                return Some(
-                    units.into_iter().map(|(unit, _)| (of(&unit), unit)).map(swap).collect(),
-                );
-            }
+        let counted = |over: Vec<(&MicrobatchInputs, Unit)>| -> f64 {
+            over.iter().map(|(one, unit)| self.count.of(one, policy, &unit.rows)).sum()
         };
-        Some(vec![(whole, n * self.means)])
+        Some(groups.into_iter().map(|(unit, over)| (unit, counted(over) * self.means)).collect())
     }
 
     /// Gradients of this world over declared ones, each microbatch's rank with its own;
@@ -337,9 +330,17 @@ impl Counted {
             for (unit, n) in if used.len() >= declared.len() { &used } else { &declared } {
                 let Some(&row) = unit.rows.first() else { continue };
                 let ratio = divisor(&declared, row)? / divisor(&used, row)?;
-                if n.is_finite() && ratio.is_finite() {
-                    let (microbatch, rank) = (own.microbatch, unit.rank());
-                    found.push(Ratio { microbatch, rank, ratio });
+                if !n.is_finite() || !ratio.is_finite() {
+                    continue;
+                }
+                let microbatch = own.microbatch;
+                match unit.ranks.is_empty() {
+                    true => found.push(Ratio { microbatch, rank: None, ratio }),
+                    false => found.extend(unit.ranks.iter().map(|&rank| Ratio {
+                        microbatch,
+                        rank: Some(rank),
+                        ratio,
+                    })),
                 }
             }
         }
@@ -356,10 +357,6 @@ pub struct Ratio {
     pub rank: Option<Rank>,
     /// The factor.
     pub ratio: f64,
-}
-
-fn swap((n, unit): (f64, Unit)) -> (Unit, f64) {
-    (unit, n)
 }
 
 /// What a token's loss is divided by.

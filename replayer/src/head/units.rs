@@ -41,6 +41,9 @@ impl Unit {
     }
 }
 
+/// The tokens of a group, and all that are counted with them, by microbatch.
+pub(crate) type CountedTogether<'m> = (Unit, Vec<(&'m MicrobatchInputs, Unit)>);
+
 impl HeadStep<'_> {
     /// Token rows by the ranks that recorded addends of dk over them, or of whose addends a sum
     /// was recorded alone; all tokens when dk was recorded whole, or in addends whose sum alone
@@ -275,17 +278,11 @@ impl HeadStep<'_> {
         all: &[&MicrobatchInputs],
         own: &MicrobatchInputs,
     ) -> Result<Vec<(Unit, f64)>, String> {
-        let groups = self.counted_together(own)?;
+        if let Some(n) = self.fixed_denominator() {
+            return Ok(self.counted_together(own)?.into_iter().map(|unit| (unit, n)).collect());
+        }
         let mut found = Vec::new();
-        for unit in groups {
-            if let Some(n) = self.fixed_denominator() {
-                found.push((unit, n));
-                continue;
-            }
-            let over = match self.options.scope.microbatches {
-                Microbatches::One => vec![(own, unit.clone())],
-                Microbatches::All => self.of_group(all, unit.rank())?,
-            };
+        for (unit, over) in self.groups(all, own)? {
             let total: f64 =
                 over.iter().map(|(one, unit)| self.denominator_over(one, &unit.rows)).sum();
             match self.options.scope.sequences {
@@ -294,6 +291,23 @@ impl HeadStep<'_> {
             }
         }
         Ok(found)
+    }
+
+    /// Groups of tokens that the scope counts together, and in which microbatches: all tokens
+    /// that are counted with those of a group.
+    pub(crate) fn groups<'m>(
+        &self,
+        all: &[&'m MicrobatchInputs],
+        own: &'m MicrobatchInputs,
+    ) -> Result<Vec<CountedTogether<'m>>, String> {
+        let over = |unit: Unit| {
+            let over = match self.options.scope.microbatches {
+                Microbatches::One => vec![(own, unit.clone())],
+                Microbatches::All => self.of_group(all, unit.rank())?,
+            };
+            Ok((unit, over))
+        };
+        self.counted_together(own)?.into_iter().map(over).collect()
     }
 
     /// The denominator where it counts no tokens.

@@ -9,14 +9,17 @@
 
 use std::collections::BTreeMap;
 
+use backtape::identity::{Microbatch, Rank};
+
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::tokens;
 use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
 use crate::diagnose::detectors::labels::LabelTest;
 use crate::diagnose::detectors::relabelled::{Labels, length_of_runs};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS, Key};
 use crate::diagnose::rearranged::Relabelled;
-use crate::head::{HeadOptions, MicrobatchInputs};
+use crate::dump::name_ranks;
+use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
 
@@ -27,6 +30,10 @@ pub struct LabelShift;
 const MOST: isize = 8;
 /// Positions that are tried where no token's row shows the shift.
 const USUAL: [isize; 4] = [1, -1, 2, -2];
+/// Stages whose comparisons show a token's label row by row.
+const ROWS: [Stage; 3] = [Stage::LabelLogits, Stage::DqLabel, Stage::Dq];
+/// Microbatches of ranks that are named at most.
+const PLACES: usize = 8;
 /// Share of the tokens that must fit a shift before it is tried: the rest are ends.
 const FITS: f64 = 0.6;
 
@@ -167,9 +174,30 @@ fn seen(evidence: &Evidence<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -
     found
 }
 
+/// Whether a token's labels may have been shifted, `[T]`: one that lies on a rank whose rows fail,
+/// where rows were compared rank by rank.
+fn in_question(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<bool> {
+    let of_rows = |key: &Key| ROWS.contains(&key.stage) && key.microbatch == inputs.microbatch;
+    let compared = evidence.residuals.keys().any(of_rows);
+    let failing: Vec<&Key> = evidence.failing.iter().filter(|key| of_rows(key)).collect();
+    let ranks: Option<Vec<Rank>> = failing.iter().map(|key| key.rank).collect();
+    let (Some(ranks), true) = (ranks, compared) else { return vec![true; inputs.tokens()] };
+    let Ok(units) = evidence.step.rank_rows(inputs) else { return vec![true; inputs.tokens()] };
+    let mut found = vec![false; inputs.tokens()];
+    let fail = units.iter().filter(|unit| unit.ranks.iter().any(|rank| ranks.contains(rank)));
+    fail.flat_map(|unit| &unit.rows).for_each(|&row| found[row] = true);
+    found
+}
+
+/// Tokens in question that count, of the sample or all.
+fn questioned(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
+    let asked = in_question(evidence, inputs);
+    tokens(evidence, inputs).into_iter().filter(|&t| asked[t]).collect()
+}
+
 /// Tokens that are looked at: enough to tell, few enough to be cheap.
 fn looked_at(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
-    let all = tokens(evidence, inputs);
+    let all = questioned(evidence, inputs);
     let step = all.len().div_ceil(256).max(1);
     all.into_iter().step_by(step).collect()
 }
@@ -199,7 +227,7 @@ fn run_length(
     by: isize,
 ) -> Option<usize> {
     let (test, inputs) = tests.first()?;
-    let counted = tokens(evidence, inputs);
+    let counted = questioned(evidence, inputs);
     let mut ends: Vec<usize> = Vec::new();
     let mut longest = 0;
     for run in of_ranks(evidence.step, inputs) {
@@ -230,7 +258,7 @@ fn end_of(
     inputs: &MicrobatchInputs,
     ends: &[(usize, usize)],
 ) -> Option<BTreeMap<usize, Ends>> {
-    let looked = tokens(evidence, inputs);
+    let looked = questioned(evidence, inputs);
     let mut found = BTreeMap::new();
     let mut left = test.readable();
     for &(t, wrapped) in ends.iter().filter(|(t, _)| looked.binary_search(t).is_ok()) {
@@ -253,6 +281,7 @@ type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<Extent> + 'a;
 
 /// The labels of a shift; `end` says what a run's end takes.
 fn shifted(
+    evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
     extent: &Extent,
     by: isize,
@@ -260,7 +289,9 @@ fn shifted(
 ) -> Vec<u32> {
     let n = inputs.tokens();
     let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
+    let asked = in_question(evidence, inputs);
     let one = |t: usize| match inside[t] {
+        _ if !asked[t] => inputs.labels[t],
         Some(from) => inputs.labels[from],
         None => match end(t) {
             Ends::Wrapped => inputs.labels[around[t]],
@@ -282,7 +313,7 @@ fn hypotheses(
 ) -> Vec<Hypothesis> {
     let one = |inputs: &MicrobatchInputs| {
         let extent = of(inputs)?;
-        let labels = shifted(inputs, &extent, by, &|t| ends(inputs, t));
+        let labels = shifted(evidence, inputs, &extent, by, &|t| ends(inputs, t));
         Some((inputs.microbatch, labels, extent.name))
     };
     let Some(all) = evidence.inputs.iter().map(one).collect::<Option<Vec<_>>>() else {
@@ -295,6 +326,26 @@ fn hypotheses(
     with_denominators(evidence, labels, parameters, 0)
 }
 
+/// The microbatches and ranks whose labels are in question, where not all are.
+fn place(evidence: &Evidence<'_>) -> Option<String> {
+    let mut found = Vec::new();
+    let mut all = true;
+    for inputs in evidence.inputs {
+        let asked = in_question(evidence, inputs);
+        all &= asked.iter().all(|&asked| asked);
+        for unit in evidence.step.rank_rows(inputs).unwrap_or_default() {
+            if unit.rows.iter().any(|&row| asked[row]) {
+                let ranks = name_ranks(&unit.ranks);
+                found.push(match inputs.microbatch {
+                    Some(Microbatch(at)) => format!("microbatch {at} of {ranks}"),
+                    None => ranks,
+                });
+            }
+        }
+    }
+    (!all && found.len() <= PLACES).then(|| found.join(", "))
+}
+
 fn with_denominators(
     evidence: &Evidence<'_>,
     labels: Labels,
@@ -305,6 +356,8 @@ fn with_denominators(
     let same = evidence.inputs.iter().all(|one| {
         labels.get(&one.microbatch).is_none_or(|of| counted(of) == counted(&one.labels))
     });
+    let mut parameters = parameters;
+    parameters.extend(place(evidence).map(|place| ("only in", place)));
     let mut found = Vec::new();
     for keeps in [false, true] {
         if keeps && same {
@@ -344,7 +397,7 @@ fn with_read_ends(
         let found = end(inputs, &ends).unwrap_or_default();
         kinds.extend(found.values().map(|end| end.name()));
         let of_end = |t: usize| found.get(&t).copied().unwrap_or(Ends::Wrapped);
-        labels.insert(inputs.microbatch, shifted(inputs, &extent, by, &of_end));
+        labels.insert(inputs.microbatch, shifted(evidence, inputs, &extent, by, &of_end));
         name = extent.name;
     }
     kinds.sort_unstable();

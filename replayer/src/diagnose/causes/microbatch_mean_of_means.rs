@@ -8,7 +8,8 @@
 
 use std::collections::BTreeMap;
 
-use backtape::head::Scope;
+use backtape::head::{Microbatches, Ranks, Scope, Sequences, Span};
+use backtape::placement::Mesh;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::uniform::{informative, is_near};
@@ -19,6 +20,8 @@ use crate::head::Stage;
 /// The catalogue's entry.
 pub struct MicrobatchMeanOfMeans;
 
+/// Axes of a mesh whose choices are tried.
+const AXES: usize = 4;
 /// Stages that follow the denominators of the tokens.
 pub(super) const FOLLOW: [Stage; 10] = [
     Stage::Loss,
@@ -56,15 +59,19 @@ impl Cause for MicrobatchMeanOfMeans {
         let mut counts: Vec<Count> = declared.into_iter().filter(|&of| of != Count::One).collect();
         let more = [Count::Valid, Count::All, Count::Weights];
         counts.extend(more.into_iter().filter(|&of| Some(of) != declared));
-        let (m, w) = (evidence.microbatches() as f64, evidence.ranks() as f64);
-        let mut means = vec![1.0, m, w, m * w];
-        means.dedup();
-        let scopes = [Scope::Microbatch, Scope::Rank, Scope::Global];
         let mut found = Vec::new();
-        for scope in scopes.into_iter().filter(|&scope| Some(scope) != options.scope.named()) {
+        for (span, groups) in spans(evidence) {
+            if span == options.scope {
+                continue;
+            }
+            let (m, w) = (evidence.microbatches() as f64, groups as f64);
+            let mut means = vec![1.0, m, w, m * w];
+            means.sort_by(f64::total_cmp);
+            means.dedup();
             for &count in &counts {
                 for &means in &means {
-                    let world = Counted { count, scope, means, sums: sums(evidence) };
+                    let (span, sums) = (span.clone(), sums(evidence));
+                    let world = Counted { count, span, means, sums };
                     let differ = |of: &[Ratio]| of.iter().any(|one| one.ratio != of[0].ratio);
                     if fits(evidence, &world, differ) {
                         found.push(hypothesis(world));
@@ -76,15 +83,39 @@ impl Cause for MicrobatchMeanOfMeans {
     }
 }
 
+/// Over which tokens a job may count, the usual ones first, and how many groups of ranks do so for
+/// themselves: the ranks of the whole step, each rank, or those along some of the mesh's axes.
+fn spans(evidence: &Evidence<'_>) -> Vec<(Span, usize)> {
+    let all = evidence.ranks();
+    let usual = [Scope::Microbatch, Scope::Rank, Scope::Global].map(Span::from);
+    let mut found: Vec<(Span, usize)> = usual.map(|span| (span, all)).into();
+    let sequences = Sequences::All;
+    found.push((Span { ranks: Ranks::One, microbatches: Microbatches::All, sequences }, all));
+    let Mesh(axes) = &evidence.step.dump.manifest.mesh;
+    let axes: Vec<&(String, u32)> = axes.iter().filter(|(_, size)| *size > 1).take(AXES).collect();
+    for chosen in 1..(1usize << axes.len()).saturating_sub(1) {
+        let is_in = |at: &usize| chosen >> at & 1 == 1;
+        let (inside, beside): (Vec<usize>, Vec<usize>) = (0..axes.len()).partition(is_in);
+        let groups = beside.iter().map(|&at| axes[at].1 as usize).product();
+        let names: Vec<String> = inside.iter().map(|&at| axes[at].0.clone()).collect();
+        for microbatches in [Microbatches::All, Microbatches::One] {
+            let ranks = Ranks::Axes(names.clone());
+            found.push((Span { ranks, microbatches, sequences }, groups));
+        }
+    }
+    found
+}
+
 fn hypothesis(world: Counted) -> Hypothesis {
-    let over = match world.scope {
-        Scope::Global => "the whole step",
-        Scope::Microbatch => "each microbatch",
-        Scope::Rank => "each rank's part of a microbatch",
+    let over = match world.span.named() {
+        Some(Scope::Global) => "the whole step".to_string(),
+        Some(Scope::Microbatch) => "each microbatch".to_string(),
+        Some(Scope::Rank) => "each rank's part of a microbatch".to_string(),
+        None => world.span.to_string(),
     };
     let parameters = vec![
         ("divided by", world.count.words().to_string()),
-        ("counted over", over.to_string()),
+        ("counted over", over),
         ("means averaged", world.means.to_string()),
     ];
     Hypothesis::new(world, parameters)

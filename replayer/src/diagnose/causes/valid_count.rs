@@ -5,7 +5,7 @@
 //! Detectors: D6, the factor of every comparison is the ratio of the two counts.
 //! Emulation: the other count.
 
-use backtape::head::Scope;
+use backtape::head::{Scope, Span};
 
 use super::microbatch_mean_of_means::{fits, sums};
 use crate::diagnose::cause::{Cause, Hypothesis};
@@ -36,24 +36,25 @@ impl Cause for ValidCount {
         let options = &evidence.step.options;
         let declared = Count::declared(options);
         // A number or a sum has no scope: the counts of any may have been taken.
-        let scopes = match declared {
-            Some(Count::One) | None => vec![Scope::Global, Scope::Microbatch, Scope::Rank],
-            // Of a span without a name no other count is tried.
-            Some(_) => options.scope.named().into_iter().collect(),
+        let spans = match declared {
+            Some(Count::One) | None => {
+                [Scope::Global, Scope::Microbatch, Scope::Rank].map(Span::from).into()
+            }
+            Some(_) => vec![options.scope.clone()],
         };
         let mut found = Vec::new();
-        for &scope in &scopes {
+        for span in &spans {
             for count in Count::ALL.into_iter().filter(|&count| Some(count) != declared) {
-                if count == Count::One && scope != scopes[0] {
+                if count == Count::One && span != &spans[0] {
                     continue;
                 }
-                let world = Counted { count, scope, means: 1.0, sums: sums(evidence) };
+                let world = Counted { count, span: span.clone(), means: 1.0, sums: sums(evidence) };
                 if fits(evidence, &world, |of: &[Ratio]| of.iter().any(|one| one.ratio != 1.0)) {
                     let words = declared.map_or("a number".to_string(), |of| of.words().into());
                     let parameters = vec![
                         ("declared", words),
                         ("divided by", count.words().to_string()),
-                        ("counted over", format!("{scope:?}").to_lowercase()),
+                        ("counted over", span.to_string()),
                     ];
                     found.push(Hypothesis::new(world, parameters));
                 }
