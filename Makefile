@@ -140,7 +140,7 @@ soak-flips:
 # heads whose gradients come from JAX, replayed and made into scripts.
 soak-heads: $(VENV)/.installed-dev
 	cargo test --locked -p backtape --test backtape -- --ignored --nocapture --exact heads::the_whole_campaign
-	BACKTAPE_CASES=$${BACKTAPE_CASES:-1000} $(BIN)/python -m pytest -q python/tests/test_head_options.py python/tests/test_repro.py
+	BACKTAPE_CASES=$${BACKTAPE_CASES:-200} $(BIN)/python -m pytest -q python/tests/test_head_options.py python/tests/test_repro.py
 
 soak-marathon: $(SOAK)
 	$(SOAK) marathon --minutes 120

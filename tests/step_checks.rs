@@ -133,7 +133,7 @@ fn a_dump_whose_copies_differ_is_what_the_job_held_unless_something_is_damaged_t
     let whole = verified();
     assert_eq!(whole.code, 1, "{}", whole.stdout);
     assert!(
-        whole.stdout.contains("PROVED: the dump is what the job held. Ranks"),
+        whole.stdout.contains("PROVED: the dump is what the job held. But ranks"),
         "{}",
         whole.stdout
     );

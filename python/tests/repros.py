@@ -44,7 +44,7 @@ def exported(dump, step, case, framework, target):
 def errors(scripts):
     """What each script printed: by tensor, the error of the job's and of its own."""
     command = [sys.executable, "-c", RUNNER, *scripts]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 10 * len(scripts))
     assert done.returncode == 0, done.stderr
     for said in done.stdout.split("# ")[1:]:
         path, *lines = said.splitlines()

@@ -4,15 +4,12 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The packages that a plain `cargo test` compiles (`default-members` in Cargo.toml).
-TESTED = ["backtape", "backtape-proto", "backtape-dumper", "backtape-replayer", "backtape-soak"]
 
 
-def features(packages, edges):
-    """For each library that is compiled for these packages, the features it is compiled with."""
+def features(edges, *package):
+    """For each library that is compiled for a package, or for what `cargo test` takes by default, its features."""
     command = ["cargo", "tree", "--locked", "--offline", "--edges", edges, "--prefix", "none", "--format", "{p}|{f}"]
-    for package in packages:
-        command += ["--package", package]
+    command += package
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert listed.returncode == 0, listed.stderr
     lines = (line.removesuffix(" (*)").split("|") for line in listed.stdout.splitlines() if line)
@@ -20,7 +17,7 @@ def features(packages, edges):
 
 
 def test_the_wheel_asks_for_its_libraries_with_the_features_that_the_tests_ask_for():
-    wheel, tests = features(["backtape-python"], "normal"), features(TESTED, "normal,dev")
+    wheel, tests = features("normal", "--package", "backtape-python"), features("normal,dev")
     shared = wheel.keys() & tests.keys()
     assert len(shared) > 100
     differ = [f"{name}: {wheel[name]} / {tests[name]}" for name in sorted(shared) if wheel[name] != tests[name]]

@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::head::{Denominator, LossReduction, Span};
-use backtape::identity::{Microbatch, Rank};
+use backtape::identity::Microbatch;
 use backtape::role::Role;
 
 use super::cause::Hypothesis;
 use super::evidence::{Evidence, Key};
+use crate::head::units::CountedTogether;
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::{Tiles, reference};
@@ -299,68 +300,29 @@ pub struct Counted {
 
 impl Counted {
     /// The tokens of a microbatch by what divides them; none where ranks share tokens.
-    pub fn used(
+    fn used(
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
         own: &MicrobatchInputs,
     ) -> Option<Vec<(Unit, f64)>> {
-        if self.count == Count::One {
-            let rows = (0..own.tokens()).collect();
-            return Some(vec![(Unit { ranks: Vec::new(), rows }, self.means)]);
-        }
         let mut other = step.clone();
         other.options.scope = self.span.clone();
-        let groups = other.groups(all, own).ok()?;
-        let policy = step.is_policy_loss();
-        let counted = |over: Vec<(&MicrobatchInputs, Unit)>| -> f64 {
-            over.iter().map(|(one, unit)| self.count.of(one, policy, &unit.rows)).sum()
+        Some(self.of_groups(step.is_policy_loss(), &other.groups(all, own).ok()?))
+    }
+
+    /// What divides each of these groups.
+    pub fn of_groups(&self, policy: bool, groups: &[CountedTogether<'_>]) -> Vec<(Unit, f64)> {
+        let n = |over: &[(&MicrobatchInputs, Unit)]| match self.count {
+            Count::One => 1.0,
+            count => over.iter().map(|(one, unit)| count.of(one, policy, &unit.rows)).sum(),
         };
-        Some(groups.into_iter().map(|(unit, over)| (unit, counted(over) * self.means)).collect())
+        groups.iter().map(|(unit, over)| (unit.clone(), n(over) * self.means)).collect()
     }
-
-    /// Gradients of this world over declared ones, each microbatch's rank with its own;
-    /// none where it cannot be said.
-    pub fn ratios(&self, step: &HeadStep<'_>, inputs: &[MicrobatchInputs]) -> Option<Vec<Ratio>> {
-        let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
-        let mut found = Vec::new();
-        for own in inputs {
-            let (used, declared) =
-                (self.used(step, &all, own)?, step.denominators(&all, own).ok()?);
-            for (unit, n) in if used.len() >= declared.len() { &used } else { &declared } {
-                let Some(&row) = unit.rows.first() else { continue };
-                let ratio = divisor(&declared, row)? / divisor(&used, row)?;
-                if !n.is_finite() || !ratio.is_finite() {
-                    continue;
-                }
-                let microbatch = own.microbatch;
-                match unit.ranks.is_empty() {
-                    true => found.push(Ratio { microbatch, rank: None, ratio }),
-                    false => found.extend(unit.ranks.iter().map(|&rank| Ratio {
-                        microbatch,
-                        rank: Some(rank),
-                        ratio,
-                    })),
-                }
-            }
-        }
-        Some(found).filter(|found| !found.is_empty())
-    }
-}
-
-/// How much larger a unit's gradient is than declared.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Ratio {
-    /// Which microbatch.
-    pub microbatch: Option<Microbatch>,
-    /// Which rank; none for all.
-    pub rank: Option<Rank>,
-    /// The factor.
-    pub ratio: f64,
 }
 
 /// What a token's loss is divided by.
-fn divisor(of: &[(Unit, f64)], row: usize) -> Option<f64> {
+pub fn divisor(of: &[(Unit, f64)], row: usize) -> Option<f64> {
     of.iter().find(|(unit, _)| unit.rows.binary_search(&row).is_ok()).map(|(_, n)| *n)
 }
 

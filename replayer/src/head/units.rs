@@ -44,6 +44,9 @@ impl Unit {
 /// The tokens of a group, and all that are counted with them, by microbatch.
 pub(crate) type CountedTogether<'m> = (Unit, Vec<(&'m MicrobatchInputs, Unit)>);
 
+/// A microbatch's tokens, parted into groups that are counted together.
+type Parted<'m> = (&'m MicrobatchInputs, Vec<Unit>);
+
 impl HeadStep<'_> {
     /// Token rows by the ranks that recorded addends of dk over them, or of whose addends a sum
     /// was recorded alone; all tokens when dk was recorded whole, or in addends whose sum alone
@@ -293,21 +296,45 @@ impl HeadStep<'_> {
         Ok(found)
     }
 
-    /// Groups of tokens that the scope counts together, and in which microbatches: all tokens
-    /// that are counted with those of a group.
+    /// Groups of a microbatch's tokens that are counted together, each with all that are counted
+    /// with them.
     pub(crate) fn groups<'m>(
         &self,
         all: &[&'m MicrobatchInputs],
         own: &'m MicrobatchInputs,
     ) -> Result<Vec<CountedTogether<'m>>, String> {
-        let over = |unit: Unit| {
-            let over = match self.options.scope.microbatches {
-                Microbatches::One => vec![(own, unit.clone())],
-                Microbatches::All => self.of_group(all, unit.rank())?,
-            };
-            Ok((unit, over))
+        let others = match self.options.scope.microbatches {
+            Microbatches::One => Vec::new(),
+            Microbatches::All => self.parted(all)?,
         };
-        self.counted_together(own)?.into_iter().map(over).collect()
+        Ok(self.with_others(&others, &(own, self.counted_together(own)?)))
+    }
+
+    /// The same of every microbatch, in order.
+    pub(crate) fn all_groups<'m>(
+        &self,
+        all: &[&'m MicrobatchInputs],
+    ) -> Result<Vec<Vec<CountedTogether<'m>>>, String> {
+        let parted = self.parted(all)?;
+        Ok(parted.iter().map(|own| self.with_others(&parted, own)).collect())
+    }
+
+    fn parted<'m>(&self, all: &[&'m MicrobatchInputs]) -> Result<Vec<Parted<'m>>, String> {
+        all.iter().map(|&one| Ok((one, self.counted_together(one)?))).collect()
+    }
+
+    /// Each group with the tokens of the same ranks in every microbatch, or in its own alone.
+    fn with_others<'m>(&self, all: &[Parted<'m>], own: &Parted<'m>) -> Vec<CountedTogether<'m>> {
+        let over = |unit: &Unit| match self.options.scope.microbatches {
+            Microbatches::One => vec![(own.0, unit.clone())],
+            Microbatches::All => all
+                .iter()
+                .flat_map(|(one, units)| units.iter().map(move |unit| (*one, unit)))
+                .filter(|(_, other)| other.rank() == unit.rank())
+                .map(|(one, other)| (one, other.clone()))
+                .collect(),
+        };
+        own.1.iter().map(|unit| (unit.clone(), over(unit))).collect()
     }
 
     /// The denominator where it counts no tokens.
@@ -317,20 +344,6 @@ impl HeadStep<'_> {
             (LossReduction::Mean, Denominator::Number(n)) => Some(n),
             _ => None,
         }
-    }
-
-    /// The same group's tokens in every microbatch.
-    fn of_group<'m>(
-        &self,
-        all: &[&'m MicrobatchInputs],
-        rank: Option<Rank>,
-    ) -> Result<Vec<(&'m MicrobatchInputs, Unit)>, String> {
-        let mut found = Vec::new();
-        for &one in all {
-            let units = self.counted_together(one)?.into_iter();
-            found.extend(units.filter(|unit| unit.rank() == rank).map(|unit| (one, unit)));
-        }
-        Ok(found)
     }
 
     /// Tokens of a microbatch that are counted together, as far as ranks part them.

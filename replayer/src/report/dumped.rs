@@ -37,8 +37,8 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
             "PARTIAL: what is there is what the job held; the step was never committed."
         }
         (false, true) if proof.only_copies_differ() => {
-            "PROVED: the dump is what the job held. Ranks of it that should hold the same bits do not,\n\
-             which is the job's own fault: `replay` judges what each of them holds."
+            "PROVED: the dump is what the job held. But ranks that should hold the same bits do not: the\n\
+             job is wrong, or they hold parts of a sum and `placement` does not say so."
         }
         _ => "NOT PROVED: see what was found.",
     };

@@ -2,24 +2,21 @@
 //!
 //! Detectors: which shift the failing rows of dq, or label logits, fit token by token; the
 //! tokens that do not fit are the ends of runs, and say how long the runs are and what
-//! became of their ends. Where ends alone do not fit, the recorded labels are the shifted ones
-//! and the ends are read. Where no row of a token was captured, the usual shifts are tried.
+//! became of their ends. Where the recorded labels fit all tokens but regular ends, the shift was
+//! made inside runs. Where no row of a token was captured, the usual shifts are tried.
 //! Emulation: the recorded labels rolled inside runs, with ends wrapped, ignored, kept, or
 //! read off the captured rows (a copy task's first label is no recorded one).
 
 use std::collections::BTreeMap;
 
-use backtape::identity::{Microbatch, Rank};
-
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::tokens;
+use crate::diagnose::detectors::asked::Asked;
 use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
 use crate::diagnose::detectors::labels::LabelTest;
 use crate::diagnose::detectors::relabelled::{Labels, length_of_runs};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::diagnose::rearranged::Relabelled;
-use crate::dump::name_ranks;
-use crate::head::{HeadOptions, MicrobatchInputs, Stage};
+use crate::head::{HeadOptions, MicrobatchInputs};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
 
@@ -30,10 +27,6 @@ pub struct LabelShift;
 const MOST: isize = 8;
 /// Positions that are tried where no token's row shows the shift.
 const USUAL: [isize; 4] = [1, -1, 2, -2];
-/// Stages whose comparisons show a token's label row by row.
-const ROWS: [Stage; 3] = [Stage::LabelLogits, Stage::DqLabel, Stage::Dq];
-/// Microbatches of ranks that are named at most.
-const PLACES: usize = 8;
 /// Share of the tokens that must fit a shift before it is tried: the rest are ends.
 const FITS: f64 = 0.6;
 
@@ -60,14 +53,15 @@ impl Cause for LabelShift {
         }
         let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
         found.extend(inside_runs(evidence));
+        let asked = Asked::of(evidence);
         let tests: Vec<(LabelTest<'_>, &MicrobatchInputs)> = evidence
             .inputs
             .iter()
             .filter_map(|inputs| Some((LabelTest::new(evidence, inputs)?, inputs)))
             .collect();
         match tests.is_empty() {
-            true => found.extend(usual(evidence)),
-            false => found.extend(seen(evidence, &tests)),
+            true => found.extend(usual(&asked)),
+            false => found.extend(seen(&asked, &tests)),
         }
         found
     }
@@ -89,7 +83,7 @@ fn inside_runs(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let length = length_of_runs(evidence, labels)?;
     let g = Some(evidence.reference().g.clone());
     let parameters = vec![
-        ("shift", "1, as recorded".to_string()),
+        ("shift", "the recorded one, made inside runs".to_string()),
         ("over", format!("runs of {length} tokens")),
         ("ends", Ends::Wrapped.name().to_string()),
     ];
@@ -105,14 +99,15 @@ impl World for AsRecorded {
 }
 
 /// The usual shifts, where nothing shows which.
-fn usual(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let Some(first) = evidence.inputs.first() else { return Vec::new() };
+fn usual(asked: &Asked<'_>) -> Vec<Hypothesis> {
+    let Some(first) = asked.evidence.inputs.first() else { return Vec::new() };
     let mut found = Vec::new();
-    for extent in 0..known(evidence.step, first).len() {
+    for extent in 0..known(asked.evidence.step, first).len() {
         for by in USUAL {
-            let of = |inputs: &MicrobatchInputs| known(evidence.step, inputs).get(extent).cloned();
+            let of =
+                |inputs: &MicrobatchInputs| known(asked.evidence.step, inputs).get(extent).cloned();
             for ends in [Ends::Ignored, Ends::Wrapped, Ends::Kept] {
-                found.extend(hypotheses(evidence, by, &of, &|_, _| ends));
+                found.extend(hypotheses(asked, by, &of, &|_, _| ends));
             }
         }
     }
@@ -141,7 +136,7 @@ impl Ends {
 }
 
 /// The shift that the captured rows show.
-fn seen(evidence: &Evidence<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -> Vec<Hypothesis> {
+fn seen(asked: &Asked<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -> Vec<Hypothesis> {
     let share = |by: isize| {
         let of = |(test, inputs): &(LabelTest<'_>, &MicrobatchInputs)| {
             let n = inputs.tokens();
@@ -149,7 +144,7 @@ fn seen(evidence: &Evidence<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -
                 let from = t.checked_add_signed(by).filter(|&from| from < n)?;
                 Some(inputs.labels[from]).filter(|&label| label != IGNORED)
             };
-            test.share(&looked_at(evidence, inputs), &label)
+            test.share(&looked_at(asked, inputs), &label)
         };
         tests.iter().map(of).fold(0.0, f64::max)
     };
@@ -157,47 +152,25 @@ fn seen(evidence: &Evidence<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -
     let best = shifts.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.abs().cmp(&a.1.abs())));
     let Some((_, by)) = best.filter(|&(share, _)| share >= FITS) else { return Vec::new() };
     let mut found = Vec::new();
-    let candidates = tests.first().map(|(_, inputs)| extents(evidence, tests, by, inputs).len());
+    let candidates = tests.first().map(|(_, inputs)| extents(asked, tests, by, inputs).len());
     for extent in 0..candidates.unwrap_or(0) {
-        let of =
-            |inputs: &MicrobatchInputs| extents(evidence, tests, by, inputs).get(extent).cloned();
+        let of = |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
         let test = |microbatch| tests.iter().find(|(_, one)| one.microbatch == microbatch);
         let end = |inputs: &MicrobatchInputs, ends: &[(usize, usize)]| {
             let (test, _) = test(inputs.microbatch)?;
-            end_of(evidence, test, inputs, ends)
+            end_of(asked, test, inputs, ends)
         };
         for ends in [Ends::Wrapped, Ends::Ignored, Ends::Kept] {
-            found.extend(hypotheses(evidence, by, &of, &|_, _| ends));
+            found.extend(hypotheses(asked, by, &of, &|_, _| ends));
         }
-        found.extend(with_read_ends(evidence, by, &of, &end));
+        found.extend(with_read_ends(asked, by, &of, &end));
     }
     found
 }
 
-/// Whether a token's labels may have been shifted, `[T]`: one that lies on a rank whose rows fail,
-/// where rows were compared rank by rank.
-fn in_question(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<bool> {
-    let of_rows = |key: &Key| ROWS.contains(&key.stage) && key.microbatch == inputs.microbatch;
-    let compared = evidence.residuals.keys().any(of_rows);
-    let failing: Vec<&Key> = evidence.failing.iter().filter(|key| of_rows(key)).collect();
-    let ranks: Option<Vec<Rank>> = failing.iter().map(|key| key.rank).collect();
-    let (Some(ranks), true) = (ranks, compared) else { return vec![true; inputs.tokens()] };
-    let Ok(units) = evidence.step.rank_rows(inputs) else { return vec![true; inputs.tokens()] };
-    let mut found = vec![false; inputs.tokens()];
-    let fail = units.iter().filter(|unit| unit.ranks.iter().any(|rank| ranks.contains(rank)));
-    fail.flat_map(|unit| &unit.rows).for_each(|&row| found[row] = true);
-    found
-}
-
-/// Tokens in question that count, of the sample or all.
-fn questioned(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
-    let asked = in_question(evidence, inputs);
-    tokens(evidence, inputs).into_iter().filter(|&t| asked[t]).collect()
-}
-
 /// Tokens that are looked at: enough to tell, few enough to be cheap.
-fn looked_at(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
-    let all = questioned(evidence, inputs);
+fn looked_at(asked: &Asked<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
+    let all = asked.tokens(inputs);
     let step = all.len().div_ceil(256).max(1);
     all.into_iter().step_by(step).collect()
 }
@@ -205,14 +178,14 @@ fn looked_at(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
 /// The runs inside which labels may have been shifted: those that are known, and those
 /// whose ends are the tokens that do not fit.
 fn extents(
-    evidence: &Evidence<'_>,
+    asked: &Asked<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
     by: isize,
     inputs: &MicrobatchInputs,
 ) -> Vec<Extent> {
-    let mut all = known(evidence.step, inputs);
-    let ranks = of_ranks(evidence.step, inputs);
-    let Some(length) = run_length(evidence, tests, by) else { return all };
+    let mut all = known(asked.evidence.step, inputs);
+    let ranks = of_ranks(asked.evidence.step, inputs);
+    let Some(length) = run_length(asked, tests, by) else { return all };
     let cut = Extent::cut(format!("rows of {length} tokens"), &ranks, length);
     if all.iter().all(|extent| extent.runs != cut.runs) {
         all.insert(0, cut);
@@ -222,15 +195,15 @@ fn extents(
 
 /// The longest run of which all tokens that do not fit are ends.
 fn run_length(
-    evidence: &Evidence<'_>,
+    asked: &Asked<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
     by: isize,
 ) -> Option<usize> {
     let (test, inputs) = tests.first()?;
-    let counted = questioned(evidence, inputs);
+    let counted = asked.tokens(inputs);
     let mut ends: Vec<usize> = Vec::new();
     let mut longest = 0;
-    for run in of_ranks(evidence.step, inputs) {
+    for run in of_ranks(asked.evidence.step, inputs) {
         longest = longest.max(run.len());
         for (at, t) in run.iter().enumerate() {
             let next = at.checked_add_signed(by).and_then(|at| run.get(at));
@@ -253,12 +226,12 @@ fn run_length(
 
 /// What an end's captured row shows.
 fn end_of(
-    evidence: &Evidence<'_>,
+    asked: &Asked<'_>,
     test: &LabelTest<'_>,
     inputs: &MicrobatchInputs,
     ends: &[(usize, usize)],
 ) -> Option<BTreeMap<usize, Ends>> {
-    let looked = questioned(evidence, inputs);
+    let looked = asked.tokens(inputs);
     let mut found = BTreeMap::new();
     let mut left = test.readable();
     for &(t, wrapped) in ends.iter().filter(|(t, _)| looked.binary_search(t).is_ok()) {
@@ -281,7 +254,7 @@ type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<Extent> + 'a;
 
 /// The labels of a shift; `end` says what a run's end takes.
 fn shifted(
-    evidence: &Evidence<'_>,
+    asked: &Asked<'_>,
     inputs: &MicrobatchInputs,
     extent: &Extent,
     by: isize,
@@ -289,9 +262,9 @@ fn shifted(
 ) -> Vec<u32> {
     let n = inputs.tokens();
     let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
-    let asked = in_question(evidence, inputs);
+    let may = asked.rows(inputs);
     let one = |t: usize| match inside[t] {
-        _ if !asked[t] => inputs.labels[t],
+        _ if !may[t] => inputs.labels[t],
         Some(from) => inputs.labels[from],
         None => match end(t) {
             Ends::Wrapped => inputs.labels[around[t]],
@@ -306,64 +279,44 @@ fn shifted(
 /// One way to treat all ends, with the denominators that follow and, where those are
 /// others, with the declared ones.
 fn hypotheses(
-    evidence: &Evidence<'_>,
+    asked: &Asked<'_>,
     by: isize,
     of: &RunsOf<'_>,
     ends: &dyn Fn(&MicrobatchInputs, usize) -> Ends,
 ) -> Vec<Hypothesis> {
     let one = |inputs: &MicrobatchInputs| {
         let extent = of(inputs)?;
-        let labels = shifted(evidence, inputs, &extent, by, &|t| ends(inputs, t));
+        let labels = shifted(asked, inputs, &extent, by, &|t| ends(inputs, t));
         Some((inputs.microbatch, labels, extent.name))
     };
-    let Some(all) = evidence.inputs.iter().map(one).collect::<Option<Vec<_>>>() else {
+    let Some(all) = asked.evidence.inputs.iter().map(one).collect::<Option<Vec<_>>>() else {
         return Vec::new();
     };
     let name = all.first().map(|(_, _, name)| name.clone()).unwrap_or_default();
     let labels: Labels = all.into_iter().map(|(mb, labels, _)| (mb, labels)).collect();
-    let word = evidence.inputs.first().map_or("", |inputs| ends(inputs, 0).name());
+    let word = asked.evidence.inputs.first().map_or("", |inputs| ends(inputs, 0).name());
     let parameters = vec![("shift", by.to_string()), ("over", name), ("ends", word.to_string())];
-    with_denominators(evidence, labels, parameters, 0)
-}
-
-/// The microbatches and ranks whose labels are in question, where not all are.
-fn place(evidence: &Evidence<'_>) -> Option<String> {
-    let mut found = Vec::new();
-    let mut all = true;
-    for inputs in evidence.inputs {
-        let asked = in_question(evidence, inputs);
-        all &= asked.iter().all(|&asked| asked);
-        for unit in evidence.step.rank_rows(inputs).unwrap_or_default() {
-            if unit.rows.iter().any(|&row| asked[row]) {
-                let ranks = name_ranks(&unit.ranks);
-                found.push(match inputs.microbatch {
-                    Some(Microbatch(at)) => format!("microbatch {at} of {ranks}"),
-                    None => ranks,
-                });
-            }
-        }
-    }
-    (!all && found.len() <= PLACES).then(|| found.join(", "))
+    with_denominators(asked, labels, parameters, 0)
 }
 
 fn with_denominators(
-    evidence: &Evidence<'_>,
+    asked: &Asked<'_>,
     labels: Labels,
     parameters: Vec<(&'static str, String)>,
     fitted: usize,
 ) -> Vec<Hypothesis> {
     let counted = |labels: &[u32]| labels.iter().filter(|&&label| label != IGNORED).count();
-    let same = evidence.inputs.iter().all(|one| {
+    let same = asked.evidence.inputs.iter().all(|one| {
         labels.get(&one.microbatch).is_none_or(|of| counted(of) == counted(&one.labels))
     });
     let mut parameters = parameters;
-    parameters.extend(place(evidence).map(|place| ("only in", place)));
+    parameters.extend(asked.place().map(|place| ("only in", place)));
     let mut found = Vec::new();
     for keeps in [false, true] {
         if keeps && same {
             continue;
         }
-        let g = keeps.then(|| evidence.reference().g.clone());
+        let g = keeps.then(|| asked.evidence.reference().g.clone());
         let mut parameters = parameters.clone();
         if !same {
             let word = if keeps { "of the recorded labels" } else { "of the shifted labels" };
@@ -381,14 +334,14 @@ type EndsOf<'a> =
 
 /// What each end of each run shows, where no one way explains them all.
 fn with_read_ends(
-    evidence: &Evidence<'_>,
+    asked: &Asked<'_>,
     by: isize,
     of: &RunsOf<'_>,
     end: &EndsOf<'_>,
 ) -> Vec<Hypothesis> {
     let mut labels = Labels::new();
     let (mut name, mut kinds) = (String::new(), Vec::new());
-    for inputs in evidence.inputs {
+    for inputs in asked.evidence.inputs {
         let Some(extent) = of(inputs) else { return Vec::new() };
         let n = inputs.tokens();
         let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
@@ -397,7 +350,7 @@ fn with_read_ends(
         let found = end(inputs, &ends).unwrap_or_default();
         kinds.extend(found.values().map(|end| end.name()));
         let of_end = |t: usize| found.get(&t).copied().unwrap_or(Ends::Wrapped);
-        labels.insert(inputs.microbatch, shifted(evidence, inputs, &extent, by, &of_end));
+        labels.insert(inputs.microbatch, shifted(asked, inputs, &extent, by, &of_end));
         name = extent.name;
     }
     kinds.sort_unstable();
@@ -406,5 +359,5 @@ fn with_read_ends(
         return Vec::new();
     }
     let parameters = vec![("shift", by.to_string()), ("over", name), ("ends", kinds.join(", "))];
-    with_denominators(evidence, labels, parameters, 1)
+    with_denominators(asked, labels, parameters, 1)
 }

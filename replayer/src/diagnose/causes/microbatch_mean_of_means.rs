@@ -6,35 +6,19 @@
 //! differs between microbatches or ranks: N / (M n).
 //! Emulation: the other denominators, averaged or not.
 
-use std::collections::BTreeMap;
-
 use backtape::head::{Microbatches, Ranks, Scope, Sequences, Span};
 use backtape::placement::Mesh;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::{informative, is_near};
-use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::worlds::{Count, Counted, Ratio};
-use crate::head::Stage;
+use crate::diagnose::detectors::divisors::{Divisors, sums};
+use crate::diagnose::evidence::Evidence;
+use crate::diagnose::worlds::{Count, Counted};
 
 /// The catalogue's entry.
 pub struct MicrobatchMeanOfMeans;
 
 /// Axes of a mesh whose choices are tried.
 const AXES: usize = 4;
-/// Stages that follow the denominators of the tokens.
-pub(super) const FOLLOW: [Stage; 10] = [
-    Stage::Loss,
-    Stage::Dlogprobs,
-    Stage::Dlogits,
-    Stage::DqLse,
-    Stage::DqLabel,
-    Stage::Dq,
-    Stage::DkLse,
-    Stage::DkLabel,
-    Stage::Dk,
-    Stage::Dbias,
-];
 
 impl Cause for MicrobatchMeanOfMeans {
     fn id(&self) -> &'static str {
@@ -59,28 +43,33 @@ impl Cause for MicrobatchMeanOfMeans {
         let mut counts: Vec<Count> = declared.into_iter().filter(|&of| of != Count::One).collect();
         let more = [Count::Valid, Count::All, Count::Weights];
         counts.extend(more.into_iter().filter(|&of| Some(of) != declared));
+        let Some(divisors) = Divisors::of(evidence) else { return Vec::new() };
+        let sums = sums(evidence);
         let mut found = Vec::new();
-        for (span, groups) in spans(evidence) {
-            if span == options.scope {
-                continue;
-            }
-            let (m, w) = (evidence.microbatches() as f64, groups as f64);
-            let mut means = vec![1.0, m, w, m * w];
-            means.sort_by(f64::total_cmp);
-            means.dedup();
+        for (span, ranks) in spans(evidence) {
+            let groups = if span == options.scope { None } else { divisors.groups(&span) };
+            let Some(groups) = groups else { continue };
             for &count in &counts {
-                for &means in &means {
-                    let (span, sums) = (span.clone(), sums(evidence));
-                    let world = Counted { count, span, means, sums };
-                    let differ = |of: &[Ratio]| of.iter().any(|one| one.ratio != of[0].ratio);
-                    if fits(evidence, &world, differ) {
-                        found.push(hypothesis(world));
-                    }
+                let world = Counted { count, span: span.clone(), means: 1.0, sums: sums.clone() };
+                let Some(ratios) = divisors.ratios(&world, &groups) else { continue };
+                if ratios.iter().all(|one| one.ratio == ratios[0].ratio) {
+                    continue;
                 }
+                let fit = means(evidence, ranks).into_iter().filter(|&n| divisors.fit(&ratios, n));
+                found.extend(fit.map(|means| hypothesis(Counted { means, ..world.clone() })));
             }
         }
         found
     }
+}
+
+/// How many means may have been averaged: those of microbatches, of so many groups of ranks, of both.
+fn means(evidence: &Evidence<'_>, ranks: usize) -> Vec<f64> {
+    let (m, w) = (evidence.microbatches() as f64, ranks as f64);
+    let mut means = vec![1.0, m, w, m * w];
+    means.sort_by(f64::total_cmp);
+    means.dedup();
+    means
 }
 
 /// Over which tokens a job may count, the usual ones first, and how many groups of ranks do so for
@@ -119,52 +108,4 @@ fn hypothesis(world: Counted) -> Hypothesis {
         ("means averaged", world.means.to_string()),
     ];
     Hypothesis::new(world, parameters)
-}
-
-/// Whether some stage that fails has, in all its comparisons, the factors of a world,
-/// and the world's ratios are as wanted.
-pub(super) fn fits(
-    evidence: &Evidence<'_>,
-    world: &Counted,
-    wanted: impl Fn(&[Ratio]) -> bool,
-) -> bool {
-    let Some(ratios) = world.ratios(evidence.step, evidence.inputs) else { return false };
-    if !wanted(&ratios) {
-        return false;
-    }
-    // A comparison over several ranks has a factor between theirs.
-    let range = |key: &Key| {
-        let of = ratios.iter().filter(|one| {
-            one.microbatch == key.microbatch
-                && (one.rank.is_none() || key.rank.is_none() || one.rank == key.rank)
-        });
-        of.fold((f64::INFINITY, 0.0f64), |(low, high), one| {
-            (low.min(one.ratio), high.max(one.ratio))
-        })
-    };
-    let within = |key: &Key, factor: f64| {
-        let (low, high) = range(key);
-        (low..=high).contains(&factor) || is_near(factor, low) || is_near(factor, high)
-    };
-    FOLLOW.iter().any(|&stage| {
-        evidence.fails(stage)
-            && informative(evidence, stage)
-                .all(|(key, one)| one.nonfinite > 0 || within(&key, one.factor))
-    })
-}
-
-/// Factors of the sums over microbatches and ranks: means that were taken there show as
-/// the count of what was averaged.
-pub(super) fn sums(evidence: &Evidence<'_>) -> BTreeMap<Stage, f64> {
-    let (m, w) = (evidence.microbatches() as f64, evidence.ranks() as f64);
-    let factors = [m, 1.0 / m, w, 1.0 / w, m * w, 1.0 / (m * w)];
-    let one = |stage: Stage| {
-        let all = |&&factor: &&f64| {
-            factor != 1.0
-                && evidence.fails(stage)
-                && informative(evidence, stage).all(|(_, one)| is_near(one.factor, factor))
-        };
-        factors.iter().find(all).map(|&factor| (stage, factor))
-    };
-    [Stage::Accumulate, Stage::Reduce].into_iter().filter_map(one).collect()
 }

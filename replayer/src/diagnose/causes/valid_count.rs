@@ -7,10 +7,10 @@
 
 use backtape::head::{Scope, Span};
 
-use super::microbatch_mean_of_means::{fits, sums};
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::divisors::{Divisors, sums};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{Count, Counted, Ratio};
+use crate::diagnose::worlds::{Count, Counted};
 
 /// The catalogue's entry.
 pub struct ValidCount;
@@ -42,14 +42,18 @@ impl Cause for ValidCount {
             }
             Some(_) => vec![options.scope.clone()],
         };
+        let Some(divisors) = Divisors::of(evidence) else { return Vec::new() };
+        let sums = sums(evidence);
         let mut found = Vec::new();
         for span in &spans {
+            let Some(groups) = divisors.groups(span) else { continue };
             for count in Count::ALL.into_iter().filter(|&count| Some(count) != declared) {
                 if count == Count::One && span != &spans[0] {
                     continue;
                 }
-                let world = Counted { count, span: span.clone(), means: 1.0, sums: sums(evidence) };
-                if fits(evidence, &world, |of: &[Ratio]| of.iter().any(|one| one.ratio != 1.0)) {
+                let world = Counted { count, span: span.clone(), means: 1.0, sums: sums.clone() };
+                let Some(ratios) = divisors.ratios(&world, &groups) else { continue };
+                if ratios.iter().any(|one| one.ratio != 1.0) && divisors.fit(&ratios, 1.0) {
                     let words = declared.map_or("a number".to_string(), |of| of.words().into());
                     let parameters = vec![
                         ("declared", words),

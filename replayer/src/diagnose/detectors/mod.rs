@@ -3,12 +3,14 @@
 //! that no dump declares.
 
 pub mod addends;
+pub mod asked;
 pub mod block_sizes;
 pub mod captured;
 pub mod counted;
 pub mod cuts;
 pub mod dense;
 pub mod direct;
+pub mod divisors;
 pub mod extents;
 pub mod filter;
 pub mod fit;

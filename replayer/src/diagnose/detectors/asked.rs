@@ -1,0 +1,79 @@
+//! The tokens whose labels are asked about: those of the ranks and microbatches whose rows fail.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::{Microbatch, Rank};
+
+use super::direct::tokens;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::dump::name_ranks;
+use crate::head::{MicrobatchInputs, Stage, Unit};
+
+/// Stages whose comparisons show a token's label row by row.
+const ROWS: [Stage; 3] = [Stage::LabelLogits, Stage::DqLabel, Stage::Dq];
+/// Microbatches of ranks that are named at most.
+const PLACES: usize = 8;
+
+/// By microbatch, which tokens are asked about.
+pub struct Asked<'e> {
+    /// What is known of the divergence.
+    pub evidence: &'e Evidence<'e>,
+    /// `[T]`.
+    rows: BTreeMap<Option<Microbatch>, Vec<bool>>,
+    /// Microbatches of ranks; `None` where all tokens are asked about.
+    places: Option<Vec<String>>,
+}
+
+impl<'e> Asked<'e> {
+    /// Finds them; all of a microbatch where rows were not compared rank by rank.
+    pub fn of(evidence: &'e Evidence<'_>) -> Asked<'e> {
+        let (mut rows, mut places, mut all) = (BTreeMap::new(), Vec::new(), true);
+        for inputs in evidence.inputs {
+            let failing = failing_units(evidence, inputs);
+            let mut own = vec![failing.is_none(); inputs.tokens()];
+            for unit in failing.iter().flatten() {
+                unit.rows.iter().for_each(|&row| own[row] = true);
+                places.push(place(inputs, unit));
+            }
+            all &= own.iter().all(|&asked| asked);
+            rows.insert(inputs.microbatch, own);
+        }
+        Asked { evidence, rows, places: (!all).then_some(places) }
+    }
+
+    /// Whether each token of a microbatch is asked about, `[T]`.
+    pub fn rows(&self, inputs: &MicrobatchInputs) -> &[bool] {
+        &self.rows[&inputs.microbatch]
+    }
+
+    /// The tokens asked about that count, of the sample or all.
+    pub fn tokens(&self, inputs: &MicrobatchInputs) -> Vec<usize> {
+        let rows = self.rows(inputs);
+        tokens(self.evidence, inputs).into_iter().filter(|&t| rows[t]).collect()
+    }
+
+    /// The microbatches and ranks in words, where not all are asked about and they are few.
+    pub fn place(&self) -> Option<String> {
+        let places = self.places.as_ref()?;
+        (1..=PLACES).contains(&places.len()).then(|| places.join(", "))
+    }
+}
+
+/// The tokens of the ranks whose rows fail; `None` where rows do not tell ranks apart.
+fn failing_units(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Vec<Unit>> {
+    let of_rows = |key: &&Key| ROWS.contains(&key.stage) && key.microbatch == inputs.microbatch;
+    evidence.residuals.keys().find(of_rows)?;
+    let failing = evidence.failing.iter().filter(of_rows);
+    let ranks: Vec<Rank> = failing.map(|key| key.rank).collect::<Option<_>>()?;
+    let mut units = evidence.step.rank_rows(inputs).ok()?;
+    units.retain(|unit| unit.ranks.iter().any(|rank| ranks.contains(rank)));
+    Some(units)
+}
+
+fn place(inputs: &MicrobatchInputs, unit: &Unit) -> String {
+    let ranks = name_ranks(&unit.ranks);
+    match inputs.microbatch {
+        Some(Microbatch(at)) => format!("microbatch {at} of {ranks}"),
+        None => ranks,
+    }
+}

@@ -1,0 +1,132 @@
+//! D6 on denominators: whether the factors of what fails are those of another count of tokens.
+//!
+//! What is declared and which tokens are counted together are found once: many counts are tried.
+
+use std::collections::BTreeMap;
+
+use backtape::head::Span;
+use backtape::identity::{Microbatch, Rank};
+
+use super::uniform::{informative, is_near};
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::worlds::{Counted, divisor};
+use crate::head::units::CountedTogether;
+use crate::head::{MicrobatchInputs, Stage, Unit};
+
+/// Stages that follow the denominators of the tokens.
+const FOLLOW: [Stage; 10] = [
+    Stage::Loss,
+    Stage::Dlogprobs,
+    Stage::Dlogits,
+    Stage::DqLse,
+    Stage::DqLabel,
+    Stage::Dq,
+    Stage::DkLse,
+    Stage::DkLabel,
+    Stage::Dk,
+    Stage::Dbias,
+];
+
+/// How much larger a unit's gradient is than declared.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ratio {
+    /// Which microbatch.
+    pub microbatch: Option<Microbatch>,
+    /// Which rank; none for all.
+    pub rank: Option<Rank>,
+    /// The factor.
+    pub ratio: f64,
+}
+
+/// What the head declares that losses are divided by.
+pub struct Divisors<'e> {
+    evidence: &'e Evidence<'e>,
+    all: Vec<&'e MicrobatchInputs>,
+    /// By microbatch.
+    declared: Vec<Vec<(Unit, f64)>>,
+}
+
+impl<'e> Divisors<'e> {
+    /// `None` where nothing that follows a denominator fails, or none can be said.
+    pub fn of(evidence: &'e Evidence<'_>) -> Option<Divisors<'e>> {
+        if !evidence.fails_any(&FOLLOW) {
+            return None;
+        }
+        let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
+        let of = |own: &&MicrobatchInputs| evidence.step.denominators(&all, own).ok();
+        let declared = all.iter().map(of).collect::<Option<_>>()?;
+        Some(Divisors { evidence, all, declared })
+    }
+
+    /// The tokens of each microbatch that this span counts together; none where ranks share tokens.
+    pub fn groups(&self, span: &Span) -> Option<Vec<Vec<CountedTogether<'e>>>> {
+        let mut other = self.evidence.step.clone();
+        other.options.scope = span.clone();
+        other.all_groups(&self.all).ok()
+    }
+
+    /// Gradients of a world over declared ones, each microbatch's rank with its own; none where
+    /// it cannot be said.
+    pub fn ratios(
+        &self,
+        world: &Counted,
+        groups: &[Vec<CountedTogether<'e>>],
+    ) -> Option<Vec<Ratio>> {
+        let policy = self.evidence.step.is_policy_loss();
+        let mut found = Vec::new();
+        for ((own, groups), declared) in self.all.iter().zip(groups).zip(&self.declared) {
+            let used = world.of_groups(policy, groups);
+            for (unit, n) in if used.len() >= declared.len() { &used } else { declared } {
+                let Some(&row) = unit.rows.first() else { continue };
+                let ratio = divisor(declared, row)? / divisor(&used, row)?;
+                if !n.is_finite() || !ratio.is_finite() {
+                    continue;
+                }
+                let ranks = unit.ranks.iter().map(|&rank| Some(rank));
+                let of_all = unit.ranks.is_empty().then_some(None);
+                let one = |rank| Ratio { microbatch: own.microbatch, rank, ratio };
+                found.extend(ranks.chain(of_all).map(one));
+            }
+        }
+        Some(found).filter(|found| !found.is_empty())
+    }
+
+    /// Whether some stage that fails has, in all its comparisons, these factors over `means`.
+    pub fn fit(&self, ratios: &[Ratio], means: f64) -> bool {
+        // A comparison over several ranks has a factor between theirs.
+        let range = |key: &Key| {
+            let of = ratios.iter().filter(|one| {
+                one.microbatch == key.microbatch
+                    && (one.rank.is_none() || key.rank.is_none() || one.rank == key.rank)
+            });
+            of.map(|one| one.ratio / means).fold((f64::INFINITY, 0.0f64), |(low, high), ratio| {
+                (low.min(ratio), high.max(ratio))
+            })
+        };
+        let within = |key: &Key, factor: f64| {
+            let (low, high) = range(key);
+            (low..=high).contains(&factor) || is_near(factor, low) || is_near(factor, high)
+        };
+        FOLLOW.iter().any(|&stage| {
+            self.evidence.fails(stage)
+                && informative(self.evidence, stage)
+                    .all(|(key, one)| one.nonfinite > 0 || within(&key, one.factor))
+        })
+    }
+}
+
+/// Factors of the sums over microbatches and ranks: means that were taken there show as
+/// the count of what was averaged.
+pub fn sums(evidence: &Evidence<'_>) -> BTreeMap<Stage, f64> {
+    let (m, w) = (evidence.microbatches() as f64, evidence.ranks() as f64);
+    let factors = [m, 1.0 / m, w, 1.0 / w, m * w, 1.0 / (m * w)];
+    let one = |stage: Stage| {
+        let all = |&&factor: &&f64| {
+            factor != 1.0
+                && evidence.fails(stage)
+                && informative(evidence, stage).all(|(_, one)| is_near(one.factor, factor))
+        };
+        factors.iter().find(all).map(|&factor| (stage, factor))
+    };
+    [Stage::Accumulate, Stage::Reduce].into_iter().filter_map(one).collect()
+}
