@@ -123,6 +123,22 @@ impl Tensor {
         Some(Tensor { key, dtype, shape: self.shape.clone(), place: self.place.clone(), buffer })
     }
 
+    /// The same with some rows of another tensor of this shape and dtype in their places; `None`
+    /// where it is none, or where the machine does not have the memory.
+    pub fn with_rows_of(&self, other: &Tensor, rows: &[usize]) -> Option<Tensor> {
+        if (self.dtype, &self.shape) != (other.dtype, &other.shape) {
+            return None;
+        }
+        let mut mixed = self.with_rows(&Row::From)?;
+        let width = self.shape.last().map_or(1, |&n| n as usize) * self.dtype.width();
+        let target = Arc::get_mut(&mut mixed.buffer)?.bytes_mut();
+        for &row in rows {
+            let row = row * width..(row + 1) * width;
+            target.get_mut(row.clone())?.copy_from_slice(other.bytes().get(row)?);
+        }
+        Some(mixed)
+    }
+
     /// Number of elements.
     pub fn elements(&self) -> usize {
         self.bytes().len() / self.dtype.width()

@@ -42,23 +42,14 @@ impl World for Relabelled {
     }
 }
 
-/// Every token is another one: q, label, weight and cotangent alike.
+/// Every token is another one of its microbatch: q, label, weight and cotangent alike.
 pub struct Moved {
     /// Token in whose place each stands, by microbatch.
     pub from: BTreeMap<Option<Microbatch>, Vec<usize>>,
-    /// The microbatch that it is taken from, where that is another one.
-    pub microbatch: BTreeMap<Option<Microbatch>, Option<Microbatch>>,
 }
 
 impl World for Moved {
-    fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        if let Some(&other) = self.microbatch.get(&inputs.microbatch)
-            && let Ok(other) = step.inputs(other)
-            && other.tokens() == inputs.tokens()
-        {
-            let (microbatch, rows_key) = (inputs.microbatch, inputs.rows_key.clone());
-            *inputs = MicrobatchInputs { microbatch, rows_key, ..other };
-        }
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         let Some(from) = self.from.get(&inputs.microbatch) else { return };
         if let Scores::Product { q, .. } = &mut inputs.scores
             && let Some(moved) = q.with_rows(&|row| Row::From(from[row]))
@@ -69,6 +60,45 @@ impl World for Moved {
         all.labels = from.iter().map(|&t| all.labels[t]).collect();
         for values in [&mut all.weights, &mut all.cotangent, &mut all.copies] {
             *values = from.iter().map(|&t| values[t]).collect();
+        }
+    }
+}
+
+/// Tokens are those that stand in their places in another microbatch.
+pub struct Reread {
+    /// By microbatch.
+    pub from: BTreeMap<Option<Microbatch>, Elsewhere>,
+}
+
+/// The microbatch that tokens are of, and which tokens; all of them where none are named.
+pub type Elsewhere = (Option<Microbatch>, Option<Vec<usize>>);
+
+impl World for Reread {
+    fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        let Some((other, tokens)) = self.from.get(&inputs.microbatch) else { return };
+        let Ok(other) = step.inputs(*other) else { return };
+        if other.tokens() != inputs.tokens() {
+            return;
+        }
+        let Some(tokens) = tokens else {
+            let (microbatch, rows_key) = (inputs.microbatch, inputs.rows_key.clone());
+            *inputs = MicrobatchInputs { microbatch, rows_key, ..other };
+            return;
+        };
+        use Scores::{Logits, Product};
+        let rows = match (&mut inputs.scores, &other.scores) {
+            (Product { q, .. }, Product { q: other, .. }) | (Logits(q), Logits(other)) => {
+                (q, other)
+            }
+            _ => return,
+        };
+        let Some(mixed) = rows.0.with_rows_of(rows.1, tokens) else { return };
+        *rows.0 = mixed;
+        for &t in tokens {
+            inputs.labels[t] = other.labels[t];
+            inputs.weights[t] = other.weights[t];
+            inputs.cotangent[t] = other.cotangent[t];
+            inputs.copies[t] = other.copies[t];
         }
     }
 }

@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 
 use crate::assemble::Row;
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::{alike, energy};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::maps::{BLOCKS, Beyond, Map};
@@ -43,6 +43,10 @@ impl Cause for BlockIndexTimesBlock {
 
     fn advice(&self) -> &str {
         "return the block's index from the index map: Pallas multiplies it by the block's size itself"
+    }
+
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

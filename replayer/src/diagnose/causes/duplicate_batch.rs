@@ -2,19 +2,22 @@
 //! or one microbatch is in the sum twice and another is not.
 //!
 //! Detectors: what was captured of one microbatch, or of one rank's tokens, equals what was
-//! captured of another; the sum over microbatches solved for their weights.
+//! captured of another, or of the same rank in another microbatch; the sum over microbatches
+//! solved for their weights.
 //! Emulation: the other's inputs; those weights.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
+use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
-use crate::diagnose::rearranged::Moved;
+use crate::diagnose::rearranged::{Moved, Reread};
 use crate::head::{MicrobatchInputs, Stage};
 
 /// The catalogue's entry.
@@ -38,12 +41,19 @@ impl Cause for DuplicateBatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = of_microbatches(evidence);
+        let mut found: Vec<Hypothesis> = of_microbatches(evidence).into_iter().collect();
         found.extend(of_ranks_data(evidence));
+        found.extend(of_ranks_microbatches(evidence));
         found.extend(of_sums(evidence));
         found
     }
 }
+
+/// How many times the energy that rounding is expected to make may be off in a part that is right.
+const ROUNDED: f64 = 16.0;
+/// Stages with a row for each token, the first one that can fail first.
+const OF_TOKENS: [Stage; 6] =
+    [Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::DqLse, Stage::DqLabel, Stage::Dq];
 
 /// Whether two captured tensors are one but for rounding.
 fn same(a: &[f64], b: &[f64]) -> bool {
@@ -51,15 +61,11 @@ fn same(a: &[f64], b: &[f64]) -> bool {
 }
 
 /// What fails of a microbatch was captured of another one too.
-fn of_microbatches(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut from: BTreeMap<Option<Microbatch>, Option<Microbatch>> = BTreeMap::new();
-    for inputs in evidence.inputs {
-        let mut keys = evidence.failing.iter().filter(|key| {
-            key.microbatch == inputs.microbatch
-                && key.microbatch.is_some()
-                && key.stage != Stage::Loss
-        });
-        let Some(&key) = keys.next() else { continue };
+fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let mut from = BTreeMap::new();
+    for inputs in evidence.inputs.iter().filter(|one| one.microbatch.is_some()) {
+        let of = |key: &&Key| key.microbatch == inputs.microbatch && key.stage != Stage::Loss;
+        let Some(&key) = evidence.failing.iter().find(of) else { continue };
         let Some(own) = evidence.captured(key) else { continue };
         let is_other = |other: &&MicrobatchInputs| {
             let of = Key { microbatch: other.microbatch, ..key };
@@ -69,48 +75,70 @@ fn of_microbatches(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 && evidence.captured(of).is_some_and(|found| same(&own.values, &found.values))
         };
         if let Some(other) = evidence.inputs.iter().find(is_other) {
-            from.insert(inputs.microbatch, other.microbatch);
+            from.insert(inputs.microbatch, (other.microbatch, None));
         }
     }
-    if from.is_empty() {
-        return Vec::new();
-    }
     let word = |mb: &Option<Microbatch>| mb.map_or("the step".into(), |mb| mb.to_string());
-    let pairs: Vec<String> =
-        from.iter().map(|(to, from)| format!("{} has that of {}", word(to), word(from))).collect();
+    let pair = |(to, (from, _)): (&_, &(_, _))| format!("{} has that of {}", word(to), word(from));
+    let pairs: Vec<String> = from.iter().map(pair).collect();
     let parameters = vec![("microbatch", pairs.join(", "))];
-    vec![Hypothesis::new(Moved { from: BTreeMap::new(), microbatch: from }, parameters)]
+    (!from.is_empty()).then(|| Hypothesis::new(Reread { from }, parameters))
+}
+
+/// What was captured of the tokens of each rank.
+struct ByRank {
+    ranks: Vec<Vec<usize>>,
+    captured: Rc<Values>,
+    /// Whether it is what it should be, as far as its rows were looked at.
+    right: Vec<bool>,
+}
+
+impl ByRank {
+    fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, stage: Stage) -> Option<ByRank> {
+        let place = (stage, inputs.microbatch);
+        let in_place = |key: &&Key| (key.stage, key.microbatch) == place;
+        let keys: Vec<&Key> = evidence.residuals.keys().filter(in_place).collect();
+        let captured = evidence.captured(**keys.first()?)?;
+        let rows = evidence.reference().rows_of(place);
+        let all = keys.iter().map(|key| &evidence.residuals[*key]);
+        let (floor, n) =
+            all.fold((0.0, 0), |(floor, n), one| (floor + one.floor, n + one.elements));
+        let right = |tokens: &Vec<usize>| {
+            let looked: Vec<_> = tokens.iter().filter_map(|t| rows.get_key_value(t)).collect();
+            let off: f64 = looked.iter().map(|(t, row)| distance(captured.row(**t), row)).sum();
+            off <= ROUNDED * floor / n as f64 * (looked.len() * captured.columns) as f64
+        };
+        let ranks = of_ranks(evidence.step, inputs);
+        let right = ranks.iter().map(right).collect();
+        Some(ByRank { ranks, captured, right })
+    }
+
+    fn wrong(&self) -> impl Iterator<Item = usize> {
+        (0..self.ranks.len()).filter(|&at| !self.right[at])
+    }
+
+    fn values(&self, rank: usize) -> Vec<f64> {
+        self.ranks[rank].iter().flat_map(|&t| self.captured.row(t)).copied().collect()
+    }
 }
 
 /// Rows of dq of one rank's tokens are those of another rank's.
-fn of_ranks_data(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut all: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();
     let mut pairs: Vec<String> = Vec::new();
     for inputs in evidence.inputs {
-        let ranks = of_ranks(evidence.step, inputs);
         let mut keys = evidence.failing_of(&GRADIENTS[..4]);
         let Some((key, _)) = keys.find(|(key, _)| key.microbatch == inputs.microbatch) else {
             continue;
         };
-        let Some(captured) = evidence.captured(key) else { continue };
-        let Some(table) = evidence.reference().stages.get(&key) else { continue };
-        let rows = |of: &[usize]| -> Vec<f64> {
-            of.iter().flat_map(|&t| captured.row(t)).copied().collect()
-        };
-        let right = |of: &[usize]| -> bool {
-            let (mut off, mut all) = (0.0, 0.0);
-            for t in of.iter().filter(|t| table.contains_key(t)) {
-                off += distance(captured.row(*t), &table[t]);
-                all += energy(&table[t]);
-            }
-            off <= 0.01 * all
-        };
+        let Some(own) = ByRank::of(evidence, inputs, key.stage) else { continue };
         let mut from: Vec<usize> = (0..inputs.tokens()).collect();
-        for (to, wrong) in ranks.iter().enumerate().filter(|(_, of)| !right(of)) {
-            let other = (0..ranks.len())
-                .find(|&of| of != to && right(&ranks[of]) && same(&rows(wrong), &rows(&ranks[of])));
-            if let Some(other) = other {
-                wrong.iter().zip(&ranks[other]).for_each(|(&t, &other)| from[t] = other);
+        for to in own.wrong() {
+            let values = own.values(to);
+            let is_other = |&of: &usize| own.right[of] && same(&values, &own.values(of));
+            if let Some(other) = (0..own.ranks.len()).find(is_other) {
+                let tokens = own.ranks[to].iter().zip(&own.ranks[other]);
+                tokens.for_each(|(&t, &other)| from[t] = other);
                 pairs.push(format!("part {to} has that of part {other}"));
             }
         }
@@ -118,12 +146,46 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             all.insert(inputs.microbatch, from);
         }
     }
-    if all.is_empty() {
-        return Vec::new();
-    }
     pairs.dedup();
     let parameters = vec![("tokens by rank", pairs.join(", "))];
-    vec![Hypothesis::new(Moved { from: all, microbatch: BTreeMap::new() }, parameters)]
+    (!all.is_empty()).then(|| Hypothesis::new(Moved { from: all }, parameters))
+}
+
+/// What was captured of one rank's tokens in a microbatch is that of the same rank in another one.
+fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let mut from = BTreeMap::new();
+    let mut pairs: Vec<String> = Vec::new();
+    for inputs in evidence.inputs {
+        let fails = |stage: Stage| {
+            let of = |key: &Key| key.stage == stage && key.microbatch == inputs.microbatch;
+            evidence.failing.iter().any(of)
+        };
+        let Some(stage) = OF_TOKENS.into_iter().find(|&stage| fails(stage)) else { continue };
+        let Some(own) = ByRank::of(evidence, inputs, stage) else { continue };
+        for to in own.wrong() {
+            let values = own.values(to);
+            let is_other = |other: &&MicrobatchInputs| {
+                let found = ByRank::of(evidence, other, stage);
+                found.is_some_and(|found| {
+                    found.ranks == own.ranks && found.right[to] && same(&values, &found.values(to))
+                })
+            };
+            let mut others =
+                evidence.inputs.iter().filter(|one| one.microbatch != inputs.microbatch);
+            let Some(other) = others.find(is_other) else { continue };
+            let place = from.entry(inputs.microbatch);
+            let (of, tokens) = place.or_insert((other.microbatch, Some(Vec::new())));
+            if *of != other.microbatch {
+                return None; // ranks that each read another microbatch: no one buffer was stale
+            }
+            tokens.iter_mut().for_each(|tokens| tokens.extend(&own.ranks[to]));
+            let word = |mb: Option<Microbatch>| mb.map_or("all".into(), |mb| mb.to_string());
+            let (own, other) = (word(inputs.microbatch), word(other.microbatch));
+            pairs.push(format!("part {to} in microbatch {own} has that of microbatch {other}"));
+        }
+    }
+    let parameters = vec![("tokens by rank", pairs.join(", "))];
+    (!from.is_empty()).then(|| Hypothesis::new(Reread { from }, parameters))
 }
 
 /// Sums in which one microbatch is twice and another is not.

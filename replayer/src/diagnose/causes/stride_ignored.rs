@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use crate::assemble::Row;
-use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK, alike, dot, energy};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::maps::{Beyond, Map};
@@ -43,6 +43,10 @@ impl Cause for StrideIgnored {
 
     fn advice(&self) -> &str {
         "pass the tensor's strides to the kernel, or make it contiguous before the launch"
+    }
+
+    fn effort(&self) -> Effort {
+        Effort::Some
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

@@ -1,8 +1,8 @@
 //! `token-order`: rows of tokens stand in another order than those that they belong to, as
 //! context parallelism's zigzag leaves them when nobody undoes it.
 //!
-//! Detectors: D9, captured rows of dq are the reference's rows in another order; the
-//! labels that the failing rows show are the recorded ones in another order.
+//! Detectors: D9, captured rows of dq are the reference's rows in another order, in all sequences
+//! or in some of them; the labels that the failing rows show are the recorded ones in another order.
 //! Emulation: dq's rows, after their parts were added or before, all of a token's inputs, the labels
 //! or q alone in that order.
 
@@ -19,7 +19,7 @@ use crate::diagnose::detectors::direct::{alike, distance, energy, tokens};
 use crate::diagnose::detectors::extents::known;
 use crate::diagnose::detectors::labels::LabelTest;
 use crate::diagnose::detectors::orders::{Order, inverse, orders};
-use crate::diagnose::detectors::reference::Table;
+use crate::diagnose::detectors::reference::Rows;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::rearranged::{Moved, MovedRows, Relabelled};
 use crate::head::{MicrobatchInputs, Stage};
@@ -90,12 +90,16 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     for key in failing_dq(evidence) {
         let Some(inputs) = evidence.inputs_of(key.microbatch) else { continue };
         let Some(captured) = evidence.captured(key) else { continue };
-        let Some(table) = evidence.reference().stages.get(&key) else { continue };
-        let named = all_orders(evidence, inputs)
-            .into_iter()
-            .find(|order| fits(&captured, table, &inverse(&order.from)));
-        let whole = || evidence.all_rows()?.stages.get(&key);
-        let order = named.or_else(|| matched(&captured, whole()?, inputs.tokens()));
+        let place = (key.stage, key.microbatch);
+        let rows = evidence.reference().rows_of(place);
+        let orders = all_orders(evidence, inputs);
+        let named = orders
+            .iter()
+            .find(|order| fits(&captured, &rows, &inverse(&order.from)))
+            .cloned()
+            .or_else(|| orders.iter().find_map(|order| in_part(&captured, &rows, order)));
+        let whole = || Some(evidence.all_rows()?.rows_of(place));
+        let order = named.or_else(|| matched(&captured, &whole()?, inputs.tokens()));
         let Some(order) = order else { return Vec::new() };
         put_back.push(in_place(key, &captured, &inverse(&order.from)));
         found.entry(order.name).or_default().insert(key.microbatch, order.from);
@@ -122,7 +126,7 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let rows = MovedRows { from: moved };
         hypotheses.push(Hypothesis::new(rows, parameters("rows of dq")).fitted(fitted));
         if evidence.fails(Stage::Lse) || evidence.fails(Stage::LabelLogits) {
-            let world = Moved { from, microbatch: BTreeMap::new() };
+            let world = Moved { from };
             let words = "everything that was computed of a token";
             hypotheses.push(Hypothesis::new(world, parameters(words)).fitted(fitted));
         }
@@ -141,27 +145,60 @@ fn in_place(key: Key, captured: &Values, to: &[usize]) -> Supplied {
 const MATCH: &str = "one that is known only row by row";
 
 /// Whether the reference's rows that were looked at are captured where an order puts them.
-fn fits(captured: &Values, table: &Table, to: &[usize]) -> bool {
-    let (mut all, mut fit) = (0.0, 0.0);
-    // Small rows of f16 are mostly rounding: the larger half tells.
-    let sizes = table.values().map(|row| energy(row)).filter(|&size| size > 0.0).collect();
-    let least = median(sizes);
-    for (&t, row) in table {
-        if to[t] == t || !(energy(row) >= least) {
+fn fits(captured: &Values, rows: &Rows<'_>, to: &[usize]) -> bool {
+    let all: Vec<usize> = (0..to.len()).collect();
+    let told = telling(rows, median_size(rows), to, &all);
+    told.len() >= 4 && stand_at(captured, rows, &told, &|t| to[t])
+}
+
+/// An order that some runs of tokens follow, where all others stand in theirs.
+fn in_part(captured: &Values, rows: &Rows<'_>, order: &Order) -> Option<Order> {
+    let to = inverse(&order.from);
+    let mut from: Vec<usize> = (0..to.len()).collect();
+    let (mut told, mut runs, least) = (0, 0, median_size(rows));
+    for run in &order.runs {
+        let own = telling(rows, least, &to, run);
+        if own.is_empty() || stand_at(captured, rows, &own, &|t| t) {
             continue;
         }
-        all += 1.0;
-        fit += f64::from(u8::from(alike(captured.row(to[t]), row)));
+        if !stand_at(captured, rows, &own, &|t| to[t]) {
+            return None;
+        }
+        run.iter().for_each(|&t| from[t] = order.from[t]);
+        (told, runs) = (told + own.len(), runs + 1);
     }
-    all >= 4.0 && fit >= FITS * all
+    let name = format!("{}, for {runs} of {}", order.name, order.runs.len());
+    (told >= 4).then(|| Order { name, from, runs: order.runs.clone() })
+}
+
+/// Small rows of f16 are mostly rounding: the larger half tells.
+fn median_size(rows: &Rows<'_>) -> f64 {
+    median(rows.values().map(|row| energy(row)).filter(|&size| size > 0.0).collect())
+}
+
+/// Tokens that an order moves and whose rows are at least this large.
+fn telling(rows: &Rows<'_>, least: f64, to: &[usize], of: &[usize]) -> Vec<usize> {
+    let tells = |t: &&usize| to[**t] != **t && rows.get(*t).is_some_and(|row| energy(row) >= least);
+    of.iter().filter(tells).copied().collect()
+}
+
+/// Whether nearly all of these rows are captured in these places.
+fn stand_at(
+    captured: &Values,
+    rows: &Rows<'_>,
+    of: &[usize],
+    place: &dyn Fn(usize) -> usize,
+) -> bool {
+    let fit = of.iter().filter(|&&t| alike(captured.row(place(t)), rows[&t])).count();
+    fit as f64 >= FITS * of.len() as f64
 }
 
 /// Every captured row is one of the reference's, each once.
-fn matched(captured: &Values, table: &Table, tokens: usize) -> Option<Order> {
-    if table.len() != tokens || tokens > MATCHED {
+fn matched(captured: &Values, rows: &Rows<'_>, tokens: usize) -> Option<Order> {
+    if rows.len() != tokens || tokens > MATCHED {
         return None; // a sample: most rows' matches are not in it
     }
-    let norms: Vec<f64> = table.values().map(|row| energy(row)).collect();
+    let norms: Vec<f64> = rows.values().map(|row| energy(row)).collect();
     let mut by_norm: Vec<usize> = (0..tokens).collect();
     by_norm.sort_by(|&a, &b| norms[a].total_cmp(&norms[b]));
     let mut taken = vec![false; tokens];
@@ -175,7 +212,7 @@ fn matched(captured: &Values, table: &Table, tokens: usize) -> Option<Order> {
         // Equal rows have nearly equal norms.
         let first = by_norm.partition_point(|&s| norms[s] < 0.95 * norm);
         let near = by_norm[first..].iter().take_while(|&&s| norms[s] <= 1.05 * norm);
-        let near = near.filter(|&&s| !taken[s]).map(|&s| (distance(row, &table[&s]), s));
+        let near = near.filter(|&&s| !taken[s]).map(|&s| (distance(row, rows[&s]), s));
         let (off, s) = near.min_by(|a, b| a.0.total_cmp(&b.0).then((a.1 != t).cmp(&(b.1 != t))))?;
         if off > 1e-3 * norm {
             return None;
@@ -193,7 +230,7 @@ fn matched(captured: &Values, table: &Table, tokens: usize) -> Option<Order> {
         from[t] = s;
     }
     let moved = from.iter().enumerate().any(|(t, &s)| t != s);
-    moved.then(|| Order { name: MATCH.into(), from })
+    moved.then(|| Order { name: MATCH.into(), from, runs: vec![(0..tokens).collect()] })
 }
 
 /// Labels in another order than the tokens.

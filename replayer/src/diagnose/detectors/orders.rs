@@ -10,6 +10,8 @@ pub struct Order {
     pub name: String,
     /// `[T]`, a permutation.
     pub from: Vec<usize>,
+    /// Tokens that the order leaves among themselves.
+    pub runs: Vec<Vec<usize>>,
 }
 
 /// Parts that a sequence may have been cut in over ranks.
@@ -19,15 +21,16 @@ const PARTS: [usize; 6] = [2, 4, 8, 16, 32, 64];
 /// of a row, where there are several rows.
 pub fn orders(tokens: usize, extents: &[Extent], batch: Option<(usize, usize)>) -> Vec<Order> {
     let mut found: Vec<Order> = Vec::new();
-    let mut add = |name: String, from: Vec<usize>| {
+    let mut add = |name: String, from: Vec<usize>, runs: &[Vec<usize>]| {
         let moved = from.iter().enumerate().any(|(t, &from)| t != from);
         if moved && found.iter().all(|order| order.from != from) {
-            found.push(Order { name, from });
+            found.push(Order { name, from, runs: runs.to_vec() });
         }
     };
     for extent in extents {
+        let runs = &extent.runs[..];
         let over = |name: &str| format!("{name} in {}", extent.name);
-        add(over("reversed"), within(tokens, extent, &|n, at| n - 1 - at));
+        add(over("reversed"), within(tokens, extent, &|n, at| n - 1 - at), runs);
         for parts in PARTS {
             let fits = extent.runs.iter().all(|run| run.len() >= 2 * parts);
             if !fits {
@@ -37,26 +40,28 @@ pub fn orders(tokens: usize, extents: &[Extent], batch: Option<(usize, usize)>) 
             let name = format!("zigzag over {parts} ranks");
             for border in BORDERS {
                 let forth = permuted(tokens, extent, &|n| pieces(n, 2 * parts, border, &zigzag));
-                add(over(&format!("{name}, undone")), inverse(&forth));
-                add(over(&name), forth);
+                add(over(&format!("{name}, undone")), inverse(&forth), runs);
+                add(over(&name), forth, runs);
             }
             let forth = permuted(tokens, extent, &|n| {
                 (0..parts).flat_map(|i| (i..n).step_by(parts)).collect()
             });
             let name = format!("every {parts}th token together");
-            add(over(&format!("{name}, undone")), inverse(&forth));
-            add(over(&name), forth);
+            add(over(&format!("{name}, undone")), inverse(&forth), runs);
+            add(over(&name), forth, runs);
         }
     }
     if let Some((rows, length)) = batch.filter(|&(rows, length)| rows > 1 && length > 1) {
         let swapped: Vec<usize> =
             (0..length).flat_map(|s| (0..rows).map(move |b| b * length + s)).collect();
-        add("tokens and sequences transposed, undone".into(), inverse(&swapped));
-        add("tokens and sequences transposed".into(), swapped);
+        let all = [(0..tokens).collect()];
+        add("tokens and sequences transposed, undone".into(), inverse(&swapped), &all);
+        add("tokens and sequences transposed".into(), swapped, &all);
     }
     for extent in extents {
         for by in [1isize, -1, 2, -2] {
-            add(format!("rolled by {by} in {}", extent.name), extent.rolled(tokens, by));
+            let name = format!("rolled by {by} in {}", extent.name);
+            add(name, extent.rolled(tokens, by), &extent.runs);
         }
     }
     found

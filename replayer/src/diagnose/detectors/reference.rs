@@ -8,7 +8,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
-use crate::replay::trial::{Rows, counted_trial};
+use crate::replay::trial::{Rows as Sample, counted_trial};
 use crate::replay::world::{Expectation, Pass, UnitTokens, World};
 
 /// Values of a stage that are kept at most, for `[T, V]` stages.
@@ -16,6 +16,9 @@ const MOST: usize = 1 << 24;
 
 /// Reference values by row: tokens, classes.
 pub type Table = BTreeMap<usize, Vec<f64>>;
+
+/// The same of several tables.
+pub type Rows<'t> = BTreeMap<usize, &'t [f64]>;
 
 /// What a world's stages should be.
 #[derive(Default)]
@@ -48,6 +51,16 @@ impl Reference {
         Some(c * slope * (logit - lse).exp()).filter(|x| x.is_finite())
     }
 
+    /// The rows of a stage that were looked at, of all units of a microbatch: those of one rank are
+    /// one comparison.
+    pub fn rows_of(&self, (stage, microbatch): (Stage, Option<Microbatch>)) -> Rows<'_> {
+        let of = |key: &Key| key.stage == stage && key.microbatch == microbatch;
+        let tables = self.stages.iter().filter(|(key, _)| of(key));
+        tables
+            .flat_map(|(_, table)| table.iter().map(|(&row, values)| (row, &values[..])))
+            .collect()
+    }
+
     /// A token's row of a stage: of whichever unit holds it.
     pub fn of_token(
         &self,
@@ -64,7 +77,7 @@ impl Reference {
 pub fn reference(
     evidence: &Evidence<'_>,
     world: Option<&dyn World>,
-    rows: Option<&Rows>,
+    rows: Option<&Sample>,
 ) -> Reference {
     let notes = Notes {
         found: Mutex::default(),
