@@ -12,7 +12,7 @@ use crate::replay::outcome::Outcome;
 use crate::replay::trial::Rows;
 
 /// Multiply-adds of one GEMM up to which all rows are looked at.
-const ALL: u64 = 1 << 24;
+const ALL: u64 = 1 << 26;
 /// Rows of dk, and tokens of a microbatch, in a sample.
 const KEPT: usize = 192;
 /// The same for a glance.
