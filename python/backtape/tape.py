@@ -130,8 +130,8 @@ class Tape:
             torch.Tensor or DTensor (this rank's shard, with the placements that it has).
         role: the part in the loss head; by default the name, if that is a role.
         global_shape, offsets: `array` is the box of the tensor that starts at `offsets`.
-        global_shape, flat_offset: `array` is a run of the flattened tensor (FSDP1's flat
-            parameters); it may end inside a row.
+        global_shape, flat_offset: `array`, a torch tensor, is a run of the flattened tensor (FSDP1's
+            flat parameters); it may end inside a row.
         partial: `array` is one addend of the tensor, over ranks.
         placement: of a local array, how it lies on the recorder's mesh: {"data": 0} where the
             axis `data` splits dimension 0, {"data": "sum"} or "mean" for addends; other axes

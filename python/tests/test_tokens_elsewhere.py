@@ -82,7 +82,9 @@ def test_an_order_that_one_sequence_alone_is_left_in_is_named_though_each_rank_h
     of = int(job.rng.integers(job.sequences))
     job.dq[:, of] = job.dq[:, of, ::-1].copy()
     told = named(job.recorded(tmp_path), "token-order")
-    assert told["order"] == f"reversed in each sequence, for 1 of {job.sequences}"
+    assert told["order"] == "reversed in each sequence"
+    places = [f"microbatch {mb}, 1 of {job.sequences} (counted from 0: {of})" for mb in range(job.microbatches)]
+    assert told["only in"] == "; ".join(places)
 
 
 def test_a_sequence_in_an_order_that_has_no_name_is_matched_row_by_row(tmp_path):
@@ -103,4 +105,4 @@ def test_a_microbatch_that_one_rank_alone_has_read_again_is_named_with_the_rank(
     job = Job()
     rank, last = int(job.rng.integers(job.ranks)), job.microbatches - 1
     told = named(job.recorded(tmp_path, lambda of, mb: 0 if (of, mb) == (rank, last) else mb), "duplicate-batch")
-    assert told["tokens by rank"] == f"part {rank} in microbatch {last} has that of microbatch 0"
+    assert told["tokens"] == f"rank {rank} in microbatch {last} has those of microbatch 0"

@@ -13,8 +13,8 @@ use crate::diagnose::Causes;
 
 /// Says where, by how much and why the gradients of a dumped step diverge.
 ///
-/// Exit codes: 0 agreed, 1 diverged, 2 wrong usage or environment, 3 the dump is
-/// incomplete or corrupt.
+/// Exit codes: 0 agreed, 1 diverged or misdeclared, 2 wrong usage or environment, 3 the dump is
+/// incomplete or corrupt, 4 two runs differ, and nothing recorded says how much they may.
 #[derive(Debug, Parser)]
 #[command(name = "replay", version, args_conflicts_with_subcommands = true)]
 pub(super) struct Arguments {

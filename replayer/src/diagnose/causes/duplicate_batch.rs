@@ -15,10 +15,10 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
-use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::rearranged::{Moved, Reread};
-use crate::head::{MicrobatchInputs, Stage};
+use crate::dump::name_ranks;
+use crate::head::{MicrobatchInputs, Stage, Unit};
 
 /// The catalogue's entry.
 pub struct DuplicateBatch;
@@ -87,7 +87,8 @@ fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 
 /// What was captured of the tokens of each rank.
 struct ByRank {
-    ranks: Vec<Vec<usize>>,
+    /// In words, and the tokens.
+    ranks: Vec<(String, Vec<usize>)>,
     captured: Rc<Values>,
     /// Whether it is what it should be, as far as its rows were looked at.
     right: Vec<bool>,
@@ -108,8 +109,9 @@ impl ByRank {
             let off: f64 = looked.iter().map(|(t, row)| distance(captured.row(**t), row)).sum();
             off <= ROUNDED * floor / n as f64 * (looked.len() * captured.columns) as f64
         };
-        let ranks = of_ranks(evidence.step, inputs);
-        let right = ranks.iter().map(right).collect();
+        let named = |unit: Unit| (name_ranks(&unit.ranks), unit.rows);
+        let ranks: Vec<_> = evidence.step.rank_rows(inputs).ok()?.into_iter().map(named).collect();
+        let right = ranks.iter().map(|(_, tokens)| right(tokens)).collect();
         Some(ByRank { ranks, captured, right })
     }
 
@@ -118,7 +120,7 @@ impl ByRank {
     }
 
     fn values(&self, rank: usize) -> Vec<f64> {
-        self.ranks[rank].iter().flat_map(|&t| self.captured.row(t)).copied().collect()
+        self.ranks[rank].1.iter().flat_map(|&t| self.captured.row(t)).copied().collect()
     }
 }
 
@@ -137,9 +139,9 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let values = own.values(to);
             let is_other = |&of: &usize| own.right[of] && same(&values, &own.values(of));
             if let Some(other) = (0..own.ranks.len()).find(is_other) {
-                let tokens = own.ranks[to].iter().zip(&own.ranks[other]);
-                tokens.for_each(|(&t, &other)| from[t] = other);
-                pairs.push(format!("part {to} has that of part {other}"));
+                let (to, other) = (&own.ranks[to], &own.ranks[other]);
+                to.1.iter().zip(&other.1).for_each(|(&t, &other)| from[t] = other);
+                pairs.push(format!("{} has those of {}", to.0, other.0));
             }
         }
         if from.iter().enumerate().any(|(t, &from)| t != from) {
@@ -147,7 +149,7 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
     }
     pairs.dedup();
-    let parameters = vec![("tokens by rank", pairs.join(", "))];
+    let parameters = vec![("tokens", pairs.join(", "))];
     (!all.is_empty()).then(|| Hypothesis::new(Moved { from: all }, parameters))
 }
 
@@ -178,13 +180,14 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             if *of != other.microbatch {
                 return None; // ranks that each read another microbatch: no one buffer was stale
             }
-            tokens.iter_mut().for_each(|tokens| tokens.extend(&own.ranks[to]));
+            tokens.iter_mut().for_each(|tokens| tokens.extend(&own.ranks[to].1));
             let word = |mb: Option<Microbatch>| mb.map_or("all".into(), |mb| mb.to_string());
-            let (own, other) = (word(inputs.microbatch), word(other.microbatch));
-            pairs.push(format!("part {to} in microbatch {own} has that of microbatch {other}"));
+            let (rank, mb, other) =
+                (&own.ranks[to].0, word(inputs.microbatch), word(other.microbatch));
+            pairs.push(format!("{rank} in microbatch {mb} has those of microbatch {other}"));
         }
     }
-    let parameters = vec![("tokens by rank", pairs.join(", "))];
+    let parameters = vec![("tokens", pairs.join(", "))];
     (!from.is_empty()).then(|| Hypothesis::new(Reread { from }, parameters))
 }
 

@@ -32,6 +32,8 @@ pub struct TokenOrder;
 
 /// Share of the rows that must be where an order says.
 const FITS: f64 = 0.9;
+/// Runs that are named at most.
+const RUNS: usize = 8;
 /// Rows of dq that are matched with all others at most.
 const MATCHED: usize = 6000;
 
@@ -86,18 +88,20 @@ type Orders = BTreeMap<Option<Microbatch>, Vec<usize>>;
 /// Rows of dq in another order: dq's own, or those of everything that a token has.
 fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut found: BTreeMap<String, Orders> = BTreeMap::new();
-    let mut put_back = Vec::new();
+    let (mut put_back, mut parts) = (Vec::new(), Vec::new());
     for key in failing_dq(evidence) {
         let Some(inputs) = evidence.inputs_of(key.microbatch) else { continue };
         let Some(captured) = evidence.captured(key) else { continue };
         let place = (key.stage, key.microbatch);
         let rows = evidence.reference().rows_of(place);
         let orders = all_orders(evidence, inputs);
-        let named = orders
-            .iter()
-            .find(|order| fits(&captured, &rows, &inverse(&order.from)))
-            .cloned()
-            .or_else(|| orders.iter().find_map(|order| in_part(&captured, &rows, order)));
+        let whole = orders.iter().find(|order| fits(&captured, &rows, &inverse(&order.from)));
+        let part = || orders.iter().find_map(|order| in_part(&captured, &rows, order));
+        let named = whole.cloned().or_else(|| {
+            let (order, runs) = part()?;
+            parts.push(place_of(key.microbatch, &runs, order.runs.len()));
+            Some(order)
+        });
         let whole = || Some(evidence.all_rows()?.rows_of(place));
         let order = named.or_else(|| matched(&captured, &whole()?, inputs.tokens()));
         let Some(order) = order else { return Vec::new() };
@@ -116,7 +120,11 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let fitted = if name == MATCH { 4 } else { 0 };
         let rows = |of: &Vec<usize>| of.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
         let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
-        let parameters = |what: &str| vec![("order", name.clone()), ("of", what.to_string())];
+        let parameters = |what: &str| {
+            let only = (!parts.is_empty()).then(|| ("only in", parts.join("; ")));
+            let of = [("order", name.clone()), ("of", what.to_string())];
+            of.into_iter().chain(only).collect::<Vec<_>>()
+        };
         if alone {
             let supplied = std::mem::take(&mut put_back);
             let world = StandsIn(Arc::new(Variant { name: name.clone(), supplied }));
@@ -151,12 +159,12 @@ fn fits(captured: &Values, rows: &Rows<'_>, to: &[usize]) -> bool {
     told.len() >= 4 && stand_at(captured, rows, &told, &|t| to[t])
 }
 
-/// An order that some runs of tokens follow, where all others stand in theirs.
-fn in_part(captured: &Values, rows: &Rows<'_>, order: &Order) -> Option<Order> {
+/// An order that some runs of tokens follow, where all others stand in theirs, and which do.
+fn in_part(captured: &Values, rows: &Rows<'_>, order: &Order) -> Option<(Order, Vec<usize>)> {
     let to = inverse(&order.from);
     let mut from: Vec<usize> = (0..to.len()).collect();
-    let (mut told, mut runs, least) = (0, 0, median_size(rows));
-    for run in &order.runs {
+    let (mut told, mut runs, least) = (0, Vec::new(), median_size(rows));
+    for (at, run) in order.runs.iter().enumerate() {
         let own = telling(rows, least, &to, run);
         if own.is_empty() || stand_at(captured, rows, &own, &|t| t) {
             continue;
@@ -165,10 +173,18 @@ fn in_part(captured: &Values, rows: &Rows<'_>, order: &Order) -> Option<Order> {
             return None;
         }
         run.iter().for_each(|&t| from[t] = order.from[t]);
-        (told, runs) = (told + own.len(), runs + 1);
+        told += own.len();
+        runs.push(at);
     }
-    let name = format!("{}, for {runs} of {}", order.name, order.runs.len());
-    (told >= 4).then(|| Order { name, from, runs: order.runs.clone() })
+    (told >= 4).then(|| (Order { from, ..order.clone() }, runs))
+}
+
+/// Runs in words: those of a microbatch that are in an order.
+fn place_of(microbatch: Option<Microbatch>, runs: &[usize], of: usize) -> String {
+    let some: Vec<String> = runs.iter().take(RUNS).map(usize::to_string).collect();
+    let more = if runs.len() > RUNS { " ..." } else { "" };
+    let mb = microbatch.map_or(String::new(), |mb| format!("microbatch {mb}, "));
+    format!("{mb}{} of {of} (counted from 0: {}{more})", runs.len(), some.join(", "))
 }
 
 /// Small rows of f16 are mostly rounding: the larger half tells.
