@@ -157,18 +157,23 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
     let mut pairs: Vec<String> = Vec::new();
+    // Each is read once, however many ranks and microbatches are compared with it.
+    let mut read: BTreeMap<(Stage, Option<Microbatch>), Option<Rc<ByRank>>> = BTreeMap::new();
+    let mut by_rank = |inputs: &MicrobatchInputs, stage: Stage| {
+        let of = || ByRank::of(evidence, inputs, stage).map(Rc::new);
+        read.entry((stage, inputs.microbatch)).or_insert_with(of).clone()
+    };
     for inputs in evidence.inputs {
         let fails = |stage: Stage| {
             let of = |key: &Key| key.stage == stage && key.microbatch == inputs.microbatch;
             evidence.failing.iter().any(of)
         };
         let Some(stage) = OF_TOKENS.into_iter().find(|&stage| fails(stage)) else { continue };
-        let Some(own) = ByRank::of(evidence, inputs, stage) else { continue };
+        let Some(own) = by_rank(inputs, stage) else { continue };
         for to in own.wrong() {
             let values = own.values(to);
             let is_other = |other: &&MicrobatchInputs| {
-                let found = ByRank::of(evidence, other, stage);
-                found.is_some_and(|found| {
+                by_rank(other, stage).is_some_and(|found| {
                     found.ranks == own.ranks && found.right[to] && same(&values, &found.values(to))
                 })
             };

@@ -7,25 +7,15 @@ use std::collections::BTreeMap;
 use backtape::head::Span;
 use backtape::identity::{Microbatch, Rank};
 
-use super::uniform::{informative, is_near};
+use super::uniform::{SCALED, informative, is_near};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::worlds::{Counted, divisor};
 use crate::head::units::CountedTogether;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 
-/// Stages that follow the denominators of the tokens.
-const FOLLOW: [Stage; 10] = [
-    Stage::Loss,
-    Stage::Dlogprobs,
-    Stage::Dlogits,
-    Stage::DqLse,
-    Stage::DqLabel,
-    Stage::Dq,
-    Stage::DkLse,
-    Stage::DkLabel,
-    Stage::Dk,
-    Stage::Dbias,
-];
+/// Stages that follow the denominators of the tokens: all that a factor may show in but the sums
+/// over microbatches and ranks.
+const FOLLOW: &[Stage] = SCALED.split_at(10).0;
 
 /// How much larger a unit's gradient is than declared.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,7 +39,7 @@ pub struct Divisors<'e> {
 impl<'e> Divisors<'e> {
     /// `None` where nothing that follows a denominator fails, or none can be said.
     pub fn of(evidence: &'e Evidence<'_>) -> Option<Divisors<'e>> {
-        if !evidence.fails_any(&FOLLOW) {
+        if !evidence.fails_any(FOLLOW) {
             return None;
         }
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
