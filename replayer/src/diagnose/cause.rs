@@ -1,6 +1,8 @@
 //! What an entry of the catalogue is: a hypothesis about a job, with its parameters, that
 //! can be tried on the dump.
 
+use std::sync::Arc;
+
 use super::evidence::Evidence;
 use crate::head::Stage;
 use crate::replay::world::World;
@@ -65,7 +67,7 @@ const FOR_EVERY_TOKEN: usize = 8;
 /// One set of parameters of a cause, ready to be tried.
 pub struct Hypothesis {
     /// What the job did.
-    pub world: Box<dyn World>,
+    pub world: Arc<dyn World>,
     /// Parameters in words, for the report.
     pub parameters: Vec<(&'static str, String)>,
     /// How many of them were fitted to captured gradients rather than taken from what the
@@ -79,7 +81,12 @@ pub struct Hypothesis {
 impl Hypothesis {
     /// A hypothesis whose parameters all come from the dump.
     pub fn new(world: impl World + 'static, parameters: Vec<(&'static str, String)>) -> Hypothesis {
-        Hypothesis { world: Box::new(world), parameters, fitted: 0, of_both: false }
+        Hypothesis { world: Arc::new(world), parameters, fitted: 0, of_both: false }
+    }
+
+    /// Whether it is a policy that is emulated: such trials share no passes with others.
+    pub fn emulates(&self, evidence: &Evidence<'_>) -> bool {
+        evidence.roundings().is_some_and(|of| self.world.policy(&of).is_some())
     }
 
     /// The same with a number for every token, fitted to one gradient.

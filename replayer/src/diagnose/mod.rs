@@ -14,6 +14,7 @@ mod declarations;
 pub mod detectors;
 pub mod evidence;
 mod found;
+mod limited;
 mod own;
 mod proof;
 pub mod rearranged;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use super::against::{Against, Part};
 use super::budget::Meter;
 use super::cause::{Cause, Effort, Hypothesis};
+use super::detectors::places::Places;
 use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
+use super::limited::limited;
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
 use crate::replay::pass_cache::PassCache;
@@ -260,9 +262,37 @@ impl<'a> Search<'a> {
             let causes = causes.filter(|(_, cause)| cause.effort() == effort);
             found.extend(self.tried(causes.map(|(at, &cause)| (at, cause)), evidence));
         }
+        if evidence.background.is_empty() {
+            found.extend(self.in_places(&found, evidence));
+        }
         // Ties are told in the order of the catalogue.
         found.sort_by_key(|(at, _)| *at);
         found.into_iter().map(|(_, tried)| tried).collect()
+    }
+
+    /// What was tried once more, in those places alone where something is wrong, unless it
+    /// explains everything as it is.
+    fn in_places<'c>(
+        &self,
+        found: &[(usize, Tried<'c>)],
+        evidence: &Evidence<'_>,
+    ) -> Vec<(usize, Tried<'c>)> {
+        let explained = |(_, one): &(usize, Tried<'c>)| one.explains.is_superset(&evidence.failing);
+        let places = || Places::of(evidence).map(Arc::new);
+        let Some(places) = (!found.iter().any(explained)).then(places).flatten() else {
+            return Vec::new();
+        };
+        let emulates = |(_, one): &&(usize, Tried<'c>)| one.hypothesis.emulates(evidence);
+        let (last, first): (Vec<_>, Vec<_>) = found.iter().partition(emulates);
+        let one = |(at, tried): &(usize, Tried<'c>)| {
+            if self.meter.is_spent() {
+                self.meter.leaves(tried.cause.id());
+                return None;
+            }
+            let hypothesis = limited(&tried.hypothesis, evidence, &places)?;
+            Some((*at, self.one(tried.cause, hypothesis, evidence)?))
+        };
+        first.into_iter().chain(last).filter_map(one).collect()
     }
 
     /// Tries the hypotheses of some causes, those last that emulate a policy: the others share
@@ -272,14 +302,10 @@ impl<'a> Search<'a> {
         causes: impl Iterator<Item = (usize, &'c dyn Cause)>,
         evidence: &Evidence<'_>,
     ) -> Vec<(usize, Tried<'c>)> {
-        let roundings = evidence.roundings();
-        let emulates = |hypothesis: &Hypothesis| {
-            roundings.as_ref().is_some_and(|of| hypothesis.world.policy(of).is_some())
-        };
         let (mut found, mut last) = (Vec::new(), Vec::new());
         for (at, cause) in causes {
             for hypothesis in self.hypotheses(cause, evidence) {
-                match emulates(&hypothesis) {
+                match hypothesis.emulates(evidence) {
                     true => last.push((at, cause, hypothesis)),
                     false => {
                         found.extend(self.one(cause, hypothesis, evidence).map(|one| (at, one)));

@@ -188,7 +188,7 @@ pub struct Optioned<F> {
     pub factor: f64,
 }
 
-impl<F: Fn(&mut HeadOptions) + Sync> World for Optioned<F> {
+impl<F: Fn(&mut HeadOptions) + Send + Sync> World for Optioned<F> {
     fn options(&self, options: &mut HeadOptions) {
         (self.change)(options);
     }

@@ -23,7 +23,7 @@ pub enum Walk {
 }
 
 /// A declaration that can be replayed.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct HeadOptions {
     /// Which loss.
     pub loss: Loss,

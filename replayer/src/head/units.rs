@@ -9,6 +9,7 @@
 //! whole addends out of what was recorded, their sum is still over all tokens.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use backtape::head::{
     Denominator, LossAverage, LossReduction, Microbatches, Ranks, RatioLevel, Sequences,
@@ -249,13 +250,31 @@ impl HeadStep<'_> {
 
     /// The tokens by the ranks that hold them.
     pub(crate) fn rank_rows(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
-        let mut by_rank: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
         let info = &self.dump.tensors()[&inputs.rows_key];
         // The last dimension of q and of the logits is not one of tokens.
         let leading = info.shape.len() - usize::from(self.scores() != Role::Logprobs);
-        for shard in &info.shards {
+        let units = self.held_by_ranks(&inputs.rows_key, 0..leading);
+        let mut seen = vec![0u32; inputs.tokens()];
+        units.iter().flat_map(|unit| &unit.rows).for_each(|&row| seen[row] += 1);
+        if seen.iter().any(|&n| n != 1) {
+            return Err("ranks hold tokens that overlap in part, so the share of each rank's addend is not known".into());
+        }
+        Ok(units)
+    }
+
+    /// The classes of a gradient of k by the ranks that recorded them.
+    pub(crate) fn rank_classes(&self, of: &TensorKey) -> Vec<Unit> {
+        let at = usize::from(self.options.transposed());
+        self.held_by_ranks(of, at..at + 1)
+    }
+
+    /// The rows of some dimensions of a tensor, flattened, by the ranks that recorded them.
+    fn held_by_ranks(&self, of: &TensorKey, dimensions: Range<usize>) -> Vec<Unit> {
+        let mut by_rank: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
+        for shard in &self.dump.tensors()[of].shards {
             let record = self.dump.record(shard);
-            let (place, shape) = (&record.place.0[..leading], &record.shape[..leading]);
+            let place = &record.place.0[dimensions.clone()];
+            let shape = &record.shape[dimensions.clone()];
             by_rank.entry(record.rank).or_default().extend(flat_rows(place, shape));
         }
         let mut by_rows: BTreeMap<Vec<usize>, Vec<Rank>> = BTreeMap::new();
@@ -264,15 +283,10 @@ impl HeadStep<'_> {
             rows.dedup();
             by_rows.entry(rows).or_default().push(rank);
         }
-        let mut seen = vec![0u32; inputs.tokens()];
-        by_rows.keys().flatten().for_each(|&row| seen[row] += 1);
-        if seen.iter().any(|&n| n != 1) {
-            return Err("ranks hold tokens that overlap in part, so the share of each rank's addend is not known".into());
-        }
         let unit = |(rows, ranks): (Vec<usize>, Vec<Rank>)| Unit { ranks, rows };
         let mut units: Vec<Unit> = by_rows.into_iter().map(unit).collect();
         units.sort_by_key(Unit::rank);
-        Ok(units)
+        units
     }
 
     /// Groups of tokens with one denominator, and that denominator.

@@ -15,7 +15,7 @@ use super::loss::Upstream;
 use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::smoothed::of_smoothed_entries;
-use super::world::{At, UnitTokens};
+use super::world::{At, UnitName, UnitTokens};
 use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
@@ -68,6 +68,11 @@ pub(super) struct Problem<'a> {
 }
 
 impl Problem<'_> {
+    /// Whose it is.
+    pub(super) fn unit(&self) -> UnitName {
+        (self.microbatch, self.rank)
+    }
+
     /// The same tokens over other classes.
     pub(super) fn over<'h>(&self, head: HeadInputs<'h>) -> Problem<'h> {
         Problem {

@@ -329,6 +329,11 @@ impl Replay<'_> {
             let first = slab.range.start * d;
             let (factor, again) = self.factor(problem, stage);
             let allowances = self.of_dk(problem, slab, stage);
+            let at_stage = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+            let class = |row: usize| match &slab.classes {
+                Some(classes) => classes[row],
+                None => slab.range.start + row,
+            };
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
                 let inner = match &parts {
@@ -336,7 +341,9 @@ impl Replay<'_> {
                     _ => allowances.of(row, column, &slab.sums(&problem.head, at)),
                 };
                 let lost = if forced { 0.0 } else { slab.lost(stage, at) };
-                let inner = Allowed { certain: inner.certain + lost, ..inner }.times(factor);
+                let noise = self.world.noise(at_stage, class(row), column);
+                let (own, certain) = (inner.own + noise, inner.certain + lost);
+                let inner = Allowed { own, certain, ..inner }.times(factor);
                 gradient.storing(first + at, x, again, inner)
             };
             let index = |row: usize| (slab.range.start + row) as u64;
@@ -366,6 +373,21 @@ impl Replay<'_> {
         (factor, rounds(factor))
     }
 
+    /// Puts what a policy gives in the place of the rows that the world means by it.
+    pub(super) fn put_emulated(
+        &self,
+        (at, rows): (At, &[usize]),
+        emulated: &[f64],
+        values: &mut [f64],
+    ) {
+        let width = (values.len() / rows.len().max(1)).max(1);
+        for ((to, from), &row) in values.chunks_mut(width).zip(emulated.chunks(width)).zip(rows) {
+            if self.world.emulates(at, row) {
+                to.copy_from_slice(from);
+            }
+        }
+    }
+
     /// What the world says of a stage's rows: its policy's values where it has one, and
     /// what it changes last.
     fn supposed(
@@ -378,14 +400,15 @@ impl Replay<'_> {
         let stage = gradient.stage;
         let emulated = slab.instead.iter().find(|(of, _)| *of == stage && !forced);
         let store = |&x: &f64| gradient.stored.map_or(x, |precision| precision.round64(x));
-        let mut values = match emulated {
-            Some((_, values)) => values.iter().map(store).collect(),
-            None => exact,
-        };
+        let mut values = exact;
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);
         let columns = values.len() / rows.len().max(1);
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        if let Some((_, emulated)) = emulated {
+            self.put_emulated((at, rows), emulated, &mut values);
+            values.iter_mut().for_each(|x| *x = store(x));
+        }
         let factor = self.world.scale(at);
         values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });

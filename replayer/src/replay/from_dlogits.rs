@@ -113,11 +113,12 @@ impl Replay<'_> {
     ) {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
-        let supposed = self.world.policy(&self.roundings).map(|(of, _)| Operands {
-            entries: narrowed(&dlogits.values.matrix(), of.dlogits),
-            q: narrowed(&problem.head.q, of.input),
-            k: narrowed(&problem.head.k, of.input),
-        });
+        let supposed =
+            self.world.policy_of(&self.roundings, problem.unit()).map(|(of, _)| Operands {
+                entries: narrowed(&dlogits.values.matrix(), of.dlogits),
+                q: narrowed(&problem.head.q, of.input),
+                k: narrowed(&problem.head.k, of.input),
+            });
         let (entries, head): (Matrix<'_>, HeadInputs<'_>) = match &supposed {
             Some(of) => (of.entries.matrix(), of.head(&problem.head)),
             None => (dlogits.values.matrix(), problem.head),

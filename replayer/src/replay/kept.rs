@@ -188,12 +188,13 @@ impl Replay<'_> {
         let (microbatch, rank) = (problem.microbatch, problem.rank);
         let at = At { stage: Stage::Dk, microbatch, rank };
         let emulated = slab.instead.iter().find(|(of, _)| *of == Stage::Dk);
-        let mut values = match emulated {
-            Some((_, values)) => values.clone(),
-            None => slab.lse.iter().zip(&slab.label).map(|(a, b)| a + b).collect(),
-        };
+        let exact = slab.lse.iter().zip(&slab.label).map(|(a, b)| a + b);
+        let mut values: Vec<f64> = exact.collect();
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);
+        if let Some((_, emulated)) = emulated {
+            self.put_emulated((at, rows), emulated, &mut values);
+        }
         let (factor, columns) = (self.world.scale(at), values.len() / rows.len().max(1));
         values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });

@@ -7,7 +7,7 @@ use super::allowed::{relative, summed};
 use super::column::Expected;
 use super::forward::ForwardState;
 use super::outcome::Outcome;
-use super::world::{At, Read};
+use super::world::{At, Expectation, Read};
 use super::{Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::units::share;
@@ -80,7 +80,9 @@ impl Replay<'_> {
         let inputs = &slice.inputs;
         let (exact, expected) = self.policy_gradient(slice, state)?;
         let at = At { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
-        let supposed = expected.clone().times(self.world.scale(at));
+        let mut supposed = expected.clone().times(self.world.scale(at));
+        let (rows, values) = ((0..inputs.tokens()).collect::<Vec<_>>(), &mut supposed.values[..]);
+        self.world.expected(&mut Expectation { at, rows: &rows, columns: 1, values });
         let captured = self.column(Role::Dlogprobs, slice);
         let captured =
             outcome.spared(captured, (&[Stage::Dlogprobs], inputs.microbatch))?.flatten();

@@ -294,7 +294,10 @@ impl Replay<'_> {
     /// dlogits as the world's policy has them, in place of the reference; how far those
     /// near ties may be off, empty for not at all.
     fn suppose_plane(&self, stage: Stage, span: &Span<'_>, plane: &mut Plane) -> Vec<f64> {
-        let Some((of, tiles)) = self.world.policy(&self.roundings) else { return Vec::new() };
+        let unit = (span.microbatch, None);
+        let Some((of, tiles)) = self.world.policy_of(&self.roundings, unit) else {
+            return Vec::new();
+        };
         if stage != Stage::Dlogits {
             return Vec::new();
         }

@@ -267,7 +267,9 @@ impl Replay<'_> {
 
     /// dk as the world's policy has it, in place of the reference.
     fn emulate_dk(&self, problem: &Problem<'_>, head: &HeadInputs<'_>, slab: &mut Slab) {
-        let Some((of, tiles)) = self.world.policy(&self.roundings) else { return };
+        let Some((of, tiles)) = self.world.policy_of(&self.roundings, problem.unit()) else {
+            return;
+        };
         let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
             let mut found: Lists = Vec::new();
             let progress = self.progress;
@@ -311,7 +313,7 @@ impl Replay<'_> {
             }
         }
         dq.once_a_row(problem.head.copies);
-        if let Some((of, tiles)) = self.world.policy(&self.roundings) {
+        if let Some((of, tiles)) = self.world.policy_of(&self.roundings, problem.unit()) {
             let progress = self.progress;
             let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
                 policy::backward(&of, head, lse, cotangents, tiles, progress, &mut |_| {})

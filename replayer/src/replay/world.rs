@@ -71,8 +71,11 @@ pub struct Read<'a> {
     pub label: (&'a [f64], &'a [f64]),
 }
 
+/// A microbatch, and the first rank of a unit of its tokens; no rank for all of them.
+pub type UnitName = (Option<Microbatch>, Option<Rank>);
+
 /// A hypothesis. What it leaves out is as declared.
-pub trait World: Sync {
+pub trait World: Send + Sync {
     /// Whether it says anything of a stage: a fault may be in the gradient of q alone.
     fn speaks_of(&self, _stage: Stage) -> bool {
         true
@@ -112,6 +115,16 @@ pub trait World: Sync {
         None
     }
 
+    /// The same of one unit: which microbatch, and its first rank.
+    fn policy_of(&self, declared: &Roundings, _unit: UnitName) -> Option<(Policy, Tiles)> {
+        self.policy(declared)
+    }
+
+    /// Whether what the policy gives of a gradient of k is meant of a row, a class, too.
+    fn emulates(&self, _at: At, _row: usize) -> bool {
+        true
+    }
+
     /// A factor of the stage's values and of their rounding, but not of the rounding with
     /// which they were stored.
     fn scale(&self, _at: At) -> f64 {
@@ -137,6 +150,12 @@ pub trait World: Sync {
 
     /// Last: other values than the stage would have.
     fn expected(&self, _of: &mut Expectation<'_>) {}
+
+    /// Variance of an element of a gradient of k in a row, a class, in which the declared head has
+    /// nothing and this world has something: nothing is rounded there as declared.
+    fn noise(&self, _at: At, _row: usize, _column: usize) -> f64 {
+        0.0
+    }
 
     /// What stands in for a captured tensor: a fixed kernel's values, to be judged in its
     /// place.
@@ -242,6 +261,14 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().find_map(|world| world.policy(declared))
     }
 
+    fn policy_of(&self, declared: &Roundings, unit: UnitName) -> Option<(Policy, Tiles)> {
+        self.iter().find_map(|world| world.policy_of(declared, unit))
+    }
+
+    fn emulates(&self, at: At, row: usize) -> bool {
+        self.iter().all(|world| world.emulates(at, row))
+    }
+
     fn scale(&self, at: At) -> f64 {
         self.iter().map(|world| world.scale(at)).product()
     }
@@ -260,6 +287,10 @@ impl<W: World + ?Sized> World for Vec<&W> {
 
     fn expected(&self, of: &mut Expectation<'_>) {
         self.iter().for_each(|world| world.expected(of));
+    }
+
+    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
+        self.iter().map(|world| world.noise(at, row, column)).sum()
     }
 
     fn captured(&self, at: &At) -> Option<&Supplied> {

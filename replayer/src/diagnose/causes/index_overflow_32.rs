@@ -2,18 +2,19 @@
 //! another element is read or written, or none.
 //!
 //! Detectors: label logits, or label parts of dq, are wrong from a row on that is such a
-//! border and right before it; rows of dq are zeros from there on.
+//! border and right before it; rows of dq are zeros from there on. The number of bits is any.
 //! Emulation: the index as an integer of so many bits holds it, counted from the start of
 //! each rank's own tensor or of all; negative ones count from the end, or are dropped.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, alike, energy, tokens};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::strays::Strays;
-use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::evidence::{Evidence, FORWARD, Key};
 use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::Precision;
@@ -22,8 +23,9 @@ use crate::kernels::matrix::IGNORED;
 /// The catalogue's entry.
 pub struct IndexOverflow32;
 
-/// Bits of integers that an index may be held in.
-const BITS: [u32; 8] = [15, 16, 17, 18, 20, 24, 31, 32];
+/// Bits of integers that an index may be held in: an index shares a word with something else in
+/// some kernels. Those whose border no token's index crosses are no hypotheses.
+const BITS: RangeInclusive<u32> = 8..=32;
 /// Where dlogits are kept in this, their rounding is not seen.
 const FULL: Precision = Precision::F32;
 /// Share of the tokens that must be where an index says.
@@ -140,6 +142,8 @@ fn of_labels(
 ) -> Option<Hypothesis> {
     let mut world = Strays::rounded(rounded);
     let (mut shown, mut rows) = (false, String::new());
+    // A forward that agrees read its labels' logits where they are.
+    let forward = evidence.fails_any(&FORWARD) || !evidence.captured_forward();
     for inputs in evidence.inputs {
         let head = inputs.head(evidence.step)?;
         let vocab = head.k.rows;
@@ -149,7 +153,7 @@ fn of_labels(
             continue;
         }
         rows = format!("from row {} of {}", index.border() / vocab as i128, runs[0].len());
-        let direct = Direct::new(evidence, inputs)?;
+        let direct = Direct::of_logits(evidence, inputs)?;
         shown |= shows(evidence, inputs, &direct, &moved);
         let upstream = evidence.reference().g.get(&inputs.microbatch)?;
         let s = evidence.step.options.smoothing(inputs.valid_vocab);
@@ -161,14 +165,20 @@ fn of_labels(
             .collect();
         world.miss(inputs.microbatch, moved.iter().map(|&(t, _)| t).collect());
         world.add(evidence, inputs, &entries)?;
-        let logits = moved.iter().map(|&(t, to)| (t, read(&direct, to))).collect();
-        world.label_logits.insert(inputs.microbatch, logits);
-        let off = moved.iter().map(|&(t, to)| (t, off(evidence, &direct, to))).collect();
-        world.off.insert(inputs.microbatch, off);
+        if forward {
+            let logits = moved.iter().map(|&(t, to)| (t, read(&direct, to))).collect();
+            world.label_logits.insert(inputs.microbatch, logits);
+            let off = moved.iter().map(|&(t, to)| (t, off(evidence, &direct, to))).collect();
+            world.off.insert(inputs.microbatch, off);
+        }
     }
     let mut parameters = vec![
         ("index", index.name()),
-        ("of", "the label's logit and its gradient".to_string()),
+        (
+            "of",
+            if forward { "the label's logit and its gradient" } else { "the label's gradient" }
+                .into(),
+        ),
         ("rows", rows),
     ];
     parameters.extend(rounded.map(|to| ("dlogits rounded to", to.name().to_string())));
@@ -180,7 +190,7 @@ fn off(evidence: &Evidence<'_>, direct: &Direct<'_>, to: Option<(usize, usize)>)
     let (Some((token, class)), Some(roundings)) = (to, evidence.roundings()) else { return 0.0 };
     let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
     let squares: f64 = q.iter().zip(&k).map(|(q, k)| (q * k).powi(2)).sum();
-    let (z, slope) = direct.logit_of(&q, class);
+    let (z, slope) = direct.logit_at(token, class);
     let kept = roundings.widest.logits.unit_roundoff();
     let (sum, compute) = ((q.len() as f64 * squares).sqrt(), roundings.compute());
     // Three standard deviations of the sum, and each result on the way to the logit.
@@ -189,7 +199,7 @@ fn off(evidence: &Evidence<'_>, direct: &Direct<'_>, to: Option<(usize, usize)>)
 
 /// The logit that an index reads.
 fn read(direct: &Direct<'_>, to: Option<(usize, usize)>) -> f64 {
-    to.map_or(0.0, |(token, class)| direct.logit_of(&direct.q(Row::From(token)), class).0)
+    to.map_or(0.0, |(token, class)| direct.logit_at(token, class).0)
 }
 
 /// Whether the tokens beyond the border show it: their label logit is another element's, or
@@ -223,9 +233,19 @@ fn shows(
             (z - x).abs() <= 0.01 * (1.0 + x.abs())
         });
     }
-    let Some((captured, key)) = of(Stage::Dq) else { return of(Stage::Dlogits).is_some() };
     let reference = evidence.reference();
-    let Some(cotangents) = reference.cotangents.get(&key.microbatch) else { return false };
+    let Some(cotangents) = reference.cotangents.get(&inputs.microbatch) else { return false };
+    let Some((captured, key)) = of(Stage::Dq) else {
+        let Some((captured, key)) = of(Stage::Dlogits) else { return false };
+        return share(&|t, _| {
+            let row = reference.of_token((key.stage, key.microbatch), t);
+            let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return true };
+            let class = inputs.labels[t] as usize;
+            let part = of[1] * direct.logit_at(t, class).1;
+            // The entry lacks the label's part.
+            (captured.row(t)[class] - row[class] + part).abs() <= 0.1 * part.abs()
+        });
+    };
     share(&|t, _| {
         let row = reference.of_token((key.stage, key.microbatch), t);
         let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return false };
@@ -240,7 +260,7 @@ fn shows(
 /// Rows of dq that are zeros from a border on.
 fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut found = Vec::new();
-    for bits in [15, 16, 31, 32] {
+    for bits in BITS {
         for of_vocabulary in [true, false] {
             let (mut from, mut words) = (BTreeMap::new(), String::new());
             for (key, _) in evidence.failing_of(&[Stage::Dq]) {
@@ -253,8 +273,8 @@ fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 continue;
             }
             // 2^15 and 2^31 are where a sign bit is met.
-            let name = match bits % 2 {
-                1 => format!("int{}", bits + 1),
+            let name = match bits {
+                15 | 31 => format!("int{}", bits + 1),
                 _ => format!("uint{bits}"),
             };
             let parameters = vec![("index", name), ("rows", words)];

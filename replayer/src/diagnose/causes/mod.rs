@@ -27,6 +27,7 @@ pub mod microbatch_mean_of_means;
 pub mod nan_origin;
 pub mod other_labels;
 pub mod other_lse;
+mod over_padding;
 mod overwritten_logits;
 pub mod part_missing;
 pub mod partial_not_reduced;

@@ -7,13 +7,14 @@
 //! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails; the
 //! axes of the mesh say how many ranks may have cut the vocabulary.
 //! Emulation: the other smoothing; forward and backward are judged apart. Also ε spread over
-//! the padding's columns.
+//! the padding's columns, with the entries that these then have, or without.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::head::SmoothingFormula;
 use backtape::identity::Microbatch;
 
+use super::over_padding;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK};
@@ -67,7 +68,7 @@ impl Cause for SmoothingMismatch {
                 found.push(Hypothesis::new(part, parameters));
             }
             found.extend(local(evidence));
-            found.extend(over_padding(evidence));
+            found.extend(over_padding::hypotheses(evidence));
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
         let from = (epsilon, if epsilon > 0.0 { epsilon / 2.0 } else { USUAL });
@@ -81,7 +82,7 @@ impl Cause for SmoothingMismatch {
 fn smoothed(
     epsilon: f64,
     formula: SmoothingFormula,
-) -> Optioned<impl Fn(&mut HeadOptions) + Sync + 'static> {
+) -> Optioned<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
     let change = move |options: &mut HeadOptions| {
         (options.declared.label_smoothing, options.declared.smoothing_formula) = (epsilon, formula);
     };
@@ -101,27 +102,6 @@ fn hypothesis(
         ("formula", format!("{formula:?}").to_lowercase()),
     ];
     Hypothesis::new(smoothed(epsilon, formula), parameters).fitted(fitted)
-}
-
-/// ε spread over the padding's columns too, in the gradient: each class has less.
-fn over_padding(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let head = evidence.inputs.first()?.head(evidence.step)?;
-    let (columns, valid) = (head.k.rows, head.valid_vocab);
-    let parameters =
-        vec![("smoothed over", format!("all {columns} columns, the padding included"))];
-    let share = valid as f64 / columns as f64;
-    (columns > valid).then(|| Hypothesis::new(OverPadding { share }, parameters))
-}
-
-struct OverPadding {
-    /// Valid columns of all.
-    share: f64,
-}
-
-impl World for OverPadding {
-    fn cotangents(&self, _tokens: &UnitTokens<'_>, [_, _, smooth]: [&mut [f64]; 3]) {
-        smooth.iter_mut().for_each(|x| *x *= self.share);
-    }
 }
 
 /// Smoothing over the classes of one of several ranks that cut the vocabulary.

@@ -11,6 +11,7 @@
 //! declared. What the job declared by itself and its code does not have is `diverged`.
 
 mod options;
+pub(super) mod policy;
 mod read;
 
 use std::collections::BTreeSet;
@@ -25,7 +26,7 @@ use crate::replay::other_declaration::OtherDeclaration;
 use crate::replay::world::World;
 
 /// What changes in a head's options.
-type Change = Box<dyn Fn(&mut HeadOptions) + Sync>;
+type Change = Box<dyn Fn(&mut HeadOptions) + Send + Sync>;
 
 /// How much an option says about where the fault is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,7 +165,7 @@ fn passes(found: &Residuals, keys: &BTreeSet<Key>) -> bool {
 }
 
 /// An option's value as it is written in `tape.head`, of a declaration.
-fn written(head: &HeadDeclaration, option: &str) -> String {
+pub(super) fn written(head: &HeadDeclaration, option: &str) -> String {
     let all = serde_json::to_value(head).unwrap_or_default();
     // An option of a policy loss lies inside the loss's own.
     let of = option.split('.').try_fold(&all, |of, name| of.get(name));

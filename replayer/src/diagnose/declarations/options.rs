@@ -4,11 +4,11 @@
 use std::collections::BTreeSet;
 
 use backtape::head::{
-    Denominator, GrpoDeclaration, HeadDeclaration, KlEstimator, LossAverage, LossReduction,
-    MicrobatchReduction, RatioLevel, SmoothingFormula, Span,
+    Denominator, HeadDeclaration, LossReduction, MicrobatchReduction, SmoothingFormula, Span,
 };
 use backtape::role::Role;
 
+use super::policy;
 use super::{Candidate, Change, Kind, read, written};
 use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
 use crate::diagnose::detectors::fit::{linear, rounded};
@@ -40,32 +40,13 @@ pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Ca
 
 /// The options of a policy loss.
 fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
-    let declared = evidence.step.options.declared.grpo.clone().unwrap_or_default();
-    let mut add = |option: &'static str, look, fitted, edit: &dyn Fn(&mut GrpoDeclaration)| {
-        let kind = kind_of(evidence, option);
-        let edit = |head: &mut HeadDeclaration| edit(head.grpo.get_or_insert_default());
-        found.extend(candidate(evidence, option, (fitted, kind), look, edit));
-    };
-    let look =
-        "how the loss's code averages token losses: over all tokens, or over each sequence first";
-    for of in [LossAverage::Token, LossAverage::Sequence] {
-        add("grpo.average", look, 0, &|grpo| grpo.average = of);
+    let head = &evidence.step.options.declared;
+    for one in policy::edits(head) {
+        let of = (0, kind_of(evidence, one.option));
+        let edit = |head: &mut HeadDeclaration| *head = one.of(head);
+        found.extend(candidate(evidence, one.option, of, one.look, edit));
     }
-    let look = "whether the ratio of policies is taken of each token, or over the sequence (GSPO)";
-    for of in [RatioLevel::Token, RatioLevel::Sequence] {
-        add("grpo.ratio", look, 0, &|grpo| grpo.ratio = of);
-    }
-    let look = "the clip bounds that the loss is called with (epsilon, epsilon_high)";
-    add("grpo.clip_high", look, 0, &|grpo| grpo.clip_high = grpo.clip_low);
-    add("grpo.clip_low", look, 0, &|grpo| grpo.clip_low = grpo.clip_high);
-    add("grpo.dual_clip", look, 0, &|grpo| grpo.dual_clip = None);
-    let look = "the KL term's factor and estimator in the loss's code";
-    add("grpo.kl_beta", look, 0, &|grpo| grpo.kl_beta = 0.0);
-    if declared.kl_beta != 0.0 {
-        for of in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3] {
-            add("grpo.kl", look, 0, &|grpo| grpo.kl = of);
-        }
-    }
+    let declared = head.grpo.clone().unwrap_or_default();
     let world = |beta: f64| -> Box<dyn World> {
         let change = move |options: &mut HeadOptions| {
             options.grpo.iter_mut().for_each(|grpo| grpo.kl_beta = beta);
@@ -75,7 +56,9 @@ fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
     let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
     for beta in linear(evidence, &stages, from, &world).unwrap_or_default() {
-        add("grpo.kl_beta", look, cost(beta), &|grpo| grpo.kl_beta = beta);
+        let of = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
+        let edit = |head: &mut HeadDeclaration| head.grpo.get_or_insert_default().kl_beta = beta;
+        found.extend(candidate(evidence, "grpo.kl_beta", of, policy::KL, edit));
     }
 }
 

@@ -70,7 +70,8 @@ fn failing_units(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<V
     Some(units)
 }
 
-fn place(inputs: &MicrobatchInputs, unit: &Unit) -> String {
+/// A microbatch of ranks in words.
+pub fn place(inputs: &MicrobatchInputs, unit: &Unit) -> String {
     let ranks = name_ranks(&unit.ranks);
     match inputs.microbatch {
         Some(Microbatch(at)) => format!("microbatch {at} of {ranks}"),

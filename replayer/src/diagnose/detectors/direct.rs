@@ -42,6 +42,20 @@ impl<'a> Direct<'a> {
         (head.given.is_none() && head.q.cols > 0).then_some(Direct { head, progress })
     }
 
+    /// The same where the logits were recorded, too: q and k may have no columns.
+    pub fn of_logits(evidence: &Evidence<'a>, inputs: &'a MicrobatchInputs) -> Option<Direct<'a>> {
+        let (head, progress) = (inputs.head(evidence.step)?, evidence.progress());
+        (head.given.is_some() || head.q.cols > 0).then_some(Direct { head, progress })
+    }
+
+    /// The logit of a token and a class, recorded or not, and its derivative.
+    pub fn logit_at(&self, token: usize, class: usize) -> (f64, f64) {
+        match &self.head.given {
+            Some(given) => self.logit(given.get_f64(token * given.cols + class), class),
+            None => self.logit_of(&self.q(Row::From(token)), class),
+        }
+    }
+
     /// A row of q.
     pub fn q(&self, row: Row) -> Vec<f64> {
         self.row(&self.head.q, row)

@@ -21,6 +21,7 @@ pub mod misread;
 pub mod nan;
 pub mod orders;
 pub mod pieces;
+pub mod places;
 pub mod plane;
 pub mod reference;
 pub mod relabelled;

@@ -9,7 +9,7 @@ use backtape::identity::Microbatch;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::trial::{Rows as Sample, counted_trial};
-use crate::replay::world::{Expectation, Pass, UnitTokens, World};
+use crate::replay::world::{Expectation, Pass, Read, UnitTokens, World};
 
 /// Values of a stage that are kept at most, for `[T, V]` stages.
 const MOST: usize = 1 << 24;
@@ -31,6 +31,8 @@ pub struct Reference {
     pub forward_lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
     /// Label logits as the forward should give them.
     pub label_logits: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    /// Loss of each token before weights, `[T]` of each microbatch.
+    pub nll: BTreeMap<Option<Microbatch>, Vec<f64>>,
     /// Upstream gradient of each token's nll, `[T]` of each microbatch.
     pub g: BTreeMap<Option<Microbatch>, Vec<f64>>,
     /// Cotangents of lse, label logit and every logit, by token.
@@ -121,6 +123,13 @@ impl World for Notes {
         for (at, &t) in tokens.rows.iter().enumerate() {
             of.insert(t, [lse[at], label[at], smooth[at]]);
         }
+    }
+
+    fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        if let Ok(mut found) = self.found.lock() {
+            found.nll.insert(inputs.microbatch, nll.to_vec());
+        }
+        Vec::new()
     }
 
     fn expected(&self, of: &mut Expectation<'_>) {

@@ -62,11 +62,11 @@ impl Strays {
         inputs: &MicrobatchInputs,
         entries: &[(usize, usize, f64)],
     ) -> Option<()> {
-        let direct = Direct::new(evidence, inputs)?;
+        let direct = Direct::of_logits(evidence, inputs)?;
         let units = evidence.step.units(inputs).ok()?;
         let of = |&(token, class, c): &(usize, usize, f64)| {
             let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
-            let (z, slope) = direct.logit_of(&q, class);
+            let (z, slope) = direct.logit_at(token, class);
             let of = evidence.reference();
             let own = of.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
             let whole = own + c * slope;

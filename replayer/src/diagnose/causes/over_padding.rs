@@ -1,0 +1,148 @@
+//! ε spread over the padding's columns too, in the gradient: each class has less. Where the
+//! padding's entries are not set to 0 after it, they are in dq and dk as well.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::assemble::Row;
+use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::detectors::direct::{Direct, WORK};
+use crate::diagnose::evidence::Evidence;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::replay::world::{At, Expectation, UnitName, UnitTokens, World};
+
+/// With and without the padding's own entries.
+pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let of = |inputs: &MicrobatchInputs| {
+        let head = inputs.head(evidence.step)?;
+        let columns = head.given.map_or(head.k.rows, |given| given.cols);
+        (columns > head.valid_vocab).then_some((columns, head.valid_vocab))
+    };
+    let Some((columns, valid)) = evidence.inputs.first().and_then(of) else { return Vec::new() };
+    let share = valid as f64 / columns as f64;
+    let words = |entries: &str| {
+        let over = format!("all {columns} columns, the padding included");
+        vec![("smoothed over", over), ("the padding's entries", entries.to_string())]
+    };
+    let own = entries(evidence, share).map(|own| {
+        Hypothesis::new(OverPadding { share, valid, own }, words("-g ε/V, in dq and dk too"))
+    });
+    let set = OverPadding { share, valid, own: Entries::new() };
+    let set = Hypothesis::new(set, words("set to 0"));
+    [Some(set), own].into_iter().flatten().collect()
+}
+
+/// The padding's entries and what they make, by microbatch.
+type Entries = BTreeMap<Option<Microbatch>, Own>;
+
+struct Own {
+    /// Entry of each token, `[T]`.
+    entries: BTreeMap<usize, f64>,
+    /// Sum of the padding's rows of k, `[D]`.
+    k: Vec<f64>,
+    /// What all rows of dk and of dbias in the padding are, of each unit.
+    sums: BTreeMap<UnitName, Sums>,
+}
+
+#[derive(Default)]
+struct Sums {
+    /// Sum of the entries.
+    entries: f64,
+    /// Sum of the entries times q, `[D]`.
+    products: Vec<f64>,
+    /// Variance of rounding the partial sums of those, `[D]`.
+    noise: Vec<f64>,
+}
+
+impl Sums {
+    /// Over tokens: entry and row of q; `unit`: roundoff of a partial sum. Of n addends each
+    /// meets n roundings at most.
+    fn of(tokens: &[(f64, Vec<f64>)], width: usize, unit: f64) -> Sums {
+        let mut found = Sums { products: vec![0.0; width], noise: vec![0.0; width], entries: 0.0 };
+        for (entry, q) in tokens {
+            found.entries += entry;
+            for ((to, noise), q) in found.products.iter_mut().zip(&mut found.noise).zip(q) {
+                *to += entry * q;
+                *noise += (unit * entry * q).powi(2) * tokens.len() as f64 / 3.0;
+            }
+        }
+        found
+    }
+}
+
+/// `None` where the padding of k holds what is no number, or it is much to look at.
+fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
+    let mut found = Entries::new();
+    let roundings = evidence.roundings()?;
+    let unit_roundoff = roundings.compute();
+    for inputs in evidence.inputs {
+        let direct = Direct::of_logits(evidence, inputs)?;
+        let (rows, valid) = (direct.head.k.rows, direct.head.valid_vocab);
+        let slope = direct.head.transform.scale;
+        let all = (rows - valid + inputs.tokens()).saturating_mul(direct.head.q.cols);
+        if all > WORK || evidence.spend(all) {
+            return None;
+        }
+        let of = evidence.reference().cotangents.get(&inputs.microbatch)?;
+        let entries: BTreeMap<usize, f64> =
+            of.iter().map(|(&t, [.., smooth])| (t, smooth * share * slope)).collect();
+        let mut k = vec![0.0; direct.head.q.cols];
+        for row in valid..rows {
+            k.iter_mut().zip(direct.k(Row::From(row))).for_each(|(to, k)| *to += k);
+        }
+        if k.iter().any(|x| !x.is_finite()) {
+            return None;
+        }
+        let mut sums = BTreeMap::new();
+        for unit in evidence.step.units(inputs).ok()? {
+            let one = |&t: &usize| Some((*entries.get(&t)?, direct.q(Row::From(t))));
+            let tokens: Vec<(f64, Vec<f64>)> = unit.rows.iter().filter_map(one).collect();
+            let of = Sums::of(&tokens, k.len(), unit_roundoff);
+            sums.insert((inputs.microbatch, unit.rank()), of);
+        }
+        found.insert(inputs.microbatch, Own { entries, k, sums });
+    }
+    Some(found)
+}
+
+struct OverPadding {
+    /// Valid columns of all.
+    share: f64,
+    /// Columns that are not padding.
+    valid: usize,
+    own: Entries,
+}
+
+impl World for OverPadding {
+    fn cotangents(&self, _tokens: &UnitTokens<'_>, [_, _, smooth]: [&mut [f64]; 3]) {
+        smooth.iter_mut().for_each(|x| *x *= self.share);
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        let Some(own) = self.own.get(&of.at.microbatch) else { return };
+        let sums = own.sums.get(&(of.at.microbatch, of.at.rank));
+        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+            let padded = *row >= self.valid;
+            match (of.at.stage, own.entries.get(row), sums) {
+                (Stage::Dlogits, Some(entry), _) => {
+                    values[self.valid..].iter_mut().for_each(|to| *to += entry);
+                }
+                (Stage::Dq, Some(entry), _) => {
+                    values.iter_mut().zip(&own.k).for_each(|(to, k)| *to += entry * k);
+                }
+                (Stage::Dk, _, Some(of)) if padded => {
+                    values.iter_mut().zip(&of.products).for_each(|(to, x)| *to += x);
+                }
+                (Stage::Dbias, _, Some(of)) if padded => values[0] += of.entries,
+                _ => {}
+            }
+        }
+    }
+
+    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
+        let own = self.own.get(&at.microbatch).filter(|_| row >= self.valid);
+        let sums = own.and_then(|own| own.sums.get(&(at.microbatch, at.rank)));
+        sums.filter(|_| at.stage == Stage::Dk).map_or(0.0, |of| of.noise[column])
+    }
+}
