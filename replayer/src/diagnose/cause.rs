@@ -16,11 +16,13 @@ pub enum Effort {
     Some,
     /// Many sums are tried.
     Much,
+    /// Of what few tokens show a great many places are tried.
+    Most,
 }
 
 impl Effort {
     /// All of them, in order.
-    pub const ALL: [Effort; 3] = [Effort::Little, Effort::Some, Effort::Much];
+    pub const ALL: [Effort; 4] = [Effort::Little, Effort::Some, Effort::Much, Effort::Most];
 }
 
 /// One entry of the catalogue. Everything that is known of it lies in its own file.
@@ -65,6 +67,7 @@ pub trait Cause: Sync {
 const FOR_EVERY_TOKEN: usize = 8;
 
 /// One set of parameters of a cause, ready to be tried.
+#[derive(Clone)]
 pub struct Hypothesis {
     /// What the job did.
     pub world: Arc<dyn World>,

@@ -205,6 +205,18 @@ impl<'a> Evidence<'a> {
         Evidence { search: Some(search), ..self }
     }
 
+    /// The same divergence as far as the rows of another search show it; none where the dump cannot
+    /// be judged in it.
+    pub(super) fn seen_in<'s>(&self, search: &'s Search<'s>) -> Option<Evidence<'s>>
+    where
+        'a: 's,
+    {
+        let residuals = search.residuals(&[])?;
+        let found = Evidence::new(self.step, self.outcome, self.inputs, residuals, Vec::new());
+        let (failing, rows) = (self.failing.clone(), search.rows.clone());
+        Some(Evidence { failing, rows, ..found.searched_by(search) })
+    }
+
     /// Forward passes that trials have in common.
     pub(super) fn cache(&self) -> Option<&PassCache> {
         self.search.map(|search| &*search.cache)
@@ -327,9 +339,15 @@ impl<'a> Evidence<'a> {
         self.inputs.iter().find(|one| one.microbatch == microbatch)
     }
 
-    /// Whether some comparison of a stage fails.
+    /// Whether some comparison of a stage fails; of a dk that was recorded in sums alone, a sum.
     pub fn fails(&self, stage: Stage) -> bool {
-        self.failing.iter().any(|key| key.stage == stage)
+        let of = |stages: &[Stage]| self.failing.iter().any(|key| stages.contains(&key.stage));
+        of(&[stage]) || stage == Stage::Dk && self.has_sums_alone() && of(&SUMS)
+    }
+
+    /// Whether dk was compared in sums only.
+    pub fn has_sums_alone(&self) -> bool {
+        !self.residuals.keys().any(|key| key.stage == Stage::Dk)
     }
 
     /// Whether some comparison of one of the stages fails.
@@ -402,6 +420,9 @@ pub const GRADIENTS: [Stage; 8] = [
     Stage::Dk,
     Stage::Dbias,
 ];
+
+/// Sums of the gradient of k.
+const SUMS: [Stage; 2] = [Stage::Accumulate, Stage::Reduce];
 
 /// Stages of the forward pass.
 pub const FORWARD: [Stage; 5] =

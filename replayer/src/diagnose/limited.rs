@@ -3,6 +3,7 @@
 //! What a hypothesis says of a step it says of all its tokens. Where what was captured is wrong in
 //! some places only, it is tried once more there: a sum over all of them is then explained, too.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use backtape::identity::{Microbatch, Rank};
@@ -20,16 +21,13 @@ use crate::replay::world::{At, Expectation, Pass, Read, UnitName, UnitTokens, Wo
 /// Where it holds, among the parameters.
 const WHERE: &str = "only in";
 
-/// A hypothesis in these places alone; `None` where it says itself where it holds, or changes what
-/// all tokens share.
+/// A hypothesis in these places alone, wherever it said that it holds.
 pub(super) fn limited(
-    of: &Hypothesis,
+    of: Hypothesis,
     evidence: &Evidence<'_>,
-    places: &Arc<Places>,
-) -> Option<Hypothesis> {
-    if of.parameters.iter().any(|(name, _)| *name == WHERE) {
-        return None;
-    }
+    within: &Arc<Within>,
+) -> Hypothesis {
+    let places = &within.places;
     let declared = &evidence.step.options;
     let mut options = declared.clone();
     of.world.options(&mut options);
@@ -40,11 +38,11 @@ pub(super) fn limited(
         true => of.world.clone(),
         false => Arc::new(Heard::everything(evidence, of.world.clone())),
     };
-    let mut parameters = of.parameters.clone();
+    let mut parameters = of.parameters;
+    parameters.retain(|(name, _)| *name != WHERE);
     parameters.push((WHERE, places.words.clone()));
-    let world = Limited { inner, places: places.clone() };
-    let found = Hypothesis::new(world, parameters).fitted(of.fitted);
-    Some(Hypothesis { of_both: of.of_both, ..found })
+    let world = Arc::new(Limited { inner, within: within.clone() });
+    Hypothesis { world, parameters, ..of }
 }
 
 /// What a head with other options makes of the tokens, heard in a trial: a world without options
@@ -132,10 +130,31 @@ fn copy(from: Option<&Vec<f64>>, to: &mut [f64]) {
 /// A world in some places; elsewhere all is as declared.
 struct Limited {
     inner: Arc<dyn World>,
-    places: Arc<Places>,
+    within: Arc<Within>,
+}
+
+/// Some places of a step, and what tokens' losses are divided by as declared.
+pub(super) struct Within {
+    places: Places,
+    denominators: BTreeMap<Option<Microbatch>, Vec<(Unit, f64)>>,
+}
+
+impl Within {
+    /// Of a divergence.
+    pub(super) fn new(evidence: &Evidence<'_>, places: Places) -> Within {
+        let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
+        let one = |own: &MicrobatchInputs| {
+            Some((own.microbatch, evidence.step.denominators(&all, own).ok()?))
+        };
+        Within { places, denominators: evidence.inputs.iter().filter_map(one).collect() }
+    }
 }
 
 impl Limited {
+    fn places(&self) -> &Places {
+        &self.within.places
+    }
+
     /// Takes over what the inner world makes of the values of tokens, in these places.
     fn of_tokens(
         &self,
@@ -143,11 +162,11 @@ impl Limited {
         values: &mut [f64],
         of: impl FnOnce(&mut [f64]),
     ) {
-        if self.places.touches(microbatch) {
+        if self.places().touches(microbatch) {
             let mut other = values.to_vec();
             of(&mut other);
             let own = values.iter_mut().zip(other).enumerate();
-            let own = own.filter(|(row, _)| self.places.holds(microbatch, *row));
+            let own = own.filter(|(row, _)| self.places().holds(microbatch, *row));
             own.for_each(|(_, (to, from))| *to = from);
         }
     }
@@ -155,13 +174,22 @@ impl Limited {
 
 impl World for Limited {
     fn speaks_of(&self, stage: Stage) -> bool {
-        let meant = !self.places.are_classes() || OF_CLASSES.contains(&stage);
+        let meant = !self.places().are_classes() || OF_CLASSES.contains(&stage);
         meant && self.inner.speaks_of(stage)
     }
 
     fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        if self.places.is_in((inputs.microbatch, None)) {
-            self.inner.inputs(step, inputs);
+        if !self.places().touches(inputs.microbatch) {
+            return;
+        }
+        let (labels, weights) = (inputs.labels.clone(), inputs.weights.clone());
+        let cotangent = inputs.cotangent.clone();
+        self.inner.inputs(step, inputs);
+        for t in 0..inputs.tokens() {
+            if !self.places().holds(inputs.microbatch, t) {
+                inputs.labels[t] = labels[t];
+                (inputs.weights[t], inputs.cotangent[t]) = (weights[t], cotangent[t]);
+            }
         }
     }
 
@@ -172,19 +200,17 @@ impl World for Limited {
         own: &MicrobatchInputs,
         of: &mut Vec<(Unit, f64)>,
     ) {
-        if !self.places.touches(own.microbatch) {
-            return;
-        }
         let mut other = of.clone();
         self.inner.denominators(step, all, own, &mut other);
+        // Elsewhere it is what is declared, whatever the inputs are here.
+        let declared = self.within.denominators.get(&own.microbatch).unwrap_or(of).clone();
         let part = |all: Vec<(Unit, f64)>, inside: bool| {
-            let holds = move |&row: &usize| self.places.holds(own.microbatch, row) == inside;
+            let holds = move |&row: &usize| self.places().holds(own.microbatch, row) == inside;
             all.into_iter().map(move |(unit, n)| {
                 let rows = unit.rows.iter().copied().filter(holds).collect();
                 (Unit { rows, ..unit }, n)
             })
         };
-        let declared = std::mem::take(of);
         let all = part(declared, false).chain(part(other, true));
         *of = all.filter(|(unit, _)| !unit.rows.is_empty()).collect();
     }
@@ -199,7 +225,7 @@ impl World for Limited {
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
         let mb = tokens.inputs.microbatch;
-        if !self.places.touches(mb) {
+        if !self.places().touches(mb) {
             return;
         }
         let mut other = of.each_ref().map(|own| own.to_vec());
@@ -207,18 +233,24 @@ impl World for Limited {
         self.inner.cotangents(tokens, [lse, label, smooth]);
         for (to, from) in of.into_iter().zip(other) {
             for ((to, from), &row) in to.iter_mut().zip(from).zip(tokens.rows) {
-                *to = if self.places.holds(mb, row) { from } else { *to };
+                *to = if self.places().holds(mb, row) { from } else { *to };
             }
         }
     }
 
     fn policy_of(&self, declared: &Roundings, unit: UnitName) -> Option<(Policy, Tiles)> {
-        let here = self.places.are_classes() || self.places.is_in(unit);
+        let here = self.places().are_classes() || self.places().touches(unit.0);
         self.inner.policy_of(declared, unit).filter(|_| here)
     }
 
     fn emulates(&self, at: At, row: usize) -> bool {
-        let meant = !self.places.are_classes() || self.places.holds_class(row);
+        let of_class = OF_CLASSES.contains(&at.stage);
+        let meant = match (self.places().are_classes(), of_class) {
+            (true, true) => self.places().holds_class(row),
+            (true, false) => true,
+            (false, true) => self.places().is_in((at.microbatch, at.rank)),
+            (false, false) => self.places().holds(at.microbatch, row),
+        };
         meant && self.inner.emulates(at, row)
     }
 
@@ -227,18 +259,18 @@ impl World for Limited {
     }
 
     fn scale(&self, at: At) -> f64 {
-        if self.places.is_in((at.microbatch, at.rank)) { self.inner.scale(at) } else { 1.0 }
+        if self.places().is_in((at.microbatch, at.rank)) { self.inner.scale(at) } else { 1.0 }
     }
 
     fn token(&self, at: At, token: usize) -> usize {
-        match self.places.holds(at.microbatch, token) {
+        match self.places().holds(at.microbatch, token) {
             true => self.inner.token(at, token),
             false => token,
         }
     }
 
     fn trusts(&self, stage: Stage, microbatch: Option<Microbatch>) -> bool {
-        !self.places.touches(microbatch) || self.inner.trusts(stage, microbatch)
+        !self.places().touches(microbatch) || self.inner.trusts(stage, microbatch)
     }
 
     fn has_nan(&self) -> bool {
@@ -248,16 +280,16 @@ impl World for Limited {
     fn expected(&self, of: &mut Expectation<'_>) {
         let mb = of.at.microbatch;
         let sums = matches!(of.at.stage, Stage::Accumulate | Stage::Reduce);
-        let (classes, of_class) = (self.places.are_classes(), OF_CLASSES.contains(&of.at.stage));
-        if sums || (classes != of_class && !self.places.is_in((mb, of.at.rank))) {
+        let (classes, of_class) = (self.places().are_classes(), OF_CLASSES.contains(&of.at.stage));
+        if sums || (classes != of_class && !self.places().is_in((mb, of.at.rank))) {
             return;
         }
-        if self.places.is_in((mb, of.at.rank)) {
+        if self.places().is_in((mb, of.at.rank)) {
             return self.inner.expected(of);
         }
         let holds = |row: usize| match classes {
-            true => self.places.holds_class(row),
-            false => self.places.holds(mb, row),
+            true => self.places().holds_class(row),
+            false => self.places().holds(mb, row),
         };
         let (rows, columns, mut other) = (of.rows, of.columns, of.values.to_vec());
         self.inner.expected(&mut Expectation { at: of.at, rows, columns, values: &mut other });
@@ -270,18 +302,18 @@ impl World for Limited {
     }
 
     fn noise(&self, at: At, row: usize, column: usize) -> f64 {
-        match self.places.is_in((at.microbatch, at.rank)) || self.places.holds_class(row) {
+        match self.places().is_in((at.microbatch, at.rank)) || self.places().holds_class(row) {
             true => self.inner.noise(at, row, column),
             false => 0.0,
         }
     }
 
     fn captured(&self, at: &At) -> Option<&Supplied> {
-        self.inner.captured(at).filter(|_| self.places.is_in((at.microbatch, at.rank)))
+        self.inner.captured(at).filter(|_| self.places().is_in((at.microbatch, at.rank)))
     }
 
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
-        match self.places.is_in((microbatch, rank)) {
+        match self.places().is_in((microbatch, rank)) {
             true => self.inner.weight(stage, microbatch, rank),
             false => 1.0,
         }
@@ -300,7 +332,7 @@ impl World for Limited {
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
         let mut ties = self.inner.ties(stage, inputs)?;
         let own = ties.iter_mut().enumerate();
-        let outside = own.filter(|(row, _)| !self.places.holds(inputs.microbatch, *row));
+        let outside = own.filter(|(row, _)| !self.places().holds(inputs.microbatch, *row));
         outside.for_each(|(_, tie)| *tie = 0.0);
         Some(ties)
     }

@@ -8,7 +8,7 @@ use super::budget::Meter;
 use super::cause::{Cause, Effort, Hypothesis};
 use super::detectors::places::Places;
 use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
-use super::limited::limited;
+use super::limited::{Within, limited};
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
 use crate::replay::pass_cache::PassCache;
@@ -143,8 +143,14 @@ impl<'a> Search<'a> {
     /// The comparisons of some rows; each stage in the worlds that speak of it.
     fn judged(&self, worlds: &[&dyn World], rows: Option<&Rows>) -> Option<Residuals> {
         let mut groups: BTreeMap<Vec<usize>, BTreeSet<Stage>> = BTreeMap::new();
+        let alone = !self.compared.contains(&Stage::Dk);
         for &stage in &self.compared {
-            let of = (0..worlds.len()).filter(|&at| worlds[at].speaks_of(stage)).collect();
+            // What is said of dk is said of its sum where that alone was recorded.
+            let sum = alone && matches!(stage, Stage::Accumulate | Stage::Reduce);
+            let speaks = |world: &dyn World| {
+                world.speaks_of(stage) || sum && world.speaks_of(Stage::Dk)
+            };
+            let of = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
             groups.entry(of).or_default().insert(stage);
         }
         let mut found = Residuals::new();
@@ -253,69 +259,94 @@ impl<'a> Search<'a> {
     /// the budget goes: causes whose parameters are soon found first. Those that are looked for
     /// among many are left out where one of the others explains a gross fault.
     pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
+        let alone = evidence.background.is_empty();
+        let places = if alone { Places::of(evidence) } else { None };
+        let here = places.as_ref().map(|places| self.over(places.among(evidence)));
+        let shown = here.as_ref().and_then(|here| evidence.seen_in(here));
+        let within = places.map(|places| Arc::new(Within::new(evidence, places)));
+        let narrowed = within.as_ref().zip(shown.as_ref());
         let mut found: Vec<(usize, Tried<'c>)> = Vec::new();
         for effort in Effort::ALL {
             if effort > Effort::Little && is_settled(&found, evidence) {
                 break;
             }
-            let causes = catalogue.iter().enumerate();
-            let causes = causes.filter(|(_, cause)| cause.effort() == effort);
-            found.extend(self.tried(causes.map(|(at, &cause)| (at, cause)), evidence));
-        }
-        if evidence.background.is_empty() {
-            found.extend(self.in_places(&found, evidence));
+            let causes = catalogue.iter().copied().enumerate();
+            let causes: Vec<(usize, &'c dyn Cause)> =
+                causes.filter(|(_, cause)| cause.effort() == effort).collect();
+            self.try_all(&causes, (evidence, narrowed), &mut found);
+            if alone && effort == Effort::Little {
+                found.extend(self.in_each_place(&found, evidence));
+            }
         }
         // Ties are told in the order of the catalogue.
         found.sort_by_key(|(at, _)| *at);
         found.into_iter().map(|(_, tried)| tried).collect()
     }
 
-    /// What was tried once more, in those places alone where something is wrong, unless it
-    /// explains everything as it is.
-    fn in_places<'c>(
+    /// The same search of these rows.
+    fn over(&self, rows: Rows) -> Search<'a> {
+        Search { rows: Some(rows), few: None, ..self.only(|_| true) }
+    }
+
+    /// What was tried, in one rank or one microbatch after the other, where sums alone fail and
+    /// nothing explains them.
+    fn in_each_place<'c>(
         &self,
         found: &[(usize, Tried<'c>)],
         evidence: &Evidence<'_>,
     ) -> Vec<(usize, Tried<'c>)> {
-        let explained = |(_, one): &(usize, Tried<'c>)| one.explains.is_superset(&evidence.failing);
-        let places = || Places::of(evidence).map(Arc::new);
-        let Some(places) = (!found.iter().any(explained)).then(places).flatten() else {
+        if found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
             return Vec::new();
-        };
-        let emulates = |(_, one): &&(usize, Tried<'c>)| one.hypothesis.emulates(evidence);
-        let (last, first): (Vec<_>, Vec<_>) = found.iter().partition(emulates);
-        let one = |(at, tried): &(usize, Tried<'c>)| {
-            if self.meter.is_spent() {
-                self.meter.leaves(tried.cause.id());
-                return None;
+        }
+        let mut more = Vec::new();
+        for places in Places::each(evidence) {
+            let within = Arc::new(Within::new(evidence, places));
+            for (at, one) in found {
+                let of = limited(one.hypothesis.clone(), evidence, &within);
+                more.extend(self.one(one.cause, of, evidence).map(|one| (*at, one)));
             }
-            let hypothesis = limited(&tried.hypothesis, evidence, &places)?;
-            Some((*at, self.one(tried.cause, hypothesis, evidence)?))
-        };
-        first.into_iter().chain(last).filter_map(one).collect()
+        }
+        more
     }
 
-    /// Tries the hypotheses of some causes, those last that emulate a policy: the others share
-    /// their passes.
-    fn tried<'c>(
+    /// Tries the hypotheses of some causes: as they are, and in those places alone where something
+    /// is wrong, as far as nothing explains everything. There detectors are shown what is wrong,
+    /// and nothing else. Those come last that emulate a policy: the others share their passes.
+    fn try_all<'c>(
         &self,
-        causes: impl Iterator<Item = (usize, &'c dyn Cause)>,
-        evidence: &Evidence<'_>,
-    ) -> Vec<(usize, Tried<'c>)> {
-        let (mut found, mut last) = (Vec::new(), Vec::new());
-        for (at, cause) in causes {
-            for hypothesis in self.hypotheses(cause, evidence) {
-                match hypothesis.emulates(evidence) {
-                    true => last.push((at, cause, hypothesis)),
-                    false => {
-                        found.extend(self.one(cause, hypothesis, evidence).map(|one| (at, one)));
+        causes: &[(usize, &'c dyn Cause)],
+        (evidence, narrowed): (&Evidence<'_>, Option<(&Arc<Within>, &Evidence<'_>)>),
+        found: &mut Vec<(usize, Tried<'c>)>,
+    ) {
+        let explained = |found: &[(usize, Tried<'c>)]| {
+            found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing))
+        };
+        let mut last = Vec::new();
+        let looks = [Some(None), narrowed.map(Some)].into_iter().flatten();
+        for look in looks {
+            if look.is_some() && explained(found) {
+                break;
+            }
+            for &(at, cause) in causes {
+                let all = self.hypotheses(cause, look.map_or(evidence, |(_, shown)| shown));
+                for of in all {
+                    let of = match look {
+                        Some((within, _)) => limited(of, evidence, within),
+                        None => of,
+                    };
+                    match of.emulates(evidence) {
+                        true => last.push((at, look.is_some(), cause, of)),
+                        false => found.extend(self.one(cause, of, evidence).map(|one| (at, one))),
                     }
                 }
             }
         }
-        let one = |(at, cause, hypothesis)| Some((at, self.one(cause, hypothesis, evidence)?));
-        found.extend(last.into_iter().filter_map(one));
-        found
+        last.sort_by_key(|(at, ..)| *at);
+        for (at, in_places, cause, of) in last {
+            if !(in_places && explained(found)) {
+                found.extend(self.one(cause, of, evidence).map(|one| (at, one)));
+            }
+        }
     }
 
     /// What a cause has to be tried; nothing once the budget is spent.

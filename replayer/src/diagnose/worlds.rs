@@ -213,6 +213,8 @@ pub enum Count {
     All,
     /// The sum of the weights.
     Weights,
+    /// Tokens of a weight above 0.
+    Weighted,
     /// Tokens that are not ignored, and one more for each sequence: what was not ignored
     /// before labels were shifted by one.
     ValidBeforeShift,
@@ -227,10 +229,11 @@ pub enum Count {
 
 impl Count {
     /// All of them.
-    pub const ALL: [Count; 7] = [
+    pub const ALL: [Count; 8] = [
         Count::Valid,
         Count::All,
         Count::Weights,
+        Count::Weighted,
         Count::ValidBeforeShift,
         Count::ValidAfterShift,
         Count::AllAfterShift,
@@ -243,6 +246,7 @@ impl Count {
             Count::Valid => "tokens that are not ignored",
             Count::All => "all tokens",
             Count::Weights => "the sum of the weights",
+            Count::Weighted => "tokens of a weight above 0",
             Count::ValidBeforeShift => "tokens not ignored before the labels were shifted",
             Count::ValidAfterShift => "tokens not ignored after one shift too many",
             Count::AllAfterShift => "all tokens but one of each sequence",
@@ -273,6 +277,9 @@ impl Count {
         match self {
             Count::Valid => valid(),
             Count::All => number(rows.len()),
+            Count::Weighted => {
+                number(rows.iter().filter(kept).filter(|&&t| inputs.weights[t] > 0.0).count())
+            }
             Count::Weights => rows.iter().filter(kept).map(|&t| inputs.weights[t]).sum(),
             Count::ValidBeforeShift => valid() + sequences,
             Count::ValidAfterShift => {

@@ -22,14 +22,20 @@ pub(super) fn rows(tensor: &Tensor) -> usize {
     tensor.shape[..tensor.shape.len() - 1].iter().product::<u64>() as usize
 }
 
+/// Integers of any width; `None` for what is none, or beyond an i64.
 pub(crate) fn integers(tensor: &Tensor) -> Option<Vec<i64>> {
-    if let Some(values) = tensor.i32() {
-        return Some(values.iter().map(|&n| i64::from(n)).collect());
+    fn widened<T: Copy + Into<i64>>(values: Option<&[T]>) -> Option<Vec<i64>> {
+        values.map(|values| values.iter().map(|&n| n.into()).collect())
     }
-    if let Some(values) = tensor.u32() {
-        return Some(values.iter().map(|&n| i64::from(n)).collect());
-    }
-    tensor.i64().map(<[i64]>::to_vec)
+    let unsigned = || tensor.u64()?.iter().map(|&n| i64::try_from(n).ok()).collect();
+    widened(tensor.i64())
+        .or_else(|| widened(tensor.i32()))
+        .or_else(|| widened(tensor.u32()))
+        .or_else(|| widened(tensor.i16()))
+        .or_else(|| widened(tensor.u16()))
+        .or_else(|| widened(tensor.i8()))
+        .or_else(|| widened(tensor.u8()))
+        .or_else(unsigned)
 }
 
 /// Any numbers, widened; `None` for what is no number.

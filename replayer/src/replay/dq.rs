@@ -114,12 +114,13 @@ impl Replay<'_> {
         let stage = gradient.stage;
         let emulated = state.instead.as_ref().map(|parts| member_values(parts, stage));
         let store = |&x: &f64| gradient.stored.map_or(x, |precision| precision.round64(x));
-        let mut values = match emulated.filter(|values| !values.is_empty() && !forced) {
-            Some(values) => values.iter().map(store).collect(),
-            None => exact,
-        };
+        let mut values = exact;
         let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         let (rows, columns) = (&unit.rows[..], problem.head.q.cols);
+        if let Some(emulated) = emulated.filter(|values| !values.is_empty() && !forced) {
+            self.put_emulated((at, rows), emulated, &mut values);
+            values.iter_mut().for_each(|x| *x = store(x));
+        }
         let factor = self.world.scale(at);
         values.iter_mut().for_each(|x| *x *= factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });

@@ -113,8 +113,10 @@ impl Replay<'_> {
     ) {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
-        let supposed =
-            self.world.policy_of(&self.roundings, problem.unit()).map(|(of, _)| Operands {
+        let at = At { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
+        let whole = unit.rows.iter().all(|&row| self.world.emulates(at, row));
+        let policy = self.world.policy_of(&self.roundings, problem.unit()).filter(|_| whole);
+        let supposed = policy.map(|(of, _)| Operands {
                 entries: narrowed(&dlogits.values.matrix(), of.dlogits),
                 q: narrowed(&problem.head.q, of.input),
                 k: narrowed(&problem.head.k, of.input),

@@ -14,7 +14,7 @@ use super::members::{Member, members};
 use super::outcome::{Comparison, MemberError, Outcome};
 use super::tasks::PlanePart;
 use super::ties::near_ties;
-use super::world::UnitTokens;
+use super::world::{At, UnitTokens};
 use super::{Replay, Slice};
 use crate::assemble;
 use crate::compare::Tally;
@@ -302,8 +302,9 @@ impl Replay<'_> {
             return Vec::new();
         }
         let vocab = span.head.k.rows;
+        let elements = plane.dlogits.len();
         let emulated = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
-            let mut found = vec![0.0; plane.dlogits.len()];
+            let mut found = vec![0.0; elements];
             let progress = self.progress;
             policy::plane(&of, head, lse, cotangents, tiles, progress, &mut |tile| {
                 place(&mut found, vocab, &tile.tokens, &tile.cols, tile.dlogits);
@@ -311,8 +312,10 @@ impl Replay<'_> {
             found
         };
         let middle = emulated(&span.head, span.lse, &span.cotangents);
+        let at = At { stage, microbatch: span.microbatch, rank: None };
+        let rows: Vec<usize> = span.tokens.clone().collect();
+        self.put_emulated((at, &rows), &middle, &mut plane.dlogits);
         if !self.world.at_ties() {
-            plane.dlogits = middle;
             return Vec::new();
         }
         let ends = near_ties(self.roundings.compute(), &span.head, span.lse);
@@ -320,9 +323,7 @@ impl Replay<'_> {
             let [lse, label, smooth] = &end.cotangents(&span.cotangents);
             emulated(&end.head, &end.lse, &Cotangents { lse, label, smooth })
         });
-        let ties = distance(&a, &b);
-        plane.dlogits = middle;
-        ties
+        distance(&a, &b)
     }
 
     /// Error of the members that round most differently, beside the captured one.

@@ -120,7 +120,8 @@ pub trait World: Send + Sync {
         self.policy(declared)
     }
 
-    /// Whether what the policy gives of a gradient of k is meant of a row, a class, too.
+    /// Whether what the policy gives is meant of a row, too: a token, or a class of a gradient of
+    /// k.
     fn emulates(&self, _at: At, _row: usize) -> bool {
         true
     }

@@ -46,7 +46,7 @@ impl Cause for BlockIndexTimesBlock {
     }
 
     fn effort(&self) -> Effort {
-        Effort::Some
+        Effort::Most
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

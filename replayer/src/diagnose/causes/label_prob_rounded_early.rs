@@ -12,8 +12,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use super::emulated::{Emulated, bases, has_labels, likely_formats, whole};
-use crate::assemble::Row;
+use super::emulated::{Emulated, bases, has_labels, whole};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
@@ -59,7 +58,8 @@ impl Cause for LabelProbRoundedEarly {
         }
         let logits = label_logits(evidence);
         let mut found = Vec::new();
-        for p in likely_formats(&roundings) {
+        // A kernel's own format, whatever its operands come in.
+        for p in [Precision::Bf16, Precision::F16] {
             for base in bases(&roundings) {
                 let policy = Policy { path: whole(base.path), p, ..base };
                 let parameters = vec![
@@ -91,10 +91,10 @@ fn label_logits(evidence: &Evidence<'_>) -> Option<OfTokens> {
         return None;
     }
     let one = |inputs: &MicrobatchInputs| {
-        let direct = Direct::new(evidence, inputs)?;
+        let direct = Direct::of_logits(evidence, inputs)?;
         let logit = |(t, &label): (usize, &u32)| match label {
             IGNORED => 0.0,
-            label => direct.logit_of(&direct.q(Row::From(t)), label as usize).0,
+            label => direct.logit_at(t, label as usize).0,
         };
         let all = inputs.labels.iter().enumerate().map(logit).collect();
         Some((inputs.microbatch, all))

@@ -5,16 +5,18 @@
 //! both are large: rounded before they are subtracted, little is left of it.
 //!
 //! Detectors: the loss (or lse) fails, and no gradient does.
-//! Emulation: lse and the label's logit, or only lse, or only their difference rounded;
+//! Emulation: lse and the label's logit, or only lse, or only their difference rounded; the
+//! largest logit and the label's;
 //! `-log(round(p_y))`; a rounded lse that only the loss reads.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::round::Precision;
@@ -59,6 +61,7 @@ impl Cause for LseCancellation {
         if !plain || !evidence.fails_any(&wrong) || evidence.fails(Stage::LabelLogits) {
             return Vec::new();
         }
+        let most = Arc::new(largest_logits(evidence));
         let mut found = Vec::new();
         for precision in [Precision::Bf16, Precision::F16] {
             let lse = evidence.fails(Stage::Lse);
@@ -67,10 +70,11 @@ impl Cause for LseCancellation {
                 continue;
             }
             for (what, words) in WAYS {
-                if lse == (what == What::KeptLse) {
+                let known = what != What::Maximum || !most.is_empty();
+                if known && lse == (what == What::KeptLse) {
                     let parameters =
                         vec![("rounded", words.to_string()), ("to", precision.name().to_string())];
-                    found.push(Hypothesis::new(Rounded::new(what, precision), parameters));
+                    found.push(Hypothesis::new(Rounded::new(what, precision, most.clone()), parameters));
                 }
             }
         }
@@ -87,15 +91,18 @@ enum What {
     BothAndDifference,
     Probability,
     KeptLse,
+    /// The maximum of the logits and the label's, on whose distance lse less the maximum is added.
+    Maximum,
 }
 
-const WAYS: [(What, &str); 6] = [
+const WAYS: [(What, &str); 7] = [
     (What::BothAndDifference, "lse, the label's logit and their difference"),
     (What::Both, "lse and the label's logit"),
     (What::Lse, "lse, for the loss"),
     (What::Difference, "the difference of lse and the label's logit"),
     (What::Probability, "the label's probability, before the log"),
     (What::KeptLse, "lse, which only the loss reads"),
+    (What::Maximum, "the largest logit and the label's, before their difference"),
 ];
 
 struct Rounded {
@@ -103,14 +110,36 @@ struct Rounded {
     precision: Precision,
     /// lse before it was rounded, by microbatch.
     exact: Mutex<BTreeMap<Option<Microbatch>, Vec<f64>>>,
+    /// Each token's largest logit.
+    largest: Arc<OfTokens>,
+}
+
+type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
+
+/// Each token's largest logit; none of where that is much to look at.
+fn largest_logits(evidence: &Evidence<'_>) -> OfTokens {
+    let one = |inputs: &MicrobatchInputs| {
+        let direct = Direct::of_logits(evidence, inputs)?;
+        let work = direct.work().saturating_mul(inputs.tokens());
+        if work > WORK || evidence.spend(work) {
+            return None;
+        }
+        let of = |t: usize| {
+            let all = (0..inputs.valid_vocab).map(|v| direct.logit_at(t, v).0);
+            all.fold(f64::NEG_INFINITY, f64::max)
+        };
+        Some((inputs.microbatch, (0..inputs.tokens()).map(of).collect()))
+    };
+    evidence.inputs.iter().filter_map(one).collect()
 }
 
 impl Rounded {
-    fn new(what: What, precision: Precision) -> Rounded {
-        Rounded { what, precision, exact: Mutex::new(BTreeMap::new()) }
+    fn new(what: What, precision: Precision, largest: Arc<OfTokens>) -> Rounded {
+        Rounded { what, precision, exact: Mutex::new(BTreeMap::new()), largest }
     }
 
-    fn loss(&self, lse: f64, label: f64) -> f64 {
+    /// `largest`: the token's largest logit.
+    fn loss(&self, lse: f64, label: f64, largest: f64) -> f64 {
         let round = |x: f64| self.precision.round64(x);
         match self.what {
             What::Both => round(lse) - round(label),
@@ -119,6 +148,7 @@ impl Rounded {
             What::BothAndDifference => round(round(lse) - round(label)),
             What::Probability => -round((label - lse).exp()).ln(),
             What::KeptLse => lse - label,
+            What::Maximum => (lse - largest) + (round(largest) - round(label)),
         }
     }
 }
@@ -140,14 +170,16 @@ impl World for Rounded {
         }
     }
 
-    fn nll(&self, _inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        let most = self.largest.get(&inputs.microbatch);
         let ((lse, lse_var), (label, label_var)) = (read.lse, read.label);
         let mut ties = Vec::with_capacity(nll.len());
         for (t, nll) in nll.iter_mut().enumerate() {
-            *nll = self.loss(lse[t], label[t]);
+            let most = most.map_or(label[t], |most| most[t]);
+            *nll = self.loss(lse[t], label[t], most);
             let (a, b) = (REACH * lse_var[t].sqrt(), REACH * label_var[t].sqrt());
             let corners = [(-a, -b), (-a, b), (a, -b), (a, b)];
-            let off = corners.map(|(a, b)| (self.loss(lse[t] + a, label[t] + b) - *nll).abs());
+            let off = corners.map(|(a, b)| (self.loss(lse[t] + a, label[t] + b, most) - *nll).abs());
             ties.push(largest(off));
         }
         ties

@@ -30,6 +30,7 @@ pub mod other_lse;
 mod over_padding;
 mod overwritten_logits;
 pub mod part_missing;
+mod policy_terms;
 pub mod partial_not_reduced;
 pub mod rank_mean_vs_sum;
 pub mod replica_divergence;

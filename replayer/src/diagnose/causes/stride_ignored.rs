@@ -15,12 +15,12 @@ use crate::diagnose::detectors::direct::{Direct, WORK, alike, dot, energy};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::maps::{Beyond, Map};
 use crate::diagnose::detectors::misread::{Looked, Operand, hypotheses};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
-use crate::diagnose::rearranged::MovedRows;
+use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS, Key};
+use crate::diagnose::rearranged::{Instead, MovedRows};
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::World;
+use crate::replay::world::{At, Expectation, World};
 
 /// The catalogue's entry.
 pub struct StrideIgnored;
@@ -54,6 +54,7 @@ impl Cause for StrideIgnored {
             return Vec::new();
         }
         let mut found = written(evidence);
+        found.extend(flat(evidence));
         found.extend(of_cotangents(evidence));
         if let Some(looked) = Looked::new(evidence) {
             for (map, words) in views(evidence) {
@@ -127,6 +128,68 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
     }
     found
+}
+
+/// A gradient whose elements were written one after another into a buffer of the transposed
+/// shape: the kernel's product is `[V, D]` and the parameter `[D, V]`, or the other way round.
+fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let (mut world, mut words) = (Flat::default(), Vec::new());
+    for (key, of) in evidence.failing_of(&[Stage::Dq, Stage::Dk]) {
+        let (captured, all) = (evidence.captured(key)?, evidence.all_rows()?);
+        let table = all.stages.get(&key)?;
+        let first = *table.keys().next()?;
+        let (n, d) = (table.len(), captured.columns);
+        if *table.keys().next_back()? != first + n - 1 || d < 2 {
+            return None;
+        }
+        let stored_transposed = key.stage == Stage::Dk && evidence.step.options.transposed();
+        // Where an element lies in the buffer, and which one the product has there.
+        let place = |row: usize, column: usize| match stored_transposed {
+            true => ((column * n + row) / d, (column * n + row) % d),
+            false => ((row * d + column) % n, (row * d + column) / n),
+        };
+        let value = |row: usize, column: usize| {
+            let (from, at) = place(row, column);
+            table[&(first + from)][at]
+        };
+        let row = |row: usize| -> Vec<f64> { (0..d).map(|column| value(row, column)).collect() };
+        let moved = |row: usize| (0..d).any(|column| place(row, column) != (row, column));
+        let tells = |at: &usize| moved(*at) && energy(captured.row(first + at)) > 0.0;
+        let told: Vec<usize> = (0..n).filter(tells).collect();
+        let fits = |&at: &usize| alike(captured.row(first + at), &row(at));
+        if told.len() < 2 || !told.iter().step_by(told.len().div_ceil(32)).all(fits) {
+            return None;
+        }
+        words.push(format!("{} as the transposed matrix", key.stage));
+        world.instead =
+            std::mem::take(&mut world.instead).rows(key, (0..n).map(|at| (first + at, row(at))));
+        // Each element is rounded as its own row's are.
+        let share = of.floor / of.reference.max(f64::MIN_POSITIVE) / d as f64;
+        let each: Vec<f64> = table.values().map(|row| share * energy(row)).collect();
+        let noise = |at: usize| (0..d).map(|column| each[place(at, column).0]).collect();
+        world.noise.insert(key, (0..n).map(|at| (first + at, noise(at))).collect());
+    }
+    words.dedup();
+    let parameters = vec![("written flat", words.join("; "))];
+    (!words.is_empty()).then(|| Hypothesis::new(world, parameters))
+}
+
+/// Elements that lie elsewhere, with the variance that each brings.
+#[derive(Default)]
+struct Flat {
+    instead: Instead,
+    noise: BTreeMap<Key, BTreeMap<usize, Vec<f64>>>,
+}
+
+impl World for Flat {
+    fn expected(&self, of: &mut Expectation<'_>) {
+        self.instead.expected(of);
+    }
+
+    fn noise(&self, At { stage, microbatch, rank }: At, row: usize, column: usize) -> f64 {
+        let table = self.noise.get(&Key { stage, microbatch, rank });
+        table.and_then(|table| table.get(&row)).map_or(0.0, |of| of[column])
+    }
 }
 
 /// The tokens' weights or cotangents read with another stride: `dq_t` is its reference times

@@ -5,25 +5,22 @@
 //! row is what it should be times such a number, the numbers are held against what the dump
 //! knows of the tokens. Numbers that follow no rule are believed where dk, which they were not
 //! solved from, is what they make it. Of a policy loss the other options are tried in the
-//! backward alone: no KL term, another estimator, other clip bounds.
+//! backward alone (no KL term, another estimator, other clip bounds), and other numbers in the
+//! place of the ratio: none, its square, the ratio of the token before or after.
 //! Emulation: upstream gradients by the rule that was found, in both gradients.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use backtape::identity::Microbatch;
 
+use super::policy_terms;
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::declarations::policy::{PolicyEdit, edits};
-use crate::diagnose::declarations::written;
 use crate::diagnose::detectors::direct::multiple;
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::runs;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
-use crate::diagnose::limited::Heard;
-use crate::diagnose::worlds::{DeclaredLse, Optioned};
-use crate::head::{HeadOptions, MicrobatchInputs, Stage};
+use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
 
@@ -58,7 +55,7 @@ impl Cause for TokenWeights {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = of_policy(evidence);
+        let mut found = policy_terms::hypotheses(evidence);
         if !evidence.fails(Stage::Dq) {
             return found;
         }
@@ -82,30 +79,6 @@ impl Cause for TokenWeights {
         found.extend(all.into_iter().map(of));
         found
     }
-}
-
-/// The backward of a policy loss with another option than the loss.
-fn of_policy(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let declared = &evidence.step.options.declared;
-    let fails = evidence.fails_any(&[&GRADIENTS[..], &[Stage::Dlogprobs]].concat());
-    let may = fails && evidence.step.is_policy_loss();
-    let edits = if may { edits(declared) } else { Vec::new() };
-    let one = |edit: PolicyEdit| {
-        let other = edit.of(declared);
-        let options = HeadOptions::new(&other).ok().filter(|_| other != *declared)?;
-        let lowered = evidence.step.options.lowered;
-        let change = move |of: &mut HeadOptions| {
-            *of = HeadOptions { lowered, ..options.clone() };
-        };
-        let head = Optioned { change, lse: DeclaredLse::new(), factor: 1.0 };
-        let parameters = vec![
-            ("each token counts", "as its log-probability's gradient has it".to_string()),
-            ("of a loss with", format!("{}={}", edit.option, written(&other, edit.option))),
-            ("declared", written(declared, edit.option)),
-        ];
-        Some(Hypothesis::new(Heard::backward(evidence, Arc::new(head)), parameters))
-    };
-    edits.into_iter().filter_map(one).collect()
 }
 
 /// What tokens are multiplied by.

@@ -3,7 +3,7 @@
 //!
 //! Detectors: failing rows of one bit pattern, or zeros in whole runs of rows where the
 //! gradient has its usual size; rows of tokens that do not count, or of the last tile, that
-//! are other rows of the same gradient.
+//! are other rows of the same gradient; wrong rows that another microbatch's gradient has, too.
 //! Emulation: those rows hold what was captured, or the other row's gradient, and every
 //! other row must be right; where dlogits are the buffer, dk follows from the stale rows.
 
@@ -15,6 +15,7 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::reference::Table;
+use crate::diagnose::detectors::solve::runs_of;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::{Instead, MovedRows, StaleRows};
 use crate::head::Stage;
@@ -64,6 +65,7 @@ impl Cause for UninitialisedOutput {
             let parameters = vec![("rows", words.join("; "))];
             hypotheses.push(Hypothesis::new(constant, parameters).fitted(2 * runs.min(8)));
         }
+        hypotheses.extend(of_other_microbatches(evidence, &rows));
         hypotheses.extend(stale_tokens(evidence));
         hypotheses.extend(stale_tail(evidence));
         hypotheses
@@ -142,18 +144,6 @@ fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
         && middle(norms(true)) >= USUAL * middle(norms(false))
 }
 
-/// Sorted rows as runs.
-fn runs_of(rows: &[usize]) -> Vec<Range<usize>> {
-    let mut runs: Vec<Range<usize>> = Vec::new();
-    for &row in rows {
-        match runs.last_mut() {
-            Some(run) if run.end == row => run.end += 1,
-            _ => runs.push(row..row + 1),
-        }
-    }
-    runs
-}
-
 /// The row of a table that a captured row is.
 fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
     let norm = energy(row);
@@ -161,6 +151,39 @@ fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
         (*at != of && distance(row, other) <= 1e-3 * norm).then_some(*at)
     };
     if norm > 0.0 { table.iter().find_map(near) } else { None }
+}
+
+/// Wrong rows that hold, bit for bit, what stands in the same rows of another microbatch: one
+/// buffer for all, of which some rows are neither cleared nor written.
+fn of_other_microbatches(evidence: &Evidence<'_>, stages: &[Stage]) -> Option<Hypothesis> {
+    let (mut world, mut words, mut seen) = (Instead::default(), Vec::new(), 0);
+    for (key, _) in evidence.failing_of(stages) {
+        let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
+        let is_wrong = |row: usize, wanted: &[f64]| {
+            let off = distance(captured.row(row), wanted);
+            off > 0.0 && !(off <= 0.25 * energy(wanted))
+        };
+        let wrong: Vec<usize> = table
+            .iter()
+            .filter(|(row, wanted)| is_wrong(**row, wanted))
+            .map(|(&row, _)| row)
+            .collect();
+        let others = evidence.inputs.iter().map(|one| Key { microbatch: one.microbatch, ..key });
+        let mut others = others.filter(|other| other.microbatch != key.microbatch);
+        let (other, held) = others.find_map(|other| {
+            let held = evidence.captured(other).filter(|of| of.rows() == captured.rows())?;
+            let same = |&row: &usize| held.row(row) == captured.row(row);
+            (!wrong.is_empty() && wrong.iter().all(same)).then_some((other, held))
+        })?;
+        seen += wrong.len();
+        let of = other.microbatch.map_or(0, |mb| mb.0);
+        words.push(format!("{} of {} rows hold those of microbatch {of}", wrong.len(), key.stage));
+        world = world.rows(key, wrong.into_iter().map(|row| (row, held.row(row).to_vec())));
+    }
+    words.sort();
+    words.dedup();
+    // One row may be anything.
+    (seen > 1).then(|| Hypothesis::new(world, vec![("rows", words.join("; "))]))
 }
 
 /// Rows of tokens without gradient that hold other tokens' rows: in dq alone, or in the

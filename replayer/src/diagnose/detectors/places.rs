@@ -1,19 +1,25 @@
-//! The microbatches and ranks in which what was captured is not as declared, where it is in the
-//! others: a fault may be of one graph that was compiled apart, or of one rank's machine.
+//! The microbatches, ranks, sequences or tokens in which what was captured is not as declared,
+//! where it is in the others: a fault may be of one graph that was compiled apart, of one rank's
+//! machine, of one chunk.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
-use backtape::identity::Microbatch;
+use backtape::head::LossReduction;
+use backtape::identity::{Microbatch, Rank};
 
 use super::asked::place;
 use super::direct::{distance, energy};
+use super::solve::runs_of;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
+use crate::replay::trial::Rows;
 use crate::replay::world::UnitName;
 
 /// Stages whose rows are tokens.
-const OF_TOKENS: [Stage; 7] = [
+const OF_TOKENS: [Stage; 8] = [
+    Stage::Logits,
     Stage::LabelLogits,
     Stage::Lse,
     Stage::Logprobs,
@@ -24,15 +30,19 @@ const OF_TOKENS: [Stage; 7] = [
 ];
 /// Gradients whose rows are classes: all tokens of a unit are in each.
 pub const OF_CLASSES: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
-/// Squared errors of a rank's rows over what rounding makes of them, from which on they are wrong.
+/// Squared errors of rows over what rounding makes of them, from which on they are wrong.
 const OVER: f64 = 16.0;
-/// Places that are told in words.
-const TOLD: usize = 8;
+/// A run is wrong as a whole where this share of its rows is.
+const MOST: f64 = 0.8;
+/// Places that are tried one at a time.
+const MOST_TRIED: usize = 24;
+/// Places that are told in words, and runs of one of them.
+const TOLD: usize = 6;
 
-/// Some tokens of a step.
+/// Some tokens of a step, or some classes of all of them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Places {
-    /// Their numbers, ascending, by microbatch.
+    /// The tokens' numbers, ascending, by microbatch.
     rows: BTreeMap<Option<Microbatch>, Vec<usize>>,
     /// The units all of whose tokens these are.
     units: BTreeSet<UnitName>,
@@ -48,22 +58,55 @@ impl Places {
         Places::of_tokens(evidence).or_else(|| Places::of_classes(evidence))
     }
 
+    /// Each rank and each microbatch, one at a time, where sums alone fail: those do not tell where
+    /// something is wrong. None where these are many.
+    pub fn each(evidence: &Evidence<'_>) -> Vec<Places> {
+        let sums = [Stage::Accumulate, Stage::Reduce, Stage::Loss];
+        let all: Vec<(&MicrobatchInputs, Vec<Unit>)> =
+            evidence.inputs.iter().map(|one| (one, runs(evidence, one))).collect();
+        let ranks: BTreeSet<Vec<Rank>> =
+            all.iter().flat_map(|(_, runs)| runs.iter().map(|run| run.ranks.clone())).collect();
+        let alone = evidence.failing.iter().all(|key| sums.contains(&key.stage));
+        if !alone || ranks.len() + all.len() > MOST_TRIED {
+            return Vec::new();
+        }
+        let of = |words: String, here: &dyn Fn(&MicrobatchInputs, &Unit) -> bool| {
+            let mut found = Places { words, ..Places::default() };
+            for (inputs, runs) in &all {
+                let own = runs.iter().filter(|run| here(inputs, run));
+                let mut rows: Vec<usize> = own.flat_map(|run| run.rows.clone()).collect();
+                rows.sort_unstable();
+                found.add(evidence, inputs, (rows, runs));
+            }
+            found
+        };
+        let mut found = Vec::new();
+        for ranks in ranks.iter().filter(|_| ranks.len() > 1) {
+            found.push(of(name_ranks(ranks), &|_, run| run.ranks == *ranks));
+        }
+        for (one, _) in all.iter().filter(|_| all.len() > 1) {
+            let mb = one.microbatch;
+            let words = mb.map_or_else(String::new, |mb| format!("microbatch {}", mb.0));
+            found.push(of(words, &|inputs, _| inputs.microbatch == mb));
+        }
+        found
+    }
+
     fn of_tokens(evidence: &Evidence<'_>) -> Option<Places> {
         let mut found = Places::default();
         let (mut right, mut words, mut ranks) = (false, Vec::new(), BTreeSet::new());
         for inputs in evidence.inputs {
             let runs = runs(evidence, inputs);
-            let wrong: Vec<&Unit> =
-                runs.iter().filter(|run| is_wrong(evidence, inputs, run)).collect();
-            right |= wrong.len() < runs.len();
-            ranks.insert(wrong.iter().map(|run| name_ranks(&run.ranks)).collect::<Vec<_>>());
+            let wrong: Vec<Wrong> =
+                runs.iter().filter_map(|run| Wrong::of(evidence, inputs, run)).collect();
+            let whole = wrong.len() == runs.len() && wrong.iter().all(|one| one.part.is_none());
+            right |= !whole;
+            ranks.insert(wrong.iter().map(|one| one.words(None)).collect::<Vec<_>>());
             match inputs.microbatch {
-                Some(Microbatch(at)) if wrong.len() == runs.len() => {
-                    words.push(format!("microbatch {at}"));
-                }
-                _ => words.extend(wrong.iter().map(|run| place(inputs, run))),
+                Some(Microbatch(at)) if whole => words.push(format!("microbatch {at}")),
+                _ => words.extend(wrong.iter().map(|one| one.words(Some(inputs)))),
             }
-            let mut rows: Vec<usize> = wrong.iter().flat_map(|run| run.rows.clone()).collect();
+            let mut rows: Vec<usize> = wrong.into_iter().flat_map(|one| one.rows).collect();
             rows.sort_unstable();
             found.add(evidence, inputs, (rows, &runs));
         }
@@ -88,9 +131,8 @@ impl Places {
             let of = Some(key).filter(|key| OF_CLASSES.contains(&key.stage))?;
             let tensor = evidence.step.find(of.stage.role()?, of.microbatch)?;
             let runs = evidence.step.rank_classes(tensor);
-            let wrong =
-                |run: &&Unit| rows_are_wrong(evidence, of, run).is_some_and(|is_wrong| is_wrong);
-            let wrong: Vec<&Unit> = runs.iter().filter(wrong).collect();
+            let errors = Errors::of(evidence, of)?;
+            let wrong: Vec<&Unit> = runs.iter().filter(|run| errors.are_wrong(&run.rows)).collect();
             if wrong.is_empty() || wrong.len() == runs.len() {
                 return None;
             }
@@ -104,16 +146,6 @@ impl Places {
         classes.sort_unstable();
         classes.dedup();
         Some(Places { classes: Some(classes), words: words?, ..Places::default() })
-    }
-
-    /// Whether it is some classes that are wrong, and not some tokens.
-    pub fn are_classes(&self) -> bool {
-        self.classes.is_some()
-    }
-
-    /// Whether a class's gradient is among what is wrong.
-    pub fn holds_class(&self, class: usize) -> bool {
-        self.classes.as_ref().is_some_and(|classes| classes.binary_search(&class).is_ok())
     }
 
     fn add(
@@ -135,6 +167,37 @@ impl Places {
         self.rows.insert(inputs.microbatch, rows);
     }
 
+    /// The rows that a detector is shown: these alone, of those that are looked at. A microbatch
+    /// that is right keeps one, so that it has a comparison.
+    pub fn among(&self, evidence: &Evidence<'_>) -> Rows {
+        let tokens = |inputs: &MicrobatchInputs| {
+            let mb = inputs.microbatch;
+            let looked = evidence.rows.as_ref().and_then(|rows| rows.tokens.get(&mb));
+            let all: Vec<usize> = looked.cloned().unwrap_or((0..inputs.tokens()).collect());
+            let here = |&row: &usize| self.are_classes() || self.holds(mb, row);
+            let own: Vec<usize> = all.iter().copied().filter(here).collect();
+            (mb, if own.is_empty() { all.into_iter().take(1).collect() } else { own })
+        };
+        let vocab = evidence.inputs.first().and_then(|one| one.head(evidence.step));
+        let every = || (0..vocab.map_or(0, |head| head.k.rows)).collect();
+        let classes = evidence.rows.as_ref().map_or_else(every, |rows| rows.classes.clone());
+        let here = |&class: &usize| !self.are_classes() || self.holds_class(class);
+        Rows {
+            tokens: evidence.inputs.iter().map(tokens).collect(),
+            classes: classes.into_iter().filter(here).collect(),
+        }
+    }
+
+    /// Whether it is some classes that are wrong, and not some tokens.
+    pub fn are_classes(&self) -> bool {
+        self.classes.is_some()
+    }
+
+    /// Whether a class's gradient is among what is wrong.
+    pub fn holds_class(&self, class: usize) -> bool {
+        self.classes.as_ref().is_some_and(|classes| classes.binary_search(&class).is_ok())
+    }
+
     /// Whether a token is among them.
     pub fn holds(&self, microbatch: Option<Microbatch>, row: usize) -> bool {
         self.rows.get(&microbatch).is_some_and(|rows| rows.binary_search(&row).is_ok())
@@ -154,34 +217,138 @@ impl Places {
 /// A microbatch's tokens by the ranks that hold them.
 fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Unit> {
     match evidence.step.rank_rows(inputs) {
-        Ok(units) if !units.is_empty() => units,
+        Ok(units) if units.len() > 1 => units,
         _ => vec![Unit { ranks: Vec::new(), rows: (0..inputs.tokens()).collect() }],
     }
 }
 
-/// Whether rows of a rank's tokens, or a gradient that only they are in, are not as declared.
-fn is_wrong(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, run: &Unit) -> bool {
-    let here = |key: &&Key| key.microbatch == inputs.microbatch;
-    let mut failing = evidence.failing.iter().filter(here);
-    failing.any(|key| {
-        if OF_CLASSES.contains(&key.stage) {
-            return key.rank.is_none_or(|rank| run.ranks.contains(&rank));
-        }
-        OF_TOKENS.contains(&key.stage) && rows_are_wrong(evidence, *key, run).unwrap_or(false)
-    })
+/// Tokens of a rank's run that are wrong.
+struct Wrong<'r> {
+    run: &'r Unit,
+    rows: Vec<usize>,
+    /// Which part of the run in words, where it is not all of it.
+    part: Option<String>,
 }
 
-/// Whether the rows of these tokens are further off than rounding explains, all together.
-fn rows_are_wrong(evidence: &Evidence<'_>, key: Key, run: &Unit) -> Option<bool> {
-    let (of, captured) = (evidence.residuals.get(&key)?, evidence.captured(key)?);
-    let table = evidence.reference().stages.get(&key)?;
-    let each = of.floor / of.elements.max(1) as f64;
-    let (mut error, mut floor) = (0.0, 0.0);
-    for (&row, wanted) in table.iter().filter(|(row, _)| run.rows.binary_search(row).is_ok()) {
-        error += distance(captured.row(row), wanted);
-        // Rounding of a row grows with it; a row of nothing has the mean of all.
-        let own = of.floor * energy(wanted) / of.reference.max(f64::MIN_POSITIVE);
-        floor += own.max(each * wanted.len() as f64);
+impl<'r> Wrong<'r> {
+    /// `None` where none is.
+    fn of(
+        evidence: &Evidence<'_>,
+        inputs: &MicrobatchInputs,
+        run: &'r Unit,
+    ) -> Option<Wrong<'r>> {
+        let here = |key: &&Key| key.microbatch == inputs.microbatch;
+        let failing: Vec<Key> = evidence.failing.iter().filter(here).copied().collect();
+        // A loss that is not reduced has a row for each token.
+        let each = evidence.step.options.reduction == LossReduction::None;
+        let of_rows =
+            |key: &&Key| OF_TOKENS.contains(&key.stage) || each && key.stage == Stage::Loss;
+        let errors: Vec<Errors> =
+            failing.iter().filter(of_rows).filter_map(|&key| Errors::of(evidence, key)).collect();
+        let whole = || Wrong { run, rows: run.rows.clone(), part: None };
+        let rows_tell = !errors.is_empty();
+        let of_run = |of: &Errors| run.rows.iter().any(|row| of.rows.contains_key(row));
+        let errors: Vec<Errors> = errors.into_iter().filter(of_run).collect();
+        if errors.is_empty() {
+            // What is summed over a unit's tokens tells of all of them.
+            let own = |key: &Key| {
+                let of_unit = OF_CLASSES.contains(&key.stage) || key.stage == Stage::Loss;
+                let here = |rank| run.ranks.contains(&rank);
+                of_unit && key.rank.map_or(!rows_tell, here)
+            };
+            return failing.iter().any(own).then(whole);
+        }
+        let known = |row: &usize| errors.iter().all(|of| of.rows.contains_key(row));
+        if !run.rows.iter().all(known) {
+            // Of a sample the run is told as a whole.
+            return errors.iter().any(|of| of.are_wrong(&run.rows)).then(whole);
+        }
+        let wrong = |rows: &[usize]| -> Vec<usize> {
+            let is = |row: &usize| errors.iter().any(|of| of.are_wrong(&[*row]));
+            rows.iter().copied().filter(is).collect()
+        };
+        let telling = |rows: &[usize]| {
+            rows.iter().filter(|row| errors.iter().any(|of| of.rows[row].1 > 0.0)).count() as f64
+        };
+        let (own, most) = (wrong(&run.rows), |n: usize, of: f64| n as f64 >= MOST * of);
+        if own.is_empty() {
+            return None;
+        }
+        if most(own.len(), telling(&run.rows)) {
+            return Some(whole());
+        }
+        let sequence = |row: &usize| row / inputs.sequence.max(1);
+        let sequences: Vec<&[usize]> =
+            run.rows.chunk_by(|a, b| sequence(a) == sequence(b)).collect();
+        let all: Vec<usize> = (0..sequences.len())
+            .filter(|&at| sequences[at].iter().any(|row| own.binary_search(row).is_ok()))
+            .collect();
+        let whole = |at: &usize| most(wrong(sequences[*at]).len(), telling(sequences[*at]));
+        if sequences.len() > 1 && all.iter().all(whole) {
+            let part = format!("sequences {} (counted from 0)", list(&runs_of(&all)));
+            let rows = all.iter().flat_map(|&at| sequences[at].iter().copied()).collect();
+            return Some(Wrong { run, rows, part: Some(part) });
+        }
+        let part = Some(format!("tokens {} (counted from 0)", list(&runs_of(&own))));
+        Some(Wrong { run, rows: own, part })
     }
-    Some(!(error <= OVER * floor))
+
+    /// With the microbatch, or without it.
+    fn words(&self, inputs: Option<&MicrobatchInputs>) -> String {
+        let own = match inputs {
+            Some(MicrobatchInputs { microbatch: Some(Microbatch(at)), .. })
+                if self.run.ranks.is_empty() =>
+            {
+                format!("microbatch {at}")
+            }
+            _ if self.run.ranks.is_empty() => String::new(),
+            Some(inputs) => place(inputs, self.run),
+            None => name_ranks(&self.run.ranks),
+        };
+        match &self.part {
+            None => own,
+            Some(part) if own.is_empty() => part.clone(),
+            Some(part) => format!("{part} in {own}"),
+        }
+    }
+}
+
+fn list(runs: &[Range<usize>]) -> String {
+    let one = |run: &Range<usize>| match run.len() {
+        1 => run.start.to_string(),
+        _ => format!("{} to {}", run.start, run.end - 1),
+    };
+    let more = if runs.len() > TOLD { " and more" } else { "" };
+    format!("{}{more}", runs.iter().take(TOLD).map(one).collect::<Vec<_>>().join(", "))
+}
+
+/// Each row's squared error and size in a comparison, and what rounding makes of it.
+struct Errors {
+    rows: BTreeMap<usize, (f64, f64)>,
+    /// What rounding makes of a row of nothing, and of each unit of a row's squared size.
+    floor: [f64; 2],
+}
+
+impl Errors {
+    fn of(evidence: &Evidence<'_>, key: Key) -> Option<Errors> {
+        let (of, captured) = (evidence.residuals.get(&key)?, evidence.captured(key)?);
+        let table = evidence.reference().stages.get(&key)?;
+        let one = |(&row, wanted): (&usize, &Vec<f64>)| {
+            (row, (distance(captured.row(row), wanted), energy(wanted)))
+        };
+        let each = of.floor / of.elements.max(1) as f64 * captured.columns as f64;
+        let floor = [each, of.floor / of.reference.max(f64::MIN_POSITIVE)];
+        Some(Errors { rows: table.iter().map(one).collect(), floor })
+    }
+
+    /// Whether rows are further off than rounding explains, all together. Rounding of a row grows
+    /// with it; one of nothing has the mean of all.
+    fn are_wrong(&self, rows: &[usize]) -> bool {
+        let (mut error, mut floor) = (0.0, 0.0);
+        for (off, size) in rows.iter().filter_map(|row| self.rows.get(row)) {
+            error += off;
+            floor += f64::max(self.floor[0], self.floor[1] * size);
+        }
+        !(error <= OVER * floor)
+    }
 }

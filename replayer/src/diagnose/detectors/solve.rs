@@ -160,6 +160,18 @@ pub fn runs(weights: &[f64]) -> Vec<(Range<usize>, f64)> {
     found
 }
 
+/// Sorted rows as runs.
+pub fn runs_of(rows: &[usize]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for &row in rows {
+        match runs.last_mut() {
+            Some(run) if run.end == row => run.end += 1,
+            _ => runs.push(row..row + 1),
+        }
+    }
+    runs
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
