@@ -170,8 +170,9 @@ def test_products_in_tf32_of_one_ranks_classes_alone_are_named_with_the_rank(tmp
     assert told["only in"] == f"the classes of rank {of}"
 
 
-def grpo(directory, lacks_kl):
-    """A policy loss over microbatches of one rank; `lacks_kl`: the microbatch whose backward has no KL term."""
+def grpo(directory, lacks_kl=None, lacks_ratio=None):
+    """A policy loss over microbatches of one rank; `lacks_kl`: the microbatch whose backward has no KL term,
+    `lacks_ratio`: the one whose backward takes A for r A."""
     rng = np.random.default_rng(SEED)
     microbatches, batch, length, depth, classes = 3, 3, int(rng.integers(15, 25)), int(rng.integers(20, 30)), 180
     beta, low, high, tokens = 0.2, 0.2, 0.28, batch * length
@@ -193,7 +194,8 @@ def grpo(directory, lacks_kl):
             ratio = np.exp(logp - old)
             clipped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
             kl = 0.0 if mb == lacks_kl else beta * (1 - np.exp(ref - logp))
-            dlogp = (np.where(clipped, 0, -ratio * advantages) + kl) / (tokens * microbatches)
+            slope = np.where(clipped, 0, -advantages * (1 if mb == lacks_ratio else ratio))
+            dlogp = (slope + kl) / (tokens * microbatches)
             entries = -np.exp(logits - lse[:, None]) * dlogp[:, None]
             entries[rows, labels] += dlogp
             total = total + entries.T @ q
@@ -206,11 +208,18 @@ def grpo(directory, lacks_kl):
 
 
 def test_a_kl_term_without_a_derivative_in_one_microbatch_is_named_with_the_option_and_the_microbatch(tmp_path):
-    report, microbatches = grpo(tmp_path / "right", lacks_kl=None)
+    report, microbatches = grpo(tmp_path / "right")
     assert report.verdict == "agreed", report
     of = SEED % microbatches
     told = named(grpo(tmp_path / "wrong", lacks_kl=of)[0], "token-weights")
     assert (told["of a loss with"], told["only in"]) == ("grpo.kl_beta=0.0", f"microbatch {of}")
+
+
+def test_a_ratio_that_one_microbatchs_backward_leaves_out_is_named_with_the_microbatch(tmp_path):
+    report, microbatches = grpo(tmp_path, lacks_ratio=(SEED + 1) % 3)
+    told = named(report, "token-weights")
+    assert told["each token counts"] == "without the ratio of the policies"
+    assert told["only in"] == f"microbatch {(SEED + 1) % microbatches}"
 
 
 def smoothed(directory, over_padding, depth=24):

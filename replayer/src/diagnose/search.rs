@@ -23,6 +23,8 @@ const DK: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 const NEAR: f64 = 0.1;
 /// A hypothesis that leaves so many times less energy than there was settles a search.
 pub(super) const SETTLED: f64 = 1e4;
+/// More fitted numbers than these are looked at beside what a place explains.
+const FEW: usize = 2;
 /// A glance that shows this many times the floor in all that fails speaks for all rows.
 const SHOWN: f64 = 4.0;
 /// A hypothesis that leaves more than this share of the energy is dismissed at a glance.
@@ -318,8 +320,10 @@ impl<'a> Search<'a> {
         (evidence, narrowed): (&Evidence<'_>, Option<(&Arc<Within>, &Evidence<'_>)>),
         found: &mut Vec<(usize, Tried<'c>)>,
     ) {
+        // Many numbers explain what one place may.
         let explained = |found: &[(usize, Tried<'c>)]| {
-            found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing))
+            let of = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
+            found.iter().any(|(_, one)| of(one) && one.hypothesis.fitted <= FEW)
         };
         let mut last = Vec::new();
         let looks = [Some(None), narrowed.map(Some)].into_iter().flatten();

@@ -43,6 +43,7 @@ pub(super) struct KeptSum {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Kept {
     own: f32,
+    row: f32,
     shared: f32,
     certain: f32,
     /// Of what was summed: of each rank's part of each unit, as far as that is known.
@@ -72,8 +73,8 @@ impl ReferenceDk {
 impl Kept {
     /// What is allowed of the element.
     pub(super) fn allowed(&self) -> Allowed {
-        let [own, shared, certain] = [self.own, self.shared, self.certain].map(f64::from);
-        Allowed { own: own * own, shared: shared * shared, certain, ..Allowed::default() }
+        let [own, row, shared] = [self.own, self.row, self.shared].map(|x| f64::from(x).powi(2));
+        Allowed { own, row, shared, certain: f64::from(self.certain), ..Allowed::default() }
     }
 
     /// Sum of the squares of what was summed.
@@ -86,7 +87,8 @@ impl Kept {
     fn add(&mut self, allowed: &Allowed, squares: f64) {
         let root = |a: f32, b: f64| (f64::from(a).powi(2) + b).sqrt() as f32;
         self.own = root(self.own, allowed.own);
-        self.shared += (allowed.shared + allowed.row).sqrt() as f32;
+        self.row += allowed.row.sqrt() as f32;
+        self.shared += allowed.shared.sqrt() as f32;
         self.certain += allowed.certain as f32;
         self.parts = root(self.parts, squares);
     }

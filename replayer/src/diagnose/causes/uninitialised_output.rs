@@ -65,7 +65,7 @@ impl Cause for UninitialisedOutput {
             let parameters = vec![("rows", words.join("; "))];
             hypotheses.push(Hypothesis::new(constant, parameters).fitted(2 * runs.min(8)));
         }
-        hypotheses.extend(of_other_microbatches(evidence, &rows));
+        hypotheses.extend(of_other_microbatches(evidence));
         hypotheses.extend(stale_tokens(evidence));
         hypotheses.extend(stale_tail(evidence));
         hypotheses
@@ -153,11 +153,13 @@ fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
     if norm > 0.0 { table.iter().find_map(near) } else { None }
 }
 
-/// Wrong rows that hold, bit for bit, what stands in the same rows of another microbatch: one
-/// buffer for all, of which some rows are neither cleared nor written.
-fn of_other_microbatches(evidence: &Evidence<'_>, stages: &[Stage]) -> Option<Hypothesis> {
+/// Wrong rows of a gradient's parts that hold, bit for bit, what stands in the same rows of another
+/// microbatch: one buffer for all, of which some rows are neither cleared nor written. Whole
+/// gradients are looked at by the check of buffers.
+fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let parts = [Stage::DqLse, Stage::DqLabel, Stage::DkLse, Stage::DkLabel];
     let (mut world, mut words, mut seen) = (Instead::default(), Vec::new(), 0);
-    for (key, _) in evidence.failing_of(stages) {
+    for (key, _) in evidence.failing_of(&parts) {
         let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
         let is_wrong = |row: usize, wanted: &[f64]| {
             let off = distance(captured.row(row), wanted);
