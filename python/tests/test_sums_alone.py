@@ -180,3 +180,42 @@ def test_a_rank_that_recorded_no_sum_is_named_and_the_others_are_judged(tmp_path
     [stage] = [one for one in report.json["stages"] if one["name"] == "accumulate"]
     assert report.verdict == "agreed" and stage["status"] == "pass" and stage["comparisons"] == 3
     assert any("rank 2" in one["why"] for one in report.json["not_checked"]), report.json["not_checked"]
+
+
+def test_entries_in_bf16_that_all_tokens_of_a_class_round_alike_are_no_divergence_of_their_sum(tmp_path):
+    """p is nearly the same for all tokens of a class that is no label, so its roundings are one error of the class's row
+    and not independent: more of it is left in the sum than of as many independent ones."""
+    rng = np.random.default_rng(SEED)
+    mesh, classes, depth = {"data": RANKS}, int(rng.integers(400, 700)), int(rng.integers(30, 50))
+    counts = rng.integers(50, 150, (2, RANKS))
+    k = (rng.standard_normal((classes, depth)) * 0.35).astype(ml_dtypes.bfloat16)
+    recorders = [backtape.Recorder(tmp_path, rank=rank, world_size=RANKS, mesh=mesh) for rank in range(RANKS)]
+    for rank, recorder in enumerate(recorders):
+        with recorder.step(0) as tape:
+            dtypes = FULL | {"input": "bf16", "dlogits": "bf16", "lse": "f32"}
+            tape.head(
+                loss="softmax_xent",
+                path="plain",
+                denominator="all",
+                microbatches=2,
+                microbatch_reduction="sum",
+                dtypes=dtypes,
+            )
+            tape.record("k", k)
+            total = np.zeros((classes, depth), np.float32)
+            for mb, tokens in enumerate(counts[:, rank]):
+                q = rng.standard_normal((tokens, depth)).astype(ml_dtypes.bfloat16)
+                labels = rng.integers(0, classes, tokens).astype(np.int32)
+                logits = q.astype(np.float32) @ k.astype(np.float32).T
+                largest = logits.max(1, keepdims=True)
+                entries = np.exp(logits - largest - np.log(np.exp(logits - largest).sum(1, keepdims=True)))
+                entries[np.arange(tokens), labels] -= 1
+                entries = bf16(entries / np.float32(counts.sum())).astype(np.float32)
+                total += entries.T @ q.astype(np.float32)
+                for name, x in {"q": q, "labels": labels, "dq": entries @ k.astype(np.float32)}.items():
+                    tape.record(name, x, microbatch=mb, placement={"data": 0})
+            tape.record("dk", total, when="pre_reduce", partial="sum")
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(lambda recorder: recorder.close(), recorders))
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == "agreed", report
