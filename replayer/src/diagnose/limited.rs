@@ -22,11 +22,7 @@ use crate::replay::world::{At, Expectation, Pass, Read, UnitName, UnitTokens, Wo
 const WHERE: &str = "only in";
 
 /// A hypothesis in these places alone, wherever it said that it holds.
-pub(super) fn limited(
-    of: Hypothesis,
-    evidence: &Evidence<'_>,
-    within: &Arc<Within>,
-) -> Hypothesis {
+pub(super) fn limited(of: Hypothesis, evidence: &Evidence<'_>, within: &Arc<Within>) -> Hypothesis {
     let places = &within.places;
     let declared = &evidence.step.options;
     let mut options = declared.clone();

@@ -149,9 +149,8 @@ impl<'a> Search<'a> {
         for &stage in &self.compared {
             // What is said of dk is said of its sum where that alone was recorded.
             let sum = alone && matches!(stage, Stage::Accumulate | Stage::Reduce);
-            let speaks = |world: &dyn World| {
-                world.speaks_of(stage) || sum && world.speaks_of(Stage::Dk)
-            };
+            let speaks =
+                |world: &dyn World| world.speaks_of(stage) || sum && world.speaks_of(Stage::Dk);
             let of = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
             groups.entry(of).or_default().insert(stage);
         }

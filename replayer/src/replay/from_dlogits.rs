@@ -117,10 +117,10 @@ impl Replay<'_> {
         let whole = unit.rows.iter().all(|&row| self.world.emulates(at, row));
         let policy = self.world.policy_of(&self.roundings, problem.unit()).filter(|_| whole);
         let supposed = policy.map(|(of, _)| Operands {
-                entries: narrowed(&dlogits.values.matrix(), of.dlogits),
-                q: narrowed(&problem.head.q, of.input),
-                k: narrowed(&problem.head.k, of.input),
-            });
+            entries: narrowed(&dlogits.values.matrix(), of.dlogits),
+            q: narrowed(&problem.head.q, of.input),
+            k: narrowed(&problem.head.k, of.input),
+        });
         let (entries, head): (Matrix<'_>, HeadInputs<'_>) = match &supposed {
             Some(of) => (of.entries.matrix(), of.head(&problem.head)),
             None => (dlogits.values.matrix(), problem.head),

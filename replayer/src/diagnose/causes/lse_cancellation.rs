@@ -74,7 +74,10 @@ impl Cause for LseCancellation {
                 if known && lse == (what == What::KeptLse) {
                     let parameters =
                         vec![("rounded", words.to_string()), ("to", precision.name().to_string())];
-                    found.push(Hypothesis::new(Rounded::new(what, precision, most.clone()), parameters));
+                    found.push(Hypothesis::new(
+                        Rounded::new(what, precision, most.clone()),
+                        parameters,
+                    ));
                 }
             }
         }
@@ -179,7 +182,8 @@ impl World for Rounded {
             *nll = self.loss(lse[t], label[t], most);
             let (a, b) = (REACH * lse_var[t].sqrt(), REACH * label_var[t].sqrt());
             let corners = [(-a, -b), (-a, b), (a, -b), (a, b)];
-            let off = corners.map(|(a, b)| (self.loss(lse[t] + a, label[t] + b, most) - *nll).abs());
+            let off =
+                corners.map(|(a, b)| (self.loss(lse[t] + a, label[t] + b, most) - *nll).abs());
             ties.push(largest(off));
         }
         ties

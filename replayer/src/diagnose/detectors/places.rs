@@ -232,11 +232,7 @@ struct Wrong<'r> {
 
 impl<'r> Wrong<'r> {
     /// `None` where none is.
-    fn of(
-        evidence: &Evidence<'_>,
-        inputs: &MicrobatchInputs,
-        run: &'r Unit,
-    ) -> Option<Wrong<'r>> {
+    fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, run: &'r Unit) -> Option<Wrong<'r>> {
         let here = |key: &&Key| key.microbatch == inputs.microbatch;
         let failing: Vec<Key> = evidence.failing.iter().filter(here).copied().collect();
         // A loss that is not reduced has a row for each token.
