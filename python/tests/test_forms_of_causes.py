@@ -205,4 +205,4 @@ def test_a_largest_logit_in_bf16_is_named_in_the_loss_of_one_rank(tmp_path):
         own["loss"] = (job.weights[at] * nll).sum() / job.weights.astype(np.float64).sum()
 
     told = named(job.recorded(tmp_path, spoilt=spoilt), "lse-cancellation")
-    assert told["rounded"] == "the largest logit and the label's, before their difference"
+    assert told["rounded"] == "the largest logit and the label's, before they are subtracted"

@@ -16,7 +16,7 @@ pub enum Effort {
     Some,
     /// Many sums are tried.
     Much,
-    /// Of what few tokens show a great many places are tried.
+    /// Hundreds of hypotheses are tried one by one.
     Most,
 }
 

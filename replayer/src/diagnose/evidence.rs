@@ -21,6 +21,7 @@ use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::Rows;
 use crate::replay::world::World;
 
+use super::is_sum;
 use super::search::Search;
 
 /// Share of a gradient's energy that roundings of its partial sums do not take.
@@ -341,8 +342,9 @@ impl<'a> Evidence<'a> {
 
     /// Whether some comparison of a stage fails; of a dk that was recorded in sums alone, a sum.
     pub fn fails(&self, stage: Stage) -> bool {
-        let of = |stages: &[Stage]| self.failing.iter().any(|key| stages.contains(&key.stage));
-        of(&[stage]) || stage == Stage::Dk && self.has_sums_alone() && of(&SUMS)
+        let of = |wanted: &dyn Fn(Stage) -> bool| self.failing.iter().any(|key| wanted(key.stage));
+        let in_sums = stage == Stage::Dk && self.has_sums_alone() && of(&is_sum);
+        of(&|one| one == stage) || in_sums
     }
 
     /// Whether dk was compared in sums only.
@@ -420,9 +422,6 @@ pub const GRADIENTS: [Stage; 8] = [
     Stage::Dk,
     Stage::Dbias,
 ];
-
-/// Sums of the gradient of k.
-const SUMS: [Stage; 2] = [Stage::Accumulate, Stage::Reduce];
 
 /// Stages of the forward pass.
 pub const FORWARD: [Stage; 5] =

@@ -12,6 +12,7 @@ use super::cause::Hypothesis;
 use super::detectors::places::{OF_CLASSES, Places};
 use super::detectors::reference::{Reference, reference};
 use super::evidence::{Evidence, GRADIENTS, Key};
+use super::is_sum;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::Tiles;
 use crate::kernels::policy::Policy;
@@ -275,7 +276,7 @@ impl World for Limited {
 
     fn expected(&self, of: &mut Expectation<'_>) {
         let mb = of.at.microbatch;
-        let sums = matches!(of.at.stage, Stage::Accumulate | Stage::Reduce);
+        let sums = is_sum(of.at.stage);
         let (classes, of_class) = (self.places().are_classes(), OF_CLASSES.contains(&of.at.stage));
         if sums || (classes != of_class && !self.places().is_in((mb, of.at.rank))) {
             return;

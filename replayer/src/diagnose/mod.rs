@@ -376,7 +376,7 @@ fn in_part(
 const BOUGHT: usize = 2;
 
 /// Whether a stage is a sum of gradients, over microbatches or ranks.
-fn is_sum(stage: Stage) -> bool {
+pub(crate) fn is_sum(stage: Stage) -> bool {
     matches!(stage, Stage::Accumulate | Stage::Reduce)
 }
 

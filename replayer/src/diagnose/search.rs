@@ -6,8 +6,9 @@ use std::sync::Arc;
 use super::against::{Against, Part};
 use super::budget::Meter;
 use super::cause::{Cause, Effort, Hypothesis};
-use super::detectors::places::Places;
+use super::detectors::places::{OF_CLASSES, Places};
 use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
+use super::is_sum;
 use super::limited::{Within, limited};
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
@@ -15,15 +16,15 @@ use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{AtTies, World};
 
-/// Gradients of q, and of k and the bias.
+/// The gradient of q and its parts.
 const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
-const DK: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 /// A hypothesis that leaves less than this share of the energy, of all comparisons or of
 /// one, may fail by ties alone.
 const NEAR: f64 = 0.1;
 /// A hypothesis that leaves so many times less energy than there was settles a search.
 pub(super) const SETTLED: f64 = 1e4;
-/// More fitted numbers than these are looked at beside what a place explains.
+/// A hypothesis with more fitted numbers than these does not end the search: one that holds in some
+/// places alone may explain as much with none.
 const FEW: usize = 2;
 /// A glance that shows this many times the floor in all that fails speaks for all rows.
 const SHOWN: f64 = 4.0;
@@ -148,7 +149,7 @@ impl<'a> Search<'a> {
         let alone = !self.compared.contains(&Stage::Dk);
         for &stage in &self.compared {
             // What is said of dk is said of its sum where that alone was recorded.
-            let sum = alone && matches!(stage, Stage::Accumulate | Stage::Reduce);
+            let sum = alone && is_sum(stage);
             let speaks =
                 |world: &dyn World| world.speaks_of(stage) || sum && world.speaks_of(Stage::Dk);
             let of = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
@@ -227,7 +228,7 @@ impl<'a> Search<'a> {
     /// their sum, without the gradients of which nothing fails.
     pub(super) fn of_failing(&self, failing: &BTreeSet<Key>) -> Search<'a> {
         let fails = |of: &[Stage]| failing.iter().any(|key| of.contains(&key.stage));
-        let families = [&DQ[..], &DK[..]].map(|of| (of, fails(of)));
+        let families = [&DQ[..], &OF_CLASSES[..]].map(|of| (of, fails(of)));
         self.only(|stage| families.iter().all(|(of, fails)| *fails || !of.contains(&stage)))
     }
 
@@ -303,6 +304,10 @@ impl<'a> Search<'a> {
         for places in Places::each(evidence) {
             let within = Arc::new(Within::new(evidence, places));
             for (at, one) in found {
+                if self.meter.is_spent() {
+                    self.meter.leaves(one.cause.id());
+                    return more;
+                }
                 let of = limited(one.hypothesis.clone(), evidence, &within);
                 more.extend(self.one(one.cause, of, evidence).map(|one| (*at, one)));
             }
@@ -319,7 +324,7 @@ impl<'a> Search<'a> {
         (evidence, narrowed): (&Evidence<'_>, Option<(&Arc<Within>, &Evidence<'_>)>),
         found: &mut Vec<(usize, Tried<'c>)>,
     ) {
-        // Many numbers explain what one place may.
+        // One that was fitted with many numbers is held against those that hold in some places.
         let explained = |found: &[(usize, Tried<'c>)]| {
             let of = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
             found.iter().any(|(_, one)| of(one) && one.hypothesis.fitted <= FEW)
@@ -333,6 +338,10 @@ impl<'a> Search<'a> {
             for &(at, cause) in causes {
                 let all = self.hypotheses(cause, look.map_or(evidence, |(_, shown)| shown));
                 for of in all {
+                    if self.meter.is_spent() {
+                        self.meter.leaves(cause.id());
+                        break;
+                    }
                     let of = match look {
                         Some((within, _)) => limited(of, evidence, within),
                         None => of,

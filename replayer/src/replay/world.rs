@@ -120,8 +120,8 @@ pub trait World: Send + Sync {
         self.policy(declared)
     }
 
-    /// Whether what the policy gives is meant of a row, too: a token, or a class of a gradient of
-    /// k.
+    /// Whether the policy's values stand for the reference in this row: a token's row, or a
+    /// class's of a gradient of k.
     fn emulates(&self, _at: At, _row: usize) -> bool {
         true
     }
@@ -152,8 +152,9 @@ pub trait World: Send + Sync {
     /// Last: other values than the stage would have.
     fn expected(&self, _of: &mut Expectation<'_>) {}
 
-    /// Variance of an element of a gradient of k in a row, a class, in which the declared head has
-    /// nothing and this world has something: nothing is rounded there as declared.
+    /// More variance of an element of a gradient of k, where this world puts a value that the
+    /// declared head has elsewhere or not at all: its roundings are not those that are allowed
+    /// for the element as declared.
     fn noise(&self, _at: At, _row: usize, _column: usize) -> f64 {
         0.0
     }

@@ -58,7 +58,7 @@ impl Cause for LabelProbRoundedEarly {
         }
         let logits = label_logits(evidence);
         let mut found = Vec::new();
-        // A kernel's own format, whatever its operands come in.
+        // A kernel may keep p in either format, whatever format its operands have.
         for p in [Precision::Bf16, Precision::F16] {
             for base in bases(&roundings) {
                 let policy = Policy { path: whole(base.path), p, ..base };

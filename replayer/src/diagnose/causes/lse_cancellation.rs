@@ -16,7 +16,7 @@ use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::direct::{Direct, WORK};
+use crate::diagnose::detectors::direct::{Direct, SCALAR, WORK};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::round::Precision;
@@ -94,7 +94,7 @@ enum What {
     BothAndDifference,
     Probability,
     KeptLse,
-    /// The maximum of the logits and the label's, on whose distance lse less the maximum is added.
+    /// The largest logit and the label's; lse less the largest is added to their difference.
     Maximum,
 }
 
@@ -105,7 +105,7 @@ const WAYS: [(What, &str); 7] = [
     (What::Difference, "the difference of lse and the label's logit"),
     (What::Probability, "the label's probability, before the log"),
     (What::KeptLse, "lse, which only the loss reads"),
-    (What::Maximum, "the largest logit and the label's, before their difference"),
+    (What::Maximum, "the largest logit and the label's, before they are subtracted"),
 ];
 
 struct Rounded {
@@ -123,14 +123,12 @@ type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 fn largest_logits(evidence: &Evidence<'_>) -> OfTokens {
     let one = |inputs: &MicrobatchInputs| {
         let direct = Direct::of_logits(evidence, inputs)?;
-        let work = direct.work().saturating_mul(inputs.tokens());
-        if work > WORK || evidence.spend(work) {
+        // `Direct` counts its own products.
+        let work = direct.work().saturating_mul(SCALAR * inputs.tokens());
+        if work > WORK || evidence.spend(0) {
             return None;
         }
-        let of = |t: usize| {
-            let all = (0..inputs.valid_vocab).map(|v| direct.logit_at(t, v).0);
-            all.fold(f64::NEG_INFINITY, f64::max)
-        };
+        let of = |t: usize| direct.logits_at(t).into_iter().fold(f64::NEG_INFINITY, f64::max);
         Some((inputs.microbatch, (0..inputs.tokens()).map(of).collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()

@@ -56,6 +56,14 @@ impl<'a> Direct<'a> {
         }
     }
 
+    /// Logits of a token and all valid classes, recorded or not.
+    pub fn logits_at(&self, token: usize) -> Vec<f64> {
+        match &self.head.given {
+            Some(_) => (0..self.head.valid_vocab).map(|v| self.logit_at(token, v).0).collect(),
+            None => self.against(&self.q(Row::From(token)), &Row::From).logits,
+        }
+    }
+
     /// A row of q.
     pub fn q(&self, row: Row) -> Vec<f64> {
         self.row(&self.head.q, row)

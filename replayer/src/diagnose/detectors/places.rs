@@ -12,6 +12,7 @@ use super::asked::place;
 use super::direct::{distance, energy};
 use super::solve::runs_of;
 use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::is_sum;
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::replay::trial::Rows;
@@ -61,12 +62,12 @@ impl Places {
     /// Each rank and each microbatch, one at a time, where sums alone fail: those do not tell where
     /// something is wrong. None where these are many.
     pub fn each(evidence: &Evidence<'_>) -> Vec<Places> {
-        let sums = [Stage::Accumulate, Stage::Reduce, Stage::Loss];
         let all: Vec<(&MicrobatchInputs, Vec<Unit>)> =
             evidence.inputs.iter().map(|one| (one, runs(evidence, one))).collect();
         let ranks: BTreeSet<Vec<Rank>> =
             all.iter().flat_map(|(_, runs)| runs.iter().map(|run| run.ranks.clone())).collect();
-        let alone = evidence.failing.iter().all(|key| sums.contains(&key.stage));
+        let alone =
+            evidence.failing.iter().all(|key| is_sum(key.stage) || key.stage == Stage::Loss);
         if !alone || ranks.len() + all.len() > MOST_TRIED {
             return Vec::new();
         }
