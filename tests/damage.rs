@@ -25,8 +25,14 @@ fn job(kind: Kind, reduction: LossReduction) -> Job {
     let fused = reduction == LossReduction::Mean && kind != Kind::XentLogits;
     // A fused path records dlogits without the label's part.
     let dlogits = !fused;
-    let extras =
-        Extras { logits: true, dlogits, logprobs: true, accumulated: true, dq_parts: true };
+    let extras = Extras {
+        logits: true,
+        dlogits,
+        logprobs: true,
+        accumulated: true,
+        dq_parts: true,
+        ..Extras::default()
+    };
     let layout = Layout { k_sharded: true, ..base.layout };
     let bias = kind == Kind::Xent;
     // One loss a token is not divided, and each has a cotangent of its own.

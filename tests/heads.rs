@@ -8,6 +8,8 @@
 //! its layout, which is all that is needed to repeat it:
 //!
 //!     BACKTAPE_SEED=1234 BACKTAPE_RUNS=1 make soak-heads
+//!
+//! With `BACKTAPE_KEEP=DIR` the dumps stay, as `DIR/run-SEED`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -31,6 +33,10 @@ use crate::support::relaid::{Layout, in_pods, local_parts};
 
 /// Dumps of the share that every test run takes.
 const QUICK: u64 = 24;
+/// Seeds that the campaign once found wrong: sums of dk without addends that tensor ranks hold
+/// together, a gradient of the bias in boxes, log-probabilities of sequences, parts that ranks
+/// round by themselves, a head of zeros, and faults that few rows seemed to prove.
+const ONCE_WRONG: [u64; 12] = [23, 313, 328, 425, 438, 1446, 1495, 1779, 1897, 1900, 1921, 2147];
 /// Dumps of the whole, where BACKTAPE_RUNS does not say.
 const WHOLE: u64 = 5000;
 
@@ -39,6 +45,19 @@ struct Drawn {
     job: Job,
     layout: Layout,
     shards: Vec<dump::Laid>,
+}
+
+impl Drawn {
+    /// Whether a gradient was recorded of which a right one is known: dk of tied embeddings holds
+    /// the lookup's part, and what an accumulator of few bits loses is known of addends alone.
+    fn can_be_judged(&self) -> bool {
+        let options = &self.job.options;
+        let swamps = options.rounding.accumulate == Float::Bf16;
+        let of_dk = !options.tied_embedding && !(options.extras.sums_alone && swamps);
+        let named = |names: &[&str]| self.shards.iter().any(|one| names.contains(&one.shard.name));
+        named(&["dq", "dq_lse", "dq_label", "dlogits", "dk_lse", "dk_label", "dbias"])
+            || of_dk && named(&["dk"])
+    }
 }
 
 /// What became of one dump.
@@ -100,7 +119,7 @@ fn fault(random: &mut Random) -> Fault {
 fn run(drawn: &Drawn) -> Ended {
     // In memory where there is such a place: thousands of dumps, each synced.
     let store = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
-    let path = store.path().join("run-a");
+    let path = dump::of_seed(drawn.job.seed, store.path());
     dump::write_laid(&path, &drawn.layout.mesh(), Some(&drawn.job.head()), &drawn.shards, &|_| {
         Reduction::Sum
     });
@@ -126,7 +145,7 @@ fn judged(drawn: &Drawn, report: &Report) -> Ended {
         Verdict::Diverged if clean => {
             Some(format!("diverged: {:?}", report.first_divergence.as_ref().map(|d| &d.stage)))
         }
-        Verdict::Incomplete => {
+        Verdict::Incomplete if drawn.can_be_judged() => {
             Some(format!("incomplete: {:?} {:?}", report.findings.first(), report.not_checked))
         }
         _ => None,
@@ -279,7 +298,7 @@ fn number(name: &str, usual: u64) -> u64 {
 
 #[test]
 fn any_head_that_is_recorded_is_judged() {
-    let campaign = Campaign::of(0..QUICK);
+    let campaign = Campaign::of((0..QUICK).chain(ONCE_WRONG));
     assert!(campaign.wrong.is_empty(), "{}", campaign.render());
 }
 

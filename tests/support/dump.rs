@@ -1,7 +1,7 @@
 //! Writes real dumps, file by file and with a manifest, as ranks would.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use backtape::dtype::Dtype;
 use backtape::fingerprint::Fingerprint;
@@ -16,6 +16,13 @@ use backtape::shard::{FingerprintSource, ShardRecord, TensorKey, When};
 use backtape::store::header::FileSelf;
 use backtape::store::layout::{RUN_RECORD, file_name};
 use backtape::store::{AttemptDir, ShardWriter};
+
+/// Where a campaign writes the dump of a seed: below `BACKTAPE_KEEP` if that is set, else where
+/// it will be deleted.
+pub(crate) fn of_seed(seed: u64, otherwise: &Path) -> PathBuf {
+    let kept = std::env::var_os("BACKTAPE_KEEP").map(PathBuf::from);
+    kept.as_deref().unwrap_or(otherwise).join(format!("run-{seed}"))
+}
 
 /// One shard as a rank would record it.
 #[derive(Clone)]

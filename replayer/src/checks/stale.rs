@@ -54,10 +54,24 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// Elements in a row that chance does not make equal.
-fn needed(dtype: Dtype, elements: usize) -> usize {
+/// Elements in a row of a piece that chance does not make equal.
+fn needed(dtype: Dtype, bytes: &[u8]) -> usize {
+    let elements = bytes.len() / dtype.width();
     let tries = elements.max(1) as f64 * (PAIRS.len() + FRESH.len()) as f64;
-    ((tries / FALSE_ALARM).log2() / f64::from(random_bits(dtype))).ceil() as usize
+    ((tries / FALSE_ALARM).log2() / f64::from(bits_in_use(dtype, bytes))).ceil() as usize
+}
+
+/// Bits of the fraction that some element has: numbers that were narrower before they were stored
+/// leave the last ones 0, and are equal by chance as often as those of the narrower format.
+fn bits_in_use(dtype: Dtype, bytes: &[u8]) -> u32 {
+    let (mut used, all) = (0u64, random_bits(dtype));
+    for index in 0..bytes.len() / dtype.width() {
+        used |= bits(bytes, dtype.width(), index);
+        if used & 1 == 1 {
+            return all;
+        }
+    }
+    all.saturating_sub(used.trailing_zeros()).max(1)
 }
 
 type Named<'a> = (&'a TensorKey, &'a TensorInfo);
@@ -100,8 +114,7 @@ fn equal_runs(
     sources: &[Piece<'_>],
 ) -> Option<(Vec<u64>, u64)> {
     let width = info.dtype.width();
-    let elements = piece.bytes.len() / width;
-    let needed = needed(info.dtype, elements);
+    let needed = needed(info.dtype, piece.bytes);
     let (mut rows, mut equal) = (Vec::new(), 0u64);
     // Most often both are cut alike.
     let alike = sources.binary_search_by(|other| other.place().cmp(piece.place()));
@@ -187,7 +200,7 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
         if !of_tokens && same_labels(past.2, facts, &piece.ranks) {
             continue;
         }
-        let needed = needed(info.dtype, piece.bytes.len() / info.dtype.width());
+        let needed = needed(info.dtype, piece.bytes);
         let fresh = |row: usize| {
             let token = piece.global_row(row) as usize;
             !of_tokens || past.2.targets.get(token) != facts.targets.get(token)

@@ -290,4 +290,13 @@ impl Joined {
         let most = most + apart + self.sum.most(sum);
         Allowed::default().with_few(variance + self.sum.variance(sum), most)
     }
+
+    /// Of `n` ranks that each add two parts of their own, of which the sums of squares are known.
+    pub fn of_addends(&self, n: f64, squares: [f64; 2]) -> Allowed {
+        let n = n.max(1.0);
+        // As large as one of them may be if all are alike: then their sum is largest.
+        let [one, other] = squares.map(|of| (of / n).sqrt());
+        let each = self.of(one, other);
+        Allowed { own: n * each.own, few: n * each.few, most: n * each.most, ..each }
+    }
 }

@@ -91,6 +91,8 @@ pub struct Tally {
     pub first_nonfinite: Option<Worst>,
     /// Sum of squared errors.
     pub error_energy: f64,
+    /// Sum of the squares of the rows' error energies, those of equal rows taken as one.
+    error_squares: f64,
     /// Sum of squared reference values.
     pub reference_energy: f64,
     /// Sum of squared captured values.
@@ -129,6 +131,7 @@ parcel!(Tally {
     nonfinite,
     first_nonfinite,
     error_energy,
+    error_squares,
     reference_energy,
     captured_energy,
     max_abs,
@@ -268,6 +271,7 @@ impl Tally {
             nonfinite: row.nonfinite,
             first_nonfinite: first_nonfinite.worst(index),
             error_energy: row.error,
+            error_squares: repeats * row.error * row.error,
             reference_energy: row.reference,
             captured_energy: row.captured,
             max_abs: row.max_abs,
@@ -294,6 +298,7 @@ impl Tally {
         self.nonfinite += other.nonfinite;
         self.first_nonfinite = self.first_nonfinite.take().or(other.first_nonfinite);
         self.error_energy += other.error_energy;
+        self.error_squares += other.error_squares;
         self.reference_energy += other.reference_energy;
         self.captured_energy += other.captured_energy;
         self.max_abs = self.max_abs.max(other.max_abs);
@@ -330,6 +335,16 @@ impl Tally {
     /// What is known of all elements from the finite ones: nothing, where there are others.
     pub fn of_numbers(&self, of_finite: f64) -> f64 {
         if self.nonfinite > 0 { f64::NAN } else { of_finite }
+    }
+
+    /// Of how many rows the error is, as if each that has any had as much of its energy: 1
+    /// where one row, or copies of one, have all of it.
+    pub fn rows_in_error(&self) -> f64 {
+        if self.error_squares > 0.0 {
+            self.error_energy * self.error_energy / self.error_squares
+        } else {
+            0.0
+        }
     }
 
     /// Cosine of the angle between captured and reference values.

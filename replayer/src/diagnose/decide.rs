@@ -157,6 +157,7 @@ mod tests {
             captured: 100.0,
             factor: 1.0,
             elements: 100,
+            rows: 10.0,
             nonfinite: 0,
             passes: energy <= 1.5,
             overshoot: energy / 1.5,

@@ -53,6 +53,8 @@ pub struct Residual {
     pub factor: f64,
     /// Captured values compared.
     pub elements: u64,
+    /// Of how many rows the error is: see [`Tally::rows_in_error`].
+    pub rows: f64,
     /// Values that are no numbers.
     pub nonfinite: u64,
     /// True when rounding explains it.
@@ -120,6 +122,7 @@ pub fn residuals(outcome: &Outcome) -> Residuals {
                 captured: tally.captured_energy,
                 factor: 1.0 + tally.slope(),
                 elements: tally.elements,
+                rows: tally.rows_in_error(),
                 nonfinite: tally.nonfinite,
                 passes: one.excess.is_none(),
                 overshoot: one.overshoot,

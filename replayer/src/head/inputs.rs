@@ -202,6 +202,10 @@ impl HeadStep<'_> {
         };
         let valid_vocab = valid;
         let copies = match &scores {
+            // Where k is 0 the logits of every token are those of every other.
+            Scores::Product { k, .. } if matrix(k).is_some_and(|k| k.is_zero()) => {
+                vec![tokens as f64; tokens]
+            }
             Scores::Product { q: rows, .. } | Scores::Logits(rows) => copies(rows, tokens),
             Scores::Logprobs | Scores::Lost(_) => vec![1.0; tokens],
         };

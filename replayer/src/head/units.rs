@@ -42,6 +42,15 @@ impl Unit {
     }
 }
 
+/// How much of an addend some ranks hold.
+#[derive(PartialEq)]
+enum Held {
+    Nothing,
+    /// Some of it, or copies of what other ranks hold.
+    Part,
+    Whole,
+}
+
 /// The tokens of a group, and all that are counted with them, by microbatch.
 pub(crate) type CountedTogether<'m> = (Unit, Vec<(&'m MicrobatchInputs, Unit)>);
 
@@ -77,12 +86,23 @@ impl HeadStep<'_> {
         let mut units = self.rank_rows(inputs).unwrap_or_default();
         let told = !units.is_empty()
             && addends.iter().all(|key| self.join_by_mesh(key, inputs, &mut units))
-            && addends.iter().all(|key| self.whole_addends(key, &units));
+            && addends.iter().all(|key| self.whole_addends(key, &units))
+            && self.sum_alone(inputs).is_none_or(|sum| {
+                self.join_by_mesh(sum, inputs, &mut units) && self.own_sums(sum, &units)
+            });
         if told {
             return Ok(units);
         }
         addends.iter().try_for_each(|key| self.all_added(key, inputs))?;
         Ok(whole())
+    }
+
+    /// The addends of dk summed over microbatches, where dk of this one was not recorded.
+    fn sum_alone(&self, inputs: &MicrobatchInputs) -> Option<&TensorKey> {
+        inputs.microbatch?;
+        let sum = self.find_reduced(Role::Dk, false);
+        let sum = sum.filter(|_| self.find(Role::Dk, inputs.microbatch).is_none());
+        sum.filter(|sum| self.tensors[*sum].partial.is_some())
     }
 
     /// The same where dk was recorded summed over microbatches alone: the tokens of each rank,
@@ -93,7 +113,8 @@ impl HeadStep<'_> {
         inputs.microbatch?;
         let mut units = self.rank_rows(inputs).ok()?;
         let partial = self.tensors[sum].partial.is_some();
-        let told = !partial || self.join_by_mesh(sum, inputs, &mut units);
+        let told =
+            !partial || self.join_by_mesh(sum, inputs, &mut units) && self.own_sums(sum, &units);
         units.retain(|unit| !unit.rows.is_empty());
         (told && units.len() > 1).then_some(units)
     }
@@ -132,19 +153,37 @@ impl HeadStep<'_> {
 
     /// Whether what each unit's ranks hold is the whole tensor, and no other rank holds any.
     fn whole_addends(&self, key: &TensorKey, units: &[Unit]) -> bool {
-        let info = &self.tensors[key];
-        let records = || info.shards.iter().map(|shard| self.dump.record(shard));
-        let held = |unit: &Unit| {
-            // A replica is some other rank's addend.
-            let own =
-                records().filter(|record| unit.ranks.contains(&record.rank) && record.replica == 0);
-            let mut boxes: Vec<&IndexBox> = own.map(|record| &record.place).collect();
-            boxes.sort();
-            boxes.dedup();
-            !unit.rows.is_empty() && !boxes.is_empty() && gaps(&info.shape, boxes).is_empty()
-        };
+        let held = |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == Held::Whole;
+        units.iter().all(held) && self.held_in(key, units)
+    }
+
+    /// The same of a sum over microbatches, which some units may not have recorded.
+    fn own_sums(&self, key: &TensorKey, units: &[Unit]) -> bool {
+        let held = |unit: &Unit| matches!(self.holds(key, unit), Held::Whole | Held::Nothing);
+        units.iter().all(held) && self.held_in(key, units)
+    }
+
+    /// Whether no rank but those of the units holds any of a tensor.
+    fn held_in(&self, key: &TensorKey, units: &[Unit]) -> bool {
         let known = |rank: Rank| units.iter().any(|unit| unit.ranks.contains(&rank));
-        units.iter().all(held) && records().all(|record| known(record.rank))
+        self.tensors[key].shards.iter().all(|shard| known(self.dump.record(shard).rank))
+    }
+
+    /// How much of a tensor a unit's ranks hold.
+    fn holds(&self, key: &TensorKey, unit: &Unit) -> Held {
+        let info = &self.tensors[key];
+        let records = info.shards.iter().map(|shard| self.dump.record(shard));
+        let of_unit: Vec<_> = records.filter(|one| unit.ranks.contains(&one.rank)).collect();
+        // A replica is some other rank's addend.
+        let own = of_unit.iter().filter(|record| record.replica == 0);
+        let mut boxes: Vec<&IndexBox> = own.map(|record| &record.place).collect();
+        boxes.sort();
+        boxes.dedup();
+        match (of_unit.is_empty(), boxes.is_empty()) {
+            (true, _) => Held::Nothing,
+            (false, false) if gaps(&info.shape, boxes).is_empty() => Held::Whole,
+            (false, _) => Held::Part,
+        }
     }
 
     /// Whether the sum of all addends is over all tokens: every rank that holds tokens has
@@ -264,7 +303,9 @@ impl HeadStep<'_> {
 
     /// The classes of a gradient of k by the ranks that recorded them.
     pub(crate) fn rank_classes(&self, of: &TensorKey) -> Vec<Unit> {
-        let at = usize::from(self.options.transposed());
+        // A gradient of the bias has classes alone.
+        let several = self.tensors[of].shape.len() > 1;
+        let at = usize::from(self.options.transposed() && several);
         self.held_by_ranks(of, at..at + 1)
     }
 

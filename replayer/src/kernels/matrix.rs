@@ -221,6 +221,11 @@ impl Matrix<'_> {
         self.len() == 0
     }
 
+    /// Whether every element is 0, of either sign.
+    pub fn is_zero(&self) -> bool {
+        (0..self.len()).all(|index| self.get_f64(index) == 0.0)
+    }
+
     /// Element at a row-major index, exactly.
     pub fn get_f64(&self, index: usize) -> f64 {
         match self.values {

@@ -11,6 +11,7 @@ use crate::assemble::{self, Tensor};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
 use crate::head::{HeadStep, Stage};
+use crate::kernels::matrix::{Matrix, Values};
 
 /// The sum of addends, with what its error depends on. All row-major, one value an
 /// element of the whole tensor.
@@ -27,7 +28,41 @@ pub(crate) struct Sum {
     pub(super) rounds: bool,
 }
 
+/// A sum of addends as a matrix, and what is known of them.
+pub(super) struct Added {
+    pub(super) cols: usize,
+    pub(super) total: Vec<f64>,
+    /// Variance that storing the addends brought.
+    pub(super) storage: Vec<f64>,
+    /// Of the addends' squares.
+    pub(super) squares: Vec<f64>,
+    /// How many addends there are.
+    pub(super) count: f64,
+}
+
+impl Added {
+    pub(super) fn matrix(&self) -> Matrix<'_> {
+        let rows = self.total.len() / self.cols.max(1);
+        Matrix { rows, cols: self.cols, values: Values::F64(&self.total) }
+    }
+
+    /// Some of its rows.
+    pub(super) fn picked(&self, rows: &[usize]) -> Added {
+        let row = |&row: &usize| row * self.cols..(row + 1) * self.cols;
+        let chosen = |all: &[f64]| rows.iter().flat_map(|at| &all[row(at)]).copied().collect();
+        let [total, storage, squares] =
+            [&self.total, &self.storage, &self.squares].map(|of| chosen(of));
+        Added { total, storage, squares, ..*self }
+    }
+}
+
 impl Sum {
+    /// What was added, with the last dimension as columns.
+    pub(super) fn added(self) -> Added {
+        let Sum { total, squares, storage, count, .. } = self;
+        Added { cols: self.shape.last().map_or(1, |&n| n as usize), total, storage, squares, count }
+    }
+
     pub(crate) fn new(shape: &[u64]) -> Sum {
         let zeros = || vec![0.0; shape.iter().product::<u64>() as usize];
         Sum {

@@ -449,10 +449,7 @@ impl Replay<'_> {
         let values = match (partial, of_tokens) {
             (true, _) if of_tokens || unit.ranks.is_empty() => {
                 let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
-                let cols = *sum.shape.last().unwrap_or(&1) as usize;
-                let rows = sum.total.len() / cols.max(1);
-                let (total, storage) = (sum.total, sum.storage);
-                Held::Summed { rows, cols, total, storage }
+                Held::Summed(sum.added())
             }
             (true, _) => Held::Whole(self.step.oriented(key, Some(&unit.ranks))?),
             // A gradient over all tokens cannot be judged by some ranks' tokens.

@@ -22,7 +22,7 @@ impl Gradient {
     /// Variance of storing some rows, where it is known element by element.
     fn storages(&self, rows: Range<usize>, columns: usize) -> &[f64] {
         match &self.values {
-            Held::Summed { storage, .. } => &storage[rows.start * columns..rows.end * columns],
+            Held::Summed(added) => &added.storage[rows.start * columns..rows.end * columns],
             _ => &[],
         }
     }

@@ -15,7 +15,7 @@ use super::lists::value_of;
 use super::maps::Drawn;
 use super::pass_cache::BackwardPass;
 use super::world::{At, Expectation};
-use crate::compare::{Allowed, ONE_ROUNDING, Rows, once};
+use crate::compare::{Allowed, ONE_ROUNDING, Rows};
 use crate::head::Stage;
 use crate::head::step::rows_of;
 use crate::kernels::matrix::HeadInputs;
@@ -23,7 +23,7 @@ use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference::{DkSums, Keep};
 use crate::kernels::{policy, reference};
 
-/// Roundings of an entry that may err to one side at once, over the root of their variances'
+/// Roundings of an entry that may err to one side at over the root of their variances'
 /// sum: those of four operations at most.
 const SEVERAL: f64 = 2.0;
 
@@ -348,7 +348,8 @@ impl Replay<'_> {
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
-            let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
+            let repeats = |_| classes_alike(&problem.head);
+            let rows = Rows { captured, reference: &reference, index: &index, repeats: &repeats };
             let there = slab.looked.iter().find(|(of, _)| *of == stage);
             let here = there.is_none().then(|| rows.looked_at(allowed, &bound));
             let looked = there.map(|(_, looked)| looked).or(here.as_ref()).expect("one of both");
@@ -463,7 +464,8 @@ impl Replay<'_> {
         let index = |row: usize| (slab.range.start + row) as u64;
         let captured = rows_of(&gradient.matrix(), slab.range.clone());
         let reference = self.supposed(problem, slab, (gradient, false), slab.dbias.clone());
-        let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
+        let repeats = |_| classes_alike(&problem.head);
+        let rows = Rows { captured, reference: &reference, index: &index, repeats: &repeats };
         let looked = rows.looked_at(allowed, &bound);
         findings.expect(Stage::Dbias, slab.range.start, &looked);
         findings.merge(Stage::Dbias, rows.tally(&looked, &bound), bound);
@@ -507,6 +509,12 @@ pub(super) fn column_sums(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
     let mut sums = vec![0.0; matrix.cols];
     (0..matrix.len()).for_each(|at| sums[at % matrix.cols] += matrix.get_f64(at));
     sums
+}
+
+/// How many classes have one error: all where k is 0, as at the first step of a job that starts
+/// there, because then p is the same for each of them.
+fn classes_alike(head: &HeadInputs<'_>) -> f64 {
+    if head.k.is_zero() { head.k.rows.max(1) as f64 } else { 1.0 }
 }
 
 /// Sum of squares of each column, rows that are copies counted as they add up.

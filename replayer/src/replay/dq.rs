@@ -212,24 +212,16 @@ impl Replay<'_> {
 /// The unit's own rows of every captured dq.
 pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
     let pick = |gradient: &Gradient| {
-        let whole = gradient.matrix();
         let values = match &gradient.values {
-            Held::Whole(_) | Held::Picked(_) => Held::Picked(Gathered::new(&whole, rows)),
-            Held::Summed { total, storage, .. } => Held::Summed {
-                rows: rows.len(),
-                cols: whole.cols,
-                total: chosen(total, whole.cols, rows),
-                storage: chosen(storage, whole.cols, rows),
-            },
+            Held::Whole(_) | Held::Picked(_) => {
+                Held::Picked(Gathered::new(&gradient.matrix(), rows))
+            }
+            Held::Summed(added) => Held::Summed(added.picked(rows)),
         };
         let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
         Gradient { stage, values, stored, rounded: gradient.rounded, source }
     };
     Captured { gradients: captured.of(&DQ).map(pick).collect() }
-}
-
-fn chosen(values: &[f64], cols: usize, rows: &[usize]) -> Vec<f64> {
-    rows.iter().flat_map(|&row| &values[row * cols..(row + 1) * cols]).copied().collect()
 }
 
 /// For each token, how many tokens have its label.

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::Replay;
+use super::addends::Added;
 use super::allowed::{rounding, stored};
 use super::floors::Floors;
 use super::gather::Gathered;
@@ -14,7 +15,7 @@ use crate::compare::tally::relative;
 use crate::compare::{Allowed, Bound, Chart, RowTally, Tally};
 use crate::head::Stage;
 use crate::head::step::{matrix, rows_of};
-use crate::kernels::matrix::{Matrix, Values};
+use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 
 pub(super) const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
@@ -40,9 +41,8 @@ pub(super) enum Held {
     Whole(Tensor),
     /// As some rows of one.
     Picked(Gathered),
-    /// As the sum of the addends that ranks recorded, with the variance that storing
-    /// them brought.
-    Summed { rows: usize, cols: usize, total: Vec<f64>, storage: Vec<f64> },
+    /// As the sum of the addends that ranks recorded.
+    Summed(Added),
 }
 
 impl Gradient {
@@ -51,9 +51,7 @@ impl Gradient {
         let found = match &self.values {
             Held::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
             Held::Picked(rows) => rows.matrix(),
-            Held::Summed { rows, cols, total, .. } => {
-                Matrix { rows: *rows, cols: *cols, values: Values::F64(total) }
-            }
+            Held::Summed(added) => added.matrix(),
         };
         // The bias's `[V]` is a column: one number a row of the vocabulary.
         match self.stage {
@@ -76,27 +74,27 @@ impl Gradient {
 
     /// Some of its rows.
     fn picked(&self, rows: &[usize]) -> Gradient {
-        let whole = self.matrix();
         let values = match &self.values {
-            Held::Summed { total, storage, .. } => {
-                let chosen = |all: &[f64]| {
-                    let row = |&v: &usize| &all[v * whole.cols..(v + 1) * whole.cols];
-                    rows.iter().flat_map(row).copied().collect::<Vec<f64>>()
-                };
-                let (total, storage) = (chosen(total), chosen(storage));
-                Held::Summed { rows: rows.len(), cols: whole.cols, total, storage }
-            }
-            _ => Held::Picked(Gathered::new(&whole, rows)),
+            Held::Summed(added) => Held::Summed(added.picked(rows)),
+            _ => Held::Picked(Gathered::new(&self.matrix(), rows)),
         };
         let (stage, stored, source) = (self.stage, self.stored, self.source.clone());
         Gradient { stage, values, stored, rounded: self.rounded, source }
+    }
+
+    /// Of some elements of a sum of addends: how many these are, and the sums of their squares.
+    fn squares(&self, elements: Range<usize>) -> Option<Squares> {
+        match &self.values {
+            Held::Summed(added) => Some((added.count, added.squares[elements].to_vec())),
+            Held::Whole(_) | Held::Picked(_) => None,
+        }
     }
 
     /// Variance of storing element `at`, whose value should be `x`.
     pub(super) fn storage(&self, at: usize, x: f64) -> f64 {
         match &self.values {
             Held::Whole(_) | Held::Picked(_) => stored(self.stored, x) + stored(self.rounded, x),
-            Held::Summed { storage, .. } => storage[at],
+            Held::Summed(added) => added.storage[at],
         }
     }
 
@@ -108,7 +106,7 @@ impl Gradient {
         let storage = self.storage(at, x);
         let variance = times * storage;
         let inner = Allowed { shared: inner.shared + alike * storage, ..inner };
-        if let Held::Summed { .. } = self.values {
+        if let Held::Summed(_) = self.values {
             return Allowed { own: inner.own + variance, ..inner };
         }
         Allowance::storing(&self.rounding(), x, times, inner)
@@ -174,7 +172,7 @@ impl Captured {
         let of = |gradient: &Gradient| match &gradient.values {
             Held::Whole(tensor) => tensor.bytes().len(),
             Held::Picked(_) => gradient.matrix().len() * size_of::<f32>(),
-            Held::Summed { total, .. } => 2 * total.len() * size_of::<f64>(),
+            Held::Summed(added) => 3 * added.total.len() * size_of::<f64>(),
         };
         self.gradients.iter().map(of).sum()
     }
@@ -198,11 +196,11 @@ impl Captured {
             let values: Vec<f64> = (0..part.len()).map(|i| part.get_f64(i)).collect();
             let storage = |(i, &x): (usize, &f64)| gradient.storage(first + i, x);
             let storage = values.iter().enumerate().map(storage).collect::<Vec<f64>>();
-            (values, storage)
+            (values, storage, gradient.squares(first..first + part.len()))
         };
-        let ((lse, mut storage), (label, more)) = (wide(one), wide(other));
+        let ((lse, mut storage, a), (label, more, b)) = (wide(one), wide(other));
         storage.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
-        Some(Parts { lse, label, storage })
+        Some(Parts { lse, label, storage, squares: a.zip(b) })
     }
 }
 
@@ -211,14 +209,27 @@ pub(super) struct Parts {
     pub(super) lse: Vec<f64>,
     pub(super) label: Vec<f64>,
     storage: Vec<f64>,
+    /// Where each is a sum of addends: what is known of these.
+    squares: Option<(Squares, Squares)>,
 }
+
+/// How many addends some values have, and the sum of the squares of each value's.
+type Squares = (f64, Vec<f64>);
 
 impl Parts {
     /// The job may have added the parts before it rounded them to what was
     /// captured, or after.
     pub(super) fn allowed(&self, replay: &Replay<'_>, at: usize) -> Allowed {
         let own = self.storage[at];
-        replay.adding().of(self.lse[at], self.label[at]) + Allowed { own, ..Allowed::default() }
+        let joined = replay.adding();
+        let joined = match &self.squares {
+            // Each rank has added its own parts.
+            Some(((n, lse), (m, label))) if n.max(*m) > 1.0 => {
+                joined.of_addends(n.max(*m), [lse[at], label[at]])
+            }
+            _ => joined.of(self.lse[at], self.label[at]),
+        };
+        joined + Allowed { own, ..Allowed::default() }
     }
 }
 

@@ -5,6 +5,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use rayon::prelude::*;
 
+use super::allowed::rounded;
 use super::backward::Problem;
 use super::dk::Slab;
 use super::outcome::Outcome;
@@ -158,7 +159,6 @@ impl Replay<'_> {
     ) {
         let d = problem.head.q.cols.max(1);
         let allowances = self.of_dk(problem, slab, Stage::Dk);
-        let output = self.roundings.widest.output.unit_roundoff().powi(2) / 3.0;
         kept.par_iter_mut().enumerate().for_each(|(at, kept)| {
             let sums = slab.sums(&problem.head, at);
             let mut allowed = allowances.of(at / d, at % d, &sums);
@@ -166,7 +166,7 @@ impl Replay<'_> {
                 true => (sums.x + sums.y).powi(2),
                 false => sums.x * sums.x + sums.y * sums.y + sums.squares + sums.label_alike,
             };
-            allowed.own += output * parts;
+            allowed.own += rounded(self.roundings.widest.output, parts.sqrt());
             allowed.certain += slab.lost(Stage::Dk, at);
             kept.add(&allowed.times(weight), parts * weight * weight);
         });

@@ -10,6 +10,7 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::Replay;
+use super::addends::Added;
 use super::findings::{DK, DQ, Held};
 use super::outcome::Outcome;
 use super::trial::in_world;
@@ -157,8 +158,10 @@ impl Replay<'_> {
         let own = self.world.captured(at)?;
         let storage = |&x: &f64| super::allowed::stored(own.precision, x);
         let storage = own.values.iter().map(storage).collect();
-        let (rows, total) = (own.values.len() / columns.max(1), own.values.clone());
-        Some((Held::Summed { rows, cols: columns, total, storage }, own.precision))
+        let squares = own.values.iter().map(|x| x * x).collect();
+        let total = own.values.clone();
+        let added = Added { cols: columns, total, storage, squares, count: 1.0 };
+        Some((Held::Summed(added), own.precision))
     }
 }
 

@@ -16,6 +16,8 @@ use super::{Fault, Job};
 
 /// Most multiply-adds of one product over the whole step: some milliseconds.
 const WORK: usize = 1_500_000;
+/// The same of one job in thirty: what many tokens of a class round alike shows in those alone.
+const MORE_WORK: usize = 24_000_000;
 
 pub(super) fn job(seed: u64) -> Job {
     // Neighbouring seeds must not give neighbouring draws.
@@ -38,7 +40,8 @@ pub(super) fn job(seed: u64) -> Job {
         fault: Fault::None,
         options: Options { kind, ..Options::default() },
     };
-    while job.ranks * job.microbatches * job.tokens * job.vocab * job.width > WORK {
+    let most = if seed % 30 == 17 { MORE_WORK } else { WORK };
+    while job.ranks * job.microbatches * job.tokens * job.vocab * job.width > most {
         job.tokens = (job.tokens * 4 / 5).max(20);
         job.vocab = (job.vocab * 9 / 10).max(20);
         job.width = (job.width * 9 / 10).max(4);
@@ -80,6 +83,7 @@ fn layout(job: &mut Job, random: &mut Random) {
         dq: either(random),
         dk: either(random),
         dk_parts: either(random),
+        sums: Float::F32,
         bias: either(random),
     };
 }
@@ -248,9 +252,24 @@ fn extras(job: &mut Job, random: &mut Random) {
         logprobs: random.chance(0.3),
         accumulated: random.chance(0.3),
         dq_parts: job.fused && random.chance(0.3),
+        sums_alone: false,
+        unreduced: false,
     };
     job.options.reciprocal = random.chance(0.5);
     if random.chance(0.06) {
         job.options.data.head = random.one_of(&[0.0, 1e-3]);
+    }
+    sums(&mut job.options, random);
+}
+
+/// How the sums of dk are recorded: beside their addends or without them, and in what.
+fn sums(options: &mut Options, random: &mut Random) {
+    let narrow = options.layout.input == Float::Bf16 && random.chance(0.3);
+    options.layout.sums = if narrow { Float::Bf16 } else { Float::F32 };
+    let extras = &mut options.extras;
+    if options.kind != Kind::XentLogits && random.chance(0.3) {
+        extras.sums_alone = true;
+        extras.accumulated = random.chance(0.5);
+        extras.unreduced = extras.accumulated && random.chance(0.5);
     }
 }

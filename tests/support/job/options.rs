@@ -103,6 +103,8 @@ pub(crate) struct Layout {
     pub(crate) dk: Float,
     /// Of the recorded dk_lse and dk_label.
     pub(crate) dk_parts: Float,
+    /// Of dk summed over microbatches or ranks.
+    pub(crate) sums: Float,
     pub(crate) bias: Float,
 }
 
@@ -114,6 +116,10 @@ pub(crate) struct Extras {
     pub(crate) logprobs: bool,
     /// dk summed over microbatches, before the reduction over ranks.
     pub(crate) accumulated: bool,
+    /// dk and its parts are recorded summed over microbatches alone.
+    pub(crate) sums_alone: bool,
+    /// dk is not recorded after the reduction over ranks.
+    pub(crate) unreduced: bool,
     /// dq_lse and dq_label beside dk_lse and dk_label.
     pub(crate) dq_parts: bool,
 }
@@ -205,6 +211,7 @@ impl Default for Options {
                 dq: half,
                 dk: full,
                 dk_parts: full,
+                sums: full,
                 bias: full,
             },
             data: Data {

@@ -206,11 +206,14 @@ impl Recording<'_> {
             self.of_tokens(at, "dq_lse", Some(job.width), lse);
             self.of_tokens(at, "dq_label", Some(job.width), floats(layout.dk_parts, label));
         }
-        if job.fused() {
+        let addends = !options.extras.sums_alone;
+        if job.fused() && addends {
             self.of_k(addend, "dk_lse", false, &found.dk_lse, layout.dk_parts);
             self.of_k(addend, "dk_label", false, &found.dk_label, layout.dk_parts);
         }
-        self.of_k(addend, "dk", false, &found.dk, layout.dk);
+        if addends {
+            self.of_k(addend, "dk", false, &found.dk, layout.dk);
+        }
         if options.bias {
             self.whole(addend, "dbias", &[job.vocab], floats(Float::F32, &found.dbias));
         }
@@ -229,10 +232,12 @@ impl Recording<'_> {
             }
             if job.options.extras.accumulated {
                 let own = At { when: Some(When::PreReduce), partial: true, ..at };
-                self.of_k(own, "dk", false, &step.accumulated[rank], Float::F32);
+                self.of_k(own, "dk", false, &step.accumulated[rank], layout.sums);
             }
             let reduced = At { when: Some(When::PostReduce), ..at };
-            self.of_k(reduced, "dk", layout.k_sharded, &step.reduced, Float::F32);
+            if !job.options.extras.unreduced {
+                self.of_k(reduced, "dk", layout.k_sharded, &step.reduced, layout.sums);
+            }
             self.whole(at, "grad_norm", &[], floats(Float::F32, &[step.grad_norm]));
         }
     }

@@ -2,6 +2,7 @@
 
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
+use backtape::role::Role;
 
 use crate::diagnose::evidence::Key;
 use crate::head::step::matrix;
@@ -54,8 +55,18 @@ impl Values {
 pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Option<Values> {
     let tensor = match of.stage {
         Stage::Accumulate | Stage::Reduce => {
-            let key = step.find_reduced(backtape::role::Role::Dk, of.stage == Stage::Reduce)?;
+            let key = step.find_reduced(Role::Dk, of.stage == Stage::Reduce)?;
+            let unrecorded =
+                |one: &&MicrobatchInputs| step.find(Role::Dk, one.microbatch).is_none();
+            // A sum without addends is compared with one of the head's own, in its layout.
+            let alone = inputs.iter().find(unrecorded);
             match (of.rank, step.tensors[key].partial) {
+                (Some(rank), Some(_)) if alone.is_some() => {
+                    let microbatch = alone?.microbatch;
+                    let ranks = ranks(step, inputs, Key { microbatch, ..of }, rank)?;
+                    step.oriented(key, Some(&ranks)).ok()?
+                }
+                (None, None) if alone.is_some() => step.oriented(key, None).ok()?,
                 (Some(rank), Some(_)) => step.addend(key, &[rank]).ok()?,
                 _ => step.assemble(key).ok()?,
             }
@@ -72,22 +83,27 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
                     step.oriented(key, Some(&ranks(step, inputs, of, rank)?)).ok()?
                 }
                 (Some(_), _) => {
-                    return summed(Sum::of_partial(step, key).ok()?.oriented(step, key));
+                    return summed(of.stage, Sum::of_partial(step, key).ok()?.oriented(step, key));
                 }
                 (None, _) => step.oriented(key, None).ok()?,
             }
         }
     };
     let found = matrix(&tensor)?;
-    let column = matches!(of.stage, Stage::Lse | Stage::LabelLogits | Stage::Dbias | Stage::Loss);
-    let columns = if column { 1 } else { found.cols };
+    let columns = if is_column(of.stage) { 1 } else { found.cols };
     let values = widened(&found);
     let is_bf16 = tensor.dtype == Dtype::Bf16;
     Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32, is_bf16 })
 }
 
-fn summed(sum: Sum) -> Option<Values> {
-    let columns = *sum.shape.last()? as usize;
+/// Whether a stage has one number for each token or class.
+fn is_column(stage: Stage) -> bool {
+    use Stage::{Dbias, Dlogprobs, LabelLogits, Logprobs, Loss, Lse};
+    matches!(stage, Lse | LabelLogits | Logprobs | Loss | Dlogprobs | Dbias)
+}
+
+fn summed(stage: Stage, sum: Sum) -> Option<Values> {
+    let columns = if is_column(stage) { 1 } else { *sum.shape.last()? as usize };
     Some(Values { columns, values: sum.total, bits: 0, is_bf16: false })
 }
 

@@ -3,32 +3,71 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::fit::{Fit, Reproduction, Rounded, energy, is_exact};
-use super::{CLEAR, EXACT, Proof, is_emulated, words};
+use super::{CLEAR, EXACT, Proof, ROWS, is_emulated, words};
 use crate::diagnose::against::Against;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::decide::decide;
 use crate::diagnose::evidence::{FORWARD, Key, Residuals};
 use crate::diagnose::found;
 use crate::diagnose::search::{Tried, left_of};
+use crate::head::Stage;
 use crate::kernels::policy::Policy;
 use crate::replay::members;
 
 /// What is reproduced may make the other comparisons this many times worse: they are
 /// rounded as the declared head would.
 const WORSE: f64 = 2.0;
+/// Gradients that have a row of each token.
+const TOKENS: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
+
+/// What is left of a comparison, and of how many rows that is.
+#[derive(Clone, Copy)]
+struct Left {
+    energy: f64,
+    rows: f64,
+}
+
+impl Left {
+    fn of(residuals: &Residuals, key: &Key) -> Left {
+        let rows = residuals.get(key).map_or(0.0, |of| of.rows);
+        Left { energy: energy(residuals, key), rows }
+    }
+}
+
+/// What the plausible policy that leaves least leaves of each comparison.
+struct Least(BTreeMap<Key, Left>);
+
+impl Least {
+    fn energy(&self, key: &Key) -> f64 {
+        self.0[key].energy
+    }
+
+    /// Whether what is left is of so many rows that no choice of one number reproduces it by
+    /// chance. An error of a few tokens' entries is one of all classes in dk, so dq of the same
+    /// tokens says of how many it is.
+    fn is_of_many_rows(&self, key: &Key) -> bool {
+        let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
+        let of_tokens = |of: &Key| same(of) && TOKENS.contains(&of.stage);
+        let rows = |of: &Key| self.0[of].rows >= ROWS;
+        rows(key) && self.0.keys().filter(|of| of_tokens(of)).all(rows)
+    }
+}
 
 impl Reproduction<'_> {
     /// The least energy that any plausible policy leaves of each comparison; none where not
     /// all of them could be emulated within the budget.
-    fn least(&self) -> Option<BTreeMap<Key, f64>> {
-        let declared = |key: &Key| (*key, energy(&self.evidence.residuals, key));
-        let mut found: BTreeMap<Key, f64> = self.evidence.failing.iter().map(declared).collect();
+    fn least(&self) -> Option<Least> {
+        let declared = |key: &Key| (*key, Left::of(&self.evidence.residuals, key));
+        let mut found: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
         for policy in members::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
             let Some(of) = self.search.confirming(&[&rounded]) else { continue };
-            found.iter_mut().for_each(|(key, least)| *least = least.min(energy(&of, key)));
+            for (key, least) in &mut found {
+                let other = Left::of(&of, key);
+                *least = if other.energy < least.energy { other } else { *least };
+            }
         }
-        (!self.search.meter.is_over()).then_some(found)
+        (!self.search.meter.is_over()).then_some(Least(found))
     }
 
     /// What a hypothesis leaves in f64, where it is no policy itself: what a policy beside it
@@ -86,10 +125,11 @@ impl Reproduction<'_> {
                 let of = unrounded.as_ref().map(|of| self::energy(of, key));
                 of.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
             };
-            let explained = |key: &Key| !self.fail && CLEAR * least[key] <= declared[key].energy;
+            let explained =
+                |key: &Key| !self.fail && CLEAR * least.energy(key) <= declared[key].energy;
             let harms = |key: &Key| match explained(key) {
                 true => !(CLEAR * energy(key) <= declared[key].energy),
-                false => !(energy(key) <= WORSE * least[key]),
+                false => !(energy(key) <= WORSE * least.energy(key)),
             };
             // Of a cause that rounds intermediates no sum need be at fault.
             let of_sums = !cause.may_be_right();
@@ -102,16 +142,17 @@ impl Reproduction<'_> {
                 right_sums.as_ref().is_none_or(needed)
             };
             let gains = |key: &&Key| {
-                let less = CLEAR * energy(key) <= least[*key];
-                !explained(key) && less && reproduces(key) && sums(key)
+                let less = CLEAR * energy(key) <= least.energy(key);
+                let many = self.fail || least.is_of_many_rows(key);
+                !explained(key) && less && many && reproduces(key) && sums(key)
             };
-            let mut explains: BTreeSet<Key> = least.keys().filter(gains).copied().collect();
+            let mut explains: BTreeSet<Key> = least.0.keys().filter(gains).copied().collect();
             if self.fail && self.search.rows.is_some() && !explains.is_empty() {
                 // What a sample shows of comparisons that fail must hold for all rows.
                 let all = self.looks.in_full(&[&rounded, &*hypothesis.world], &explains)?;
                 explains.retain(|key| all.get(key).is_some_and(|of| of.passes));
             }
-            if explains.is_empty() || least.keys().any(harms) {
+            if explains.is_empty() || least.0.keys().any(harms) {
                 return None;
             }
             let rounds = members::rounded(&rounded.0, &self.roundings);
@@ -127,14 +168,14 @@ impl Reproduction<'_> {
     }
 
     /// The best of what was confirmed.
-    fn proof(&self, tried: &[Tried<'_>], least: &BTreeMap<Key, f64>) -> Option<Proof> {
+    fn proof(&self, tried: &[Tried<'_>], least: &Least) -> Option<Proof> {
         let most = |one: &&Tried<'_>| one.explains.len();
         let mut of = tried.iter().max_by_key(most)?.explains.clone();
         let decision = decide(tried, &of)?;
         let winner = &tried[decision.winners[0]];
         let energy = |key: &Key| winner.residuals[key].energy;
-        let times =
-            of.iter().map(|key| least[key]).sum::<f64>() / of.iter().map(energy).sum::<f64>();
+        let times = of.iter().map(|key| least.energy(key)).sum::<f64>()
+            / of.iter().map(energy).sum::<f64>();
         let mut found = found::of_decision(tried, &decision, &of, self.evidence);
         for one in &mut found {
             let of = tried.iter().find(|of| of.cause.id() == one.id);
