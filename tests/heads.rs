@@ -36,7 +36,8 @@ const QUICK: u64 = 24;
 /// Seeds that the campaign once found wrong: sums of dk without addends that tensor ranks hold
 /// together, a gradient of the bias in boxes, log-probabilities of sequences, parts that ranks
 /// round by themselves, a head of zeros, and faults that few rows seemed to prove.
-const ONCE_WRONG: [u64; 12] = [23, 313, 328, 425, 438, 1446, 1495, 1779, 1897, 1900, 1921, 2147];
+const ONCE_WRONG: [u64; 13] =
+    [23, 313, 328, 425, 438, 1446, 1495, 1779, 1897, 1900, 1921, 2147, 20145];
 /// Dumps of the whole, where BACKTAPE_RUNS does not say.
 const WHOLE: u64 = 5000;
 
@@ -52,7 +53,8 @@ impl Drawn {
     /// the lookup's part, and what an accumulator of few bits loses is known of addends alone.
     fn can_be_judged(&self) -> bool {
         let options = &self.job.options;
-        let swamps = options.rounding.accumulate == Float::Bf16;
+        let few = [options.rounding.accumulate, options.rounding.label_scatter];
+        let swamps = few.contains(&Float::Bf16);
         let of_dk = !options.tied_embedding && !(options.extras.sums_alone && swamps);
         let named = |names: &[&str]| self.shards.iter().any(|one| names.contains(&one.shard.name));
         named(&["dq", "dq_lse", "dq_label", "dlogits", "dk_lse", "dk_label", "dbias"])

@@ -8,7 +8,7 @@
 //! the axes that the mesh says the addends are summed over. Where neither makes
 //! whole addends out of what was recorded, their sum is still over all tokens.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use backtape::head::{
@@ -157,10 +157,16 @@ impl HeadStep<'_> {
         units.iter().all(held) && self.held_in(key, units)
     }
 
-    /// The same of a sum over microbatches, which some units may not have recorded.
+    /// The same of a sum over microbatches, which some units may not have recorded, and which
+    /// holds what ranks added that have no tokens in this microbatch.
     fn own_sums(&self, key: &TensorKey, units: &[Unit]) -> bool {
         let held = |unit: &Unit| matches!(self.holds(key, unit), Held::Whole | Held::Nothing);
-        units.iter().all(held) && self.held_in(key, units)
+        let of_tokens = self.tensors.values().filter(|info| info.role == Some(self.scores()));
+        let of_tokens = of_tokens.flat_map(|info| &info.shards);
+        let known: BTreeSet<Rank> = of_tokens.map(|at| self.dump.record(at).rank).collect();
+        let mut adding = self.tensors[key].shards.iter().map(|at| self.dump.record(at).rank);
+        let joined = |rank: &Rank| units.iter().any(|unit| unit.ranks.contains(rank));
+        units.iter().all(held) && adding.all(|rank| known.contains(&rank) || joined(&rank))
     }
 
     /// Whether no rank but those of the units holds any of a tensor.

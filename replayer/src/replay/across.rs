@@ -89,6 +89,14 @@ impl Replay<'_> {
                 return Ok(());
             }
         };
+        let of = |slice: &Slice| {
+            let microbatch = slice.inputs.microbatch;
+            self.step.find(Role::Dk, microbatch).map(|key| (microbatch, key))
+        };
+        let Some(addends) = slices.iter().map(of).collect::<Option<Vec<_>>>() else {
+            let why = "dk of some microbatch was not captured";
+            return self.sum_alone(slices, (stage, key, why), outcome);
+        };
         for rank in self.holders(key) {
             let tensor = match self.held_by(key, rank) {
                 Ok(tensor) => tensor,
@@ -98,11 +106,7 @@ impl Replay<'_> {
                 }
             };
             let mut parts = Vec::new();
-            for slice in slices {
-                let Some(part) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
-                    let why = "dk of some microbatch was not captured";
-                    return self.sum_alone(slices, (stage, key, why), outcome);
-                };
+            for &(microbatch, part) in &addends {
                 let same_box = |part: &Tensor| part.place == tensor.place;
                 let Some(mut part) = self.held_by(part, rank).ok().filter(same_box) else {
                     let why = "dk of a microbatch is not held in the boxes in which its sum over microbatches is held: record both alike to have the sum judged";
@@ -111,7 +115,7 @@ impl Replay<'_> {
                 };
                 // Both are the same box of dk: seen from its own corner.
                 part.place = backtape::index_box::IndexBox::whole(&part.shape);
-                parts.push((part, self.world.weight(stage, slice.inputs.microbatch, rank)));
+                parts.push((part, self.world.weight(stage, microbatch, rank)));
             }
             let weights: Vec<f64> = parts.iter().map(|(_, weight)| *weight).collect();
             let addends = self.sum_once(&(stage, rank, weights), &mut || {
