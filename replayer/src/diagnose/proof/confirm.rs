@@ -42,14 +42,14 @@ impl Least {
         self.0[key].energy
     }
 
-    /// Whether what is left is of so many rows that no choice of one number reproduces it by
+    /// Whether what is left is of so many tokens that no choice of one number reproduces it by
     /// chance. An error of a few tokens' entries is one of all classes in dk, so dq of the same
     /// tokens says of how many it is, unless a policy explains it.
-    fn is_of_many_rows(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
+    fn is_of_many_tokens(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
         let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
         let of_tokens = |of: &&Key| same(of) && TOKENS.contains(&of.stage) && !explained(of);
         let rows = |of: &Key| self.0[of].rows >= ROWS;
-        rows(key) && self.0.keys().filter(of_tokens).all(rows)
+        self.0.keys().filter(of_tokens).all(rows)
     }
 }
 
@@ -143,7 +143,7 @@ impl Reproduction<'_> {
             };
             let gains = |key: &&Key| {
                 let less = CLEAR * energy(key) <= least.energy(key);
-                let many = self.fail || least.is_of_many_rows(key, explained);
+                let many = self.fail || least.is_of_many_tokens(key, explained);
                 !explained(key) && less && many && reproduces(key) && sums(key)
             };
             let mut explains: BTreeSet<Key> = least.0.keys().filter(gains).copied().collect();
