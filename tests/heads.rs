@@ -55,10 +55,10 @@ impl Drawn {
         let options = &self.job.options;
         let few = [options.rounding.accumulate, options.rounding.label_scatter];
         let swamps = few.contains(&Float::Bf16);
-        let of_dk = !options.tied_embedding && !(options.extras.sums_alone && swamps);
+        let unknown = options.tied_embedding || (options.extras.sums_alone && swamps);
         let named = |names: &[&str]| self.shards.iter().any(|one| names.contains(&one.shard.name));
         named(&["dq", "dq_lse", "dq_label", "dlogits", "dk_lse", "dk_label", "dbias"])
-            || of_dk && named(&["dk"])
+            || !unknown && named(&["dk"])
     }
 }
 
