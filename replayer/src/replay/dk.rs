@@ -23,7 +23,7 @@ use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference::{DkSums, Keep};
 use crate::kernels::{policy, reference};
 
-/// Roundings of an entry that may err to one side at over the root of their variances'
+/// Roundings of an entry that may err to one side at once, over the root of their variances'
 /// sum: those of four operations at most.
 const SEVERAL: f64 = 2.0;
 
@@ -324,6 +324,7 @@ impl Replay<'_> {
         for gradient in captured.of(stages) {
             let stage = gradient.stage;
             let forced = stage == Stage::Dk && parts.is_some();
+            let alike = classes_alike(&problem.head, &slab.range);
             let exact = reference_of(stage, &slab.lse, &slab.label, parts.as_ref());
             let reference = self.supposed(problem, slab, (gradient, forced), exact);
             let first = slab.range.start * d;
@@ -348,7 +349,7 @@ impl Replay<'_> {
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
-            let repeats = |_| classes_alike(&problem.head);
+            let repeats = |_| alike;
             let rows = Rows { captured, reference: &reference, index: &index, repeats: &repeats };
             let there = slab.looked.iter().find(|(of, _)| *of == stage);
             let here = there.is_none().then(|| rows.looked_at(allowed, &bound));
@@ -464,7 +465,8 @@ impl Replay<'_> {
         let index = |row: usize| (slab.range.start + row) as u64;
         let captured = rows_of(&gradient.matrix(), slab.range.clone());
         let reference = self.supposed(problem, slab, (gradient, false), slab.dbias.clone());
-        let repeats = |_| classes_alike(&problem.head);
+        let alike = classes_alike(&problem.head, &slab.range);
+        let repeats = |_| alike;
         let rows = Rows { captured, reference: &reference, index: &index, repeats: &repeats };
         let looked = rows.looked_at(allowed, &bound);
         findings.expect(Stage::Dbias, slab.range.start, &looked);
@@ -512,9 +514,12 @@ pub(super) fn column_sums(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
 }
 
 /// How many classes have one error: all where k is 0, as at the first step of a job that starts
-/// there, because then p is the same for each of them.
-fn classes_alike(head: &HeadInputs<'_>) -> f64 {
-    if head.k.is_zero() { head.k.rows.max(1) as f64 } else { 1.0 }
+/// there, because then p is the same for each of them. Looks at k's rows of a slab alone, and
+/// only where the logits of all tokens are alike.
+fn classes_alike(head: &HeadInputs<'_>, slab: &Range<usize>) -> f64 {
+    let all = |copies: &[f64]| copies.first().is_some_and(|&n| n >= copies.len() as f64);
+    let alike = head.copies.is_some_and(all) && rows_of(&head.k, slab.clone()).is_zero();
+    if alike { head.k.rows.max(1) as f64 } else { 1.0 }
 }
 
 /// Sum of squares of each column, rows that are copies counted as they add up.
