@@ -28,9 +28,9 @@ use crate::support::job::Job;
 
 /// Runs of the share that every test run takes.
 const QUICK: u64 = 60;
-/// Seeds that the campaign once found wrong: a head of zeros, a proof by the rounding of few
-/// rows, addends below the smallest f16.
-const ONCE_WRONG: [u64; 3] = [750, 5303, 5550];
+/// Seeds that the campaign once found wrong: a head of zeros, proofs by the rounding of few
+/// tokens, addends below the smallest f16.
+const ONCE_WRONG: [u64; 4] = [750, 5303, 5550, 90244];
 /// Runs of the whole, where BACKTAPE_RUNS does not say.
 const WHOLE: u64 = 2000;
 /// Confidence of the upper bound.

@@ -7,10 +7,12 @@ use super::{CLEAR, EXACT, Proof, ROWS, is_emulated, words};
 use crate::diagnose::against::Against;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::decide::decide;
+use crate::diagnose::detectors::captured::unit;
 use crate::diagnose::evidence::{FORWARD, Key, Residuals};
 use crate::diagnose::found;
 use crate::diagnose::search::{Tried, left_of};
-use crate::head::Stage;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::Policy;
 use crate::replay::members;
 
@@ -68,6 +70,16 @@ impl Reproduction<'_> {
             }
         }
         (!self.search.meter.is_over()).then_some(Least(found))
+    }
+
+    /// How many tokens with different scores count in a comparison.
+    fn tokens(&self, key: &Key) -> f64 {
+        let of = |inputs: &&MicrobatchInputs| inputs.microbatch == key.microbatch;
+        let (inputs, step) = (self.evidence.inputs, self.evidence.step);
+        let Some(own) = inputs.iter().find(of) else { return 0.0 };
+        let Some(unit) = unit(step, inputs, *key) else { return 0.0 };
+        let counts = unit.rows.iter().filter(|&&token| own.labels[token] != IGNORED);
+        counts.map(|&token| 1.0 / own.copies[token]).sum()
     }
 
     /// What a hypothesis leaves in f64, where it is no policy itself: what a policy beside it
@@ -143,7 +155,8 @@ impl Reproduction<'_> {
             };
             let gains = |key: &&Key| {
                 let less = CLEAR * energy(key) <= least.energy(key);
-                let many = self.fail || least.is_of_many_tokens(key, explained);
+                let many = self.fail
+                    || least.is_of_many_tokens(key, explained) && self.tokens(key) >= ROWS;
                 !explained(key) && less && many && reproduces(key) && sums(key)
             };
             let mut explains: BTreeSet<Key> = least.0.keys().filter(gains).copied().collect();
