@@ -337,8 +337,8 @@ impl Tally {
         if self.nonfinite > 0 { f64::NAN } else { of_finite }
     }
 
-    /// Of how many rows the error is, as if each that has any had as much of its energy: 1
-    /// where one row, or copies of one, have all of it.
+    /// How many rows hold the error's energy, if each held the same share of it (the
+    /// participation ratio): 1 where one row, or copies of one, hold all of it.
     pub fn rows_in_error(&self) -> f64 {
         if self.error_squares > 0.0 {
             self.error_energy * self.error_energy / self.error_squares

@@ -53,7 +53,7 @@ pub struct Residual {
     pub factor: f64,
     /// Captured values compared.
     pub elements: u64,
-    /// Of how many rows the error is: see [`crate::compare::Tally::rows_in_error`].
+    /// How many rows hold the error: see [`crate::compare::Tally::rows_in_error`].
     pub rows: f64,
     /// Values that are no numbers.
     pub nonfinite: u64,

@@ -19,10 +19,10 @@ use crate::replay::members;
 /// What is reproduced may make the other comparisons this many times worse: they are
 /// rounded as the declared head would.
 const WORSE: f64 = 2.0;
-/// Gradients that have a row of each token.
+/// Gradients that have one row for each token.
 const TOKENS: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
 
-/// What is left of a comparison, and of how many rows that is.
+/// What is left of a comparison, and how many rows hold it.
 #[derive(Clone, Copy)]
 struct Left {
     energy: f64,
@@ -44,9 +44,9 @@ impl Least {
         self.0[key].energy
     }
 
-    /// Whether what is left is of so many tokens that no choice of one number reproduces it by
-    /// chance. An error of a few tokens' entries is one of all classes in dk, so dq of the same
-    /// tokens says of how many it is, unless a policy explains it.
+    /// Whether so many tokens hold what is left that no choice of one number reproduces it by
+    /// chance. In dk the error of a few tokens is spread over all classes, so dq of the same
+    /// tokens is asked, unless a plausible policy explains dq.
     fn is_of_many_tokens(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
         let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
         let of_tokens = |of: &&Key| same(of) && TOKENS.contains(&of.stage) && !explained(of);

@@ -37,10 +37,10 @@ const MORE: f64 = 1.1;
 const DECISIVE: f64 = 1e6;
 /// A hypothesis over the rows of a look may leave this many times what it leaves over more.
 const ROUGHLY: f64 = 1.2;
-/// The errors that a proof reproduces in gradients of tokens lie in so many rows at least. One
-/// number that is chosen among a thousand takes nine tenths of the energy of so many independent
-/// errors, or flips as many roundings, with a probability below that of a false alarm; of fewer
-/// it does so by chance.
+/// A proof needs the errors of so many tokens at least: that many different tokens that count,
+/// and in gradients of tokens that many rows that hold the error. One number that is chosen among
+/// a thousand takes nine tenths of the energy of fifteen independent errors, or flips as many
+/// roundings, with a probability below that of a false alarm; of fewer it does so by chance.
 const ROWS: f64 = 15.0;
 /// Energy of so many roundings to f32 is not told from none.
 const EXACT: f64 = (16.0 * F32) * (16.0 * F32);
