@@ -114,7 +114,7 @@ def lse_of_a_tile(head, mb, right):
 
 
 def lse_of_another(head, mb, right):
-    return head.gradients(mb, lse=head.lse(max(0, mb - 1))), "that of the microbatch 1 before"
+    return head.gradients(mb, lse=head.lse(max(0, mb - 1))), "microbatch 1 reads that of microbatch 0"
 
 
 def labels_one_off(head, mb, right):

@@ -91,13 +91,14 @@ fn is_settled(found: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
     found.iter().any(settles)
 }
 
-/// A number for every token explains nothing where it explains one gradient alone, and as many
+/// A number for every token explains nothing where it explains dq alone, of which it was read, and as many
 /// fitted numbers as there are elements explain whatever those are, but for what is no number.
 fn believe(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
     let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
     let elements = |key: &Key| residuals.get(key).map_or(0, |of| of.elements as usize);
     let all: usize = explains.iter().map(elements).sum();
-    let of_one = hypothesis.of_both && !(has(Part::OfQ) && has(Part::OfK));
+    let beside = has(Part::OfK) || has(Part::Sums) || has(Part::Forward);
+    let of_one = hypothesis.of_both && !(has(Part::OfQ) && beside);
     let bought = hypothesis.fitted > 0 && hypothesis.fitted >= all;
     if of_one || (bought && !hypothesis.world.has_nan()) {
         explains.clear();

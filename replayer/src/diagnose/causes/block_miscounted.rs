@@ -1,17 +1,20 @@
 //! `block-miscounted`: a chunk of tokens or a tile of the vocabulary is left out of a sum, or is
 //! in it more than once; or a tile of a gradient is not written, or written more than once.
+//! A gradient of the bias is a sum over tokens, too.
 //!
 //! Real: the last partial chunk that a floor division drops, one that is moved back over its
 //! neighbour and counts the overlap twice, rows of a reused buffer behind the last one.
 //!
 //! Detectors: a gradient is solved for how often it holds each addend, row and column
-//! (`detectors::counted`).
+//! (`detectors::counted`), a sum of dk for how often it holds the tokens of each rank and
+//! microbatch (`detectors::counted_sums`).
 //! Emulation: tokens that count as often as was found, for dk alone; classes, rows or columns
 //! of a gradient as often.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
-use crate::diagnose::evidence::Evidence;
+use crate::diagnose::detectors::counted_sums::CountedSums;
+use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::Stage;
 
 /// The catalogue's entry.
@@ -40,17 +43,32 @@ impl Cause for BlockMiscounted {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let all =
-            [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
+        let all = GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits);
         let of =
             |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
-        let all = all.into_iter().flat_map(of);
-        all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect()
+        let all = all.flat_map(of);
+        let mut found: Vec<Hypothesis> =
+            all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
+        found.extend([false, true].into_iter().filter_map(|softmax| of_sums(evidence, softmax)));
+        found
     }
 }
 
+/// Tokens that sums of dk hold otherwise than once.
+fn of_sums(evidence: &Evidence<'_>, softmax: bool) -> Option<Hypothesis> {
+    let found = CountedSums::of(evidence, softmax).filter(|found| found.said.len() <= TOLD)?;
+    let words = if softmax { "tokens, in the softmax part" } else { "tokens" };
+    let parameters = vec![
+        ("of", "the sums of dk".to_string()),
+        ("what", words.to_string()),
+        ("which", found.said.join(", ")),
+    ];
+    let fitted = 1 + found.said.len();
+    Some(Hypothesis::new(found, parameters).fitted(fitted))
+}
+
 fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> {
-    let of_k = matches!(stage, Stage::DkLse | Stage::DkLabel | Stage::Dk);
+    let of_k = !matches!(stage, Stage::DqLse | Stage::DqLabel | Stage::Dq);
     let words = match what {
         What::Addends | What::Tile if of_k => "tokens",
         What::Addends | What::Tile => "classes",

@@ -1,10 +1,12 @@
 //! `buffer-overwritten`: a tensor was recorded, or read again, after another one was written
-//! over it: logits that hold gradients, a gradient that holds an activation.
+//! over it: logits that hold gradients, a gradient that holds an activation, a q that holds that of
+//! another microbatch by the time dk is made of it.
 //!
 //! Detectors: a captured tensor that fails is another stage's reference, or an input, row by
 //! row, or its gradient times one factor; or all that follows logits is made of those of q and k,
-//! and not of the recorded ones. Emulation: that one in its place, with what follows made of the
-//! right one; and the backward of the overwritten logits, which is what a second backward computes.
+//! and not of the recorded ones; or the q that dk was made with is solved for, and is that of another
+//! microbatch. Emulation: that one in its place, with what follows made of the right one; and the
+//! backward of the overwritten logits, which is what a second backward computes.
 
 use std::collections::BTreeMap;
 
@@ -16,6 +18,7 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::captured::{Values, widened};
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
+use crate::diagnose::detectors::other_q::of_other_q;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::inputs::Misread;
@@ -51,6 +54,10 @@ impl Cause for BufferOverwritten {
         let mut found = of_logits(evidence);
         found.extend(of_rows(evidence));
         found.extend(of_columns(evidence));
+        found.extend(
+            of_other_q(evidence)
+                .map(|(world, said)| Hypothesis::new(world, vec![("tensor", said.join("; "))])),
+        );
         found.extend(second_backward(evidence));
         found
     }

@@ -85,7 +85,7 @@ fn inside_runs(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let parameters = vec![
         ("shift", "the recorded one, made inside runs".to_string()),
         ("over", format!("runs of {length} tokens")),
-        ("ends", Ends::Wrapped.name().to_string()),
+        ("ends", "the first id of the run, wrapped around".to_string()),
     ];
     Some(Hypothesis::new(Relabelled { labels: labels.clone(), g }, parameters).fitted(1))
 }

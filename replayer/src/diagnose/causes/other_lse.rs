@@ -6,14 +6,14 @@
 //! Emulation: that lse in the backward. One that follows no rule is believed where dk, which it
 //! was not solved from, is what it makes it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Microbatch;
 
 use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::{Direct, distance, multiple};
+use crate::diagnose::detectors::direct::{Direct, distance, energy, multiple};
 use crate::diagnose::detectors::plane::{Plane, Rows};
 use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
@@ -27,6 +27,10 @@ pub struct OtherLseRead;
 
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 0.02;
+/// Tokens that must be seen to read an lse of another place: one is near many others'.
+const FEWEST: usize = 8;
+/// Units that are told in words.
+const TOLD: usize = 4;
 /// Tokens of a unit of which all classes are looked at.
 const TOKENS: usize = 12;
 /// How near an lse must be to one that the step has, and a sum of shares to what it is to be.
@@ -115,6 +119,8 @@ fn shares(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Row
 }
 
 type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
+/// A microbatch, and how many tokens after its own a token reads there.
+type Source = (Option<Microbatch>, isize);
 
 /// What the rows of dq say that the backward read.
 struct Seen {
@@ -142,7 +148,9 @@ impl Seen {
             let labels = plane.of_labels().times(&plane.k);
             let dense = plane.dense.times(&plane.k);
             let lse = seen.lse.get_mut(&key.microbatch)?;
-            for (at, &t) in plane.rows.iter().enumerate() {
+            // A token that does not count shows no lse.
+            let counts = |at: &usize| energy(dense.row(*at)) > 0.0;
+            for (at, &t) in plane.rows.iter().enumerate().filter(|(at, _)| counts(at)) {
                 let pairs = captured.row(at).iter().zip(labels.row(at));
                 let rest: Vec<f64> = pairs.map(|(c, l)| c - l).collect();
                 let of = multiple(&rest, dense.row(at));
@@ -173,21 +181,67 @@ impl Seen {
         self.of_another(evidence).or_else(|| self.of_a_part(evidence))
     }
 
-    /// The lse of another microbatch, the same number before each; those that have none before
-    /// them read their own.
+    /// The lse of other tokens that the step has: of each unit those of one microbatch, so many
+    /// tokens after its own. Tokens that have none there read their own.
     fn of_another(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
-        let all: Vec<Option<Microbatch>> =
-            evidence.inputs.iter().map(|one| one.microbatch).collect();
-        let read = |by: usize| {
-            let mut lse = self.declared.clone();
-            for (own, other) in all.iter().skip(by).zip(&all) {
-                lse.insert(*own, self.declared.get(other)?.clone());
+        let mut lse = self.declared.clone();
+        let mut said: Vec<String> = Vec::new();
+        for unit in evidence.units() {
+            let mb = unit.microbatch;
+            let Some(solved) = self.solved.get(&mb) else { continue };
+            let rows: BTreeSet<usize> = unit.rows.iter().copied().collect();
+            let own: Vec<usize> = solved.iter().filter(|t| rows.contains(t)).copied().collect();
+            let off = |&t: &usize| (self.lse[&mb][t] - self.declared[&mb][t]).abs() > NEAR;
+            if !own.iter().any(off) {
+                continue;
             }
-            Some((by, lse)).filter(|(_, lse)| self.are(lse))
+            let (other, by) = self.source(mb, &own)?;
+            let to = lse.get_mut(&mb)?;
+            unit.rows.iter().for_each(|&t| to[t] = self.read((mb, t), (other, by)));
+            let of = |name: &str, at: Option<String>| at.map(|at| format!("{name} {at}"));
+            let rank = unit.rank.filter(|_| evidence.ranks() > 1);
+            let place = [
+                of("microbatch", mb.map(|mb| mb.to_string())),
+                of("rank", rank.map(|rank| rank.to_string())),
+            ];
+            let place: Vec<String> = place.into_iter().flatten().collect();
+            let from = match (other == mb, by) {
+                (true, by) => format!("of the token {by} after"),
+                (false, 0) => format!("of microbatch {}", other.map_or(0, |mb| mb.0)),
+                (false, by) => {
+                    format!("of the token {by} after in microbatch {}", other.map_or(0, |mb| mb.0))
+                }
+            };
+            said.push(format!("{} reads that {from}", place.join(" of ")));
+        }
+        said.dedup();
+        let more = if said.len() > TOLD { " and more" } else { "" };
+        said.truncate(TOLD);
+        let words = said.join(", ") + more;
+        (!said.is_empty()).then(|| Hypothesis::new(Read { lse }, vec![("lse", words)]))
+    }
+
+    /// What a token reads, so many tokens after its own in another microbatch.
+    fn read(&self, (mb, t): (Option<Microbatch>, usize), from: Source) -> f64 {
+        let there = t.checked_add_signed(from.1);
+        let other = there.and_then(|there| self.declared[&from.0].get(there));
+        *other.unwrap_or(&self.declared[&mb][t])
+    }
+
+    /// Where all these tokens of a microbatch read their lse: in the other microbatches at their own
+    /// place first, then at others.
+    fn source(&self, mb: Option<Microbatch>, tokens: &[usize]) -> Option<Source> {
+        let most = self.declared.values().map(Vec::len).max()? as isize;
+        let places = (0..most).flat_map(|by| [by, -by]);
+        let all = places.flat_map(|by| self.declared.keys().map(move |&other| (other, by)));
+        let off = |t: usize, lse: f64| (lse - self.lse[&mb][t]).abs() > NEAR;
+        let reads = |from: &Source| {
+            let read = |t: usize| self.read((mb, t), *from);
+            let told = tokens.iter().filter(|&&t| off(t, self.declared[&mb][t]));
+            let told = told.filter(|&&t| !off(t, read(t))).count();
+            tokens.iter().all(|&t| !off(t, read(t))) && (from.1 == 0 || told >= FEWEST)
         };
-        let (by, lse) = (1..all.len()).find_map(read)?;
-        let words = format!("that of the microbatch {by} before");
-        Some(Hypothesis::new(Read { lse }, vec![("lse", words)]))
+        all.into_iter().find(reads)
     }
 
     /// The lse of a part of the vocabulary, which explains far more than the whole would.

@@ -1,10 +1,11 @@
-//! The derivative of a policy loss in the backward alone: with another option than the loss has, or
-//! with the ratio of the policies left out, squared, or taken of the token before or after.
+//! The derivative of a policy loss in the backward alone: with another option than the loss has,
+//! with the ratio of the policies left out, squared, or taken of the token before or after, or
+//! clipped otherwise than the loss.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use backtape::head::RatioLevel;
+use backtape::head::{HeadDeclaration, RatioLevel};
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
@@ -26,7 +27,8 @@ const LEFT: f64 = 1e-3;
 
 /// Both kinds, where the step has a policy loss.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let fails = evidence.fails_any(&[&GRADIENTS[..], &[Stage::Dlogprobs]].concat());
+    let stages = [&GRADIENTS[..], &[Stage::Dlogprobs, Stage::Dlogits]].concat();
+    let fails = evidence.fails_any(&stages);
     if !fails || !evidence.step.is_policy_loss() {
         return Vec::new();
     }
@@ -68,12 +70,16 @@ type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// Gradients of the log-probabilities, `[T]` of each microbatch, and what they are made of.
 struct Derivative {
-    /// Of the surrogate `min(r A, clip(r) A)`.
-    surrogate: OfTokens,
+    /// Of `r A`, which is never clipped.
+    unclipped: OfTokens,
+    /// Share of it that the surrogate `min(r A, clip(r) A)` lets through.
+    passed: OfTokens,
     /// Of the KL term.
     kl: OfTokens,
     /// r of each token.
     ratio: OfTokens,
+    /// The same to the reference policy, where all microbatches have its log-probabilities.
+    to_reference: Option<OfTokens>,
     /// As the job has them, at the tokens that are looked at.
     captured: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
 }
@@ -86,34 +92,65 @@ impl Derivative {
         if grpo.ratio != RatioLevel::Token {
             return None;
         }
-        let mut other = declared.clone();
-        other.grpo.get_or_insert_default().kl_beta = 0.0;
-        let without = HeadOptions::new(&other).ok()?;
-        let without = with(evidence, without);
         // Not the derivative that the replay takes from what was recorded.
         let made = Instead { distrusts: vec![Stage::Dlogprobs], ..Instead::default() };
         let rows = evidence.rows.as_ref();
         let whole = reference(evidence, Some(&made), rows);
-        let without: Vec<&dyn World> = vec![&made, &without];
-        let without = reference(evidence, Some(&without), rows);
+        let mut other = declared.clone();
+        other.grpo.get_or_insert_default().kl_beta = 0.0;
+        let of_other = |other: &HeadDeclaration| {
+            let world = with(evidence, HeadOptions::new(other).ok()?);
+            let worlds: Vec<&dyn World> = vec![&made, &world];
+            Some(reference(evidence, Some(&worlds), rows))
+        };
+        let without = of_other(&other)?;
+        let open = other.grpo.get_or_insert_default();
+        (open.clip_low, open.clip_high, open.dual_clip) = (1.0, f64::MAX, None);
+        let open = of_other(&other)?;
         let mut found = Derivative {
-            surrogate: OfTokens::new(),
+            unclipped: OfTokens::new(),
+            passed: OfTokens::new(),
             kl: OfTokens::new(),
             ratio: OfTokens::new(),
+            to_reference: Some(OfTokens::new()),
             captured: BTreeMap::new(),
         };
         for one in evidence.inputs {
             let mb = one.microbatch;
             let (all, part) = (whole.g.get(&mb)?, without.g.get(&mb)?);
+            let open = open.g.get(&mb)?;
             let old = evidence.step.optional(Role::OldLogprobs, mb, one.tokens()).ok()??;
             let logp = logprobs(evidence, one)?;
-            found.surrogate.insert(mb, part.iter().map(|g| -g).collect());
+            let share = |(part, open): (&f64, &f64)| if *open == 0.0 { 0.0 } else { part / open };
+            found.unclipped.insert(mb, open.iter().map(|g| -g).collect());
+            found.passed.insert(mb, part.iter().zip(open).map(share).collect());
             found.kl.insert(mb, all.iter().zip(part).map(|(g, part)| part - g).collect());
-            found.ratio.insert(mb, logp.iter().zip(old).map(|(p, old)| (p - old).exp()).collect());
+            let ratio_to = |other: Vec<f64>| -> Vec<f64> {
+                logp.iter().zip(other).map(|(p, other)| (p - other).exp()).collect()
+            };
+            let other = evidence.step.optional(Role::RefLogprobs, mb, one.tokens()).ok().flatten();
+            found.to_reference = found.to_reference.zip(other).map(|(mut all, other)| {
+                all.insert(mb, ratio_to(other));
+                all
+            });
+            found.ratio.insert(mb, ratio_to(old));
             let shown = shown(evidence, one, all);
             found.captured.extend(shown.map(|shown| (mb, shown)));
         }
         (!found.captured.is_empty()).then_some(found)
+    }
+
+    /// What stands for the ratio of each token, by its ratio, whether its advantage is positive, and
+    /// the share that the surrogate lets through.
+    fn each(&self, of: &dyn Fn(f64, bool, f64) -> f64) -> OfTokens {
+        let one = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
+            let (open, passed) = (&self.unclipped[mb], &self.passed[mb]);
+            let all = own.iter().enumerate();
+            // A positive advantage wants the log-probability to grow.
+            let all = all.map(|(t, &r)| of(r, open[t] < 0.0, passed[t]));
+            (*mb, all.collect())
+        };
+        self.ratio.iter().map(one).collect()
     }
 
     /// Upstream gradients of the tokens where each ratio is another number.
@@ -121,7 +158,7 @@ impl Derivative {
         let of = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
             let one = |t: usize| {
                 let r = self.ratio[mb][t];
-                -(self.surrogate[mb][t] / r * own[t] + self.kl[mb][t])
+                -(self.unclipped[mb][t] / r * own[t] + self.kl[mb][t])
             };
             (*mb, (0..own.len()).map(one).collect())
         };
@@ -133,7 +170,8 @@ impl Derivative {
         let (mut before, mut left) = (0.0, 0.0);
         for (mb, captured) in &self.captured {
             for (&t, x) in captured {
-                before += (x - self.surrogate[mb][t] - self.kl[mb][t]).powi(2);
+                let surrogate = self.unclipped[mb][t] * self.passed[mb][t];
+                before += (x - surrogate - self.kl[mb][t]).powi(2);
                 left += (x + g[mb][t]).powi(2);
             }
         }
@@ -167,8 +205,11 @@ fn shown(
         let captured = evidence.captured(*key)?;
         return Some(looked.into_iter().map(|t| (t, captured.values[t])).collect());
     }
-    let captured = evidence.captured(*keys.find(|key| key.stage == Stage::Dq)?)?;
-    let rows = evidence.reference().rows_of((Stage::Dq, inputs.microbatch));
+    // A row of dlogits, and so one of dq, is a multiple of its token's derivative.
+    let of_rows = |key: &&Key| matches!(key.stage, Stage::Dq | Stage::Dlogits);
+    let key = keys.find(of_rows)?;
+    let captured = evidence.captured(*key)?;
+    let rows = evidence.reference().rows_of((key.stage, inputs.microbatch));
     let one = |t: usize| {
         let row = rows.get(&t)?;
         Some((t, -g[t] * multiple(captured.row(t), row).times))
@@ -179,20 +220,25 @@ fn shown(
 /// Another number in the place of the ratio.
 fn of_ratio(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(derivative) = Derivative::of(evidence) else { return Vec::new() };
-    let each = |of: &dyn Fn(f64) -> f64| -> OfTokens {
-        let own = derivative.ratio.iter();
-        own.map(|(mb, all)| (*mb, all.iter().map(|&r| of(r)).collect())).collect()
-    };
     let mut all = vec![
-        ("without the ratio of the policies".to_string(), each(&|_| 1.0)),
-        ("with the square of the ratio".to_string(), each(&|r| r * r)),
+        ("without the ratio of the policies".to_string(), derivative.each(&|_, _, passed| passed)),
+        (
+            "with the square of the ratio".to_string(),
+            derivative.each(&|r, _, passed| passed * r * r),
+        ),
     ];
+    all.extend(clipped(evidence, &derivative));
     for (by, of) in [(-1, "before"), (1, "after")] {
         for (around, ends) in [(false, "the end has its own"), (true, "around the end")] {
             let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
             for kind in 0..kinds {
                 let moved = moved(evidence, &derivative.ratio, (kind, by, around));
-                all.extend(moved.map(|(over, ratio)| {
+                all.extend(moved.map(|(over, mut ratio)| {
+                    for (mb, own) in &mut ratio {
+                        own.iter_mut()
+                            .zip(&derivative.passed[mb])
+                            .for_each(|(x, share)| *x *= share);
+                    }
                     (format!("with the ratio of the token {of} it in {over}, {ends}"), ratio)
                 }));
             }
@@ -204,6 +250,38 @@ fn of_ratio(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         follows.then(|| Hypothesis::new(Upstream { g }, vec![(COUNTS, words)]))
     };
     all.into_iter().filter_map(one).collect()
+}
+
+/// The ratio as other rules clip it.
+fn clipped(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<(String, OfTokens)> {
+    let Some(grpo) = &evidence.step.options.grpo else { return Vec::new() };
+    let (low, high) = (1.0 - grpo.clip_low, 1.0 + grpo.clip_high);
+    let none_if = |clips: bool, r: f64| if clips { 0.0 } else { r };
+    let rules: [(&str, &dyn Fn(f64, bool, f64) -> f64); 4] = [
+        ("with a ratio that is never clipped", &|r, _, _| r),
+        (
+            "with a ratio that is clipped at both bounds, whatever the sign of the advantage",
+            &|r, _, _| none_if(r < low || r > high, r),
+        ),
+        (
+            "with a ratio that is clipped at the bound of the other sign of the advantage",
+            &|r, up, _| none_if(if up { r < low } else { r > high }, r),
+        ),
+        ("with the clipped ratio as a constant factor", &|r, _, _| r.clamp(low, high)),
+    ];
+    let mut found: Vec<(String, OfTokens)> =
+        rules.into_iter().map(|(words, of)| (words.to_string(), derivative.each(of))).collect();
+    let clips = |r: f64, up: bool| if up { r > high } else { r < low };
+    let inverse = derivative.each(&|r, up, _| none_if(clips(1.0 / r, up), 1.0 / r));
+    found.push(("with the inverse of the ratio".to_string(), inverse));
+    if let Some(mut other) = derivative.to_reference.clone() {
+        for (mb, own) in &mut other {
+            let up = derivative.unclipped[mb].iter().map(|x| *x < 0.0);
+            own.iter_mut().zip(up).for_each(|(r, up)| *r = none_if(clips(*r, up), *r));
+        }
+        found.push(("with the ratio to the reference policy".to_string(), other));
+    }
+    found
 }
 
 /// Each token's neighbour's ratio in runs of one kind, and what those are.

@@ -29,6 +29,10 @@ pub struct SmoothingMismatch;
 
 /// A usual ε, to start a fit with.
 const USUAL: f64 = 0.1;
+/// How near a fitted number must be to a count of ranks to stand for it.
+const NEAR: f64 = 0.03;
+/// A fitted number below this is none: the part is left out.
+const NONE: f64 = 0.05;
 
 impl Cause for SmoothingMismatch {
     fn id(&self) -> &'static str {
@@ -63,9 +67,7 @@ impl Cause for SmoothingMismatch {
             found.push(hypothesis(evidence, 0.0, formula, 0));
             found.push(hypothesis(evidence, epsilon, other, 0));
             for part in [Part::Label, Part::Spread] {
-                let parameters =
-                    vec![("ε", epsilon.to_string()), ("left out", part.words().to_string())];
-                found.push(Hypothesis::new(part, parameters));
+                found.extend(part.hypotheses(evidence));
             }
             found.extend(local(evidence));
             found.extend(over_padding::hypotheses(evidence));
@@ -106,11 +108,8 @@ fn hypothesis(
 
 /// Smoothing over the classes of one of several ranks that cut the vocabulary.
 fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let manifest = &evidence.step.dump.manifest;
-    let sizes = manifest.mesh.0.iter().map(|(_, size)| *size).chain([manifest.world_size]);
-    let sizes: BTreeSet<usize> = sizes.map(|size| size as usize).filter(|&n| n > 1).collect();
     let mut found = Vec::new();
-    for ranks in sizes {
+    for ranks in cuts(evidence) {
         let whose = if evidence.fails(Stage::Loss) { ranks.min(SHOWN) } else { 1 };
         for rank in 0..whose {
             let Some(world) = Local::new(evidence, ranks, rank) else { break };
@@ -122,6 +121,13 @@ fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
     }
     found
+}
+
+/// How many ranks may have cut the vocabulary.
+fn cuts(evidence: &Evidence<'_>) -> BTreeSet<usize> {
+    let manifest = &evidence.step.dump.manifest;
+    let sizes = manifest.mesh.0.iter().map(|(_, size)| *size).chain([manifest.world_size]);
+    sizes.map(|size| size as usize).filter(|&n| n > 1).collect()
 }
 
 /// Ranks whose loss may have been recorded that are tried.
@@ -182,13 +188,21 @@ impl World for Local {
     }
 }
 
-/// One of the two changes that smoothing makes to dlogits, left out.
+/// One of the two changes that smoothing makes to dlogits.
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
-    /// `-g (1 - s)` of the label is `-g`.
+    /// `-g (1 - s)` of the label, which is `-g` without it.
     Label,
-    /// `-g s / K` of every class is not there.
+    /// `-g s / K` of every class.
     Spread,
+}
+
+/// A part that is so many times what it should be.
+struct Times {
+    part: Part,
+    times: f64,
+    /// Declared share of the target that is spread.
+    spread: f64,
 }
 
 impl Part {
@@ -198,13 +212,39 @@ impl Part {
             Part::Spread => "the term ε/K of every class",
         }
     }
+
+    /// Left out, or so many times what it should be: as often as ranks may have cut the vocabulary,
+    /// where it is near such a number.
+    fn hypotheses(self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let options = &evidence.step.options;
+        let valid = evidence.inputs.iter().find_map(|one| one.head(evidence.step));
+        let spread = valid.map_or(0.0, |head| options.smoothing(head.valid_vocab));
+        let epsilon = ("ε", options.declared.label_smoothing.to_string());
+        let of = move |times: f64| Times { part: self, times, spread };
+        let left_out = ("left out", self.words().to_string());
+        let mut found = vec![Hypothesis::new(of(0.0), vec![epsilon.clone(), left_out])];
+        let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
+        let fitted = linear(evidence, &GRADIENTS, (1.0, 1.0), &world).unwrap_or_default();
+        for times in fitted.into_iter().filter(|x| x.abs() > NONE) {
+            let ranks = cuts(evidence).into_iter().map(|n| n as f64);
+            let counted = ranks.into_iter().find(|n| (times - n).abs() <= NEAR * n);
+            let words = format!("{} times {}", shown(counted.unwrap_or(times)), self.words());
+            let parameters = vec![epsilon.clone(), ("instead", words)];
+            let one = Hypothesis::new(of(counted.unwrap_or(times)), parameters);
+            found.push(if counted.is_some() { one } else { one.fitted(1) });
+        }
+        found
+    }
 }
 
-impl World for Part {
+impl World for Times {
     fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, smooth]: [&mut [f64]; 3]) {
-        match self {
-            Part::Label => label.iter_mut().zip(tokens.g).for_each(|(to, g)| *to = -g),
-            Part::Spread => smooth.fill(0.0),
+        match self.part {
+            Part::Label => {
+                let less = self.times * self.spread;
+                label.iter_mut().zip(tokens.g).for_each(|(to, g)| *to = -g * (1.0 - less));
+            }
+            Part::Spread => smooth.iter_mut().for_each(|to| *to *= self.times),
         }
     }
 }

@@ -6,7 +6,8 @@
 //! knows of the tokens. Numbers that follow no rule are believed where dk, which they were not
 //! solved from, is what they make it. Of a policy loss the other options are tried in the
 //! backward alone (no KL term, another estimator, other clip bounds), and other numbers in the
-//! place of the ratio: none, its square, the ratio of the token before or after.
+//! place of the ratio: none, its square, the ratio of the token before or after, one that is never
+//! clipped, or clipped at other bounds than the sign of the advantage asks for.
 //! Emulation: upstream gradients by the rule that was found, in both gradients.
 
 use std::collections::BTreeMap;
@@ -16,6 +17,7 @@ use backtape::identity::Microbatch;
 use super::policy_terms;
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::asked::Asked;
 use crate::diagnose::detectors::direct::multiple;
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::runs;
@@ -62,8 +64,10 @@ impl Cause for TokenWeights {
         let Some(seen) = seen(evidence) else { return found };
         let both = [Part::Plane, Part::OfQ, Part::OfK];
         let parts = if evidence.fails(Stage::Dk) { &both[..] } else { &both[1..2] };
+        let asked = Asked::of(evidence);
         let of = |Rule { words, factors, fitted }: Rule| {
-            let parameters = vec![("each token counts", words)];
+            let mut parameters = vec![("each token counts", words)];
+            parameters.extend(asked.place().map(|place| ("only in", place)));
             let world = Weighted { factors, parts: parts.to_vec() };
             let found = Hypothesis::new(world, parameters);
             match fitted {
@@ -71,7 +75,7 @@ impl Cause for TokenWeights {
                 Some(fitted) => found.fitted(fitted),
             }
         };
-        let mut all = rules(evidence, &seen);
+        let mut all = rules(&asked, &seen);
         if all.is_empty() && evidence.fails(Stage::Dk) {
             let words = "with a number of its own that the dump does not explain".to_string();
             all.push(Rule { words, factors: seen, fitted: None });
@@ -133,8 +137,9 @@ fn counted(one: &MicrobatchInputs) -> impl Iterator<Item = usize> {
     (0..one.tokens()).filter(|&t| counts(one, t))
 }
 
-/// The rules that the numbers follow.
-fn rules(evidence: &Evidence<'_>, seen: &Factors) -> Vec<Rule> {
+/// The rules that the numbers follow, of the tokens of those ranks and microbatches whose rows fail.
+fn rules(asked: &Asked<'_>, seen: &Factors) -> Vec<Rule> {
+    let evidence = asked.evidence;
     let mean = |all: &[&MicrobatchInputs], of: &dyn Fn(&MicrobatchInputs) -> &[f64]| {
         let each = all.iter().flat_map(|one| counted(one).map(|t| of(one)[t]));
         let each: Vec<f64> = each.collect();
@@ -152,10 +157,10 @@ fn rules(evidence: &Evidence<'_>, seen: &Factors) -> Vec<Rule> {
         ("with the mean of its microbatch's cotangents", &|one, t| own(one) / one.cotangent[t]),
     ];
     let known = named.into_iter().filter_map(|(words, of)| {
-        let factors = by_rule(evidence, seen, of)?;
+        let factors = by_rule(asked, seen, of)?;
         Some(Rule { words: words.to_string(), factors, fitted: Some(0) })
     });
-    let fitted = [of_label(evidence, seen), often(evidence, seen), by_unit(evidence, seen)];
+    let fitted = [of_label(asked, seen), often(asked, seen), by_unit(asked, seen)];
     known.chain(fitted.into_iter().flatten()).collect()
 }
 
@@ -163,12 +168,13 @@ fn rules(evidence: &Evidence<'_>, seen: &Factors) -> Vec<Rule> {
 type OfToken<'a> = &'a dyn Fn(&MicrobatchInputs, usize) -> f64;
 
 /// The numbers of a rule, where what was seen follows it.
-fn by_rule(evidence: &Evidence<'_>, seen: &Factors, of: OfToken<'_>) -> Option<Factors> {
+fn by_rule(asked: &Asked<'_>, seen: &Factors, of: OfToken<'_>) -> Option<Factors> {
     let mut found = Factors::new();
     let mut changes = false;
-    for one in evidence.inputs {
+    for one in asked.evidence.inputs {
         let mut own = vec![1.0; one.tokens()];
-        for t in counted(one) {
+        let is_asked = asked.rows(one);
+        for t in counted(one).filter(|&t| is_asked[t]) {
             let (wanted, seen) = (of(one, t), seen[&one.microbatch][t]);
             if !((seen - wanted).abs() <= NEAR * (1.0 + wanted.abs())) {
                 return None;
@@ -182,21 +188,23 @@ fn by_rule(evidence: &Evidence<'_>, seen: &Factors, of: OfToken<'_>) -> Option<F
 }
 
 /// Tokens of one label that do not count.
-fn of_label(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
+fn of_label(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
+    let evidence = asked.evidence;
     let left_out = |one: &MicrobatchInputs| {
         counted(one).find(|&t| seen[&one.microbatch][t].abs() < NEAR).map(|t| one.labels[t])
     };
     let label = evidence.inputs.iter().find_map(left_out)?;
     let of = |one: &MicrobatchInputs, t: usize| f64::from(u8::from(one.labels[t] != label));
-    let factors = by_rule(evidence, seen, &of)?;
+    let factors = by_rule(asked, seen, &of)?;
     Some(Rule { words: format!("but those of label {label}"), factors, fitted: Some(1) })
 }
 
 /// Runs of tokens that count more or less than once, where they are few. What dq alone lacks is
 /// not written, and not weighed.
-fn often(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
+fn often(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
+    let evidence = asked.evidence;
     let of = |one: &MicrobatchInputs, t: usize| seen[&one.microbatch][t].round();
-    let factors = by_rule(evidence, seen, &of).filter(|_| evidence.fails(Stage::Dk))?;
+    let factors = by_rule(asked, seen, &of).filter(|_| evidence.fails(Stage::Dk))?;
     let mut said = Vec::new();
     for (mb, factors) in &factors {
         let of = mb.map_or(String::new(), |mb| format!("microbatch {mb} "));
@@ -210,7 +218,8 @@ fn often(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
 }
 
 /// One number for all tokens of a microbatch, or of a rank in it.
-fn by_unit(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
+fn by_unit(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
+    let evidence = asked.evidence;
     let mut means: Factors =
         evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
     let (mut said, mut numbers) = (Vec::new(), Vec::new());
@@ -230,7 +239,7 @@ fn by_unit(evidence: &Evidence<'_>, seen: &Factors) -> Option<Rule> {
             said.push(format!("of {} {mean} times", of.join(" ")));
         }
     }
-    let factors = by_rule(evidence, seen, &|one, t| means[&one.microbatch][t])?;
+    let factors = by_rule(asked, seen, &|one, t| means[&one.microbatch][t])?;
     // One number for all of them is a factor of the gradient, and no weight.
     let differ = numbers.iter().any(|x| (x - numbers[0]).abs() > NEAR);
     said.truncate(TOLD);

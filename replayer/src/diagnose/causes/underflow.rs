@@ -4,9 +4,9 @@
 //! Real: Liger 512; f16 training without a scaled loss. A mean over many tokens makes g
 //! small, and `g p` of most classes is below 6e-8.
 //!
-//! Detectors: dq or dk fails, dlogits were not declared f16, and at least one entry in a
-//! hundred of a sample falls below f16's smallest normal number, as it is or before a scale
-//! of the loss that comes too late.
+//! Detectors: dq or dk fails, and at least one entry in a hundred of a sample falls below
+//! f16's smallest normal number: as it is, where dlogits were not declared f16, or before a
+//! scale of the loss that comes too late.
 //! Emulation: `round16(g p)`, with subnormal numbers; the scale before it or after it.
 
 use super::emulated::{Emulated, has_products};
@@ -56,17 +56,17 @@ impl Cause for Underflow {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let half = Precision::F16;
-        if !evidence.fails_any(&GRADIENTS)
-            || !has_products(evidence)
-            || roundings.widest.dlogits == half && roundings.narrowest.dlogits == half
-        {
+        if !evidence.fails_any(&GRADIENTS) || !has_products(evidence) {
             return Vec::new();
         }
+        // Where dlogits are declared in f16, that they are is no fault.
+        let declared = roundings.widest.dlogits == half && roundings.narrowest.dlogits == half;
         // A scale that multiplies the loss may multiply the gradient alone, after the rounding.
         let cotangent = evidence.step.options.cotangent;
-        let scales = [1.0, cotangent].into_iter().take(1 + usize::from(cotangent.abs() > 1.0));
+        let early = (!declared).then_some(1.0);
+        let late = (cotangent.abs() > 1.0).then_some(cotangent);
         let mut found = Vec::new();
-        for scale in scales {
+        for scale in early.into_iter().chain(late) {
             let share = small(evidence, &roundings.narrowest, scale).unwrap_or(0.0);
             if !(share > SHARE) {
                 continue;

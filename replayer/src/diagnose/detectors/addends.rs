@@ -179,12 +179,13 @@ pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
 }
 
 /// What the addends of a sum that is not right should be, where none was recorded: those of its
-/// rank, where each rank has a sum of its own.
+/// rank, where each rank has a sum of its own. A sum over ranks may have versions of ranks.
 pub fn unrecorded(evidence: &Evidence<'_>, key: Key) -> Option<Vec<addends::Read>> {
     if evidence.step.options.transposed() {
         return None;
     }
-    let of_rank = |of: &&addends::Read| key.rank.is_none() || of.1 == key.rank;
+    let own = key.rank.filter(|_| key.stage == Stage::Accumulate);
+    let of_rank = |of: &&addends::Read| own.is_none() || of.1 == own;
     let own: Vec<_> = evidence.outcome.unrecorded.iter().filter(of_rank).cloned().collect();
     (!own.is_empty()).then_some(own)
 }

@@ -191,7 +191,8 @@ fn between(first: usize, last: usize) -> String {
     if first == last { first.to_string() } else { format!("{first} to {last}") }
 }
 
-fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<String> {
+/// Runs of what counts otherwise than once, by the numbers that `place` gives.
+pub(super) fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<String> {
     let often = |times: f64| match times {
         0.0 => "left out".to_string(),
         2.0 => "twice".to_string(),

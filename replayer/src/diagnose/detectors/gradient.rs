@@ -32,22 +32,30 @@ pub struct Gradient {
     pub reference: Rows,
     /// The energy that rounding gives the error.
     pub rounding: f64,
+    /// What the entries are multiplied with, `[addends, D]`: 1 for the bias.
+    other: Rows,
 }
 
 impl Gradient {
-    /// One of the six gradients of q and k; `None` where its unit is too large to be solved.
+    /// One of the gradients of q, k and the bias; `None` where its unit is too large to be solved.
     pub fn of(evidence: &Evidence<'_>, key: Key) -> Option<Gradient> {
         let plane = evidence.plane(key)?;
         let values = evidence.captured(key)?;
         let of_k = is_of_k(key.stage);
         let entries = entries(&plane, key.stage);
+        let copied = |rows: &Rows| Rows { cols: rows.cols, values: rows.values.clone() };
+        let other = match (key.stage, of_k) {
+            (Stage::Dbias, _) => Rows { cols: 1, values: vec![1.0; plane.q.count()] },
+            (_, true) => copied(&plane.q),
+            (_, false) => copied(&plane.k),
+        };
         let (captured, reference) = match of_k {
-            false => (plane.dq(&values), entries.times(&plane.k)),
-            true => (plane.dk(&values), entries.transposed_times(&plane.q)),
+            false => (plane.dq(&values), entries.times(&other)),
+            true => (plane.dk(&values), entries.transposed_times(&other)),
         };
         let rounding = evidence.residuals.get(&key)?.floor;
         let same = captured.values.len() == reference.values.len();
-        same.then_some(Gradient { key, plane, captured, reference, rounding })
+        same.then_some(Gradient { key, plane, captured, reference, rounding, other })
     }
 
     /// Whether its rows are classes.
@@ -64,7 +72,7 @@ impl Gradient {
     /// `[addends, rows]`: what each addend is multiplied with in each row; with `softmax` that of
     /// the softmax part, where the whole has another.
     pub fn entries(&self, softmax: bool) -> Option<Rows> {
-        let whole = matches!(self.key.stage, Stage::Dq | Stage::Dk);
+        let whole = matches!(self.key.stage, Stage::Dq | Stage::Dk | Stage::Dbias);
         if softmax && !whole {
             return None;
         }
@@ -79,7 +87,7 @@ impl Gradient {
 
     /// What the entries are multiplied with, `[addends, D]`.
     pub fn other(&self) -> &Rows {
-        if self.is_of_k() { &self.plane.q } else { &self.plane.k }
+        &self.other
     }
 
     /// A row's class, or its token among those of the microbatch.
@@ -129,7 +137,7 @@ impl Gradient {
 }
 
 fn is_of_k(stage: Stage) -> bool {
-    matches!(stage, Stage::DkLse | Stage::DkLabel | Stage::Dk)
+    matches!(stage, Stage::DkLse | Stage::DkLabel | Stage::Dk | Stage::Dbias)
 }
 
 /// Entries of dlogits that a gradient is made of, `[n, V]`.

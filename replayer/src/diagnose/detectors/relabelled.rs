@@ -17,6 +17,9 @@ const SHOWN: f64 = 0.1;
 /// Share of the error that labels may leave to be worth a trial.
 const LEFT: f64 = 0.02;
 
+/// Ends of runs that must all be others, where nothing says what they should have become.
+const ENDS: usize = 4;
+
 /// Each microbatch's labels.
 pub type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
 
@@ -65,21 +68,29 @@ pub fn changed<'a>(
 
 /// How long the runs are at whose ends alone labels are others, each the label that stands just
 /// before its run: what is left where labels are shifted inside runs, and each run's last token
-/// takes the run's first id. The label before the first run of a sequence is not recorded.
+/// takes the run's first id. The label before the first run of a sequence is not recorded: where
+/// none is, all the ends are to be others, and some of them.
 pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize> {
     let changed = changed(evidence, labels);
     let common = changed.iter().fold(0, |all, (_, t, _)| common_divisor(all, t + 1));
     let wraps = |length: usize| {
-        let of = |&&(one, t, label): &&(&MicrobatchInputs, usize, u32)| {
-            t.checked_sub(length).is_some_and(|before| one.labels[before] == label)
+        let before = |one: &MicrobatchInputs, t: usize| {
+            let at = t.checked_sub(length)?;
+            Some(one.labels[at]).filter(|&label| label != IGNORED)
         };
+        let known = changed.iter().filter(|(one, t, _)| before(one, *t).is_some()).count();
+        let of =
+            |&&(one, t, label): &&(&MicrobatchInputs, usize, u32)| before(one, t) == Some(label);
         let wrapped = changed.iter().filter(of).count();
         let ends = evidence.inputs.iter().flat_map(|one| {
             let ends = (length - 1..one.tokens()).step_by(length);
             ends.filter(|&t| one.labels[t] != IGNORED)
         });
+        let ends = ends.count();
         // One label that stands where it would is chance; most ends have to be others.
-        wrapped >= 2 && wrapped * 2 >= changed.len() && changed.len() * 2 > ends.count()
+        let all_are_known = wrapped >= 2 && wrapped * 2 >= changed.len();
+        let none_is_known = known == 0 && changed.len() == ends && ends >= ENDS;
+        (all_are_known && changed.len() * 2 > ends) || none_is_known
     };
     (2..=common).rev().find(|&length| common % length == 0 && wraps(length))
 }

@@ -101,7 +101,9 @@ fn held(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
         found.world = found.world.rows(of.key, changed.into_iter());
     }
     let count: usize = found.tokens.values().map(Vec::len).sum();
-    (left <= LEFT * before && (1..rows).contains(&count)).then_some((left, found))
+    // Where every row holds the part of one shard, dq is that shard's.
+    let some = (1..rows).contains(&count) || found.tokens.len() > 1;
+    (left <= LEFT * before && some).then_some((left, found))
 }
 
 /// A row of dq: how far it is from what it should be, and the shard, if any, whose part is much
@@ -125,7 +127,7 @@ fn nearest(of: &Gradient, cut: &[Range<usize>]) -> Option<Vec<Nearest>> {
         };
         let off = distance(captured.row(row), reference.row(row));
         let nearest = cut.iter().enumerate().map(part).min_by(|a, b| a.1.total_cmp(&b.1));
-        Nearest { off, part: nearest.filter(|(_, near, _)| *near <= LEFT * off) }
+        Nearest { off, part: nearest.filter(|(_, near, _)| off > 0.0 && *near <= LEFT * off) }
     };
     Some((0..reference.count()).into_par_iter().map(one).collect())
 }

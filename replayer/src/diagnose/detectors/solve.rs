@@ -32,7 +32,7 @@ pub fn whole_weights(
 ) -> Option<Vec<f64>> {
     let n = a.count();
     let work = || n * n * (a.cols + b.cols) / 2 + n * n * n / 3 + n * a.cols * b.cols;
-    if n == 0 || n > MOST || spend(work()) {
+    if n == 0 || n > MOST || n > a.cols * b.cols || spend(work()) {
         return None;
     }
     let gram: Vec<Vec<f64>> = (0..n)
@@ -41,7 +41,7 @@ pub fn whole_weights(
         .collect();
     let towards = a.times(error);
     let right: Vec<f64> = (0..n).map(|i| dot(towards.row(i), b.row(i))).collect();
-    let more = cholesky(&gram, &right)?;
+    let more = Cholesky::of(&gram).solution(&right)?;
     let noise = rounding / error.values.len().max(1) as f64;
     let sure = |i: usize| noise <= UNSURE * UNSURE * gram[i][i];
     let mut whole = Vec::with_capacity(n);
@@ -105,29 +105,60 @@ pub fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
     Some(b)
 }
 
-/// The solution of a symmetric positive system, given its lower triangle.
-fn cholesky(gram: &[Vec<f64>], right: &[f64]) -> Option<Vec<f64>> {
-    let n = right.len();
-    let mut l: Vec<Vec<f64>> = Vec::with_capacity(n);
-    for (i, given) in gram.iter().enumerate() {
-        let mut row: Vec<f64> = Vec::with_capacity(i + 1);
-        for j in 0..i {
-            row.push((given[j] - dot(&row[..j], &l[j][..j])) / l[j][j]);
+/// The rows `x`, `[n, D]`, with which `aᵀ x` is nearest to a sum `[V, D]`, by least squares; `a` is
+/// `[n, V]`. `None` where it has more rows than columns, or too many. `spend` as of weights.
+pub fn factors(a: &Rows, sum: &Rows, spend: &dyn Fn(usize) -> bool) -> Option<Rows> {
+    let n = a.count();
+    let work = || n * n * a.cols / 2 + n * n * n / 3 + n * sum.cols * (a.cols + n);
+    if n == 0 || n > MOST || n > a.cols || spend(work()) {
+        return None;
+    }
+    let gram: Vec<Vec<f64>> = (0..n)
+        .into_par_iter()
+        .map(|i| (0..=i).map(|j| dot(a.row(i), a.row(j))).collect())
+        .collect();
+    let of = Cholesky::of(&gram);
+    let right = a.times(sum).transposed();
+    let columns: Option<Vec<Vec<f64>>> =
+        (0..right.count()).into_par_iter().map(|at| of.solution(right.row(at))).collect();
+    Some(Rows { cols: n, values: columns?.concat() }.transposed())
+}
+
+/// The factor of a symmetric positive matrix.
+struct Cholesky {
+    lower: Vec<Vec<f64>>,
+}
+
+impl Cholesky {
+    /// Of a matrix's lower triangle.
+    fn of(gram: &[Vec<f64>]) -> Cholesky {
+        let mut lower: Vec<Vec<f64>> = Vec::with_capacity(gram.len());
+        for (i, given) in gram.iter().enumerate() {
+            let mut row: Vec<f64> = Vec::with_capacity(i + 1);
+            for j in 0..i {
+                row.push((given[j] - dot(&row[..j], &lower[j][..j])) / lower[j][j]);
+            }
+            let whole = given[i].max(f64::MIN_POSITIVE);
+            let rest = whole * (1.0 + RIDGE) - energy(&row);
+            row.push(rest.max(whole * RIDGE).sqrt());
+            lower.push(row);
         }
-        let whole = given[i].max(f64::MIN_POSITIVE);
-        let rest = whole * (1.0 + RIDGE) - energy(&row);
-        row.push(rest.max(whole * RIDGE).sqrt());
-        l.push(row);
+        Cholesky { lower }
     }
-    let mut x = right.to_vec();
-    for i in 0..n {
-        x[i] = (x[i] - dot(&l[i][..i], &x[..i])) / l[i][i];
+
+    /// The solution of the system with this right side.
+    fn solution(&self, right: &[f64]) -> Option<Vec<f64>> {
+        let (l, n) = (&self.lower, right.len());
+        let mut x = right.to_vec();
+        for i in 0..n {
+            x[i] = (x[i] - dot(&l[i][..i], &x[..i])) / l[i][i];
+        }
+        for i in (0..n).rev() {
+            let below: f64 = (i + 1..n).map(|j| l[j][i] * x[j]).sum();
+            x[i] = (x[i] - below) / l[i][i];
+        }
+        x.iter().all(|x| x.is_finite()).then_some(x)
     }
-    for i in (0..n).rev() {
-        let below: f64 = (i + 1..n).map(|j| l[j][i] * x[j]).sum();
-        x[i] = (x[i] - below) / l[i][i];
-    }
-    x.iter().all(|x| x.is_finite()).then_some(x)
 }
 
 /// Weights of rows that are those of `reference` times a whole number each; `None` where they
@@ -205,6 +236,15 @@ mod tests {
         };
         let found = solved(&weights, 0.2).unwrap();
         assert_eq!(runs(&found), [(10..14, 2.0), (33..40, 0.0)]);
+    }
+
+    #[test]
+    fn the_rows_that_a_sum_was_made_with_are_found() {
+        let (a, x) = (drawn(20, 50, 5), drawn(20, 7, 6));
+        let found = factors(&a, &a.transposed_times(&x), &|_| false).unwrap();
+        let off: f64 = found.values.iter().zip(&x.values).map(|(a, b)| (a - b).powi(2)).sum();
+        assert!(off < 1e-12 * energy(&x.values), "{off}");
+        assert!(factors(&a.transposed(), &x, &|_| false).is_none(), "more rows than columns");
     }
 
     #[test]

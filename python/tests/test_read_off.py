@@ -1,0 +1,309 @@
+"""Faults that are read off the data: which tokens a sum holds, which q, lse or labels a gradient was made with.
+
+Goal: what a kernel really used is solved for and named, in dk that was recorded in sums alone, too; the right job
+agrees and noise has no name. Method: a head in numpy over ranks and microbatches with smoothing and a bias, sizes and
+places from a seed; each test spoils what one kernel would. BACKTAPE_SEED draws another job.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import backtape
+
+SEED = int(os.environ.get("BACKTAPE_SEED", 43))
+IGNORED = -100
+
+
+class Job:
+    """Ranks x microbatches of sequences; a mean over all valid tokens, in f64 but for what is stored."""
+
+    def __init__(self, ranks=2, microbatches=2, epsilon=0.0, axis="data", **declared):
+        print(f"BACKTAPE_SEED={SEED}")
+        rng = self.rng = np.random.default_rng(SEED)
+        self.ranks, self.microbatches, self.axis = ranks, microbatches, axis
+        self.epsilon, self.declared = epsilon, declared
+        self.sequences, self.half = int(rng.integers(3, 6)), int(rng.integers(6, 10))
+        self.depth, self.classes = int(rng.integers(16, 30)), 6 * int(rng.integers(30, 45))
+        self.shape = (self.sequences, 2 * self.half)
+        places = [(mb, rank) for mb in range(microbatches) for rank in range(ranks)]
+        self.k = (rng.standard_normal((self.classes, self.depth)) * 0.6).astype(np.float32)
+        self.bias = rng.standard_normal(self.classes).astype(np.float32)
+        # The ids lie in the lower half of the vocabulary, so that those of the other half stand nowhere.
+        ids = {at: rng.integers(0, self.classes // 2, self.shape) for at in places}
+        end = np.full((self.sequences, 1), IGNORED)
+        self.labels = {at: np.concatenate([of[:, 1:], end], 1) for at, of in ids.items()}
+        self.q = {at: rng.standard_normal((*self.shape, self.depth)).astype(np.float32) for at in places}
+        self.valid = sum(int((of != IGNORED).sum()) for of in self.labels.values())
+        self.weights = {at: rng.choice([0.25, 0.5, 2.0], self.shape).astype(np.float32) for at in places}
+        self.weighted = declared.get("denominator") == "weights"
+
+    def logits(self, at):
+        return self.q[at].astype(np.float64).reshape(-1, self.depth) @ self.k.T + self.bias
+
+    def lse(self, at):
+        return np.log(np.exp(self.logits(at)).sum(-1))
+
+    def entries(self, at, lse=None, labels=None, spread=1.0, weights=None):
+        """dlogits, `[T, V]`; `spread` is how often the smoothed share of each class is there."""
+        labels = (self.labels[at] if labels is None else labels).reshape(-1)
+        counts = labels != IGNORED
+        g = counts / self.valid
+        if self.weighted:
+            weights = (self.weights[at] if weights is None else weights).reshape(-1)
+            all_of = np.concatenate([self.weights[a][self.labels[a] != IGNORED] for a in self.labels])
+            g = counts * weights / all_of.astype(np.float64).sum()
+        found = np.exp(self.logits(at) - (self.lse(at) if lse is None else lse)[:, None])
+        found -= spread * self.epsilon / self.classes
+        found[np.arange(labels.size)[counts], labels[counts]] -= 1 - self.epsilon
+        return found * g[:, None]
+
+    def of(self, at, **changed):
+        """What a rank's kernel gives of a microbatch."""
+        entries, labels = self.entries(at, **changed), changed.get("labels", self.labels[at]).reshape(-1)
+        logits, rows = self.logits(at), np.arange(labels.size)[labels != IGNORED]
+        nll = self.lse(at) - (1 - self.epsilon) * logits[np.arange(labels.size), np.maximum(labels, 0)]
+        nll = (nll - self.epsilon * logits.mean(-1))[rows] / self.valid
+        q = self.q[at].astype(np.float64).reshape(-1, self.depth)
+        return {"entries": entries, "nll": (rows, nll), "loss": nll.sum(), "lse": self.lse(at), "dq": entries @ self.k,
+                "dk": entries.T @ q, "dbias": entries.sum(0)}  # fmt: skip
+
+    def recorded(self, directory, names=("lse", "loss", "dq", "dk", "dbias"), spoilt=lambda given: None, dk=None):
+        """`spoilt` changes what all places give; `dk`: None for each microbatch's, or when a sum alone is recorded."""
+        given = {at: self.of(at) for at in self.q}
+        spoilt(given)
+        mesh = {self.axis: self.ranks}
+        recorders = [backtape.Recorder(directory, rank=r, world_size=self.ranks, mesh=mesh) for r in range(self.ranks)]
+        for rank, recorder in enumerate(recorders):
+            with recorder.step(0) as tape:
+                options = {"denominator": "valid", "ignore_label": IGNORED, **self.declared}
+                tape.head(loss="softmax_xent", path="plain", scope="global", microbatches=self.microbatches,
+                          microbatch_reduction="sum", label_smoothing=self.epsilon, **options)  # fmt: skip
+                tape.record("k", self.k)
+                tape.record("bias", self.bias)
+                for mb in range(self.microbatches):
+                    self.of_tokens(tape, given[mb, rank], (mb, rank), names)
+                if dk == "pre_reduce":
+                    own = sum(given[mb, rank]["dk"] for mb in range(self.microbatches))
+                    tape.record("dk", np.float32(own), partial="sum", when=dk)
+                elif dk == "post_reduce":
+                    tape.record("dk", np.float32(sum(of["dk"] for of in given.values())), when=dk)
+        with ThreadPoolExecutor(self.ranks) as pool:
+            list(pool.map(lambda recorder: recorder.close(), recorders))
+        return backtape.replay(directory, step=0)
+
+    def of_tokens(self, tape, own, at, names):
+        tokens = {"q": self.q[at], "labels": self.labels[at].astype(np.int32)}
+        tokens |= {"weights": self.weights[at]} if self.weighted else {}
+        for name in ("lse", "dq"):
+            if name in names:
+                tokens[name] = np.float32(own[name]).reshape(*self.shape, *own[name].shape[1:])
+        for name, x in tokens.items():
+            tape.record(name, x, microbatch=at[0], placement={self.axis: 0})
+        for name in {"loss", "dk", "dbias"} & set(names):
+            when = {} if name == "loss" else {"when": "pre_reduce"}
+            tape.record(name, np.float32(own[name]), microbatch=at[0], partial="sum", **when)
+
+    def drawn(self):
+        """A microbatch and a rank."""
+        return int(self.rng.integers(self.microbatches)), int(self.rng.integers(self.ranks))
+
+
+def named(report, cause):
+    assert report.verdict == "diverged", report
+    assert [found.id for found in report.causes] == [cause], report.json["causes"]
+    return report.json["causes"][0]["parameters"]
+
+
+@pytest.mark.parametrize("dk", [None, "pre_reduce", "post_reduce"])
+def test_the_right_job_agrees(tmp_path, dk):
+    names = ("lse", "loss", "dq", "dbias", "dk") if dk is None else ("lse", "loss", "dq")
+    report = Job(epsilon=0.1).recorded(tmp_path, names, dk=dk)
+    assert report.verdict == "agreed", report
+
+
+@pytest.mark.parametrize("dk", ["pre_reduce", "post_reduce"])
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_chunk_that_one_rank_counts_otherwise_in_the_loss_and_a_sum_of_dk_is_named(tmp_path, dk, times):
+    job = Job(ranks=3)
+    mb, rank = place = job.drawn()
+    last = slice(job.labels[place].size - int(job.rng.integers(5, 12)), None)
+
+    def spoilt(given):
+        own, q = given[place], job.q[place].astype(np.float64).reshape(-1, job.depth)
+        own["dk"] = own["dk"] + (times - 1) * own["entries"][last].T @ q[last]
+        rows, nll = own["nll"]
+        own["loss"] = own["loss"] + (times - 1) * nll[rows >= last.start].sum()
+
+    told = named(job.recorded(tmp_path, ("lse", "loss", "dq"), spoilt, dk), "block-miscounted")
+    often = "left out" if times == 0 else "twice"
+    assert told["of"] == "the sums of dk" and told["which"].endswith(f"{often} in microbatch {mb} of rank {rank}"), told
+
+
+def test_a_sum_of_dk_that_is_noisy_has_no_name(tmp_path):
+    job = Job()
+
+    def spoilt(given):
+        given[0, 1]["dk"] = given[0, 1]["dk"] * (1 + 0.1 * job.rng.standard_normal(job.k.shape))
+
+    assert named(job.recorded(tmp_path, ("lse", "loss", "dq"), spoilt, "post_reduce"), "unknown") == {}
+
+
+def test_labels_that_are_rolled_inside_parts_of_sequences_are_a_shift_though_the_first_ids_stand_nowhere(tmp_path):
+    job = Job()
+
+    def spoilt(given):
+        for at in given:
+            labels = job.labels[at].copy()
+            labels[:, job.half - 1] = job.classes // 2 + job.rng.integers(0, job.classes // 2, job.sequences)
+            given[at] = job.of(at, labels=labels)
+
+    told = named(job.recorded(tmp_path, ("lse", "loss", "dq"), spoilt, "post_reduce"), "label-shift")
+    assert told["over"] == f"runs of {job.half} tokens"
+
+
+def test_rows_of_dq_that_are_each_ranks_own_addend_are_named(tmp_path):
+    job = Job(ranks=3, axis="tensor")
+    mb, _ = job.drawn()
+    part = job.classes // 3
+
+    def spoilt(given):
+        for rank in range(3):
+            own = slice(rank * part, (rank + 1) * part)
+            given[mb, rank]["dq"] = given[mb, rank]["entries"][:, own] @ job.k[own]
+
+    assert named(job.recorded(tmp_path, ("lse", "dq", "dk"), spoilt), "partial-not-reduced")["shard"] == "0, 1, 2"
+
+
+def test_weights_that_one_ranks_backward_multiplies_by_twice_are_named_with_the_rank(tmp_path):
+    job = Job(denominator="weights")
+    _, rank = job.drawn()
+
+    def spoilt(given):
+        for at in given:
+            given[at] = job.of(at, weights=job.weights[at] ** 2 if at[1] == rank else None)
+
+    told = named(job.recorded(tmp_path, ("lse", "dq", "dk"), spoilt), "token-weights")
+    assert told["each token counts"] == "with the square of its weight" and f"rank {rank}" in told["only in"]
+
+
+def test_a_q_of_another_microbatch_that_dk_is_made_with_is_named(tmp_path):
+    job = Job(ranks=1, microbatches=3)
+
+    def spoilt(given):
+        given[0, 0]["dk"] = given[0, 0]["entries"].T @ job.q[2, 0].astype(np.float64).reshape(-1, job.depth)
+
+    told = named(job.recorded(tmp_path, ("lse", "dq", "dk"), spoilt), "buffer-overwritten")
+    assert told["tensor"] == "dk of microbatch 0 is made with q of microbatch 2"
+
+
+def test_an_lse_that_one_microbatch_alone_reads_of_another_is_named(tmp_path):
+    job = Job(ranks=1, microbatches=3)
+
+    def spoilt(given):
+        given[1, 0] |= {name: job.of((1, 0), lse=job.lse((2, 0)))[name] for name in ("dq", "dk")}
+
+    told = named(job.recorded(tmp_path, ("loss", "dq", "dk"), spoilt), "other-lse")
+    assert told["lse"] == "microbatch 1 reads that of microbatch 2"
+
+
+def test_a_spread_of_smoothing_over_one_ranks_classes_alone_is_named(tmp_path):
+    job = Job(epsilon=0.1, axis="tensor")
+
+    def spoilt(given):
+        for at in given:
+            given[at] |= {name: job.of(at, spread=2.0)[name] for name in ("dq", "dk", "dbias")}
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "smoothing-mismatch")
+    assert told["instead"] == "2 times the term ε/K of every class", told
+
+
+def test_a_gradient_of_the_bias_that_holds_the_last_chunk_alone_is_named(tmp_path):
+    job = Job()
+    chunk = int(job.rng.integers(10, 20))
+
+    def spoilt(given):
+        for own in given.values():
+            own["dbias"] = own["entries"][-chunk:].sum(0)
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "block-miscounted")
+    assert told["of"] == "dbias" and "left out" in told["which"]
+
+
+def test_a_gradient_of_the_bias_that_is_twice_itself_is_named(tmp_path):
+    job = Job(ranks=3, microbatches=3)
+
+    def spoilt(given):
+        for own in given.values():
+            own["dbias"] = 2 * own["dbias"]
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "bias-twice")
+    assert (told["in"], told["times"]) == ("its gradient", "2")
+
+
+def test_f16_entries_that_a_late_loss_scale_does_not_save_are_named_though_they_are_declared_f16(tmp_path):
+    rng = np.random.default_rng(SEED)
+    tokens, depth, classes, scale, over = 150, 32, 600, 32768.0, 65536.0
+    q, k = (rng.standard_normal(shape).astype(np.float16) for shape in ((tokens, depth), (classes, depth)))
+    k = (0.3 * k).astype(np.float16)
+    labels = rng.integers(0, classes, tokens).astype(np.int32)
+    wide_q, wide_k = q.astype(np.float64), k.astype(np.float64)
+    logits = wide_q @ wide_k.T
+    entries = np.exp(logits - np.log(np.exp(logits).sum(-1))[:, None])
+    entries[np.arange(tokens), labels] -= 1
+    for late in (False, True):
+        own = (entries / over * (1 if late else scale)).astype(np.float16).astype(np.float64) * (scale if late else 1)
+        directory = tmp_path / ("late" if late else "early")
+        recorder = backtape.Recorder(directory, rank=0, world_size=1, mesh={"data": 1})
+        with recorder.step(0) as tape:
+            f32 = dict.fromkeys(("logits", "lse", "p", "accumulate"), "f32")
+            dtypes = {"input": "f16", "dlogits": "f16", "output": "f16", **f32}
+            tape.head(loss="softmax_xent", path="plain", denominator=over, cotangent=scale, dtypes=dtypes)
+            given = {"dq": (own @ wide_k).astype(np.float16), "dk": (own.T @ wide_q).astype(np.float16)}
+            for name, x in {"q": q, "k": k, "labels": labels, **given}.items():
+                tape.record(name, x)
+        recorder.close()
+        report = backtape.replay(directory, step=0)
+        if not late:
+            assert report.verdict == "agreed", report
+    assert "multiplies after the rounding" in named(report, "underflow")["the loss's scale"]
+
+
+NEVER = "with a ratio that is never clipped"
+BOTH = "with a ratio that is clipped at both bounds, whatever the sign of the advantage"
+OTHER = "with the ratio to the reference policy"
+
+
+@pytest.mark.parametrize("words", [NEVER, BOTH, OTHER])
+@pytest.mark.parametrize("shown", ["dlogprobs", "dlogits"])
+def test_a_policy_loss_whose_backward_clips_by_another_rule_is_named(tmp_path, words, shown):
+    rng = np.random.default_rng(SEED)
+    tokens, classes, low, high, beta = int(rng.integers(90, 150)), 120, 0.8, 1.28, 0.1
+    logits = rng.standard_normal((tokens, classes)).astype(np.float32)
+    labels, rows = rng.integers(0, classes, tokens).astype(np.int32), np.arange(tokens)
+    lse = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    logp = logits[rows, labels] - lse
+    old, ref = (np.float32(logp + rng.standard_normal(tokens) * of) for of in (0.3, 0.4))
+    advantages = rng.standard_normal(tokens).astype(np.float32)
+
+    r, other = np.exp(logp - old), np.exp(logp - ref)
+    own = {
+        NEVER: r,
+        BOTH: np.where((r < low) | (r > high), 0, r),
+        OTHER: np.where(np.where(advantages > 0, other > high, other < low), 0, other),
+    }[words]
+    dlogp = (-advantages * own + beta * (1 - np.exp(ref - logp))) / tokens
+    dlogits = -np.exp(logits - lse[:, None]) * dlogp[:, None]
+    dlogits[rows, labels] += dlogp
+    recorder = backtape.Recorder(tmp_path, rank=0, world_size=1, mesh={"data": 1})
+    with recorder.step(0) as tape:
+        grpo = {"clip_low": 1 - low, "clip_high": high - 1, "kl_beta": beta, "kl": "k3", "average": "token"}
+        tape.head(loss="grpo", path="plain", grpo=grpo)
+        given = {"labels": labels, "logits": logits, "old_logprobs": old, "ref_logprobs": ref, "advantages": advantages}
+        given |= {"logprobs": np.float32(logp), shown: np.float32(dlogp if shown == "dlogprobs" else dlogits)}
+        for name, x in given.items():
+            tape.record(name, x)
+    recorder.close()
+    assert named(backtape.replay(tmp_path, step=0), "token-weights")["each token counts"] == words

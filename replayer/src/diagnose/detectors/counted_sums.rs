@@ -1,0 +1,168 @@
+//! Sums of dk over microbatches or ranks, solved for how often each token is in them.
+//!
+//! What a sum of dk lacks of one rank's or one microbatch's tokens is no gradient of its own where
+//! sums alone were recorded: the sum is solved for the weight of every token that it should hold.
+//! Where the loss fails, too, its tokens count as often.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use backtape::identity::Microbatch;
+
+use super::addends::divisor;
+use super::counted::in_words;
+use super::direct::distance;
+use super::plane::Rows;
+use super::solve::whole_weights;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::diagnose::is_sum;
+use crate::diagnose::rearranged::Instead;
+use crate::head::{MicrobatchInputs, Stage};
+use crate::replay::world::{Expectation, Read, World};
+
+/// Share of the error that may be left to be worth a trial.
+const LEFT: f64 = 0.1;
+
+/// Sums of dk, and the loss where it fails, that hold their tokens otherwise than once.
+pub struct CountedSums {
+    sums: Instead,
+    /// How often each token of a microbatch counts in the loss.
+    of_loss: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    /// Each run of tokens that counts otherwise, in words.
+    pub said: Vec<String>,
+}
+
+impl CountedSums {
+    /// What the sums that fail hold, of their whole entries or of the softmax part alone. `None`
+    /// where something else fails, dk of each microbatch was recorded, or a sum is not made of
+    /// whole tokens or of too many.
+    pub fn of(evidence: &Evidence<'_>, softmax: bool) -> Option<CountedSums> {
+        let sums: Vec<Key> =
+            evidence.failing.iter().filter(|key| is_sum(key.stage)).copied().collect();
+        let known = |key: &Key| is_sum(key.stage) || key.stage == Stage::Loss;
+        if sums.is_empty() || !evidence.has_sums_alone() || !evidence.failing.iter().all(known) {
+            return None;
+        }
+        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        let mut found = CountedSums {
+            sums: Instead::default(),
+            of_loss: evidence.inputs.iter().map(ones).collect(),
+            said: Vec::new(),
+        };
+        for key in sums {
+            Tokens::of(evidence, key, softmax)?.weighed(evidence, &mut found)?;
+        }
+        if !evidence.fails(Stage::Loss) {
+            found.of_loss.clear();
+        }
+        Some(found)
+    }
+}
+
+impl World for CountedSums {
+    fn expected(&self, of: &mut Expectation<'_>) {
+        self.sums.expected(of);
+    }
+
+    fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        if let Some(weights) = self.of_loss.get(&inputs.microbatch) {
+            nll.iter_mut().zip(weights).for_each(|(nll, times)| *nll *= times);
+        }
+        Vec::new()
+    }
+}
+
+/// Some tokens of a sum.
+struct Part {
+    /// Which of all tokens of the sum.
+    of_sum: Range<usize>,
+    microbatch: Option<Microbatch>,
+    /// Their places in the microbatch.
+    rows: Vec<usize>,
+    words: String,
+}
+
+/// A sum of dk as the sum of a product a token.
+struct Tokens {
+    key: Key,
+    parts: Vec<Part>,
+    /// Entries of dlogits that are weighed, divided as the sum is, and q: `[n, V]`, `[n, D]`.
+    entries: Rows,
+    q: Rows,
+    /// `[V, D]`: as captured, and as it should be.
+    captured: Rows,
+    reference: Rows,
+    /// The energy that rounding gives the error.
+    rounding: f64,
+}
+
+impl Tokens {
+    fn of(evidence: &Evidence<'_>, key: Key, softmax: bool) -> Option<Tokens> {
+        let divisor = divisor(evidence, key);
+        let (mut parts, mut from) = (Vec::new(), 0);
+        let [mut entries, mut whole, mut q] = [(); 3].map(|()| Vec::new());
+        let (mut classes, mut width) = (0, 0);
+        let units = evidence.units().iter();
+        // A sum over microbatches is each rank's own; one over ranks may have versions.
+        let own = key.rank.filter(|_| key.stage == Stage::Accumulate);
+        for unit in units.filter(|unit| own.is_none() || unit.rank == own) {
+            let plane = evidence.plane_of(unit.microbatch, unit.rank)?;
+            let all = plane.entries().values;
+            entries.extend(if softmax { plane.dense.values.clone() } else { all.clone() });
+            whole.extend(all);
+            q.extend_from_slice(&plane.q.values);
+            (classes, width) = (plane.dense.cols, plane.q.cols);
+            let of_sum = from..from + plane.rows.len();
+            from = of_sum.end;
+            let mb = unit.microbatch.map(|mb| format!("microbatch {mb}"));
+            let rank = unit.rank.filter(|_| evidence.ranks() > 1);
+            let rank = rank.map(|rank| format!("rank {rank}"));
+            let place: Vec<String> = [mb, rank].into_iter().flatten().collect();
+            let (microbatch, rows) = (unit.microbatch, plane.rows.clone());
+            parts.push(Part { of_sum, microbatch, rows, words: place.join(" of ") });
+        }
+        let captured = evidence.captured(key).filter(|of| of.columns == width && width > 0)?;
+        let values = captured.values.get(..classes * width)?.to_vec();
+        let over = |values: Vec<f64>| {
+            let values = values.into_iter().map(|x| x / divisor).collect();
+            Rows { cols: classes, values }
+        };
+        let (entries, q) = (over(entries), Rows { cols: width, values: q });
+        if evidence.spend(whole.len() * width) {
+            return None;
+        }
+        let reference = over(whole).transposed_times(&q);
+        let captured = Rows { cols: width, values };
+        let rounding = evidence.residuals.get(&key)?.floor;
+        Some(Tokens { key, parts, entries, q, captured, reference, rounding })
+    }
+
+    /// Adds the sum with the weights that it has.
+    fn weighed(&self, evidence: &Evidence<'_>, to: &mut CountedSums) -> Option<()> {
+        let pairs = self.captured.values.iter().zip(&self.reference.values);
+        let error = Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() };
+        let of = ((&self.entries, &self.q), (&error, self.rounding));
+        let weights = whole_weights(of.0, of.1, &|work| evidence.spend(work))?;
+        let cols = self.entries.cols;
+        let rows = weights.iter().zip(self.entries.values.chunks(cols.max(1)));
+        let more = rows.flat_map(|(weight, row)| row.iter().map(move |x| (weight - 1.0) * x));
+        let more = Rows { cols, values: more.collect() };
+        let mut changed = more.transposed_times(&self.q);
+        changed.values.iter_mut().zip(&self.reference.values).for_each(|(x, r)| *x += r);
+        let off = |of: &Rows| distance(&self.captured.values, &of.values);
+        if !(off(&changed) <= LEFT * off(&self.reference)) {
+            return None;
+        }
+        let rows = (0..changed.count()).map(|at| (at, changed.row(at).to_vec()));
+        to.sums = std::mem::take(&mut to.sums).rows(self.key, rows);
+        for part in &self.parts {
+            let own = &weights[part.of_sum.clone()];
+            let said = in_words(own, &|at| part.rows[at]).into_iter();
+            let said = said.map(|words| format!("{words} in {}", part.words));
+            to.said.extend(said.filter(|words| !to.said.contains(words)).collect::<Vec<_>>());
+            let loss = to.of_loss.get_mut(&part.microbatch)?;
+            part.rows.iter().zip(own).for_each(|(&t, weight)| loss[t] = *weight);
+        }
+        Some(())
+    }
+}
