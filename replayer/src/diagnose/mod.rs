@@ -35,7 +35,7 @@ use against::Part;
 use budget::Meter;
 pub use budget::{Budget, Causes};
 use catalogue::CATALOGUE;
-use cause::Cause;
+use cause::{Cause, Effort};
 use decide::{CLEAR, Decision, cover, decide};
 use declarations::Suspect;
 use evidence::{Evidence, Key, residuals};
@@ -101,8 +101,10 @@ pub fn diagnose(
 /// The causes, and in the outcome the declaration that explains as much.
 fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
-        // A factor that a declaration gives is no number that nothing explains.
-        found.retain(|one| one.id != causes::upstream_factor::ID);
+        // A factor that a declaration gives is no number that nothing explains, and what explains
+        // a part is none beside an option that explains everything.
+        let known = |one: &Found| one.standing == Standing::Unknown || suspect.is_no_more_than(one);
+        found.retain(|one| one.id != causes::upstream_factor::ID && known(one));
         let explained = found.iter().any(|one| one.standing != Standing::Unknown);
         // Something does explain it.
         found.retain(|one| one.standing != Standing::Unknown);
@@ -246,7 +248,14 @@ fn searched(
     }
     let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| computed(&search, of, &evidence);
-    let found = twice(meter, catalogue, compute, is_unknown);
+    let found = match &suspect {
+        // What would be another reading of the same data is found with little effort.
+        Some(suspect) if suspect.is_enough() => {
+            let soon = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
+            compute(&soon.collect::<Vec<_>>())
+        }
+        _ => twice(meter, catalogue, compute, is_unknown),
+    };
     seen.extend(found);
     Examined::Diverged(seen, suspect)
 }

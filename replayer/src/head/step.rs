@@ -16,7 +16,7 @@ use crate::dump::{StepDump, StepState, TensorInfo};
 
 pub use super::error::StepError;
 pub(crate) use super::error::unfit;
-pub(crate) use super::view::{flat_rows, numbers};
+pub(crate) use super::view::{addends_of_elements, flat_rows, numbers};
 pub use super::view::{matrix, vocabulary_slab};
 pub use crate::kernels::rows_of;
 

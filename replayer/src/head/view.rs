@@ -1,7 +1,13 @@
 //! Assembled tensors as the kernels see them: matrices and slices of them, without
 //! a copy.
 
-use crate::assemble::Tensor;
+use std::collections::BTreeSet;
+
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+
+use super::HeadStep;
+use crate::assemble::{self, Tensor};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
 use crate::kernels::rows_of;
 
@@ -54,6 +60,21 @@ pub(crate) fn flat_rows(place: &[(u64, u64)], shape: &[u64]) -> Vec<usize> {
         flat = flat.iter().flat_map(extend).collect();
     }
     flat
+}
+
+/// How many ranks' addends each element of a partial tensor is made of, row-major: ranks that cut
+/// it add to their own part alone.
+pub(crate) fn addends_of_elements(step: &HeadStep<'_>, key: &TensorKey) -> Vec<u32> {
+    let info = &step.tensors[key];
+    let mut counts = vec![0; info.shape.iter().product::<u64>() as usize];
+    for rank in assemble::holders(step.dump, key) {
+        let own = info.shards.iter().map(|at| step.dump.record(at));
+        let places: BTreeSet<&IndexBox> =
+            own.filter(|record| record.rank == rank).map(|record| &record.place).collect();
+        let all = places.into_iter().flat_map(|place| flat_rows(&place.0, &info.shape));
+        all.for_each(|at| counts[at] += 1);
+    }
+    counts
 }
 
 /// Rows of k from a vocabulary range, with the labels that lie in it.

@@ -9,7 +9,7 @@ use super::allowed::stored;
 use super::dk::rounds;
 use crate::assemble::{self, Tensor};
 use crate::head::roundings::precision_of;
-use crate::head::step::{StepError, matrix, unfit};
+use crate::head::step::{StepError, addends_of_elements, matrix, unfit};
 use crate::head::{HeadStep, Stage};
 use crate::kernels::matrix::{Matrix, Values};
 
@@ -123,21 +123,21 @@ impl Sum {
         let Some(reduction) = info.partial else {
             return self.add(&step.assemble(key)?, weight(None));
         };
-        let ranks = assemble::holders(step.dump, key);
-        let factor = match reduction {
-            Reduction::Sum => 1.0,
-            Reduction::Mean => 1.0 / ranks.len().max(1) as f64,
+        let counts = match reduction {
+            Reduction::Sum => Vec::new(),
+            Reduction::Mean => addends_of_elements(step, key),
         };
-        self.rounds |= rounds(factor);
-        let before = self.count;
+        let factor = |at: usize| counts.get(at).map_or(1.0, |&n| 1.0 / f64::from(n.max(1)));
+        self.rounds |= (0..counts.len()).any(|at| rounds(factor(at)));
+        let (before, ranks) = (self.count, assemble::holders(step.dump, key));
         for &rank in &ranks {
             let parts = assemble::addend_parts(step.dump, key, rank)
                 .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
             for part in parts {
-                self.add(&part, factor * weight(Some(rank)))?;
+                self.add_by(&part, &|at| factor(at) * weight(Some(rank)))?;
             }
         }
-        // Boxes of one rank do not overlap: each rank adds once to an element.
+        // Boxes of one rank do not overlap: each rank adds once to an element that it holds.
         self.count = before + ranks.len() as f64;
         Ok(())
     }
@@ -161,6 +161,11 @@ impl Sum {
 
     /// Adds a tensor, or one box of it, at its place.
     pub(super) fn add(&mut self, part: &Tensor, factor: f64) -> Result<(), StepError> {
+        self.add_by(part, &|_| factor)
+    }
+
+    /// The same, each element times a factor by its place in the whole.
+    fn add_by(&mut self, part: &Tensor, factor: &dyn Fn(usize) -> f64) -> Result<(), StepError> {
         let precision = precision_of(part.dtype);
         let values = matrix(part).ok_or_else(|| unfit(part, "floats"))?;
         let fits = part.place.check(&self.shape).is_ok();
@@ -169,8 +174,8 @@ impl Sum {
         }
         for (row, start) in row_starts(&part.place.0, &self.shape).into_iter().enumerate() {
             for column in 0..values.cols {
-                let x = values.get_f64(row * values.cols + column) * factor;
                 let at = start + column;
+                let x = values.get_f64(row * values.cols + column) * factor(at);
                 self.total[at] += x;
                 self.squares[at] += x * x;
                 self.storage[at] += stored(precision, x);

@@ -16,7 +16,7 @@ use super::addends::Sum;
 use super::kept::{Addend, ReferenceDk};
 use super::outcome::{NotChecked, Outcome};
 use super::{Replay, Slice};
-use crate::head::step::{StepError, matrix, numbers};
+use crate::head::step::{StepError, addends_of_elements, matrix, numbers};
 use crate::head::{HeadStep, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::round::Precision;
@@ -102,11 +102,15 @@ impl Replay<'_> {
         Ok(())
     }
 
-    /// What the reduction over ranks divides by: their number where dk's addends make up a mean.
+    /// What the reduction over ranks divides by: where dk's addends make up a mean, their number,
+    /// of which ranks that cut dk hold one together.
     pub(super) fn ranks_averaged(&self, slices: &[Slice]) -> f64 {
         let first = slices.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
         match first.map(|key| (key, self.step.tensors[key].partial)) {
-            Some((key, Some(Reduction::Mean))) => self.holders(key).len().max(1) as f64,
+            Some((key, Some(Reduction::Mean))) => {
+                let most = addends_of_elements(self.step, key).into_iter().max();
+                f64::from(most.unwrap_or(1).max(1))
+            }
             _ => 1.0,
         }
     }

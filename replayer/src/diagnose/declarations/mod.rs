@@ -19,6 +19,7 @@ use std::collections::BTreeSet;
 use backtape::head::HeadDeclaration;
 
 use super::evidence::{Evidence, FORWARD, Key, Residuals};
+use super::found::Found;
 use super::proof;
 use super::search::{Search, left_of};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
@@ -78,10 +79,23 @@ pub(super) struct Suspect {
 }
 
 impl Suspect {
+    /// Whether it says what happened whatever else explains it: an option that the job did not
+    /// mention, which its forward and its backward both have.
+    pub(super) fn is_enough(&self) -> bool {
+        self.kind == Kind::Unsaid && self.forward
+    }
+
+    /// Whether a cause explains as much: every stage that fails. Dtypes that are left out explain
+    /// by allowing more, which a cause of one stage need not.
+    pub(super) fn is_no_more_than(&self, cause: &Found) -> bool {
+        let dtypes = matches!(self.kind, Kind::Shown | Kind::Loosened);
+        dtypes || self.other.stages.iter().all(|stage| cause.stages.contains(stage))
+    }
+
     /// The finding, once it is known whether a cause of the catalogue explains it, too.
     pub(super) fn told(mut self, explained: bool) -> OtherDeclaration {
         self.other.misdeclared = match self.kind {
-            Kind::Unsaid => self.forward,
+            Kind::Unsaid => self.is_enough(),
             Kind::Counted => !explained,
             Kind::Shown => true,
             Kind::Said | Kind::Loosened => false,

@@ -22,7 +22,7 @@ use self::script::{Facts, Start};
 use super::{ExportError, Made, Member, safetensors, save};
 use crate::assemble;
 use crate::dump::StepDump;
-use crate::head::step::{StepError, flat_rows};
+use crate::head::step::{StepError, addends_of_elements, flat_rows};
 use crate::head::units::share;
 use crate::head::{HeadStep, MicrobatchInputs, Scores};
 use crate::kernels::NoProgress;
@@ -272,8 +272,7 @@ fn sum(step: &HeadStep<'_>, key: &TensorKey, reduction: Reduction) -> Result<Vec
     let wrong =
         |source| ReproError::Step(Box::new(StepError::Assemble { key: key.clone(), source }));
     let mut total = vec![0.0; shape.iter().product::<u64>() as usize];
-    let holders = assemble::holders(step.dump, key);
-    for &rank in &holders {
+    for rank in assemble::holders(step.dump, key) {
         for part in assemble::addend_parts(step.dump, key, rank).map_err(wrong)? {
             let width = part.dtype.width();
             for (index, at) in flat_rows(&part.place.0, shape).into_iter().enumerate() {
@@ -283,7 +282,8 @@ fn sum(step: &HeadStep<'_>, key: &TensorKey, reduction: Reduction) -> Result<Vec
         }
     }
     if reduction == Reduction::Mean {
-        total.iter_mut().for_each(|x| *x /= holders.len() as f64);
+        let counts = addends_of_elements(step, key);
+        total.iter_mut().zip(counts).for_each(|(x, n)| *x /= f64::from(n.max(1)));
     }
     Ok(total)
 }
