@@ -18,6 +18,7 @@ use backtape::shard::TensorKey;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{divisor, unrecorded};
 use crate::diagnose::detectors::captured::Values;
+use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
@@ -58,8 +59,22 @@ impl Cause for AccumulationWindow {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut found = windows(evidence);
         found.extend(uncleared(evidence));
+        found.extend(of_parts(evidence));
         found
     }
+}
+
+/// Sums that hold some ranks' microbatches otherwise than once, solved for their tokens: ranks that
+/// hold tokens together have no addend of their own.
+fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let found = CountedSums::of(evidence, Of::Whole)?;
+    if !found.of_parts || found.parts.is_empty() {
+        return None;
+    }
+    let often = |(words, often): &(String, f64)| format!("{words} {often} times");
+    let words = found.parts.iter().map(often).collect::<Vec<_>>().join(", ");
+    let fitted = found.parts.len();
+    Some(Hypothesis::new(found, vec![("holds", words)]).fitted(fitted))
 }
 
 /// Sums over microbatches that hold each of them otherwise.

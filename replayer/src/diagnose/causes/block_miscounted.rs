@@ -13,7 +13,7 @@
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
-use crate::diagnose::detectors::counted_sums::CountedSums;
+use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::Stage;
 
@@ -49,27 +49,27 @@ impl Cause for BlockMiscounted {
         let all = all.flat_map(of);
         let mut found: Vec<Hypothesis> =
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
-        found.extend([false, true].into_iter().filter_map(|softmax| of_sums(evidence, softmax)));
+        let kinds = [(Of::Whole, What::Addends), (Of::Softmax, What::OfSoftmax)];
+        found.extend(kinds.into_iter().filter_map(|(of, what)| of_sums(evidence, of, what)));
         found
     }
 }
 
-/// Tokens that sums of dk hold otherwise than once.
-fn of_sums(evidence: &Evidence<'_>, softmax: bool) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, softmax).filter(|found| found.said.len() <= TOLD)?;
-    let words = if softmax { "tokens, in the softmax part" } else { "tokens" };
+/// Tokens that sums of dk hold otherwise than once; not all of a rank's or a microbatch's alike.
+fn of_sums(evidence: &Evidence<'_>, of: Of, what: What) -> Option<Hypothesis> {
+    let found = CountedSums::of(evidence, of).filter(|found| !found.of_parts)?;
+    let words = words_of(what, true);
     let parameters = vec![
         ("of", "the sums of dk".to_string()),
         ("what", words.to_string()),
         ("which", found.said.join(", ")),
     ];
     let fitted = 1 + found.said.len();
-    Some(Hypothesis::new(found, parameters).fitted(fitted))
+    (found.said.len() <= TOLD).then(|| Hypothesis::new(found, parameters).fitted(fitted))
 }
 
-fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> {
-    let of_k = !matches!(stage, Stage::DqLse | Stage::DqLabel | Stage::Dq);
-    let words = match what {
+fn words_of(what: What, of_k: bool) -> &'static str {
+    match what {
         What::Addends | What::Tile if of_k => "tokens",
         What::Addends | What::Tile => "classes",
         What::OfSoftmax | What::TileOfSoftmax if of_k => "tokens, in the softmax part",
@@ -77,7 +77,12 @@ fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> 
         What::LastOfLabel => "the label's addends",
         What::Rows | What::OverHits => "rows",
         What::Columns => "columns",
-    };
+    }
+}
+
+fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> {
+    let of_k = !matches!(stage, Stage::DqLse | Stage::DqLabel | Stage::Dq);
+    let words = words_of(what, of_k);
     // What is scattered by no rule is no block.
     if counted.rule.is_none() && counted.said.len() > TOLD {
         return None;

@@ -4,17 +4,18 @@
 //! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be
 //! that of a clip: gradients of parameters alone have it, and the clipped norm is a round
 //! number, or the reported grad_norm says so. Or each rank's or microbatch's part of the
-//! reduced dk has a factor of its own, and all that are below 1 bring their parts to one norm.
+//! reduced dk has a factor of its own, and all that are below 1 bring their parts to one norm. Or a
+//! sum over microbatches is what a clip to its own norm after each of them makes.
 //! Emulation: the factor, fitted.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::addends::{Addend, Part, Solved, Summed};
-use crate::diagnose::detectors::direct::energy;
+use crate::diagnose::detectors::addends::{Addend, Part, Solved, Summed, Weighted};
+use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::fit::{rounded, shown};
 use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::detectors::uniform::informative;
@@ -51,7 +52,7 @@ impl Cause for Clipping {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if let Some(found) = of_parts(evidence) {
+        if let Some(found) = of_parts(evidence).or_else(|| again_and_again(evidence)) {
             return vec![found];
         }
         let all = [&GRADIENTS[..], &[Stage::Accumulate, Stage::Reduce]].concat();
@@ -102,6 +103,79 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         // One norm makes all the factors.
         Some(Hypothesis::new(solved.world(), parameters).fitted(1))
     })
+}
+
+/// Microbatches whose factors must fall for a clip after each to be told.
+const FEWEST: usize = 3;
+/// Times the energy of its rounding that a sum may be off by where one norm makes it.
+const ROUNDING: f64 = 16.0;
+
+/// Sums over microbatches that were clipped to one norm after each of them: the norm is that of the
+/// sum.
+fn again_and_again(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let (mut of, mut to, mut fitted) = (Vec::new(), BTreeSet::new(), 1);
+    for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+        let sum = Summed::of(evidence, key, false)?;
+        let norm = energy(&sum.captured.values).sqrt();
+        let mut order: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();
+        for (at, (addend, _)) in sum.parts.iter().enumerate() {
+            order.entry(addend.microbatch).or_default().push(at);
+        }
+        let mut total = vec![0.0; sum.captured.values.len()];
+        let mut weights = vec![0.0; sum.parts.len()];
+        for own in order.values() {
+            for &at in own {
+                total.iter_mut().zip(&sum.parts[at].1).for_each(|(sum, x)| *sum += x);
+                weights[at] = 1.0;
+            }
+            let factor = (norm / energy(&total).sqrt()).min(1.0);
+            total.iter_mut().chain(&mut weights).for_each(|x| *x *= factor);
+        }
+        let off = distance(&sum.captured.values, &total);
+        if order.len() < 2 {
+            return None;
+        }
+        if off <= ROUNDING * evidence.residuals.get(&key)?.floor {
+            to.insert(shown(norm));
+        } else {
+            // The norm is that of other parameters, too: each microbatch's clip has a factor.
+            weights = falling(evidence, &sum, &order)?;
+            fitted = fitted.max(order.len());
+        }
+        let parts = sum.parts.iter().zip(weights);
+        let addends = parts.map(|((of, _), weight)| Addend { weight, ..of.clone() }).collect();
+        of.push(Solved::of(&sum, (key, 1.0), addends));
+    }
+    let mut parameters = vec![("clipped", "the sum, after every microbatch".to_string())];
+    let to: Vec<String> = to.into_iter().collect();
+    parameters.extend((!to.is_empty()).then(|| ("max_norm", to.join(", "))));
+    (!of.is_empty()).then(|| Hypothesis::new(Weighted { of }, parameters).fitted(fitted))
+}
+
+/// The weights of a sum's parts where each microbatch's is no larger than that of the next, and none
+/// is above 1: what was there before it was clipped once more.
+fn falling(
+    evidence: &Evidence<'_>,
+    sum: &Summed,
+    order: &BTreeMap<Option<Microbatch>, Vec<usize>>,
+) -> Option<Vec<f64>> {
+    let sums = sum.by(|addend| addend.microbatch);
+    let elements = sum.captured.values.len();
+    if sums.len() < FEWEST || evidence.spend(sums.len().pow(2) * elements) {
+        return None;
+    }
+    let each: Vec<&[f64]> = sums.values().map(|sum| &sum[..]).collect();
+    let factors = multiples(&each, &sum.captured.values)?;
+    let falls = factors.windows(2).all(|pair| pair[0] <= pair[1] * (1.0 + ALIKE));
+    let (first, last) = (*factors.first()?, *factors.last()?);
+    if !falls || !(first > 0.0) || first >= 1.0 - ALIKE || last > 1.0 + ALIKE {
+        return None;
+    }
+    let mut weights = vec![1.0; sum.parts.len()];
+    for (own, factor) in order.values().zip(factors) {
+        own.iter().for_each(|&at| weights[at] = factor);
+    }
+    Some(weights)
 }
 
 /// The norm that all parts with a factor below 1 have with it, where the others are no larger. One

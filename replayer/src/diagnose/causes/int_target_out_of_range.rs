@@ -96,9 +96,18 @@ fn odd(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Odd> {
     }
     let reference = evidence.reference().g.get(&inputs.microbatch)?;
     let weight = |t: usize| inputs.weights[t] * inputs.cotangent[t];
-    let counted = (0..inputs.tokens()).find(|&t| reference[t] != 0.0)?;
-    let one = reference[counted] / weight(counted);
-    let g = |&t: &usize| (t, one * if weight(t) == 0.0 { 1.0 } else { weight(t) });
+    // Ranks may divide by counts of their own.
+    let mut ones = vec![None; inputs.tokens()];
+    for run in of_ranks(evidence.step, inputs) {
+        let counted = run.iter().find(|&&t| reference[t] != 0.0);
+        let one = counted.map(|&t| reference[t] / weight(t));
+        run.iter().for_each(|&t| ones[t] = one);
+    }
+    let any = ones.iter().flatten().next().copied()?;
+    let g = |&t: &usize| {
+        let one = ones[t].unwrap_or(any);
+        (t, one * if weight(t) == 0.0 { 1.0 } else { weight(t) })
+    };
     let g = labels.keys().map(g).collect();
     Some(Odd { microbatch: inputs.microbatch, labels, g })
 }

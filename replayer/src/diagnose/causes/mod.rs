@@ -24,6 +24,7 @@ pub mod lse_logits_mismatch;
 pub mod microbatch_accumulator_low_precision;
 pub mod microbatch_count_scale;
 pub mod microbatch_mean_of_means;
+mod moved_weights;
 pub mod nan_origin;
 pub mod other_labels;
 pub mod other_lse;

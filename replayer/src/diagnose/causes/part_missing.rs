@@ -14,6 +14,7 @@ use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::Summed;
 use crate::diagnose::detectors::captured::widened;
+use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::direct::{energy, multiple};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::plane::Rows;
@@ -62,7 +63,34 @@ impl Cause for PartMissing {
         }
         let mut found: Vec<Hypothesis> = all.into_iter().map(Terms::hypothesis).collect();
         found.extend(of_sums(evidence));
+        found.extend(of_parts_of_sums(evidence));
         found
+    }
+}
+
+/// One of the terms that sums of dk lack, or hold twice, of some ranks' microbatches.
+fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let one = |(of, name): (Of, &'static str)| {
+        let found = CountedSums::of(evidence, of)?;
+        if !found.of_parts || found.parts.is_empty() {
+            return None;
+        }
+        let told = |(words, x): &(String, f64)| format!("{} in {words}", often(*x));
+        let words = found.parts.iter().map(told).collect::<Vec<_>>().join(", ");
+        let (fitted, of) = (found.parts.len(), "the sums of dk".to_string());
+        Some(Hypothesis::new(found, vec![("of", of), (name, words)]).fitted(fitted))
+    };
+    let terms = [(Of::Softmax, "the softmax part"), (Of::Label, "the label's part")];
+    terms.into_iter().filter_map(one).collect()
+}
+
+/// How often a term is there, in words.
+fn often(x: f64) -> String {
+    match x {
+        0.0 => "left out".to_string(),
+        -1.0 => "with the wrong sign".to_string(),
+        2.0 => "twice".to_string(),
+        x => format!("{x} times"),
     }
 }
 
@@ -192,12 +220,6 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
 
 impl Terms {
     fn hypothesis(self) -> Hypothesis {
-        let often = |x: f64| match x {
-            0.0 => "left out".to_string(),
-            -1.0 => "with the wrong sign".to_string(),
-            2.0 => "twice".to_string(),
-            x => format!("{x} times"),
-        };
         let names = self.parts.iter().filter(|part| **part != Part::Plane).map(|part| part.words());
         let mut parameters = vec![("of", names.collect::<Vec<_>>().join(" and "))];
         for (name, x) in [("the softmax part", self.softmax), ("the label's part", self.label)] {

@@ -14,17 +14,19 @@ use std::ops::Range;
 use backtape::identity::{Microbatch, Rank};
 use rayon::prelude::*;
 
+use super::sync_wrong_microbatch::holds_ranks;
 use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
 use crate::diagnose::detectors::addends::{Addend, Solved, Weighted, solved};
 use crate::diagnose::detectors::dense::{median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
-use crate::diagnose::detectors::replicas::versions;
+use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::detectors::segments::{Segments, segments};
 use crate::diagnose::detectors::shards::{MOST, Shard, rows_of_shards, shards};
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::rearranged::OtherLse;
+use crate::dump::name_ranks;
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, World};
@@ -58,9 +60,13 @@ impl Cause for PartialNotReduced {
         found
     }
 
-    /// dq that every tensor-parallel rank holds its own part of.
+    /// dq that every tensor-parallel rank holds its own part of, or a reduced dk of which groups of
+    /// ranks hold their own sums.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
+        if let Some(found) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
+            return Some(found);
+        }
         let of = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
         let words = format!(
             "{} has {} versions, one a rank, and their sum is what each of them should be",
@@ -70,6 +76,27 @@ impl Cause for PartialNotReduced {
         let parameters = vec![("of", "dq".to_string()), ("shards", of.of.len().to_string())];
         Some(Observed { evidence: words, stages: vec![Stage::Dq], parameters })
     }
+}
+
+/// Versions of a reduced dk that are each the sum of some ranks' gradients alone.
+fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
+    let sums = of.as_sums(evidence)?;
+    if !sums.iter().all(|(_, addends)| holds_ranks(addends)) {
+        return None;
+    }
+    let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
+        let held = addends.iter().filter(|of| of.weight != 0.0);
+        let held: BTreeSet<Rank> = held.filter_map(|of| of.rank).collect();
+        let held: Vec<Rank> = held.into_iter().collect();
+        format!("{}: those of {}", name_ranks(ranks), name_ranks(&held))
+    };
+    let words = format!(
+        "{} differs between ranks, and each version is the sum of some ranks' gradients alone",
+        of.key
+    );
+    let held = sums.iter().map(word).collect::<Vec<_>>().join("; ");
+    let parameters = vec![("of", "dk over ranks".to_string()), ("holds only", held)];
+    Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
 }
 
 /// Rows of dq, not all of them, that hold one shard's part.

@@ -5,6 +5,8 @@
 //! those are whole and depend on both.
 //! Emulation: those weights.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use backtape::identity::Rank;
 
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
@@ -58,6 +60,10 @@ impl Cause for SyncWrongMicrobatch {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
         let (of, sums) = all.iter().find_map(|of| Some((of, of.as_sums(evidence)?)))?;
+        // Versions that hold all of some ranks, and nothing of the rest, were not reduced.
+        if sums.iter().all(|(_, addends)| holds_ranks(addends)) {
+            return None;
+        }
         let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
             let held = addends.iter().filter(|of| of.weight != 0.0);
             let held: Vec<String> = held
@@ -77,4 +83,14 @@ impl Cause for SyncWrongMicrobatch {
         let parameters = vec![("tensor", of.key.to_string()), ("holds", held.join("; "))];
         Some(Observed { evidence, stages: vec![Stage::Reduce], parameters })
     }
+}
+
+/// Whether a sum holds every microbatch of some ranks alike and none of the others.
+pub(super) fn holds_ranks(addends: &[Addend]) -> bool {
+    let mut of: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
+    for addend in addends {
+        of.entry(addend.rank).or_default().insert(addend.weight.to_bits());
+    }
+    let whole = of.values().all(|weights| weights.len() == 1);
+    whole && of.values().any(|weights| weights.contains(&0.0f64.to_bits()))
 }

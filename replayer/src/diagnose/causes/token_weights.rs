@@ -8,13 +8,14 @@
 //! backward alone (no KL term, another estimator, other clip bounds), and other numbers in the
 //! place of the ratio: none, its square, the ratio of the token before or after, one that is never
 //! clipped, or clipped at other bounds than the sign of the advantage asks for.
+//! Weights of neighbours are tried in the loss and all gradients.
 //! Emulation: upstream gradients by the rule that was found, in both gradients.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use super::policy_terms;
+use super::{moved_weights, policy_terms};
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::asked::Asked;
@@ -58,6 +59,7 @@ impl Cause for TokenWeights {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut found = policy_terms::hypotheses(evidence);
+        found.extend(moved_weights::hypotheses(evidence));
         if !evidence.fails(Stage::Dq) {
             return found;
         }

@@ -11,8 +11,9 @@ use backtape::role::Role;
 
 use super::captured::Values;
 use super::gradient::Gradient;
-use super::plane::Rows;
+use super::plane::{Plane, Rows};
 use super::solve::multiples;
+use super::units::UnitState;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{Stage, Unit};
 use crate::replay::addends;
@@ -200,6 +201,41 @@ pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec
     Some(all.into_iter().map(one).collect())
 }
 
+/// What every rank's every microbatch should add to the sum over ranks, of the reference. `None` where
+/// a microbatch is too large for that, or dk is transposed.
+pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
+    let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
+    let (divisor, mut found) = (divisor(evidence, key), Vec::new());
+    if evidence.step.options.transposed() {
+        return None;
+    }
+    for inputs in evidence.inputs {
+        let microbatch = inputs.microbatch;
+        for unit in evidence.step.rank_rows(inputs).ok()? {
+            let holds = |plane: &Plane| {
+                let at = |row: &usize| plane.rows.iter().position(|of| of == row);
+                unit.rows.iter().map(at).collect::<Option<Vec<usize>>>()
+            };
+            let states = evidence.units().iter().filter(|of| of.microbatch == microbatch);
+            let one = |state: &UnitState| {
+                let plane = evidence.plane_of(microbatch, state.rank)?;
+                holds(&plane).map(|own| (plane, own))
+            };
+            let (plane, own) = states.into_iter().find_map(one)?;
+            let entries = chosen(&plane.entries(), &own);
+            let mut values = entries.transposed_times(&chosen(&plane.q, &own)).values;
+            values.iter_mut().for_each(|x| *x /= divisor);
+            found.push((Addend { microbatch, rank: unit.rank(), weight: 0.0 }, values));
+        }
+    }
+    Some(found)
+}
+
+fn chosen(rows: &Rows, which: &[usize]) -> Rows {
+    let values = which.iter().flat_map(|&at| rows.row(at)).copied().collect();
+    Rows { cols: rows.cols, values }
+}
+
 /// A captured sum and what it should be the sum of, element by element.
 pub struct Summed {
     /// As captured.
@@ -258,12 +294,8 @@ fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
     let part = |unit: &Unit| {
         let own: Vec<usize> =
             unit.rows.iter().filter_map(|token| place.get(token)).copied().collect();
-        let chosen = |rows: &Rows| Rows {
-            cols: rows.cols,
-            values: own.iter().flat_map(|&at| rows.row(at)).copied().collect(),
-        };
         let addend = Addend { microbatch: key.microbatch, rank: unit.rank(), weight: 0.0 };
-        (addend, chosen(&entries).transposed_times(&chosen(q)).values)
+        (addend, chosen(&entries, &own).transposed_times(&chosen(q, &own)).values)
     };
     let parts = ranks.iter().map(part).collect();
     let (columns, values) = (of.captured.cols, of.captured.values.clone());

@@ -18,6 +18,9 @@ use crate::head::Stage;
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 0.1;
 
+/// Runs of tokens that are told one by one.
+const FEW: usize = 2;
+
 /// What is counted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum What {
@@ -171,7 +174,8 @@ fn of_addends(
                     (weight - 1.0) * entries.values[i * entries.cols + row];
             }
         }
-        let words = in_words(&weights, &|at| of.addend(at));
+        let words = of_sequences(evidence, of, &weights)
+            .unwrap_or_else(|| in_words(&weights, &|at| of.addend(at)));
         let of_rows = format!("in rows {}: ", between(of.row(rows.start), of.row(rows.end - 1)));
         let place = if told { of_rows } else { String::new() };
         said.extend(words.into_iter().map(|words| place.clone() + &words));
@@ -179,6 +183,26 @@ fn of_addends(
     let mut changed = more.transposed_times(of.other());
     changed.values.iter_mut().zip(&of.reference.values).for_each(|(x, r)| *x += r);
     Some(Weighed { changed, said, rule: None })
+}
+
+/// The places in a sequence of which the tokens count otherwise, where they do so in every sequence
+/// and in more runs than can be told.
+fn of_sequences(evidence: &Evidence<'_>, of: &Gradient, weights: &[f64]) -> Option<Vec<String>> {
+    let length = evidence.inputs_of(of.key.microbatch)?.sequence;
+    if !of.is_of_k() || length < 2 || runs(weights).len() <= FEW {
+        return None;
+    }
+    let mut places: Vec<Option<f64>> = vec![None; length];
+    for (at, &weight) in weights.iter().enumerate() {
+        let place = &mut places[of.addend(at) % length];
+        if place.is_some_and(|other| other != weight) {
+            return None;
+        }
+        *place = Some(weight);
+    }
+    let all: Vec<f64> = places.into_iter().map(|place| place.unwrap_or(1.0)).collect();
+    let words = in_words(&all, &|at| at).into_iter();
+    Some(words.map(|words| format!("{words} of every sequence")).collect())
 }
 
 /// Some columns of rows.

@@ -11,7 +11,7 @@ use backtape::identity::Microbatch;
 
 use super::addends::divisor;
 use super::counted::in_words;
-use super::direct::distance;
+use super::direct::{distance, energy};
 use super::plane::Rows;
 use super::solve::whole_weights;
 use crate::diagnose::evidence::{Evidence, Key};
@@ -23,6 +23,17 @@ use crate::replay::world::{Expectation, Read, World};
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 0.1;
 
+/// What of each token is counted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Of {
+    /// Its gradient.
+    Whole,
+    /// The softmax part of it.
+    Softmax,
+    /// The label's part of it.
+    Label,
+}
+
 /// Sums of dk, and the loss where it fails, that hold their tokens otherwise than once.
 pub struct CountedSums {
     sums: Instead,
@@ -30,13 +41,18 @@ pub struct CountedSums {
     of_loss: BTreeMap<Option<Microbatch>, Vec<f64>>,
     /// Each run of tokens that counts otherwise, in words.
     pub said: Vec<String>,
+    /// Parts of the sum of which all tokens count alike and otherwise than once, in words with how
+    /// often.
+    pub parts: Vec<(String, f64)>,
+    /// Whether all parts' tokens count alike.
+    pub of_parts: bool,
 }
 
 impl CountedSums {
-    /// What the sums that fail hold, of their whole entries or of the softmax part alone. `None`
+    /// What the sums that fail hold. `None`
     /// where something else fails, dk of each microbatch was recorded, or a sum is not made of
     /// whole tokens or of too many.
-    pub fn of(evidence: &Evidence<'_>, softmax: bool) -> Option<CountedSums> {
+    pub fn of(evidence: &Evidence<'_>, of: Of) -> Option<CountedSums> {
         let sums: Vec<Key> =
             evidence.failing.iter().filter(|key| is_sum(key.stage)).copied().collect();
         let known = |key: &Key| is_sum(key.stage) || key.stage == Stage::Loss;
@@ -48,9 +64,11 @@ impl CountedSums {
             sums: Instead::default(),
             of_loss: evidence.inputs.iter().map(ones).collect(),
             said: Vec::new(),
+            parts: Vec::new(),
+            of_parts: true,
         };
         for key in sums {
-            Tokens::of(evidence, key, softmax)?.weighed(evidence, &mut found)?;
+            Tokens::of(evidence, key, of)?.weighed(evidence, &mut found)?;
         }
         if !evidence.fails(Stage::Loss) {
             found.of_loss.clear();
@@ -97,7 +115,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn of(evidence: &Evidence<'_>, key: Key, softmax: bool) -> Option<Tokens> {
+    fn of(evidence: &Evidence<'_>, key: Key, of: Of) -> Option<Tokens> {
         let divisor = divisor(evidence, key);
         let (mut parts, mut from) = (Vec::new(), 0);
         let [mut entries, mut whole, mut q] = [(); 3].map(|()| Vec::new());
@@ -108,7 +126,11 @@ impl Tokens {
         for unit in units.filter(|unit| own.is_none() || unit.rank == own) {
             let plane = evidence.plane_of(unit.microbatch, unit.rank)?;
             let all = plane.entries().values;
-            entries.extend(if softmax { plane.dense.values.clone() } else { all.clone() });
+            entries.extend(match of {
+                Of::Whole => all.clone(),
+                Of::Softmax => plane.dense.values.clone(),
+                Of::Label => plane.of_labels().values,
+            });
             whole.extend(all);
             q.extend_from_slice(&plane.q.values);
             (classes, width) = (plane.dense.cols, plane.q.cols);
@@ -137,12 +159,27 @@ impl Tokens {
         Some(Tokens { key, parts, entries, q, captured, reference, rounding })
     }
 
+    /// Tokens that add nothing count as those before them of their part, or as the first that does.
+    fn fill(&self, part: &Part, weights: &mut [f64]) {
+        let counts = |at: &usize| energy(self.entries.row(*at)) > 0.0;
+        let Some(first) = part.of_sum.clone().find(counts) else {
+            weights[part.of_sum.clone()].fill(1.0);
+            return;
+        };
+        let mut last = weights[first];
+        for at in part.of_sum.clone() {
+            last = if counts(&at) { weights[at] } else { last };
+            weights[at] = last;
+        }
+    }
+
     /// Adds the sum with the weights that it has.
     fn weighed(&self, evidence: &Evidence<'_>, to: &mut CountedSums) -> Option<()> {
         let pairs = self.captured.values.iter().zip(&self.reference.values);
         let error = Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() };
         let of = ((&self.entries, &self.q), (&error, self.rounding));
-        let weights = whole_weights(of.0, of.1, &|work| evidence.spend(work))?;
+        let mut weights = whole_weights(of.0, of.1, &|work| evidence.spend(work))?;
+        self.parts.iter().for_each(|part| self.fill(part, &mut weights));
         let cols = self.entries.cols;
         let rows = weights.iter().zip(self.entries.values.chunks(cols.max(1)));
         let more = rows.flat_map(|(weight, row)| row.iter().map(move |x| (weight - 1.0) * x));
@@ -157,6 +194,12 @@ impl Tokens {
         to.sums = std::mem::take(&mut to.sums).rows(self.key, rows);
         for part in &self.parts {
             let own = &weights[part.of_sum.clone()];
+            let alike = own.windows(2).all(|pair| pair[0] == pair[1]);
+            to.of_parts &= alike;
+            let told = to.parts.iter().any(|(words, _)| *words == part.words);
+            if let Some(&often) = own.first().filter(|often| alike && **often != 1.0 && !told) {
+                to.parts.push((part.words.clone(), often));
+            }
             let said = in_words(own, &|at| part.rows[at]).into_iter();
             let said = said.map(|words| format!("{words} in {}", part.words));
             to.said.extend(said.filter(|words| !to.said.contains(words)).collect::<Vec<_>>());

@@ -1,7 +1,7 @@
 //! Tensors that several ranks hold and that should be the same bits, and are not: which
 //! versions there are, and what each of them is.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
@@ -11,7 +11,7 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 use half::{bf16, f16};
 
-use super::addends::{Addend, addends_of, fitted};
+use super::addends::{Addend, Part, addends_of, fitted, reference_parts};
 use super::direct::{Direct, distance, energy, tokens};
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
@@ -135,11 +135,22 @@ impl Versions {
     /// Each version as a sum of gradients of ranks and microbatches, with their weights;
     /// none where all are one and the same sum, and differ by something else.
     pub fn as_sums(&self, evidence: &Evidence<'_>) -> Option<Vec<(Vec<Rank>, Vec<Addend>)>> {
-        if self.stage() != Some(Stage::Reduce) || !self.whole {
+        if self.stage() != Some(Stage::Reduce) {
             return None;
         }
         let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
-        let parts = addends_of(evidence, key, false)?;
+        let recorded = addends_of(evidence, key, false);
+        let ranks = |parts: &[Part]| parts.iter().map(|(of, _)| of.rank).collect::<BTreeSet<_>>();
+        // What a replay of one version needs of the others' ranks was not kept.
+        let recorded = recorded.filter(|parts| ranks(parts).len() > 1);
+        let mut parts = recorded.or_else(|| reference_parts(evidence))?;
+        if !self.whole {
+            let own = flat_rows(&self.place.0, &evidence.step.dump.tensors().get(&self.key)?.shape);
+            for (_, values) in &mut parts {
+                // Rows of padding have no gradient.
+                *values = own.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
+            }
+        }
         let one = |(ranks, values): &(Vec<Rank>, Vec<f64>)| {
             let (addends, scale) = fitted(evidence, &parts, values)?;
             let mut left = values.clone();

@@ -1,0 +1,91 @@
+//! Weights of tokens that are taken of their neighbours: a mask that was shifted once too often, or
+//! not at all.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::detectors::extents::known;
+use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::kernels::matrix::IGNORED;
+use crate::replay::world::World;
+
+/// Places that weights may be off by.
+const MOVES: [isize; 4] = [1, -1, 2, -2];
+
+/// Weights of the loss and of all gradients.
+struct Moved {
+    weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
+}
+
+impl World for Moved {
+    fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        if let Some(weights) = self.weights.get(&inputs.microbatch) {
+            inputs.weights.clone_from(weights);
+        }
+    }
+}
+
+/// Each neighbour's weights in sequences, ranks' tokens and the batch, where weights differ and the
+/// rows of dq that hold something, if there are any, are those that the moved weights count.
+pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let differ = |one: &MicrobatchInputs| one.weights.iter().any(|x| *x != one.weights[0]);
+    let fails = evidence.fails_any(&[&GRADIENTS[..], &[Stage::Loss]].concat());
+    if !fails || !evidence.inputs.iter().any(differ) {
+        return Vec::new();
+    }
+    let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+    let mut found = Vec::new();
+    for kind in 0..kinds {
+        for by in MOVES {
+            for around in [false, true] {
+                found.extend(moved(evidence, (kind, by, around)));
+            }
+        }
+    }
+    found
+}
+
+fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> Option<Hypothesis> {
+    let (mut weights, mut name) = (BTreeMap::new(), String::new());
+    for one in evidence.inputs {
+        let (n, extent) = (one.tokens(), known(evidence.step, one).into_iter().nth(kind)?);
+        let own: Vec<f64> = match around {
+            true => extent.rolled(n, by).into_iter().map(|from| one.weights[from]).collect(),
+            false => {
+                let from = extent.shifted(n, by).into_iter();
+                from.map(|from| from.map_or(0.0, |from| one.weights[from])).collect()
+            }
+        };
+        if !shows(evidence, one, &own) {
+            return None;
+        }
+        weights.insert(one.microbatch, own);
+        name = extent.name;
+    }
+    let (of, ends) = (
+        if by > 0 { format!("{by} after") } else { format!("{} before", -by) },
+        if around { "around the end" } else { "none beyond the end" },
+    );
+    let words = format!("with the weight of the token {of} it in {name}, {ends}");
+    Some(Hypothesis::new(Moved { weights }, vec![("each token counts", words)]))
+}
+
+/// Whether the rows of dq that fail hold something just where these weights count.
+fn shows(evidence: &Evidence<'_>, one: &MicrobatchInputs, weights: &[f64]) -> bool {
+    let of = |key: &&crate::diagnose::evidence::Key| {
+        key.stage == Stage::Dq && key.microbatch == one.microbatch
+    };
+    let all: Vec<_> = evidence.failing.iter().filter(of).collect();
+    all.into_iter().all(|key| {
+        let Some(captured) = evidence.captured(*key) else { return true };
+        let Some(table) = evidence.reference().stages.get(key) else { return true };
+        let fits = |&t: &usize| {
+            let holds = captured.row(t).iter().any(|x| *x != 0.0);
+            one.labels[t] == IGNORED || holds == (weights[t] != 0.0)
+        };
+        table.keys().all(fits)
+    })
+}
