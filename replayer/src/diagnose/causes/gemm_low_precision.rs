@@ -6,7 +6,8 @@
 //!
 //! Detectors: q and k are f32, the GEMMs' inputs are not declared narrower, and logits, dq
 //! or dk are off by what the format costs.
-//! Emulation: q, k and dlogits rounded as they enter, in all products or in the backward's.
+//! Emulation: q, k and dlogits rounded as they enter, in all products or in the backward's; and
+//! what the products give rounded likewise, as autocast does.
 
 use super::emulated::{Emulated, Forward, forward, has_products, whole};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
@@ -103,6 +104,12 @@ fn on_path(
         for label in [true, false].into_iter().filter(|&label| label || apart) {
             let all = if label { "all" } else { "all but the label's" };
             offer(all, &base, forward(evidence, &base, label), precision);
+        }
+        // Under autocast what a product gives has the format of its operands.
+        if precision != Precision::Tf32 {
+            let autocast = Policy { logits: precision, output: precision, ..base };
+            let words = "all, which give numbers of the same format";
+            offer(words, &autocast, forward(evidence, &autocast, true), precision);
         }
     }
     found
