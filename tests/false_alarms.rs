@@ -85,7 +85,8 @@ fn survived(job: &Job) -> Ended {
 fn run(job: &Job) -> Ended {
     let directory = tempfile::tempdir().unwrap();
     let path = dump::of_seed(job.seed, directory.path());
-    dump::write(&path, job.ranks as u32, &job.head(), &job.shards());
+    let (ranks, reduction) = (job.ranks as u32, |_: &dump::Shard| job.reduction());
+    dump::write_reduced(&path, ranks, Some(&job.head()), &job.shards(), &reduction);
     let dumped = open(&path, &Selection::default()).unwrap();
     let (outcome, units) = match judged(&dumped) {
         Ok(found) => found,

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use backtape::head::{Denominator, Microbatches, Ranks, Scope, Sequences, Span};
 use backtape::identity::{Microbatch, Rank};
-use backtape::placement::{Mesh, Reduction};
+use backtape::placement::Mesh;
 use backtape::role::Role;
 use backtape_replayer::cli::{Extras, RunError, full_report, replay_report};
 use backtape_replayer::dump::Selection;
@@ -123,7 +123,7 @@ fn run(drawn: &Drawn) -> Ended {
     let store = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let path = dump::of_seed(drawn.job.seed, store.path());
     dump::write_laid(&path, &drawn.layout.mesh(), Some(&drawn.job.head()), &drawn.shards, &|_| {
-        Reduction::Sum
+        drawn.job.reduction()
     });
     let report = std::panic::catch_unwind(|| {
         let everything: &[Role] = &[];
@@ -159,7 +159,7 @@ fn judged(drawn: &Drawn, report: &Report) -> Ended {
 fn verdict(job: &Job, mesh: &Mesh, shards: &[dump::Laid]) -> Report {
     let store = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let path = store.path().join("run-a");
-    dump::write_laid(&path, mesh, Some(&job.head()), shards, &|_| Reduction::Sum);
+    dump::write_laid(&path, mesh, Some(&job.head()), shards, &|_| job.reduction());
     let everything: &[Role] = &[];
     let report = replay_report(&path, &Selection::default(), everything, None);
     report.unwrap_or_else(|error| panic!("{:#}", anyhow::Error::new(error)))

@@ -164,6 +164,160 @@ def test_labels_that_are_rolled_inside_parts_of_sequences_are_a_shift_though_the
     assert told["over"] == f"runs of {job.half} tokens"
 
 
+def test_microbatches_that_a_rank_lost_of_a_sum_are_no_chunks_of_tokens(tmp_path):
+    job = Job(ranks=2, microbatches=3)
+    _, rank = job.drawn()
+
+    def spoilt(given):
+        for mb in (0, 1):
+            given[mb, rank]["dk"] = 0 * given[mb, rank]["dk"]
+
+    report = job.recorded(tmp_path, ("lse", "loss", "dq"), spoilt, "post_reduce")
+    told = {found.id for found in report.causes}
+    assert told and told <= {"accumulation-window", "sync-wrong-microbatch"}, report.json["causes"]
+
+
+def test_the_labels_part_that_a_sum_lacks_of_one_ranks_microbatch_is_named_with_both(tmp_path):
+    job = Job(ranks=3)
+    mb, rank = place = job.drawn()
+
+    def spoilt(given):
+        labels, q = job.labels[place].reshape(-1), job.q[place].astype(np.float64).reshape(-1, job.depth)
+        for t in np.flatnonzero(labels != IGNORED):
+            given[place]["dk"][labels[t]] += q[t] / job.valid
+
+    told = named(job.recorded(tmp_path, ("lse", "loss", "dq"), spoilt, "post_reduce"), "part-missing")
+    assert told["the label's part"] == f"left out in microbatch {mb} of rank {rank}"
+
+
+def test_tokens_that_stand_in_the_same_places_of_every_sequence_and_count_twice_are_told_by_their_places(tmp_path):
+    job = Job(ranks=1, microbatches=1)
+
+    def spoilt(given):
+        q = job.q[0, 0].astype(np.float64).reshape(-1, job.depth)
+        twice = np.arange(len(q)) % (2 * job.half) == job.half
+        given[0, 0]["dk"] = given[0, 0]["dk"] + given[0, 0]["entries"][twice].T @ q[twice]
+
+    told = named(job.recorded(tmp_path, ("lse", "dq", "dk"), spoilt), "block-miscounted")
+    assert told["which"] == f"{job.half} twice of every sequence"
+
+
+def test_a_sum_that_is_clipped_after_every_microbatch_is_named(tmp_path):
+    job = Job(ranks=1, microbatches=4)
+    for beside in (0.0, 0.02):
+        total, to = 0.0, 0.6 * np.linalg.norm(job.of((0, 0))["dk"])
+        for mb in range(4):
+            total = total + job.of((mb, 0))["dk"]
+            total = total * min(1.0, to / np.hypot(np.linalg.norm(total), beside * mb))
+        report = summed(job, tmp_path / str(beside), total)
+        assert named(report, "clipping")["clipped"] == "the sum, after every microbatch"
+
+
+def summed(job, directory, total):
+    """The job of one rank with dk of every microbatch, and this as their sum."""
+    recorder = backtape.Recorder(directory, rank=0, world_size=1, mesh={"data": 1})
+    with recorder.step(0) as tape:
+        tape.head(loss="softmax_xent", path="plain", scope="global", microbatches=job.microbatches, denominator="valid",
+                  microbatch_reduction="sum", ignore_label=IGNORED)  # fmt: skip
+        for name in ("k", "bias"):
+            tape.record(name, getattr(job, name))
+        for mb in range(job.microbatches):
+            job.of_tokens(tape, job.of((mb, 0)), (mb, 0), ("dk",))
+        tape.record("dk", np.float32(total), partial="sum", when="pre_reduce")
+    recorder.close()
+    return backtape.replay(directory, step=0)
+
+
+def test_a_count_that_no_rule_gives_is_a_count_and_one_that_ranks_give_is_none(tmp_path):
+    job = Job(ranks=2)
+    for counted in (job.valid + 7, 2 * job.valid):
+
+        def spoilt(given, counted=counted):
+            for own in given.values():
+                for name in ("loss", "dq", "dk", "dbias"):
+                    own[name] = own[name] * job.valid / counted
+
+        report = job.recorded(tmp_path / str(counted), spoilt=spoilt)
+        told = {found["id"]: found["parameters"] for found in report.json["causes"]}
+        assert report.verdict in ("diverged", "misdeclared")
+        if counted == 2 * job.valid:
+            assert "valid-count" not in told, told
+        else:
+            words = f"{counted}, where the count that is declared is {job.valid}"
+            assert told["valid-count"]["divided by"] == words, told
+
+
+def test_weights_that_are_those_of_the_next_token_in_the_loss_and_all_gradients_are_named(tmp_path):
+    job = Job(denominator="weights")
+
+    def spoilt(given):
+        right = job.weights
+        job.weights = {at: np.roll(of, -1, axis=1) for at, of in right.items()}
+        given.update({at: job.of(at) for at in given})
+        job.weights = right
+
+    told = named(job.recorded(tmp_path, ("lse", "dq", "dk"), spoilt), "token-weights")
+    assert told["each token counts"].startswith("with the weight of the token 1 after it in each sequence")
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_copies_of_a_reduced_dk_that_are_sums_of_other_ranks_are_told_by_what_they_hold(tmp_path, groups):
+    job = Job(ranks=4, microbatches=3)
+    given = {at: job.of(at)["dk"] for at in job.q}
+    parts = {rank: [given[mb, rank] for mb in range(3)] for rank in range(4)}
+
+    def held(rank):
+        """Of a group of two ranks alone, or what all have but the last microbatch, of which a rank has its own."""
+        if groups:
+            return sum(sum(parts[other]) for other in range(4) if other // 2 == rank // 2)
+        return sum(sum(part[:2]) for part in parts.values()) + parts[rank][2]
+
+    recorders = [backtape.Recorder(tmp_path, rank=r, world_size=4, mesh={"data": 4}) for r in range(4)]
+    for rank, recorder in enumerate(recorders):
+        with recorder.step(0) as tape:
+            tape.head(loss="softmax_xent", path="plain", scope="global", microbatches=3, microbatch_reduction="sum",
+                      denominator="valid", ignore_label=IGNORED)  # fmt: skip
+            for name in ("k", "bias"):
+                tape.record(name, getattr(job, name))
+            for mb in range(3):
+                job.of_tokens(tape, job.of((mb, rank)), (mb, rank), ("dq",))
+            tape.record("dk", np.float32(held(rank)), when="post_reduce")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda recorder: recorder.close(), recorders))
+    told = named(backtape.replay(tmp_path, step=0), "partial-not-reduced" if groups else "sync-wrong-microbatch")
+    if groups:
+        assert told["holds only"] == "ranks 0 and 1: those of ranks 0 and 1; ranks 2 and 3: those of ranks 2 and 3", told
+
+
+@pytest.mark.parametrize("data,tensor", [(3, 2), (2, 3)])
+def test_a_mean_over_data_ranks_of_a_dk_that_tensor_ranks_cut_is_right(tmp_path, data, tensor):
+    rng = np.random.default_rng(SEED)
+    tokens, depth, sizes = 30, 16, [int(n) for n in rng.integers(20, 40, tensor)]
+    starts, classes = np.cumsum([0, *sizes]), sum(sizes)
+    k = (rng.standard_normal((classes, depth)) * 0.5).astype(np.float32)
+    q, labels = rng.standard_normal((data, tokens, depth)).astype(np.float32), rng.integers(0, classes, (data, tokens))
+    logits = q.astype(np.float64) @ k.T
+    entries = np.exp(logits - np.log(np.exp(logits).sum(-1))[..., None])
+    np.put_along_axis(entries, labels[..., None], np.take_along_axis(entries, labels[..., None], -1) - 1, -1)
+    dk = np.einsum("atv,atd->avd", entries / tokens, q)
+    world, mesh = data * tensor, {"data": data, "tensor": tensor}
+    recorders = [backtape.Recorder(tmp_path, rank=r, world_size=world, mesh=mesh) for r in range(world)]
+    for rank, recorder in enumerate(recorders):
+        a, t = divmod(rank, tensor)
+        own = slice(int(starts[t]), int(starts[t + 1]))
+        with recorder.step(0) as tape:
+            tape.head(loss="softmax_xent", path="plain", denominator="all", scope="rank")
+            tape.record("k", k[own], placement={"tensor": 0})
+            tape.record("q", q[a], placement={"data": 0})
+            tape.record("labels", labels[a].astype(np.int32), placement={"data": 0})
+            tape.record("dk", np.float32(dk[a, own]), when="pre_reduce", placement={"data": "mean", "tensor": 0})
+            tape.record("dk", np.float32(dk.mean(0)[own]), when="post_reduce", placement={"tensor": 0})
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(lambda recorder: recorder.close(), recorders))
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == "agreed", report
+
+
 def test_rows_of_dq_that_are_each_ranks_own_addend_are_named(tmp_path):
     job = Job(ranks=3, axis="tensor")
     mb, _ = job.drawn()

@@ -38,6 +38,8 @@ pub(crate) struct Layout {
     timed: Vec<&'static str>,
     /// Boxes without an element are recorded, too.
     empties: bool,
+    /// What addends make up.
+    reduction: Reduction,
 }
 
 /// What a replay can do without.
@@ -74,7 +76,8 @@ impl Layout {
         let dropped = dropped.filter(|_| random.chance(0.12)).copied().collect();
         let timed = names.iter().filter(|_| random.chance(0.1)).copied().collect();
         let (data, empties) = (job.ranks as u32, random.chance(0.3));
-        Layout { data, tensor: tensor as u32, says, holdings, dropped, timed, empties }
+        let (tensor, reduction) = (tensor as u32, job.reduction());
+        Layout { data, tensor, says, holdings, dropped, timed, empties, reduction }
     }
 
     /// Whether the ranks that share a job's rank have each some of its tokens.
@@ -126,7 +129,7 @@ impl Layout {
         if self.says {
             mesh = BTreeMap::from([("data".into(), data), ("tensor".into(), t)]);
             if shard.partial {
-                placement.insert("data".into(), Placement::Partial(Reduction::Sum));
+                placement.insert("data".into(), Placement::Partial(self.reduction));
             }
             placement.extend(along.map(|along| ("tensor".to_string(), along)));
         }

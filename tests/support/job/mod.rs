@@ -20,6 +20,7 @@ mod step;
 mod tests;
 
 use backtape::head::{DeclaredTiles, HeadDeclaration, KLayout, Loss};
+use backtape::placement::Reduction;
 
 use super::dump::Shard;
 use inputs::Inputs;
@@ -153,6 +154,11 @@ impl Default for Job {
 }
 
 impl Job {
+    /// What its addends make up.
+    pub(crate) fn reduction(&self) -> Reduction {
+        if self.options.extras.averaged { Reduction::Mean } else { Reduction::Sum }
+    }
+
     /// A clean job with everything drawn from the seed.
     pub(crate) fn random(seed: u64) -> Job {
         draw::job(seed)

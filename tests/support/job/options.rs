@@ -108,7 +108,7 @@ pub(crate) struct Layout {
     pub(crate) bias: Float,
 }
 
-/// Tensors that a job may record beyond what it always does.
+/// Tensors that a job may record beyond what it always does, and what they are.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Extras {
     pub(crate) logits: bool,
@@ -122,6 +122,8 @@ pub(crate) struct Extras {
     pub(crate) unreduced: bool,
     /// dq_lse and dq_label beside dk_lse and dk_label.
     pub(crate) dq_parts: bool,
+    /// The reduction over ranks is a mean, and its addends say so.
+    pub(crate) averaged: bool,
 }
 
 /// Everything about a job but its sizes.

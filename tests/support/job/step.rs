@@ -57,6 +57,9 @@ impl<F: Real> Step<F> {
         }
         let accumulated = accumulated(job, &parts);
         let mut reduced = added(job, accumulated.iter().map(Vec::as_slice));
+        if job.options.extras.averaged {
+            reduced.iter_mut().for_each(|x| *x = *x / F::of(job.ranks as f64));
+        }
         if job.fault == Fault::RankMean {
             reduced.iter_mut().for_each(|x| *x = *x / F::of(job.ranks as f64));
         }

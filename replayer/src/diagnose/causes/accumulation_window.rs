@@ -4,7 +4,8 @@
 //! Detectors: the captured sum is solved for weights of the captured addends, by least
 //! squares; they must be whole numbers, up to one common factor of counts. A microbatch's
 //! gradient that holds another's beside its own, because a buffer was not cleared, is solved
-//! for likewise.
+//! for likewise. Where sums alone were recorded, they are solved for their tokens: all of a
+//! rank's microbatch alike.
 //! Emulation: the sum with these weights. Or the gradient with what the other microbatch's
 //! tensor holds.
 

@@ -5,7 +5,7 @@
 //!
 //! Detectors: dq and dk are a softmax part and a label part, solved for how often each is in
 //! what was captured, and for a multiple of k beside them. So is a multiple of k in the sums
-//! of dk.
+//! of dk, and where sums alone were recorded either part of each rank's and microbatch's tokens.
 //! Emulation: the cotangents of lse and of the label's logit times what was found.
 
 use std::collections::BTreeMap;

@@ -5,7 +5,8 @@
 //! Detectors: a token's row of dq against the running sums of its terms over the vocabulary, and
 //! each of its rows against the part of each shard;
 //! lse off by one constant log n; dk solved for its addends. A piece of the reduced dk that
-//! holds other addends than the rest, or each of them more often, is solved for by itself.
+//! holds other addends than the rest, or each of them more often, is solved for by itself. Copies
+//! of it that differ are each solved for the ranks that they hold.
 //! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
 
 use std::collections::{BTreeMap, BTreeSet};

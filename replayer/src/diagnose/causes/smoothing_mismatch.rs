@@ -4,8 +4,9 @@
 //! Real, too: tensor ranks that smooth over their own classes (Megatron-LM 737): every class
 //! is counted among K/n, and the loss holds the mean of one rank's logits.
 //!
-//! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails; the
-//! axes of the mesh say how many ranks may have cut the vocabulary.
+//! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails, as is
+//! how often each of its two parts is there; the axes of the mesh say how many ranks may have
+//! cut the vocabulary.
 //! Emulation: the other smoothing; forward and backward are judged apart. Also ε spread over
 //! the padding's columns, with the entries that these then have, or without.
 
