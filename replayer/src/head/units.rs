@@ -93,8 +93,13 @@ impl HeadStep<'_> {
         if told {
             return Ok(units);
         }
-        addends.iter().try_for_each(|key| self.all_added(key, inputs))?;
-        Ok(whole())
+        // Each is judged by itself where its addends are all there.
+        let each: Vec<Result<(), String>> =
+            addends.iter().map(|key| self.all_added(key, inputs)).collect();
+        match each.iter().any(Result::is_ok) {
+            true => Ok(whole()),
+            false => each.into_iter().collect::<Result<(), String>>().map(|()| whole()),
+        }
     }
 
     /// The addends of dk summed over microbatches, where dk of this one was not recorded.
@@ -166,7 +171,11 @@ impl HeadStep<'_> {
         let known: BTreeSet<Rank> = of_tokens.map(|at| self.dump.record(at).rank).collect();
         let mut adding = self.tensors[key].shards.iter().map(|at| self.dump.record(at).rank);
         let joined = |rank: &Rank| units.iter().any(|unit| unit.ranks.contains(rank));
-        units.iter().all(held) && adding.all(|rank| known.contains(&rank) || joined(&rank))
+        // On a mesh of several axes a rank may have added for others that recorded nothing.
+        let axes = self.dump.manifest.mesh.0.iter().filter(|(_, size)| *size > 1).count();
+        let silent = units.iter().any(|unit| self.holds(key, unit) == Held::Nothing);
+        let told = axes < 2 || !silent;
+        told && units.iter().all(held) && adding.all(|rank| known.contains(&rank) || joined(&rank))
     }
 
     /// Whether no rank but those of the units holds any of a tensor.

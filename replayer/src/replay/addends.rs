@@ -79,7 +79,15 @@ impl Sum {
     /// number.
     pub(crate) fn of_partial(step: &HeadStep<'_>, key: &TensorKey) -> Result<Sum, StepError> {
         let mut sum = Sum::new(&step.tensors[key].shape);
-        sum.add_partial(step, key)?;
+        sum.add_weighted(step, key, &|_| 1.0)?;
+        Ok(sum)
+    }
+
+    /// The addends of a gradient of k as they are, whatever the reduction over ranks makes of them:
+    /// together they are the gradient of all tokens.
+    pub(super) fn of_addends(step: &HeadStep<'_>, key: &TensorKey) -> Result<Sum, StepError> {
+        let mut sum = Sum::new(&step.tensors[key].shape);
+        sum.add_of(step, key, &assemble::holders(step.dump, key))?;
         Ok(sum)
     }
 
@@ -103,16 +111,8 @@ impl Sum {
         }
     }
 
-    /// Adds all that the ranks hold of a tensor: its addends, or its one value.
-    pub(super) fn add_partial(
-        &mut self,
-        step: &HeadStep<'_>,
-        key: &TensorKey,
-    ) -> Result<(), StepError> {
-        self.add_weighted(step, key, &|_| 1.0)
-    }
-
-    /// The same, each rank's addend times its weight.
+    /// Adds all that the ranks hold of a tensor: its addends, each rank's times its weight, or its
+    /// one value.
     pub(crate) fn add_weighted(
         &mut self,
         step: &HeadStep<'_>,
@@ -151,11 +151,14 @@ impl Sum {
     ) -> Result<bool, StepError> {
         let holders = assemble::holders(step.dump, key);
         let held: Vec<Rank> = holders.into_iter().filter(|rank| ranks.contains(rank)).collect();
+        let before = self.count;
         for &rank in &held {
             let parts = assemble::addend_parts(step.dump, key, rank)
                 .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
             parts.iter().try_for_each(|part| self.add(part, 1.0))?;
         }
+        // Boxes of one rank do not overlap: each rank adds once to an element that it holds.
+        self.count = before + held.len() as f64;
         Ok(!held.is_empty())
     }
 

@@ -447,8 +447,16 @@ impl Replay<'_> {
             return Ok(None);
         }
         let values = match (partial, of_tokens) {
-            (true, _) if of_tokens || unit.ranks.is_empty() => {
+            (true, true) => {
                 let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
+                Held::Summed(sum.added())
+            }
+            (true, _) if unit.ranks.is_empty() => {
+                if let Err(why) = self.step.all_added(key, &slice.inputs) {
+                    outcome.leave(stage, slice.inputs.microbatch, why);
+                    return Ok(None);
+                }
+                let sum = Sum::of_addends(self.step, key)?.oriented(self.step, key);
                 Held::Summed(sum.added())
             }
             (true, _) => Held::Whole(self.step.oriented(key, Some(&unit.ranks))?),

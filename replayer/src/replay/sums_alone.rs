@@ -216,7 +216,7 @@ impl Replay<'_> {
             if let Err(why) = added.collect::<Result<(), String>>() {
                 return Ok(Err(why));
             }
-            sum.add_partial(self.step, key)?;
+            sum = Sum::of_addends(self.step, key)?;
         } else if !sum.add_of(self.step, key, ranks)? {
             let ranks = name_ranks(ranks);
             return Ok(Err(format!("{ranks} recorded no sum, though tokens lie there")));

@@ -24,6 +24,8 @@ pub struct ValidCount;
 const SURE: f64 = 4.0;
 /// The largest chance with which a number is whole by itself.
 const CHANCE: f64 = 1e-2;
+/// How many times the declared count another is at most, or the other way round.
+const MOST: f64 = 5.0;
 /// Ranks and microbatches whose ratios are no count of tokens.
 const SMALL: u32 = 16;
 
@@ -98,7 +100,8 @@ fn of_no_rule(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let whole = counted.round();
     // So many whole numbers are as near by chance.
     let chance = 2.0 * off * counted;
-    let told = (counted - whole).abs() <= off * counted && chance <= CHANCE && whole >= 1.0;
+    let near = whole <= MOST * declared && declared <= MOST * whole;
+    let told = (counted - whole).abs() <= off * counted && chance <= CHANCE && near;
     if !told || whole == declared || is_simple(declared / whole) {
         return None;
     }
@@ -114,12 +117,23 @@ fn uncertainty(each: &[(Key, Residual)]) -> f64 {
     SURE / each.iter().map(one).fold(0.0, f64::max).sqrt()
 }
 
-/// A factor that counts of ranks and microbatches make as well.
+/// A factor that counts of ranks and microbatches make as well, or the scale of a loss.
 fn is_simple(factor: f64) -> bool {
-    (1..=SMALL).any(|n| {
+    let is_whole = |x: f64| x.round() >= 1.0 && (x - x.round()).abs() < 1e-9;
+    let of_few = (1..=SMALL).any(|n| {
         let times = factor * f64::from(n);
-        times.round() >= 1.0
-            && times.round() <= f64::from(SMALL)
-            && (times - times.round()).abs() < 1e-9
-    })
+        is_whole(times) && times.round() <= f64::from(SMALL)
+    });
+    of_few || is_whole(factor) || is_whole(1.0 / factor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratios_of_ranks_and_scales_of_a_loss_are_no_counts_of_tokens() {
+        assert!([2.0, 0.5, 0.75, 1.25, 1024.0, 1.0 / 65536.0].into_iter().all(is_simple));
+        assert!([201.0 / 210.0, 1.01, 0.97].into_iter().all(|factor| !is_simple(factor)));
+    }
 }
