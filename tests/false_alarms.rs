@@ -171,6 +171,7 @@ impl Campaign {
         let mut campaign = Campaign::default();
         for seed in seeds {
             let mut job = Job::random(seed);
+            job.draw_mean();
             change(&mut job);
             campaign.add(seed, survived(&job));
         }
@@ -237,7 +238,8 @@ impl Campaign {
         // One of each stage in full: the seeds above lead to the others.
         for seeds in self.by_stage().values() {
             let (seed, alarm) = self.alarms.iter().find(|(seed, _)| *seed == seeds[0]).unwrap();
-            let job = Job::random(*seed);
+            let mut job = Job::random(*seed);
+            job.draw_mean();
             writeln!(line, "ALARM {}: {}\n  {job:?}", alarm.stage, alarm.reason).unwrap();
         }
         text

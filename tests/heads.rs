@@ -81,6 +81,7 @@ fn drawn(seed: u64) -> Drawn {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x4ead);
     let random = &mut random;
     let mut job = Job::random(seed);
+    job.draw_mean();
     job.tokens = random.between(4, 64);
     job.vocab = random.between(18, 97);
     job.width = random.between(2, 16);

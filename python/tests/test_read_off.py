@@ -228,25 +228,6 @@ def summed(job, directory, total):
     return backtape.replay(directory, step=0)
 
 
-def test_a_count_that_no_rule_gives_is_a_count_and_one_that_ranks_give_is_none(tmp_path):
-    job = Job(ranks=2)
-    for counted in (job.valid + 7, 2 * job.valid):
-
-        def spoilt(given, counted=counted):
-            for own in given.values():
-                for name in ("loss", "dq", "dk", "dbias"):
-                    own[name] = own[name] * job.valid / counted
-
-        report = job.recorded(tmp_path / str(counted), spoilt=spoilt)
-        told = {found["id"]: found["parameters"] for found in report.json["causes"]}
-        assert report.verdict in ("diverged", "misdeclared")
-        if counted == 2 * job.valid:
-            assert "valid-count" not in told, told
-        else:
-            words = f"{counted}, where the count that is declared is {job.valid}"
-            assert told["valid-count"]["divided by"] == words, told
-
-
 def test_weights_that_are_those_of_the_next_token_in_the_loss_and_all_gradients_are_named(tmp_path):
     job = Job(denominator="weights")
 

@@ -261,9 +261,6 @@ fn extras(job: &mut Job, random: &mut Random) {
         job.options.data.head = random.one_of(&[0.0, 1e-3]);
     }
     sums(&mut job.options, random);
-    // By the seed, so that what the rest of it draws is what it was before means were drawn.
-    let extras = &mut job.options.extras;
-    extras.averaged = job.seed % 4 == 1 && (extras.accumulated || !extras.sums_alone);
 }
 
 /// How the sums of dk are recorded: beside their addends or without them, and in what.

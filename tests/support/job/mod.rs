@@ -154,6 +154,12 @@ impl Default for Job {
 }
 
 impl Job {
+    /// One job in four averages its ranks. By the seed, so that a known seed draws what it did.
+    pub(crate) fn draw_mean(&mut self) {
+        let extras = &mut self.options.extras;
+        extras.averaged = self.seed % 4 == 1 && (extras.accumulated || !extras.sums_alone);
+    }
+
     /// What its addends make up.
     pub(crate) fn reduction(&self) -> Reduction {
         if self.options.extras.averaged { Reduction::Mean } else { Reduction::Sum }

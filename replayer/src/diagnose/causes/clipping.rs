@@ -142,6 +142,11 @@ fn again_and_again(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             weights = falling(evidence, &sum, &order)?;
             fitted = fitted.max(order.len());
         }
+        // One factor of all is no clip of an earlier microbatch.
+        let differ = weights.iter().any(|x| (x - weights[0]).abs() > ALIKE * weights[0].abs());
+        if !differ {
+            return None;
+        }
         let parts = sum.parts.iter().zip(weights);
         let addends = parts.map(|((of, _), weight)| Addend { weight, ..of.clone() }).collect();
         of.push(Solved::of(&sum, (key, 1.0), addends));
