@@ -299,6 +299,20 @@ def test_a_mean_over_data_ranks_of_a_dk_that_tensor_ranks_cut_is_right(tmp_path,
     assert report.verdict == "agreed", report
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_row_of_garbage_is_corruption_on_one_rank_and_none_where_another_has_it_too(tmp_path, ranks):
+    job = Job(ranks=2, microbatches=1)
+    row = int(job.rng.integers(job.classes))
+
+    def spoilt(given):
+        size = 50 * np.abs(given[0, 0]["dk"]).max()
+        for rank in range(ranks):
+            given[0, rank]["dk"][row] += size * job.rng.standard_normal(job.depth)
+
+    report = job.recorded(tmp_path, ("lse", "dq", "dk"), spoilt)
+    assert [found.id for found in report.causes] == ["silent-corruption" if ranks == 1 else "unknown"]
+
+
 def test_rows_of_dq_that_are_each_ranks_own_addend_are_named(tmp_path):
     job = Job(ranks=3, axis="tensor")
     mb, _ = job.drawn()

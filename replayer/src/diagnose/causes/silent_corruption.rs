@@ -111,9 +111,10 @@ fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         words.push(format!("{} rows {rows:?}", key.stage));
         world = world.rows(key, rows.into_iter().map(|row| (row, captured.row(row).to_vec())));
     }
-    // What comes back in another microbatch is made by the program.
-    let microbatches: BTreeSet<_> = world.of.keys().map(|key| key.microbatch).collect();
-    if microbatches.iter().flatten().count() > 1 {
+    // What comes back in another microbatch, or on another rank, is made by the program.
+    let microbatches: BTreeSet<_> = world.of.keys().filter_map(|key| key.microbatch).collect();
+    let ranks: BTreeSet<_> = world.of.keys().filter_map(|key| key.rank).collect();
+    if microbatches.len() > 1 || ranks.len() > 1 {
         return None;
     }
     let fitted = 2 + words.len();
