@@ -66,6 +66,10 @@ fn with(
     Optioned { change, lse: DeclaredLse::new(), factor: 1.0 }
 }
 
+/// What stands for a token's ratio, by the ratio, whether its advantage is positive, and the share
+/// that the surrogate lets through.
+type Rule<'a> = &'a dyn Fn(f64, bool, f64) -> f64;
+
 type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// Gradients of the log-probabilities, `[T]` of each microbatch, and what they are made of.
@@ -142,7 +146,7 @@ impl Derivative {
 
     /// What stands for the ratio of each token, by its ratio, whether its advantage is positive, and
     /// the share that the surrogate lets through.
-    fn each(&self, of: &dyn Fn(f64, bool, f64) -> f64) -> OfTokens {
+    fn each(&self, of: Rule<'_>) -> OfTokens {
         let one = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
             let (open, passed) = (&self.unclipped[mb], &self.passed[mb]);
             let all = own.iter().enumerate();
@@ -257,7 +261,7 @@ fn clipped(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<(String, OfT
     let Some(grpo) = &evidence.step.options.grpo else { return Vec::new() };
     let (low, high) = (1.0 - grpo.clip_low, 1.0 + grpo.clip_high);
     let none_if = |clips: bool, r: f64| if clips { 0.0 } else { r };
-    let rules: [(&str, &dyn Fn(f64, bool, f64) -> f64); 4] = [
+    let rules: [(&str, Rule<'_>); 4] = [
         ("with a ratio that is never clipped", &|r, _, _| r),
         (
             "with a ratio that is clipped at both bounds, whatever the sign of the advantage",
