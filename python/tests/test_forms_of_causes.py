@@ -5,12 +5,12 @@ with sizes and places from a seed; each test spoils what one kernel would. BACKT
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 
 import backtape
+from named import close, named
 
 SEED = int(os.environ.get("BACKTAPE_SEED", 29))
 
@@ -89,19 +89,12 @@ class Job:
                             tape.record(name, x, microbatch=mb, partial="sum", when="pre_reduce")
                 if not self.names:
                     tape.record("dk", total.astype(np.float32), when="post_reduce")
-        with ThreadPoolExecutor(self.ranks) as pool:
-            list(pool.map(lambda recorder: recorder.close(), recorders))
+        close(recorders)
         return backtape.replay(directory, step=0)
 
     def drawn(self):
         """A microbatch and a rank."""
         return int(self.rng.integers(self.microbatches)), int(self.rng.integers(self.ranks))
-
-
-def named(report, cause):
-    assert report.verdict == "diverged", report
-    assert [found.id for found in report.causes] == [cause], report.json["causes"]
-    return report.json["causes"][0]["parameters"]
 
 
 def test_the_right_job_agrees_with_labels_of_sixteen_bits(tmp_path):

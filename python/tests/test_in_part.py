@@ -6,11 +6,11 @@ dk as one sum, with sizes, place and options from a seed. BACKTAPE_SEED draws an
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 import backtape
+from named import close, named
 
 SEED = int(os.environ.get("BACKTAPE_SEED", 71))
 
@@ -83,17 +83,6 @@ class Job:
     def drawn(self):
         """A microbatch and a rank."""
         return int(self.rng.integers(self.microbatches)), int(self.rng.integers(self.ranks))
-
-
-def close(recorders):
-    with ThreadPoolExecutor(len(recorders)) as pool:
-        list(pool.map(lambda recorder: recorder.close(), recorders))
-
-
-def named(report, cause):
-    assert report.verdict == "diverged", report
-    assert [found.id for found in report.causes] == [cause], report.json["causes"]
-    return report.json["causes"][0]["parameters"]
 
 
 def test_the_right_job_agrees(tmp_path):

@@ -6,12 +6,12 @@ places from a seed; each test spoils what one kernel would. BACKTAPE_SEED draws 
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import backtape
+from named import close, named
 
 SEED = int(os.environ.get("BACKTAPE_SEED", 43))
 IGNORED = -100
@@ -90,8 +90,7 @@ class Job:
                     tape.record("dk", np.float32(own), partial="sum", when=dk)
                 elif dk == "post_reduce":
                     tape.record("dk", np.float32(sum(of["dk"] for of in given.values())), when=dk)
-        with ThreadPoolExecutor(self.ranks) as pool:
-            list(pool.map(lambda recorder: recorder.close(), recorders))
+        close(recorders)
         return backtape.replay(directory, step=0)
 
     def of_tokens(self, tape, own, at, names):
@@ -109,12 +108,6 @@ class Job:
     def drawn(self):
         """A microbatch and a rank."""
         return int(self.rng.integers(self.microbatches)), int(self.rng.integers(self.ranks))
-
-
-def named(report, cause):
-    assert report.verdict == "diverged", report
-    assert [found.id for found in report.causes] == [cause], report.json["causes"]
-    return report.json["causes"][0]["parameters"]
 
 
 @pytest.mark.parametrize("dk", [None, "pre_reduce", "post_reduce"])
@@ -263,8 +256,7 @@ def test_copies_of_a_reduced_dk_that_are_sums_of_other_ranks_are_told_by_what_th
             for mb in range(3):
                 job.of_tokens(tape, job.of((mb, rank)), (mb, rank), ("dq",))
             tape.record("dk", np.float32(held(rank)), when="post_reduce")
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda recorder: recorder.close(), recorders))
+    close(recorders)
     told = named(backtape.replay(tmp_path, step=0), "partial-not-reduced" if groups else "sync-wrong-microbatch")
     if groups:
         assert told["holds only"] == "ranks 0 and 1: those of ranks 0 and 1; ranks 2 and 3: those of ranks 2 and 3", told
@@ -293,8 +285,7 @@ def test_a_mean_over_data_ranks_of_a_dk_that_tensor_ranks_cut_is_right(tmp_path,
             tape.record("labels", labels[a].astype(np.int32), placement={"data": 0})
             tape.record("dk", np.float32(dk[a, own]), when="pre_reduce", placement={"data": "mean", "tensor": 0})
             tape.record("dk", np.float32(dk.mean(0)[own]), when="post_reduce", placement={"tensor": 0})
-    with ThreadPoolExecutor(world) as pool:
-        list(pool.map(lambda recorder: recorder.close(), recorders))
+    close(recorders)
     report = backtape.replay(tmp_path, step=0)
     assert report.verdict == "agreed", report
 

@@ -7,7 +7,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::extents::known;
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -75,9 +75,7 @@ fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> O
 
 /// Whether the rows of dq that fail hold something just where these weights count.
 fn shows(evidence: &Evidence<'_>, one: &MicrobatchInputs, weights: &[f64]) -> bool {
-    let of = |key: &&crate::diagnose::evidence::Key| {
-        key.stage == Stage::Dq && key.microbatch == one.microbatch
-    };
+    let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == one.microbatch;
     let all: Vec<_> = evidence.failing.iter().filter(of).collect();
     all.into_iter().all(|key| {
         let Some(captured) = evidence.captured(*key) else { return true };
