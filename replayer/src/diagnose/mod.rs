@@ -101,8 +101,8 @@ pub fn diagnose(
 /// The causes, and in the outcome the declaration that explains as much.
 fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
-        // A factor that a declaration gives is no number that nothing explains, and what explains
-        // a part is none beside an option that explains everything.
+        // The declaration gives the factor, so it is not one that nothing explains. A cause of some
+        // stages is left out beside an option that explains all of them.
         let known = |one: &Found| one.standing == Standing::Unknown || suspect.is_no_more_than(one);
         found.retain(|one| one.id != causes::upstream_factor::ID && known(one));
         let explained = found.iter().any(|one| one.standing != Standing::Unknown);
@@ -249,7 +249,7 @@ fn searched(
     let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| computed(&search, of, &evidence);
     let found = match &suspect {
-        // What would be another reading of the same data is found with little effort.
+        // The causes that such an option may be mistaken for take little effort: no others are tried.
         Some(suspect) if suspect.is_enough() => {
             let soon = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
             compute(&soon.collect::<Vec<_>>())

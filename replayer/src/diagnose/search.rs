@@ -91,8 +91,8 @@ fn is_settled(found: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
     found.iter().any(settles)
 }
 
-/// A number for every token explains nothing where it explains dq alone, of which it was read, and as many
-/// fitted numbers as there are elements explain whatever those are, but for what is no number.
+/// Numbers for every token are read off dq, so they explain nothing where they explain dq alone. As
+/// many fitted numbers as there are elements explain whatever those are, but for what is no number.
 fn believe(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
     let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
     let elements = |key: &Key| residuals.get(key).map_or(0, |of| of.elements as usize);

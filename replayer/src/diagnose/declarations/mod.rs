@@ -79,14 +79,14 @@ pub(super) struct Suspect {
 }
 
 impl Suspect {
-    /// Whether it says what happened whatever else explains it: an option that the job did not
-    /// mention, which its forward and its backward both have.
+    /// Whether no cause has to be looked for beside it: an option that the job did not mention, and
+    /// that its forward and its backward both have.
     pub(super) fn is_enough(&self) -> bool {
         self.kind == Kind::Unsaid && self.forward
     }
 
-    /// Whether a cause explains as much: every stage that fails. Dtypes that are left out explain
-    /// by allowing more, which a cause of one stage need not.
+    /// Whether a cause explains every stage that fails, as this declaration does. Beside dtypes any
+    /// cause is kept: they explain by wider bounds, and not by what happened.
     pub(super) fn is_no_more_than(&self, cause: &Found) -> bool {
         let dtypes = matches!(self.kind, Kind::Shown | Kind::Loosened);
         dtypes || self.other.stages.iter().all(|stage| cause.stages.contains(stage))

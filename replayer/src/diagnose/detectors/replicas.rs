@@ -141,7 +141,7 @@ impl Versions {
         let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
         let recorded = addends_of(evidence, key, false);
         let ranks = |parts: &[Part]| parts.iter().map(|(of, _)| of.rank).collect::<BTreeSet<_>>();
-        // What a replay of one version needs of the others' ranks was not kept.
+        // A replay of one version keeps what its own ranks should add, and nothing of the others.
         let recorded = recorded.filter(|parts| ranks(parts).len() > 1);
         let mut parts = recorded.or_else(|| reference_parts(evidence))?;
         if !self.whole {
