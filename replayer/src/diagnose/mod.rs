@@ -249,7 +249,8 @@ fn searched(
     let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| computed(&search, of, &evidence);
     let found = match &suspect {
-        // The causes that such an option may be mistaken for take little effort: no others are tried.
+        // The causes that such an option may be mistaken for take little effort: only those are
+        // tried.
         Some(suspect) if suspect.is_enough() => {
             let soon = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
             compute(&soon.collect::<Vec<_>>())

@@ -76,8 +76,8 @@ pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
     let one = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![0]);
     let rows = Rows { tokens: evidence.inputs.iter().map(one).collect(), classes: vec![0] };
     let wanted = [Stage::Lse, Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::Dlogits];
-    // A gradient of k is a sum over all tokens of a unit, so that all of them are heard; where dk was
-    // recorded in sums alone, only those stages ask for it.
+    // A gradient of k is a sum over all tokens of a unit, so that all of them are heard; where dk
+    // was recorded in sums alone, only those stages ask for it.
     let of_all = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Accumulate, Stage::Reduce];
     let wanted = wanted.into_iter().chain(of_all).collect();
     let with = (Some(&rows), evidence.cache(), evidence.progress());
