@@ -8,9 +8,10 @@ The same weights, tokens and loss as train_jax.py; `--parallel` chooses DDP or F
 gradients over ranks, so every rank's loss is multiplied by their number: the mean is then over all
 tokens of the step, wherever they lie.
 
-Four bugs that real trainers had can be put back: `--label-gather bf16`, `--mean-of-means` (each
-microbatch divides by its own tokens), `--sum-for-mean` (DDP's all-reduce sums), `--no-sync-last` (the
-last microbatch keeps its gradient to itself). What it takes to record a step is the taps in
+Five bugs that real trainers had can be put back: `--label-gather bf16`, `--mean-of-means` (each
+microbatch divides by its own tokens), `--sum-for-mean` (DDP's all-reduce sums), `--sync never` (no
+microbatch leaves `no_sync`, so that every rank keeps its gradient to itself), `--sync first` (only the
+first is reduced over ranks, and the others are added to it by each rank alone). What it takes to record a step is the taps in
 xent_torch.py and `declare` and `record_reduced` below.
 """
 
@@ -44,7 +45,7 @@ class Job:
     gather_dtype: torch.dtype
     fsdp: bool
     mean_of_means: bool = False
-    no_sync_last: bool = False
+    sync: str = "last"
     by_rows: dict = field(default_factory=lambda: {"data": 0})
     by_addend: dict = field(default_factory=lambda: {"data": "mean"})
 
@@ -75,12 +76,12 @@ def record_reduced(tape, model, norm):
     tape.record("grad_norm", norm)
 
 
-def synchronised(model, job, last):
-    """A context in which gradients are reduced (`last`) or kept."""
+def synchronised(model, job, reduced):
+    """A context in which gradients are reduced over ranks, or kept."""
     if job.fsdp:
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(reduced)
         return contextlib.nullcontext()
-    return contextlib.nullcontext() if last else model.no_sync()
+    return contextlib.nullcontext() if reduced else model.no_sync()
 
 
 def train_step(model, job, batch, tape):
@@ -104,8 +105,8 @@ def train_step(model, job, batch, tape):
                 backtape.torch.tap("k", k)
             return xent_torch.token_losses(job, q, k, labels.reshape(-1).long(), i)
 
-        last = i == job.microbatches - 1 and not job.no_sync_last
-        with synchronised(model, job, last):
+        reduced = {"last": i == job.microbatches - 1, "first": i == 0, "never": False}[job.sync]
+        with synchronised(model, job, reduced):
             loss = (weights.reshape(-1) * model(tokens.long(), head)).sum() / denominator
             (loss * job.ranks).backward()
         total += loss.detach()
@@ -160,7 +161,7 @@ def train(args):
         gather_dtype={"bf16": torch.bfloat16, "f32": torch.float32}[args.label_gather],
         fsdp=args.parallel == "fsdp2",
         mean_of_means=args.mean_of_means,
-        no_sync_last=args.no_sync_last,
+        sync=args.sync,
     )
     model = wrapped(Transformer(shape, init_parameters(shape)), args)
     run_steps(job, model, stream, args)
@@ -188,7 +189,7 @@ def parse_arguments(argv):
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
     parser.add_argument("--mean-of-means", action="store_true")
     parser.add_argument("--sum-for-mean", action="store_true")
-    parser.add_argument("--no-sync-last", action="store_true")
+    parser.add_argument("--sync", choices=("last", "first", "never"), default="last")
     args = arguments.parsed(parser, argv)
     if args.sum_for_mean and args.parallel != "ddp":
         parser.error("--sum-for-mean is for DDP: gloo has no reduce-scatter that FSDP2 could sum with")

@@ -46,7 +46,8 @@ FAULTS = {
     "label-scatter-low-precision": ("--label-gather", "bf16", "--rows", "16"),
     "microbatch-mean-of-means": ("--mean-of-means",),
     "rank-mean-vs-sum": ("--sum-for-mean",),
-    "sync-wrong-microbatch": ("--no-sync-last",),
+    "partial-not-reduced": ("--sync", "never"),
+    "sync-wrong-microbatch": ("--sync", "first"),
 }
 
 

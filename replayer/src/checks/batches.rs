@@ -5,25 +5,19 @@
 //!
 //! Two sequences may be equal by chance, so equality alone is no evidence. Each symbol x
 //! of a sequence is given the probability that the *other* distinct sequences and the
-//! sequence's own beginning make of it,
-//!
-//! ```text
-//! P(x | before) = (c(before, x) + p(x)) / (c(before) + 1)
-//! ```
-//!
-//! and 1 where x is the symbol before it once more, as in padding; c counts pairs, p is
-//! the share of x among all symbols. -Σ log2 P is the surprisal of the sequence: small for
-//! padding, constants, few classes and stock phrases. A repeat is reported when chance
+//! sequence's own beginning make of it (`surprisal.rs`); -Σ log2 P is the surprisal of the
+//! sequence: small for padding, constants, few classes, cycles and stock phrases. A repeat is reported when chance
 //! would give one among N(N-1)/2 pairs with probability below [`FALSE_ALARM`], shared over
 //! the tests of the check.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::hash::ContentHash;
 use backtape::head::Loss;
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
+use super::surprisal::Stock;
 use super::tokens::{Batch, batches, is_input, is_labels, rows_of_q};
 use super::{Found, Place, Severity, Subject};
 use crate::compare::bound::FALSE_ALARM;
@@ -133,7 +127,7 @@ fn tensor(name: &str, held: &[Held<'_>], tests: usize, policy: bool, found: &mut
     if classes.values().all(|rows| rows.len() < 2) {
         return;
     }
-    let bits = surprisals(held, &classes);
+    let bits = surprisals_of(held, &classes);
     let sequences: usize = keys.iter().map(Vec::len).sum();
     let whole = equal_batches(&keys, &bits, needed(held.len(), tests));
     report_batches(name, held, &whole, policy, found);
@@ -161,52 +155,16 @@ fn needed(count: usize, tests: usize) -> f64 {
 }
 
 /// Surprisal in bits of every sequence that occurs more than once.
-fn surprisals(
+fn surprisals_of(
     held: &[Held<'_>],
     classes: &BTreeMap<Sequence, Vec<Row>>,
 ) -> BTreeMap<Sequence, f64> {
-    let of = |rows: &[Row]| row_symbols(&held[rows[0].batch].batch, rows[0].row);
-    let (mut single, mut total) = (HashMap::<i64, u64>::new(), 0u64);
-    let mut pairs = HashMap::<(i64, i64), u64>::new();
-    let mut before = HashMap::<i64, u64>::new();
-    for rows in classes.values() {
-        let symbols = of(rows);
-        total += symbols.len() as u64;
-        symbols.iter().for_each(|&x| *single.entry(x).or_default() += 1);
-        for pair in symbols.windows(2) {
-            *pairs.entry((pair[0], pair[1])).or_default() += 1;
-            *before.entry(pair[0]).or_default() += 1;
-        }
-    }
-    let share = |x: i64| single[&x] as f64 / total as f64;
-    let repeated = classes.iter().filter(|(_, rows)| rows.len() > 1);
-    repeated.map(|(key, rows)| (*key, surprisal(&of(rows), share, &pairs, &before))).collect()
-}
-
-fn surprisal(
-    symbols: &[i64],
-    share: impl Fn(i64) -> f64,
-    pairs: &HashMap<(i64, i64), u64>,
-    before: &HashMap<i64, u64>,
-) -> f64 {
-    let (mut own_pairs, mut own_before) = (HashMap::new(), HashMap::new());
-    for pair in symbols.windows(2) {
-        *own_pairs.entry((pair[0], pair[1])).or_insert(0u64) += 1;
-        *own_before.entry(pair[0]).or_insert(0u64) += 1;
-    }
-    // Own pairs that lie behind: what remains of `own` lies ahead and is not known yet.
-    let (mut ahead_pairs, mut ahead_before) = (own_pairs, own_before);
-    let mut bits = symbols.first().map_or(0.0, |&x| -share(x).log2());
-    for pair in symbols.windows(2) {
-        let pair = (pair[0], pair[1]);
-        let seen = (pairs[&pair] - ahead_pairs[&pair]) as f64;
-        let context = (before[&pair.0] - ahead_before[&pair.0]) as f64;
-        let repeats = pair.0 == pair.1;
-        bits -= if repeats { 0.0 } else { ((seen + share(pair.1)) / (context + 1.0)).log2() };
-        *ahead_pairs.entry(pair).or_default() -= 1;
-        *ahead_before.entry(pair.0).or_default() -= 1;
-    }
-    bits
+    let distinct =
+        classes.values().map(|rows| row_symbols(&held[rows[0].batch].batch, rows[0].row));
+    let distinct: Vec<Vec<i64>> = distinct.collect();
+    let stock = Stock::new(&distinct);
+    let each = classes.iter().zip(&distinct).filter(|((_, rows), _)| rows.len() > 1);
+    each.map(|((key, _), symbols)| (*key, stock.surprisal(symbols))).collect()
 }
 
 /// Batches with the same sequences, in whatever order, and the surprisal of one.

@@ -28,6 +28,7 @@ mod replicas;
 mod shift;
 mod stale;
 mod start;
+mod surprisal;
 mod tokens;
 mod zeros;
 

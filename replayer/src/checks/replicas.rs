@@ -45,8 +45,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
 
 fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut Found) {
     let (held, _) = pieces(subject.dump, info);
-    let mut boxes: BTreeMap<&IndexBox, Vec<&Piece<'_>>> = BTreeMap::new();
-    held.iter().for_each(|piece| boxes.entry(piece.place()).or_default().push(piece));
+    let boxes = by_place(&held);
     let shared = boxes.values().any(|one| one.iter().map(|p| p.ranks.len()).sum::<usize>() > 1);
     if shared {
         found.looked();
@@ -55,6 +54,25 @@ fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut
         versions.sort_by_key(|piece| (std::cmp::Reverse(piece.ranks.len()), piece.ranks.clone()));
         differ(subject, key, info, &versions, found);
     }
+}
+
+/// The versions of each box.
+fn by_place<'p, 'd>(held: &'p [Piece<'d>]) -> BTreeMap<&'p IndexBox, Vec<&'p Piece<'d>>> {
+    let mut boxes: BTreeMap<&IndexBox, Vec<&Piece<'_>>> = BTreeMap::new();
+    held.iter().for_each(|piece| boxes.entry(piece.place()).or_default().push(piece));
+    boxes
+}
+
+/// Whether ranks hold different reduced gradients: their norms then differ as well.
+fn gradients_differ(subject: &Subject<'_>) -> bool {
+    let reduced = subject.dump.tensors().iter();
+    let mut reduced = reduced.filter(|(key, info)| {
+        info.role != Some(Role::GradNorm) && info.partial.is_none() && reduced_gradient(key, info)
+    });
+    reduced.any(|(_, info)| {
+        let (held, _) = pieces(subject.dump, info);
+        by_place(&held).values().any(|versions| versions.len() > 1)
+    })
 }
 
 /// Where two versions of a box differ.
@@ -114,21 +132,23 @@ fn differ(
         true => versions.iter().filter_map(|piece| own_addend(subject, key, info, piece)).collect(),
         false => Vec::new(),
     };
+    let follows = info.role == Some(Role::GradNorm) && gradients_differ(subject);
     let (cause, advice): (_, String) = match (corrupted, addends, own.is_empty()) {
+        _ if follows => (None, "Mend the reduced gradients first: they differ too".into()),
         (true, ..) => (
-            "silent-corruption",
+            Some("silent-corruption"),
             format!("Test the memory, the processor and the links of {}", name_ranks(&odd)),
         ),
         (_, true, false) => (
-            "partial-not-reduced",
+            Some("partial-not-reduced"),
             format!("Reduce on every rank: {} kept its own addend", name_ranks(&own)),
         ),
         (_, true, true) => (
-            "sync-wrong-microbatch",
+            Some("sync-wrong-microbatch"),
             "Reduce once, on every rank, after the last microbatch: look for a no_sync that one rank leaves later".into(),
         ),
         _ => (
-            "replica-divergence",
+            Some("replica-divergence"),
             "Look for state that is not broadcast, a seed that differs, or an op that is not deterministic".into(),
         ),
     };
@@ -142,7 +162,7 @@ fn differ(
         plural(worst.elements as u64, "element"),
     );
     let severity = if one_value(subject.dump, info) { Severity::Fail } else { Severity::Warn };
-    found.add(severity, Some(cause), place, evidence, advice);
+    found.add(severity, cause, place, evidence, advice);
 }
 
 fn reduced_gradient(key: &TensorKey, info: &TensorInfo) -> bool {

@@ -93,10 +93,11 @@ impl HeadStep<'_> {
         if told {
             return Ok(units);
         }
-        // Each is judged by itself where its addends are all there.
+        // Each is judged by itself where its addends are all there, and so is a sum of dk.
         let each: Vec<Result<(), String>> =
             addends.iter().map(|key| self.all_added(key, inputs)).collect();
-        match each.iter().any(Result::is_ok) {
+        let summed = [false, true].iter().any(|&all| self.find_reduced(Role::Dk, all).is_some());
+        match summed || each.iter().any(Result::is_ok) {
             true => Ok(whole()),
             false => each.into_iter().collect::<Result<(), String>>().map(|()| whole()),
         }

@@ -49,7 +49,7 @@ impl Cause for PartialNotReduced {
     }
 
     fn advice(&self) -> &str {
-        "all-reduce what every shard holds a part of exactly once: dq and the sum of exponentials over the tensor-parallel ranks, dk over the data-parallel ones"
+        "all-reduce what every shard holds a part of exactly once: dq and the sum of exponentials over the tensor-parallel ranks, dk over the data-parallel ones (in DDP and FSDP, run the last microbatch's backward outside no_sync)"
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {

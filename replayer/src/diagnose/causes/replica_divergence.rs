@@ -3,6 +3,8 @@
 //! It is seen, not emulated: the recorded bytes of the ranks differ. Where the versions are
 //! sums of different gradients, or parts of one sum, those causes name it.
 
+use backtape::role::Role;
+
 use crate::diagnose::cause::{Cause, Observed};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::evidence::Evidence;
@@ -33,8 +35,12 @@ impl Cause for ReplicaDivergence {
 
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        let named = |of: &&Versions| of.as_sums(evidence).is_none() && !of.is_parts_of_dq(evidence);
-        let of = all.iter().find(named)?;
+        let (told, rest): (Vec<&Versions>, Vec<&Versions>) = all
+            .iter()
+            .partition(|of| of.as_sums(evidence).is_some() || of.is_parts_of_dq(evidence));
+        // Ranks whose dk are different sums work out different norms of it.
+        let follows = |of: &Versions| of.role == Some(Role::GradNorm) && !told.is_empty();
+        let of = rest.into_iter().find(|of| !follows(of))?;
         let ranks: Vec<String> = of.odd().iter().map(ToString::to_string).collect();
         let (count, most, bits) = of.difference();
         let mut parameters = vec![
