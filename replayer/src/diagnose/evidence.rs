@@ -350,6 +350,11 @@ impl<'a> Evidence<'a> {
         of(&|one| one == stage) || in_sums
     }
 
+    /// Whether a stage was compared, and nowhere found wrong.
+    pub fn agrees(&self, stage: Stage) -> bool {
+        self.residuals.keys().any(|key| key.stage == stage) && !self.fails(stage)
+    }
+
     /// Whether dk was compared in sums only.
     pub fn has_sums_alone(&self) -> bool {
         !self.residuals.keys().any(|key| key.stage == Stage::Dk)

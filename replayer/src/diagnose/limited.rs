@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
 
 use super::cause::Hypothesis;
 use super::detectors::places::{OF_CLASSES, Places};
@@ -214,6 +215,11 @@ impl World for Limited {
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         self.of_tokens(inputs.microbatch, lse, |own| self.inner.lse(pass, inputs, own));
+    }
+
+    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        let change = |own: &mut [f64]| self.inner.policy_column(of, inputs, own);
+        self.of_tokens(inputs.microbatch, values, change);
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {

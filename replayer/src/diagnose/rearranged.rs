@@ -5,16 +5,17 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
+use super::detectors::relabelled::NONE;
 use super::evidence::Key;
 use crate::assemble::Row;
 use crate::head::inputs::{Misread, Scores};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::{At, Expectation, Pass, World};
+use crate::replay::world::{At, Expectation, Pass, UnitTokens, World};
 
 /// Other labels than the recorded ones, `[T]` by microbatch.
 pub struct Relabelled {
-    /// [`IGNORED`] where a token takes no part.
+    /// [`IGNORED`] where a token takes no part, [`NONE`] where its label's part alone is missing.
     pub labels: BTreeMap<Option<Microbatch>, Vec<u32>>,
     /// Upstream gradients to keep, where the job divides by the count of the recorded
     /// labels.
@@ -24,8 +25,23 @@ pub struct Relabelled {
 impl World for Relabelled {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         if let Some(labels) = self.labels.get(&inputs.microbatch) {
-            inputs.labels.clone_from(labels);
+            let read = inputs.labels.iter_mut().zip(labels);
+            read.filter(|(_, label)| **label != NONE).for_each(|(to, label)| *to = *label);
         }
+    }
+
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
+        let Some(labels) = self.labels.get(&tokens.inputs.microbatch) else { return };
+        let missing = label.iter_mut().zip(tokens.rows).filter(|(_, row)| labels[**row] == NONE);
+        missing.for_each(|(to, _)| *to = 0.0);
+    }
+
+    fn expected(&self, of: &mut Expectation<'_>) {
+        // Every rank adds a zero.
+        let labels = self.labels.get(&of.at.microbatch);
+        let Some(labels) = labels.filter(|_| of.at.stage == Stage::LabelLogits) else { return };
+        let missing = of.values.iter_mut().zip(of.rows).filter(|(_, row)| labels[**row] == NONE);
+        missing.for_each(|(to, _)| *to = 0.0);
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {

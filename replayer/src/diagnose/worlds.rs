@@ -291,6 +291,45 @@ impl Count {
     }
 }
 
+/// Which group's count divides the tokens of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// Its own.
+    Own,
+    /// The largest of all, as where counts are reduced by their maximum.
+    Largest,
+    /// The smallest of all.
+    Smallest,
+    /// That of the first, as where its count is broadcast.
+    First,
+}
+
+impl Whose {
+    /// In words; none of a group's own.
+    pub fn words(self) -> Option<&'static str> {
+        match self {
+            Whose::Own => None,
+            Whose::Largest => Some("the largest of these counts, for all"),
+            Whose::Smallest => Some("the smallest of these counts, for all"),
+            Whose::First => Some("the first of these counts, for all"),
+        }
+    }
+
+    /// Gives every group that count.
+    fn give(self, counts: &mut [(Unit, f64)]) {
+        let each = || counts.iter().map(|(_, n)| *n);
+        let found = match self {
+            Whose::Own => None,
+            Whose::Largest => each().reduce(f64::max),
+            Whose::Smallest => each().reduce(f64::min),
+            Whose::First => each().next(),
+        };
+        if let Some(found) = found {
+            counts.iter_mut().for_each(|(_, n)| *n = found);
+        }
+    }
+}
+
 /// Losses are divided by another count, over other tokens.
 #[derive(Clone, Debug)]
 pub struct Counted {
@@ -298,6 +337,8 @@ pub struct Counted {
     pub count: Count,
     /// Over which tokens.
     pub span: Span,
+    /// Whose count.
+    pub whose: Whose,
     /// What the loss is divided by beside the count: the number of means, for instance,
     /// that are averaged.
     pub means: f64,
@@ -324,7 +365,10 @@ impl Counted {
             Count::One => 1.0,
             count => over.iter().map(|(one, unit)| count.of(one, policy, &unit.rows)).sum(),
         };
-        groups.iter().map(|(unit, over)| (unit.clone(), n(over) * self.means)).collect()
+        let one = |(unit, over): &CountedTogether<'_>| (unit.clone(), n(over) * self.means);
+        let mut found: Vec<(Unit, f64)> = groups.iter().map(one).collect();
+        self.whose.give(&mut found);
+        found
     }
 }
 

@@ -225,6 +225,7 @@ impl Replay<'_> {
         let factor = self.world.scale(at);
         reference.iter_mut().for_each(|x| *x *= factor);
         let divisor = divisor / factor;
+        let judged_at = at;
         let (rows, columns, values) = (&every[..], captured.cols, &mut reference[..]);
         self.world.expected(&mut Expectation { at, rows, columns, values });
         let (precision, reduce) = (precision_of(tensor.dtype), self.roundings.reduce);
@@ -237,7 +238,8 @@ impl Replay<'_> {
             let at = row * columns + column;
             let sum = summed(sum, addends.count, addends.total[at], addends.squares[at]);
             let inner = (sum + addends.storage[at]) / (divisor * divisor);
-            let own = inner + rounded(reduce, x);
+            let noise = self.world.noise(judged_at, row, column);
+            let own = inner + rounded(reduce, x) + noise;
             let again = super::dk::rounds(factor);
             let shared = if constant { rounded(reduce, x) } else { 0.0 };
             Allowed { own, shared, ..Allowed::default() }.stored(stored(precision, x), again)

@@ -118,9 +118,16 @@ impl Replay<'_> {
                 .optional(role, mb, tokens)
                 .and_then(|values| values.ok_or_else(|| self.step.missing(role, mb)))
         };
-        let advantages = self.step.advantages(inputs)?;
-        let old = self.step.optional(Role::OldLogprobs, mb, tokens)?;
-        let reference = if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
+        let mut advantages = self.step.advantages(inputs)?;
+        let mut old = self.step.optional(Role::OldLogprobs, mb, tokens)?;
+        let mut reference =
+            if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
+        self.world.policy_column(Role::Advantages, inputs, &mut advantages);
+        for (of, column) in [(Role::OldLogprobs, &mut old), (Role::RefLogprobs, &mut reference)] {
+            if let Some(values) = column {
+                self.world.policy_column(of, inputs, values);
+            }
+        }
         let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
         let weights: Vec<f64> = (0..tokens).map(counted).collect();
         let deviation = state.logprobs.variance.iter().fold(0.0, |most: f64, v| most.max(v.sqrt()));

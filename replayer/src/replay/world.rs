@@ -9,6 +9,7 @@
 
 use super::variant::Supplied;
 use backtape::identity::{Microbatch, Rank};
+use backtape::role::Role;
 
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::policy::Policy;
@@ -86,6 +87,10 @@ pub trait World: Send + Sync {
 
     /// Other inputs of a microbatch. Shapes and the range of labels stay.
     fn inputs(&self, _step: &HeadStep<'_>, _inputs: &mut MicrobatchInputs) {}
+
+    /// Other advantages, or other log-probabilities of the old or the reference policy, `[T]` of
+    /// the microbatch.
+    fn policy_column(&self, _of: Role, _inputs: &MicrobatchInputs, _values: &mut [f64]) {}
 
     /// Other numbers that the tokens' losses are divided by: groups of the microbatch's
     /// tokens, each with its own. `all`: every microbatch of the step.
@@ -232,6 +237,10 @@ impl<W: World + ?Sized> World for Vec<&W> {
 
     fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         self.iter().for_each(|world| world.inputs(step, inputs));
+    }
+
+    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        self.iter().for_each(|world| world.policy_column(of, inputs, values));
     }
 
     fn denominators(

@@ -18,7 +18,7 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::captured::{Values, widened};
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
-use crate::diagnose::detectors::other_q::of_other_q;
+use crate::diagnose::detectors::other_q::{of_other_q, of_other_q_in_sums};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::inputs::Misread;
@@ -56,6 +56,7 @@ impl Cause for BufferOverwritten {
         found.extend(of_columns(evidence));
         found.extend(
             of_other_q(evidence)
+                .or_else(|| of_other_q_in_sums(evidence))
                 .map(|(world, said)| Hypothesis::new(world, vec![("tensor", said.join("; "))])),
         );
         found.extend(second_backward(evidence));

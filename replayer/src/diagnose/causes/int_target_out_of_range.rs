@@ -53,7 +53,7 @@ impl Cause for IntTargetOutOfRange {
                 found.extend(stray(evidence, &all, (softmax, entry), to));
             }
         }
-        for clamp in [Clamp::First, Clamp::Last, Clamp::FromTheEnd] {
+        for clamp in [Clamp::First, Clamp::Last, Clamp::FromTheEnd, Clamp::FromThePadding] {
             found.extend(clamped(evidence, &all, clamp));
             for to in formats(evidence) {
                 found.extend(label_of_clamped(evidence, &all, clamp, to));
@@ -122,7 +122,10 @@ fn formats(evidence: &Evidence<'_>) -> Vec<Precision> {
 /// and both are rounded.
 fn stray_entries(evidence: &Evidence<'_>, to: Precision) -> Option<(Strays, f64)> {
     let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
-    Some((Strays::rounded((!to.keeps_f32()).then_some(to)), s))
+    let mut world = Strays::rounded((!to.keeps_f32()).then_some(to));
+    // One kernel of several may have them: the one that scatters the label's part of dk.
+    world.not_in = GRADIENTS.into_iter().filter(|&stage| evidence.agrees(stage)).collect();
+    Some((world, s))
 }
 
 /// The label's entry at the flat index of the label, the softmax part, or both.
@@ -184,15 +187,20 @@ enum Clamp {
     First,
     Last,
     FromTheEnd,
+    /// The same where the rows of padding are counted, too.
+    FromThePadding,
 }
 
 impl Clamp {
     /// The class that a label is moved to, as this moves labels of its kind.
-    fn class(self, label: i64, valid: i64) -> Option<i64> {
+    fn class(self, label: i64, [valid, rows]: [i64; 2]) -> Option<i64> {
         match self {
             Clamp::First if label < 0 => Some(0),
             Clamp::Last if label >= valid => Some(valid - 1),
             Clamp::FromTheEnd if (-valid..0).contains(&label) => Some(label + valid),
+            Clamp::FromThePadding if rows > valid && (-rows..0).contains(&label) => {
+                Some(label + rows).filter(|&class| class < valid)
+            }
             _ => None,
         }
     }
@@ -202,8 +210,15 @@ impl Clamp {
             Clamp::First => "class 0 in their place",
             Clamp::Last => "the last class in their place",
             Clamp::FromTheEnd => "classes counted from the end",
+            Clamp::FromThePadding => "classes counted from the end of the padding",
         }
     }
+}
+
+/// Classes, and rows of k.
+fn ends(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<[i64; 2]> {
+    let rows = inputs.head(evidence.step)?.k.rows;
+    Some([inputs.valid_vocab as i64, rows as i64])
 }
 
 /// The label's part alone at the class that the label is moved to.
@@ -216,9 +231,9 @@ fn label_of_clamped(
     let (mut world, s) = stray_entries(evidence, to)?;
     for odd in all {
         let inputs = evidence.inputs_of(odd.microbatch)?;
-        let valid = inputs.valid_vocab as i64;
+        let ends = ends(evidence, inputs)?;
         let entry = |(&t, &label): (&usize, &i64)| {
-            Some((t, clamp.class(label, valid)? as usize, -odd.g[&t] * (1.0 - s)))
+            Some((t, clamp.class(label, ends)? as usize, -odd.g[&t] * (1.0 - s)))
         };
         let entries: Vec<_> = odd.labels.iter().map(entry).collect::<Option<_>>()?;
         world.add(evidence, inputs, &entries)?;
@@ -235,10 +250,10 @@ fn clamped(evidence: &Evidence<'_>, all: &[Odd], clamp: Clamp) -> Option<Hypothe
     let (mut labels, mut g) = (BTreeMap::new(), evidence.reference().g.clone());
     for odd in all {
         let inputs = evidence.inputs_of(odd.microbatch)?;
-        let valid = inputs.valid_vocab as i64;
+        let ends = ends(evidence, inputs)?;
         let mut own = inputs.labels.clone();
         for (&t, &label) in &odd.labels {
-            let class = clamp.class(label, valid)?;
+            let class = clamp.class(label, ends)?;
             own[t] = class as u32;
             g.get_mut(&odd.microbatch)?[t] = odd.g[&t];
         }

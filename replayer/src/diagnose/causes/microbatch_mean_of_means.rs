@@ -12,7 +12,7 @@ use backtape::placement::Mesh;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::divisors::{Divisors, sums};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{Count, Counted};
+use crate::diagnose::worlds::{Count, Counted, Whose};
 
 /// The catalogue's entry.
 pub struct MicrobatchMeanOfMeans;
@@ -50,7 +50,8 @@ impl Cause for MicrobatchMeanOfMeans {
             let groups = if span == options.scope { None } else { divisors.groups(&span) };
             let Some(groups) = groups else { continue };
             for &count in &counts {
-                let world = Counted { count, span: span.clone(), means: 1.0, sums: sums.clone() };
+                let (span, sums, whose) = (span.clone(), sums.clone(), Whose::Own);
+                let world = Counted { count, span, whose, means: 1.0, sums };
                 let Some(ratios) = divisors.ratios(&world, &groups) else { continue };
                 if ratios.iter().all(|one| one.ratio == ratios[0].ratio) {
                     continue;

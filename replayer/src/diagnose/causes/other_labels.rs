@@ -5,11 +5,18 @@
 //! row of k, whose class is sought among all.
 //! Emulation: the labels that were read so.
 
+use std::collections::BTreeMap;
+
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::relabelled::{Labels, changed, length_of_runs};
+use crate::diagnose::detectors::relabelled::{Labels, NONE, changed, length_of_runs};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::Relabelled;
 use crate::kernels::matrix::IGNORED;
+
+/// Parts of the vocabulary whose labels are off alike, at most; and how many classes each of them
+/// has at least, on average.
+const PARTS: usize = 16;
+const CLASSES: usize = 3;
 
 /// The catalogue's entry.
 pub struct OtherLabels;
@@ -51,14 +58,15 @@ impl Cause for OtherLabels {
 
 /// What the labels are, and whether they follow a rule.
 fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
-    let changed = changed(evidence, labels);
+    let (missing, changed): (Vec<_>, Vec<_>) =
+        changed(evidence, labels).into_iter().partition(|(.., label)| *label == NONE);
     let Some(&(first, t, label)) = changed.first() else { return (String::new(), false) };
-    let n = changed.len();
-    let by = i64::from(label) - i64::from(first.labels[t]);
-    if changed.iter().all(|(one, t, l)| i64::from(*l) - i64::from(one.labels[*t]) == by) {
-        let own = changed.iter().map(|(one, t, _)| one.labels[*t]);
-        let (from, to) = (own.clone().min().unwrap_or(0), own.max().unwrap_or(0));
-        return (format!("{by:+} for {n} tokens whose labels are {from} to {to}"), true);
+    let none = match missing.len() {
+        0 => String::new(),
+        n => format!("; none for {n} tokens"),
+    };
+    if let Some(words) = by_classes(evidence, labels) {
+        return (words + &none, true);
     }
     let apart = (1..first.tokens()).find(|apart| {
         changed
@@ -67,9 +75,42 @@ fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
     });
     if let Some(apart) = apart {
         let to = changed.iter().map(|(_, t, _)| *t).max().unwrap_or(t);
-        return (format!("tokens {t} to {to} have those of the tokens {apart} before them"), true);
+        let words = format!("tokens {t} to {to} have those of the tokens {apart} before them");
+        return (words + &none, true);
     }
-    let was = first.labels[t];
+    let (n, was) = (changed.len(), first.labels[t]);
     let was = if was == IGNORED { "none".to_string() } else { was.to_string() };
-    (format!("other ones for {n} tokens, the first token {t}: {label} for {was}"), false)
+    let words = format!("other ones for {n} tokens, the first token {t}: {label} for {was}");
+    (words + &none, false)
+}
+
+/// Labels that are off by one number each between two classes, as where a vocabulary was cut into
+/// parts and a part begins elsewhere than is thought. `None` where they are not.
+fn by_classes(evidence: &Evidence<'_>, labels: &Labels) -> Option<String> {
+    let mut off: BTreeMap<u32, i64> = BTreeMap::new();
+    for one in evidence.inputs {
+        for (&own, &read) in one.labels.iter().zip(&labels[&one.microbatch]) {
+            if [own, read].iter().any(|label| [IGNORED, NONE].contains(label)) {
+                continue;
+            }
+            let by = i64::from(read) - i64::from(own);
+            if *off.entry(own).or_insert(by) != by {
+                return None;
+            }
+        }
+    }
+    let mut runs: Vec<(u32, u32, i64)> = Vec::new();
+    for (&class, &by) in &off {
+        match runs.last_mut() {
+            Some((_, to, same)) if *same == by => *to = class,
+            _ => runs.push((class, class, by)),
+        }
+    }
+    let told = runs.len() <= PARTS && runs.len() * CLASSES <= off.len();
+    let all: Vec<String> = runs
+        .iter()
+        .filter(|(.., by)| *by != 0)
+        .map(|(from, to, by)| format!("{by:+} for labels {from} to {to}"))
+        .collect();
+    told.then(|| all.join(", "))
 }

@@ -11,6 +11,8 @@
 //! the padding's columns, with the entries that these then have, or without.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
 
 use backtape::head::SmoothingFormula;
 use backtape::identity::Microbatch;
@@ -71,6 +73,7 @@ impl Cause for SmoothingMismatch {
                 found.extend(part.hypotheses(evidence));
             }
             found.extend(local(evidence));
+            found.extend(Share::hypotheses(evidence));
             found.extend(over_padding::hypotheses(evidence));
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
@@ -114,10 +117,17 @@ fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let whose = if evidence.fails(Stage::Loss) { ranks.min(SHOWN) } else { 1 };
         for rank in 0..whose {
             let Some(world) = Local::new(evidence, ranks, rank) else { break };
-            let parameters = vec![
+            let mut parameters = vec![
                 ("smoothed over", format!("the classes of one of {ranks} ranks")),
                 ("the loss is that of", format!("part {rank} of the vocabulary")),
             ];
+            if evidence.agrees(Stage::Dq) {
+                parameters.push(("in", "the loss; gradients have the declared smoothing".into()));
+                let spread = [world.spread[0]; 2];
+                let world = Local { spread, in_loss_alone: true, ..world.clone() };
+                found.push(Hypothesis::new(world, parameters.clone()));
+            }
+            let world = Local { in_loss_alone: evidence.agrees(Stage::Dq), ..world };
             found.push(Hypothesis::new(world, parameters));
         }
     }
@@ -134,12 +144,14 @@ fn cuts(evidence: &Evidence<'_>) -> BTreeSet<usize> {
 /// Ranks whose loss may have been recorded that are tried.
 const SHOWN: usize = 4;
 
+#[derive(Clone)]
 struct Local {
     classes: usize,
+    in_loss_alone: bool,
     /// Declared and other share of the target that is spread.
     spread: [f64; 2],
     /// Mean of all logits and of the rank's own, of each token.
-    means: BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>,
+    means: Means,
 }
 
 impl Local {
@@ -152,26 +164,94 @@ impl Local {
         }
         let classes = rows / ranks;
         let own = rank * classes..valid.min((rank + 1) * classes);
-        let mut means = BTreeMap::new();
-        for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
-            let direct = Direct::new(evidence, inputs)?;
-            if direct.work().saturating_mul(inputs.tokens()) > WORK || own.is_empty() {
-                return None;
-            }
-            let of = |t: usize| {
-                let z = direct.against(&direct.q(Row::From(t)), &Row::From).logits;
-                let mean = |z: &[f64]| z.iter().sum::<f64>() / z.len() as f64;
-                [mean(&z), mean(&z[own.clone()])]
-            };
-            means.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
-        }
+        let means = if own.is_empty() { Means::new() } else { means(evidence, own)? };
         let spread = [options.smoothing(valid), options.smoothing(classes)];
-        Some(Local { classes, spread, means })
+        Some(Local { classes, in_loss_alone: false, spread, means })
+    }
+}
+
+/// Mean of all logits and of those of some classes, of each token, by microbatch.
+type Means = BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>;
+
+/// Those that a loss needs; `None` where that is too much to work out.
+fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
+    let mut found = Means::new();
+    for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
+        let direct = Direct::new(evidence, inputs)?;
+        if direct.work().saturating_mul(inputs.tokens()) > WORK {
+            return None;
+        }
+        let of = |t: usize| {
+            let z = direct.against(&direct.q(Row::From(t)), &Row::From).logits;
+            let mean = |z: &[f64]| z.iter().sum::<f64>() / z.len() as f64;
+            [mean(&z), mean(&z[own.clone()])]
+        };
+        found.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
+    }
+    Some(found)
+}
+
+/// ε/K of every class so many times, in the loss and in all that follows from it: ε divided by
+/// another number of classes than it is spread over.
+struct Share {
+    times: f64,
+    /// Declared share of the target that is spread.
+    spread: f64,
+    means: Arc<Means>,
+}
+
+impl Share {
+    fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+        let Some(head) = evidence.inputs.iter().find_map(|one| one.head(evidence.step)) else {
+            return Vec::new();
+        };
+        let (rows, valid) = (head.k.rows, head.valid_vocab);
+        let spread = evidence.step.options.smoothing(valid);
+        let Some(means) = means(evidence, 0..valid).map(Arc::new) else { return Vec::new() };
+        let of = move |times: f64| Share { times, spread, means: means.clone() };
+        let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
+        let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+        let fitted = linear(evidence, &stages, (1.0, 0.5), &world).unwrap_or_default();
+        let padded = valid as f64 / rows as f64;
+        let one = |times: f64| {
+            let over_all = rows > valid && (times - padded).abs() <= NEAR * padded;
+            let times = if over_all { padded } else { times };
+            let words = format!("{} times {}", shown(times), Part::Spread.words());
+            let mut parameters = vec![("instead, in loss and gradients", words)];
+            if over_all {
+                let columns = format!("{rows} columns, and spread over {valid}");
+                parameters.push(("ε is divided by", columns));
+            }
+            Hypothesis::new(of(times), parameters).fitted(usize::from(!over_all))
+        };
+        fitted.into_iter().filter(|x| x.abs() > NONE).map(one).collect()
+    }
+}
+
+impl World for Share {
+    fn cotangents(&self, _tokens: &UnitTokens<'_>, [lse, _, smooth]: [&mut [f64]; 3]) {
+        // The softmax part counts as often as all shares of the target together.
+        let all = 1.0 + (self.times - 1.0) * self.spread;
+        lse.iter_mut().for_each(|to| *to *= all);
+        smooth.iter_mut().for_each(|to| *to *= self.times);
+    }
+
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        let more = (self.times - 1.0) * self.spread;
+        if let Some(means) = self.means.get(&inputs.microbatch) {
+            for ((nll, [all, _]), lse) in nll.iter_mut().zip(means).zip(read.lse.0) {
+                *nll += more * (lse - all);
+            }
+        }
+        Vec::new()
     }
 }
 
 impl World for Local {
     fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, smooth]: [&mut [f64]; 3]) {
+        if self.in_loss_alone {
+            return;
+        }
         let s = self.spread[1];
         for ((label, smooth), g) in label.iter_mut().zip(smooth).zip(tokens.g) {
             (*label, *smooth) = (-g * (1.0 - s), -g * s / self.classes as f64);

@@ -9,7 +9,7 @@
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::fit::{least, readings, shown};
 use crate::diagnose::detectors::tokens::Tokens;
-use crate::diagnose::detectors::uniform::stages_times;
+use crate::diagnose::detectors::uniform::{BACKWARD, stages_times};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Scaled, Starts};
 use crate::head::HeadOptions;
@@ -50,7 +50,7 @@ impl Cause for TemperatureMismatch {
             for (factor, words) in
                 [(1.0 / scale, "left out"), (scale, "twice"), (inverse, "by its inverse")]
             {
-                let stages = stages_times(evidence, factor, &GRADIENTS);
+                let stages = stages_times(evidence, factor, &BACKWARD);
                 if !stages.is_empty() {
                     let parameters = vec![
                         ("factor of the logits", shown(scale)),

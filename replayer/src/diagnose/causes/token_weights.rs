@@ -8,14 +8,15 @@
 //! backward alone (no KL term, another estimator, other clip bounds), and other numbers in the
 //! place of the ratio: none, its square, the ratio of the token before or after, one that is never
 //! clipped, or clipped at other bounds than the sign of the advantage asks for.
-//! Weights of neighbours are tried in the loss and all gradients.
+//! Weights of neighbours are tried in the loss and all gradients; of a policy loss also
+//! advantages and log-probabilities of neighbours and of other sequences.
 //! Emulation: upstream gradients by the rule that was found, in both gradients.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use super::{moved_weights, policy_terms};
+use super::{moved_policy, moved_weights, policy_terms};
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::asked::Asked;
@@ -60,6 +61,7 @@ impl Cause for TokenWeights {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut found = policy_terms::hypotheses(evidence);
         found.extend(moved_weights::hypotheses(evidence));
+        found.extend(moved_policy::hypotheses(evidence));
         if !evidence.fails(Stage::Dq) {
             return found;
         }

@@ -5,12 +5,16 @@
 //! Detectors: D6, the factor of every comparison is the ratio of the two counts.
 //! Emulation: the other count.
 
-use backtape::head::{Scope, Span};
+use std::collections::BTreeMap;
+
+use backtape::head::{Ranks, Scope, Span};
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::divisors::{Divisors, sums};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{Count, Counted};
+use crate::diagnose::worlds::{Count, Counted, Whose};
+use crate::head::Stage;
+use crate::head::units::CountedTogether;
 
 /// The catalogue's entry.
 pub struct ValidCount;
@@ -51,19 +55,58 @@ impl Cause for ValidCount {
                 if count == Count::One && span != &spans[0] {
                     continue;
                 }
-                let world = Counted { count, span: span.clone(), means: 1.0, sums: sums.clone() };
-                let Some(ratios) = divisors.ratios(&world, &groups) else { continue };
-                if ratios.iter().any(|one| one.ratio != 1.0) && divisors.fit(&ratios, 1.0) {
-                    let words = declared.map_or("a number".to_string(), |of| of.words().into());
-                    let parameters = vec![
-                        ("declared", words),
-                        ("divided by", count.words().to_string()),
-                        ("counted over", span.to_string()),
-                    ];
-                    found.push(Hypothesis::new(world, parameters));
-                }
+                let (span, sums, whose) = (span.clone(), sums.clone(), Whose::Own);
+                let world = Counted { count, span, whose, means: 1.0, sums };
+                found.extend(divided_by(&divisors, &groups, world, declared));
             }
         }
+        found.extend(counts_of_one(&divisors, declared, &sums));
         found
     }
+}
+
+/// One count, where the factors of what fails are its.
+fn divided_by(
+    divisors: &Divisors<'_>,
+    groups: &[Vec<CountedTogether<'_>>],
+    world: Counted,
+    declared: Option<Count>,
+) -> Option<Hypothesis> {
+    let ratios = divisors.ratios(&world, groups)?;
+    if ratios.iter().all(|one| one.ratio == 1.0) || !divisors.fit(&ratios, 1.0) {
+        return None;
+    }
+    let words = declared.map_or("a number".to_string(), |of| of.words().into());
+    let mut parameters = vec![
+        ("declared", words),
+        ("divided by", world.count.words().to_string()),
+        ("counted over", world.span.to_string()),
+    ];
+    parameters.extend(world.whose.words().map(|words| ("of which", words.to_string())));
+    Some(Hypothesis::new(world, parameters))
+}
+
+/// A count of each rank's own tokens, of which one stands for all: the largest where counts were
+/// reduced by their maximum, that of the first rank where it was broadcast.
+fn counts_of_one(
+    divisors: &Divisors<'_>,
+    declared: Option<Count>,
+    sums: &BTreeMap<Stage, f64>,
+) -> Vec<Hypothesis> {
+    let counts = declared.filter(|count| *count != Count::One).into_iter();
+    let mut counts: Vec<Count> = counts.chain([Count::Valid, Count::All, Count::Weights]).collect();
+    counts.dedup();
+    let mut found = Vec::new();
+    let ranks = Span { ranks: Ranks::One, ..Span::from(Scope::Global) };
+    for span in [ranks, Scope::Rank.into()] {
+        let Some(groups) = divisors.groups(&span) else { continue };
+        for &count in &counts {
+            for whose in [Whose::Largest, Whose::Smallest, Whose::First] {
+                let (span, sums) = (span.clone(), sums.clone());
+                let world = Counted { count, span, whose, means: 1.0, sums };
+                found.extend(divided_by(divisors, &groups, world, declared));
+            }
+        }
+    }
+    found
 }

@@ -2,10 +2,17 @@
 //! than declared: left out, with another λ, or there though none was declared.
 //!
 //! Detectors: D3, a token's softmax part is `1 + c lse` times what it should be; c is
-//! fitted to all that fails.
+//! fitted to all that fails. Also what the term may multiply in place of lse: the largest
+//! logit, or lse less that; and by which other count of tokens it may be divided.
 //! Emulation: `g_lse = g (1 + c lse)` with c in {0, λ, 2λ, 4λ} or the fitted one, and the
 //! loss with or without its term.
 
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+use backtape::nan::larger;
+
+use super::zloss_counts;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::fit::{linear, shown};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
@@ -70,6 +77,8 @@ impl Cause for ZLossMismatch {
             let fitted = linear(evidence, &stages, from, &world).unwrap_or_default();
             slopes.extend(fitted.into_iter().map(|loss| (2.0 * loss, 1)));
         }
+        found.extend(of_largest(evidence, 2.0 * lambda));
+        found.extend(zloss_counts::hypotheses(evidence));
         for (slope, fitted) in slopes {
             let mut losses = vec![None];
             if evidence.fails(Stage::Loss) {
@@ -121,6 +130,47 @@ impl World for ZLoss {
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, ..]: [&mut [f64]; 3]) {
         for ((to, l), &g) in lse.iter_mut().zip(tokens.lse).zip(tokens.g) {
             *to = if g == 0.0 { 0.0 } else { g * (1.0 + self.slope * l) };
+        }
+    }
+}
+
+/// The term with the largest logit of each token, or with what is left of lse without it, as a
+/// kernel has it that takes the logarithm of the sum of `exp(z - max)` and forgets the maximum.
+fn of_largest(evidence: &Evidence<'_>, slope: f64) -> Vec<Hypothesis> {
+    let gradients: Vec<_> = evidence.failing_of(&[Stage::Dq, Stage::Dk]).collect();
+    let (mut largest, mut rest) = (Terms::new(), Terms::new());
+    for (key, _) in gradients.iter().filter(|_| slope != 0.0) {
+        let Some(plane) = evidence.plane(*key) else { return Vec::new() };
+        for (at, &token) in plane.rows.iter().enumerate() {
+            // p is `exp(z - lse)`.
+            let less = plane.p.row(at).iter().copied().fold(f64::MIN_POSITIVE, larger).ln();
+            largest.entry(key.microbatch).or_default().insert(token, plane.lse[at] + less);
+            rest.entry(key.microbatch).or_default().insert(token, -less);
+        }
+    }
+    let one = |(terms, words): (Terms, &str)| {
+        let parameters = vec![("the term of the gradient multiplies", words.to_string())];
+        Hypothesis::new(OfLargest { terms, slope }, parameters)
+    };
+    let all = [(rest, "lse less the largest logit"), (largest, "the largest logit")];
+    all.into_iter().filter(|(terms, _)| !terms.is_empty()).map(one).collect()
+}
+
+/// A number of each token, by microbatch.
+type Terms = BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>;
+
+struct OfLargest {
+    terms: Terms,
+    slope: f64,
+}
+
+impl World for OfLargest {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, ..]: [&mut [f64]; 3]) {
+        let Some(terms) = self.terms.get(&tokens.inputs.microbatch) else { return };
+        for ((to, row), &g) in lse.iter_mut().zip(tokens.rows).zip(tokens.g) {
+            if let Some(term) = terms.get(row).filter(|_| g != 0.0) {
+                *to = g * (1.0 + self.slope * term);
+            }
         }
     }
 }

@@ -48,6 +48,11 @@ impl<'e> Divisors<'e> {
         Some(Divisors { evidence, all, declared })
     }
 
+    /// What each microbatch's tokens are declared to be divided by.
+    pub fn declared(&self) -> &[Vec<(Unit, f64)>] {
+        &self.declared
+    }
+
     /// The tokens of each microbatch that this span counts together; none where ranks share tokens.
     pub fn groups(&self, span: &Span) -> Option<Vec<Vec<CountedTogether<'e>>>> {
         let mut other = self.evidence.step.clone();

@@ -20,8 +20,11 @@ const LEFT: f64 = 0.02;
 /// Ends of runs that must all be others, where nothing says what they should have become.
 const ENDS: usize = 4;
 
-/// Each microbatch's labels.
+/// Each microbatch's labels; [`NONE`] of a token whose label's part is missing.
 pub type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
+
+/// No class at all, of a token that counts: a label that no rank takes for one of its own.
+pub const NONE: u32 = IGNORED - 1;
 
 /// The labels that rows of dq show; none where they are no other labels, or not only that.
 pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
@@ -44,12 +47,20 @@ pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
             let (as_declared, at_best) = (nothing + of(own), (nothing + of(best)).max(0.0));
             before += as_declared;
             // What hardly counts shows no label.
-            let read = if at_best <= SHOWN * as_declared { best } else { own };
-            left += if read == best { at_best } else { as_declared };
-            found.get_mut(&key.microbatch)?[plane.rows[at]] = read as u32;
+            let shows = |left: f64| left <= SHOWN * as_declared;
+            let (read, least) = match (shows(nothing), shows(at_best)) {
+                (true, _) if nothing <= at_best => (NONE, nothing),
+                (_, true) => (best as u32, at_best),
+                _ => (own as u32, as_declared),
+            };
+            left += least;
+            found.get_mut(&key.microbatch)?[plane.rows[at]] = read;
         }
     }
-    let changed = evidence.inputs.iter().any(|one| found[&one.microbatch] != one.labels);
+    let other =
+        evidence.inputs.iter().flat_map(|one| found[&one.microbatch].iter().zip(&one.labels));
+    // Labels that are missing alone are another fault's.
+    let changed = other.clone().any(|(read, own)| read != own && *read != NONE);
     (changed && left <= LEFT * before).then_some(found)
 }
 

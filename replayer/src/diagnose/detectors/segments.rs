@@ -1,13 +1,19 @@
 //! Pieces of a sum over ranks that hold other addends than the rest: a bucket that was not
-//! reduced, was reduced twice, or was averaged where the others were summed.
+//! reduced, was reduced twice, or was averaged where the others were summed. Where ranks' own sums
+//! are its addends, a piece may also lack some of their microbatches: what these add is then known
+//! as the reference has it, and not as it was recorded.
 
 use std::ops::Range;
 
-use super::addends::{Addend, Part, Summed, fitted};
+use backtape::nan::larger;
+
+use super::addends::{Addend, Part, Summed, fitted, reference_parts};
 use super::direct::distance;
+use super::solve::multiples;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
+use crate::replay::world::{At, Expectation, World};
 
 /// An element is another when it is off by so many of its roundings.
 const ROUNDINGS: f64 = 4.0;
@@ -21,6 +27,11 @@ const PIECES: usize = 6;
 const REST: usize = 50;
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 0.01;
+/// How far a weight may be from a whole number.
+const WHOLE: f64 = 0.05;
+/// What one microbatch's part of an element may have more of the rounding than a rank's sum has on
+/// average.
+const MARGIN: f64 = 4.0;
 
 /// A sum of which pieces hold their addends otherwise.
 pub struct Segments {
@@ -30,6 +41,8 @@ pub struct Segments {
     pub key: Key,
     columns: usize,
     values: Vec<f64>,
+    /// Variance of each element in a piece for what is known of the reference alone.
+    noise: f64,
 }
 
 /// Every failing sum over ranks of which some pieces, but not all of it, are solved.
@@ -58,9 +71,10 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
             Some(run) if at - run.end <= gap => run.end = at + 1,
             _ => runs.push(at..at + 1),
         }
-        if runs.len() > PIECES {
-            return None;
-        }
+    }
+    // Where an addend adds next to nothing its absence does not show: many runs may be one piece.
+    if let (true, Some(first), Some(last)) = (runs.len() > PIECES, runs.first(), runs.last()) {
+        runs = std::iter::once(first.start..last.end).collect();
     }
     // Rows that hold nothing, as those of padding, are no rest that agrees.
     let filled = (0..elements).filter(|&at| wide[at] != 0.0).count();
@@ -70,20 +84,90 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         return None;
     }
     let mut values = wide.clone();
-    let mut of = Vec::new();
+    let (mut of, mut noise, mut finer) = (Vec::new(), 0.0, None);
     for run in runs {
         let own: Vec<Part> =
             parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
-        let (addends, scale) = fitted(evidence, &own, &captured.values[run.clone()])?;
-        for (i, at) in run.clone().enumerate() {
-            let held = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
-            values[at] = scale * held.sum::<f64>();
+        let held = fitted(evidence, &own, &captured.values[run.clone()]);
+        if let Some((addends, scale)) = held {
+            for (i, at) in run.clone().enumerate() {
+                let held = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
+                values[at] = scale * held.sum::<f64>();
+            }
+            of.push((run, addends, scale));
+            continue;
         }
-        of.push((run, addends, scale));
+        let finer = finer.get_or_insert_with(|| Finer::of(evidence, &sum)).as_ref()?;
+        let (addends, more) = finer.fitted(&run, &captured.values, &wide)?;
+        run.clone().zip(more).for_each(|(at, more)| values[at] = wide[at] + more);
+        noise = finer.noise;
+        of.push((run, addends, 1.0));
     }
     let off = |of: &[f64]| distance(&captured.values, of);
     let explains = off(&values) <= LEFT * off(&wide);
-    explains.then_some(Segments { of, key, columns: captured.columns, values })
+    explains.then_some(Segments { of, key, columns: captured.columns, values, noise })
+}
+
+/// What each microbatch of each rank should add, where ranks' sums over microbatches were recorded.
+struct Finer {
+    parts: Vec<Part>,
+    /// Variance of an element of a rank's sum.
+    noise: f64,
+}
+
+impl Finer {
+    fn of(evidence: &Evidence<'_>, sum: &Summed) -> Option<Finer> {
+        let summed = sum.parts.iter().all(|(of, _)| of.microbatch.is_none());
+        let parts = reference_parts(evidence).filter(|_| summed && evidence.microbatches() > 1)?;
+        let all = evidence.residuals.iter().filter(|(key, _)| key.stage == Stage::Accumulate);
+        let noise = all.map(|(_, of)| of.floor / (of.elements as f64).max(1.0)).fold(0.0, larger);
+        let same = parts.iter().all(|(_, x)| x.len() == sum.captured.values.len());
+        (same && !evidence.spend(parts.len().pow(2) * sum.captured.values.len()))
+            .then_some(Finer { parts, noise: noise * MARGIN })
+    }
+
+    /// How often a piece holds each, and what it holds more than the whole sum, element by element.
+    fn fitted(
+        &self,
+        run: &Range<usize>,
+        captured: &[f64],
+        wide: &[f64],
+    ) -> Option<(Vec<Addend>, Vec<f64>)> {
+        let more: Vec<f64> = run.clone().map(|at| captured[at] - wide[at]).collect();
+        let own: Vec<&[f64]> = self.parts.iter().map(|(_, x)| &x[run.clone()]).collect();
+        let weights = multiples(&own, &more)?;
+        let whole = |x: &f64| (x - x.round()).abs() < WHOLE && x.round().abs() <= 1.0;
+        if !weights.iter().all(whole) || weights.iter().all(|x| x.round() == 0.0) {
+            return None;
+        }
+        let of = |(weight, (of, _)): (&f64, &Part)| Addend {
+            weight: 1.0 + weight.round(),
+            ..of.clone()
+        };
+        let addends = weights.iter().zip(&self.parts).map(of).collect();
+        let held = |i: usize| weights.iter().zip(&own).map(|(w, x)| w.round() * x[i]).sum();
+        Some((addends, (0..more.len()).map(held).collect()))
+    }
+}
+
+/// A sum of which pieces hold other addends: the piece's elements are what they are, as far as
+/// rounding lets them be known.
+struct Pieces {
+    instead: Instead,
+    key: Key,
+    rows: Vec<Range<usize>>,
+    noise: f64,
+}
+
+impl World for Pieces {
+    fn expected(&self, of: &mut Expectation<'_>) {
+        self.instead.expected(of);
+    }
+
+    fn noise(&self, at: At, row: usize, _column: usize) -> f64 {
+        let own = at.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
+        if own { self.noise } else { 0.0 }
+    }
 }
 
 impl Segments {
@@ -119,8 +203,14 @@ impl Segments {
     }
 
     /// The sum with them.
-    pub fn world(&self) -> Instead {
-        let rows = self.values.chunks(self.columns.max(1)).map(<[f64]>::to_vec).enumerate();
-        Instead::default().rows(self.key, rows)
+    pub fn world(&self) -> impl World + 'static {
+        let columns = self.columns.max(1);
+        let rows = self.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
+        let instead = Instead::default().rows(self.key, rows);
+        let rows = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
+            run.start / columns..run.end.div_ceil(columns)
+        };
+        let rows = self.of.iter().map(rows).collect();
+        Pieces { instead, key: self.key, rows, noise: self.noise }
     }
 }

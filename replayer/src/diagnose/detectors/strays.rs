@@ -42,6 +42,8 @@ pub struct Strays {
     rounded: Option<Precision>,
     /// Upstream gradients of tokens that do not count, where the softmax part takes them.
     pub upstream: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
+    /// Stages in which nothing of this stands.
+    pub not_in: Vec<Stage>,
 }
 
 impl Strays {
@@ -86,6 +88,10 @@ impl Strays {
 }
 
 impl World for Strays {
+    fn speaks_of(&self, stage: Stage) -> bool {
+        !self.not_in.contains(&stage)
+    }
+
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         for (&t, &x) in self.upstream.get(&inputs.microbatch).into_iter().flatten() {
             g[t] = x;

@@ -64,7 +64,12 @@ impl<'a> Tokens<'a> {
         for inputs in evidence.inputs.iter().filter(|_| judged) {
             let Some(head) = inputs.head(evidence.step) else { continue };
             let counted = |&t: &usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
-            let all: Vec<usize> = (0..inputs.tokens()).filter(counted).collect();
+            let shown = evidence.rows.as_ref().and_then(|rows| rows.tokens.get(&inputs.microbatch));
+            let all: Vec<usize> = match shown {
+                // Where something is wrong in some places alone, these are shown.
+                Some(shown) => shown.iter().copied().filter(counted).collect(),
+                None => (0..inputs.tokens()).filter(counted).collect(),
+            };
             let step = all.len().div_ceil(per).max(1);
             let looked = Looked::of(head, backward);
             if evidence.spend(looked.work() * per.min(all.len())) {

@@ -25,6 +25,9 @@ pub const SCALED: [Stage; 12] = [
     Stage::Reduce,
 ];
 
+/// The gradients among them, and their sums.
+pub const BACKWARD: &[Stage] = SCALED.split_at(2).1;
+
 /// Whether a measured factor is about this one.
 pub fn is_near(found: f64, wanted: f64) -> bool {
     (found - wanted).abs() <= NEAR * wanted.abs()

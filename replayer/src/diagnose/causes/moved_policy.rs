@@ -1,0 +1,155 @@
+//! Advantages, or log-probabilities of the old or the reference policy, that are taken of other
+//! tokens: of neighbours, or of other sequences than the token's own.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+use backtape::role::Role;
+
+use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::detectors::extents::{Extent, known};
+use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::head::{MicrobatchInputs, Stage};
+use crate::replay::world::World;
+
+/// Places that a column may be off by.
+const MOVES: [isize; 2] = [1, -1];
+
+/// One column of a policy loss, as tokens of other places have it.
+struct Moved {
+    of: Role,
+    /// The token whose value each takes, none for 0.
+    from: From,
+}
+
+/// Where each token's value is taken, by microbatch.
+type From = BTreeMap<Option<Microbatch>, Vec<Option<usize>>>;
+
+impl World for Moved {
+    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        let Some(from) = self.from.get(&inputs.microbatch).filter(|_| of == self.of) else {
+            return;
+        };
+        let own = values.to_vec();
+        for (to, from) in values.iter_mut().zip(from) {
+            *to = from.map_or(0.0, |from| own[from]);
+        }
+    }
+}
+
+/// Every column in every other place, where the step has a policy loss that is not right.
+pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let stages = [&GRADIENTS[..], &[Stage::Loss, Stage::Dlogprobs]].concat();
+    if !evidence.step.is_policy_loss() || !evidence.fails_any(&stages) {
+        return Vec::new();
+    }
+    let held = |role: &Role| evidence.step.tensors.values().any(|info| info.role == Some(*role));
+    let columns = [Role::Advantages, Role::OldLogprobs, Role::RefLogprobs];
+    let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+    let mut found = Vec::new();
+    for of in columns.into_iter().filter(held) {
+        for kind in 0..kinds {
+            for by in MOVES {
+                found.extend(neighbours(evidence, of, (kind, by, true)));
+                found.extend(neighbours(evidence, of, (kind, by, false)));
+            }
+            for order in Order::ALL {
+                found.extend(sequences(evidence, of, (kind, order)));
+            }
+        }
+    }
+    found
+}
+
+fn hypothesis(of: Role, from: From, words: String) -> Hypothesis {
+    let column = of.name().replace('_', " ");
+    let words = format!("with the {column} of {words}");
+    Hypothesis::new(Moved { of, from }, vec![("each token counts", words)])
+}
+
+/// Those of the token before or after.
+fn neighbours(
+    evidence: &Evidence<'_>,
+    of: Role,
+    (kind, by, around): (usize, isize, bool),
+) -> Option<Hypothesis> {
+    let (mut from, mut name) = (From::new(), String::new());
+    for one in evidence.inputs {
+        let (n, extent) = (one.tokens(), known(evidence.step, one).into_iter().nth(kind)?);
+        let places = match around {
+            true => extent.rolled(n, by).into_iter().map(Some).collect(),
+            false => extent.shifted(n, by),
+        };
+        from.insert(one.microbatch, places);
+        name = extent.name;
+    }
+    let ends = if around { "around the end" } else { "none beyond the end" };
+    let next = if by > 0 { "after" } else { "before" };
+    Some(hypothesis(of, from, format!("the token {next} it in {name}, {ends}")))
+}
+
+/// Which sequence's values a token takes of those that lie together.
+#[derive(Clone, Copy)]
+enum Order {
+    /// Values of sequences were repeated one after the other, where each was to be repeated for
+    /// its own tokens.
+    Tiled,
+    /// Those of the sequence before.
+    Before,
+    /// Those of the sequence after.
+    After,
+    /// In the other direction.
+    Reversed,
+}
+
+impl Order {
+    const ALL: [Order; 4] = [Order::Tiled, Order::Before, Order::After, Order::Reversed];
+
+    fn words(self) -> &'static str {
+        match self {
+            Order::Tiled => "the sequences one after the other, token by token",
+            Order::Before => "the sequence before its own",
+            Order::After => "the sequence after its own",
+            Order::Reversed => "the sequence that lies as far from the other end",
+        }
+    }
+
+    /// The token of a run of sequences that stands for another.
+    fn from(self, at: usize, [sequences, length]: [usize; 2]) -> usize {
+        let (own, inside) = (at / length, at % length);
+        let of = |sequence: usize| sequence % sequences * length + inside;
+        match self {
+            Order::Tiled => (at % sequences) * length,
+            Order::Before => of(own + sequences - 1),
+            Order::After => of(own + 1),
+            Order::Reversed => of(sequences - 1 - own),
+        }
+    }
+}
+
+/// Those of other sequences of the same run; `None` where runs are not whole sequences, or hold
+/// one alone.
+fn sequences(
+    evidence: &Evidence<'_>,
+    of: Role,
+    (kind, order): (usize, Order),
+) -> Option<Hypothesis> {
+    let (mut from, mut name) = (From::new(), String::new());
+    for one in evidence.inputs {
+        let length = one.sequence.max(1);
+        let Extent { name: of_runs, runs } = known(evidence.step, one).into_iter().nth(kind)?;
+        let mut places: Vec<Option<usize>> = vec![None; one.tokens()];
+        for run in &runs {
+            if run.len() % length != 0 || run.len() < 2 * length {
+                return None;
+            }
+            let shape = [run.len() / length, length];
+            for (at, &t) in run.iter().enumerate() {
+                places[t] = Some(run[order.from(at, shape)]);
+            }
+        }
+        from.insert(one.microbatch, places);
+        name = of_runs;
+    }
+    Some(hypothesis(of, from, format!("{} of {name}", order.words())))
+}
