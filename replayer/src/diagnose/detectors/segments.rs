@@ -8,7 +8,7 @@ use std::ops::Range;
 use backtape::nan::larger;
 
 use super::addends::{Addend, Part, Summed, fitted, reference_parts};
-use super::direct::distance;
+use super::direct::{distance, dot, energy};
 use super::solve::multiples;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
@@ -88,12 +88,18 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
     for run in runs {
         let own: Vec<Part> =
             parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
-        let held = fitted(evidence, &own, &captured.values[run.clone()]);
-        if let Some((addends, scale)) = held {
-            for (i, at) in run.clone().enumerate() {
+        let here = &captured.values[run.clone()];
+        let held = fitted(evidence, &own, here).and_then(|(addends, scale)| {
+            let of = |i: usize| {
                 let held = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
-                values[at] = scale * held.sum::<f64>();
-            }
+                scale * held.sum::<f64>()
+            };
+            let held: Vec<f64> = (0..here.len()).map(of).collect();
+            let explains = distance(here, &held) <= LEFT * distance(here, &wide[run.clone()]);
+            explains.then_some((addends, scale, held))
+        });
+        if let Some((addends, scale, held)) = held {
+            values[run.clone()].copy_from_slice(&held);
             of.push((run, addends, scale));
             continue;
         }
@@ -118,7 +124,14 @@ struct Finer {
 impl Finer {
     fn of(evidence: &Evidence<'_>, sum: &Summed) -> Option<Finer> {
         let summed = sum.parts.iter().all(|(of, _)| of.microbatch.is_none());
-        let parts = reference_parts(evidence).filter(|_| summed && evidence.microbatches() > 1)?;
+        let parts = reference_parts(evidence).filter(|_| summed && evidence.microbatches() > 1);
+        let mut parts = parts?;
+        // Ranks may be averaged: together they are what the whole sum is.
+        let wide = sum.total();
+        let all = |at: usize| parts.iter().map(|(_, x)| x.get(at).copied().unwrap_or(0.0)).sum();
+        let all: Vec<f64> = (0..wide.len()).map(all).collect();
+        let scale = dot(&wide, &all) / energy(&all);
+        parts.iter_mut().for_each(|(_, x)| x.iter_mut().for_each(|x| *x *= scale));
         let all = evidence.residuals.iter().filter(|(key, _)| key.stage == Stage::Accumulate);
         let noise = all.map(|(_, of)| of.floor / (of.elements as f64).max(1.0)).fold(0.0, larger);
         let same = parts.iter().all(|(_, x)| x.len() == sum.captured.values.len());
