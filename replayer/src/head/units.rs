@@ -173,9 +173,8 @@ impl HeadStep<'_> {
         let mut adding = self.tensors[key].shards.iter().map(|at| self.dump.record(at).rank);
         let joined = |rank: &Rank| units.iter().any(|unit| unit.ranks.contains(rank));
         // On a mesh of several axes a rank may have added for others that recorded nothing.
-        let axes = self.dump.manifest.mesh.0.iter().filter(|(_, size)| *size > 1).count();
         let silent = units.iter().any(|unit| self.holds(key, unit) == Held::Nothing);
-        let told = axes < 2 || !silent;
+        let told = self.dump.manifest.mesh.0.len() < 2 || !silent;
         told && units.iter().all(held) && adding.all(|rank| known.contains(&rank) || joined(&rank))
     }
 

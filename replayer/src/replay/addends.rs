@@ -60,7 +60,12 @@ impl Sum {
     /// What was added, with the last dimension as columns.
     pub(super) fn added(self) -> Added {
         let Sum { total, squares, storage, count, .. } = self;
-        Added { cols: self.shape.last().map_or(1, |&n| n as usize), total, storage, squares, count }
+        // A gradient of the bias has one number a class.
+        let cols = match self.shape[..] {
+            [.., _, columns] => columns as usize,
+            _ => 1,
+        };
+        Added { cols, total, storage, squares, count }
     }
 
     pub(crate) fn new(shape: &[u64]) -> Sum {
@@ -85,7 +90,7 @@ impl Sum {
 
     /// The addends of a gradient of k as they are, whatever the reduction over ranks makes of them:
     /// together they are the gradient of all tokens.
-    pub(super) fn of_addends(step: &HeadStep<'_>, key: &TensorKey) -> Result<Sum, StepError> {
+    pub(crate) fn of_addends(step: &HeadStep<'_>, key: &TensorKey) -> Result<Sum, StepError> {
         let mut sum = Sum::new(&step.tensors[key].shape);
         sum.add_of(step, key, &assemble::holders(step.dump, key))?;
         Ok(sum)

@@ -38,6 +38,7 @@ pub mod rank_mean_vs_sum;
 pub mod replica_divergence;
 pub mod silent_corruption;
 pub mod smoothing_mismatch;
+mod smoothing_parts;
 pub mod softcap_mismatch;
 pub mod stride_ignored;
 pub mod sync_wrong_microbatch;

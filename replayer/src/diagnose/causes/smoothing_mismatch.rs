@@ -8,16 +8,16 @@
 //! how often each of its two parts is there; the axes of the mesh say how many ranks may have
 //! cut the vocabulary.
 //! Emulation: the other smoothing; forward and backward are judged apart. Also ε spread over
-//! the padding's columns, with the entries that these then have, or without.
+//! the padding's columns, with the entries that these then have, or without; and how often each part
+//! is there, solved for, and held against what another number of classes makes of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::Arc;
 
 use backtape::head::SmoothingFormula;
 use backtape::identity::Microbatch;
 
-use super::over_padding;
+use super::{over_padding, smoothing_parts};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK};
@@ -73,7 +73,7 @@ impl Cause for SmoothingMismatch {
                 found.extend(part.hypotheses(evidence));
             }
             found.extend(local(evidence));
-            found.extend(Share::hypotheses(evidence));
+            found.extend(smoothing_parts::hypotheses(evidence));
             found.extend(over_padding::hypotheses(evidence));
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
@@ -135,7 +135,7 @@ fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 }
 
 /// How many ranks may have cut the vocabulary.
-fn cuts(evidence: &Evidence<'_>) -> BTreeSet<usize> {
+pub(super) fn cuts(evidence: &Evidence<'_>) -> BTreeSet<usize> {
     let manifest = &evidence.step.dump.manifest;
     let sizes = manifest.mesh.0.iter().map(|(_, size)| *size).chain([manifest.world_size]);
     sizes.map(|size| size as usize).filter(|&n| n > 1).collect()
@@ -171,10 +171,10 @@ impl Local {
 }
 
 /// Mean of all logits and of those of some classes, of each token, by microbatch.
-type Means = BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>;
+pub(super) type Means = BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>;
 
 /// Those that a loss needs; `None` where that is too much to work out.
-fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
+pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
     let mut found = Means::new();
     for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
         let direct = Direct::new(evidence, inputs)?;
@@ -189,62 +189,6 @@ fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
         found.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
     }
     Some(found)
-}
-
-/// ε/K of every class so many times, in the loss and in all that follows from it: ε divided by
-/// another number of classes than it is spread over.
-struct Share {
-    times: f64,
-    /// Declared share of the target that is spread.
-    spread: f64,
-    means: Arc<Means>,
-}
-
-impl Share {
-    fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let Some(head) = evidence.inputs.iter().find_map(|one| one.head(evidence.step)) else {
-            return Vec::new();
-        };
-        let (rows, valid) = (head.k.rows, head.valid_vocab);
-        let spread = evidence.step.options.smoothing(valid);
-        let Some(means) = means(evidence, 0..valid).map(Arc::new) else { return Vec::new() };
-        let of = move |times: f64| Share { times, spread, means: means.clone() };
-        let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
-        let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
-        let fitted = linear(evidence, &stages, (1.0, 0.5), &world).unwrap_or_default();
-        let padded = valid as f64 / rows as f64;
-        let one = |times: f64| {
-            let over_all = rows > valid && (times - padded).abs() <= NEAR * padded;
-            let times = if over_all { padded } else { times };
-            let words = format!("{} times {}", shown(times), Part::Spread.words());
-            let mut parameters = vec![("instead, in loss and gradients", words)];
-            if over_all {
-                let columns = format!("{rows} columns, and spread over {valid}");
-                parameters.push(("ε is divided by", columns));
-            }
-            Hypothesis::new(of(times), parameters).fitted(usize::from(!over_all))
-        };
-        fitted.into_iter().filter(|x| x.abs() > NONE).map(one).collect()
-    }
-}
-
-impl World for Share {
-    fn cotangents(&self, _tokens: &UnitTokens<'_>, [lse, _, smooth]: [&mut [f64]; 3]) {
-        // The softmax part counts as often as all shares of the target together.
-        let all = 1.0 + (self.times - 1.0) * self.spread;
-        lse.iter_mut().for_each(|to| *to *= all);
-        smooth.iter_mut().for_each(|to| *to *= self.times);
-    }
-
-    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
-        let more = (self.times - 1.0) * self.spread;
-        if let Some(means) = self.means.get(&inputs.microbatch) {
-            for ((nll, [all, _]), lse) in nll.iter_mut().zip(means).zip(read.lse.0) {
-                *nll += more * (lse - all);
-            }
-        }
-        Vec::new()
-    }
 }
 
 impl World for Local {

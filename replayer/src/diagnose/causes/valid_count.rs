@@ -1,6 +1,6 @@
 //! `valid-count`: the loss was divided by another count than the declared one: all tokens
 //! for those that are not ignored, a count taken before the labels were shifted, the sum
-//! of the weights, or by nothing.
+//! of the weights, one rank's count for all, or by nothing.
 //!
 //! Detectors: D6, the factor of every comparison is the ratio of the two counts.
 //! Emulation: the other count.
@@ -10,11 +10,12 @@ use std::collections::BTreeMap;
 use backtape::head::{Ranks, Scope, Span};
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::declarations::read;
 use crate::diagnose::detectors::divisors::{Divisors, sums};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Count, Counted, Whose};
-use crate::head::Stage;
 use crate::head::units::CountedTogether;
+use crate::head::{MicrobatchInputs, Stage};
 
 /// The catalogue's entry.
 pub struct ValidCount;
@@ -61,6 +62,7 @@ impl Cause for ValidCount {
             }
         }
         found.extend(counts_of_one(&divisors, declared, &sums));
+        found.extend(first_labels(evidence, &divisors, &sums));
         found
     }
 }
@@ -84,6 +86,33 @@ fn divided_by(
     ];
     parameters.extend(world.whose.words().map(|words| ("of which", words.to_string())));
     Some(Hypothesis::new(world, parameters))
+}
+
+/// Tokens counted before the labels were shifted, where the recorded labels are shifted: the first
+/// label of a sequence counted as well, and of how many it was one to count is not recorded.
+fn first_labels(
+    evidence: &Evidence<'_>,
+    divisors: &Divisors<'_>,
+    sums: &BTreeMap<Stage, f64>,
+) -> Option<Hypothesis> {
+    let options = &evidence.step.options;
+    let is_valid = Count::declared(options) == Some(Count::Valid);
+    let number = read::denominator(evidence).filter(|_| is_valid)?;
+    let valid = divisors.declared().first()?.first()?.1;
+    let sequences = |one: &MicrobatchInputs| one.tokens().div_ceil(one.sequence.max(1));
+    let sequences: usize = evidence.inputs.iter().map(sequences).sum();
+    let more = number - valid;
+    if more.fract() != 0.0 || more < 1.0 || more > sequences as f64 {
+        return None;
+    }
+    let (span, sums, means) = (options.scope.clone(), sums.clone(), number / valid);
+    let world = Counted { count: Count::Valid, span, whose: Whose::Own, means, sums };
+    let parameters = vec![
+        ("declared", Count::Valid.words().to_string()),
+        ("divided by", format!("{number}, {}", Count::ValidBeforeShift.words())),
+        ("counted as well", format!("the first labels of {more} of {sequences} sequences")),
+    ];
+    Some(Hypothesis::new(world, parameters).fitted(1))
 }
 
 /// A count of each rank's own tokens, of which one stands for all: the largest where counts were

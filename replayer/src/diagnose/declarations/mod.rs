@@ -12,7 +12,7 @@
 
 mod options;
 pub(super) mod policy;
-mod read;
+pub(super) mod read;
 
 use std::collections::BTreeSet;
 

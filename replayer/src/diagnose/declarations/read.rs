@@ -32,7 +32,7 @@ pub(super) fn power_of_two(factor: f64) -> Option<f64> {
 
 /// The number that every loss was divided by, where one factor is all of it: a whole number
 /// where one is near.
-pub(super) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
+pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
     let factor = one_factor(evidence)?;
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let mut declared = Vec::new();

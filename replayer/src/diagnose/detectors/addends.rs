@@ -179,14 +179,20 @@ pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
     }
 }
 
+/// Whether what a rank holds is part of a sum: one over microbatches is each rank's own; one over
+/// ranks may have versions. Tokens of no rank are all ranks'.
+pub fn adds_to(sum: Key, rank: Option<Rank>) -> bool {
+    let own = sum.rank.filter(|_| sum.stage == Stage::Accumulate);
+    own.is_none() || rank.is_none() || rank == own
+}
+
 /// What the addends of a sum that is not right should be, where none was recorded: those of its
 /// rank, where each rank has a sum of its own. A sum over ranks may have versions of ranks.
 pub fn unrecorded(evidence: &Evidence<'_>, key: Key) -> Option<Vec<addends::Read>> {
     if evidence.step.options.transposed() {
         return None;
     }
-    let own = key.rank.filter(|_| key.stage == Stage::Accumulate);
-    let of_rank = |of: &&addends::Read| own.is_none() || of.1 == own;
+    let of_rank = |of: &&addends::Read| adds_to(key, of.1);
     let own: Vec<_> = evidence.outcome.unrecorded.iter().filter(of_rank).cloned().collect();
     (!own.is_empty()).then_some(own)
 }

@@ -67,6 +67,10 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
                     step.oriented(key, Some(&ranks)).ok()?
                 }
                 (None, None) if alone.is_some() => step.oriented(key, None).ok()?,
+                // One over all tokens, of the ranks' addends or of the only rank's.
+                (None, Some(_)) if alone.is_some() => {
+                    return summed(of.stage, Sum::of_addends(step, key).ok()?.oriented(step, key));
+                }
                 (Some(rank), Some(_)) => step.addend(key, &[rank]).ok()?,
                 _ => step.assemble(key).ok()?,
             }

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use backtape::identity::Microbatch;
 
-use super::addends::divisor;
+use super::addends::{adds_to, divisor};
 use super::counted::in_words;
 use super::direct::{distance, energy};
 use super::plane::Rows;
@@ -121,9 +121,7 @@ impl Tokens {
         let [mut entries, mut whole, mut q] = [(); 3].map(|()| Vec::new());
         let (mut classes, mut width) = (0, 0);
         let units = evidence.units().iter();
-        // A sum over microbatches is each rank's own; one over ranks may have versions.
-        let own = key.rank.filter(|_| key.stage == Stage::Accumulate);
-        for unit in units.filter(|unit| own.is_none() || unit.rank == own) {
+        for unit in units.filter(|unit| adds_to(key, unit.rank)) {
             let plane = evidence.plane_of(unit.microbatch, unit.rank)?;
             let all = plane.entries().values;
             entries.extend(match of {

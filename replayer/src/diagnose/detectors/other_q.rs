@@ -6,7 +6,7 @@
 
 use backtape::identity::Microbatch;
 
-use super::addends::divisor;
+use super::addends::{adds_to, divisor};
 use super::direct::{Direct, distance, energy};
 use super::gradient::Gradient;
 use super::plane::Rows;
@@ -69,8 +69,7 @@ pub fn of_other_q_in_sums(evidence: &Evidence<'_>) -> Option<(Instead, Vec<Strin
 
 /// A sum as products of one unit's entries with the q of one of its rank's units, each entry once.
 fn sum_of_pairs(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, Vec<String>)> {
-    let own = key.rank.filter(|_| key.stage == Stage::Accumulate);
-    let units = evidence.units().iter().filter(|unit| own.is_none() || unit.rank == own);
+    let units = evidence.units().iter().filter(|unit| adds_to(key, unit.rank));
     let plane = |unit: &'_ UnitState| {
         let plane = evidence.plane_of(unit.microbatch, unit.rank)?;
         Some((unit.microbatch, unit.rank, plane))

@@ -1,0 +1,177 @@
+"""Counts, parts and places that one rank, one microbatch or one piece has otherwise, solved for and named.
+
+Goal: a count, a share of the loss or a place that a kernel takes of elsewhere is told from the data, and the right job
+agrees. Method: the head of numpy_head.py, spoilt as one kernel would. BACKTAPE_SEED draws another job.
+"""
+
+import numpy as np
+import pytest
+
+import backtape
+from named import named
+from numpy_head import IGNORED, SEED, Job
+
+GRADIENTS = ("loss", "dq", "dk", "dbias")
+IN_SUMS = ("lse", "loss", "dq")
+
+
+def times(factor):
+    """What all places give, so many times."""
+
+    def spoilt(given):
+        for own in given.values():
+            own.update({name: own[name] * factor for name in GRADIENTS})
+
+    return spoilt
+
+
+def test_the_largest_of_the_ranks_counts_that_divides_all_is_named(tmp_path):
+    job = Job(ranks=3, microbatches=1)
+    job.labels[0, 0][:, : job.half] = IGNORED
+    job.labels[0, 1][:, : int(job.rng.integers(2, job.half))] = IGNORED
+    job.valid = sum(job.counts().values())
+    told = named(job.recorded(tmp_path, spoilt=times(job.valid / max(job.counts().values()))), "valid-count")
+    assert told["of which"] == "the largest of these counts, for all", told
+
+
+def test_a_count_from_before_the_shift_is_named_though_some_first_labels_did_not_count(tmp_path):
+    job = Job()
+    more = int(job.rng.integers(2, job.sequences * len(job.q)))
+    told = named(job.recorded(tmp_path, spoilt=times(job.valid / (job.valid + more))), "valid-count")
+    assert told["counted as well"].startswith(f"the first labels of {more} of "), told
+
+
+def test_q_of_other_microbatches_in_a_dk_that_is_a_sum_alone_is_named(tmp_path):
+    job = Job(microbatches=3)
+
+    def spoilt(given):
+        for (mb, rank), own in given.items():
+            q = job.q[{0: 2, 2: 0}.get(mb, mb), rank].astype(np.float64).reshape(-1, job.depth)
+            own["dk"] = own["entries"].T @ q
+
+    told = named(job.recorded(tmp_path, IN_SUMS, spoilt, "pre_reduce"), "buffer-overwritten")
+    assert "dlogits of microbatch 0 meet q of microbatch 2" in told["tensor"], told
+
+
+def test_tokens_that_a_sum_of_the_only_rank_lacks_are_named(tmp_path):
+    job = Job(ranks=1)
+    last = slice(job.labels[0, 0].size - int(job.rng.integers(4, 8)), None)
+
+    def spoilt(given):
+        for at, own in given.items():
+            q = job.q[at].astype(np.float64).reshape(-1, job.depth)
+            own["dk"] = own["dk"] - own["entries"][last].T @ q[last]
+
+    told = named(job.recorded(tmp_path, IN_SUMS, spoilt, "pre_reduce"), "block-miscounted")
+    assert told["of"] == "the sums of dk", told
+
+
+def test_labels_that_are_off_in_one_part_of_the_vocabulary_are_told_by_the_part(tmp_path):
+    job = Job()
+    cut = job.classes // 4
+
+    def spoilt(given):
+        for at in given:
+            labels = job.labels[at]
+            given[at] = job.of(at, labels=np.where(labels >= cut, labels + 1, labels))
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "other-labels")["labels"]
+    low, high = told.removeprefix("+1 for labels ").split(" to ")
+    assert cut <= int(low) < int(high), told
+
+
+@pytest.mark.parametrize("placed", ["sum", "mean"])
+def test_a_bucket_that_was_reduced_before_one_rank_had_added_its_last_microbatch_is_named(tmp_path, placed):
+    job = Job(ranks=3)
+    half = job.classes // 2
+    late = {}
+
+    def spoilt(given):
+        late["dk"] = given[1, 1]["dk"]
+        if placed == "mean":
+            for own in given.values():
+                own["dk"] = own["dk"] * job.ranks
+
+    def reduced(total):
+        total = total / (job.ranks if placed == "mean" else 1)
+        total[half:] -= late["dk"][half:]
+        return total
+
+    report = job.recorded(tmp_path, IN_SUMS, spoilt, "both", reduced, placement={"data": placed})
+    told = named(report, "partial-not-reduced")
+    assert told["where"] == f"rows {half} to {job.classes - 1}", told
+    assert "rank 1 microbatch 1" not in told["holds"] and "rank 1 microbatch 0" in told["holds"], told
+
+
+def test_a_z_loss_of_the_sum_of_exponentials_without_its_maximum_is_named(tmp_path):
+    job = Job(z_loss=0.02)
+
+    def spoilt(given):
+        for at, own in given.items():
+            rest = job.lse(at) - job.logits(at).max(-1)
+            own.update({name: job.of(at, softmax=1 + 2 * job.z_loss * rest)[name] for name in ("dq", "dk", "dbias")})
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "zloss-mismatch")
+    assert told["the term of the gradient multiplies"] == "lse less the largest logit", told
+
+
+def test_a_z_loss_that_is_the_mean_of_the_microbatches_means_is_named(tmp_path):
+    job = Job(z_loss=0.02, ranks=1)
+    job.labels[0, 0][:, : job.half] = IGNORED
+    job.valid = sum(job.counts().values())
+
+    def spoilt(given):
+        for at, own in given.items():
+            often = job.valid / job.microbatches / job.counts()[at]
+            counts = job.labels[at].reshape(-1) != IGNORED
+            changed = job.of(at, softmax=1 + 2 * job.z_loss * often * job.lse(at))
+            own.update({name: changed[name] for name in ("dq", "dk", "dbias")})
+            own["loss"] = own["loss"] + (often - 1) * job.z_loss * (job.lse(at)[counts] ** 2).sum() / job.valid
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "zloss-mismatch")
+    assert "one microbatch" in told["the z-loss is divided by"], told
+
+
+def test_smoothing_over_a_third_of_the_classes_in_the_spread_is_named_with_their_number(tmp_path):
+    job = Job(epsilon=0.1, ranks=3, axis="tensor")
+
+    def spoilt(given):
+        for at, own in given.items():
+            changed, logits = job.of(at, spread=3.0), job.logits(at)
+            own.update({name: changed[name] for name in ("dq", "dk", "dbias")})
+            counts = job.labels[at].reshape(-1) != IGNORED
+            own["loss"] = own["loss"] - 2 * job.epsilon * logits.mean(-1)[counts].sum() / job.valid
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "smoothing-mismatch")
+    assert told.get("as where K is", "").startswith(f"{job.classes // 3} in place of"), told
+
+
+def test_advantages_of_sequences_that_are_tiled_over_tokens_are_named(tmp_path):
+    rng = np.random.default_rng(SEED)
+    sequences, length, classes = int(rng.integers(4, 7)), int(rng.integers(8, 14)), 120
+    tokens = sequences * length
+    logits = rng.standard_normal((sequences, length, classes)).astype(np.float32)
+    labels = rng.integers(0, classes, (sequences, length)).astype(np.int32)
+    wide = logits.astype(np.float64)
+    lse = np.log(np.exp(wide).sum(-1))
+    logp = np.take_along_axis(wide, labels[..., None], -1)[..., 0] - lse
+    old = np.float32(logp + rng.standard_normal(logp.shape) * 0.05)
+    each = rng.standard_normal(sequences).astype(np.float32)
+    right = np.repeat(each, length).reshape(sequences, length)
+    for words, own in (("right", right), ("tiled", np.tile(each, length).reshape(sequences, length))):
+        ratio = np.exp(logp - old)
+        clipped = np.where(np.where(own > 0, ratio > 1.2, ratio < 0.8), 0, ratio)
+        loss = -np.minimum(ratio * own, np.clip(ratio, 0.8, 1.2) * own).sum() / tokens
+        recorder = backtape.Recorder(tmp_path / words, rank=0, world_size=1, mesh={"data": 1})
+        with recorder.step(0) as tape:
+            tape.head(loss="grpo", path="plain", grpo={"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0})
+            given = {"labels": labels, "logits": logits, "old_logprobs": old, "advantages": right}
+            given |= {"loss": np.float32(loss), "dlogprobs": np.float32(-own * clipped / tokens)}
+            for name, x in given.items():
+                tape.record(name, x)
+        recorder.close()
+        report = backtape.replay(tmp_path / words, step=0)
+        if words == "right":
+            assert report.verdict == "agreed", report
+    told = named(report, "token-weights")["each token counts"]
+    assert told.startswith("with the advantages of the sequences one after the other, token by token"), told
