@@ -50,7 +50,7 @@ impl Cause for TemperatureMismatch {
             for (factor, words) in
                 [(1.0 / scale, "left out"), (scale, "twice"), (inverse, "by its inverse")]
             {
-                let stages = stages_times(evidence, factor, &BACKWARD);
+                let stages = stages_times(evidence, factor, BACKWARD);
                 if !stages.is_empty() {
                     let parameters = vec![
                         ("factor of the logits", shown(scale)),
