@@ -50,7 +50,7 @@ def test_q_of_other_microbatches_in_a_dk_that_is_a_sum_alone_is_named(tmp_path):
             own["dk"] = own["entries"].T @ q
 
     told = named(job.recorded(tmp_path, IN_SUMS, spoilt, "pre_reduce"), "buffer-overwritten")
-    assert "dlogits of microbatch 0 meet q of microbatch 2" in told["tensor"], told
+    assert "dk multiplies dlogits of microbatch 0 with q of microbatch 2" in told["tensor"], told
 
 
 def test_tokens_that_a_sum_of_the_only_rank_lacks_are_named(tmp_path):
@@ -144,7 +144,7 @@ def test_smoothing_over_a_third_of_the_classes_in_the_spread_is_named_with_their
             own["loss"] = own["loss"] - 2 * job.epsilon * logits.mean(-1)[counts].sum() / job.valid
 
     told = named(job.recorded(tmp_path, spoilt=spoilt), "smoothing-mismatch")
-    assert told.get("as where K is", "").startswith(f"{job.classes // 3} in place of"), told
+    assert told.get("as if the classes were") == f"{job.classes // 3}, not {job.classes}", told
 
 
 def test_advantages_of_sequences_that_are_tiled_over_tokens_are_named(tmp_path):
@@ -175,4 +175,4 @@ def test_advantages_of_sequences_that_are_tiled_over_tokens_are_named(tmp_path):
         if words == "right":
             assert report.verdict == "agreed", report
     told = named(report, "token-weights")["each token counts"]
-    assert told.startswith("with the advantages of the sequences one after the other, token by token"), told
+    assert told.startswith("with the advantages of the sequences in turn, one token each"), told

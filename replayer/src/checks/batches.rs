@@ -6,9 +6,9 @@
 //! Two sequences may be equal by chance, so equality alone is no evidence. Each symbol x
 //! of a sequence is given the probability that the *other* distinct sequences and the
 //! sequence's own beginning make of it (`surprisal.rs`); -Σ log2 P is the surprisal of the
-//! sequence: small for padding, constants, few classes, cycles and stock phrases. A repeat is reported when chance
-//! would give one among N(N-1)/2 pairs with probability below [`FALSE_ALARM`], shared over
-//! the tests of the check.
+//! sequence: small for padding, constants, few classes, cycles and stock phrases. A repeat is
+//! reported when chance would give one among N(N-1)/2 pairs with probability below
+//! [`FALSE_ALARM`], shared over the tests of the check.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -8,49 +8,52 @@
 //!
 //! where c counts what was seen in the other sequences and in the sequence's own beginning.
 //! k goes up to [`ORDER`], so that what nearly goes round is foretold. A symbol that repeats the
-//! one before it, as in padding, has probability 1. An odd symbol costs the more the longer the
-//! contexts are that it breaks, so the sequence has the mean of its probabilities with k up to 1 and
-//! up to all: at most a bit more than the smaller surprisal. A sequence that goes round in one cycle says
-//! nothing: what a batch repeats by itself its peers may repeat as well.
+//! one before it, as in padding, has probability 1.
+//!
+//! An odd symbol costs more after a long context than after a short one. So the probability of a
+//! sequence is the mean of two: one with k up to 1, one with k up to [`ORDER`]. That is at most one
+//! bit more than the smaller of their surprisals.
+//!
+//! A sequence that goes round in one cycle counts as no evidence: what a batch repeats by itself,
+//! other batches may repeat as well.
 
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// The most symbols before one that are looked at.
 const ORDER: usize = 4;
 
-/// What follows what, and how often: by the symbols before (the nearest first), at most
-/// [`ORDER`].
+/// What follows what, and how often. Contexts, and contexts with what follows, are kept as hashes:
+/// there are [`ORDER`] of each for every symbol.
 #[derive(Default)]
 struct Counts {
-    before: HashMap<Context, u64>,
-    pairs: HashMap<(Context, i64), u64>,
+    of: HashMap<u64, u32>,
 }
-
-/// The last symbols, and how many of them count.
-type Context = ([i64; ORDER], usize);
 
 impl Counts {
     fn add(&mut self, before: &[i64], x: i64) {
         for context in contexts(before) {
-            *self.before.entry(context).or_default() += 1;
-            *self.pairs.entry((context, x)).or_default() += 1;
+            *self.of.entry(hash(&context)).or_default() += 1;
+            *self.of.entry(hash(&(context, x))).or_default() += 1;
         }
     }
 
-    fn of(&self, context: &Context, x: i64) -> (u64, u64) {
-        let before = self.before.get(context).copied().unwrap_or(0);
-        (before, self.pairs.get(&(*context, x)).copied().unwrap_or(0))
+    /// How often a context was seen, and how often before this symbol.
+    fn of(&self, context: &[i64], x: i64) -> [f64; 2] {
+        let of = |key: u64| f64::from(self.of.get(&key).copied().unwrap_or(0));
+        [of(hash(&context)), of(hash(&(context, x)))]
     }
 }
 
+fn hash(of: &impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    hasher.finish()
+}
+
 /// The contexts of a symbol with these before it, shortest first.
-fn contexts(before: &[i64]) -> impl Iterator<Item = Context> {
-    (1..=ORDER.min(before.len())).map(move |order| {
-        let mut last = [0; ORDER];
-        let nearest = before.iter().rev().take(order);
-        last.iter_mut().zip(nearest).for_each(|(to, &from)| *to = from);
-        (last, order)
-    })
+fn contexts(before: &[i64]) -> impl Iterator<Item = &[i64]> {
+    (1..=ORDER.min(before.len())).map(|order| &before[before.len() - order..])
 }
 
 /// All distinct sequences.
@@ -87,10 +90,10 @@ impl Stock {
             if before[at - 1] != x {
                 // Of the sequence itself only what lies behind is known.
                 let mut each = contexts(before).scan(share(x), |shorter, context| {
-                    let (all, own) = (self.counts.of(&context, x), own.of(&context, x));
-                    let behind = behind.of(&context, x);
-                    let seen = (all.1 - own.1 + behind.1) as f64;
-                    *shorter = (seen + *shorter) / ((all.0 - own.0 + behind.0) as f64 + 1.0);
+                    let [all, own, behind] =
+                        [&self.counts, &own, &behind].map(|counts| counts.of(context, x));
+                    let [seen, followed] = [0, 1].map(|at| all[at] - own[at] + behind[at]);
+                    *shorter = (followed + *shorter) / (seen + 1.0);
                     Some(*shorter)
                 });
                 let first = each.next().unwrap_or(1.0);
@@ -103,9 +106,18 @@ impl Stock {
     }
 }
 
-/// Whether a sequence is one cycle, at least twice.
+/// Whether a sequence is one cycle, at least twice: whether it begins with more than half of what it
+/// ends with, told from the longest such beginning of each of its parts.
 fn goes_round(sequence: &[i64]) -> bool {
-    (1..=sequence.len() / 2).any(|length| sequence[length..] == sequence[..sequence.len() - length])
+    let mut longest = vec![0; sequence.len()];
+    for at in 1..sequence.len() {
+        let mut same: usize = longest[at - 1];
+        while same > 0 && sequence[at] != sequence[same] {
+            same = longest[same - 1];
+        }
+        longest[at] = same + usize::from(sequence[at] == sequence[same]);
+    }
+    longest.last().is_some_and(|&same| 2 * same >= sequence.len() && same > 0)
 }
 
 #[cfg(test)]
@@ -120,6 +132,8 @@ mod tests {
         let apart: Vec<i64> = (0..40).map(|at| 1 + (at * at * 31 + 17 * at) % 977).collect();
         let stock = Stock::new(&[cycle.clone(), nearly.clone(), apart.clone()]);
         assert_eq!(stock.surprisal(&cycle), 0.0);
+        assert!(goes_round(&[1, 2, 1, 2, 1]) && goes_round(&[5, 5]));
+        assert!(!goes_round(&[1, 2, 3, 1, 2]) && !goes_round(&[5]) && !goes_round(&[]));
         // One symbol in 400 that breaks it; pairs alone would make it some 200 bits.
         assert!(stock.surprisal(&nearly) < 60.0, "{}", stock.surprisal(&nearly));
         assert!(stock.surprisal(&apart) > 200.0, "{}", stock.surprisal(&apart));

@@ -37,7 +37,7 @@ impl World for Relabelled {
     }
 
     fn expected(&self, of: &mut Expectation<'_>) {
-        // Every rank adds a zero.
+        // No rank takes the label for one of its own, so each adds a zero.
         let labels = self.labels.get(&of.at.microbatch);
         let Some(labels) = labels.filter(|_| of.at.stage == Stage::LabelLogits) else { return };
         let missing = of.values.iter_mut().zip(of.rows).filter(|(_, row)| labels[**row] == NONE);

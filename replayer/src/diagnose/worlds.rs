@@ -240,6 +240,16 @@ impl Count {
         Count::One,
     ];
 
+    /// What losses are mostly divided by.
+    pub const USUAL: [Count; 3] = [Count::Valid, Count::All, Count::Weights];
+
+    /// What is declared, and the usual ones, once each.
+    pub fn declared_and_usual(options: &HeadOptions) -> Vec<Count> {
+        let declared = Count::declared(options).filter(|&of| of != Count::One);
+        let others = Count::USUAL.into_iter().filter(|&of| Some(of) != declared);
+        declared.into_iter().chain(others).collect()
+    }
+
     /// What is counted, for the report.
     pub fn words(self) -> &'static str {
         match self {

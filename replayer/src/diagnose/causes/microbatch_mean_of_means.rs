@@ -39,10 +39,7 @@ impl Cause for MicrobatchMeanOfMeans {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let options = &evidence.step.options;
-        let declared = Count::declared(options);
-        let mut counts: Vec<Count> = declared.into_iter().filter(|&of| of != Count::One).collect();
-        let more = [Count::Valid, Count::All, Count::Weights];
-        counts.extend(more.into_iter().filter(|&of| Some(of) != declared));
+        let counts = Count::declared_and_usual(options);
         let Some(divisors) = Divisors::of(evidence) else { return Vec::new() };
         let sums = sums(evidence);
         let mut found = Vec::new();

@@ -91,8 +91,8 @@ fn neighbours(
 /// Which sequence's values a token takes of those that lie together.
 #[derive(Clone, Copy)]
 enum Order {
-    /// Values of sequences were repeated one after the other, where each was to be repeated for
-    /// its own tokens.
+    /// The first token has the first sequence's, the second token the second's, and so on: the
+    /// values were tiled, and not repeated for each sequence's own tokens.
     Tiled,
     /// Those of the sequence before.
     Before,
@@ -107,7 +107,7 @@ impl Order {
 
     fn words(self) -> &'static str {
         match self {
-            Order::Tiled => "the sequences one after the other, token by token",
+            Order::Tiled => "the sequences in turn, one token each",
             Order::Before => "the sequence before its own",
             Order::After => "the sequence after its own",
             Order::Reversed => "the sequence that lies as far from the other end",
@@ -151,5 +151,5 @@ fn sequences(
         from.insert(one.microbatch, places);
         name = of_runs;
     }
-    Some(hypothesis(of, from, format!("{} of {name}", order.words())))
+    Some(hypothesis(of, from, format!("{}, in {name}", order.words())))
 }

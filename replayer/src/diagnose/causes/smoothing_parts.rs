@@ -42,7 +42,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             let near = |(a, b): (&f64, &f64)| (a - b).abs() <= NEAR * (1.0 + b.abs());
             if other.iter().zip(&parts).all(near) && is_off(&other) {
                 let mut parameters = words(&other);
-                parameters.push(("as where K is", format!("{classes} in place of {valid}")));
+                parameters.push(("as if the classes were", format!("{classes}, not {valid}")));
                 // The loss may hold another share of lse than the gradient has of its own.
                 let [_, b, c] = other;
                 let total = [b * (1.0 - spread) + c * spread, b, c];

@@ -61,7 +61,7 @@ impl Cause for ValidCount {
                 found.extend(divided_by(&divisors, &groups, world, declared));
             }
         }
-        found.extend(counts_of_one(&divisors, declared, &sums));
+        found.extend(counts_of_one(evidence, &divisors, &sums));
         found.extend(first_labels(evidence, &divisors, &sums));
         found
     }
@@ -96,7 +96,8 @@ fn first_labels(
     sums: &BTreeMap<Stage, f64>,
 ) -> Option<Hypothesis> {
     let options = &evidence.step.options;
-    let is_valid = Count::declared(options) == Some(Count::Valid);
+    let shifted = options.declared.labels_shifted;
+    let is_valid = shifted && Count::declared(options) == Some(Count::Valid);
     let number = read::denominator(evidence).filter(|_| is_valid)?;
     let valid = divisors.declared().first()?.first()?.1;
     let sequences = |one: &MicrobatchInputs| one.tokens().div_ceil(one.sequence.max(1));
@@ -118,13 +119,12 @@ fn first_labels(
 /// A count of each rank's own tokens, of which one stands for all: the largest where counts were
 /// reduced by their maximum, that of the first rank where it was broadcast.
 fn counts_of_one(
+    evidence: &Evidence<'_>,
     divisors: &Divisors<'_>,
-    declared: Option<Count>,
     sums: &BTreeMap<Stage, f64>,
 ) -> Vec<Hypothesis> {
-    let counts = declared.filter(|count| *count != Count::One).into_iter();
-    let mut counts: Vec<Count> = counts.chain([Count::Valid, Count::All, Count::Weights]).collect();
-    counts.dedup();
+    let declared = Count::declared(&evidence.step.options);
+    let counts = Count::declared_and_usual(&evidence.step.options);
     let mut found = Vec::new();
     let ranks = Span { ranks: Ranks::One, ..Span::from(Scope::Global) };
     for span in [ranks, Scope::Rank.into()] {

@@ -33,7 +33,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         (ranks, w),
         (Scope::Rank.into(), m * w),
     ] {
-        for count in [Count::Valid, Count::All, Count::Weights] {
+        for count in Count::USUAL {
             for means in [1.0, groups] {
                 let (span, sums) = (span.clone(), BTreeMap::new());
                 let words = format!("{}, counted over {span}", count.words());

@@ -121,7 +121,7 @@ fn sum_of_pairs(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, Vec<String>)
         if a != b {
             let name = |at: usize| named(planes[at].0);
             words.push(format!(
-                "dlogits of microbatch {} meet q of microbatch {}",
+                "dk multiplies dlogits of microbatch {} with q of microbatch {}",
                 name(a),
                 name(b)
             ));

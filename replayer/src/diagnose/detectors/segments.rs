@@ -29,8 +29,7 @@ const REST: usize = 50;
 const LEFT: f64 = 0.01;
 /// How far a weight may be from a whole number.
 const WHOLE: f64 = 0.05;
-/// What one microbatch's part of an element may have more of the rounding than a rank's sum has on
-/// average.
+/// How much larger the rounding of one element may be than the mean over a rank's sum.
 const MARGIN: f64 = 4.0;
 
 /// A sum of which pieces hold their addends otherwise.
