@@ -88,16 +88,15 @@ fn divided_by(
     Some(Hypothesis::new(world, parameters))
 }
 
-/// Tokens counted before the labels were shifted, where the recorded labels are shifted: the first
-/// label of a sequence counted as well, and of how many it was one to count is not recorded.
+/// Tokens counted before the labels were shifted, so that the first label of a sequence counted as
+/// well, where it was one to count: shifted labels do not show of how many sequences it was.
 fn first_labels(
     evidence: &Evidence<'_>,
     divisors: &Divisors<'_>,
     sums: &BTreeMap<Stage, f64>,
 ) -> Option<Hypothesis> {
     let options = &evidence.step.options;
-    let shifted = options.declared.labels_shifted;
-    let is_valid = shifted && Count::declared(options) == Some(Count::Valid);
+    let is_valid = Count::declared(options) == Some(Count::Valid);
     let number = read::denominator(evidence).filter(|_| is_valid)?;
     let valid = divisors.declared().first()?.first()?.1;
     let sequences = |one: &MicrobatchInputs| one.tokens().div_ceil(one.sequence.max(1));
