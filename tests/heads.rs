@@ -164,7 +164,7 @@ fn judged(drawn: &Drawn, report: &Report) -> Ended {
 }
 
 fn is_untold(of: &NotChecked) -> bool {
-    of.why.contains("give mesh and placement, which say what is one addend")
+    of.why.contains("give mesh and placement, which say")
 }
 
 /// The verdict on a job that is recorded so, and what was not judged.
