@@ -5,10 +5,12 @@
 //! at most, b the bits of the fraction. A run of r equal elements in one place of two
 //! tensors of n, none a repeat of the one before it, is reported when `n 2^(-r b)` is
 //! below [`FALSE_ALARM`], over the pairs of a step. Rows of two microbatches are compared
-//! whole, and only where their labels differ, and with dq the rows of k that these name: dq
-//! depends on nothing else that equal hidden states leave open. A row of dk may be made by
-//! tokens of one hidden state alone, so where the microbatches share any it is a warning.
+//! whole, as many bits as their columns tell (`columns.rs`), and only where their labels
+//! differ, and with dq the rows of k that these name: dq depends on nothing else that equal
+//! hidden states leave open. A row of dk may be made by tokens of one hidden state alone, so
+//! where the microbatches share any it is a warning.
 
+use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::dtype::Dtype;
@@ -18,6 +20,7 @@ use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
+use super::columns::Columns;
 use super::facts::{Facts, facts};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
@@ -54,11 +57,11 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// Elements in a row of a piece that chance does not make equal.
-fn needed(dtype: Dtype, bytes: &[u8]) -> usize {
+/// Bits of a row of a piece that chance does not make equal.
+fn bits_needed(dtype: Dtype, bytes: &[u8]) -> f64 {
     let elements = bytes.len() / dtype.width();
     let tries = elements.max(1) as f64 * (PAIRS.len() + FRESH.len()) as f64;
-    ((tries / FALSE_ALARM).log2() / f64::from(bits_in_use(dtype, bytes))).ceil() as usize
+    (tries / FALSE_ALARM).log2()
 }
 
 /// Bits of the fraction that some element has: numbers that were narrower before they were stored
@@ -114,7 +117,8 @@ fn equal_runs(
     sources: &[Piece<'_>],
 ) -> Option<(Vec<u64>, u64)> {
     let width = info.dtype.width();
-    let needed = needed(info.dtype, piece.bytes);
+    let used = f64::from(bits_in_use(info.dtype, piece.bytes));
+    let needed = (bits_needed(info.dtype, piece.bytes) / used).ceil() as usize;
     let (mut rows, mut equal) = (Vec::new(), 0u64);
     // Most often both are cut alike.
     let alike = sources.binary_search_by(|other| other.place().cmp(piece.place()));
@@ -200,7 +204,9 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
         if !of_tokens && same_labels(past.2, facts, &piece.ranks) {
             continue;
         }
-        let needed = needed(info.dtype, piece.bytes);
+        let needed = bits_needed(info.dtype, piece.bytes);
+        let columns =
+            LazyCell::new(|| Columns::new(info.dtype, piece, bits_in_use(info.dtype, piece.bytes)));
         let fresh = |row: usize| {
             let token = piece.global_row(row) as usize;
             !of_tokens || past.2.targets.get(token) != facts.targets.get(token)
@@ -208,7 +214,7 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
         let stale = |row: usize| {
             piece.row_bytes(row) == other.row_bytes(row)
                 && fresh(row)
-                && told(info.dtype, piece.row_bytes(row)) >= needed
+                && columns.told(piece.row_bytes(row)) >= needed
         };
         let rows = (0..piece.rows()).filter(|&row| stale(row));
         let mut rows: Vec<u64> = rows.map(|row| piece.global_row(row)).collect();
@@ -276,19 +282,6 @@ fn rows_of_k(subject: &Subject<'_>) -> Vec<u128> {
     };
     let named = subject.of_role(Role::K).find(|(_, info)| info.shape.len() == 2);
     named.and_then(whole).unwrap_or_default()
-}
-
-/// Elements of a row that say something: numbers that differ from the one before.
-fn told(dtype: Dtype, row: &[u8]) -> usize {
-    let width = dtype.width();
-    let all = (0..row.len() / width).map(|i| bits(row, width, i));
-    let mut last = 0;
-    all.filter(|&bits| {
-        let tells = kind(dtype, bits) == Kind::Finite && bits != last;
-        last = bits;
-        tells
-    })
-    .count()
 }
 
 /// Whether these ranks predict the same classes in both microbatches.

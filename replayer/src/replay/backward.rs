@@ -508,10 +508,12 @@ impl Replay<'_> {
             let members = names.iter().zip(energies).map(member).collect();
             let by_hits = findings.hits.iter().find(|(of, _)| *of == stage);
             let by_hits = by_hits.map(|(_, classes)| classes.clone()).unwrap_or_default();
-            let source = captured.stage(stage).map(|of| of.source.clone()).unwrap_or_default();
+            let gradient = captured.stage(stage);
+            let source = gradient.map(|of| of.source.clone()).unwrap_or_default();
+            let stored_apart = gradient.is_some_and(Gradient::is_stored_apart);
             let found = Comparison::new(inputs.microbatch, unit.rank(), source, tally, &bound);
             let sampled = findings.sampled.contains(&stage);
-            outcome.add(stage, Comparison { members, sampled, by_hits, ..found });
+            outcome.add(stage, Comparison { members, sampled, stored_apart, by_hits, ..found });
         }
         self.take_charts(findings.charts, inputs.microbatch, unit, outcome);
     }

@@ -14,6 +14,7 @@ use crate::compare::allowance::{Allowance, Rounding};
 use crate::compare::tally::relative;
 use crate::compare::{Allowed, Bound, Chart, RowTally, Tally};
 use crate::head::Stage;
+use crate::head::roundings::F32;
 use crate::head::step::{matrix, rows_of};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
@@ -110,6 +111,13 @@ impl Gradient {
             return Allowed { own: inner.own + variance, ..inner };
         }
         Allowance::storing(&self.rounding(), x, times, inner)
+    }
+
+    /// Whether it is a sum of what was stored in fewer bits than f32, each addend for itself.
+    pub(super) fn is_stored_apart(&self) -> bool {
+        let Held::Summed(added) = &self.values else { return false };
+        let [storage, squares] = [&added.storage, &added.squares].map(|of| of.iter().sum::<f64>());
+        added.count > 1.0 && storage > F32 * F32 * squares
     }
 
     /// What its elements were rounded to when they were stored, in numbers.

@@ -97,6 +97,9 @@ pub struct Comparison {
     pub members: Vec<MemberError>,
     /// Whether they were emulated in a sample of the rows.
     pub sampled: bool,
+    /// Whether it is of a sum of what ranks stored in fewer bits, each for itself: what an
+    /// emulation of all their tokens at once does not round.
+    pub stored_apart: bool,
     /// For dk: error by label hits.
     pub by_hits: Vec<HitClass>,
 }
@@ -181,6 +184,7 @@ impl Comparison {
             tally,
             members: Vec::new(),
             sampled: false,
+            stored_apart: false,
             by_hits: Vec::new(),
         }
     }
