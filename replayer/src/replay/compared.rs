@@ -51,7 +51,7 @@ impl Replay<'_> {
         let mut looked = Looked::new();
         for gradient in captured.of(&DK).filter(|of| of.stage != Stage::Dk || !forced) {
             let allowances = self.of_dk(problem, slab, gradient.stage);
-            let of = (gradient, slab.range.clone());
+            let of = (gradient, slab.range.clone(), self.joined_by_ranks(slab, captured, gradient));
             let found = compare_there(of, allowances, (label, side), bound, kept)?;
             looked.push((gradient.stage, found));
         }
@@ -73,7 +73,7 @@ impl Replay<'_> {
         let mut looked = Looked::new();
         for gradient in captured.of(&DQ).filter(|of| of.stage != Stage::Dq || !forced) {
             let allowances = self.of_dq(problem, (dq, problem.head.copies), gradient.stage);
-            let of = (gradient, 0..tokens);
+            let of = (gradient, 0..tokens, Vec::new());
             let found = compare_there(of, allowances, (label, problem.head.q), bound, kept)?;
             looked.push((gradient.stage, found));
         }
@@ -82,7 +82,7 @@ impl Replay<'_> {
 }
 
 fn compare_there(
-    (gradient, rows): (&Gradient, Range<usize>),
+    (gradient, rows, joined): (&Gradient, Range<usize>, Vec<f64>),
     Allowances { mut stage, rows: of_rows, columns }: Allowances,
     (label, side): (LabelSums<'_>, Matrix<'_>),
     bound: f64,
@@ -90,7 +90,8 @@ fn compare_there(
 ) -> Result<Vec<RowTally>, StepError> {
     stage.stored = gradient.rounding();
     let captured = rows_of(&gradient.matrix(), rows.clone());
-    let storage = gradient.storages(rows, captured.cols);
+    let mut storage = gradient.storages(rows, captured.cols).to_vec();
+    storage.iter_mut().zip(joined).for_each(|(storage, joined)| *storage += joined);
     let comparison = Comparison {
         captured,
         stage: &stage,
@@ -98,7 +99,7 @@ fn compare_there(
         columns: &columns,
         label,
         side,
-        storage,
+        storage: &storage,
         bound,
     };
     kept.compare(&comparison).map_err(failed)

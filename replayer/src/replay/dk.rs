@@ -126,6 +126,11 @@ impl Slab {
         slab
     }
 
+    /// Columns of dk.
+    fn columns(&self) -> usize {
+        self.label.len() / self.range.len().max(1)
+    }
+
     fn take(&mut self, block: &reference::DkBlock<'_>, d: usize) {
         let at = block.rows.start * d..block.rows.end * d;
         for (to, from) in [
@@ -330,6 +335,7 @@ impl Replay<'_> {
             let first = slab.range.start * d;
             let (factor, again) = self.factor(problem, stage);
             let allowances = self.of_dk(problem, slab, stage);
+            let joined = self.joined_by_ranks(slab, captured, gradient);
             let at_stage = At { stage, microbatch: problem.microbatch, rank: problem.rank };
             let class = |row: usize| match &slab.classes {
                 Some(classes) => classes[row],
@@ -345,7 +351,8 @@ impl Replay<'_> {
                 let noise = self.world.noise(at_stage, class(row), column);
                 let (own, certain) = (inner.own + noise, inner.certain + lost);
                 let inner = Allowed { own, certain, ..inner }.times(factor);
-                gradient.storing(first + at, x, again, inner)
+                let joined = joined.get(at).copied().unwrap_or(0.0);
+                gradient.storing_joined(first + at, x, (again, joined), inner)
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -366,6 +373,32 @@ impl Replay<'_> {
             let (rows, allowed, bound) = (&rows, &allowed, &bound);
             findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
         }
+    }
+
+    /// Of a slab's elements of a dk that is a sum over ranks, the variance of what each rank may
+    /// have rounded of the two parts that it joined; empty where none did. A rank's parts may be
+    /// larger than its dk, and larger than those of the sum, where they cancel.
+    pub(super) fn joined_by_ranks(
+        &self,
+        slab: &Slab,
+        captured: &Captured,
+        gradient: &Gradient,
+    ) -> Vec<f64> {
+        let elements = slab.range.start * slab.columns()..slab.range.end * slab.columns();
+        let squares = |of: &Gradient| of.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
+        let sum = (gradient.stage == Stage::Dk && !self.whole).then(|| squares(gradient));
+        let Some((n, both)) = sum.flatten() else { return Vec::new() };
+        let label = captured.stage(Stage::DkLabel).and_then(squares);
+        let joined = self.adding();
+        let each = |(at, &both): (usize, &f64)| {
+            let hits = f64::from(slab.hits[at / slab.columns()]);
+            // By Cauchy and Schwarz, of the sums of some tokens' addends each.
+            let label = label.as_ref().map_or(hits * slab.label_sq[at], |(_, of)| of[at]);
+            // (a + b)² <= 2 (a² + b²), of what is left when the label part is taken off.
+            let dense = if label == 0.0 { both } else { 2.0 * (both + label) };
+            joined.of_addends(n, [dense, label]).own
+        };
+        both.iter().enumerate().map(each).collect()
     }
 
     /// The world's factor of a stage, and whether its product is rounded.

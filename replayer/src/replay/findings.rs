@@ -84,7 +84,7 @@ impl Gradient {
     }
 
     /// Of some elements of a sum of addends: how many these are, and the sums of their squares.
-    fn squares(&self, elements: Range<usize>) -> Option<Squares> {
+    pub(super) fn squares(&self, elements: Range<usize>) -> Option<Squares> {
         match &self.values {
             Held::Summed(added) => Some((added.count, added.squares[elements].to_vec())),
             Held::Whole(_) | Held::Picked(_) => None,
@@ -103,8 +103,19 @@ impl Gradient {
     /// to it; `again`: as the product with a factor, which was stored before, and the factor
     /// is rounded too, alike for all.
     pub(super) fn storing(&self, at: usize, x: f64, again: bool, inner: Allowed) -> Allowed {
+        self.storing_joined(at, x, (again, 0.0), inner)
+    }
+
+    /// The same where ranks joined parts of their own, which brought such a variance.
+    pub(super) fn storing_joined(
+        &self,
+        at: usize,
+        x: f64,
+        (again, joined): (bool, f64),
+        inner: Allowed,
+    ) -> Allowed {
         let (times, alike) = if again { (2.0, 1.0) } else { (1.0, 0.0) };
-        let storage = self.storage(at, x);
+        let storage = self.storage(at, x) + joined;
         let variance = times * storage;
         let inner = Allowed { shared: inner.shared + alike * storage, ..inner };
         if let Held::Summed(_) = self.values {
@@ -222,7 +233,7 @@ pub(super) struct Parts {
 }
 
 /// How many addends some values have, and the sum of the squares of each value's.
-type Squares = (f64, Vec<f64>);
+pub(super) type Squares = (f64, Vec<f64>);
 
 impl Parts {
     /// The job may have added the parts before it rounded them to what was
