@@ -13,6 +13,7 @@
 //! Adding a check touches its file and [`CHECKS`].
 
 mod batches;
+mod blocks;
 mod columns;
 mod counts;
 mod damage;

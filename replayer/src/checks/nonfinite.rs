@@ -4,13 +4,15 @@
 //! purpose is not counted: a mask of minus infinity on logits, on a bias and on tensors
 //! outside the head, and the log-probability of a masked class. A tensor outside the head may
 //! hold NaN on purpose, and a kernel need not write what it has of tokens that take no part:
-//! both are warnings.
+//! both are warnings. Where the first such tensor has numbers in some blocks alone, these may tell
+//! what was done (`blocks.rs`).
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use rayon::prelude::*;
 
+use super::blocks::indexed_twice;
 use super::facts::{Facts, facts, vector};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
@@ -204,6 +206,15 @@ fn origin(
         also(later),
     );
     let place = Place::of(subject).tensor(key).ranks(&ranks).rows(&count.rows);
+    if let Some(blocks) = indexed_twice(subject, key).filter(|_| severity == Severity::Fail) {
+        let advice = format!(
+            "Look at the index maps of the kernel that made {}: they return offsets where the grid wants indices of blocks",
+            key.tensor
+        );
+        let evidence = format!("{evidence}; {blocks}");
+        found.add(severity, Some("block-index-times-block"), place, evidence, advice);
+        return note_later(subject, found, later);
+    }
     let advice = match role.and_then(Stage::of_role) {
         Some(stage) if stage.is_input() => format!(
             "Look for the op that made {} on {}: what the head was given is not finite already",
@@ -217,6 +228,15 @@ fn origin(
         None => format!("Look for the op that made {} on {}", key.tensor, name_ranks(&ranks)),
     };
     found.add(severity, Some("nan-origin"), place, evidence, advice);
+    note_later(subject, found, later);
+}
+
+/// What holds such values after the first.
+fn note_later(
+    subject: &Subject<'_>,
+    found: &mut Found,
+    later: &[(&TensorKey, Option<Role>, Count)],
+) {
     for (key, _, count) in later {
         let ranks = count.first.as_ref().map(|(_, ranks)| ranks.as_slice()).unwrap_or_default();
         let place = Place::of(subject).tensor(key).ranks(ranks).rows(&count.rows);

@@ -1,0 +1,84 @@
+//! Which blocks of a tensor hold numbers, where most of it holds none.
+//!
+//! An index map returns the block's index, and the grid multiplies it by the block's size. One that
+//! returns the offset has block i at `i b b`: the first block is right, those that begin beyond the
+//! end are left out, or are moved back until they end with the axis, and what lies between was
+//! never written or read. So the places that hold numbers are told by one number b, which is the
+//! length of the first run of them.
+
+use backtape::shard::TensorKey;
+
+use super::Subject;
+use crate::assemble::{Tensor, assemble};
+use crate::bits::{Kind, bits, kind};
+
+/// Blocks of fewer places may be there by chance.
+const LEAST: usize = 4;
+
+/// An axis of a tensor on which numbers lie in blocks at `i b b` alone, as words.
+pub(super) fn indexed_twice(subject: &Subject<'_>, key: &TensorKey) -> Option<String> {
+    let tensor = assemble(subject.dump, key).ok()?;
+    let axes = 0..tensor.shape.len();
+    let found = axes.filter_map(|axis| Some((axis, size(&numbers_along(&tensor, axis))?)));
+    let words = |(axis, b): (usize, usize)| {
+        format!(
+            "along axis {axis} there are numbers only in blocks of {b} that begin at i x {b} x {b}, where block i should begin at i x {b}"
+        )
+    };
+    let each: Vec<String> = found.map(words).collect();
+    (!each.is_empty()).then(|| each.join("; "))
+}
+
+/// Which places of an axis hold any number.
+fn numbers_along(tensor: &Tensor, axis: usize) -> Vec<bool> {
+    let width = tensor.dtype.width();
+    let inner: u64 = tensor.shape[axis + 1..].iter().product();
+    let (inner, length) = (inner as usize, tensor.shape[axis] as usize);
+    let mut there = vec![false; length];
+    for index in 0..tensor.bytes().len() / width {
+        let place = index / inner % length;
+        there[place] |=
+            there[place] || kind(tensor.dtype, bits(tensor.bytes(), width, index)) == Kind::Finite;
+    }
+    there
+}
+
+/// The b of which blocks at `i b b` are what is there: those that begin within the axis, and the
+/// last place for a block where others are moved to it.
+fn size(there: &[bool]) -> Option<usize> {
+    let n = there.len();
+    let b = there.iter().position(|there| !there)?;
+    if b < LEAST || !there[b..].contains(&true) {
+        return None;
+    }
+    let blocks = |moved: bool| {
+        let mut found = vec![false; n];
+        for from in (0..n.div_ceil(b)).map(|i| i * b * b) {
+            let from = if moved { from.min(n - b) } else { from };
+            found.iter_mut().skip(from).take(b).for_each(|place| *place = true);
+        }
+        found
+    };
+    [true, false].into_iter().any(|moved| blocks(moved) == there).then_some(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn along(n: usize, ranges: &[(usize, usize)]) -> Vec<bool> {
+        (0..n).map(|at| ranges.iter().any(|&(from, to)| (from..to).contains(&at))).collect()
+    }
+
+    #[test]
+    fn blocks_are_told_from_where_they_lie_and_other_gaps_are_not() {
+        assert_eq!(size(&along(80, &[(0, 8), (64, 80)])), Some(8));
+        assert_eq!(size(&along(80, &[(0, 8), (64, 72)])), Some(8));
+        assert_eq!(size(&along(560, &[(0, 64), (496, 560)])), Some(64));
+        for others in
+            [&[(0, 8)][..], &[(0, 8), (40, 48)], &[(8, 80)], &[(0, 80)], &[(0, 8), (16, 80)]]
+        {
+            assert_eq!(size(&along(80, others)), None, "{others:?}");
+        }
+    }
+}
