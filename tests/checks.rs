@@ -257,6 +257,24 @@ fn text_that_repeats_itself_decides_no_shift() {
 }
 
 #[test]
+fn numbers_in_blocks_that_lie_at_their_index_times_their_size_squared_tell_of_the_index_map() {
+    let report = changed(|shards| {
+        // Of 262 tokens on two ranks: blocks of 16 at 0, and at 256, moved to end with the axis.
+        for (rank, unwritten) in [(0, 16..131), (1, 0..262 - 16 - 131)] {
+            let lse = shard(shards, "lse", rank, Some(1));
+            unwritten.for_each(|token| set_f32(lse, token, f32::NAN));
+        }
+    });
+    let found = only(&report, "nonfinite", Some("block-index-times-block"));
+    assert_eq!(found.place.tensor.as_deref(), Some("lse"));
+    assert!(
+        found.evidence.contains("blocks of 16 that begin at i x 16 x 16"),
+        "{}",
+        found.evidence
+    );
+}
+
+#[test]
 fn the_first_value_that_is_no_number_is_placed_and_what_follows_is_a_note() {
     let report = changed(|shards| {
         set_f32(shard(shards, "lse", 1, Some(1)), 7, f32::NAN);

@@ -11,6 +11,7 @@ use super::measures::{Measures, cosine};
 use super::row::{Element, RowTally};
 use super::ulp::Format;
 use crate::kernels::matrix::Matrix;
+use crate::kernels::round::Precision;
 use crate::parcel::parcel;
 
 /// Rows that one worker takes at a time: fixed, so that sums do not depend on
@@ -120,6 +121,8 @@ pub struct Tally {
     slope_variance: f64,
     slope_shared: f64,
     slope_certain: f64,
+    /// `⟨stored(ref) - ref, ref⟩`: what storing the reference itself does.
+    slope_stored: f64,
     dot: f64,
 }
 
@@ -147,6 +150,7 @@ parcel!(Tally {
     slope_variance,
     slope_shared,
     slope_certain,
+    slope_stored,
     dot,
 });
 
@@ -287,6 +291,7 @@ impl Tally {
             slope_variance: repeats * own + repeats * alike * alike,
             slope_shared: shared,
             slope_certain: certain,
+            slope_stored: 0.0,
             dot: row.dot,
         });
     }
@@ -307,6 +312,7 @@ impl Tally {
         self.slope_variance += other.slope_variance;
         self.slope_shared += other.slope_shared;
         self.slope_certain += other.slope_certain;
+        self.slope_stored += other.slope_stored;
         self.measures.merge(other.measures);
         self.scores.iter_mut().zip(other.scores).for_each(|(sum, n)| *sum += n);
         self.first = self.first.take().or(other.first);
@@ -370,7 +376,18 @@ impl Tally {
         }
         let random = (2.0 * bound.stage * self.slope_variance).sqrt();
         let shared = ONE_ROUNDING.sqrt() * self.slope_shared;
-        (random + shared + self.slope_certain) / self.reference_energy
+        let certain = self.slope_certain + self.slope_stored.abs();
+        (random + shared + certain) / self.reference_energy
+    }
+
+    /// Takes in that these values were stored in a format. Where many are nearly equal they round
+    /// alike, and their roundings do not average out as others do.
+    pub(crate) fn stored_in(&mut self, format: Precision, reference: &[f64]) {
+        if !format.keeps_f32() {
+            let error = |x: &f64| (format.round64(*x) - x) * x;
+            let sums = reference.par_chunks(CHUNK).map(|of| of.iter().map(error).sum());
+            self.slope_stored += sums.collect::<Vec<f64>>().iter().sum::<f64>();
+        }
     }
 
     /// The smallest faults that would have been seen on top of what was: an independent error,

@@ -111,7 +111,10 @@ impl Replay<'_> {
             ..Allowed::default()
         };
         let bound = self.bound(expected.values.len(), 1);
-        let tally = Tally::of(&rows, allowed, &bound);
+        let mut tally = Tally::of(&rows, allowed, &bound);
+        if let Some(stored) = captured.stored {
+            tally.stored_in(stored, &exact);
+        }
         let (microbatch, source) = (inputs.microbatch, captured.source.clone());
         let only = self.step.only.as_ref().filter(|_| judged.is_some());
         let rank = only.and_then(|ranks| ranks.first().copied());

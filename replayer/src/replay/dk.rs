@@ -362,7 +362,11 @@ impl Replay<'_> {
             let here = there.is_none().then(|| rows.looked_at(allowed, &bound));
             let looked = there.map(|(_, looked)| looked).or(here.as_ref()).expect("one of both");
             findings.expect(stage, slab.range.start, looked);
-            findings.merge(stage, rows.tally(looked, &bound), bound);
+            let mut tally = rows.tally(looked, &bound);
+            if let (Some(stored), None) = (gradient.stored, there) {
+                tally.stored_in(stored, &reference);
+            }
+            findings.merge(stage, tally, bound);
             if let Some(squares) = slab.open_squares(stage).filter(|_| !forced) {
                 findings.add_open(stage, squares);
             }

@@ -178,7 +178,7 @@ impl Replay<'_> {
                 repeats: &repeats,
             };
             let there = state.looked.iter().find(|(of, _)| *of == stage);
-            let tally = match there {
+            let mut tally = match there {
                 Some((_, looked)) => compared.tally(looked, &bound),
                 None => {
                     let looked = compared.looked_at(allowed, &bound);
@@ -186,6 +186,9 @@ impl Replay<'_> {
                     compared.tally_of(if forced { &all } else { &sure }, &looked, &bound)
                 }
             };
+            if let (Some(stored), None) = (gradient.stored, there) {
+                tally.stored_in(stored, &reference);
+            }
             findings.merge(stage, tally, bound);
             let (first, all, rows) = (0, unit.rows.len(), &compared);
             // A row that is not judged is no fault in a drawing either.

@@ -224,7 +224,11 @@ impl Replay<'_> {
         let one = |row: usize| copies.map_or(1.0, |copies| copies[row]);
         let compared = Rows { captured, reference: product.values, index: &place, repeats: &one };
         let stage = gradient.stage;
-        findings.merge(stage, Tally::of(&compared, allowed, &bound), bound);
+        let mut tally = Tally::of(&compared, allowed, &bound);
+        if let Some(stored) = gradient.stored {
+            tally.stored_in(stored, product.values);
+        }
+        findings.merge(stage, tally, bound);
         if stage != Stage::Dbias {
             let (first, all, rows) = (product.first, whole.rows, &compared);
             let (allowed, bound) = (&allowed, &bound);

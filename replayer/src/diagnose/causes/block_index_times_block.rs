@@ -4,7 +4,8 @@
 //!
 //! Detectors: captured rows of a few tokens against what every usual block size gives, for q
 //! and for k; rows of dq that are the reference's rows of other blocks; rows of dk that are
-//! no numbers from the second block on.
+//! no numbers from the second block on; a first tensor of which only the blocks at `i b b` hold
+//! numbers.
 //! Emulation: those rows, in both passes or in one, read by the softmax path alone or by
 //! all of the head; beyond the end the last block, the last row, zeros or no numbers.
 

@@ -10,11 +10,14 @@ use crate::diagnose::decide::decide;
 use crate::diagnose::detectors::captured::unit;
 use crate::diagnose::evidence::{FORWARD, Key, Residuals};
 use crate::diagnose::found;
+use crate::diagnose::rearranged::OtherLse;
 use crate::diagnose::search::{Tried, left_of};
+use crate::diagnose::worlds::Starts;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::Policy;
 use crate::replay::members;
+use crate::replay::world::World;
 
 /// What is reproduced may make the other comparisons this many times worse: they are
 /// rounded as the declared head would.
@@ -57,16 +60,23 @@ impl Least {
 
 impl Reproduction<'_> {
     /// The least energy that any plausible policy leaves of each comparison; none where not
-    /// all of them could be emulated within the budget.
+    /// all of them could be emulated within the budget. Each starts from the captured lse, and
+    /// from that of its own logits: where the job's logits and its lse erred alike, p is nearer
+    /// to what the logits give than to what the captured lse makes of them.
     fn least(&self) -> Option<Least> {
         let declared = |key: &Key| (*key, Left::of(&self.evidence.residuals, key));
         let mut found: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
+        let lse = Starts::of(self.evidence, &|_| {}, 1.0).own;
+        let own = (!lse.is_empty()).then_some(OtherLse { lse, captured: Vec::new() });
         for policy in members::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
-            let Some(of) = self.search.confirming(&[&rounded]) else { continue };
-            for (key, least) in &mut found {
-                let other = Left::of(&of, key);
-                *least = if other.energy < least.energy { other } else { *least };
+            let with_own = own.as_ref().map(|own| vec![&rounded as &dyn World, own]);
+            for worlds in std::iter::once(vec![&rounded as &dyn World]).chain(with_own) {
+                let Some(of) = self.search.confirming(&worlds) else { continue };
+                for (key, least) in &mut found {
+                    let other = Left::of(&of, key);
+                    *least = if other.energy < least.energy { other } else { *least };
+                }
             }
         }
         (!self.search.meter.is_over()).then_some(Least(found))
