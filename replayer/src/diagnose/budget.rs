@@ -19,9 +19,8 @@ const ELEMENT: u64 = 100;
 /// Work that a quick search may always do, about four seconds of a core: a replay of a small
 /// head takes milliseconds, and its causes are worth the wait.
 const FLOOR: u64 = 1 << 35;
-/// How many fifths of the replay's work a quick search may do. A unit of it takes up to a quarter
-/// more time than one of the replay (`make bench-search`), so this is within twice its time.
-const QUICK: u64 = 8;
+/// How many times the replay's work a quick search may do.
+const QUICK: u64 = 2;
 /// A cause may take one in so many parts of the budget to look for its parameters.
 const LOOKS: u64 = 4;
 /// How many times what a quick search may do a thorough one may do.
@@ -35,10 +34,10 @@ const DECLARATIONS: &str = "other declarations";
 pub enum Causes {
     /// Not at all.
     None,
-    /// Within twice the time of the replay.
+    /// Within twice the work of the replay.
     #[default]
     Quick,
-    /// Within fifty times the time of the replay.
+    /// Within fifty times the work of the replay.
     Thorough,
 }
 
@@ -48,8 +47,7 @@ impl Causes {
 
     /// Work that a search after this replay may do.
     fn limit(self, outcome: &Outcome) -> u64 {
-        let replay = outcome.work + beside_products(outcome);
-        let quick = (replay / 5).saturating_mul(QUICK).max(FLOOR);
+        let quick = QUICK.saturating_mul(outcome.work + beside_products(outcome)).max(FLOOR);
         match self {
             Causes::None => 0,
             Causes::Quick => quick,
@@ -192,7 +190,7 @@ impl<'a> Meter<'a> {
         let why = match causes {
             Causes::Thorough => "not all hypotheses were tried within the largest budget",
             _ => {
-                "not all hypotheses were tried within the budget, twice the time of the replay: --causes thorough tries more"
+                "not all hypotheses were tried within the budget, twice the work of the replay: --causes thorough tries more"
             }
         };
         Some(NotChecked { what: format!("the causes {what}"), why: why.into() })

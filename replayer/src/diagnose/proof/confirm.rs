@@ -29,18 +29,22 @@ const TOKENS: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
 #[derive(Clone, Copy)]
 struct Left {
     energy: f64,
+    /// Of the reference's energy.
+    share: f64,
     rows: f64,
 }
 
 impl Left {
     fn of(residuals: &Residuals, key: &Key) -> Left {
-        let rows = residuals.get(key).map_or(0.0, |of| of.rows);
-        Left { energy: energy(residuals, key), rows }
+        let (rows, reference) = residuals.get(key).map_or((0.0, 0.0), |of| (of.rows, of.reference));
+        let energy = energy(residuals, key);
+        Left { energy, share: energy / reference, rows }
     }
 }
 
-/// What the plausible policy that leaves least leaves of each comparison.
-struct Least(BTreeMap<Key, Left>);
+/// What the plausible policy that leaves least leaves of each comparison, and what f32 left of
+/// gradients of tokens that hold no more error than that.
+struct Least(BTreeMap<Key, Left>, BTreeMap<Key, Left>);
 
 impl Least {
     fn energy(&self, key: &Key) -> f64 {
@@ -52,9 +56,12 @@ impl Least {
     /// tokens is asked, unless a plausible policy explains dq.
     fn is_of_many_tokens(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
         let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
-        let of_tokens = |of: &&Key| same(of) && TOKENS.contains(&of.stage) && !explained(of);
-        let rows = |of: &Key| self.0[of].rows >= ROWS;
-        self.0.keys().filter(of_tokens).all(rows)
+        let of_tokens = |of: &Key| same(of) && TOKENS.contains(&of.stage);
+        let open = self.0.iter().filter(|(of, _)| !explained(of));
+        // Errors of a few tokens' entries are about as large in dq as in dk, of each one's size.
+        let like = |other: &Left| self.0[key].share <= CLEAR * CLEAR * other.share;
+        let exact = self.1.iter().filter(|(_, of)| like(of));
+        open.chain(exact).all(|(of, left)| !of_tokens(of) || left.rows >= ROWS)
     }
 }
 
@@ -79,7 +86,11 @@ impl Reproduction<'_> {
                 }
             }
         }
-        (!self.search.meter.is_over()).then_some(Least(found))
+        let declared = &self.evidence.residuals;
+        let exact = |key: &&Key| !found.contains_key(key) && is_exact(declared, key);
+        let tokens = declared.keys().filter(|key| TOKENS.contains(&key.stage)).filter(exact);
+        let exact = tokens.map(|key| (*key, Left::of(declared, key))).collect();
+        (!self.search.meter.is_over()).then_some(Least(found, exact))
     }
 
     /// How many tokens with different scores count in a comparison.
