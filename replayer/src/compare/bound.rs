@@ -15,7 +15,8 @@
 //!
 //! Beside them stands what is *certain*: an amount that the job is known to leave
 //! out or to lose to one side (a gradient filter, an accumulator of few bits). It
-//! adds to every statistic as it is.
+//! adds to every statistic as it is. To the slope adds what storing the reference itself
+//! in few bits does to it: values that lie near each other are stored with one error.
 //!
 //! A rounding is never beyond half a spacing, whatever its tail would allow. Where few
 //! roundings make most of `v` their largest sum, `most`, is less than a normal tail: each

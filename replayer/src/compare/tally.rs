@@ -509,6 +509,21 @@ mod tests {
         assert!(found.excess(&bound).unwrap().contains("scale"));
     }
 
+    /// Goal: values that lie near each other are stored with one error, which is allowed; a factor
+    /// that is wrong by more is not.
+    #[test]
+    fn a_scale_that_storing_the_reference_gives_is_allowed_and_a_larger_one_is_not() {
+        let reference: Vec<f64> = (0..40_000).map(|i| 1.003 + 1e-5 * f64::from(i % 7)).collect();
+        let stored: Vec<f64> = reference.iter().map(|&x| Precision::Bf16.round64(x)).collect();
+        for (times, agrees) in [(1.0, true), (0.99, false)] {
+            let captured: Vec<f64> = stored.iter().map(|x| x * times).collect();
+            let (mut found, bound) = tally(&captured, &reference, 0.02);
+            assert!(found.excess(&bound).is_some());
+            found.stored_in(Precision::Bf16, &reference);
+            assert_eq!(found.excess(&bound).is_none(), agrees, "{:?}", found.excess(&bound));
+        }
+    }
+
     /// Goal: what is said to be seen is seen, and half of it may not be. Method: a right stage
     /// and a fault of just that size on top, orthogonal to the reference or along it.
     #[test]
