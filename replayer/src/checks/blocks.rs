@@ -44,22 +44,21 @@ fn numbers_along(tensor: &Tensor, axis: usize) -> Vec<bool> {
 }
 
 /// The b of which blocks at `i b b` are what is there: those that begin within the axis, and the
-/// last place for a block where others are moved to it.
+/// last place for a block, or the last block, where others are moved to it.
 fn size(there: &[bool]) -> Option<usize> {
     let n = there.len();
     let b = there.iter().position(|there| !there)?;
     if b < LEAST || !there[b..].contains(&true) {
         return None;
     }
-    let blocks = |moved: bool| {
+    let blocks = |last: usize| {
         let mut found = vec![false; n];
-        for from in (0..n.div_ceil(b)).map(|i| i * b * b) {
-            let from = if moved { from.min(n - b) } else { from };
+        for from in (0..n.div_ceil(b)).map(|i| (i * b * b).min(last)) {
             found.iter_mut().skip(from).take(b).for_each(|place| *place = true);
         }
         found
     };
-    [true, false].into_iter().any(|moved| blocks(moved) == there).then_some(b)
+    [n - b, (n - 1) / b * b, n].into_iter().any(|last| blocks(last) == there).then_some(b)
 }
 
 #[cfg(test)]
@@ -75,6 +74,7 @@ mod tests {
         assert_eq!(size(&along(80, &[(0, 8), (64, 80)])), Some(8));
         assert_eq!(size(&along(80, &[(0, 8), (64, 72)])), Some(8));
         assert_eq!(size(&along(560, &[(0, 64), (496, 560)])), Some(64));
+        assert_eq!(size(&along(60, &[(0, 8), (56, 60)])), Some(8));
         for others in
             [&[(0, 8)][..], &[(0, 8), (40, 48)], &[(8, 80)], &[(0, 80)], &[(0, 8), (16, 80)]]
         {

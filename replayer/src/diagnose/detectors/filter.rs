@@ -8,10 +8,12 @@
 use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::nan::largest;
 
 use super::sums::Sums;
 use super::units::{Part, UnitState};
 use crate::diagnose::evidence::Evidence;
+use crate::head::roundings::F32;
 use crate::kernels::policy::Policy;
 
 /// Tokens and classes of a block: tiles are made of such.
@@ -27,6 +29,9 @@ const COLUMNS: usize = 4096;
 const OFFERED: usize = 8;
 /// A filter counts as seen when it leaves less than this share of what none leaves.
 const SEEN: f64 = 0.5;
+/// Roundings to f32 of a logit by which `p - 1` may err: what is smaller than that is 0 in a right
+/// job as well, or anything.
+const ROUNDINGS: f64 = 16.0;
 
 /// What is left out of dlogits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -123,12 +128,14 @@ impl Filtered {
         };
         let work = 8 * sums.n * sums.rows * sums.cols;
         let none = sums.misfit_without(&|_, _| false);
+        let logit = largest(unit.lse.iter().map(|lse| lse.abs()));
+        let noise = if labelled { ROUNDINGS * F32 * logit } else { 0.0 };
         let mut found: Vec<(f64, Filter)> = Vec::new();
         for tile in self.tiles() {
             let largest = self.largest(tile);
             // What leaves out as much leaves out the same.
             let mut tried = BTreeSet::from([0]);
-            for least in thresholds() {
+            for least in thresholds().filter(|&least| least > noise) {
                 let tiled = largest.dropped(least);
                 if !tried.insert(tiled.dropped.iter().filter(|dropped| **dropped).count()) {
                     continue;
