@@ -31,7 +31,7 @@ const OFFERED: usize = 8;
 const SEEN: f64 = 0.5;
 /// Roundings to f32 of a logit by which `p - 1` may err: what is smaller than that is 0 in a right
 /// job as well, or anything.
-const ROUNDINGS: f64 = 16.0;
+const ROUNDINGS: f64 = 64.0;
 
 /// What is left out of dlogits.
 #[derive(Clone, Copy, Debug, PartialEq)]
