@@ -376,8 +376,13 @@ impl Tally {
         }
         let random = (2.0 * bound.stage * self.slope_variance).sqrt();
         let shared = ONE_ROUNDING.sqrt() * self.slope_shared;
-        let certain = self.slope_certain + self.slope_stored.abs();
-        (random + shared + certain) / self.reference_energy
+        (random + shared + self.slope_certain) / self.reference_energy
+    }
+
+    /// The same, and what storing the reference itself does, where that is known.
+    fn slope_with_storing(&self, bound: &Bound) -> f64 {
+        let stored = relative_slope(self.slope_stored, self.reference_energy);
+        self.allowed_slope(bound) + stored
     }
 
     /// Takes in that these values were stored in a format. Where many are nearly equal they round
@@ -406,7 +411,7 @@ impl Tally {
     pub fn overshoot(&self, bound: &Bound) -> f64 {
         let over = |used: f64, most: f64| if used == 0.0 { 0.0 } else { used / most };
         let whole = over(self.error_energy, self.budget.energy(bound.stage));
-        let slope = over(self.slope().abs(), self.allowed_slope(bound)).powi(2);
+        let slope = over(self.slope().abs(), self.slope_with_storing(bound)).powi(2);
         let most = larger(larger(self.beyond, whole), slope);
         if self.nonfinite > 0 || most.is_nan() { f64::INFINITY } else { most }
     }
@@ -444,14 +449,18 @@ impl Tally {
         if !(self.error_energy <= self.budget.energy(bound.stage)) {
             return Some("the error as a whole is larger than rounding can explain".into());
         }
-        if !(self.slope().abs() <= self.allowed_slope(bound)) {
-            let (found, allowed) = (self.slope(), self.allowed_slope(bound));
+        if !(self.slope().abs() <= self.slope_with_storing(bound)) {
+            let (found, allowed) = (self.slope(), self.slope_with_storing(bound));
             return Some(format!(
                 "the scale is off by {found:+.2e}, rounding allows {allowed:.1e}"
             ));
         }
         None
     }
+}
+
+fn relative_slope(sum: f64, reference_energy: f64) -> f64 {
+    if reference_energy > 0.0 { sum.abs() / reference_energy } else { 0.0 }
 }
 
 /// `√(error/norm)`; the absolute error where there is no norm to relate it to. Of a norm that is
