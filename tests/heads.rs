@@ -254,6 +254,38 @@ fn ranks_with_unequal_numbers_of_tokens_are_judged_as_one_tensor() {
     assert_eq!((first.stage.as_str(), first.rank), ("dk", Some(1)));
 }
 
+/// Goal: a dk of which the sum over ranks alone was recorded, in f32, is allowed what each rank
+/// rounded of its own part in bf16, which is more where the parts cancel; a factor is seen.
+#[test]
+fn a_sum_over_ranks_is_allowed_what_each_rank_rounded_of_its_own_part() {
+    for seed in 0..6 {
+        let mut job = Job { seed, ranks: 3, microbatches: 1, tokens: 60, ..Job::default() };
+        (job.vocab, job.valid, job.width) = (40, 40, 12);
+        job.options.layout.dk = Float::Bf16;
+        let dtypes = [("input", "bf16"), ("output", "bf16")].map(|(at, to)| (at.into(), to.into()));
+        for (fault, expected) in [
+            (Fault::None, Verdict::Agreed),
+            (Fault::Scaled(What::Reduced, 1.05), Verdict::Diverged),
+        ] {
+            let job = Job { fault, ..job.clone() };
+            let store = tempfile::tempdir().unwrap();
+            let path = store.path().join("run-a");
+            let mut head = job.head();
+            head.dtypes.extend(dtypes.clone());
+            let own = |shard: &dump::Shard| shard.name.starts_with("dk") && shard.partial;
+            let mut shards = job.shards();
+            shards.retain(|shard| !own(shard));
+            shards.iter_mut().for_each(|shard| shard.microbatch = None);
+            dump::write(&path, 3, &head, &shards);
+            let everything: &[Role] = &[];
+            let report = replay_report(&path, &Selection::default(), everything, None).unwrap();
+            let dk = report.stages.iter().find(|stage| stage.name == "dk").unwrap();
+            assert_eq!(report.verdict, expected, "seed {seed}: {}", dk.reason);
+            assert!(dk.worst.is_some(), "seed {seed}: {}", dk.reason);
+        }
+    }
+}
+
 /// Goal: a panic costs what it was computing, not what was found before it, and is one
 /// sentence. Method: a caller of the library gives values of another size than the stage has.
 #[test]

@@ -381,8 +381,10 @@ impl Tally {
 
     /// The same, and what storing the reference itself does, where that is known.
     fn slope_with_storing(&self, bound: &Bound) -> f64 {
-        let stored = relative_slope(self.slope_stored, self.reference_energy);
-        self.allowed_slope(bound) + stored
+        match self.reference_energy {
+            0.0 => 0.0,
+            norm => self.allowed_slope(bound) + self.slope_stored.abs() / norm,
+        }
     }
 
     /// Takes in that these values were stored in a format. Where many are nearly equal they round
@@ -457,10 +459,6 @@ impl Tally {
         }
         None
     }
-}
-
-fn relative_slope(sum: f64, reference_energy: f64) -> f64 {
-    if reference_energy > 0.0 { sum.abs() / reference_energy } else { 0.0 }
 }
 
 /// `√(error/norm)`; the absolute error where there is no norm to relate it to. Of a norm that is

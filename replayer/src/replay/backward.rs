@@ -3,6 +3,7 @@
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
+use backtape::shard::When;
 
 use super::addends::Sum;
 use super::alike::of_label_addends;
@@ -430,7 +431,8 @@ impl Replay<'_> {
         let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
         if let Some((values, stored)) = self.stand_in(&at, columns) {
             let source = format!("a variant's {stage}");
-            return Ok(Some(Gradient { stage, values, stored, rounded: None, source }));
+            let (rounded, apart) = (None, None);
+            return Ok(Some(Gradient { stage, values, stored, rounded, apart, source }));
         }
         let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
             return Ok(None);
@@ -469,9 +471,16 @@ impl Replay<'_> {
             _ => None,
         };
         let source = key.to_string();
-        let mut gradient = Gradient { stage, values, stored, rounded: None, source };
+        let mut gradient = Gradient { stage, values, stored, rounded: None, apart: None, source };
         self.check_shape(&gradient, slice)?;
-        gradient.rounded = gradient.coarser(self.roundings.widest.output);
+        let output = self.roundings.widest.output;
+        gradient.rounded = gradient.coarser(output);
+        let summed = stage == Stage::Dk && key.when == Some(When::PostReduce) && {
+            let units = self.step.rank_rows(&slice.inputs);
+            units.is_ok_and(|units| units.iter().filter(|unit| !unit.rows.is_empty()).count() > 1)
+        };
+        let finer = stored.is_some_and(|of| of.unit_roundoff() < output.unit_roundoff());
+        gradient.apart = (summed && finer && gradient.rounded.is_none()).then_some(output);
         Ok(Some(gradient))
     }
 

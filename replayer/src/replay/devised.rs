@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Replay;
 use super::backward::Problem;
 use super::dk::Slab;
-use super::findings::Captured;
+use super::findings::{Captured, DK};
 use super::members::{Member, members};
 use super::outcome::Multiplied;
 use crate::device::{BackwardWalk, DeviceError, products_of};
@@ -112,7 +112,9 @@ impl Replay<'_> {
         let noise = self.term_noise(head.q.cols);
         let upstream = Upstream::new(head, &problem.lse, problem.cotangents(), &noise);
         let tiles = (self.tiles, self.progress);
-        if self.compares_there(problem) {
+        // What ranks rounded of their own parts is told from the sums, which then stay here.
+        let apart = captured.of(&DK).any(|of| of.apart.is_some());
+        if self.compares_there(problem) && !apart {
             let (sums, mut kept) =
                 walk.slab_to_compare(head, upstream, tiles, dq).map_err(failed)?;
             let mut slab = self.completed(problem, (head, range), sums);

@@ -21,6 +21,7 @@ use crate::head::step::rows_of;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference::{DkSums, Keep};
+use crate::kernels::round::Precision;
 use crate::kernels::{policy, reference};
 
 /// Roundings of an entry that may err to one side at once, over the root of their variances'
@@ -124,6 +125,18 @@ impl Slab {
             }
         }
         slab
+    }
+
+    /// Variance of what each rank may have rounded its own part of dk to, of which the parts are
+    /// not known: as large in squares as the whole, or as the tokens' addends where those cancel,
+    /// and twice that where dense and label part do not.
+    fn rounded_by_ranks(&self, to: Precision) -> Vec<f64> {
+        let each = |at: usize| {
+            let dense = self.lse_sq[at].max(self.lse[at].powi(2));
+            let label = self.label_sq[at].max(self.label[at].powi(2));
+            rounded(to, (2.0 * (dense + label)).sqrt())
+        };
+        (0..self.lse_sq.len().min(self.lse.len())).map(each).collect()
     }
 
     /// Columns of dk.
@@ -388,6 +401,9 @@ impl Replay<'_> {
         captured: &Captured,
         gradient: &Gradient,
     ) -> Vec<f64> {
+        if let Some(to) = gradient.apart {
+            return slab.rounded_by_ranks(to);
+        }
         let elements = slab.range.start * slab.columns()..slab.range.end * slab.columns();
         let squares = |of: &Gradient| of.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
         let sum = (gradient.stage == Stage::Dk && !self.whole).then(|| squares(gradient));

@@ -222,7 +222,8 @@ pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
             Held::Summed(added) => Held::Summed(added.picked(rows)),
         };
         let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
-        Gradient { stage, values, stored, rounded: gradient.rounded, source }
+        let (rounded, apart) = (gradient.rounded, gradient.apart);
+        Gradient { stage, values, stored, rounded, apart, source }
     };
     Captured { gradients: captured.of(&DQ).map(pick).collect() }
 }

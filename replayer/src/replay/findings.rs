@@ -33,6 +33,9 @@ pub(super) struct Gradient {
     /// What it was rounded to before it was stored in more bits, where its values show
     /// it.
     pub(super) rounded: Option<Precision>,
+    /// What each rank may have rounded its own part to, of a sum over ranks that was stored in
+    /// more bits.
+    pub(super) apart: Option<Precision>,
     pub(super) source: String,
 }
 
@@ -80,7 +83,7 @@ impl Gradient {
             _ => Held::Picked(Gathered::new(&self.matrix(), rows)),
         };
         let (stage, stored, source) = (self.stage, self.stored, self.source.clone());
-        Gradient { stage, values, stored, rounded: self.rounded, source }
+        Gradient { stage, values, stored, rounded: self.rounded, apart: self.apart, source }
     }
 
     /// Of some elements of a sum of addends: how many these are, and the sums of their squares.
@@ -116,12 +119,14 @@ impl Gradient {
     ) -> Allowed {
         let (times, alike) = if again { (2.0, 1.0) } else { (1.0, 0.0) };
         let storage = self.storage(at, x) + joined;
-        let variance = times * storage;
         let inner = Allowed { shared: inner.shared + alike * storage, ..inner };
-        if let Held::Summed(_) = self.values {
-            return Allowed { own: inner.own + variance, ..inner };
+        match self.values {
+            Held::Summed(_) => Allowed { own: inner.own + times * storage, ..inner },
+            _ => {
+                let inner = Allowed { own: inner.own + times * joined, ..inner };
+                Allowance::storing(&self.rounding(), x, times, inner)
+            }
         }
-        Allowance::storing(&self.rounding(), x, times, inner)
     }
 
     /// Whether it is a sum of what was stored in fewer bits than f32, each addend for itself.
