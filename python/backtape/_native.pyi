@@ -55,6 +55,7 @@ class Gpu:
         stream: int | None = None,
         changing: bool = False,
         sums: object | None = None,
+        hold: object | None = None,
     ) -> Arriving | None: ...
 
 class Arriving: ...

@@ -9,7 +9,9 @@ which waits for the copy.
 
 BACKTAPE_GPU_PINNED (256MiB): pinned memory of the host for each GPU; 0 turns this off.
 BACKTAPE_GPU_SNAPSHOTS (256MiB): memory of each GPU for tensors that the job may change while they
-are copied; where it is full the job's stream waits for the copy, on the device.
+are copied; where it is full a torch job's stream waits for the copy, on the device. Copies of jax
+arrays, which the job may donate, take at most as much again, of XLA's memory; where that is full,
+the call waits for the copy to the host.
 """
 
 import functools
@@ -17,6 +19,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,14 +48,39 @@ def sizes(environment: Mapping[str, str]) -> tuple[int, int]:
     return pinned, snapshots
 
 
+class Held:
+    """So many bytes that are taken for as long as this lives."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class Room:
+    """Bytes that may be held at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held: weakref.WeakSet[Held] = weakref.WeakSet()
+
+    def take(self, size: int) -> Held | None:
+        """So many of them, until what is returned is dropped; None where that is more than are left."""
+        if sum(one.size for one in self.held) + size > self.size:
+            return None
+        taken = Held(size)
+        self.held.add(taken)
+        return taken
+
+
 class Door:
     """The way to one GPU, which opens in the background; `gpu` is None until it has, or for good."""
 
     def __init__(self, ordinal: int) -> None:
         self.gpu: _native.Gpu | None = None
         self.ordinal = ordinal
+        self.copies = Room(0)
         try:
             pinned, snapshots = sizes(os.environ)
+            self.copies = Room(snapshots)
             if pinned:
                 # Compiling and pinning take longer than a training step has to spare.
                 opening = threading.Thread(
@@ -158,9 +186,9 @@ def of_jax(array: Any, dtype: str, first: Sequence[int], sums: Any) -> _native.A
     """A jax array of one CUDA device on its way to the host, or None; `sums` are its fingerprint as
     XLA computes it, uint32 [1, 2] on the same device, or None.
 
-    The array is immutable, so to hold it is enough. A donation does not reach memory that is held
-    by a capsule: XLA then copies, as it does for a view of host memory (`jax_arrays.host_bytes`).
-    Seen on the CPU; on a GPU it has not been tried.
+    What travels is a copy that XLA makes on the device, in the order of the job's programs. The array itself
+    must not be held: XLA refuses to run a program that is given ("donated") a buffer that a capsule holds
+    ("Donation requested for buffer with external reference"), and the job would end. (On a CPU it copies.)
     """
     if next(iter(array.devices())).platform != "gpu":
         return None
@@ -174,17 +202,41 @@ def of_jax(array: Any, dtype: str, first: Sequence[int], sums: Any) -> _native.A
         here = door(int(ordinal))
         if here.gpu is None:
             return None
-        # jax has that stream wait for the array, and does not wait itself.
+        held = here.copies.take(array.nbytes)
+        if held is None:
+            return full(here, "BACKTAPE_GPU_SNAPSHOTS", "the GPU's memory for copies of jax arrays")
+        mine = copied(array)
+        # jax has that stream wait for the copy, and does not wait itself.
         stream = here.gpu.stream
         arriving = here.gpu.capture(
-            array.__dlpack__(stream=stream),
+            mine.__dlpack__(stream=stream),
             dtype,
             ranges(first, array.shape),
             sums=None if sums is None else sums.__dlpack__(stream=stream),
+            hold=held,
         )
     except CAUGHT as error:
         return given_up(here, error)
     return arriving or full(here)
+
+
+def copied(array: Any) -> Any:
+    """A copy of a jax array on its own device, which is computed behind what the job has launched there.
+
+    Raises BufferError where XLA has no memory for it: that is no fault of the device.
+    """
+    try:
+        return copying()(array)
+    except RuntimeError as error:
+        raise BufferError(f"XLA did not copy it: {error}") from error
+
+
+@functools.cache
+def copying() -> Any:
+    """The program that copies; one that returns its argument would share its memory."""
+    import jax
+
+    return jax.jit(jax.numpy.copy)
 
 
 def ranges(first: Sequence[int], extent: Sequence[int]) -> list[tuple[int, int]]:
@@ -200,9 +252,9 @@ def given_up(here: Door | None, error: BaseException) -> None:
         tell(f"a capture from a GPU waits for its copy: {describe(error)}")
 
 
-def full(here: Door) -> None:
-    """Pinned memory is full: said once."""
+def full(here: Door, variable: str = "BACKTAPE_GPU_PINNED", what: str = "pinned memory") -> None:
+    """Memory that is full: each kind is said once."""
     tell(
-        f"captures from GPU {here.ordinal} wait for their copies where pinned memory is full: "
-        "BACKTAPE_GPU_PINNED says how much there is"
+        f"captures from GPU {here.ordinal} wait for their copies where {what} is full: "
+        f"{variable} says how much there is"
     )

@@ -72,8 +72,11 @@ impl Gpu {
     /// `capsule` holds the bytes. `stream` is the job's, where what it holds so far makes them;
     /// None where the capsule was asked for with `stream=` this one's, and nobody writes to the
     /// bytes again. `changing`: what is put on `stream` later may. The device computes the
-    /// fingerprint at `ranges`, or `sums` is a capsule of the framework's.
-    #[pyo3(signature = (capsule, dtype_name, ranges, *, stream=None, changing=false, sums=None))]
+    /// fingerprint at `ranges`, or `sums` is a capsule of the framework's. `hold` lives until the
+    /// device has read the bytes.
+    #[pyo3(signature = (
+        capsule, dtype_name, ranges, *, stream=None, changing=false, sums=None, hold=None
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn capture(
         &self,
@@ -84,6 +87,7 @@ impl Gpu {
         stream: Option<u64>,
         changing: bool,
         sums: Option<&Bound<'_, PyAny>>,
+        hold: Option<Py<PyAny>>,
     ) -> PyResult<Option<Arriving>> {
         let held = dlpack::take(capsule)?;
         let place = self.place(&held)?;
@@ -92,7 +96,7 @@ impl Gpu {
             (Some(stream), false) => Order::Made(stream),
             (Some(stream), true) => Order::Changing(stream),
         };
-        let mut hold = vec![held];
+        let mut capsules = vec![held];
         let sums = match sums {
             None => Sums::Device(dtype(dtype_name)?, IndexBox(ranges)),
             Some(capsule) => {
@@ -101,12 +105,13 @@ impl Gpu {
                 if place.bytes != 2 * size_of::<u32>() {
                     return Err(PyBufferError::new_err("the framework's sums are not two u32"));
                 }
-                hold.push(held);
+                capsules.push(held);
                 Sums::Framework(place.address)
             }
         };
         let (address, bytes) = (place.address, place.bytes);
-        let source = Source { address, bytes, order, sums, hold: Box::new(hold) };
+        let hold = Box::new((capsules, hold));
+        let source = Source { address, bytes, order, sums, hold };
         // SAFETY: a framework's capsule says that the bytes lie on this GPU, and is held.
         match py.detach(|| unsafe { self.gpu.capture(source) }) {
             Ok(arriving) => Ok(Some(Arriving(Mutex::new(Some(arriving))))),

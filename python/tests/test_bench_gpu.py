@@ -191,16 +191,19 @@ def test_the_reference_is_shown_beside_its_own_gemm():
     card = {"line": "card", "name": "a card", "products": "cuBLAS dgemm", "seed": 5, "rounds": 3, "compiler": "NVRTC"}
     agreed = {"line": "agreement", "part": "lse", "worst": 1e-15, "allowed": 1e-12}
     passes = [one_pass("dgemm", [1.0], 1.0), one_pass("forward", [3.0, 1.0, 2.0], 0.8),
-              one_pass("backward", [10.0, 8.0, 9.0], 0.625)]  # fmt: skip
+              one_pass("backward", [10.0, 8.0, 9.0], 0.625),
+              one_pass("fused bf16, forward", [0.2], 9.0), one_pass("fused bf16, backward", [0.6], 9.0)]  # fmt: skip
     failed = {"line": "failed", "tokens": 1, "vocab": 2, "depth": 3, "why": "no memory"}
     found = reference.measure(3, 5, (8, 16, 4), printing(card, agreed, *passes, failed))
-    lines = reference.lines(found, table.Outcome([1.0, 1.1, 0.9]))
+    beside = {"torch, eager": table.Outcome([1.0, 1.1, 0.9]), "CCE": table.Outcome(reason="gone")}
+    lines = reference.lines(found, beside)
     text = "\n".join(lines)
     assert "a card; cuBLAS dgemm; seed 5" in lines[0] and "lse: off by 1.0e-15" in lines[1]
     assert "80.0 %" in text and "62.5 %" in text and "2.00 ms" in text and "1.00 GiB" in text
     assert "not measured: no memory" in text
-    assert "11.0x the time of torch, eager" in lines[-1]
-    assert not any("the time of" in line for line in reference.lines(found, table.Outcome(reason="gone")))
+    assert "in f64 take 11.00x the time of torch, eager" in lines[-2]
+    assert "policy take 0.80x the time of torch, eager" in lines[-1] and "CCE" not in text
+    assert not any("the time of" in line for line in reference.lines(found, {"CCE": beside["CCE"]}))
 
 
 @pytest.mark.parametrize(

@@ -265,13 +265,18 @@ def door(quiet, monkeypatch):
 
 
 def test_what_a_gpu_refuses_goes_the_other_way_and_only_a_fault_of_the_gpu_ends_its_captures(
-    door, caplog
+    door, caplog, monkeypatch
 ):
+    door.copies = gpu.Room(100)
+    monkeypatch.setattr(gpu, "copied", lambda array: array)
     with caplog.at_level(logging.WARNING, "backtape"):
         for outcome, stays in [(None, True), (BufferError("strided"), True), (RuntimeError("x"), False)]:
             door.gpu = refusing = Refusing(outcome)
             assert gpu.of_jax(OnGpu(), "float32", (4, 0), None) is None
-            assert refusing.asked == [("float32", [(4, 6), (0, 3)], {"sums": None})]
+            ((dtype, ranges, more),) = refusing.asked
+            assert (dtype, ranges, more["sums"]) == ("float32", [(4, 6), (0, 3)], None)
+            # What is held counts until it is dropped.
+            assert more["hold"].size == OnGpu.nbytes and door.copies.take(100) is None
             assert (door.gpu is not None) == stays
         assert gpu.of_jax(OnGpu(), "float32", (4, 0), None) is None
     assert [line.split(":")[0] for line in caplog.messages] == [
@@ -279,6 +284,24 @@ def test_what_a_gpu_refuses_goes_the_other_way_and_only_a_fault_of_the_gpu_ends_
         "[backtape] a capture from a GPU waits for its copy",
         "[backtape] captures from GPU 3 wait for their copies",
     ]
+
+
+def test_a_copy_of_a_jax_array_is_none_of_its_memory_and_outlives_its_donation():
+    array = jnp.arange(4096, dtype=jnp.float32)
+    mine = gpu.copied(array)
+    assert mine.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
+    capsule = mine.__dlpack__()
+    jax.jit(lambda x: x * 2 + 1, donate_argnums=0)(array).block_until_ready()
+    expected = np.arange(4096, dtype=np.float32).tobytes()
+    assert _native._read_capsule(capsule, "float32", whole((4096,)))[0] == expected
+
+
+def test_room_for_copies_is_given_back_when_what_took_it_is_dropped():
+    room = gpu.Room(10)
+    taken = room.take(7)
+    assert taken is not None and room.take(4) is None and room.take(3) is not None
+    del taken
+    assert room.take(10) is not None
 
 
 def test_gpus_that_the_job_uses_already_are_opened_with_its_recorder_and_no_others(door, monkeypatch):

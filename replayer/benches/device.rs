@@ -1,6 +1,6 @@
 //! The f64 reference on a GPU: forward, and the backward walk over slabs of the vocabulary, at
 //! the shape of the CCE paper and at smaller ones, beside the rate of a large dgemm through the
-//! same cuBLAS handle.
+//! same cuBLAS handle; and the emulated fused policy in bf16.
 //!
 //! `cargo bench --bench device -- [--rounds N] [--seed N] [--gpu N] [--gemm N] [--shape T,V,D]...`
 //!
@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use backtape_replayer::device::{Device, DeviceError, Measured, Taken};
 use backtape_replayer::head::step::vocabulary_slab;
+use backtape_replayer::kernels::policy::Policy;
 use backtape_replayer::kernels::reference::{self, Backward, TermNoise, Upstream};
 use backtape_replayer::kernels::{Cotangents, HeadInputs, Matrix, NoProgress, Tiles, Values};
 use clap::Parser;
@@ -175,6 +176,22 @@ impl Head {
         walk.finish(&mut dq)?;
         Ok(dq)
     }
+
+    /// Forward and backward of a policy, as a replay has them emulated.
+    fn policy_forward(&self, device: &dyn Device, policy: &Policy) -> Result<(), DeviceError> {
+        let tiles = (Tiles::default(), &NoProgress as _);
+        device.policy_forward(policy, &self.inputs(), tiles).map(|_| ())
+    }
+
+    fn policy_backward(
+        &self,
+        device: &dyn Device,
+        policy: &Policy,
+        lse: &[f64],
+    ) -> Result<(), DeviceError> {
+        let (given, tiles) = ((lse, &self.cotangents()), (Tiles::default(), &NoProgress as _));
+        device.policy_backward(policy, &self.inputs(), given, tiles, &mut |_| ()).map(|_| ())
+    }
 }
 
 /// What of the device is compared, flattened, and the length of its rows.
@@ -294,14 +311,18 @@ impl Turn {
     }
 }
 
-/// Rounds of the square product, the forward pass and the walk, in turn.
+/// Rounds of the square product, the forward pass, the walk and the two passes of a policy, in turn.
 fn rounds(gpu: &Measured, shape: Shape, options: &Options) -> Result<(), DeviceError> {
     let head = Head::random(shape, options.seed);
     let backward_flop = reference::GEMMS as f64 * shape.flop();
+    let policy = Policy::fused_bf16();
     let mut turns = [
         Turn::of("dgemm", 2.0 * (options.gemm as f64).powi(3)),
         Turn::of("forward", shape.flop()),
         Turn::of("backward", backward_flop),
+        Turn::of("fused bf16, forward", shape.flop()),
+        // The logits again, then dq and dk.
+        Turn::of("fused bf16, backward", 3.0 * shape.flop()),
     ];
     for round in 0..=options.rounds {
         let square = gpu.square(options.gemm, options.seed)?;
@@ -311,9 +332,13 @@ fn rounds(gpu: &Measured, shape: Shape, options: &Options) -> Result<(), DeviceE
         let (forward, first) = gpu.timed(|| head.forward(gpu.device()))?;
         let given = (&forward.lse[..], shape.slab());
         let (_, second) = gpu.timed(|| head.backward(gpu.device(), given, &mut |_, _| ()))?;
-        // The first round loads what cuBLAS needs.
-        if round > 0 {
-            for (turn, taken) in turns.iter_mut().zip([product, first, second]) {
+        let ((), third) = gpu.timed(|| head.policy_forward(gpu.device(), &policy))?;
+        let lse = &forward.lse;
+        let ((), fourth) = gpu.timed(|| head.policy_backward(gpu.device(), &policy, lse))?;
+        for (turn, taken) in turns.iter_mut().zip([product, first, second, third, fourth]) {
+            eprintln!("round {round}, {}: {:.1} ms", turn.pass, taken.milliseconds);
+            // The first round loads what cuBLAS needs.
+            if round > 0 {
                 turn.taken.push(taken);
             }
         }

@@ -10,6 +10,8 @@
 //! Rejected: arrays of an own type for what may be large, as every vector of the replay may be;
 //! swap, which whoever replays cannot add to a cluster's node.
 
+mod kept;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -21,6 +23,8 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use memmap2::MmapMut;
 use rustix::fs::{FallocateFlags, fallocate, fstatfs};
 use rustix::io::Errno;
+
+pub use kept::keep_arrays;
 
 /// Bytes of the smallest array that goes into a file: below, faults of single pages cost more
 /// than is saved. What the allocator itself allocates is far below, so it never calls itself.
@@ -103,7 +107,7 @@ fn mapped() -> MutexGuard<'static, BTreeMap<usize, MmapMut>> {
     MAPPED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Allocates like the system, but for large arrays once [`spill_to`] was called.
+/// Allocates like the system, but for large arrays once [`spill_to`] or [`keep_arrays`] was called.
 ///
 /// ```text
 /// #[global_allocator]
@@ -160,13 +164,24 @@ impl Spilling {
 // in a file is mapped as long as it is in the table, which its address alone finds.
 unsafe impl GlobalAlloc for Spilling {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let mine = Spilling::put(layout).or_else(|| kept::take(layout));
         // SAFETY: the caller's promise.
-        Spilling::put(layout).unwrap_or_else(|| unsafe { System.alloc(layout) })
+        mine.unwrap_or_else(|| unsafe { System.alloc(layout) })
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise; a file begins as zeros.
-        Spilling::put(layout).unwrap_or_else(|| unsafe { System.alloc_zeroed(layout) })
+        if let Some(zeros) = Spilling::put(layout) {
+            return zeros;
+        }
+        match kept::take(layout) {
+            Some(start) => {
+                // SAFETY: the block has that many bytes, and is nobody's yet.
+                unsafe { start.write_bytes(0, layout.size()) };
+                start
+            }
+            // SAFETY: the caller's promise.
+            None => unsafe { System.alloc_zeroed(layout) },
+        }
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
@@ -174,7 +189,9 @@ unsafe impl GlobalAlloc for Spilling {
         match Spilling::may_be_put(layout).then(mapped).flatten() {
             // After the lock: this takes long.
             Some(map) => drop(map),
-            // SAFETY: the caller's promise; it is no array in a file.
+            // SAFETY: the caller's promise; it is no array in a file, so it is the system's.
+            None if unsafe { kept::give(start, layout) } => {}
+            // SAFETY: the same.
             None => unsafe { System.dealloc(start, layout) },
         }
     }

@@ -8,7 +8,9 @@ that fails as a whole makes the exit code 1.
 """
 
 import argparse
+import dataclasses
 import gc
+import json
 import shlex
 import sys
 import warnings
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NO_GPU = "no GPU: nothing measured"
-LINES = ("loss", "reference", "staging", "loading")
+LINES = ("loss", "reference", "staging", "step", "loading", "replay")
 REFERENCE = tuple("cargo bench --quiet --locked -p backtape-replayer --bench device --".split())
 
 
@@ -37,6 +39,7 @@ class Plan:
     reference: tuple[str, ...]
     reference_rounds: int
     directory: str | None
+    json: str | None
 
     def wanted(self, name: str) -> bool:
         """Whether a contender of the loss head was asked for."""
@@ -87,6 +90,7 @@ def plan(arguments: Sequence[str]) -> Plan:
     add("--reference", type=command, default=REFERENCE, help="what prints the lines of the f64 reference")
     add("--reference-rounds", type=positive, default=7, help="fewer for a card that is slow in f64")
     add("--directory", help="where the dump that is loaded is written; a temporary folder if not said")
+    add("--json", help="a file for the same as JSON, with the times of every round")
     return Plan(**vars(parser.parse_args(arguments)))
 
 
@@ -117,15 +121,28 @@ def run(todo: Plan, say: Callable[[str], None]) -> int:
     texts: dict[str, Callable[[], list[str]]] = {"ceilings": lambda: measured_ceilings(todo, found)}
     for name in todo.lines:
         texts[name] = partial(SAID[name], todo, found, outcomes)
+    told_of = {}
     for name, text in texts.items():
         lines, whole = told(name, text)
         failed += not whole
+        told_of[name] = lines
         for line in ["", *lines]:
             say(line)
         # The next line may be another process.
         gc.collect()
         torch.cuda.empty_cache()
+    if todo.json is not None:
+        write(Path(todo.json), card.about(), told_of, vars(found), outcomes)
     return failed
+
+
+def write(
+    path: Path, about: str, lines: dict[str, list[str]], ceilings: dict[str, Any], outcomes: dict[str, Any]
+) -> None:
+    """What was printed, and the milliseconds of each round behind it."""
+    rounds = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
+    found = {"card": about, "ceilings": ceilings, "lines": lines, "outcomes": rounds}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def told(name: str, text: Callable[[], list[str]]) -> tuple[list[str], bool]:
@@ -160,7 +177,7 @@ def reference(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
     from .reference import lines, measure
 
     found = measure(todo.reference_rounds, todo.seed, todo.shape, todo.reference)
-    return lines(found, outcomes.get("torch, eager"))
+    return lines(found, outcomes)
 
 
 def staging(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
@@ -175,7 +192,23 @@ def loading(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
     return lines(todo.megabytes << 20, todo.rounds, ceilings, todo.directory)
 
 
-SAID = {"loss": loss, "reference": reference, "staging": staging, "loading": loading}
+def step(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
+    from .training import lines
+
+    return lines(todo.rounds, outcomes)
+
+
+def replay(todo: Plan, ceilings: Any, outcomes: dict[str, Any]) -> list[str]:
+    from .head import Shape
+    from .replaying import lines
+
+    return lines(Shape(*todo.shape), min(3, todo.rounds), todo.seed, outcomes)
+
+
+SAID = {
+    "loss": loss, "reference": reference, "staging": staging,
+    "step": step, "loading": loading, "replay": replay,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,7 +24,7 @@ import backtape.torch
 from . import activity
 from .activity import Activity, Event, activity_of
 from .card import Ceilings, needed
-from .children import objects
+from .children import objects, search_path
 from .table import Outcome, rendered, row
 from .timing import Turn, Unmeasured, between_events, interleaved
 
@@ -227,7 +227,7 @@ def in_jax(python: str | None, megabytes: int, rounds: int, platform: str = "cud
     """The same of jax arrays, by a program in XLA's environment: bytes, and what the device did."""
     if python is None or not shutil.which(python):
         raise Unmeasured(f"there is no environment with jax at {python or '--xla-python'}")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | search_path()
     command = [python, "-m", "gpu.xla_capture", str(megabytes), str(rounds), platform]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     found = objects(ended.stdout)

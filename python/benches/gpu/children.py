@@ -8,12 +8,19 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .timing import Turn, Unmeasured
 
 # A first answer may take a compilation of minutes.
 PATIENCE_S = 900
+
+
+def search_path() -> dict[str, str]:
+    """Where another Python finds these programs, and what this one was told to find."""
+    folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 class Child:

@@ -10,7 +10,7 @@ import torch
 
 from . import losses, table
 from .card import Ceilings
-from .children import Child
+from .children import Child, search_path
 from .head import Expected, Head, Policy, Result, Shape, check
 from .losses import Bench, refused
 from .timing import Contender, Unmeasured, interleaved
@@ -53,8 +53,7 @@ def start_xla(python: str | None, folder: Path, platform: str) -> Child:
     if python is None or not shutil.which(python):
         raise Unmeasured(f"there is no environment with jax at {python or '--xla-python'}")
     command = [python, "-m", "gpu.xla", str(folder), platform]
-    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    return Child(XLA, command, path | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    return Child(XLA, command, search_path() | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 def measure(

@@ -2,7 +2,7 @@
 `replayer/benches/device.rs` prints. It stands beside the card's dgemm; beside bf16 only for scale."""
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import table
@@ -32,8 +32,17 @@ def measure(rounds: int, seed: int, shape: Sequence[int], command: Sequence[str]
     return found
 
 
-def lines(found: list[dict[str, Any]], eager: table.Outcome | None) -> list[str]:
-    """The f64 reference beside its own dgemm; and how many times the bf16 step of torch it takes."""
+# What the passes of the first shape are beside, where these were measured before in the same run.
+BESIDE = ("torch, eager", "CCE", "Liger-Kernel")
+BOTH = {
+    "forward and walk in f64": ("forward", "backward"),
+    "forward and backward of the emulated fused policy": ("fused bf16, forward", "fused bf16, backward"),
+}
+
+
+def lines(found: list[dict[str, Any]], outcomes: Mapping[str, table.Outcome]) -> list[str]:
+    """The f64 reference and an emulated policy beside their dgemm; and how many times the bf16 steps of
+    others they take."""
     told = []
     for line in found:
         if line["line"] == "card":
@@ -49,11 +58,13 @@ def lines(found: list[dict[str, Any]], eager: table.Outcome | None) -> list[str]
     for line in found:
         if line["line"] == "pass":
             passes.setdefault(line["pass"], line)
-    if eager is not None and eager.measured and {"forward", "backward"} <= set(passes):
-        both = sum(table.spread(passes[name]["milliseconds"])[0] for name in ("forward", "backward"))
-        times = both / table.spread(eager.milliseconds)[0]
-        told.append(f"  forward and walk in f64 take {times:.1f}x the time of torch, eager in bf16; "
-                    "medians, one after the other")  # fmt: skip
+    for what, names in BOTH.items():
+        for other in BESIDE:
+            outcome = outcomes.get(other)
+            if outcome is not None and outcome.measured and set(names) <= set(passes):
+                both = sum(table.spread(passes[name]["milliseconds"])[0] for name in names)
+                times = both / table.spread(outcome.milliseconds)[0]
+                told.append(f"  {what} take {times:.2f}x the time of {other} in bf16; medians, one after the other")
     return told
 
 

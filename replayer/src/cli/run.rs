@@ -40,7 +40,7 @@ use crate::report::schema::{
 };
 use crate::report::verdict::Reason;
 use crate::report::{catalogue, dumped, inventory, step_checks, text, verdict};
-use crate::spill::spill_to;
+use crate::spill::{keep_arrays, spill_to};
 use crate::verify::{Verification, verify};
 
 pub(super) fn run(
@@ -84,6 +84,7 @@ fn replay_on(
     arguments: &ReplayArguments,
     workers: Option<&dyn Workers>,
 ) -> Result<(String, i32), RunError> {
+    keep_arrays();
     arguments.spill.as_deref().map(spill_to).transpose()?;
     let bar = Bar::new(arguments.quiet);
     let path = arguments.dump.as_deref().unwrap_or(Path::new("."));

@@ -46,6 +46,8 @@ pub(super) struct Cuda {
     /// For products of policies, in the types that they say.
     tensor: Blas,
     kernels: HashMap<&'static str, CudaFunction>,
+    /// Bytes that its pool kept while nobody had them, before this was opened.
+    released_above: Option<u64>,
     /// Dropped last: cudarc leaves its own context current where it gives things back.
     before: Option<Before>,
 }
@@ -53,6 +55,13 @@ pub(super) struct Cuda {
 impl Drop for Cuda {
     fn drop(&mut self) {
         self.before = Before::now().ok();
+        // Others in this process may want the memory that the pool kept for the next slab.
+        let _ = self.within("giving its memory back", || {
+            if let (Some(bytes), Some(pool)) = (self.released_above, self.pool()?) {
+                set(pool, Counter::RELEASED_ABOVE, bytes)?;
+            }
+            self.stream.synchronize()
+        });
     }
 }
 
@@ -123,7 +132,29 @@ impl Cuda {
             compiler: format!("NVRTC, {architecture} {FLAGS}"),
             products: "cuBLAS dgemm, f64, pedantic".into(),
         };
-        Ok(Cuda { description, architecture, context, stream, blas, tensor, kernels, before: None })
+        let mut cuda = Cuda {
+            description,
+            architecture,
+            context,
+            stream,
+            blas,
+            tensor,
+            kernels,
+            released_above: None,
+            before: None,
+        };
+        cuda.keep_memory().map_err(absent)?;
+        Ok(cuda)
+    }
+
+    /// Has the pool keep what is freed: each slab asks for as much as the one before, and by
+    /// default the driver gives all of it back whenever a copy is waited for.
+    fn keep_memory(&mut self) -> Result<(), DriverError> {
+        let Some(pool) = self.pool()? else { return Ok(()) };
+        let before = counted(pool, Counter::RELEASED_ABOVE)?;
+        set(pool, Counter::RELEASED_ABOVE, u64::MAX)?;
+        self.released_above = Some(before);
+        Ok(())
     }
 
     /// Runs calls with our context current, and gives the thread its own back.
@@ -335,9 +366,7 @@ impl Cuda {
     pub(super) fn begin_peak(&self) -> Result<(), DeviceError> {
         self.within("counting its memory anew", || {
             let Some(pool) = self.pool()? else { return Ok(()) };
-            let mut none = 0u64;
-            // SAFETY: the attribute is a u64 of a live pool.
-            unsafe { mem_pool::set_attribute(pool, Counter::PEAK, (&raw mut none).cast()) }
+            set(pool, Counter::PEAK, 0)
         })
     }
 
@@ -372,7 +401,19 @@ impl Counter {
     /// The most that were handed out at a time.
     const PEAK: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
     const USED: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
+    /// What is kept beyond this goes back to the driver when something is waited for.
+    const RELEASED_ABOVE: CUmemPool_attribute =
+        CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     const KEPT: CUmemPool_attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
+}
+
+fn set(
+    pool: CUmemoryPool,
+    counter: CUmemPool_attribute,
+    mut bytes: u64,
+) -> Result<(), DriverError> {
+    // SAFETY: these attributes are a u64 of a live pool.
+    unsafe { mem_pool::set_attribute(pool, counter, (&raw mut bytes).cast()) }
 }
 
 fn counted(pool: CUmemoryPool, counter: CUmemPool_attribute) -> Result<u64, DriverError> {

@@ -112,9 +112,11 @@ impl Replay<'_> {
         let noise = self.term_noise(head.q.cols);
         let upstream = Upstream::new(head, &problem.lse, problem.cotangents(), &noise);
         let tiles = (self.tiles, self.progress);
-        // What ranks rounded of their own parts is told from the sums, which then stay here.
-        let apart = captured.of(&DK).any(|of| of.apart.is_some());
-        if self.compares_there(problem) && !apart {
+        // What ranks rounded of their own parts, and what is allowed of a dk that was recorded as
+        // a sum alone, is told from the sums, which are then fetched.
+        let told = captured.of(&DK).any(|of| of.apart.is_some())
+            || self.kept_alone(problem.head.k.len()).is_some();
+        if self.compares_there(problem) && !told {
             let (sums, mut kept) =
                 walk.slab_to_compare(head, upstream, tiles, dq).map_err(failed)?;
             let mut slab = self.completed(problem, (head, range), sums);

@@ -96,6 +96,19 @@ impl Kept {
 }
 
 impl Replay<'_> {
+    /// Whether the reference dk of so many elements is kept.
+    fn keeps(&self, elements: usize) -> bool {
+        let wanted = self.wants(Stage::Reduce) || self.wants(Stage::Accumulate);
+        wanted && elements * 8 <= KEPT_BYTES
+    }
+
+    /// The sums that were recorded alone, where what is allowed of their elements is kept: it is
+    /// told from the sums of each slab.
+    pub(super) fn kept_alone(&self, elements: usize) -> Option<&SumsAlone> {
+        let alone = self.sums_alone.as_ref().filter(|_| self.keeps(elements));
+        alone.filter(|alone| alone.bytes(elements) <= KEPT_BYTES)
+    }
+
     /// Adds one unit's slab of reference dk.
     pub(super) fn keep_reference(
         &self,
@@ -105,11 +118,10 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) {
         let (d, elements) = (problem.head.q.cols, problem.head.k.len());
-        let alone = self.sums_alone.as_ref().filter(|alone| alone.bytes(elements) <= KEPT_BYTES);
-        let wanted = self.wants(Stage::Reduce) || self.wants(Stage::Accumulate);
-        if !wanted || elements * 8 > KEPT_BYTES {
+        if !self.keeps(elements) {
             return;
         }
+        let alone = self.kept_alone(elements);
         let sum = |ranks: Vec<Rank>| KeptSum {
             ranks,
             total: vec![0.0; elements],

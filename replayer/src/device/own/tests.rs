@@ -80,14 +80,18 @@ fn elements_that_are_never_written_are_counted_and_the_first_is_named() {
 
 #[test]
 fn an_output_that_is_added_to_before_it_is_written_is_told() {
-    assert_eq!(
-        said("dq[t * d + i] =", "dq[t * d + i] +="),
-        [
-            // Of the token that takes no part: nothing but 0 is added.
-            "3 of 30 elements are never written, the first is [3, 0]",
-            "27 of 30 elements depend on what the output held before, the first is [0, 0]",
-        ]
-    );
+    let adding = RIGHT.replace("dq[t * d + i] =", "dq[t * d + i] +=");
+    assert_ne!(adding, RIGHT);
+    let mut all = given(&adding).into_iter().map(|one| one.findings);
+    // Of the token that takes no part: nothing but 0 is added, so a CPU leaves the pattern there.
+    let by_host = [
+        "3 of 30 elements are never written, the first is [3, 0]",
+        "27 of 30 elements depend on what the output held before, the first is [0, 0]",
+    ];
+    assert_eq!(all.next().unwrap(), by_host);
+    // A GPU has one NaN for all that it adds to one, so that element is written too.
+    let by_gpu = ["30 of 30 elements depend on what the output held before, the first is [0, 0]"];
+    assert!(all.all(|findings| findings == by_gpu || findings == by_host));
 }
 
 #[test]
