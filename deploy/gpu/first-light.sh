@@ -12,17 +12,24 @@
 #              the lines of `make bench-gpu`; the card's ceilings come with each of them
 #
 # FOLDER/first-light.json says of each stage how it ended; FOLDER/STAGE.log is its output. The exit code is 0 where
-# all passed, 1 where one did not, 2 where the kit is incomplete. Without a GPU the kit is looked through, and that is
-# said. DEADLINE_S (540) bounds each stage; OPTIONS go to the lines of the benchmark.
+# all passed, 1 where one did not or ran into its deadline, 2 where the kit is incomplete. Without a GPU the kit is looked
+# through, and that is said, with 0. DEADLINE_S (540) bounds each stage; OPTIONS go to the lines of the benchmark.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 
 kit=target/first-light out=target/first-light-out
+fail() {
+    echo "first-light.sh: $*" >&2
+    exit 2
+}
+
 while [[ ${1:-} == --* ]]; do
+    [[ $1 == --kit || $1 == --out ]] || fail "$1 is no option of it; see the top of $0"
+    # Of an empty name a folder at the root would be made and emptied.
+    [[ -n ${2:-} ]] || fail "$1 wants a folder"
     case $1 in
     --kit) kit=$2 ;;
     --out) out=$2 ;;
-    *) echo "first-light.sh: $1 is no option of it; see the top of $0" >&2; exit 2 ;;
     esac
     shift 2
 done
@@ -32,17 +39,13 @@ stages=("$@")
 ((${#stages[@]})) || stages=("${tests[@]}" "${lines[@]}")
 kit=$(realpath -m "$kit") out=$(realpath -m "$out")
 
-fail() {
-    echo "first-light.sh: $*" >&2
-    exit 2
-}
-
 for stage in "${stages[@]}"; do
     [[ " ${tests[*]} ${lines[*]} " == *" $stage "* ]] || fail "$stage is no stage; see the top of $0"
 done
 
 # Programs travel compressed.
 programs=$out/bin
+rm -rf "$programs" "$out/libraries"
 mkdir -p "$programs" || exit 2
 for packed in "$kit"/bin/*.gz; do
     [[ -e $packed ]] || continue
@@ -50,10 +53,12 @@ for packed in "$kit"/bin/*.gz; do
     gzip -dc "$packed" >"$program" || fail "$packed is damaged: pack and carry it again"
     chmod +x "$program"
 done
-for program in replayer-tests dumper-tests; do
+wanted=(replayer-tests dumper-tests)
+[[ " ${stages[*]} " != *" reference "* ]] || wanted+=(reference)
+for program in "${wanted[@]}"; do
     [[ -x $programs/$program ]] ||
         fail "$kit/bin/$program.gz is missing: make the kit with deploy/gpu/pack.sh, and carry it here"
-    "$programs/$program" --list >/dev/null 2>"$out/start.log" ||
+    "$programs/$program" --help >/dev/null 2>"$out/start.log" ||
         fail "$program does not start here: $(tail -n 1 "$out/start.log")"
 done
 
@@ -67,7 +72,7 @@ for peer in "$kit"/peers/*.whl; do
     python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target "$site" \
         "$peer" || echo "first-light.sh: ${peer##*/} does not install: it will be a row with its reason" >&2
 done
-export PYTHONPATH=$site:$PWD/python/benches PATH=$site/bin:$PATH PYTHONUNBUFFERED=1
+export PYTHONPATH=$site:$PWD/python/benches${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH PYTHONUNBUFFERED=1
 
 # NVIDIA's libraries, as wheels of this Python have them: on no search path, and without the names that are asked for.
 libraries=$out/libraries
@@ -83,7 +88,7 @@ for wheel in metadata.distributions():
     for file in wheel.files or () if (wheel.metadata["Name"] or "").startswith("nvidia-") else ():
         if file.name.startswith(names) and ".so" in file.name and ".alt." not in file.name:
             print(wheel.locate_file(file).resolve())')
-export LD_LIBRARY_PATH=$libraries:${LD_LIBRARY_PATH:-}
+export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
 if ! compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     python3 -c 'import backtape; print("the kit is whole: backtape", backtape.__version__, "is installed from it")' ||

@@ -4,7 +4,7 @@
 #
 # It builds here: the device tests of both crates, the benchmark of the f64 reference and the wheel; and downloads
 # the wheels of the peers for the Python of that machine (PYTHON_THERE, 3.12). What cannot be downloaded is said and
-# left out. --quick takes the wheel and tests of the development profile and leaves out benchmark and peers.
+# left out. --quick takes the wheel of the development profile and leaves out benchmark and peers.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -14,6 +14,10 @@ if [[ ${1:-} == --quick ]]; then
     shift
 fi
 kit=${1:-target/first-light}
+if [[ $kit == -* ]]; then
+    echo "pack.sh: $kit is no option of it; see the top of $0" >&2
+    exit 2
+fi
 there=${PYTHON_THERE:-3.12}
 peers=python/requirements-bench-gpu.txt
 
@@ -23,16 +27,16 @@ program() {
     shift
     built=$(cargo "$@" --locked --no-run --message-format json |
         python3 -c 'import json, sys
-found = [line.get("executable") for line in map(json.loads, sys.stdin) if line.get("profile", {}).get("test")]
-print([path for path in found if path][-1])')
+found = [line for line in map(json.loads, sys.stdin) if line.get("executable")]
+print([line["executable"] for line in found if line["target"]["kind"][0] in ("lib", "bench")][-1])')
     strip -s -o "$kit/bin/$name" "$built"
     gzip -9f "$kit/bin/$name"
 }
 
+rm -rf "${kit:?}/bin" "$kit/wheels" "$kit/peers"
 mkdir -p "$kit/bin" "$kit/wheels" "$kit/peers"
 program replayer-tests test -p backtape-replayer --lib
 program dumper-tests test -p backtape-dumper --lib
-rm -f "$kit"/wheels/*
 if [[ -n $quick ]]; then
     make .venv/.wheel-dev
     cp .venv/wheels-dev/*.whl "$kit/wheels/"
