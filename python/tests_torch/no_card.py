@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benches"))
 
-from gpu import capture, card, crossentropy, loading, losses  # noqa: E402
+from gpu import capture, card, crossentropy, loading, losses, training  # noqa: E402
 from gpu.__main__ import main  # noqa: E402
 from gpu.activity import Activity  # noqa: E402
 from gpu.head import Shape  # noqa: E402
@@ -23,7 +23,8 @@ from gpu.head import Shape  # noqa: E402
 
 def here(value):
     """A device of CUDA is this process."""
-    return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
+    named = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+    return "cpu" if named else value
 
 
 class Here(TorchFunctionMode):
@@ -51,6 +52,19 @@ class Stream:
         pass
 
 
+class Generators:
+    """torch.Generator, whose device is this process; modules that torch loads later name it in their types."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __call__(self, device):
+        return self.of(here(device))
+
+    def __or__(self, other):
+        return self.of | other
+
+
 def stand_in():
     """torch.cuda, as far as it is asked."""
     about = SimpleNamespace(name="no card", major=9, minor=0, total_memory=1 << 30)
@@ -64,8 +78,10 @@ def stand_in():
     for name, answer in answers.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, answer)
-    generator = torch.Generator
-    torch.Generator = lambda device: generator(here(device))
+    torch.Generator = Generators(torch.Generator)
+    torch.accelerator.current_stream = lambda: SimpleNamespace(is_capturing=lambda: False)
+    autocast = torch.autocast
+    torch.autocast = lambda device, dtype: autocast(here(device), dtype)
 
 
 def shrink():
@@ -73,6 +89,8 @@ def shrink():
     card.ceilings.__defaults__ = (1 << 20, 64)
     losses.SMALL = Shape(96, 512, 64)
     capture.WORK, capture.TENSOR_BYTES = 32, 1 << 20
+    training.LAYERS, training.WIDTH, training.HEADS, training.VOCAB = 1, 32, 2, 64
+    training.SEQUENCES, training.LENGTH = 2, 8
     capture.profiled = lambda sides: Activity(copies=2.0, span=4.0, kernels=0.5, names=("fingerprint",))
     for module, name in ((crossentropy, "start_xla"), (capture, "in_jax")):
         function = getattr(module, name)

@@ -331,10 +331,11 @@ def test_every_line_runs_from_end_to_end_with_this_process_for_a_card():
         "copy on the device", "torch, eager", "XLA (jax)", "forward T128 V1000 D48", "work alone",
         "backtape, a recorded step", "backtape, durable and committed", "copies to the host, busy",
         "kernels (the checksum)", "backtape.open, numpy, to(cuda)", "safetensors load_file",
+        "the loss head is recorded", "a step of neither kind", "the CPU",
     ]  # fmt: skip
     for name in measured:
         assert name in rows and "not measured" not in rows[name], (name, ended.stdout)
-    for name in ("CCE", "CCE, exact", "Liger-Kernel", "fastsafetensors, GPUDirect"):
+    for name in ("CCE", "CCE, exact", "Liger-Kernel", "fastsafetensors, GPUDirect", "the GPU"):
         assert "not measured: " in rows[name], (name, ended.stdout)
     assert "f64 take" in ended.stdout and "no card, compute capability 9.0" in ended.stdout
 

@@ -66,7 +66,7 @@ class Training:
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.folder = folder
-        self.model = Model().cuda()
+        self.model = Model().to("cuda")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens = torch.randint(VOCAB, (SEQUENCES, LENGTH + 1), device="cuda")
         self.recorder = backtape.Recorder(dir=folder, steps=f"every:{len(ROUND)}", strict=True, queue_bytes=2 << 30)
