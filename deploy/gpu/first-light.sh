@@ -12,8 +12,8 @@
 #              the lines of `make bench-gpu`; the card's ceilings come with each of them
 #
 # FOLDER/first-light.json says of each stage how it ended; FOLDER/STAGE.log is its output. The exit code is 0 where
-# all passed, 1 where one did not or ran into its deadline, 2 where the kit is incomplete. Without a GPU the kit is looked
-# through, and that is said, with 0. DEADLINE_S (540) bounds each stage; OPTIONS go to the lines of the benchmark.
+# all passed, 1 where one did not or ran into its deadline, 2 where the kit is incomplete. Without a GPU it only checks
+# the kit and says so, with 0. DEADLINE_S (540) bounds each stage; OPTIONS go to the lines of the benchmark.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 
