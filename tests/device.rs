@@ -26,7 +26,7 @@ use backtape_replayer::kernels::{Cotangents, HeadInputs, NoProgress, Precision, 
 use backtape_replayer::report::text;
 
 use crate::support::job::options::Extras;
-use crate::support::job::{Fault, Job};
+use crate::support::job::{Fault, Float, Job};
 use crate::support::{dump, program};
 
 /// This process as a device, which counts what it is asked for, and may fail.
@@ -415,6 +415,26 @@ fn on_the_stand_in_of_a_gpu_the_verdicts_are_those_of_the_cpu() {
             assert_same_words(device, &report, &wanted);
         }
     }
+}
+
+/// Goal: a right dk that was recorded as a sum alone agrees. What is allowed of it is told from the
+/// sums of every unit: where these stayed on the device, it was called diverged. Method: dlogits
+/// are stored in bf16 and dk in f32, and few rows are a label, so that nothing else allows as much.
+#[test]
+fn on_the_stand_in_of_a_gpu_a_dk_that_was_recorded_as_a_sum_alone_agrees() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut job = Job { ranks: 1, microbatches: 1, tokens: 48, fused: false, ..Job::default() };
+    (job.vocab, job.valid, job.width) = (600, 600, 16);
+    job.options.layout.dk = Float::F32;
+    let path = directory.path().join("run");
+    let mut shards = job.shards();
+    shards.retain(|shard| !(shard.name.starts_with("dk") && shard.partial));
+    dump::write(&path, 1, &job.head(), &shards);
+    let path = path.to_str().unwrap();
+    let given = ["--step", "0", "--device", "cuda", "--causes", "none", "--dump", path];
+    let asked = program::replay_on_standin(&given, &[]);
+    assert_eq!(asked.code, 0, "{asked:?}");
+    assert!(asked.stdout.contains("stand-in") && asked.stdout.contains("reduce"), "{asked:?}");
 }
 
 /// Sums in another order differ in their last digits; what is said of them does not.

@@ -168,10 +168,39 @@ mod tests {
         assert_eq!(kept.bytes, 10 + (MOST - 2));
     }
 
+    /// In one test, as what a replay asks for holds for the whole process.
     #[test]
-    fn until_a_replay_asks_nothing_is_kept() {
-        let layout = Layout::from_size_align(LEAST, 8).unwrap();
-        assert_eq!(room(layout), None);
-        assert_eq!(take(layout), None);
+    fn until_a_replay_asks_nothing_is_kept_and_then_arrays_come_back_as_they_are_asked_for() {
+        use std::alloc::GlobalAlloc;
+
+        use crate::spill::Spilling;
+
+        let layout = Layout::from_size_align(LEAST + 8, 8).unwrap();
+        // SAFETY: each array is used within its layout, and given back once.
+        unsafe {
+            let filled = |start: *mut u8| {
+                start.write_bytes(7, layout.size());
+                start
+            };
+            Spilling.dealloc(filled(Spilling.alloc(layout)), layout);
+            assert_eq!(take(layout), None);
+
+            keep_arrays();
+            let freed = filled(Spilling.alloc(layout));
+            Spilling.dealloc(freed, layout);
+            let zeros = Spilling.alloc_zeroed(layout);
+            assert_eq!(zeros, freed);
+            assert!(std::slice::from_raw_parts(zeros, layout.size()).iter().all(|&x| x == 0));
+            let other = Spilling.alloc(layout);
+            assert_ne!(other, zeros);
+
+            let grown = Spilling.realloc(filled(zeros), layout, 2 * layout.size());
+            assert!(std::slice::from_raw_parts(grown, layout.size()).iter().all(|&x| x == 7));
+            let large = Layout::from_size_align(2 * layout.size(), 8).unwrap();
+            Spilling.dealloc(grown, large);
+            Spilling.dealloc(other, layout);
+            assert_eq!(Spilling.alloc(large), grown);
+            Spilling.dealloc(grown, large);
+        }
     }
 }
