@@ -26,7 +26,7 @@ class Job:
         self.k = (rng.standard_normal((self.classes, self.depth)) * 0.6).astype(np.float32)
         self.bias = rng.standard_normal(self.classes).astype(np.float32)
         # The ids lie in the lower half of the vocabulary, so that those of the other half stand nowhere.
-        ids = {at: rng.integers(0, self.classes // 2, self.shape) for at in places}
+        ids = self.ids = {at: rng.integers(0, self.classes // 2, self.shape) for at in places}
         end = np.full((self.sequences, 1), IGNORED)
         self.labels = {at: np.concatenate([of[:, 1:], end], 1) for at, of in ids.items()}
         self.q = {at: rng.standard_normal((*self.shape, self.depth)).astype(np.float32) for at in places}
@@ -99,7 +99,9 @@ class Job:
         return backtape.replay(directory, step=0)
 
     def of_tokens(self, tape, own, at, names):
-        tokens = {"q": self.q[at], "labels": self.labels[at].astype(np.int32)}
+        # A head that shifts the labels itself is given the ids as they come.
+        labels = self.labels if self.declared.get("labels_shifted", True) else self.ids
+        tokens = {"q": self.q[at], "labels": labels[at].astype(np.int32)}
         tokens |= {"weights": self.weights[at]} if self.weighted else {}
         for name in ("lse", "dq"):
             if name in names:

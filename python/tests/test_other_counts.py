@@ -147,32 +147,92 @@ def test_smoothing_over_a_third_of_the_classes_in_the_spread_is_named_with_their
     assert told.get("as if the classes were") == f"{job.classes // 3}, not {job.classes}", told
 
 
-def test_advantages_of_sequences_that_are_tiled_over_tokens_are_named(tmp_path):
-    rng = np.random.default_rng(SEED)
-    sequences, length, classes = int(rng.integers(4, 7)), int(rng.integers(8, 14)), 120
-    tokens = sequences * length
-    logits = rng.standard_normal((sequences, length, classes)).astype(np.float32)
-    labels = rng.integers(0, classes, (sequences, length)).astype(np.int32)
-    wide = logits.astype(np.float64)
-    lse = np.log(np.exp(wide).sum(-1))
-    logp = np.take_along_axis(wide, labels[..., None], -1)[..., 0] - lse
-    old = np.float32(logp + rng.standard_normal(logp.shape) * 0.05)
-    each = rng.standard_normal(sequences).astype(np.float32)
-    right = np.repeat(each, length).reshape(sequences, length)
-    for words, own in (("right", right), ("tiled", np.tile(each, length).reshape(sequences, length))):
-        ratio = np.exp(logp - old)
+class PolicyLoss:
+    """A policy loss on logits [B, S, V], clipped at 0.8 and 1.2."""
+
+    def __init__(self):
+        rng = np.random.default_rng(SEED)
+        self.sequences, self.length, classes = int(rng.integers(4, 7)), int(rng.integers(8, 14)), 120
+        shape = (self.sequences, self.length)
+        self.logits = rng.standard_normal((*shape, classes)).astype(np.float32)
+        self.labels = rng.integers(0, classes, shape).astype(np.int32)
+        wide = self.logits.astype(np.float64)
+        at_label = np.take_along_axis(wide, self.labels[..., None], -1)[..., 0]
+        self.logp = at_label - np.log(np.exp(wide).sum(-1))
+        self.old, self.other = (np.float32(self.logp + rng.standard_normal(shape) * 0.05) for _ in range(2))
+        self.each = rng.standard_normal(self.sequences).astype(np.float32)
+        self.advantages = np.repeat(self.each, self.length).reshape(shape)
+
+    def recorded(self, directory, taken=None, old=None):
+        """`taken` and `old`: advantages and log-probabilities that the job takes instead of those that it records."""
+        own, tokens = self.advantages if taken is None else taken, self.labels.size
+        ratio = np.exp(self.logp - (self.old if old is None else old))
         clipped = np.where(np.where(own > 0, ratio > 1.2, ratio < 0.8), 0, ratio)
         loss = -np.minimum(ratio * own, np.clip(ratio, 0.8, 1.2) * own).sum() / tokens
-        recorder = backtape.Recorder(tmp_path / words, rank=0, world_size=1, mesh={"data": 1})
+        recorder = backtape.Recorder(directory, rank=0, world_size=1, mesh={"data": 1})
         with recorder.step(0) as tape:
             tape.head(loss="grpo", path="plain", grpo={"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0})
-            given = {"labels": labels, "logits": logits, "old_logprobs": old, "advantages": right}
-            given |= {"loss": np.float32(loss), "dlogprobs": np.float32(-own * clipped / tokens)}
+            given = {"labels": self.labels, "logits": self.logits, "old_logprobs": self.old, "ref_logprobs": self.other}
+            given |= {"advantages": self.advantages, "loss": np.float32(loss)}
+            given |= {"dlogprobs": np.float32(-own * clipped / tokens)}
             for name, x in given.items():
                 tape.record(name, x)
         recorder.close()
-        report = backtape.replay(tmp_path / words, step=0)
-        if words == "right":
-            assert report.verdict == "agreed", report
+        return backtape.replay(directory, step=0)
+
+
+def test_a_right_policy_loss_agrees(tmp_path):
+    report = PolicyLoss().recorded(tmp_path)
+    assert report.verdict == "agreed", report
+
+
+def test_advantages_of_sequences_that_are_tiled_over_tokens_are_named(tmp_path):
+    job = PolicyLoss()
+    report = job.recorded(tmp_path, taken=np.tile(job.each, job.length).reshape(job.advantages.shape))
     told = named(report, "token-weights")["each token counts"]
     assert told.startswith("with the advantages of the sequences in turn, one token each"), told
+
+
+def test_a_ratio_that_is_taken_to_another_policy_is_named_with_the_policy(tmp_path):
+    job = PolicyLoss()
+    for old, words in ((job.logp, "policy's own"), (job.other, "reference policy's")):
+        told = named(job.recorded(tmp_path / words[:6], old=old), "token-weights")["each token counts"]
+        assert told == f"with the {words} log-probabilities in the place of the old policy's log-probabilities", told
+
+
+def test_tokens_that_count_twice_in_the_loss_and_in_all_sums_over_tokens_are_named(tmp_path):
+    """A last chunk that is moved back over its neighbour: dq is written twice, and so is right."""
+    job = Job(microbatches=1)
+    rank, start = job.drawn()[1], int(job.rng.integers(4, job.half))
+    twice = slice(start, start + job.half)
+
+    def spoilt(given):
+        own = given[0, rank]
+        rows, nll = own["nll"]
+        own["loss"] += nll[(rows >= twice.start) & (rows < twice.stop)].sum()
+        q = job.q[0, rank].astype(np.float64).reshape(-1, job.depth)
+        own["dk"] += own["entries"][twice].T @ q[twice]
+        own["dbias"] += own["entries"][twice].sum(0)
+
+    told = named(job.recorded(tmp_path, spoilt=spoilt), "block-miscounted")
+    assert told["of"] == "dk, dbias, loss" and " twice" in told["which"], told
+
+
+@pytest.mark.parametrize("counts", ["of the shifted labels", "as declared"])
+def test_labels_that_are_shifted_over_the_ends_of_sequences_are_named(tmp_path, counts):
+    job = Job(ranks=1, labels_shifted=False)
+
+    def flat(at):
+        moved = np.roll(job.ids[at].reshape(-1), -1)
+        moved[-1] = IGNORED
+        return moved.reshape(job.shape)
+
+    assert job.recorded(tmp_path / "right").verdict == "agreed"
+    if counts == "of the shifted labels":
+        job.valid = sum(int((flat(at) != IGNORED).sum()) for at in job.ids)
+
+    def spoilt(given):
+        given.update({at: job.of(at, labels=flat(at)) for at in given})
+
+    told = named(job.recorded(tmp_path / "flat", spoilt=spoilt), "label-shift")
+    assert told["count"] == counts and "where it should be inside each sequence" in told["over"], told

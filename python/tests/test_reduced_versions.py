@@ -68,6 +68,25 @@ def test_a_microbatch_that_was_not_synchronised_is_the_one_cause_of_all_versions
     assert [found.id for found in report.causes] == ["sync-wrong-microbatch"], f"seed {SEED}: {report}"
 
 
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_piece_that_stayed_each_ranks_own_is_the_one_cause_of_all_versions(tmp_path, end):
+    """A loop over whole buckets leaves the last one out."""
+    job = Job()
+    cut = len(job.k) // 3
+    rows = slice(cut, None) if end == "last" else slice(0, cut)
+
+    def own(rank, addends):
+        total = over_ranks(addends, 0) + over_ranks(addends, 1)
+        total[rows] = (addends[rank, 0] + addends[rank, 1])[rows]
+        return total
+
+    report = job.recorded(tmp_path / "run", own)
+    assert report.verdict == "diverged", report
+    assert [found.id for found in report.causes] == ["partial-not-reduced"], f"seed {SEED}: {report}"
+    told = report.json["causes"][0]["parameters"]["where"]
+    assert told == f"rows {cut if end == 'last' else 0} to {len(job.k) - 1 if end == 'last' else cut - 1}", told
+
+
 def test_ranks_that_hold_the_same_sum_agree(tmp_path):
     both = lambda rank, addends: over_ranks(addends, 0) + over_ranks(addends, 1)
     assert Job().recorded(tmp_path / "run", both).verdict == "agreed"

@@ -16,7 +16,7 @@ pub enum AssembleError {
     #[error("{key} was not dumped: the step holds {}", some(held))]
     Absent { key: TensorKey, held: Vec<TensorKey> },
     #[error(
-        "{key} is held as addends, one per rank, and has no value of its own: ask for one rank's addend, as in --rank 0"
+        "{key} is held as addends, one per rank, and has no value of its own: ask for one rank's addend (--rank 0, in Python rank=0)"
     )]
     Addends { key: TensorKey },
     #[error("{key} is held as values, not as addends: assemble it")]

@@ -3,7 +3,6 @@
 //! What a hypothesis says of a step it says of all its tokens. Where what was captured is wrong in
 //! some places only, it is tried once more there: a sum over all of them is then explained, too.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use backtape::identity::{Microbatch, Rank};
@@ -14,6 +13,7 @@ use super::detectors::places::{OF_CLASSES, Places};
 use super::detectors::reference::{Reference, reference};
 use super::evidence::{Evidence, GRADIENTS, Key};
 use super::is_sum;
+use super::rearranged::RecordedCounts;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::Tiles;
 use crate::kernels::policy::Policy;
@@ -134,17 +134,13 @@ struct Limited {
 /// Some places of a step, and what tokens' losses are divided by as declared.
 pub(super) struct Within {
     places: Places,
-    denominators: BTreeMap<Option<Microbatch>, Vec<(Unit, f64)>>,
+    denominators: RecordedCounts,
 }
 
 impl Within {
     /// Of a divergence.
     pub(super) fn new(evidence: &Evidence<'_>, places: Places) -> Within {
-        let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let one = |own: &MicrobatchInputs| {
-            Some((own.microbatch, evidence.step.denominators(&all, own).ok()?))
-        };
-        Within { places, denominators: evidence.inputs.iter().filter_map(one).collect() }
+        Within { places, denominators: RecordedCounts::new(evidence) }
     }
 }
 
@@ -201,7 +197,7 @@ impl World for Limited {
         let mut other = of.clone();
         self.inner.denominators(step, all, own, &mut other);
         // Elsewhere it is what is declared, whatever the inputs are here.
-        let declared = self.within.denominators.get(&own.microbatch).unwrap_or(of).clone();
+        let declared = self.within.denominators.of(own.microbatch).unwrap_or(of).clone();
         let part = |all: Vec<(Unit, f64)>, inside: bool| {
             let holds = move |&row: &usize| self.places().holds(own.microbatch, row) == inside;
             all.into_iter().map(move |(unit, n)| {

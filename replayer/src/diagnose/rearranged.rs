@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use super::detectors::relabelled::NONE;
-use super::evidence::Key;
+use super::evidence::{Evidence, Key};
+use super::worlds::divisor;
 use crate::assemble::Row;
 use crate::head::inputs::{Misread, Scores};
-use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{At, Expectation, Pass, UnitTokens, World};
 
@@ -18,8 +19,31 @@ pub struct Relabelled {
     /// [`IGNORED`] where a token takes no part, [`NONE`] where its label's part alone is missing.
     pub labels: BTreeMap<Option<Microbatch>, Vec<u32>>,
     /// Upstream gradients to keep, where the job divides by the count of the recorded
-    /// labels.
+    /// labels and its loss does not tell.
     pub g: Option<BTreeMap<Option<Microbatch>, Vec<f64>>>,
+    /// Set where the loss and the backward are divided by the count of the recorded labels.
+    pub counts: Option<RecordedCounts>,
+}
+
+/// What each token's loss is divided by where the recorded labels are counted, whatever labels
+/// stand in their place.
+#[derive(Clone)]
+pub struct RecordedCounts(BTreeMap<Option<Microbatch>, Vec<(Unit, f64)>>);
+
+impl RecordedCounts {
+    /// As declared.
+    pub fn new(evidence: &Evidence<'_>) -> RecordedCounts {
+        let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
+        let one = |own: &MicrobatchInputs| {
+            Some((own.microbatch, evidence.step.denominators(&all, own).ok()?))
+        };
+        RecordedCounts(evidence.inputs.iter().filter_map(one).collect())
+    }
+
+    /// Of a microbatch: the tokens with one number, and that number.
+    pub fn of(&self, microbatch: Option<Microbatch>) -> Option<&Vec<(Unit, f64)>> {
+        self.0.get(&microbatch)
+    }
 }
 
 impl World for Relabelled {
@@ -27,6 +51,25 @@ impl World for Relabelled {
         if let Some(labels) = self.labels.get(&inputs.microbatch) {
             let read = inputs.labels.iter_mut().zip(labels);
             read.filter(|(_, label)| **label != NONE).for_each(|(to, label)| *to = *label);
+        }
+    }
+
+    fn denominators(
+        &self,
+        step: &HeadStep<'_>,
+        all: &[&MicrobatchInputs],
+        own: &MicrobatchInputs,
+        of: &mut Vec<(Unit, f64)>,
+    ) {
+        let recorded = self.counts.as_ref().and_then(|counts| counts.of(own.microbatch));
+        let Some((recorded, here)) = recorded.zip(step.denominators(all, own).ok()) else {
+            return;
+        };
+        // The background of this world may divide by something else than what is declared.
+        for (unit, n) in of {
+            let ratio = |&row: &usize| Some(divisor(recorded, row)? / divisor(&here, row)?);
+            let ratio = unit.rows.first().and_then(ratio);
+            *n *= ratio.filter(|ratio| ratio.is_finite()).unwrap_or(1.0);
         }
     }
 

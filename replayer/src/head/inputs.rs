@@ -264,6 +264,19 @@ impl HeadStep<'_> {
         })
     }
 
+    /// The labels of a microbatch as they were recorded, before the head shifts them, `[T]`.
+    pub(crate) fn recorded_labels(&self, of: &MicrobatchInputs) -> Option<Vec<u32>> {
+        let key = self.held(Role::Labels, of.microbatch)?;
+        let (labels, ..) = self.labels(key, of.tokens(), of.valid_vocab).ok()?;
+        Some(labels)
+    }
+
+    /// The weights of a microbatch as they were recorded, `[T]`: 1 where there are none.
+    pub(crate) fn recorded_weights(&self, of: &MicrobatchInputs) -> Option<Vec<f64>> {
+        let weights = self.optional(Role::Weights, of.microbatch, of.tokens()).ok()?;
+        Some(weights.unwrap_or_else(|| vec![1.0; of.tokens()]))
+    }
+
     /// The tensor of a role in the microbatch, or the one that all share.
     pub fn held(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
         if self.lacking.input(role, microbatch).is_some() {

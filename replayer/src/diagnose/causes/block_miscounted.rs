@@ -7,13 +7,17 @@
 //!
 //! Detectors: a gradient is solved for how often it holds each addend, row and column
 //! (`detectors::counted`), a sum of dk for how often it holds the tokens of each rank and
-//! microbatch (`detectors::counted_sums`).
-//! Emulation: tokens that count as often as was found, for dk alone; classes, rows or columns
-//! of a gradient as often.
+//! microbatch (`detectors::counted_sums`). Where the gradient of the bias or the loss fails with dk,
+//! they are held against the tokens that dk was solved for (`detectors::counted_tokens`).
+//! The rows of dk also tell how often each class is in the softmax (`detectors::counted_classes`).
+//! Emulation: tokens that count as often as was found, for dk alone or for all that is summed over
+//! tokens; classes, rows or columns of a gradient as often; classes in the whole head.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
+use crate::diagnose::detectors::counted_classes::CountedClasses;
 use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
+use crate::diagnose::detectors::counted_tokens::CountedTokens;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::Stage;
 
@@ -51,8 +55,35 @@ impl Cause for BlockMiscounted {
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
         let kinds = [(Of::Whole, What::Addends), (Of::Softmax, What::OfSoftmax)];
         found.extend(kinds.into_iter().filter_map(|(of, what)| of_sums(evidence, of, what)));
+        found.extend(of_tokens(evidence));
+        found.extend(of_classes(evidence));
         found
     }
+}
+
+/// Tokens that count otherwise than once in all that is summed over them.
+fn of_tokens(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let found = CountedTokens::of(evidence)?;
+    let stages: Vec<&str> = found.stages.iter().map(|stage| stage.name()).collect();
+    let parameters = vec![
+        ("of", stages.join(", ")),
+        ("what", "tokens".to_string()),
+        ("which", found.said.join(", ")),
+    ];
+    let fitted = 1 + found.said.len();
+    (found.said.len() <= TOLD).then(|| Hypothesis::new(found, parameters).fitted(fitted))
+}
+
+/// Classes that are in the softmax otherwise than once.
+fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let found = CountedClasses::of(evidence).filter(|found| found.said.len() <= TOLD)?;
+    let parameters = vec![
+        ("of", "the softmax, forward and backward".to_string()),
+        ("what", "classes".to_string()),
+        ("which", found.said.join(", ")),
+    ];
+    let fitted = 1 + found.said.len();
+    Some(Hypothesis::new(found, parameters).fitted(fitted))
 }
 
 /// Tokens that sums of dk hold otherwise than once; not all of a rank's or a microbatch's alike.

@@ -260,5 +260,5 @@ fn clamped(evidence: &Evidence<'_>, all: &[Odd], clamp: Clamp) -> Option<Hypothe
         labels.insert(odd.microbatch, own);
     }
     let words = clamp.words();
-    Some(Hypothesis::new(Relabelled { labels, g: Some(g) }, parameters(all, words)))
+    Some(Hypothesis::new(Relabelled { labels, g: Some(g), counts: None }, parameters(all, words)))
 }

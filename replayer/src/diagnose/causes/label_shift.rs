@@ -3,19 +3,23 @@
 //! Detectors: which shift the failing rows of dq, or label logits, fit token by token; the
 //! tokens that do not fit are the ends of runs, and say how long the runs are and what
 //! became of their ends. Where the recorded labels fit all tokens but regular ends, the shift was
-//! made inside runs. Where no row of a token was captured, the usual shifts are tried.
+//! made inside runs. Where no row of a token was captured, the usual shifts are tried. Where the
+//! head shifts the labels inside each sequence, a shift over a rank's tokens or over the batch is
+//! tried, by which the last token of a sequence takes the first label of the next one, and one
+//! inside each rank's part of a sequence.
 //! Emulation: the recorded labels rolled inside runs, with ends wrapped, ignored, kept, or
 //! read off the captured rows (a copy task's first label is no recorded one).
 
 use std::collections::BTreeMap;
 
+use super::shifted_in_runs;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::asked::Asked;
 use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
 use crate::diagnose::detectors::labels::LabelTest;
 use crate::diagnose::detectors::relabelled::{Labels, length_of_runs};
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
-use crate::diagnose::rearranged::Relabelled;
+use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
 use crate::head::{HeadOptions, MicrobatchInputs};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -53,6 +57,7 @@ impl Cause for LabelShift {
         }
         let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
         found.extend(inside_runs(evidence));
+        found.extend(shifted_in_runs::hypotheses(evidence));
         let asked = Asked::of(evidence);
         let tests: Vec<(LabelTest<'_>, &MicrobatchInputs)> = evidence
             .inputs
@@ -87,7 +92,10 @@ fn inside_runs(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         ("over", format!("runs of {length} tokens")),
         ("ends", "the first id of the run, wrapped around".to_string()),
     ];
-    Some(Hypothesis::new(Relabelled { labels: labels.clone(), g }, parameters).fitted(1))
+    Some(
+        Hypothesis::new(Relabelled { labels: labels.clone(), g, counts: None }, parameters)
+            .fitted(1),
+    )
 }
 
 struct AsRecorded;
@@ -316,13 +324,13 @@ fn with_denominators(
         if keeps && same {
             continue;
         }
-        let g = keeps.then(|| asked.evidence.reference().g.clone());
+        let counts = keeps.then(|| RecordedCounts::new(asked.evidence));
         let mut parameters = parameters.clone();
         if !same {
             let word = if keeps { "of the recorded labels" } else { "of the shifted labels" };
             parameters.push(("count", word.to_string()));
         }
-        let world = Relabelled { labels: labels.clone(), g };
+        let world = Relabelled { labels: labels.clone(), g: None, counts };
         found.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
     found

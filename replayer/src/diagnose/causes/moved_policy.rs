@@ -1,11 +1,13 @@
 //! Advantages, or log-probabilities of the old or the reference policy, that are taken of other
-//! tokens: of neighbours, or of other sequences than the token's own.
+//! tokens: of neighbours, or of other sequences than the token's own; or log-probabilities that are
+//! those of another policy, as where the ratio is taken to the policy itself.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
+use super::policy_terms::logprobs;
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::extents::{Extent, known};
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
@@ -37,6 +39,50 @@ impl World for Moved {
     }
 }
 
+/// Log-probabilities of one policy, as another policy has them.
+struct Exchanged {
+    of: Role,
+    /// `[T]` by microbatch.
+    by: BTreeMap<Option<Microbatch>, Vec<f64>>,
+}
+
+impl World for Exchanged {
+    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        if let Some(by) = self.by.get(&inputs.microbatch).filter(|_| of == self.of) {
+            values.copy_from_slice(by);
+        }
+    }
+}
+
+/// The policy's own log-probabilities, or the other policy's, in the place of one policy's.
+fn exchanged(evidence: &Evidence<'_>, of: Role) -> Vec<Hypothesis> {
+    let column = |role: Role, one: &MicrobatchInputs| {
+        evidence.step.optional(role, one.microbatch, one.tokens()).ok().flatten()
+    };
+    let other = if of == Role::OldLogprobs { Role::RefLogprobs } else { Role::OldLogprobs };
+    let own = |one: &MicrobatchInputs| logprobs(evidence, one);
+    let of_other = |one: &MicrobatchInputs| column(other, one);
+    let sources: [(&str, OfMicrobatch<'_>); 2] =
+        [("policy's own log-probabilities", &own), (words_of(other), &of_other)];
+    let one = |(words, values): (&str, OfMicrobatch<'_>)| {
+        let values = |inputs: &MicrobatchInputs| Some((inputs.microbatch, values(inputs)?));
+        let by = evidence.inputs.iter().map(values).collect::<Option<_>>()?;
+        let words = format!("with the {words} in the place of the {}", words_of(of));
+        Some(Hypothesis::new(Exchanged { of, by }, vec![("each token counts", words)]))
+    };
+    sources.into_iter().filter_map(one).collect()
+}
+
+/// `[T]` of a microbatch.
+type OfMicrobatch<'a> = &'a dyn Fn(&MicrobatchInputs) -> Option<Vec<f64>>;
+
+fn words_of(column: Role) -> &'static str {
+    match column {
+        Role::OldLogprobs => "old policy's log-probabilities",
+        _ => "reference policy's log-probabilities",
+    }
+}
+
 /// Every column in every other place, where the step has a policy loss that is not right.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let stages = [&GRADIENTS[..], &[Stage::Loss, Stage::Dlogprobs]].concat();
@@ -48,6 +94,9 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
     let mut found = Vec::new();
     for of in columns.into_iter().filter(held) {
+        if of != Role::Advantages {
+            found.extend(exchanged(evidence, of));
+        }
         for kind in 0..kinds {
             for by in MOVES {
                 found.extend(neighbours(evidence, of, (kind, by, true)));

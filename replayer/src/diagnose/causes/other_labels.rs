@@ -50,8 +50,10 @@ impl Cause for OtherLabels {
         let g = Some(evidence.reference().g.clone());
         let words = told(evidence, labels);
         let (words, follows_a_rule) = words;
-        let found =
-            Hypothesis::new(Relabelled { labels: labels.clone(), g }, vec![("labels", words)]);
+        let found = Hypothesis::new(
+            Relabelled { labels: labels.clone(), g, counts: None },
+            vec![("labels", words)],
+        );
         vec![if follows_a_rule { found.fitted(1) } else { found.of_both() }]
     }
 }

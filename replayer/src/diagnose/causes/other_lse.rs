@@ -2,7 +2,8 @@
 //! of a part of the vocabulary, or one that a buffer still held.
 //!
 //! Detectors: a token's softmax part of dq is `exp(lse - lse')` times what it should be; it is
-//! solved for lse', token by token, and held against what else the step has.
+//! solved for lse', token by token, and held against what else the step has. Where dk alone fails,
+//! the lse of the other microbatches are tried in it.
 //! Emulation: that lse in the backward. One that follows no rule is believed where dk, which it
 //! was not solved from, is what it makes it.
 
@@ -10,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Microbatch;
 
+use super::other_lse_of_k;
 use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
@@ -59,6 +61,7 @@ impl Cause for OtherLseRead {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut all: Vec<Hypothesis> = forward(evidence).into_iter().collect();
         all.extend(backward(evidence));
+        all.extend(other_lse_of_k::hypothesis(evidence));
         all
     }
 }

@@ -6,7 +6,8 @@
 //! each of its rows against the part of each shard;
 //! lse off by one constant log n; dk solved for its addends. A piece of the reduced dk that
 //! holds other addends than the rest, or each of them more often, is solved for by itself. Copies
-//! of it that differ are each solved for the ranks that they hold.
+//! of it that differ are each solved for the ranks that they hold, in the piece in which they
+//! differ.
 //! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -82,7 +83,7 @@ impl Cause for PartialNotReduced {
 /// Versions of a reduced dk that are each the sum of some ranks' gradients alone.
 fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
     let sums = of.as_sums(evidence)?;
-    if !sums.iter().all(|(_, addends)| holds_ranks(addends)) {
+    if !sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
         return None;
     }
     let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
@@ -91,12 +92,15 @@ fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
         let held: Vec<Rank> = held.into_iter().collect();
         format!("{}: those of {}", name_ranks(ranks), name_ranks(&held))
     };
+    let rows = sums.place();
+    let place = if rows.is_empty() { String::new() } else { format!(" in {rows}") };
     let words = format!(
-        "{} differs between ranks, and each version is the sum of some ranks' gradients alone",
+        "{} differs between ranks{place}, and each version is the sum of some ranks' gradients alone there",
         of.key
     );
-    let held = sums.iter().map(word).collect::<Vec<_>>().join("; ");
-    let parameters = vec![("of", "dk over ranks".to_string()), ("holds only", held)];
+    let held = sums.of.iter().map(word).collect::<Vec<_>>().join("; ");
+    let mut parameters = vec![("of", "dk over ranks".to_string()), ("holds only", held)];
+    parameters.extend((!rows.is_empty()).then_some(("where", rows)));
     Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
 }
 

@@ -183,8 +183,8 @@ impl Derivative {
     }
 }
 
-/// Log-probabilities of the labels.
-fn logprobs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
+/// Log-probabilities of the labels, `[T]` of the microbatch.
+pub(super) fn logprobs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
     let reference = evidence.reference();
     let mb = inputs.microbatch;
     let key = Key { stage: Stage::Logprobs, microbatch: mb, rank: None };

@@ -61,7 +61,7 @@ impl Cause for SyncWrongMicrobatch {
         let all = versions(evidence);
         let (of, sums) = all.iter().find_map(|of| Some((of, of.as_sums(evidence)?)))?;
         // Versions that hold all of some ranks, and nothing of the rest, were not reduced.
-        if sums.iter().all(|(_, addends)| holds_ranks(addends)) {
+        if sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
             return None;
         }
         let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
@@ -75,12 +75,14 @@ impl Cause for SyncWrongMicrobatch {
             let of: Vec<String> = ranks.iter().map(ToString::to_string).collect();
             format!("rank {} holds microbatches {}", of.join(", "), held.join(", "))
         };
-        let held: Vec<String> = sums.iter().map(word).collect();
+        let held: Vec<String> = sums.of.iter().map(word).collect();
         let evidence = format!(
             "{} differs between ranks, and each version is the sum of other ranks' and microbatches' gradients",
             of.key
         );
         let parameters = vec![("tensor", of.key.to_string()), ("holds", held.join("; "))];
+        let rows = Some(sums.place()).filter(|rows| !rows.is_empty()).map(|rows| ("where", rows));
+        let parameters = parameters.into_iter().chain(rows).collect();
         Some(Observed { evidence, stages: vec![Stage::Reduce], parameters })
     }
 }

@@ -9,7 +9,8 @@
 //! place of the ratio: none, its square, the ratio of the token before or after, one that is never
 //! clipped, or clipped at other bounds than the sign of the advantage asks for.
 //! Weights of neighbours are tried in the loss and all gradients; of a policy loss also
-//! advantages and log-probabilities of neighbours and of other sequences.
+//! advantages and log-probabilities of neighbours and of other sequences, and log-probabilities
+//! of another policy than the one that is meant, as where the ratio is always 1.
 //! Emulation: upstream gradients by the rule that was found, in both gradients.
 
 use std::collections::BTreeMap;

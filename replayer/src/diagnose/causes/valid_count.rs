@@ -2,7 +2,9 @@
 //! for those that are not ignored, a count taken before the labels were shifted, the sum
 //! of the weights, one rank's count for all, or by nothing.
 //!
-//! Detectors: D6, the factor of every comparison is the ratio of the two counts.
+//! Detectors: D6, the factor of every comparison is the ratio of the two counts. One factor of all
+//! of them gives the number itself: one that bf16 or f16 holds, as near to the declared count as
+//! sums in that format may end, was counted in it.
 //! Emulation: the other count.
 
 use std::collections::BTreeMap;
@@ -16,6 +18,7 @@ use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Count, Counted, Whose};
 use crate::head::units::CountedTogether;
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::round::Precision;
 
 /// The catalogue's entry.
 pub struct ValidCount;
@@ -63,6 +66,7 @@ impl Cause for ValidCount {
         }
         found.extend(counts_of_one(evidence, &divisors, &sums));
         found.extend(first_labels(evidence, &divisors, &sums));
+        found.extend(counted_in_few_bits(evidence, &divisors, &sums));
         found
     }
 }
@@ -111,6 +115,41 @@ fn first_labels(
         ("declared", Count::Valid.words().to_string()),
         ("divided by", format!("{number}, {}", Count::ValidBeforeShift.words())),
         ("counted as well", format!("the first labels of {more} of {sequences} sequences")),
+    ];
+    Some(Hypothesis::new(world, parameters).fitted(1))
+}
+
+/// The declared count, summed in bf16 or f16: the number is one of the format's, and either as far
+/// from the declared one as a rounding of each rank's and microbatch's count and of their sum may
+/// bring it, or one at which adding 1 changes nothing any more.
+fn counted_in_few_bits(
+    evidence: &Evidence<'_>,
+    divisors: &Divisors<'_>,
+    sums: &BTreeMap<Stage, f64>,
+) -> Option<Hypothesis> {
+    let options = &evidence.step.options;
+    let count = Count::declared(options).filter(|&count| count != Count::One)?;
+    let number = read::denominator(evidence)?;
+    let declared = divisors.declared().first()?.first()?.1;
+    let parts = (evidence.ranks() * evidence.microbatches()) as f64;
+    let held = |format: &Precision| {
+        // From here on the format knows no odd numbers.
+        let most = 1.0 / format.unit_roundoff();
+        let spacing = number.log2().floor().exp2() * 2.0 * format.unit_roundoff();
+        let near = (number - declared).abs() <= 0.5 * spacing * (parts + 1.0);
+        let stands = number < declared && number % most == 0.0 && number / most <= parts;
+        number % spacing == 0.0 && spacing > 1.0 && near || stands
+    };
+    let format = [Precision::Bf16, Precision::F16].into_iter().find(held)?;
+    if number == declared {
+        return None;
+    }
+    let (span, sums, means) = (options.scope.clone(), sums.clone(), number / declared);
+    let world = Counted { count, span, whose: Whose::Own, means, sums };
+    let parameters = vec![
+        ("declared", count.words().to_string()),
+        ("divided by", format!("{number}, where it is {declared}")),
+        ("counted in", format.name().to_string()),
     ];
     Some(Hypothesis::new(world, parameters).fitted(1))
 }

@@ -1,5 +1,6 @@
 //! The z-loss divided by another count of tokens than the rest of the loss: the mean of means of
-//! microbatches or ranks, or a mean over all tokens where the others are not counted.
+//! microbatches or ranks, or a mean over all tokens where the others are not counted; or summed over
+//! the tokens that take no part, too.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +9,11 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::divisors::Divisors;
+use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Count, Counted, Whose, divisor};
 use crate::head::MicrobatchInputs;
+use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Read, UnitTokens, World};
 
 /// How often each token's term counts, `[T]` by microbatch.
@@ -53,6 +56,88 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
     }
     found
+}
+
+/// The term of the tokens that take no part is there as well, divided as declared, or as a mean over
+/// all tokens is.
+pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let options = &evidence.step.options;
+    let left_out = |one: &MicrobatchInputs| (0..one.tokens()).any(|t| !takes_part(one, t));
+    let any = evidence.inputs.iter().any(left_out);
+    let Some(divisors) = Divisors::of(evidence).filter(|_| any && options.declared.z_loss != 0.0)
+    else {
+        return Vec::new();
+    };
+    let (lambda, in_loss) = (options.declared.z_loss, options.declared.z_loss_in_loss);
+    let (span, whose, sums) = (options.scope.clone(), Whose::Own, BTreeMap::new());
+    let mean = Counted { count: Count::All, span, whose, means: 1.0, sums };
+    let declared = || {
+        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        Some(evidence.inputs.iter().map(ones).collect())
+    };
+    let all = [("as declared", declared()), ("all tokens", times(evidence, &divisors, &mean))];
+    let mut alone = Times::new();
+    for (one, of) in evidence.inputs.iter().zip(divisors.declared()) {
+        let of = |t: usize| options.cotangent / divisor(of, t).unwrap_or(f64::INFINITY);
+        alone.insert(one.microbatch, (0..one.tokens()).map(of).collect());
+    }
+    let one = |(words, times): (&str, Option<Times>)| {
+        let divided = Divided { times: times?, lambda, in_loss };
+        let ranks = |one: &MicrobatchInputs| (one.microbatch, of_ranks(evidence.step, one));
+        let ranks = evidence.inputs.iter().map(ranks).collect();
+        let parameters = vec![
+            ("the z-loss is summed over", "all tokens, those that take no part too".to_string()),
+            ("and divided by", words.to_string()),
+        ];
+        Some(Hypothesis::new(OfAll { divided, alone: alone.clone(), ranks }, parameters))
+    };
+    all.into_iter().filter_map(one).collect()
+}
+
+fn takes_part(of: &MicrobatchInputs, token: usize) -> bool {
+    of.labels[token] != IGNORED && of.weights[token] != 0.0
+}
+
+/// The term is there of every token.
+struct OfAll {
+    divided: Divided,
+    /// The upstream gradient of a token that takes no part, as if it did.
+    alone: Times,
+    /// Each rank's tokens, by microbatch.
+    ranks: BTreeMap<Option<Microbatch>, Vec<Vec<usize>>>,
+}
+
+impl World for OfAll {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
+        self.divided.cotangents(tokens, [&mut *lse, label, smooth]);
+        let mb = tokens.inputs.microbatch;
+        let Some((alone, times)) = self.alone.get(&mb).zip(self.divided.times.get(&mb)) else {
+            return;
+        };
+        for ((to, &row), l) in lse.iter_mut().zip(tokens.rows).zip(tokens.lse) {
+            if !takes_part(tokens.inputs, row) {
+                *to = alone[row] * times[row] * 2.0 * self.divided.lambda * l;
+            }
+        }
+    }
+
+    /// A loss is the sum over the tokens that take part: one of each rank's has what the others add.
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        self.divided.nll(inputs, read, nll);
+        let mb = inputs.microbatch;
+        let Some((ranks, times)) = self.ranks.get(&mb).zip(self.divided.times.get(&mb)) else {
+            return Vec::new();
+        };
+        for rows in ranks.iter().filter(|_| self.divided.in_loss) {
+            let (own, others): (Vec<usize>, Vec<usize>) =
+                rows.iter().partition(|&&t| takes_part(inputs, t));
+            let term = |&t: &usize| times[t] * self.divided.lambda * read.lse.0[t].powi(2);
+            if let Some(&first) = own.first() {
+                nll[first] += others.iter().map(term).sum::<f64>() / inputs.weights[first];
+            }
+        }
+        Vec::new()
+    }
 }
 
 /// How often the term of each token is there: what the loss is divided by over what it is.

@@ -3,7 +3,8 @@
 //!
 //! Detectors: D3, a token's softmax part is `1 + c lse` times what it should be; c is
 //! fitted to all that fails. Also what the term may multiply in place of lse: the largest
-//! logit, or lse less that; and by which other count of tokens it may be divided.
+//! logit, or lse less that; by which other count of tokens it may be divided; and whether the tokens
+//! that take no part have it, too.
 //! Emulation: `g_lse = g (1 + c lse)` with c in {0, λ, 2λ, 4λ} or the fitted one, and the
 //! loss with or without its term.
 
@@ -79,6 +80,7 @@ impl Cause for ZLossMismatch {
         }
         found.extend(of_largest(evidence, 2.0 * lambda));
         found.extend(zloss_counts::hypotheses(evidence));
+        found.extend(zloss_counts::of_all_tokens(evidence));
         for (slope, fitted) in slopes {
             let mut losses = vec![None];
             if evidence.fails(Stage::Loss) {

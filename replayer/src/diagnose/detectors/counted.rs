@@ -5,12 +5,13 @@
 //! alone; rows and columns likewise. Nothing is enumerated but the window of tokens in which the
 //! last one of a label overwrites the others.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
-use super::direct::distance;
+use super::direct::{distance, energy};
 use super::gradient::{Gradient, Kept};
 use super::plane::Rows;
-use super::solve::{runs, whole_factors, whole_weights};
+use super::solve::{is_sure, runs, whole_factors, whole_weights};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
@@ -168,21 +169,23 @@ fn of_addends(
         let error = (&Rows { cols, values }, rounding);
         let spend = |work| evidence.spend(work);
         let weights = whole_weights((&part, of.other()), error, &spend).filter(|w| differ(w))?;
+        let regular = spaced(of, &part, &weights);
+        let weights = regular.as_ref().map_or(weights, |regular| regular.weights.clone());
         for (i, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
             for row in rows.clone() {
                 more.values[i * entries.cols + row] =
                     (weight - 1.0) * entries.values[i * entries.cols + row];
             }
         }
-        let words = of_sequences(evidence, of, &weights)
+        let words = regular.map(|regular| vec![regular.words]);
+        let words = words
+            .or_else(|| of_sequences(evidence, of, &weights))
             .unwrap_or_else(|| in_words(&weights, &|at| of.addend(at)));
         let of_rows = format!("in rows {}: ", between(of.row(rows.start), of.row(rows.end - 1)));
         let place = if told { of_rows } else { String::new() };
         said.extend(words.into_iter().map(|words| place.clone() + &words));
     }
-    let mut changed = more.transposed_times(of.other());
-    changed.values.iter_mut().zip(&of.reference.values).for_each(|(x, r)| *x += r);
-    Some(Weighed { changed, said, rule: None })
+    Some(Weighed { changed: of.with(&more), said, rule: None })
 }
 
 /// The places in a sequence of which the tokens count otherwise, where they do so in every sequence
@@ -205,6 +208,44 @@ fn of_sequences(evidence: &Evidence<'_>, of: &Gradient, weights: &[f64]) -> Opti
     Some(words.map(|words| format!("{words} of every sequence")).collect())
 }
 
+/// What counts otherwise at regular distances.
+struct Spaced {
+    weights: Vec<f64>,
+    words: String,
+}
+
+/// The rule by which the first of every chunk, for one, counts otherwise. Addends whose weight does
+/// not show follow it, too. `None` where it is in few runs, or in irregular ones.
+fn spaced(of: &Gradient, entries: &Rows, weights: &[f64]) -> Option<Spaced> {
+    let noise = of.rounding / of.captured.values.len().max(1) as f64;
+    let shows = |at: &usize| is_sure(energy(entries.row(*at)) * energy(of.other().row(*at)), noise);
+    let held: Vec<(usize, f64)> =
+        (0..weights.len()).filter(shows).map(|at| (of.addend(at), weights[at])).collect();
+    let mut odd: Vec<Range<usize>> = Vec::new();
+    for &(place, _) in held.iter().filter(|(_, weight)| *weight != 1.0) {
+        match odd.last_mut() {
+            Some(run) if run.end == place => run.end += 1,
+            _ => odd.push(place..place + 1),
+        }
+    }
+    let times = held.iter().find(|(_, weight)| *weight != 1.0)?.1;
+    let first = odd.first().filter(|_| odd.len() > FEW)?.start;
+    let longest = odd.iter().map(ExactSizeIterator::len).max()?;
+    let steps: BTreeSet<usize> = odd.windows(2).map(|two| two[1].start - two[0].start).collect();
+    let rule = |step: usize, place: usize| {
+        let inside = place >= first && (place - first) % step < longest;
+        if inside { times } else { 1.0 }
+    };
+    let fits = |&step: &usize| {
+        step > longest && held.iter().all(|&(place, weight)| weight == rule(step, place))
+    };
+    let step = steps.into_iter().find(fits)?;
+    let run = between(first, first + longest - 1);
+    let words = format!("{run}, and so every {step} from there on, {}", often(times));
+    let weights = (0..weights.len()).map(|at| rule(step, of.addend(at))).collect();
+    Some(Spaced { weights, words })
+}
+
 /// Some columns of rows.
 fn columns(of: &Rows, which: &Range<usize>) -> Rows {
     let row = |row: &[f64]| row[which.clone()].to_vec();
@@ -215,13 +256,16 @@ fn between(first: usize, last: usize) -> String {
     if first == last { first.to_string() } else { format!("{first} to {last}") }
 }
 
-/// Runs of what counts otherwise than once, by the numbers that `place` gives.
-pub(super) fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<String> {
-    let often = |times: f64| match times {
+fn often(times: f64) -> String {
+    match times {
         0.0 => "left out".to_string(),
         2.0 => "twice".to_string(),
         times => format!("{times} times"),
-    };
+    }
+}
+
+/// Runs of what counts otherwise than once, by the numbers that `place` gives.
+pub(super) fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<String> {
     let one = |(run, times): (Range<usize>, f64)| {
         format!("{} {}", between(place(run.start), place(run.end - 1)), often(times))
     };

@@ -90,6 +90,13 @@ impl Gradient {
         &self.other
     }
 
+    /// The gradient with more of some entries, `[addends, rows]`, than it should hold.
+    pub fn with(&self, more: &Rows) -> Rows {
+        let mut changed = more.transposed_times(&self.other);
+        changed.values.iter_mut().zip(&self.reference.values).for_each(|(x, r)| *x += r);
+        changed
+    }
+
     /// A row's class, or its token among those of the microbatch.
     pub fn row(&self, at: usize) -> usize {
         if self.is_of_k() { at } else { self.plane.rows[at] }

@@ -2,6 +2,7 @@
 //! versions there are, and what each of them is.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
@@ -26,6 +27,22 @@ const FEW: usize = 8;
 /// Share of its energy that is left of a version that is the sum of its parts, as bf16
 /// rounds them.
 const LEFT: f64 = 2e-4;
+
+/// Versions of a sum, and what each adds up.
+pub struct Sums {
+    /// By the ranks that hold it: gradients of ranks and microbatches, with their weights.
+    pub of: Vec<(Vec<Rank>, Vec<Addend>)>,
+    /// The rows of the box in which this holds, where the others are the same on all ranks.
+    pub rows: Option<Range<usize>>,
+}
+
+impl Sums {
+    /// The rows, in words; empty where it is all of them.
+    pub fn place(&self) -> String {
+        let of = |rows: &Range<usize>| format!("rows {} to {}", rows.start, rows.end - 1);
+        self.rows.as_ref().map_or(String::new(), of)
+    }
+}
 
 /// One box of a tensor in several versions.
 pub struct Versions {
@@ -132,9 +149,10 @@ impl Versions {
         self.of[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
     }
 
-    /// Each version as a sum of gradients of ranks and microbatches, with their weights;
-    /// none where all are one and the same sum, and differ by something else.
-    pub fn as_sums(&self, evidence: &Evidence<'_>) -> Option<Vec<(Vec<Rank>, Vec<Addend>)>> {
+    /// Each version as a sum of gradients of ranks and microbatches: all of it, or the piece in
+    /// which the versions differ. None where all are one and the same sum, and differ by
+    /// something else.
+    pub fn as_sums(&self, evidence: &Evidence<'_>) -> Option<Sums> {
         if self.stage() != Some(Stage::Reduce) {
             return None;
         }
@@ -151,9 +169,43 @@ impl Versions {
                 *values = own.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
             }
         }
+        let all = 0..self.of[0].1.len();
+        let whole = self.sums_in(evidence, &parts, all.clone());
+        let of = whole.map(|of| Sums { of, rows: None });
+        of.or_else(|| {
+            let piece = self.differing().filter(|piece| *piece != all)?;
+            let columns = self.place.extent().last().map_or(1, |&width| width.max(1) as usize);
+            let rows = piece.start / columns..piece.end.div_ceil(columns);
+            let of = self.sums_in(evidence, &parts, piece)?;
+            Some(Sums { of, rows: Some(rows) })
+        })
+    }
+
+    /// The elements from the first to the last in which versions differ.
+    fn differing(&self) -> Option<Range<usize>> {
+        let (first, rest) = self.of.split_first()?;
+        let differs = |at: &usize| {
+            rest.iter().any(|(_, values)| values[*at].to_bits() != first.1[*at].to_bits())
+        };
+        let mut all = 0..first.1.len();
+        let start = all.find(differs)?;
+        Some(start..all.rev().find(differs).map_or(start, |last| last) + 1)
+    }
+
+    /// Those elements of each version as a sum of the same elements of the parts.
+    fn sums_in(
+        &self,
+        evidence: &Evidence<'_>,
+        parts: &[Part],
+        of: Range<usize>,
+    ) -> Option<Vec<(Vec<Rank>, Vec<Addend>)>> {
+        let part =
+            |(addend, values): &Part| Some((addend.clone(), values.get(of.clone())?.to_vec()));
+        let parts: Vec<Part> = parts.iter().map(part).collect::<Option<_>>()?;
         let one = |(ranks, values): &(Vec<Rank>, Vec<f64>)| {
+            let values = &values[of.clone()];
             let (addends, scale) = fitted(evidence, &parts, values)?;
-            let mut left = values.clone();
+            let mut left = values.to_vec();
             for (addend, (_, of)) in addends.iter().zip(&parts) {
                 let weight = addend.weight * scale;
                 left.iter_mut().zip(of).for_each(|(x, part)| *x -= weight * part);

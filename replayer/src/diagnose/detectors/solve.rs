@@ -43,7 +43,7 @@ pub fn whole_weights(
     let right: Vec<f64> = (0..n).map(|i| dot(towards.row(i), b.row(i))).collect();
     let more = Cholesky::of(&gram).solution(&right)?;
     let noise = rounding / error.values.len().max(1) as f64;
-    let sure = |i: usize| noise <= UNSURE * UNSURE * gram[i][i];
+    let sure = |i: usize| is_sure(gram[i][i], noise);
     let mut whole = Vec::with_capacity(n);
     for (i, x) in more.iter().enumerate() {
         if !sure(i) {
@@ -70,6 +70,11 @@ pub fn whole_weights(
     let left = before - 2.0 * dot(&whole, &right) + products;
     let explains = whole.iter().any(|&x| x != 0.0) && left <= LEFT * before;
     explains.then(|| whole.iter().map(|x| 1.0 + x).collect())
+}
+
+/// Whether the weight of an addend of this energy shows beside the rounding of one element.
+pub fn is_sure(addend: f64, noise: f64) -> bool {
+    noise <= UNSURE * UNSURE * addend
 }
 
 /// The multiples of some vectors that add up nearest to another, by least squares; none where two of

@@ -25,7 +25,7 @@ const LEFT: f64 = 0.05;
 pub struct Tokens<'a> {
     each: Vec<Token>,
     heads: Vec<Looked<'a>>,
-    /// Whether rows of dq are looked at, and not lse and label logits.
+    /// Whether rows of dq are looked at, and not what was captured of the forward.
     backward: bool,
     declared: f64,
 }
@@ -45,6 +45,8 @@ struct Token {
     raw: Vec<f64>,
     lse: Option<f64>,
     label_logit: Option<f64>,
+    /// Log-probability of the label.
+    logprob: Option<f64>,
     /// The columns that are looked at.
     dq: Option<Vec<f64>>,
 }
@@ -85,7 +87,7 @@ impl<'a> Tokens<'a> {
         found
     }
 
-    /// Squared error of the captured lse and label logits with another transform; of the
+    /// Squared error of the captured lse, label logits and log-probabilities with another transform; of the
     /// backward that of dq beside what it should be a multiple of, from the captured lse or from
     /// one of its own. NaN where there is nothing to compare with.
     pub fn error(&self, transform: Transform) -> f64 {
@@ -98,7 +100,12 @@ impl<'a> Tokens<'a> {
                 return Some(captured.map_or(own, |captured| own.min(captured)));
             }
             let off = |captured: Option<f64>, x: f64| captured.map_or(0.0, |c| (c - x).powi(2));
-            Some(off(token.lse, lse) + off(token.label_logit, z[token.label]))
+            let label = z[token.label];
+            Some(
+                off(token.lse, lse)
+                    + off(token.label_logit, label)
+                    + off(token.logprob, label - lse),
+            )
         };
         let errors: Vec<f64> = self.each.par_iter().filter_map(one).collect();
         if errors.is_empty() { f64::NAN } else { errors.iter().sum() }
@@ -148,6 +155,7 @@ impl<'a> Looked<'a> {
 struct Columns {
     lse: Option<Vec<f64>>,
     label_logits: Option<Vec<f64>>,
+    logprobs: Option<Vec<f64>>,
     dq: Option<Vec<f64>>,
 }
 
@@ -159,7 +167,8 @@ impl Columns {
         };
         let (n, d) = (inputs.tokens(), inputs.head(evidence.step).map_or(0, |head| head.q.cols));
         let dq = if !backward || d == 0 { None } else { of(Role::Dq, n * d) };
-        Columns { lse: of(Role::Lse, n), label_logits: of(Role::LabelLogits, n), dq }
+        let (label_logits, logprobs) = (of(Role::LabelLogits, n), of(Role::Logprobs, n));
+        Columns { lse: of(Role::Lse, n), label_logits, logprobs, dq }
     }
 
     fn token(&self, looked: &Looked<'_>, number: usize, t: usize) -> Token {
@@ -179,6 +188,7 @@ impl Columns {
             raw: (0..head.valid_vocab).map(raw).collect(),
             lse: at(&self.lse),
             label_logit: at(&self.label_logits),
+            logprob: at(&self.logprobs),
             dq: self.dq.as_ref().map(|dq| looked.columns.iter().map(|i| dq[t * d + i]).collect()),
         }
     }

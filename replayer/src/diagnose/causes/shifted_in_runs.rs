@@ -1,0 +1,111 @@
+//! Labels that the job shifted inside other runs than sequences: over their ends, as where rows were
+//! flattened before the shift and the last token of a sequence takes the first label of the next
+//! one, or inside the part of a sequence that a rank holds.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Microbatch;
+
+use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
+use crate::diagnose::detectors::relabelled::Labels;
+use crate::diagnose::evidence::Evidence;
+use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
+use crate::head::{HeadStep, MicrobatchInputs, Unit};
+use crate::kernels::matrix::IGNORED;
+use crate::replay::world::World;
+
+/// The head declares labels that it shifts inside each sequence; the job shifted them, and their
+/// weights, inside other runs.
+pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let kinds = evidence.inputs.first().map_or(0, |one| runs(evidence, one).len());
+    if evidence.step.options.declared.labels_shifted {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for (kind, wraps) in (0..kinds).flat_map(|kind| [(kind, false), (kind, true)]) {
+        let Some(Shifted { labels, weights, name }) = shifted(evidence, kind, wraps) else {
+            continue;
+        };
+        let ends = if wraps { "wrapped around" } else { "ignored" };
+        for (keeps, count) in [(false, "of the shifted labels"), (true, "as declared")] {
+            let counts = keeps.then(|| RecordedCounts::new(evidence));
+            let relabelled = Relabelled { labels: labels.clone(), g: None, counts };
+            let parameters = vec![
+                ("shift", "1".to_string()),
+                ("over", format!("{name}, where it should be inside each sequence")),
+                ("ends", ends.to_string()),
+                ("count", count.to_string()),
+            ];
+            let world = InOtherRuns { relabelled, weights: weights.clone() };
+            found.push(Hypothesis::new(world, parameters));
+        }
+    }
+    found
+}
+
+/// Runs inside which labels may have been shifted, other than sequences.
+fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Extent> {
+    let mut found = known(evidence.step, inputs);
+    let sequences = found.remove(0);
+    let length = inputs.sequence.max(1);
+    let mut parts = Vec::new();
+    for run in of_ranks(evidence.step, inputs) {
+        let same = |a: &usize, b: &usize| a / length == b / length;
+        parts.extend(run.chunk_by(same).map(<[usize]>::to_vec));
+    }
+    let cut = parts.len() > sequences.runs.len();
+    let name = "each rank's part of each sequence".to_string();
+    found.extend(cut.then_some(Extent { name, runs: parts }));
+    found
+}
+
+/// Labels and weights of every microbatch after a shift by one inside some runs.
+struct Shifted {
+    labels: Labels,
+    weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    name: String,
+}
+
+fn shifted(evidence: &Evidence<'_>, kind: usize, wraps: bool) -> Option<Shifted> {
+    let mut found =
+        Shifted { labels: Labels::new(), weights: BTreeMap::new(), name: String::new() };
+    for one in evidence.inputs {
+        let (n, extent) = (one.tokens(), runs(evidence, one).into_iter().nth(kind)?);
+        let from: Vec<Option<usize>> = match wraps {
+            true => extent.rolled(n, 1).into_iter().map(Some).collect(),
+            false => extent.shifted(n, 1),
+        };
+        let labels = evidence.step.recorded_labels(one)?;
+        let labels = from.iter().map(|from| from.map_or(IGNORED, |from| labels[from]));
+        found.labels.insert(one.microbatch, labels.collect());
+        let weights = evidence.step.recorded_weights(one)?;
+        let weights = from.iter().map(|from| from.map_or(0.0, |from| weights[from]));
+        found.weights.insert(one.microbatch, weights.collect());
+        found.name = extent.name;
+    }
+    Some(found)
+}
+
+/// Labels and weights that were shifted together.
+struct InOtherRuns {
+    relabelled: Relabelled,
+    weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
+}
+
+impl World for InOtherRuns {
+    fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
+        self.relabelled.inputs(step, inputs);
+        inputs.weights.clone_from(&self.weights[&inputs.microbatch]);
+    }
+
+    fn denominators(
+        &self,
+        step: &HeadStep<'_>,
+        all: &[&MicrobatchInputs],
+        own: &MicrobatchInputs,
+        of: &mut Vec<(Unit, f64)>,
+    ) {
+        self.relabelled.denominators(step, all, own, of);
+    }
+}
