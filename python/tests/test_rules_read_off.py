@@ -188,3 +188,73 @@ def test_a_softcap_on_the_wrong_side_of_the_temperature_is_told_from_log_probabi
     report = job.recorded(tmp_path / "wrong", job.ids, 9.0 / 0.7, job.ids.size)
     told = named(report, "softcap-mismatch")
     assert abs(float(told["softcap"].split()[0]) - 9.0 / 0.7) < 0.05, told
+
+
+def test_an_lse_that_lacks_the_last_classes_in_the_forward_and_the_backward_is_named(tmp_path):
+    job = Job()
+    held = job.classes - int(job.rng.integers(4, 12))
+
+    def spoilt(given):
+        for at in given:
+            lse = np.log(np.exp(job.logits(at)[:, :held]).sum(-1))
+            counts = job.labels[at].reshape(-1) != IGNORED
+            own = job.of(at, lse=lse)
+            own["loss"] += (lse - job.lse(at))[counts].sum() / job.valid
+            given[at] = own
+
+    told = named(job.recorded(tmp_path, ("loss", "dq", "dk", "dbias"), spoilt), "other-lse")["lse"]
+    assert told == f"that of classes 0 to {held - 1} alone, in the forward and the backward", told
+
+
+def test_a_tile_of_a_sum_of_dk_that_was_not_written_is_named_with_its_rows_and_columns(tmp_path):
+    job = Job(ranks=1)
+    rows, columns = slice(job.classes // 3, job.classes // 2), slice(job.depth // 2, None)
+
+    def spoilt(given):
+        for own in given.values():
+            own["dk"][rows, columns] = 0
+
+    told = named(job.recorded(tmp_path, ("lse", "loss", "dq"), spoilt, "pre_reduce"), "block-miscounted")["which"]
+    where = f"rows {rows.start} to {rows.stop - 1} of columns {columns.start} to {job.depth - 1} of accumulate"
+    assert told == f"{where} hold 0", told
+
+
+def test_rows_of_tokens_that_take_no_part_and_hold_those_of_another_microbatch_are_named(tmp_path):
+    job = Job(ranks=1)
+    for of in job.labels.values():
+        of[:, job.half : job.half + 2] = IGNORED
+    job.labels[0, 0][:, job.half : job.half + 2] = 3
+    job.valid = sum(job.counts().values())
+
+    def spoilt(given):
+        stale = job.labels[1, 0].reshape(-1) == IGNORED
+        given[1, 0]["dq"][stale] = given[0, 0]["dq"][stale]
+
+    told = named(job.recorded(tmp_path, ("lse", "loss", "dq", "dk"), spoilt), "uninitialised-output")["rows"]
+    assert told.endswith("of dq rows hold those of microbatch 0"), told
+
+
+def test_label_logits_that_are_gathered_by_another_length_of_rows_are_named(tmp_path):
+    rng = np.random.default_rng(SEED)
+    tokens, classes, more = 90, 171, int(rng.integers(1, 9))
+    logits, labels = rng.standard_normal((tokens, classes)).astype(np.float32), rng.integers(0, classes, tokens)
+    padded = np.zeros((tokens, classes + more), np.float32)
+    padded[:, :classes] = logits
+    wide = logits.astype(np.float64)
+    lse = np.log(np.exp(wide).sum(-1))
+    for view in ("right", "wrong"):
+        gather = np.arange(tokens) * (classes + more if view == "right" else classes) + labels
+        found = padded.reshape(-1)[gather]
+        recorder = backtape.Recorder(tmp_path / view, rank=0, world_size=1, mesh={"data": 1})
+        with recorder.step(0) as tape:
+            tape.head(loss="xent_logits", path="plain")
+            given = {"logits": logits, "lse": np.float32(lse), "label_logits": found}
+            given |= {"labels": labels.astype(np.int32), "loss": np.float32((lse - found).mean())}
+            for name, x in given.items():
+                tape.record(name, x)
+        recorder.close()
+        report = backtape.replay(tmp_path / view, step=0)
+        if view == "right":
+            assert report.verdict == "agreed", report
+    told = named(report, "stride-ignored")
+    assert told["view"] == f"rows of {classes + more}, read as rows of {classes}", told

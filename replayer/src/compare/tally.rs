@@ -388,13 +388,17 @@ impl Tally {
     }
 
     /// Takes in that these values were stored in a format. Where many are nearly equal they round
-    /// alike, and their roundings do not average out as others do.
+    /// alike, and their roundings do not average out as others do. Of a format of few bits the
+    /// reference tells how; of f32 it is not exact enough for that, and each may be rounded by as
+    /// much as one is: the last addition of nearly equal numbers is rounded alike.
     pub(crate) fn stored_in(&mut self, format: Precision, reference: &[f64]) {
-        if !format.keeps_f32() {
-            let error = |x: &f64| (format.round64(*x) - x) * x;
-            let sums = reference.par_chunks(CHUNK).map(|of| of.iter().map(error).sum());
-            self.slope_stored += sums.collect::<Vec<f64>>().iter().sum::<f64>();
-        }
+        let few = !format.keeps_f32();
+        let error = |x: &f64| match few {
+            true => (format.round64(*x) - x) * x,
+            false => format.unit_roundoff() * x * x,
+        };
+        let sums = reference.par_chunks(CHUNK).map(|of| of.iter().map(error).sum());
+        self.slope_stored += sums.collect::<Vec<f64>>().iter().sum::<f64>();
     }
 
     /// The smallest faults that would have been seen on top of what was: an independent error,

@@ -95,6 +95,12 @@ impl<'a> HeadStep<'a> {
         if microbatches.len() > 1 {
             microbatches.remove(&None);
         }
+        // A job with one microbatch may name it in some records and leave it out in others.
+        let named = step.microbatches_of(&|role| Stage::of_role(role).is_some());
+        let named: BTreeSet<_> = named.into_iter().filter(Option::is_some).collect();
+        if microbatches.iter().all(Option::is_none) && named.len() == 1 {
+            microbatches = named;
+        }
         if !microbatches.iter().any(|&mb| step.scores_of(mb).is_some()) {
             return Err(step.missing(scores, None));
         }
@@ -123,16 +129,20 @@ impl<'a> HeadStep<'a> {
         of.map(|key| key.microbatch).collect()
     }
 
-    /// What the scores of a microbatch are computed from, usable or not.
+    /// What the scores of a microbatch are computed from, usable or not. Scores that were recorded
+    /// without one are those of the only microbatch.
     pub(crate) fn scores_of(
         &self,
         microbatch: Option<Microbatch>,
     ) -> Option<(&TensorKey, &TensorInfo)> {
         let scores = self.scores();
-        let of = |(key, info): &(&TensorKey, &TensorInfo)| {
-            info.role == Some(scores) && key.microbatch == microbatch
-        };
-        self.dump.tensors().iter().find(of)
+        let of_role = |(_, info): &(&TensorKey, &TensorInfo)| info.role == Some(scores);
+        let mut all = self.dump.tensors().iter().filter(of_role).peekable();
+        let named = all.clone().any(|(key, _)| key.microbatch.is_some());
+        all.find(|(key, _)| match named {
+            true => key.microbatch == microbatch,
+            false => true,
+        })
     }
 
     /// True when the dump gives all that the job recorded and declared of the step.
@@ -159,11 +169,17 @@ impl<'a> HeadStep<'a> {
     /// The tensor of a role in a microbatch, preferring what was captured
     /// before the reduction over ranks.
     pub fn find(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
-        let of = |(key, info): &(&TensorKey, &TensorInfo)| {
-            info.role == Some(role) && key.microbatch == microbatch
+        let at = |microbatch: Option<Microbatch>| {
+            let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+                info.role == Some(role) && key.microbatch == microbatch
+            };
+            let found = self.tensors.iter().filter(of).map(|(key, _)| key);
+            found.min_by_key(|key| key.when == Some(When::PostReduce))
         };
-        let found = self.tensors.iter().filter(of).map(|(key, _)| key);
-        found.min_by_key(|key| key.when == Some(When::PostReduce))
+        // A gradient of k without a microbatch is a sum, also where the step has one alone.
+        let sums = matches!(role, Role::Dk | Role::DkLse | Role::DkLabel);
+        let only = microbatch.is_some() && self.microbatches == [microbatch] && !sums;
+        at(microbatch).or_else(|| at(None).filter(|_| only))
     }
 
     /// The tensor of a role that has no microbatch, at this moment.

@@ -3,8 +3,10 @@
 //! No copy of the whole is ever made: kernels convert one panel of rows at a time.
 //! Not a tensor type: no strides, no views, two dimensions.
 
-use half::f16;
 use std::ops::Range;
+
+use half::f16;
+use rayon::prelude::*;
 
 /// The label of a token that takes no part in the loss.
 pub const IGNORED: u32 = u32::MAX;
@@ -259,6 +261,32 @@ impl Matrix<'_> {
         }
     }
 
+    /// Sum of the squares of a row's elements.
+    pub fn row_energy(&self, row: usize) -> f64 {
+        let range = self.elements(row..row + 1);
+        match self.values {
+            Values::Bf16(bits) => energy(&bits[range], |bits| bf16_to_f32(bits).into()),
+            Values::F16(bits) => energy(&bits[range], |bits| f16::from_bits(bits).to_f64()),
+            Values::F32(values) => energy(&values[range], f64::from),
+            Values::F64(values) => energy(&values[range], |value| value),
+        }
+    }
+
+    /// The same of several rows, by all threads.
+    pub fn row_energies(&self, rows: Range<usize>) -> Vec<f64> {
+        rows.into_par_iter().with_min_len(64).map(|row| self.row_energy(row)).collect()
+    }
+
+    /// Adds up, column by column, what `of` makes of each row's number and elements.
+    pub fn column_totals(&self, of: impl Fn(usize, f64) -> f64) -> Vec<f64> {
+        let (mut sums, mut row) = (vec![0.0; self.cols], vec![0.0; self.cols]);
+        for at in 0..self.len().checked_div(self.cols).unwrap_or(0) {
+            self.panel_f64(at..at + 1, &mut row);
+            sums.iter_mut().zip(&row).for_each(|(sum, &x)| *sum += of(at, x));
+        }
+        sums
+    }
+
     /// Where rows lie among the elements.
     pub(super) fn elements(&self, rows: Range<usize>) -> Range<usize> {
         rows.start * self.cols..rows.end * self.cols
@@ -269,6 +297,18 @@ impl Matrix<'_> {
 /// widening keeps every bit; `bf16::to_f32` does the same.
 fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
+}
+
+/// In so many sums beside each other that a processor adds them at once.
+fn energy<S: Copy>(row: &[S], element: impl Fn(S) -> f64) -> f64 {
+    const AT_ONCE: usize = 8;
+    let mut sums = [0.0; AT_ONCE];
+    let parts = row.chunks_exact(AT_ONCE);
+    let rest: f64 = parts.remainder().iter().map(|&x| element(x).powi(2)).sum();
+    for part in parts {
+        sums.iter_mut().zip(part).for_each(|(sum, &x)| *sum += element(x).powi(2));
+    }
+    sums.iter().sum::<f64>() + rest
 }
 
 fn convert<S: Copy, D>(source: &[S], target: &mut [D], element: impl Fn(S) -> D) {

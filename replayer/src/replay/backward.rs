@@ -363,7 +363,6 @@ impl Replay<'_> {
     fn sliced(&self, head: &HeadInputs<'_>, g: &[f64], spread: &[f64]) -> (Vec<f64>, f64) {
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let u = p.unit_roundoff().max(dlogits.unit_roundoff());
-        let d = head.q.cols;
         let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
         // a σ² v of a token, v of an entry near g/K.
         let each = |t: usize| {
@@ -373,7 +372,7 @@ impl Replay<'_> {
             few(spread[t].sqrt() / step) * spread[t] * variance
         };
         let of_token = |t: usize| {
-            let norm: f64 = (t * d..(t + 1) * d).map(|at| head.q.get_f64(at).powi(2)).sum();
+            let norm = head.q.row_energy(t);
             if norm > 0.0 { classes * classes * each(t) / (norm * norm) } else { 0.0 }
         };
         let rows = tokens * (0..g.len()).map(each).sum::<f64>();

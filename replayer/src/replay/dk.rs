@@ -178,13 +178,8 @@ impl Slab {
 
     /// Adds what the allowances take of q and k themselves.
     fn describe(&mut self, head: &HeadInputs<'_>, small: bool) {
-        let d = head.q.cols;
-        let square = |at: usize| head.k.get_f64(at).powi(2);
-        let norm = |row: usize| match row < head.valid_vocab {
-            true => (row * d..(row + 1) * d).map(square).sum(),
-            false => 0.0,
-        };
-        self.k_norms = (0..head.k.rows).map(norm).collect();
+        self.k_norms = head.k.row_energies(0..head.valid_vocab);
+        self.k_norms.resize(head.k.rows, 0.0);
         if small {
             self.q_squares = column_squares(&head.q, head.copies);
             self.q_sums = column_sums(&head.q);
@@ -561,9 +556,7 @@ pub(super) fn rounds(factor: f64) -> bool {
 
 /// Sum of each column.
 pub(super) fn column_sums(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
-    let mut sums = vec![0.0; matrix.cols];
-    (0..matrix.len()).for_each(|at| sums[at % matrix.cols] += matrix.get_f64(at));
-    sums
+    matrix.column_totals(|_, x| x)
 }
 
 /// How many classes have one error: all where k is 0, as at the first step of a job that starts
@@ -580,10 +573,5 @@ pub(super) fn column_squares(
     matrix: &crate::kernels::Matrix<'_>,
     copies: Option<&[f64]>,
 ) -> Vec<f64> {
-    let mut squares = vec![0.0; matrix.cols];
-    for at in 0..matrix.len() {
-        let copies = copies.map_or(1.0, |copies| copies[at / matrix.cols]);
-        squares[at % matrix.cols] += copies * matrix.get_f64(at).powi(2);
-    }
-    squares
+    matrix.column_totals(|row, x| copies.map_or(1.0, |copies| copies[row]) * x.powi(2))
 }

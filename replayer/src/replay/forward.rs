@@ -274,17 +274,13 @@ impl Replay<'_> {
 
     fn variances(&self, head: &HeadInputs<'_>, exact: &reference::Forward) -> Variances {
         let d = head.q.cols;
-        let squares = |m: &Matrix<'_>, row: usize| -> f64 {
-            (0..d).map(|i| m.get_f64(row * d + i).powi(2)).sum()
-        };
-        let classes = (0..head.valid_vocab).into_par_iter().with_min_len(64);
-        let largest = classes.map(|v| squares(&head.k, v)).reduce(|| 0.0, f64::max);
+        let largest = head.k.row_energies(0..head.valid_vocab).into_iter().fold(0.0, f64::max);
         let bias = head.bias.map_or(0.0, |bias| {
             bias[..head.valid_vocab].iter().fold(0.0, |most: f64, b| most.max(b.abs()))
         });
         let tokens = || (0..head.q.rows).into_par_iter().with_min_len(64);
         let lse = tokens().map(|t| {
-            let norms = squares(&head.q, t) * largest;
+            let norms = head.q.row_energy(t) * largest;
             let size = TokenSize { lse: exact.lse[t], row_max: exact.row_max[t], norms };
             self.lse_variance(&size, d, head.valid_vocab, bias)
         });

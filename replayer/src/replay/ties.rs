@@ -42,14 +42,11 @@ impl End<'_> {
 /// it of p and g, in whatever order they are taken: [`PRODUCTS`] roundings.
 pub(crate) fn near_ties<'h>(u: f64, head: &HeadInputs<'h>, lse: &[f64]) -> [End<'h>; 2] {
     let d = head.q.cols;
-    let norm = |matrix: &Matrix<'_>, row: usize| {
-        (row * d..(row + 1) * d).map(|at| matrix.get_f64(at).powi(2)).sum::<f64>()
-    };
-    let largest = (0..head.valid_vocab).map(|v| norm(&head.k, v)).fold(0.0, f64::max);
+    let largest = head.k.row_energies(0..head.valid_vocab).into_iter().fold(0.0, f64::max);
     let scale = head.transform.scale.abs();
     let factor = SIGMAS * u * (1.0 + (d as f64 / 9.0).sqrt());
     let step = |t: usize| {
-        let dot = (norm(&head.q, t) * largest / 6.0).sqrt() * scale;
+        let dot = (head.q.row_energy(t) * largest / 6.0).sqrt() * scale;
         SIGMAS * u * (dot + 4.0 + 2.0 * lse[t].abs())
     };
     let steps: Vec<f64> = (0..lse.len()).map(step).collect();

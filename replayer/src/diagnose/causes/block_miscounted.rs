@@ -10,9 +10,11 @@
 //! microbatch (`detectors::counted_sums`). Where the gradient of the bias or the loss fails with dk,
 //! they are held against the tokens that dk was solved for (`detectors::counted_tokens`).
 //! The rows of dk also tell how often each class is in the softmax (`detectors::counted_classes`).
+//! A tile of some rows and columns that alone holds zeros was not written.
 //! Emulation: tokens that count as often as was found, for dk alone or for all that is summed over
 //! tokens; classes, rows or columns of a gradient as often; classes in the whole head.
 
+use super::unwritten_tile;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
 use crate::diagnose::detectors::counted_classes::CountedClasses;
@@ -57,6 +59,7 @@ impl Cause for BlockMiscounted {
         found.extend(kinds.into_iter().filter_map(|(of, what)| of_sums(evidence, of, what)));
         found.extend(of_tokens(evidence));
         found.extend(of_classes(evidence));
+        found.extend(unwritten_tile::hypothesis(evidence));
         found
     }
 }

@@ -265,7 +265,17 @@ impl Seen {
             }
         }
         let words = format!("that of classes {from} to {} alone", to - 1);
-        let found = Hypothesis::new(Read { lse: lse.clone() }, vec![("lse", words)]).fitted(2);
+        // A loss that fails, too, was taken with it, where no lse was recorded that says otherwise.
+        let forward = evidence.fails(Stage::Loss) && !evidence.captured_forward();
+        let found = match forward {
+            true => {
+                let words = words + ", in the forward and the backward";
+                let world = OtherLse { lse: lse.clone(), captured: Vec::new() };
+                Hypothesis::new(world, vec![("lse", words)])
+            }
+            false => Hypothesis::new(Read { lse: lse.clone() }, vec![("lse", words)]),
+        };
+        let found = found.fitted(2);
         self.are(&lse).then_some(found)
     }
 

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
+use super::label_gathered;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK, alike, dot, energy};
@@ -63,6 +64,7 @@ impl Cause for StrideIgnored {
             }
         }
         found.extend(transposed_k(evidence));
+        found.extend(label_gathered::hypothesis(evidence));
         found
     }
 }

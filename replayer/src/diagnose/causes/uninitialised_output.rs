@@ -153,11 +153,11 @@ fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
     if norm > 0.0 { table.iter().find_map(near) } else { None }
 }
 
-/// Wrong rows of a gradient's parts that hold, bit for bit, what stands in the same rows of another
-/// microbatch: one buffer for all, of which some rows are neither cleared nor written. Whole
-/// gradients are looked at by the check of buffers.
+/// Wrong rows of a gradient or its parts that hold, bit for bit, what stands in the same rows of
+/// another microbatch: one buffer for all, of which some rows are neither cleared nor written. A
+/// buffer that is the other's as a whole is found by the check of buffers.
 fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let parts = [Stage::DqLse, Stage::DqLabel, Stage::DkLse, Stage::DkLabel];
+    let parts = [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
     let (mut world, mut words, mut seen) = (Instead::default(), Vec::new(), 0);
     for (key, _) in evidence.failing_of(&parts) {
         let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
@@ -173,8 +173,8 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let others = evidence.inputs.iter().map(|one| Key { microbatch: one.microbatch, ..key });
         let mut others = others.filter(|other| other.microbatch != key.microbatch);
         let (other, held) = others.find_map(|other| {
-            let held = evidence.captured(other).filter(|of| of.rows() == captured.rows())?;
-            let same = |&row: &usize| held.row(row) == captured.row(row);
+            let held = evidence.captured(other).filter(|of| of.columns == captured.columns)?;
+            let same = |&row: &usize| row < held.rows() && held.row(row) == captured.row(row);
             (!wrong.is_empty() && wrong.iter().all(same)).then_some((other, held))
         })?;
         seen += wrong.len();
