@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use backtape::head::{Loss, PolicyDeclaration};
+use backtape::head::{Loss, LossReduction, PolicyDeclaration};
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
@@ -176,8 +176,10 @@ impl<'a> HeadStep<'a> {
             let found = self.tensors.iter().filter(of).map(|(key, _)| key);
             found.min_by_key(|key| key.when == Some(When::PostReduce))
         };
-        // A gradient of k without a microbatch is a sum, also where the step has one alone.
-        let sums = matches!(role, Role::Dk | Role::DkLse | Role::DkLabel);
+        // A gradient of k without a microbatch is a sum, and a loss the step's, also where the step
+        // has one alone.
+        let of_step = role == Role::Loss && self.options.reduction != LossReduction::None;
+        let sums = of_step || matches!(role, Role::Dk | Role::DkLse | Role::DkLabel);
         let only = microbatch.is_some() && self.microbatches == [microbatch] && !sums;
         at(microbatch).or_else(|| at(None).filter(|_| only))
     }

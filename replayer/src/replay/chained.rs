@@ -26,7 +26,8 @@ pub(super) struct Votes {
 }
 
 impl Votes {
-    /// Votes of the elements where a narrow sum and the wide one, rounded once, differ.
+    /// Votes of the elements where a narrow sum and the wide one, rounded once, differ. Equal sums
+    /// have one vote: the rows of all classes that are nobody's label are equal where k is 0.
     pub(super) fn of(
         captured: &Matrix<'_>,
         wide: &[f64],
@@ -34,9 +35,10 @@ impl Votes {
         precision: Precision,
     ) -> Votes {
         let mut votes = Votes { chained: 0, rounded_once: 0 };
+        let mut seen = Seen::default();
         for (at, (&wide, &chained)) in wide.iter().zip(chained).enumerate() {
             let (found, once) = (captured.get_f64(at), precision.round64(wide));
-            if once != chained {
+            if once != chained && seen.is_new([wide, chained, found]) {
                 votes.chained += u64::from(found == chained);
                 votes.rounded_once += u64::from(found == once);
             }
@@ -51,6 +53,31 @@ impl Votes {
     fn is_chained(&self, bound: &Bound) -> bool {
         let all = (self.chained + self.rounded_once) as f64;
         self.chained as f64 > all / 2.0 + (bound.stage * all / 2.0).sqrt()
+    }
+}
+
+/// Which numbers had a vote, by a hash of a few bits: others of the same hash have none, which
+/// leaves out a few votes of many.
+struct Seen(Vec<u64>);
+
+impl Default for Seen {
+    fn default() -> Seen {
+        Seen(vec![0; (1 << Seen::BITS) / 64])
+    }
+}
+
+impl Seen {
+    const BITS: u32 = 20;
+
+    fn is_new(&mut self, numbers: [f64; 3]) -> bool {
+        // Fibonacci hashing: the upper bits of products with 2^64 over the golden ratio.
+        let mix = |hash: u64, x: &f64| (hash ^ x.to_bits()).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let hash = numbers.iter().fold(0, |hash, x| mix(hash, x).rotate_left(31));
+        let slot = (hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - Seen::BITS)) as usize;
+        let (word, bit) = (&mut self.0[slot / 64], 1 << (slot % 64));
+        let is_new = *word & bit == 0;
+        *word |= bit;
+        is_new
     }
 }
 
@@ -267,6 +294,15 @@ mod tests {
         sum.order(&mut each);
         each.into_iter().for_each(|one| sum.add(one));
         sum.finish()
+    }
+
+    #[test]
+    fn equal_sums_have_one_vote() {
+        let chained: Vec<f64> = (0..900).map(|at| 256.0 + f64::from(at % 3) * 2.0).collect();
+        let wide: Vec<f64> = chained.iter().map(|x| x + 2.0).collect();
+        let captured = Matrix { rows: 900, cols: 1, values: Values::F64(&chained) };
+        let votes = Votes::of(&captured, &wide, &chained, Precision::Bf16);
+        assert_eq!(votes, Votes { chained: 3, rounded_once: 0 });
     }
 
     #[test]
