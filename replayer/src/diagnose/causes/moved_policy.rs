@@ -94,7 +94,8 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
     let mut found = Vec::new();
     for of in columns.into_iter().filter(held) {
-        if of != Role::Advantages {
+        // In the backward alone it is another ratio there.
+        if of != Role::Advantages && evidence.fails(Stage::Loss) {
             found.extend(exchanged(evidence, of));
         }
         for kind in 0..kinds {

@@ -169,7 +169,8 @@ fn of_addends(
         let error = (&Rows { cols, values }, rounding);
         let spend = |work| evidence.spend(work);
         let weights = whole_weights((&part, of.other()), error, &spend).filter(|w| differ(w))?;
-        let regular = spaced(of, &part, &weights);
+        let sequences = of_sequences(evidence, of, &weights);
+        let regular = if sequences.is_none() { spaced(of, &part, &weights) } else { None };
         let weights = regular.as_ref().map_or(weights, |regular| regular.weights.clone());
         for (i, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
             for row in rows.clone() {
@@ -177,9 +178,8 @@ fn of_addends(
                     (weight - 1.0) * entries.values[i * entries.cols + row];
             }
         }
-        let words = regular.map(|regular| vec![regular.words]);
-        let words = words
-            .or_else(|| of_sequences(evidence, of, &weights))
+        let words = sequences
+            .or_else(|| regular.map(|regular| vec![regular.words]))
             .unwrap_or_else(|| in_words(&weights, &|at| of.addend(at)));
         let of_rows = format!("in rows {}: ", between(of.row(rows.start), of.row(rows.end - 1)));
         let place = if told { of_rows } else { String::new() };
@@ -192,7 +192,8 @@ fn of_addends(
 /// and in more runs than can be told.
 fn of_sequences(evidence: &Evidence<'_>, of: &Gradient, weights: &[f64]) -> Option<Vec<String>> {
     let length = evidence.inputs_of(of.key.microbatch)?.sequence;
-    if !of.is_of_k() || length < 2 || runs(weights).len() <= FEW {
+    let several = length >= 2 && weights.len() > length;
+    if !of.is_of_k() || !several || runs(weights).len() <= FEW {
         return None;
     }
     let mut places: Vec<Option<f64>> = vec![None; length];
