@@ -153,11 +153,12 @@ fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
     if norm > 0.0 { table.iter().find_map(near) } else { None }
 }
 
-/// Wrong rows of a gradient or its parts that hold, bit for bit, what stands in the same rows of
-/// another microbatch: one buffer for all, of which some rows are neither cleared nor written. A
-/// buffer that is the other's as a whole is found by the check of buffers.
+/// Wrong rows of a gradient's parts, or rows of dq of tokens that take no part, that hold, bit for
+/// bit, what stands in the same rows of another microbatch: one buffer for all, of which some rows
+/// are neither cleared nor written. Other rows of whole gradients are looked at by the check of
+/// buffers.
 fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let parts = [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
+    let parts = [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel];
     let (mut world, mut words, mut seen) = (Instead::default(), Vec::new(), 0);
     for (key, _) in evidence.failing_of(&parts) {
         let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
@@ -165,6 +166,10 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let off = distance(captured.row(row), wanted);
             off > 0.0 && !(off <= 0.25 * energy(wanted))
         };
+        let counts = |of: (&usize, &Vec<f64>)| is_wrong(*of.0, of.1) && energy(of.1) > 0.0;
+        if key.stage == Stage::Dq && table.iter().any(counts) {
+            continue;
+        }
         let wrong: Vec<usize> = table
             .iter()
             .filter(|(row, wanted)| is_wrong(**row, wanted))
