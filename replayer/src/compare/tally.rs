@@ -389,8 +389,8 @@ impl Tally {
 
     /// Takes in that these values were stored in a format. Where many are nearly equal they round
     /// alike, and their roundings do not average out as others do. Of a format of few bits the
-    /// reference tells how; of f32 it is not exact enough for that, and each may be rounded by as
-    /// much as one is: the last addition of nearly equal numbers is rounded alike.
+    /// reference tells how each was rounded. Of f32 it does not, as the job's own arithmetic errs by
+    /// as much: there all values may be off by one rounding, all to the same side.
     pub(crate) fn stored_in(&mut self, format: Precision, reference: &[f64]) {
         let few = !format.keeps_f32();
         let error = |x: &f64| match few {

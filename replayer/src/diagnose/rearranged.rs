@@ -12,9 +12,10 @@ use crate::assemble::Row;
 use crate::head::inputs::{Misread, Scores};
 use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::{At, Expectation, Pass, UnitTokens, World};
+use crate::replay::world::{At, Expectation, Pass, Read, UnitTokens, World};
 
 /// Other labels than the recorded ones, `[T]` by microbatch.
+#[derive(Default)]
 pub struct Relabelled {
     /// [`IGNORED`] where a token takes no part, [`NONE`] where its label's part alone is missing.
     pub labels: BTreeMap<Option<Microbatch>, Vec<u32>>,
@@ -23,6 +24,8 @@ pub struct Relabelled {
     pub g: Option<BTreeMap<Option<Microbatch>, Vec<f64>>>,
     /// Set where the loss and the backward are divided by the count of the recorded labels.
     pub counts: Option<RecordedCounts>,
+    /// Weights that were moved with the labels, `[T]`; empty where none were.
+    pub weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
 /// What each token's loss is divided by where the recorded labels are counted, whatever labels
@@ -51,6 +54,9 @@ impl World for Relabelled {
         if let Some(labels) = self.labels.get(&inputs.microbatch) {
             let read = inputs.labels.iter_mut().zip(labels);
             read.filter(|(_, label)| **label != NONE).for_each(|(to, label)| *to = *label);
+        }
+        if let Some(weights) = self.weights.get(&inputs.microbatch) {
+            inputs.weights.clone_from(weights);
         }
     }
 
@@ -98,6 +104,19 @@ impl World for Relabelled {
                 _ => *to * ratio,
             };
         }
+    }
+}
+
+/// How often each token's loss counts, `[T]` by microbatch.
+#[derive(Default)]
+pub struct CountedLosses(pub BTreeMap<Option<Microbatch>, Vec<f64>>);
+
+impl World for CountedLosses {
+    fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        if let Some(often) = self.0.get(&inputs.microbatch) {
+            nll.iter_mut().zip(often).for_each(|(nll, times)| *nll *= times);
+        }
+        Vec::new()
     }
 }
 

@@ -137,12 +137,9 @@ impl<'a> HeadStep<'a> {
     ) -> Option<(&TensorKey, &TensorInfo)> {
         let scores = self.scores();
         let of_role = |(_, info): &(&TensorKey, &TensorInfo)| info.role == Some(scores);
-        let mut all = self.dump.tensors().iter().filter(of_role).peekable();
+        let mut all = self.dump.tensors().iter().filter(of_role);
         let named = all.clone().any(|(key, _)| key.microbatch.is_some());
-        all.find(|(key, _)| match named {
-            true => key.microbatch == microbatch,
-            false => true,
-        })
+        all.find(|(key, _)| !named || key.microbatch == microbatch)
     }
 
     /// True when the dump gives all that the job recorded and declared of the step.

@@ -260,5 +260,6 @@ fn clamped(evidence: &Evidence<'_>, all: &[Odd], clamp: Clamp) -> Option<Hypothe
         labels.insert(odd.microbatch, own);
     }
     let words = clamp.words();
-    Some(Hypothesis::new(Relabelled { labels, g: Some(g), counts: None }, parameters(all, words)))
+    let world = Relabelled { labels, g: Some(g), ..Relabelled::default() };
+    Some(Hypothesis::new(world, parameters(all, words)))
 }

@@ -92,10 +92,8 @@ fn inside_runs(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         ("over", format!("runs of {length} tokens")),
         ("ends", "the first id of the run, wrapped around".to_string()),
     ];
-    Some(
-        Hypothesis::new(Relabelled { labels: labels.clone(), g, counts: None }, parameters)
-            .fitted(1),
-    )
+    let world = Relabelled { labels: labels.clone(), g, ..Relabelled::default() };
+    Some(Hypothesis::new(world, parameters).fitted(1))
 }
 
 struct AsRecorded;
@@ -330,7 +328,7 @@ fn with_denominators(
             let word = if keeps { "of the recorded labels" } else { "of the shifted labels" };
             parameters.push(("count", word.to_string()));
         }
-        let world = Relabelled { labels: labels.clone(), g: None, counts };
+        let world = Relabelled { labels: labels.clone(), counts, ..Relabelled::default() };
         found.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
     found

@@ -50,10 +50,8 @@ impl Cause for OtherLabels {
         let g = Some(evidence.reference().g.clone());
         let words = told(evidence, labels);
         let (words, follows_a_rule) = words;
-        let found = Hypothesis::new(
-            Relabelled { labels: labels.clone(), g, counts: None },
-            vec![("labels", words)],
-        );
+        let world = Relabelled { labels: labels.clone(), g, ..Relabelled::default() };
+        let found = Hypothesis::new(world, vec![("labels", words)]);
         vec![if follows_a_rule { found.fitted(1) } else { found.of_both() }]
     }
 }

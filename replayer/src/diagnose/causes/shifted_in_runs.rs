@@ -11,9 +11,8 @@ use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
 use crate::diagnose::detectors::relabelled::Labels;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
-use crate::head::{HeadStep, MicrobatchInputs, Unit};
+use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::World;
 
 /// The head declares labels that it shifts inside each sequence; the job shifted them, and their
 /// weights, inside other runs.
@@ -30,14 +29,14 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let ends = if wraps { "wrapped around" } else { "ignored" };
         for (keeps, count) in [(false, "of the shifted labels"), (true, "as declared")] {
             let counts = keeps.then(|| RecordedCounts::new(evidence));
-            let relabelled = Relabelled { labels: labels.clone(), g: None, counts };
             let parameters = vec![
                 ("shift", "1".to_string()),
                 ("over", format!("{name}, where it should be inside each sequence")),
                 ("ends", ends.to_string()),
                 ("count", count.to_string()),
             ];
-            let world = InOtherRuns { relabelled, weights: weights.clone() };
+            let (labels, weights) = (labels.clone(), weights.clone());
+            let world = Relabelled { labels, counts, weights, ..Relabelled::default() };
             found.push(Hypothesis::new(world, parameters));
         }
     }
@@ -85,27 +84,4 @@ fn shifted(evidence: &Evidence<'_>, kind: usize, wraps: bool) -> Option<Shifted>
         found.name = extent.name;
     }
     Some(found)
-}
-
-/// Labels and weights that were shifted together.
-struct InOtherRuns {
-    relabelled: Relabelled,
-    weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
-}
-
-impl World for InOtherRuns {
-    fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        self.relabelled.inputs(step, inputs);
-        inputs.weights.clone_from(&self.weights[&inputs.microbatch]);
-    }
-
-    fn denominators(
-        &self,
-        step: &HeadStep<'_>,
-        all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
-    ) {
-        self.relabelled.denominators(step, all, own, of);
-    }
 }

@@ -271,10 +271,8 @@ fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     let one = |(name, labels): (String, BTreeMap<Option<Microbatch>, Vec<u32>>)| {
         let parameters = vec![("order", name), ("of", "labels against hidden states".to_string())];
-        Hypothesis::new(
-            Relabelled { labels, g: Some(evidence.reference().g.clone()), counts: None },
-            parameters,
-        )
+        let g = Some(evidence.reference().g.clone());
+        Hypothesis::new(Relabelled { labels, g, ..Relabelled::default() }, parameters)
     };
     let mut all: Vec<_> = found.into_iter().collect();
     all.sort_by(|a, b| a.0.cmp(&b.0));

@@ -6,6 +6,8 @@
 //! for in turn, from one sum for all tokens on. lse, and with it the loss and dq, follow, and the
 //! numbers were not solved from them.
 
+use backtape::nan::larger;
+
 use super::counted::in_words;
 use super::dense::median;
 use super::direct::{energy, multiple};
@@ -106,7 +108,7 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
         let found = times(&rest, &divided.transposed_times(&plane.q), noise);
         let near = |of: &f64| (of - of.round()).abs() <= WHOLE && (0.0..=LARGEST).contains(of);
         let others = found.iter().filter(|of| !near(of)).count();
-        let moved = found.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        let moved = found.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, larger);
         counts = found;
         if !moved.is_finite() || others as f64 > MIXED * counts.len() as f64 {
             return None;

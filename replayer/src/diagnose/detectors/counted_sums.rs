@@ -4,7 +4,6 @@
 //! sums alone were recorded: the sum is solved for the weight of every token that it should hold.
 //! Where the loss fails, too, its tokens count as often.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use backtape::identity::Microbatch;
@@ -16,7 +15,7 @@ use super::plane::Rows;
 use super::solve::whole_weights;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::is_sum;
-use crate::diagnose::rearranged::Instead;
+use crate::diagnose::rearranged::{CountedLosses, Instead};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, Read, World};
 
@@ -38,7 +37,7 @@ pub enum Of {
 pub struct CountedSums {
     sums: Instead,
     /// How often each token of a microbatch counts in the loss.
-    of_loss: BTreeMap<Option<Microbatch>, Vec<f64>>,
+    of_loss: CountedLosses,
     /// Each run of tokens that counts otherwise, in words.
     pub said: Vec<String>,
     /// Parts of the sum of which all tokens count alike and otherwise than once, in words with how
@@ -62,7 +61,7 @@ impl CountedSums {
         let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
         let mut found = CountedSums {
             sums: Instead::default(),
-            of_loss: evidence.inputs.iter().map(ones).collect(),
+            of_loss: CountedLosses(evidence.inputs.iter().map(ones).collect()),
             said: Vec::new(),
             parts: Vec::new(),
             of_parts: true,
@@ -71,7 +70,7 @@ impl CountedSums {
             Tokens::of(evidence, key, of)?.weighed(evidence, &mut found)?;
         }
         if !evidence.fails(Stage::Loss) {
-            found.of_loss.clear();
+            found.of_loss = CountedLosses::default();
         }
         Some(found)
     }
@@ -82,11 +81,8 @@ impl World for CountedSums {
         self.sums.expected(of);
     }
 
-    fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
-        if let Some(weights) = self.of_loss.get(&inputs.microbatch) {
-            nll.iter_mut().zip(weights).for_each(|(nll, times)| *nll *= times);
-        }
-        Vec::new()
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        self.of_loss.nll(inputs, read, nll)
     }
 }
 
@@ -201,7 +197,7 @@ impl Tokens {
             let said = in_words(own, &|at| part.rows[at]).into_iter();
             let said = said.map(|words| format!("{words} in {}", part.words));
             to.said.extend(said.filter(|words| !to.said.contains(words)).collect::<Vec<_>>());
-            let loss = to.of_loss.get_mut(&part.microbatch)?;
+            let loss = to.of_loss.0.get_mut(&part.microbatch)?;
             part.rows.iter().zip(own).for_each(|(&t, weight)| loss[t] = *weight);
         }
         Some(())

@@ -14,7 +14,7 @@ use super::gradient::Gradient;
 use super::plane::Rows;
 use super::solve::whole_weights;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
+use crate::diagnose::rearranged::{CountedLosses, Instead};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, Read, World};
 
@@ -29,7 +29,7 @@ type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 pub struct CountedTokens {
     gradients: Instead,
     /// How often each token of a microbatch counts in the loss; empty where the loss agrees.
-    of_loss: OfTokens,
+    of_loss: CountedLosses,
     /// Each run of tokens that counts otherwise, in words.
     pub said: Vec<String>,
     /// The stages in which they do.
@@ -64,7 +64,7 @@ impl CountedTokens {
             true => stages.push(Stage::Loss),
             false => weights.clear(),
         }
-        Some(CountedTokens { gradients, of_loss: weights, said, stages })
+        Some(CountedTokens { gradients, of_loss: CountedLosses(weights), said, stages })
     }
 }
 
@@ -73,11 +73,8 @@ impl World for CountedTokens {
         self.gradients.expected(of);
     }
 
-    fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
-        if let Some(weights) = self.of_loss.get(&inputs.microbatch) {
-            nll.iter_mut().zip(weights).for_each(|(nll, times)| *nll *= times);
-        }
-        Vec::new()
+    fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
+        self.of_loss.nll(inputs, read, nll)
     }
 }
 

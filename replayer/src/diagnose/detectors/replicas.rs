@@ -189,7 +189,7 @@ impl Versions {
         };
         let mut all = 0..first.1.len();
         let start = all.find(differs)?;
-        Some(start..all.rev().find(differs).map_or(start, |last| last) + 1)
+        Some(start..all.rev().find(differs).unwrap_or(start) + 1)
     }
 
     /// Those elements of each version as a sum of the same elements of the parts.
