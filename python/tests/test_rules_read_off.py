@@ -258,3 +258,36 @@ def test_label_logits_that_are_gathered_by_another_length_of_rows_are_named(tmp_
             assert report.verdict == "agreed", report
     told = named(report, "stride-ignored")
     assert told["view"] == f"rows of {classes + more}, read as rows of {classes}", told
+
+
+def test_tokens_that_are_in_a_dk_of_bf16_twice_are_named_beside_tokens_that_hardly_count(tmp_path):
+    """Rows of classes that are often a label are large, and so are their roundings; the addends of tokens whose label
+    is nearly certain are small, and lie in such rows alone."""
+    rng = np.random.default_rng(SEED)
+    bf16, tokens, classes, depth = ml_dtypes.bfloat16, 200, int(rng.integers(200, 300)), int(rng.integers(32, 48))
+    k = rng.standard_normal((classes, depth)).astype(bf16)
+    labels = np.minimum(rng.zipf(1.4, tokens) - 1, classes - 1).astype(np.int32)
+    q = rng.standard_normal((tokens, depth)) * 0.4
+    certain = rng.random(tokens) < 0.1
+    q[certain] += k.astype(float)[labels[certain]] * 0.5
+    q = q.astype(bf16)
+    start = int(rng.integers(100, 140))
+    logits = q.astype(np.float64) @ k.astype(np.float64).T
+    lse = np.log(np.exp(logits).sum(-1))
+    entries = np.exp(logits - lse[:, None])
+    entries[np.arange(tokens), labels] -= 1
+    entries /= tokens
+    counts = np.ones(tokens)
+    counts[start : start + 50] = 2
+    recorder = backtape.Recorder(tmp_path)
+    with recorder.step(0) as tape:
+        dtypes = {"logits": "f32", "lse": "f32", "p": "f32", "dlogits": "f32", "output": "bf16"}
+        tape.head(loss="softmax_xent", path="plain", denominator="all", dtypes=dtypes)
+        tape.record("k", k)
+        dk = ((entries * counts[:, None]).T @ q.astype(np.float64)).astype(np.float32).astype(bf16)
+        dq = (entries @ k.astype(np.float64)).astype(np.float32).astype(bf16)
+        for name, x in {"q": q, "labels": labels, "dq": dq, "dk": dk}.items():
+            tape.record(name, x, microbatch=0)
+    close([recorder])
+    told = named(backtape.replay(tmp_path, step=0), "block-miscounted")
+    assert told["which"] == f"{start} to {start + 49} twice", f"seed {SEED}: {told}"

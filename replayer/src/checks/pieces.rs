@@ -17,6 +17,8 @@ pub(super) struct Piece<'a> {
     pub(super) bytes: &'a [u8],
     /// Every rank that held these bytes in this box, ascending.
     pub(super) ranks: Vec<Rank>,
+    /// The same, a rank as often as its devices held them.
+    pub(super) holders: Vec<Rank>,
     /// Of the global tensor.
     pub(super) shape: &'a [u64],
 }
@@ -34,8 +36,12 @@ pub(super) fn pieces<'a>(dump: &'a StepDump, info: &'a TensorInfo) -> (Vec<Piece
             lost += 1;
             continue;
         };
-        let one = || Piece { record, bytes, ranks: Vec::new(), shape: &info.shape };
+        let one = || {
+            let (ranks, holders) = (Vec::new(), Vec::new());
+            Piece { record, bytes, ranks, holders, shape: &info.shape }
+        };
         let piece = found.entry((&record.place, record.hash)).or_insert_with(one);
+        piece.holders.push(record.rank);
         if piece.ranks.last() != Some(&record.rank) {
             piece.ranks.push(record.rank);
         }

@@ -9,7 +9,7 @@
 //! It fails where the job says that the holders have one value ([`one_value`]); elsewhere
 //! several values may be meant, and it is a warning.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
@@ -46,12 +46,13 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
 fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut Found) {
     let (held, _) = pieces(subject.dump, info);
     let boxes = by_place(&held);
-    let shared = boxes.values().any(|one| one.iter().map(|p| p.ranks.len()).sum::<usize>() > 1);
+    let shared = boxes.values().any(|one| one.iter().map(|p| p.holders.len()).sum::<usize>() > 1);
     if shared {
         found.looked();
     }
     for mut versions in boxes.into_values().filter(|versions| versions.len() > 1) {
-        versions.sort_by_key(|piece| (std::cmp::Reverse(piece.ranks.len()), piece.ranks.clone()));
+        versions
+            .sort_by_key(|piece| (std::cmp::Reverse(piece.holders.len()), piece.holders.clone()));
         differ(subject, key, info, &versions, found);
     }
 }
@@ -102,30 +103,29 @@ fn differ(
     versions: &[&Piece<'_>],
     found: &mut Found,
 ) {
-    let holders: usize = versions.iter().map(|piece| piece.ranks.len()).sum();
-    let majority = versions[0].ranks.len() * 2 > holders;
-    let odd: Vec<Rank> = match majority {
-        true => versions[1..].iter().flat_map(|piece| piece.ranks.clone()).collect(),
-        false => versions.iter().flat_map(|piece| piece.ranks.clone()).collect(),
-    };
+    let holders: usize = versions.iter().map(|piece| piece.holders.len()).sum();
+    let majority = versions[0].holders.len() * 2 > holders;
+    let held = |of: &[&Piece<'_>]| of.iter().flat_map(|one| one.holders.clone()).collect();
+    let odd: Vec<Rank> = if majority { held(&versions[1..]) } else { held(versions) };
     let worst = difference(info, versions[0], versions[1]);
     let total = versions[0].bytes.len() / info.dtype.width();
     let who = match majority {
         true => format!(
             "{} differs from {}, which agree",
             name_ranks(&odd),
-            name_ranks(&versions[0].ranks)
+            name_ranks(&versions[0].holders)
         ),
         false => {
             let named: Vec<String> =
-                versions.iter().map(|piece| name_ranks(&piece.ranks)).collect();
+                versions.iter().map(|piece| name_ranks(&piece.holders)).collect();
             format!("there is no majority: {}", named.join(" against "))
         }
     };
     let row = |element: usize| versions[0].global_row(element / versions[0].columns().max(1));
     let mut rows: Vec<u64> = worst.first.iter().map(|(element, _)| row(*element)).collect();
     rows.dedup();
-    let place = Place::of(subject).tensor(key).ranks(&odd).rows(&rows);
+    let of_ranks: Vec<Rank> = odd.iter().copied().collect::<BTreeSet<_>>().into_iter().collect();
+    let place = Place::of(subject).tensor(key).ranks(&of_ranks).rows(&rows);
     let corrupted = flipped(&worst, total);
     let addends = reduced_gradient(key, info);
     let own: Vec<Rank> = match addends {
@@ -142,6 +142,10 @@ fn differ(
         (_, true, false) => (
             Some("partial-not-reduced"),
             format!("Reduce on every rank: {} kept its own addend", name_ranks(&own)),
+        ),
+        (_, true, true) if one_microbatch(subject) => (
+            Some("replica-divergence"),
+            "Reduce over all ranks and devices that hold tokens: over every axis of the mesh that cuts them".into(),
         ),
         (_, true, true) => (
             Some("sync-wrong-microbatch"),
@@ -163,6 +167,12 @@ fn differ(
     );
     let severity = if one_value(subject.dump, info) { Severity::Fail } else { Severity::Warn };
     found.add(severity, cause, place, evidence, advice);
+}
+
+/// Whether the step recorded one microbatch, so that none can have been left out of a sum.
+fn one_microbatch(subject: &Subject<'_>) -> bool {
+    let all = subject.dump.tensors().keys().filter_map(|key| key.microbatch);
+    all.collect::<BTreeSet<_>>().len() == 1
 }
 
 fn reduced_gradient(key: &TensorKey, info: &TensorInfo) -> bool {

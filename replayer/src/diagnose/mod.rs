@@ -16,6 +16,7 @@ pub mod evidence;
 mod found;
 mod limited;
 mod own;
+mod plain;
 mod proof;
 pub mod rearranged;
 mod sample;

@@ -10,6 +10,7 @@ use super::detectors::places::{OF_CLASSES, Places};
 use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
 use super::is_sum;
 use super::limited::{Within, limited};
+use super::plain;
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
 use crate::replay::pass_cache::PassCache;
@@ -119,6 +120,13 @@ pub struct Search<'a> {
     pub cache: Arc<PassCache>,
     /// Counts its work, and ends it.
     pub meter: &'a Meter<'a>,
+}
+
+/// What detectors are shown, and where what they say of it holds: all that failed everywhere; what
+/// failed in those places alone where something is wrong; or gradients without their parts.
+struct Look<'l> {
+    shown: &'l Evidence<'l>,
+    within: Option<&'l Arc<Within>>,
 }
 
 /// What a glance shows of a hypothesis that is no better than its background.
@@ -267,7 +275,14 @@ impl<'a> Search<'a> {
         let here = places.as_ref().map(|places| self.over(places.among(evidence)));
         let shown = here.as_ref().and_then(|here| evidence.seen_in(here));
         let within = places.map(|places| Arc::new(Within::new(evidence, places)));
+        let step = if alone { plain::step(evidence) } else { None };
+        let plainly = step.as_ref().map(|step| plain::search(step, self));
+        let plain = plainly.as_ref().and_then(|search| plain::shown(search, evidence));
         let narrowed = within.as_ref().zip(shown.as_ref());
+        let narrowed = narrowed.map(|(within, shown)| Look { shown, within: Some(within) });
+        let plain = plain.as_ref().map(|shown| Look { shown, within: None });
+        let whole = Look { shown: evidence, within: None };
+        let looks: Vec<Look<'_>> = [Some(whole), narrowed, plain].into_iter().flatten().collect();
         let mut found: Vec<(usize, Tried<'c>)> = Vec::new();
         for effort in Effort::ALL {
             if effort > Effort::Little && is_settled(&found, evidence) {
@@ -276,7 +291,7 @@ impl<'a> Search<'a> {
             let causes = catalogue.iter().copied().enumerate();
             let causes: Vec<(usize, &'c dyn Cause)> =
                 causes.filter(|(_, cause)| cause.effort() == effort).collect();
-            self.try_all(&causes, (evidence, narrowed), &mut found);
+            self.try_all(&causes, (evidence, &looks), &mut found);
             if alone && effort == Effort::Little {
                 found.extend(self.in_each_place(&found, evidence));
             }
@@ -316,13 +331,13 @@ impl<'a> Search<'a> {
         more
     }
 
-    /// Tries the hypotheses of some causes: as they are, and in those places alone where something
-    /// is wrong, as far as nothing explains everything. There detectors are shown what is wrong,
-    /// and nothing else. Those come last that emulate a policy: the others share their passes.
+    /// Tries the hypotheses of some causes: as they are, and as the further looks show them, as far
+    /// as nothing explains everything. Those come last that emulate a policy: the others share
+    /// their passes.
     fn try_all<'c>(
         &self,
         causes: &[(usize, &'c dyn Cause)],
-        (evidence, narrowed): (&Evidence<'_>, Option<(&Arc<Within>, &Evidence<'_>)>),
+        (evidence, looks): (&Evidence<'_>, &[Look<'_>]),
         found: &mut Vec<(usize, Tried<'c>)>,
     ) {
         // One that was fitted with many numbers is held against those that hold in some places.
@@ -331,32 +346,32 @@ impl<'a> Search<'a> {
             found.iter().any(|(_, one)| of(one) && one.hypothesis.fitted <= FEW)
         };
         let mut last = Vec::new();
-        let looks = [Some(None), narrowed.map(Some)].into_iter().flatten();
-        for look in looks {
-            if look.is_some() && explained(found) {
+        for (number, look) in looks.iter().enumerate() {
+            let further = number > 0;
+            if further && explained(found) {
                 break;
             }
             for &(at, cause) in causes {
-                let all = self.hypotheses(cause, look.map_or(evidence, |(_, shown)| shown));
+                let all = self.hypotheses(cause, look.shown);
                 for of in all {
                     if self.meter.is_spent() {
                         self.meter.leaves(cause.id());
                         break;
                     }
-                    let of = match look {
-                        Some((within, _)) => limited(of, evidence, within),
+                    let of = match look.within {
+                        Some(within) => limited(of, evidence, within),
                         None => of,
                     };
                     match of.emulates(evidence) {
-                        true => last.push((at, look.is_some(), cause, of)),
+                        true => last.push((at, further, cause, of)),
                         false => found.extend(self.one(cause, of, evidence).map(|one| (at, one))),
                     }
                 }
             }
         }
         last.sort_by_key(|(at, ..)| *at);
-        for (at, in_places, cause, of) in last {
-            if !(in_places && explained(found)) {
+        for (at, further, cause, of) in last {
+            if !(further && explained(found)) {
                 found.extend(self.one(cause, of, evidence).map(|one| (at, one)));
             }
         }

@@ -366,9 +366,19 @@ fn listing(step: &StepDir) -> Result<Vec<String>, OpenError> {
     Ok(names)
 }
 
-/// `rank 3`, `ranks 0, 1 and 7`, shortened where it would fill the screen.
+/// `rank 3`, `ranks 0, 1 and 7`, shortened where it would fill the screen; `2 devices of rank 0`
+/// where a rank is there more than once.
 pub(crate) fn name_ranks(ranks: &[Rank]) -> String {
     const SHOWN: usize = 12;
+    let mut devices: BTreeMap<Rank, usize> = BTreeMap::new();
+    ranks.iter().for_each(|&rank| *devices.entry(rank).or_default() += 1);
+    if devices.len() < ranks.len() {
+        let of = |(rank, count): (&Rank, &usize)| match count {
+            1 => format!("rank {rank}"),
+            count => format!("{count} devices of rank {rank}"),
+        };
+        return devices.iter().map(of).collect::<Vec<_>>().join(" and ");
+    }
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(Rank::to_string).collect();
     match ranks {
         [] => "no rank".into(),

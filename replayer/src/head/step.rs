@@ -197,6 +197,13 @@ impl<'a> HeadStep<'a> {
         HeadStep { assembled: Some(Assembled::default()), ..self.clone() }
     }
 
+    /// The same step as if tensors of some roles had not been recorded.
+    pub fn without(&self, left_out: &dyn Fn(Role) -> bool) -> HeadStep<'a> {
+        let mut step = self.clone();
+        step.tensors.retain(|_, info| !info.role.is_some_and(left_out));
+        step
+    }
+
     /// Assembles a tensor that is there.
     pub fn assemble(&self, key: &TensorKey) -> Result<Tensor, StepError> {
         self.made(Which::whole(key, None), || assemble::assemble(self.dump, key))

@@ -316,6 +316,32 @@ impl HeadStep<'_> {
         Ok(units)
     }
 
+    /// The tokens of a microbatch that each device of a rank held, with the box of the scores that
+    /// they are; empty where the rank held one box, or boxes that overlap.
+    pub(crate) fn device_rows(
+        &self,
+        inputs: &MicrobatchInputs,
+        rank: Rank,
+    ) -> Vec<(String, Vec<usize>)> {
+        let key = &inputs.rows_key;
+        let records = self.dump.tensors()[key].shards.iter().map(|shard| self.dump.record(shard));
+        let own: BTreeSet<_> = records
+            .filter(|record| record.rank == rank)
+            .map(|record| (&record.place, &record.shape))
+            .collect();
+        let tokens = |(place, shape): (&IndexBox, &Vec<u64>)| {
+            let leading = shape.len() - usize::from(self.scores() != Role::Logprobs);
+            let rows = flat_rows(&place.0[..leading], &shape[..leading]);
+            (format!("{key} {place}"), rows)
+        };
+        let found: Vec<(String, Vec<usize>)> = own.into_iter().map(tokens).collect();
+        let mut all: Vec<usize> = found.iter().flat_map(|(_, rows)| rows.clone()).collect();
+        let held = all.len();
+        all.sort_unstable();
+        all.dedup();
+        if found.len() > 1 && all.len() == held { found } else { Vec::new() }
+    }
+
     /// The classes of a gradient of k by the ranks that recorded them.
     pub(crate) fn rank_classes(&self, of: &TensorKey) -> Vec<Unit> {
         // A gradient of the bias has classes alone.

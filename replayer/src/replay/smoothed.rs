@@ -1,4 +1,4 @@
-//! The dense entries of a head with label smoothing, whose roundings are one error.
+//! The dense entries of a head whose p was rounded before, whose roundings are one error.
 
 use super::alike::LAST_BITS;
 use crate::kernels::round::Precision;
@@ -21,13 +21,14 @@ pub(super) fn of_smoothed_entries(
     let counted: Vec<usize> = (0..g_lse.len()).filter(|&t| g_lse[t] != 0.0).collect();
     let constant = |&t: &usize| (g_smooth[t] / g_lse[t]).abs();
     let least = counted.iter().map(constant).fold(f64::INFINITY, f64::min);
-    if p.keeps_f32() || to.keeps_f32() || !(least > 0.0 && least < 1.0) {
+    if p.keeps_f32() || to.keeps_f32() || !(least < 1.0) {
         return 0.0;
     }
     let steps = (0.5 / p.unit_roundoff()) as usize;
     let every = (counted.len() * steps / ENTRIES).max(1);
-    // Below what is taken off it p no longer makes the entry.
-    let binades = least.log2().floor() as i32..0;
+    // Below what is taken off it p no longer makes the entry; where that is nothing, the entries of
+    // all binades err alike.
+    let binades = if least > 0.0 { least.log2().floor() as i32..0 } else { -1..0 };
     let of = |exponent: i32| {
         let spacing = f64::from(exponent).exp2() / steps as f64;
         let multiples = (steps..2 * steps).map(|j| p.round64(spacing * j as f64));
@@ -66,6 +67,15 @@ mod tests {
         assert!(kept > 0.3 * u && kept <= u, "{}", kept / u);
         let moved = of(Precision::Bf16, -0.5 / 1.37, 0.1);
         assert!(moved < 0.3 * kept, "{} {}", moved / u, kept / u);
+    }
+
+    /// Goal: entries of a rounded p times nearly -1/2 are p/2: what z-loss added to g is lost of all.
+    #[test]
+    fn a_factor_next_to_a_power_of_two_is_rounded_away_from_all_entries() {
+        let found = of(Precision::Bf16, -0.5006, 0.0);
+        assert!((found - 1.2e-3).abs() < 1e-5, "{found}");
+        let u = Precision::Bf16.unit_roundoff();
+        assert!(of(Precision::Bf16, -0.5 / 1.37, 0.0) < 0.1 * u);
     }
 
     #[test]

@@ -91,7 +91,10 @@ fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 
 /// Tokens that sums of dk hold otherwise than once; not all of a rank's or a microbatch's alike.
 fn of_sums(evidence: &Evidence<'_>, of: Of, what: What) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, of).filter(|found| !found.of_parts)?;
+    let found = CountedSums::of(evidence, of)?;
+    if found.of_parts || found.is_of_devices() {
+        return None;
+    }
     let words = words_of(what, true);
     let parameters = vec![
         ("of", "the sums of dk".to_string()),

@@ -6,7 +6,8 @@
 //!
 //! Detectors: dq or dk fails, the forward is right.
 //! Emulation: `g (round(p) - onehot)`, whole dlogits; the difference rounded again before g
-//! multiplies it, or not.
+//! multiplies it, or not; or `round(round(g p) - g onehot)`, as where the softmax part is stored and
+//! the label's entry is read back.
 
 use std::collections::BTreeMap;
 
@@ -58,6 +59,13 @@ impl Cause for LabelProbRoundedEarly {
         }
         let logits = label_logits(evidence);
         let mut found = Vec::new();
+        for base in bases(&roundings).into_iter().filter(|base| !base.dlogits.keeps_f32()) {
+            let Some(label_logits) = logits.clone() else { break };
+            let policy = Policy { path: whole(base.path), ..base };
+            let world = Twice { policy, tiles: roundings.tiles, label_logits, rounds: Rounds::Gp };
+            let of = ("g p rounded to", base.dlogits.name().to_string());
+            found.push(Hypothesis::new(world, vec![of]));
+        }
         // A kernel may keep p in either format, whatever format its operands have.
         for p in [Precision::Bf16, Precision::F16] {
             for base in bases(&roundings) {
@@ -68,7 +76,8 @@ impl Cause for LabelProbRoundedEarly {
                 ];
                 if let Some(label_logits) = &logits {
                     let tiles = roundings.tiles;
-                    let world = Twice { policy, tiles, label_logits: label_logits.clone() };
+                    let label_logits = label_logits.clone();
+                    let world = Twice { policy, tiles, label_logits, rounds: Rounds::P };
                     let again = ("p - 1 rounded to", p.name().to_string());
                     let parameters = [&parameters[..], &[again]].concat();
                     found.push(Hypothesis::new(world, parameters));
@@ -102,12 +111,21 @@ fn label_logits(evidence: &Evidence<'_>) -> Option<OfTokens> {
     evidence.inputs.iter().map(one).collect()
 }
 
-/// p is rounded, and the difference from 1 again.
+/// What is rounded before the label's part is added to it.
+#[derive(Clone, Copy)]
+enum Rounds {
+    /// p, to the policy's format of p.
+    P,
+    /// The entry `g p`, to the policy's format of dlogits.
+    Gp,
+}
+
+/// The softmax part is rounded, and its sum with the label's part again.
 struct Twice {
-    /// Rounds p.
     policy: Policy,
     tiles: Tiles,
     label_logits: OfTokens,
+    rounds: Rounds,
 }
 
 impl World for Twice {
@@ -115,14 +133,21 @@ impl World for Twice {
         Some((self.policy, self.tiles))
     }
 
-    /// The policy adds `g p`, p rounded, and the label's cotangent: together they must be the
-    /// rounded difference times g.
+    /// The policy adds `g p` and the label's cotangent: together they must be what was rounded
+    /// twice.
     fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
         let Some(logits) = self.label_logits.get(&tokens.inputs.microbatch) else { return };
-        let rounded = |x: f64| self.policy.p.round64(Precision::F32.round64(x));
+        let format = match self.rounds {
+            Rounds::P => self.policy.p,
+            Rounds::Gp => self.policy.dlogits,
+        };
+        let rounded = |x: f64| format.round64(Precision::F32.round64(x));
         for (at, &t) in tokens.rows.iter().enumerate() {
-            let p = rounded((logits[t] - tokens.lse[at]).exp());
-            label[at] = tokens.g[at] * (rounded(p - 1.0) - p);
+            let (g, p) = (tokens.g[at], (logits[t] - tokens.lse[at]).exp());
+            label[at] = match self.rounds {
+                Rounds::P => g * (rounded(rounded(p) - 1.0) - rounded(p)),
+                Rounds::Gp => rounded(rounded(g * p) - g) - g * p,
+            };
         }
     }
 }

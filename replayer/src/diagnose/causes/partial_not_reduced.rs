@@ -6,8 +6,8 @@
 //! each of its rows against the part of each shard;
 //! lse off by one constant log n; dk solved for its addends. A piece of the reduced dk that
 //! holds other addends than the rest, or each of them more often, is solved for by itself. Copies
-//! of it that differ are each solved for the ranks that they hold, in the piece in which they
-//! differ.
+//! of it that differ are each solved for the ranks that they hold, or for the devices where a rank
+//! has several, in the piece in which they differ.
 //! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,6 +21,7 @@ use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
 use crate::diagnose::detectors::addends::{Addend, Solved, Weighted, solved};
+use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::dense::{median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
 use crate::diagnose::detectors::replicas::{Versions, versions};
@@ -59,6 +60,7 @@ impl Cause for PartialNotReduced {
         found.extend(of_lse(evidence));
         found.extend(of_sums(evidence));
         found.extend(of_pieces(evidence));
+        found.extend(of_devices(evidence));
         found
     }
 
@@ -87,19 +89,23 @@ fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
         return None;
     }
     let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
-        let held = addends.iter().filter(|of| of.weight != 0.0);
-        let held: BTreeSet<Rank> = held.filter_map(|of| of.rank).collect();
-        let held: Vec<Rank> = held.into_iter().collect();
-        format!("{}: those of {}", name_ranks(ranks), name_ranks(&held))
+        let held = || addends.iter().filter(|of| of.weight != 0.0);
+        let of_ranks: BTreeSet<Rank> = held().filter_map(|of| of.rank).collect();
+        let of_ranks: Vec<Rank> = of_ranks.into_iter().collect();
+        let devices: Vec<&str> = held().filter_map(|of| of.device.as_deref()).collect();
+        let held = if devices.is_empty() { name_ranks(&of_ranks) } else { devices.join(" and ") };
+        format!("{}: those of {held}", name_ranks(ranks))
     };
+    let of_devices = sums.of.iter().flat_map(|(_, all)| all).any(|of| of.device.is_some());
+    let holders = if of_devices { "devices" } else { "ranks" };
     let rows = sums.place();
     let place = if rows.is_empty() { String::new() } else { format!(" in {rows}") };
     let words = format!(
-        "{} differs between ranks{place}, and each version is the sum of some ranks' gradients alone there",
+        "{} differs between {holders}{place}, and each version is the sum of some {holders}' gradients alone there",
         of.key
     );
     let held = sums.of.iter().map(word).collect::<Vec<_>>().join("; ");
-    let mut parameters = vec![("of", "dk over ranks".to_string()), ("holds only", held)];
+    let mut parameters = vec![("of", format!("dk over {holders}")), ("holds only", held)];
     parameters.extend((!rows.is_empty()).then_some(("where", rows)));
     Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
 }
@@ -317,6 +323,14 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         Hypothesis::new(Weighted { of }, parameters).fitted(fitted)
     };
     all.into_iter().map(one).collect()
+}
+
+/// Sums of dk that lack what some of a rank's devices should add.
+fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    let found = CountedSums::of(evidence, Of::Whole).filter(|found| found.is_of_devices())?;
+    let of = "dk over devices".to_string();
+    let parameters = vec![("of", of), ("holds only", found.devices.join(" and "))];
+    Some(Hypothesis::new(found, parameters).fitted(1))
 }
 
 /// Pieces of the reduced dk that hold other addends than the rest; those that are the mean of

@@ -3,11 +3,15 @@
 //! It is seen, not emulated: the recorded bytes of the ranks differ. Where the versions are
 //! sums of different gradients, or parts of one sum, those causes name it.
 
+use std::collections::BTreeSet;
+
+use backtape::identity::Rank;
 use backtape::role::Role;
 
 use crate::diagnose::cause::{Cause, Observed};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::evidence::Evidence;
+use crate::dump::name_ranks;
 use crate::head::Stage;
 
 /// What it is called.
@@ -41,7 +45,8 @@ impl Cause for ReplicaDivergence {
         // Ranks whose dk are different sums work out different norms of it.
         let follows = |of: &Versions| of.role == Some(Role::GradNorm) && !told.is_empty();
         let of = rest.into_iter().find(|of| !follows(of))?;
-        let ranks: Vec<String> = of.odd().iter().map(ToString::to_string).collect();
+        let ranks: BTreeSet<Rank> = of.odd().into_iter().collect();
+        let ranks: Vec<String> = ranks.iter().map(ToString::to_string).collect();
         let (count, most, bits) = of.difference();
         let mut parameters = vec![
             ("tensor", of.key.to_string()),
@@ -53,13 +58,14 @@ impl Cause for ReplicaDivergence {
         if !bits.is_empty() {
             parameters.push(("flipped", bits.join("; ")));
         }
+        let holders: Vec<String> = of.of.iter().map(|(ranks, _)| name_ranks(ranks)).collect();
         let stages: Vec<Stage> = of.stage().into_iter().collect();
         let evidence = format!(
-            "{} has {} versions of {}: ranks {} hold other bits than the rest",
+            "{} has {} versions of {}: {}",
             of.key,
             of.of.len(),
             of.place,
-            ranks.join(", ")
+            holders.join(" against ")
         );
         Some(Observed { evidence, stages, parameters })
     }

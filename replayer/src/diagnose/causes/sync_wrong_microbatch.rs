@@ -87,11 +87,12 @@ impl Cause for SyncWrongMicrobatch {
     }
 }
 
-/// Whether a sum holds every microbatch of some ranks alike and none of the others.
+/// Whether a sum holds every microbatch of some ranks, or of some of a rank's devices, alike and none
+/// of the others.
 pub(super) fn holds_ranks(addends: &[Addend]) -> bool {
-    let mut of: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
+    let mut of: BTreeMap<(Option<Rank>, &Option<String>), BTreeSet<u64>> = BTreeMap::new();
     for addend in addends {
-        of.entry(addend.rank).or_default().insert(addend.weight.to_bits());
+        of.entry((addend.rank, &addend.device)).or_default().insert(addend.weight.to_bits());
     }
     let whole = of.values().all(|weights| weights.len() == 1);
     whole && of.values().any(|weights| weights.contains(&0.0f64.to_bits()))

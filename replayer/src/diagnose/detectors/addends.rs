@@ -15,7 +15,7 @@ use super::plane::{Plane, Rows};
 use super::solve::multiples;
 use super::units::UnitState;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::head::{Stage, Unit};
+use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::replay::addends;
 use crate::replay::world::{Expectation, World};
 
@@ -31,6 +31,8 @@ pub struct Addend {
     pub microbatch: Option<Microbatch>,
     /// Whose; none where it was recorded whole.
     pub rank: Option<Rank>,
+    /// Which box of the scores, where the rank's devices held several.
+    pub device: Option<String>,
     /// How often the sum holds it.
     pub weight: f64,
 }
@@ -203,7 +205,9 @@ pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec
     let microbatches: Vec<_> = evidence.inputs.iter().map(|one| one.microbatch).collect();
     let recorded = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed);
     let all = recorded.or_else(|| unrecorded(evidence, key))?;
-    let one = |(microbatch, rank, values)| (Addend { microbatch, rank, weight: 0.0 }, values);
+    let one = |(microbatch, rank, values)| {
+        (Addend { microbatch, rank, device: None, weight: 0.0 }, values)
+    };
     Some(all.into_iter().map(one).collect())
 }
 
@@ -228,13 +232,33 @@ pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
                 holds(&plane).map(|own| (plane, own))
             };
             let (plane, own) = states.into_iter().find_map(one)?;
-            let entries = chosen(&plane.entries(), &own);
-            let mut values = entries.transposed_times(&chosen(&plane.q, &own)).values;
-            values.iter_mut().for_each(|x| *x /= divisor);
-            found.push((Addend { microbatch, rank: unit.rank(), weight: 0.0 }, values));
+            for (device, own) in by_devices(evidence, inputs, (&unit, &own)) {
+                let entries = chosen(&plane.entries(), &own);
+                let mut values = entries.transposed_times(&chosen(&plane.q, &own)).values;
+                values.iter_mut().for_each(|x| *x /= divisor);
+                let addend = Addend { microbatch, rank: unit.rank(), device, weight: 0.0 };
+                found.push((addend, values));
+            }
         }
     }
     Some(found)
+}
+
+/// A unit's rows by the devices that held them, where one rank has several.
+fn by_devices(
+    evidence: &Evidence<'_>,
+    inputs: &MicrobatchInputs,
+    (unit, own): (&Unit, &[usize]),
+) -> Vec<(Option<String>, Vec<usize>)> {
+    let rank = unit.rank().filter(|_| unit.ranks.len() == 1);
+    let devices = rank.map_or(Vec::new(), |rank| evidence.step.device_rows(inputs, rank));
+    let rows: BTreeMap<usize, usize> = unit.rows.iter().copied().zip(own.iter().copied()).collect();
+    let one = |(name, tokens): (String, Vec<usize>)| {
+        let own = tokens.iter().map(|token| rows.get(token).copied());
+        Some((Some(name), own.collect::<Option<Vec<usize>>>()?))
+    };
+    let found: Vec<_> = devices.into_iter().filter_map(one).collect();
+    if found.is_empty() { vec![(None, own.to_vec())] } else { found }
 }
 
 fn chosen(rows: &Rows, which: &[usize]) -> Rows {
@@ -300,7 +324,8 @@ fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
     let part = |unit: &Unit| {
         let own: Vec<usize> =
             unit.rows.iter().filter_map(|token| place.get(token)).copied().collect();
-        let addend = Addend { microbatch: key.microbatch, rank: unit.rank(), weight: 0.0 };
+        let addend =
+            Addend { microbatch: key.microbatch, rank: unit.rank(), device: None, weight: 0.0 };
         (addend, chosen(&entries, &own).transposed_times(&chosen(q, &own)).values)
     };
     let parts = ranks.iter().map(part).collect();
@@ -332,6 +357,7 @@ mod tests {
         let addend = |&(mb, rank, weight): &(u32, u32, f64)| Addend {
             microbatch: Some(Microbatch(mb)),
             rank: Some(Rank(rank)),
+            device: None,
             weight,
         };
         let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };

@@ -158,15 +158,17 @@ fn of_addends(
     (entries, regions): (&Rows, &[Range<usize>]),
     told: bool,
 ) -> Option<Weighed> {
-    let error = of.error();
+    let (error, even) = (of.error(), of.evening());
     let mut more = Rows { cols: entries.cols, values: vec![0.0; entries.values.len()] };
     let mut said = Vec::new();
     for rows in regions {
-        let part = columns(entries, rows);
+        // Rows in which rounding errs more say less.
+        let even = &even[rows.clone()];
+        let part = times_columns(&columns(entries, rows), even);
         let cols = error.cols;
         let values = error.values[rows.start * cols..rows.end * cols].to_vec();
         let rounding = of.rounding * values.len() as f64 / error.values.len().max(1) as f64;
-        let error = (&Rows { cols, values }, rounding);
+        let error = (&scaled(&Rows { cols, values }, even), rounding);
         let spend = |work| evidence.spend(work);
         let weights = whole_weights((&part, of.other()), error, &spend).filter(|w| differ(w))?;
         let sequences = of_sequences(evidence, of, &weights);
@@ -251,6 +253,13 @@ fn spaced(of: &Gradient, entries: &Rows, weights: &[f64]) -> Option<Spaced> {
 fn columns(of: &Rows, which: &Range<usize>) -> Rows {
     let row = |row: &[f64]| row[which.clone()].to_vec();
     Rows { cols: which.len(), values: of.values.chunks(of.cols.max(1)).flat_map(row).collect() }
+}
+
+/// Each column times a number.
+fn times_columns(of: &Rows, factors: &[f64]) -> Rows {
+    let rows = of.values.chunks(of.cols.max(1));
+    let values = rows.flat_map(|row| row.iter().zip(factors).map(|(x, by)| x * by)).collect();
+    Rows { cols: of.cols, values }
 }
 
 fn between(first: usize, last: usize) -> String {

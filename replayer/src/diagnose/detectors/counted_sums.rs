@@ -4,9 +4,10 @@
 //! sums alone were recorded: the sum is solved for the weight of every token that it should hold.
 //! Where the loss fails, too, its tokens count as often.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use backtape::identity::Microbatch;
+use backtape::identity::{Microbatch, Rank};
 
 use super::addends::{adds_to, divisor};
 use super::counted::in_words;
@@ -45,6 +46,10 @@ pub struct CountedSums {
     pub parts: Vec<(String, f64)>,
     /// Whether all parts' tokens count alike.
     pub of_parts: bool,
+    /// The boxes of the scores whose tokens the sums hold, where ranks have several devices.
+    pub devices: Vec<String>,
+    /// Whether every device's tokens count alike, once or not at all.
+    by_device: bool,
 }
 
 impl CountedSums {
@@ -65,6 +70,8 @@ impl CountedSums {
             said: Vec::new(),
             parts: Vec::new(),
             of_parts: true,
+            devices: Vec::new(),
+            by_device: true,
         };
         for key in sums {
             Tokens::of(evidence, key, of)?.weighed(evidence, &mut found)?;
@@ -73,6 +80,26 @@ impl CountedSums {
             found.of_loss = CountedLosses::default();
         }
         Some(found)
+    }
+
+    /// Whether the sums hold all tokens of some devices and none of the others.
+    pub fn is_of_devices(&self) -> bool {
+        !self.of_parts && self.by_device && !self.devices.is_empty()
+    }
+
+    /// Notes which of a part's devices its sum holds.
+    fn held_by(&mut self, devices: &[(String, Vec<usize>)], part: &Part, own: &[f64]) {
+        let of: BTreeMap<usize, f64> = part.rows.iter().copied().zip(own.iter().copied()).collect();
+        self.by_device &= !devices.is_empty();
+        for (name, rows) in devices {
+            let weights: BTreeSet<u64> =
+                rows.iter().filter_map(|row| of.get(row)).map(|x| x.to_bits()).collect();
+            let is = |x: f64| weights.len() == 1 && weights.contains(&x.to_bits());
+            self.by_device &= is(0.0) || is(1.0);
+            if is(1.0) && !self.devices.contains(name) {
+                self.devices.push(name.clone());
+            }
+        }
     }
 }
 
@@ -93,6 +120,8 @@ struct Part {
     microbatch: Option<Microbatch>,
     /// Their places in the microbatch.
     rows: Vec<usize>,
+    /// Whose tokens they are, where they are one rank's.
+    rank: Option<Rank>,
     words: String,
 }
 
@@ -131,11 +160,12 @@ impl Tokens {
             let of_sum = from..from + plane.rows.len();
             from = of_sum.end;
             let mb = unit.microbatch.map(|mb| format!("microbatch {mb}"));
-            let rank = unit.rank.filter(|_| evidence.ranks() > 1);
-            let rank = rank.map(|rank| format!("rank {rank}"));
-            let place: Vec<String> = [mb, rank].into_iter().flatten().collect();
+            let named = unit.rank.filter(|_| evidence.ranks() > 1);
+            let named = named.map(|rank| format!("rank {rank}"));
+            let place: Vec<String> = [mb, named].into_iter().flatten().collect();
             let (microbatch, rows) = (unit.microbatch, plane.rows.clone());
-            parts.push(Part { of_sum, microbatch, rows, words: place.join(" of ") });
+            let rank = unit.rank.or((evidence.ranks() == 1).then_some(Rank(0)));
+            parts.push(Part { of_sum, microbatch, rows, rank, words: place.join(" of ") });
         }
         let captured = evidence.captured(key).filter(|of| of.columns == width && width > 0)?;
         let values = captured.values.get(..classes * width)?.to_vec();
@@ -197,6 +227,9 @@ impl Tokens {
             let said = in_words(own, &|at| part.rows[at]).into_iter();
             let said = said.map(|words| format!("{words} in {}", part.words));
             to.said.extend(said.filter(|words| !to.said.contains(words)).collect::<Vec<_>>());
+            let inputs = evidence.inputs_of(part.microbatch)?;
+            let of_rank = |rank| evidence.step.device_rows(inputs, rank);
+            to.held_by(&part.rank.map_or(Vec::new(), of_rank), part, own);
             let loss = to.of_loss.0.get_mut(&part.microbatch)?;
             part.rows.iter().zip(own).for_each(|(&t, weight)| loss[t] = *weight);
         }

@@ -79,7 +79,9 @@ impl<'a> Direct<'a> {
         self.progress.advance((SCALAR * of.cols) as u64);
         match row {
             Row::From(row) if row < of.rows => {
-                (row * of.cols..(row + 1) * of.cols).map(|at| of.get_f64(at)).collect()
+                let mut values = vec![0.0; of.cols];
+                of.panel_f64(row..row + 1, &mut values);
+                values
             }
             Row::From(_) | Row::Zeros => vec![0.0; of.cols],
             Row::Nans => vec![f64::NAN; of.cols],
@@ -138,9 +140,16 @@ impl<'a> Direct<'a> {
     }
 }
 
-/// Inner product.
+/// Inner product, in several sums that a processor adds to at once.
 pub fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
+    const SUMS: usize = 8;
+    let (whole, rest) = (a.chunks_exact(SUMS).zip(b.chunks_exact(SUMS)), a.len() / SUMS * SUMS);
+    let mut sums = [0.0; SUMS];
+    for (a, b) in whole {
+        sums.iter_mut().zip(a.iter().zip(b)).for_each(|(sum, (a, b))| *sum += a * b);
+    }
+    let rest: f64 = a[rest..].iter().zip(&b[rest..]).map(|(a, b)| a * b).sum();
+    sums.iter().sum::<f64>() + rest
 }
 
 /// Squared distance.

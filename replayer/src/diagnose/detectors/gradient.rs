@@ -13,6 +13,9 @@ use crate::head::Stage;
 const ERRS: f64 = 32.0;
 /// Share of the largest row's error below which a row is not told from one that agrees.
 const SMALL: f64 = 1e-6;
+/// Share of the mean row's squared size that rounding errs by at least like: nothing is known of
+/// how small rows were summed.
+const LEAST: f64 = 1e-2;
 /// Rows that agree by chance, between rows that fail.
 const GAP: usize = 4;
 /// Runs of failing rows at most, and the share of all rows that they are less than: what fails
@@ -67,6 +70,20 @@ impl Gradient {
     pub fn error(&self) -> Rows {
         let pairs = self.captured.values.iter().zip(&self.reference.values);
         Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() }
+    }
+
+    /// A factor of each row that makes rounding err alike in all of them: a value rounds in
+    /// proportion to its size, and so does what it is the sum of.
+    pub fn evening(&self) -> Vec<f64> {
+        let rows = self.captured.count();
+        let size = |at: usize| energy(self.captured.row(at)) + energy(self.reference.row(at));
+        let sizes: Vec<f64> = (0..rows).map(size).collect();
+        let mean = sizes.iter().sum::<f64>() / rows.max(1) as f64;
+        let even = |size: &f64| match (size + LEAST * mean) / ((1.0 + LEAST) * mean) {
+            share if share > 0.0 => 1.0 / share.sqrt(),
+            _ => 1.0,
+        };
+        sizes.iter().map(even).collect()
     }
 
     /// `[addends, rows]`: what each addend is multiplied with in each row; with `softmax` that of

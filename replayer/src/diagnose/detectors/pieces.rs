@@ -91,14 +91,15 @@ impl Prefix {
     fn taken(&self, pieces: &Pieces) -> Vec<f64> {
         let flat = Cut { sequence: 0, ..pieces.cut };
         let spans = flat.spans(self.n, pieces.size, pieces.walk == Walk::Descending);
+        let shards = flat.shard_starts(self.n);
         let mut all: Option<Vec<f32>> = None;
-        let mut total = vec![0.0f32; self.cells];
+        let [mut total, mut own] = [(); 2].map(|()| vec![0.0f32; self.cells]);
         for (nth, span) in spans.iter().enumerate() {
-            if nth > 0 && flat.starts_shard(self.n, span) {
+            if nth > 0 && shards.contains(&span.start) {
                 let done = std::mem::replace(&mut total, vec![0.0; self.cells]);
                 all = Some(joined(all, done, pieces.total));
             }
-            let mut own = self.between(span);
+            self.between(span, &mut own);
             pieces.addend.round_slice(&mut own);
             total.iter_mut().zip(&own).for_each(|(sum, x)| *sum += x);
             pieces.total.round_slice(&mut total);
@@ -113,9 +114,10 @@ impl Prefix {
         self.n.div_ceil(pieces.size.max(1)).max(pieces.cut.parts) * self.cells * ROUNDING
     }
 
-    fn between(&self, span: &Range<usize>) -> Vec<f32> {
+    fn between(&self, span: &Range<usize>, own: &mut [f32]) {
         let at = |place: usize| &self.sums[place * self.cells..(place + 1) * self.cells];
-        at(span.end).iter().zip(at(span.start)).map(|(to, from)| (to - from) as f32).collect()
+        let ends = at(span.end).iter().zip(at(span.start));
+        own.iter_mut().zip(ends).for_each(|(own, (to, from))| *own = (to - from) as f32);
     }
 }
 

@@ -5,6 +5,7 @@ use backtape::identity::Microbatch;
 use backtape::role::Role;
 use rayon::prelude::*;
 
+use super::direct::dot;
 use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
 use crate::head::step::{matrix, numbers};
 use crate::head::{MicrobatchInputs, Stage};
@@ -174,10 +175,15 @@ impl Columns {
     fn token(&self, looked: &Looked<'_>, number: usize, t: usize) -> Token {
         let head = &looked.head;
         let d = head.q.cols;
+        let [mut q, mut k] = [(); 2].map(|()| vec![0.0; d]);
+        head.q.panel_f64(t..t + 1, &mut q);
         let raw = |v: usize| {
             let product = match &head.given {
                 Some(given) => given.get_f64(t * given.cols + v),
-                None => (0..d).map(|i| head.q.get_f64(t * d + i) * head.k.get_f64(v * d + i)).sum(),
+                None => {
+                    head.k.panel_f64(v..v + 1, &mut k);
+                    dot(&q, &k)
+                }
             };
             product + head.bias.map_or(0.0, |bias| bias[v])
         };

@@ -34,32 +34,38 @@ impl Cut {
     /// The chunks, in the order of the walk.
     pub fn spans(&self, tokens: usize, size: usize, descending: bool) -> Vec<Range<usize>> {
         let (places, each) = self.places(tokens);
-        let shards = parts(0..places, self.shards.max(1));
-        let chunks = shards.into_iter().flat_map(|shard| self.chunks(shard, size));
-        let mut all: Vec<Range<usize>> =
-            chunks.map(|one| one.start * each..one.end * each).collect();
+        let mut all: Vec<Range<usize>> = Vec::new();
+        if self.shards > 1 {
+            parts(0..places, self.shards).into_iter().for_each(|of| self.cut(of, size, &mut all));
+        } else {
+            self.cut(0..places, size, &mut all);
+        }
+        if each > 1 {
+            all.iter_mut().for_each(|one| *one = one.start * each..one.end * each);
+        }
         if descending {
             all.reverse();
         }
         all
     }
 
-    fn chunks(&self, shard: Range<usize>, size: usize) -> Vec<Range<usize>> {
+    /// Adds the chunks of a shard.
+    fn cut(&self, shard: Range<usize>, size: usize, to: &mut Vec<Range<usize>>) {
         if self.parts > 0 {
-            return parts(shard, self.parts);
+            return to.extend(parts(shard, self.parts));
         }
         let first = if self.first == 0 { size } else { self.first };
         let head = shard.start..shard.end.min(shard.start + first);
         let rest = (head.end..shard.end).step_by(size.max(1));
         let rest = rest.map(|start| start..shard.end.min(start + size));
-        std::iter::once(head.clone()).chain(rest).filter(|one| !one.is_empty()).collect()
+        to.extend(std::iter::once(head).chain(rest).filter(|one| !one.is_empty()));
     }
 
-    /// Whether a chunk is the first of a shard after the first one, in an ascending walk.
-    pub(crate) fn starts_shard(&self, tokens: usize, span: &Range<usize>) -> bool {
+    /// Where the shards after the first one begin, in an ascending walk.
+    pub(crate) fn shard_starts(&self, tokens: usize) -> Vec<usize> {
         let (places, each) = self.places(tokens);
-        let starts = |of: Range<usize>| of.start > 0 && of.start * each == span.start;
-        self.shards > 1 && parts(0..places, self.shards).into_iter().any(starts)
+        let shards = if self.shards > 1 { parts(0..places, self.shards) } else { Vec::new() };
+        shards.into_iter().map(|of| of.start * each).filter(|&start| start > 0).collect()
     }
 
     /// The token that each place of the walk is, where that is not its own.
@@ -133,7 +139,7 @@ mod tests {
             assert_eq!(cut.spans(10, 4, false), wanted, "{cut:?}");
         }
         let shards = Cut { shards: 2, ..Cut::default() };
-        assert!(shards.starts_shard(10, &(5..9)) && !shards.starts_shard(10, &(4..5)));
+        assert_eq!((shards.shard_starts(10), Cut::default().shard_starts(10)), (vec![5], vec![]));
     }
 
     #[test]

@@ -93,8 +93,9 @@ impl DenseTiles for Here<'_> {
         let k = panel(policy, &inputs.k, cols.clone(), k_buffer);
         let finish = Finish::new(policy, inputs, cols.clone());
         let mut shards = Shards::default();
+        let shard_starts = policy.cut.shard_starts(tokens);
         for (chunk, span) in policy.token_spans(tokens, self.tokens).into_iter().enumerate() {
-            let starts = policy.cut.starts_shard(tokens, &span);
+            let starts = shard_starts.contains(&span.start);
             if starts {
                 shards.take(policy, sums.dk, sums.dbias);
             }
