@@ -100,6 +100,28 @@ def test_p_less_1_that_is_rounded_again_is_told_from_p_that_is_rounded_once(tmp_
     assert report.json["causes"][0]["parameters"].get("p - 1 rounded to") == dtype, report.causes
 
 
+def test_an_entry_that_is_stored_and_read_back_before_the_label_is_taken_off_is_named(tmp_path):
+    """As kernels do that write the softmax part over the logits, and come back for the label's entry."""
+    head = Head("bf16")
+    logits = head.q.astype(np.float64) @ head.k.astype(np.float64).T
+    lse = np.log(np.exp(logits).sum(1))
+    of_label, g = (np.arange(head.tokens), head.labels), np.float32(1 / head.tokens)
+    entries = rounded(np.exp(logits - lse[:, None]) * g, "bf16")
+    entries[of_label] = rounded(entries[of_label] - g, "bf16")
+    loss = (lse - logits[of_label]).mean()
+    dtypes = {"logits": "f32", "lse": "f32", "p": "f32", "parts": "f32", "label_grad": "f32", "dlogits": "bf16"}
+    recorder = backtape.Recorder(tmp_path)
+    with recorder.step(0) as tape:
+        tape.head(loss="xent_logits", path="plain", denominator="all", dtypes=dtypes)
+        given = {"logits": logits.astype(np.float32), "labels": head.labels, "loss": np.float32(loss)}
+        for name, x in (given | {"dlogits": entries.astype(ml_dtypes.bfloat16)}).items():
+            tape.record(name, x)
+    recorder.close()
+    report = backtape.replay(tmp_path, step=0)
+    assert [found.id for found in report.causes] == ["label-prob-rounded-early"], f"seed {SEED}: {report}"
+    assert report.json["causes"][0]["parameters"] == {"g p rounded to": "bf16"}, report.json["causes"]
+
+
 def test_p_in_few_bits_is_a_fault_where_it_was_declared_in_f32_however_small_its_error_is(tmp_path):
     head = Head("f16", sure=0.2)
     entries = head.entries(p="f16")

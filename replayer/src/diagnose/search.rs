@@ -122,8 +122,8 @@ pub struct Search<'a> {
     pub meter: &'a Meter<'a>,
 }
 
-/// What detectors are shown, and where what they say of it holds: all that failed everywhere; what
-/// failed in those places alone where something is wrong; or gradients without their parts.
+/// What detectors are shown, and where what they say of it holds: all that failed, everywhere; or
+/// what failed in those places alone where something is wrong.
 struct Look<'l> {
     shown: &'l Evidence<'l>,
     within: Option<&'l Arc<Within>>,
@@ -275,26 +275,26 @@ impl<'a> Search<'a> {
         let here = places.as_ref().map(|places| self.over(places.among(evidence)));
         let shown = here.as_ref().and_then(|here| evidence.seen_in(here));
         let within = places.map(|places| Arc::new(Within::new(evidence, places)));
-        let step = if alone { plain::step(evidence) } else { None };
-        let plainly = step.as_ref().map(|step| plain::search(step, self));
-        let plain = plainly.as_ref().and_then(|search| plain::shown(search, evidence));
         let narrowed = within.as_ref().zip(shown.as_ref());
         let narrowed = narrowed.map(|(within, shown)| Look { shown, within: Some(within) });
-        let plain = plain.as_ref().map(|shown| Look { shown, within: None });
         let whole = Look { shown: evidence, within: None };
-        let looks: Vec<Look<'_>> = [Some(whole), narrowed, plain].into_iter().flatten().collect();
+        let looks: Vec<Look<'_>> = std::iter::once(whole).chain(narrowed).collect();
+        let of_effort = |effort: Effort| {
+            let causes = catalogue.iter().copied().enumerate();
+            causes.filter(|(_, cause)| cause.effort() == effort).collect::<Vec<_>>()
+        };
         let mut found: Vec<(usize, Tried<'c>)> = Vec::new();
         for effort in Effort::ALL {
             if effort > Effort::Little && is_settled(&found, evidence) {
                 break;
             }
-            let causes = catalogue.iter().copied().enumerate();
-            let causes: Vec<(usize, &'c dyn Cause)> =
-                causes.filter(|(_, cause)| cause.effort() == effort).collect();
-            self.try_all(&causes, (evidence, &looks), &mut found);
+            self.try_all(&of_effort(effort), (evidence, &looks), &mut found);
             if alone && effort == Effort::Little {
                 found.extend(self.in_each_place(&found, evidence));
             }
+        }
+        if alone && !found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
+            self.try_plainly(&of_effort(Effort::Little), evidence, &mut found);
         }
         // Ties are told in the order of the catalogue.
         found.sort_by_key(|(at, _)| *at);
@@ -329,6 +329,19 @@ impl<'a> Search<'a> {
             }
         }
         more
+    }
+
+    /// Tries what some causes read off gradients without their parts, where those hide a failure.
+    fn try_plainly<'c>(
+        &self,
+        causes: &[(usize, &'c dyn Cause)],
+        evidence: &Evidence<'_>,
+        found: &mut Vec<(usize, Tried<'c>)>,
+    ) {
+        let Some(step) = plain::step(evidence) else { return };
+        let search = plain::search(&step, self);
+        let Some(shown) = plain::shown(&search, evidence) else { return };
+        self.try_all(causes, (evidence, &[Look { shown: &shown, within: None }]), found);
     }
 
     /// Tries the hypotheses of some causes: as they are, and as the further looks show them, as far
