@@ -30,7 +30,8 @@ use crate::support::job::Job;
 const QUICK: u64 = 60;
 /// Seeds that the campaign once found wrong: a head of zeros, proofs by the rounding of few
 /// tokens, addends below the smallest f16, values near each other, a filter below what f32 tells.
-const ONCE_WRONG: [u64; 9] = [750, 5303, 5550, 90244, 160_018, 161_299, 171_767, 181_794, 190_970];
+const ONCE_WRONG: [u64; 10] =
+    [750, 5303, 5550, 90244, 160_018, 161_299, 171_767, 181_794, 190_970, 200_119];
 /// Runs of the whole, where BACKTAPE_RUNS does not say.
 const WHOLE: u64 = 2000;
 /// Confidence of the upper bound.

@@ -140,15 +140,17 @@ impl<'a> Direct<'a> {
     }
 }
 
-/// Inner product, in several sums that a processor adds to at once.
+/// Inner product of what both have, in several sums that a processor adds to at once.
 pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     const SUMS: usize = 8;
-    let (whole, rest) = (a.chunks_exact(SUMS).zip(b.chunks_exact(SUMS)), a.len() / SUMS * SUMS);
+    let both = a.len().min(b.len());
+    let (a, b) = (&a[..both], &b[..both]);
+    let [of_a, of_b] = [a, b].map(|of| of.chunks_exact(SUMS));
+    let rest: f64 = of_a.remainder().iter().zip(of_b.remainder()).map(|(a, b)| a * b).sum();
     let mut sums = [0.0; SUMS];
-    for (a, b) in whole {
+    for (a, b) in of_a.zip(of_b) {
         sums.iter_mut().zip(a.iter().zip(b)).for_each(|(sum, (a, b))| *sum += a * b);
     }
-    let rest: f64 = a[rest..].iter().zip(&b[rest..]).map(|(a, b)| a * b).sum();
     sums.iter().sum::<f64>() + rest
 }
 
