@@ -42,7 +42,8 @@ def step(mesh, summed, tokens):
     return run
 
 
-def recorded(directory, summed):
+def recorded(directory, summed, held=lambda dk: dk):
+    """`held`: what is recorded of the array of the sum."""
     rng = np.random.default_rng(SEED)
     rows, classes, depth = (int(rng.integers(*of)) for of in ((20, 40), (60, 90), (12, 20)))
     mesh = jax.make_mesh((2, 2), AXES)
@@ -57,7 +58,7 @@ def recorded(directory, summed):
         for name, x in {"q": q, "labels": labels, "loss": loss, "dq": dq}.items():
             tape.record(name, x, microbatch=0)
         tape.record("k", k)
-        tape.record("dk", dk, when="post_reduce")
+        tape.record("dk", held(dk), when="post_reduce")
     recorder.close()
     return backtape.replay(directory, step=0), rows
 
@@ -72,7 +73,20 @@ def test_a_gradient_that_is_summed_over_one_axis_is_named_with_the_devices_that_
     report, rows = recorded(tmp_path, (summed,))
     told = named(report, "partial-not-reduced")
     assert told["of"] == "dk over devices", told
-    first = [0, 2] if summed == "data" else [0, 1]
-    held = " and ".join(f"q microbatch 0 [{at * rows}:{(at + 1) * rows}, " for at in first).split(" and ")
-    assert all(box in told["holds only"] for box in held), told
+    assert all(box in told["holds only"] for box in boxes(summed, rows)), told
     assert "2 devices of rank 0 against 2 devices of rank 0" in str(report), report
+
+
+def boxes(summed, rows):
+    """Of q, on the devices whose tokens the first device's sum holds."""
+    return [f"q microbatch 0 [{at * rows}:{(at + 1) * rows}, " for at in ([0, 2] if summed == "data" else [0, 1])]
+
+
+@pytest.mark.parametrize("summed", AXES)
+def test_one_copy_that_lacks_the_tokens_of_some_devices_is_named_with_those_that_it_holds(tmp_path, summed):
+    """A job that records its sum from one device alone shows no copies that differ."""
+    report, rows = recorded(tmp_path, (summed,), lambda dk: np.asarray(dk.addressable_data(0)))
+    told = named(report, "partial-not-reduced")
+    wanted = boxes(summed, rows)
+    assert told["of"] == "dk over devices" and told["holds only"].count("q microbatch 0") == len(wanted), told
+    assert all(box in told["holds only"] for box in wanted), told
