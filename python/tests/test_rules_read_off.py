@@ -260,10 +260,12 @@ def test_label_logits_that_are_gathered_by_another_length_of_rows_are_named(tmp_
     assert told["view"] == f"rows of {classes + more}, read as rows of {classes}", told
 
 
-def test_tokens_that_are_in_a_dk_of_bf16_twice_are_named_beside_tokens_that_hardly_count(tmp_path):
+# Of job 19 nothing is found where all rows are believed to round alike.
+@pytest.mark.parametrize("seed", [SEED, 19])
+def test_tokens_that_are_in_a_dk_of_bf16_twice_are_named_beside_tokens_that_hardly_count(tmp_path, seed):
     """Rows of classes that are often a label are large, and so are their roundings; the addends of tokens whose label
     is nearly certain are small, and lie in such rows alone."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(seed)
     bf16, tokens, classes, depth = ml_dtypes.bfloat16, 200, int(rng.integers(200, 300)), int(rng.integers(32, 48))
     k = rng.standard_normal((classes, depth)).astype(bf16)
     labels = np.minimum(rng.zipf(1.4, tokens) - 1, classes - 1).astype(np.int32)
@@ -290,4 +292,6 @@ def test_tokens_that_are_in_a_dk_of_bf16_twice_are_named_beside_tokens_that_hard
             tape.record(name, x, microbatch=0)
     close([recorder])
     told = named(backtape.replay(tmp_path, step=0), "block-miscounted")
-    assert told["which"] == f"{start} to {start + 49} twice", f"seed {SEED}: {told}"
+    # A token at an end whose addend is below the rounding cannot be told from its neighbour.
+    first, last = (int(word) for word in told["which"].removesuffix(" twice").split(" to "))
+    assert abs(first - start) <= 3 and abs(last - start - 49) <= 3, f"seed {seed}: {told}"
