@@ -62,6 +62,9 @@ class Step:
         microbatch, when: which one, where several were captured.
         rank: the addend of this rank, of a tensor that was recorded with `partial=`.
 
+        Where ranks hold copies that differ it gives one of them: the check `replicas`, a part of
+        every replay, says which ranks differ and where.
+
         Returns a read-only array of the global shape (with `rank`, of what the rank held) in the
         tensor's own dtype; bf16 and the 8-bit floats are ml_dtypes'. Nothing is converted and
         nothing is copied twice: where one shard holds the whole tensor the array is a view of the

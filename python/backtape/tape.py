@@ -132,7 +132,8 @@ class Tape:
         global_shape, offsets: `array` is the box of the tensor that starts at `offsets`.
         global_shape, flat_offset: `array`, a torch tensor, is a run of the flattened tensor (FSDP1's
             flat parameters); it may end inside a row.
-        partial: `array` is one addend of the tensor, over ranks.
+        partial: `array` is one addend of the tensor, over ranks. This needs one process for each
+            device; where a process drives several devices, record the reduced tensor instead.
         placement: of a local array, how it lies on the recorder's mesh: {"data": 0} where the
             axis `data` splits dimension 0, {"data": "sum"} or "mean" for addends; other axes
             replicate. Parts of unequal length (dynamic padding) follow each other in the order

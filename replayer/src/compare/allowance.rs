@@ -120,7 +120,7 @@ pub struct OfRow {
     pub side: f64,
     /// The same: `total x²`.
     pub total: f64,
-    /// By how much the variances of the dense part are too large.
+    /// By how much the variances and the squares of the dense part are too large.
     pub copies: f64,
     /// Tokens whose label the row is.
     pub hits: f64,
@@ -235,6 +235,7 @@ impl Dense {
     fn of(&self, sums: &Sums, row: &OfRow, column: &OfColumn) -> Allowed {
         let Sums { x, squares, variance, dropped, confident, side, .. } = *sums;
         let whole = if self.whole == 1 { x + sums.y } else { x };
+        let squares = squares / row.copies;
         Allowed {
             own: self.total * x * x + self.squares * squares + column.own,
             row: variance / row.copies + row.side * side * side + column.row + row.total * x * x,

@@ -388,7 +388,7 @@ impl<M: Machine> Tile<M> {
         Ok(())
     }
 
-    /// Sums of columns: products with ones, or with the copies of each token.
+    /// Sums of columns: products with ones.
     fn add_biases(
         &mut self,
         machine: &M,
@@ -400,28 +400,22 @@ impl<M: Machine> Tile<M> {
         }
         let (height, width) = (query.rows.len(), key.rows.len());
         let ones = self.ones.put(machine, &vec![1.0; height])?;
-        let copies = match slab.held.copies_from(machine, query.rows.start) {
-            0 => ones,
-            copies => copies,
-        };
         let [dense, squared, noisy, ..] = &self.terms;
         let [lse, var, sq] = &slab.biases;
-        for (target, terms, weights) in
-            [(lse, dense, ones), (var, noisy, ones), (sq, squared, copies)]
-        {
+        for (target, terms) in [(lse, dense), (var, noisy), (sq, squared)] {
             let product = Product {
                 target: target.at(machine, key.rows.start),
                 rows: width,
                 cols: 1,
                 lhs: terms.address(machine),
                 lhs_transposed: true,
-                rhs: weights,
+                rhs: ones,
                 rhs_transposed: false,
                 depth: height,
                 add: true,
                 compute: Compute::F64,
             };
-            // SAFETY: a value for each row of the slab, the tile's terms, one weight a token.
+            // SAFETY: a value for each row of the slab, the tile's terms, a one for each token.
             unsafe { machine.multiply(&product)? };
         }
         Ok(())

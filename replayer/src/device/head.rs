@@ -98,11 +98,6 @@ impl<M: Machine> OnDevice<M> {
         self.labels.address(machine) + (token * size_of::<u32>()) as u64
     }
 
-    /// Where the copies of each token from some on are counted; 0 where none are.
-    pub(super) fn copies_from(&self, machine: &M, token: usize) -> u64 {
-        self.copies.at(machine, token)
-    }
-
     /// Fills `tile` `[tokens, columns]` with the products of rows of q and k, or with the logits
     /// given in their place; its address.
     pub(super) fn products(

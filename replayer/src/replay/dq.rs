@@ -47,13 +47,15 @@ impl DqState {
         DqState { exact, emulated: Vec::new(), instead: None, ties: None, looked: Vec::new() }
     }
 
-    /// Ends a walk: the reference multiplies variances by a token's copies for the sake of
-    /// dk, and a row of dq has one.
+    /// Ends a walk: the reference multiplies variances and squares by a token's copies for the
+    /// sake of dk, and a row of dq has one.
     pub(super) fn once_a_row(&mut self, copies: Option<&[f64]>) {
         let Some(copies) = copies else { return };
-        let d = self.exact.dq_lse_var.len() / copies.len().max(1);
-        for (row, copies) in self.exact.dq_lse_var.chunks_mut(d.max(1)).zip(copies) {
-            row.iter_mut().for_each(|var| *var /= copies);
+        for of_all in [&mut self.exact.dq_lse_var, &mut self.exact.dq_lse_sq] {
+            let d = of_all.len() / copies.len().max(1);
+            for (row, copies) in of_all.chunks_mut(d.max(1)).zip(copies) {
+                row.iter_mut().for_each(|of_all| *of_all /= copies);
+            }
         }
     }
 

@@ -131,7 +131,7 @@ impl<'a> Estimated<'a> {
         let q = Gathered::new(&self.head.q, tokens);
         let pick = |values: &[f64]| tokens.iter().map(|&t| values[t]).collect::<Vec<f64>>();
         let labels: Vec<u32> = tokens.iter().map(|&t| self.head.labels[t]).collect();
-        let picked = HeadInputs { q: q.matrix(), labels: &labels, ..self.head };
+        let picked = HeadInputs { q: q.matrix(), labels: &labels, copies: None, ..self.head };
         let mut inside = Vec::new();
         let head = vocabulary_slab(&picked, rows.clone(), &mut inside);
         let (lse, dense) = (pick(self.lse), pick(self.cotangents.lse));

@@ -55,11 +55,12 @@ DEVICE Allowed with_few(Allowed a, double variance, double most) {
 
 DEVICE Allowed of_dense(const Dense *d, const Sums *s, const OfRow *row, const OfColumn *column) {
     double x = s->x, whole = d->whole == 1 ? x + s->y : x;
+    double squares = s->squares / row->copies;
     Allowed a;
-    a.own = d->total * x * x + d->squares * s->squares + column->own;
+    a.own = d->total * x * x + d->squares * squares + column->own;
     a.row = s->variance / row->copies + row->side * s->side * s->side + column->row
         + row->total * x * x;
-    a.shared = d->shared_squares * s->squares + d->shared_whole * whole * whole
+    a.shared = d->shared_squares * squares + d->shared_whole * whole * whole
         + d->shared_confident * s->confident * s->confident + d->shared_total * x * x
         + column->shared;
     a.certain = s->dropped + d->bias * fabs(x);

@@ -264,9 +264,13 @@ KERNEL(terms, Terms) {
     }
     // The slope of a plain head does not err, and infinity times 0 is not 0.
     if (logit.slope_var != 0.0) noisy += dense.by_logit * dense.by_logit * logit.slope_var;
-    if (a.tokens.copies) noisy *= a.tokens.copies[row];
+    double squared = entry * entry;
+    if (a.tokens.copies) {
+        noisy *= a.tokens.copies[row];
+        squared *= a.tokens.copies[row];
+    }
     a.dense[thread] = entry;
-    a.squared[thread] = entry * entry;
+    a.squared[thread] = squared;
     a.noisy[thread] = noisy;
     if (a.dropped) {
         double gone = 0.0;

@@ -275,13 +275,23 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
 fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let declared = &evidence.step.options.declared.dtypes;
     let look = "which dtype the tensor has in the job (print(tensor.dtype) where it is made), and whether a product may run in TF32 or under autocast";
-    let without = |left_out: BTreeSet<String>| {
+    let without = |left_out: BTreeSet<String>| -> Option<Candidate> {
         let shown = left_out.iter().any(|point| read::shows_less(evidence, point));
         let kind = if shown { Kind::Shown } else { Kind::Loosened };
         let edit = |head: &mut HeadDeclaration| {
             head.dtypes.retain(|point, _| !left_out.contains(point));
         };
-        candidate(evidence, "dtypes", (0, kind), look, edit)
+        // Of a declaration with many members only what would be left out is printed.
+        let members = |written: &dyn Fn(&str) -> String| {
+            let one = |point: &String| format!("{point:?}: {}", written(point));
+            format!("{{{}}}", left_out.iter().map(one).collect::<Vec<String>>().join(", "))
+        };
+        let of = candidate(evidence, "dtypes", (0, kind), look, edit)?;
+        Some(Candidate {
+            declared: members(&|point| format!("{:?}", declared[point])),
+            instead: members(&|_| "undeclared".into()),
+            ..of
+        })
     };
     let all: BTreeSet<String> = declared.keys().cloned().collect();
     // What holds with one of them left out holds with none declared.

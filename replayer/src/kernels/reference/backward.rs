@@ -55,9 +55,10 @@ pub struct Backward {
     pub dq_lse: Vec<f64>,
     /// Label part: `F c.label k[label]`, 0 for an ignored token.
     pub dq_label: Vec<f64>,
-    /// Sum over v of the dense entry's variance times `k²`.
+    /// Sum over v of the dense entry's variance times `k²`; as the squares, times the copies of
+    /// the token, which only sums over tokens want: whoever judges dq divides by them.
     pub dq_lse_var: Vec<f64>,
-    /// Sum over v of the squared dense entry times `k²`.
+    /// Sum over v of the squared dense entry times `k²` (and the copies of the token).
     pub dq_lse_sq: Vec<f64>,
     /// `[T]`: variance of F over F² in the label's column, which is that of the label
     /// part relative to its square; 0 without softcap and for ignored tokens. Never
@@ -91,7 +92,8 @@ pub struct DkBlock<'a> {
     /// Sum over t of the dense entry's variance times `q²` and the copies of the token:
     /// m equal errors δ are one of mδ, m times the variance of m independent ones.
     pub dk_lse_var: &'a [f64],
-    /// Sum over t of the squared dense entry times `q²`.
+    /// Sum over t of the squared dense entry times `q²` and the copies of the token: an error
+    /// that is relative to the token is one error in all of them.
     pub dk_lse_sq: &'a [f64],
     /// Sum of `(F c.label q)²` over the hits.
     pub dk_label_sq: &'a [f64],
@@ -252,7 +254,7 @@ impl<'a> Walk<'a> {
             }
             accumulate((dq, block, keep), terms, of_query, of_key, inputs.q.cols);
             add_confident(dq, block, terms, of_query, of_key, inputs.q.cols);
-            block.add_biases(inputs, terms, (span.start, span.len()), valid.len());
+            block.add_biases(inputs, terms, (span.len(), valid.len()));
             labels.keep_slopes(terms, span.start);
             progress.advance(keep.gemms() * work(inputs, span.len(), valid.len()));
         }

@@ -217,22 +217,19 @@ impl Block {
         &mut self,
         inputs: &HeadInputs,
         terms: &Terms,
-        (first, height): (usize, usize),
-        width: usize,
+        (height, width): (usize, usize),
     ) {
         if inputs.bias.is_none() {
             return;
         }
         let ones = vec![1.0; height];
-        let ones = &ones[..];
-        let copies = inputs.copies.map_or(ones, |copies| &copies[first..first + height]);
-        for (target, values, weights) in [
-            (&mut self.bias_lse, &terms.dense, ones),
-            (&mut self.bias_var, &terms.noisy, ones),
-            (&mut self.bias_sq, &terms.squared, copies),
+        for (target, values) in [
+            (&mut self.bias_lse, &terms.dense),
+            (&mut self.bias_var, &terms.noisy),
+            (&mut self.bias_sq, &terms.squared),
         ] {
             let columns = Operand::rows(values, width).transposed();
-            multiply(&mut target[..width], 1, true, columns, Operand::rows(weights, 1), height);
+            multiply(&mut target[..width], 1, true, columns, Operand::rows(&ones, 1), height);
         }
     }
 

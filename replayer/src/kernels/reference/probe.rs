@@ -42,11 +42,11 @@ pub struct Probed {
     pub kx: Vec<f64>,
     /// `dk_lse X`, `[V, K]`.
     pub dk_lse: Vec<f64>,
-    /// `Σ_t var(e) (q_t·x)²`, `[V, K]`.
+    /// `Σ_t var(e) (q_t·x)²`, each token's times its copies, `[V, K]`.
     pub dk_noise: Vec<f64>,
-    /// `Σ_t token_rel_var e² (q_t·x)²`, `[V, K]`.
+    /// `Σ_t token_rel_var e² (q_t·x)²`, each token's times its copies, `[V, K]`.
     pub dk_tokens: Vec<f64>,
-    /// `Σ_t e² |q_t|²`, `[V]`.
+    /// `Σ_t e² |q_t|²`, each token's times its copies, `[V]`.
     pub dk_sq: Vec<f64>,
     /// `Σ |e| |q_t·x|` over the entries that a gradient filter may have dropped,
     /// `[V, K]`; empty without a filter.
@@ -118,6 +118,11 @@ pub fn probe(
             let plane = (span.len() * cols.len()) as u64;
             progress.advance(plane * tile_depth(depth, probes));
         }
+    }
+    // Sums over the tokens count a token's copies; a row of dq is one token.
+    for (token, copies) in inputs.copies.unwrap_or_default().iter().enumerate() {
+        let noise = &mut out.dq_noise[token * probes..(token + 1) * probes];
+        noise.iter_mut().chain([&mut out.dq_sq[token]]).for_each(|of_all| *of_all /= copies);
     }
     out
 }

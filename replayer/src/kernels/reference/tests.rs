@@ -342,6 +342,35 @@ fn ignored_tokens_give_nothing_and_get_nothing() {
     assert!(dq.dq_lse[row.clone()].iter().chain(&dq.dq_label[row]).all(|&x| x == 0.0));
 }
 
+/// Goal: a token that stands for many counts them in the variances and squares that dk is judged
+/// by, since errors of equal tokens are equal, and in no sum of the gradients.
+#[test]
+fn copies_of_a_token_weigh_its_squares_and_leave_the_gradients() {
+    let fixture = Fixture::usual().with_bias();
+    let lse = forward(&fixture.inputs(), SMALL_TILES, &NoProgress).lse;
+    let owned = [fixture.g_lse_f64(), fixture.g_label_f64(), fixture.smooth_f64()];
+    let cotangents = Cotangents { lse: &owned[0], label: &owned[1], smooth: &owned[2] };
+    let all = |copies: Option<&[f64]>| {
+        let inputs = HeadInputs { copies, ..fixture.inputs() };
+        let (mut sums, mut weighed) = (Vec::new(), Vec::new());
+        let mut on_dk = |block: DkBlock<'_>| {
+            sums.extend([block.dk_lse, block.dk_label, block.dbias_lse].concat());
+            weighed.extend([block.dk_lse_sq, block.dk_lse_var].concat());
+            weighed.extend([block.dbias_sq, block.dbias_var].concat());
+        };
+        let walking = (SMALL_TILES, Keep::Both, &NoProgress as &dyn Progress);
+        let dq = backward(&inputs, &lse, &cotangents, &NOISE, walking, &mut on_dk);
+        sums.extend([dq.dq_lse, dq.dq_label].concat());
+        weighed.extend([dq.dq_lse_sq, dq.dq_lse_var].concat());
+        (sums, weighed)
+    };
+    // A power of two multiplies exactly.
+    let (one, four) = (all(None), all(Some(&vec![4.0; fixture.tokens])));
+    assert_eq!(one.0, four.0);
+    assert_eq!(one.1.iter().map(|x| 4.0 * x).collect::<Vec<f64>>(), four.1);
+    assert!(one.1.iter().any(|&x| x > 0.0));
+}
+
 /// A captured lse that is 200 too high: (g p)^2 is about e^-413, below every f32.
 #[test]
 fn squares_of_tiny_terms_keep_every_addend() {

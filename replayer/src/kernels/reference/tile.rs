@@ -217,7 +217,8 @@ impl Terms {
                         row.fill(token, |v, x| chain.logit(x, column + v, norms(v), token.noise));
                     }
                     if let Some(copies) = inputs.copies {
-                        row.noisy.iter_mut().for_each(|noisy| *noisy *= copies[token_at]);
+                        let both = row.squared.iter_mut().chain(&mut *row.noisy);
+                        both.for_each(|variance| *variance *= copies[token_at]);
                     }
                 },
             );
