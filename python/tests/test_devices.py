@@ -68,6 +68,43 @@ def test_a_gradient_that_is_summed_over_all_axes_agrees(tmp_path):
     assert report.verdict == "agreed", report
 
 
+def test_a_sum_of_what_each_device_rounded_to_bf16_agrees_in_f32(tmp_path):
+    """k is an f32 master that the head casts: each device's gradient is bf16, and their sum f32."""
+    rng = np.random.default_rng(SEED)
+    rows, classes, depth = (int(rng.integers(*of)) for of in ((20, 40), (60, 90), (12, 20)))
+    mesh = jax.make_mesh((2, 2), AXES)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    q = put(jnp.asarray(rng.standard_normal((4 * rows, depth)), jnp.bfloat16), AXES, None)
+    labels = put(rng.integers(0, classes, 4 * rows).astype(np.int32), AXES)
+    k = put(rng.standard_normal((classes, depth)).astype(np.float32))
+
+    @jax.jit
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(AXES, None), P(), P(AXES)), out_specs=(P(AXES, None), P()),
+        check_vma=False,
+    )  # fmt: skip
+    def run(q, k, labels):
+        def loss(q, k):
+            logits = jnp.einsum("td,vd->tv", q, k.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+            own = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+            return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - own) / (4 * rows)
+
+        dq, dk = jax.grad(loss, (0, 1))(q, k)
+        return dq, jax.lax.psum(dk, AXES)
+
+    recorder = backtape.Recorder(tmp_path, steps="0", mesh=mesh)
+    with recorder.step(0) as tape:
+        f32 = dict.fromkeys(("logits", "lse", "p", "dlogits", "accumulate", "reduce"), "f32")
+        tape.head(loss="softmax_xent", path="plain", denominator="all", dtypes={"output": "bf16", **f32})
+        dq, dk = run(q, k, labels)
+        for name, x in {"q": q, "labels": labels, "dq": dq, "k": k.astype(jnp.bfloat16)}.items():
+            tape.record(name, x)
+        tape.record("dk", dk, when="post_reduce")
+    recorder.close()
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == "agreed", report
+
+
 @pytest.mark.parametrize("summed", AXES)
 def test_a_gradient_that_is_summed_over_one_axis_is_named_with_the_devices_that_it_holds(tmp_path, summed):
     report, rows = recorded(tmp_path, (summed,))

@@ -8,6 +8,7 @@ dk as one sum, with sizes, place and options from a seed. BACKTAPE_SEED draws an
 import os
 
 import numpy as np
+import pytest
 
 import backtape
 from named import close, named
@@ -159,9 +160,9 @@ def test_products_in_tf32_of_one_ranks_classes_alone_are_named_with_the_rank(tmp
     assert told["only in"] == f"the classes of rank {of}"
 
 
-def grpo(directory, lacks_kl=None, lacks_ratio=None):
+def grpo(directory, lacks_kl=None, lacks_ratio=None, kl_times=()):
     """A policy loss over microbatches of one rank; `lacks_kl`: the microbatch whose backward has no KL term,
-    `lacks_ratio`: the one whose backward takes A for r A."""
+    `lacks_ratio`: the one whose backward takes A for r A; `kl_times`: how often each has its KL term, by default once."""
     rng = np.random.default_rng(SEED)
     microbatches, batch, length, depth, classes = 3, 3, int(rng.integers(15, 25)), int(rng.integers(20, 30)), 180
     beta, low, high, tokens = 0.2, 0.2, 0.28, batch * length
@@ -183,6 +184,7 @@ def grpo(directory, lacks_kl=None, lacks_ratio=None):
             ratio = np.exp(logp - old)
             clipped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
             kl = 0.0 if mb == lacks_kl else beta * (1 - np.exp(ref - logp))
+            kl = kl * dict(kl_times).get(mb, 1)
             slope = np.where(clipped, 0, -advantages * (1 if mb == lacks_ratio else ratio))
             dlogp = (slope + kl) / (tokens * microbatches)
             entries = -np.exp(logits - lse[:, None]) * dlogp[:, None]
@@ -202,6 +204,15 @@ def test_a_kl_term_without_a_derivative_in_one_microbatch_is_named_with_the_opti
     of = SEED % microbatches
     told = named(grpo(tmp_path / "wrong", lacks_kl=of)[0], "token-weights")
     assert (told["of a loss with"], told["only in"]) == ("grpo.kl_beta=0.0", f"microbatch {of}")
+
+
+@pytest.mark.parametrize("times", [-1, 2])
+def test_a_kl_term_whose_derivative_has_another_sign_or_factor_is_named_with_it(tmp_path, times):
+    report, _ = grpo(tmp_path / "all", kl_times=[(mb, times) for mb in range(3)])
+    assert named(report, "token-weights")["each token counts"] == f"with the gradient of the KL term {times} times"
+    report, _ = grpo(tmp_path / "one", kl_times=[(SEED % 3, times)])
+    told = named(report, "token-weights")
+    assert told["each token counts"] == f"with the gradient of the KL term {times} times"
 
 
 def test_a_ratio_that_one_microbatchs_backward_leaves_out_is_named_with_the_microbatch(tmp_path):

@@ -342,6 +342,15 @@ impl HeadStep<'_> {
         if found.len() > 1 && all.len() == held { found } else { Vec::new() }
     }
 
+    /// Devices that hold tokens of a microbatch, of all ranks: a reduced dk is a sum of as many
+    /// addends. 0 where that is not known.
+    pub(crate) fn devices_with_tokens(&self, inputs: &MicrobatchInputs) -> usize {
+        let units = self.rank_rows(inputs).unwrap_or_default();
+        let of_rank = |rank| self.device_rows(inputs, rank).len().max(1);
+        let holders = units.iter().filter(|unit| !unit.rows.is_empty()).filter_map(Unit::rank);
+        holders.map(of_rank).sum()
+    }
+
     /// The classes of a gradient of k by the ranks that recorded them.
     pub(crate) fn rank_classes(&self, of: &TensorKey) -> Vec<Unit> {
         // A gradient of the bias has classes alone.

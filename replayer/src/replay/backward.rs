@@ -474,10 +474,10 @@ impl Replay<'_> {
         self.check_shape(&gradient, slice)?;
         let output = self.roundings.widest.output;
         gradient.rounded = gradient.coarser(output);
-        let summed = stage == Stage::Dk && key.when == Some(When::PostReduce) && {
-            let units = self.step.rank_rows(&slice.inputs);
-            units.is_ok_and(|units| units.iter().filter(|unit| !unit.rows.is_empty()).count() > 1)
-        };
+        let summed = stage == Stage::Dk
+            && !partial
+            && key.when != Some(When::PreReduce)
+            && self.step.devices_with_tokens(&slice.inputs) > 1;
         let finer = stored.is_some_and(|of| of.unit_roundoff() < output.unit_roundoff());
         gradient.apart = (summed && finer && gradient.rounded.is_none()).then_some(output);
         Ok(Some(gradient))

@@ -43,6 +43,28 @@ impl Expected {
     }
 }
 
+/// The tokens of which a stage is judged.
+#[derive(Clone, Copy)]
+pub(super) enum Tokens {
+    /// Every one: what is asked for does not depend on its label, or is 0 where it takes no part.
+    All,
+    /// Those with a label that is not ignored.
+    Labelled,
+    /// Those with a label and a weight that is not 0. A job that masks tokens by weights may look
+    /// up any label there: neither the loss nor a gradient depends on it.
+    Counted,
+}
+
+impl Tokens {
+    fn has(self, inputs: &MicrobatchInputs, t: usize) -> bool {
+        match self {
+            Tokens::All => true,
+            Tokens::Labelled => inputs.labels[t] != IGNORED,
+            Tokens::Counted => inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0,
+        }
+    }
+}
+
 impl Column {
     /// The captured value and the variance that storing it brought.
     pub(super) fn at(&self, token: usize) -> (f64, f64) {
@@ -80,20 +102,19 @@ impl Replay<'_> {
         }
     }
 
-    /// Compares a captured column with what it should be. Of an ignored token only
-    /// what does not depend on its label is the head's business.
+    /// Compares a captured column with what it should be, over some of the tokens.
     pub(super) fn judge_column(
         &self,
         inputs: &MicrobatchInputs,
         captured: &Column,
         expected: &Expected,
-        ignored_too: bool,
+        of: Tokens,
         members: Vec<MemberError>,
     ) -> Comparison {
         let judged = self.step.judged(inputs);
         let counted = |t: &usize| {
             let own = judged.as_ref().is_none_or(|judged| judged[*t]);
-            own && (ignored_too || inputs.labels[*t] != IGNORED)
+            own && of.has(inputs, *t)
         };
         let kept: Vec<usize> = (0..expected.values.len()).filter(counted).collect();
         let values: Vec<f64> = kept.iter().map(|&t| captured.values[t]).collect();

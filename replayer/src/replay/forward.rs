@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::alike::nearly_equal;
 use super::allowed::{LabelSize, TokenSize, relative, stored};
-use super::column::{Column, Expected};
+use super::column::{Column, Expected, Tokens};
 use super::members::members;
 use super::outcome::{MemberError, Outcome, Status};
 use super::world::{At, Expectation, Pass};
@@ -119,8 +119,8 @@ impl Replay<'_> {
                 MemberError { name: one.name.clone(), energy }
             };
             let members = emulated.iter().map(error).collect();
-            let all = stage == Stage::Lse;
-            outcome.add(stage, self.judge_column(inputs, captured, expected, all, members));
+            let of = if stage == Stage::Lse { Tokens::All } else { Tokens::Counted };
+            outcome.add(stage, self.judge_column(inputs, captured, expected, of, members));
         }
         let trusts = |stage| self.world.trusts(stage, inputs.microbatch);
         let (lse, label) = captured;
@@ -131,7 +131,8 @@ impl Replay<'_> {
         self.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
             if self.wants(Stage::Logprobs) {
-                let found = self.judge_column(inputs, captured, &state.logprobs, false, Vec::new());
+                let (of, expected) = (Tokens::Counted, &state.logprobs);
+                let found = self.judge_column(inputs, captured, expected, of, Vec::new());
                 outcome.add(Stage::Logprobs, found);
             }
             if trusts(Stage::Logprobs) {

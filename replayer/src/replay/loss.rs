@@ -4,7 +4,7 @@
 use backtape::role::Role;
 
 use super::allowed::{relative, summed};
-use super::column::Expected;
+use super::column::{Expected, Tokens};
 use super::forward::ForwardState;
 use super::outcome::Outcome;
 use super::world::{At, Expectation, Read};
@@ -36,6 +36,16 @@ impl Upstream {
         tokens.iter().any(|&t| self.is_open(t))
     }
 
+    /// A world's g of other terms is made of the same log-probabilities as the declared one, and
+    /// errs as much where its terms cancel and those of the declared one do not.
+    fn keep_errors_of(&mut self, declared: &[f64]) {
+        for ((g, variance), declared) in self.g.iter().zip(&mut self.variance).zip(declared) {
+            if g.abs() < declared.abs() && *g != 0.0 {
+                *variance *= (declared / g).powi(2);
+            }
+        }
+    }
+
     /// Whether the g of a token may be there or not.
     pub(super) fn is_open(&self, token: usize) -> bool {
         !(self.certain[token] <= 0.0)
@@ -56,7 +66,9 @@ impl Replay<'_> {
         let mut found = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
         if self.step.is_policy_loss() {
             self.policy_upstream(slice, state, &mut found, outcome)?;
+            let declared = found.g.clone();
             self.world.upstream(inputs, &mut found.g);
+            found.keep_errors_of(&declared);
             return Ok(found);
         }
         for (unit, denominator) in &slice.denominators {
@@ -87,7 +99,8 @@ impl Replay<'_> {
         let captured =
             outcome.spared(captured, (&[Stage::Dlogprobs], inputs.microbatch))?.flatten();
         if let Some(captured) = captured.as_ref().filter(|_| self.wants(Stage::Dlogprobs)) {
-            let found = self.judge_column(inputs, captured, &supposed, false, Vec::new());
+            let found =
+                self.judge_column(inputs, captured, &supposed, Tokens::Labelled, Vec::new());
             outcome.add(Stage::Dlogprobs, found);
         }
         let captured = captured.filter(|_| self.world.trusts(Stage::Dlogprobs, inputs.microbatch));

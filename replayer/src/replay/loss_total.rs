@@ -9,7 +9,7 @@ use backtape::shard::TensorKey;
 use super::addends::Sum;
 use super::alike::{in_order, to_one_side};
 use super::allowed::{relative, stored, summed};
-use super::column::Expected;
+use super::column::{Expected, Tokens};
 use super::outcome::{Comparison, Outcome};
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
@@ -147,7 +147,7 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let Some(captured) = self.column(Role::Loss, slice)? else { return Ok(()) };
-        let found = self.judge_column(&slice.inputs, &captured, terms, true, Vec::new());
+        let found = self.judge_column(&slice.inputs, &captured, terms, Tokens::All, Vec::new());
         outcome.add(Stage::Loss, found);
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! The derivative of a policy loss in the backward alone: with another option than the loss has,
 //! with the ratio of the policies left out, squared, or taken of the token before or after, or
-//! clipped otherwise than the loss.
+//! clipped otherwise than the loss; or with the surrogate or the KL term another number of times,
+//! as where a sign is wrong.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +15,9 @@ use crate::diagnose::declarations::policy::{PolicyEdit, edits};
 use crate::diagnose::declarations::written;
 use crate::diagnose::detectors::direct::{multiple, tokens};
 use crate::diagnose::detectors::extents::known;
+use crate::diagnose::detectors::fit::readings;
 use crate::diagnose::detectors::reference::reference;
+use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
 use crate::diagnose::limited::Heard;
 use crate::diagnose::rearranged::Instead;
@@ -24,6 +27,8 @@ use crate::replay::world::{Expectation, World};
 
 /// Share of the error that a rule may leave to be worth a trial.
 const LEFT: f64 = 1e-3;
+/// A part that is there fewer times than this is not there.
+const ABSENT: f64 = 1e-3;
 
 /// Both kinds, where the step has a policy loss.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
@@ -33,7 +38,10 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         return Vec::new();
     }
     let mut found = of_options(evidence);
-    found.extend(of_ratio(evidence));
+    if let Some(derivative) = Derivative::of(evidence) {
+        found.extend(of_ratio(evidence, &derivative));
+        found.extend(of_terms(&derivative));
+    }
     found
 }
 
@@ -169,6 +177,35 @@ impl Derivative {
         ratio.iter().map(of).collect()
     }
 
+    /// How often the derivatives of the surrogate and of the KL term are in what was captured, by
+    /// least squares.
+    fn terms(&self) -> Option<[f64; 2]> {
+        let (mut surrogate, mut kl, mut seen) = (Vec::new(), Vec::new(), Vec::new());
+        for (mb, captured) in &self.captured {
+            for (&t, x) in captured {
+                surrogate.push(self.unclipped[mb][t] * self.passed[mb][t]);
+                kl.push(self.kl[mb][t]);
+                seen.push(*x);
+            }
+        }
+        let times = multiples(&[&surrogate, &kl], &seen)?;
+        let read = |x: f64| match x.abs() < ABSENT {
+            true => Some(0.0),
+            false => readings(x, seen.len() as u64).first().copied(),
+        };
+        Some([read(times[0])?, read(times[1])?])
+    }
+
+    /// Upstream gradients of the tokens of the microbatches that fail, each part times a number.
+    fn of_parts(&self, [surrogate, kl]: [f64; 2]) -> OfTokens {
+        let of = |(mb, open): (&Option<Microbatch>, &Vec<f64>)| {
+            let one = |t: usize| -(surrogate * open[t] * self.passed[mb][t] + kl * self.kl[mb][t]);
+            (*mb, (0..open.len()).map(one).collect())
+        };
+        let fails = |(mb, _): &(&Option<Microbatch>, &Vec<f64>)| self.captured.contains_key(*mb);
+        self.unclipped.iter().filter(fails).map(of).collect()
+    }
+
     /// Whether what was captured follows such upstream gradients.
     fn follows(&self, g: &OfTokens) -> bool {
         let (mut before, mut left) = (0.0, 0.0);
@@ -222,8 +259,7 @@ fn shown(
 }
 
 /// Another number in the place of the ratio.
-fn of_ratio(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let Some(derivative) = Derivative::of(evidence) else { return Vec::new() };
+fn of_ratio(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<Hypothesis> {
     let mut all = vec![
         ("without the ratio of the policies".to_string(), derivative.each(&|_, _, passed| passed)),
         (
@@ -231,7 +267,7 @@ fn of_ratio(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             derivative.each(&|r, _, passed| passed * r * r),
         ),
     ];
-    all.extend(clipped(evidence, &derivative));
+    all.extend(clipped(evidence, derivative));
     for (by, of) in [(-1, "before"), (1, "after")] {
         for (around, ends) in [(false, "the end has its own"), (true, "around the end")] {
             let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
@@ -254,6 +290,24 @@ fn of_ratio(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         follows.then(|| Hypothesis::new(Upstream { g }, vec![(COUNTS, words)]))
     };
     all.into_iter().filter_map(one).collect()
+}
+
+/// The surrogate and the KL term, each as often as it is in what was captured.
+fn of_terms(derivative: &Derivative) -> Option<Hypothesis> {
+    let [surrogate, kl] = derivative.terms()?;
+    let words = match (surrogate, kl) {
+        // A factor of the whole is no factor of a term, and options are tried without a KL term.
+        (surrogate, kl) if surrogate == kl || (surrogate, kl) == (1.0, 0.0) => return None,
+        (1.0, kl) => format!("with the gradient of the KL term {kl} times"),
+        (surrogate, 1.0) => format!("with the gradient of the surrogate {surrogate} times"),
+        _ => format!(
+            "with the gradient of the surrogate {surrogate} times and that of the KL term {kl} times"
+        ),
+    };
+    let g = derivative.of_parts([surrogate, kl]);
+    let fitted = [surrogate, kl].iter().filter(|times| **times != 1.0).count();
+    let follows = derivative.follows(&g);
+    follows.then(|| Hypothesis::new(Upstream { g }, vec![(COUNTS, words)]).fitted(fitted))
 }
 
 /// The ratio as other rules clip it.

@@ -7,7 +7,8 @@
 //! solved from, is what they make it. Of a policy loss the other options are tried in the
 //! backward alone (no KL term, another estimator, other clip bounds), and other numbers in the
 //! place of the ratio: none, its square, the ratio of the token before or after, one that is never
-//! clipped, or clipped at other bounds than the sign of the advantage asks for.
+//! clipped, or clipped at other bounds than the sign of the advantage asks for. How often the
+//! surrogate and the KL term are in it is solved for, too: a wrong sign is -1 times.
 //! Weights of neighbours are tried in the loss and all gradients; of a policy loss also
 //! advantages and log-probabilities of neighbours and of other sequences, and log-probabilities
 //! of another policy than the one that is meant, as where the ratio is always 1.
