@@ -41,13 +41,20 @@ pub fn decide(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Decision> {
     Some(Decision { winners, next })
 }
 
-/// The best accepted hypothesis of each cause.
+/// The best accepted hypothesis of each cause. A number for every token follows the rounding of
+/// each row, too, and leaves less than any rule: it counts where no rule is accepted.
 fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<usize> {
     let mut best: Vec<usize> = Vec::new();
+    let unruled = |at: usize| tried[at].hypothesis.of_both;
+    let before = |a: usize, b: usize| match (unruled(a), unruled(b)) {
+        (false, true) => true,
+        (true, false) => false,
+        _ => order(tried, left, a, b).is_lt(),
+    };
     for &at in accepted {
         let id = tried[at].cause.id();
         match best.iter_mut().find(|of| tried[**of].cause.id() == id) {
-            Some(of) if order(tried, left, at, *of).is_lt() => *of = at,
+            Some(of) if before(at, *of) => *of = at,
             Some(_) => {}
             None => best.push(at),
         }

@@ -39,7 +39,7 @@ pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
         let towards = rest.times(&plane.k.transposed());
         let norms: Vec<f64> = (0..plane.k.count()).map(|v| energy(plane.k.row(v))).collect();
         for (at, label) in plane.labels.iter().enumerate() {
-            let Some((own, entry)) = *label else { continue };
+            let Some((own, entry)) = label.filter(|(_, entry)| *entry != 0.0) else { continue };
             // What a label leaves, less what nothing leaves: its slope is taken for its own's.
             let of = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
             let best = (0..norms.len()).min_by(|&a, &b| of(a).total_cmp(&of(b)))?;
@@ -85,17 +85,17 @@ pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize>
     let changed = changed(evidence, labels);
     let common = changed.iter().fold(0, |all, (_, t, _)| common_divisor(all, t + 1));
     let wraps = |length: usize| {
-        let before = |one: &MicrobatchInputs, t: usize| {
+        // A token without weight may have been given any label.
+        let before = |&&(one, t, read): &&(&MicrobatchInputs, usize, u32)| {
             let at = t.checked_sub(length)?;
-            Some(one.labels[at]).filter(|&label| label != IGNORED)
+            let is_known = |label: u32| one.weights[at] != 0.0 || label == read;
+            Some(one.labels[at]).filter(|&label| label != IGNORED && is_known(label))
         };
-        let known = changed.iter().filter(|(one, t, _)| before(one, *t).is_some()).count();
-        let of =
-            |&&(one, t, label): &&(&MicrobatchInputs, usize, u32)| before(one, t) == Some(label);
-        let wrapped = changed.iter().filter(of).count();
+        let known = changed.iter().filter(|of| before(of).is_some()).count();
+        let wrapped = changed.iter().filter(|of| before(of) == Some(of.2)).count();
         let ends = evidence.inputs.iter().flat_map(|one| {
             let ends = (length - 1..one.tokens()).step_by(length);
-            ends.filter(|&t| one.labels[t] != IGNORED)
+            ends.filter(|&t| one.labels[t] != IGNORED && one.weights[t] != 0.0)
         });
         let ends = ends.count();
         // One label that stands where it would is chance; most ends have to be others.
