@@ -37,12 +37,12 @@ use crate::support::relaid::{Layout, in_pods, local_parts};
 const QUICK: u64 = 24;
 /// Seeds that the campaign once found wrong: sums of dk without addends that tensor ranks hold
 /// together, a gradient of the bias in boxes, log-probabilities of sequences, parts that ranks
-/// round by themselves, a head of zeros, faults that few rows seemed to prove, and ranks that hold
-/// few tokens in many copies.
-const ONCE_WRONG: [u64; 27] = [
+/// round by themselves, a head of zeros, faults that few rows seemed to prove, ranks that hold
+/// few tokens in many copies, and batches of one sequence many times.
+const ONCE_WRONG: [u64; 28] = [
     23, 313, 328, 425, 438, 1446, 1495, 1779, 1897, 1900, 1921, 2147, 20145, 300_013, 300_130,
     300_693, 320_082, 400_642, 400_872, 401_917, 402_082, 500_203, 501_180, 600_683, 601_083,
-    721_702, 723_103,
+    721_702, 723_103, 732_313,
 ];
 /// Dumps of the whole, where BACKTAPE_RUNS does not say.
 const WHOLE: u64 = 5000;

@@ -8,7 +8,8 @@
 //! sequence's own beginning make of it (`surprisal.rs`); -Σ log2 P is the surprisal of the
 //! sequence: small for padding, constants, few classes, cycles and stock phrases. A repeat is
 //! reported when chance would give one among N(N-1)/2 pairs with probability below
-//! [`FALSE_ALARM`], shared over the tests of the check.
+//! [`FALSE_ALARM`], shared over the tests of the check. A batch is equal by the sequences that it
+//! holds once: one that it holds several times is repeated in the data.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -167,7 +168,8 @@ fn surprisals_of(
     each.map(|((key, _), symbols)| (*key, stock.surprisal(symbols))).collect()
 }
 
-/// Batches with the same sequences, in whatever order, and the surprisal of one.
+/// Batches with the same sequences, in whatever order, and the surprisal of one. A sequence that a
+/// batch holds more than once is repeated in the data, and says nothing of whole batches.
 fn equal_batches(
     keys: &[Vec<Sequence>],
     bits: &BTreeMap<Sequence, f64>,
@@ -179,9 +181,10 @@ fn equal_batches(
         sorted.sort_unstable();
         classes.entry(sorted).or_default().push(at);
     }
+    // The keys are sorted.
     let surprisal = |keys: &[Sequence]| -> f64 {
-        let distinct: BTreeSet<&Sequence> = keys.iter().collect();
-        distinct.iter().map(|key| bits.get(key).copied().unwrap_or(0.0)).sum()
+        let once = keys.chunk_by(|a, b| a == b).filter(|same| same.len() == 1);
+        once.map(|same| bits.get(&same[0]).copied().unwrap_or(0.0)).sum()
     };
     let repeated = classes.into_iter().filter(|(_, held)| held.len() > 1);
     let mut found: Vec<(Vec<usize>, f64)> =
