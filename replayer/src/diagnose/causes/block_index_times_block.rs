@@ -5,12 +5,13 @@
 //! Detectors: captured rows of a few tokens against what every usual block size gives, for q
 //! and for k; rows of dq that are the reference's rows of other blocks; rows of dk that are
 //! no numbers from the second block on; a first tensor of which only the blocks at `i b b` hold
-//! numbers.
+//! numbers; where dk alone fails, every block size is held against sums over its classes.
 //! Emulation: those rows, in both passes or in one, read by the softmax path alone or by
 //! all of the head; beyond the end the last block, the last row, zeros or no numbers.
 
 use std::collections::BTreeMap;
 
+use super::block_of_dk;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::{alike, energy};
@@ -26,7 +27,7 @@ use crate::head::{MicrobatchInputs, Stage};
 pub struct BlockIndexTimesBlock;
 
 /// What a job may read beyond the end.
-const BEYOND: [Beyond; 5] =
+pub(super) const BEYOND: [Beyond; 5] =
     [Beyond::BlockMovedBack, Beyond::BlockAtEnd, Beyond::LastRow, Beyond::Zeros, Beyond::Wraps];
 
 impl Cause for BlockIndexTimesBlock {
@@ -71,12 +72,17 @@ impl Cause for BlockIndexTimesBlock {
                 }
             }
         }
+        found.extend(block_of_dk::hypothesis(evidence));
         found.extend(strict(evidence));
         found
     }
 }
 
-fn parameters(operand: Operand, size: usize, beyond: Beyond) -> Vec<(&'static str, String)> {
+pub(super) fn parameters(
+    operand: Operand,
+    size: usize,
+    beyond: Beyond,
+) -> Vec<(&'static str, String)> {
     let of = if operand == Operand::Q { "q" } else { "k" };
     vec![
         ("operand", of.to_string()),

@@ -1,5 +1,6 @@
 //! `other-lse`: the backward reads another lse than the forward gave: that of another microbatch,
-//! of a part of the vocabulary, or one that a buffer still held.
+//! of a part of the vocabulary, or one that a buffer still held; or the forward's lse is a sum over
+//! tiles that was not rescaled when the running maximum moved.
 //!
 //! Detectors: a token's softmax part of dq is `exp(lse - lse')` times what it should be; it is
 //! solved for lse', token by token, and held against what else the step has. Where dk alone fails,
@@ -11,8 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Microbatch;
 
-use super::other_lse_of_k;
 use super::tail_tile_unmasked::captured_lse;
+use super::{lse_of_tiles, other_lse_of_k};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, distance, energy, multiple};
@@ -82,8 +83,8 @@ fn backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// A forward whose sum of exponentials lacks some classes, or has them twice: solved from the
-/// captured lse of a few tokens.
+/// A forward whose sum of exponentials lacks some classes, has them twice, or was not rescaled from
+/// tile to tile: solved from the captured lse of a few tokens.
 fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (key, _) = evidence.failing_of(&[Stage::Lse]).next()?;
     let captured = evidence.captured(key)?;
@@ -96,19 +97,33 @@ fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     };
     let less = window(&looked(&|whole| 1.0 - whole)).map(|found| (found, "without", -1.0));
     let more = || window(&looked(&|whole| whole - 1.0)).map(|found| (found, "twice with", 1.0));
-    let ((from, to), often, sign) = less.or_else(more)?;
+    let (words, fitted, ratio): (String, usize, Ratio) = match less.or_else(more) {
+        Some(((from, to), often, sign)) => (
+            format!("that of the forward, {often} classes {from} to {}", to - 1),
+            2,
+            Box::new(move |shares| 1.0 + sign * shares[from..to].iter().sum::<f64>()),
+        ),
+        None => {
+            let width = lse_of_tiles::width(&looked(&|whole| whole))?;
+            (of_tiles(width), 1, Box::new(move |shares| lse_of_tiles::ratio(shares, width)))
+        }
+    };
     let one = |inputs: &MicrobatchInputs| {
         let right = evidence.reference().forward_lse.get(&inputs.microbatch)?;
         let shares = self::shares(evidence, inputs.microbatch)?;
-        let of = |(t, lse): (usize, &f64)| {
-            lse + (1.0 + sign * shares.row(t)[from..to].iter().sum::<f64>()).ln()
-        };
+        let of = |(t, lse): (usize, &f64)| lse + ratio(shares.row(t)).ln();
         Some((inputs.microbatch, right.iter().enumerate().map(of).collect()))
     };
     let lse = evidence.inputs.iter().map(one).collect::<Option<Lse>>()?;
-    let words = format!("that of the forward, {often} classes {from} to {}", to - 1);
     let world = OtherLse { lse, captured: captured_lse(evidence) };
-    Some(Hypothesis::new(world, vec![("lse", words)]).fitted(2))
+    Some(Hypothesis::new(world, vec![("lse", words)]).fitted(fitted))
+}
+
+/// Tiles of so many classes whose sums were not rescaled, in words.
+fn of_tiles(width: usize) -> String {
+    format!(
+        "that of tiles of {width} classes, whose sum is not rescaled when the running maximum moves"
+    )
 }
 
 /// Shares of the classes of a microbatch's tokens, by the right lse; none where a unit is not all
@@ -122,6 +137,8 @@ fn shares(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Row
 }
 
 type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
+/// `exp(lse' - lse)` of a token by its shares of the classes.
+type Ratio = Box<dyn Fn(&[f64]) -> f64>;
 /// A microbatch, and how many tokens after its own a token reads there.
 type Source = (Option<Microbatch>, isize);
 
@@ -181,7 +198,8 @@ impl Seen {
 
     /// What the step has that is this lse.
     fn rules(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
-        self.of_another(evidence).or_else(|| self.of_a_part(evidence))
+        let of_tiles = || self.of_tiles(evidence);
+        self.of_another(evidence).or_else(of_tiles).or_else(|| self.of_a_part(evidence))
     }
 
     /// The lse of other tokens that the step has: of each unit those of one microbatch, so many
@@ -257,14 +275,31 @@ impl Seen {
         if !(part <= LEFT * off(&|shares| shares.iter().sum())) {
             return None;
         }
+        let words = format!("that of classes {from} to {} alone", to - 1);
+        self.by(evidence, (words, 2), &|shares| shares[from..to].iter().sum())
+    }
+
+    /// The lse of a sum over tiles that is not rescaled.
+    fn of_tiles(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
+        let width = lse_of_tiles::width(&self.shares)?;
+        self.by(evidence, (of_tiles(width), 1), &|shares| lse_of_tiles::ratio(shares, width))
+    }
+
+    /// An lse that is the right one times a number that each token's shares of the classes give;
+    /// `fitted`: how many numbers that took.
+    fn by(
+        &self,
+        evidence: &Evidence<'_>,
+        (words, fitted): (String, usize),
+        ratio: &dyn Fn(&[f64]) -> f64,
+    ) -> Option<Hypothesis> {
         let mut lse = self.declared.clone();
         for (key, _) in evidence.failing_of(&[Stage::Dq]) {
             let (plane, own) = (evidence.plane(key)?, lse.get_mut(&key.microbatch)?);
             for (at, &t) in plane.rows.iter().enumerate() {
-                own[t] = plane.lse[at] + plane.p.row(at)[from..to].iter().sum::<f64>().ln();
+                own[t] = plane.lse[at] + ratio(plane.p.row(at)).ln();
             }
         }
-        let words = format!("that of classes {from} to {} alone", to - 1);
         // A loss that fails, too, was taken with it, where no lse was recorded that says otherwise.
         let forward = evidence.fails(Stage::Loss) && !evidence.captured_forward();
         let found = match forward {
@@ -275,7 +310,7 @@ impl Seen {
             }
             false => Hypothesis::new(Read { lse: lse.clone() }, vec![("lse", words)]),
         };
-        let found = found.fitted(2);
+        let found = found.fitted(fitted);
         self.are(&lse).then_some(found)
     }
 

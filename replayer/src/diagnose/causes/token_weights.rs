@@ -23,7 +23,7 @@ use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::asked::Asked;
 use crate::diagnose::detectors::direct::multiple;
-use crate::diagnose::detectors::fit::rounded;
+use crate::diagnose::detectors::fit::{rounded, shown};
 use crate::diagnose::detectors::solve::runs;
 use crate::diagnose::evidence::{Evidence, GRADIENTS};
 use crate::head::{MicrobatchInputs, Stage};
@@ -64,6 +64,7 @@ impl Cause for TokenWeights {
         let mut found = policy_terms::hypotheses(evidence);
         found.extend(moved_weights::hypotheses(evidence));
         found.extend(moved_policy::hypotheses(evidence));
+        found.extend(of_dlogits(evidence));
         if !evidence.fails(Stage::Dq) {
             return found;
         }
@@ -89,6 +90,50 @@ impl Cause for TokenWeights {
         found.extend(all.into_iter().map(of));
         found
     }
+}
+
+/// dlogits that take one number in the place of every token's cotangent or weight, where no gradient
+/// of q fails beside them.
+fn of_dlogits(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+    if evidence.fails(Stage::Dq) {
+        return None;
+    }
+    let (key, _) = evidence.failing_of(&[Stage::Dlogits]).next()?;
+    let (one, captured) = (evidence.inputs_of(key.microbatch)?, evidence.captured(key)?);
+    let rows = evidence.reference().rows_of((Stage::Dlogits, key.microbatch));
+    let (mut before, mut left, mut seen) = (0.0, 0.0, Vec::new());
+    for (&t, row) in rows.iter().filter(|(t, _)| counts(one, **t)) {
+        let of = multiple(&captured.row(t)[..row.len()], row);
+        (before, left) = (before + of.before, left + of.left);
+        seen.push((t, of.times));
+    }
+    if !(left <= LEFT * before) {
+        return None;
+    }
+    let named: [(&str, OfToken<'_>); 2] =
+        [("cotangent", &|one, t| one.cotangent[t]), ("weight", &|one, t| one.weights[t])];
+    let found = named.into_iter().find_map(|(name, of)| {
+        let number = alike(seen.iter().map(|(t, times)| times * of(one, *t)))?;
+        seen.iter().any(|(_, times)| (times - 1.0).abs() > NEAR).then_some((name, of, number))
+    });
+    let (name, of, number) = found?;
+    let factors = evidence.inputs.iter().map(|one| {
+        let factor = |t: usize| if counts(one, t) { number / of(one, t) } else { 1.0 };
+        (one.microbatch, (0..one.tokens()).map(factor).collect())
+    });
+    let words = format!("with {} in the place of its {name}", shown(number));
+    let world = Weighted { factors: factors.collect(), parts: vec![Part::Plane] };
+    Some(Hypothesis::new(world, vec![("each token counts", words)]).fitted(1))
+}
+
+/// The number that all are; one over a whole number where it is that.
+fn alike(all: impl Iterator<Item = f64>) -> Option<f64> {
+    let all: Vec<f64> = all.collect();
+    let mean = all.iter().sum::<f64>() / all.len().max(1) as f64;
+    let is = all.len() > 1 && all.iter().all(|x| (x - mean).abs() <= NEAR * mean.abs());
+    let count = mean.recip().round();
+    let whole = count >= 2.0 && (mean * count - 1.0).abs() <= 1e-4 && count < 1e4;
+    is.then_some(if whole { count.recip() } else { mean })
 }
 
 /// What tokens are multiplied by.
