@@ -69,16 +69,22 @@ def test_an_online_softmax_that_does_not_rescale_is_named_with_the_width_of_its_
     assert f"tiles of {tiles} classes, whose sum is not rescaled" in told, told
 
 
-@pytest.mark.parametrize("more", [1, 3], ids=["more classes", "more tokens"])
-def test_a_dk_whose_blocks_of_q_are_looked_up_at_their_offset_is_named_with_the_size_of_the_block(tmp_path, more):
-    job = Head(classes=(190, 300)) if more == 1 else Head((300, 340), (100, 140))
+@pytest.mark.parametrize("whole", [False, True], ids=["product", "softmax too"])
+@pytest.mark.parametrize("sizes", [((100, 180), (190, 300)), ((300, 340), (100, 140))], ids=["more classes", "more tokens"])
+def test_a_dk_whose_blocks_of_q_are_looked_up_at_their_offset_is_named_with_their_size(tmp_path, sizes, whole):
+    job = Head(*sizes)
     size = int(job.rng.integers(13, 23))
     start = np.minimum(np.arange(job.tokens) // size * size * size, job.tokens - size)
     rows = np.minimum(start + np.arange(job.tokens) % size, job.tokens - 1)
     entries = job.entries(job.lse(), 1 / job.tokens)
-    given = {"q": job.q, "k": job.k, "labels": job.labels, "dq": entries @ job.k, "dk": entries.T @ job.q[rows]}
+    given = {"q": job.q, "k": job.k, "labels": job.labels, "dq": entries @ job.k}
+    if whole:
+        lse, job.logits = job.lse(), job.logits[rows]
+        entries = job.entries(lse, 1 / job.tokens)
+    given["dk"] = entries.T @ job.q[rows]
     told = named(replayed(tmp_path, given), "block-index-times-block")
-    assert (told["operand"], told["block"], told["only in"]) == ("q", str(size), "dk"), told
+    of = "dk, its softmax included" if whole else "the product of dk"
+    assert (told["operand"], told["block"], told["only in"]) == ("q", str(size), of), told
 
 
 def test_dlogits_that_take_a_constant_for_their_cotangent_are_named_with_it(tmp_path):

@@ -5,7 +5,7 @@
 //! Detectors: captured rows of a few tokens against what every usual block size gives, for q
 //! and for k; rows of dq that are the reference's rows of other blocks; rows of dk that are
 //! no numbers from the second block on; a first tensor of which only the blocks at `i b b` hold
-//! numbers; where dk alone fails, every block size is held against sums over its classes.
+//! numbers; where dk alone fails, every block size is held against a few rows of it.
 //! Emulation: those rows, in both passes or in one, read by the softmax path alone or by
 //! all of the head; beyond the end the last block, the last row, zeros or no numbers.
 

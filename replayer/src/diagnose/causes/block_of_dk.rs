@@ -1,8 +1,7 @@
-//! A dk alone whose product read the rows of q that a block's offset times its size gives.
+//! A dk alone whose kernel read the rows of q that a block's offset times its size gives: in its
+//! product `Eᵀ q'`, or in the softmax that E is made of as well.
 //!
-//! dk is `Eᵀ q'`, E the entries of dlogits and q' the rows that were read. With numbers r of either
-//! sign for the classes, `r dk = (r Eᵀ) q'`: E is summed once, and every size of block is held
-//! against a few columns of dk, none from a list.
+//! The rows of dk of a few classes are made with every size of block, none from a list.
 
 use super::block_index_times_block::{BEYOND, parameters};
 use crate::assemble::Row;
@@ -15,12 +14,15 @@ use crate::diagnose::detectors::misread::Operand;
 use crate::diagnose::detectors::plane::Rows;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
-use crate::head::Stage;
+use crate::head::{MicrobatchInputs, Stage};
 
-/// Columns of dk that are looked at, at most.
-const COLUMNS: usize = 16;
+/// Classes whose rows of dk are looked at, at most.
+const CLASSES: usize = 12;
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 1e-3;
+
+/// Which rows are read, and whether the softmax reads them, too.
+type Reading = (usize, Beyond, bool);
 
 /// Where every dk that fails, and nothing else, is made so.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
@@ -28,51 +30,94 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     if evidence.fails_any(&[Stage::Dq, Stage::Dlogits, Stage::Dbias]) {
         return None;
     }
-    let first = Gradient::of(evidence, *keys.first()?)?;
-    let (size, beyond) = map_of(evidence, &first)?;
+    let reading = Kernel::of(evidence, *keys.first()?)?.reading(evidence)?;
     let mut world = Instead::default();
     for key in keys {
-        let of = Gradient::of(evidence, key)?;
-        let changed = of.entries(false)?.transposed_times(&read(evidence, &of, (size, beyond))?);
-        world = world.rows(key, (0..changed.count()).map(|at| (at, changed.row(at).to_vec())));
+        let kernel = Kernel::of(evidence, key)?;
+        let q = kernel.q(evidence, reading)?;
+        let rows = 0..kernel.gradient.captured.count();
+        world = world.rows(key, rows.map(|class| (class, kernel.row(&q, class, reading.2))));
     }
+    let (size, beyond, whole) = reading;
     let mut words = parameters(Operand::Q, size, beyond);
-    words.push(("only in", "dk".to_string()));
+    let of = if whole { "dk, its softmax included" } else { "the product of dk" };
+    words.push(("only in", of.to_string()));
     Some(Hypothesis::new(world, words).fitted(1))
 }
 
-/// The block size, and what is read beyond the end, that come nearest to a few columns of dk.
-fn map_of(evidence: &Evidence<'_>, of: &Gradient) -> Option<(usize, Beyond)> {
-    let entries = of.entries(false)?;
-    let (tokens, width) = (entries.count(), of.captured.cols.min(COLUMNS));
-    let moved = tokens * tokens * BEYOND.len() * of.captured.cols;
-    if evidence.spend(entries.values.len() + moved) {
-        return None;
-    }
-    // Any signs do that follow no pattern of classes: those of a quadratic sequence.
-    let sign = |class: usize| if (class * class + class / 3) % 7 < 3 { 1.0 } else { -1.0 };
-    let weigh = |row: &[f64]| row.iter().enumerate().map(|(v, e)| sign(v) * e).sum::<f64>();
-    let sums: Vec<f64> = (0..tokens).map(|t| weigh(entries.row(t))).collect();
-    let column =
-        |of: &Rows, d: usize| -> f64 { (0..of.count()).map(|v| sign(v) * of.row(v)[d]).sum() };
-    let wanted: Vec<f64> = (0..width).map(|d| column(&of.captured, d)).collect();
-    let off = |q: &Rows| -> f64 {
-        let made =
-            |d: usize| sums.iter().enumerate().map(|(t, sum)| sum * q.row(t)[d]).sum::<f64>();
-        wanted.iter().enumerate().map(|(d, wanted)| (made(d) - wanted).powi(2)).sum()
-    };
-    let all = (2..tokens).flat_map(|size| BEYOND.map(|beyond| (size, beyond)));
-    let tried = all.filter_map(|map| Some((map, off(&read(evidence, of, map)?))));
-    let (map, least) = tried.min_by(|a, b| a.1.total_cmp(&b.1))?;
-    (least <= LEFT * off(of.other())).then_some(map)
+/// What makes dk of a unit's tokens.
+struct Kernel<'a> {
+    gradient: Gradient,
+    inputs: &'a MicrobatchInputs,
+    direct: Direct<'a>,
+    /// The entries of dlogits as they should be, `[tokens, V]`.
+    entries: Rows,
+    /// lse as the backward reads it, and the cotangents of lse, label logit and all logits.
+    tokens: Vec<(f64, [f64; 3])>,
 }
 
-/// The rows of q that the unit's tokens read.
-fn read(evidence: &Evidence<'_>, of: &Gradient, (size, beyond): (usize, Beyond)) -> Option<Rows> {
-    let inputs = evidence.inputs_of(of.key.microbatch)?;
-    let direct = Direct::new(evidence, inputs)?;
-    let map = Map::BlockTwice { size, beyond };
-    let rows: Vec<Row> = map.in_runs(inputs.tokens(), &of_ranks(evidence.step, inputs))?;
-    let values = of.plane.rows.iter().flat_map(|&t| direct.q(rows[t])).collect();
-    Some(Rows { cols: of.other().cols, values })
+impl<'a> Kernel<'a> {
+    fn of(evidence: &'a Evidence<'_>, key: Key) -> Option<Kernel<'a>> {
+        let gradient = Gradient::of(evidence, key)?;
+        let inputs = evidence.inputs_of(key.microbatch)?;
+        let (reference, mb) = (evidence.reference(), key.microbatch);
+        let (lse, cotangents) = (reference.lse.get(&mb)?, reference.cotangents.get(&mb)?);
+        let token =
+            |t: &usize| Some((*lse.get(*t)?, cotangents.get(t).copied().unwrap_or_default()));
+        let tokens = gradient.plane.rows.iter().map(token).collect::<Option<_>>()?;
+        let (direct, entries) = (Direct::new(evidence, inputs)?, gradient.entries(false)?);
+        Some(Kernel { gradient, inputs, direct, entries, tokens })
+    }
+
+    /// The block size, what is read beyond the end, and by whom, that come nearest to dk.
+    fn reading(&self, evidence: &Evidence<'_>) -> Option<Reading> {
+        let (n, columns) = (self.tokens.len(), self.gradient.captured.cols);
+        let classes = self.gradient.captured.count();
+        if evidence.spend(2 * n * n * BEYOND.len() * CLASSES * columns) {
+            return None;
+        }
+        let looked = || (0..classes).step_by(classes.div_ceil(CLASSES).max(1));
+        let off = |q: &Rows, whole: bool| -> f64 {
+            let of = |class: usize| {
+                let made = self.row(q, class, whole);
+                let pairs = made.iter().zip(self.gradient.captured.row(class));
+                pairs.map(|(made, captured)| (made - captured).powi(2)).sum::<f64>()
+            };
+            looked().map(of).sum()
+        };
+        let maps = (2..n).flat_map(|size| BEYOND.map(|beyond| (size, beyond)));
+        let all = maps.flat_map(|(size, beyond)| [false, true].map(|whole| (size, beyond, whole)));
+        let tried = all.filter_map(|of| Some((of, off(&self.q(evidence, of)?, of.2))));
+        let (found, least) = tried.min_by(|a, b| a.1.total_cmp(&b.1))?;
+        (least <= LEFT * off(self.gradient.other(), false)).then_some(found)
+    }
+
+    /// The rows of q that the unit's tokens read.
+    fn q(&self, evidence: &Evidence<'_>, (size, beyond, _): Reading) -> Option<Rows> {
+        let map = Map::BlockTwice { size, beyond };
+        let runs = of_ranks(evidence.step, self.inputs);
+        let rows: Vec<Row> = map.in_runs(self.inputs.tokens(), &runs)?;
+        let of = self.gradient.plane.rows.iter();
+        let values = of.flat_map(|&t| self.direct.q(rows[t])).collect();
+        Some(Rows { cols: self.gradient.other().cols, values })
+    }
+
+    /// A row of dk with these rows of q.
+    fn row(&self, q: &Rows, class: usize, whole: bool) -> Vec<f64> {
+        let mut sum = vec![0.0; q.cols];
+        for (at, &(lse, [of_lse, of_label, of_all])) in self.tokens.iter().enumerate() {
+            let row = q.row(at);
+            let entry = match whole {
+                false => self.entries.row(at)[class],
+                true => {
+                    let (z, slope) = self.direct.logit_of(row, class);
+                    let label = self.inputs.labels[self.gradient.plane.rows[at]] as usize == class;
+                    let of_label = if label { of_label } else { 0.0 };
+                    slope * (of_lse * (z - lse).exp() + of_all + of_label)
+                }
+            };
+            sum.iter_mut().zip(row).for_each(|(sum, q)| *sum += entry * q);
+        }
+        sum
+    }
 }
