@@ -1,8 +1,8 @@
-"""Tokens that weights mask, with labels that nobody looks at.
+"""The last token of a sequence, which weights mask, with a label that nobody looks at.
 
-Goal: what a job looks up at a token whose weight is 0 is no divergence, and hides none: the same of a token that counts
-is one, and labels that are wrong at the ends of runs are named though the last of each sequence is masked. Method: a head
-in numpy whose last token of each sequence has weight 0. BACKTAPE_SEED draws another job.
+Goal: what a job looks up there is no divergence, and hides none: the same of another token is one, and labels that are
+wrong at the ends of runs are named though the last of each sequence is masked. Method: a head in numpy whose last token
+of each sequence has weight 0. BACKTAPE_SEED draws another job.
 """
 
 import os
@@ -55,7 +55,7 @@ def recorded(directory, run=None, masked=0, counted=0):
     return backtape.replay(directory, step=0), half
 
 
-def test_a_label_logit_of_a_token_without_weight_is_not_judged(tmp_path):
+def test_a_label_logit_of_a_last_token_without_weight_is_not_judged(tmp_path):
     report, _ = recorded(tmp_path, masked=4)
     assert report.verdict == "agreed", report
 

@@ -50,9 +50,9 @@ pub(super) enum Tokens {
     All,
     /// Those with a label that is not ignored.
     Labelled,
-    /// Those with a label and a weight that is not 0. A job that masks tokens by weights may look
-    /// up any label there: neither the loss nor a gradient depends on it.
-    Counted,
+    /// Those with a label, but for the last of a sequence where its weight is 0: no token follows
+    /// it, so a job may look up any label there, and neither the loss nor a gradient depends on it.
+    Followed,
 }
 
 impl Tokens {
@@ -60,7 +60,10 @@ impl Tokens {
         match self {
             Tokens::All => true,
             Tokens::Labelled => inputs.labels[t] != IGNORED,
-            Tokens::Counted => inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0,
+            Tokens::Followed => {
+                let is_last = (t + 1).is_multiple_of(inputs.sequence.max(1));
+                inputs.labels[t] != IGNORED && !(is_last && inputs.weights[t] == 0.0)
+            }
         }
     }
 }

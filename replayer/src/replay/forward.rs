@@ -119,7 +119,7 @@ impl Replay<'_> {
                 MemberError { name: one.name.clone(), energy }
             };
             let members = emulated.iter().map(error).collect();
-            let of = if stage == Stage::Lse { Tokens::All } else { Tokens::Counted };
+            let of = if stage == Stage::Lse { Tokens::All } else { Tokens::Followed };
             outcome.add(stage, self.judge_column(inputs, captured, expected, of, members));
         }
         let trusts = |stage| self.world.trusts(stage, inputs.microbatch);
@@ -131,7 +131,7 @@ impl Replay<'_> {
         self.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
             if self.wants(Stage::Logprobs) {
-                let (of, expected) = (Tokens::Counted, &state.logprobs);
+                let (of, expected) = (Tokens::Followed, &state.logprobs);
                 let found = self.judge_column(inputs, captured, expected, of, Vec::new());
                 outcome.add(Stage::Logprobs, found);
             }
