@@ -21,8 +21,8 @@ const CLASSES: usize = 12;
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 1e-3;
 
-/// Which rows are read, and whether the softmax reads them, too.
-type Reading = (usize, Beyond, bool);
+/// The block size, and what is read beyond the end.
+type Blocks = (usize, Beyond);
 
 /// Where every dk that fails, and nothing else, is made so.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
@@ -30,16 +30,15 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     if evidence.fails_any(&[Stage::Dq, Stage::Dlogits, Stage::Dbias]) {
         return None;
     }
-    let reading = Kernel::of(evidence, *keys.first()?)?.reading(evidence)?;
+    let (blocks, whole) = Kernel::of(evidence, *keys.first()?)?.reading(evidence)?;
     let mut world = Instead::default();
     for key in keys {
         let kernel = Kernel::of(evidence, key)?;
-        let q = kernel.q(evidence, reading)?;
+        let q = kernel.q(evidence, blocks)?;
         let rows = 0..kernel.gradient.captured.count();
-        world = world.rows(key, rows.map(|class| (class, kernel.row(&q, class, reading.2))));
+        world = world.rows(key, rows.map(|class| (class, kernel.row(&q, class, whole))));
     }
-    let (size, beyond, whole) = reading;
-    let mut words = parameters(Operand::Q, size, beyond);
+    let mut words = parameters(Operand::Q, blocks.0, blocks.1);
     let of = if whole { "dk, its softmax included" } else { "the product of dk" };
     words.push(("only in", of.to_string()));
     Some(Hypothesis::new(world, words).fitted(1))
@@ -69,8 +68,8 @@ impl<'a> Kernel<'a> {
         Some(Kernel { gradient, inputs, direct, entries, tokens })
     }
 
-    /// The block size, what is read beyond the end, and by whom, that come nearest to dk.
-    fn reading(&self, evidence: &Evidence<'_>) -> Option<Reading> {
+    /// The blocks that come nearest to dk, and whether the softmax reads them, too.
+    fn reading(&self, evidence: &Evidence<'_>) -> Option<(Blocks, bool)> {
         let (n, columns) = (self.tokens.len(), self.gradient.captured.cols);
         let classes = self.gradient.captured.count();
         if evidence.spend(2 * n * n * BEYOND.len() * CLASSES * columns) {
@@ -86,14 +85,15 @@ impl<'a> Kernel<'a> {
             looked().map(of).sum()
         };
         let maps = (2..n).flat_map(|size| BEYOND.map(|beyond| (size, beyond)));
-        let all = maps.flat_map(|(size, beyond)| [false, true].map(|whole| (size, beyond, whole)));
-        let tried = all.filter_map(|of| Some((of, off(&self.q(evidence, of)?, of.2))));
+        let tried = maps.filter_map(|blocks| Some((blocks, self.q(evidence, blocks)?)));
+        let tried = tried
+            .flat_map(|(blocks, q)| [false, true].map(|whole| ((blocks, whole), off(&q, whole))));
         let (found, least) = tried.min_by(|a, b| a.1.total_cmp(&b.1))?;
         (least <= LEFT * off(self.gradient.other(), false)).then_some(found)
     }
 
     /// The rows of q that the unit's tokens read.
-    fn q(&self, evidence: &Evidence<'_>, (size, beyond, _): Reading) -> Option<Rows> {
+    fn q(&self, evidence: &Evidence<'_>, (size, beyond): Blocks) -> Option<Rows> {
         let map = Map::BlockTwice { size, beyond };
         let runs = of_ranks(evidence.step, self.inputs);
         let rows: Vec<Row> = map.in_runs(self.inputs.tokens(), &runs)?;
@@ -105,15 +105,13 @@ impl<'a> Kernel<'a> {
     /// A row of dk with these rows of q.
     fn row(&self, q: &Rows, class: usize, whole: bool) -> Vec<f64> {
         let mut sum = vec![0.0; q.cols];
-        for (at, &(lse, [of_lse, of_label, of_all])) in self.tokens.iter().enumerate() {
+        for (at, &token) in self.tokens.iter().enumerate() {
             let row = q.row(at);
             let entry = match whole {
                 false => self.entries.row(at)[class],
                 true => {
-                    let (z, slope) = self.direct.logit_of(row, class);
-                    let label = self.inputs.labels[self.gradient.plane.rows[at]] as usize == class;
-                    let of_label = if label { of_label } else { 0.0 };
-                    slope * (of_lse * (z - lse).exp() + of_all + of_label)
+                    let label = self.inputs.labels[self.gradient.plane.rows[at]] as usize;
+                    self.direct.entry((row, class), token, label == class)
                 }
             };
             sum.iter_mut().zip(row).for_each(|(sum, q)| *sum += entry * q);

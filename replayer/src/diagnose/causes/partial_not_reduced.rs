@@ -173,16 +173,15 @@ fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Sha
     let some: Vec<usize> = all.iter().step_by(all.len().div_ceil(5).max(1)).copied().collect();
     let mut left: Option<Vec<Shard>> = None;
     for t in some {
-        let [a, b, c] = *reference.cotangents.get(&inputs.microbatch)?.get(&t)?;
+        let cotangents = *reference.cotangents.get(&inputs.microbatch)?.get(&t)?;
         let q = direct.q(Row::From(t));
         let width = q.len();
         // Running sums of d_tv k_v over the vocabulary.
         let mut sums = vec![vec![0.0; width]];
         for v in 0..direct.head.valid_vocab {
             let k = direct.k(Row::From(v));
-            let (z, slope) = direct.logit_of(&q, v);
-            let label = if inputs.labels[t] as usize == v { b } else { 0.0 };
-            let entry = slope * (a * (z - lse[t]).exp() + label + c);
+            let is_label = inputs.labels[t] as usize == v;
+            let entry = direct.entry((&q, v), (lse[t], cotangents), is_label);
             let last = &sums[v];
             sums.push((0..width).map(|i| last[i] + entry * k[i]).collect());
         }

@@ -108,6 +108,19 @@ impl<'a> Direct<'a> {
         self.logit(dot(q, &self.k(Row::From(class))), class)
     }
 
+    /// The entry of dlogits of one class for a row of q, by the lse and the cotangents of lse, label
+    /// logit and all logits that its token has; `is_label`: whether the class is the token's label.
+    pub fn entry(
+        &self,
+        (q, class): (&[f64], usize),
+        (lse, [of_lse, of_label, of_all]): (f64, [f64; 3]),
+        is_label: bool,
+    ) -> f64 {
+        let (z, slope) = self.logit_of(q, class);
+        let of_label = if is_label { of_label } else { 0.0 };
+        slope * (of_lse * (z - lse).exp() + of_all + of_label)
+    }
+
     /// A row of q against the vocabulary, each class read where `k` says.
     pub fn against(&self, q: &[f64], k: &(dyn Fn(usize) -> Row + Sync)) -> TokenRow {
         let classes = 0..self.head.valid_vocab;

@@ -266,14 +266,13 @@ fn dq_row(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, t: usize) -> Optio
         (reference.g.get(&inputs.microbatch)?[t], reference.lse.get(&inputs.microbatch)?[t]);
     let options = &evidence.step.options;
     let s = options.smoothing(inputs.valid_vocab);
-    let a = g * (1.0 + 2.0 * options.declared.z_loss * lse);
+    let of_lse = g * (1.0 + 2.0 * options.declared.z_loss * lse);
+    let cotangents = [of_lse, -g * (1.0 - s), -g * s / inputs.valid_vocab as f64];
     let q = direct.q(Row::From(t));
     let mut row = vec![0.0; q.len()];
     for v in 0..inputs.valid_vocab {
-        let (z, slope) = direct.logit_of(&q, v);
         let is_label = inputs.labels[t] != IGNORED && inputs.labels[t] as usize == v;
-        let label = if is_label { -g * (1.0 - s) } else { 0.0 };
-        let entry = slope * (a * (z - lse).exp() - g * s / inputs.valid_vocab as f64 + label);
+        let entry = direct.entry((&q, v), (lse, cotangents), is_label);
         row.iter_mut().zip(direct.k(Row::From(v))).for_each(|(sum, k)| *sum += entry * k);
     }
     Some(row)
