@@ -2,8 +2,13 @@
 
     python python/benches/search.py [DUMP ...]
 
-Without dumps: three odd heads that are made here (a vocabulary whose padding was not declared,
-noise that no cause explains, chunks summed in bf16), and the dumps of `make demo` where they lie.
+Three odd heads that are made here (a vocabulary whose padding was not declared, noise that no
+cause explains, chunks summed in bf16), the dumps of `make demo` where they lie, one draw of each
+cause of the held-out corpus, and the dumps that are given: those of public heads are what
+`tests/foreign/run.py --sources DIR --keep DIR` leaves.
+
+A search may do twice the work of the replay, or about four seconds' of one core where that is
+more. `used` is its time over the larger of the two.
 """
 
 import os
@@ -20,6 +25,7 @@ import backtape
 
 ROOT = Path(__file__).parents[2]
 REPLAY = os.environ.get("REPLAY", str(ROOT / "target" / "release" / "replay"))
+FLOOR = 4.0  # seconds of a core that a search may always take: docs/causes.md
 HEADS = {"forgotten valid_vocab": (512, 1000, 128), "noise": (256, 256, 32), "bf16 chunks": (1024, 2048, 64)}
 
 
@@ -68,24 +74,43 @@ def seconds(dump, causes):
     done = subprocess.run(
         [REPLAY, "--dump", str(dump), "--step", "0", "--quiet", "--causes", causes], capture_output=True, check=False
     )
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1, 3):
         sys.exit(done.stderr.decode())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def corpus(where):
+    """A dump of each fault of the held-out corpus, one draw."""
+    run = [sys.executable, ROOT / "tests" / "corpus" / "run.py", "--part", "held-out", "--draws", "1", "--keep", where]
+    subprocess.run(run, env=os.environ | {"REPLAY": REPLAY}, check=True, stdout=subprocess.DEVNULL)
+    return sorted(one.parent for one in Path(where).glob("*/run.json"))
+
+
+def measured(name, dump):
+    """Prints what one dump took; its replay and its search."""
+    alone = min(seconds(dump, "none") for _ in range(2))
+    search = max(seconds(dump, "quick") - alone, 0.0)
+    used = search / max(2 * alone, FLOOR)
+    print(f"{name:<44}{alone:>7.2f} s{search:>7.2f} s{search / alone:>7.2f}{used:>7.2f}", flush=True)
+    return alone, search, used
+
+
 def main(dumps):
-    """Prints a line a dump."""
+    """Prints a line a dump, and what all took together."""
     with tempfile.TemporaryDirectory() as scratch:
-        named = {Path(dump).name: Path(dump) for dump in dumps}
-        if not named:
-            named = {kind: record(kind, Path(scratch) / kind.replace(" ", "-")) for kind in HEADS}
-            named |= {f"demo {one.name}": one for one in sorted((ROOT / "demo").glob("*")) if one.is_dir()}
-        print(f"{'dump':<24}{'replay':>9}{'search':>9}{'ratio':>7}")
-        for name, dump in named.items():
-            alone = min(seconds(dump, "none") for _ in range(2))
-            search = max(seconds(dump, "quick") - alone, 0.0)
-            print(f"{name:<24}{alone:>7.2f} s{search:>7.2f} s{search / alone:>7.2f}", flush=True)
+        named = {kind: record(kind, Path(scratch) / kind.replace(" ", "-")) for kind in HEADS}
+        named |= {f"demo {one.name}": one for one in sorted((ROOT / "demo").glob("*")) if one.is_dir()}
+        named |= {f"held-out {one.name}": one for one in corpus(Path(scratch) / "corpus")}
+        named |= {f"given {Path(dump).name}": Path(dump) for dump in dumps}
+        print(f"{'dump':<44}{'replay':>9}{'search':>9}{'ratio':>7}{'used':>7}")
+        took = [measured(name, dump) for name, dump in named.items()]
+    alone, search, used = zip(*took)
+    largest = [max((s / a for a, s in zip(alone, search) if 2 * a >= FLOOR), default=0.0), max(used)]
+    print(
+        f"{len(took)} dumps: replays {sum(alone):.1f} s, searches {sum(search):.1f} s; largest ratio of a replay "
+        f"of {FLOOR / 2:.0f} s and more {largest[0]:.2f}; largest share used of what a search may take {largest[1]:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -429,9 +429,15 @@ fn replay_step(
     };
     let total = |work| bar.expect(work);
     let How { draws, cluster, device, .. } = how;
-    let (progress, total): (_, &dyn Fn(u64)) = (bar, &total);
+    let (progress, total): (_, &(dyn Fn(u64) + Sync)) = (bar, &total);
     let request = Request { compare, effort, progress, total, draws, cluster, device };
-    replay::replay(step, &request).map_err(wrong)
+    match (cluster, device) {
+        // In one of the threads that share the work: from outside each piece of it would be handed
+        // over and waited for.
+        (None, None) => rayon::scope(|_| replay::replay(step, &request)),
+        _ => replay::replay(step, &request),
+    }
+    .map_err(wrong)
 }
 
 /// The report of one run; without stages where its head was not replayed.

@@ -29,7 +29,6 @@ use std::sync::Arc;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::outcome::{NotChecked, Outcome};
-use crate::replay::pass_cache::PassCache;
 use crate::replay::variant::Variant;
 use crate::replay::world::World;
 use against::Part;
@@ -179,11 +178,12 @@ enum Examined {
 /// its threads take to wake each other.
 const SMALL: u64 = 1 << 22;
 
-/// Runs a search in one thread where its trials are small.
+/// Runs a search in one thread where its trials are small, else in one of the threads that share
+/// its work: from outside each piece of work would be handed over and waited for.
 fn in_few_threads<R: Send>(inputs: &[MicrobatchInputs], run: impl FnOnce() -> R + Send) -> R {
     match rayon::ThreadPoolBuilder::new().num_threads(1).build() {
         Ok(one) if sample::work(inputs).0 <= SMALL => one.install(run),
-        _ => run(),
+        _ => rayon::scope(|_| run()),
     }
 }
 
@@ -215,7 +215,7 @@ fn searched(
     // What passes is asked for its roundings: sums of it say nothing of those.
     let compared: BTreeSet<Stage> =
         stages(outcome, |stage| diverged || !is_sum(stage)).into_iter().collect();
-    let cache = Arc::new(PassCache::default());
+    let cache = outcome.passes.0.clone();
     let search = Search {
         step,
         compared,

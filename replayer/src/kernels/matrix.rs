@@ -229,6 +229,7 @@ impl Matrix<'_> {
     }
 
     /// Element at a row-major index, exactly.
+    #[inline]
     pub fn get_f64(&self, index: usize) -> f64 {
         match self.values {
             Values::Bf16(bits) => f64::from(bf16_to_f32(bits[index])),
@@ -259,6 +260,29 @@ impl Matrix<'_> {
             Values::F32(values) => convert(&values[range], panel, f64::from),
             Values::F64(values) => panel.copy_from_slice(&values[range]),
         }
+    }
+
+    /// How many values of the first `columns` of each row are no finite numbers.
+    pub fn nonfinite(&self, columns: usize) -> usize {
+        const ROWS: usize = 64;
+        let of = |rows: Range<usize>| {
+            let range = self.elements(rows);
+            match self.values {
+                Values::Bf16(bits) => nonfinite(&bits[range], (self.cols, columns), bf16_to_f32),
+                Values::F16(bits) => {
+                    let widen = |bits| f16::from_bits(bits).to_f32();
+                    nonfinite(&bits[range], (self.cols, columns), widen)
+                }
+                Values::F32(all) => nonfinite(&all[range], (self.cols, columns), |x| x),
+                Values::F64(all) => {
+                    let one = |x: f64| if x.is_finite() { 0.0 } else { f32::NAN };
+                    nonfinite(&all[range], (self.cols, columns), one)
+                }
+            }
+        };
+        let rows = self.len().checked_div(self.cols).unwrap_or(0);
+        let spans = (0..rows.div_ceil(ROWS)).into_par_iter();
+        spans.map(|span| of(span * ROWS..rows.min((span + 1) * ROWS))).sum()
     }
 
     /// Sum of the squares of a row's elements.
@@ -297,6 +321,16 @@ impl Matrix<'_> {
 /// widening keeps every bit; `bf16::to_f32` does the same.
 fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
+}
+
+/// Of rows of so many elements each, among the first of them.
+fn nonfinite<S: Copy>(
+    of: &[S],
+    (cols, first): (usize, usize),
+    element: impl Fn(S) -> f32,
+) -> usize {
+    let is_bad = |&x: &S| usize::from(!element(x).is_finite());
+    of.chunks(cols.max(1)).map(|row| row.iter().take(first).map(is_bad).sum::<usize>()).sum()
 }
 
 /// In so many sums beside each other that a processor adds them at once.

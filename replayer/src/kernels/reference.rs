@@ -1,13 +1,14 @@
 //! The loss head in f64: the oracle that policies and captured tensors are judged
 //! against.
 //!
-//! Plain code, meant to be read: f64 GEMMs, exp and log from libm, no rounding
-//! points, no tricks. It shares no arithmetic with `policy` (own panel conversion,
+//! Plain code, meant to be read: f64 GEMMs, log from libm, an exp that vectorises, no
+//! rounding points, no tricks. It shares no arithmetic with `policy` (own panel conversion,
 //! own GEMM wrapper, own exp), so a bug in one cannot hide in the other.
 
 mod backward;
 mod block;
 mod dense;
+mod exp;
 mod forward;
 mod gemm;
 mod logit;
@@ -21,7 +22,9 @@ mod tests;
 mod tile;
 
 use super::matrix::HeadInputs;
+use forward::sum_in_lanes;
 use logit::Chain;
+use panel::load;
 use rayon::prelude::*;
 
 pub use backward::{
@@ -62,17 +65,22 @@ pub(crate) fn check(inputs: &HeadInputs) {
 /// Logits of the labels alone, `[T]`, as `forward` gives them: T·D multiply-adds.
 pub fn label_logits(inputs: &HeadInputs) -> Vec<f64> {
     check(inputs);
-    let (chain, d, v) = (Chain::of(inputs), inputs.q.cols, inputs.k.rows);
-    let (q, k) = inputs.scored();
-    let of = |t: usize| {
+    let (chain, v) = (Chain::of(inputs), inputs.k.rows);
+    let (of_q, of_k) = inputs.scored();
+    let of = |(q, k): &mut (Vec<f64>, Vec<f64>), t: usize| {
         let Some(row) = inputs.label(t) else { return 0.0 };
-        let term = |i: usize| q.get_f64(t * d + i) * k.get_f64(row * d + i);
         let scores = inputs.reads.and_then(|reads| reads.scores);
         let scores = scores.map(|(of, first)| of.get_f64(t * of.cols + first + row));
         let given = inputs.given.map(|given| given.get_f64(t * v + row)).or(scores);
-        let mut logit = [given.unwrap_or_else(|| (0..d).map(term).sum())];
+        let product = given.unwrap_or_else(|| {
+            load(of_q, t..t + 1, q);
+            load(of_k, row..row + 1, k);
+            q.iter_mut().zip(k).for_each(|(q, k)| *q *= *k);
+            sum_in_lanes(q, |x| x)
+        });
+        let mut logit = [product];
         chain.apply(&mut logit, row);
         logit[0]
     };
-    (0..inputs.q.rows).into_par_iter().map(of).collect()
+    (0..inputs.q.rows).into_par_iter().with_min_len(64).map_init(Default::default, of).collect()
 }

@@ -1,6 +1,8 @@
 //! Backward stages of one unit: dq and dk, each with its two parts, and dbias: what they
 //! start from, and what the dump holds of them. `slabs` walks them.
 
+use std::sync::Arc;
+
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::When;
@@ -15,6 +17,7 @@ use super::gather::Gathered;
 use super::loss::Upstream;
 use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
+use super::pass_cache::Biases;
 use super::smoothed::of_smoothed_entries;
 use super::world::{At, UnitName, UnitTokens};
 use super::{Effort, Replay, Slice};
@@ -263,9 +266,8 @@ impl Replay<'_> {
             true => k_sums(&rows_of(&head.k, 0..head.valid_vocab)),
             false => (Vec::new(), Vec::new()),
         };
-        let label_bias = self.label_bias(&head, &g_label);
-        let whole_bias = self.whole_bias(&head, &lse, [&g_lse, &g_label, &g_smooth]);
-        let dense_bias = self.dense_bias(&g_lse, &g_smooth);
+        let cotangents = Cotangents { lse: &g_lse[..], label: &g_label, smooth: &g_smooth };
+        let biases = self.biases(&head, &lse, &cotangents);
         let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
@@ -295,11 +297,25 @@ impl Replay<'_> {
             entry_floor,
             k_squares,
             k_sums,
-            label_bias,
-            whole_bias,
-            dense_bias,
+            label_bias: biases.label,
+            whole_bias: biases.whole,
+            dense_bias: biases.dense,
             unsure,
             of_unsure,
+        }
+    }
+
+    /// See [`Biases`].
+    fn biases(&self, head: &HeadInputs<'_>, lse: &[f64], g: &Cotangents<'_, f64>) -> Biases {
+        let find = || Biases {
+            label: self.label_bias(head, g.label),
+            whole: self.whole_bias(head, lse, [g.lse, g.label, g.smooth]),
+            dense: self.dense_bias(g.lse, g.smooth),
+        };
+        let options = (&self.roundings.widest, &self.step.options.transform);
+        match self.cache {
+            Some(cache) => cache.biases((head, lse, g), &options, find),
+            None => find(),
         }
     }
 
@@ -331,7 +347,10 @@ impl Replay<'_> {
         if path != Path::Fused || dlogits.keeps_f32() {
             return 0.0;
         }
-        let logits = reference::label_logits(head);
+        let logits = match self.cache {
+            Some(cache) => cache.label_logits(head),
+            None => Arc::new(reference::label_logits(head)),
+        };
         let entry = |t: usize| match head.labels[t] {
             IGNORED => 0.0,
             _ => {

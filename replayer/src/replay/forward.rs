@@ -162,9 +162,7 @@ impl Replay<'_> {
         for (stage, matrix) in matrices {
             // Logits may be masked by -inf where they are not valid.
             let valid = if stage == Stage::Logits { inputs.valid_vocab } else { matrix.cols };
-            let bad = |&i: &usize| i % matrix.cols.max(1) < valid && !matrix.get_f64(i).is_finite();
-            let all = (0..matrix.len()).into_par_iter().with_min_len(1 << 14);
-            let bad = all.filter(bad).count();
+            let bad = matrix.nonfinite(valid);
             if bad > 0 {
                 let words = format!("{bad} values of {stage} are not finite");
                 outcome.fail(stage, words);
@@ -203,10 +201,13 @@ impl Replay<'_> {
         slice: &Slice,
         head: &HeadInputs<'_>,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let exact = match (self.cache, self.on) {
-            (Some(cache), _) => cache.forward(head, self.tiles, self.progress),
-            (None, Some(on)) => self.forward_on(on, slice, head)?,
-            (None, None) => self.reference_forward(head)?,
+        let run = || match self.on {
+            Some(on) => self.forward_on(on, slice, head),
+            None => self.reference_forward(head),
+        };
+        let exact = match self.cache.or(self.passes) {
+            Some(cache) => cache.forward(head, run)?,
+            None => run()?,
         };
         let variance = self.variances(head, &exact);
         let captured = self.step.find(Role::Logits, slice.inputs.microbatch);
@@ -285,19 +286,25 @@ impl Replay<'_> {
             let size = TokenSize { lse: exact.lse[t], row_max: exact.row_max[t], norms };
             self.lse_variance(&size, d, head.valid_vocab, bias)
         });
-        let label = tokens().map(|t| match head.labels[t] {
+        let of_label = |(q, k): &mut (Vec<f64>, Vec<f64>), t: usize| match head.labels[t] {
             IGNORED => 0.0,
             row => {
+                let row = row as usize;
+                q.resize(d, 0.0);
+                k.resize(d, 0.0);
+                head.q.panel_f64(t..t + 1, q);
+                head.k.panel_f64(row..row + 1, k);
                 let (mut dot, mut squares) = (0.0, 0.0);
-                for i in 0..d {
-                    let term = head.q.get_f64(t * d + i) * head.k.get_f64(row as usize * d + i);
+                for (q, k) in q.iter().zip(k) {
+                    let term = q * *k;
                     dot += term;
                     squares += term * term;
                 }
                 let size = LabelSize { value: exact.label_logits[t], dot, squares };
                 self.label_logit_variance(&size, d, head.bias.is_some())
             }
-        });
+        };
+        let label = tokens().map_init(Default::default, of_label);
         // An error e of the transform moves lse by e Σ p z, and Σ p z lies between
         // lse - ln V (the entropy is ln V at most) and the largest logit.
         let (alike, classes) = (self.transform_scale(), head.valid_vocab.max(1) as f64);

@@ -59,6 +59,7 @@ mod versions;
 pub mod world;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use backtape::identity::Microbatch;
 use backtape::role::Role;
@@ -71,7 +72,7 @@ use crate::kernels::{Progress, Tiles};
 use forward::ForwardState;
 use loss::Upstream;
 use maps::Draw;
-use outcome::Outcome;
+use outcome::{Outcome, Passes};
 use pass_cache::PassCache;
 use sums_alone::SumsAlone;
 use tasks::{Cluster, On};
@@ -86,7 +87,7 @@ pub struct Request<'a> {
     /// Told of the work done, in multiply-adds.
     pub progress: &'a dyn Progress,
     /// Given the whole work once it is known.
-    pub total: &'a dyn Fn(u64),
+    pub total: &'a (dyn Fn(u64) + Sync),
     /// Whether maps of dq and dk are gathered for a drawing.
     pub draws: bool,
     /// Who computes the tiles; `None`: this process.
@@ -130,6 +131,8 @@ pub(crate) struct Replay<'a> {
     world: &'a dyn World,
     /// Forward passes that this one has in common with others.
     cache: Option<&'a PassCache>,
+    /// Where a replay leaves its forward passes for those trials.
+    passes: Option<&'a PassCache>,
     /// True for a trial of a hypothesis: no floors, no norms.
     trial: bool,
     progress: &'a dyn Progress,
@@ -181,6 +184,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     });
     let on = on.as_ref();
     let sums_alone = SumsAlone::of(step, &slices, &wanted, &roundings);
+    let passes = Arc::<PassCache>::default();
     let replay = Replay {
         step,
         whole,
@@ -191,6 +195,8 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         effort,
         world,
         cache,
+        // What a device computed has not the bits that a trial's have.
+        passes: request.device.is_none().then_some(&passes),
         trial,
         progress,
         draw,
@@ -215,6 +221,8 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     outcome.set_aside_unjudged();
     outcome.finish(step, &coverage::stages_of(request.compare));
     replay.note_loose(&mut outcome);
+    drop(replay);
+    outcome.passes = Passes(passes);
     Ok(outcome)
 }
 

@@ -1,6 +1,7 @@
 //! What a replay found, stage by stage: plain data for the report.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::nan::{by_size, largest};
@@ -15,6 +16,7 @@ use super::loss_total::LossTotals;
 use super::maps::Map;
 pub use super::norm::{GradNorm, Share};
 use super::other_declaration::OtherDeclaration;
+use super::pass_cache::PassCache;
 use super::probe::Reach;
 use crate::compare::tally::relative;
 use crate::compare::{Bound, SeenFrom, Tally};
@@ -151,6 +153,19 @@ pub struct Outcome {
     pub(super) losses: Vec<LossTotals>,
     /// What the step lacks: nothing that depends on it gets into the outcome.
     lacking: Lacking,
+    /// The replay's forward passes.
+    pub(crate) passes: Passes,
+}
+
+/// Forward passes that a replay leaves to the search for causes. They say nothing that the
+/// outcome does not, so outcomes are compared without them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Passes(pub(crate) Arc<PassCache>);
+
+impl PartialEq for Passes {
+    fn eq(&self, _: &Passes) -> bool {
+        true
+    }
 }
 
 /// In which types a device multiplied for a policy.
@@ -280,6 +295,7 @@ impl Outcome {
             sampled: BTreeSet::new(),
             losses: Vec::new(),
             lacking: lacking.clone(),
+            passes: Passes::default(),
         }
     }
 

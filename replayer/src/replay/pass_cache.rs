@@ -2,17 +2,19 @@
 //! loss, many only what a gradient is said to be, and the passes are most of a trial.
 
 use std::collections::HashMap;
-use std::fmt::Debug;
+use std::fmt::{self, Debug, Formatter};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard};
+
+use backtape::hash::ContentHash;
 
 use super::addends::Sum;
 use super::dk::Slab;
 use super::findings::Captured;
 use super::outcome::Comparison;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Transform, Values};
+use crate::kernels::reference;
 use crate::kernels::reference::Keep;
-use crate::kernels::{Progress, Tiles, reference};
 
 /// Bytes of backward passes that are held; beyond it all are forgotten. As many of captured
 /// gradients, beyond which no more are held.
@@ -25,6 +27,8 @@ pub struct PassCache(Mutex<Held>);
 #[derive(Default)]
 struct Held {
     forward: HashMap<u64, reference::Forward>,
+    label_logits: HashMap<u64, Arc<Vec<f64>>>,
+    biases: HashMap<u64, Biases>,
     backward: HashMap<u64, Arc<BackwardPass>>,
     captured: HashMap<u64, Arc<Captured>>,
     sums: HashMap<u64, Arc<Sum>>,
@@ -48,28 +52,78 @@ pub(super) struct BackwardPass {
     pub(super) slab: Slab,
 }
 
+/// How far the addends of a sum are off on average, relative to their size, where all of them
+/// round to one side.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Biases {
+    /// Of `g k[y]` and of `g q`.
+    pub(super) label: [f64; 2],
+    /// Of the entries in the labels' columns.
+    pub(super) whole: f64,
+    /// Of the dense entries that smoothing moves off their grid.
+    pub(super) dense: f64,
+}
+
+/// Tells a debugger that it is there: it may hold gigabytes.
+impl Debug for PassCache {
+    fn fmt(&self, out: &mut Formatter<'_>) -> fmt::Result {
+        out.write_str("PassCache")
+    }
+}
+
 impl PassCache {
     fn held(&self) -> MutexGuard<'_, Held> {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// The forward pass of a head, computed once for all that differ in labels only.
-    pub(super) fn forward(
+    pub(super) fn forward<E>(
         &self,
         head: &HeadInputs<'_>,
-        tiles: Tiles,
-        progress: &dyn Progress,
-    ) -> reference::Forward {
+        run: impl FnOnce() -> Result<reference::Forward, E>,
+    ) -> Result<reference::Forward, E> {
         let mut hash = DefaultHasher::new();
         put(&mut hash, head);
         let key = hash.finish();
         let held = self.held().forward.get(&key).cloned();
         if let Some(held) = held {
-            return reference::Forward { label_logits: reference::label_logits(head), ..held };
+            let label_logits = self.label_logits(head).to_vec();
+            return Ok(reference::Forward { label_logits, ..held });
         }
-        let found = reference::forward(head, tiles, progress);
+        let found = run()?;
         self.held().forward.insert(key, found.clone());
-        found
+        Ok(found)
+    }
+
+    /// The labels' logits of a head, computed once for all that have the same inputs.
+    pub(super) fn label_logits(&self, head: &HeadInputs<'_>) -> Arc<Vec<f64>> {
+        let mut hash = DefaultHasher::new();
+        put(&mut hash, head);
+        hash.write_u128(ContentHash::of(bytemuck::cast_slice(head.labels)).0);
+        let key = hash.finish();
+        let held = self.held().label_logits.get(&key).cloned();
+        held.unwrap_or_else(|| {
+            let found = Arc::new(reference::label_logits(head));
+            self.held().label_logits.insert(key, found.clone());
+            found
+        })
+    }
+
+    /// The biases of a head's addends, found once for all that have the same inputs, cotangents and
+    /// options.
+    pub(super) fn biases(
+        &self,
+        (head, lse, cotangents): (&HeadInputs<'_>, &[f64], &Cotangents<'_, f64>),
+        options: &dyn Debug,
+        find: impl FnOnce() -> Biases,
+    ) -> Biases {
+        let key = key_of((head, lse, cotangents), options);
+        let held = self.held().biases.get(&key).copied();
+        held.unwrap_or_else(|| {
+            let found = find();
+            self.held().biases.insert(key, found);
+            found
+        })
     }
 
     /// Captured gradients, read once for all that ask for the same.
@@ -141,20 +195,7 @@ impl PassCache {
         (keep, options): (Keep, &dyn Debug),
         run: &mut dyn FnMut() -> BackwardPass,
     ) -> Arc<BackwardPass> {
-        let mut hash = DefaultHasher::new();
-        put(&mut hash, head);
-        head.labels.hash(&mut hash);
-        let bits = |hash: &mut DefaultHasher, of: &[f64]| {
-            hash.write_usize(of.len());
-            of.iter().for_each(|x| hash.write_u64(x.to_bits()));
-        };
-        bits(&mut hash, head.copies.unwrap_or_default());
-        for of in [lse, cotangents.lse, cotangents.label, cotangents.smooth] {
-            bits(&mut hash, of);
-        }
-        let products = head.reads.map(|reads| (reads.q_product, reads.k_product));
-        format!("{keep:?} {products:?} {options:?}").hash(&mut hash);
-        let key = hash.finish();
+        let key = key_of((head, lse, cotangents), &(keep, options));
         let held = self.held().backward.get(&key).cloned();
         if let Some(held) = held {
             return held;
@@ -178,6 +219,25 @@ impl PassCache {
         all.backward.insert(key, found.clone());
         found
     }
+}
+
+/// The key of what depends on a head, its labels, an lse and cotangents, and on options that are
+/// told by their words.
+fn key_of(
+    (head, lse, cotangents): (&HeadInputs<'_>, &[f64], &Cotangents<'_, f64>),
+    options: &dyn Debug,
+) -> u64 {
+    let mut hash = DefaultHasher::new();
+    put(&mut hash, head);
+    hash.write_u128(ContentHash::of(bytemuck::cast_slice(head.labels)).0);
+    let copies = head.copies.unwrap_or_default();
+    for of in [copies, lse, cotangents.lse, cotangents.label, cotangents.smooth] {
+        hash.write_usize(of.len());
+        hash.write_u128(ContentHash::of(bytemuck::cast_slice(of)).0);
+    }
+    let products = head.reads.map(|reads| (reads.q_product, reads.k_product));
+    format!("{products:?} {options:?}").hash(&mut hash);
+    hash.finish()
 }
 
 /// The key of what is told by its words.
@@ -234,11 +294,13 @@ fn put_matrix(hash: &mut DefaultHasher, of: Option<&Matrix<'_>>) {
     };
     (of.rows, of.cols).hash(hash);
     std::mem::discriminant(&of.values).hash(hash);
-    match of.values {
-        Values::Bf16(bits) | Values::F16(bits) => bits.hash(hash),
-        Values::F32(all) => all.iter().for_each(|x| hash.write_u32(x.to_bits())),
-        Values::F64(all) => all.iter().for_each(|x| hash.write_u64(x.to_bits())),
-    }
+    let bytes = match of.values {
+        Values::Bf16(bits) | Values::F16(bits) => bytemuck::cast_slice(bits),
+        Values::F32(all) => bytemuck::cast_slice(all),
+        Values::F64(all) => bytemuck::cast_slice(all),
+    };
+    // Every trial asks for its passes, and SipHash takes several times as long.
+    hash.write_u128(ContentHash::of(bytes).0);
 }
 
 #[cfg(test)]

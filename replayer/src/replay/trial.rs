@@ -109,6 +109,7 @@ fn counted_in_world(
         effort: Effort::All,
         world,
         cache,
+        passes: None,
         trial: true,
         progress,
         draw: None,

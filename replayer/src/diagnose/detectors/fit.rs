@@ -18,7 +18,8 @@ const USELESS: f64 = 0.999;
 
 /// The value at which a parameter explains the failing comparisons of some stages best,
 /// where the stages are linear in it: their squared error is then a parabola, and three
-/// trials give its lowest point. `step`: a usual size of the parameter, away from `from`.
+/// points give its lowest. `from`: the parameter as declared, of which the comparisons are
+/// known; `step`: a usual size of it, away from there.
 pub fn linear(
     evidence: &Evidence<'_>,
     stages: &[Stage],
@@ -35,8 +36,9 @@ pub fn linear(
     // A second time with steps of the size of the answer, where cancellation is least; the
     // first time a glance will do.
     for glances in [true, false] {
-        let energy = |x: f64| energy(evidence, &keys, &*world(x), glances);
-        let (low, middle, high) = (energy(from)?, energy(from + step)?, energy(from + 2.0 * step)?);
+        let energy = |x: Option<f64>| energy(evidence, &keys, x.map(world), glances);
+        let (middle, high) = (energy(Some(from + step))?, energy(Some(from + 2.0 * step))?);
+        let low = energy(None)?;
         let bend = low - 2.0 * middle + high;
         let slope = (high - low) / 2.0;
         if !(bend > 0.0) || !slope.is_finite() {
@@ -53,17 +55,23 @@ pub fn linear(
     Some(readings(from + 2.0 * step, values))
 }
 
-/// Squared error of some comparisons, each over what rounding is expected to make of it.
+/// Squared error of some comparisons in a world, or as declared, each over what rounding is
+/// expected to make of it.
 fn energy(
     evidence: &Evidence<'_>,
     keys: &BTreeSet<Key>,
-    world: &dyn World,
+    world: Option<Box<dyn World>>,
     glances: bool,
 ) -> Option<f64> {
-    let glance = if glances { evidence.glance_in(world) } else { None };
-    let found = match glance {
-        Some(found) => found,
-        None => evidence.residuals_in(world)?,
+    let glance = match &world {
+        _ if !glances => None,
+        Some(world) => evidence.glance_in(&**world),
+        None => evidence.glance().cloned(),
+    };
+    let found = match (glance, &world) {
+        (Some(found), _) => found,
+        (None, Some(world)) => evidence.residuals_in(&**world)?,
+        (None, None) => evidence.residuals.clone(),
     };
     let one = |key: &Key| {
         let floor = evidence.residuals[key].floor.max(f64::MIN_POSITIVE);

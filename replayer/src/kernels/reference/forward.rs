@@ -3,6 +3,7 @@
 //! The sums of some classes are what the next classes go on from, so who computes which
 //! tile changes no bit.
 
+use super::exp::exp_row;
 use super::logit::Chain;
 use super::panel::load;
 use super::tile::{label_column, products};
@@ -54,9 +55,9 @@ pub struct ForwardSums {
 /// lse, label logits, row max and sum of logits of q `[T, D]` against k `[V, D]`, or of
 /// given logits `[T, V]`, row-major.
 ///
-/// Vocabulary tiles are the outer loop. A row's exponentials are summed left to
-/// right inside a tile, and tiles are merged in vocabulary order; masked columns come
-/// last, all at once.
+/// Vocabulary tiles are the outer loop. A row's exponentials are summed in eight lanes
+/// inside a tile, and tiles are merged in vocabulary order; masked columns come last,
+/// all at once.
 pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Forward {
     let mut sums = ForwardSums::zeros(inputs.q.rows);
     sums.take(inputs, tiles, progress);
@@ -102,14 +103,14 @@ impl ForwardSums {
                     .for_each(
                         |(row, &label, (max, total), label_logit, sum, squares)| {
                             chain.apply(row, cols.start);
-                            let mut running = RunningSum { max: *max, sum: *total };
-                            running.absorb(row);
-                            (*max, *total) = (running.max, running.sum);
                             *sum += sum_in_lanes(row, |x| x);
                             *squares += sum_in_lanes(row, |x| x * x);
                             if let Some(column) = label_column(label, &cols) {
                                 *label_logit = row[column];
                             }
+                            let mut running = RunningSum { max: *max, sum: *total };
+                            running.absorb(row);
+                            (*max, *total) = (running.max, running.sum);
                         },
                     );
                 progress.advance(work(inputs, span.len(), cols.len()));
@@ -133,9 +134,11 @@ impl ForwardSums {
 }
 
 impl RunningSum {
-    fn absorb(&mut self, row: &[f64]) {
+    /// Takes in a row of logits, and leaves their exponentials in their place.
+    fn absorb(&mut self, row: &mut [f64]) {
         let shift = self.raise(row.iter().fold(self.max, |max, &logit| max.max(logit)));
-        self.sum += row.iter().map(|&logit| libm::exp(logit - shift)).sum::<f64>();
+        exp_row(row, shift);
+        self.sum += sum_in_lanes(row, |x| x);
     }
 
     /// Takes in one logit that stands in `count` columns.
@@ -164,7 +167,7 @@ impl RunningSum {
 
 /// Sum of a row's values, or of what is made of each, in eight lanes, the order fixed: in one
 /// chain each addition would wait for the one before.
-fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
+pub(super) fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0.0; 8];
     for chunk in chunks {

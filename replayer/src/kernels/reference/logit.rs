@@ -20,7 +20,7 @@ pub(super) struct Chain<'a> {
 }
 
 /// A logit, and how it answers to its product.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Logit {
     /// The logit itself.
     pub(super) value: f64,

@@ -4,6 +4,7 @@
 //! label part `F c.label`, `F` the derivative of the logit by the product.
 
 use super::backward::TermNoise;
+use super::exp::{exp, exp_row};
 use super::gemm::{Operand, multiply};
 use super::logit::{Chain, Logit};
 use super::panel::{load, load_columns, squares};
@@ -134,9 +135,13 @@ impl<'a> Upstream<'a> {
 }
 
 impl Token<'_> {
-    #[inline(always)]
     pub(super) fn dense(&self, logit: &Logit) -> Dense {
-        let p = libm::exp(logit.value - self.lse);
+        self.dense_of(logit, exp(logit.value - self.lse))
+    }
+
+    /// The same of a logit whose p is known.
+    #[inline(always)]
+    fn dense_of(&self, logit: &Logit, p: f64) -> Dense {
         let softmax = self.c_lse * p;
         let var = softmax * softmax * (self.noise.p_rel_var + logit.var)
             + self.c_smooth * self.c_smooth * self.noise.p_rel_var;
@@ -225,6 +230,9 @@ impl Terms {
     }
 }
 
+/// Columns whose logits lie in memory together, while their p are computed as a row.
+const PASS: usize = 128;
+
 /// One token's rows of `Terms`; `dense` holds the products until it is filled.
 struct Row<'a> {
     dense: &'a mut [f64],
@@ -238,7 +246,7 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
-    /// The loop over the entries holds nothing but the entries: it is what the reference
+    /// The loops over the entries hold nothing but the entries: they are what the reference
     /// spends its time in beside the GEMMs.
     #[inline(always)]
     fn fill(&mut self, token: Token, logit: impl Fn(usize, f64) -> Logit) {
@@ -250,15 +258,38 @@ impl Row<'_> {
             logit.slope * (dense + token.c_label)
         };
         *self.own = of_label.as_ref().map(entry);
-        for (v, dropped) in self.dropped.iter_mut().enumerate() {
-            let logit = logit(v, self.dense[v]);
-            *dropped = token.dropped(&token.dense(&logit), logit.slope, self.label == Some(v));
+        let (mut logits, mut p) = ([Logit::default(); PASS], [0.0; PASS]);
+        for first in (0..self.dense.len()).step_by(PASS) {
+            let columns = first..self.dense.len().min(first + PASS);
+            for ((logit_of, p), v) in logits.iter_mut().zip(&mut p).zip(columns.clone()) {
+                *logit_of = logit(v, self.dense[v]);
+                *p = logit_of.value;
+            }
+            exp_row(&mut p[..columns.len()], token.lse);
+            self.fill_columns(columns, token, (&logits, &p));
         }
-        let confident = token.noise.confident;
-        let buffers = self.dense.iter_mut().zip(&mut *self.squared).zip(&mut *self.noisy);
-        for (v, ((dense, squared), noisy)) in buffers.enumerate() {
-            let logit = logit(v, *dense);
-            let terms = token.dense(&logit);
+        if let (Some(v), Some(logit)) = (self.label.filter(|_| whole), of_label) {
+            let by_logit = token.dense(&logit).by_logit;
+            self.noisy[v] = logit.slope * logit.slope * token.whole_var(&logit)
+                + by_logit * by_logit * logit.slope_var;
+        }
+    }
+
+    /// The entries of some columns, from their logits and p.
+    #[inline(always)]
+    fn fill_columns(
+        &mut self,
+        columns: Range<usize>,
+        token: Token,
+        (logits, p): (&[Logit], &[f64]),
+    ) {
+        let (confident, whole) = (token.noise.confident, token.noise.whole);
+        let dense = self.dense[columns.clone()].iter_mut();
+        let squared = self.squared[columns.clone()].iter_mut();
+        let noisy = self.noisy[columns.clone()].iter_mut();
+        let buffers = dense.zip(squared).zip(noisy).zip(logits.iter().zip(p));
+        for ((((dense, squared), noisy), (logit, &p)), v) in buffers.zip(columns) {
+            let terms = token.dense_of(logit, p);
             let entry = logit.slope * terms.by_logit;
             *dense = entry;
             *squared = entry * entry;
@@ -267,14 +298,12 @@ impl Row<'_> {
             if logit.slope_var != 0.0 {
                 *noisy += terms.by_logit * terms.by_logit * logit.slope_var;
             }
+            if let Some(dropped) = self.dropped.get_mut(v) {
+                *dropped = token.dropped(&terms, logit.slope, self.label == Some(v));
+            }
             if confident > 0.0 && terms.p >= confident && !(whole && self.label == Some(v)) {
                 self.confident.push((v, entry));
             }
-        }
-        if let (Some(v), Some(logit)) = (self.label.filter(|_| whole), of_label) {
-            let by_logit = token.dense(&logit).by_logit;
-            self.noisy[v] = logit.slope * logit.slope * token.whole_var(&logit)
-                + by_logit * by_logit * logit.slope_var;
         }
     }
 }

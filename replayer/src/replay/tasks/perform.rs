@@ -120,6 +120,7 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
         effort: Effort::All,
         world: &Declared,
         cache: None,
+        passes: None,
         trial: false,
         progress: &NoProgress,
         whole: task.session.whole,
