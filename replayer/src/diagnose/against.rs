@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 use super::decide::CLEAR;
 use super::evidence::{Evidence, Key, Residuals};
-use crate::head::Stage;
+use crate::head::{Side, Stage};
 
 /// A part of the step that may be right while another is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,12 +33,12 @@ pub enum Part {
 impl Part {
     /// The part that a stage belongs to.
     pub fn of(stage: Stage) -> Part {
-        match stage {
-            Stage::Dlogits | Stage::Dlogprobs => Part::Plane,
-            Stage::DqLse | Stage::DqLabel | Stage::Dq => Part::OfQ,
-            Stage::DkLse | Stage::DkLabel | Stage::Dk | Stage::Dbias => Part::OfK,
-            Stage::Accumulate | Stage::Reduce => Part::Sums,
-            _ => Part::Forward,
+        match stage.side() {
+            Side::Input | Side::Forward => Part::Forward,
+            Side::Entries => Part::Plane,
+            Side::OfQ => Part::OfQ,
+            Side::OfK => Part::OfK,
+            Side::Sums => Part::Sums,
         }
     }
 

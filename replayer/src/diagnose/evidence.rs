@@ -21,7 +21,6 @@ use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::Rows;
 use crate::replay::world::World;
 
-use super::is_sum;
 use super::search::Search;
 
 /// Share of a gradient's energy that roundings of its partial sums do not take.
@@ -305,7 +304,7 @@ impl<'a> Evidence<'a> {
             };
             Some(table.iter().any(off))
         };
-        self.failing_of(&GRADIENTS).any(|(key, _)| is_other(key).unwrap_or(true))
+        self.failing_of(&Stage::GRADIENTS).any(|(key, _)| is_other(key).unwrap_or(true))
     }
 
     /// What the dump holds of a comparison.
@@ -346,7 +345,7 @@ impl<'a> Evidence<'a> {
     /// Whether some comparison of a stage fails; of a dk that was recorded in sums alone, a sum.
     pub fn fails(&self, stage: Stage) -> bool {
         let of = |wanted: &dyn Fn(Stage) -> bool| self.failing.iter().any(|key| wanted(key.stage));
-        let in_sums = stage == Stage::Dk && self.has_sums_alone() && of(&is_sum);
+        let in_sums = stage == Stage::Dk && self.has_sums_alone() && of(&Stage::is_sum);
         of(&|one| one == stage) || in_sums
     }
 
@@ -376,7 +375,7 @@ impl<'a> Evidence<'a> {
 
     /// Whether something of the forward pass before the loss was compared.
     pub fn captured_forward(&self) -> bool {
-        self.residuals.keys().any(|key| FORWARD[..4].contains(&key.stage))
+        self.residuals.keys().any(|key| Stage::FORWARD[..4].contains(&key.stage))
     }
 
     /// What each unit's backward starts from in the background.
@@ -418,19 +417,3 @@ impl<'a> Evidence<'a> {
         of.peek().is_some() && of.all(|(_, residual)| residual.is_scaled())
     }
 }
-
-/// Stages of the gradients of q and k.
-pub const GRADIENTS: [Stage; 8] = [
-    Stage::Dlogits,
-    Stage::DqLse,
-    Stage::DqLabel,
-    Stage::Dq,
-    Stage::DkLse,
-    Stage::DkLabel,
-    Stage::Dk,
-    Stage::Dbias,
-];
-
-/// Stages of the forward pass.
-pub const FORWARD: [Stage; 5] =
-    [Stage::Logits, Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::Loss];

@@ -10,7 +10,7 @@ use super::decide::Decision;
 use super::evidence::{Evidence, Key, Residuals};
 use super::search::{Tried, left_of};
 use crate::compare::tally::relative;
-use crate::head::Stage;
+use crate::head::{Kind, Stage};
 use crate::replay::members;
 
 /// How sure the report is of a cause.
@@ -336,12 +336,7 @@ fn explained(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> f64
 
 /// The same of the difference of squared norms, over the failing dk.
 fn norm_gap(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> Option<f64> {
-    let of_dk = |key: &&Key| {
-        matches!(
-            key.stage,
-            Stage::Dk | Stage::DkLabel | Stage::DkLse | Stage::Accumulate | Stage::Reduce
-        )
-    };
+    let of_dk = |key: &&Key| key.stage.kind() == Kind::ClassRows;
     let (mut gone, mut all) = (0.0, 0.0);
     for key in keys.iter().filter(of_dk) {
         let (one, other) = (before.get(key)?, after.get(key)?);

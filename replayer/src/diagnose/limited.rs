@@ -9,10 +9,9 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::cause::Hypothesis;
-use super::detectors::places::{OF_CLASSES, Places};
+use super::detectors::places::Places;
 use super::detectors::reference::{Reference, reference};
-use super::evidence::{Evidence, GRADIENTS, Key};
-use super::is_sum;
+use super::evidence::{Evidence, Key};
 use super::rearranged::RecordedCounts;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::Tiles;
@@ -103,7 +102,7 @@ impl World for Heard {
 
     fn expected(&self, of: &mut Expectation<'_>) {
         let At { stage, microbatch, rank } = of.at;
-        let backward = GRADIENTS.contains(&stage) || stage == Stage::Dlogprobs;
+        let backward = stage.is_gradient() || stage == Stage::Dlogprobs;
         let heard = self.found.stages.get(&Key { stage, microbatch, rank });
         let Some(heard) = heard.filter(|_| self.forward || backward) else { return };
         for (to, row) in of.values.chunks_mut(of.columns.max(1)).zip(of.rows) {
@@ -168,7 +167,7 @@ impl Limited {
 
 impl World for Limited {
     fn speaks_of(&self, stage: Stage) -> bool {
-        let meant = !self.places().are_classes() || OF_CLASSES.contains(&stage);
+        let meant = !self.places().are_classes() || stage.is_of_k();
         meant && self.inner.speaks_of(stage)
     }
 
@@ -243,7 +242,7 @@ impl World for Limited {
     }
 
     fn emulates(&self, at: At, row: usize) -> bool {
-        let of_class = OF_CLASSES.contains(&at.stage);
+        let of_class = at.stage.is_of_k();
         let meant = match (self.places().are_classes(), of_class) {
             (true, true) => self.places().holds_class(row),
             (true, false) => true,
@@ -278,8 +277,8 @@ impl World for Limited {
 
     fn expected(&self, of: &mut Expectation<'_>) {
         let mb = of.at.microbatch;
-        let sums = is_sum(of.at.stage);
-        let (classes, of_class) = (self.places().are_classes(), OF_CLASSES.contains(&of.at.stage));
+        let sums = of.at.stage.is_sum();
+        let (classes, of_class) = (self.places().are_classes(), of.at.stage.is_of_k());
         if sums || (classes != of_class && !self.places().is_in((mb, of.at.rank))) {
             return;
         }

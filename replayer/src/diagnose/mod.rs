@@ -214,7 +214,7 @@ fn searched(
 ) -> Examined {
     // What passes is asked for its roundings: sums of it say nothing of those.
     let compared: BTreeSet<Stage> =
-        stages(outcome, |stage| diverged || !is_sum(stage)).into_iter().collect();
+        stages(outcome, |stage| diverged || !stage.is_sum()).into_iter().collect();
     let cache = outcome.passes.0.clone();
     let search = Search {
         step,
@@ -330,7 +330,7 @@ fn alone(
 /// that one is not known does not hide the other.
 fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) -> Vec<Found> {
     let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
-        evidence.failing.iter().copied().partition(|key| is_sum(key.stage));
+        evidence.failing.iter().copied().partition(|key| key.stage.is_sum());
     let nans = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite > 0);
     // A sum of what is no number is none: that says nothing of the sum.
     if head.iter().any(nans) {
@@ -385,11 +385,6 @@ fn in_part(
 
 /// More fitted numbers than these say little where something else is not known.
 const BOUGHT: usize = 2;
-
-/// Whether a stage is a sum of gradients, over microbatches or ranks.
-pub(crate) fn is_sum(stage: Stage) -> bool {
-    matches!(stage, Stage::Accumulate | Stage::Reduce)
-}
 
 /// Stages with comparisons.
 fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {

@@ -200,7 +200,7 @@ impl World for MovedRows {
     }
 
     fn expected(&self, of: &mut Expectation<'_>) {
-        if !matches!(of.at.stage, Stage::DqLse | Stage::DqLabel | Stage::Dq) {
+        if !of.at.stage.is_of_q() {
             return;
         }
         let Some(from) = self.from.get(&of.at.microbatch) else { return };

@@ -57,12 +57,11 @@ fn sampled(
     labels.for_each(|&label| *hits.entry(label).or_default() += 1);
     let mut frequent: Vec<(u64, u32)> = hits.into_iter().map(|(label, n)| (n, label)).collect();
     frequent.sort_unstable_by(|a, b| b.cmp(a));
-    let mut classes =
-        worst(outcome, &[Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias], None, kept);
+    let mut classes = worst(outcome, &Stage::OF_CLASSES, None, kept);
     classes.extend(frequent.iter().take(kept / 3).map(|&(_, label)| label as usize));
     spread(&mut classes, vocab, kept);
     let tokens = inputs.iter().map(|one| {
-        let stages = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
+        let stages = Stage::OF_Q;
         let mut tokens = worst(outcome, &stages, Some(one.microbatch), kept);
         spread(&mut tokens, one.tokens(), kept);
         (one.microbatch, tokens.into_iter().collect())

@@ -6,9 +6,8 @@ use std::sync::Arc;
 use super::against::{Against, Part};
 use super::budget::Meter;
 use super::cause::{Cause, Effort, Hypothesis};
-use super::detectors::places::{OF_CLASSES, Places};
+use super::detectors::places::Places;
 use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
-use super::is_sum;
 use super::limited::{Within, limited};
 use super::plain;
 use crate::head::{HeadStep, Stage};
@@ -17,8 +16,6 @@ use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{AtTies, World};
 
-/// The gradient of q and its parts.
-const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
 /// A hypothesis that leaves less than this share of the energy, of all comparisons or of
 /// one, may fail by ties alone.
 const NEAR: f64 = 0.1;
@@ -158,7 +155,7 @@ impl<'a> Search<'a> {
         let alone = !self.compared.contains(&Stage::Dk);
         for &stage in &self.compared {
             // What is said of dk is said of its sum where that alone was recorded.
-            let sum = alone && is_sum(stage);
+            let sum = alone && stage.is_sum();
             let speaks =
                 |world: &dyn World| world.speaks_of(stage) || sum && world.speaks_of(Stage::Dk);
             let of = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
@@ -237,7 +234,7 @@ impl<'a> Search<'a> {
     /// their sum, without the gradients of which nothing fails.
     pub(super) fn of_failing(&self, failing: &BTreeSet<Key>) -> Search<'a> {
         let fails = |of: &[Stage]| failing.iter().any(|key| of.contains(&key.stage));
-        let families = [&DQ[..], &OF_CLASSES[..]].map(|of| (of, fails(of)));
+        let families = [&Stage::OF_Q[..], &Stage::OF_CLASSES[..]].map(|of| (of, fails(of)));
         self.only(|stage| families.iter().all(|(of, fails)| *fails || !of.contains(&stage)))
     }
 

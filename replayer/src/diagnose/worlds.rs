@@ -39,7 +39,7 @@ impl World for Entering {
     }
 
     fn scale(&self, at: At) -> f64 {
-        if super::evidence::GRADIENTS.contains(&at.stage) { 1.0 } else { self.0.scale(at) }
+        if at.stage.is_gradient() { 1.0 } else { self.0.scale(at) }
     }
 }
 
@@ -50,7 +50,7 @@ pub fn scaled(
     of: Scaled,
     parameters: Vec<(&'static str, String)>,
 ) -> Vec<Hypothesis> {
-    let gradients = |key: &&Key| super::evidence::GRADIENTS.contains(&key.stage);
+    let gradients = |key: &&Key| key.stage.is_gradient();
     let mut gradients = evidence.failing.iter().filter(gradients).peekable();
     let enters = gradients.peek().is_some() && gradients.all(|key| of.stages.contains(&key.stage));
     let before = enters.then(|| {
@@ -84,7 +84,7 @@ impl Starts {
             declared: DeclaredLse::new(),
             own: DeclaredLse::new(),
         };
-        if !evidence.fails_any(&super::evidence::GRADIENTS) {
+        if !evidence.fails_any(&Stage::GRADIENTS) {
             return found;
         }
         for inputs in evidence.inputs {
@@ -133,7 +133,7 @@ impl ForwardOnly {
     ) -> Option<ForwardOnly> {
         let captured =
             |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
-        let fails = evidence.fails(Stage::Lse) && evidence.fails_any(&super::evidence::GRADIENTS);
+        let fails = evidence.fails(Stage::Lse) && evidence.fails_any(&Stage::GRADIENTS);
         if !fails || !evidence.inputs.iter().all(captured) {
             return None;
         }
@@ -200,7 +200,7 @@ impl<F: Fn(&mut HeadOptions) + Send + Sync> World for Optioned<F> {
     }
 
     fn scale(&self, at: At) -> f64 {
-        if super::evidence::GRADIENTS.contains(&at.stage) { self.factor } else { 1.0 }
+        if at.stage.is_gradient() { self.factor } else { 1.0 }
     }
 }
 

@@ -19,6 +19,6 @@ pub use inputs::{MicrobatchInputs, Scores};
 pub use lacking::Lacking;
 pub use options::{HeadOptions, Walk};
 pub use roundings::Roundings;
-pub use stage::Stage;
+pub use stage::{Kind, Share, Side, Stage};
 pub use step::HeadStep;
 pub use units::Unit;

@@ -4,8 +4,57 @@
 use backtape::role::Role;
 use serde::{Serialize, Serializer};
 
+/// What a stage is about. Of two sides one may be right while the other is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Side {
+    /// What the dump alone knows: looked at, not compared.
+    Input,
+    /// The forward pass and the loss.
+    Forward,
+    /// From the loss to the entries of dlogits.
+    Entries,
+    /// The gradient of q and its parts.
+    OfQ,
+    /// The gradients of k and of the bias, and their parts.
+    OfK,
+    /// Sums of dk over microbatches and ranks, and the norm of what comes of them.
+    Sums,
+}
+
+/// What a stage has a number for: T tokens, V classes, D hidden units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// `[T]`
+    Tokens,
+    /// `[T, D]`
+    TokenRows,
+    /// `[T, V]`
+    Plane,
+    /// `[V]`
+    Classes,
+    /// `[V, D]`
+    ClassRows,
+    /// One number.
+    Number,
+}
+
+/// Which of the two parts that make a gradient a stage is: the logit of a label enters the loss
+/// in lse and by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Share {
+    /// What comes of lse: a product with the softmax.
+    Softmax,
+    /// What comes of the label's own logit: one class a token.
+    Label,
+    /// Both, or no gradient at all.
+    Whole,
+}
+
 macro_rules! stages {
-    ($($variant:ident = $name:literal $role:expr, [$($parent:ident),*];)*) => {
+    ($(
+        $variant:ident = $name:literal $role:expr, $side:ident $kind:ident $share:ident,
+        [$($parent:ident),*], $words:literal;
+    )*) => {
         /// A node of the head's forward or backward graph.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[allow(missing_docs)] // Named as in NUMERICS.
@@ -21,51 +70,166 @@ macro_rules! stages {
             }
 
             /// The role under which a job records what this stage produces.
-            pub fn role(self) -> Option<Role> {
+            pub const fn role(self) -> Option<Role> {
                 match self { $(Stage::$variant => $role,)* }
+            }
+
+            /// What it is about.
+            pub const fn side(self) -> Side {
+                match self { $(Stage::$variant => Side::$side,)* }
+            }
+
+            /// What it has a number for; log-probabilities may be recorded of all classes too.
+            pub const fn kind(self) -> Kind {
+                match self { $(Stage::$variant => Kind::$kind,)* }
+            }
+
+            /// Which part of a gradient it is.
+            pub const fn share(self) -> Share {
+                match self { $(Stage::$variant => Share::$share,)* }
             }
 
             /// The stages it is computed from.
             pub fn parents(self) -> &'static [Stage] {
                 match self { $(Stage::$variant => &[$(Stage::$parent,)*],)* }
             }
+
+            /// What it is, in words.
+            pub fn words(self) -> &'static str {
+                match self { $(Stage::$variant => $words,)* }
+            }
         }
     };
 }
 
 stages! {
-    Q = "q" Some(Role::Q), [];
-    K = "k" Some(Role::K), [];
-    Labels = "labels" Some(Role::Labels), [];
-    Weights = "weights" Some(Role::Weights), [];
-    Bias = "bias" Some(Role::Bias), [];
-    Cotangent = "cotangent" Some(Role::Cotangent), [];
-    TokenOrder = "token_order" Some(Role::TokenOrder), [];
-    Advantages = "advantages" Some(Role::Advantages), [];
-    OldLogprobs = "old_logprobs" Some(Role::OldLogprobs), [];
-    RefLogprobs = "ref_logprobs" Some(Role::RefLogprobs), [];
-    Logits = "logits" Some(Role::Logits), [Q, K, Bias];
-    Lse = "lse" Some(Role::Lse), [Logits];
-    LabelLogits = "label_logits" Some(Role::LabelLogits), [Logits, Labels];
-    Logprobs = "logprobs" Some(Role::Logprobs), [Lse, LabelLogits];
-    Nll = "nll" None, [Lse, LabelLogits];
-    Loss = "loss" Some(Role::Loss), [Nll, Logprobs, Weights, Advantages, OldLogprobs, RefLogprobs];
-    Dlogprobs = "dlogprobs" Some(Role::Dlogprobs), [Logprobs, Weights, Advantages, OldLogprobs, RefLogprobs];
-    G = "g" None, [Weights, Labels, Cotangent, Dlogprobs];
-    GLse = "g_lse" None, [G, Lse];
-    GLabel = "g_label" None, [G];
-    P = "p" None, [Logits, Lse];
-    Dlogits = "dlogits" Some(Role::Dlogits), [P, GLse, GLabel];
-    DqLse = "dq_lse" Some(Role::DqLse), [P, GLse, K];
-    DqLabel = "dq_label" Some(Role::DqLabel), [GLabel, K, Labels];
-    Dq = "dq" Some(Role::Dq), [DqLse, DqLabel, Dlogits];
-    DkLse = "dk_lse" Some(Role::DkLse), [P, GLse, Q];
-    DkLabel = "dk_label" Some(Role::DkLabel), [GLabel, Q, Labels];
-    Dk = "dk" Some(Role::Dk), [DkLse, DkLabel, Dlogits];
-    Dbias = "dbias" Some(Role::Dbias), [Dlogits];
-    Accumulate = "accumulate" None, [Dk];
-    Reduce = "reduce" None, [Accumulate];
-    GradNorm = "grad_norm" Some(Role::GradNorm), [Reduce];
+    Q = "q" Some(Role::Q), Input TokenRows Whole,
+        [], "the hidden states, one row a token";
+    K = "k" Some(Role::K), Input ClassRows Whole,
+        [], "the weights of the head, one row a class of the vocabulary";
+    Labels = "labels" Some(Role::Labels), Input Tokens Whole,
+        [], "the class that each token should have";
+    Weights = "weights" Some(Role::Weights), Input Tokens Whole,
+        [], "how much each token counts";
+    Bias = "bias" Some(Role::Bias), Input Classes Whole,
+        [], "a constant for each class";
+    Cotangent = "cotangent" Some(Role::Cotangent), Input Tokens Whole,
+        [], "what the loss is multiplied by before the backward";
+    TokenOrder = "token_order" Some(Role::TokenOrder), Input Tokens Whole,
+        [], "which token of the batch each row is";
+    Advantages = "advantages" Some(Role::Advantages), Input Tokens Whole,
+        [], "an input of a policy loss";
+    OldLogprobs = "old_logprobs" Some(Role::OldLogprobs), Input Tokens Whole,
+        [], "an input of a policy loss";
+    RefLogprobs = "ref_logprobs" Some(Role::RefLogprobs), Input Tokens Whole,
+        [], "an input of a policy loss";
+    Logits = "logits" Some(Role::Logits), Forward Plane Whole,
+        [Q, K, Bias], "q times k: a score for each token and class";
+    Lse = "lse" Some(Role::Lse), Forward Tokens Whole,
+        [Logits], "the logarithm of the sum of the exponentials of a token's logits";
+    LabelLogits = "label_logits" Some(Role::LabelLogits), Forward Tokens Whole,
+        [Logits, Labels], "each token's logit of its own label";
+    Logprobs = "logprobs" Some(Role::Logprobs), Forward Tokens Whole,
+        [Lse, LabelLogits], "the logarithm of each label's probability";
+    Nll = "nll" None, Forward Tokens Whole,
+        [Lse, LabelLogits], "each token's negative log-likelihood";
+    Loss = "loss" Some(Role::Loss), Forward Number Whole,
+        [Nll, Logprobs, Weights, Advantages, OldLogprobs, RefLogprobs],
+        "the mean or sum over the tokens";
+    Dlogprobs = "dlogprobs" Some(Role::Dlogprobs), Entries Tokens Whole,
+        [Logprobs, Weights, Advantages, OldLogprobs, RefLogprobs],
+        "the loss's derivative by the log-probabilities";
+    G = "g" None, Entries Tokens Whole,
+        [Weights, Labels, Cotangent, Dlogprobs], "what each token's gradient is multiplied by";
+    GLse = "g_lse" None, Entries Tokens Whole,
+        [G, Lse], "the cotangent of the log-sum-exp";
+    GLabel = "g_label" None, Entries Tokens Whole,
+        [G], "the cotangent of the label's logit";
+    P = "p" None, Entries Plane Whole,
+        [Logits, Lse], "the softmax";
+    Dlogits = "dlogits" Some(Role::Dlogits), Entries Plane Whole,
+        [P, GLse, GLabel], "the loss's derivative by the logits";
+    DqLse = "dq_lse" Some(Role::DqLse), OfQ TokenRows Softmax,
+        [P, GLse, K], "the log-sum-exp part of the gradient of q";
+    DqLabel = "dq_label" Some(Role::DqLabel), OfQ TokenRows Label,
+        [GLabel, K, Labels], "the label part of the gradient of q";
+    Dq = "dq" Some(Role::Dq), OfQ TokenRows Whole,
+        [DqLse, DqLabel, Dlogits], "the gradient of q";
+    DkLse = "dk_lse" Some(Role::DkLse), OfK ClassRows Softmax,
+        [P, GLse, Q], "the log-sum-exp part of the gradient of k";
+    DkLabel = "dk_label" Some(Role::DkLabel), OfK ClassRows Label,
+        [GLabel, Q, Labels], "the label part of the gradient of k: a sum of q's rows by label";
+    Dk = "dk" Some(Role::Dk), OfK ClassRows Whole,
+        [DkLse, DkLabel, Dlogits], "the gradient of k";
+    Dbias = "dbias" Some(Role::Dbias), OfK Classes Whole,
+        [Dlogits], "the gradient of the bias";
+    Accumulate = "accumulate" None, Sums ClassRows Whole,
+        [Dk], "the sum of dk over microbatches";
+    Reduce = "reduce" None, Sums ClassRows Whole,
+        [Accumulate], "the sum of dk over ranks";
+    GradNorm = "grad_norm" Some(Role::GradNorm), Sums Number Whole,
+        [Reduce], "the norm of the gradients";
+}
+
+/// So many stages: those of which an expression is true, in the order of the table. It is found
+/// when this is compiled, which ends where there are not as many.
+macro_rules! those {
+    ($count:literal where $stage:ident is $true:expr) => {{
+        let (mut found, mut count, mut at) = ([Stage::Q; $count], 0, 0);
+        while at < Stage::ALL.len() {
+            let $stage = Stage::ALL[at];
+            if $true {
+                found[count] = $stage;
+                count += 1;
+            }
+            at += 1;
+        }
+        assert!(count == $count, "the table has another number of such stages");
+        found
+    }};
+}
+
+/// Subsets of the stages, as the table has them.
+impl Stage {
+    /// The gradient of q and its parts.
+    pub const OF_Q: [Stage; 3] = those!(3 where stage is stage.is_of_q());
+    /// The gradient of k and its parts.
+    pub const OF_K: [Stage; 3] =
+        those!(3 where stage is stage.is_of_k() && matches!(stage.kind(), Kind::ClassRows));
+    /// Gradients that have a row a class: those of k and of the bias.
+    pub const OF_CLASSES: [Stage; 4] = those!(4 where stage is stage.is_of_k());
+    /// dlogits and the gradients that are made of it.
+    pub const GRADIENTS: [Stage; 8] = those!(8 where stage is stage.is_gradient());
+    /// What jobs record of the forward pass.
+    pub const FORWARD: [Stage; 5] =
+        those!(5 where stage is matches!(stage.side(), Side::Forward) && stage.role().is_some());
+    /// The gradients of q and k and their parts: what products of dlogits make.
+    pub const PRODUCTS: [Stage; 6] = those!(6 where stage is
+        !matches!(stage.kind(), Kind::Classes) && (stage.is_of_q() || stage.is_of_k()));
+    /// The two parts of the gradients of q and k.
+    pub const PARTS: [Stage; 4] = those!(4 where stage is !matches!(stage.share(), Share::Whole));
+    /// Sums of dk, over microbatches and over ranks.
+    pub const SUMS: [Stage; 2] = those!(2 where stage is stage.is_sum());
+
+    /// Whether it is dlogits or a gradient that is made of it.
+    pub const fn is_gradient(self) -> bool {
+        matches!(self, Stage::Dlogits) || self.is_of_q() || self.is_of_k()
+    }
+
+    /// Whether it is the gradient of q or one of its parts.
+    pub const fn is_of_q(self) -> bool {
+        matches!(self.side(), Side::OfQ)
+    }
+
+    /// Whether it is the gradient of k or of the bias, or a part of one.
+    pub const fn is_of_k(self) -> bool {
+        matches!(self.side(), Side::OfK)
+    }
+
+    /// Whether it is a sum of gradients, over microbatches or ranks.
+    pub const fn is_sum(self) -> bool {
+        matches!((self.side(), self.kind()), (Side::Sums, Kind::ClassRows))
+    }
 }
 
 impl Stage {
@@ -76,7 +240,7 @@ impl Stage {
 
     /// An input: checked for being usable, not compared.
     pub fn is_input(self) -> bool {
-        self <= Stage::RefLogprobs
+        self.side() == Side::Input
     }
 
     /// True when this stage is `other` or is computed from it.
@@ -87,8 +251,7 @@ impl Stage {
     /// True when a comparison of `asked` has to look at this stage: what leads
     /// to it, and, for dk, its way through microbatches and ranks.
     pub fn serves(self, asked: Stage) -> bool {
-        let onward = matches!(self, Stage::Accumulate | Stage::Reduce);
-        asked.depends_on(self) || (asked == Stage::Dk && onward)
+        asked.depends_on(self) || (asked == Stage::Dk && self.is_sum())
     }
 }
 
@@ -113,6 +276,14 @@ mod tests {
         for &stage in Stage::ALL {
             assert!(stage.parents().iter().all(|&parent| parent < stage), "{stage}");
         }
+    }
+
+    #[test]
+    fn parts_of_gradients_stand_before_their_whole() {
+        assert_eq!(Stage::OF_Q, [Stage::DqLse, Stage::DqLabel, Stage::Dq]);
+        assert_eq!(Stage::OF_K, [Stage::DkLse, Stage::DkLabel, Stage::Dk]);
+        let all = [&[Stage::Dlogits][..], &Stage::OF_Q, &Stage::OF_K, &[Stage::Dbias]].concat();
+        assert_eq!(&Stage::GRADIENTS[..], all);
     }
 
     #[test]

@@ -52,6 +52,34 @@ impl Transform {
     /// Leaves the raw logit as it is.
     pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
 
+    /// The logit of a raw one, bias included.
+    #[inline]
+    pub fn value(&self, raw: f64) -> f64 {
+        self.capped(self.scale * raw)
+    }
+
+    /// Derivative of a logit by the raw one, from the raw one, bias included.
+    pub fn slope(&self, raw: f64) -> f64 {
+        self.scale * self.bend(self.scale * raw)
+    }
+
+    /// `softcap tanh(x / softcap)` of a scaled logit x; x where there is no softcap.
+    #[inline]
+    pub(crate) fn capped(&self, scaled: f64) -> f64 {
+        self.softcap.map_or(scaled, |cap| cap * libm::tanh(scaled / cap))
+    }
+
+    /// The derivative of that: `1 - tanh²(x / softcap)` as `4 e / (1 + e)²` with
+    /// `e = exp(-2 |x / softcap|)`. The subtraction would cancel where tanh saturates, and there
+    /// the gradient is all in what is left.
+    #[inline]
+    pub(crate) fn bend(&self, scaled: f64) -> f64 {
+        self.softcap.filter(|_| !self.uncapped).map_or(1.0, |cap| {
+            let e = libm::exp(-2.0 * (scaled / cap).abs());
+            4.0 * e / ((1.0 + e) * (1.0 + e))
+        })
+    }
+
     /// Derivative of a logit by the raw one, from the logit: `scale (1 - (z / softcap)²)`, as a
     /// product, since the square is near 1 where the softcap bends most.
     pub fn slope_at(&self, logit: f64) -> f64 {
@@ -137,6 +165,13 @@ impl<'a, F> Cotangents<'a, F> {
     }
 }
 
+impl Cotangents<'_, f64> {
+    /// The loss's derivative by a token's logit whose softmax is p, the label's own part left out.
+    pub fn by_logit(&self, token: usize, p: f64) -> f64 {
+        self.lse[token] * p + self.smooth[token]
+    }
+}
+
 impl<'a> HeadInputs<'a> {
     /// q, k and labels with no option set.
     pub fn plain(q: Matrix<'a>, k: Matrix<'a>, labels: &'a [u32], valid_vocab: usize) -> Self {
@@ -179,6 +214,12 @@ pub(crate) fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadIn
 }
 
 impl HeadInputs<'_> {
+    /// The logit of a product in the column of class `v`, and its derivative by the product.
+    pub(crate) fn logit(&self, product: f64, v: usize) -> (f64, f64) {
+        let raw = product + self.bias.map_or(0.0, |bias| bias[v]);
+        (self.transform.value(raw), self.transform.slope(raw))
+    }
+
     /// Panics unless the shapes agree and every label names a valid row: the caller
     /// validates dumps and turns such a fault into a finding.
     pub(super) fn check(&self) {
@@ -364,9 +405,13 @@ mod tests {
         for raw in [-3.0, -0.4, 0.0, 0.9, 4.0] {
             let difference = (logit(raw + 1e-5) - logit(raw - 1e-5)) / 2e-5;
             assert!((of.slope_at(logit(raw)) - difference).abs() < 1e-8, "{raw}");
+            assert!((of.slope(raw) - difference).abs() < 1e-8, "{raw}");
+            assert_eq!(of.value(raw), 5.0 * libm::tanh(1.7 * raw / 5.0));
             assert!((of.undone(logit(raw)) - raw).abs() < 1e-11, "{raw}");
         }
-        assert_eq!(Transform { uncapped: true, ..of }.slope_at(4.0), 1.7);
+        let uncapped = Transform { uncapped: true, ..of };
+        assert_eq!((uncapped.slope_at(4.0), uncapped.slope(4.0)), (1.7, 1.7));
+        assert!(of.slope(200.0) > 0.0, "nothing cancels where tanh is 1");
         assert_eq!((Transform::NONE.slope_at(9.0), Transform::NONE.undone(9.0)), (1.0, 9.0));
     }
 

@@ -9,7 +9,7 @@ use crate::compare::allowance::{
     Allowance, DENSE, Dense, Joined, LABEL, Label, OfColumn, OfRow, Rounding, Sums,
 };
 use crate::compare::{Allowed, ONE_ROUNDING};
-use crate::head::Stage;
+use crate::head::{Share, Stage};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference::Backward;
@@ -35,10 +35,10 @@ impl Allowances {
 
 /// The parts of a gradient that a stage is.
 fn parts(stage: Stage) -> i64 {
-    match stage {
-        Stage::DkLse | Stage::DqLse => DENSE,
-        Stage::DkLabel | Stage::DqLabel => LABEL,
-        _ => DENSE | LABEL,
+    match stage.share() {
+        Share::Softmax => DENSE,
+        Share::Label => LABEL,
+        Share::Whole => DENSE | LABEL,
     }
 }
 

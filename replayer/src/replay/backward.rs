@@ -11,7 +11,7 @@ use super::addends::Sum;
 use super::alike::of_label_addends;
 use super::dq::k_sums;
 use super::estimate::estimate_work;
-use super::findings::{Captured, DK, DQ, Findings, Gradient, Held};
+use super::findings::{Captured, Findings, Gradient, Held};
 use super::forward::{ForwardState, few};
 use super::gather::Gathered;
 use super::loss::Upstream;
@@ -309,7 +309,7 @@ impl Replay<'_> {
     fn biases(&self, head: &HeadInputs<'_>, lse: &[f64], g: &Cotangents<'_, f64>) -> Biases {
         let find = || Biases {
             label: self.label_bias(head, g.label),
-            whole: self.whole_bias(head, lse, [g.lse, g.label, g.smooth]),
+            whole: self.whole_bias(head, lse, g),
             dense: self.dense_bias(g.lse, g.smooth),
         };
         let options = (&self.roundings.widest, &self.step.options.transform);
@@ -342,7 +342,7 @@ impl Replay<'_> {
     /// The mean relative error of the entries in the labels' columns: a head that never holds the
     /// logits may take the label's 1 off before it rounds. Entries of tokens whose p is small are
     /// nearly -g, and round to one side.
-    fn whole_bias(&self, head: &HeadInputs<'_>, lse: &[f64], g: [&[f64]; 3]) -> f64 {
+    fn whole_bias(&self, head: &HeadInputs<'_>, lse: &[f64], g: &Cotangents<'_, f64>) -> f64 {
         let Policy { path, dlogits, .. } = self.roundings.widest;
         if path != Path::Fused || dlogits.keeps_f32() {
             return 0.0;
@@ -354,8 +354,8 @@ impl Replay<'_> {
         let entry = |t: usize| match head.labels[t] {
             IGNORED => 0.0,
             _ => {
-                let by_logit = g[0][t] * libm::exp(logits[t] - lse[t]) + g[1][t] + g[2][t];
-                by_logit * head.transform.slope_at(logits[t])
+                let p = libm::exp(logits[t] - lse[t]);
+                (g.by_logit(t, p) + g.label[t]) * head.transform.slope_at(logits[t])
             }
         };
         let entries: Vec<f64> = (0..lse.len()).map(entry).collect();
@@ -426,7 +426,7 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<Captured, StepError> {
         let mut found = Captured::default();
-        let stages = DQ.into_iter().chain(DK).chain([Stage::Dbias]);
+        let stages = Stage::OF_Q.into_iter().chain(Stage::OF_K).chain([Stage::Dbias]);
         for stage in stages.filter(|&stage| self.wants(stage)) {
             // What cannot be used of one gradient says nothing of the others.
             let gradient = self.captured_of(stage, (slice, unit), outcome);
@@ -461,7 +461,7 @@ impl Replay<'_> {
             return Ok(None);
         }
         let partial = self.step.tensors[key].partial.is_some();
-        let of_tokens = DQ.contains(&stage);
+        let of_tokens = stage.is_of_q();
         if let Some(why) = slice.blocked.as_ref().filter(|_| partial && !of_tokens) {
             outcome.leave(stage, slice.inputs.microbatch, why.clone());
             return Ok(None);
@@ -506,7 +506,7 @@ impl Replay<'_> {
         let Scores::Product { q, k } = &slice.inputs.scores else { return Ok(()) };
         let like = match gradient.stage {
             Stage::Dbias => &k.shape[..1],
-            stage if DQ.contains(&stage) => &q.shape[..],
+            stage if stage.is_of_q() => &q.shape[..],
             _ => &k.shape[..],
         };
         match &gradient.values {

@@ -94,7 +94,7 @@ pub(super) struct Whole<'a> {
 impl Replay<'_> {
     /// The chains of the world, if it has one that bears on a stage.
     fn supposed_chains(&self, stage: Stage) -> Option<[Option<Chain>; 2]> {
-        let [own, ranks] = [Stage::Accumulate, Stage::Reduce].map(|of| self.world.chain(of));
+        let [own, ranks] = Stage::SUMS.map(|of| self.world.chain(of));
         let bears =
             if stage == Stage::Reduce { own.is_some() || ranks.is_some() } else { own.is_some() };
         bears.then_some([own, ranks])

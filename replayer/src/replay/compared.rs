@@ -7,7 +7,7 @@ use super::allowances::Allowances;
 use super::backward::Problem;
 use super::devised::failed;
 use super::dk::Slab;
-use super::findings::{Captured, DK, DQ, Gradient, Held};
+use super::findings::{Captured, Gradient, Held};
 use crate::compare::RowTally;
 use crate::device::{Comparison, Kept, LabelSums};
 use crate::head::Stage;
@@ -47,9 +47,9 @@ impl Replay<'_> {
             [&slab.label, &slab.label_sq, &slab.label_var, &slab.label_alike, &slab.label_whole];
         let bound = self.bound(problem.head.k.rows, problem.head.q.cols).element;
         let side = rows_of(&problem.head.k, slab.range.clone());
-        let forced = captured.parts(&DK, 0..0).is_some();
+        let forced = captured.parts(&Stage::OF_K, 0..0).is_some();
         let mut looked = Looked::new();
-        for gradient in captured.of(&DK).filter(|of| of.stage != Stage::Dk || !forced) {
+        for gradient in captured.of(&Stage::OF_K).filter(|of| of.stage != Stage::Dk || !forced) {
             let allowances = self.of_dk(problem, slab, gradient.stage);
             let of = (gradient, slab.range.clone(), self.joined_by_ranks(slab, captured, gradient));
             let found = compare_there(of, allowances, (label, side), bound, kept)?;
@@ -69,9 +69,9 @@ impl Replay<'_> {
         let (tokens, d) = (problem.head.q.rows, problem.head.q.cols);
         let label: LabelSums<'_> = [&dq.dq_label, &[], &dq.dq_label_var, &[], &[]];
         let bound = self.bound(tokens, d).element;
-        let forced = captured.parts(&DQ, 0..0).is_some();
+        let forced = captured.parts(&Stage::OF_Q, 0..0).is_some();
         let mut looked = Looked::new();
-        for gradient in captured.of(&DQ).filter(|of| of.stage != Stage::Dq || !forced) {
+        for gradient in captured.of(&Stage::OF_Q).filter(|of| of.stage != Stage::Dq || !forced) {
             let allowances = self.of_dq(problem, (dq, problem.head.copies), gradient.stage);
             let of = (gradient, 0..tokens, Vec::new());
             let found = compare_there(of, allowances, (label, problem.head.q), bound, kept)?;

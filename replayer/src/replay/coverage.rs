@@ -185,7 +185,7 @@ fn is_judged(stage: &StageOutcome) -> bool {
 
 /// Whether a stage is what was asked for: of dk also its sums, which are recorded as dk.
 fn of_asked(asked: Stage, stage: Stage) -> bool {
-    stage == asked || (asked == Stage::Dk && matches!(stage, Stage::Accumulate | Stage::Reduce))
+    stage == asked || (asked == Stage::Dk && stage.is_sum())
 }
 
 /// Whether the dump holds what a stage would be compared with.

@@ -5,10 +5,11 @@ use std::ops::Range;
 use super::Replay;
 use super::backward::Problem;
 use super::dk::Slab;
-use super::findings::{Captured, DK};
+use super::findings::Captured;
 use super::members::{Member, members};
 use super::outcome::Multiplied;
 use crate::device::{BackwardWalk, DeviceError, products_of};
+use crate::head::Stage;
 use crate::head::step::StepError;
 use crate::kernels::policy::{self, DkParts, DqParts, Policy, PolicyForward};
 use crate::kernels::reference::{self, Backward, Forward, Upstream};
@@ -114,7 +115,7 @@ impl Replay<'_> {
         let tiles = (self.tiles, self.progress);
         // What ranks rounded of their own parts, and what is allowed of a dk that was recorded as
         // a sum alone, is told from the sums, which are then fetched.
-        let told = captured.of(&DK).any(|of| of.apart.is_some())
+        let told = captured.of(&Stage::OF_K).any(|of| of.apart.is_some())
             || self.kept_alone(problem.head.k.len()).is_some();
         if self.compares_there(problem) && !told {
             let (sums, mut kept) =

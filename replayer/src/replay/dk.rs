@@ -10,14 +10,14 @@ use super::allowed::{rounded, summed};
 use super::backward::{Problem, sum};
 use super::biased::shared_by_tokens;
 use super::compared::Looked;
-use super::findings::{Captured, DK, Findings, Gradient, Parts};
+use super::findings::{Captured, Findings, Gradient, Parts};
 use super::lists::value_of;
 use super::maps::Drawn;
 use super::pass_cache::BackwardPass;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows};
-use crate::head::Stage;
 use crate::head::step::rows_of;
+use crate::head::{Share, Stage};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::reference::{DkSums, Keep};
@@ -332,7 +332,7 @@ impl Replay<'_> {
         findings: &mut Findings,
     ) {
         let d = problem.head.q.cols;
-        let parts = captured.parts(&DK, slab.range.clone());
+        let parts = captured.parts(&Stage::OF_K, slab.range.clone());
         let bound = self.bound(problem.head.k.rows, d);
         for gradient in captured.of(stages) {
             let stage = gradient.stage;
@@ -541,11 +541,11 @@ pub(super) fn reference_of(
     label: &[f64],
     parts: Option<&Parts>,
 ) -> Vec<f64> {
-    match (stage, parts) {
-        (Stage::DkLse | Stage::DqLse, _) => lse.to_vec(),
-        (Stage::DkLabel | Stage::DqLabel, _) => label.to_vec(),
-        (_, Some(parts)) => sum(&parts.lse, &parts.label),
-        _ => sum(lse, label),
+    match (stage.share(), parts) {
+        (Share::Softmax, _) => lse.to_vec(),
+        (Share::Label, _) => label.to_vec(),
+        (Share::Whole, Some(parts)) => sum(&parts.lse, &parts.label),
+        (Share::Whole, None) => sum(lse, label),
     }
 }
 

@@ -5,7 +5,7 @@ use super::allowances::dq_sums;
 use super::backward::Problem;
 use super::compared::Looked;
 use super::dk::{column_squares, column_sums, reference_of};
-use super::findings::{Captured, DQ, Findings, Gradient, Held, error_energy};
+use super::findings::{Captured, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
 use super::maps::Drawn;
 use super::world::{At, Expectation};
@@ -142,7 +142,7 @@ impl Replay<'_> {
         // their label parts are copies, rounding included.
         let of_label = tokens_of_label(problem.head.labels);
         let picked = picked(captured, &unit.rows);
-        let parts = picked.parts(&DQ, 0..unit.rows.len());
+        let parts = picked.parts(&Stage::OF_Q, 0..unit.rows.len());
         // A captured sum of captured parts is judged whatever the parts are.
         let all: Vec<usize> = (0..unit.rows.len()).collect();
         let sure: Vec<usize> = all.iter().copied().filter(|&row| !problem.is_open(row)).collect();
@@ -227,7 +227,7 @@ pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
         let (rounded, apart) = (gradient.rounded, gradient.apart);
         Gradient { stage, values, stored, rounded, apart, source }
     };
-    Captured { gradients: captured.of(&DQ).map(pick).collect() }
+    Captured { gradients: captured.of(&Stage::OF_Q).map(pick).collect() }
 }
 
 /// For each token, how many tokens have its label.

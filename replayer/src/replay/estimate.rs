@@ -72,9 +72,9 @@ impl<'a> Estimated<'a> {
                     head.q.get_f64(token * depth + d) * head.k.get_f64(label * depth + d)
                 };
                 let product: f64 = (0..depth).map(term).sum();
-                let (logit, slope) = transformed(&head, product, label);
+                let (logit, slope) = head.logit(product, label);
                 let p = libm::exp(logit - lse[token]);
-                let dense = cotangents.lse[token] * p + cotangents.smooth[token];
+                let dense = cotangents.by_logit(token, p);
                 (slope * dense, slope * (dense + cotangents.label[token]))
             }
         };
@@ -223,29 +223,14 @@ impl<'a> Estimated<'a> {
             for (&token, (row, dots)) in tokens.iter().zip(rows) {
                 let other = |v: &usize| *v as u32 != head.labels[token];
                 let term = |v: usize| {
-                    let (logit, slope) = transformed(head, row[v], v);
+                    let (logit, slope) = head.logit(row[v], v);
                     let p = libm::exp(logit - self.lse[token]);
-                    slope
-                        * (self.cotangents.lse[token] * p + self.cotangents.smooth[token])
-                        * dots[v]
+                    slope * self.cotangents.by_logit(token, p) * dots[v]
                 };
                 scalars.push((0..valid).filter(other).map(term).sum());
             }
         }
         scalars
-    }
-}
-
-/// A logit and its derivative by the product.
-fn transformed(head: &HeadInputs<'_>, product: f64, v: usize) -> (f64, f64) {
-    let scale = head.transform.scale;
-    let scaled = scale * (product + head.bias.map_or(0.0, |bias| bias[v]));
-    match head.transform.softcap {
-        None => (scaled, scale),
-        Some(cap) => {
-            let bend = libm::tanh(scaled / cap);
-            (cap * bend, scale * (1.0 - bend * bend))
-        }
     }
 }
 

@@ -19,11 +19,6 @@ use crate::head::step::{matrix, rows_of};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 
-pub(super) const DQ: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
-pub(super) const DK: [Stage; 3] = [Stage::DkLse, Stage::DkLabel, Stage::Dk];
-/// Those that have a row a class.
-const OF_CLASSES: [Stage; 4] = [DK[0], DK[1], DK[2], Stage::Dbias];
-
 /// One captured gradient.
 pub(super) struct Gradient {
     pub(super) stage: Stage,
@@ -69,7 +64,8 @@ impl Gradient {
     /// part it would show a low-precision sum just as well, so there it explains nothing.
     pub(super) fn coarser(&self, output: Precision) -> Option<Precision> {
         let finer = self.stored.is_some_and(|p| p.unit_roundoff() < output.unit_roundoff());
-        let part = [DQ[0], DQ[1], DK[0], DK[1]].contains(&self.stage);
+        let part =
+            [Stage::OF_Q[0], Stage::OF_Q[1], Stage::OF_K[0], Stage::OF_K[1]].contains(&self.stage);
         let values = self.matrix();
         let lies = |x: f64| !x.is_finite() || output.round64(x) == x;
         let all = finer && !part && (0..values.len()).all(|at| lies(values.get_f64(at)));
@@ -173,19 +169,23 @@ impl Captured {
     /// Gradients that nothing nearer than dlogits was captured of.
     pub(super) fn without_parts(&self) -> Vec<Stage> {
         let parts = |stages: &[Stage; 3]| stages[..2].iter().all(|&s| self.stage(s).is_some());
-        let open = [(Stage::Dq, parts(&DQ)), (Stage::Dk, parts(&DK)), (Stage::Dbias, false)];
+        let open = [
+            (Stage::Dq, parts(&Stage::OF_Q)),
+            (Stage::Dk, parts(&Stage::OF_K)),
+            (Stage::Dbias, false),
+        ];
         open.into_iter().filter(|(_, parts)| !parts).map(|(stage, _)| stage).collect()
     }
 
     /// Some classes' rows of every captured dk and dbias.
     pub(super) fn of_classes(&self, classes: &[usize]) -> Captured {
-        let all = self.of(&OF_CLASSES);
+        let all = self.of(&Stage::OF_CLASSES);
         Captured { gradients: all.map(|gradient| gradient.picked(classes)).collect() }
     }
 
     /// All gradients, those of k and of the bias at some classes only.
     pub(super) fn with_classes(mut self, classes: &[usize]) -> Captured {
-        for one in self.gradients.iter_mut().filter(|one| OF_CLASSES.contains(&one.stage)) {
+        for one in self.gradients.iter_mut().filter(|one| one.stage.is_of_k()) {
             *one = one.picked(classes);
         }
         self

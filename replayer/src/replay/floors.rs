@@ -15,7 +15,7 @@ use super::backward::{Problem, sum};
 use super::classes::OfClasses;
 use super::dk::Slab;
 use super::dq::member_values;
-use super::findings::{Captured, DK, DQ, Findings, error_energy};
+use super::findings::{Captured, Findings, error_energy};
 use super::forward::ForwardState;
 use super::lists::{Lists, put_block};
 use super::loss::Upstream;
@@ -92,7 +92,7 @@ impl Floors {
 
     /// Takes in what is explained of rows of a stage from `first` on.
     pub(super) fn expect(&mut self, stage: Stage, first: usize, rows: &[RowTally]) {
-        let drawn = if DQ.contains(&stage) { &self.tokens } else { &self.classes };
+        let drawn = if stage.is_of_q() { &self.tokens } else { &self.classes };
         let drawn = drawn.within(&(first..first + rows.len()));
         let explained = |row: &RowTally| row.budget().expected();
         let sums = self.of(stage);
@@ -103,7 +103,7 @@ impl Floors {
     /// Compares the drawn classes of a slab, and gives the slab's `emulated` the norm that the
     /// member which rounds most is expected to have.
     pub(super) fn of_slab(&mut self, slab: &mut Slab, captured: &Captured) {
-        let forced = captured.parts(&DK, 0..0).is_some();
+        let forced = captured.parts(&Stage::OF_K, 0..0).is_some();
         slab.emulated = sum(&slab.lse, &slab.label);
         let emulated = std::mem::take(&mut self.emulated);
         for (place, row, weight) in self.classes.within(&slab.range) {
@@ -228,7 +228,7 @@ impl Replay<'_> {
         findings: &mut Findings,
     ) -> Result<(), StepError> {
         let Some(mut floors) = findings.floors.take() else { return Ok(()) };
-        let forced = captured.parts(&DQ, 0..0).is_some();
+        let forced = captured.parts(&Stage::OF_Q, 0..0).is_some();
         let rows = floors.tokens.rows.iter().map(|&row| unit.rows[row]).collect();
         let drawn = Unit { ranks: unit.ranks.clone(), rows };
         let depth = floors.depth;
@@ -238,7 +238,8 @@ impl Replay<'_> {
                 let upstream = (&problem.lse[..], &problem.cotangents());
                 let found =
                     self.policy_backward(&member.policy, &problem.head, upstream, &mut |_| {})?;
-                for gradient in captured.of(&DQ).filter(|gradient| judged(&gradient.stage)) {
+                for gradient in captured.of(&Stage::OF_Q).filter(|gradient| judged(&gradient.stage))
+                {
                     let values = member_values(&found, gradient.stage);
                     let mut energy = 0.0;
                     for (row, (&at, weight)) in values

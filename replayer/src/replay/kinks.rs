@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::backward::Problem;
 use super::dk::Slab;
-use super::findings::{Captured, DK, DQ, Findings};
+use super::findings::{Captured, Findings};
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
@@ -26,8 +26,6 @@ use crate::kernels::{NoProgress, Progress};
 const MOST: f64 = 0.5;
 /// Tokens that are named.
 const NAMED: usize = 6;
-/// Stages whose sums hold these tokens.
-const SUMS: [Stage; 4] = [DK[0], DK[1], DK[2], Stage::Dbias];
 
 impl Problem<'_> {
     /// Rows whose g may be there or not.
@@ -128,15 +126,15 @@ impl Replay<'_> {
             let stage = gradient.stage;
             let all = open.len() == unit.rows.len();
             match findings.open_share(stage) {
-                _ if DQ.contains(&stage) && !all => {
+                _ if stage.is_of_q() && !all => {
                     outcome.narrow(stage, format!("rows of {stage} of {of}"), why.clone());
                 }
-                Some(share) if SUMS.contains(&stage) && share < MOST => {
+                Some(share) if stage.is_of_k() && share < MOST => {
                     let what = format!("{:.2} % of the norm of {stage} of {of}", 100.0 * share);
                     outcome.narrow(stage, what, why.clone());
                 }
                 // Made of captured parts, none of which is missing.
-                None if SUMS.contains(&stage) => {}
+                None if stage.is_of_k() => {}
                 _ => {
                     findings.forget(&[stage]);
                     outcome.leave(stage, microbatch, why.clone());

@@ -7,7 +7,7 @@
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::findings::{DQ, Findings};
+use super::findings::Findings;
 use super::norm::hits;
 use super::outcome::Outcome;
 use super::{Replay, Slice};
@@ -63,7 +63,7 @@ impl Draw {
     }
 
     fn most(self, stage: Stage) -> (usize, usize) {
-        match DQ.contains(&stage) {
+        match stage.is_of_q() {
             true => (OF_TOKENS, (ACROSS / self.strips).clamp(1, OF_CLASSES.1)),
             false => OF_CLASSES,
         }
@@ -123,7 +123,7 @@ impl Replay<'_> {
             return;
         }
         let tiles = self.roundings.tiles;
-        let of_tokens = DQ.contains(&stage);
+        let of_tokens = stage.is_of_q();
         let at = outcome.maps.iter().position(|map| map.stage == stage).unwrap_or_else(|| {
             let tile = if of_tokens { tiles.tokens } else { tiles.vocab };
             let (strips, left_out, hits) = (Vec::new(), 0, Vec::new());

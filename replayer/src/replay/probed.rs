@@ -8,7 +8,7 @@
 use super::backward::Problem;
 use super::dk::Slab;
 use super::dq::{DqState, picked};
-use super::findings::{Captured, DK, DQ, Findings};
+use super::findings::{Captured, Findings};
 use super::maps::Drawn;
 use super::outcome::{NotChecked, Outcome};
 use super::probe::{self, CapturedGradient, Model, Plan};
@@ -62,14 +62,14 @@ impl Replay<'_> {
         let mut findings = Findings::default();
         let of_unit = picked(captured, &unit.rows);
         let forced = [
-            self.judge_added(captured, &DK, &|row| row as u64, &mut findings),
-            self.judge_added(&of_unit, &DQ, &|row| unit.rows[row] as u64, &mut findings),
+            self.judge_added(captured, &Stage::OF_K, &|row| row as u64, &mut findings),
+            self.judge_added(&of_unit, &Stage::OF_Q, &|row| unit.rows[row] as u64, &mut findings),
         ];
         let label = [Stage::DqLabel, Stage::DkLabel];
         let added = |stage: Stage| {
             [(Stage::Dk, forced[0]), (Stage::Dq, forced[1])].contains(&(stage, true))
         };
-        let gradients: Vec<_> = of_unit.of(&DQ).chain(captured.of(&DK)).collect();
+        let gradients: Vec<_> = of_unit.of(&Stage::OF_Q).chain(captured.of(&Stage::OF_K)).collect();
         let gradients: Vec<_> = gradients
             .into_iter()
             .filter(|one| !added(one.stage) && !label.contains(&one.stage))

@@ -6,7 +6,7 @@
 
 use super::backward::Problem;
 use super::estimate::Estimated;
-use super::findings::{Captured, DK, DQ};
+use super::findings::Captured;
 use super::forward::ForwardState;
 use super::loss::Upstream;
 use super::outcome::Outcome;
@@ -41,8 +41,7 @@ impl Replay<'_> {
         });
         let drawn: Vec<usize> = sample.rows.iter().map(|&row| unit.rows[row]).collect();
         let drawn = Unit { ranks: unit.ranks.clone(), rows: drawn };
-        let of_tokens = |stage| DQ.contains(&stage);
-        let gradients = captured.gradients.into_iter().filter(|one| of_tokens(one.stage));
+        let gradients = captured.gradients.into_iter().filter(|one| one.stage.is_of_q());
         let captured = Captured { gradients: gradients.collect() };
         if captured.gradients.is_empty() {
             return Ok(());
@@ -63,7 +62,7 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) {
         // A part of dk is a dk whose other cotangents are zero.
-        for gradient in captured.of(&DK) {
+        for gradient in captured.of(&Stage::OF_K) {
             let none = vec![0.0; problem.head.q.rows];
             let mut cotangents = problem.cotangents();
             match gradient.stage {

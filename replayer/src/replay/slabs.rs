@@ -9,7 +9,7 @@ use super::backward::Problem;
 use super::devised::failed;
 use super::dk::Slab;
 use super::dq::{DqState, add, picked};
-use super::findings::{Captured, DK, DQ, Findings, error_energy};
+use super::findings::{Captured, Findings, error_energy};
 use super::forward::ForwardState;
 use super::loss::Upstream;
 use super::members::{Member, members};
@@ -74,7 +74,7 @@ impl Replay<'_> {
                     )?;
                 }
             }
-            self.judge_dk(problem, &slab, (captured, &DK), &mut findings);
+            self.judge_dk(problem, &slab, (captured, &Stage::OF_K), &mut findings);
             self.judge_dbias(problem, &slab, captured, &mut findings);
             if self.recomputes() {
                 self.keep_reference(problem, &slab, (slice, unit), outcome);
@@ -93,7 +93,7 @@ impl Replay<'_> {
             device.finish(&mut dq.exact).map_err(failed)?;
         }
         dq.once_a_row(problem.head.copies);
-        self.judge_dq(problem, &dq, (captured, &DQ), unit, &mut findings);
+        self.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, &mut findings);
         let of = (&dq.exact, captured);
         self.finish_floors((slice, unit), before, &members, of, &mut findings)?;
         Ok(findings)
@@ -127,7 +127,7 @@ impl Replay<'_> {
         mut walked: Option<&mut Walked<'_>>,
         (slab, dq, findings): (&mut Slab, &mut DqState, &mut Findings),
     ) -> Result<(), StepError> {
-        let forced = captured.parts(&DK, 0..0).is_some();
+        let forced = captured.parts(&Stage::OF_K, 0..0).is_some();
         let depth = head.q.cols;
         for (number, member) in members.iter().enumerate() {
             let widest = number + 1 == members.len();
@@ -138,7 +138,7 @@ impl Replay<'_> {
                     let at = block.rows.start * depth..block.rows.end * depth;
                     most[at].copy_from_slice(block.dk);
                 }
-                for gradient in captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]) {
+                for gradient in captured.of(&Stage::OF_CLASSES) {
                     let stage = gradient.stage;
                     if stage == Stage::Dk && forced {
                         continue;

@@ -39,7 +39,7 @@ impl SumsAlone {
         compared: &BTreeSet<Stage>,
         roundings: &Roundings,
     ) -> Option<SumsAlone> {
-        let asked = [Stage::Accumulate, Stage::Reduce].iter().any(|stage| compared.contains(stage));
+        let asked = Stage::SUMS.iter().any(|stage| compared.contains(stage));
         let several = step.microbatches.iter().any(Option::is_some);
         let lacks = |microbatch: &Option<_>| step.find(Role::Dk, *microbatch).is_none();
         let alone = several && step.microbatches.iter().any(lacks);

@@ -12,7 +12,7 @@ use backtape::identity::Microbatch;
 use super::backward::{Problem, sum};
 use super::classes::OfClasses;
 use super::dk::Slab;
-use super::findings::{Captured, DK, DQ, Findings};
+use super::findings::{Captured, Findings};
 use super::forward::ForwardState;
 use super::lists::{List, Lists, put_block};
 use super::loss::Upstream;
@@ -137,9 +137,9 @@ impl Replay<'_> {
             return Ok(());
         }
         let mut findings = Findings::default();
-        let dk = captured.of(&[DK[0], DK[1], DK[2], Stage::Dbias]).next().is_some();
+        let dk = captured.of(&Stage::OF_CLASSES).next().is_some();
         let dk = dk || self.sums_alone.is_some();
-        let dq = captured.of(&DQ).next().is_some();
+        let dq = captured.of(&Stage::OF_Q).next().is_some();
         // Of all rows one pass that is held gives both gradients; of a sample, and of what has
         // several slabs, each has a pass of its own.
         let (width, classes_in_all) = (slice.inputs.width(), k.shape[0] as usize);
@@ -245,7 +245,7 @@ impl Replay<'_> {
                 let mut slab = self.reference_slab(problem, &head, range.clone(), onto);
                 self.emulate_dk(problem, &head, &mut slab);
                 self.allow_open(problem, (&head, range), &mut slab);
-                self.judge_dk(problem, &slab, (captured, &DK), findings);
+                self.judge_dk(problem, &slab, (captured, &Stage::OF_K), findings);
                 self.judge_dbias(problem, &slab, captured, findings);
                 self.keep_sum_alone(problem, &slab, of, outcome);
             }
@@ -261,7 +261,7 @@ impl Replay<'_> {
         self.allow_open(&problem, (&head, 0..classes.len()), &mut slab);
         let chosen = (!picked).then(|| captured.of_classes(classes));
         let captured = chosen.as_ref().unwrap_or(captured);
-        self.judge_dk(&problem, &slab, (captured, &DK), findings);
+        self.judge_dk(&problem, &slab, (captured, &Stage::OF_K), findings);
         self.judge_dbias(&problem, &slab, captured, findings);
         self.keep_sum_alone(&problem, &slab, of, outcome);
     }
@@ -335,6 +335,6 @@ impl Replay<'_> {
                 });
             }
         }
-        self.judge_dq(problem, &dq, (captured, &DQ), unit, findings);
+        self.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, findings);
     }
 }

@@ -11,7 +11,7 @@ use backtape::shard::TensorKey;
 
 use super::Replay;
 use super::addends::Added;
-use super::findings::{DK, DQ, Held};
+use super::findings::Held;
 use super::outcome::Outcome;
 use super::trial::in_world;
 use super::world::{At, Declared, Expectation, World};
@@ -120,7 +120,7 @@ impl Variant {
 
     fn of(&self, at: &At) -> Option<&Supplied> {
         // Of tokens there is one tensor for all units.
-        let whole = !DK.contains(&at.stage) && at.stage != Stage::Dbias;
+        let whole = !at.stage.is_of_k();
         self.supplied.iter().find(|one| {
             let same = one.at.stage == at.stage && one.at.microbatch == at.microbatch;
             same && (whole || one.at.rank == at.rank)
@@ -167,5 +167,5 @@ impl Replay<'_> {
 
 /// Whether a stage is one of tokens: `[T, ...]`.
 pub fn of_tokens(stage: Stage) -> bool {
-    DQ.contains(&stage) || matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs)
+    stage.is_of_q() || matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs)
 }

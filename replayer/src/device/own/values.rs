@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::declared::{Declared, Name, Sizes, Type};
-use crate::head::Stage;
+use crate::head::{Kind, Stage};
 use crate::kernels::{HeadInputs, IGNORED, Matrix, Precision, Values};
 
 /// The head of the tokens whose gradients belong together.
@@ -28,17 +28,14 @@ impl Unit<'_> {
     /// Elements of the output.
     pub(super) fn count(&self) -> usize {
         let Sizes { n, v, .. } = self.sizes();
-        match self.stage {
-            Stage::DkLse | Stage::DkLabel | Stage::Dk | Stage::Dbias => v * self.columns(),
-            _ => n * self.columns(),
-        }
+        if self.stage.is_of_k() { v * self.columns() } else { n * self.columns() }
     }
 
     /// Elements of a row of the output.
     pub(super) fn columns(&self) -> usize {
-        match self.stage {
-            Stage::Dq | Stage::DqLse | Stage::DqLabel => self.head.q.cols,
-            Stage::Dk | Stage::DkLse | Stage::DkLabel => self.head.k.cols,
+        match self.stage.kind() {
+            Kind::TokenRows => self.head.q.cols,
+            Kind::ClassRows => self.head.k.cols,
             _ => 1,
         }
     }

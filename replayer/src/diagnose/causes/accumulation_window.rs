@@ -22,7 +22,7 @@ use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::solve::multiples;
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
 use crate::replay::addends::Sum;
@@ -84,7 +84,7 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if !(2..=MOST).contains(&count) {
         return Vec::new();
     }
-    let stages = [Stage::Accumulate, Stage::Reduce];
+    let stages = Stage::SUMS;
     let keys: Vec<Key> = evidence.failing_of(&stages).map(|(key, _)| key).collect();
     let (mut weights, mut fitted) = (BTreeMap::new(), 0);
     for key in keys {
@@ -118,7 +118,7 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut world = Uncleared { of: BTreeMap::new() };
     let mut words = Vec::new();
     let stages: Vec<Stage> =
-        GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits).collect();
+        Stage::GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits).collect();
     for (key, _) in evidence.failing_of(&stages) {
         let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
         let others: Vec<(Key, Rc<Values>)> = evidence

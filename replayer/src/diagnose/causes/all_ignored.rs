@@ -12,7 +12,7 @@ use backtape::identity::{Microbatch, Rank};
 
 use crate::diagnose::cause::{Cause, Observed};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::head::{MicrobatchInputs, Stage};
+use crate::head::{MicrobatchInputs, Share, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::name;
 
@@ -45,7 +45,7 @@ impl Cause for AllIgnored {
         let none = |key: &Key| {
             let of = |(microbatch, _): &&Empty| *microbatch == key.microbatch;
             match key.rank {
-                _ if is_sum(key.stage) => !empty.is_empty(),
+                _ if key.stage.is_sum() => !empty.is_empty(),
                 // A comparison of all tokens has the rank's among them.
                 None => empty.iter().any(|one| of(&one)),
                 Some(rank) => empty.iter().filter(of).any(|(_, ranks)| ranks.contains(&rank)),
@@ -101,10 +101,6 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
     evidence.inputs.iter().filter_map(of).collect()
 }
 
-fn is_sum(stage: Stage) -> bool {
-    matches!(stage, Stage::Accumulate | Stage::Reduce)
-}
-
 /// Whether every value that such tokens have a part in is no number: one that is alone has
 /// another origin. Label parts have none, and a sum over tokens has all of theirs.
 fn all_of_them(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
@@ -112,10 +108,8 @@ fn all_of_them(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
     let share = found.nonfinite as f64 / found.elements.max(1) as f64;
     let inputs = evidence.inputs.iter().find(|one| one.microbatch == key.microbatch);
     match key.stage {
-        Stage::DqLabel | Stage::DkLabel => true,
-        Stage::Dk | Stage::DkLse | Stage::Dbias | Stage::Accumulate | Stage::Reduce => {
-            share >= MOST * valid(&evidence.inputs[0], evidence)
-        }
+        of if of.share() == Share::Label => true,
+        of if of.is_of_k() || of.is_sum() => share >= MOST * valid(&evidence.inputs[0], evidence),
         _ if key.rank.is_some() => share >= MOST,
         _ => inputs.is_some_and(|inputs| share >= MOST * silent_share(evidence, inputs, empty)),
     }

@@ -6,7 +6,7 @@
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::uniform::stages_times;
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled, Starts};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::world::{At, Pass, UnitTokens, World};
@@ -33,8 +33,8 @@ impl Cause for BiasTwice {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
-        let gradients = evidence.fails_any(&GRADIENTS);
-        if !biased || !(gradients || evidence.fails_any(&FORWARD)) {
+        let gradients = evidence.fails_any(&Stage::GRADIENTS);
+        if !biased || !(gradients || evidence.fails_any(&Stage::FORWARD)) {
             return Vec::new();
         }
         let mut found = Vec::new();
@@ -67,7 +67,7 @@ impl Cause for BiasTwice {
             }
         }
         // The gradients of q and k have a label's part of their own.
-        let others = |key: &Key| GRADIENTS.contains(&key.stage) && key.stage != Stage::Dbias;
+        let others = |key: &Key| key.stage.is_gradient() && key.stage != Stage::Dbias;
         if evidence.fails(Stage::Dbias) && !evidence.failing.iter().any(others) {
             let parameters = vec![("left out of its gradient", "the label's part".to_string())];
             found.push(Hypothesis::new(Unlabelled, parameters));

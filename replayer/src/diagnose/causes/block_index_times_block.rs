@@ -19,7 +19,7 @@ use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::maps::{BLOCKS, Beyond, Map};
 use crate::diagnose::detectors::misread::{Looked, Operand, Passes, hypotheses, worlds};
 use crate::diagnose::detectors::nan::nans;
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
 
@@ -52,7 +52,7 @@ impl Cause for BlockIndexTimesBlock {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+        if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
         let mut found = written(evidence);

@@ -20,7 +20,7 @@ use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
 use crate::diagnose::detectors::counted_classes::CountedClasses;
 use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::counted_tokens::CountedTokens;
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 
 /// The catalogue's entry.
@@ -49,7 +49,7 @@ impl Cause for BlockMiscounted {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let all = GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits);
+        let all = Stage::GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits);
         let of =
             |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
         let all = all.flat_map(of);
@@ -118,7 +118,7 @@ fn words_of(what: What, of_k: bool) -> &'static str {
 }
 
 fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> {
-    let of_k = !matches!(stage, Stage::DqLse | Stage::DqLabel | Stage::Dq);
+    let of_k = !stage.is_of_q();
     let words = words_of(what, of_k);
     // What is scattered by no rule is no block.
     if counted.rule.is_none() && counted.said.len() > TOLD {

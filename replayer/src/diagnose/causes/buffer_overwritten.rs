@@ -66,7 +66,7 @@ impl Cause for BufferOverwritten {
 
 /// A gradient that is an input, or another part of itself.
 fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let stages = [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
+    let stages = Stage::PRODUCTS;
     let mut world = Instead::default();
     let mut words: Vec<String> = Vec::new();
     for (key, _) in evidence.failing_of(&stages) {
@@ -91,8 +91,8 @@ fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(S
     let (name, input) = if of_tokens { ("q", head.q) } else { ("k", head.k) };
     let mut all: Vec<(String, Vec<f64>)> = vec![(name.into(), widened(&input))];
     let parts = match of_tokens {
-        true => [Stage::DqLse, Stage::DqLabel, Stage::Dq],
-        false => [Stage::DkLse, Stage::DkLabel, Stage::Dk],
+        true => Stage::OF_Q,
+        false => Stage::OF_K,
     };
     for stage in parts.into_iter().filter(|&stage| stage != key.stage) {
         let table = evidence.reference().stages.get(&Key { stage, ..key });

@@ -19,7 +19,7 @@ use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::fit::{rounded, shown};
 use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::detectors::uniform::informative;
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key, Residual};
+use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;
 use crate::head::step::numbers;
@@ -55,7 +55,7 @@ impl Cause for Clipping {
         if let Some(found) = of_parts(evidence).or_else(|| again_and_again(evidence)) {
             return vec![found];
         }
-        let all = [&GRADIENTS[..], &[Stage::Accumulate, Stage::Reduce]].concat();
+        let all = [&Stage::GRADIENTS[..], &Stage::SUMS].concat();
         let failing: BTreeSet<Stage> =
             evidence.failing_of(&all).map(|(key, _)| key.stage).collect();
         let each: Vec<(Key, Residual)> =
@@ -114,7 +114,7 @@ const ROUNDING: f64 = 16.0;
 /// sum.
 fn again_and_again(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (mut of, mut to, mut fitted) = (Vec::new(), BTreeSet::new(), 1);
-    for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+    for (key, _) in evidence.failing_of(&Stage::SUMS) {
         let sum = Summed::of(evidence, key, false)?;
         let norm = energy(&sum.captured.values).sqrt();
         let mut order: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();

@@ -15,7 +15,7 @@ use backtape::identity::Microbatch;
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::uniform::{informative, is_towards};
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -46,7 +46,7 @@ impl Cause for CotangentDropped {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let stages = [&GRADIENTS[..], &[Stage::Loss, Stage::Dlogprobs]].concat();
+        let stages = [&Stage::GRADIENTS[..], &[Stage::Loss, Stage::Dlogprobs]].concat();
         if !evidence.fails_any(&stages) {
             return Vec::new();
         }
@@ -82,7 +82,7 @@ impl Place {
         let part = Part::of(stage);
         match self {
             Place::Everywhere => true,
-            Place::Gradients => GRADIENTS.contains(&stage),
+            Place::Gradients => stage.is_gradient(),
             Place::OfQ => part == Part::OfQ,
             Place::OfK => part == Part::OfK,
         }
@@ -201,7 +201,7 @@ impl Dropped {
             let of = self.kept.get(&key.microbatch).filter(|_| mean);
             of.map_or(common, |all| common * all.iter().sum::<f64>() / all.len() as f64)
         };
-        GRADIENTS.iter().filter(|&&stage| self.place.holds(stage)).any(|&stage| {
+        Stage::GRADIENTS.iter().filter(|&&stage| self.place.holds(stage)).any(|&stage| {
             evidence.fails(stage)
                 && informative(evidence, stage)
                     .all(|(key, one)| one.nonfinite == 0 && is_towards(one.factor, wanted(&key)))

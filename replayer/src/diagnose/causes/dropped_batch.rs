@@ -12,8 +12,8 @@ use backtape::identity::Microbatch;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
 use crate::diagnose::detectors::captured::unit;
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
-use crate::head::MicrobatchInputs;
+use crate::diagnose::evidence::{Evidence, Key};
+use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::World;
 
 /// The catalogue's entry.
@@ -46,7 +46,7 @@ impl Cause for DroppedBatch {
 /// Microbatches, or tokens of ranks, whose failing gradients are all zeros.
 fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut silent: BTreeSet<Key> = BTreeSet::new();
-    for (key, residual) in evidence.failing_of(&GRADIENTS) {
+    for (key, residual) in evidence.failing_of(&Stage::GRADIENTS) {
         if residual.captured != 0.0 || residual.nonfinite > 0 || residual.reference == 0.0 {
             continue;
         }
@@ -54,7 +54,7 @@ fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     }
     // One stage alone that is zero was not written; a batch leaves no gradient at all.
     let all = |mb: Option<Microbatch>| {
-        let mut of = evidence.failing_of(&GRADIENTS).filter(|(key, _)| key.microbatch == mb);
+        let mut of = evidence.failing_of(&Stage::GRADIENTS).filter(|(key, _)| key.microbatch == mb);
         let stages: BTreeSet<_> =
             silent.iter().filter(|key| key.microbatch == mb).map(|key| key.stage).collect();
         stages.len() > 1 && of.all(|(key, _)| silent.contains(&key))

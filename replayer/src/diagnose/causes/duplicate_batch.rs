@@ -15,7 +15,7 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::{Moved, Reread};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
@@ -129,7 +129,7 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut all: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();
     let mut pairs: Vec<String> = Vec::new();
     for inputs in evidence.inputs {
-        let mut keys = evidence.failing_of(&GRADIENTS[..4]);
+        let mut keys = evidence.failing_of(&Stage::GRADIENTS[..4]);
         let Some((key, _)) = keys.find(|(key, _)| key.microbatch == inputs.microbatch) else {
             continue;
         };

@@ -11,7 +11,7 @@
 
 use super::emulated::{Emulated, Forward, forward, has_products, whole};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::round::Precision;
@@ -46,7 +46,7 @@ impl Cause for GemmLowPrecision {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
-        let fails = evidence.fails_any(&FORWARD) || evidence.fails_any(&GRADIENTS);
+        let fails = evidence.fails_any(&Stage::FORWARD) || evidence.fails_any(&Stage::GRADIENTS);
         if !fails || !has_products(evidence) {
             return Vec::new();
         }
@@ -88,7 +88,7 @@ fn on_path(
     };
     // dlogits are an operand as well; where they are made inside a kernel they may not be.
     let entries = [precision, narrowest.dlogits];
-    if evidence.fails_any(&GRADIENTS) {
+    if evidence.fails_any(&Stage::GRADIENTS) {
         for dlogits in entries {
             offer("the backward's", &base, Forward::new(), dlogits);
             // Logits that were kept, or made in full, and narrowed operands of dlogits.
@@ -97,7 +97,7 @@ fn on_path(
         offer("of dlogits, which alone are rounded", &narrowest, Forward::new(), precision);
     }
     if evidence.fails_any(&[Stage::Lse, Stage::LabelLogits, Stage::Loss])
-        || evidence.fails_any(&GRADIENTS)
+        || evidence.fails_any(&Stage::GRADIENTS)
     {
         // A fused head computes the label's logit by itself.
         let apart = base.path == Path::Fused;

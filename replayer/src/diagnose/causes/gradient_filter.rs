@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::emulated::{bases, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::filter::{Filter, Filtered, Tiled};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 use crate::kernels::policy::{Path, Policy};
 use crate::replay::world::{Expectation, World};
@@ -66,7 +66,7 @@ fn loses(evidence: &Evidence<'_>) -> bool {
 }
 
 fn of(evidence: &Evidence<'_>, base: &Policy, labelled: bool) -> Vec<Hypothesis> {
-    let Some(worst) = evidence.worst_unit(&GRADIENTS[6..7]) else { return Vec::new() };
+    let Some(worst) = evidence.worst_unit(&[Stage::Dk]) else { return Vec::new() };
     let look = |unit| Filtered::new(evidence, unit, base, labelled);
     let Some(seen) = look(worst) else { return Vec::new() };
     let filters = seen.search(evidence, worst, base, labelled);

@@ -14,7 +14,7 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, alike, energy, tokens};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::strays::Strays;
-use crate::diagnose::evidence::{Evidence, FORWARD, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::Precision;
@@ -143,7 +143,7 @@ fn of_labels(
     let mut world = Strays::rounded(rounded);
     let (mut shown, mut rows) = (false, String::new());
     // A forward that agrees read its labels' logits where they are.
-    let forward = evidence.fails_any(&FORWARD) || !evidence.captured_forward();
+    let forward = evidence.fails_any(&Stage::FORWARD) || !evidence.captured_forward();
     for inputs in evidence.inputs {
         let head = inputs.head(evidence.step)?;
         let vocab = head.k.rows;

@@ -13,7 +13,7 @@ use backtape::identity::Microbatch;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::strays::Strays;
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::Relabelled;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -40,7 +40,7 @@ impl Cause for IntTargetOutOfRange {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+        if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
         let all: Vec<Odd> = evidence.inputs.iter().filter_map(|one| odd(evidence, one)).collect();
@@ -124,7 +124,7 @@ fn stray_entries(evidence: &Evidence<'_>, to: Precision) -> Option<(Strays, f64)
     let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
     let mut world = Strays::rounded((!to.keeps_f32()).then_some(to));
     // One kernel of several may have them: the one that scatters the label's part of dk.
-    world.not_in = GRADIENTS.into_iter().filter(|&stage| evidence.agrees(stage)).collect();
+    world.not_in = Stage::GRADIENTS.into_iter().filter(|&stage| evidence.agrees(stage)).collect();
     Some((world, s))
 }
 

@@ -16,8 +16,8 @@ use backtape::identity::Microbatch;
 use super::emulated::{Emulated, bases, has_labels, whole};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::Direct;
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
-use crate::head::{MicrobatchInputs, Roundings};
+use crate::diagnose::evidence::Evidence;
+use crate::head::{MicrobatchInputs, Roundings, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::Policy;
 use crate::kernels::round::Precision;
@@ -54,7 +54,7 @@ impl Cause for LabelProbRoundedEarly {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
-        if !evidence.fails_any(&GRADIENTS) || !has_labels(evidence) {
+        if !evidence.fails_any(&Stage::GRADIENTS) || !has_labels(evidence) {
             return Vec::new();
         }
         let logits = label_logits(evidence);

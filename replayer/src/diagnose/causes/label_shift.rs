@@ -18,9 +18,9 @@ use crate::diagnose::detectors::asked::Asked;
 use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
 use crate::diagnose::detectors::labels::LabelTest;
 use crate::diagnose::detectors::relabelled::{Labels, length_of_runs};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
-use crate::head::{HeadOptions, MicrobatchInputs};
+use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
 
@@ -52,7 +52,7 @@ impl Cause for LabelShift {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+        if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
         let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();

@@ -17,7 +17,7 @@ use backtape::nan::largest;
 
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, SCALAR, WORK};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::round::Precision;
 use crate::replay::world::{Pass, Read, World};
@@ -66,7 +66,7 @@ impl Cause for LseCancellation {
         for precision in [Precision::Bf16, Precision::F16] {
             let lse = evidence.fails(Stage::Lse);
             // Gradients that fail are those of a captured lse that only the loss read.
-            if evidence.fails_any(&GRADIENTS) && !lse {
+            if evidence.fails_any(&Stage::GRADIENTS) && !lse {
                 continue;
             }
             for (what, words) in WAYS {

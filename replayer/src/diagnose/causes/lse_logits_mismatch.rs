@@ -18,7 +18,7 @@ use backtape::role::Role;
 
 use super::emulated::{Emulated, bases, forward, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Roundings, Stage};
 use crate::kernels::policy::{LogitRounding, Path, Policy};
 use crate::kernels::round::Precision;
@@ -56,7 +56,7 @@ impl Cause for LseLogitsMismatch {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let mut found = Vec::new();
         for precision in [Precision::Bf16, Precision::F16] {
-            if evidence.fails_any(&GRADIENTS) {
+            if evidence.fails_any(&Stage::GRADIENTS) {
                 found.push(kept(precision));
                 found.extend(backward(evidence, &roundings, precision));
             }
@@ -67,8 +67,9 @@ impl Cause for LseLogitsMismatch {
             if evidence.fails(Stage::Lse) {
                 found.extend([true, false].map(|loss| stored(precision, loss)));
             }
-            let changes = evidence.fails_any(&GRADIENTS) && !evidence.inputs.iter().all(captured);
-            if has_products(evidence) && (evidence.fails_any(&FORWARD) || changes) {
+            let changes =
+                evidence.fails_any(&Stage::GRADIENTS) && !evidence.inputs.iter().all(captured);
+            if has_products(evidence) && (evidence.fails_any(&Stage::FORWARD) || changes) {
                 found.extend(forwards(evidence, &roundings, precision));
             }
         }

@@ -78,7 +78,7 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
 /// Sums in few bits in an order that their bits show.
 fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
     let (mut world, mut parameters, mut fitted) = (Instead::default(), Vec::new(), 0);
-    for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+    for (key, _) in evidence.failing_of(&Stage::SUMS) {
         if key.stage == Stage::Accumulate && over != Over::Microbatches {
             return None;
         }
@@ -126,7 +126,7 @@ const SOME: usize = 8;
 fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     [Precision::Bf16, Precision::F16].into_iter().find_map(|precision| {
         let mut world = Instead::default();
-        for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+        for (key, _) in evidence.failing_of(&Stage::SUMS) {
             let sum = Summed::of(evidence, key, true)?;
             let captured = &sum.captured;
             let wide = sum.total();

@@ -10,7 +10,7 @@ use backtape::role::Role;
 use super::policy_terms::logprobs;
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::extents::{Extent, known};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::World;
 
@@ -85,7 +85,7 @@ fn words_of(column: Role) -> &'static str {
 
 /// Every column in every other place, where the step has a policy loss that is not right.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let stages = [&GRADIENTS[..], &[Stage::Loss, Stage::Dlogprobs]].concat();
+    let stages = [&Stage::GRADIENTS[..], &[Stage::Loss, Stage::Dlogprobs]].concat();
     if !evidence.step.is_policy_loss() || !evidence.fails_any(&stages) {
         return Vec::new();
     }

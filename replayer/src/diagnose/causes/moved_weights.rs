@@ -7,7 +7,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::extents::known;
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -32,7 +32,7 @@ impl World for Moved {
 /// rows of dq that hold something, if there are any, are those that the moved weights count.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let differ = |one: &MicrobatchInputs| one.weights.iter().any(|x| *x != one.weights[0]);
-    let fails = evidence.fails_any(&[&GRADIENTS[..], &[Stage::Loss]].concat());
+    let fails = evidence.fails_any(&[&Stage::GRADIENTS[..], &[Stage::Loss]].concat());
     if !fails || !evidence.inputs.iter().any(differ) {
         return Vec::new();
     }

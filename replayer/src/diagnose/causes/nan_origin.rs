@@ -49,7 +49,7 @@ impl Cause for NanOrigin {
             head.is_some_and(|head| !whole(&head.q) || !whole(&head.k))
         };
         let after = |key: &Key| {
-            let sums = matches!(key.stage, Stage::Accumulate | Stage::Reduce);
+            let sums = key.stage.is_sum();
             evidence.whole[key].nonfinite > 0 && (sums || broken(key.microbatch))
         };
         let failing = || evidence.failing.iter();

@@ -19,7 +19,7 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, distance, energy, multiple};
 use crate::diagnose::detectors::plane::{Plane, Rows};
 use crate::diagnose::detectors::solve::multiples;
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -382,7 +382,7 @@ struct Read {
 
 impl World for Read {
     fn speaks_of(&self, stage: Stage) -> bool {
-        GRADIENTS.contains(&stage)
+        stage.is_gradient()
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {

@@ -10,7 +10,7 @@ use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::direct::{Direct, tokens};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::reference::{Reference, reference};
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::matrix::Transform;
@@ -123,7 +123,7 @@ fn power_of_two(times: f64) -> f64 {
 
 /// Logits that nothing was computed from: every gradient that fails is right by those of q and k.
 fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &Instead) -> Option<Hypothesis> {
-    let follow = |key: &&Key| GRADIENTS.contains(&key.stage);
+    let follow = |key: &&Key| key.stage.is_gradient();
     let rest: Vec<&Key> = evidence.failing.iter().filter(follow).collect();
     let held = |key: &Key| {
         let captured = evidence.captured(*key).filter(|of| of.values.len() <= PLANE)?;

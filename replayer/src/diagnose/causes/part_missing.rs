@@ -19,7 +19,7 @@ use crate::diagnose::detectors::direct::{energy, multiple};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::plane::Rows;
 use crate::diagnose::detectors::solve::multiples;
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, UnitTokens, World};
 
@@ -100,7 +100,7 @@ fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let k = evidence.inputs.first()?.head(evidence.step)?.k;
     let values = widened(&k);
     let mut keys = Vec::new();
-    for (key, _) in evidence.failing_of(&[Stage::Accumulate, Stage::Reduce]) {
+    for (key, _) in evidence.failing_of(&Stage::SUMS) {
         let sum = Summed::of(evidence, key, true)?;
         if values.len() != sum.captured.values.len() {
             return None;
@@ -237,7 +237,7 @@ impl Terms {
 
 impl World for Terms {
     fn speaks_of(&self, stage: Stage) -> bool {
-        GRADIENTS.contains(&stage) && self.parts.contains(&Part::of(stage))
+        stage.is_gradient() && self.parts.contains(&Part::of(stage))
     }
 
     fn cotangents(&self, _tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {

@@ -27,7 +27,7 @@ use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::detectors::segments::{Segments, segments};
 use crate::diagnose::detectors::shards::{MOST, Shard, rows_of_shards, shards};
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::OtherLse;
 use crate::dump::name_ranks;
 use crate::head::inputs::Scores;
@@ -230,7 +230,7 @@ impl World for OneShard {
 
 /// lse of which log n is too much, or which is one shard's.
 fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    if !evidence.fails(Stage::Lse) && !evidence.fails_any(&GRADIENTS) {
+    if !evidence.fails(Stage::Lse) && !evidence.fails_any(&Stage::GRADIENTS) {
         return Vec::new();
     }
     let all: Vec<_> =

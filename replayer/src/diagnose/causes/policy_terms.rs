@@ -18,7 +18,7 @@ use crate::diagnose::detectors::extents::known;
 use crate::diagnose::detectors::fit::readings;
 use crate::diagnose::detectors::reference::reference;
 use crate::diagnose::detectors::solve::multiples;
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::limited::Heard;
 use crate::diagnose::rearranged::Instead;
 use crate::diagnose::worlds::{DeclaredLse, Optioned};
@@ -32,7 +32,7 @@ const ABSENT: f64 = 1e-3;
 
 /// Both kinds, where the step has a policy loss.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let stages = [&GRADIENTS[..], &[Stage::Dlogprobs, Stage::Dlogits]].concat();
+    let stages = [&Stage::GRADIENTS[..], &[Stage::Dlogprobs, Stage::Dlogits]].concat();
     let fails = evidence.fails_any(&stages);
     if !fails || !evidence.step.is_policy_loss() {
         return Vec::new();

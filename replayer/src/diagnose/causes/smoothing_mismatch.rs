@@ -22,7 +22,7 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::detectors::fit::{linear, shown};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{DeclaredLse, Optioned};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Read, UnitTokens, World};
@@ -55,7 +55,7 @@ impl Cause for SmoothingMismatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+        let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
         if evidence.step.is_policy_loss() || !evidence.fails_any(&stages) {
             return Vec::new();
         }
@@ -249,7 +249,7 @@ impl Part {
         let left_out = ("left out", self.words().to_string());
         let mut found = vec![Hypothesis::new(of(0.0), vec![epsilon.clone(), left_out])];
         let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
-        let fitted = linear(evidence, &GRADIENTS, (1.0, 1.0), &world).unwrap_or_default();
+        let fitted = linear(evidence, &Stage::GRADIENTS, (1.0, 1.0), &world).unwrap_or_default();
         for times in fitted.into_iter().filter(|x| x.abs() > NONE) {
             let ranks = cuts(evidence).into_iter().map(|n| n as f64);
             let counted = ranks.into_iter().find(|n| (times - n).abs() <= NEAR * n);

@@ -16,9 +16,9 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::detectors::fit::{least, readings, shown};
 use crate::diagnose::detectors::tokens::Tokens;
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Starts};
-use crate::head::{HeadOptions, MicrobatchInputs};
+use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::matrix::Transform;
 use crate::replay::world::{UnitTokens, World};
 
@@ -46,8 +46,8 @@ impl Cause for SoftcapMismatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let forward = evidence.fails_any(&FORWARD);
-        if !forward && !evidence.fails_any(&GRADIENTS) {
+        let forward = evidence.fails_any(&Stage::FORWARD);
+        if !forward && !evidence.fails_any(&Stage::GRADIENTS) {
             return Vec::new();
         }
         let cap = evidence.step.options.transform.softcap;

@@ -16,7 +16,7 @@ use crate::diagnose::detectors::direct::{Direct, WORK, alike, dot, energy};
 use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::maps::{Beyond, Map};
 use crate::diagnose::detectors::misread::{Looked, Operand, hypotheses};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::{Instead, MovedRows};
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
@@ -51,7 +51,7 @@ impl Cause for StrideIgnored {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+        if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
         let mut found = written(evidence);

@@ -18,7 +18,7 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::dense::{Seen, median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, WORK};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::rearranged::OtherLse;
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, World};
@@ -53,7 +53,7 @@ impl Cause for TailTileUnmasked {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if !evidence.fails_any(&GRADIENTS) && !evidence.fails_any(&FORWARD) {
+        if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
         let mut found = padded(evidence);
@@ -93,7 +93,7 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let world = Unpadded { columns, backward, declared };
         found.push(Hypothesis::new(world, parameters.clone()).fitted(fitted));
     }
-    if is_small && !evidence.fails_any(&FORWARD) {
+    if is_small && !evidence.fails_any(&Stage::FORWARD) {
         let parameters = vec![
             ("columns", all.to_string()),
             ("filled with", "what lies in the padding of k".to_string()),

@@ -10,9 +10,9 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::fit::{least, readings, shown};
 use crate::diagnose::detectors::tokens::Tokens;
 use crate::diagnose::detectors::uniform::{BACKWARD, stages_times};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Scaled, Starts};
-use crate::head::HeadOptions;
+use crate::head::{HeadOptions, Stage};
 use crate::kernels::matrix::Transform;
 
 /// The catalogue's entry.
@@ -39,8 +39,8 @@ impl Cause for TemperatureMismatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let forward = evidence.fails_any(&FORWARD);
-        if !forward && !evidence.fails_any(&GRADIENTS) {
+        let forward = evidence.fails_any(&Stage::FORWARD);
+        if !forward && !evidence.fails_any(&Stage::GRADIENTS) {
             return Vec::new();
         }
         let scale = evidence.step.options.transform.scale;
@@ -99,7 +99,7 @@ fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis>
         let world = Optioned { change, lse: lse.clone(), factor };
         Hypothesis::new(world, parameters).fitted(fitted)
     };
-    let gradients = evidence.fails_any(&GRADIENTS);
+    let gradients = evidence.fails_any(&Stage::GRADIENTS);
     let mut found = Vec::new();
     for (lse, place) in Starts::of(evidence, &change, 1.0).each() {
         found.push(of(&lse, 1.0, place.into()));

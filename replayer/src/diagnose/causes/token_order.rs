@@ -20,7 +20,7 @@ use crate::diagnose::detectors::extents::known;
 use crate::diagnose::detectors::labels::LabelTest;
 use crate::diagnose::detectors::orders::{Order, inverse, orders};
 use crate::diagnose::detectors::reference::Rows;
-use crate::diagnose::evidence::{Evidence, GRADIENTS, Key};
+use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::{Moved, MovedRows, Relabelled};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -55,7 +55,7 @@ impl Cause for TokenOrder {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if !evidence.fails_any(&GRADIENTS) && !evidence.fails(Stage::LabelLogits) {
+        if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails(Stage::LabelLogits) {
             return Vec::new();
         }
         let mut found = of_rows(evidence);

@@ -25,7 +25,7 @@ use crate::diagnose::detectors::asked::Asked;
 use crate::diagnose::detectors::direct::multiple;
 use crate::diagnose::detectors::fit::{rounded, shown};
 use crate::diagnose::detectors::solve::runs;
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -305,7 +305,7 @@ struct Weighted {
 
 impl World for Weighted {
     fn speaks_of(&self, stage: Stage) -> bool {
-        GRADIENTS.contains(&stage) && self.parts.contains(&Part::of(stage))
+        stage.is_gradient() && self.parts.contains(&Part::of(stage))
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {

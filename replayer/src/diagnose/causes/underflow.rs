@@ -11,8 +11,8 @@
 
 use super::emulated::{Emulated, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
-use crate::head::{MicrobatchInputs, Roundings};
+use crate::diagnose::evidence::Evidence;
+use crate::head::{MicrobatchInputs, Roundings, Stage};
 use crate::kernels::Tiles;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::round::Precision;
@@ -56,7 +56,7 @@ impl Cause for Underflow {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
         let half = Precision::F16;
-        if !evidence.fails_any(&GRADIENTS) || !has_products(evidence) {
+        if !evidence.fails_any(&Stage::GRADIENTS) || !has_products(evidence) {
             return Vec::new();
         }
         // Where dlogits are declared in f16, that they are is no fault.
@@ -115,14 +115,14 @@ impl World for Late {
     }
 
     fn scale(&self, at: At) -> f64 {
-        if GRADIENTS.contains(&at.stage) { self.scale } else { 1.0 }
+        if at.stage.is_gradient() { self.scale } else { 1.0 }
     }
 }
 
 /// Share of the entries of some tokens, over a scale, that are below the normal range of f16
 /// and not zero.
 fn small(evidence: &Evidence<'_>, policy: &Policy, scale: f64) -> Option<f64> {
-    let unit = evidence.worst_unit(&GRADIENTS)?;
+    let unit = evidence.worst_unit(&Stage::GRADIENTS)?;
     let classes: Vec<usize> =
         (0..unit.inputs(evidence)?.head(evidence.step)?.valid_vocab).collect();
     let counted: Vec<usize> = (0..unit.rows.len()).filter(|&t| unit.g[t] != 0.0).collect();

@@ -46,8 +46,7 @@ impl Cause for UninitialisedOutput {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let rows: [Stage; 6] =
-            [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel, Stage::Dk];
+        let rows: [Stage; 6] = Stage::PRODUCTS;
         let mut constant = Instead::default();
         let mut words: Vec<String> = Vec::new();
         let mut runs = 0;

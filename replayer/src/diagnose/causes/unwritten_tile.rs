@@ -8,7 +8,6 @@ use backtape::nan::larger;
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::addends::Summed;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::is_sum;
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 
@@ -23,7 +22,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let keys = evidence
         .failing
         .iter()
-        .filter(|key| matches!(key.stage, Stage::Dq | Stage::Dk) || is_sum(key.stage));
+        .filter(|key| matches!(key.stage, Stage::Dq | Stage::Dk) || key.stage.is_sum());
     for key in keys {
         let (rows, columns) = tile(evidence, *key)?;
         let words = [&rows, &columns].map(|of| format!("{} to {}", of.start, of.end - 1));
@@ -44,7 +43,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 fn tile(evidence: &Evidence<'_>, key: Key) -> Option<(Range<usize>, Range<usize>)> {
     let captured = evidence.captured(key)?;
     let columns = captured.columns;
-    let wanted: Vec<(usize, Vec<f64>)> = match is_sum(key.stage) {
+    let wanted: Vec<(usize, Vec<f64>)> = match key.stage.is_sum() {
         true => {
             let total = Summed::of(evidence, key, true)?.total();
             total.chunks(columns.max(1)).map(<[f64]>::to_vec).enumerate().collect()

@@ -16,7 +16,7 @@ use backtape::nan::larger;
 use super::zloss_counts;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::fit::{linear, shown};
-use crate::diagnose::evidence::{Evidence, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::{HeadOptions, Stage};
 use crate::replay::world::{UnitTokens, World};
 
@@ -44,7 +44,7 @@ impl Cause for ZLossMismatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let gradients = evidence.fails_any(&GRADIENTS);
+        let gradients = evidence.fails_any(&Stage::GRADIENTS);
         if evidence.step.is_policy_loss() || !(gradients || evidence.fails(Stage::Loss)) {
             return Vec::new();
         }
@@ -65,12 +65,12 @@ impl Cause for ZLossMismatch {
         if gradients {
             let world = |slope: f64| -> Box<dyn World> { Box::new(ZLoss { loss: None, slope }) };
             let from = (2.0 * lambda, 2.0 * lambda.max(USUAL));
-            let fitted = linear(evidence, &GRADIENTS, from, &world).unwrap_or_default();
+            let fitted = linear(evidence, &Stage::GRADIENTS, from, &world).unwrap_or_default();
             slopes.extend(fitted.into_iter().map(|slope| (slope, 1)));
         }
         if gradients && evidence.fails(Stage::Loss) {
             // The loss is the more exact of the two, where both have the same λ.
-            let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+            let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
             let world = |loss: f64| -> Box<dyn World> {
                 Box::new(ZLoss { loss: Some(loss), slope: 2.0 * loss })
             };

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 
 use backtape::head::HeadDeclaration;
 
-use super::evidence::{Evidence, FORWARD, Key, Residuals};
+use super::evidence::{Evidence, Key, Residuals};
 use super::found::Found;
 use super::proof;
 use super::search::{Search, left_of};
@@ -131,7 +131,7 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
     let others = found.filter(|(one, _)| one.option != best.option && one.fitted <= best.fitted);
     let others = others.map(|(one, _)| format!("{}={}", one.option, one.instead)).collect();
     let stages: BTreeSet<Stage> = evidence.failing.iter().map(|key| key.stage).collect();
-    let forward = stages.iter().any(|stage| FORWARD.contains(stage));
+    let forward = stages.iter().any(|stage| Stage::FORWARD.contains(stage));
     let other = OtherDeclaration {
         option: best.option,
         declared: best.declared,

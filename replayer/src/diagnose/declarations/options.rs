@@ -12,7 +12,7 @@ use super::policy;
 use super::{Candidate, Change, Kind, read, written};
 use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
 use crate::diagnose::detectors::fit::{linear, rounded};
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::diagnose::search::Search;
 use crate::diagnose::worlds::{DeclaredLse, Optioned};
 use crate::head::{HeadOptions, Stage};
@@ -53,7 +53,7 @@ fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         };
         Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
-    let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+    let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
     for beta in linear(evidence, &stages, from, &world).unwrap_or_default() {
         let of = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
@@ -124,7 +124,7 @@ fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         (head.reduction, head.denominator) = (LossReduction::Sum, Denominator::Valid);
     };
     found.extend(candidate(evidence, "reduction", how, look, edit));
-    if evidence.fails_any(&[Stage::Accumulate, Stage::Reduce]) {
+    if evidence.fails_any(&Stage::SUMS) {
         let look = "whether the sum over microbatches is divided by how many there are";
         for of in [MicrobatchReduction::Mean, MicrobatchReduction::Sum] {
             let edit = |head: &mut HeadDeclaration| head.microbatch_reduction = of;
@@ -143,7 +143,7 @@ fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
 
 /// A loss scale: one power of two in every gradient, and none in the loss.
 fn cotangents(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
-    if evidence.fails_any(&FORWARD) {
+    if evidence.fails_any(&Stage::FORWARD) {
         return;
     }
     let power = read::one_factor(evidence).and_then(read::power_of_two);
@@ -226,7 +226,7 @@ fn labels(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
 
 /// Terms that loss and gradients are linear in.
 fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
-    let stages = [&GRADIENTS[..], &[Stage::Loss]].concat();
+    let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let declared = &evidence.step.options.declared;
     let look = "whether the loss adds z_loss · lse² (auxiliary or \"z\" loss in the configuration), and with which factor";
     let kind = kind_of(evidence, "z_loss");

@@ -15,7 +15,6 @@ use super::direct::{distance, energy};
 use super::plane::Rows;
 use super::solve::whole_weights;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::is_sum;
 use crate::diagnose::rearranged::{CountedLosses, Instead};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, Read, World};
@@ -58,8 +57,8 @@ impl CountedSums {
     /// whole tokens or of too many.
     pub fn of(evidence: &Evidence<'_>, of: Of) -> Option<CountedSums> {
         let sums: Vec<Key> =
-            evidence.failing.iter().filter(|key| is_sum(key.stage)).copied().collect();
-        let known = |key: &Key| is_sum(key.stage) || key.stage == Stage::Loss;
+            evidence.failing.iter().filter(|key| key.stage.is_sum()).copied().collect();
+        let known = |key: &Key| key.stage.is_sum() || key.stage == Stage::Loss;
         if sums.is_empty() || !evidence.has_sums_alone() || !evidence.failing.iter().all(known) {
             return None;
         }

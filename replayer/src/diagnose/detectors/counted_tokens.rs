@@ -20,8 +20,6 @@ use crate::replay::world::{Expectation, Read, World};
 
 /// Share of the error that may be left to be worth a trial.
 const LEFT: f64 = 0.1;
-/// What is summed over tokens, beside the loss.
-const SUMMED: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 
 type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
@@ -53,13 +51,13 @@ impl CountedTokens {
         }
         said.dedup();
         let mut gradients = Instead::default();
-        for (key, _) in evidence.failing_of(&SUMMED) {
+        for (key, _) in evidence.failing_of(&Stage::OF_CLASSES) {
             let of = Gradient::of(evidence, key)?;
             let changed = weighed(&of, &weights)?;
             let rows = (0..changed.count()).map(|at| (of.row(at), changed.row(at).to_vec()));
             gradients = gradients.rows(key, rows);
         }
-        let mut stages: Vec<Stage> = SUMMED.into_iter().filter(fails).collect();
+        let mut stages: Vec<Stage> = Stage::OF_CLASSES.into_iter().filter(fails).collect();
         match fails(&Stage::Loss) {
             true => stages.push(Stage::Loss),
             false => weights.clear(),

@@ -90,17 +90,7 @@ impl<'a> Direct<'a> {
 
     /// The logit of a product in a class's column, and its derivative by the product.
     pub fn logit(&self, product: f64, class: usize) -> (f64, f64) {
-        let of = &self.head.transform;
-        let biased = product + self.head.bias.map_or(0.0, |bias| bias[class]);
-        let scaled = of.scale * biased;
-        match of.softcap {
-            None => (scaled, of.scale),
-            Some(cap) => {
-                let tanh = (scaled / cap).tanh();
-                let slope = if of.uncapped { 1.0 } else { 1.0 - tanh * tanh };
-                (cap * tanh, of.scale * slope)
-            }
-        }
+        self.head.logit(product, class)
     }
 
     /// The logit of one class for a row of q.

@@ -123,5 +123,5 @@ pub fn sums(evidence: &Evidence<'_>) -> BTreeMap<Stage, f64> {
         };
         factors.iter().find(all).map(|&factor| (stage, factor))
     };
-    [Stage::Accumulate, Stage::Reduce].into_iter().filter_map(one).collect()
+    Stage::SUMS.into_iter().filter_map(one).collect()
 }

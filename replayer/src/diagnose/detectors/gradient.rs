@@ -7,7 +7,7 @@ use std::rc::Rc;
 use super::direct::energy;
 use super::plane::{Plane, Rows};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::head::Stage;
+use crate::head::{Share, Stage};
 
 /// Times its share of the rounding that a row must err to be one that fails.
 const ERRS: f64 = 32.0;
@@ -44,7 +44,7 @@ impl Gradient {
     pub fn of(evidence: &Evidence<'_>, key: Key) -> Option<Gradient> {
         let plane = evidence.plane(key)?;
         let values = evidence.captured(key)?;
-        let of_k = is_of_k(key.stage);
+        let of_k = key.stage.is_of_k();
         let entries = entries(&plane, key.stage);
         let copied = |rows: &Rows| Rows { cols: rows.cols, values: rows.values.clone() };
         let other = match (key.stage, of_k) {
@@ -63,7 +63,7 @@ impl Gradient {
 
     /// Whether its rows are classes.
     pub fn is_of_k(&self) -> bool {
-        is_of_k(self.key.stage)
+        self.key.stage.is_of_k()
     }
 
     /// What was captured less what it should be.
@@ -160,18 +160,12 @@ impl Gradient {
     }
 }
 
-fn is_of_k(stage: Stage) -> bool {
-    matches!(stage, Stage::DkLse | Stage::DkLabel | Stage::Dk | Stage::Dbias)
-}
-
 /// Entries of dlogits that a gradient is made of, `[n, V]`.
 fn entries(plane: &Plane, stage: Stage) -> Rows {
-    match stage {
-        Stage::DqLse | Stage::DkLse => {
-            Rows { cols: plane.dense.cols, values: plane.dense.values.clone() }
-        }
-        Stage::DqLabel | Stage::DkLabel => plane.of_labels(),
-        _ => plane.entries(),
+    match stage.share() {
+        Share::Softmax => Rows { cols: plane.dense.cols, values: plane.dense.values.clone() },
+        Share::Label => plane.of_labels(),
+        Share::Whole => plane.entries(),
     }
 }
 

@@ -14,7 +14,6 @@ use super::solve::{factors, multiples, runs_of};
 use super::units::UnitState;
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::is_sum;
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 
@@ -51,7 +50,8 @@ pub fn of_other_q(evidence: &Evidence<'_>) -> Option<(Instead, Vec<String>)> {
 /// Sums of dk over microbatches that multiply some entries with another microbatch's q; `None`
 /// where one that fails is not such a sum, or the step has too many microbatches.
 pub fn of_other_q_in_sums(evidence: &Evidence<'_>) -> Option<(Instead, Vec<String>)> {
-    let keys: Vec<Key> = evidence.failing.iter().filter(|key| is_sum(key.stage)).copied().collect();
+    let keys: Vec<Key> =
+        evidence.failing.iter().filter(|key| key.stage.is_sum()).copied().collect();
     if keys.is_empty() || !evidence.has_sums_alone() || keys.len() < evidence.failing.len() {
         return None;
     }

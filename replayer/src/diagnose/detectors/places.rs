@@ -12,7 +12,6 @@ use super::asked::place;
 use super::direct::{distance, energy};
 use super::solve::runs_of;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::is_sum;
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::replay::trial::Rows;
@@ -29,8 +28,6 @@ const OF_TOKENS: [Stage; 8] = [
     Stage::DqLabel,
     Stage::Dq,
 ];
-/// Gradients whose rows are classes: all tokens of a unit are in each.
-pub const OF_CLASSES: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 /// Squared errors of rows over what rounding makes of them, from which on they are wrong.
 const OVER: f64 = 16.0;
 /// A run is wrong as a whole where this share of its rows is.
@@ -67,7 +64,7 @@ impl Places {
         let ranks: BTreeSet<Vec<Rank>> =
             all.iter().flat_map(|(_, runs)| runs.iter().map(|run| run.ranks.clone())).collect();
         let alone =
-            evidence.failing.iter().all(|key| is_sum(key.stage) || key.stage == Stage::Loss);
+            evidence.failing.iter().all(|key| key.stage.is_sum() || key.stage == Stage::Loss);
         if !alone || ranks.len() + all.len() > MOST_TRIED {
             return Vec::new();
         }
@@ -129,7 +126,7 @@ impl Places {
     fn of_classes(evidence: &Evidence<'_>) -> Option<Places> {
         let (mut classes, mut words): (Vec<usize>, Option<String>) = Default::default();
         for &key in &evidence.failing {
-            let of = Some(key).filter(|key| OF_CLASSES.contains(&key.stage))?;
+            let of = Some(key).filter(|key| key.stage.is_of_k())?;
             let tensor = evidence.step.find(of.stage.role()?, of.microbatch)?;
             let runs = evidence.step.rank_classes(tensor);
             let errors = Errors::of(evidence, of)?;
@@ -249,7 +246,7 @@ impl<'r> Wrong<'r> {
         if errors.is_empty() {
             // What is summed over a unit's tokens tells of all of them.
             let own = |key: &Key| {
-                let of_unit = OF_CLASSES.contains(&key.stage) || key.stage == Stage::Loss;
+                let of_unit = key.stage.is_of_k() || key.stage == Stage::Loss;
                 let here = |rank| run.ranks.contains(&rank);
                 of_unit && key.rank.map_or(!rows_tell, here)
             };

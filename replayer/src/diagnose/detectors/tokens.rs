@@ -6,7 +6,7 @@ use backtape::role::Role;
 use rayon::prelude::*;
 
 use super::direct::dot;
-use crate::diagnose::evidence::{Evidence, FORWARD, GRADIENTS};
+use crate::diagnose::evidence::Evidence;
 use crate::head::step::{matrix, numbers};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Transform};
@@ -57,11 +57,11 @@ impl<'a> Tokens<'a> {
     /// is in, or no more may be looked for. Where a recorded forward is right it is the backward
     /// alone that may have another transform.
     pub fn of(evidence: &Evidence<'a>) -> Tokens<'a> {
-        let off = evidence.fails_any(&GRADIENTS);
-        let backward = !evidence.captured_forward() || !evidence.fails_any(&FORWARD) && off;
+        let off = evidence.fails_any(&Stage::GRADIENTS);
+        let backward = !evidence.captured_forward() || !evidence.fails_any(&Stage::FORWARD) && off;
         let (each, heads, declared) = (Vec::new(), Vec::new(), f64::NAN);
         let mut found = Tokens { each, heads, backward, declared };
-        let judged = !backward || evidence.fails_any(&[Stage::DqLse, Stage::DqLabel, Stage::Dq]);
+        let judged = !backward || evidence.fails_any(&Stage::OF_Q);
         let most = if backward { ROWS } else { TOKENS };
         let per = most.div_ceil(evidence.inputs.len().max(1));
         for inputs in evidence.inputs.iter().filter(|_| judged) {
@@ -115,14 +115,13 @@ impl<'a> Tokens<'a> {
     /// How many classes, from the first on, have the exponentials that make the captured lse of
     /// all tokens; none where no lse was captured.
     pub fn valid_vocab(&self, transform: Transform) -> Option<usize> {
-        let bend = |x: f64| transform.softcap.map_or(x, |cap| cap * (x / cap).tanh());
         let classes = self.each.iter().map(|token| token.raw.len()).min()?;
         let mut errors = vec![0.0; classes];
         for token in &self.each {
             let lse = token.lse?;
             let mut sum = 0.0;
             for (error, raw) in errors.iter_mut().zip(&token.raw) {
-                sum += (bend(transform.scale * raw) - lse).exp();
+                sum += (transform.value(*raw) - lse).exp();
                 *error += f64::ln(sum).powi(2);
             }
         }
@@ -216,8 +215,7 @@ fn captured(
 
 /// Logits of a token and their lse.
 fn logits(token: &Token, head: &HeadInputs<'_>, transform: Transform) -> (Vec<f64>, f64) {
-    let bend = |x: f64| transform.softcap.map_or(x, |cap| cap * (x / cap).tanh());
-    let z: Vec<f64> = token.raw.iter().map(|x| bend(transform.scale * x)).collect();
+    let z: Vec<f64> = token.raw.iter().map(|&x| transform.value(x)).collect();
     let masked = head.k.rows.max(token.raw.len()) - token.raw.len();
     let mask = head.mask.filter(|_| masked > 0);
     let max = z.iter().copied().chain(mask).fold(f64::NEG_INFINITY, f64::max);

@@ -164,7 +164,7 @@ impl UnitState {
     pub fn captured(&self, step: &HeadStep<'_>, stage: Stage) -> Option<Tensor> {
         let key = step.find(stage.role()?, self.microbatch)?;
         let partial = step.tensors[key].partial.is_some();
-        let of_tokens = matches!(stage, Stage::Dq | Stage::DqLse | Stage::DqLabel);
+        let of_tokens = stage.is_of_q();
         let ranks = match (partial, self.rank) {
             (true, _) if of_tokens => return None,
             (true, Some(_)) => Some(&self.ranks[..]),

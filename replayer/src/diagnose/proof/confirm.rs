@@ -8,7 +8,7 @@ use crate::diagnose::against::Against;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::decide::decide;
 use crate::diagnose::detectors::captured::unit;
-use crate::diagnose::evidence::{FORWARD, Key, Residuals};
+use crate::diagnose::evidence::{Key, Residuals};
 use crate::diagnose::found;
 use crate::diagnose::search::{Tried, left_of};
 use crate::head::{MicrobatchInputs, Stage};
@@ -19,8 +19,6 @@ use crate::replay::members;
 /// What is reproduced may make the other comparisons this many times worse: they are
 /// rounded as the declared head would.
 const WORSE: f64 = 2.0;
-/// Gradients that have one row for each token.
-const TOKENS: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
 
 /// What is left of a comparison, and how many rows hold it.
 #[derive(Clone, Copy)]
@@ -57,7 +55,7 @@ impl Least {
     /// tokens is asked, unless a plausible policy explains dq.
     fn is_of_many_tokens(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
         let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
-        let of_tokens = |of: &Key| same(of) && TOKENS.contains(&of.stage);
+        let of_tokens = |of: &Key| same(of) && of.stage.is_of_q();
         let open = self.open.iter().filter(|(of, _)| !explained(of));
         // Errors of a few tokens' entries are about as large in dq as in dk, of each one's size.
         let like = |other: &Left| self.open[key].share <= CLEAR * CLEAR * other.share;
@@ -82,7 +80,7 @@ impl Reproduction<'_> {
         }
         let declared = &self.evidence.residuals;
         let exact = |key: &&Key| !found.contains_key(key) && is_exact(declared, key);
-        let tokens = declared.keys().filter(|key| TOKENS.contains(&key.stage)).filter(exact);
+        let tokens = declared.keys().filter(|key| key.stage.is_of_q()).filter(exact);
         let exact = tokens.map(|key| (*key, Left::of(declared, key))).collect();
         (!self.search.meter.is_over()).then_some(Least { open: found, exact })
     }
@@ -229,7 +227,12 @@ impl Reproduction<'_> {
             let told_apart = before.energy > EXACT * before.reference;
             told_apart && CLEAR * after.energy <= before.energy
         };
-        declared.keys().filter(|key| FORWARD.contains(&key.stage)).filter(nearer).copied().collect()
+        declared
+            .keys()
+            .filter(|key| Stage::FORWARD.contains(&key.stage))
+            .filter(nearer)
+            .copied()
+            .collect()
     }
 }
 

@@ -1,10 +1,10 @@
 //! The policy of a job, and the policy beside a fault.
 
-use super::{CLEAR, EXACT, PARTS, ROUGHLY};
+use super::{CLEAR, EXACT, ROUGHLY};
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::evidence::{Evidence, Key, Residuals};
 use crate::diagnose::search::{Search, left_of};
-use crate::head::Roundings;
+use crate::head::{Roundings, Stage};
 use crate::kernels::Tiles;
 use crate::kernels::policy::{Path, Policy};
 use crate::replay::members;
@@ -54,7 +54,7 @@ impl<'a> Reproduction<'a> {
     ) -> Option<Self> {
         let mut roundings = evidence.roundings()?;
         // A part that was captured is allowed no rounding to what it would be added as.
-        let part = |key: &Key| PARTS.contains(&key.stage);
+        let part = |key: &Key| Stage::PARTS.contains(&key.stage);
         if fail && evidence.failing.iter().any(part) {
             roundings.widest.parts = roundings.narrowest.parts;
         }

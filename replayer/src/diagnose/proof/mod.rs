@@ -17,9 +17,8 @@ use std::collections::BTreeSet;
 
 use super::cause::{Cause, Hypothesis};
 use super::decide::CLEAR;
-use super::evidence::{Evidence, GRADIENTS, Key};
+use super::evidence::{Evidence, Key};
 use super::found::Found;
-use super::is_sum;
 use super::search::Search;
 use crate::head::Roundings;
 use crate::head::Stage;
@@ -44,17 +43,15 @@ const ROUGHLY: f64 = 1.2;
 const ROWS: f64 = 15.0;
 /// Energy of so many roundings to f32 is not told from none.
 const EXACT: f64 = (16.0 * F32) * (16.0 * F32);
-/// The parts of the gradients.
-const PARTS: [Stage; 4] = [Stage::DqLse, Stage::DqLabel, Stage::DkLse, Stage::DkLabel];
 
 /// Whether a stage is the head's own: sums of gradients say nothing of how it rounds.
 fn is_of_head(stage: Stage) -> bool {
-    !is_sum(stage)
+    !stage.is_sum()
 }
 
 /// Whether a policy is emulated for a stage: all gradients but the plane of dlogits.
 fn is_emulated(stage: Stage) -> bool {
-    GRADIENTS.contains(&stage) && stage != Stage::Dlogits
+    stage.is_gradient() && stage != Stage::Dlogits
 }
 
 /// Whether comparisons fail by so little that a hypothesis brings them within their bounds

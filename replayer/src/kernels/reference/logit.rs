@@ -11,10 +11,7 @@ use crate::kernels::matrix::{HeadInputs, Transform};
 #[derive(Clone, Copy)]
 pub(super) struct Chain<'a> {
     bias: Option<&'a [f64]>,
-    scale: f64,
-    softcap: Option<f64>,
-    /// The derivative of the softcap is taken as 1.
-    uncapped: bool,
+    transform: Transform,
     /// Given logits were stored by the job: no product was rounded on the way.
     given: bool,
 }
@@ -34,48 +31,43 @@ pub(super) struct Logit {
 
 impl<'a> Chain<'a> {
     pub(super) fn of(inputs: &HeadInputs<'a>) -> Self {
-        let Transform { scale, softcap, uncapped } = inputs.transform;
-        Chain { bias: inputs.bias, scale, softcap, uncapped, given: inputs.given.is_some() }
+        let &HeadInputs { bias, transform, given, .. } = inputs;
+        Chain { bias, transform, given: given.is_some() }
     }
 
     /// Whether the product is the logit.
     pub(super) fn is_plain(&self) -> bool {
-        self.bias.is_none() && self.scale == 1.0 && self.softcap.is_none()
+        self.bias.is_none() && self.transform.scale == 1.0 && self.transform.softcap.is_none()
     }
 
     /// Turns products into logits in place; `first` is the column of the first.
     pub(super) fn apply(&self, row: &mut [f64], first: usize) {
         if !self.is_plain() {
             for (v, x) in row.iter_mut().enumerate() {
-                *x = self.value(*x, first + v);
+                *x = self.transform.value(self.biased(*x, first + v));
             }
         }
-    }
-
-    fn value(&self, product: f64, v: usize) -> f64 {
-        let scaled = self.scale * self.biased(product, v);
-        self.softcap.map_or(scaled, |cap| cap * libm::tanh(scaled / cap))
     }
 
     /// The logit of column `v` with its variances; `norms` is `|q|² |k|²`.
     pub(super) fn logit(&self, product: f64, v: usize, norms: f64, noise: &TermNoise) -> Logit {
         let biased = self.biased(product, v);
-        let scaled = self.scale * biased;
+        let Transform { scale, softcap, .. } = self.transform;
+        let scaled = scale * biased;
         let own = |present: bool, x: f64| if present { square(finite(x)) } else { 0.0 };
-        let scales = self.scale != 1.0;
+        let scales = scale != 1.0;
         // Squares of the results before scaling, then of all before the softcap.
         let before = own(!self.given, product) + own(self.bias.is_some(), biased);
-        let before = square(self.scale) * before + own(scales, scaled);
-        let sums = noise.dot_rel_var * square(self.scale) * norms;
-        let Some(cap) = self.softcap else {
+        let before = square(scale) * before + own(scales, scaled);
+        let sums = noise.dot_rel_var * square(scale) * norms;
+        let Some(cap) = softcap else {
             // Given and nothing done to it: the rounding is that of its own dtype.
             let untouched = own(self.given && self.bias.is_none() && !scales, scaled);
             let var = noise.logit_rel_var * (before + untouched) + floor(noise, scaled) + sums;
-            return Logit { value: scaled, var, slope: self.scale, slope_var: 0.0 };
+            return Logit { value: scaled, var, slope: scale, slope_var: 0.0 };
         };
-        let tanh = libm::tanh(scaled / cap);
-        let slope = if self.uncapped { 1.0 } else { one_minus_square_of_tanh(scaled / cap) };
-        let value = cap * tanh;
+        let (value, slope) = (self.transform.capped(scaled), self.transform.bend(scaled));
+        let tanh = value / cap;
         let scaled_var = noise.logit_rel_var * before + sums;
         let from_tanh = 4.0 * square(square(tanh)) * noise.cap_rel_var;
         let from_logit = square(2.0 * tanh * slope / cap) * scaled_var;
@@ -86,8 +78,8 @@ impl<'a> Chain<'a> {
         Logit {
             value,
             var: square(slope) * scaled_var + own,
-            slope: self.scale * slope,
-            slope_var: square(self.scale) * (from_tanh + from_logit),
+            slope: scale * slope,
+            slope_var: square(scale) * (from_tanh + from_logit),
         }
     }
 
@@ -105,13 +97,6 @@ impl Logit {
             + noise.dot_rel_var * norms;
         Logit { value: product, var, slope: 1.0, slope_var: 0.0 }
     }
-}
-
-/// `1 - tanh²(x)` as `4 e / (1 + e)²`, `e = exp(-2|x|)`: the subtraction would cancel
-/// where tanh saturates, and there the gradient is all in what is left.
-fn one_minus_square_of_tanh(x: f64) -> f64 {
-    let e = libm::exp(-2.0 * x.abs());
-    4.0 * e / square(1.0 + e)
 }
 
 /// Variance in the format's smallest numbers, which an infinite logit is not near.

@@ -77,7 +77,7 @@ pub(super) fn pairings<'a>(
     stage: Stage,
     plan: &Plan,
 ) -> Vec<Pairing<'a>> {
-    if matches!(stage, Stage::Accumulate | Stage::Reduce) {
+    if stage.is_sum() {
         let reduced = stage == Stage::Reduce;
         let keys = one.reduced(Role::Dk, reduced).zip(other.reduced(Role::Dk, reduced));
         let keys = keys.map(|(a, b)| (vec![a], vec![b]));

@@ -148,7 +148,7 @@ fn allowed(one: &Side<'_>, other: &Side<'_>, pairing: &Pairing<'_>, norm: f64) -
         return Some(0.0);
     }
     // What has no microbatch of its own has the errors of all of them.
-    let every = pairing.joined || matches!(stage, Stage::Accumulate | Stage::Reduce);
+    let every = pairing.joined || stage.is_sum();
     let reach = |side: &Side<'_>, factor: f64| {
         let mut budget = Budget::default();
         let mut any = false;

@@ -24,7 +24,7 @@ use super::trial::in_world;
 use super::world::World;
 use super::{Replay, Slice};
 use crate::head::units::share;
-use crate::head::{HeadStep, MicrobatchInputs, Scores, Stage, Unit};
+use crate::head::{HeadStep, Kind, MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
 
 pub use error::RecomputeError;
@@ -32,13 +32,6 @@ pub use error::RecomputeError;
 /// Bytes of the largest token x vocabulary plane that is made at once: beyond it one asks
 /// for some tokens.
 const MOST_PLANE_BYTES: u64 = 4 << 30;
-
-/// Stages of one number a token and class.
-const PLANES: [Stage; 3] = [Stage::Logits, Stage::P, Stage::Dlogits];
-
-/// Gradients by q and by k and the bias, with their parts.
-const OF_Q: [Stage; 3] = [Stage::DqLse, Stage::DqLabel, Stage::Dq];
-const OF_K: [Stage; 4] = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Dbias];
 
 /// What is asked for.
 #[derive(Clone, Debug, PartialEq)]
@@ -104,17 +97,17 @@ pub fn recompute(step: &HeadStep<'_>, asked: &Asked) -> Result<Recomputed, Recom
 impl Replay<'_> {
     fn recomputed(&self, slices: &[Slice], asked: &Asked) -> Result<Recomputed, RecomputeError> {
         let stage = asked.stage;
-        if asked.tokens.is_some() && !PLANES.contains(&stage) {
+        if asked.tokens.is_some() && stage.kind() != Kind::Plane {
             let why = "tokens= is for logits, p and dlogits: cut the array instead".into();
             return Err(RecomputeError::Absent { stage, why });
         }
         let member = asked.policy.as_deref().map(|name| self.member(name)).transpose()?;
-        if matches!(stage, Stage::Accumulate | Stage::Reduce) {
+        if stage.is_sum() {
             return self.summed(slices, asked, member.as_ref());
         }
         let slice = one(slices, asked)?;
         let mut values = self.values(slice, asked, member.as_ref())?;
-        if OF_K.contains(&stage) && asked.rank.is_none() {
+        if stage.is_of_k() && asked.rank.is_none() {
             let ranks = self.ranks_averaged(slices);
             values.iter_mut().for_each(|x| *x /= ranks);
         }
@@ -173,14 +166,14 @@ impl Replay<'_> {
             return Ok(column);
         }
         let upstream = self.upstream(slice, &state, &mut unused)?;
-        if OF_Q.contains(&stage) || OF_K.contains(&stage) {
+        if stage.is_of_q() || stage.is_of_k() {
             let gradient = self.gradient(slice, &unit, (&state, &upstream), stage, member);
             return gradient.ok_or_else(|| {
                 let why = "the plain path forms dlogits whole and never tells the parts apart: ask for the f64 reference, without policy=".into();
                 RecomputeError::Absent { stage, why }
             });
         }
-        if PLANES.contains(&stage) {
+        if stage.kind() == Kind::Plane {
             let tokens = self.tokens(inputs, asked)?;
             return Ok(self.plane_of(slice, (&state, &upstream), stage, tokens, member));
         }
@@ -254,7 +247,7 @@ impl Replay<'_> {
             return Ok(Unit { ranks: Vec::new(), rows: (0..slice.inputs.tokens()).collect() });
         };
         let wrong = |why: String| RecomputeError::Rank { stage, rank, why };
-        if !OF_K.contains(&stage) {
+        if !stage.is_of_k() {
             return Err(wrong("rank= is for dk, its parts, dbias and accumulate".into()));
         }
         if let Some(why) = &slice.blocked {
@@ -306,7 +299,7 @@ impl Replay<'_> {
         let policy = self.step.is_policy_loss();
         let emulates = [Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::Logits];
         let emulates = emulates.contains(&stage) || stage == Stage::Dlogits;
-        let gradient = OF_Q.contains(&stage) || OF_K.contains(&stage);
+        let gradient = stage.is_of_q() || stage.is_of_k();
         match &inputs.scores {
             _ if stage == Stage::Dlogprobs && !policy => {
                 absent("it belongs to a policy loss (loss=\"grpo\"), which this head is not")
@@ -338,7 +331,7 @@ impl Replay<'_> {
             Scores::Logprobs | Scores::Lost(_) => &own[..],
             _ => &own[..own.len().saturating_sub(1)],
         };
-        if let (Some(tokens), true) = (&asked.tokens, PLANES.contains(&stage)) {
+        if let (Some(tokens), true) = (&asked.tokens, (stage.kind() == Kind::Plane)) {
             let shape = vec![tokens.len() as u64, self.classes(inputs) as u64];
             return Recomputed { shape, values };
         }
@@ -346,7 +339,7 @@ impl Replay<'_> {
         let captured = captured.map(|key| self.step.tensors[key].shape.clone());
         let count = values.len() as u64;
         let fits = |shape: &Vec<u64>| shape.iter().product::<u64>() == count;
-        let of_k = OF_K.contains(&stage) && stage != Stage::Dbias;
+        let of_k = stage.kind() == Kind::ClassRows;
         let (rows, columns) = (self.classes(inputs) as u64, inputs.width() as u64);
         if of_k && self.step.options.transposed() {
             let values = transposed(&values, rows as usize, columns as usize);
@@ -356,8 +349,8 @@ impl Replay<'_> {
             _ if of_k => vec![rows, columns],
             Stage::Dbias => vec![rows],
             Stage::Loss if count == 1 => Vec::new(),
-            _ if PLANES.contains(&stage) => [leading, &[rows]].concat(),
-            _ if OF_Q.contains(&stage) => [leading, &[columns]].concat(),
+            _ if stage.kind() == Kind::Plane => [leading, &[rows]].concat(),
+            _ if stage.is_of_q() => [leading, &[columns]].concat(),
             _ => leading.to_vec(),
         };
         Recomputed { shape: captured.filter(fits).unwrap_or_else(usual), values }

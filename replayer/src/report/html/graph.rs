@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use super::Page;
 use super::escape::esc;
-use super::stages::{glyph, meaning};
+use super::stages::glyph;
 use crate::head::Stage;
 use crate::replay::outcome::Status;
 use crate::report::number::ratio;
@@ -142,7 +142,7 @@ impl Page<'_> {
         let target = if report.worst.is_some() { "stage" } else { "row" };
         let mark = glyph(report.status, stage.is_input() && report.worst.is_none());
         let said = if first { "; the first divergence" } else { "" };
-        let about = format!("{}: {status}{said}. {}", report.name, meaning(*stage));
+        let about = format!("{}: {status}{said}. {}", report.name, stage.words());
         let _ = writeln!(
             out,
             "<a href=\"#{}-{target}-{}\" class=\"bt-node {class}\" aria-label=\"{}\"><title>{}</title>",

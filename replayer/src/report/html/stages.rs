@@ -13,42 +13,6 @@ use crate::report::number::{count, error, plural, ratio, scale, short};
 use crate::report::schema::{ComparisonReport, StageReport};
 use crate::report::text::{place, word};
 
-/// What a stage is, in words.
-pub(super) fn meaning(stage: Stage) -> &'static str {
-    match stage {
-        Stage::Q => "the hidden states, one row a token",
-        Stage::K => "the weights of the head, one row a class of the vocabulary",
-        Stage::Labels => "the class that each token should have",
-        Stage::Weights => "how much each token counts",
-        Stage::Bias => "a constant for each class",
-        Stage::Cotangent => "what the loss is multiplied by before the backward",
-        Stage::TokenOrder => "which token of the batch each row is",
-        Stage::Advantages | Stage::OldLogprobs | Stage::RefLogprobs => "an input of a policy loss",
-        Stage::Logits => "q times k: a score for each token and class",
-        Stage::Lse => "the logarithm of the sum of the exponentials of a token's logits",
-        Stage::LabelLogits => "each token's logit of its own label",
-        Stage::Logprobs => "the logarithm of each label's probability",
-        Stage::Nll => "each token's negative log-likelihood",
-        Stage::Loss => "the mean or sum over the tokens",
-        Stage::Dlogprobs => "the loss's derivative by the log-probabilities",
-        Stage::G => "what each token's gradient is multiplied by",
-        Stage::GLse => "the cotangent of the log-sum-exp",
-        Stage::GLabel => "the cotangent of the label's logit",
-        Stage::P => "the softmax",
-        Stage::Dlogits => "the loss's derivative by the logits",
-        Stage::DqLse => "the log-sum-exp part of the gradient of q",
-        Stage::DqLabel => "the label part of the gradient of q",
-        Stage::Dq => "the gradient of q",
-        Stage::DkLse => "the log-sum-exp part of the gradient of k",
-        Stage::DkLabel => "the label part of the gradient of k: a sum of q's rows by label",
-        Stage::Dk => "the gradient of k",
-        Stage::Dbias => "the gradient of the bias",
-        Stage::Accumulate => "the sum of dk over microbatches",
-        Stage::Reduce => "the sum of dk over ranks",
-        Stage::GradNorm => "the norm of the gradients",
-    }
-}
-
 /// A mark that says a status without a colour.
 pub(super) fn glyph(status: Status, input: bool) -> &'static str {
     match status {
@@ -112,7 +76,7 @@ impl Page<'_> {
             stage.name,
             word(stage.status),
             if first { ", the first divergence" } else { "" },
-            esc(meaning(*of))
+            esc(of.words())
         );
         if !stage.reason.is_empty() {
             let _ = writeln!(out, " <strong>{}.</strong>", esc(&stage.reason));
