@@ -10,6 +10,9 @@
 //! `reference` and `policy` share the data types of this module and no arithmetic:
 //! an oracle that shares code with what it judges agrees with its bugs.
 
+#[macro_use]
+mod vectorised;
+
 mod emulator;
 pub mod matrix;
 pub mod policy;

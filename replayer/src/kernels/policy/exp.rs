@@ -1,8 +1,7 @@
 //! exp and tanh in f32, and the row passes of the head: max, sums, softcap, gradient.
 //!
-//! Every pass is one generic body, compiled twice: with AVX2 and FMA enabled, where
-//! it vectorises, and without. Both give the same bits, because `mul_add` rounds once
-//! either way and sums are taken in 32 fixed lanes. AVX-512 is not used: these passes
+//! Every pass is one generic body, compiled twice (`vectorised!`). Both give the same
+//! bits, because sums are taken in 32 fixed lanes. AVX-512 is not used: these passes
 //! are some 3 % of a step, and its target feature is newer than the workspace's
 //! oldest compiler.
 
@@ -71,48 +70,27 @@ fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits((exponent.wrapping_add(127) as u32) << 23)
 }
 
-/// Compiles a pass for AVX2 with FMA and for the baseline, and picks at run time.
-macro_rules! dispatched {
-    ($(#[$doc:meta])* $name:ident, $body:ident, ($($arg:ident: $type:ty),*) -> $result:ty) => {
-        $(#[$doc])*
-        pub(super) fn $name($($arg: $type),*) -> $result {
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx2,fma")]
-                fn vectorised($($arg: $type),*) -> $result {
-                    $body($($arg),*)
-                }
-                if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                    // SAFETY: the two features it is compiled for were just detected.
-                    return unsafe { vectorised($($arg),*) };
-                }
-            }
-            $body($($arg),*)
-        }
-    };
-}
-
-dispatched!(
+vectorised!(
     /// Largest element of a row; NaN elements are passed over.
     row_max, row_max_body, (row: &[f32]) -> f32
 );
-dispatched!(
+vectorised!(
     /// Sum of `exp(x - shift)` over a row, in 32 lanes, then pairwise.
     sum_exp, sum_exp_body, (row: &[f32], shift: f32) -> f32
 );
-dispatched!(
+vectorised!(
     /// Sum of a row, in 32 lanes, then pairwise.
     row_sum, row_sum_body, (row: &[f32]) -> f32
 );
-dispatched!(
+vectorised!(
     /// Replaces each x of a row by `cap tanh(x / cap)`.
     softcap, softcap_body, (row: &mut [f32], cap: f32) -> ()
 );
-dispatched!(
+vectorised!(
     /// Replaces each `x = cap tanh(..)` of a row by `scale (1 - (x / cap)^2)`.
     softcap_slope, softcap_slope_body, (row: &mut [f32], cap: f32, scale: f32) -> ()
 );
-dispatched!(
+vectorised!(
     /// Replaces each x of a row by `g exp(x - lse)`.
     softmax_gradient, softmax_gradient_body, (row: &mut [f32], lse: f32, g: f32) -> ()
 );

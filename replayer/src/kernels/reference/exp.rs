@@ -1,23 +1,11 @@
 //! exp in f64 over whole rows: it is what the reference spends its time in beside the GEMMs, so it
-//! is written to be vectorised. One body is compiled twice, with AVX2 and FMA and without; both
-//! give the same bits, because `mul_add` rounds once either way.
+//! is written to be vectorised.
 
-/// Replaces each x of a row by `exp(x - shift)`, within one unit in the last place of a normal
-/// result; NaN stays NaN.
-pub(super) fn exp_row(row: &mut [f64], shift: f64) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx2,fma")]
-        fn vectorised(row: &mut [f64], shift: f64) {
-            exp_row_body(row, shift);
-        }
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            // SAFETY: the two features it is compiled for were just detected.
-            return unsafe { vectorised(row, shift) };
-        }
-    }
-    exp_row_body(row, shift);
-}
+vectorised!(
+    /// Replaces each x of a row by `exp(x - shift)`, within one unit in the last place of a normal
+    /// result; NaN stays NaN.
+    exp_row, exp_row_body, (row: &mut [f64], shift: f64) -> ()
+);
 
 #[inline(always)]
 fn exp_row_body(row: &mut [f64], shift: f64) {
