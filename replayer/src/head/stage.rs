@@ -284,6 +284,14 @@ mod tests {
         assert_eq!(Stage::OF_K, [Stage::DkLse, Stage::DkLabel, Stage::Dk]);
         let all = [&[Stage::Dlogits][..], &Stage::OF_Q, &Stage::OF_K, &[Stage::Dbias]].concat();
         assert_eq!(&Stage::GRADIENTS[..], all);
+        for stage in Stage::ALL.iter().filter(|stage| stage.is_gradient()) {
+            let share = match stage.name().split_once('_') {
+                Some((_, "lse")) => Share::Softmax,
+                Some((_, "label")) => Share::Label,
+                _ => Share::Whole,
+            };
+            assert_eq!(stage.share(), share, "{stage}");
+        }
     }
 
     #[test]

@@ -451,6 +451,24 @@ mod tests {
     }
 
     #[test]
+    fn what_is_no_number_is_counted_in_the_first_columns_of_every_row() {
+        let (rows, cols) = (150, 3);
+        let mut values = vec![1.0f32; rows * cols];
+        for (row, column, of) in [(0, 0, f32::NAN), (149, 1, f32::INFINITY), (70, 2, f32::NAN)] {
+            values[row * cols + column] = of;
+        }
+        let wide: Vec<f64> = values.iter().map(|&x| x.into()).collect();
+        for values in [Values::F32(&values), Values::F64(&wide)] {
+            let of = Matrix { rows, cols, values };
+            assert_eq!([1, 2, 3].map(|columns| of.nonfinite(columns)), [1, 2, 3]);
+        }
+        let (bf16, f16) = ([0x7f80, 0x3f80, 0xffc0], [0x7c00, 0x3c00, 0x7e00]);
+        for values in [Values::Bf16(&bf16), Values::F16(&f16)] {
+            assert_eq!(Matrix { rows: 1, cols, values }.nonfinite(3), 2);
+        }
+    }
+
+    #[test]
     #[should_panic(expected = "labels are below valid_vocab")]
     fn a_label_in_the_masked_vocabulary_is_a_programming_error() {
         let values = [0.0f32; 4];
