@@ -313,6 +313,23 @@ mod tests {
         hash.finish()
     }
 
+    /// Goal: biases that were found for one policy are not taken for those of another.
+    #[test]
+    fn biases_are_those_of_their_options_and_cotangents() {
+        let bits = [1u16, 2];
+        let q = Matrix { rows: 2, cols: 1, values: Values::Bf16(&bits) };
+        let head = HeadInputs::plain(q, q, &[0, 1], 2);
+        let (one, two) = ([1.0, 1.0], [2.0, 1.0]);
+        let cache = PassCache::default();
+        let found = |of: &[f64], options: &str, whole: f64| {
+            let g = Cotangents { lse: of, label: &one[..], smooth: &one[..] };
+            let find = || Biases { whole, ..Biases::default() };
+            cache.biases((&head, &one, &g), &options, find).whole
+        };
+        assert_eq!([found(&one, "bf16", 1.0), found(&one, "bf16", 2.0)], [1.0, 1.0], "held");
+        assert_eq!([found(&one, "f16", 3.0), found(&two, "bf16", 4.0)], [3.0, 4.0]);
+    }
+
     /// Goal: passes of heads that differ in anything are not taken for each other: a softcap
     /// whose derivative was left out once got the gradients of the declared one.
     #[test]
