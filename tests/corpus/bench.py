@@ -28,7 +28,7 @@ from corpus.record import record  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 # A clean job has no fault to be without, and so no twin.
-ALONE = {"clean-options", "kahan-red-herring", "clean"}
+ALONE = {"clean-options", "clean-shown-dlogits", "kahan-red-herring", "clean"}
 # Where cases are drawn from: programs in JAX, and programs in numpy in either set of ranges.
 PARTS = ("jax", *RANGES)
 # Seconds of one replay: far more than any takes, so that one that never ends is seen.

@@ -52,6 +52,9 @@ pub struct Bound {
     /// Whether a reference that is no number says that the captured value is none either:
     /// so of a hypothesis alone.
     pub nan_is_meant: bool,
+    /// Whether scores and what other tools count are wanted, too: a report tells them, and no
+    /// verdict needs them.
+    pub measured: bool,
 }
 
 impl Bound {
@@ -63,7 +66,7 @@ impl Bound {
             (8.0 * comparisons.max(1) as f64 * tests.max(1) as f64 / FALSE_ALARM).ln()
         };
         let (stage, row, element) = (share(1), share(rows), share(elements));
-        Bound { stage, row, element, nan_is_meant: false }
+        Bound { stage, row, element, nan_is_meant: false, measured: true }
     }
 }
 

@@ -13,5 +13,5 @@ pub mod ulp;
 
 pub use bound::{Allowed, Bound, ONE_ROUNDING};
 pub use chart::{Cell, Chart};
-pub use row::{Element, RowTally};
+pub use row::{Element, Look, RowTally};
 pub use tally::{Rows, SeenFrom, Tally, Worst, once};

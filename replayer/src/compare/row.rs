@@ -3,7 +3,7 @@
 //! It is plain memory: `device/kernels/compare.cu` fills the same struct, field for field and bit
 //! for bit, so who looked at a row changes nothing of a report.
 
-use super::bound::{Allowed, Budget};
+use super::bound::{Allowed, Bound, Budget};
 use super::measures::{Measures, Point, score_class};
 use super::tally::Worst;
 use super::ulp::{BUCKETS, Format, bucket};
@@ -143,6 +143,30 @@ pub struct Element {
     pub allowed: Allowed,
 }
 
+/// What is looked at of an element.
+#[derive(Clone, Copy, Debug)]
+pub struct Look {
+    /// The exponent of an element's bound.
+    bound: f64,
+    /// As in [`Bound`].
+    nan_is_meant: bool,
+    /// As in [`Bound`].
+    measured: bool,
+}
+
+impl Look {
+    /// What a bound asks for.
+    pub fn of(bound: &Bound) -> Look {
+        let Bound { element, nan_is_meant, measured, .. } = *bound;
+        Look { bound: element, nan_is_meant, measured }
+    }
+
+    /// All of it, at this exponent of an element's bound.
+    pub fn whole(bound: f64) -> Look {
+        Look { bound, nan_is_meant: false, measured: true }
+    }
+}
+
 impl RowTally {
     const NONE: RowTally = RowTally {
         nonfinite: 0,
@@ -171,20 +195,15 @@ impl RowTally {
         ulps: [0; BUCKETS],
     };
 
-    /// Looks at a row's elements, stored in this format. `x` is the exponent of an element's
-    /// bound; `nan_is_meant` as in [`super::Bound`].
-    pub fn of(
-        elements: impl Iterator<Item = Element>,
-        format: Format,
-        (x, nan_is_meant): (f64, bool),
-    ) -> RowTally {
+    /// Looks at a row's elements, stored in this format.
+    pub fn of(elements: impl Iterator<Item = Element>, format: Format, look: &Look) -> RowTally {
         let mut row = RowTally::NONE;
         let mut piece = RowTally::NONE;
         for (column, element) in elements.enumerate() {
             if column > 0 && column.is_multiple_of(PIECE) {
                 row.join(&std::mem::replace(&mut piece, RowTally::NONE));
             }
-            piece.look_at(column, element, format, (x, nan_is_meant));
+            piece.look_at(column, element, format, look);
         }
         row.join(&piece);
         row
@@ -205,23 +224,26 @@ impl RowTally {
         columns.div_ceil(PIECE).max(1)
     }
 
-    fn look_at(
-        &mut self,
-        column: usize,
-        element: Element,
-        format: Format,
-        (x, nan_is_meant): (f64, bool),
-    ) {
-        let meant = nan_is_meant && !element.reference.is_finite();
+    fn look_at(&mut self, column: usize, element: Element, format: Format, look: &Look) {
+        let Element { captured, reference, .. } = element;
+        let meant = look.nan_is_meant && !reference.is_finite();
         if !meant {
             self.allowed.add(&element.allowed);
         }
-        let spot = self.measure(column, element, format);
+        let spot = match look.measured {
+            true => self.measure(column, element, format),
+            false => Spot { column: column as i64, captured, reference, score: 0.0 },
+        };
         if meant && !element.captured.is_finite() {
             return;
         }
         match element.captured.is_finite() && element.reference.is_finite() {
-            true => self.add(element, spot, x),
+            true => {
+                self.add(element, spot, look.bound);
+                if look.measured {
+                    self.score(spot);
+                }
+            }
             false => {
                 self.nonfinite += 1;
                 self.spots[0].keep(spot);
@@ -288,7 +310,6 @@ impl RowTally {
     fn add(&mut self, element: Element, spot: Spot, x: f64) {
         let Element { captured, reference, allowed } = element;
         let error = captured - reference;
-        self.scores[score_class(spot.score)] += 1;
         self.error += error * error;
         self.reference += reference * reference;
         self.captured += captured * captured;
@@ -304,6 +325,10 @@ impl RowTally {
             self.spots[1].keep(spot);
             self.beyond = self.beyond.max((error / reach).powi(2));
         }
+    }
+
+    fn score(&mut self, spot: Spot) {
+        self.scores[score_class(spot.score)] += 1;
         if !self.spots[2].is_some() || spot.score > self.spots[2].score {
             self.spots[2] = spot;
         }
@@ -389,10 +414,10 @@ mod tests {
             })
             .collect();
         let format = Format::of(Dtype::F32).unwrap();
-        let whole = RowTally::of(elements.iter().copied(), format, (9.0, false));
+        let whole = RowTally::of(elements.iter().copied(), format, &Look::whole(9.0));
         let mut flat = RowTally::NONE;
         for (column, element) in elements.iter().enumerate() {
-            flat.look_at(column, *element, format, (9.0, false));
+            flat.look_at(column, *element, format, &Look::whole(9.0));
         }
         let counts = |row: &RowTally| {
             let of = [row.nonfinite, row.exceeding, row.mismatches, row.from_zero];
@@ -412,7 +437,7 @@ mod tests {
             .map(|(of, first)| {
                 let mut piece = RowTally::NONE;
                 for (at, element) in of.iter().enumerate() {
-                    piece.look_at(first + at, *element, format, (9.0, false));
+                    piece.look_at(first + at, *element, format, &Look::whole(9.0));
                 }
                 piece
             })

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
 use super::measures::{Measures, cosine};
-use super::row::{Element, RowTally};
+use super::row::{Element, Look, RowTally};
 use super::ulp::Format;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
@@ -239,8 +239,8 @@ impl Rows<'_> {
             let (captured, reference) = (self.captured.get_f64(at), self.reference[at]);
             Element { captured, reference, allowed: allowed(row, column, reference) }
         };
-        let bound = (bound.element, bound.nan_is_meant);
-        RowTally::of((0..columns).map(element), Format::of_values(&self.captured.values), bound)
+        let format = Format::of_values(&self.captured.values);
+        RowTally::of((0..columns).map(element), format, &Look::of(bound))
     }
 
     fn tally_by(&self, of_row: impl Fn(usize) -> RowTally + Sync, bound: &Bound) -> Tally {

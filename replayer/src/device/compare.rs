@@ -15,7 +15,7 @@ use super::room::{Room, put_rows};
 use crate::compare::allowance::{Allowance, OfColumn, OfRow, Sums};
 use crate::compare::row::PIECE;
 use crate::compare::ulp::Format;
-use crate::compare::{Allowed, Element, RowTally};
+use crate::compare::{Allowed, Element, Look, RowTally};
 use crate::kernels::Matrix;
 use crate::kernels::matrix::rows_of;
 
@@ -89,7 +89,7 @@ impl<'a> Comparison<'a> {
         let format = Format::of_values(&self.captured.values);
         let row = |row: usize| {
             let elements = (0..columns).map(|column| self.element((row, column), dense));
-            RowTally::of(elements, format, (self.bound, false))
+            RowTally::of(elements, format, &Look::whole(self.bound))
         };
         (0..self.captured.rows).map(row).collect()
     }

@@ -13,7 +13,7 @@ use super::room::{Panel, Room, put_rows};
 use crate::compare::plane::{OfToken, PlaneAllowance, PlaneStage};
 use crate::compare::row::PIECE;
 use crate::compare::ulp::Format;
-use crate::compare::{Element, RowTally};
+use crate::compare::{Element, Look, RowTally};
 use crate::kernels::matrix::{Cotangents, Matrix};
 use crate::kernels::policy::Policy;
 use crate::kernels::reference::{self, Upstream};
@@ -84,7 +84,7 @@ impl PlaneComparison<'_> {
         };
         let row = |row: usize| {
             let elements = (0..self.columns).map(|column| element(row, column));
-            RowTally::of(elements, format, (self.bound, false))
+            RowTally::of(elements, format, &Look::whole(self.bound))
         };
         (0..self.captured.rows).map(row).collect()
     }

@@ -11,8 +11,11 @@ use crate::kernels::matrix::IGNORED;
 use crate::replay::outcome::Outcome;
 use crate::replay::trial::Rows;
 
-/// Multiply-adds of one GEMM up to which all rows are looked at.
-const ALL: u64 = 1 << 26;
+/// Multiply-adds of one GEMM up to which all rows are looked at of what diverged.
+const ALL: u64 = 1 << 24;
+/// The same of what passes: how it was rounded shows in many rows together, and few causes are
+/// asked.
+const ALL_OF_PASSING: u64 = 1 << 26;
 /// Rows of dk, and tokens of a microbatch, in a sample.
 const KEPT: usize = 192;
 /// The same for a glance.
@@ -22,7 +25,8 @@ const WORTH: u64 = 1 << 20;
 
 /// A sample of rows; `None` where all of them can be looked at.
 pub(super) fn rows(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows> {
-    sampled(outcome, inputs, (ALL, KEPT))
+    let diverged = outcome.first_divergence().is_some();
+    sampled(outcome, inputs, (if diverged { ALL } else { ALL_OF_PASSING }, KEPT))
 }
 
 /// The few rows that show at a glance that a hypothesis is no better than the declaration.

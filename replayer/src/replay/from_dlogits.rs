@@ -10,6 +10,7 @@ use super::dq::picked;
 use super::findings::{Captured, Findings, Gradient};
 use super::gather::Gathered;
 use super::maps::Drawn;
+use super::rounded_entries::Alike;
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};
@@ -41,6 +42,8 @@ struct Product<'a> {
     floor: &'a [f64],
     /// The world's factor, and whether its product is rounded.
     factor: (f64, bool),
+    /// What rounding the entries once more does to all of them.
+    alike: Alike,
 }
 
 /// Operands of the products as a hypothesis has them.
@@ -74,6 +77,16 @@ fn narrowed(of: &Matrix<'_>, precision: Precision) -> Wide {
     Wide { rows: of.rows, cols: of.cols, values }
 }
 
+/// The format of few bits that holds all of these entries exactly, whatever they are stored in: a
+/// job may have rounded them and stored them as f32.
+fn held_in(entries: &Matrix<'_>) -> Option<Precision> {
+    let holds = |format: &Precision| {
+        let mut values = (0..entries.len()).map(|at| entries.get_f64(at));
+        values.all(|entry| format.round64(entry) == entry)
+    };
+    [Precision::Bf16, Precision::F16].into_iter().find(holds)
+}
+
 impl Replay<'_> {
     /// The same; none where what was captured cannot be used, which is said where it is judged.
     pub(super) fn usable_dlogits(
@@ -100,7 +113,8 @@ impl Replay<'_> {
         let whole = matrix(&tensor).filter(|m| m.rows == slice.inputs.tokens());
         let whole = whole.ok_or_else(|| unfit(&tensor, "floats of shape [..., V]"))?;
         let values = Gathered::new(&whole, &unit.rows);
-        Ok(Some(Dlogits { values, stored: precision_of(tensor.dtype) }))
+        let stored = held_in(&values.matrix()).or(precision_of(tensor.dtype));
+        Ok(Some(Dlogits { values, stored }))
     }
 
     pub(super) fn judge_from_dlogits(
@@ -125,6 +139,9 @@ impl Replay<'_> {
             Some(of) => (of.entries.matrix(), of.head(&problem.head)),
             None => (dlogits.values.matrix(), problem.head),
         };
+        let formats = [self.roundings.narrowest.dlogits, self.roundings.widest.dlogits];
+        let stored = dlogits.stored.unwrap_or(Precision::F64);
+        let alike = Alike::of(&entries, stored, formats, problem.cotangents().label);
         let tiles = self.tiles;
         let coarse = self.entry_floor(0.0) > 0.0;
         let q = |_| column_squares(&problem.head.q, problem.head.copies);
@@ -139,8 +156,16 @@ impl Replay<'_> {
                     let rows: Vec<usize> = b.rows.clone().collect();
                     let values = &self.supposed_product(problem, stage, &rows, values)[..];
                     let (length, factor) = (t, self.factor(problem, stage));
-                    let product =
-                        Product { first, values, squares, length, tokens: true, floor, factor };
+                    let product = Product {
+                        first,
+                        values,
+                        squares,
+                        length,
+                        tokens: true,
+                        floor,
+                        factor,
+                        alike,
+                    };
                     let index = |row: usize| row as u64;
                     self.judge_product(dlogits, gradient, &product, (&index, None), findings);
                 }
@@ -152,8 +177,8 @@ impl Replay<'_> {
             let floor = &problem.k_squares[..];
             let values = &self.supposed_product(problem, Dq, &unit.rows, values)[..];
             let factor = self.factor(problem, Dq);
-            let product =
-                Product { first: 0, values, squares, length: v, tokens: false, floor, factor };
+            let (first, length, tokens) = (0, v, false);
+            let product = Product { first, values, squares, length, tokens, floor, factor, alike };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;
             self.judge_product(dlogits, gradient, &product, (&index, copies), findings);
@@ -214,8 +239,9 @@ impl Replay<'_> {
             let own = inner
                 + self.entry_floor(0.0).powi(2) * floor
                 + relative(self.roundings.compute(), x);
-            let shared = self.narrowing() * squares;
-            let inner = Allowed { own, shared, ..Allowed::default() }.times(factor);
+            let shared = self.narrowing() * squares + product.alike.shared * x * x;
+            let certain = product.alike.certain * x.abs();
+            let inner = Allowed { own, shared, certain, ..Allowed::default() }.times(factor);
             gradient.storing(product.first * columns + at, supposed, again, inner)
         };
         let captured = rows_of(&whole, product.first..product.first + rows);

@@ -215,7 +215,7 @@ impl Replay<'_> {
     ) {
         let bound = self.bound(1, 1);
         let share = Bound::new(self.comparisons * place.of, 1, 1);
-        let bound = Bound { nan_is_meant: bound.nan_is_meant, ..share };
+        let bound = Bound { nan_is_meant: bound.nan_is_meant, measured: bound.measured, ..share };
         let rows = Rows {
             captured: Matrix { rows: 1, cols: 1, values: Values::F64(&[captured]) },
             reference: &[total.value],

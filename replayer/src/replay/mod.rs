@@ -46,6 +46,7 @@ mod probed;
 pub mod recompute;
 pub(crate) mod reductions;
 mod reordered;
+mod rounded_entries;
 pub mod sample;
 mod sampled;
 mod slabs;
@@ -333,7 +334,8 @@ impl Replay<'_> {
 
     fn bound(&self, rows: usize, columns: usize) -> Bound {
         let nan_is_meant = self.trial && self.world.has_nan();
-        Bound { nan_is_meant, ..Bound::new(self.comparisons, rows, rows * columns) }
+        let measured = !self.trial;
+        Bound { nan_is_meant, measured, ..Bound::new(self.comparisons, rows, rows * columns) }
     }
 
     fn wants(&self, stage: Stage) -> bool {

@@ -1,6 +1,7 @@
 """Jobs without a fault: every option of docs/heads.md, and stories that only look like one."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,19 @@ def options(rng, seed):
         drawn.record(tape, case, outputs, chosen, own)
 
     return Case("clean-options", [set()], draw_kept(rng), write, write, {"number": number}, kind="clean")
+
+
+@plant("clean-shown-dlogits")
+def shown_dlogits(rng, seed):
+    """dlogits are recorded with other bits than the products take: rounded for the one or the other
+    alone. Entries of confident tokens are nearly one number, so all of them err alike."""
+    job = draw_job(rng, seed, dtype=pick(rng, ["bf16", "bf16", "f16"]), confident=0.7)
+    code, kept = code_for(rng, job, "kernel"), draw_kept(rng, dlogits=True, parts=False)
+    shown, products = pick(rng, [(None, job.dtype), (job.dtype, "f32")])
+    code = replace(code, shown_dlogits=shown, dlogits=products)
+    names = frozenset(names_of(kept) | {"loss", "dk", "dq"})
+    run = lambda: (job, train.train(job, code, names=names))
+    return Case("clean-shown-dlogits", [set()], kept, run, run, {"shown": shown, "products": products}, kind="clean")
 
 
 @plant("kahan-red-herring")

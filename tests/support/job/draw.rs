@@ -11,7 +11,7 @@ use backtape::head::{
 };
 
 use super::number::{Float, Order, Random};
-use super::options::{Data, Extras, Kind, Layout, Options, Rounding, Weights};
+use super::options::{Data, Extras, Kind, Layout, Options, Rounding, Shown, Weights};
 use super::{Fault, Job};
 
 /// Most multiply-adds of one product over the whole step: some milliseconds.
@@ -54,6 +54,7 @@ pub(super) fn job(seed: u64) -> Job {
     numbers(&mut job, random);
     loss(&mut job, random);
     extras(&mut job, random);
+    shown(&mut job, random);
     job
 }
 
@@ -249,6 +250,7 @@ fn extras(job: &mut Job, random: &mut Random) {
     job.options.extras = Extras {
         logits: formed && !unmasked && fits && random.chance(0.3),
         dlogits: formed && random.chance(0.3),
+        shown: Shown::AsUsed,
         logprobs: random.chance(0.3),
         accumulated: random.chance(0.3),
         dq_parts: job.fused && random.chance(0.3),
@@ -261,6 +263,15 @@ fn extras(job: &mut Job, random: &mut Random) {
         job.options.data.head = random.one_of(&[0.0, 1e-3]);
     }
     sums(&mut job.options, random);
+}
+
+/// Whether dlogits are recorded with other bits than the products take.
+fn shown(job: &mut Job, random: &mut Random) {
+    if job.options.extras.dlogits {
+        let rounded = Shown::Rounded(job.options.layout.input);
+        job.options.extras.shown =
+            random.one_of(&[Shown::AsUsed, Shown::AsUsed, Shown::Unrounded, rounded]);
+    }
 }
 
 /// How the sums of dk are recorded: beside their addends or without them, and in what.

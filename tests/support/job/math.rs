@@ -8,7 +8,7 @@
 
 use super::inputs::{Inputs, Share};
 use super::number::{Float, Real, Sum, all, zeros};
-use super::options::Kind;
+use super::options::{Kind, Shown};
 use super::{Fault, Job, Narrow};
 
 /// What all ranks share.
@@ -175,7 +175,8 @@ impl<'a, F: Real> Head<'a, F> {
         g: &[F],
     ) -> Backward<F> {
         let (n, d, v) = (share.tokens, self.job.width, self.job.vocab);
-        let (dense, label) = self.entries(targets, forward, g);
+        let rounding = &self.job.options.rounding;
+        let (dense, label) = self.entries(targets, forward, g, rounding.dlogits);
         let q = all::<F>(&share.q);
         let mut found = Backward {
             dq_lse: zeros(0),
@@ -194,7 +195,10 @@ impl<'a, F: Real> Head<'a, F> {
             found.dq = self.added(&found.dq_lse, &found.dq_label);
             found.dk = self.added(&found.dk_lse, &found.dk_label);
         }
-        found.dlogits = dense;
+        found.dlogits = match self.job.options.extras.shown {
+            Shown::Unrounded => self.entries(targets, forward, g, Float::F32).0,
+            Shown::AsUsed | Shown::Rounded(_) => dense,
+        };
         found
     }
 
@@ -205,6 +209,7 @@ impl<'a, F: Real> Head<'a, F> {
         targets: &[Option<usize>],
         forward: &Forward<F>,
         g: &[F],
+        to: Float,
     ) -> (Vec<F>, Vec<F>) {
         let (job, options) = (self.job, &self.job.options);
         let (rounding, one) = (&options.rounding, F::of(1.0));
@@ -216,14 +221,14 @@ impl<'a, F: Real> Head<'a, F> {
             let upstream = one + F::of(2.0 * options.z_loss) * forward.lse[t];
             for v in 0..job.valid {
                 let at = t * job.vocab + v;
-                let to = |what| job.narrow(what).unwrap_or(Float::F32);
-                let lse = forward.lse[t].round(to(Narrow::KeptLse));
-                let z = forward.z[at].round(to(Narrow::BackwardLogits));
+                let narrow = |what| job.narrow(what).unwrap_or(Float::F32);
+                let lse = forward.lse[t].round(narrow(Narrow::KeptLse));
+                let z = forward.z[at].round(narrow(Narrow::BackwardLogits));
                 let p = match options.divides {
                     true => (forward.z[at] - forward.max[t]).exp() / forward.sum[t],
                     false => (z - lse).exp(),
                 };
-                let p = p.round(to(Narrow::EarlyP));
+                let p = p.round(narrow(Narrow::EarlyP));
                 let mut entry = match job.fused() {
                     true => g[t] * upstream * p.round(rounding.p),
                     false if v == target => g[t] * (upstream * p - kept),
@@ -232,7 +237,7 @@ impl<'a, F: Real> Head<'a, F> {
                 if smoothed > 0.0 {
                     entry = entry - g[t] * spread;
                 }
-                dense[at] = (entry * forward.slope[at]).round(rounding.dlogits);
+                dense[at] = (entry * forward.slope[at]).round(to);
             }
             if job.fused() {
                 label[t] = -(g[t] * kept) * forward.slope[t * job.vocab + target];

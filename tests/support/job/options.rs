@@ -108,11 +108,25 @@ pub(crate) struct Layout {
     pub(crate) bias: Float,
 }
 
+/// How a job records dlogits.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) enum Shown {
+    /// As its products take them.
+    #[default]
+    AsUsed,
+    /// Before they are rounded for its products.
+    Unrounded,
+    /// Rounded to the input's dtype for the record, where its products may take more bits.
+    Rounded(Float),
+}
+
 /// Tensors that a job may record beyond what it always does, and what they are.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Extras {
     pub(crate) logits: bool,
     pub(crate) dlogits: bool,
+    /// How dlogits are recorded.
+    pub(crate) shown: Shown,
     pub(crate) logprobs: bool,
     /// dk summed over microbatches, before the reduction over ranks.
     pub(crate) accumulated: bool,

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use super::Job;
 use super::inputs::{Inputs, Share};
 use super::number::Float;
-use super::options::{Kind, Weights};
+use super::options::{Kind, Shown, Weights};
 use super::step::{Part, Step};
 use crate::support::dump::Shard;
 
@@ -197,7 +197,12 @@ impl Recording<'_> {
             return;
         }
         if options.extras.dlogits {
-            let dlogits = floats(options.rounding.dlogits, &found.dlogits);
+            let stored = match options.extras.shown {
+                Shown::AsUsed => options.rounding.dlogits,
+                Shown::Unrounded => Float::F32,
+                Shown::Rounded(to) => to,
+            };
+            let dlogits = floats(stored, &found.dlogits);
             self.of_tokens(at, "dlogits", Some(job.vocab), dlogits);
         }
         self.of_tokens(at, "dq", Some(job.width), floats(layout.dq, &found.dq));

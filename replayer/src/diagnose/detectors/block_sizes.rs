@@ -17,6 +17,13 @@ use crate::kernels::matrix::IGNORED;
 const LABELS: usize = 32;
 /// How near the product of dq with a random vector must be, over the norm of dq.
 const NEAR_DQ: f64 = 0.05;
+/// A size is offered where what it reads is at most so many times as far from what was captured as
+/// what the best reads.
+const AS_NEAR: f64 = 16.0;
+/// Numbers from which a size that is not as near as the best is left out.
+const MANY: usize = 3;
+/// What is this share of [`NEAR`] away may be rounding to f32 alone.
+const ROUNDED: f64 = 1e-3;
 /// Logits of a token that may be read to find a size.
 const READS: usize = 1 << 26;
 
@@ -43,22 +50,32 @@ struct Projected {
 }
 
 impl Looked<'_> {
-    /// Sizes of blocks of k that were read at `i b b`, by what was captured of the tokens: a
-    /// token's products are worked out once, and every size but reads them elsewhere. None where
-    /// there are too many sizes to try.
+    /// Sizes of blocks of k that were read at `i b b`, the likeliest first, by what was captured
+    /// of the tokens: a token's products are worked out once, and every size but reads them
+    /// elsewhere. None where there are too many sizes to try.
     pub fn block_sizes(&self, evidence: &Evidence<'_>, beyond: &[Beyond]) -> Option<Vec<usize>> {
         let n = self.direct.head.k.rows;
         if n.saturating_mul(n).saturating_mul(beyond.len()) > READS {
             return None;
         }
         let shown: Vec<Shown> = self.tokens.iter().map(|&t| self.shown(evidence, t)).collect();
-        let fits =
-            |map: Map| self.labels_fit(map) && shown.iter().all(|one| self.shown_fits(one, map));
-        let any = |size: &usize| {
-            beyond.iter().any(|&beyond| fits(Map::BlockTwice { size: *size, beyond }))
+        let off = |map: Map| -> Option<f64> {
+            let of_labels = self.labels_off(map)?;
+            shown.iter().try_fold(of_labels, |most, one| Some(most.max(self.off(one, map)?)))
+        };
+        let nearest = |size: usize| {
+            let each = beyond.iter().filter_map(|&beyond| off(Map::BlockTwice { size, beyond }));
+            Some((each.min_by(f64::total_cmp)?, size))
         };
         // Fewer than three blocks do not show.
-        Some((2..n.div_ceil(2)).filter(any).collect())
+        let mut found: Vec<(f64, usize)> = (2..n.div_ceil(2)).filter_map(nearest).collect();
+        found.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // What one number or two show, a wrong size may by chance show as well.
+        if shown.len() + self.labels.len() >= MANY {
+            let most = found.first().map_or(0.0, |best| AS_NEAR * best.0.max(ROUNDED));
+            found.retain(|(off, _)| *off <= most);
+        }
+        Some(found.into_iter().map(|(_, size)| size).collect())
     }
 
     fn shown(&self, evidence: &Evidence<'_>, t: usize) -> Shown {
@@ -91,19 +108,21 @@ impl Looked<'_> {
         })
     }
 
-    /// Whether the captured logits of labels are those of the rows that a map reads.
-    fn labels_fit(&self, map: Map) -> bool {
+    /// How far the captured logits of labels are at most from those of the rows that a map reads,
+    /// over [`NEAR`]; none where they are further.
+    fn labels_off(&self, map: Map) -> Option<f64> {
         let n = self.direct.head.k.rows;
-        self.labels.iter().all(|&(t, captured)| {
+        self.labels.iter().try_fold(0.0f64, |most, &(t, captured)| {
             let label = self.inputs.labels[t] as usize;
-            let Some(row) = map.at(label, n) else { return false };
             let q = self.direct.q(Row::From(t));
-            let read = |row: Row| self.direct.logit(dot(&q, &self.direct.k(row)), label).0;
-            (read(row) - captured).abs() <= NEAR * (1.0 + captured.abs())
+            let row = self.direct.k(map.at(label, n)?);
+            let read = self.direct.logit(dot(&q, &row), label).0;
+            Some(most.max(near((read - captured).abs(), NEAR * (1.0 + captured.abs()))?))
         })
     }
 
-    fn shown_fits(&self, one: &Shown, map: Map) -> bool {
+    /// The same of what a token shows.
+    fn off(&self, one: &Shown, map: Map) -> Option<f64> {
         let (n, valid) = (self.direct.head.k.rows, self.direct.head.valid_vocab);
         let at = |of: &[f64], v: usize| match map.at(v, n) {
             Some(Row::From(row)) => of[row],
@@ -115,9 +134,10 @@ impl Looked<'_> {
         let z: Vec<f64> = logits.iter().map(|of| of.0).collect();
         let own = self.direct.lse(&z);
         if let Some(captured) = one.lse {
-            return (own - captured).abs() <= NEAR * (1.0 + own.abs());
+            return near((own - captured).abs(), NEAR * (1.0 + own.abs()));
         }
-        let Some(dq) = &one.dq else { return true };
+        // A token of which nothing else was captured says nothing.
+        let Some(dq) = &one.dq else { return Some(0.0) };
         let [a, b, c] = dq.cotangents;
         let dense = |lse: f64| -> f64 {
             let entry = |v: usize| logits[v].1 * (a * (z[v] - lse).exp() + c);
@@ -132,11 +152,17 @@ impl Looked<'_> {
                 of_label(at(&dq.rows, v), at(&one.products, v), v),
             ],
         };
-        [own, dq.right].into_iter().any(|lse| {
+        let each = [own, dq.right].into_iter().flat_map(|lse| {
             let dense = dense(lse);
-            labels.iter().any(|label| (dense + label - dq.captured).abs() <= dq.near)
-        })
+            labels.iter().map(move |label| (dense + label - dq.captured).abs())
+        });
+        each.filter_map(|off| near(off, dq.near)).min_by(f64::total_cmp)
     }
+}
+
+/// A distance as the share of what is near; none where it is further, or no number.
+fn near(off: f64, near: f64) -> Option<f64> {
+    (off <= near).then(|| off / near.max(f64::MIN_POSITIVE))
 }
 
 /// Captured logits of tokens of which no two have one label: the largest labels first, as the

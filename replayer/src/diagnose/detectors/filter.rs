@@ -5,8 +5,6 @@
 //! largest of each block. Sizes and thresholds that jobs use are then tried on a few rows of
 //! dk.
 
-use std::collections::BTreeSet;
-
 use backtape::identity::{Microbatch, Rank};
 use backtape::nan::largest;
 
@@ -29,6 +27,8 @@ const COLUMNS: usize = 4096;
 const OFFERED: usize = 8;
 /// A filter counts as seen when it leaves less than this share of what none leaves.
 const SEEN: f64 = 0.5;
+/// Work of looking up where an entry belongs and of adding what it multiplies, in few columns.
+const LOOKED_UP: usize = 16;
 /// Roundings to f32 of a logit by which `p - 1` may err: what is smaller than that is 0 in a right
 /// job as well, or anything.
 const ROUNDINGS: f64 = 64.0;
@@ -96,22 +96,15 @@ impl Filtered {
 
     /// For every tile, row-major, whether the filter leaves it out.
     pub fn dropped(&self, filter: &Filter) -> Tiled {
-        self.largest(filter.tile).dropped(filter.least)
+        self.largest().over(filter.tile).dropped(filter.least)
     }
 
-    fn largest(&self, tile: [usize; 2]) -> Largest {
-        let [tokens, classes] = tile;
-        let blocks = self.classes.div_ceil(self.block);
-        let across = self.classes.div_ceil(classes);
-        let mut values = vec![0.0f32; self.rows.len().div_ceil(tokens) * across];
-        for (at, row) in self.magnitudes.chunks(blocks.max(1)).enumerate() {
-            let first = at * self.block / tokens * across;
-            for (column, &x) in row.iter().enumerate() {
-                let at = first + column * self.block / classes;
-                values[at] = values[at].max(x);
-            }
-        }
-        Largest { tile, values, across }
+    /// Of every block.
+    fn largest(&self) -> Largest {
+        let across = self.classes.div_ceil(self.block);
+        let rows = self.rows.len().div_ceil(self.block);
+        let (tile, values) = ([self.block; 2], self.magnitudes.clone());
+        Largest { tile, values, rows, across }
     }
 
     /// The filters that fit a captured dk of the unit best, where one fits much better than
@@ -126,42 +119,61 @@ impl Filtered {
         let Some(sums) = Sums::of_many_dk(evidence, unit, policy, labelled) else {
             return Vec::new();
         };
-        let work = 8 * sums.n * sums.rows * sums.cols;
-        let none = sums.misfit_without(&|_, _| false);
+        let work = LOOKED_UP * sums.n * sums.rows;
+        let none = sums.misfit();
         let logit = largest(unit.lse.iter().map(|lse| lse.abs()));
         let noise = if labelled { ROUNDINGS * F32 * logit } else { 0.0 };
+        let levels: Vec<f64> = thresholds().filter(|&least| least > noise).collect();
         let mut found: Vec<(f64, Filter)> = Vec::new();
-        for tile in self.tiles() {
-            let largest = self.largest(tile);
-            // What leaves out as much leaves out the same.
-            let mut tried = BTreeSet::from([0]);
-            for least in thresholds().filter(|&least| least > noise) {
-                let tiled = largest.dropped(least);
-                if !tried.insert(tiled.dropped.iter().filter(|dropped| **dropped).count()) {
-                    continue;
-                }
-                if evidence.spend(work) {
-                    return Vec::new();
-                }
-                let misfit = sums.misfit_without(&|t, v| tiled.drops(t, v));
-                found.push((misfit, Filter { least, tile, labelled }));
+        for largest in self.tiles() {
+            if evidence.spend(work) {
+                return Vec::new();
             }
+            let (tile, first) = (largest.tile, largest.first_dropping(&levels));
+            let at = |t: usize, v: usize| first[t / tile[0] * largest.across + v / tile[1]];
+            let misfits = sums.misfits_without(levels.len(), &at);
+            let of = |level: usize| Filter { least: levels[level], tile, labelled };
+            let new = telling(&first, &levels).into_iter();
+            found.extend(new.map(|level| (misfits[level], of(level))));
         }
         found.sort_by(|a, b| a.0.total_cmp(&b.0));
         let seen = found.iter().filter(|(misfit, _)| *misfit < SEEN * none);
         seen.map(|&(_, filter)| filter).take(OFFERED).collect()
     }
 
-    /// Powers of two, and the whole of the tokens or of the classes.
-    fn tiles(&self) -> Vec<[usize; 2]> {
-        let sizes = |of: usize| {
-            let whole = of.next_multiple_of(self.block);
-            let sizes = (0..=9).map(|i| 1usize << i).filter(|size| size % self.block == 0);
+    /// Tiles of powers of two, and of the whole of the tokens or of the classes. Each is made of
+    /// smaller ones.
+    fn tiles(&self) -> impl Iterator<Item = Largest> {
+        let sizes = |of: usize, block: usize| {
+            let whole = of.next_multiple_of(block);
+            let sizes = (0..=9).map(|i| 1usize << i).filter(move |size| size % block == 0);
             sizes.filter(move |&size| size < whole).chain([whole])
         };
-        let tokens = sizes(self.rows.len());
-        tokens.flat_map(|t| sizes(self.classes).map(move |v| [t, v])).collect()
+        let (classes, block) = (self.classes, self.block);
+        let by_tokens = sizes(self.rows.len(), block).scan(self.largest(), move |of, size| {
+            *of = of.over([size, block]);
+            Some(of.clone())
+        });
+        by_tokens.flat_map(move |of| {
+            sizes(classes, block).scan(of, |of, size| {
+                *of = of.over([of.tile[0], size]);
+                Some(of.clone())
+            })
+        })
     }
+}
+
+/// Of ascending thresholds those that leave out more than the ones before them, given the first
+/// that leaves out each tile. Of several that leave out as much, which a job has does not show:
+/// most have a power of two.
+fn telling(first: &[usize], levels: &[f64]) -> Vec<usize> {
+    let mut new = first.to_vec();
+    new.sort_unstable();
+    new.dedup();
+    let ends = new.iter().skip(1).copied().chain([levels.len()]);
+    let alike = new.iter().zip(ends).filter(|(from, _)| **from < levels.len());
+    let power = |&level: &usize| levels[level].log2().fract() == 0.0;
+    alike.map(|(&from, to)| (from..to).rev().find(power).unwrap_or(from)).collect()
 }
 
 fn block_of(tokens: usize, classes: usize) -> usize {
@@ -169,13 +181,37 @@ fn block_of(tokens: usize, classes: usize) -> usize {
     BLOCKS.into_iter().find(few).unwrap_or(BLOCKS[2])
 }
 
+/// The largest magnitude in each tile, `[rows, across]`.
+#[derive(Clone)]
 struct Largest {
     tile: [usize; 2],
     values: Vec<f32>,
+    rows: usize,
     across: usize,
 }
 
 impl Largest {
+    /// Of larger tiles, which hold whole ones of these.
+    fn over(&self, tile: [usize; 2]) -> Largest {
+        let [tokens, classes] = [tile[0].div_ceil(self.tile[0]), tile[1].div_ceil(self.tile[1])];
+        let (rows, across) = (self.rows.div_ceil(tokens), self.across.div_ceil(classes));
+        let mut values = vec![0.0f32; rows * across];
+        for (at, row) in self.values.chunks(self.across.max(1)).enumerate() {
+            let to = &mut values[at / tokens * across..][..across];
+            for (to, of) in to.iter_mut().zip(row.chunks(classes)) {
+                *to = of.iter().fold(*to, |most, &x| most.max(x));
+            }
+        }
+        Largest { tile, values, rows, across }
+    }
+
+    /// For every tile the first of ascending thresholds that leaves it out, their number where
+    /// none does.
+    fn first_dropping(&self, levels: &[f64]) -> Vec<usize> {
+        let first = |&x: &f32| levels.partition_point(|&least| least <= f64::from(x));
+        self.values.iter().map(first).collect()
+    }
+
     fn dropped(&self, least: f64) -> Tiled {
         let dropped = self.values.iter().map(|&x| f64::from(x) < least).collect();
         Tiled { tile: self.tile, across: self.across, dropped }
@@ -196,10 +232,12 @@ impl Tiled {
     }
 }
 
-/// Thresholds in use: powers of two around CCE's 2⁻¹², and of ten.
+/// Thresholds in use, ascending: powers of two around CCE's 2⁻¹², and of ten.
 fn thresholds() -> impl Iterator<Item = f64> {
     let twos = (4..=18).map(|k| 2f64.powi(-k));
-    twos.chain((2..=6).map(|k| 10f64.powi(-k)))
+    let mut all: Vec<f64> = twos.chain((2..=6).map(|k| 10f64.powi(-k))).collect();
+    all.sort_by(f64::total_cmp);
+    all.into_iter()
 }
 
 #[cfg(test)]
@@ -212,6 +250,22 @@ mod tests {
         let tiled = Tiled { tile: [16, 32], across: 2, dropped };
         assert!(tiled.drops(15, 31) && tiled.drops(16, 32));
         assert!(!tiled.drops(15, 32) && !tiled.drops(31, 0));
+    }
+
+    #[test]
+    fn a_larger_tile_has_the_largest_of_the_tiles_in_it() {
+        let values = vec![1.0, 5.0, 2.0, 0.0, 3.0, 4.0, 7.0, 6.0, 0.5];
+        let one = Largest { tile: [1, 1], values, rows: 3, across: 3 };
+        assert_eq!(one.over([2, 2]).values, [5.0, 4.0, 7.0, 0.5]);
+        assert_eq!(one.over([1, 2]).over([2, 4]).values, [5.0, 7.0]);
+        assert_eq!(one.over([1, 2]).first_dropping(&[2.0, 6.0]), [1, 1, 1, 1, 2, 0]);
+    }
+
+    #[test]
+    fn of_thresholds_that_leave_out_as_much_a_power_of_two_is_tried() {
+        let levels = [0.1, 0.125, 0.2, 0.25, 0.3, 0.4];
+        assert_eq!(telling(&[0, 2, 2, 4, 6], &levels), [1, 3, 4]);
+        assert_eq!(telling(&[1, 6], &levels), [3], "what the first leaves in does not tell");
     }
 
     #[test]

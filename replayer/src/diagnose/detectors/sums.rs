@@ -154,19 +154,41 @@ impl Sums {
         })
     }
 
-    /// Squared distance from the sum of all entries but those that are left out, given by
-    /// addend and class.
-    pub(super) fn misfit_without(&self, left_out: &dyn Fn(usize, usize) -> bool) -> f64 {
-        let Sums { n, rows, cols, entries, others, .. } = self;
-        let mut total = self.rest.clone();
-        for i in 0..*n {
-            let other = &others[i * cols..(i + 1) * cols];
-            for row in (0..*rows).filter(|&row| !left_out(i, self.places[row])) {
-                let entry = f64::from(entries[i * rows + row]);
-                let total = &mut total[row * cols..(row + 1) * cols];
-                total.iter_mut().zip(other).for_each(|(sum, &x)| *sum += entry * f64::from(x));
+    /// Squared distance from the sum of all entries.
+    pub(super) fn misfit(&self) -> f64 {
+        self.misfits_without(1, &|_, _| 1)[0]
+    }
+
+    /// Squared distances from the sums of what each of some sets leaves, where every set leaves
+    /// out what those before it do, and more: given an addend and a class, `first` is the first
+    /// set that leaves the entry out, `sets` where none does.
+    pub(super) fn misfits_without(
+        &self,
+        sets: usize,
+        first: &dyn Fn(usize, usize) -> usize,
+    ) -> Vec<f64> {
+        let Sums { rows, cols, entries, others, .. } = self;
+        let mut left_out_from = vec![0.0; (sets + 1) * rows * cols];
+        for (i, other) in others.chunks(*cols).enumerate() {
+            for (row, &entry) in entries[i * rows..(i + 1) * rows].iter().enumerate() {
+                let at = (first(i, self.places[row]) * rows + row) * cols;
+                let total = &mut left_out_from[at..at + cols];
+                let addends = other.iter().map(|&x| f64::from(entry) * f64::from(x));
+                total.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
             }
         }
+        let mut left = self.rest.clone();
+        let mut found = vec![0.0; sets];
+        // The last set leaves what none leaves out; each before it leaves more.
+        for (set, addends) in left_out_from.chunks(rows * cols).enumerate().skip(1).rev() {
+            left.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
+            found[set - 1] = self.distance(&left);
+        }
+        found
+    }
+
+    /// Squared distance of what was captured from `[rows, cols]` sums.
+    fn distance(&self, total: &[f64]) -> f64 {
         let stored = |x: f64| self.stored.map_or(x, |precision| precision.round64(x));
         let error = |(&sum, captured): (&f64, &f64)| (stored(sum) - captured).powi(2);
         if self.stored.is_some_and(|precision| !precision.keeps_f32()) {
@@ -176,7 +198,7 @@ impl Sums {
             return others.count() as f64;
         }
         // Rows count alike: what is left out of a row is little beside a frequent label's.
-        let rows = total.chunks(*cols).zip(self.captured.chunks(*cols));
+        let rows = total.chunks(self.cols).zip(self.captured.chunks(self.cols));
         let relative = rows.map(|(total, captured)| {
             let size: f64 = captured.iter().map(|x| x * x).sum();
             let error: f64 = total.iter().zip(captured).map(error).sum();
