@@ -28,6 +28,8 @@ const THOROUGH: u64 = 25;
 
 /// What other declarations are called among the causes that were not all tried.
 const DECLARATIONS: &str = "other declarations";
+/// The same of causes beside others: by themselves they were tried.
+pub(super) const PAIRS: &str = "pairs of causes";
 
 /// How closely causes are looked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -144,16 +146,16 @@ impl<'a> Meter<'a> {
     /// what the others did not need: more for each than before.
     pub(super) fn lends(&self) -> BTreeSet<String> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_cause = |of: &&String| ![DECLARATIONS, PAIRS].contains(&of.as_str());
+        let causes: BTreeSet<String> = left_out.iter().filter(is_cause).cloned().collect();
         let left = (self.limit / 3 * 2).saturating_sub(self.done.load(Ordering::Relaxed));
-        let each = left / (left_out.len() as u64).max(1);
-        if each <= self.share.load(Ordering::Relaxed) {
+        let each = left / (causes.len() as u64).max(1);
+        if causes.is_empty() || each <= self.share.load(Ordering::Relaxed) {
             return BTreeSet::new();
         }
         self.share.store(each, Ordering::Relaxed);
-        let all = std::mem::take(&mut *left_out);
-        // Those are not tried again.
-        left_out.extend(all.get(DECLARATIONS).cloned());
-        all
+        left_out.retain(|of| !causes.contains(of));
+        causes
     }
 
     /// Whether nothing more may be computed.
@@ -186,14 +188,17 @@ impl<'a> Meter<'a> {
         if left_out.is_empty() {
             return None;
         }
-        let what = left_out.into_iter().collect::<Vec<_>>().join(", ");
+        let (others, ids): (Vec<String>, Vec<String>) =
+            left_out.into_iter().partition(|of| [DECLARATIONS, PAIRS].contains(&of.as_str()));
+        let ids = (!ids.is_empty()).then(|| format!("the causes {}", ids.join(", ")));
+        let what = ids.into_iter().chain(others).collect::<Vec<_>>().join(", ");
         let why = match causes {
-            Causes::Thorough => "not all hypotheses were tried within the largest budget",
+            Causes::Thorough => "not all of them were tried within the largest budget",
             _ => {
-                "not all hypotheses were tried within the budget, twice the work of the replay: --causes thorough tries more"
+                "not all of them were tried within the budget of a quick search: --causes thorough tries more"
             }
         };
-        Some(NotChecked { what: format!("the causes {what}"), why: why.into() })
+        Some(NotChecked { what, why: why.into() })
     }
 }
 
@@ -260,9 +265,11 @@ mod tests {
         meter.advance(1);
         assert!(!meter.may_redeclare() && !meter.is_spent());
         meter.share.store(1, Ordering::Relaxed);
-        meter.lends();
+        assert!(meter.lends().is_empty(), "they are no cause that is tried again");
+        meter.leaves_out("a cause");
+        assert_eq!(meter.lends().into_iter().collect::<Vec<_>>(), ["a cause"]);
         let said = meter.said(Causes::Quick).unwrap();
-        assert_eq!(said.what, "the causes other declarations", "also where causes are tried again");
+        assert_eq!(said.what, "other declarations", "also where causes are tried again");
     }
 
     #[test]
@@ -273,6 +280,11 @@ mod tests {
         meter.leaves("left");
         let said = meter.said(Causes::Quick).unwrap();
         assert_eq!(said.what, "the causes left");
+        let meter = super::tests::meter(0);
+        for of in [PAIRS, "left"] {
+            meter.leaves(of);
+        }
+        assert_eq!(meter.said(Causes::Quick).unwrap().what, "the causes left, pairs of causes");
         assert!(said.why.contains("--causes thorough"));
         assert!(super::tests::meter(3).said(Causes::Quick).is_none());
     }

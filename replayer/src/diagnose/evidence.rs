@@ -97,6 +97,27 @@ pub(super) fn accept_next_to_nothing(found: &mut Residuals, before: &Residuals) 
     }
 }
 
+/// A hypothesis under which rounding may make this many times the energy that it may make of the
+/// declared head has wider bounds.
+const WIDER: f64 = 1.5;
+/// It explains nothing by them alone: at most this share of the energy may be left.
+const REDUCED: f64 = 0.5;
+
+/// Takes from a hypothesis what passes in wider bounds with an error that is hardly smaller than
+/// before: all relative to the reference, which may be another one.
+pub(super) fn reject_wider_bounds(found: &mut Residuals, before: &Residuals) {
+    for (key, of) in found {
+        let failed = before.get(key).filter(|before| !before.passes && before.nonfinite == 0);
+        let Some(before) = failed else { continue };
+        let size = of.reference / before.reference;
+        let wider = of.floor > WIDER * before.floor * size;
+        if wider && of.energy > REDUCED * before.energy * size {
+            of.passes = false;
+            of.floor = before.floor * size;
+        }
+    }
+}
+
 /// Share of a row's squared size that it is off by at least where it holds something else.
 const OTHER: f64 = 0.25;
 
@@ -415,5 +436,48 @@ impl<'a> Evidence<'a> {
     pub fn all_scaled(&self, stages: &[Stage]) -> bool {
         let mut of = self.failing_of(stages).peekable();
         of.peek().is_some() && of.all(|(_, residual)| residual.is_scaled())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: Key = Key { stage: Stage::Dq, microbatch: None, rank: None };
+
+    fn one(energy: f64, floor: f64, reference: f64, passes: bool) -> Residuals {
+        let rest = (reference, 1.0, 1, 1.0, 0, 1.0);
+        let (captured, factor, elements, rows, nonfinite, overshoot) = rest;
+        let found = Residual {
+            energy,
+            floor,
+            reference,
+            captured,
+            factor,
+            elements,
+            rows,
+            nonfinite,
+            passes,
+            overshoot,
+        };
+        [(KEY, found)].into_iter().collect()
+    }
+
+    /// Goal: what leaves the error as it was and passes in wider bounds is no explanation.
+    /// Method: an error, a bound and a reference before and in a hypothesis' world.
+    #[test]
+    fn wider_bounds_alone_explain_nothing() {
+        let before = one(1.2, 1.0, 100.0, false);
+        let passes = |mut found: Residuals| {
+            reject_wider_bounds(&mut found, &before);
+            (found[&KEY].passes, found[&KEY].floor)
+        };
+        assert_eq!(passes(one(1.2, 5.0, 100.0, true)), (false, 1.0));
+        assert_eq!(passes(one(0.5, 5.0, 100.0, true)), (true, 5.0), "it is hardly there any more");
+        assert_eq!(passes(one(0.9, 1.0, 100.0, true)), (true, 1.0), "the bound is the same");
+        assert_eq!(passes(one(12.0, 10.0, 1000.0, true)), (true, 10.0), "all of it is larger");
+        let mut found = one(1.2, 5.0, 100.0, true);
+        reject_wider_bounds(&mut found, &one(1.2, 1.0, 100.0, true));
+        assert!(found[&KEY].passes, "it passed before");
     }
 }

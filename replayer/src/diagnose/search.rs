@@ -4,10 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::against::{Against, Part};
-use super::budget::Meter;
+use super::budget::{Meter, PAIRS};
 use super::cause::{Cause, Effort, Hypothesis};
 use super::detectors::places::Places;
-use super::evidence::{Evidence, Key, Residuals, accept_next_to_nothing, residuals};
+use super::evidence::{
+    Evidence, Key, Residuals, accept_next_to_nothing, reject_wider_bounds, residuals,
+};
 use super::limited::{Within, limited};
 use super::plain;
 use crate::head::{HeadStep, Stage};
@@ -101,6 +103,11 @@ fn believe(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeS
     if of_one || (bought && !hypothesis.world.has_nan()) {
         explains.clear();
     }
+}
+
+/// What a cause is tried as, for what is said of those that were not: by itself, or beside another.
+fn tried_as<'c>(cause: &'c dyn Cause, evidence: &Evidence<'_>) -> &'c str {
+    if evidence.background.is_empty() { cause.id() } else { PAIRS }
 }
 
 /// Where hypotheses are tried.
@@ -252,10 +259,12 @@ impl<'a> Search<'a> {
         let search = self.of_failing(&evidence.failing);
         let found = search.in_full(&worlds, &evidence.failing);
         if found.is_none() {
-            self.meter.leaves(of.cause.id());
+            self.meter.leaves(tried_as(of.cause, evidence));
         }
         of.residuals.retain(|key, _| !search.compared.contains(&key.stage));
-        of.residuals.extend(found.unwrap_or_default());
+        let mut found = found.unwrap_or_default();
+        reject_wider_bounds(&mut found, &evidence.whole);
+        of.residuals.extend(found);
         accept_next_to_nothing(&mut of.residuals, &evidence.residuals);
         (of.explains, of.against) = evidence.explained(&of.residuals);
         believe(&of.hypothesis, &of.residuals, &mut of.explains);
@@ -318,7 +327,7 @@ impl<'a> Search<'a> {
             let within = Arc::new(Within::new(evidence, places));
             for (at, one) in found {
                 if self.meter.is_spent() {
-                    self.meter.leaves(one.cause.id());
+                    self.meter.leaves(tried_as(one.cause, evidence));
                     return more;
                 }
                 let of = limited(one.hypothesis.clone(), evidence, &within);
@@ -365,7 +374,7 @@ impl<'a> Search<'a> {
                 let all = self.hypotheses(cause, look.shown);
                 for of in all {
                     if self.meter.is_spent() {
-                        self.meter.leaves(cause.id());
+                        self.meter.leaves(tried_as(cause, evidence));
                         break;
                     }
                     let of = match look.within {
@@ -390,12 +399,12 @@ impl<'a> Search<'a> {
     /// What a cause has to be tried; nothing once the budget is spent.
     pub(super) fn hypotheses(&self, cause: &dyn Cause, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         if self.meter.is_spent() {
-            self.meter.leaves(cause.id());
+            self.meter.leaves(tried_as(cause, evidence));
             return Vec::new();
         }
         self.meter.look();
         let found = cause.hypotheses(evidence);
-        self.meter.has_looked(cause.id());
+        self.meter.has_looked(tried_as(cause, evidence));
         found
     }
 
@@ -412,9 +421,10 @@ impl<'a> Search<'a> {
             return Some(Tried { cause, hypothesis, residuals, explains, left, full, against });
         }
         let Some(mut residuals) = self.residuals(&worlds) else {
-            self.meter.leaves(cause.id());
+            self.meter.leaves(tried_as(cause, evidence));
             return None;
         };
+        reject_wider_bounds(&mut residuals, &evidence.residuals);
         let (mut explains, mut against) = evidence.explained(&residuals);
         let left = left_of(&residuals, &evidence.failing);
         let before = left_of(&evidence.residuals, &evidence.failing);
@@ -429,10 +439,11 @@ impl<'a> Search<'a> {
         if explains.len() < evidence.failing.len() && near {
             worlds.push(&AtTies);
             let Some(at_ties) = self.residuals(&worlds) else {
-                self.meter.leaves(cause.id());
+                self.meter.leaves(tried_as(cause, evidence));
                 return None;
             };
             residuals = at_ties;
+            reject_wider_bounds(&mut residuals, &evidence.residuals);
             (explains, against) = evidence.explained(&residuals);
         }
         if explains.len() < evidence.failing.len() {

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 
 use backtape::head::HeadDeclaration;
 
-use super::evidence::{Evidence, Key, Residuals};
+use super::evidence::{Evidence, Key, Residuals, reject_wider_bounds};
 use super::found::Found;
 use super::proof;
 use super::search::{Search, left_of};
@@ -147,14 +147,21 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
 
 /// The energy that is left of what fails, where all of it passes in a world and nothing that
 /// passed fails; over all rows in the end.
-fn agrees(search: &Search<'_>, evidence: &Evidence<'_>, world: &dyn World) -> Option<f64> {
-    let worlds = [world];
+fn agrees(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate) -> Option<f64> {
+    let worlds: [&dyn World; 1] = [candidate];
     let rejects = |found: &Residuals| !passes(found, &evidence.failing);
     if search.glance(&worlds).as_ref().is_some_and(rejects) {
         return None;
     }
     let all: BTreeSet<Key> = evidence.residuals.keys().copied().collect();
-    let sampled = search.residuals(&worlds).filter(|found| passes(found, &all))?;
+    let mut sampled = search.residuals(&worlds)?;
+    // Other dtypes explain by wider bounds; other options do not.
+    if !matches!(candidate.kind, Kind::Shown | Kind::Loosened) {
+        reject_wider_bounds(&mut sampled, &evidence.residuals);
+    }
+    if !passes(&sampled, &all) {
+        return None;
+    }
     if search.rows.is_some() && !search.holds(&worlds, &all) {
         return None;
     }
