@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use backtape::head::Denominator;
 use backtape::role::Role;
 use backtape_replayer::cli::replay_report;
 use backtape_replayer::dump::Selection;
@@ -11,7 +12,8 @@ use backtape_replayer::report::schema::{Report, Verdict};
 use backtape_replayer::report::text;
 
 use crate::support::dump;
-use crate::support::job::{Fault, Job};
+use crate::support::job::options::{Shown, Weights};
+use crate::support::job::{Fault, Float, Job};
 
 const ASKED: &[Role] = &[Role::Dq, Role::Dk, Role::LabelLogits];
 
@@ -151,4 +153,24 @@ fn a_scaled_dk_beside_right_dlogits_is_placed_at_dk() {
     assert_eq!(first(&report), "dk", "{}", text::render(&report));
     let clean = replayed(&Job { fault: Fault::None, ..job });
     assert_eq!(clean.verdict, Verdict::Agreed, "{}", text::render(&clean));
+}
+
+/// Goal: a right dq agrees where dlogits are recorded with other bits than the products take.
+/// Method: a head near zero, all of whose labels' entries are nearly one number, so that all of
+/// them round alike, for several such numbers.
+#[test]
+fn dlogits_that_are_recorded_with_other_bits_than_the_products_take_agree() {
+    let unrounded = (Shown::Unrounded, Float::Bf16);
+    let rounded = (Shown::Rounded(Float::Bf16), Float::F32);
+    for ((shown, products), tokens) in [unrounded, rounded].into_iter().cycle().zip(90..102) {
+        let mut job = Job { fused: false, tokens, ..Job::default() };
+        let options = &mut job.options;
+        (options.data.head, options.data.confident) = (1e-3, None);
+        (options.weights, options.denominator) = (Weights::Absent, Denominator::Valid);
+        (options.extras.dlogits, options.extras.shown) = (true, shown);
+        options.rounding.dlogits = products;
+        let report = replayed(&job);
+        let said = (tokens, text::render(&report));
+        assert_eq!(report.verdict, Verdict::Agreed, "{} tokens\n{}", said.0, said.1);
+    }
 }

@@ -69,6 +69,18 @@ def test_a_planted_fault_is_found_where_it_enters_and_its_twin_agrees(said, caus
         assert twin.verdict == "agreed" and not twin.said, f"{table.line(twin)}\n{twin.reason}"
 
 
+# Held-out draws for which a wrong cause was named: a smoothing of 3e-5, by wider bounds alone.
+ONCE_WRONG = [("underflow", 5, 20261310)]
+
+
+@pytest.mark.parametrize(("cause", "number", "seed"), ONCE_WRONG)
+def test_a_draw_that_was_once_given_a_wrong_cause_is_given_its_own(cause, number, seed, tmp_path):
+    command = [sys.executable, "-c", "from backtape.command import replay; replay()"]
+    corpus = bench.Bench(command, tmp_path, keep=False)
+    [outcome] = bench.judged(corpus, [bench.Planned(cause, number, False, seed, "held-out")], 1)
+    assert table.answer(outcome) == "right", f"{table.line(outcome)}\n{outcome.said}"
+
+
 def test_a_case_is_the_same_when_its_name_is_drawn_again(tmp_path):
     dumps = []
     for name in ("a", "b"):

@@ -113,7 +113,10 @@ impl Replay<'_> {
         let whole = matrix(&tensor).filter(|m| m.rows == slice.inputs.tokens());
         let whole = whole.ok_or_else(|| unfit(&tensor, "floats of shape [..., V]"))?;
         let values = Gathered::new(&whole, &unit.rows);
-        let stored = held_in(&values.matrix()).or(precision_of(tensor.dtype));
+        let stored = match precision_of(tensor.dtype) {
+            Some(few) if !few.keeps_f32() => Some(few),
+            wide => held_in(&values.matrix()).or(wide),
+        };
         Ok(Some(Dlogits { values, stored }))
     }
 
