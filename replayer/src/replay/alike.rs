@@ -109,30 +109,62 @@ pub(super) fn of_label_addends(
     let counted: Vec<usize> = (0..g.len()).filter(|&t| g[t] != 0.0).collect();
     let Some(&first) = counted.first() else { return 0.0 };
     let step = (counted.len() * row(first).len() / PRODUCTS).max(1);
-    let of_token = |&t: &usize| {
-        let mut off = [(0.0, 0.0); 3];
-        for x in row(t) {
-            for (shift, (off, squares)) in [-LAST_BITS, 0.0, LAST_BITS].into_iter().zip(&mut off) {
-                let product = g[t] * x * (1.0 + shift);
-                *off += (to.round64(product) - product) * product;
-                *squares += product * product;
-            }
-        }
-        off
-    };
+    let of_token = |&t: &usize| MeanError::of(row(t).into_iter().map(|x| g[t] * x), to);
     let chosen: Vec<usize> = counted.into_iter().step_by(step).collect();
-    let each: Vec<[(f64, f64); 3]> = chosen.par_iter().with_min_len(16).map(of_token).collect();
-    let mean = |at: usize| {
-        let sum =
-            |(off, squares): (f64, f64), of: &[(f64, f64); 3]| (off + of[at].0, squares + of[at].1);
-        let (off, squares) = each.iter().fold((0.0, 0.0), sum);
-        if squares > 0.0 { (off / squares).abs() } else { 0.0 }
-    };
-    [0, 1, 2].map(mean).into_iter().filter(|x| x.is_finite()).fold(0.0, f64::max)
+    let each: Vec<MeanError> = chosen.par_iter().with_min_len(16).map(of_token).collect();
+    let mut all = MeanError::default();
+    each.iter().for_each(|one| all.join(one));
+    all.most()
 }
 
-/// How far a job's g may be off by its own rounding: a few units of f32.
+/// How far a job's numbers may be off by their own rounding: a few units of f32.
 pub(super) const LAST_BITS: f64 = 2.4e-7;
+
+/// The mean relative error of rounding numbers to a format, each by its energy. Where numbers lie
+/// near a tie their last bits decide for all of them alike, so they are rounded as they are, and
+/// moved by those bits to either side.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct MeanError {
+    /// Sums of errors times numbers, and of squared numbers: moved down, as they are, moved up.
+    sums: [(f64, f64); 3],
+}
+
+impl MeanError {
+    /// Of these numbers.
+    pub(super) fn of(numbers: impl Iterator<Item = f64>, to: Precision) -> MeanError {
+        let mut found = MeanError::default();
+        for x in numbers {
+            for (shift, (error, squares)) in
+                [-LAST_BITS, 0.0, LAST_BITS].into_iter().zip(&mut found.sums)
+            {
+                let x = x * (1.0 + shift);
+                *error += (to.round64(x) - x) * x;
+                *squares += x * x;
+            }
+        }
+        found
+    }
+
+    /// Adds other numbers.
+    pub(super) fn join(&mut self, other: &MeanError) {
+        for (sum, of) in self.sums.iter_mut().zip(&other.sums) {
+            *sum = (sum.0 + of.0, sum.1 + of.1);
+        }
+    }
+
+    /// Sums of errors times numbers and of squares, of the numbers as they are.
+    pub(super) fn sums(&self) -> (f64, f64) {
+        self.sums[1]
+    }
+
+    /// The size of the mean, the largest of the three; 0 where there is no number.
+    pub(super) fn most(&self) -> f64 {
+        let mean = |(error, squares): (f64, f64)| {
+            if squares > 0.0 { (error / squares).abs() } else { 0.0 }
+        };
+        self.sums.map(mean).into_iter().filter(|x| x.is_finite()).fold(0.0, f64::max)
+    }
+}
 
 #[cfg(test)]
 mod tests {

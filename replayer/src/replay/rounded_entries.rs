@@ -10,22 +10,19 @@ use std::collections::BTreeMap;
 use backtape::nan::largest;
 use rayon::prelude::*;
 
-use super::alike::LAST_BITS;
+use super::alike::MeanError;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 
 /// Relative errors that all sums of some entries have in common.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Alike {
-    /// The mean error of all entries, by their energy: the largest where entries lie near a tie.
+    /// The mean error of all entries, weighted by their energy; where entries lie near a tie, the
+    /// largest that their last bits allow.
     pub(super) certain: f64,
     /// Its variance where tokens of one g count more in a sum than others.
     pub(super) shared: f64,
 }
-
-/// Sums over entries: of errors times entries, as they are and moved by their last bits, and of
-/// squares.
-type Sums = ([f64; 3], f64);
 
 /// Bits of an f32 that no number of a format of at most 16 bits has.
 const UNUSED: u32 = 13;
@@ -69,42 +66,28 @@ impl Alike {
 
     /// Of entries that a job may have rounded to a format.
     fn rounded(entries: &Matrix<'_>, to: Precision, g: &[f64]) -> Alike {
-        let each: Vec<Sums> =
-            (0..entries.rows).into_par_iter().map(|t| of_token(entries, t, to)).collect();
-        let mut groups: BTreeMap<u64, Sums> = BTreeMap::new();
-        for (g, sums) in g.iter().zip(each) {
-            add(groups.entry(g.to_bits()).or_default(), &sums);
+        let of_token = |t: usize| {
+            let row = t * entries.cols..(t + 1) * entries.cols;
+            MeanError::of(row.map(|at| entries.get_f64(at)), to)
+        };
+        let each: Vec<MeanError> = (0..entries.rows).into_par_iter().map(of_token).collect();
+        let (mut groups, mut all) = (BTreeMap::<u64, MeanError>::new(), MeanError::default());
+        for (g, one) in g.iter().zip(&each) {
+            groups.entry(g.to_bits()).or_default().join(one);
+            all.join(one);
         }
-        let mut all = Sums::default();
-        groups.values().for_each(|sums| add(&mut all, sums));
-        let (errors, squares) = all;
+        let (error, squares) = all.sums();
         if !(squares > 0.0) || !squares.is_finite() {
             return Alike::default();
         }
-        let means = errors.map(|error| error / squares);
-        let apart = |(of, own): &Sums| ((of[1] - means[1] * own) / squares).powi(2);
+        let apart = |of: &MeanError| {
+            let (own, energy) = of.sums();
+            ((own - error / squares * energy) / squares).powi(2)
+        };
         // What is lost below the format's range is no rounding, and not allowed here.
-        let certain = largest(means.map(f64::abs)).min(to.unit_roundoff());
+        let certain = all.most().min(to.unit_roundoff());
         Alike { certain, shared: groups.values().map(apart).sum() }
     }
-}
-
-fn add(sum: &mut Sums, of: &Sums) {
-    sum.0.iter_mut().zip(of.0).for_each(|(sum, x)| *sum += x);
-    sum.1 += of.1;
-}
-
-fn of_token(entries: &Matrix<'_>, t: usize, to: Precision) -> Sums {
-    let mut sums = Sums::default();
-    for at in t * entries.cols..(t + 1) * entries.cols {
-        let entry = entries.get_f64(at);
-        for (error, moved) in sums.0.iter_mut().zip([-LAST_BITS, 0.0, LAST_BITS]) {
-            let entry = entry * (1.0 + moved);
-            *error += (to.round64(entry) - entry) * entry;
-        }
-        sums.1 += entry * entry;
-    }
-    sums
 }
 
 #[cfg(test)]

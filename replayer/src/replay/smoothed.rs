@@ -1,6 +1,6 @@
 //! The dense entries of a head whose p was rounded before, whose roundings are one error.
 
-use super::alike::LAST_BITS;
+use super::alike::MeanError;
 use crate::kernels::round::Precision;
 
 /// Entries of a binade that the mean error of its entries is taken from.
@@ -33,24 +33,18 @@ pub(super) fn of_smoothed_entries(
         let spacing = f64::from(exponent).exp2() / steps as f64;
         let multiples = (steps..2 * steps).map(|j| p.round64(spacing * j as f64));
         let multiples: Vec<f64> = multiples.collect();
-        let tokens = || counted.iter().step_by(every);
+        let tokens = counted.iter().step_by(every);
         let entries =
-            || tokens().flat_map(|&t| multiples.iter().map(move |p| g_lse[t] * p + g_smooth[t]));
-        let mean = |shift: f64| {
-            let moved = entries().map(|x| x * (1.0 + shift));
-            let (off, squares) = moved.fold((0.0, 0.0), |(off, squares), x| {
-                (off + (to.round64(x) - x) * x, squares + x * x)
-            });
-            if squares > 0.0 { (off / squares).abs() } else { 0.0 }
-        };
-        [-LAST_BITS, 0.0, LAST_BITS].into_iter().map(mean).fold(0.0, f64::max)
+            tokens.flat_map(|&t| multiples.iter().map(move |p| g_lse[t] * p + g_smooth[t]));
+        MeanError::of(entries, to).most()
     };
-    binades.map(of).filter(|x| x.is_finite()).fold(0.0, f64::max)
+    binades.map(of).fold(0.0, f64::max)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::replay::alike::LAST_BITS;
 
     /// What is found of one g, of 527 classes and a smoothing of a tenth.
     fn of(p: Precision, g: f64, smoothing: f64) -> f64 {
