@@ -389,11 +389,31 @@ impl<'a> Search<'a> {
             }
         }
         last.sort_by_key(|(at, ..)| *at);
+        let mut reproduced = None;
         for (at, further, cause, of) in last {
-            if !(further && explained(found)) {
-                found.extend(self.one(cause, of, evidence).map(|one| (at, one)));
+            // Of one cause no other hypothesis explains more than every bit.
+            if (further && explained(found)) || reproduced == Some(at) {
+                continue;
             }
+            let mut one = self.one(cause, of, evidence);
+            if one.as_mut().is_some_and(|one| self.reproduces(one, evidence)) {
+                reproduced = Some(at);
+            }
+            found.extend(one.map(|one| (at, one)));
         }
+    }
+
+    /// Whether a hypothesis without a fitted number gives every bit of what fails: over all rows,
+    /// of which a sample says too little.
+    fn reproduces(&self, one: &mut Tried<'_>, evidence: &Evidence<'_>) -> bool {
+        let failing = &evidence.failing;
+        let exact = |one: &Tried<'_>| {
+            one.hypothesis.fitted == 0 && one.explains.is_superset(failing) && one.exact(failing)
+        };
+        if exact(one) && !one.full {
+            self.confirm(one, evidence);
+        }
+        exact(one)
     }
 
     /// What a cause has to be tried; nothing once the budget is spent.

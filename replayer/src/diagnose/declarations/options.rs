@@ -11,7 +11,7 @@ use backtape::role::Role;
 use super::policy;
 use super::{Candidate, Change, Kind, read, written};
 use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
-use crate::diagnose::detectors::fit::{linear, rounded};
+use crate::diagnose::detectors::fit::{linear_of_all, rounded};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::search::Search;
 use crate::diagnose::worlds::{DeclaredLse, Optioned};
@@ -26,8 +26,11 @@ pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Ca
     counts(evidence, &mut found);
     cotangents(evidence, &mut found);
     if !policy {
-        vocabulary(evidence, &mut found);
-        transforms(evidence, &mut found);
+        // A recorded lse that agrees has the declared vocabulary, softcap and temperature.
+        if !evidence.agrees(Stage::Lse) {
+            vocabulary(evidence, &mut found);
+            transforms(evidence, &mut found);
+        }
         labels(evidence, &mut found);
         terms(evidence, &mut found);
     }
@@ -55,7 +58,7 @@ fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     };
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
-    for beta in linear(evidence, &stages, from, &world).unwrap_or_default() {
+    for beta in linear_of_all(evidence, &stages, from, &world).unwrap_or_default() {
         let of = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
         let edit = |head: &mut HeadDeclaration| head.grpo.get_or_insert_default().kl_beta = beta;
         found.extend(candidate(evidence, "grpo.kl_beta", of, policy::KL, edit));
@@ -235,7 +238,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.z_loss, declared.z_loss.abs().max(1e-4));
-    let fits = linear(evidence, &stages, from, &world).unwrap_or_default();
+    let fits = linear_of_all(evidence, &stages, from, &world).unwrap_or_default();
     for z in fits.into_iter().filter(|z| *z > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.z_loss = z;
         found.extend(candidate(evidence, "z_loss", (cost(z), kind), look, edit));
@@ -254,7 +257,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.label_smoothing, 0.05);
-    let fits = linear(evidence, &stages, from, &world).unwrap_or_default();
+    let fits = linear_of_all(evidence, &stages, from, &world).unwrap_or_default();
     for s in fits.into_iter().filter(|s| *s > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.label_smoothing = s;
         found.extend(candidate(evidence, "label_smoothing", (cost(s), kind), look, edit));

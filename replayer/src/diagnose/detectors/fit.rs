@@ -15,6 +15,10 @@ const ROUND: f64 = 0.04;
 /// A number that leaves more than this share of the energy is not looked at further. Other
 /// faults beside it may leave nearly all.
 const USELESS: f64 = 0.999;
+/// What a parameter that explains all of an error never leaves of it.
+const HALF: f64 = 0.5;
+/// So many times the squared error that rounding is expected to make no comparison passes with.
+const GROSS: f64 = 100.0;
 
 /// The value at which a parameter explains the failing comparisons of some stages best,
 /// where the stages are linear in it: their squared error is then a parabola, and three
@@ -23,8 +27,30 @@ const USELESS: f64 = 0.999;
 pub fn linear(
     evidence: &Evidence<'_>,
     stages: &[Stage],
+    from: (f64, f64),
+    world: &dyn Fn(f64) -> Box<dyn World>,
+) -> Option<Vec<f64>> {
+    fitted(evidence, stages, from, world, f64::INFINITY)
+}
+
+/// The same of a parameter that is to explain all of what fails: none where, at its best, most of
+/// the errors are left and no rounding makes them.
+pub fn linear_of_all(
+    evidence: &Evidence<'_>,
+    stages: &[Stage],
+    from: (f64, f64),
+    world: &dyn Fn(f64) -> Box<dyn World>,
+) -> Option<Vec<f64>> {
+    fitted(evidence, stages, from, world, GROSS)
+}
+
+/// `most`: what may be left of a comparison, on average, over what rounding makes of it.
+fn fitted(
+    evidence: &Evidence<'_>,
+    stages: &[Stage],
     (from, step): (f64, f64),
     world: &dyn Fn(f64) -> Box<dyn World>,
+    most: f64,
 ) -> Option<Vec<f64>> {
     let keys: BTreeSet<Key> =
         evidence.failing_of(stages).filter(|(_, one)| one.nonfinite == 0).map(|of| of.0).collect();
@@ -48,6 +74,9 @@ pub fn linear(
         let lowest = middle - slope * slope / (2.0 * bend);
         // Something as small as this has no effect that could be seen, or explains nothing.
         if !((best - from).abs() > 1e-9 * step.abs()) || lowest > USELESS * low {
+            return None;
+        }
+        if lowest > HALF * low && lowest > most * keys.len() as f64 {
             return None;
         }
         step = (best - from) / 2.0;
