@@ -63,7 +63,7 @@ class Faults:
         elif isinstance(error, RecorderError):
             raise error
         else:
-            raise RecorderError(f"{what} {text_of(subject)}: {reason}") from error
+            raise RecorderError(f"{call_of(what, subject)}: {reason}") from error
 
     def _omit(self, omit: Callable[[str], None], reason: str) -> None:
         try:
@@ -76,7 +76,7 @@ class Faults:
         kind = (what, type(error).__name__)
         self.counts[kind] += 1
         if self.counts[kind] == 1:
-            call = f"{what} {text_of(subject)}".rstrip()
+            call = call_of(what, subject)
             self.say(logging.WARNING, "%s failed and the job goes on: %s", call, reason)
 
     def say(self, level: int, message: str, *values: object) -> None:
@@ -91,6 +91,11 @@ class Faults:
         """One line on what was counted but not logged."""
         more = [f"{what}: {n - 1} more {name}" for (what, name), n in self.counts.items() if n > 1]
         return ", ".join(more) or None
+
+
+def call_of(what: str, subject: object) -> str:
+    """How a call is named in the log: `record dq`, `head`."""
+    return f"{what} {text_of(subject)}".rstrip()
 
 
 def describe(error: BaseException) -> str:

@@ -7,13 +7,17 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Unpack
 
 import numpy as np
 
 from backtape import _native
 from backtape.failopen import CAUGHT, Faults, describe, text_of
 from backtape.shards import Key, Mesh, Placement, Shard, shards_of
+
+if TYPE_CHECKING:
+    # Made by a program that imports this module.
+    from backtape.options import HeadOptions
 
 When = Literal["before_op", "after_op", "pre_reduce", "post_reduce", "recompute"]
 Reduction = Literal["sum", "mean"]
@@ -85,28 +89,26 @@ class Tape:
         self._tracing: AbstractContextManager[object] | None = None
 
     @fail_open
-    def head(self, **declaration: Any) -> None:
+    def head(self, **declaration: "Unpack[HeadOptions]") -> None:
         """Declares the loss head; every option has the default that is shown, the first of several.
 
             loss="softmax_xent" | "xent_logits" | "grpo",
-            path="fused" | "plain" | "chunked" | a policy's name,
-            reduction="mean" | "sum" | "none", denominator="valid" | "all" | "weights" | number,
-            scope="global" | "microbatch" | "rank" | {"ranks": "all" | "one" | [axis, ...],
-            "microbatches": "all" | "one", "sequences": "all" | "each"}, microbatches=1,
-            microbatch_reduction="mean" | "sum", ignore_label=None, z_loss=0.0,
-            z_loss_in_loss=True, softcap=None, logit_scale=1.0, gradient_filter=None,
-            label_smoothing=0.0, smoothing_formula="uniform" | "megatron", temperature=1.0,
-            valid_vocab=None, mask_value=None, k_layout="vd" | "dv", labels_shifted=True,
-            tied_embedding=False, cotangent=1.0, dtypes={"logits": "f32", ...},
-            autocast="bf16" | "f16" (torch's, if one is entered where this is called),
-            tiles={"tokens": 256, "vocab": 512}, policy={"base": ..., "round": ..., "sums": ...},
-            grpo={"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, ...}
+            path="fused" | "plain" | "chunked" | a name, reduction="mean" | "sum" | "none",
+            denominator="valid" | "all" | "weights" | number,
+            scope="global" | "microbatch" | "rank" | {...}, microbatches=1,
+            microbatch_reduction="mean" | "sum", ignore_label=None | number, z_loss=0.0,
+            z_loss_in_loss=True | False, softcap=None | number, label_smoothing=0.0,
+            smoothing_formula="uniform" | "megatron", temperature=1.0, logit_scale=1.0,
+            valid_vocab=None | number, mask_value=None | number, k_layout="vd" | "dv",
+            labels_shifted=True | False, tied_embedding=False | True, cotangent=1.0, dtypes={},
+            autocast=None | "bf16" | "f16", tiles=None | {...}, gradient_filter=None | number,
+            policy=None | {...}, grpo=None | {...}
 
         docs/heads.md has the formula of each. A wrong option or value, and options that cannot
         both hold, refuse the whole declaration: see the log line, which says what there is.
         """
-        declaration.setdefault("autocast", autocast())
-        self._native.head({name: plain(value) for name, value in declaration.items()})
+        written = {"autocast": autocast(), **declaration}
+        self._native.head({name: plain(value) for name, value in written.items()})
 
     @fail_open
     def record(

@@ -5,7 +5,7 @@
 //! declared is worse than none: the replay would blame the job for it.
 
 use backtape::dtype::Dtype;
-use backtape::head::HeadDeclaration;
+use backtape::head::{GRPO_OPTIONS, HeadDeclaration, HeadOption, OPTIONS};
 use backtape_replayer::head::HeadOptions;
 use backtape_replayer::spelling::hint;
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -16,16 +16,18 @@ use serde_json::{Map, Value};
 /// The one option that may be infinite: masked logits often are.
 const MASK_VALUE: &str = "mask_value";
 
+/// The option that is a dict of options.
+const GRPO: &str = "grpo";
+
 /// Reads the keyword arguments of `tape.head`; an error names the option.
 pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
-    let known = known_options()?;
     let mut all = Map::new();
     let mut masked_by_infinity = false;
     for (name, value) in options {
         let name: String = name.extract()?;
-        if !known.contains_key(&name) {
-            return Err(unknown_option(&name, &known));
-        }
+        let Some(option) = OPTIONS.iter().find(|option| option.name == name) else {
+            return Err(unknown_option("", &name, OPTIONS.iter().map(|option| option.name)));
+        };
         if name == MASK_VALUE && value.extract::<f64>().is_ok_and(|x| x == f64::NEG_INFINITY) {
             masked_by_infinity = true;
             continue;
@@ -36,8 +38,13 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
         }
         // Alone first, so that the error can say which option it is about.
         let alone = Map::from_iter([(name.clone(), json.clone())]);
-        serde_json::from_value::<HeadDeclaration>(Value::Object(alone))
-            .map_err(|error| PyValueError::new_err(format!("head({name}={value}): {error}")))?;
+        serde_json::from_value::<HeadDeclaration>(Value::Object(alone)).map_err(|error| {
+            let wanted = match option.words() {
+                words if words.is_empty() => error.to_string(),
+                words => format!("choose one of {}", words.join(", ")),
+            };
+            PyValueError::new_err(format!("head({name}={value}): {wanted}"))
+        })?;
         all.insert(name, json);
     }
     let mut declaration: HeadDeclaration = serde_json::from_value(Value::Object(all))
@@ -46,25 +53,28 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
         declaration.mask_value = Some(f64::NEG_INFINITY);
     }
     // What no replay could make use of is refused here, where somebody can still correct it.
-    HeadOptions::new(&declaration)
-        .map_err(|error| PyValueError::new_err(format!("head: {error}")))?;
+    HeadOptions::new(&declaration).map_err(|error| PyValueError::new_err(error.to_string()))?;
     Ok(declaration)
 }
 
-/// Every option by its name, as a declaration is written.
-fn known_options() -> PyResult<Map<String, Value>> {
-    // An option that is written only where it is set is an option all the same.
-    let all = HeadDeclaration { autocast: Some(String::new()), ..HeadDeclaration::default() };
-    let written = serde_json::to_value(all);
-    let written = written.map_err(|error| PyValueError::new_err(format!("head: {error}")))?;
-    Ok(written.as_object().cloned().unwrap_or_default())
+/// An option of `tape.head`: its name, its type in Python, its default as it is written, its meaning.
+type Told = (&'static str, &'static str, String, &'static str);
+
+/// Every option of `tape.head`, and those of a policy loss: what the docs are made from.
+#[pyfunction]
+pub(crate) fn head_options() -> (Vec<Told>, Vec<Told>) {
+    fn told<Of: Default>(of: &HeadOption<Of>) -> Told {
+        (of.name, of.python, of.default(), of.meaning)
+    }
+    (OPTIONS.iter().map(told).collect(), GRPO_OPTIONS.iter().map(told).collect())
 }
 
-fn unknown_option(name: &str, known: &Map<String, Value>) -> PyErr {
-    let meant = hint(name, known.keys().map(String::as_str));
-    let all: Vec<&str> = known.keys().map(String::as_str).collect();
+/// `of`: the option that has such an option in its dict, with a dot after it; empty at the top.
+fn unknown_option(of: &str, name: &str, known: impl Iterator<Item = &'static str>) -> PyErr {
+    let all: Vec<&str> = known.collect();
+    let meant = hint(name, all.iter().copied());
     let rest = if meant.is_empty() { format!(": there are {}", all.join(", ")) } else { meant };
-    PyTypeError::new_err(format!("head({name}=...): there is no such option{rest}"))
+    PyTypeError::new_err(format!("head({of}{name}=...): there is no such option{rest}"))
 }
 
 /// A Python value as JSON. Python has turned numpy scalars into its own before.
@@ -111,7 +121,15 @@ fn dict_to_json(name: &str, dict: &Bound<'_, PyDict>) -> PyResult<Value> {
         if name == "dtypes" {
             by_its_own_name(&mut json);
         }
-        object.insert(key.extract()?, json);
+        let key: String = key.extract()?;
+        if name == GRPO && !GRPO_OPTIONS.iter().any(|option| option.name == key) {
+            return Err(unknown_option(
+                "grpo.",
+                &key,
+                GRPO_OPTIONS.iter().map(|option| option.name),
+            ));
+        }
+        object.insert(key, json);
     }
     Ok(Value::Object(object))
 }

@@ -53,6 +53,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<postmortem::StepDump>()?;
     module.add_class::<memory::Memory>()?;
     module.add_class::<report::Report>()?;
+    module.add_function(wrap_pyfunction!(declaration::head_options, module)?)?;
     module.add_function(wrap_pyfunction!(stage::stages, module)?)?;
     module.add_function(wrap_pyfunction!(stage::recompute_stage, module)?)?;
     module.add_function(wrap_pyfunction!(postmortem::dumped_steps, module)?)?;

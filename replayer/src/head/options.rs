@@ -3,7 +3,7 @@
 
 use backtape::head::{
     Denominator, GrpoDeclaration, HeadDeclaration, KLayout, Loss, LossReduction,
-    MicrobatchReduction, Sequences, SmoothingFormula, Span,
+    MicrobatchReduction, OPTIONS, Sequences, SmoothingFormula, Span, written,
 };
 
 use super::policy_file::DTYPES;
@@ -165,71 +165,15 @@ fn walk(head: &HeadDeclaration) -> Result<Walk, HeadError> {
 }
 
 fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
-    let positive = |x: f64| x.is_finite() && x > 0.0;
-    let filter = head.gradient_filter;
-    let mask = head.mask_value;
-    let number = match head.denominator {
-        Denominator::Number(n) => n,
-        _ => 1.0,
-    };
-    let checks: [(&'static str, f64, bool, &str); 10] = [
-        (
-            "denominator",
-            number,
-            number.is_finite() && number != 0.0,
-            "a finite number other than zero",
-        ),
-        ("cotangent", head.cotangent, head.cotangent.is_finite(), "a finite number"),
-        ("z_loss", head.z_loss, head.z_loss.is_finite(), "a finite number"),
-        (
-            "softcap",
-            head.softcap.unwrap_or(1.0),
-            positive(head.softcap.unwrap_or(1.0)),
-            "a positive number, or None",
-        ),
-        ("temperature", head.temperature, positive(head.temperature), "a positive number"),
-        (
-            "logit_scale",
-            head.logit_scale,
-            head.logit_scale.is_finite() && head.logit_scale != 0.0,
-            "a finite number other than zero",
-        ),
-        (
-            "label_smoothing",
-            head.label_smoothing,
-            (0.0..1.0).contains(&head.label_smoothing),
-            "a number from 0 to below 1",
-        ),
-        (
-            "gradient_filter",
-            filter.unwrap_or(0.0),
-            (0.0..1.0).contains(&filter.unwrap_or(0.0)),
-            "a number from 0 to below 1, or None",
-        ),
-        (
-            "mask_value",
-            mask.unwrap_or(0.0),
-            !mask.unwrap_or(0.0).is_nan() && mask != Some(f64::INFINITY),
-            "-inf or a finite number, or None",
-        ),
-        ("microbatches", f64::from(head.microbatches), head.microbatches > 0, "at least 1"),
-    ];
-    for (option, value, good, wanted) in checks {
-        if !good {
-            let (value, wanted) = (value.to_string(), format!("{wanted} is needed"));
-            return Err(HeadError::Value { option, value, wanted });
-        }
+    if let Some(bad) = OPTIONS.iter().find(|option| !option.is_good(head)) {
+        let (value, wanted) = (bad.shown(head), format!("{} is needed", bad.wanted));
+        return Err(HeadError::Value { option: bad.name, value, wanted });
     }
     refuse_formats(head)
 }
 
 /// Names of formats, and of the points that have one.
 fn refuse_formats(head: &HeadDeclaration) -> Result<(), HeadError> {
-    if let Some(value) = head.autocast.as_ref().filter(|name| !["bf16", "f16"].contains(&&***name))
-    {
-        let (value, wanted) = (value.clone(), "bf16 or f16 is needed, or None".into());
-        return Err(HeadError::Value { option: "autocast", value, wanted });
-    }
     for (key, value) in &head.dtypes {
         let hint = crate::spelling::hint(key, DTYPE_KEYS);
         let wanted = if !DTYPE_KEYS.contains(&key.as_str()) {
@@ -245,59 +189,51 @@ fn refuse_formats(head: &HeadDeclaration) -> Result<(), HeadError> {
     Ok(())
 }
 
-/// Two options that cannot both hold, and what to do.
-type Contradiction = (bool, String, String, &'static str);
+/// Whether two options that cannot both hold are there, which they are, and what to do.
+type Contradiction = (bool, [&'static str; 2], &'static str);
 
 /// Options that cannot both hold: silently preferring one would replay a head
 /// that the job never had.
 fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
-    let mut found = of_terms(head).into_iter().chain(of_loss(head)).chain(of_sequences(head));
-    match found.find(|(both, ..)| *both) {
-        Some((_, one, other, why)) => Err(HeadError::Contradiction { one, other, why }),
-        None => Ok(()),
-    }
-}
-
-fn word(value: &dyn std::fmt::Debug) -> String {
-    format!("{value:?}").to_lowercase()
-}
-
-fn option(name: &str, value: f64) -> String {
-    format!("{name}={value}")
+    let all = [of_terms(head), of_loss(head), of_sequences(head)].concat();
+    let Some((_, names, why)) = all.into_iter().find(|(both, ..)| *both) else { return Ok(()) };
+    let [one, other] = names.map(|name| format!("{name}={}", written(head, name)));
+    Err(HeadError::Contradiction { one, other, why })
 }
 
 /// Of reduction, factors and masks.
 fn of_terms(head: &HeadDeclaration) -> Vec<Contradiction> {
-    let divided = match head.denominator {
-        Denominator::Valid => None,
-        Denominator::Number(n) => Some(format!("denominator={n}")),
-        ref other => Some(format!("denominator={}", word(other))),
-    };
-    let reduction = format!("reduction={}", word(&head.reduction));
+    let divided = head.denominator != Denominator::Valid;
     vec![
         (
-            head.reduction == LossReduction::Sum && divided.is_some(),
-            reduction.clone(),
-            divided.clone().unwrap_or_default(),
+            head.reduction == LossReduction::Sum && divided,
+            ["reduction", "denominator"],
             "a sum is not divided; declare reduction=\"mean\" or drop the denominator",
         ),
         (
-            head.reduction == LossReduction::None && divided.is_some(),
-            reduction.clone(),
-            divided.unwrap_or_default(),
+            head.reduction == LossReduction::None && divided,
+            ["reduction", "denominator"],
             "one loss a token is not divided; record the upstream cotangent instead",
         ),
         (
             head.temperature != 1.0 && head.logit_scale != 1.0,
-            option("temperature", head.temperature),
-            option("logit_scale", head.logit_scale),
+            ["temperature", "logit_scale"],
             "they are two ways to say one factor; declare one of them",
         ),
         (
             head.mask_value.is_some() && head.valid_vocab.is_none(),
-            option("mask_value", head.mask_value.unwrap_or_default()),
-            "valid_vocab=none".into(),
+            ["mask_value", "valid_vocab"],
             "nothing is masked; declare how many columns are valid, or drop the mask value",
+        ),
+        (
+            !head.z_loss_in_loss && head.z_loss == 0.0,
+            ["z_loss_in_loss", "z_loss"],
+            "there is no z-loss to leave out; declare its factor",
+        ),
+        (
+            head.gradient_filter.is_some_and(|filter| filter > 0.0) && head.path == "plain",
+            ["gradient_filter", "path"],
+            "only a fused path filters tiles; declare path=\"fused\" or drop the filter",
         ),
     ]
 }
@@ -308,20 +244,17 @@ fn of_sequences(head: &HeadDeclaration) -> Vec<Contradiction> {
     vec![
         (
             each && head.loss == Loss::Grpo,
-            "loss=grpo".into(),
-            "scope={sequences: each}".into(),
+            ["loss", "scope"],
             "a policy loss says so itself; declare grpo={\"average\": \"sequence\"}",
         ),
         (
             each && head.reduction != LossReduction::Mean,
-            format!("reduction={}", word(&head.reduction)),
-            "scope={sequences: each}".into(),
+            ["reduction", "scope"],
             "only a mean can be one of sequences; declare reduction=\"mean\"",
         ),
         (
             each && matches!(head.denominator, Denominator::Number(_)),
-            "scope={sequences: each}".into(),
-            format!("denominator={}", word(&head.denominator)),
+            ["scope", "denominator"],
             "a number is no mean of sequences; declare what each sequence is divided by",
         ),
     ]
@@ -329,62 +262,38 @@ fn of_sequences(head: &HeadDeclaration) -> Vec<Contradiction> {
 
 /// Of the kind of loss with what other kinds have.
 fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
-    let reduction = format!("reduction={}", word(&head.reduction));
-    let loss = match head.loss {
-        Loss::SoftmaxXent => "loss=softmax_xent",
-        Loss::XentLogits => "loss=xent_logits",
-        Loss::Grpo => "loss=grpo",
-    };
     let policy = head.loss == Loss::Grpo;
     let logits = head.loss == Loss::XentLogits;
     vec![
         (
             head.grpo.is_some() && !policy,
-            loss.into(),
-            "grpo={...}".into(),
+            ["loss", "grpo"],
             "the options of a policy loss belong to loss=\"grpo\"",
         ),
         (
             policy && head.label_smoothing != 0.0,
-            loss.into(),
-            option("label_smoothing", head.label_smoothing),
+            ["loss", "label_smoothing"],
             "a policy loss has no targets to smooth; drop one of them",
         ),
         (
             policy && head.z_loss != 0.0,
-            loss.into(),
-            option("z_loss", head.z_loss),
+            ["loss", "z_loss"],
             "a policy loss is made of log-probabilities alone; drop one of them",
         ),
         (
             policy && head.reduction == LossReduction::None,
-            loss.into(),
-            reduction,
+            ["loss", "reduction"],
             "a policy loss is one number; declare \"mean\" or \"sum\"",
         ),
         (
             logits && head.k_layout == KLayout::Dv,
-            loss.into(),
-            "k_layout=dv".into(),
+            ["loss", "k_layout"],
             "cross-entropy on materialised logits has no k; drop the layout",
         ),
         (
             logits && head.tied_embedding,
-            loss.into(),
-            "tied_embedding=true".into(),
+            ["loss", "tied_embedding"],
             "cross-entropy on materialised logits has no k; drop the tie",
-        ),
-        (
-            !head.z_loss_in_loss && head.z_loss == 0.0,
-            "z_loss_in_loss=false".into(),
-            "z_loss=0".into(),
-            "there is no z-loss to leave out; declare its factor",
-        ),
-        (
-            head.gradient_filter.is_some_and(|filter| filter > 0.0) && head.path == "plain",
-            option("gradient_filter", head.gradient_filter.unwrap_or_default()),
-            "path=plain".into(),
-            "only a fused path filters tiles; declare path=\"fused\" or drop the filter",
         ),
     ]
 }
@@ -401,10 +310,10 @@ mod tests {
     #[test]
     fn an_impossible_value_is_named_with_what_is_needed() {
         for (head, named) in [
-            (HeadDeclaration { softcap: Some(0.0), ..head() }, "softcap=0: a positive number"),
+            (HeadDeclaration { softcap: Some(0.0), ..head() }, "softcap=0.0: a positive number"),
             (HeadDeclaration { label_smoothing: 1.5, ..head() }, "label_smoothing=1.5"),
-            (HeadDeclaration { temperature: f64::NAN, ..head() }, "temperature=NaN"),
-            (HeadDeclaration { mask_value: Some(f64::NAN), ..head() }, "mask_value=NaN"),
+            (HeadDeclaration { temperature: f64::NAN, ..head() }, "temperature=nan"),
+            (HeadDeclaration { mask_value: Some(f64::NAN), ..head() }, "mask_value=nan"),
             (HeadDeclaration { path: "mine".into(), ..head() }, "path=mine: plain, fused, chunked"),
         ] {
             let text = HeadOptions::new(&head).unwrap_err().to_string();
@@ -426,11 +335,15 @@ mod tests {
                 "mask_value=-1000000000",
                 "valid_vocab",
             ),
-            (HeadDeclaration { label_smoothing: 0.1, ..grpo() }, "loss=grpo", "label_smoothing"),
-            (HeadDeclaration { z_loss: 1e-4, ..grpo() }, "loss=grpo", "z_loss"),
+            (
+                HeadDeclaration { label_smoothing: 0.1, ..grpo() },
+                "loss=\"grpo\"",
+                "label_smoothing",
+            ),
+            (HeadDeclaration { z_loss: 1e-4, ..grpo() }, "loss=\"grpo\"", "z_loss"),
             (
                 HeadDeclaration { grpo: Some(GrpoDeclaration::default()), ..head() },
-                "loss=softmax_xent",
+                "loss=\"softmax_xent\"",
                 "grpo",
             ),
             (
@@ -439,8 +352,8 @@ mod tests {
                     denominator: Denominator::All,
                     ..head()
                 },
-                "reduction=none",
-                "denominator=all",
+                "reduction=\"none\"",
+                "denominator=\"all\"",
             ),
             (
                 HeadDeclaration {
@@ -479,7 +392,7 @@ mod tests {
             ..HeadDeclaration::default()
         };
         let text = HeadOptions::new(&head).unwrap_err().to_string();
-        assert!(text.contains("reduction=sum") && text.contains("denominator=4"), "{text}");
+        assert!(text.contains("reduction=\"sum\"") && text.contains("denominator=4"), "{text}");
     }
 
     #[test]

@@ -6,13 +6,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use backtape::head::{HeadDeclaration, RatioLevel};
+use backtape::head::{HeadDeclaration, RatioLevel, written};
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::declarations::policy::{PolicyEdit, edits};
-use crate::diagnose::declarations::written;
 use crate::diagnose::detectors::direct::{multiple, tokens};
 use crate::diagnose::detectors::extents::known;
 use crate::diagnose::detectors::fit::readings;

@@ -16,8 +16,6 @@ pub(super) mod read;
 
 use std::collections::BTreeSet;
 
-use backtape::head::HeadDeclaration;
-
 use super::evidence::{Evidence, Key, Residuals, reject_wider_bounds};
 use super::found::Found;
 use super::proof;
@@ -183,17 +181,4 @@ fn is_backed(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate
 
 fn passes(found: &Residuals, keys: &BTreeSet<Key>) -> bool {
     keys.iter().all(|key| found.get(key).is_some_and(|of| of.passes))
-}
-
-/// An option's value as it is written in `tape.head`, of a declaration.
-pub(super) fn written(head: &HeadDeclaration, option: &str) -> String {
-    let all = serde_json::to_value(head).unwrap_or_default();
-    // An option of a policy loss lies inside the loss's own.
-    let of = option.split('.').try_fold(&all, |of, name| of.get(name));
-    match of {
-        None | Some(serde_json::Value::Null) => "None".into(),
-        Some(serde_json::Value::Bool(true)) => "True".into(),
-        Some(serde_json::Value::Bool(false)) => "False".into(),
-        Some(value) => value.to_string(),
-    }
 }

@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 
 use backtape::head::{
     Denominator, HeadDeclaration, LossReduction, MicrobatchReduction, SmoothingFormula, Span,
+    written,
 };
 use backtape::role::Role;
 
 use super::policy;
-use super::{Candidate, Change, Kind, read, written};
+use super::{Candidate, Change, Kind, read};
 use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
 use crate::diagnose::detectors::fit::{linear_of_all, rounded};
 use crate::diagnose::evidence::Evidence;
