@@ -108,12 +108,13 @@ fn telling(subject: &Subject<'_>, head: &HeadDeclaration, facts: &Facts) -> Opti
             }
         }
     }
+    let transform = crate::head::options::transform(head);
     let filter = head.gradient_filter.unwrap_or(0.0);
     let sure = SURE.min(1.0 - 2.0 * filter);
     let one = |t: usize| {
         let likely = -facts.nll(t).unwrap_or(0.0);
         // Beyond the cap the derivative of tanh is nothing.
-        let capped = head.softcap.is_some_and(|cap| !(label_logits[t].abs() < cap * SURE));
+        let capped = transform.saturates(label_logits[t], SURE);
         let upstream = cotangent.as_ref().map_or(head.cotangent, |(all, _)| all[t]);
         let counts = facts.weights[t].is_finite() && facts.weights[t] != 0.0;
         live[t] && counts && upstream != 0.0 && !capped && likely.exp() < sure

@@ -1,6 +1,7 @@
 //! The structs of `kernels/reference.cu`, field for field. An address of 0 is a null pointer.
 
 use super::machine::Arguments;
+use crate::kernels::Transform;
 
 /// Lanes in which a row is summed: `LANES` of the kernels.
 pub(super) const LANES: usize = 64;
@@ -14,14 +15,28 @@ pub(super) enum Element {
     F64 = 3,
 }
 
+/// From raw logit to logit, as kernels take it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bent {
+    scale: f64,
+    cap: f64,
+    capped: i64,
+}
+
+impl From<Transform> for Bent {
+    fn from(of: Transform) -> Bent {
+        let (scale, cap) = (of.scale, of.softcap.unwrap_or(0.0));
+        Bent { scale, cap, capped: of.bends().into() }
+    }
+}
+
 /// The options that make a logit of a product, and the variances of `TermNoise`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Head {
     pub(super) bias: u64,
-    pub(super) scale: f64,
-    pub(super) softcap: f64,
-    pub(super) capped: i64,
+    pub(super) transform: Bent,
     pub(super) uncapped: i64,
     pub(super) given: i64,
     pub(super) p_rel_var: f64,

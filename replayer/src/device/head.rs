@@ -62,9 +62,7 @@ impl<M: Machine> OnDevice<M> {
         let transform = inputs.transform;
         Head {
             bias: self.bias.address(machine),
-            scale: transform.scale,
-            softcap: transform.softcap.unwrap_or(0.0),
-            capped: transform.softcap.is_some().into(),
+            transform: transform.into(),
             uncapped: transform.uncapped.into(),
             given: inputs.given.is_some().into(),
             p_rel_var: noise.p_rel_var,

@@ -8,8 +8,8 @@ use backtape::head::{
 
 use super::policy_file::DTYPES;
 use super::roundings::DTYPE_KEYS;
-use crate::kernels::matrix::Transform;
 use crate::kernels::round::Precision;
+use crate::kernels::transform::Transform;
 
 /// How the logits' gradient reaches dq and dk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +89,6 @@ impl HeadOptions {
     pub fn new(declared: &HeadDeclaration) -> Result<HeadOptions, HeadError> {
         refuse_nonsense(declared)?;
         refuse_contradictions(declared)?;
-        let scale = declared.logit_scale / declared.temperature;
         Ok(HeadOptions {
             loss: declared.loss,
             reduction: declared.reduction,
@@ -100,7 +99,7 @@ impl HeadOptions {
             valid_vocab: declared.valid_vocab,
             mask: declared.mask_value.filter(|mask| mask.is_finite()),
             cotangent: declared.cotangent,
-            transform: Transform { scale, softcap: declared.softcap, ..Transform::NONE },
+            transform: transform(declared),
             walk: walk(declared)?,
             grpo: (declared.loss == Loss::Grpo).then(|| declared.grpo.clone().unwrap_or_default()),
             lowered: None,
@@ -133,6 +132,12 @@ impl HeadOptions {
     pub fn transposed(&self) -> bool {
         self.declared.k_layout == KLayout::Dv
     }
+}
+
+/// From raw logit to logit, as it is declared.
+pub(crate) fn transform(head: &HeadDeclaration) -> Transform {
+    let scale = head.logit_scale / head.temperature;
+    Transform { scale, softcap: head.softcap, ..Transform::NONE }
 }
 
 /// The walk of `path`, or of the base of the policy that it names.

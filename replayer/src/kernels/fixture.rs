@@ -1,8 +1,9 @@
 //! Loss heads for the tests of both the reference and the policies: uneven sizes,
 //! repeated and ignored labels, confident tokens, cotangents that are not 1.
 
-use super::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
+use super::matrix::{HeadInputs, IGNORED, Matrix, Values};
 use super::tiles::{Progress, Tiles};
+use super::transform::Transform;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A head that owns its values.

@@ -3,6 +3,7 @@
 //! No copy of the whole is ever made: kernels convert one panel of rows at a time.
 //! Not a tensor type: no strides, no views, two dimensions.
 
+use super::transform::Transform;
 use std::ops::Range;
 
 use half::f16;
@@ -34,65 +35,6 @@ pub struct Matrix<'a> {
     pub cols: usize,
     /// `rows * cols` elements.
     pub values: Values<'a>,
-}
-
-/// What turns a dot product (plus bias) into a logit: `softcap tanh(scale x / softcap)`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Transform {
-    /// Factor of the raw logit: 1 / temperature.
-    pub scale: f64,
-    /// Bound of the scaled logit, where there is one.
-    pub softcap: Option<f64>,
-    /// True where a hypothesis says that the backward forgot the softcap: its derivative
-    /// is then 1, in the reference. No policy forgets it.
-    pub uncapped: bool,
-}
-
-impl Transform {
-    /// Leaves the raw logit as it is.
-    pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
-
-    /// The logit of a raw one, bias included.
-    #[inline]
-    pub fn value(&self, raw: f64) -> f64 {
-        self.capped(self.scale * raw)
-    }
-
-    /// Derivative of a logit by the raw one, from the raw one, bias included.
-    pub fn slope(&self, raw: f64) -> f64 {
-        self.scale * self.bend(self.scale * raw)
-    }
-
-    /// `softcap tanh(x / softcap)` of a scaled logit x; x where there is no softcap.
-    #[inline]
-    pub(crate) fn capped(&self, scaled: f64) -> f64 {
-        self.softcap.map_or(scaled, |cap| cap * libm::tanh(scaled / cap))
-    }
-
-    /// The derivative of that: `1 - tanh²(x / softcap)` as `4 e / (1 + e)²` with
-    /// `e = exp(-2 |x / softcap|)`. The subtraction would cancel where tanh saturates, and there
-    /// the gradient is all in what is left.
-    #[inline]
-    pub(crate) fn bend(&self, scaled: f64) -> f64 {
-        self.softcap.filter(|_| !self.uncapped).map_or(1.0, |cap| {
-            let e = libm::exp(-2.0 * (scaled / cap).abs());
-            4.0 * e / ((1.0 + e) * (1.0 + e))
-        })
-    }
-
-    /// Derivative of a logit by the raw one, from the logit: `scale (1 - (z / softcap)²)`, as a
-    /// product, since the square is near 1 where the softcap bends most.
-    pub fn slope_at(&self, logit: f64) -> f64 {
-        let bend = |cap: f64| (1.0 - logit / cap) * (1.0 + logit / cap);
-        self.scale * self.softcap.filter(|_| !self.uncapped).map_or(1.0, bend)
-    }
-
-    /// The raw logit, bias included, that this one is made of; of one at or beyond the softcap an
-    /// infinite one.
-    pub fn undone(&self, logit: f64) -> f64 {
-        let unbent = |cap: f64| cap * (logit / cap).clamp(-1.0, 1.0).atanh();
-        self.softcap.map_or(logit, unbent) / self.scale
-    }
 }
 
 /// What a loss head reads: q `[T, D]`, k `[V, D]`, labels `[T]`.
@@ -397,23 +339,6 @@ fn convert<S: Copy, D>(source: &[S], target: &mut [D], element: impl Fn(S) -> D)
 mod tests {
     use super::*;
     use half::bf16;
-
-    #[test]
-    fn a_logit_gives_back_its_slope_and_what_it_is_made_of() {
-        let of = Transform { scale: 1.7, softcap: Some(5.0), uncapped: false };
-        let logit = |raw: f64| 5.0 * (1.7 * raw / 5.0).tanh();
-        for raw in [-3.0, -0.4, 0.0, 0.9, 4.0] {
-            let difference = (logit(raw + 1e-5) - logit(raw - 1e-5)) / 2e-5;
-            assert!((of.slope_at(logit(raw)) - difference).abs() < 1e-8, "{raw}");
-            assert!((of.slope(raw) - difference).abs() < 1e-8, "{raw}");
-            assert_eq!(of.value(raw), 5.0 * libm::tanh(1.7 * raw / 5.0));
-            assert!((of.undone(logit(raw)) - raw).abs() < 1e-11, "{raw}");
-        }
-        let uncapped = Transform { uncapped: true, ..of };
-        assert_eq!((uncapped.slope_at(4.0), uncapped.slope(4.0)), (1.7, 1.7));
-        assert!(of.slope(200.0) > 0.0, "nothing cancels where tanh is 1");
-        assert_eq!((Transform::NONE.slope_at(9.0), Transform::NONE.undone(9.0)), (1.0, 9.0));
-    }
 
     /// Every 16-bit pattern, NaN payloads included, against the `half` crate.
     #[test]

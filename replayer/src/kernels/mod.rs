@@ -7,8 +7,8 @@
 //! whatever the number of rayon threads. The caller has validated the shapes;
 //! a wrong shape here is a programming error and panics.
 //!
-//! `reference` and `policy` share the data types of this module and no arithmetic:
-//! an oracle that shares code with what it judges agrees with its bugs.
+//! `reference` and `policy` share the data types of this module and the formula of a logit
+//! (`transform`), never the rounding: an oracle that rounds with what it judges agrees with it.
 
 #[macro_use]
 mod vectorised;
@@ -19,12 +19,14 @@ pub mod policy;
 pub mod reference;
 pub mod round;
 pub mod tiles;
+pub mod transform;
 
 #[cfg(test)]
 pub(crate) mod fixture;
 
 pub(crate) use matrix::span_of;
-pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Transform, Values, rows_of};
+pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Values, rows_of};
 pub use policy::Policy;
 pub use round::Precision;
 pub use tiles::{NoProgress, Progress, Tiles};
+pub use transform::Transform;

@@ -4,6 +4,7 @@
 //! Dot products are summed in eight lanes that are added at the end. The vocabulary
 //! is taken in blocks of `BLOCK` rows of k: beside the result no copy of k is held.
 
+use std::marker::PhantomData;
 use std::ops::{Add, Div, Mul, Range, Sub};
 
 use rayon::prelude::*;
@@ -11,6 +12,7 @@ use rayon::prelude::*;
 use crate::draw::Draw;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::round::Precision;
+use crate::kernels::transform::Operations;
 
 /// Rows of k that one thread takes at a time.
 const BLOCK: usize = 64;
@@ -123,6 +125,25 @@ pub fn columns(head: &HeadInputs) -> usize {
     }
 }
 
+/// The formula of a logit on numbers of one kind.
+struct Reals<F>(PhantomData<F>);
+
+impl<F: Real> Operations for Reals<F> {
+    type Number = F;
+
+    fn times(&self, x: F, constant: f64) -> F {
+        x * F::of(constant)
+    }
+
+    fn over(&self, x: F, constant: f64) -> F {
+        x / F::of(constant)
+    }
+
+    fn tanh(&self, x: F) -> F {
+        x.tanh()
+    }
+}
+
 /// Final logits `[tokens, columns]` at `q + step direction` or `k + step direction`,
 /// rounded to what the job stores them as.
 pub fn logits<F: Real>(
@@ -140,21 +161,13 @@ pub fn logits<F: Real>(
     let along = by.filter(|by| matches!(by, Direction::K { .. }));
     let finish = |raw: F, _token: usize, v: usize| {
         let biased = raw + F::of(head.bias.map_or(0.0, |bias| bias[v]));
-        let scaled = match head.transform.scale {
-            1.0 => biased,
-            scale => biased * F::of(scale),
-        };
-        let capped = match head.transform.softcap {
-            Some(cap) => F::of(cap) * (scaled / F::of(cap)).tanh(),
-            None => scaled,
-        };
-        capped.stored(stored)
+        head.transform.apply(&Reals(PhantomData), biased).stored(stored)
     };
     products(head, (&q, tokens.len()), along.map(|by| (step, by)), finish)
 }
 
 /// How fast each logit `[tokens, columns]` changes along a direction, from the logits
-/// there: a capped logit `z = c tanh(s x / c)` has the slope `s (1 - (z/c)²)`.
+/// there.
 pub fn slopes(
     head: &HeadInputs,
     tokens: &[usize],
@@ -162,10 +175,8 @@ pub fn slopes(
     direction: &Direction,
 ) -> Vec<f64> {
     let width = columns(head);
-    let slope = |raw: f64, token: usize, v: usize| {
-        let bend = head.transform.softcap.map_or(0.0, |cap| logits[token * width + v] / cap);
-        raw * head.transform.scale * (1.0 - bend * bend)
-    };
+    let slope =
+        |raw: f64, token: usize, v: usize| raw * head.transform.slope_at(logits[token * width + v]);
     let mut slopes = match direction {
         Direction::Q(direction) => products(head, (direction, tokens.len()), None, slope),
         Direction::K { seed, row } => {

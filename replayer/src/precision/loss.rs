@@ -127,9 +127,10 @@ pub fn max<F: Real>(row: &[F]) -> F {
 mod tests {
     use super::*;
     use crate::draw::Draw;
-    use crate::kernels::matrix::{IGNORED, Matrix, Transform, Values};
+    use crate::kernels::matrix::{IGNORED, Matrix, Values};
     use crate::kernels::reference;
     use crate::kernels::tiles::{NoProgress, Tiles};
+    use crate::kernels::transform::Transform;
 
     const D: usize = 11;
 

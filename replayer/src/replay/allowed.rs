@@ -196,23 +196,16 @@ impl Replay<'_> {
     pub(super) fn constants(&self) -> f64 {
         let logits = self.roundings.widest.logits;
         let transform = self.step.options.transform;
-        let exact = |x: f64| logits.round64(x) == x;
         let u = logits.unit_roundoff();
-        let each = |held: bool| if held { 0.0 } else { u * u / 3.0 };
-        // 1/0.7 as a factor, or 0.7 as a divisor: what the job did is not known.
-        let scale = exact(transform.scale) && exact(1.0 / transform.scale);
         // tanh of a small number of few bits is rounded back to that number: its x²/3 is lost
         // of every logit, to the same side.
-        let tanh = transform.softcap.is_none() || u <= F32;
-        each(scale) + each(transform.softcap.is_none_or(exact)) + each(tanh)
+        let tanh = transform.bends() && u > F32;
+        f64::from(transform.inexact_in(logits) + u32::from(tanh)) * u * u / 3.0
     }
 
     /// Operations between the product and the logit, each of which may round.
     fn logit_operations(&self, biased: bool) -> f64 {
-        let transform = self.step.options.transform;
-        // A softcap is a quotient, a tanh and a product.
-        let softcap = if transform.softcap.is_some() { 3.0 } else { 0.0 };
-        1.0 + f64::from(u8::from(biased)) + f64::from(u8::from(transform.scale != 1.0)) + softcap
+        1.0 + f64::from(u8::from(biased)) + self.step.options.transform.operations()
     }
 
     /// Variance of a token's lse before it is stored: its logits' errors, which
@@ -229,8 +222,8 @@ impl Replay<'_> {
             + noise.dot_rel_var * scale * scale * token.norms;
         let compute = self.roundings.compute();
         let sum = summed(self.roundings.widest.sums.lse, v as f64, 1.0, 0.0);
-        let lost = self.step.options.transform.softcap.unwrap_or(0.0);
-        let logits = logits + noise.logit_floor * (1.0 + 2.0 * lost * lost);
+        let lost = self.step.options.transform.lost_in_smallest();
+        let logits = logits + noise.logit_floor * (1.0 + lost);
         logits + sum + (EXP_ERROR * compute).powi(2) + (compute * (token.lse.abs() + x)).powi(2)
     }
 
@@ -243,8 +236,8 @@ impl Replay<'_> {
         let products = (u * u + 2.0 * self.roundings.input().powi(2)) / 3.0 * label.squares;
         let sum = summed(sums.logits, d as f64, label.dot, label.squares);
         let before = scale * scale * (products + sum);
-        let lost = self.step.options.transform.softcap.unwrap_or(0.0);
-        let before = before + 2.0 * lost * lost * (logits.smallest_subnormal() / 2.0).powi(2);
+        let lost = self.step.options.transform.lost_in_smallest();
+        let before = before + lost * (logits.smallest_subnormal() / 2.0).powi(2);
         let rounding = |x: f64| rounded(logits, x) + relative(self.roundings.compute(), x);
         // The product and each result up to the logit, none of which exceeds both.
         let largest = label.value.abs().max((scale * label.dot).abs());
@@ -290,9 +283,9 @@ impl Replay<'_> {
     /// constants that the logits' format does not hold.
     pub(super) fn transform_scale(&self) -> f64 {
         let transform = self.step.options.transform;
-        match transform.scale != 1.0 || transform.softcap.is_some() {
-            true => (2.0 * self.roundings.compute()).powi(2) + self.constants(),
-            false => 0.0,
+        match transform.is_identity() {
+            true => 0.0,
+            false => (2.0 * self.roundings.compute()).powi(2) + self.constants(),
         }
     }
 }

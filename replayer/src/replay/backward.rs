@@ -367,7 +367,7 @@ impl Replay<'_> {
     fn dense_bias(&self, g_lse: &[f64], g_smooth: &[f64]) -> f64 {
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let transform = self.step.options.transform;
-        if transform.softcap.is_some() {
+        if transform.bends() {
             return 0.0;
         }
         let scaled = |of: &[f64]| of.iter().map(|g| g * transform.scale).collect::<Vec<f64>>();

@@ -16,10 +16,11 @@ use super::{Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Transform, Values};
+use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
 use crate::kernels::policy::Policy;
 use crate::kernels::reference;
 use crate::kernels::span_of;
+use crate::kernels::transform::Transform;
 
 /// From here on `g p` lies within two spacings of bf16's exponent of g, so that
 /// tokens of one g may round alike.

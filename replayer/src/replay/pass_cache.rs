@@ -12,7 +12,7 @@ use super::addends::Sum;
 use super::dk::Slab;
 use super::findings::Captured;
 use super::outcome::Comparison;
-use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Transform, Values};
+use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Values};
 use crate::kernels::reference;
 use crate::kernels::reference::Keep;
 
@@ -274,7 +274,6 @@ fn put(hash: &mut DefaultHasher, head: &HeadInputs<'_>) {
         copies: _,
         reads,
     } = head;
-    let Transform { scale, softcap, uncapped } = transform;
     [Some(q), Some(k), given].iter().for_each(|of| put_matrix(hash, of.as_ref()));
     if let Some(Reads { q, k, q_product: _, k_product: _, scores }) = reads {
         scores.map(|(_, first)| first).hash(hash);
@@ -283,7 +282,7 @@ fn put(hash: &mut DefaultHasher, head: &HeadInputs<'_>) {
     }
     let bits = |x: f64| x.to_bits();
     bias.map(|bias| bias.iter().copied().map(bits).collect::<Vec<_>>()).hash(hash);
-    (bits(scale), softcap.map(bits), uncapped).hash(hash);
+    transform.bits().hash(hash);
     (mask.map(bits), valid_vocab).hash(hash);
 }
 
@@ -306,6 +305,7 @@ fn put_matrix(hash: &mut DefaultHasher, of: Option<&Matrix<'_>>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::transform::Transform;
 
     fn key(head: &HeadInputs<'_>) -> u64 {
         let mut hash = DefaultHasher::new();

@@ -81,7 +81,7 @@ impl<'a, M: Machine> Head<'a, M> {
     /// Whether the slope of the transform is not 1 everywhere.
     pub(super) fn is_sloped(&self) -> bool {
         let transform = self.inputs.transform;
-        transform.softcap.is_some() || transform.scale as f32 != 1.0
+        transform.bends() || transform.scale as f32 != 1.0
     }
 
     /// Fills a tile with logits, rounded as the policy says.
@@ -92,16 +92,13 @@ impl<'a, M: Machine> Head<'a, M> {
     ) -> Result<u64, DeviceError> {
         let logits = self.raw((query, key), tile)?;
         let [leaving, between, end] = self.policy.logit_steps().map(format);
-        let transform = self.inputs.transform;
         let finish = Logits {
             threads: (query.rows.len() * key.rows.len()) as i64,
             logits,
             columns: key.rows.len() as i64,
             first: key.rows.start as i64,
             bias: self.bias.address(self.machine),
-            scale: transform.scale,
-            softcap: transform.softcap.unwrap_or(0.0),
-            capped: transform.softcap.is_some().into(),
+            transform: self.inputs.transform.into(),
             leaving,
             between,
             end,
@@ -154,7 +151,7 @@ impl<'a, M: Machine> Head<'a, M> {
         let single = matches!(self.products.gradients, Compute::F32 | Compute::Tf32 | Compute::F64);
         let operand = if single { 0 } else { tile.operand.of(machine, halves(size))? };
         let of = |room: &Room<M>| at(machine, room, query.rows.start);
-        let (policy, transform) = (self.policy, self.inputs.transform);
+        let policy = self.policy;
         let dlogits = Dlogits {
             threads: size as i64,
             tile: values,
@@ -168,9 +165,7 @@ impl<'a, M: Machine> Head<'a, M> {
             smooth: of(&back.smooth),
             labels: of(&self.labels),
             label_g: of(&back.label_g),
-            scale: transform.scale,
-            softcap: transform.softcap.unwrap_or(0.0),
-            capped: transform.softcap.is_some().into(),
+            transform: self.inputs.transform.into(),
             whole: whole.into(),
             p: format(policy.p),
             dlogits: format(policy.dlogits),

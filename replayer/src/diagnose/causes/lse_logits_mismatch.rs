@@ -149,7 +149,7 @@ fn backward(
 fn ways(evidence: &Evidence<'_>) -> Vec<LogitRounding> {
     let transform = evidence.step.options.transform;
     let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
-    match biased || transform.scale != 1.0 || transform.softcap.is_some() {
+    match biased || !transform.is_identity() {
         true => vec![LogitRounding::Gemm, LogitRounding::Each, LogitRounding::End],
         false => vec![LogitRounding::Each],
     }

@@ -13,7 +13,7 @@ use crate::diagnose::detectors::reference::{Reference, reference};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
-use crate::kernels::matrix::Transform;
+use crate::kernels::transform::Transform;
 use crate::replay::world::{Expectation, World};
 
 /// Largest share of its energy by which a tensor may differ from what it is taken for.

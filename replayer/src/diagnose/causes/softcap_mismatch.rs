@@ -19,7 +19,7 @@ use crate::diagnose::detectors::tokens::Tokens;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Starts};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
-use crate::kernels::matrix::Transform;
+use crate::kernels::transform::Transform;
 use crate::replay::world::{UnitTokens, World};
 
 /// The catalogue's entry.

@@ -13,7 +13,7 @@ use crate::diagnose::detectors::uniform::{BACKWARD, stages_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Scaled, Starts};
 use crate::head::{HeadOptions, Stage};
-use crate::kernels::matrix::Transform;
+use crate::kernels::transform::Transform;
 
 /// The catalogue's entry.
 pub struct TemperatureMismatch;

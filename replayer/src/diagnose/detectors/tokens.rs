@@ -9,7 +9,8 @@ use super::direct::dot;
 use crate::diagnose::evidence::Evidence;
 use crate::head::step::{matrix, numbers};
 use crate::head::{MicrobatchInputs, Stage};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Transform};
+use crate::kernels::matrix::{HeadInputs, IGNORED};
+use crate::kernels::transform::Transform;
 
 /// Tokens of the whole step that are looked at.
 const TOKENS: usize = 24;

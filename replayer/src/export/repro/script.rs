@@ -1,10 +1,12 @@
 //! The text of the script: only the lines that the head's options need.
 
+use std::cell::RefCell;
 use std::fmt::Write;
 
 use backtape::head::{GrpoDeclaration, KlEstimator, RatioLevel};
 
 use super::Framework;
+use crate::kernels::transform::{Operations, Transform};
 
 /// What the script starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,8 +25,7 @@ pub(super) struct Facts {
     pub(super) leaves: Vec<&'static str>,
     /// k lies as `[D, V]`.
     pub(super) transposed: bool,
-    pub(super) scale: f64,
-    pub(super) softcap: Option<f64>,
+    pub(super) transform: Transform,
     /// Columns of the logits, and those that are classes.
     pub(super) vocabulary: usize,
     pub(super) classes: usize,
@@ -94,6 +95,33 @@ fn number(x: f64) -> String {
     format!("{x:?}")
 }
 
+/// The formula of a logit as a program: a line for each step.
+struct Steps<'x> {
+    xp: &'x str,
+    lines: RefCell<Vec<String>>,
+}
+
+impl Operations for Steps<'_> {
+    type Number = String;
+
+    fn times(&self, x: String, constant: f64) -> String {
+        format!("{x} * {}", number(constant))
+    }
+
+    fn over(&self, x: String, constant: f64) -> String {
+        format!("{x} / {}", number(constant))
+    }
+
+    fn tanh(&self, x: String) -> String {
+        format!("{}.tanh({x})", self.xp)
+    }
+
+    fn step(&self, x: String) -> String {
+        self.lines.borrow_mut().push(format!("z = {x}"));
+        "z".into()
+    }
+}
+
 fn body(facts: &Facts, framework: Framework, xp: &str) -> Vec<String> {
     let mut lines = Vec::new();
     if facts.start == Start::Logprobs {
@@ -125,13 +153,9 @@ fn logits(facts: &Facts, xp: &str, lines: &mut Vec<String>) {
     if facts.leaves.contains(&"bias") {
         lines.push("z = z + wide(x[\"bias\"])".into());
     }
-    if facts.scale != 1.0 {
-        lines.push(format!("z = z * {}", number(facts.scale)));
-    }
-    if let Some(cap) = facts.softcap {
-        let cap = number(cap);
-        lines.push(format!("z = {cap} * {xp}.tanh(z / {cap})"));
-    }
+    let steps = Steps { xp, lines: RefCell::default() };
+    facts.transform.apply(&steps, "z".to_string());
+    lines.extend(steps.lines.into_inner());
     match facts.mask {
         _ if facts.classes == facts.vocabulary => {}
         // Columns that have no part in the softmax.

@@ -6,6 +6,7 @@ use crate::kernels::policy::internal::{PlaneBuffers, Upstream, columns};
 use crate::kernels::policy::{Path, PlaneTile, Policy};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::{Progress, Tiles, spans};
+use crate::kernels::transform::{Operations, Slopes, Transform};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -20,8 +21,44 @@ pub(super) struct Elements<'a> {
     /// What everything but the GEMMs is computed in: f32, or f64 where lse is summed in it.
     pub(super) register: Precision,
     bias: Vec<f64>,
-    scale: f64,
-    softcap: Option<f64>,
+    transform: Transform,
+}
+
+/// Each operation rounded to the register, a whole step to what logits are rounded to on the way.
+struct Rounded {
+    register: Precision,
+    between: Precision,
+}
+
+impl Operations for Rounded {
+    type Number = f64;
+
+    fn times(&self, x: f64, constant: f64) -> f64 {
+        operation(self.register, x * self.register.round64(constant))
+    }
+
+    fn over(&self, x: f64, constant: f64) -> f64 {
+        operation(self.register, x / self.register.round64(constant))
+    }
+
+    fn tanh(&self, x: f64) -> f64 {
+        operation(self.register, libm::tanh(x))
+    }
+
+    fn step(&self, x: f64) -> f64 {
+        self.between.round64(x)
+    }
+}
+
+impl Slopes for Rounded {
+    fn constant(&self, x: f64) -> f64 {
+        self.register.round64(x)
+    }
+
+    /// By subtraction, as jobs have it.
+    fn bend(&self, t: f64) -> f64 {
+        operation(self.register, 1.0 - operation(self.register, t * t))
+    }
 }
 
 impl<'a> Elements<'a> {
@@ -31,9 +68,8 @@ impl<'a> Elements<'a> {
             _ => Precision::F32,
         };
         let bias = inputs.bias.unwrap_or(&[]).iter().map(|&bias| register.round64(bias)).collect();
-        let scale = register.round64(inputs.transform.scale);
-        let softcap = inputs.transform.softcap.map(|cap| register.round64(cap));
-        Elements { policy, inputs, register, bias, scale, softcap }
+        let transform = Transform { uncapped: false, ..inputs.transform };
+        Elements { policy, inputs, register, bias, transform }
     }
 
     /// The result of one operation.
@@ -90,30 +126,23 @@ impl<'a> Elements<'a> {
     /// A row of raw logits becomes logits, rounded when the policy says.
     fn finish(&self, row: &mut [f64], cols: Range<usize>) {
         let [leaving, between, end] = self.policy.logit_steps();
-        let each = |row: &mut [f64], f: &dyn Fn(usize, f64) -> f64| {
-            row.iter_mut().enumerate().for_each(|(col, x)| *x = between.round64(f(col, *x)));
-        };
         leaving.round_slice64(row);
         if !self.bias.is_empty() {
             let bias = &self.bias[cols];
-            each(row, &|col, x| self.one(x + bias[col]));
+            let biased = row.iter_mut().zip(bias);
+            biased.for_each(|(x, bias)| *x = between.round64(self.one(*x + bias)));
         }
-        if self.scale != 1.0 {
-            each(row, &|_, x| self.one(x * self.scale));
-        }
-        if let Some(cap) = self.softcap {
-            each(row, &|_, x| self.one(cap * self.one(libm::tanh(self.one(x / cap)))));
+        if !self.transform.is_identity() {
+            let on = Rounded { register: self.register, between };
+            row.iter_mut().for_each(|x| *x = self.transform.apply(&on, *x));
         }
         end.round_slice64(row);
     }
 
     /// Derivative of the transform at a logit.
     pub(super) fn slope(&self, logit: f64) -> f64 {
-        let bend = self.softcap.map(|cap| {
-            let t = self.one(logit / cap);
-            self.one(1.0 - self.one(t * t))
-        });
-        bend.map_or(self.scale, |bend| self.one(self.scale * bend))
+        let on = Rounded { register: self.register, between: self.register };
+        self.transform.slope_in(&on, logit)
     }
 
     /// Turns a tile of logits `[tokens, cols]` into dlogits in place, the label part

@@ -4,7 +4,8 @@
 use super::Policy;
 use super::exp::{softcap, softcap_slope};
 use super::gemm::{Operand, multiply};
-use crate::kernels::matrix::{HeadInputs, Matrix, Transform, Values};
+use crate::kernels::matrix::{HeadInputs, Matrix, Values};
+use crate::kernels::transform::Transform;
 use rayon::prelude::*;
 use std::ops::Range;
 

@@ -287,7 +287,7 @@ impl Backward {
             dq_lse_var: zeros(),
             dq_lse_sq: zeros(),
             dq_label_rel_var: vec![0.0; inputs.q.rows],
-            dq_label_var: when(inputs.transform.softcap.is_some()),
+            dq_label_var: when(inputs.transform.bends()),
             dq_dropped: when(noise.filter > 0.0),
             dq_confident: when(noise.confident > 0.0),
             dq_label_share: vec![1.0; inputs.q.rows],

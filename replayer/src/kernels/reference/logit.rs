@@ -5,7 +5,8 @@
 //! the logit by the derivative of what follows it.
 
 use super::backward::TermNoise;
-use crate::kernels::matrix::{HeadInputs, Transform};
+use crate::kernels::matrix::HeadInputs;
+use crate::kernels::transform::Transform;
 
 /// The options that make a logit of a product.
 #[derive(Clone, Copy)]
@@ -37,7 +38,7 @@ impl<'a> Chain<'a> {
 
     /// Whether the product is the logit.
     pub(super) fn is_plain(&self) -> bool {
-        self.bias.is_none() && self.transform.scale == 1.0 && self.transform.softcap.is_none()
+        self.bias.is_none() && self.transform.is_identity()
     }
 
     /// Turns products into logits in place; `first` is the column of the first.
@@ -74,7 +75,7 @@ impl<'a> Chain<'a> {
         // A quotient, a tanh and a product: three results are rounded, and what the
         // first two lose in the format's smallest numbers the product multiplies.
         let own = 3.0 * noise.logit_rel_var * square(value)
-            + noise.logit_floor * (1.0 + 2.0 * square(cap));
+            + noise.logit_floor * (1.0 + self.transform.lost_in_smallest());
         Logit {
             value,
             var: square(slope) * scaled_var + own,

@@ -206,9 +206,9 @@ fn accumulate(
 mod tests {
     use super::*;
     use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
-    use crate::kernels::matrix::Transform;
     use crate::kernels::reference::{Keep, backward, backward_work, forward};
     use crate::kernels::tiles::NoProgress;
+    use crate::kernels::transform::Transform;
 
     const NOISE: TermNoise = TermNoise {
         p_rel_var: 0.3,

@@ -9,8 +9,9 @@ mod policy_loss;
 
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture, SMALL_TILES, with_threads};
-use crate::kernels::matrix::{Cotangents, IGNORED, Transform};
+use crate::kernels::matrix::{Cotangents, IGNORED};
 use crate::kernels::tiles::{NoProgress, Progress, Tiles};
+use crate::kernels::transform::Transform;
 use naive::{naive, naive_backward};
 
 const NOISE: TermNoise = TermNoise {

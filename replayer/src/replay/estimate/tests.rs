@@ -3,8 +3,9 @@
 
 use super::*;
 use crate::draw::Draw;
-use crate::kernels::matrix::{Transform, Values};
+use crate::kernels::matrix::Values;
 use crate::kernels::tiles::NoProgress;
+use crate::kernels::transform::Transform;
 use crate::replay::sample::stratified;
 
 const D: usize = 6;

@@ -15,7 +15,8 @@ use crate::assemble::slab::{boxes_of, elements};
 use crate::assemble::{assemble_box, whole};
 use crate::dump::{ShardRef, StepDump};
 use crate::head::HeadOptions;
-use crate::kernels::matrix::{HeadInputs, Matrix, Transform, Values};
+use crate::kernels::matrix::{HeadInputs, Matrix, Values};
+use crate::kernels::transform::Transform;
 use crate::replay::gather::Gathered;
 
 /// The matrices of a part, as they were dumped.

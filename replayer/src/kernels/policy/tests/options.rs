@@ -3,7 +3,8 @@
 //! cases of the operations counted one by one, first order, and 5 % for the higher ones.
 
 use super::*;
-use crate::kernels::matrix::{Matrix, Transform, Values};
+use crate::kernels::matrix::{Matrix, Values};
+use crate::kernels::transform::Transform;
 use proptest::prelude::*;
 
 /// tanh errs by 4 units in the last place, 8 u.

@@ -1,0 +1,211 @@
+//! From raw logit to logit, once for all who compute it: `z = softcap tanh(scale x / softcap)`.
+//!
+//! The formula stands here; on which numbers it runs, and what each operation rounds, is said by
+//! `Operations`: f64 for the reference, the registers of a policy, intervals of precision, or the
+//! text of a program. Policies and reference share the formula, never the rounding. The rows of
+//! the fast policies (`policy::exp`) and the kernels of a device have their own.
+
+use super::round::Precision;
+
+/// What turns a dot product (plus bias) into a logit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Transform {
+    /// Factor of the raw logit: 1 / temperature.
+    pub scale: f64,
+    /// Bound of the scaled logit, where there is one.
+    pub softcap: Option<f64>,
+    /// True where a hypothesis says that the backward forgot the softcap: its derivative
+    /// is then 1, in the reference. No policy forgets it.
+    pub uncapped: bool,
+}
+
+/// The operations of the formula on one kind of number.
+pub trait Operations {
+    /// What they compute with.
+    type Number;
+    /// `x constant`.
+    fn times(&self, x: Self::Number, constant: f64) -> Self::Number;
+    /// `x / constant`.
+    fn over(&self, x: Self::Number, constant: f64) -> Self::Number;
+    /// Its hyperbolic tangent.
+    fn tanh(&self, x: Self::Number) -> Self::Number;
+    /// What becomes of the result of a whole step: of the scale, of the softcap.
+    fn step(&self, x: Self::Number) -> Self::Number {
+        x
+    }
+}
+
+/// The same, of its derivative.
+pub trait Slopes: Operations {
+    /// A constant as such a number.
+    fn constant(&self, x: f64) -> Self::Number;
+    /// `1 - t²`, the derivative of tanh where it is t.
+    fn bend(&self, t: Self::Number) -> Self::Number;
+}
+
+/// Exact numbers.
+struct Exact;
+
+impl Operations for Exact {
+    type Number = f64;
+
+    #[inline(always)]
+    fn times(&self, x: f64, constant: f64) -> f64 {
+        x * constant
+    }
+
+    #[inline(always)]
+    fn over(&self, x: f64, constant: f64) -> f64 {
+        x / constant
+    }
+
+    #[inline(always)]
+    fn tanh(&self, x: f64) -> f64 {
+        libm::tanh(x)
+    }
+}
+
+impl Slopes for Exact {
+    #[inline(always)]
+    fn constant(&self, x: f64) -> f64 {
+        x
+    }
+
+    /// As a product, since the square is near 1 where the softcap bends most.
+    #[inline(always)]
+    fn bend(&self, t: f64) -> f64 {
+        (1.0 - t) * (1.0 + t)
+    }
+}
+
+impl Transform {
+    /// Leaves the raw logit as it is.
+    pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
+
+    /// The logit of a raw one, bias included, in any numbers.
+    #[inline]
+    pub fn apply<O: Operations>(&self, on: &O, raw: O::Number) -> O::Number {
+        let scaled = if self.scale == 1.0 { raw } else { on.step(on.times(raw, self.scale)) };
+        self.cap(on, scaled)
+    }
+
+    #[inline]
+    fn cap<O: Operations>(&self, on: &O, scaled: O::Number) -> O::Number {
+        match self.softcap {
+            Some(cap) => on.step(on.times(on.tanh(on.over(scaled, cap)), cap)),
+            None => scaled,
+        }
+    }
+
+    /// Derivative of a logit by the raw one, from the logit, in any numbers.
+    #[inline]
+    pub fn slope_in<O: Slopes>(&self, on: &O, logit: O::Number) -> O::Number {
+        match self.softcap.filter(|_| !self.uncapped) {
+            Some(cap) => on.times(on.bend(on.over(logit, cap)), self.scale),
+            None => on.constant(self.scale),
+        }
+    }
+
+    /// The logit of a raw one, bias included.
+    #[inline]
+    pub fn value(&self, raw: f64) -> f64 {
+        self.apply(&Exact, raw)
+    }
+
+    /// Derivative of a logit by the raw one, from the raw one, bias included.
+    pub fn slope(&self, raw: f64) -> f64 {
+        self.scale * self.bend(self.scale * raw)
+    }
+
+    /// `softcap tanh(x / softcap)` of a scaled logit x; x where there is no softcap.
+    #[inline]
+    pub(crate) fn capped(&self, scaled: f64) -> f64 {
+        self.cap(&Exact, scaled)
+    }
+
+    /// The derivative of that: `1 - tanh²(x / softcap)` as `4 e / (1 + e)²` with
+    /// `e = exp(-2 |x / softcap|)`. The subtraction would cancel where tanh saturates, and there
+    /// the gradient is all in what is left.
+    #[inline]
+    pub(crate) fn bend(&self, scaled: f64) -> f64 {
+        self.softcap.filter(|_| !self.uncapped).map_or(1.0, |cap| {
+            let e = libm::exp(-2.0 * (scaled / cap).abs());
+            4.0 * e / ((1.0 + e) * (1.0 + e))
+        })
+    }
+
+    /// Derivative of a logit by the raw one, from the logit.
+    pub fn slope_at(&self, logit: f64) -> f64 {
+        self.slope_in(&Exact, logit)
+    }
+
+    /// The raw logit, bias included, that this one is made of; of one at or beyond the softcap an
+    /// infinite one.
+    pub fn undone(&self, logit: f64) -> f64 {
+        let unbent = |cap: f64| cap * (logit / cap).clamp(-1.0, 1.0).atanh();
+        self.softcap.map_or(logit, unbent) / self.scale
+    }
+
+    /// Whether the raw logit is the logit.
+    pub fn is_identity(&self) -> bool {
+        self.scale == 1.0 && self.softcap.is_none()
+    }
+
+    /// Whether its derivative is another one for each logit.
+    pub fn bends(&self) -> bool {
+        self.softcap.is_some()
+    }
+
+    /// Whether a logit lies beyond so large a share of the softcap, where nothing of the gradient
+    /// is left; of one that is no number it may.
+    pub fn saturates(&self, logit: f64, share: f64) -> bool {
+        self.softcap.is_some_and(|cap| !(logit.abs() < cap * share))
+    }
+
+    /// How many results are rounded on the way: a scale is a product; a softcap is a quotient, a
+    /// tanh and a product.
+    pub fn operations(&self) -> f64 {
+        f64::from(u8::from(self.scale != 1.0)) + if self.bends() { 3.0 } else { 0.0 }
+    }
+
+    /// Variance of what quotient and tanh lose in a format's smallest numbers, over the square of
+    /// that: the softcap multiplies it.
+    pub fn lost_in_smallest(&self) -> f64 {
+        self.softcap.map_or(0.0, |cap| 2.0 * cap * cap)
+    }
+
+    /// How many of its constants a format does not hold, each of which errs alike for all logits.
+    pub fn inexact_in(&self, format: Precision) -> u32 {
+        let exact = |x: f64| format.round64(x) == x;
+        // 1/0.7 as a factor, or 0.7 as a divisor: what the job did is not known.
+        let scale = exact(self.scale) && exact(1.0 / self.scale);
+        u32::from(!scale) + u32::from(!self.softcap.is_none_or(exact))
+    }
+
+    /// Its bits: equal for those that do the same.
+    pub fn bits(&self) -> (u64, Option<u64>, bool) {
+        (self.scale.to_bits(), self.softcap.map(f64::to_bits), self.uncapped)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_logit_gives_back_its_slope_and_what_it_is_made_of() {
+        let of = Transform { scale: 1.7, softcap: Some(5.0), uncapped: false };
+        let logit = |raw: f64| 5.0 * (1.7 * raw / 5.0).tanh();
+        for raw in [-3.0, -0.4, 0.0, 0.9, 4.0] {
+            let difference = (logit(raw + 1e-5) - logit(raw - 1e-5)) / 2e-5;
+            assert!((of.slope_at(logit(raw)) - difference).abs() < 1e-8, "{raw}");
+            assert!((of.slope(raw) - difference).abs() < 1e-8, "{raw}");
+            assert_eq!(of.value(raw), 5.0 * libm::tanh(1.7 * raw / 5.0));
+            assert!((of.undone(logit(raw)) - raw).abs() < 1e-11, "{raw}");
+        }
+        let uncapped = Transform { uncapped: true, ..of };
+        assert_eq!((uncapped.slope_at(4.0), uncapped.slope(4.0)), (1.7, 1.7));
+        assert!(of.slope(200.0) > 0.0, "nothing cancels where tanh is 1");
+        assert_eq!((Transform::NONE.slope_at(9.0), Transform::NONE.undone(9.0)), (1.0, 9.0));
+    }
+}
