@@ -89,7 +89,7 @@ fn judge<'a>(
     let (step, mut outcome) = replay_one(path, dump, proof, roles, how)?;
     let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
     let begin = |work| how.1.search(work);
-    let budget = Budget { causes: how.0.causes, progress: how.1, begin: &begin };
+    let budget = Budget { causes: how.0.causes, progress: how.1, begin: &begin, among: 1 };
     let causes =
         searched(diagnose(&step, &mut outcome, &[], &budget), &mut outcome).map_err(wrong)?;
     Ok(Some((step, outcome, causes)))

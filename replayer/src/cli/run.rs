@@ -29,7 +29,7 @@ use crate::head::HeadStep;
 use crate::head::policy_file::read_toml;
 use crate::head::step::StepError;
 use crate::replay::against::Asked;
-use crate::replay::outcome::{NotChecked, Outcome};
+use crate::replay::outcome::{NotChecked, Outcome, Passes};
 use crate::replay::tasks::{Cluster, Cut, Workers};
 use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::{self, Effort, Request};
@@ -331,7 +331,7 @@ fn explained(
         show(report(path, dump, Some((step, &*outcome)), proof));
     }
     let begin = |work| bar.search(work);
-    let budget = Budget { causes: how.causes, progress: bar, begin: &begin };
+    let budget = Budget { causes: how.causes, progress: bar, begin: &begin, among: 1 };
     let causes = searched(diagnose(step, outcome, &variants, &budget), outcome).map_err(wrong)?;
     let variants = diagnose::variants(step, &variants).map_err(wrong)?;
     let drawings = how.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
@@ -356,33 +356,53 @@ fn held_report(
     let mut all = HeadStep::new(dump, how.policy, unusable).map_err(wrong)?;
     all.disputed.clone_from(&disputed);
     let how = How { cluster: None, ..how };
-    let mut found: Option<(HeadStep<'_>, Outcome)> = None;
-    let mut causes: Vec<Found> = Vec::new();
+    let mut judged: Vec<(HeadStep<'_>, Outcome)> = Vec::new();
     for one in held {
         let mut step = HeadStep::new(&one.dump, how.policy, unusable).map_err(wrong)?;
         step.only = Some(one.ranks.clone());
         let mut outcome = replay_step(path, &step, &asked.roles, (how, bar))?;
+        // What the forward passes of many versions hold would add up.
+        outcome.passes = Passes::default();
+        judged.push((step, outcome));
+    }
+    let Some(whole) = joined(&judged, held, &disputed) else {
+        return Ok(report(path, dump, None, proof));
+    };
+    let versions = diagnose::Versions::of(&all, &whole).map_err(wrong)?;
+    let mut causes: Vec<Found> = Vec::new();
+    let open = |(_, outcome): &&mut (HeadStep<'_>, Outcome)| !versions.explain_all_of(outcome);
+    let open: Vec<_> = judged.iter_mut().filter(open).collect();
+    let among = open.len() as u64;
+    for (step, outcome) in open {
         let begin = |work| bar.search(work);
-        let budget = Budget { causes: how.causes, progress: bar, begin: &begin };
-        let causes_of = diagnose(&step, &mut outcome, how.variants, &budget);
-        let causes_of = searched(causes_of, &mut outcome);
+        let budget = Budget { causes: how.causes, progress: bar, begin: &begin, among };
+        let causes_of = searched(diagnose(step, outcome, how.variants, &budget), outcome);
         for cause in causes_of.map_err(wrong)? {
             if causes.iter().all(|known| known.id != cause.id) {
                 causes.push(cause);
             }
         }
-        match &mut found {
-            None => found = Some((step, outcome)),
-            Some((_, first)) => first.join(outcome, &one.ranks, &disputed),
-        }
     }
-    let Some((step, mut outcome)) = found else { return Ok(report(path, dump, None, proof)) };
-    let causes = diagnose::with_versions(&all, &outcome, causes).map_err(wrong)?;
+    let mut outcome = joined(&judged, held, &disputed).unwrap_or(whole);
+    let step = judged.swap_remove(0).0;
+    let causes = versions.with(causes);
     let variants = diagnose::variants(&step, how.variants).map_err(wrong)?;
     let drawings = how.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
     let found = report(path, dump, Some((&step, &outcome)), proof);
     let causes = step_checks::causes(dump, &found.checks, causes);
     Ok(Report { causes, variants, drawings, ..found })
+}
+
+/// What was found of all versions, as one outcome.
+fn joined(
+    judged: &[(HeadStep<'_>, Outcome)],
+    held: &[HeldBy],
+    disputed: &[TensorKey],
+) -> Option<Outcome> {
+    let mut all = judged.iter().zip(held);
+    let mut whole = all.next()?.0.1.clone();
+    all.for_each(|((_, outcome), one)| whole.join(outcome.clone(), &one.ranks, disputed));
+    Some(whole)
 }
 
 /// The causes of a search. One that a tensor of no use ends takes no verdict with it.

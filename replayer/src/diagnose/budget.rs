@@ -48,8 +48,9 @@ impl Causes {
     pub const WORDS: [&str; 3] = ["none", "quick", "thorough"];
 
     /// Work that a search after this replay may do.
-    fn limit(self, outcome: &Outcome) -> u64 {
-        let quick = QUICK.saturating_mul(outcome.work + beside_products(outcome)).max(FLOOR);
+    fn limit(self, outcome: &Outcome, among: u64) -> u64 {
+        let replayed = outcome.work + beside_products(outcome);
+        let quick = QUICK.saturating_mul(replayed).max(FLOOR / among.max(1));
         match self {
             Causes::None => 0,
             Causes::Quick => quick,
@@ -80,11 +81,14 @@ pub struct Budget<'a> {
     pub progress: &'a dyn Progress,
     /// Told before a search begins how much work it may do.
     pub begin: &'a dyn Fn(u64),
+    /// How many searches of one step share what a search may always do: one for each version that
+    /// ranks hold.
+    pub among: u64,
 }
 
 impl Default for Budget<'_> {
     fn default() -> Self {
-        Budget { causes: Causes::default(), progress: &NoProgress, begin: &|_| {} }
+        Budget { causes: Causes::default(), progress: &NoProgress, begin: &|_| {}, among: 1 }
     }
 }
 
@@ -103,7 +107,7 @@ pub struct Meter<'a> {
 impl<'a> Meter<'a> {
     /// Of a search that begins now.
     pub fn new(budget: &Budget<'a>, outcome: &Outcome) -> Meter<'a> {
-        let limit = budget.causes.limit(outcome);
+        let limit = budget.causes.limit(outcome, budget.among);
         (budget.begin)(limit);
         let (done, left_out) = (AtomicU64::new(0), Mutex::default());
         let (looked_from, share) = (AtomicU64::new(0), AtomicU64::new(limit / LOOKS));

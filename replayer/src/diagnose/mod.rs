@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
-use crate::replay::outcome::{NotChecked, Outcome};
+use crate::replay::outcome::{NotChecked, Outcome, StageOutcome};
 use crate::replay::variant::Variant;
 use crate::replay::world::World;
 use against::Part;
@@ -124,26 +124,42 @@ const OF_VERSIONS: [&str; 4] = [
     causes::replica_divergence::ID,
 ];
 
-/// Where the versions of tensors come from on which replicas disagree, and the causes of single
-/// versions that this does not explain.
-pub fn with_versions(
-    step: &HeadStep<'_>,
-    outcome: &Outcome,
-    causes: Vec<Found>,
-) -> Result<Vec<Found>, StepError> {
-    let mut all = of_versions(step, outcome)?;
-    // That ranks hold other bits says nothing of what any of them should hold.
-    let explains = |of: &Found, cause: &Found| {
-        of.id != causes::replica_divergence::ID
-            && cause.stages.iter().all(|stage| of.stages.contains(stage))
-    };
-    let said = |cause: &Found| all.iter().any(|of| of.id == cause.id || explains(of, cause));
-    let more: Vec<Found> = causes.into_iter().filter(|cause| !said(cause)).collect();
-    all.extend(more);
-    Ok(all)
+/// Where the versions of tensors come from on which replicas disagree.
+pub struct Versions(Vec<Found>);
+
+impl Versions {
+    /// Of the step as all ranks hold it; `outcome`: what was found of every version.
+    pub fn of(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Versions, StepError> {
+        of_versions(step, outcome).map(Versions)
+    }
+
+    /// Whether one of them explains all that fails in one version: nothing is then looked for
+    /// there, as each of many ranks may hold a version of its own.
+    pub fn explain_all_of(&self, outcome: &Outcome) -> bool {
+        let fails =
+            |stage: &&StageOutcome| stage.comparisons.iter().any(|one| one.excess.is_some());
+        let failing: Vec<&str> =
+            outcome.stages.iter().filter(fails).map(|stage| stage.stage.name()).collect();
+        !failing.is_empty() && self.0.iter().any(|of| explains(of, &failing))
+    }
+
+    /// All causes: these, and those of single versions that they do not explain.
+    pub fn with(self, causes: Vec<Found>) -> Vec<Found> {
+        let Versions(mut all) = self;
+        let said =
+            |cause: &Found| all.iter().any(|of| of.id == cause.id || explains(of, &cause.stages));
+        let more: Vec<Found> = causes.into_iter().filter(|cause| !said(cause)).collect();
+        all.extend(more);
+        all
+    }
 }
 
-/// Where the versions of tensors come from on which replicas disagree.
+/// Whether where versions come from explains what is wrong with some stages. That ranks hold other
+/// bits says nothing of what any of them should hold.
+fn explains(of: &Found, stages: &[&str]) -> bool {
+    of.id != causes::replica_divergence::ID && stages.iter().all(|stage| of.stages.contains(stage))
+}
+
 fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
     let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
