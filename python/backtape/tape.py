@@ -105,7 +105,8 @@ class Tape:
             policy=None | {...}, grpo=None | {...}
 
         docs/heads.md has the formula of each. A wrong option or value, and options that cannot
-        both hold, refuse the whole declaration: see the log line, which says what there is.
+        both hold, refuse the whole declaration: the log line, or with `strict=True` the
+        `RecorderError`, says what there is.
         """
         written = {"autocast": autocast(), **declaration}
         self._native.head({name: plain(value) for name, value in written.items()})

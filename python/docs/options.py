@@ -33,11 +33,16 @@ NAMED = [
 ]  # fmt: skip
 
 
+def needed(wanted):
+    """A sentence on what a value must be; nothing where the type says all."""
+    return f" Needed: {wanted}." if wanted else ""
+
+
 def typed(name, about, options):
     """A TypedDict: each option with its type, default and meaning."""
     lines = [f"class {name}(TypedDict, total=False):", f'    """{about}"""']
-    for option, kind, default, meaning in options:
-        told = f'"""Default: {default}. {meaning}"""'
+    for option, kind, default, meaning, wanted in options:
+        told = f'"""Default: {default}. {meaning}{needed(wanted)}"""'
         lines += ["", f"    {option}: {kind}"]
         lines += textwrap.wrap(told, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(lines) + "\n"
@@ -66,7 +71,7 @@ def choices(kind, default):
 def listed():
     """The lines of `Tape.head`'s docstring that list the options."""
     head, _ = head_options()
-    texts = [f"{name}={' | '.join(choices(kind, default))}" for name, kind, default, _ in head]
+    texts = [f"{name}={' | '.join(choices(kind, default))}" for name, kind, default, *_ in head]
     return textwrap.fill(
         ", ".join(text.replace(" ", "\0") for text in texts), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12,
         break_long_words=False, break_on_hyphens=False,
@@ -76,9 +81,11 @@ def listed():
 def table(options):
     """A table of docs/heads.md."""
     rows = ["| option | default | or | meaning |", "|---|---|---|---|"]
-    for name, kind, default, meaning in options:
-        others = ", ".join(f"`{choice}`" for choice in choices(kind, default)[1:])
-        rows.append(f"| `{name}` | `{default}` | {others} | {meaning} |")
+    placeholders = {said for _, said in NAMED}
+    shown = lambda choice: f"*{choice}*" if choice in placeholders else f"`{choice}`"
+    for name, kind, default, meaning, wanted in options:
+        others = ", ".join(shown(choice) for choice in choices(kind, default)[1:])
+        rows.append(f"| `{name}` | `{default}` | {others} | {meaning}{needed(wanted)} |")
     return "\n".join(rows)
 
 

@@ -40,10 +40,10 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
         let alone = Map::from_iter([(name.clone(), json.clone())]);
         serde_json::from_value::<HeadDeclaration>(Value::Object(alone)).map_err(|error| {
             let wanted = match option.words() {
-                words if words.is_empty() => error.to_string(),
+                words if words.is_empty() => unfit(error.to_string(), option),
                 words => format!("choose one of {}", words.join(", ")),
             };
-            PyValueError::new_err(format!("head({name}={value}): {wanted}"))
+            PyValueError::new_err(format!("head({name}={}): {wanted}", repr(&value)))
         })?;
         all.insert(name, json);
     }
@@ -57,14 +57,28 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
     Ok(declaration)
 }
 
-/// An option of `tape.head`: its name, its type in Python, its default as it is written, its meaning.
-type Told = (&'static str, &'static str, String, &'static str);
+/// What a value of another type is answered with: the type that is needed, in Python's words.
+fn unfit(error: String, option: &HeadOption<HeadDeclaration>) -> String {
+    match error.starts_with("invalid type") || error.starts_with("invalid value") {
+        true => format!("{} is needed: {}", option.python, option.meaning),
+        false => error,
+    }
+}
+
+/// As Python shows it.
+fn repr(value: &Bound<'_, PyAny>) -> String {
+    value.repr().map_or_else(|_| "...".into(), |text| text.to_string())
+}
+
+/// An option of `tape.head`: its name, its type in Python, its default as it is written, its
+/// meaning, and what a value must be where the type does not say all.
+type Told = (&'static str, &'static str, String, &'static str, &'static str);
 
 /// Every option of `tape.head`, and those of a policy loss: what the docs are made from.
 #[pyfunction]
 pub(crate) fn head_options() -> (Vec<Told>, Vec<Told>) {
     fn told<Of: Default>(of: &HeadOption<Of>) -> Told {
-        (of.name, of.python, of.default(), of.meaning)
+        (of.name, of.python, of.default(), of.meaning, of.wanted)
     }
     (OPTIONS.iter().map(told).collect(), GRPO_OPTIONS.iter().map(told).collect())
 }
@@ -117,7 +131,7 @@ fn dict_to_json(name: &str, dict: &Bound<'_, PyDict>) -> PyResult<Value> {
     }
     let mut object = Map::new();
     for (key, value) in dict {
-        let mut json = to_json(name, &value)?;
+        let mut json = to_json(&format!("{name}.{key}"), &value)?;
         if name == "dtypes" {
             by_its_own_name(&mut json);
         }

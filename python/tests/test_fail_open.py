@@ -83,8 +83,10 @@ def test_an_error_names_the_option_and_what_it_accepts(tmp_path):
     recorder = backtape.Recorder(tmp_path / "run", strict=True)
     with recorder.step(0) as tape:
         for call, words in (
-            (lambda: tape.head(reduction="average"), ["reduction=average", 'choose one of "mean", "sum", "none"']),
+            (lambda: tape.head(reduction="average"), ["reduction='average'", 'choose one of "mean", "sum", "none"']),
             (lambda: tape.head(loss="grpo", grpo={"beta": 0.1}), ["grpo.beta", "kl_beta", "clip_low"]),
+            (lambda: tape.head(softcap="30"), ["softcap='30'", "float | None is needed"]),
+            (lambda: tape.head(scope={"ranks": "each"}), ['ranks: "all", "one" or a list of axes is needed']),
             (lambda: tape.head(redaction="mean"), ["redaction", "did you mean reduction?"]),
             (lambda: tape.head(label_smooth=0.1), ["did you mean label_smoothing?"]),
             (lambda: tape.head(colour="red"), ["colour", "there are ", "softcap", "z_loss"]),

@@ -132,15 +132,16 @@ options! {
     "Which loss: on q and k, on recorded logits, or a policy loss."
     loss: Loss = Loss::SoftmaxXent, r#"Literal["softmax_xent", "xent_logits", "grpo"]"#;
 
-    "How the backward sums: one of the three ways, or a name for what `policy` describes."
+    "How the backward sums: `plain` (dlogits whole, as autograd of a plain cross-entropy does), \
+     `fused`, `chunked`, or a name for what `policy` describes."
     path: String = "fused".into(), r#"Literal["fused", "plain", "chunked"] | str"#;
 
-    "How the losses of tokens become one. `none`: they do not, `loss` is `[T]`, w ℓ, 0 where \
-     ignored; record the upstream `cotangent` `[T]`."
+    "How the losses of tokens become one: their mean, or their sum, which nothing divides. \
+     `none`: `loss` is `[T]`, w ℓ, 0 where ignored; record the upstream `cotangent` `[T]`."
     reduction: LossReduction = LossReduction::Mean, r#"Literal["mean", "sum", "none"]"#;
 
-    "What a mean divides by: `valid` tokens that are not ignored, `all` of them, the sum of \
-     `weights`, or a number."
+    "What a mean divides by: `valid` tokens, which are not ignored (of a policy loss: whose \
+     weight is not 0), `all` of them, the sum of `weights`, or a number."
     denominator: Denominator = Denominator::Valid, r#"Literal["valid", "all", "weights"] | float"#,
     "a finite number other than zero" if |of| match of {
         Denominator::Number(number) => number.is_finite() && *number != 0.0,
@@ -162,7 +163,7 @@ options! {
     microbatch_reduction: MicrobatchReduction = MicrobatchReduction::Mean,
     r#"Literal["mean", "sum"]"#;
 
-    "Tokens with this label take no part."
+    "Tokens with this label take no part (PyTorch: -100)."
     ignore_label: Option<i64> = None, "int | None";
 
     "The factor of lse² in the loss."
@@ -178,7 +179,8 @@ options! {
     "The share of the target that is spread over the classes."
     label_smoothing: f64 = 0.0, "float", "a number from 0 to below 1" if is_share;
 
-    "Over which share smoothing spreads: ε, or Megatron-LM's ε K/(K-1)."
+    "What is spread over the K classes: label_smoothing, or Megatron-LM's label_smoothing · \
+     K/(K-1)."
     smoothing_formula: SmoothingFormula = SmoothingFormula::Uniform,
     r#"Literal["uniform", "megatron"]"#;
 
@@ -189,11 +191,11 @@ options! {
     logit_scale: f64 = 1.0, "float",
     "a finite number other than zero" if |scale| scale.is_finite() && *scale != 0.0;
 
-    "The number of classes that take part in the softmax. Where padding classes take part, as in \
-     Megatron, leave it out."
+    "So many columns of the logits are classes, the first; None: all are. Where padding takes \
+     part in the softmax, as in Megatron, leave it out."
     valid_vocab: Option<u64> = None, "int | None";
 
-    "What the logits of the other classes are set to; None and -inf: they have no part in the \
+    "What the logits of the columns beyond are set to; None and -inf: they have no part in the \
      softmax."
     #[serde(with = "infinite")]
     mask_value: Option<f64> = None, "float | None",
@@ -202,12 +204,13 @@ options! {
     "`dv`: k and its gradients lie as `[D, V]`."
     k_layout: KLayout = KLayout::Vd, r#"Literal["vd", "dv"]"#;
 
-    "False: position t uses the label and the weight of t+1 of its sequence (the last of the \
-     leading dimensions); the last position takes no part, and counts in no denominator but \
-     `all`."
+    "True: the label of position t stands at t. False: position t uses the label and the weight \
+     of t+1 of its sequence (the last of the leading dimensions); the last position takes no \
+     part, and counts in no denominator but `all`."
     labels_shifted: bool = true, "bool";
 
-    "True: dk holds the input embedding's part too: its parts are judged, dk is not."
+    "True: dk holds the input embedding's part too: dk_lse and dk_label are judged, where \
+     recorded, dk is not."
     tied_embedding: bool = false, "bool";
 
     "A number that the loss was multiplied by before its backward: the loss scale, or the number \
@@ -216,8 +219,8 @@ options! {
 
     "The dtype of each point at which the job rounds: `input` (of the GEMMs), `product`, \
      `logits`, `lse`, `p`, `dlogits`, `label_grad`, `parts`, `accumulate`, `label_scatter`, \
-     `reduce`, `output`, in f64, f32, tf32, bf16, f16, f8_e4m3 or f8_e5m2; [dtypes.md](dtypes.md) \
-     says which, by framework."
+     `reduce`, `output`, in f64, f32, tf32, bf16, f16, f8_e4m3 or f8_e5m2. docs/dtypes.md says \
+     which, by framework."
     dtypes: BTreeMap<String, String> = BTreeMap::new(), "dict[str, Any]";
 
     "`bf16` or `f16`: the head ran under `torch.autocast`; found by itself where `tape.head` is \
@@ -234,10 +237,11 @@ options! {
     gradient_filter: Option<f64> = None, "float | None",
     "a number from 0 to below 1, or None" if |of| of.as_ref().is_none_or(is_share);
 
-    "A whole path, {\"base\": ..., \"round\": ..., \"sums\": ...}: see `replay --policy`."
+    "A whole path, {\"base\": ..., \"round\": ..., \"sums\": ..., \"tiles\": ...}: what a file of \
+     `replay --policy` has."
     policy: Option<PolicyDeclaration> = None, "dict[str, Any] | None";
 
-    "The options of a policy loss."
+    "The options of a policy loss, with loss=\"grpo\"; None: their defaults."
     grpo: Option<GrpoDeclaration> = None, "GrpoOptions | None";
 }
 
@@ -246,10 +250,10 @@ options! {
     /// `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_beta KL`.
     GrpoDeclaration, GRPO_OPTIONS:
 
-    "How far below 1 the ratio counts."
+    "The ratio is clipped to 1 - clip_low at least."
     clip_low: f64 = 0.2, "float";
 
-    "How far above 1 the ratio counts."
+    "The ratio is clipped to 1 + clip_high at most."
     clip_high: f64 = 0.2, "float";
 
     "The bound c of -r A for negative advantages, as a ratio: min(L, -c A) (dual-clip PPO)."
@@ -266,6 +270,6 @@ options! {
     ratio: RatioLevel = RatioLevel::Token, r#"Literal["token", "sequence"]"#;
 
     "`token`: over the head's denominator; `sequence`: the mean of each sequence first, then the \
-     mean over sequences."
+     mean over sequences, and `denominator` has no part."
     average: LossAverage = LossAverage::Token, r#"Literal["token", "sequence"]"#;
 }

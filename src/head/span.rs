@@ -9,7 +9,10 @@ use super::Scope;
 
 /// Whose tokens are counted together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(
+    rename_all = "lowercase",
+    expecting = "ranks: \"all\", \"one\" or a list of axes is needed"
+)]
 pub enum Ranks {
     /// Those of every rank.
     #[default]
