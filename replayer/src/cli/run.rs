@@ -32,6 +32,7 @@ use crate::replay::against::Asked;
 use crate::replay::outcome::{NotChecked, Outcome, Passes};
 use crate::replay::tasks::{Cluster, Cut, Workers};
 use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
+use crate::replay::versions::joined;
 use crate::replay::{self, Effort, Request};
 use crate::report::drawings::drawings;
 use crate::report::number::plural;
@@ -391,18 +392,6 @@ fn held_report(
     let found = report(path, dump, Some((&step, &outcome)), proof);
     let causes = step_checks::causes(dump, &found.checks, causes);
     Ok(Report { causes, variants, drawings, ..found })
-}
-
-/// What was found of all versions, as one outcome.
-fn joined(
-    judged: &[(HeadStep<'_>, Outcome)],
-    held: &[HeldBy],
-    disputed: &[TensorKey],
-) -> Option<Outcome> {
-    let mut all = judged.iter().zip(held);
-    let mut whole = all.next()?.0.1.clone();
-    all.for_each(|((_, outcome), one)| whole.join(outcome.clone(), &one.ranks, disputed));
-    Some(whole)
 }
 
 /// The causes of a search. One that a tensor of no use ends takes no verdict with it.

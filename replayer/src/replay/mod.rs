@@ -56,7 +56,7 @@ pub mod tasks;
 pub(crate) mod ties;
 pub mod trial;
 pub mod variant;
-mod versions;
+pub(crate) mod versions;
 pub mod world;
 
 use std::collections::BTreeSet;

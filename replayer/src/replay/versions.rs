@@ -8,7 +8,22 @@
 use backtape::identity::Rank;
 use backtape::shard::TensorKey;
 
+use crate::dump::versions::HeldBy;
+use crate::head::HeadStep;
+
 use super::outcome::{Comparison, Outcome, StageOutcome, Status};
+
+/// What was found of all versions, as one outcome.
+pub(crate) fn joined(
+    judged: &[(HeadStep<'_>, Outcome)],
+    held: &[HeldBy],
+    disputed: &[TensorKey],
+) -> Option<Outcome> {
+    let mut all = judged.iter().zip(held);
+    let mut whole = all.next()?.0.1.clone();
+    all.for_each(|((_, outcome), one)| whole.join(outcome.clone(), &one.ranks, disputed));
+    Some(whole)
+}
 
 impl Outcome {
     /// Adds what was found of the step as `ranks` hold it; `disputed` are the tensors of which
