@@ -41,7 +41,7 @@ roles! {
     OldLogprobs = "old_logprobs",
     /// Log-probabilities of the reference policy of the KL term, `[T]`.
     RefLogprobs = "ref_logprobs",
-    /// `q kᵀ (+ bias)` after scale, softcap and mask, `[T, V]`.
+    /// `q kᵀ (+ bias)` after transform and mask, `[T, V]`.
     Logits = "logits",
     /// Log of the softmax denominator, `[T]`.
     Lse = "lse",

@@ -87,7 +87,10 @@ mod tests {
         let head = HeadDeclaration::default();
         assert!(OPTIONS.iter().all(|option| option.is_good(&head)));
         let of = |name| written(&head, name);
-        assert_eq!([of("softcap"), of("z_loss"), of("z_loss_in_loss")], ["None", "0.0", "True"]);
+        assert_eq!(
+            [of("gradient_filter"), of("z_loss"), of("z_loss_in_loss")],
+            ["None", "0.0", "True"]
+        );
         assert_eq!([of("scope"), of("grpo.kl")], ["\"global\"", "None"]);
     }
 }

@@ -15,19 +15,18 @@ pub(super) enum Element {
     F64 = 3,
 }
 
-/// From raw logit to logit, as kernels take it.
+/// From raw logit to logit, as kernels take it: its constants, and whether there is a bound.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Bent {
-    scale: f64,
-    cap: f64,
+pub(super) struct TransformArguments {
+    constants: [f64; 2],
     capped: i64,
 }
 
-impl From<Transform> for Bent {
-    fn from(of: Transform) -> Bent {
-        let (scale, cap) = (of.scale, of.softcap.unwrap_or(0.0));
-        Bent { scale, cap, capped: of.bends().into() }
+impl From<Transform> for TransformArguments {
+    fn from(of: Transform) -> TransformArguments {
+        let constants = Transform::CONSTANTS.map(|(_, value)| value(&of));
+        TransformArguments { constants, capped: of.bends().into() }
     }
 }
 
@@ -36,7 +35,7 @@ impl From<Transform> for Bent {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Head {
     pub(super) bias: u64,
-    pub(super) transform: Bent,
+    pub(super) transform: TransformArguments,
     pub(super) uncapped: i64,
     pub(super) given: i64,
     pub(super) p_rel_var: f64,

@@ -136,8 +136,7 @@ impl HeadOptions {
 
 /// From raw logit to logit, as it is declared.
 pub(crate) fn transform(head: &HeadDeclaration) -> Transform {
-    let scale = head.logit_scale / head.temperature;
-    Transform { scale, softcap: head.softcap, ..Transform::NONE }
+    Transform::new(head.logit_scale / head.temperature, head.softcap)
 }
 
 /// The walk of `path`, or of the base of the policy that it names.

@@ -1,7 +1,7 @@
 //! From raw logit to logit, once for all who compute it: `z = softcap tanh(scale x / softcap)`.
 //!
 //! The formula stands here; on which numbers it runs, and what each operation rounds, is said by
-//! `Operations`: f64 for the reference, the registers of a policy, intervals of precision, or the
+//! `Operations`: f64 for the reference, the registers of a policy, f32 or f64 of the precisions, or the
 //! text of a program. Policies and reference share the formula, never the rounding. The rows of
 //! the fast policies (`policy::exp`) and the kernels of a device have their own.
 
@@ -78,9 +78,32 @@ impl Slopes for Exact {
     }
 }
 
+/// A constant of it: its name, and its value, 0 where there is none.
+pub type Constant = (&'static str, fn(&Transform) -> f64);
+
 impl Transform {
     /// Leaves the raw logit as it is.
     pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
+
+    /// Its constants, for those who take them by name.
+    pub const CONSTANTS: [Constant; 2] =
+        [("scale", |of| of.scale), ("softcap", |of| of.softcap.unwrap_or(0.0))];
+
+    /// Of a scale, and a softcap where there is one.
+    pub const fn new(scale: f64, softcap: Option<f64>) -> Transform {
+        Transform { scale, softcap, uncapped: false }
+    }
+
+    /// With its constants rounded to a format.
+    pub fn rounded_to(self, format: Precision) -> Transform {
+        let round = |x: f64| format.round64(x);
+        Transform { scale: round(self.scale), softcap: self.softcap.map(round), ..self }
+    }
+
+    /// Scale and softcap in f32.
+    pub fn in_f32(self) -> (f32, Option<f32>) {
+        (self.scale as f32, self.softcap.map(|cap| cap as f32))
+    }
 
     /// The logit of a raw one, bias included, in any numbers.
     #[inline]

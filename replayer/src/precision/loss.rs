@@ -171,7 +171,7 @@ mod tests {
         let (q, k) = (numbers(3, 4 * D), numbers(4, 70 * D));
         let labels = [0, 66, 5, 5];
         let bias = numbers(5, 70);
-        let capped = Transform { scale: 0.7, softcap: Some(2.0), ..Transform::NONE };
+        let capped = Transform::new(0.7, Some(2.0));
         let plain = head(&q, &k, &labels);
         let optioned =
             HeadInputs { bias: Some(&bias), transform: capped, mask: Some(-1.0), ..plain };

@@ -192,7 +192,7 @@ impl Replay<'_> {
     }
 
     /// Relative variance of the constants that make a logit of a product, which round
-    /// alike for all: a temperature or a softcap that its format does not hold exactly.
+    /// alike for all: those that its format does not hold exactly.
     pub(super) fn constants(&self) -> f64 {
         let logits = self.roundings.widest.logits;
         let transform = self.step.options.transform;
@@ -214,7 +214,7 @@ impl Replay<'_> {
     pub(super) fn lse_variance(&self, token: &TokenSize, d: usize, v: usize, bias: f64) -> f64 {
         let noise = self.term_noise(d);
         let scale = self.step.options.transform.scale.abs();
-        // A result on the way is larger than the logit by the bias at most; a softcap
+        // A result on the way is larger than the logit by the bias at most; a bound
         // multiplies its error by less than it divides.
         let x = token.row_max.abs() + 1.0 + scale * bias;
         let operations = self.logit_operations(bias > 0.0);

@@ -363,7 +363,7 @@ impl Replay<'_> {
     }
 
     /// The mean relative error of `g (p - s/K)`, where p and the difference are rounded. The
-    /// derivative of a softcap has other digits for each entry.
+    /// derivative of a transform that bends has other digits for each entry.
     fn dense_bias(&self, g_lse: &[f64], g_smooth: &[f64]) -> f64 {
         let Policy { p, dlogits, .. } = self.roundings.widest;
         let transform = self.step.options.transform;

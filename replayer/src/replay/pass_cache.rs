@@ -330,7 +330,7 @@ mod tests {
         assert_eq!([found(&one, "f16", 3.0), found(&two, "bf16", 4.0)], [3.0, 4.0]);
     }
 
-    /// Goal: passes of heads that differ in anything are not taken for each other: a softcap
+    /// Goal: passes of heads that differ in anything are not taken for each other: a transform
     /// whose derivative was left out once got the gradients of the declared one.
     #[test]
     fn heads_that_differ_in_one_thing_have_different_keys() {
@@ -361,7 +361,7 @@ mod tests {
             HeadInputs { bias: Some(&[0.0, 0.0]), ..head },
             HeadInputs { given: Some(of(&one)), ..head },
             HeadInputs { transform: Transform { scale: 2.0, ..transform }, ..head },
-            HeadInputs { transform: Transform { softcap: Some(1.0), ..transform }, ..head },
+            HeadInputs { transform: Transform::new(1.0, Some(1.0)), ..head },
             HeadInputs { transform: Transform { uncapped: true, ..transform }, ..head },
             HeadInputs { mask: Some(0.0), ..head },
             HeadInputs { reads: Some(reads), ..head },

@@ -63,7 +63,7 @@ pub(crate) fn near_ties<'h>(u: f64, head: &HeadInputs<'h>, lse: &[f64]) -> [End<
 /// Of some 10⁵ entries near a tie none is further off.
 const SIGMAS: f64 = 5.0;
 
-/// Products between p and an entry: g, a cotangent, a temperature, a softcap's derivative.
+/// Products between p and an entry: g, a cotangent, the transform's derivative.
 const PRODUCTS: f64 = 4.0;
 
 /// Entries of dlogits that may have been rounded the other way.

@@ -10,6 +10,7 @@
 //! a file of its name and `.args`.
 
 use crate::head::Stage;
+use crate::kernels::transform::{Constant, Transform};
 
 /// Sizes of a unit's head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,8 +43,8 @@ pub(super) enum Name {
     Output,
     /// A number of [`Sizes`].
     Size(Size),
-    Scale,
-    Softcap,
+    /// Which of the transform's constants.
+    Constant(usize),
 }
 
 /// One of [`Sizes`].
@@ -97,16 +98,16 @@ enum Count {
 const SIZES: [(&str, Size); 4] =
     [("n", Size::N), ("d", Size::D), ("v", Size::V), ("valid", Size::Valid)];
 
-const INPUTS: [(&str, Name); 8] = [
+const INPUTS: [(&str, Name); 6] = [
     ("q", Name::Q),
     ("k", Name::K),
     ("labels", Name::Labels),
     ("lse", Name::Lse),
     ("g", Name::G),
     ("bias", Name::Bias),
-    ("scale", Name::Scale),
-    ("softcap", Name::Softcap),
 ];
+
+const CONSTANTS: [Constant; 2] = Transform::CONSTANTS;
 
 const TYPES: [(&str, Type); 6] = [
     ("bf16", Type::Bf16),
@@ -242,11 +243,12 @@ fn argument(text: &str, stage: Stage) -> Result<Argument, String> {
     })?;
     let size = SIZES.iter().find(|(named, _)| *named == name).map(|(_, size)| Name::Size(*size));
     let input = || INPUTS.iter().find(|(named, _)| *named == name).map(|(_, input)| *input);
+    let constant = || CONSTANTS.iter().position(|(named, _)| *named == name).map(Name::Constant);
     let name = match name == stage.name() {
         true => Name::Output,
-        false => size.or_else(input).ok_or_else(|| {
-            let names: Vec<&str> =
-                INPUTS.iter().map(|of| of.0).chain(SIZES.iter().map(|of| of.0)).collect();
+        false => size.or_else(input).or_else(constant).ok_or_else(|| {
+            let names = INPUTS.iter().map(|of| of.0).chain(CONSTANTS.iter().map(|of| of.0));
+            let names: Vec<&str> = names.chain(SIZES.iter().map(|of| of.0)).collect();
             format!(
                 "its argument {name:?} is neither the stage {stage} nor one of {}",
                 known(&names)

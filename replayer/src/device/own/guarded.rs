@@ -108,7 +108,7 @@ impl Attempt<'_> {
                     passed.push(whole(self.sizes.of(size), argument.of));
                     continue;
                 }
-                Name::Scale | Name::Softcap => {
+                Name::Constant(_) => {
                     passed.push(number(values::floats(input, argument.of)[0], argument.of));
                     continue;
                 }

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 
 use super::declared::{Declared, Name, Sizes, Type};
 use crate::head::{Kind, Stage};
+use crate::kernels::transform::Transform;
 use crate::kernels::{HeadInputs, IGNORED, Matrix, Precision, Values};
 
 /// The head of the tokens whose gradients belong together.
@@ -53,8 +54,10 @@ impl Unit<'_> {
                 Some(bias) => Ok(rounded(bias, of)),
                 None => Err("takes a bias, and the head has none".into()),
             },
-            Name::Scale => Ok(rounded(&[head.transform.scale], of)),
-            Name::Softcap => Ok(rounded(&[head.transform.softcap.unwrap_or(0.0)], of)),
+            Name::Constant(at) => {
+                let (_, value) = Transform::CONSTANTS[at];
+                Ok(rounded(&[value(&head.transform)], of))
+            }
             Name::Output | Name::Size(_) => Ok(Vec::new()),
         };
         declared.arguments.iter().map(|argument| one((argument.name, argument.of))).collect()

@@ -1,6 +1,6 @@
 //! The structs of `kernels/policy.cu`, field for field. An address of 0 is a null pointer.
 
-use crate::device::arguments::{Bent, kernel};
+use crate::device::arguments::{TransformArguments, kernel};
 use crate::device::machine::Arguments;
 
 /// Lanes in which a row is summed: `SINGLES` of the kernels.
@@ -18,7 +18,7 @@ kernel!(
     /// Raw logits to logits, in place.
     Logits, "policy_logits",
     {
-        logits: u64, columns: i64, first: i64, bias: u64, transform: Bent,
+        logits: u64, columns: i64, first: i64, bias: u64, transform: TransformArguments,
         leaving: i64, between: i64, end: i64,
     }
 );
@@ -45,7 +45,7 @@ kernel!(
     Dlogits, "policy_dlogits",
     {
         tile: u64, operand: u64, stored: i64, columns: i64, first: i64, lse: u64, g_lse: u64,
-        g_label: u64, smooth: u64, labels: u64, label_g: u64, transform: Bent,
+        g_label: u64, smooth: u64, labels: u64, label_g: u64, transform: TransformArguments,
         whole: i64, p: i64, dlogits: i64,
     }
 );

@@ -21,7 +21,7 @@ use super::{over_padding, smoothing_parts};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK};
-use crate::diagnose::detectors::fit::{linear, shown};
+use crate::diagnose::detectors::fit::{Wanted, linear, shown};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{DeclaredLse, Optioned};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
@@ -78,7 +78,7 @@ impl Cause for SmoothingMismatch {
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
         let from = (epsilon, if epsilon > 0.0 { epsilon / 2.0 } else { USUAL });
-        let fitted = linear(evidence, &stages, from, &world).unwrap_or_default();
+        let fitted = linear(evidence, (&stages, Wanted::Part), from, &world).unwrap_or_default();
         let sound = fitted.into_iter().filter(|x| (0.0..1.0).contains(x));
         found.extend(sound.map(|x| hypothesis(evidence, x, formula, 1)));
         found
@@ -249,7 +249,8 @@ impl Part {
         let left_out = ("left out", self.words().to_string());
         let mut found = vec![Hypothesis::new(of(0.0), vec![epsilon.clone(), left_out])];
         let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
-        let fitted = linear(evidence, &Stage::GRADIENTS, (1.0, 1.0), &world).unwrap_or_default();
+        let fitted = linear(evidence, (&Stage::GRADIENTS, Wanted::Part), (1.0, 1.0), &world)
+            .unwrap_or_default();
         for times in fitted.into_iter().filter(|x| x.abs() > NONE) {
             let ranks = cuts(evidence).into_iter().map(|n| n as f64);
             let counted = ranks.into_iter().find(|n| (times - n).abs() <= NEAR * n);

@@ -172,7 +172,7 @@ impl World for Unpadded {
 
 type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Filling of one logit, 0 but for softcap and scale, which leave 0 as it is.
+/// Filling of one logit, 0: the transform leaves 0 as it is.
 fn zeros(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
     let added = |of: &Seen| of.lse.exp() * (of.seen - of.lse).exp_m1();
     // A token's lse of 50 shows nothing of what 100 zeros add.

@@ -15,7 +15,7 @@ use backtape::nan::larger;
 
 use super::zloss_counts;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::fit::{linear, shown};
+use crate::diagnose::detectors::fit::{Wanted, linear, shown};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{HeadOptions, Stage};
 use crate::replay::world::{UnitTokens, World};
@@ -65,7 +65,8 @@ impl Cause for ZLossMismatch {
         if gradients {
             let world = |slope: f64| -> Box<dyn World> { Box::new(ZLoss { loss: None, slope }) };
             let from = (2.0 * lambda, 2.0 * lambda.max(USUAL));
-            let fitted = linear(evidence, &Stage::GRADIENTS, from, &world).unwrap_or_default();
+            let fitted = linear(evidence, (&Stage::GRADIENTS, Wanted::Part), from, &world)
+                .unwrap_or_default();
             slopes.extend(fitted.into_iter().map(|slope| (slope, 1)));
         }
         if gradients && evidence.fails(Stage::Loss) {
@@ -75,7 +76,8 @@ impl Cause for ZLossMismatch {
                 Box::new(ZLoss { loss: Some(loss), slope: 2.0 * loss })
             };
             let from = (lambda, lambda.max(USUAL));
-            let fitted = linear(evidence, &stages, from, &world).unwrap_or_default();
+            let fitted =
+                linear(evidence, (&stages, Wanted::Part), from, &world).unwrap_or_default();
             slopes.extend(fitted.into_iter().map(|loss| (2.0 * loss, 1)));
         }
         found.extend(of_largest(evidence, 2.0 * lambda));
@@ -98,7 +100,8 @@ impl Cause for ZLossMismatch {
             let world =
                 |loss: f64| -> Box<dyn World> { Box::new(ZLoss { loss: Some(loss), slope }) };
             let from = (if in_loss { lambda } else { 0.0 }, lambda.max(USUAL));
-            let fitted = linear(evidence, &[Stage::Loss], from, &world).unwrap_or_default();
+            let fitted =
+                linear(evidence, (&[Stage::Loss], Wanted::Part), from, &world).unwrap_or_default();
             let one = |loss: f64| ZLoss { loss: Some(loss), slope }.hypothesis(lambda, 1);
             found.extend(fitted.into_iter().map(one));
         }

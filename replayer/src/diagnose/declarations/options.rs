@@ -12,7 +12,7 @@ use backtape::role::Role;
 use super::policy;
 use super::{Candidate, Change, Kind, read};
 use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
-use crate::diagnose::detectors::fit::{linear_of_all, rounded};
+use crate::diagnose::detectors::fit::{Wanted, linear, rounded};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::search::Search;
 use crate::diagnose::worlds::{DeclaredLse, Optioned};
@@ -59,7 +59,7 @@ fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     };
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
-    for beta in linear_of_all(evidence, &stages, from, &world).unwrap_or_default() {
+    for beta in linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default() {
         let of = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
         let edit = |head: &mut HeadDeclaration| head.grpo.get_or_insert_default().kl_beta = beta;
         found.extend(candidate(evidence, "grpo.kl_beta", of, policy::KL, edit));
@@ -239,7 +239,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.z_loss, declared.z_loss.abs().max(1e-4));
-    let fits = linear_of_all(evidence, &stages, from, &world).unwrap_or_default();
+    let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();
     for z in fits.into_iter().filter(|z| *z > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.z_loss = z;
         found.extend(candidate(evidence, "z_loss", (cost(z), kind), look, edit));
@@ -258,7 +258,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.label_smoothing, 0.05);
-    let fits = linear_of_all(evidence, &stages, from, &world).unwrap_or_default();
+    let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();
     for s in fits.into_iter().filter(|s| *s > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.label_smoothing = s;
         found.extend(candidate(evidence, "label_smoothing", (cost(s), kind), look, edit));

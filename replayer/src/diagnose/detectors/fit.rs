@@ -15,10 +15,20 @@ const ROUND: f64 = 0.04;
 /// A number that leaves more than this share of the energy is not looked at further. Other
 /// faults beside it may leave nearly all.
 const USELESS: f64 = 0.999;
-/// What a parameter that explains all of an error never leaves of it.
+/// A number that leaves more than this share of the energy explains a part of it.
 const HALF: f64 = 0.5;
-/// So many times the squared error that rounding is expected to make no comparison passes with.
+/// And if that is more than so many times the squared error that rounding is expected to make. Both
+/// are chosen, far from what passes, and not derived.
 const GROSS: f64 = 100.0;
+
+/// What a fitted number is to explain of an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Something of it: other faults may be there beside it.
+    Part,
+    /// All of it, as another declaration has to: one that explains a part alone is not returned.
+    All,
+}
 
 /// The value at which a parameter explains the failing comparisons of some stages best,
 /// where the stages are linear in it: their squared error is then a parabola, and three
@@ -26,31 +36,9 @@ const GROSS: f64 = 100.0;
 /// known; `step`: a usual size of it, away from there.
 pub fn linear(
     evidence: &Evidence<'_>,
-    stages: &[Stage],
-    from: (f64, f64),
-    world: &dyn Fn(f64) -> Box<dyn World>,
-) -> Option<Vec<f64>> {
-    fitted(evidence, stages, from, world, f64::INFINITY)
-}
-
-/// The same of a parameter that is to explain all of what fails: none where, at its best, most of
-/// the errors are left and no rounding makes them.
-pub fn linear_of_all(
-    evidence: &Evidence<'_>,
-    stages: &[Stage],
-    from: (f64, f64),
-    world: &dyn Fn(f64) -> Box<dyn World>,
-) -> Option<Vec<f64>> {
-    fitted(evidence, stages, from, world, GROSS)
-}
-
-/// `most`: what may be left of a comparison, on average, over what rounding makes of it.
-fn fitted(
-    evidence: &Evidence<'_>,
-    stages: &[Stage],
+    (stages, wanted): (&[Stage], Wanted),
     (from, step): (f64, f64),
     world: &dyn Fn(f64) -> Box<dyn World>,
-    most: f64,
 ) -> Option<Vec<f64>> {
     let keys: BTreeSet<Key> =
         evidence.failing_of(stages).filter(|(_, one)| one.nonfinite == 0).map(|of| of.0).collect();
@@ -76,7 +64,8 @@ fn fitted(
         if !((best - from).abs() > 1e-9 * step.abs()) || lowest > USELESS * low {
             return None;
         }
-        if lowest > HALF * low && lowest > most * keys.len() as f64 {
+        let is_part = lowest > HALF * low && lowest > GROSS * keys.len() as f64;
+        if wanted == Wanted::All && is_part {
             return None;
         }
         step = (best - from) / 2.0;

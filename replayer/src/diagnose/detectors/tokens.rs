@@ -1,4 +1,4 @@
-//! Some tokens with their raw logits, on which another softcap or temperature can be
+//! Some tokens with their raw logits, on which another transform can be
 //! tried for next to nothing: a fit takes a hundred tries, and a trial of the whole a GEMM.
 
 use backtape::identity::Microbatch;

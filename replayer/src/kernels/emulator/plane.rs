@@ -25,6 +25,7 @@ pub(super) struct Elements<'a> {
 }
 
 /// Each operation rounded to the register, a whole step to what logits are rounded to on the way.
+/// The constants are numbers of the register already.
 struct Rounded {
     register: Precision,
     between: Precision,
@@ -34,11 +35,11 @@ impl Operations for Rounded {
     type Number = f64;
 
     fn times(&self, x: f64, constant: f64) -> f64 {
-        operation(self.register, x * self.register.round64(constant))
+        operation(self.register, x * constant)
     }
 
     fn over(&self, x: f64, constant: f64) -> f64 {
-        operation(self.register, x / self.register.round64(constant))
+        operation(self.register, x / constant)
     }
 
     fn tanh(&self, x: f64) -> f64 {
@@ -52,7 +53,7 @@ impl Operations for Rounded {
 
 impl Slopes for Rounded {
     fn constant(&self, x: f64) -> f64 {
-        self.register.round64(x)
+        x
     }
 
     /// By subtraction, as jobs have it.
@@ -68,7 +69,7 @@ impl<'a> Elements<'a> {
             _ => Precision::F32,
         };
         let bias = inputs.bias.unwrap_or(&[]).iter().map(|&bias| register.round64(bias)).collect();
-        let transform = Transform { uncapped: false, ..inputs.transform };
+        let transform = Transform { uncapped: false, ..inputs.transform.rounded_to(register) };
         Elements { policy, inputs, register, bias, transform }
     }
 

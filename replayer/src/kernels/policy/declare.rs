@@ -88,7 +88,7 @@ pub enum Walk {
     Descending,
 }
 
-/// When logits are rounded, where bias, scale or softcap follow their GEMM.
+/// When logits are rounded, where bias or transform follow their GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRounding {
     /// As they leave the GEMM, not again.
@@ -238,8 +238,8 @@ impl Policy {
         native && self.product == Precision::F32 && (scatter || self.path != Path::Fused)
     }
 
-    /// What logits are rounded to as they leave their GEMM, after each of bias, scale and
-    /// softcap, and at the end.
+    /// What logits are rounded to as they leave their GEMM, after the bias and after each step of
+    /// the transform, and at the end.
     pub(crate) fn logit_steps(&self) -> [Precision; 3] {
         let (own, none) = (self.logits, Precision::F64);
         match self.logits_when {

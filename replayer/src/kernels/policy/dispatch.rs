@@ -56,10 +56,10 @@ pub struct PlaneTile<'a> {
     pub tokens: Range<usize>,
     /// Rows of k: all valid or all beyond the valid vocabulary.
     pub cols: Range<usize>,
-    /// Bias, scale and softcap applied, rounded; beyond the valid vocabulary the mask,
+    /// Bias and transform applied, rounded; beyond the valid vocabulary the mask,
     /// -inf where there is none.
     pub logits: &'a [f64],
-    /// With respect to the raw logits (what bias, scale and softcap are applied to), the
+    /// With respect to the raw logits (what bias and transform are applied to), the
     /// label part included on every path; 0 beyond the valid vocabulary.
     pub dlogits: &'a [f64],
 }

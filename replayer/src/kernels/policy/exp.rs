@@ -1,4 +1,4 @@
-//! exp and tanh in f32, and the row passes of the head: max, sums, softcap, gradient.
+//! exp and tanh in f32, and the row passes of the head: max, sums, the bound by tanh, gradient.
 //!
 //! Every pass is one generic body, compiled twice (`vectorised!`). Both give the same
 //! bits, because sums are taken in 32 fixed lanes. AVX-512 is not used: these passes
@@ -84,11 +84,11 @@ vectorised!(
 );
 vectorised!(
     /// Replaces each x of a row by `cap tanh(x / cap)`.
-    softcap, softcap_body, (row: &mut [f32], cap: f32) -> ()
+    bounded, bounded_body, (row: &mut [f32], cap: f32) -> ()
 );
 vectorised!(
     /// Replaces each `x = cap tanh(..)` of a row by `scale (1 - (x / cap)^2)`.
-    softcap_slope, softcap_slope_body, (row: &mut [f32], cap: f32, scale: f32) -> ()
+    bounded_slope, bounded_slope_body, (row: &mut [f32], cap: f32, scale: f32) -> ()
 );
 vectorised!(
     /// Replaces each x of a row by `g exp(x - lse)`.
@@ -150,14 +150,14 @@ fn pairwise(mut lanes: [f32; LANES]) -> f32 {
 }
 
 #[inline(always)]
-fn softcap_body(row: &mut [f32], cap: f32) {
+fn bounded_body(row: &mut [f32], cap: f32) {
     for x in row {
         *x = cap * tanh(*x / cap);
     }
 }
 
 #[inline(always)]
-fn softcap_slope_body(row: &mut [f32], cap: f32, scale: f32) {
+fn bounded_slope_body(row: &mut [f32], cap: f32, scale: f32) {
     for x in row {
         let t = *x / cap;
         *x = scale * (1.0 - t * t);
@@ -245,11 +245,11 @@ mod tests {
             softmax_gradient_body(&mut scalar, 0.25, -3.0);
             assert_eq!(vector, scalar);
             assert_eq!(row_sum(&scalar).to_bits(), row_sum_body(&scalar).to_bits());
-            softcap(&mut vector, 1.5);
-            softcap_body(&mut scalar, 1.5);
+            bounded(&mut vector, 1.5);
+            bounded_body(&mut scalar, 1.5);
             assert_eq!(vector, scalar);
-            softcap_slope(&mut vector, 1.5, 0.7);
-            softcap_slope_body(&mut scalar, 1.5, 0.7);
+            bounded_slope(&mut vector, 1.5, 0.7);
+            bounded_slope_body(&mut scalar, 1.5, 0.7);
             assert_eq!(vector, scalar);
         }
     }

@@ -1,8 +1,8 @@
-//! From raw products to logits, and the way back: bias, scale and softcap in f32, each
+//! From raw products to logits, and the way back: bias and transform in f32, each
 //! rounded as an eager job rounds it.
 
 use super::Policy;
-use super::exp::{softcap, softcap_slope};
+use super::exp::{bounded, bounded_slope};
 use super::gemm::{Operand, multiply};
 use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 use crate::kernels::transform::Transform;
@@ -37,8 +37,8 @@ impl<'a> Finish<'a> {
             row.iter_mut().for_each(|logit| *logit *= slope.scale);
             between.round_slice(row);
         }
-        if let Some(cap) = slope.softcap {
-            softcap(row, cap);
+        if let Some(cap) = slope.cap {
+            bounded(row, cap);
             between.round_slice(row);
         }
         end.round_slice(row);
@@ -49,21 +49,21 @@ impl<'a> Finish<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Slope {
     pub(super) scale: f32,
-    pub(super) softcap: Option<f32>,
+    cap: Option<f32>,
 }
 
 impl Slope {
     pub(super) fn new(transform: Transform) -> Self {
-        let softcap = transform.softcap.map(|cap| cap as f32);
-        Slope { scale: transform.scale as f32, softcap }
+        let (scale, cap) = transform.in_f32();
+        Slope { scale, cap }
     }
 
     /// Whether the derivative is 1 everywhere.
     pub(super) fn is_one(&self) -> bool {
-        self.scale == 1.0 && self.softcap.is_none()
+        self.scale == 1.0 && self.cap.is_none()
     }
 
-    /// `scale (1 - (logit / softcap)²)`, the derivative by the raw logit.
+    /// `scale (1 - (logit / cap)²)`, the derivative by the raw logit.
     pub(super) fn at(&self, logit: f32) -> f32 {
         let mut one = [logit];
         self.row(&mut one);
@@ -72,8 +72,8 @@ impl Slope {
 
     /// Replaces each logit of a row by the derivative there.
     pub(super) fn row(&self, row: &mut [f32]) {
-        match self.softcap {
-            Some(cap) => softcap_slope(row, cap, self.scale),
+        match self.cap {
+            Some(cap) => bounded_slope(row, cap, self.scale),
             None => row.fill(self.scale),
         }
     }

@@ -19,7 +19,7 @@ use std::ops::Range;
 /// `(F c.lse p)² (p_rel_var + var z) + (F c.smooth)² p_rel_var + (e / F)² var F`, with
 /// `var z = logit_rel_var m2 + dot_rel_var F² |q_t|² |k_v|²` that of the logit. `m2` is
 /// the sum of the squared results of the operations that make the logit (product, bias,
-/// scale, softcap), each times the derivative of what follows it; x² with no option.
+/// the transform's), each times the derivative of what follows it; x² with no option.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct TermNoise {
     /// From rounding p (or g p) itself.
@@ -61,11 +61,11 @@ pub struct Backward {
     /// Sum over v of the squared dense entry times `k²` (and the copies of the token).
     pub dq_lse_sq: Vec<f64>,
     /// `[T]`: variance of F over F² in the label's column, which is that of the label
-    /// part relative to its square; 0 without softcap and for ignored tokens. Never
+    /// part relative to its square; 0 where the transform is linear and for ignored tokens. Never
     /// infinite: `f64::MAX` where F is 0, so that a product with a zero gradient is 0.
     pub dq_label_rel_var: Vec<f64>,
     /// The same absolutely, `(c.label k[label])² var F`: where tanh saturates the label
-    /// part is 0 and its error is not. Empty without softcap.
+    /// part is 0 and its error is not. Empty where the transform is linear.
     pub dq_label_var: Vec<f64>,
     /// Sum over v of `|e| |k|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
@@ -97,7 +97,7 @@ pub struct DkBlock<'a> {
     pub dk_lse_sq: &'a [f64],
     /// Sum of `(F c.label q)²` over the hits.
     pub dk_label_sq: &'a [f64],
-    /// Sum of `(c.label q)² var F` over the hits; zeros without softcap.
+    /// Sum of `(c.label q)² var F` over the hits; zeros where the transform is linear.
     pub dk_label_var: &'a [f64],
     /// Sum over the hits of `(F c.label q)²`, those that lie within one `label_step` of each
     /// other added before they are squared: what a rounding that they share adds up to.

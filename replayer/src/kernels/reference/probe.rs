@@ -225,7 +225,7 @@ mod tests {
 
     fn optioned() -> Fixture {
         let mut fixture = Fixture::usual().with_bias().with_smoothing();
-        fixture.transform = Transform { scale: 0.8, softcap: Some(3.0), ..Transform::NONE };
+        fixture.transform = Transform::new(0.8, Some(3.0));
         fixture.mask = Some(-1.0);
         fixture
     }
