@@ -34,8 +34,8 @@ class Job:
         found /= np.float32(len(self.q) * self.tokens)
         return found @ self.k, found.T @ self.q[at]
 
-    def recorded(self, directory, reduced):
-        """`reduced(rank, addends)`: what a rank holds after the reduction."""
+    def recorded(self, directory, reduced, of_dq=lambda dq: dq):
+        """`reduced(rank, addends)`: what a rank holds after the reduction; `of_dq`: what becomes of dq."""
         gradients = {at: self.gradients(at) for at in self.q}
         addends = {at: dk for at, (_, dk) in gradients.items()}
         recorders = [backtape.Recorder(directory, rank=rank, world_size=2, mesh={"data": 2}) for rank in RANKS]
@@ -45,7 +45,8 @@ class Job:
                 tape.record("k", self.k)
                 for mb in MICROBATCHES:
                     dq, dk = gradients[rank, mb]
-                    for name, own in {"q": self.q[rank, mb], "labels": self.labels[rank, mb], "dq": dq}.items():
+                    parts = {"q": self.q[rank, mb], "labels": self.labels[rank, mb], "dq": of_dq(dq)}
+                    for name, own in parts.items():
                         shape, start = (2 * len(own), *own.shape[1:]), (rank * len(own), *[0] * (own.ndim - 1))
                         tape.record(name, own, microbatch=mb, global_shape=shape, offsets=start)
                     tape.record("dk", dk, microbatch=mb, when="pre_reduce", partial="sum")
@@ -103,6 +104,18 @@ def test_a_piece_that_stayed_each_ranks_own_is_the_one_cause_of_all_versions(tmp
     assert [found.id for found in report.causes] == ["partial-not-reduced"], f"seed {SEED}: {report}"
     told = report.json["causes"][0]["parameters"]["where"]
     assert told == f"rows {cut if end == 'last' else 0} to {len(job.k) - 1 if end == 'last' else cut - 1}", told
+
+
+def test_what_versions_do_not_explain_is_named_as_where_there_are_none(tmp_path):
+    """dq is twice what it should be, whatever the ranks hold of the sum of dk."""
+    twice = lambda dq: 2 * dq
+    own = lambda rank, addends: over_ranks(addends, 1) + 2 * addends[rank, 0]
+    same = lambda rank, addends: over_ranks(addends, 0) + over_ranks(addends, 1)
+    ids = lambda report: [found.id for found in report.causes]
+    alone = ids(Job().recorded(tmp_path / "alone", same, twice))
+    assert alone and "unknown" not in alone, f"seed {SEED}: {alone}"
+    both = ids(Job().recorded(tmp_path / "both", own, twice))
+    assert both == ["sync-wrong-microbatch", *alone], f"seed {SEED}: {both}"
 
 
 def test_ranks_that_hold_the_same_sum_agree(tmp_path):
