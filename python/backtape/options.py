@@ -15,8 +15,8 @@ class GrpoOptions(TypedDict, total=False):
     """Default: 0.2. The ratio is clipped to 1 + clip_high at most."""
 
     dual_clip: float | None
-    """Default: None. The bound c of -r A for negative advantages, as a ratio: min(L, -c A)
-    (dual-clip PPO)."""
+    """Default: None. The bound c of the ratio for negative advantages (dual-clip PPO): the first
+    term of L is -c A at most. The KL term has no bound."""
 
     kl_beta: float
     """Default: 0.0. The factor of the KL term."""
@@ -95,8 +95,8 @@ class HeadOptions(TypedDict, total=False):
     a finite number other than zero."""
 
     valid_vocab: int | None
-    """Default: None. So many columns of the logits are classes, the first; None: all are. Where
-    padding takes part in the softmax, as in Megatron, leave it out."""
+    """Default: None. How many columns of the logits, from the first on, are classes; None: all are.
+    Where padding takes part in the softmax, as in Megatron, leave it out."""
 
     mask_value: float | None
     """Default: None. What the logits of the columns beyond are set to; None and -inf: they have no

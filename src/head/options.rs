@@ -191,8 +191,8 @@ options! {
     logit_scale: f64 = 1.0, "float",
     "a finite number other than zero" if |scale| scale.is_finite() && *scale != 0.0;
 
-    "So many columns of the logits are classes, the first; None: all are. Where padding takes \
-     part in the softmax, as in Megatron, leave it out."
+    "How many columns of the logits, from the first on, are classes; None: all are. Where padding \
+     takes part in the softmax, as in Megatron, leave it out."
     valid_vocab: Option<u64> = None, "int | None";
 
     "What the logits of the columns beyond are set to; None and -inf: they have no part in the \
@@ -256,7 +256,8 @@ options! {
     "The ratio is clipped to 1 + clip_high at most."
     clip_high: f64 = 0.2, "float";
 
-    "The bound c of -r A for negative advantages, as a ratio: min(L, -c A) (dual-clip PPO)."
+    "The bound c of the ratio for negative advantages (dual-clip PPO): the first term of L is -c \
+     A at most. The KL term has no bound."
     dual_clip: Option<f64> = None, "float | None";
 
     "The factor of the KL term."
