@@ -17,6 +17,7 @@ mod plane;
 pub mod policy_loss;
 mod probe;
 mod products;
+mod squares;
 #[cfg(test)]
 mod tests;
 mod tile;

@@ -5,6 +5,7 @@
 
 use super::block::{Block, DkSums, Labels};
 use super::gemm::{Operand, multiply};
+use super::squares::{Over, Scaled, Squares};
 use super::tile::{Panel, Terms, Upstream};
 use super::{check, forward_work, work};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
@@ -218,13 +219,24 @@ struct Walk<'a> {
     query: Panel,
     own_key: Panel,
     own_query: Panel,
+    sums: OfSquares,
+}
+
+/// What sums of squares are made with.
+#[derive(Default)]
+struct OfSquares {
+    of_query: Squares,
+    of_key: Squares,
+    /// Of dq and of dk: squares, variances.
+    rooms: [[Scaled; 2]; 2],
 }
 
 impl<'a> Walk<'a> {
     fn new(inputs: &'a HeadInputs<'a>, upstream: Upstream<'a>, labels: Labels) -> Self {
         let terms = Terms::default();
         let [key, query, own_key, own_query] = [(); 4].map(|()| Panel::default());
-        Walk { inputs, upstream, labels, terms, key, query, own_key, own_query }
+        let sums = OfSquares::default();
+        Walk { inputs, upstream, labels, terms, key, query, own_key, own_query, sums }
     }
 
     /// All tokens against one vocabulary tile.
@@ -234,26 +246,33 @@ impl<'a> Walk<'a> {
         dq: &mut Backward,
         (tiles, keep, progress): Walking<'_>,
     ) {
-        let Walk { inputs, upstream, labels, terms, key, query, own_key, own_query } = self;
-        let ((q, k), reads) = (inputs.scored(), inputs.reads);
+        let Walk { inputs, upstream, labels, terms, key, query, own_key, own_query, sums } = self;
+        let ((q, k), reads, depth) = (inputs.scored(), inputs.reads, inputs.q.cols);
         let rows = block.rows.clone();
         let valid = rows.start..rows.end.min(inputs.valid_vocab).max(rows.start);
         let tokens = if valid.is_empty() { 0 } else { inputs.q.rows };
         key.load(k, valid.clone());
+        let mut of_key = &*key;
+        if reads.is_some_and(|reads| !reads.k_product) {
+            own_key.load(&inputs.k, valid.clone());
+            of_key = own_key;
+        }
+        if keep.dq() {
+            sums.of_key.load(&of_key.values, depth);
+        }
         for span in spans(tokens, tiles.tokens) {
             query.load(q, span.clone());
             terms.fill(inputs, query, key, *upstream);
-            let (mut of_query, mut of_key) = (&*query, &*key);
+            let mut of_query = &*query;
             if reads.is_some_and(|reads| !reads.q_product) {
                 own_query.load(&inputs.q, span.clone());
                 of_query = own_query;
             }
-            if reads.is_some_and(|reads| !reads.k_product) {
-                own_key.load(&inputs.k, valid.clone());
-                of_key = own_key;
+            if keep.dk() {
+                sums.of_query.load(&of_query.values, depth);
             }
-            accumulate((dq, block, keep), terms, of_query, of_key, inputs.q.cols);
-            add_confident(dq, block, terms, of_query, of_key, inputs.q.cols);
+            accumulate((dq, block, keep), terms, (of_query, of_key), (sums, depth));
+            add_confident(dq, block, terms, of_query, of_key, depth);
             block.add_biases(inputs, terms, (span.len(), valid.len()));
             labels.keep_slopes(terms, span.start);
             progress.advance(keep.gemms() * work(inputs, span.len(), valid.len()));
@@ -339,42 +358,58 @@ fn add_confident(
 fn accumulate(
     (dq, block, keep): (&mut Backward, &mut Block, Keep),
     terms: &Terms,
-    query: &Panel,
-    key: &Panel,
-    depth: usize,
+    (query, key): (&Panel, &Panel),
+    (sums, depth): (&mut OfSquares, usize),
 ) {
     let (height, width) = (query.norms.len(), key.norms.len());
     let tile = |values| Operand::rows(values, width);
     let rows = |values| Operand::rows(values, depth);
-    let range = query.rows.start * depth..query.rows.end * depth;
-    let mut dq_targets = vec![
-        (&mut dq.dq_lse[range.clone()], &terms.dense, &key.values),
-        (&mut dq.dq_lse_sq[range.clone()], &terms.squared, &key.squared),
-        (&mut dq.dq_lse_var[range.clone()], &terms.noisy, &key.squared),
-    ];
-    let valid = width * depth;
-    let mut dk_targets = vec![
-        (&mut block.lse[..valid], &terms.dense, &query.values),
-        (&mut block.lse_sq[..valid], &terms.squared, &query.squared),
-        (&mut block.lse_var[..valid], &terms.noisy, &query.squared),
-    ];
+    let (tokens, valid) = (query.rows.start * depth..query.rows.end * depth, width * depth);
     let (keys, queries) = match terms.dropped.is_empty() {
         true => (Vec::new(), Vec::new()),
         false => (key.magnitudes(), query.magnitudes()),
     };
+    let OfSquares { of_query, of_key, rooms: [of_dq, of_dk] } = sums;
+    let [squares, variances] = of_dq;
+    let mut dq_sums = vec![(&mut dq.dq_lse[tokens.clone()], &terms.dense, &key.values)];
+    let dq_sizes = [
+        (&mut dq.dq_lse_sq[tokens.clone()], &terms.squared, squares),
+        (&mut dq.dq_lse_var[tokens.clone()], &terms.noisy, variances),
+    ];
+    let [squares, variances] = of_dk;
+    let mut dk_sums = vec![(&mut block.lse[..valid], &terms.dense, &query.values)];
+    let dk_sizes = [
+        (&mut block.lse_sq[..valid], &terms.squared, squares),
+        (&mut block.lse_var[..valid], &terms.noisy, variances),
+    ];
     if !terms.dropped.is_empty() {
-        dq_targets.push((&mut dq.dq_dropped[range], &terms.dropped, &keys));
-        dk_targets.push((&mut block.dropped[..valid], &terms.dropped, &queries));
+        dq_sums.push((&mut dq.dq_dropped[tokens], &terms.dropped, &keys));
+        dk_sums.push((&mut block.dropped[..valid], &terms.dropped, &queries));
     }
-    dq_targets.retain(|_| keep.dq());
-    dk_targets.retain(|_| keep.dk());
+    let (of_query, of_key) = ((&*of_query, &query.values), (&*of_key, &key.values));
     rayon::scope(|scope| {
-        for (target, terms, keys) in dq_targets {
-            scope.spawn(move |_| multiply(target, depth, true, tile(terms), rows(keys), width));
+        if keep.dq() {
+            for (target, terms, keys) in dq_sums {
+                scope.spawn(move |_| multiply(target, depth, true, tile(terms), rows(keys), width));
+            }
+            for (target, terms, room) in dq_sizes {
+                let (squares, keys) = of_key;
+                let terms = (&terms[..], width, Over::Columns);
+                scope.spawn(move |_| squares.add_to(target, terms, keys, room));
+            }
         }
-        for (target, terms, queries) in dk_targets {
-            let transposed = tile(terms).transposed();
-            scope.spawn(move |_| multiply(target, depth, true, transposed, rows(queries), height));
+        if keep.dk() {
+            for (target, terms, queries) in dk_sums {
+                let transposed = tile(terms).transposed();
+                scope.spawn(move |_| {
+                    multiply(target, depth, true, transposed, rows(queries), height);
+                });
+            }
+            for (target, terms, room) in dk_sizes {
+                let (squares, queries) = of_query;
+                let terms = (&terms[..], width, Over::Tokens);
+                scope.spawn(move |_| squares.add_to(target, terms, queries, room));
+            }
         }
     });
 }

@@ -1,4 +1,5 @@
-//! f64 matrix products for the reference: the one place here that is unsafe.
+//! Matrix products for the reference, in f64 and, of what only the size counts, in f32: the one
+//! place here that is unsafe.
 //!
 //! The result is cut into blocks that depend on its shape alone, each computed by one
 //! thread, so the bits do not depend on how many threads there are.
@@ -14,15 +15,28 @@ const DEPTH: usize = 256;
 
 /// A matrix read in place, by strides.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<'a> {
-    values: &'a [f64],
+pub(super) struct Operand<'a, N = f64> {
+    values: &'a [N],
     row_stride: usize,
     col_stride: usize,
 }
 
-impl<'a> Operand<'a> {
+/// What products are computed in.
+trait Number: Copy + Default + Send + Sync + 'static {
+    const ONE: Self;
+}
+
+impl Number for f64 {
+    const ONE: f64 = 1.0;
+}
+
+impl Number for f32 {
+    const ONE: f32 = 1.0;
+}
+
+impl<'a, N> Operand<'a, N> {
     /// Row-major with `cols` columns.
-    pub(super) fn rows(values: &'a [f64], cols: usize) -> Self {
+    pub(super) fn rows(values: &'a [N], cols: usize) -> Self {
         Operand { values, row_stride: cols, col_stride: 1 }
     }
 
@@ -71,20 +85,70 @@ pub(super) fn multiply(
     lhs.check(rows, depth);
     rhs.check(depth, cols);
     let start = Start(target.as_mut_ptr());
-    let across = cols.div_ceil(BLOCK.1);
-    (0..rows.div_ceil(BLOCK.0) * across).into_par_iter().for_each(|nth| {
-        let part = |nth: usize, size: usize, of: usize| nth * size..((nth + 1) * size).min(of);
-        let at = (part(nth / across, BLOCK.0, rows), part(nth % across, BLOCK.1, cols));
+    blocks(rows, cols).for_each(|at| {
         // SAFETY: the blocks are disjoint parts of the target, which is exclusively borrowed.
         unsafe { multiply_block(start, (at, cols), add, lhs, rhs, depth) };
     });
+}
+
+/// `target [rows, cols] += scales [rows] * (lhs [rows, depth] rhs [depth, cols])`, the product in
+/// f32.
+pub(super) fn add_scaled(
+    (target, cols): (&mut [f64], usize),
+    scales: &[f64],
+    lhs: Operand<f32>,
+    rhs: Operand<f32>,
+    depth: usize,
+) {
+    if target.is_empty() || depth == 0 {
+        return;
+    }
+    assert_eq!(target.len(), scales.len() * cols, "the target is whole rows, each with a scale");
+    let rows = scales.len();
+    lhs.check(rows, depth);
+    rhs.check(depth, cols);
+    let start = Start(target.as_mut_ptr());
+    blocks(rows, cols).for_each_init(Vec::new, |product, (of_rows, of_cols)| {
+        let (lhs, rhs) = (lhs.from(of_rows.start, 0), rhs.from(0, of_cols.start));
+        let shape = (of_rows.len(), of_cols.len());
+        let wide = multiply_apart(product, shape, lhs, rhs, depth);
+        for (row, product) in of_rows.zip(product.chunks(wide)) {
+            let first = row * cols + of_cols.start;
+            // SAFETY: the blocks are disjoint parts of the target, which is exclusively borrowed.
+            let target = unsafe { std::slice::from_raw_parts_mut(start.at(first), of_cols.len()) };
+            let scale = scales[row];
+            let each = target.iter_mut().zip(product);
+            each.for_each(|(to, &x)| *to += scale * f64::from(x));
+        }
+    });
+}
+
+/// The blocks that a result of that shape is cut into: their rows, their columns.
+fn blocks(
+    rows: usize,
+    cols: usize,
+) -> impl IndexedParallelIterator<Item = (Range<usize>, Range<usize>)> {
+    let across = cols.div_ceil(BLOCK.1);
+    (0..rows.div_ceil(BLOCK.0) * across).into_par_iter().map(move |nth| {
+        let part = |nth: usize, size: usize, of: usize| nth * size..((nth + 1) * size).min(of);
+        (part(nth / across, BLOCK.0, rows), part(nth % across, BLOCK.1, cols))
+    })
 }
 
 /// The start of the result, shared by the threads that write its disjoint blocks.
 #[derive(Clone, Copy)]
 struct Start(*mut f64);
 
-// SAFETY: made by `multiply` alone, from an exclusive borrow that outlives its threads.
+impl Start {
+    /// # Safety
+    /// The element lies in the result.
+    unsafe fn at(self, element: usize) -> *mut f64 {
+        // SAFETY: the caller's.
+        unsafe { self.0.add(element) }
+    }
+}
+
+// SAFETY: made here alone, from an exclusive borrow that outlives its threads.
 unsafe impl Send for Start {}
 // SAFETY: as above; what is shared is the address, each block is written by one thread.
 unsafe impl Sync for Start {}
@@ -105,37 +169,68 @@ unsafe fn multiply_block(
     lhs.check(rows, depth);
     rhs.check(depth, cols);
     // SAFETY: the caller owns the block, whose first element this is.
-    let target = unsafe { start.0.add(of_rows.start * stride + of_cols.start) };
+    let target = unsafe { start.at(of_rows.start * stride + of_cols.start) };
     if rows > 1 && cols > 1 {
         // SAFETY: the caller owns the block; both operands hold what is addressed.
         return unsafe { run(target, (rows, cols, stride), add, lhs, rhs, depth) };
     }
-    // gemm sums a lone row or column in another order; computed as one of two equal ones, its
-    // bits are those it has in any larger block.
-    let (tall, wide) = (rows.max(2), cols.max(2));
+    let (tall, wide) = padded((rows, cols));
     let place = |at: usize| (at / wide).min(rows - 1) * stride + (at % wide).min(cols - 1);
-    let twice = |stride: usize, of: usize| if of == 1 { 0 } else { stride };
-    let lhs = Operand { row_stride: twice(lhs.row_stride, rows), ..lhs };
-    let rhs = Operand { col_stride: twice(rhs.col_stride, cols), ..rhs };
+    let (lhs, rhs) = repeated((rows, cols), lhs, rhs);
     // SAFETY: each place is one of the block's elements.
-    let mut padded: Vec<f64> =
+    let mut block: Vec<f64> =
         (0..tall * wide).map(|at| unsafe { *target.add(place(at)) }).collect();
-    // SAFETY: `padded` holds the whole block; both operands hold what is addressed.
-    unsafe { run(padded.as_mut_ptr(), (tall, wide, wide), add, lhs, rhs, depth) };
-    for (at, &value) in padded.iter().enumerate() {
+    // SAFETY: `block` holds the whole block; both operands hold what is addressed.
+    unsafe { run(block.as_mut_ptr(), (tall, wide, wide), add, lhs, rhs, depth) };
+    for (at, &value) in block.iter().enumerate() {
         // SAFETY: as above.
         unsafe { *target.add(place(at)) = value };
     }
 }
 
+/// A block's product in a room of its own, and how wide its rows are there.
+fn multiply_apart<N: Number>(
+    room: &mut Vec<N>,
+    (rows, cols): (usize, usize),
+    lhs: Operand<N>,
+    rhs: Operand<N>,
+    depth: usize,
+) -> usize {
+    lhs.check(rows, depth);
+    rhs.check(depth, cols);
+    let (tall, wide) = padded((rows, cols));
+    room.resize(tall * wide, N::default());
+    let (lhs, rhs) = repeated((rows, cols), lhs, rhs);
+    // SAFETY: the room was just made that large; both operands hold what is addressed.
+    unsafe { run(room.as_mut_ptr(), (tall, wide, wide), false, lhs, rhs, depth) };
+    wide
+}
+
+/// gemm sums a lone row or column in another order; computed as one of two equal ones, its
+/// bits are those it has in any larger block.
+fn padded((rows, cols): (usize, usize)) -> (usize, usize) {
+    (rows.max(2), cols.max(2))
+}
+
+/// The operands with a lone row or column twice.
+fn repeated<'a, N>(
+    (rows, cols): (usize, usize),
+    lhs: Operand<'a, N>,
+    rhs: Operand<'a, N>,
+) -> (Operand<'a, N>, Operand<'a, N>) {
+    let twice = |stride: usize, of: usize| if of == 1 { 0 } else { stride };
+    let lhs = Operand { row_stride: twice(lhs.row_stride, rows), ..lhs };
+    (lhs, Operand { col_stride: twice(rhs.col_stride, cols), ..rhs })
+}
+
 /// # Safety
 /// The caller owns the elements of the block, and the operands hold theirs.
-unsafe fn run(
-    target: *mut f64,
+unsafe fn run<N: Number>(
+    target: *mut N,
     (rows, cols, stride): (usize, usize, usize),
     add: bool,
-    lhs: Operand,
-    rhs: Operand,
+    lhs: Operand<N>,
+    rhs: Operand<N>,
     depth: usize,
 ) {
     for first in (0..depth).step_by(DEPTH) {
@@ -156,8 +251,8 @@ unsafe fn run(
                 rhs.values.as_ptr(),
                 rhs.col_stride as isize,
                 rhs.row_stride as isize,
-                1.0,
-                1.0,
+                N::ONE,
+                N::ONE,
                 false,
                 false,
                 false,

@@ -7,17 +7,16 @@ use super::backward::TermNoise;
 use super::exp::{exp, exp_row};
 use super::gemm::{Operand, multiply};
 use super::logit::{Chain, Logit};
-use super::panel::{load, load_columns, squares};
+use super::panel::{load, load_columns};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Rows of q or k with their squares, and the squared norm of each row.
+/// Rows of q or k, and the squared norm of each.
 #[derive(Default)]
 pub(super) struct Panel {
     pub(super) rows: Range<usize>,
     pub(super) values: Vec<f64>,
-    pub(super) squared: Vec<f64>,
     pub(super) norms: Vec<f64>,
 }
 
@@ -25,9 +24,9 @@ impl Panel {
     pub(super) fn load(&mut self, matrix: &Matrix, rows: Range<usize>) {
         let depth = matrix.cols;
         load(matrix, rows.clone(), &mut self.values);
-        squares(&self.values, &mut self.squared);
-        let squared = &self.squared;
-        let norm = |row: usize| squared[row * depth..(row + 1) * depth].iter().sum::<f64>();
+        let values = &self.values;
+        let norm =
+            |row: usize| values[row * depth..(row + 1) * depth].iter().map(|x| x * x).sum::<f64>();
         self.norms.clear();
         self.norms.par_extend((0..rows.len()).into_par_iter().with_min_len(64).map(norm));
         self.rows = rows;
