@@ -71,7 +71,7 @@ impl Device for Here {
     ) -> Result<ForwardSums, DeviceError> {
         self.pass(0)?;
         let mut sums = ForwardSums::zeros(inputs.q.rows);
-        sums.take(inputs, Tiles::default(), progress);
+        sums.take(inputs, (Tiles::default(), progress), None);
         Ok(sums)
     }
 

@@ -24,7 +24,7 @@ use memmap2::MmapMut;
 use rustix::fs::{FallocateFlags, fallocate, fstatfs};
 use rustix::io::Errno;
 
-pub use kept::keep_arrays;
+pub use kept::{keep_arrays, memory};
 
 /// Bytes of the smallest array that goes into a file: below, faults of single pages cost more
 /// than is saved. What the allocator itself allocates is far below, so it never calls itself.
@@ -166,7 +166,7 @@ unsafe impl GlobalAlloc for Spilling {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let mine = Spilling::put(layout).or_else(|| kept::take(layout));
         // SAFETY: the caller's promise.
-        mine.unwrap_or_else(|| unsafe { System.alloc(layout) })
+        mine.unwrap_or_else(|| kept::in_large_pages(unsafe { System.alloc(layout) }, layout))
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -180,7 +180,7 @@ unsafe impl GlobalAlloc for Spilling {
                 start
             }
             // SAFETY: the caller's promise.
-            None => unsafe { System.alloc_zeroed(layout) },
+            None => kept::in_large_pages(unsafe { System.alloc_zeroed(layout) }, layout),
         }
     }
 

@@ -47,7 +47,7 @@ pub(crate) fn integers(tensor: &Tensor) -> Option<Vec<i64>> {
 /// Any numbers, widened; `None` for what is no number.
 pub(crate) fn numbers(tensor: &Tensor) -> Option<Vec<f64>> {
     match matrix(tensor) {
-        Some(values) => Some((0..values.len()).map(|i| values.get_f64(i)).collect()),
+        Some(values) => Some(values.to_f64()),
         None => integers(tensor).map(|all| all.iter().map(|&n| n as f64).collect()),
     }
 }

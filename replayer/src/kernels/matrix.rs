@@ -222,6 +222,11 @@ impl Matrix<'_> {
         }
     }
 
+    /// All elements as f64, row-major, exactly.
+    pub fn to_f64(&self) -> Vec<f64> {
+        (0..self.len()).into_par_iter().map(|index| self.get_f64(index)).collect()
+    }
+
     /// Rows as f32, row-major: exact, but for f64 values, which are rounded to
     /// nearest.
     pub fn panel_f32(&self, rows: Range<usize>, panel: &mut [f32]) {

@@ -33,7 +33,7 @@ pub use backward::{
 };
 pub use block::DkSums;
 pub use dense::{DenseSums, LabelTerms};
-pub use forward::{Forward, ForwardSums, forward};
+pub use forward::{Forward, ForwardSums, forward, forward_keeping};
 pub use plane::{PlaneTile, plane};
 pub use probe::{Probed, Probing, probe, probe_work};
 pub use products::{DkProducts, DqProducts, from_dlogits, from_dlogits_work};

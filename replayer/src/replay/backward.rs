@@ -234,6 +234,7 @@ impl Replay<'_> {
             let scores = scores.as_ref().map(|(of, first)| (of.matrix(), *first));
             Reads { q: q.matrix(), scores, ..*reads }
         });
+        let reads = reads.or(state.products.read_by(&head, (q.matrix(), &unit.rows)));
         let head = HeadInputs { q: q.matrix(), labels: &labels, copies, reads, ..head };
         then(&self.problem(head, (slice, unit), state, upstream))
     }

@@ -33,8 +33,18 @@ impl Replay<'_> {
 
     /// The forward pass of a head.
     pub(super) fn reference_forward(&self, head: &HeadInputs<'_>) -> Result<Forward, StepError> {
+        self.reference_forward_keeping(head, None)
+    }
+
+    /// The same; this process writes the products to `products`.
+    pub(super) fn reference_forward_keeping(
+        &self,
+        head: &HeadInputs<'_>,
+        products: Option<&mut [f64]>,
+    ) -> Result<Forward, StepError> {
         let Some(device) = self.device else {
-            return Ok(reference::forward(head, self.tiles, self.progress));
+            let how = (self.tiles, self.progress);
+            return Ok(reference::forward_keeping(head, how, products));
         };
         let sums = device.forward(head, self.progress).map_err(failed)?;
         Ok(sums.finish(head.mask, head.k.rows - head.valid_vocab))

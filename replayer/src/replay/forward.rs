@@ -11,6 +11,7 @@ use super::allowed::{LabelSize, TokenSize, relative, stored};
 use super::column::{Column, Expected, Tokens};
 use super::members::members;
 use super::outcome::{MemberError, Outcome, Status};
+use super::products::Products;
 use super::world::{At, Expectation, Pass};
 use super::{Replay, Slice};
 use crate::head::roundings::precision_of;
@@ -65,6 +66,8 @@ pub(super) struct ForwardState {
     pub(super) logit_squares: Vec<f64>,
     /// Log-probabilities of the labels, captured or recomputed, with their variance.
     pub(super) logprobs: Expected,
+    /// The products of q and k that the backward pass need not multiply again.
+    pub(super) products: Products,
 }
 
 struct Emulated {
@@ -91,7 +94,8 @@ impl Replay<'_> {
             let captured = logprobs.ok_or_else(|| self.step.missing(Role::Logprobs, None))?;
             return Ok(ForwardState::of_logprobs(&captured));
         };
-        let (exact, mut variance) = self.exact(slice, &head)?;
+        let mut products = self.room_for_products(&head, inputs);
+        let (exact, mut variance) = self.exact(slice, &head, &mut products)?;
         self.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
         self.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
         self.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
@@ -128,6 +132,7 @@ impl Replay<'_> {
         let captured =
             (lse.filter(|_| trusts(Stage::Lse)), label.filter(|_| trusts(Stage::LabelLogits)));
         let mut state = self.state(captured, exact, variance, inputs.valid_vocab);
+        state.products = products;
         state.loss_lse.clone_from(&state.lse);
         self.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
@@ -201,10 +206,11 @@ impl Replay<'_> {
         &self,
         slice: &Slice,
         head: &HeadInputs<'_>,
+        products: &mut Products,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let run = || match self.on {
+        let mut run = || match self.on {
             Some(on) => self.forward_on(on, slice, head),
-            None => self.reference_forward(head),
+            None => products.filled(|room| self.reference_forward_keeping(head, room)),
         };
         let exact = match self.cache.or(self.passes) {
             Some(cache) => cache.forward(head, run)?,
@@ -414,6 +420,7 @@ impl Replay<'_> {
             logit_sum: exact.logit_sum,
             logit_squares: exact.logit_squares,
             logprobs: Expected { shared: both, ..Expected::new(values, between) },
+            products: Products::default(),
         }
     }
 }
@@ -443,6 +450,7 @@ impl ForwardState {
             logit_sum: vec![0.0; tokens],
             logit_squares: vec![0.0; tokens],
             logprobs: captured_expectation(captured),
+            products: Products::default(),
         }
     }
 }

@@ -60,13 +60,17 @@ pub(super) struct Addend {
     pub(super) reference: Vec<f64>,
 }
 
+/// Adds element by element.
+fn add(sum: &mut [f64], values: &[f64]) {
+    sum.par_iter_mut().zip(values).with_min_len(1 << 14).for_each(|(sum, x)| *sum += x);
+}
+
 impl ReferenceDk {
-    /// The sum over all units.
-    pub(super) fn total(&self) -> Vec<f64> {
-        let mut total = vec![0.0; self.emulated.len()];
-        for sum in &self.sums {
-            total.iter_mut().zip(&sum.total).for_each(|(total, x)| *total += x);
-        }
+    /// The sum over all units, which is taken out.
+    pub(super) fn take_total(&mut self) -> Vec<f64> {
+        let mut sums = self.sums.iter_mut().map(|sum| std::mem::take(&mut sum.total));
+        let mut total = sums.next().unwrap_or_default();
+        sums.for_each(|sum| add(&mut total, &sum));
         total
     }
 }
@@ -139,8 +143,8 @@ impl Replay<'_> {
         let group = kept.sums.iter().position(held).unwrap_or(0);
         let sum = &mut kept.sums[group];
         let at = from..from + values.len();
-        sum.total[at.clone()].iter_mut().zip(&values).for_each(|(sum, x)| *sum += x);
-        kept.emulated[at.clone()].iter_mut().zip(&slab.emulated).for_each(|(sum, x)| *sum += x);
+        add(&mut sum.total[at.clone()], &values);
+        add(&mut kept.emulated[at.clone()], &slab.emulated);
         if alone.is_some() {
             let of_one = unit.ranks.len() == 1;
             self.keep_allowed(problem, slab, (of_one, weight), &mut sum.allowed[at]);

@@ -43,6 +43,7 @@ mod plane;
 mod plane_compared;
 pub mod probe;
 mod probed;
+mod products;
 pub mod recompute;
 pub(crate) mod reductions;
 mod reordered;

@@ -12,6 +12,8 @@ use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use serde::Serialize;
 
+use rayon::prelude::*;
+
 use super::addends::Sum;
 use super::kept::{Addend, ReferenceDk};
 use super::outcome::{NotChecked, Outcome};
@@ -88,8 +90,7 @@ impl Replay<'_> {
             let columns = tensor.shape.last().map_or(1, |&n| n as usize);
             let captured = matrix(&tensor).filter(|m| m.len() == reference.emulated.len());
             if let Some(captured) = captured {
-                let captured: Vec<f64> = (0..captured.len()).map(|i| captured.get_f64(i)).collect();
-                self.gap(&mut norm, slices, &captured, reference, (columns, divisor))?;
+                self.gap(&mut norm, slices, &captured.to_f64(), reference, (columns, divisor))?;
             }
         }
         if self.wants(Stage::GradNorm) && norm.captured.is_some() {
@@ -120,10 +121,11 @@ impl Replay<'_> {
         norm: &mut GradNorm,
         slices: &[Slice],
         captured: &[f64],
-        reference: ReferenceDk,
+        mut reference: ReferenceDk,
         (columns, divisor): (usize, f64),
     ) -> Result<(), StepError> {
-        let exact: Vec<f64> = reference.total().iter().map(|x| x / divisor).collect();
+        let mut exact = reference.take_total();
+        exact.par_iter_mut().for_each(|x| *x /= divisor);
         let square = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>();
         let (ours, theirs) = (square(captured), square(&exact));
         (norm.dk_captured, norm.dk_reference) = (Some(ours.sqrt()), Some(theirs.sqrt()));
@@ -201,8 +203,8 @@ impl Cut<'_> {
     }
 
     fn rows(&self) -> Vec<f64> {
-        let rows =
-            self.ours.chunks(self.columns.max(1)).zip(self.theirs.chunks(self.columns.max(1)));
+        let of = |values| <[f64]>::par_chunks(values, self.columns.max(1));
+        let rows = of(self.ours).zip(of(self.theirs));
         let of_row = |(c, r): (&[f64], &[f64])| {
             c.iter().zip(r).map(|(c, r)| (c - r) * (c + r)).sum::<f64>() / self.norms
         };

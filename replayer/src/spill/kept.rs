@@ -10,6 +10,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Bytes of the smallest array that is kept: smaller ones the system keeps itself.
 pub(super) const LEAST: usize = 1 << 20;
+/// Bytes of the smallest array that is put into large pages: some of them.
+const LARGE: usize = 8 << 20;
+/// Pages of every size that Linux has for small ones lie on multiples of this.
+const PAGES: usize = 64 << 10;
 /// More are never kept at a time: all are looked at.
 const MOST: usize = 64;
 /// Of the machine's memory, one part in so many may be kept, and never more than [`LIMIT`].
@@ -23,8 +27,16 @@ static KEPT: Mutex<Kept> = Mutex::new(Kept::NONE);
 
 /// Has freed arrays kept from now on, for as long as the process lives.
 pub fn keep_arrays() {
-    let memory = usize::try_from(rustix::system::sysinfo().totalram).unwrap_or(usize::MAX);
-    ROOM.store((memory / SHARE).min(LIMIT), Ordering::Relaxed);
+    ROOM.store((memory() / SHARE).min(LIMIT), Ordering::Relaxed);
+}
+
+/// Bytes of memory that this process may have: the machine's, or what its control group is given
+/// (cgroup v2, `memory.max`) where that is less.
+pub fn memory() -> usize {
+    let machine = usize::try_from(rustix::system::sysinfo().totalram).unwrap_or(usize::MAX);
+    let group = std::fs::read_to_string("/sys/fs/cgroup/memory.max");
+    let group = group.ok().and_then(|bytes| bytes.trim().parse().ok());
+    group.map_or(machine, |group: usize| group.min(machine))
 }
 
 /// A block of the system's that nobody uses.
@@ -84,6 +96,22 @@ fn kept() -> MutexGuard<'static, Kept> {
 fn room(layout: Layout) -> Option<usize> {
     let room = ROOM.load(Ordering::Relaxed);
     (layout.size() >= LEAST && layout.size() <= room).then_some(room)
+}
+
+/// Asks the kernel for large pages under a new array of the system's, where a replay asked to keep
+/// arrays: of a large array each small page that is touched first costs more than clearing it.
+pub(super) fn in_large_pages(start: *mut u8, layout: Layout) -> *mut u8 {
+    let asked = ROOM.load(Ordering::Relaxed) > 0 && layout.size() >= LARGE && !start.is_null();
+    if asked {
+        let before = start.align_offset(PAGES);
+        let inside = (layout.size() - before) / PAGES * PAGES;
+        // SAFETY: these pages lie in the array, and how large they are changes nothing in them. A
+        // kernel that has no large pages says so, and all is as it was.
+        let _ = unsafe {
+            rustix::mm::madvise(start.add(before).cast(), inside, rustix::mm::Advice::LinuxHugepage)
+        };
+    }
+    start
 }
 
 /// A kept block of exactly this layout, holding what it held.

@@ -12,6 +12,7 @@ use crate::kernels::matrix::HeadInputs;
 use crate::kernels::tiles::{Progress, Tiles, spans};
 use crate::parcel::parcel;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Per token results of the forward pass.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,8 +60,18 @@ pub struct ForwardSums {
 /// inside a tile, and tiles are merged in vocabulary order; masked columns come last,
 /// all at once.
 pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Forward {
+    forward_keeping(inputs, (tiles, progress), None)
+}
+
+/// The same; the products `q kᵀ` of the valid classes, `[T, valid]`, are written to `products`: a
+/// backward pass that reads them has the same bits as one that multiplies again.
+pub fn forward_keeping(
+    inputs: &HeadInputs,
+    (tiles, progress): (Tiles, &dyn Progress),
+    products: Option<&mut [f64]>,
+) -> Forward {
     let mut sums = ForwardSums::zeros(inputs.q.rows);
-    sums.take(inputs, tiles, progress);
+    sums.take(inputs, (tiles, progress), products);
     sums.finish(inputs.mask, inputs.k.rows - inputs.valid_vocab)
 }
 
@@ -79,8 +90,14 @@ impl ForwardSums {
         }
     }
 
-    /// Takes in the valid classes of a head over some rows of k; classes come in order.
-    pub fn take(&mut self, inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) {
+    /// Takes in the valid classes of a head over some rows of k; classes come in order. Their
+    /// products are written to `kept`.
+    pub fn take(
+        &mut self,
+        inputs: &HeadInputs,
+        (tiles, progress): (Tiles, &dyn Progress),
+        mut kept: Option<&mut [f64]>,
+    ) {
         check(inputs);
         let (mut q, mut k, mut logits) = (Vec::new(), Vec::new(), Vec::new());
         let chain = Chain::of(inputs);
@@ -90,6 +107,9 @@ impl ForwardSums {
             for span in spans(inputs.q.rows, tiles.tokens) {
                 load(of_q, span.clone(), &mut q);
                 products(inputs, (span.clone(), &q), (cols.clone(), &k), &mut logits);
+                if let Some(kept) = kept.as_deref_mut() {
+                    keep(kept, (inputs.valid_vocab, &span, &cols), &logits);
+                }
                 let ForwardSums { max, sum, label_logits, logit_sum, logit_squares } = self;
                 (
                     logits.par_chunks_mut(cols.len()),
@@ -131,6 +151,17 @@ impl ForwardSums {
         let (lse, row_max) = running.map(|running| (running.lse(), running.max)).unzip();
         Forward { lse, label_logits, row_max, logit_sum, logit_squares }
     }
+}
+
+/// Writes a tile to its place in `kept`, whose rows are `width` wide.
+fn keep(
+    kept: &mut [f64],
+    (width, tokens, cols): (usize, &Range<usize>, &Range<usize>),
+    tile: &[f64],
+) {
+    let rows = kept[tokens.start * width..tokens.end * width].par_chunks_mut(width);
+    let rows = rows.zip(tile.par_chunks(cols.len()));
+    rows.for_each(|(row, products)| row[cols.clone()].copy_from_slice(products));
 }
 
 impl RunningSum {

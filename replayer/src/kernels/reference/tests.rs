@@ -69,6 +69,16 @@ fn run_with(
     tiles: Tiles,
     progress: &dyn Progress,
 ) -> (Backward, Dk) {
+    run_on(&fixture.inputs(), fixture, (lse, noise), (tiles, progress))
+}
+
+/// The backward of a head that has the cotangents of a fixture.
+fn run_on(
+    inputs: &HeadInputs,
+    fixture: &Fixture,
+    (lse, noise): (&[f64], &TermNoise),
+    (tiles, progress): (Tiles, &dyn Progress),
+) -> (Backward, Dk) {
     let mut dk = Dk::default();
     let mut next = 0;
     let owned = [fixture.g_lse_f64(), fixture.g_label_f64(), fixture.smooth_f64()];
@@ -95,14 +105,8 @@ fn run_with(
         }
         dk.hits.extend_from_slice(block.hits);
     };
-    let dq = backward(
-        &fixture.inputs(),
-        lse,
-        &cotangents,
-        noise,
-        (tiles, Keep::Both, progress),
-        &mut collect,
-    );
+    let walking = (tiles, Keep::Both, progress);
+    let dq = backward(inputs, lse, &cotangents, noise, walking, &mut collect);
     assert_eq!(next, fixture.vocab);
     (dq, dk)
 }

@@ -166,7 +166,7 @@ impl Replay<'_> {
         Ok(match task.kind {
             Kind::Forward => {
                 let mut sums = before(sums.first(), || ForwardSums::zeros(head.q.rows))?;
-                sums.take(head, tiles, progress);
+                sums.take(head, (tiles, progress), None);
                 vec![sums.to_parcel()]
             }
             Kind::EmulatedForward => {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::*;
-use crate::kernels::matrix::{Matrix, Values};
+use crate::kernels::matrix::{Matrix, Reads, Values};
 use crate::parcel::Parcel;
 use proptest::prelude::*;
 
@@ -78,7 +78,7 @@ fn compare(fixture: &Fixture, noise: &TermNoise, draws: (u64, u64)) {
             let mut labels = Vec::new();
             let head = slab_of(&head, slab, &mut labels);
             let mut next = ForwardSums::of_parcel(&sums).unwrap();
-            next.take(&head, SMALL_TILES, &NoProgress);
+            next.take(&head, (SMALL_TILES, &NoProgress), None);
             sums = next.to_parcel();
         }
         let sums = ForwardSums::of_parcel(&sums).unwrap();
@@ -153,5 +153,38 @@ proptest! {
         let whole = options & 32 > 0;
         let noise = TermNoise { filter, whole, label_step: 0.1, ..NOISE };
         with_threads(threads, || compare(&fixture, &noise, draws));
+    }
+}
+
+/// The forward pass writes its products down; a backward pass that reads them, under any options
+/// and over some of the tokens, has the bits of one that multiplies q and k again.
+#[test]
+fn kept_products_give_the_backward_pass_that_multiplies_again() {
+    let usual = || Fixture::new(37, 5, 61, 53);
+    let mut capped = usual().with_bias();
+    capped.transform = Transform { scale: 2.0, softcap: Some(3.0), ..Transform::NONE };
+    let options = [usual(), usual().with_bias(), capped];
+    for (fixture, tiles) in options
+        .into_iter()
+        .flat_map(|fixture| [SMALL_TILES, Tiles::default()].map(|tiles| (fixture.clone(), tiles)))
+    {
+        let inputs = fixture.inputs();
+        let valid = inputs.valid_vocab;
+        let mut products = vec![f64::NAN; inputs.q.rows * valid];
+        let kept = forward_keeping(&inputs, (tiles, &NoProgress), Some(&mut products));
+        assert_eq!(kept, forward(&inputs, tiles, &NoProgress));
+        let scores = Matrix { rows: inputs.q.rows, cols: valid, values: Values::F64(&products) };
+        let reads = Reads {
+            q: inputs.q,
+            k: inputs.k,
+            q_product: true,
+            k_product: true,
+            scores: Some((scores, 0)),
+        };
+        let reading = HeadInputs { reads: Some(reads), ..inputs };
+        let of = |inputs: &HeadInputs| {
+            run_on(inputs, &fixture, (&kept.lse, &NOISE), (tiles, &NoProgress))
+        };
+        assert_eq!(of(&reading), of(&inputs));
     }
 }
