@@ -6,6 +6,7 @@ use std::ops::Range;
 use super::{Effort, Replay};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
+use crate::kernels::reference::WIDE;
 use crate::spill::memory;
 
 /// Of the memory that this process may have, one part in so many is taken at most.
@@ -57,6 +58,8 @@ impl Replay<'_> {
     ) -> Products {
         let here = self.on.is_none() && self.device.is_none() && !self.trial;
         let plain = head.given.is_none() && head.reads.is_none();
+        // Of few columns a product takes no longer than reading it again.
+        let plain = plain && head.q.cols >= WIDE;
         // A label beyond the valid classes has no column.
         let inside = |&label: &u32| label == IGNORED || (label as usize) < head.valid_vocab;
         let of_gradients = Stage::OF_Q.iter().chain(&Stage::OF_CLASSES).any(|stage| {

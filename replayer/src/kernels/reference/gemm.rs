@@ -116,11 +116,19 @@ pub(super) fn add_scaled(
             let first = row * cols + of_cols.start;
             // SAFETY: the blocks are disjoint parts of the target, which is exclusively borrowed.
             let target = unsafe { std::slice::from_raw_parts_mut(start.at(first), of_cols.len()) };
-            let scale = scales[row];
-            let each = target.iter_mut().zip(product);
-            each.for_each(|(to, &x)| *to += scale * f64::from(x));
+            add_times(target, product, scales[row]);
         }
     });
+}
+
+vectorised!(
+    /// Adds a number times each of some f32 numbers.
+    add_times, add_times_body, (to: &mut [f64], numbers: &[f32], times: f64) -> ()
+);
+
+#[inline(always)]
+fn add_times_body(to: &mut [f64], numbers: &[f32], times: f64) {
+    to.iter_mut().zip(numbers).for_each(|(to, &x)| *to += times * f64::from(x));
 }
 
 /// The blocks that a result of that shape is cut into: their rows, their columns.

@@ -5,11 +5,15 @@
 //! which takes half as long as f64: a sum of n addends without signs errs by `n 2⁻²⁴` at most,
 //! relatively. Squares reach further than f32 does (a p of 1e-25 squares to 1e-50), so every row of
 //! a factor is first divided by a power of two near its largest element, which loses no bit. What
-//! is then too small for f32 is nothing beside that element.
+//! is then too small for f32 is nothing beside that element. Of few columns the squares stay f64, as
+//! that takes longer than it saves.
 
 use super::gemm::{Operand, add_scaled, multiply};
+use super::panel::squares;
 use rayon::prelude::*;
 
+/// Columns of q and k from which a product in f32 saves more than narrowing its factors takes.
+pub const WORTH_IT: usize = 256;
 /// Columns whose largest elements are looked for together.
 const COLUMNS: usize = 256;
 /// Elements from which several threads look at them.
@@ -28,6 +32,8 @@ pub(super) struct Scaled {
 #[derive(Default)]
 pub(super) struct Squares {
     scaled: Scaled,
+    /// In f64, where they are not scaled.
+    exact: Vec<f64>,
     depth: usize,
 }
 
@@ -44,6 +50,10 @@ impl Squares {
     /// Of rows of values.
     pub(super) fn load(&mut self, values: &[f64], depth: usize) {
         self.depth = depth;
+        self.exact.clear();
+        if depth < WORTH_IT {
+            return squares(values, &mut self.exact);
+        }
         let own = |row: usize| &values[row * depth..(row + 1) * depth];
         self.scaled.of_rows((values, depth), own);
     }
@@ -57,18 +67,25 @@ impl Squares {
         room: &mut Scaled,
     ) {
         let (depth, scales) = (self.depth, &self.scaled.scales);
+        let in_f64 = |target: &mut [f64], squares: &[f64]| {
+            let (tile, sum) = (Operand::rows(tile, width), squares.len() / depth.max(1));
+            multiply(target, depth, true, turned(tile, over), Operand::rows(squares, depth), sum);
+        };
+        if depth < WORTH_IT {
+            return in_f64(target, &self.exact);
+        }
         match over {
             Over::Columns => room.of_rows((tile, width), |_| scales),
             Over::Tokens => room.of_columns((tile, width), scales),
         }
         if self.scaled.finite && room.finite {
             let tile = turned(Operand::rows(&room.values, width), over);
-            let squares = Operand::rows(&self.scaled.values, depth);
-            return add_scaled((target, depth), &room.scales, tile, squares, scales.len());
+            let keys = Operand::rows(&self.scaled.values, depth);
+            return add_scaled((target, depth), &room.scales, tile, keys, scales.len());
         }
-        let squares: Vec<f64> = values.iter().map(|x| x * x).collect();
-        let (tile, squares) = (Operand::rows(tile, width), Operand::rows(&squares, depth));
-        multiply(target, depth, true, turned(tile, over), squares, scales.len());
+        let mut exact = Vec::new();
+        squares(values, &mut exact);
+        in_f64(target, &exact);
     }
 }
 
@@ -176,7 +193,7 @@ mod tests {
 
     const TOKENS: usize = 5;
     const COLUMNS_OF_TILE: usize = 300;
-    const DEPTH: usize = 3;
+    const DEPTH: usize = WORTH_IT;
 
     /// A tile, and the rows of either side, of sizes that f32 does not reach.
     fn drawn(seed: u64) -> (Vec<f64>, [Vec<f64>; 2]) {
