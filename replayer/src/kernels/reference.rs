@@ -37,7 +37,7 @@ pub use forward::{Forward, ForwardSums, forward, forward_keeping};
 pub use plane::{PlaneTile, plane};
 pub use probe::{Probed, Probing, probe, probe_work};
 pub use products::{DkProducts, DqProducts, from_dlogits, from_dlogits_work};
-pub use squares::WORTH_IT as WIDE;
+pub use squares::WIDE;
 pub use tile::Upstream;
 
 /// Multiply-adds that `forward` will report: one GEMM over the valid plane, with D

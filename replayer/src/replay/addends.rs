@@ -214,10 +214,7 @@ pub(crate) fn read(
             .map(|&mb| Some((mb, step.find(Role::Dk, mb)?)))
             .collect::<Option<_>>()?,
     };
-    let widened = |tensor: &Tensor| -> Option<Vec<f64>> {
-        let values = matrix(tensor)?;
-        Some((0..values.len()).map(|at| values.get_f64(at)).collect())
-    };
+    let widened = |tensor: &Tensor| Some(matrix(tensor)?.to_f64());
     let mut found = Vec::new();
     for (microbatch, key) in sources {
         match step.tensors[key].partial {

@@ -216,7 +216,7 @@ impl Replay<'_> {
     ) -> Result<Option<Vec<f64>>, StepError> {
         let tensor = self.held_by(key, rank)?;
         let values = matrix(&tensor).filter(|_| tensor.shape == shape);
-        Ok(values.map(|values| (0..values.len()).map(|at| values.get_f64(at)).collect()))
+        Ok(values.map(|values| values.to_f64()))
     }
 }
 

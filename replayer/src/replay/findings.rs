@@ -217,7 +217,7 @@ impl Captured {
         let wide = |gradient: &Gradient| {
             let part = rows_of(&gradient.matrix(), rows.clone());
             let first = rows.start * part.cols;
-            let values: Vec<f64> = (0..part.len()).map(|i| part.get_f64(i)).collect();
+            let values = part.to_f64();
             let storage = |(i, &x): (usize, &f64)| gradient.storage(first + i, x);
             let storage = values.iter().enumerate().map(storage).collect::<Vec<f64>>();
             (values, storage, gradient.squares(first..first + part.len()))

@@ -12,16 +12,17 @@ use crate::spill::memory;
 /// Of the memory that this process may have, one part in so many is taken at most.
 const SHARE: usize = 8;
 
-/// Raw logits `[T, valid]` before bias and transform; empty where they are not kept.
+/// Raw logits before bias and transform.
 #[derive(Default)]
 pub(super) struct Products {
-    /// Of whom there is a room, which a forward pass may have filled.
+    /// `[T, valid]`; empty where they are not kept.
     values: Vec<f64>,
+    /// Whether a forward pass has written them: one that was found in a cache has not.
     filled: bool,
 }
 
 impl Products {
-    /// Runs a forward pass that fills the room, if there is one.
+    /// Runs a forward pass, which writes the products to the room that it is given.
     pub(super) fn filled<R>(&mut self, run: impl FnOnce(Option<&mut [f64]>) -> R) -> R {
         self.filled = !self.values.is_empty();
         run(Some(&mut self.values[..]).filter(|_| self.filled))

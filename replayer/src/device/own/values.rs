@@ -89,7 +89,7 @@ fn narrowed(what: &str, matrix: &Matrix<'_>, of: Type) -> Result<Vec<u8>, String
     }
     Ok(match (matrix.values, of == dumped) {
         (Values::Bf16(bits) | Values::F16(bits), true) => bytemuck::cast_slice(bits).to_vec(),
-        _ => rounded(&(0..matrix.len()).map(|at| matrix.get_f64(at)).collect::<Vec<_>>(), of),
+        _ => rounded(&matrix.to_f64(), of),
     })
 }
 

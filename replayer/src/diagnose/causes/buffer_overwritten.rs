@@ -16,7 +16,7 @@ use backtape::nan::largest;
 use super::overwritten_logits::{Held, PLANE, SAME, Tokens, of_logits};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::captured::{Values, widened};
+use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
 use crate::diagnose::detectors::other_q::{of_other_q, of_other_q_in_sums};
 use crate::diagnose::evidence::{Evidence, Key};
@@ -89,7 +89,7 @@ fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(S
     let head = inputs.head(evidence.step)?;
     let of_tokens = key.stage < Stage::DkLse;
     let (name, input) = if of_tokens { ("q", head.q) } else { ("k", head.k) };
-    let mut all: Vec<(String, Vec<f64>)> = vec![(name.into(), widened(&input))];
+    let mut all: Vec<(String, Vec<f64>)> = vec![(name.into(), input.to_f64())];
     let parts = match of_tokens {
         true => Stage::OF_Q,
         false => Stage::OF_K,

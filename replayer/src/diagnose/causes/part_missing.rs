@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::Summed;
-use crate::diagnose::detectors::captured::widened;
 use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::direct::{energy, multiple};
 use crate::diagnose::detectors::fit::rounded;
@@ -98,7 +97,7 @@ fn often(x: f64) -> String {
 fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut times: Option<f64> = None;
     let k = evidence.inputs.first()?.head(evidence.step)?.k;
-    let values = widened(&k);
+    let values = k.to_f64();
     let mut keys = Vec::new();
     for (key, _) in evidence.failing_of(&Stage::SUMS) {
         let sum = Summed::of(evidence, key, true)?;

@@ -7,7 +7,6 @@ use backtape::role::Role;
 use crate::diagnose::evidence::Key;
 use crate::head::step::matrix;
 use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
-use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 use crate::replay::addends::Sum;
 
@@ -95,7 +94,7 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
     };
     let found = matrix(&tensor)?;
     let columns = if is_column(of.stage) { 1 } else { found.cols };
-    let values = widened(&found);
+    let values = found.to_f64();
     let is_bf16 = tensor.dtype == Dtype::Bf16;
     Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32, is_bf16 })
 }
@@ -109,11 +108,6 @@ fn is_column(stage: Stage) -> bool {
 fn summed(stage: Stage, sum: Sum) -> Option<Values> {
     let columns = if is_column(stage) { 1 } else { *sum.shape.last()? as usize };
     Some(Values { columns, values: sum.total, bits: 0, is_bf16: false })
-}
-
-/// Every value of a matrix.
-pub fn widened(matrix: &Matrix<'_>) -> Vec<f64> {
-    (0..matrix.len()).map(|at| matrix.get_f64(at)).collect()
 }
 
 /// The ranks of the unit whose first is this one.

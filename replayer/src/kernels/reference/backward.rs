@@ -386,16 +386,15 @@ fn accumulate(
         dq_sums.push((&mut dq.dq_dropped[tokens], &terms.dropped, &keys));
         dk_sums.push((&mut block.dropped[..valid], &terms.dropped, &queries));
     }
-    let (of_query, of_key) = ((&*of_query, &query.values), (&*of_key, &key.values));
+    let (of_query, of_key) = (&*of_query, &*of_key);
     rayon::scope(|scope| {
         if keep.dq() {
             for (target, terms, keys) in dq_sums {
                 scope.spawn(move |_| multiply(target, depth, true, tile(terms), rows(keys), width));
             }
             for (target, terms, room) in dq_sizes {
-                let (squares, keys) = of_key;
                 let terms = (&terms[..], width, Over::Columns);
-                scope.spawn(move |_| squares.add_to(target, terms, keys, room));
+                scope.spawn(move |_| of_key.add_to(target, terms, room));
             }
         }
         if keep.dk() {
@@ -406,9 +405,8 @@ fn accumulate(
                 });
             }
             for (target, terms, room) in dk_sizes {
-                let (squares, queries) = of_query;
                 let terms = (&terms[..], width, Over::Tokens);
-                scope.spawn(move |_| squares.add_to(target, terms, queries, room));
+                scope.spawn(move |_| of_query.add_to(target, terms, room));
             }
         }
     });

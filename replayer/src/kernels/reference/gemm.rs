@@ -91,11 +91,11 @@ pub(super) fn multiply(
     });
 }
 
-/// `target [rows, cols] += scales [rows] * (lhs [rows, depth] rhs [depth, cols])`, the product in
-/// f32.
+/// `target [rows, cols] += of_rows [rows] * of_cols [cols] * (lhs [rows, depth] rhs [depth, cols])`,
+/// the product in f32.
 pub(super) fn add_scaled(
-    (target, cols): (&mut [f64], usize),
-    scales: &[f64],
+    target: &mut [f64],
+    (row_scales, col_scales): (&[f64], &[f64]),
     lhs: Operand<f32>,
     rhs: Operand<f32>,
     depth: usize,
@@ -103,8 +103,8 @@ pub(super) fn add_scaled(
     if target.is_empty() || depth == 0 {
         return;
     }
-    assert_eq!(target.len(), scales.len() * cols, "the target is whole rows, each with a scale");
-    let rows = scales.len();
+    let (rows, cols) = (row_scales.len(), col_scales.len());
+    assert_eq!(target.len(), rows * cols, "each row and each column of the target has a scale");
     lhs.check(rows, depth);
     rhs.check(depth, cols);
     let start = Start(target.as_mut_ptr());
@@ -116,19 +116,22 @@ pub(super) fn add_scaled(
             let first = row * cols + of_cols.start;
             // SAFETY: the blocks are disjoint parts of the target, which is exclusively borrowed.
             let target = unsafe { std::slice::from_raw_parts_mut(start.at(first), of_cols.len()) };
-            add_times(target, product, scales[row]);
+            add_times(target, product, &col_scales[of_cols.clone()], row_scales[row]);
         }
     });
 }
 
 vectorised!(
-    /// Adds a number times each of some f32 numbers.
-    add_times, add_times_body, (to: &mut [f64], numbers: &[f32], times: f64) -> ()
+    /// Adds f32 numbers, each times one of its own and one of all.
+    add_times, add_times_body,
+    (to: &mut [f64], numbers: &[f32], times: &[f64], all: f64) -> ()
 );
 
 #[inline(always)]
-fn add_times_body(to: &mut [f64], numbers: &[f32], times: f64) {
-    to.iter_mut().zip(numbers).for_each(|(to, &x)| *to += times * f64::from(x));
+fn add_times_body(to: &mut [f64], numbers: &[f32], times: &[f64], all: f64) {
+    for ((to, &x), times) in to.iter_mut().zip(numbers).zip(times) {
+        *to += all * times * f64::from(x);
+    }
 }
 
 /// The blocks that a result of that shape is cut into: their rows, their columns.

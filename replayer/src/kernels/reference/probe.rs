@@ -246,11 +246,7 @@ mod tests {
     }
 
     fn close(found: f64, wanted: f64, size: f64, what: &str) {
-        close_within(1e-13, found, wanted, size, what);
-    }
-
-    fn close_within(bound: f64, found: f64, wanted: f64, size: f64, what: &str) {
-        assert!((found - wanted).abs() <= bound * size, "{what}: {found:e} {wanted:e}");
+        assert!((found - wanted).abs() <= 1e-13 * size, "{what}: {found:e} {wanted:e}");
     }
 
     /// Goal: every sum is the gradient's own, under every option. Method: the columns of
@@ -266,18 +262,10 @@ mod tests {
             let wide = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
             let g = [wide(&fixture.g_lse), wide(&fixture.g_label), wide(&fixture.smooth)];
             let g = Cotangents { lse: &g[0], label: &g[1], smooth: &g[2] };
-            let within = |bound: f64, found: &[f64], wanted: &[f64], what: &str| {
+            let all = |found: &[f64], wanted: &[f64], what: &str| {
                 assert_eq!(found.len(), wanted.len(), "{what}");
                 let size = wanted.iter().fold(1e-12, |most: f64, x| most.max(x.abs()));
-                let pairs = found.iter().zip(wanted);
-                pairs.for_each(|(x, y)| close_within(bound, *x, *y, size, what));
-            };
-            let all = |found: &[f64], wanted: &[f64], what: &str| {
-                within(1e-13, found, wanted, what);
-            };
-            // `backward` multiplies squares in f32.
-            let squares = |found: &[f64], wanted: &[f64], what: &str| {
-                within(1e-5, found, wanted, what);
+                found.iter().zip(wanted).for_each(|(x, y)| close(*x, *y, size, what));
             };
             let rows = |squares: &[f64]| {
                 squares.chunks(d).map(|row| row.iter().sum()).collect::<Vec<f64>>()
@@ -291,16 +279,16 @@ mod tests {
                 &mut |block| {
                     let at = block.rows.start * d..block.rows.end * d;
                     all(&found.dk_lse[at.clone()], block.dk_lse, "dk");
-                    squares(&found.dk_noise[at.clone()], block.dk_lse_var, "dk noise");
-                    squares(&found.dk_tokens[at.clone()], block.dk_lse_sq, "dk tokens");
+                    all(&found.dk_noise[at.clone()], block.dk_lse_var, "dk noise");
+                    all(&found.dk_tokens[at.clone()], block.dk_lse_sq, "dk tokens");
                     all(&found.dk_dropped[at], block.dk_dropped, "dk dropped");
-                    squares(&found.dk_sq[block.rows.clone()], &rows(block.dk_lse_sq), "dk squares");
+                    all(&found.dk_sq[block.rows.clone()], &rows(block.dk_lse_sq), "dk squares");
                 },
             );
             all(&found.dq_lse, &dq.dq_lse, "dq");
-            squares(&found.dq_noise, &dq.dq_lse_var, "dq noise");
+            all(&found.dq_noise, &dq.dq_lse_var, "dq noise");
             all(&found.dq_dropped, &dq.dq_dropped, "dq dropped");
-            squares(&found.dq_sq, &rows(&dq.dq_lse_sq), "dq squares");
+            all(&found.dq_sq, &rows(&dq.dq_lse_sq), "dq squares");
             for t in (0..fixture.tokens).filter(|&t| inputs.label(t).is_some()) {
                 let (slope, variance) = found.label_slopes[t];
                 let k = inputs.k.get_f64(inputs.label(t).unwrap() * d);

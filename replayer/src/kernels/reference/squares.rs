@@ -1,25 +1,27 @@
 //! Sums of squares and of variances over the vocabulary or over tokens: products of two matrices
 //! without signs.
 //!
-//! Only their size counts, to far fewer digits than a gradient's, so they are multiplied in f32,
-//! which takes half as long as f64: a sum of n addends without signs errs by `n 2⁻²⁴` at most,
-//! relatively. Squares reach further than f32 does (a p of 1e-25 squares to 1e-50), so every row of
-//! a factor is first divided by a power of two near its largest element, which loses no bit. What
-//! is then too small for f32 is nothing beside that element. Of few columns the squares stay f64, as
-//! that takes longer than it saves.
+//! Only their size counts, to far fewer digits than a gradient's. So they are multiplied in f32,
+//! which takes half as long as f64 does; a sum of n addends without signs then errs by `n 2⁻²⁴` of
+//! itself at most. Squares reach further than f32: a p of 1e-25 squares to 1e-50. So the columns and
+//! the rows of each factor are first divided by powers of two near their largest elements, which
+//! changes no digit, and the sums are multiplied by them again. What f32 still cannot hold is small
+//! beside the rest of its row and beside the rest of its column.
+//!
+//! Of few columns the products are f64: there narrowing takes longer than it saves.
 
 use super::gemm::{Operand, add_scaled, multiply};
 use super::panel::squares;
 use rayon::prelude::*;
 
 /// Columns of q and k from which a product in f32 saves more than narrowing its factors takes.
-pub const WORTH_IT: usize = 256;
+pub const WIDE: usize = 256;
 /// Columns whose largest elements are looked for together.
 const COLUMNS: usize = 256;
 /// Elements from which several threads look at them.
 const MANY: usize = 1 << 14;
 
-/// Numbers without signs in f32, each row, or each column, over a power of two.
+/// Numbers without signs in f32, each row, or each column, divided by a power of two.
 #[derive(Default)]
 pub(super) struct Scaled {
     values: Vec<f32>,
@@ -31,9 +33,10 @@ pub(super) struct Scaled {
 /// Squares of rows of q or k, `[rows, depth]`.
 #[derive(Default)]
 pub(super) struct Squares {
-    scaled: Scaled,
-    /// In f64, where they are not scaled.
     exact: Vec<f64>,
+    /// The same over the scales of columns and rows, where they are wide enough.
+    scaled: Scaled,
+    columns: Vec<f64>,
     depth: usize,
 }
 
@@ -50,42 +53,37 @@ impl Squares {
     /// Of rows of values.
     pub(super) fn load(&mut self, values: &[f64], depth: usize) {
         self.depth = depth;
-        self.exact.clear();
-        if depth < WORTH_IT {
-            return squares(values, &mut self.exact);
+        squares(values, &mut self.exact);
+        if depth >= WIDE {
+            let ones = vec![1.0; values.len() / depth];
+            column_scales(&mut self.columns, (&self.exact, depth), &ones);
+            let inverse = inverse(&self.columns);
+            self.scaled.of_rows((&self.exact, depth), &inverse);
         }
-        let own = |row: usize| &values[row * depth..(row + 1) * depth];
-        self.scaled.of_rows((values, depth), own);
     }
 
-    /// Adds to `target` a tile's product with these squares, which are those of `values`.
+    /// Adds to `target` a tile's product with these squares; `room` is for the tile in f32.
     pub(super) fn add_to(
         &self,
         target: &mut [f64],
         (tile, width, over): (&[f64], usize, Over),
-        values: &[f64],
         room: &mut Scaled,
     ) {
-        let (depth, scales) = (self.depth, &self.scaled.scales);
-        let in_f64 = |target: &mut [f64], squares: &[f64]| {
-            let (tile, sum) = (Operand::rows(tile, width), squares.len() / depth.max(1));
-            multiply(target, depth, true, turned(tile, over), Operand::rows(squares, depth), sum);
-        };
-        if depth < WORTH_IT {
-            return in_f64(target, &self.exact);
+        let Squares { exact, scaled, columns, depth } = self;
+        if *depth >= WIDE {
+            match over {
+                Over::Columns => room.of_rows((tile, width), &scaled.scales),
+                Over::Tokens => room.of_columns((tile, width), &scaled.scales),
+            }
+            if scaled.finite && room.finite {
+                let tile = turned(Operand::rows(&room.values, width), over);
+                let squares = Operand::rows(&scaled.values, *depth);
+                let scales = (&room.scales[..], &columns[..]);
+                return add_scaled(target, scales, tile, squares, scaled.scales.len());
+            }
         }
-        match over {
-            Over::Columns => room.of_rows((tile, width), |_| scales),
-            Over::Tokens => room.of_columns((tile, width), scales),
-        }
-        if self.scaled.finite && room.finite {
-            let tile = turned(Operand::rows(&room.values, width), over);
-            let keys = Operand::rows(&self.scaled.values, depth);
-            return add_scaled((target, depth), &room.scales, tile, keys, scales.len());
-        }
-        let mut exact = Vec::new();
-        squares(values, &mut exact);
-        in_f64(target, &exact);
+        let (tile, sum) = (Operand::rows(tile, width), exact.len() / (*depth).max(1));
+        multiply(target, *depth, true, turned(tile, over), Operand::rows(exact, *depth), sum);
     }
 }
 
@@ -95,47 +93,52 @@ fn turned<N>(tile: Operand<'_, N>, over: Over) -> Operand<'_, N> {
 }
 
 impl Scaled {
-    /// Rows of values, each times what is given of the row, with a scale a row.
-    fn of_rows<'a>(
-        &mut self,
-        (values, width): (&[f64], usize),
-        times: impl Fn(usize) -> &'a [f64] + Sync,
-    ) {
-        let rows = values.len() / width.max(1);
+    /// Rows of values times a number a column, with a scale a row.
+    fn of_rows(&mut self, (values, width): (&[f64], usize), times: &[f64]) {
         self.values.resize(values.len(), 0.0);
-        self.scales.resize(rows, 1.0);
+        self.scales.resize(values.len() / width.max(1), 1.0);
         let to = self.values.par_chunks_mut(width.max(1)).zip(&mut self.scales);
-        let each = to.zip(values.par_chunks(width.max(1))).enumerate();
-        let finite = each.with_min_len(MANY / width.max(1)).map(|(row, ((to, scale), from))| {
-            let most = largest(from, times(row));
+        let each = to.zip(values.par_chunks(width.max(1)));
+        let finite = each.with_min_len(MANY / width.max(1)).map(|((to, scale), from)| {
+            let most = largest(from, times);
             *scale = power_of_two(most);
-            narrow(to, from, times(row), 1.0 / *scale);
+            narrow(to, from, times, 1.0 / *scale);
             most.is_finite()
         });
         self.finite = finite.reduce(|| true, |one, other| one && other);
     }
 
-    /// The same with a scale a column; `times` has a number a row.
+    /// Rows of values times a number a row, with a scale a column.
     fn of_columns(&mut self, (values, width): (&[f64], usize), times: &[f64]) {
         self.values.resize(values.len(), 0.0);
-        self.scales.clear();
-        self.scales.resize(width, 0.0);
-        let least = MANY / (times.len() * COLUMNS).max(1);
-        let finite = self.scales.par_chunks_mut(COLUMNS).enumerate().with_min_len(least);
-        let finite = finite.map(|(nth, most)| {
-            for (row, &times) in values.chunks(width.max(1)).zip(times) {
-                raise(most, &row[nth * COLUMNS..][..most.len()], times);
-            }
-            let finite = most.iter().all(|x| x.is_finite());
-            most.iter_mut().for_each(|x| *x = power_of_two(*x));
-            finite
-        });
-        self.finite = finite.reduce(|| true, |one, other| one && other);
-        let inverse: Vec<f64> = self.scales.iter().map(|scale| 1.0 / scale).collect();
+        self.finite = column_scales(&mut self.scales, (values, width), times);
+        let inverse = inverse(&self.scales);
         let rows = self.values.par_chunks_mut(width.max(1)).zip(values.par_chunks(width.max(1)));
         let rows = rows.zip(times).with_min_len(MANY / width.max(1));
         rows.for_each(|((to, from), &times)| narrow(to, from, &inverse, times));
     }
+}
+
+/// The power of two next below each column's largest element, of rows of values times a number a
+/// row. Says whether all elements are finite.
+fn column_scales(scales: &mut Vec<f64>, (values, width): (&[f64], usize), times: &[f64]) -> bool {
+    scales.clear();
+    scales.resize(width, 0.0);
+    let least = MANY / (times.len() * COLUMNS).max(1);
+    let finite = scales.par_chunks_mut(COLUMNS).enumerate().with_min_len(least);
+    let finite = finite.map(|(nth, most)| {
+        for (row, &times) in values.chunks(width.max(1)).zip(times) {
+            raise(most, &row[nth * COLUMNS..][..most.len()], times);
+        }
+        let finite = most.iter().all(|x| x.is_finite());
+        most.iter_mut().for_each(|x| *x = power_of_two(*x));
+        finite
+    });
+    finite.reduce(|| true, |one, other| one && other)
+}
+
+fn inverse(scales: &[f64]) -> Vec<f64> {
+    scales.iter().map(|scale| 1.0 / scale).collect()
 }
 
 vectorised!(
@@ -193,7 +196,7 @@ mod tests {
 
     const TOKENS: usize = 5;
     const COLUMNS_OF_TILE: usize = 300;
-    const DEPTH: usize = WORTH_IT;
+    const DEPTH: usize = WIDE;
 
     /// A tile, and the rows of either side, of sizes that f32 does not reach.
     fn drawn(seed: u64) -> (Vec<f64>, [Vec<f64>; 2]) {
@@ -211,7 +214,7 @@ mod tests {
         squares.load(values, DEPTH);
         let mut target = vec![0.0; rows * DEPTH];
         let tile = (tile, COLUMNS_OF_TILE, over);
-        squares.add_to(&mut target, tile, values, &mut Scaled::default());
+        squares.add_to(&mut target, tile, &mut Scaled::default());
         target
     }
 
@@ -237,8 +240,8 @@ mod tests {
             let (tile, [keys, queries]) = drawn(seed);
             for (over, values) in [(Over::Columns, &keys), (Over::Tokens, &queries)] {
                 let (found, exact) = (sums(&tile, values, over), naive(&tile, values, over));
-                // An element that is small beside others of its row of squares may be lost in f32
-                // where it is all that a sum has; the rows of one factor differ by e^320 here.
+                // Rows and columns differ by e^320 here: an element that is small beside those of
+                // its row and of its column may be all that a sum has.
                 for (row, (found, exact)) in
                     found.chunks(DEPTH).zip(exact.chunks(DEPTH)).enumerate()
                 {
@@ -280,6 +283,24 @@ mod tests {
             let found = sums(&tile, &keys, Over::Columns);
             let wanted = x * COLUMNS_OF_TILE as f64;
             assert!(found.iter().all(|&of| (of - wanted).abs() <= 1e-6 * wanted), "{x:e}");
+        }
+    }
+
+    #[test]
+    fn a_column_of_q_or_k_that_is_tiny_keeps_its_sums() {
+        let (tile, [mut keys, mut queries]) = drawn(2);
+        let tile: Vec<f64> = tile.iter().map(|x| x.powf(0.01)).collect();
+        for values in [&mut keys, &mut queries] {
+            let tiny = |(at, x): (usize, &mut f64)| {
+                *x = x.powf(0.01) * if at % DEPTH == 5 { 1e-30 } else { 1.0 };
+            };
+            values.iter_mut().enumerate().for_each(tiny);
+        }
+        for (over, values) in [(Over::Columns, &keys), (Over::Tokens, &queries)] {
+            let (found, exact) = (sums(&tile, values, over), naive(&tile, values, over));
+            for (found, exact) in found.iter().zip(&exact) {
+                assert!((found - exact).abs() <= 1e-5 * exact, "{found:e} beside {exact:e}");
+            }
         }
     }
 }
