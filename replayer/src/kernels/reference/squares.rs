@@ -26,8 +26,6 @@ const MANY: usize = 1 << 14;
 pub(super) struct Scaled {
     values: Vec<f32>,
     scales: Vec<f64>,
-    /// False where an element is no finite number: then nothing here is used.
-    finite: bool,
 }
 
 /// Squares of rows of q or k, `[rows, depth]`.
@@ -75,12 +73,10 @@ impl Squares {
                 Over::Columns => room.of_rows((tile, width), &scaled.scales),
                 Over::Tokens => room.of_columns((tile, width), &scaled.scales),
             }
-            if scaled.finite && room.finite {
-                let tile = turned(Operand::rows(&room.values, width), over);
-                let squares = Operand::rows(&scaled.values, *depth);
-                let scales = (&room.scales[..], &columns[..]);
-                return add_scaled(target, scales, tile, squares, scaled.scales.len());
-            }
+            let tile = turned(Operand::rows(&room.values, width), over);
+            let squares = Operand::rows(&scaled.values, *depth);
+            let scales = (&room.scales[..], &columns[..]);
+            return add_scaled(target, scales, tile, squares, scaled.scales.len());
         }
         let (tile, sum) = (Operand::rows(tile, width), exact.len() / (*depth).max(1));
         multiply(target, *depth, true, turned(tile, over), Operand::rows(exact, *depth), sum);
@@ -99,19 +95,16 @@ impl Scaled {
         self.scales.resize(values.len() / width.max(1), 1.0);
         let to = self.values.par_chunks_mut(width.max(1)).zip(&mut self.scales);
         let each = to.zip(values.par_chunks(width.max(1)));
-        let finite = each.with_min_len(MANY / width.max(1)).map(|((to, scale), from)| {
-            let most = largest(from, times);
-            *scale = power_of_two(most);
+        each.with_min_len(MANY / width.max(1)).for_each(|((to, scale), from)| {
+            *scale = power_of_two(largest(from, times));
             narrow(to, from, times, 1.0 / *scale);
-            most.is_finite()
         });
-        self.finite = finite.reduce(|| true, |one, other| one && other);
     }
 
     /// Rows of values times a number a row, with a scale a column.
     fn of_columns(&mut self, (values, width): (&[f64], usize), times: &[f64]) {
         self.values.resize(values.len(), 0.0);
-        self.finite = column_scales(&mut self.scales, (values, width), times);
+        column_scales(&mut self.scales, (values, width), times);
         let inverse = inverse(&self.scales);
         let rows = self.values.par_chunks_mut(width.max(1)).zip(values.par_chunks(width.max(1)));
         let rows = rows.zip(times).with_min_len(MANY / width.max(1));
@@ -120,21 +113,18 @@ impl Scaled {
 }
 
 /// The power of two next below each column's largest element, of rows of values times a number a
-/// row. Says whether all elements are finite.
-fn column_scales(scales: &mut Vec<f64>, (values, width): (&[f64], usize), times: &[f64]) -> bool {
+/// row.
+fn column_scales(scales: &mut Vec<f64>, (values, width): (&[f64], usize), times: &[f64]) {
     scales.clear();
     scales.resize(width, 0.0);
     let least = MANY / (times.len() * COLUMNS).max(1);
-    let finite = scales.par_chunks_mut(COLUMNS).enumerate().with_min_len(least);
-    let finite = finite.map(|(nth, most)| {
+    let parts = scales.par_chunks_mut(COLUMNS).enumerate().with_min_len(least);
+    parts.for_each(|(nth, most)| {
         for (row, &times) in values.chunks(width.max(1)).zip(times) {
             raise(most, &row[nth * COLUMNS..][..most.len()], times);
         }
-        let finite = most.iter().all(|x| x.is_finite());
         most.iter_mut().for_each(|x| *x = power_of_two(*x));
-        finite
     });
-    finite.reduce(|| true, |one, other| one && other)
 }
 
 fn inverse(scales: &[f64]) -> Vec<f64> {
@@ -142,7 +132,7 @@ fn inverse(scales: &[f64]) -> Vec<f64> {
 }
 
 vectorised!(
-    /// The largest of a row's elements times others; not finite where one of them is not.
+    /// The largest of a row's elements times others, without signs.
     largest, largest_body, (row: &[f64], times: &[f64]) -> f64
 );
 
@@ -153,7 +143,7 @@ fn largest_body(row: &[f64], times: &[f64]) -> f64 {
 }
 
 vectorised!(
-    /// Raises numbers without signs to those of a row times a number; not finite stays so.
+    /// Raises numbers without signs to those of a row times a number.
     raise, raise_body, (most: &mut [f64], row: &[f64], times: f64) -> ()
 );
 
@@ -183,7 +173,8 @@ fn size_in_order(x: f64) -> i64 {
     x.abs().to_bits() as i64
 }
 
-/// The power of two next below a number, such that its inverse is one too.
+/// The power of two next below a number, such that its inverse is one too. Divided by that of an
+/// infinity or of NaN, these stay what they are, and so does the sum that they belong to.
 fn power_of_two(x: f64) -> f64 {
     const EXPONENT: u64 = 0x7ff0_0000_0000_0000;
     f64::from_bits(x.to_bits() & EXPONENT).clamp(f64::MIN_POSITIVE, 1.0 / f64::MIN_POSITIVE)
