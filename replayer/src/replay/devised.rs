@@ -36,7 +36,7 @@ impl Replay<'_> {
         self.reference_forward_keeping(head, None)
     }
 
-    /// The same; this process writes the products to `products`.
+    /// The same; where this process computes it, the products `q kᵀ` are written to `products`.
     pub(super) fn reference_forward_keeping(
         &self,
         head: &HeadInputs<'_>,

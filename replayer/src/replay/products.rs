@@ -59,7 +59,7 @@ impl Replay<'_> {
     ) -> Products {
         let here = self.on.is_none() && self.device.is_none() && !self.trial;
         let plain = head.given.is_none() && head.reads.is_none();
-        // Of few columns a product takes no longer than reading it again.
+        // With fewer columns the whole change, squares in f32 and this, made a replay slower.
         let plain = plain && head.q.cols >= WIDE;
         // A label beyond the valid classes has no column.
         let inside = |&label: &u32| label == IGNORED || (label as usize) < head.valid_vocab;

@@ -10,9 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Bytes of the smallest array that is kept: smaller ones the system keeps itself.
 pub(super) const LEAST: usize = 1 << 20;
-/// Bytes of the smallest array that is put into large pages: some of them.
+/// Bytes of the smallest array that is put into large pages: it fills several of 2 MiB.
 const LARGE: usize = 8 << 20;
-/// Pages of every size that Linux has for small ones lie on multiples of this.
+/// A multiple of every size that Linux gives its small pages.
 const PAGES: usize = 64 << 10;
 /// More are never kept at a time: all are looked at.
 const MOST: usize = 64;
@@ -98,8 +98,8 @@ fn room(layout: Layout) -> Option<usize> {
     (layout.size() >= LEAST && layout.size() <= room).then_some(room)
 }
 
-/// Asks the kernel for large pages under a new array of the system's, where a replay asked to keep
-/// arrays: of a large array each small page that is touched first costs more than clearing it.
+/// Asks the kernel to put a new array of the system's into large pages, once a replay asked to keep
+/// arrays: the first touch of each small page costs more than clearing it does.
 pub(super) fn in_large_pages(start: *mut u8, layout: Layout) -> *mut u8 {
     let asked = ROOM.load(Ordering::Relaxed) > 0 && layout.size() >= LARGE && !start.is_null();
     if asked {

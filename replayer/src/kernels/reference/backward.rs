@@ -222,7 +222,7 @@ struct Walk<'a> {
     sums: OfSquares,
 }
 
-/// What sums of squares are made with.
+/// The squares of a tile's rows of q and k, and buffers for the tile's terms in f32.
 #[derive(Default)]
 struct OfSquares {
     of_query: Squares,
