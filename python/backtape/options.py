@@ -9,17 +9,17 @@ class GrpoOptions(TypedDict, total=False):
     """The options of a policy loss: `tape.head(loss="grpo", grpo=...)`."""
 
     clip_low: float
-    """Default: 0.2. The ratio is clipped to 1 - clip_low at least."""
+    """Default: 0.2. The ratio is clipped to 1 - clip_low at least. Needed: a number from 0 on."""
 
     clip_high: float
-    """Default: 0.2. The ratio is clipped to 1 + clip_high at most."""
+    """Default: 0.2. The ratio is clipped to 1 + clip_high at most. Needed: a number from 0 on."""
 
     dual_clip: float | None
     """Default: None. The bound c of the ratio for negative advantages (dual-clip PPO): the first
-    term of L is -c A at most. The KL term has no bound."""
+    term of L is -c A at most. The KL term has no bound. Needed: a number above 1, or None."""
 
     kl_beta: float
-    """Default: 0.0. The factor of the KL term."""
+    """Default: 0.0. The factor of the KL term. Needed: a number from 0 on."""
 
     kl: Literal["k3", "k1", "k2"]
     """Default: "k3". How the KL term is estimated: k1 -d, k2 d²/2, k3 exp(d) - d - 1, with d =
@@ -70,7 +70,7 @@ class HeadOptions(TypedDict, total=False):
     """Default: None. Tokens with this label take no part (PyTorch: -100)."""
 
     z_loss: float
-    """Default: 0.0. The factor of lse² in the loss. Needed: a finite number."""
+    """Default: 0.0. The factor of lse² in the loss. Needed: a number from 0 on."""
 
     z_loss_in_loss: bool
     """Default: True. Whether the recorded loss holds the z-loss; the gradients always do."""
@@ -96,7 +96,8 @@ class HeadOptions(TypedDict, total=False):
 
     valid_vocab: int | None
     """Default: None. How many columns of the logits, from the first on, are classes; None: all are.
-    Where padding takes part in the softmax, as in Megatron, leave it out."""
+    Where padding takes part in the softmax, as in Megatron, leave it out. Needed: at least 1, or
+    None."""
 
     mask_value: float | None
     """Default: None. What the logits of the columns beyond are set to; None and -inf: they have no
@@ -131,7 +132,7 @@ class HeadOptions(TypedDict, total=False):
 
     tiles: dict[str, int] | None
     """Default: None. How large the tiles of a kernel are, where you know it: {"tokens": 256,
-    "vocab": 512}."""
+    "vocab": 512}. Needed: sizes of at least 1, or None."""
 
     gradient_filter: float | None
     """Default: None. Probabilities below it may have been dropped from the backward (Apple CCE).

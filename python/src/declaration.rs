@@ -11,6 +11,7 @@ use backtape_replayer::spelling::hint;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 /// The one option that may be infinite: masked logits often are.
@@ -36,15 +37,7 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
         if name == "autocast" {
             by_its_own_name(&mut json);
         }
-        // Alone first, so that the error can say which option it is about.
-        let alone = Map::from_iter([(name.clone(), json.clone())]);
-        serde_json::from_value::<HeadDeclaration>(Value::Object(alone)).map_err(|error| {
-            let wanted = match option.words() {
-                words if words.is_empty() => unfit(error.to_string(), option),
-                words => format!("choose one of {}", words.join(", ")),
-            };
-            PyValueError::new_err(format!("head({name}={}): {wanted}", repr(&value)))
-        })?;
+        alone("", option, &json, &value)?;
         all.insert(name, json);
     }
     let mut declaration: HeadDeclaration = serde_json::from_value(Value::Object(all))
@@ -57,12 +50,38 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
     Ok(declaration)
 }
 
-/// What a value of another type is answered with: the type that is needed, in Python's words.
-fn unfit(error: String, option: &HeadOption<HeadDeclaration>) -> String {
-    match error.starts_with("invalid type") || error.starts_with("invalid value") {
-        true => format!("{} is needed: {}", option.python, option.meaning),
-        false => error,
+/// Reads one option without the others, so that the error can say which one it is about; `of` as
+/// for [`unknown_option`].
+fn alone<Of: Default + DeserializeOwned>(
+    of: &str,
+    option: &HeadOption<Of>,
+    json: &Value,
+    value: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let one = Map::from_iter([(option.name.to_string(), json.clone())]);
+    let Err(error) = serde_json::from_value::<Of>(Value::Object(one)) else { return Ok(()) };
+    let wanted = match option.words() {
+        words if words.is_empty() => unfit(error.to_string(), option),
+        words => format!("choose one of {}", words.join(", ")),
+    };
+    let (name, value) = (option.name, repr(value));
+    Err(PyValueError::new_err(format!("head({of}{name}={value}): {wanted}")))
+}
+
+/// What a value of another type is answered with: the type that is needed, in Python's words; what
+/// a word that is not known is answered with: those that are.
+fn unfit<Of>(error: String, option: &HeadOption<Of>) -> String {
+    if error.starts_with("invalid type") || error.starts_with("invalid value") {
+        return format!("{} is needed: {}", option.python, option.meaning);
     }
+    let unknown = ["unknown field ", "unknown variant "];
+    let Some(names) = unknown.iter().find_map(|start| error.strip_prefix(start)) else {
+        return error;
+    };
+    // serde names what it found and then what there is, each in backquotes.
+    let mut names = names.split('`').skip(1).step_by(2);
+    let (found, known) = (names.next().unwrap_or_default(), names.collect::<Vec<_>>());
+    format!("there is no {found}{}: there are {}", hint(found, known.clone()), known.join(", "))
 }
 
 /// As Python shows it.
@@ -136,12 +155,14 @@ fn dict_to_json(name: &str, dict: &Bound<'_, PyDict>) -> PyResult<Value> {
             by_its_own_name(&mut json);
         }
         let key: String = key.extract()?;
-        if name == GRPO && !GRPO_OPTIONS.iter().any(|option| option.name == key) {
-            return Err(unknown_option(
-                "grpo.",
-                &key,
-                GRPO_OPTIONS.iter().map(|option| option.name),
-            ));
+        if name == GRPO {
+            match GRPO_OPTIONS.iter().find(|option| option.name == key) {
+                Some(option) => alone("grpo.", option, &json, &value)?,
+                None => {
+                    let known = GRPO_OPTIONS.iter().map(|option| option.name);
+                    return Err(unknown_option("grpo.", &key, known));
+                }
+            }
         }
         object.insert(key, json);
     }

@@ -85,6 +85,11 @@ def test_an_error_names_the_option_and_what_it_accepts(tmp_path):
         for call, words in (
             (lambda: tape.head(reduction="average"), ["reduction='average'", 'choose one of "mean", "sum", "none"']),
             (lambda: tape.head(loss="grpo", grpo={"beta": 0.1}), ["grpo.beta", "kl_beta", "clip_low"]),
+            (lambda: tape.head(loss="grpo", grpo={"kl": "k4"}), ["grpo.kl='k4'", 'choose one of "k3", "k1", "k2"']),
+            (lambda: tape.head(loss="grpo", grpo={"dual_clip": 1.0}), ["grpo.dual_clip=1.0", "above 1"]),
+            (lambda: tape.head(tiles={"token": 4}), ["there is no token (did you mean tokens?)"]),
+            (lambda: tape.head(scope={"rank": "one"}), ["did you mean ranks?", "sequences"]),
+            (lambda: tape.head(valid_vocab=0), ["valid_vocab=0", "at least 1"]),
             (lambda: tape.head(softcap="30"), ["softcap='30'", "float | None is needed"]),
             (lambda: tape.head(scope={"ranks": "each"}), ['ranks: "all", "one" or a list of axes is needed']),
             (lambda: tape.head(redaction="mean"), ["redaction", "did you mean reduction?"]),

@@ -120,6 +120,10 @@ fn is_positive(x: &f64) -> bool {
     x.is_finite() && *x > 0.0
 }
 
+fn is_size(x: &f64) -> bool {
+    x.is_finite() && *x >= 0.0
+}
+
 fn is_share(x: &f64) -> bool {
     (0.0..1.0).contains(x)
 }
@@ -167,7 +171,7 @@ options! {
     ignore_label: Option<i64> = None, "int | None";
 
     "The factor of lse² in the loss."
-    z_loss: f64 = 0.0, "float", "a finite number" if |z| z.is_finite();
+    z_loss: f64 = 0.0, "float", "a number from 0 on" if is_size;
 
     "Whether the recorded loss holds the z-loss; the gradients always do."
     z_loss_in_loss: bool = true, "bool";
@@ -193,7 +197,8 @@ options! {
 
     "How many columns of the logits, from the first on, are classes; None: all are. Where padding \
      takes part in the softmax, as in Megatron, leave it out."
-    valid_vocab: Option<u64> = None, "int | None";
+    valid_vocab: Option<u64> = None, "int | None",
+    "at least 1, or None" if |valid| *valid != Some(0);
 
     "What the logits of the columns beyond are set to; None and -inf: they have no part in the \
      softmax."
@@ -231,7 +236,8 @@ options! {
     "bf16 or f16, or None" if |of| of.as_deref().is_none_or(|of| matches!(of, "bf16" | "f16"));
 
     "How large the tiles of a kernel are, where you know it: {\"tokens\": 256, \"vocab\": 512}."
-    tiles: Option<DeclaredTiles> = None, "dict[str, int] | None";
+    tiles: Option<DeclaredTiles> = None, "dict[str, int] | None",
+    "sizes of at least 1, or None" if |tiles| tiles.is_none_or(DeclaredTiles::are_some);
 
     "Probabilities below it may have been dropped from the backward (Apple CCE)."
     gradient_filter: Option<f64> = None, "float | None",
@@ -251,17 +257,18 @@ options! {
     GrpoDeclaration, GRPO_OPTIONS:
 
     "The ratio is clipped to 1 - clip_low at least."
-    clip_low: f64 = 0.2, "float";
+    clip_low: f64 = 0.2, "float", "a number from 0 on" if is_size;
 
     "The ratio is clipped to 1 + clip_high at most."
-    clip_high: f64 = 0.2, "float";
+    clip_high: f64 = 0.2, "float", "a number from 0 on" if is_size;
 
     "The bound c of the ratio for negative advantages (dual-clip PPO): the first term of L is -c \
      A at most. The KL term has no bound."
-    dual_clip: Option<f64> = None, "float | None";
+    dual_clip: Option<f64> = None, "float | None",
+    "a number above 1, or None" if |bound| bound.is_none_or(|c| c.is_finite() && c > 1.0);
 
     "The factor of the KL term."
-    kl_beta: f64 = 0.0, "float";
+    kl_beta: f64 = 0.0, "float", "a number from 0 on" if is_size;
 
     "How the KL term is estimated: k1 -d, k2 d²/2, k3 exp(d) - d - 1, with d = ref_logprobs - \
      logprobs (Schulman 2020)."

@@ -13,6 +13,13 @@ pub struct DeclaredTiles {
     pub vocab: Option<u32>,
 }
 
+impl DeclaredTiles {
+    /// Whether each size that is declared is one of a tile.
+    pub(super) fn are_some(self) -> bool {
+        [self.tokens, self.vocab].iter().all(|size| *size != Some(0))
+    }
+}
+
 /// A path of the user's own: what it rounds and how it sums. A TOML file of
 /// `--policy` has the same fields.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -2,8 +2,8 @@
 //! what. A head that cannot be meant is an error, never a silent default.
 
 use backtape::head::{
-    Denominator, GrpoDeclaration, HeadDeclaration, KLayout, Loss, LossReduction,
-    MicrobatchReduction, OPTIONS, Sequences, SmoothingFormula, Span, written,
+    Denominator, GRPO_OPTIONS, GrpoDeclaration, HeadDeclaration, HeadOption, KLayout, Loss,
+    LossReduction, MicrobatchReduction, OPTIONS, Sequences, SmoothingFormula, Span, written,
 };
 
 use super::policy_file::DTYPES;
@@ -75,8 +75,8 @@ pub enum HeadError {
     /// A value that is none.
     #[error("the head declares {option}={value}: {wanted}")]
     Value {
-        /// Its name in `tape.head`.
-        option: &'static str,
+        /// Its name in `tape.head`, that of a policy loss as `grpo.kl_beta`.
+        option: String,
         /// Its declared value.
         value: String,
         /// What is accepted.
@@ -150,7 +150,7 @@ fn walk(head: &HeadDeclaration) -> Result<Walk, HeadError> {
     let base = head.policy.as_ref().and_then(|policy| policy.base.as_deref());
     let wanted = "plain, fused, chunked, or the name of a policy that policy={...} (or --policy FILE) describes";
     let unknown = |option, value: &str| HeadError::Value {
-        option,
+        option: String::from(option),
         value: value.into(),
         wanted: wanted.into(),
     };
@@ -169,11 +169,21 @@ fn walk(head: &HeadDeclaration) -> Result<Walk, HeadError> {
 }
 
 fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
-    if let Some(bad) = OPTIONS.iter().find(|option| !option.is_good(head)) {
-        let (value, wanted) = (bad.shown(head), format!("{} is needed", bad.wanted));
-        return Err(HeadError::Value { option: bad.name, value, wanted });
-    }
+    refuse_values("", OPTIONS, head)?;
+    head.grpo.as_ref().map_or(Ok(()), |grpo| refuse_values("grpo.", GRPO_OPTIONS, grpo))?;
     refuse_formats(head)
+}
+
+/// Values that none of these options can have; `of` stands before the options' names.
+fn refuse_values<Of: Default>(
+    of: &str,
+    options: &[HeadOption<Of>],
+    declared: &Of,
+) -> Result<(), HeadError> {
+    let Some(bad) = options.iter().find(|option| !option.is_good(declared)) else { return Ok(()) };
+    let option = format!("{of}{}", bad.name);
+    let (value, wanted) = (bad.shown(declared), format!("{} is needed", bad.wanted));
+    Err(HeadError::Value { option, value, wanted })
 }
 
 /// Names of formats, and of the points that have one.
@@ -188,7 +198,7 @@ fn refuse_formats(head: &HeadDeclaration) -> Result<(), HeadError> {
             continue;
         };
         let value = format!("{{{key}: {value}}}");
-        return Err(HeadError::Value { option: "dtypes", value, wanted });
+        return Err(HeadError::Value { option: "dtypes".into(), value, wanted });
     }
     Ok(())
 }
@@ -305,7 +315,7 @@ fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use backtape::head::PolicyDeclaration;
+    use backtape::head::{DeclaredTiles, PolicyDeclaration};
 
     fn head() -> HeadDeclaration {
         HeadDeclaration::default()
@@ -319,6 +329,34 @@ mod tests {
             (HeadDeclaration { temperature: f64::NAN, ..head() }, "temperature=nan"),
             (HeadDeclaration { mask_value: Some(f64::NAN), ..head() }, "mask_value=nan"),
             (HeadDeclaration { path: "mine".into(), ..head() }, "path=mine: plain, fused, chunked"),
+            (HeadDeclaration { valid_vocab: Some(0), ..head() }, "valid_vocab=0: at least 1"),
+            (HeadDeclaration { z_loss: -1e-4, ..head() }, "z_loss=-0.0001: a number from 0 on"),
+            (
+                HeadDeclaration {
+                    tiles: Some(DeclaredTiles { tokens: Some(0), vocab: None }),
+                    ..head()
+                },
+                "tiles={\"tokens\":0,\"vocab\":null}: sizes of at least 1",
+            ),
+            (
+                HeadDeclaration {
+                    loss: Loss::Grpo,
+                    grpo: Some(GrpoDeclaration { clip_low: -0.2, ..GrpoDeclaration::default() }),
+                    ..head()
+                },
+                "grpo.clip_low=-0.2: a number from 0 on",
+            ),
+            (
+                HeadDeclaration {
+                    loss: Loss::Grpo,
+                    grpo: Some(GrpoDeclaration {
+                        dual_clip: Some(0.5),
+                        ..GrpoDeclaration::default()
+                    }),
+                    ..head()
+                },
+                "grpo.dual_clip=0.5: a number above 1",
+            ),
         ] {
             let text = HeadOptions::new(&head).unwrap_err().to_string();
             assert!(text.contains(named), "{text}");

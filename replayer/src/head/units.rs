@@ -491,7 +491,8 @@ impl HeadStep<'_> {
                 Ok(beside.map(|(axis, &at)| (axis, at)).collect())
             }
             None => Err(format!(
-                "scope declares ranks along the axes {axes:?} and {} does not say where its ranks lie on them: record it with mesh= and coordinates",
+                "scope declares ranks along {} and {} does not say where its ranks lie there: record it with mesh= and coordinates",
+                axes.join(" and "),
                 inputs.rows_key
             )),
         }
