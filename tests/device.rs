@@ -161,7 +161,7 @@ impl Device for Here {
         let cotangents = Cotangents { lse: unit.g, label: &label, smooth: &smooth };
         let (noise, tiles) = (TermNoise::default(), Tiles::default());
         let mut dk = Vec::new();
-        let mut take = |block: DkBlock<'_>| {
+        let mut take = |block: DkBlock| {
             dk.extend(block.dk_lse.iter().zip(block.dk_label).map(|(lse, label)| lse + label));
         };
         let given = (unit.lse, &cotangents, &noise);
@@ -228,7 +228,7 @@ impl BackwardWalk for Walk<'_> {
         sums.clone().finish(&inputs.q, &noise, &mut |block| {
             let DkBlock { dk_lse, dk_lse_sq, dk_lse_var, dk_dropped, dk_confident, .. } = block;
             let parts = [dk_lse, dk_lse_sq, dk_lse_var, dk_dropped, dk_confident];
-            dense.iter_mut().zip(parts).for_each(|(all, part)| all.extend_from_slice(part));
+            dense.iter_mut().zip(parts).for_each(|(all, part)| all.extend(part));
         });
         Ok((sums, Box::new(Lying { on: self.on, dense })))
     }

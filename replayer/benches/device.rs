@@ -171,7 +171,7 @@ impl Head {
             let slab = vocabulary_slab(&whole, range, &mut labels);
             let upstream = Upstream::new(&slab, lse, self.cotangents(), &NOISE);
             let sums = walk.slab(&slab, upstream, (Tiles::default(), &NoProgress), &mut dq)?;
-            sums.finish(&slab.q, &NOISE, &mut |block| on_dk(block.dk_lse, block.dk_label));
+            sums.finish(&slab.q, &NOISE, &mut |block| on_dk(&block.dk_lse, &block.dk_label));
         }
         walk.finish(&mut dq)?;
         Ok(dq)
@@ -224,8 +224,8 @@ fn disagreement(device: &dyn Device, seed: u64) -> Result<Option<&'static str>, 
         &NOISE,
         (tiles, reference::Keep::Both, &NoProgress),
         &mut |block| {
-            dk[0].extend_from_slice(block.dk_lse);
-            dk[1].extend_from_slice(block.dk_label);
+            dk[0].extend(block.dk_lse);
+            dk[1].extend(block.dk_label);
         },
     );
     let by_cpu = parts(by_cpu, dq, dk);

@@ -66,6 +66,30 @@ pub(crate) fn kind(dtype: Dtype, bits: u64) -> Kind {
     }
 }
 
+/// Whether every element is a finite number: one look at all of them together, where most tensors
+/// end. False for a dtype whose elements must be looked at one by one.
+pub(crate) fn all_finite(dtype: Dtype, bytes: &[u8]) -> bool {
+    let Some((exponent, fraction)) = format(dtype).filter(|_| dtype.width() > 1) else {
+        return false;
+    };
+    let top = ((1u64 << exponent) - 1) << fraction;
+    // Without an early end, so that the loops are vectorised.
+    match dtype.width() {
+        2 => {
+            let of = |bytes: &[u8; 2]| u16::from_le_bytes(*bytes) & top as u16 != top as u16;
+            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & of(bytes))
+        }
+        4 => {
+            let of = |bytes: &[u8; 4]| u32::from_le_bytes(*bytes) & top as u32 != top as u32;
+            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & of(bytes))
+        }
+        _ => {
+            let of = |bytes: &[u8; 8]| u64::from_le_bytes(*bytes) & top != top;
+            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & of(bytes))
+        }
+    }
+}
+
 /// The value of some bits.
 pub(crate) fn value(dtype: Dtype, bits: u64) -> f64 {
     match dtype {

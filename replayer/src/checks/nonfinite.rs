@@ -16,7 +16,7 @@ use super::blocks::indexed_twice;
 use super::facts::{Facts, facts, vector};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
-use crate::bits::{Kind, bits, format, kind};
+use crate::bits::{Kind, all_finite, bits, format, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::head::Stage;
 use crate::report::number::plural;
@@ -144,6 +144,9 @@ fn piece_count(subject: &Subject<'_>, info: &TensorInfo, piece: &Piece<'_>) -> C
     let chunk = |at: usize| {
         let (from, to) = (at * CHUNK, elements.min((at + 1) * CHUNK));
         let mut count = Count { elements: (to - from) as u64, ..Count::default() };
+        if all_finite(dtype, &piece.bytes[from * width..to * width]) {
+            return count;
+        }
         for i in from..to {
             let (nan, infinite) = match kind(dtype, bits(piece.bytes, width, i)) {
                 Kind::Nan => (1, 0),

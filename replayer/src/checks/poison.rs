@@ -15,7 +15,7 @@ use rayon::prelude::*;
 
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
-use crate::bits::{Kind, bits, format, kind, random_bits};
+use crate::bits::{Kind, all_finite, bits, format, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
 use crate::report::number::plural;
@@ -37,6 +37,8 @@ const PATTERNS: [(u32, &str); 12] = [
     (0xabab_abab, "0xAB, an allocator's guard"),
     (ALL_ONES, "all bits set, a NaN"),
 ];
+/// Bytes that are looked at together before any element is: whole elements of every dtype.
+const CHUNK: usize = 4096;
 /// Minus one in integers, where it is a value like another.
 const ALL_ONES: u32 = u32::MAX;
 
@@ -95,12 +97,12 @@ fn padding(subject: &Subject<'_>, info: &TensorInfo) -> u64 {
 }
 
 fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> Hit {
-    let words = piece.bytes.chunks_exact(4);
+    let words = piece.bytes.len() / 4;
     let column = |word: usize| {
         let element = word * 4 / info.dtype.width();
         piece.column_range().0 + (element % piece.columns().max(1)) as u64
     };
-    let needed = needed(info.dtype, words.len(), tensors);
+    let needed = needed(info.dtype, words, tensors);
     let mut hit = Hit::default();
     let (mut run, mut pattern) = (0, usize::MAX);
     let mut close = |run: usize, pattern: usize, end: usize| {
@@ -113,24 +115,37 @@ fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> H
             None => hit.filled = Some((pattern, run as u64, end - run)),
         }
     };
-    for (at, word) in words.clone().enumerate() {
-        let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
-        if run > 0 && PATTERNS[pattern].0 == word {
-            run += 1;
+    for (nth, some) in piece.bytes.chunks(CHUNK).enumerate() {
+        if run == 0 && !holds_patterns(some) {
             continue;
         }
-        if run > 0 {
-            close(run, pattern, at);
+        for (at, word) in some.as_chunks().0.iter().enumerate() {
+            let (at, word) = (nth * CHUNK / 4 + at, u32::from_le_bytes(*word));
+            if run > 0 && PATTERNS[pattern].0 == word {
+                run += 1;
+                continue;
+            }
+            if run > 0 {
+                close(run, pattern, at);
+            }
+            let found = PATTERNS.iter().position(|(known, _)| *known == word);
+            let found = found.filter(|_| column(at) < padding);
+            (run, pattern) = found.map_or((0, usize::MAX), |found| (1, found));
         }
-        let found = PATTERNS.iter().position(|(known, _)| *known == word);
-        let found = found.filter(|_| column(at) < padding);
-        (run, pattern) = found.map_or((0, usize::MAX), |found| (1, found));
     }
     if run > 0 {
-        close(run, pattern, words.len());
+        close(run, pattern, words);
     }
     odd_payloads(info.dtype, piece, &mut hit);
     hit
+}
+
+/// Whether a word is one of the patterns, without an early end, so that the loop is vectorised.
+fn holds_patterns(bytes: &[u8]) -> bool {
+    let is_pattern =
+        |word: u32| PATTERNS.iter().fold(false, |any, (known, _)| any | (word == *known));
+    let words = bytes.as_chunks().0.iter();
+    words.fold(false, |any, word| any | is_pattern(u32::from_le_bytes(*word)))
 }
 
 /// NaNs whose fraction is neither the quiet bit alone nor all ones, which is what the
@@ -139,11 +154,16 @@ fn odd_payloads(dtype: Dtype, piece: &Piece<'_>, hit: &mut Hit) {
     let Some((_, fraction)) = format(dtype).filter(|_| dtype.width() > 1) else { return };
     let (all, quiet) = ((1u64 << fraction) - 1, 1u64 << (fraction - 1));
     let width = dtype.width();
-    for i in 0..piece.bytes.len() / width {
-        let bits = bits(piece.bytes, width, i);
-        if kind(dtype, bits) == Kind::Nan && ![all, quiet].contains(&(bits & all)) {
-            hit.payloads += 1;
-            hit.first_payload.get_or_insert((i, bits));
+    for (nth, some) in piece.bytes.chunks(CHUNK).enumerate() {
+        if all_finite(dtype, some) {
+            continue;
+        }
+        for i in 0..some.len() / width {
+            let bits = bits(some, width, i);
+            if kind(dtype, bits) == Kind::Nan && ![all, quiet].contains(&(bits & all)) {
+                hit.payloads += 1;
+                hit.first_payload.get_or_insert((nth * CHUNK / width + i, bits));
+            }
         }
     }
 }

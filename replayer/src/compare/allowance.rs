@@ -254,6 +254,11 @@ impl Label {
     fn of(&self, sums: &Sums, row: &OfRow) -> Allowed {
         let Sums { y, label_squares: squares, label_variance: variance, .. } = *sums;
         let Sums { label_alike: alike, label_whole: whole, .. } = *sums;
+        // Most rows of dk are the label of no token: nothing was summed there.
+        if [y, squares, variance, alike, whole] == [0.0; 5] {
+            let (few, most) = (self.few.constant + row.few, self.few.half + row.most);
+            return Allowed::default().with_few(few, most);
+        }
         let (in_row, own) = if self.row_variance == 1 { (variance, 0.0) } else { (0.0, variance) };
         let summed = row.label_total * y * y + row.label_squares * squares;
         // Alike or not, each addend errs within half a spacing; Σ|a| ≤ √(n Σa²).

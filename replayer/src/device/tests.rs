@@ -279,7 +279,7 @@ pub(super) fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &Ter
     .map(|(name, values)| (name, values.clone()))
     .into();
     let first = all.len();
-    let mut take = |block: DkBlock<'_>| {
+    let mut take = |block: DkBlock| {
         let hits: Vec<f64> = block.hits.iter().map(|&hits| hits.into()).collect();
         for (at, (name, values)) in [
             ("dk_lse", block.dk_lse),
@@ -296,14 +296,14 @@ pub(super) fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &Ter
             ("dbias_label", block.dbias_label),
             ("dbias_var", block.dbias_var),
             ("dbias_sq", block.dbias_sq),
-            ("hits", &hits[..]),
+            ("hits", hits),
         ]
         .into_iter()
         .enumerate()
         {
             match all.get_mut(first + at) {
-                Some((_, before)) => before.extend_from_slice(values),
-                None => all.push((name, values.to_vec())),
+                Some((_, before)) => before.extend(values),
+                None => all.push((name, values)),
             }
         }
     };

@@ -289,6 +289,11 @@ impl Matrix<'_> {
         rows.into_par_iter().with_min_len(64).map(|row| self.row_energy(row)).collect()
     }
 
+    /// Sum of the squares of all elements, by rows, whoever adds them.
+    pub fn energy(&self) -> f64 {
+        self.row_energies(0..self.rows).iter().sum()
+    }
+
     /// Adds up, column by column, what `of` makes of each row's number and elements.
     pub fn column_totals(&self, of: impl Fn(usize, f64) -> f64) -> Vec<f64> {
         let (mut sums, mut row) = (vec![0.0; self.cols], vec![0.0; self.cols]);

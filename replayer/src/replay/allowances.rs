@@ -4,7 +4,7 @@
 use super::Replay;
 use super::allowed::{FLUSH, carried, rounding, summed_by, unit};
 use super::backward::Problem;
-use super::dk::Slab;
+use super::slab::Slab;
 use crate::compare::allowance::{
     Allowance, DENSE, Dense, Joined, LABEL, Label, OfColumn, OfRow, Rounding, Sums,
 };

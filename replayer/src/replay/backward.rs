@@ -6,6 +6,7 @@ use std::sync::Arc;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::When;
+use rayon::prelude::*;
 
 use super::addends::Sum;
 use super::alike::of_label_addends;
@@ -27,6 +28,9 @@ use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads};
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::{policy, reference};
+
+/// Elements that one thread adds at a time.
+const MANY: usize = 1 << 14;
 
 /// What one unit's backward works on; all `[T]` of its tokens.
 pub(super) struct Problem<'a> {
@@ -548,5 +552,8 @@ impl Replay<'_> {
 }
 
 pub(super) fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {
-    one.iter().zip(other).map(|(a, b)| a + b).collect()
+    match one.len() < MANY {
+        true => one.iter().zip(other).map(|(a, b)| a + b).collect(),
+        false => one.par_iter().zip(other).with_min_len(MANY).map(|(a, b)| a + b).collect(),
+    }
 }

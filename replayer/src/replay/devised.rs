@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use super::Replay;
 use super::backward::Problem;
-use super::dk::Slab;
 use super::findings::Captured;
 use super::members::{Member, members};
 use super::outcome::Multiplied;
+use super::slab::Slab;
 use crate::device::{BackwardWalk, DeviceError, products_of};
 use crate::head::Stage;
 use crate::head::step::StepError;

@@ -9,245 +9,22 @@ use super::alike::{nearly_equal, spread};
 use super::allowed::{rounded, summed};
 use super::backward::{Problem, sum};
 use super::biased::shared_by_tokens;
-use super::compared::Looked;
 use super::findings::{Captured, Findings, Gradient, Parts};
-use super::lists::value_of;
 use super::maps::Drawn;
 use super::pass_cache::BackwardPass;
+use super::slab::Slab;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows};
 use crate::head::step::rows_of;
 use crate::head::{Share, Stage};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
+use crate::kernels::reference;
 use crate::kernels::reference::{DkSums, Keep};
-use crate::kernels::round::Precision;
-use crate::kernels::{policy, reference};
 
 /// Roundings of an entry that may err to one side at once, over the root of their variances'
 /// sum: those of four operations at most.
 const SEVERAL: f64 = 2.0;
-
-/// Reference values over one slab of k's rows: `[rows, D]`, of the bias `[rows]`.
-#[derive(Clone, Default)]
-pub(super) struct Slab {
-    pub(super) range: Range<usize>,
-    pub(super) lse: Vec<f64>,
-    pub(super) label: Vec<f64>,
-    pub(super) lse_var: Vec<f64>,
-    pub(super) lse_sq: Vec<f64>,
-    pub(super) label_sq: Vec<f64>,
-    pub(super) label_var: Vec<f64>,
-    pub(super) label_alike: Vec<f64>,
-    pub(super) dropped: Vec<f64>,
-    /// Dense entries of confident p, and the label part as it is rounded.
-    pub(super) confident: Vec<f64>,
-    pub(super) label_whole: Vec<f64>,
-    pub(super) hits: Vec<u32>,
-    pub(super) dbias: Vec<f64>,
-    dbias_var: Vec<f64>,
-    dbias_sq: Vec<f64>,
-    /// Sum of q² over the unit's tokens, a column each.
-    pub(super) q_squares: Vec<f64>,
-    pub(super) q_sums: Vec<f64>,
-    /// |k|² of each row.
-    pub(super) k_norms: Vec<f64>,
-    /// dk of the member that rounds most, for the norm that the policy itself has.
-    pub(super) emulated: Vec<f64>,
-    /// What a swamped accumulator certainly loses, by stage, where one is declared.
-    pub(super) lost: Vec<(Stage, Vec<f64>)>,
-    /// What tokens whose gradient may be there or not may be of a stage.
-    open: Vec<(Stage, Vec<f64>)>,
-    /// What a hypothesis says that a stage is, in place of the f64 values.
-    pub(super) instead: Vec<(Stage, Vec<f64>)>,
-    /// The classes that the rows are, where they are not those of the range.
-    pub(super) classes: Option<Vec<usize>>,
-    /// What a device found of the rows, which holds the sums that are empty here.
-    pub(super) looked: Looked,
-}
-
-impl Slab {
-    fn zeros(range: Range<usize>, d: usize) -> Slab {
-        let rows = range.len();
-        let (zeros, column) = (|| vec![0.0; rows * d], || vec![0.0; rows]);
-        Slab {
-            range,
-            lse: zeros(),
-            label: zeros(),
-            lse_var: zeros(),
-            lse_sq: zeros(),
-            label_sq: zeros(),
-            label_var: zeros(),
-            label_alike: zeros(),
-            dropped: Vec::new(),
-            confident: Vec::new(),
-            label_whole: zeros(),
-            hits: vec![0; rows],
-            dbias: column(),
-            dbias_var: column(),
-            dbias_sq: column(),
-            q_squares: Vec::new(),
-            q_sums: Vec::new(),
-            emulated: zeros(),
-            k_norms: Vec::new(),
-            lost: Vec::new(),
-            open: Vec::new(),
-            instead: Vec::new(),
-            classes: None,
-            looked: Vec::new(),
-        }
-    }
-
-    /// A slab of the label part alone, from the derivative of each label's logit and its
-    /// variance, `[T]`: T·D multiply-adds, no GEMM.
-    pub(super) fn of_labels(
-        head: &HeadInputs<'_>,
-        range: Range<usize>,
-        g_label: &[f64],
-        slopes: &[(f64, f64)],
-    ) -> Slab {
-        let d = head.q.cols;
-        let mut slab = Slab::zeros(range.clone(), d);
-        let inside = |&t: &usize| range.contains(&(head.labels[t] as usize));
-        for t in (0..head.q.rows).filter(inside) {
-            let row = head.labels[t] as usize - range.start;
-            let copies = head.copies.map_or(1.0, |copies| copies[t]);
-            let entry = slopes[t].0 * g_label[t];
-            let entry_var = copies * slopes[t].1 * g_label[t].powi(2);
-            slab.hits[row] += 1;
-            for i in 0..d {
-                let (at, q) = (row * d + i, head.q.get_f64(t * d + i));
-                slab.label[at] += entry * q;
-                slab.label_sq[at] += (entry * q).powi(2);
-                slab.label_whole[at] += entry * q;
-                slab.label_alike[at] += copies * (entry * q).powi(2);
-                slab.label_var[at] += entry_var * q * q;
-            }
-        }
-        slab
-    }
-
-    /// Variance of what each rank may have rounded its own part of dk to, of which the parts are
-    /// not known: as large in squares as the whole, or as the tokens' addends where those cancel,
-    /// and twice that where dense and label part do not.
-    fn rounded_by_ranks(&self, to: Precision) -> Vec<f64> {
-        let each = |at: usize| {
-            let dense = self.lse_sq[at].max(self.lse[at].powi(2));
-            let label = self.label_sq[at].max(self.label[at].powi(2));
-            rounded(to, (2.0 * (dense + label)).sqrt())
-        };
-        (0..self.lse_sq.len().min(self.lse.len())).map(each).collect()
-    }
-
-    /// Columns of dk.
-    fn columns(&self) -> usize {
-        self.label.len() / self.range.len().max(1)
-    }
-
-    fn take(&mut self, block: &reference::DkBlock<'_>, d: usize) {
-        let at = block.rows.start * d..block.rows.end * d;
-        for (to, from) in [
-            (&mut self.lse, block.dk_lse),
-            (&mut self.label, block.dk_label),
-            (&mut self.lse_var, block.dk_lse_var),
-            (&mut self.lse_sq, block.dk_lse_sq),
-            (&mut self.label_sq, block.dk_label_sq),
-            (&mut self.label_var, block.dk_label_var),
-            (&mut self.label_alike, block.dk_label_alike),
-            (&mut self.label_whole, block.dk_label_whole),
-        ] {
-            match from.is_empty() {
-                true => to.clear(),
-                false => to[at.clone()].copy_from_slice(from),
-            }
-        }
-        for (to, from) in
-            [(&mut self.dropped, block.dk_dropped), (&mut self.confident, block.dk_confident)]
-        {
-            if !from.is_empty() {
-                to.resize(self.lse.len(), 0.0);
-                to[at.clone()].copy_from_slice(from);
-            }
-        }
-        let rows = block.rows.clone();
-        self.hits[rows.clone()].copy_from_slice(block.hits);
-        self.dbias[rows.clone()].copy_from_slice(&sum(block.dbias_lse, block.dbias_label));
-        self.dbias_var[rows.clone()].copy_from_slice(block.dbias_var);
-        self.dbias_sq[rows].copy_from_slice(block.dbias_sq);
-    }
-
-    /// Adds what the allowances take of q and k themselves.
-    fn describe(&mut self, head: &HeadInputs<'_>, small: bool) {
-        self.k_norms = head.k.row_energies(0..head.valid_vocab);
-        self.k_norms.resize(head.k.rows, 0.0);
-        if small {
-            self.q_squares = column_squares(&head.q, head.copies);
-            self.q_sums = column_sums(&head.q);
-        }
-    }
-
-    /// An emulated block's values of a stage, and what they should be.
-    pub(super) fn of_block<'b>(
-        &self,
-        stage: Stage,
-        block: &policy::DkParts<'b>,
-    ) -> (&'b [f64], Vec<f64>) {
-        let values = match stage {
-            Stage::DkLse => block.dk_lse,
-            Stage::DkLabel => block.dk_label,
-            Stage::Dbias => block.dbias,
-            _ => block.dk,
-        };
-        (values, self.reference(stage, block.rows.clone()))
-    }
-
-    /// What some rows of a stage should be.
-    pub(super) fn reference(&self, stage: Stage, rows: Range<usize>) -> Vec<f64> {
-        let d = self.lse.len() / self.range.len().max(1);
-        let at = rows.start * d..rows.end * d;
-        match stage {
-            Stage::DkLse => self.lse[at].to_vec(),
-            Stage::DkLabel => self.label[at].to_vec(),
-            Stage::Dbias => self.dbias[rows].to_vec(),
-            _ => sum(&self.lse[at.clone()], &self.label[at]),
-        }
-    }
-
-    /// Takes in what one more member loses: the largest loss counts.
-    pub(super) fn widen_lost(&mut self, lost: Vec<(Stage, Vec<f64>)>) {
-        for (stage, more) in lost {
-            match self.lost.iter_mut().find(|(of, _)| *of == stage) {
-                Some((_, most)) => {
-                    most.iter_mut().zip(more).for_each(|(most, x)| *most = most.max(x));
-                }
-                None => self.lost.push((stage, more)),
-            }
-        }
-    }
-
-    /// Takes the backward of those tokens, of the sizes of their q.
-    pub(super) fn open_by(&mut self, found: &Slab) {
-        let sizes = |values: &[f64]| values.iter().map(|x| x.abs()).collect::<Vec<f64>>();
-        let (lse, label) = (sizes(&found.lse), sizes(&found.label));
-        let both = sum(&lse, &label);
-        self.open = vec![
-            (Stage::DkLse, lse),
-            (Stage::DkLabel, label),
-            (Stage::Dk, both),
-            (Stage::Dbias, sizes(&found.dbias)),
-        ];
-    }
-
-    /// What the job certainly loses of an element, or may lack of it.
-    pub(super) fn lost(&self, stage: Stage, at: usize) -> f64 {
-        value_of(&self.lost, stage, at) + value_of(&self.open, stage, at)
-    }
-
-    fn open_squares(&self, stage: Stage) -> Option<f64> {
-        let (_, open) = self.open.iter().find(|(of, _)| *of == stage)?;
-        Some(open.iter().map(|x| x * x).sum())
-    }
-}
 
 impl Replay<'_> {
     /// The reference over a slab of k's rows; dq, where it is kept, goes on from the slabs
@@ -281,9 +58,8 @@ impl Replay<'_> {
         (head, range): (&HeadInputs<'_>, Range<usize>),
         sums: DkSums,
     ) -> Slab {
-        let d = head.q.cols;
-        let mut slab = Slab::zeros(range, d);
-        sums.finish(&head.q, &self.term_noise(d), &mut |block| slab.take(&block, d));
+        let mut slab = Slab { range, ..Slab::default() };
+        sums.finish(&head.q, &self.term_noise(head.q.cols), &mut |block| slab.take(block));
         slab.describe(head, problem.entry_floor > 0.0);
         slab
     }
@@ -298,14 +74,10 @@ impl Replay<'_> {
         let (cotangents, noise) = (problem.cotangents(), self.term_noise(head.q.cols));
         let small = problem.entry_floor > 0.0;
         let mut run = || {
-            let (d, rows) = (head.q.cols, head.k.rows);
-            let mut slab = match keep {
-                Keep::Dq => Slab::default(),
-                Keep::Both | Keep::Dk => Slab::zeros(0..rows, d),
-            };
-            let take = &mut |block: reference::DkBlock<'_>| {
+            let mut slab = Slab { range: 0..head.k.rows, ..Slab::default() };
+            let take = &mut |block: reference::DkBlock| {
                 if keep != Keep::Dq {
-                    slab.take(&block, d);
+                    slab.take(block);
                 }
             };
             let walking = (self.tiles, keep, self.progress);
@@ -460,7 +232,7 @@ impl Replay<'_> {
             values.iter_mut().for_each(|x| *x = store(x));
         }
         let factor = self.world.scale(at);
-        values.iter_mut().for_each(|x| *x *= factor);
+        scale(&mut values, factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         values
     }
@@ -549,14 +321,16 @@ pub(super) fn reference_of(
     }
 }
 
+/// Multiplies values by a factor that is 1 as a rule.
+pub(super) fn scale(values: &mut [f64], factor: f64) {
+    if factor != 1.0 {
+        values.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
 /// Whether a product with a factor is rounded: a power of two changes no digit.
 pub(super) fn rounds(factor: f64) -> bool {
     factor != 0.0 && factor.abs().log2().fract() != 0.0
-}
-
-/// Sum of each column.
-pub(super) fn column_sums(matrix: &crate::kernels::Matrix<'_>) -> Vec<f64> {
-    matrix.column_totals(|_, x| x)
 }
 
 /// How many classes have one error: all where k is 0, as at the first step of a job that starts
@@ -566,12 +340,4 @@ fn classes_alike(head: &HeadInputs<'_>, slab: &Range<usize>) -> f64 {
     let all = |copies: &[f64]| copies.first().is_some_and(|&n| n >= copies.len() as f64);
     let alike = head.copies.is_some_and(all) && rows_of(&head.k, slab.clone()).is_zero();
     if alike { head.k.rows.max(1) as f64 } else { 1.0 }
-}
-
-/// Sum of squares of each column, rows that are copies counted as they add up.
-pub(super) fn column_squares(
-    matrix: &crate::kernels::Matrix<'_>,
-    copies: Option<&[f64]>,
-) -> Vec<f64> {
-    matrix.column_totals(|row, x| copies.map_or(1.0, |copies| copies[row]) * x.powi(2))
 }

@@ -147,8 +147,8 @@ impl<'a> Estimated<'a> {
             (tiles, Keep::Both, by),
             &mut |block| {
                 let at = block.rows.start * depth..block.rows.end * depth;
-                sum[at.clone()].copy_from_slice(block.dk_lse);
-                squares[at].copy_from_slice(block.dk_lse_sq);
+                sum[at.clone()].copy_from_slice(&block.dk_lse);
+                squares[at].copy_from_slice(&block.dk_lse_sq);
             },
         );
         for (&token, &label) in tokens.iter().zip(&inside).filter(|(_, label)| **label != IGNORED) {

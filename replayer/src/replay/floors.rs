@@ -13,7 +13,6 @@ use std::ops::Range;
 
 use super::backward::{Problem, sum};
 use super::classes::OfClasses;
-use super::dk::Slab;
 use super::dq::member_values;
 use super::findings::{Captured, Findings, error_energy};
 use super::forward::ForwardState;
@@ -21,6 +20,7 @@ use super::lists::{Lists, put_block};
 use super::loss::Upstream;
 use super::members::Member;
 use super::sample::{by_hits, stratified};
+use super::slab::Slab;
 use super::{Replay, Slice};
 use crate::compare::RowTally;
 use crate::head::step::StepError;

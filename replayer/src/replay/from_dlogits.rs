@@ -5,12 +5,12 @@ use backtape::role::Role;
 
 use super::allowed::{carried, relative, summed};
 use super::backward::Problem;
-use super::dk::column_squares;
 use super::dq::picked;
 use super::findings::{Captured, Findings, Gradient};
 use super::gather::Gathered;
 use super::maps::Drawn;
 use super::rounded_entries::Alike;
+use super::slab::column_squares;
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};

@@ -6,9 +6,10 @@ use backtape::role::Role;
 use rayon::prelude::*;
 
 use super::allowed::rounded;
-use super::backward::Problem;
-use super::dk::Slab;
+use super::backward::{Problem, sum};
+use super::dk::scale;
 use super::outcome::Outcome;
+use super::slab::Slab;
 use super::sums_alone::SumsAlone;
 use super::world::{At, Expectation};
 use super::{Replay, Slice};
@@ -17,17 +18,34 @@ use crate::head::{Stage, Unit};
 
 /// Bytes of reference gradients that are kept.
 pub(super) const KEPT_BYTES: usize = 1 << 30;
+/// Elements that one thread takes at a time.
+const PIECE: usize = 1 << 14;
 
 /// Reference dk while it is needed: the sums, and what each unit is.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct ReferenceDk {
     /// The sum of each group of ranks whose sums are judged apart; else one over all.
     pub(super) sums: Vec<KeptSum>,
-    /// The sum over all of the member that rounds most.
-    pub(super) emulated: Vec<f64>,
+    /// What the member that rounds most has in its place.
+    pub(super) emulated: Emulated,
     pub(super) addends: Vec<Addend>,
     /// The classes that the rows are; all of them in order where there are none.
     pub(super) classes: Option<Vec<usize>>,
+}
+
+/// An emulated dk, of which the norm is wanted.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Emulated {
+    /// The sum over several units.
+    Sum(Vec<f64>),
+    /// The sum of the squares of the only unit's.
+    Squares(f64),
+}
+
+impl Default for Emulated {
+    fn default() -> Self {
+        Emulated::Squares(0.0)
+    }
 }
 
 /// The sum of some units.
@@ -62,7 +80,7 @@ pub(super) struct Addend {
 
 /// Adds element by element.
 fn add(sum: &mut [f64], values: &[f64]) {
-    sum.par_iter_mut().zip(values).with_min_len(1 << 14).for_each(|(sum, x)| *sum += x);
+    sum.par_iter_mut().zip(values).with_min_len(PIECE).for_each(|(sum, x)| *sum += x);
 }
 
 impl ReferenceDk {
@@ -73,6 +91,30 @@ impl ReferenceDk {
         sums.for_each(|sum| add(&mut total, &sum));
         total
     }
+}
+
+impl Emulated {
+    /// Adds a unit's elements from one of them on.
+    fn add(&mut self, from: usize, values: &[f64]) {
+        match self {
+            Emulated::Sum(sum) => add(&mut sum[from..from + values.len()], values),
+            Emulated::Squares(sum) => *sum += squares(values),
+        }
+    }
+
+    /// The sum of its squares.
+    pub(super) fn squares(&self) -> f64 {
+        match self {
+            Emulated::Sum(sum) => squares(sum),
+            Emulated::Squares(sum) => *sum,
+        }
+    }
+}
+
+/// The sum of the squares, by pieces of one length, whoever adds them.
+pub(super) fn squares(values: &[f64]) -> f64 {
+    let pieces = values.par_chunks(PIECE).map(|piece| piece.iter().map(|x| x * x).sum());
+    pieces.collect::<Vec<f64>>().iter().sum()
 }
 
 impl Kept {
@@ -133,7 +175,10 @@ impl Replay<'_> {
         };
         let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
             sums: alone.map_or(vec![Vec::new()], SumsAlone::groups).into_iter().map(sum).collect(),
-            emulated: vec![0.0; elements],
+            emulated: match self.step.microbatches.len() == 1 && slice.units.len() == 1 {
+                true => Emulated::Squares(0.0),
+                false => Emulated::Sum(vec![0.0; elements]),
+            },
             addends: Vec::new(),
             classes: slab.classes.clone(),
         });
@@ -144,7 +189,7 @@ impl Replay<'_> {
         let sum = &mut kept.sums[group];
         let at = from..from + values.len();
         add(&mut sum.total[at.clone()], &values);
-        add(&mut kept.emulated[at.clone()], &slab.emulated);
+        kept.emulated.add(from, &slab.emulated);
         if alone.is_some() {
             let of_one = unit.ranks.len() == 1;
             self.keep_allowed(problem, slab, (of_one, weight), &mut sum.allowed[at]);
@@ -206,18 +251,17 @@ impl Replay<'_> {
         let (microbatch, rank) = (problem.microbatch, problem.rank);
         let at = At { stage: Stage::Dk, microbatch, rank };
         let emulated = slab.instead.iter().find(|(of, _)| *of == Stage::Dk);
-        let exact = slab.lse.iter().zip(&slab.label).map(|(a, b)| a + b);
-        let mut values: Vec<f64> = exact.collect();
+        let mut values = sum(&slab.lse, &slab.label);
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);
         if let Some((_, emulated)) = emulated {
             self.put_emulated((at, rows), emulated, &mut values);
         }
         let (factor, columns) = (self.world.scale(at), values.len() / rows.len().max(1));
-        values.iter_mut().for_each(|x| *x *= factor);
+        scale(&mut values, factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
         let weight = self.world.weight(self.summed_stage(), microbatch, rank);
-        values.iter_mut().for_each(|x| *x *= weight);
+        scale(&mut values, weight);
         (values, factor * weight)
     }
 

@@ -10,11 +10,11 @@
 use std::ops::Range;
 
 use super::backward::Problem;
-use super::dk::Slab;
 use super::findings::{Captured, Findings};
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
+use super::slab::Slab;
 use super::{Replay, Slice};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Values};

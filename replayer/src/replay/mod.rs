@@ -50,6 +50,7 @@ mod reordered;
 mod rounded_entries;
 pub mod sample;
 mod sampled;
+mod slab;
 mod slabs;
 mod smoothed;
 mod sums_alone;

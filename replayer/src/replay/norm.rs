@@ -15,12 +15,12 @@ use serde::Serialize;
 use rayon::prelude::*;
 
 use super::addends::Sum;
-use super::kept::{Addend, ReferenceDk};
+use super::kept::{Addend, ReferenceDk, squares};
 use super::outcome::{NotChecked, Outcome};
 use super::{Replay, Slice};
 use crate::head::step::{StepError, addends_of_elements, matrix, numbers};
 use crate::head::{HeadStep, Stage};
-use crate::kernels::matrix::IGNORED;
+use crate::kernels::matrix::{IGNORED, Matrix};
 use crate::kernels::round::Precision;
 
 /// Rows and tiles that are named; the rest is one share.
@@ -73,7 +73,8 @@ impl Replay<'_> {
         let gradients = gradients(self.step);
         let mut squares = SumsOfSquares::default();
         for key in &gradients {
-            squares.add(&numbers(&self.step.assemble(key)?).unwrap_or_default());
+            let tensor = self.step.assemble(key)?;
+            matrix(&tensor).iter().for_each(|of| squares.add(of, norm.captured.is_some()));
         }
         if !gradients.is_empty() {
             norm.recomputed = Some(squares.exact.sqrt());
@@ -87,10 +88,9 @@ impl Replay<'_> {
         let divisor = self.divisor(slices).map(|divisor| divisor * self.ranks_averaged(slices));
         if let (Some(key), Some(reference), Ok(divisor)) = (reduced, reference, divisor) {
             let tensor = self.step.oriented(key, None)?;
-            let columns = tensor.shape.last().map_or(1, |&n| n as usize);
-            let captured = matrix(&tensor).filter(|m| m.len() == reference.emulated.len());
+            let captured = matrix(&tensor).filter(|m| m.len() == reference.sums[0].total.len());
             if let Some(captured) = captured {
-                self.gap(&mut norm, slices, &captured.to_f64(), reference, (columns, divisor))?;
+                self.gap(&mut norm, slices, captured, (reference, divisor))?;
             }
         }
         if self.wants(Stage::GradNorm) && norm.captured.is_some() {
@@ -120,27 +120,23 @@ impl Replay<'_> {
         &self,
         norm: &mut GradNorm,
         slices: &[Slice],
-        captured: &[f64],
-        mut reference: ReferenceDk,
-        (columns, divisor): (usize, f64),
+        captured: Matrix<'_>,
+        (mut reference, divisor): (ReferenceDk, f64),
     ) -> Result<(), StepError> {
         let mut exact = reference.take_total();
         exact.par_iter_mut().for_each(|x| *x /= divisor);
-        let square = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>();
-        let (ours, theirs) = (square(captured), square(&exact));
+        let (ours, theirs) = (captured.energy(), squares(&exact));
         (norm.dk_captured, norm.dk_reference) = (Some(ours.sqrt()), Some(theirs.sqrt()));
         // Without a reported norm the gap is that of dk alone.
         let whole = norm.captured.unwrap_or(ours.sqrt());
         let with_reference = (whole * whole - ours + theirs).max(0.0).sqrt();
         norm.reference = norm.captured.map(|_| with_reference);
         let gap = whole - with_reference;
-        let emulated = square(&reference.emulated) / (divisor * divisor);
+        let emulated = reference.emulated.squares() / (divisor * divisor);
         norm.floor = Some((whole * whole - ours + emulated).max(0.0).sqrt() - with_reference);
         norm.gap = Some(gap);
-        let cut =
-            Cut { ours: captured, theirs: &exact, columns, norms: whole + with_reference, gap };
-        norm.shares = cut.by_rows(&hits(slices, captured.len() / columns.max(1)));
-        norm.shares.extend(cut.by_vocabulary(self.roundings.tiles.vocab));
+        let cut = Cut { ours: captured, theirs: &exact, norms: whole + with_reference, gap };
+        norm.shares = cut.by_place(&hits(slices, captured.rows), self.roundings.tiles.vocab);
         norm.shares.extend(self.by_addend(&cut, slices, reference.addends, divisor)?);
         Ok(())
     }
@@ -171,7 +167,7 @@ impl Replay<'_> {
             };
             let captured = captured.filter(|values| values.len() == cut.ours.len());
             let Some(captured) = captured else { return Ok(Vec::new()) };
-            let along = captured.iter().zip(&addend.reference).zip(cut.ours.iter().zip(cut.theirs));
+            let along = captured.iter().zip(&addend.reference).zip(cut.both());
             let along: f64 =
                 along.map(|((c, r), (ours, theirs))| (c - r) / divisor * (ours + theirs)).sum();
             found.push((addend.microbatch, addend.ranks, along / cut.norms));
@@ -188,9 +184,8 @@ impl Replay<'_> {
 
 /// Two gradients of one shape whose norms are apart.
 pub(super) struct Cut<'a> {
-    pub(super) ours: &'a [f64],
+    pub(super) ours: Matrix<'a>,
     pub(super) theirs: &'a [f64],
-    pub(super) columns: usize,
     /// Sum of the two norms.
     pub(super) norms: f64,
     pub(super) gap: f64,
@@ -202,20 +197,33 @@ impl Cut<'_> {
         Share { kind, of, gap, share }
     }
 
+    /// The elements of both.
+    pub(super) fn both(&self) -> impl Iterator<Item = (f64, f64)> {
+        self.theirs.iter().enumerate().map(|(at, &theirs)| (self.ours.get_f64(at), theirs))
+    }
+
     fn rows(&self) -> Vec<f64> {
-        let of = |values| <[f64]>::par_chunks(values, self.columns.max(1));
-        let rows = of(self.ours).zip(of(self.theirs));
-        let of_row = |(c, r): (&[f64], &[f64])| {
-            c.iter().zip(r).map(|(c, r)| (c - r) * (c + r)).sum::<f64>() / self.norms
+        let columns = self.ours.cols.max(1);
+        let of_row = |(row, theirs): (usize, &[f64])| {
+            let pairs = theirs.iter().enumerate();
+            let each = pairs.map(|(column, r)| (self.ours.get_f64(row * columns + column), r));
+            each.map(|(c, r)| (c - r) * (c + r)).sum::<f64>() / self.norms
         };
-        rows.map(of_row).collect()
+        self.theirs.par_chunks(columns).enumerate().map(of_row).collect()
+    }
+
+    /// Shares of rows, and of tiles of so many rows.
+    pub(super) fn by_place(&self, hits: &[u32], tile: usize) -> Vec<Share> {
+        let rows = self.rows();
+        let mut shares = self.by_rows(hits, &rows);
+        shares.extend(self.by_vocabulary(tile, &rows));
+        shares
     }
 
     /// By how often a row is a label, and the rows of the largest shares.
-    pub(super) fn by_rows(&self, hits: &[u32]) -> Vec<Share> {
-        let rows = self.rows();
+    fn by_rows(&self, hits: &[u32], rows: &[f64]) -> Vec<Share> {
         let mut classes: Vec<f64> = Vec::new();
-        for (&n, gap) in hits.iter().zip(&rows) {
+        for (&n, gap) in hits.iter().zip(rows) {
             let class = (u32::BITS - n.leading_zeros()) as usize;
             classes.resize(classes.len().max(class + 1), 0.0);
             classes[class] += gap;
@@ -236,8 +244,7 @@ impl Cut<'_> {
         shares
     }
 
-    pub(super) fn by_vocabulary(&self, tile: usize) -> Vec<Share> {
-        let rows = self.rows();
+    fn by_vocabulary(&self, tile: usize, rows: &[f64]) -> Vec<Share> {
         let tiles = rows.chunks(tile.max(1)).enumerate();
         let name = |at: usize, n: usize| format!("[{}:{}]", at * tile, at * tile + n);
         let tiles = tiles.map(|(at, rows)| (name(at, rows.len()), rows.iter().sum())).collect();
@@ -322,12 +329,13 @@ struct SumsOfSquares {
 }
 
 impl SumsOfSquares {
-    fn add(&mut self, values: &[f64]) {
-        for &x in values {
-            let narrow = (x as f32) * (x as f32);
-            self.exact += x * x;
-            self.f32 += narrow;
-            self.bf16 = Precision::Bf16.round(self.bf16 + Precision::Bf16.round(narrow));
+    /// Adds a gradient; one after the other in few bits only where that is asked for.
+    fn add(&mut self, values: &Matrix<'_>, in_few_bits: bool) {
+        self.exact += values.energy();
+        for at in 0..if in_few_bits { values.len() } else { 0 } {
+            let x = values.get_f64(at) as f32;
+            self.f32 += x * x;
+            self.bf16 = Precision::Bf16.round(self.bf16 + Precision::Bf16.round(x * x));
         }
         self.elements += values.len() as u64;
     }
@@ -370,6 +378,7 @@ impl SumsOfSquares {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::matrix::Values;
 
     #[test]
     fn every_kind_of_share_adds_up_to_the_gap() {
@@ -378,10 +387,10 @@ mod tests {
         let norm = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
         let gap = norm(&ours) - norm(&theirs);
         let norms = norm(&ours) + norm(&theirs);
-        let cut = Cut { ours: &ours, theirs: &theirs, columns: 3, norms, gap };
+        let ours = Matrix { rows: 20, cols: 3, values: Values::F64(&ours) };
+        let cut = Cut { ours, theirs: &theirs, norms, gap };
         let hits: Vec<u32> = (0..20).map(|row| row * row).collect();
-        let mut shares = cut.by_rows(&hits);
-        shares.extend(cut.by_vocabulary(7));
+        let shares = cut.by_place(&hits, 7);
         for kind in ["rows", "row", "vocabulary"] {
             let total: f64 = shares.iter().filter(|s| s.kind == kind).map(|s| s.gap).sum();
             assert!((total - gap).abs() <= 1e-14 * norms, "{kind}: {total} of {gap}");
@@ -391,7 +400,8 @@ mod tests {
     #[test]
     fn a_reported_norm_says_how_it_was_taken() {
         let mut squares = SumsOfSquares::default();
-        squares.add(&vec![0.25; 40_000]);
+        let values = vec![0.25; 40_000];
+        squares.add(&Matrix { rows: 200, cols: 200, values: Values::F64(&values) }, true);
         for (reported, words) in [
             (50.0, "before clipping"),
             (f64::from(squares.bf16).sqrt(), "summed in bf16"),

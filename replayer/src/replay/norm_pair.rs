@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::addends::Sum;
 use super::norm::{Cut, Share, gradients, reported};
 use crate::head::HeadStep;
-use crate::head::step::StepError;
+use crate::head::step::{StepError, matrix};
 
 /// How far the norms of two runs are apart, and whose doing it is.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -30,16 +30,16 @@ pub fn between(one: &HeadStep<'_>, other: &HeadStep<'_>) -> Result<Option<NormGa
     let (mut ours, mut others) = (0.0, 0.0);
     let mut dk = None;
     for (key, of) in shared {
-        let (a, b) = (oriented(one, key)?, oriented(other, of)?);
-        if a.0.len() != b.0.len() {
+        let (a, b) = (one.oriented(key, None)?, other.oriented(of, None)?);
+        let (Some(values), Some(other_values)) = (matrix(&a), matrix(&b)) else { continue };
+        if values.len() != other_values.len() {
             continue;
         }
-        let square = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>();
-        let (x, y) = (square(&a.0), square(&b.0));
+        let (x, y) = (values.energy(), other_values.energy());
         (ours, others) = (ours + x, others + y);
         parts.push((key.to_string(), x - y));
         if one.tensors[key].role == Some(Role::Dk) {
-            dk = Some((a, b.0));
+            dk = Some((a, b));
         }
     }
     if parts.is_empty() {
@@ -59,12 +59,13 @@ pub fn between(one: &HeadStep<'_>, other: &HeadStep<'_>) -> Result<Option<NormGa
         Share { kind: "tensor", of, gap: part, share: if gap == 0.0 { 0.0 } else { part / gap } }
     };
     let mut shares: Vec<Share> = parts.into_iter().map(share).collect();
-    if let Some(((values, columns), other_values)) = dk {
-        let of_dk = values.iter().zip(&other_values).map(|(a, b)| (a - b) * (a + b)).sum::<f64>();
-        let gap = of_dk / norms;
-        let cut = Cut { ours: &values, theirs: &other_values, columns, norms, gap };
-        shares.extend(cut.by_rows(&[]));
-        shares.extend(cut.by_vocabulary(crate::kernels::Tiles::default().vocab));
+    if let Some((Some(values), Some(other_values))) =
+        dk.as_ref().map(|(a, b)| (matrix(a), matrix(b)))
+    {
+        let theirs = other_values.to_f64();
+        let mut cut = Cut { ours: values, theirs: &theirs, norms, gap: 0.0 };
+        cut.gap = cut.both().map(|(a, b)| (a - b) * (a + b)).sum::<f64>() / norms;
+        shares.extend(cut.by_place(&[], crate::kernels::Tiles::default().vocab));
         shares.extend(by_microbatch(one, other, &cut)?);
     }
     Ok(Some(NormGap { gap, shares }))
@@ -76,12 +77,6 @@ fn matches(one: &HeadStep<'_>, other: &HeadStep<'_>, key: &TensorKey, of: &Tenso
         (None, None) => key == of,
         (a, b) => a == b,
     }
-}
-
-fn oriented(step: &HeadStep<'_>, key: &TensorKey) -> Result<(Vec<f64>, usize), StepError> {
-    let tensor = step.oriented(key, None)?;
-    let columns = tensor.shape.last().map_or(1, |&n| n as usize);
-    Ok((crate::head::step::numbers(&tensor).unwrap_or_default(), columns))
 }
 
 /// Shares of the microbatches, where both runs have the same and recorded their dk.
@@ -103,7 +98,7 @@ fn by_microbatch(
         if a.total.len() != cut.ours.len() || b.total.len() != cut.ours.len() {
             return Ok(Vec::new());
         }
-        let along = a.total.iter().zip(&b.total).zip(cut.ours.iter().zip(cut.theirs));
+        let along = a.total.iter().zip(&b.total).zip(cut.both());
         let along: f64 = along.map(|((a, b), (x, y))| (a - b) * (x + y)).sum();
         found.push((microbatch.map_or(String::new(), |mb: Microbatch| mb.to_string()), along));
     }

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use backtape::hash::ContentHash;
 
 use super::addends::Sum;
-use super::dk::Slab;
 use super::findings::Captured;
 use super::outcome::Comparison;
+use super::slab::Slab;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Values};
 use crate::kernels::reference;
 use crate::kernels::reference::Keep;

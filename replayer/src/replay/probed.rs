@@ -6,12 +6,12 @@
 //! declare one are recomputed, whatever was asked for.
 
 use super::backward::Problem;
-use super::dk::Slab;
 use super::dq::{DqState, picked};
 use super::findings::{Captured, Findings};
 use super::maps::Drawn;
 use super::outcome::{NotChecked, Outcome};
 use super::probe::{self, CapturedGradient, Model, Plan};
+use super::slab::Slab;
 use super::{Effort, Replay, Slice};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
 use crate::head::{Stage, Unit};

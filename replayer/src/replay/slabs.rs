@@ -7,13 +7,13 @@ use std::ops::Range;
 
 use super::backward::Problem;
 use super::devised::failed;
-use super::dk::Slab;
 use super::dq::{DqState, add, picked};
 use super::findings::{Captured, Findings, error_energy};
 use super::forward::ForwardState;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::Outcome;
+use super::slab::Slab;
 use super::tasks::Walked;
 use super::{Replay, Slice};
 use crate::head::step::{StepError, vocabulary_slab};
@@ -132,6 +132,7 @@ impl Replay<'_> {
         for (number, member) in members.iter().enumerate() {
             let widest = number + 1 == members.len();
             let mut most = std::mem::take(&mut slab.emulated);
+            most.resize(head.k.rows * depth, 0.0);
             let mut lost: Vec<(Stage, Vec<f64>)> = Vec::new();
             let mut take = |block: policy::DkParts<'_>| {
                 if widest {

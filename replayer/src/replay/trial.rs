@@ -11,7 +11,6 @@ use backtape::identity::Microbatch;
 
 use super::backward::{Problem, sum};
 use super::classes::OfClasses;
-use super::dk::Slab;
 use super::findings::{Captured, Findings};
 use super::forward::ForwardState;
 use super::lists::{List, Lists, put_block};
@@ -19,6 +18,7 @@ use super::loss::Upstream;
 use super::outcome::Outcome;
 use super::pass_cache::PassCache;
 use super::plane::distance;
+use super::slab::Slab;
 use super::sums_alone::SumsAlone;
 use super::ties::near_ties;
 use super::world::{At, World};

@@ -156,7 +156,7 @@ fn assert_within_rounding(policy: &Policy, fixture: &Fixture) {
     let depth = fixture.depth;
     let on_dk = &mut |block: reference::DkBlock| {
         let (wanted, size) =
-            (sum(block.dk_lse, block.dk_label), sum(block.dk_lse_sq, block.dk_label_sq));
+            (sum(&block.dk_lse, &block.dk_label), sum(&block.dk_lse_sq, &block.dk_label_sq));
         close("dk", &dk, block.rows.start * depth, &wanted, &size);
     };
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());

@@ -83,45 +83,45 @@ pub struct Backward {
 ///
 /// Those of the bias are zeros where there is none.
 #[derive(Debug, Clone)]
-pub struct DkBlock<'a> {
+pub struct DkBlock {
     /// Rows of k this block is about.
     pub rows: Range<usize>,
     /// Dense part: sum over t of `F (c.lse p + c.smooth) q`.
-    pub dk_lse: &'a [f64],
+    pub dk_lse: Vec<f64>,
     /// Label part: sum of `F c.label q` over the tokens whose label the row is.
-    pub dk_label: &'a [f64],
+    pub dk_label: Vec<f64>,
     /// Sum over t of the dense entry's variance times `q²` and the copies of the token:
     /// m equal errors δ are one of mδ, m times the variance of m independent ones.
-    pub dk_lse_var: &'a [f64],
+    pub dk_lse_var: Vec<f64>,
     /// Sum over t of the squared dense entry times `q²` and the copies of the token: an error
     /// that is relative to the token is one error in all of them.
-    pub dk_lse_sq: &'a [f64],
+    pub dk_lse_sq: Vec<f64>,
     /// Sum of `(F c.label q)²` over the hits.
-    pub dk_label_sq: &'a [f64],
+    pub dk_label_sq: Vec<f64>,
     /// Sum of `(c.label q)² var F` over the hits; zeros where the transform is linear.
-    pub dk_label_var: &'a [f64],
+    pub dk_label_var: Vec<f64>,
     /// Sum over the hits of `(F c.label q)²`, those that lie within one `label_step` of each
     /// other added before they are squared: what a rounding that they share adds up to.
-    pub dk_label_alike: &'a [f64],
+    pub dk_label_alike: Vec<f64>,
     /// Sum over t of `|e| |q|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
-    pub dk_dropped: &'a [f64],
+    pub dk_dropped: Vec<f64>,
     /// As `dq_confident`, over t.
-    pub dk_confident: &'a [f64],
+    pub dk_confident: Vec<f64>,
     /// The label part, or where entries are whole the sum of the whole entries of the hits
     /// times q.
-    pub dk_label_whole: &'a [f64],
+    pub dk_label_whole: Vec<f64>,
     /// `[rows]`: tokens whose label the row is.
-    pub hits: &'a [u32],
+    pub hits: Vec<u32>,
     /// `[rows]`: sum over t of the dense entries.
-    pub dbias_lse: &'a [f64],
+    pub dbias_lse: Vec<f64>,
     /// `[rows]`: sum of the label entries.
-    pub dbias_label: &'a [f64],
+    pub dbias_label: Vec<f64>,
     /// `[rows]`: sum over t of the variances of dense and label entries.
-    pub dbias_var: &'a [f64],
+    pub dbias_var: Vec<f64>,
     /// `[rows]`: sum over t of squared dense entries and squared label entries, times the
     /// copies of the token.
-    pub dbias_sq: &'a [f64],
+    pub dbias_sq: Vec<f64>,
 }
 
 /// Multiply-adds that `backward` will report: the logits, and two GEMMs for each of

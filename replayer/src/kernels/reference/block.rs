@@ -320,24 +320,24 @@ impl Block {
         }
     }
 
-    pub(super) fn emit(&self) -> DkBlock<'_> {
+    pub(super) fn emit(self) -> DkBlock {
         DkBlock {
-            rows: self.rows.clone(),
-            dk_lse: &self.lse,
-            dk_label: &self.label,
-            dk_lse_var: &self.lse_var,
-            dk_lse_sq: &self.lse_sq,
-            dk_label_sq: &self.label_sq,
-            dk_label_var: &self.label_var,
-            dk_label_alike: &self.label_alike,
-            dk_dropped: &self.dropped,
-            dk_confident: &self.confident,
-            dk_label_whole: &self.label_whole,
-            hits: &self.hits,
-            dbias_lse: &self.bias_lse,
-            dbias_label: &self.bias_label,
-            dbias_var: &self.bias_var,
-            dbias_sq: &self.bias_sq,
+            rows: self.rows,
+            dk_lse: self.lse,
+            dk_label: self.label,
+            dk_lse_var: self.lse_var,
+            dk_lse_sq: self.lse_sq,
+            dk_label_sq: self.label_sq,
+            dk_label_var: self.label_var,
+            dk_label_alike: self.label_alike,
+            dk_dropped: self.dropped,
+            dk_confident: self.confident,
+            dk_label_whole: self.label_whole,
+            hits: self.hits,
+            dbias_lse: self.bias_lse,
+            dbias_label: self.bias_label,
+            dbias_var: self.bias_var,
+            dbias_sq: self.bias_sq,
         }
     }
 }

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// Most rows and columns of the result that one thread computes at a time: a block packs
 /// the columns that it multiplies with, which takes the longer the fewer rows share them.
-const BLOCK: (usize, usize) = (256, 1024);
+const BLOCK: (usize, usize) = (512, 1024);
 /// Longest sum that gemm is asked for at once: of a longer one it reads the columns more slowly.
 const DEPTH: usize = 256;
 

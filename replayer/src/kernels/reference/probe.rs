@@ -278,11 +278,11 @@ mod tests {
                 (SMALL_TILES, Keep::Both, &NoProgress),
                 &mut |block| {
                     let at = block.rows.start * d..block.rows.end * d;
-                    all(&found.dk_lse[at.clone()], block.dk_lse, "dk");
-                    all(&found.dk_noise[at.clone()], block.dk_lse_var, "dk noise");
-                    all(&found.dk_tokens[at.clone()], block.dk_lse_sq, "dk tokens");
-                    all(&found.dk_dropped[at], block.dk_dropped, "dk dropped");
-                    all(&found.dk_sq[block.rows.clone()], &rows(block.dk_lse_sq), "dk squares");
+                    all(&found.dk_lse[at.clone()], &block.dk_lse, "dk");
+                    all(&found.dk_noise[at.clone()], &block.dk_lse_var, "dk noise");
+                    all(&found.dk_tokens[at.clone()], &block.dk_lse_sq, "dk tokens");
+                    all(&found.dk_dropped[at], &block.dk_dropped, "dk dropped");
+                    all(&found.dk_sq[block.rows.clone()], &rows(&block.dk_lse_sq), "dk squares");
                 },
             );
             all(&found.dq_lse, &dq.dq_lse, "dq");

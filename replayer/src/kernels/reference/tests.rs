@@ -101,9 +101,9 @@ fn run_on(
             (&mut dk.bias_var, block.dbias_var),
             (&mut dk.bias_sq, block.dbias_sq),
         ] {
-            all.extend_from_slice(part);
+            all.extend(part);
         }
-        dk.hits.extend_from_slice(block.hits);
+        dk.hits.extend(block.hits);
     };
     let walking = (tiles, Keep::Both, progress);
     let dq = backward(inputs, lse, &cotangents, noise, walking, &mut collect);
@@ -376,7 +376,7 @@ fn copies_of_a_token_weigh_its_squares_and_leave_the_gradients() {
     let all = |copies: Option<&[f64]>| {
         let inputs = HeadInputs { copies, ..fixture.inputs() };
         let (mut sums, mut weighed) = (Vec::new(), Vec::new());
-        let mut on_dk = |block: DkBlock<'_>| {
+        let mut on_dk = |block: DkBlock| {
             sums.extend([block.dk_lse, block.dk_label, block.dbias_lse].concat());
             weighed.extend([block.dk_lse_sq, block.dk_lse_var].concat());
             weighed.extend([block.dbias_sq, block.dbias_var].concat());

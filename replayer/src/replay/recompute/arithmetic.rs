@@ -49,10 +49,10 @@ impl Replay<'_> {
                 &noise,
                 walking,
                 &mut |block| match stage {
-                    Stage::DkLse => of_k.extend_from_slice(block.dk_lse),
-                    Stage::DkLabel => of_k.extend_from_slice(block.dk_label),
-                    Stage::Dk => of_k.extend(sum(block.dk_lse, block.dk_label)),
-                    Stage::Dbias => of_k.extend(sum(block.dbias_lse, block.dbias_label)),
+                    Stage::DkLse => of_k.extend(block.dk_lse),
+                    Stage::DkLabel => of_k.extend(block.dk_label),
+                    Stage::Dk => of_k.extend(sum(&block.dk_lse, &block.dk_label)),
+                    Stage::Dbias => of_k.extend(sum(&block.dbias_lse, &block.dbias_label)),
                     _ => {}
                 },
             );
