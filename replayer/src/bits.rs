@@ -159,4 +159,24 @@ mod tests {
         assert_eq!(bits(&[1, 2, 3, 4], 2, 1), 0x0403);
         assert_eq!(integer(Dtype::I32, 0xffff_ff9c), Some(-100));
     }
+
+    #[test]
+    fn one_element_that_is_not_finite_is_seen_wherever_it_is() {
+        for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::F64] {
+            let (exponent, fraction) = format(dtype).unwrap();
+            let top = ((1u64 << exponent) - 1) << fraction;
+            let (width, sign) = (dtype.width(), 1u64 << (exponent + fraction));
+            let largest = (top - 1) | sign;
+            let mut bytes: Vec<u8> =
+                (0..50).flat_map(|_| largest.to_le_bytes()[..width].to_vec()).collect();
+            assert!(all_finite(dtype, &bytes), "{dtype:?}");
+            for (at, bad) in [(0, top), (17, top | sign), (49, top | 1), (31, top | sign | 3)] {
+                let before = bytes.clone();
+                bytes[at * width..][..width].copy_from_slice(&bad.to_le_bytes()[..width]);
+                assert!(!all_finite(dtype, &bytes), "{dtype:?}: {bad:x}");
+                bytes = before;
+            }
+        }
+        assert!(!all_finite(Dtype::F8E4m3, &[0]) && !all_finite(Dtype::I32, &[0; 4]));
+    }
 }

@@ -221,3 +221,21 @@ fn payloads(
         found.add(Severity::Warn, Some(CAUSE), place, evidence, advice);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_is_seen_in_whichever_word_it_lies() {
+        let mut bytes: Vec<u8> = (0..CHUNK).map(|at| (at % 7) as u8).collect();
+        assert!(!holds_patterns(&bytes));
+        for (at, (pattern, _)) in (0..CHUNK).step_by(332).zip(PATTERNS) {
+            let word = bytes[at / 4 * 4..][..4].to_vec();
+            bytes[at / 4 * 4..][..4].copy_from_slice(&pattern.to_le_bytes());
+            assert!(holds_patterns(&bytes), "{pattern:x} at {at}");
+            bytes[at / 4 * 4..][..4].copy_from_slice(&word);
+        }
+        assert!(!holds_patterns(&bytes));
+    }
+}

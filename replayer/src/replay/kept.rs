@@ -273,3 +273,19 @@ impl Replay<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Emulated;
+
+    #[test]
+    fn the_squares_of_one_unit_are_those_of_its_sum() {
+        let values: Vec<f64> = (0..100).map(|at| f64::from(at) / 8.0).collect();
+        let both = [Emulated::Squares(0.0), Emulated::Sum(vec![0.0; 100])].map(|mut emulated| {
+            values.chunks(30).enumerate().for_each(|(nth, some)| emulated.add(30 * nth, some));
+            emulated.squares()
+        });
+        assert_eq!(both[0], both[1]);
+        assert_eq!(both[0], values.iter().map(|x| x * x).sum::<f64>());
+    }
+}

@@ -246,3 +246,48 @@ pub(super) fn column_squares(
 ) -> Vec<f64> {
     matrix.column_totals(|row, x| copies.map_or(1.0, |copies| copies[row]) * x.powi(2))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sums of some rows, each of which holds its own number and its place.
+    fn block(rows: Range<usize>, depth: usize) -> reference::DkBlock {
+        let wide =
+            |of: f64| (rows.start * depth..rows.end * depth).map(|at| of + at as f64).collect();
+        let column = |of: f64| rows.clone().map(|row| of + row as f64).collect();
+        reference::DkBlock {
+            dk_lse: wide(0.1),
+            dk_label: wide(0.2),
+            dk_lse_var: wide(0.3),
+            dk_lse_sq: wide(0.4),
+            dk_label_sq: wide(0.5),
+            dk_label_var: wide(0.6),
+            dk_label_alike: wide(0.7),
+            dk_dropped: Vec::new(),
+            dk_confident: wide(0.8),
+            dk_label_whole: wide(0.9),
+            hits: rows.clone().map(|row| row as u32).collect(),
+            dbias_lse: column(0.1),
+            dbias_label: column(0.2),
+            dbias_var: column(0.3),
+            dbias_sq: column(0.4),
+            rows,
+        }
+    }
+
+    #[test]
+    fn a_slab_of_several_blocks_is_that_of_all_their_rows() {
+        let told = |borders: &[usize]| {
+            let mut slab = Slab { range: 0..7, ..Slab::default() };
+            borders.windows(2).for_each(|of| slab.take(block(of[0]..of[1], 3)));
+            let Slab { range, lse, label, lse_var, lse_sq, .. } = slab;
+            let first = (range, lse, label, lse_var, lse_sq);
+            let Slab { label_sq, label_var, label_alike, dropped, confident, .. } = slab;
+            let second = (label_sq, label_var, label_alike, dropped, confident);
+            let Slab { label_whole, hits, dbias, dbias_var, dbias_sq, .. } = slab;
+            (first, second, (label_whole, hits, dbias, dbias_var, dbias_sq))
+        };
+        assert_eq!(told(&[0, 3, 6, 7]), told(&[0, 7]));
+    }
+}
