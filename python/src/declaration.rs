@@ -74,14 +74,14 @@ fn unfit<Of>(error: String, option: &HeadOption<Of>) -> String {
     if error.starts_with("invalid type") || error.starts_with("invalid value") {
         return format!("{} is needed: {}", option.python, option.meaning);
     }
-    let unknown = ["unknown field ", "unknown variant "];
-    let Some(names) = unknown.iter().find_map(|start| error.strip_prefix(start)) else {
-        return error;
-    };
+    let unknown = [("unknown field ", "key"), ("unknown variant ", "word")];
+    let found = unknown.iter().find_map(|(start, kind)| Some((error.strip_prefix(start)?, kind)));
+    let Some((names, kind)) = found else { return error };
     // serde names what it found and then what there is, each in backquotes.
     let mut names = names.split('`').skip(1).step_by(2);
     let (found, known) = (names.next().unwrap_or_default(), names.collect::<Vec<_>>());
-    format!("there is no {found}{}: there are {}", hint(found, known.clone()), known.join(", "))
+    let (meant, all) = (hint(found, known.clone()), known.join(", "));
+    format!("the {kind} {found:?} is not known{meant}; choose one of {all}")
 }
 
 /// As Python shows it.
