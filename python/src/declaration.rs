@@ -68,8 +68,8 @@ fn alone<Of: Default + DeserializeOwned>(
     Err(PyValueError::new_err(format!("head({of}{name}={value}): {wanted}")))
 }
 
-/// What a value of another type is answered with: the type that is needed, in Python's words; what
-/// a word that is not known is answered with: those that are.
+/// The end of the message about a value that does not fit: the type that is needed, or the words or
+/// keys that exist.
 fn unfit<Of>(error: String, option: &HeadOption<Of>) -> String {
     if error.starts_with("invalid type") || error.starts_with("invalid value") {
         return format!("{} is needed: {}", option.python, option.meaning);

@@ -66,8 +66,8 @@ pub(crate) fn kind(dtype: Dtype, bits: u64) -> Kind {
     }
 }
 
-/// Whether every element is a finite number: one look at all of them together, where most tensors
-/// end. False for a dtype whose elements must be looked at one by one.
+/// Whether every element is a finite number, found in one vectorised pass. False for the 8-bit floats
+/// and for integers, whose elements must be looked at one by one.
 pub(crate) fn all_finite(dtype: Dtype, bytes: &[u8]) -> bool {
     let Some((exponent, fraction)) = format(dtype).filter(|_| dtype.width() > 1) else {
         return false;

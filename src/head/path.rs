@@ -14,7 +14,7 @@ pub struct DeclaredTiles {
 }
 
 impl DeclaredTiles {
-    /// Whether each size that is declared is one of a tile.
+    /// Whether no declared size is zero.
     pub(super) fn are_some(self) -> bool {
         [self.tokens, self.vocab].iter().all(|size| *size != Some(0))
     }

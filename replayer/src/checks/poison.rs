@@ -140,7 +140,8 @@ fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> H
     hit
 }
 
-/// Whether a word is one of the patterns, without an early end, so that the loop is vectorised.
+/// Whether any word is one of the patterns. It never stops early, so that the compiler can vectorise
+/// the loop.
 fn holds_patterns(bytes: &[u8]) -> bool {
     let is_pattern =
         |word: u32| PATTERNS.iter().fold(false, |any, (known, _)| any | (word == *known));

@@ -321,7 +321,7 @@ pub(super) fn reference_of(
     }
 }
 
-/// Multiplies values by a factor that is 1 as a rule.
+/// Multiplies the values by a factor; a factor of 1, which is usual, changes none.
 pub(super) fn scale(values: &mut [f64], factor: f64) {
     if factor != 1.0 {
         values.iter_mut().for_each(|x| *x *= factor);

@@ -26,7 +26,7 @@ const PIECE: usize = 1 << 14;
 pub(super) struct ReferenceDk {
     /// The sum of each group of ranks whose sums are judged apart; else one over all.
     pub(super) sums: Vec<KeptSum>,
-    /// What the member that rounds most has in its place.
+    /// The dk of the policy that rounds most, over all units: its norm is wanted.
     pub(super) emulated: Emulated,
     pub(super) addends: Vec<Addend>,
     /// The classes that the rows are; all of them in order where there are none.

@@ -107,7 +107,8 @@ impl Slab {
         self.label.len() / self.range.len().max(1)
     }
 
-    /// Takes the sums of the next rows: those of all of them as they are.
+    /// Takes the sums of the next rows. Where a block holds all rows, its arrays become the slab's
+    /// without a copy.
     pub(super) fn take(&mut self, block: reference::DkBlock) {
         let part = Slab::of_sums(block);
         match self.hits.is_empty() {
@@ -154,7 +155,7 @@ impl Slab {
             (&mut self.dbias_var, more.dbias_var),
             (&mut self.dbias_sq, more.dbias_sq),
         ] {
-            // Room for all rows at the first time.
+            // The first time for all rows, so that later blocks move nothing.
             to.reserve_exact((to.len() / held * all).saturating_sub(to.len()));
             to.extend(from);
         }

@@ -1,4 +1,4 @@
-//! What the backward pass sums over the tokens for some rows of k, before it lends it out.
+//! What the backward pass sums over the tokens for some rows of k, before it hands it over.
 //!
 //! The label path is walked token by token, apart from the dense GEMMs.
 
@@ -138,7 +138,7 @@ impl DkSums {
         sums
     }
 
-    /// Lends the rows out in order, once all tokens were walked; `q` is the whole of it.
+    /// Hands the rows over in order, once all tokens were walked; `q` is the whole of it.
     pub fn finish(self, q: &Matrix, noise: &TermNoise, on_dk: &mut dyn FnMut(DkBlock)) {
         for mut block in self.blocks {
             block.cluster_labels(q, noise.label_step);
