@@ -4,8 +4,9 @@
 //! Each makes four matrix products in f32; the reference makes eight in f64, once. So policies
 //! over all rows would take longer than the reference. Only the size of their errors is wanted,
 //! which some rows tell as well as all: rows of dq of some tokens against all classes, and rows
-//! of dk of some classes over all tokens, each with the same bits as in the whole. Rows differ
-//! much in size and little in how their error compares with what the declared precision
+//! of dk of some classes over all tokens, each with the same bits as in the whole. Tokens are
+//! drawn by the size of their entries of dlogits, classes by how often they are a label. Rows
+//! differ much in size and little in how their error compares with what the declared precision
 //! explains, so the energy of all is taken as (a ratio estimate) `Σ x · Σ w e / Σ w x`, `x` what
 //! is explained of a row, `e` its error's energy and `w` how many rows a drawn one stands for.
 
@@ -19,7 +20,7 @@ use super::forward::ForwardState;
 use super::lists::{Lists, put_block};
 use super::loss::Upstream;
 use super::members::Member;
-use super::sample::{by_hits, stratified};
+use super::sample::{by_hits, by_size};
 use super::slab::Slab;
 use super::{Replay, Slice};
 use crate::compare::RowTally;
@@ -149,6 +150,18 @@ fn stand_for(row: &mut [f64], emulated: &[f64], weight: f64) {
     }
 }
 
+/// What a token's rounded entries of dlogits come to, about: the square of the label's entry, and
+/// that of all others as if one class had all that the label leaves. Tokens' weights may differ by
+/// thousands, and then few tokens hold nearly all of dq's error.
+fn sizes(problem: &Problem<'_>, confidence: &[f64]) -> Vec<f64> {
+    let cotangents = problem.cotangents();
+    let of = |(token, &p): (usize, &f64)| {
+        let label = cotangents.label[token] + cotangents.by_logit(token, p);
+        label * label + cotangents.by_logit(token, 1.0 - p).powi(2)
+    };
+    confidence.iter().enumerate().map(of).collect()
+}
+
 /// The classes that stand for all, by how often they are labels.
 fn of_classes(head: &HeadInputs<'_>) -> Drawn {
     let mut hits = vec![0; head.valid_vocab];
@@ -196,8 +209,9 @@ impl Replay<'_> {
         if !self.samples_floors() || problem.any_open() || head.q.rows == 0 {
             return Ok(None);
         }
-        let sample = stratified(head.labels, &state.confidence(unit), rows(OF_DQ, head), SEED);
-        let tokens = Drawn { rows: sample.rows, weights: sample.weights };
+        let sizes = sizes(problem, &state.confidence(unit));
+        let (drawn, weights) = by_size(&sizes, rows(OF_DQ, head), SEED);
+        let tokens = Drawn { rows: drawn, weights };
         let classes = of_classes(head);
         if !(share((tokens.rows.len(), classes.rows.len()), head) <= WORTH_IT) {
             return Ok(None);

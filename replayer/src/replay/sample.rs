@@ -22,6 +22,9 @@ const SOME: usize = 4;
 const SURE: f64 = 0.5;
 const LIKELY: f64 = 0.1;
 
+/// Size that a row has at least where rows are drawn by size, of what all have on average.
+const SMALL: f64 = 0.1;
+
 /// Tokens that stand for each other.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Stratum {
@@ -93,6 +96,48 @@ pub fn by_hits(hits: &[u32], n: usize, seed: u64) -> (Vec<usize>, Vec<f64>) {
         drawn.into_iter().map(move |class| (class, weight)).collect::<Vec<_>>()
     };
     let mut drawn: Vec<(usize, f64)> = strata.into_values().flat_map(of).collect();
+    drawn.sort_unstable_by_key(|one| one.0);
+    drawn.into_iter().unzip()
+}
+
+/// Draws rows with a probability in proportion to their size, the largest for certain: `n` of
+/// them, or all that have a size where those are fewer. Every row has at least a tenth of what it
+/// would have if all were of one size, as small is not nothing; a size of 0 is. Sizes that are no
+/// finite numbers, or all 0, tell nothing: then every row has the same. Rows, ascending, and how
+/// many each stands for, 1 / probability (Horvitz and Thompson 1952).
+///
+/// Rows are shuffled and laid end to end, each as long as its probability; those are drawn in
+/// which a mark at u, u + 1, u + 2 ... falls (Madow 1949).
+pub fn by_size(sizes: &[f64], n: usize, seed: u64) -> (Vec<usize>, Vec<f64>) {
+    let known = sizes.iter().sum::<f64>();
+    let alike = !(known > 0.0 && known.is_finite());
+    let size = |row: usize| if alike { 1.0 } else { sizes[row] };
+    let mut left: Vec<usize> = (0..sizes.len()).filter(|&row| size(row) > 0.0).collect();
+    let least = SMALL * left.iter().map(|&row| size(row)).sum::<f64>() / left.len().max(1) as f64;
+    let of = |row: usize| size(row).max(least);
+    let mut drawn = Vec::new();
+    // A row of which the rest would be drawn more than once is taken; that leaves less for others.
+    let share = loop {
+        let share =
+            n.saturating_sub(drawn.len()) as f64 / left.iter().map(|&row| of(row)).sum::<f64>();
+        let certain: Vec<usize> =
+            left.iter().copied().filter(|&row| of(row) * share >= 1.0).collect();
+        if certain.is_empty() {
+            break share;
+        }
+        left.retain(|&row| of(row) * share < 1.0);
+        drawn.extend(certain.into_iter().map(|row| (row, 1.0)));
+    };
+    let mut draw = Draw::new(seed);
+    let mut mark = draw.unit();
+    for row in choose(&left, left.len(), &mut draw) {
+        let probability = of(row) * share;
+        if mark < probability {
+            drawn.push((row, 1.0 / probability));
+            mark += 1.0;
+        }
+        mark -= probability;
+    }
     drawn.sort_unstable_by_key(|one| one.0);
     drawn.into_iter().unzip()
 }
@@ -274,6 +319,43 @@ mod tests {
         assert!(rows.windows(2).all(|pair| pair[0] < pair[1]), "ascending, once");
         assert_eq!(weights.iter().sum::<f64>(), hits.len() as f64);
         assert!(rows.ends_with(&[950, 951, 952, 953, 954]) && weights.ends_with(&[1.0; 5]));
+    }
+
+    /// Goal: an estimate from such a sample has no bias. Method: the count of each row over many
+    /// seeds against its probability, six standard deviations.
+    #[test]
+    fn rows_are_drawn_as_often_as_their_size_says_and_the_largest_always() {
+        let mut draw = Draw::new(8);
+        let mut sizes: Vec<f64> = (0..300).map(|_| libm::exp(3.0 * draw.normal())).collect();
+        (sizes[7], sizes[8], sizes[9]) = (0.0, 1e-9, 1e9);
+        let (mut counts, mut wanted) = (vec![0.0; 300], vec![0.0; 300]);
+        let seeds = 4000;
+        for seed in 0..seeds {
+            let (rows, weights) = by_size(&sizes, 60, seed);
+            assert_eq!(rows.len(), 60);
+            assert!(rows.windows(2).all(|pair| pair[0] < pair[1]), "ascending, once");
+            for (&row, weight) in rows.iter().zip(&weights) {
+                counts[row] += 1.0;
+                wanted[row] = 1.0 / weight;
+            }
+        }
+        let n = f64::from(seeds as u32);
+        assert_eq!((counts[7], counts[9]), (0.0, n), "nothing is never drawn, the largest always");
+        assert!(counts[8] > 0.0, "small is not nothing");
+        for (row, (count, p)) in counts.iter().zip(&wanted).enumerate() {
+            let off = (count - n * p).abs();
+            assert!(off <= 6.0 * (n * p * (1.0 - p)).sqrt(), "row {row}: {count}, p {p}");
+        }
+    }
+
+    #[test]
+    fn sizes_that_tell_nothing_draw_every_row_alike_and_few_rows_are_all_drawn() {
+        for sizes in [[0.0; 9], [f64::NAN; 9], [f64::INFINITY; 9]] {
+            let (rows, weights) = by_size(&sizes, 3, 1);
+            assert_eq!((rows.len(), &weights[..]), (3, &[3.0; 3][..]), "{sizes:?}");
+        }
+        assert_eq!(by_size(&[1.0, 0.0, 5.0], 4, 1), (vec![0, 2], vec![1.0, 1.0]));
+        assert_eq!(by_size(&[], 4, 1), (vec![], vec![]));
     }
 
     #[test]
