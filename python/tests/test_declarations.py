@@ -108,3 +108,53 @@ def test_an_option_that_was_declared_and_is_not_there_may_be_the_code(tmp_path):
 def test_a_forward_and_a_backward_that_differ_are_a_fault_whatever_is_declared(tmp_path, declares):
     report = job(tmp_path / "run", {"softcap": 15.0}, declares, backward={})
     assert report.verdict == "diverged", report
+
+
+ALL_F32 = {"logits": "f32", "lse": "f32", "p": "f32", "dlogits": "f32", "accumulate": "f32"}
+COARSE = {
+    "output": ({"output": "f8_e4m3"}, "DIVERGED at dk"),
+    "accumulate": (ALL_F32 | {"accumulate": "f8_e5m2"}, "less closely than it could be"),
+    "input": (ALL_F32 | {"input": "f8_e4m3"}, "less closely than it could be"),
+}
+
+
+@pytest.mark.parametrize(("dtypes", "says"), COARSE.values(), ids=COARSE)
+def test_dtypes_declared_coarser_than_the_job_computes_do_not_hide_a_fault(tmp_path, dtypes, says):
+    """One row of an f32 job's dk is a tenth too large; its dtypes are declared in eight bits."""
+    right = job(tmp_path / "right", {}, {"dtypes": dtypes})
+    assert right.verdict == "agreed", right
+    q, k, labels = inputs(3)
+    dq, dk = jax.grad(lambda q, k: loss_of({"q": q, "k": k}, labels), (0, 1))(q, k)
+    dk = np.asarray(dk).copy()
+    dk[5] *= 1.1
+    with backtape.Recorder(tmp_path / "run", strict=True) as recorder, recorder.step(0) as tape:
+        tape.head(path="plain", dtypes=dtypes)
+        for name, value in {"q": q, "k": k, "labels": labels, "dq": dq, "dk": dk}.items():
+            tape.record(name, np.asarray(value), microbatch=0)
+    report = backtape.replay(tmp_path / "run", step=0)
+    text = " ".join(str(report).split())
+    assert says in text, report
+    if report.verdict == "agreed":
+        point = next(name for name in dtypes if dtypes[name].startswith("f8"))
+        assert f"{point}={dtypes[point]}" in text, report
+        assert "a fault below that passes" in text, report
+
+
+def test_dtypes_that_the_job_has_are_not_called_too_coarse(tmp_path):
+    """An f32 job that rounds all but its sums to bf16, and declares it."""
+
+    def rounded(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    q, k, labels = inputs(3)
+    a, b = rounded(jnp.asarray(q)), rounded(jnp.asarray(k))
+    p = rounded(jax.nn.softmax(rounded(a @ b.T), -1))
+    entries = rounded((p - jax.nn.one_hot(labels, VOCAB)) / TOKENS)
+    held = {"q": q, "k": k, "labels": labels, "dq": rounded(entries @ b), "dk": rounded(entries.T @ a)}
+    points = ("input", "logits", "p", "dlogits", "output")
+    with backtape.Recorder(tmp_path, strict=True) as recorder, recorder.step(0) as tape:
+        tape.head(path="plain", dtypes=dict.fromkeys(points, "bf16"))
+        for name, value in held.items():
+            tape.record(name, np.asarray(value), microbatch=0)
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == "agreed" and "less closely" not in str(report), report

@@ -224,6 +224,7 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     outcome.set_aside_unjudged();
     outcome.finish(step, &coverage::stages_of(request.compare));
     replay.note_loose(&mut outcome);
+    replay.note_coarse(&mut outcome);
     drop(replay);
     outcome.passes = Passes(passes);
     Ok(outcome)

@@ -211,6 +211,12 @@ impl Comparison {
         relative(energy, self.tally.reference_energy)
     }
 
+    /// Error of the member that rounds least; 0 without one.
+    pub fn least(&self) -> f64 {
+        let energies = self.members.iter().map(|member| member.energy);
+        relative(energies.min_by(by_size).unwrap_or_default(), self.tally.reference_energy)
+    }
+
     /// Captured error over floor; 1 where both are zero.
     pub fn ratio(&self) -> f64 {
         match (self.tally.error(), self.floor()) {

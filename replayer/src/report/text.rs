@@ -260,7 +260,7 @@ pub fn verdict(report: &Report) -> String {
             let only = match &loose[..] {
                 [] => String::new(),
                 names => format!(
-                    ", {} only because roundings are not declared (unchecked, above)",
+                    ", {} less closely than it could be (unchecked, above)",
                     names.join(" and ")
                 ),
             };
