@@ -9,10 +9,12 @@ class GrpoOptions(TypedDict, total=False):
     """The options of a policy loss: `tape.head(loss="grpo", grpo=...)`."""
 
     clip_low: float
-    """Default: 0.2. The ratio is clipped to 1 - clip_low at least. Needed: a number from 0 on."""
+    """Default: 0.2. The ratio is clipped to 1 - clip_low at least: 0.2 clips at 0.8. Needed: a
+    number from 0 on."""
 
     clip_high: float
-    """Default: 0.2. The ratio is clipped to 1 + clip_high at most. Needed: a number from 0 on."""
+    """Default: 0.2. The ratio is clipped to 1 + clip_high at most: 0.2 clips at 1.2. Needed: a
+    number from 0 on."""
 
     dual_clip: float | None
     """Default: None. The bound c of the ratio for negative advantages (dual-clip PPO): the first
@@ -56,7 +58,8 @@ class HeadOptions(TypedDict, total=False):
     scope: Literal["global", "microbatch", "rank"] | dict[str, Any]
     """Default: "global". Over which tokens the denominator counts: all ranks and microbatches
     (`global`), all ranks of one `microbatch`, or one `rank`'s part of a microbatch; or ranks,
-    microbatches and sequences one by one, as {"ranks": "one"}."""
+    microbatches and sequences one by one, as {"ranks": "one"}. Needed: a scope whose list of axes
+    names one at least."""
 
     microbatches: int
     """Default: 1. How many microbatches the step has. Needed: at least 1."""

@@ -158,3 +158,16 @@ def test_dtypes_that_the_job_has_are_not_called_too_coarse(tmp_path):
             tape.record(name, np.asarray(value), microbatch=0)
     report = backtape.replay(tmp_path, step=0)
     assert report.verdict == "agreed" and "less closely" not in str(report), report
+
+
+def test_a_scope_over_an_axis_that_the_mesh_does_not_have_is_told_with_those_that_it_has(tmp_path):
+    q, k, labels = inputs(3)
+    with pytest.raises(backtape.RecorderError, match="names one at least"):
+        with backtape.Recorder(tmp_path / "none", strict=True) as recorder, recorder.step(0) as tape:
+            tape.head(scope={"ranks": []})
+    with backtape.Recorder(tmp_path / "run", strict=True, mesh={"data": 1}) as recorder, recorder.step(0) as tape:
+        tape.head(path="plain", scope={"ranks": ["dp"]})
+        for name, value in {"q": q, "k": k, "labels": labels, "dq": q}.items():
+            tape.record(name, value, microbatch=0)
+    with pytest.raises(RuntimeError, match="along dp, and the mesh of q microbatch 0 has the axes data"):
+        backtape.replay(tmp_path / "run", step=0)

@@ -108,6 +108,8 @@ def test_a_right_sum_without_addends_agrees(tmp_path, name):
     assert report.verdict == "agreed", f"{name}: {report}"
     [reduce] = [one for one in report.json["stages"] if one["name"] == "reduce"]
     assert reduce["status"] == "pass", name
+    norm = report.json["grad_norm"]
+    assert norm["dk_reference"] == pytest.approx(norm["dk_captured"], rel=1e-2), "judged as a mean, told as a mean"
 
 
 @pytest.mark.parametrize("rounds", [f32, bf16])

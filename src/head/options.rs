@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::path::{DeclaredTiles, PolicyDeclaration};
 use super::values::*;
 use super::written::{InPython, infinite};
-use super::{Scope, Span};
+use super::{Ranks, Scope, Span};
 
 /// An option of a declaration `Of`, for all who list, check or explain them.
 pub struct HeadOption<Of: 'static> {
@@ -156,7 +156,8 @@ options! {
      of one `microbatch`, or one `rank`'s part of a microbatch; or ranks, microbatches and \
      sequences one by one, as {\"ranks\": \"one\"}."
     scope: Span = Scope::Global.into(),
-    r#"Literal["global", "microbatch", "rank"] | dict[str, Any]"#;
+    r#"Literal["global", "microbatch", "rank"] | dict[str, Any]"#,
+    "a scope whose list of axes names one at least" if |of| of.ranks != Ranks::Axes(Vec::new());
 
     "How many microbatches the step has."
     microbatches: u32 = 1, "int", "at least 1" if |n| *n > 0;
@@ -256,10 +257,10 @@ options! {
     /// `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_beta KL`.
     GrpoDeclaration, GRPO_OPTIONS:
 
-    "The ratio is clipped to 1 - clip_low at least."
+    "The ratio is clipped to 1 - clip_low at least: 0.2 clips at 0.8."
     clip_low: f64 = 0.2, "float", "a number from 0 on" if is_size;
 
-    "The ratio is clipped to 1 + clip_high at most."
+    "The ratio is clipped to 1 + clip_high at most: 0.2 clips at 1.2."
     clip_high: f64 = 0.2, "float", "a number from 0 on" if is_size;
 
     "The bound c of the ratio for negative advantages (dual-clip PPO): the first term of L is -c \

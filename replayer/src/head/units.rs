@@ -485,15 +485,22 @@ impl HeadStep<'_> {
         let shards = self.tensors[&inputs.rows_key].shards.iter();
         let mut records = shards.map(|shard| self.dump.record(shard));
         let mesh = records.find(|record| Some(record.rank) == rank).map(|record| &record.mesh);
-        match mesh.filter(|mesh| axes.iter().all(|axis| mesh.contains_key(axis))) {
-            Some(mesh) => {
+        let along = axes.join(" and ");
+        let key = &inputs.rows_key;
+        match mesh {
+            Some(mesh) if axes.iter().all(|axis| mesh.contains_key(axis)) => {
                 let beside = mesh.iter().filter(|(axis, _)| !axes.contains(axis));
                 Ok(beside.map(|(axis, &at)| (axis, at)).collect())
             }
-            None => Err(format!(
-                "scope declares ranks along {} and {} does not say where its ranks lie there: record it with mesh= and coordinates",
-                axes.join(" and "),
-                inputs.rows_key
+            Some(mesh) if !mesh.is_empty() => {
+                let has: Vec<&str> = mesh.keys().map(String::as_str).collect();
+                let has = has.join(" and ");
+                Err(format!(
+                    "scope declares ranks along {along}, and the mesh of {key} has the axes {has}: declare the scope with one of these, or record with a mesh that has {along}"
+                ))
+            }
+            _ => Err(format!(
+                "scope declares ranks along {along} and {key} does not say where its ranks lie there: record it with mesh= and coordinates"
             )),
         }
     }

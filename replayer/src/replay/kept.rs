@@ -22,7 +22,7 @@ pub(super) const KEPT_BYTES: usize = 1 << 30;
 const PIECE: usize = 1 << 14;
 
 /// Reference dk while it is needed: the sums, and what each unit is.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct ReferenceDk {
     /// The sum of each group of ranks whose sums are judged apart; else one over all.
     pub(super) sums: Vec<KeptSum>,
@@ -31,6 +31,9 @@ pub(super) struct ReferenceDk {
     pub(super) addends: Vec<Addend>,
     /// The classes that the rows are; all of them in order where there are none.
     pub(super) classes: Option<Vec<usize>>,
+    /// Of a sum that was captured without its addends: over how many ranks it turned out to be a
+    /// mean; 1 where it is none.
+    pub(super) averaged: f64,
 }
 
 /// An emulated dk, of which the norm is wanted.
@@ -181,6 +184,7 @@ impl Replay<'_> {
             },
             addends: Vec::new(),
             classes: slab.classes.clone(),
+            averaged: 1.0,
         });
         let from = slab.range.start * d;
         let (values, weight) = self.addend_in_world(problem, slab);

@@ -90,6 +90,7 @@ impl Replay<'_> {
             let tensor = self.step.oriented(key, None)?;
             let captured = matrix(&tensor).filter(|m| m.len() == reference.sums[0].total.len());
             if let Some(captured) = captured {
+                let divisor = divisor * reference.averaged;
                 self.gap(&mut norm, slices, captured, (reference, divisor))?;
             }
         }

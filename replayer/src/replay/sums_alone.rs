@@ -127,7 +127,7 @@ impl Replay<'_> {
         let head = slices.first().and_then(|one| one.inputs.head(self.step));
         let every: Vec<usize> = (0..head.map_or(1, |head| head.k.rows)).collect();
         let classes = kept.classes.as_deref().unwrap_or(&every);
-        let mut wrong = false;
+        let (mut wrong, mut averages) = (false, 1.0_f64);
         for sum in &kept.sums {
             let captured = match self.held_sum(key, &sum.ranks, slices)? {
                 Ok(captured) => captured,
@@ -144,27 +144,30 @@ impl Replay<'_> {
             let ranks = if sum.ranks.is_empty() { self.ranks_of_tokens(slices) } else { 1.0 };
             let count = slices.len() as f64 * ranks;
             let one = Judged { stage, key, sum, classes, captured, ranks, count };
-            let found = self.judge_alone(&one, divisor);
+            let (found, averaged) = self.judge_alone(&one, divisor);
+            averages = averages.max(averaged);
             wrong |= found.excess.is_some();
             outcome.add(stage, found);
         }
         if wrong && !self.trial {
             outcome.unrecorded = unrecorded(slices, std::mem::take(&mut kept.addends));
         }
+        kept.averaged = kept.averaged.max(averages);
         outcome.reference_dk = Some(kept);
         Ok(())
     }
 
-    /// The comparison; where the ranks may have been averaged, that of the mean if it agrees.
-    fn judge_alone(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
+    /// The comparison, and 1; where the ranks may have been averaged, that of the mean if it
+    /// agrees, and over how many it is.
+    fn judge_alone(&self, of: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
         let found = self.compare_alone(of, divisor);
         if found.excess.is_some() && of.ranks > 1.0 && self.may_average_ranks(of.ranks) {
             let mean = self.compare_alone(of, divisor * of.ranks);
             if mean.excess.is_none() {
-                return mean;
+                return (mean, of.ranks);
             }
         }
-        found
+        (found, 1.0)
     }
 
     fn compare_alone(&self, of: &Judged<'_>, divisor: f64) -> Comparison {

@@ -34,7 +34,7 @@ impl Cause for ReplicaDivergence {
     }
 
     fn advice(&self) -> &str {
-        "compare the named rank's host and inputs with the others', and broadcast the parameters before going on"
+        "compare the named rank's host and inputs with the others', and broadcast the parameters before going on. Where each rank holds a part of its own by design, nothing is wrong with the job: record it with that placement, as placement={\"data\": \"mean\"}"
     }
 
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
