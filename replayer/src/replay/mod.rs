@@ -252,7 +252,7 @@ fn slices<'a>(
         }
         let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
             key: one.rows_key.clone(),
-            found: "held by several ranks".into(),
+            found: "of ranks that cannot be counted as declared".into(),
             wanted: format!("tokens counted over {}: {why}", step.options.scope),
         });
         found.map(|mut found| {
