@@ -107,6 +107,63 @@ fn dumper_and_replayer_never_see_each_other() {
     only_in("backtape_replayer", &["replayer/", "python/", "tests/"]);
 }
 
+/// Layers of the replayer, in the order in which ARCHITECTURE.md names them.
+fn layers() -> Vec<String> {
+    let map = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let row = map.lines().find(|line| line.starts_with("| `replayer` |")).unwrap();
+    let row = row.split_once("binary").unwrap().0;
+    row.split('`').skip(3).step_by(2).map(str::to_string).collect()
+}
+
+/// The modules of its own crate that a file's code names, comments and unit tests left out.
+fn named_modules<'a>(text: &'a str) -> Vec<&'a str> {
+    let code = text.split("#[cfg(test)]").next().unwrap();
+    let code = code.lines().filter(|line| !line.trim_start().starts_with("//"));
+    let named = code.flat_map(|line| line.split("crate::").skip(1));
+    let word = |after: &'a str| after.split(|c: char| !(c.is_lowercase() || c == '_')).next();
+    named.filter_map(word).collect()
+}
+
+#[test]
+fn a_layer_of_the_replayer_knows_only_those_before_it() {
+    let layers = layers();
+    let place = |name: &str| layers.iter().position(|layer| layer == name);
+    let mut faults = Vec::new();
+    for (file, text) in sources(&["replayer/src"], "rs") {
+        let inside = file.strip_prefix("replayer/src/").unwrap();
+        let own = inside.split('/').next().unwrap().trim_end_matches(".rs");
+        let is_layered = !["lib", "bin"].contains(&own);
+        if !is_layered || inside.contains("tests") || inside.ends_with("fixture.rs") {
+            continue;
+        }
+        let Some(here) = place(own) else {
+            faults.push(format!("{file}: ARCHITECTURE.md does not name {own}"));
+            continue;
+        };
+        for module in named_modules(&text) {
+            match place(module) {
+                Some(there) if there > here => faults.push(format!("{file} names {module}")),
+                None if !module.is_empty() => faults.push(format!("{file}: what is {module}?")),
+                _ => {}
+            }
+        }
+    }
+    assert!(faults.is_empty(), "{faults:#?}");
+}
+
+#[test]
+fn the_map_is_short_and_every_page_of_decisions_is_on_it() {
+    let map = std::fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    assert!(map.len() <= 8192, "ARCHITECTURE.md has {} bytes", map.len());
+    for (page, _) in sources(&["docs/decisions"], "md") {
+        assert!(map.contains(&format!("({page})")), "{page} is not on the map");
+    }
+    let words = map.split('`').skip(1).step_by(2);
+    for path in words.filter(|word| word.ends_with(".rs") || word.ends_with(".py")) {
+        assert!(root().join(path).exists(), "there is no {path}");
+    }
+}
+
 #[test]
 fn kernels_do_no_io() {
     for (name, text) in sources(&["replayer/src/kernels"], "rs") {

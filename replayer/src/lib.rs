@@ -20,6 +20,7 @@ pub mod dump;
 pub mod export;
 pub mod head;
 pub mod kernels;
+pub mod number;
 pub mod parcel;
 pub mod precision;
 pub mod replay;

@@ -23,7 +23,7 @@ use super::tokens::{Batch, batches, is_input, is_labels, rows_of_q};
 use super::{Found, Place, Severity, Subject};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::name_ranks;
-use crate::report::number::plural;
+use crate::number::plural;
 
 /// Repeats named one by one.
 const NAMED: usize = 6;

@@ -15,7 +15,7 @@ use backtape::role::Role;
 use super::facts::{Facts, facts, roundoff};
 use super::gradients::number;
 use super::{Found, Place, Severity, Subject};
-use crate::report::number::short;
+use crate::number::short;
 
 /// Roundings of a term: two logits, their difference, its product with the weight.
 const ROUNDINGS: f64 = 4.0;

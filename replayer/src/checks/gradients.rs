@@ -13,7 +13,7 @@ use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, bits, format, kind, value};
 use crate::dump::TensorInfo;
-use crate::report::number::short;
+use crate::number::short;
 
 /// What a gradient is like. Numbers are over its finite elements.
 #[derive(Clone, Debug, PartialEq, Serialize)]

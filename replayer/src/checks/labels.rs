@@ -12,7 +12,7 @@ use super::facts::{Facts, classes, customary, facts};
 use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
-use crate::report::number::plural;
+use crate::number::plural;
 
 const OUT_OF_RANGE: &str = "int-target-out-of-range";
 

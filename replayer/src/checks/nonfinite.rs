@@ -19,7 +19,7 @@ use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, all_finite, bits, format, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::head::Stage;
-use crate::report::number::plural;
+use crate::number::plural;
 
 /// Later tensors that are named one by one.
 const NAMED: usize = 12;
@@ -255,8 +255,8 @@ fn note_later(
 
 fn amounts(count: &Count) -> String {
     match (count.nan, count.infinite) {
-        (nan, 0) => format!("{} NaN", crate::report::number::count(nan)),
-        (0, infinite) => format!("{} infinite", crate::report::number::count(infinite)),
+        (nan, 0) => format!("{} NaN", crate::number::count(nan)),
+        (0, infinite) => format!("{} infinite", crate::number::count(infinite)),
         (nan, infinite) => format!("{nan} NaN and {infinite} infinite"),
     }
 }

@@ -18,7 +18,7 @@ use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, all_finite, bits, format, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
-use crate::report::number::plural;
+use crate::number::plural;
 
 const CAUSE: &str = "uninitialised-output";
 

@@ -11,7 +11,7 @@ use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::bits::{bits, format, value};
 use crate::dump::TensorInfo;
-use crate::report::number::plural;
+use crate::number::plural;
 
 /// Steps of the dtype, at the largest value of the shard, that two compilations of the same
 /// expression may differ by: a few roundings of intermediates that one of them kept wider.

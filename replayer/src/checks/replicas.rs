@@ -22,7 +22,7 @@ use super::{Found, Place, Severity, Subject};
 use crate::bits::bits;
 use crate::dump::versions::one_value;
 use crate::dump::{TensorInfo, name_ranks};
-use crate::report::number::plural;
+use crate::number::plural;
 
 /// Most elements that count as a few.
 const FLIPS: usize = 8;

@@ -28,7 +28,7 @@ use crate::assemble::{assemble, extract, pieces as cut};
 use crate::bits::{Kind, bits, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
-use crate::report::number::plural;
+use crate::number::plural;
 
 /// What must not equal what, in one microbatch.
 const PAIRS: [(Role, Role); 5] = [

@@ -22,7 +22,7 @@ use super::pieces::{Piece, pieces};
 use super::{Found, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
 use crate::dump::{TensorInfo, name_ranks};
-use crate::report::number::plural;
+use crate::number::plural;
 
 /// A label this likely may have a gradient that rounds to nothing.
 const SURE: f64 = 1.0 - 1.0 / 64.0;

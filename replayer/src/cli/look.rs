@@ -12,7 +12,7 @@ use super::written::Json;
 use crate::assemble;
 use crate::dump::{self, StepDump};
 use crate::export::{self, Framework, Wanted};
-use crate::report::number::bytes;
+use crate::number::bytes;
 use crate::report::{listed, shown};
 
 /// Most values that `show` prints.

@@ -28,6 +28,7 @@ use crate::dump::{self, Selection, StepDump};
 use crate::head::HeadStep;
 use crate::head::policy_file::read_toml;
 use crate::head::step::StepError;
+use crate::number::plural;
 use crate::replay::against::Asked;
 use crate::replay::outcome::{NotChecked, Outcome, Passes};
 use crate::replay::tasks::{Cluster, Cut, Workers};
@@ -35,7 +36,6 @@ use crate::replay::variant::{UnitInputs, Variant, unit_inputs};
 use crate::replay::versions::joined;
 use crate::replay::{self, Effort, Request};
 use crate::report::drawings::drawings;
-use crate::report::number::plural;
 use crate::report::schema::{
     DeviceReport, DumpSummary, FirstDivergence, Report, SCHEMA, StageReport,
 };

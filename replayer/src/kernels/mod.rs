@@ -14,6 +14,7 @@
 mod vectorised;
 
 mod emulator;
+pub mod logits;
 pub mod matrix;
 pub mod policy;
 pub mod reference;

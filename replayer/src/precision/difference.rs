@@ -8,11 +8,11 @@
 
 use serde::Serialize;
 
-use super::logits::Direction;
 use super::loss::Loss;
 use super::noise;
 use super::summation::F32;
 use crate::draw::Draw;
+use crate::kernels::logits::Direction;
 
 /// Steps of the table: 10^-1 to 10^-9 of the scale.
 const DECADES: i32 = 9;

@@ -10,7 +10,7 @@
 
 use rayon::prelude::*;
 
-use super::logits::{Direction, Real, columns, label, logits, slopes};
+use crate::kernels::logits::{Direction, Real, columns, label, logits, slopes};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::round::Precision;
 

@@ -7,7 +7,6 @@
 //! them, drawn from a seed that is reported.
 
 pub mod difference;
-pub mod logits;
 pub mod loss;
 pub mod noise;
 pub mod summation;
@@ -23,6 +22,7 @@ use crate::draw::{Draw, seed_of};
 use crate::head::options::HeadError;
 use crate::head::step::{StepError, matrix};
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Scores};
+use crate::kernels::logits;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::round::Precision as Stored;
 use crate::kernels::tiles::NoProgress;

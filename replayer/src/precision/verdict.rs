@@ -2,7 +2,7 @@
 use backtape::nan::by_size;
 
 use super::{Gradients, Precision, SumReport};
-use crate::report::number::error;
+use crate::number::error;
 
 /// What is, and what is not, to blame.
 pub(super) fn verdict(found: &Precision) -> String {

@@ -19,11 +19,11 @@ use backtape::nan::larger;
 use super::gather::Gathered;
 use super::sample::Sample;
 use crate::head::step::{rows_of, vocabulary_slab};
+use crate::kernels::logits::logits;
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix};
 use crate::kernels::reference::{self, Keep, TermNoise};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::{Progress, Tiles};
-use crate::precision::logits::logits;
 
 /// Rows of k held at a time, in f64 elements: 16 MiB a buffer.
 const SLAB: usize = 2 << 20;

@@ -15,7 +15,7 @@ use super::slab::Slab;
 use super::{Effort, Replay, Slice};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
 use crate::head::{Stage, Unit};
-use crate::report::number::error;
+use crate::number::error;
 
 impl Replay<'_> {
     /// True when dq and dk are recomputed over all tokens.

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use super::causes;
-use super::number::{error, plural, ratio, short};
 use super::schema::{AgainstReport, Report, Verdict};
 use super::text::{place, word, wrap};
+use crate::number::{error, plural, ratio, short};
 use crate::replay::against::NamedDifference;
 use crate::replay::outcome::Status;
 

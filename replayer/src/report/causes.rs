@@ -1,8 +1,8 @@
 //! The causes of a divergence as text: named, tied or unknown, with what shows them.
 
-use super::number::{error, ratio};
 use super::text::wrap;
 use crate::diagnose::{Found, Standing, VariantStage};
+use crate::number::{error, ratio};
 use crate::replay::other_declaration::OtherDeclaration;
 
 /// Lines of all causes; nothing where nothing diverged.

@@ -5,12 +5,12 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use super::number::{plural, short};
 use super::text::{place, wrap};
 use crate::checks::{
     CheckSkipped, CheckSummary, Checked, Finding, GradientStatistics, Severity, Status, Subject,
     is_damage,
 };
+use crate::number::{plural, short};
 
 /// Name and version of the schema.
 pub const SCHEMA: &str = "backtape.checks/1";

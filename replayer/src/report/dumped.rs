@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use super::number::{bytes, count, plural};
 use super::text::wrap;
 use crate::dump::StepDump;
+use crate::number::{bytes, count, plural};
 use crate::verify::Verification;
 use backtape::shard::FingerprintSource;
 

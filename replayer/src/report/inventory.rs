@@ -7,9 +7,9 @@ use backtape::placement::{Placement, Reduction};
 use backtape::shard::TensorKey;
 
 use super::dumped::title;
-use super::number::{bytes, plural};
 use super::text::{WIDTH, wrap};
 use crate::dump::{StepDump, TensorInfo, name_ranks};
+use crate::number::{bytes, plural};
 
 /// Names of the columns; the numbers of the last two are set to the right.
 const COLUMNS: [&str; 7] = ["tensor", "dtype", "shape", "role", "microbatch", "shards", "bytes"];

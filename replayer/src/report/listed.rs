@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use super::number::{bytes, count, plural};
 use super::text::wrap;
 use crate::dump::ListedRun;
+use crate::number::{bytes, count, plural};
 
 /// Steps of a run that are shown one by one; a longer run is cut in the middle.
 const SHOWN: usize = 40;

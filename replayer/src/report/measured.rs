@@ -1,10 +1,10 @@
 //! The measures of one comparison as lines of text: what people know from other
 //! tools, beside the verdict and not instead of it.
 
-use super::number::{count, short};
 use super::schema::{ComparisonReport, ScoreClass, StageReport};
 use super::text::wrap;
 use crate::compare::measures::Summary;
+use crate::number::{count, short};
 
 const INDENT: &str = "             ";
 /// ULP buckets named one by one.

@@ -12,7 +12,6 @@ pub mod inventory;
 pub mod listed;
 mod measured;
 mod norm;
-pub mod number;
 pub mod precision;
 pub mod schema;
 mod seen;

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use super::number::{count, error, plural};
 use super::text::wrap;
+use crate::number::{count, error, plural};
 use crate::precision::Precision;
 use crate::precision::difference::{Differences, Input};
 

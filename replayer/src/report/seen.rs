@@ -1,10 +1,10 @@
 //! How small a fault would have been seen: an agreement is worth what it could have refused.
 
-use super::number::error;
 use super::schema::StageReport;
 use super::text::wrap;
 use crate::compare::SeenFrom;
 use crate::kernels::round::Precision;
+use crate::number::error;
 use crate::replay::outcome::Status;
 
 /// The gradients that a head is judged by in the end.

@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use backtape::dtype::Dtype;
 
-use super::number::count;
 use super::text::WIDTH;
 use crate::assemble::Tensor;
 use crate::bits::{bits, integer, value};
+use crate::number::count;
 
 /// A tensor's values, the last dimension along the line, with the global index of each row and
 /// column; as hexadecimal bits where `raw` is set.

@@ -5,10 +5,10 @@ use std::fmt::Write;
 use super::against;
 use super::causes;
 use super::measured;
-use super::number::{bytes, count, error, plural, ratio, scale, short};
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
 use super::seen;
 use super::step_checks;
+use crate::number::{bytes, count, error, plural, ratio, scale, short};
 use crate::replay::coverage::Coverage;
 use crate::replay::outcome::{NotChecked, Status};
 
@@ -260,7 +260,7 @@ pub fn verdict(report: &Report) -> String {
             let only = match &loose[..] {
                 [] => String::new(),
                 names => format!(
-                    ", {} less closely than it could be (unchecked, above)",
+                    ", {} less closely than is possible (unchecked, above)",
                     names.join(" and ")
                 ),
             };

@@ -6,9 +6,9 @@ use std::fmt::Write;
 use backtape::identity::{Attempt, Rank};
 use serde::Serialize;
 
-use super::number::plural;
 use super::text::wrap;
 use crate::dump::name_ranks;
+use crate::number::plural;
 use crate::trajectory::{FlagSummary, Judged, RankScalars, Severity, Status, Trajectory};
 
 /// Name and version of the schema.

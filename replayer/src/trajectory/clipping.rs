@@ -11,7 +11,7 @@ use super::chance::{FALSE_ALARM, binomial_tail};
 use super::finding::{Found, Place};
 use super::series::median;
 use super::{Series, View};
-use crate::report::number::short;
+use crate::number::short;
 
 /// Share of clipped steps that is too large.
 const SHARE: f64 = 0.9;

@@ -11,7 +11,7 @@
 use super::View;
 use super::finding::{Found, Place};
 use super::series::median;
-use crate::report::number::short;
+use crate::number::short;
 
 /// Kaplan et al. 2020, arXiv 2001.08361, equation 1.2 and table 5.
 const TOKENS: f64 = 5.4e13;

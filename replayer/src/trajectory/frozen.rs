@@ -9,7 +9,7 @@ use super::View;
 use super::chance::{FALSE_ALARM, NORM_ROUNDING};
 use super::finding::{Found, Place};
 use super::series::Series;
-use crate::report::number::short;
+use crate::number::short;
 
 /// Distinct losses inside the stretch, over its length: the loss must have moved.
 const MOVED: f64 = 0.5;

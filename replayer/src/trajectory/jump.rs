@@ -9,7 +9,7 @@ use super::View;
 use super::chance::FALSE_ALARM;
 use super::finding::{Found, Place};
 use super::series::{median, noise};
-use crate::report::number::short;
+use crate::number::short;
 
 /// Values before and after: C(40, 20) is 1.4e11, and 1e7 steps are tested.
 const WINDOW: usize = 20;

@@ -10,7 +10,7 @@ use super::View;
 use super::chance::NORM_ROUNDING;
 use super::finding::{Found, Place};
 use super::series::{Series, median};
-use crate::report::number::short;
+use crate::number::short;
 
 /// Values of which the median is taken at the end, and that a run must have for it.
 const END: usize = 5;

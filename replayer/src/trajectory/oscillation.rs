@@ -8,7 +8,7 @@
 use super::View;
 use super::finding::{Found, Place};
 use super::series::{Series, median};
-use crate::report::number::short;
+use crate::number::short;
 
 /// Values that the second half must have.
 const LEAST: usize = 48;

@@ -11,7 +11,7 @@ use super::chance::{NORM_ROUNDING, spacing};
 use super::finding::{Found, Place};
 use super::read::RankScalars;
 use crate::dump::name_ranks as of_ranks;
-use crate::report::number::short;
+use crate::number::short;
 
 /// Steps at the start on which ranks that share a number must share it bit for bit.
 const START: usize = 10;

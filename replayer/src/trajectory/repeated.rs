@@ -11,7 +11,7 @@ use super::View;
 use super::chance::FALSE_ALARM;
 use super::finding::{Found, Place};
 use super::series::{Series, noise};
-use crate::report::number::short;
+use crate::number::short;
 
 /// Shortest period looked for: sources of data that take turns make shorter ones.
 const SHORTEST: usize = 8;

@@ -5,8 +5,8 @@ use std::fmt::Write;
 use super::Page;
 use super::escape::esc;
 use super::stages::{class, glyph, stage_table};
+use crate::number::{error, ratio, short};
 use crate::replay::outcome::Status;
-use crate::report::number::{error, ratio, short};
 use crate::report::schema::AgainstReport;
 use crate::report::text::{place, word};
 

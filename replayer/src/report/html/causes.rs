@@ -7,8 +7,8 @@ use super::Page;
 use super::bars::{Bar, Widths, decades, draw};
 use super::escape::esc;
 use crate::diagnose::{Found, StageResidual, Standing};
+use crate::number::{error, plural};
 use crate::report::causes::figures;
-use crate::report::number::{error, plural};
 use crate::report::schema::Verdict;
 use crate::report::text::place;
 

@@ -7,8 +7,8 @@ use super::Page;
 use super::escape::esc;
 use super::stages::glyph;
 use crate::head::Stage;
+use crate::number::ratio;
 use crate::replay::outcome::Status;
-use crate::report::number::ratio;
 use crate::report::schema::StageReport;
 use crate::report::text::word;
 

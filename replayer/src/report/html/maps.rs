@@ -14,8 +14,8 @@ use super::Page;
 use super::escape::{base64, esc};
 use super::picture::{CLASSES, Drawn, ENDS, picture};
 use crate::compare::Cell;
+use crate::number::{count, plural, ratio, short};
 use crate::replay::maps::{Map, Source, Strip};
-use crate::report::number::{count, plural, ratio, short};
 use crate::report::text::place;
 
 /// Worst blocks that are listed under a map.

@@ -10,8 +10,8 @@ use std::fmt::Write;
 use super::escape::esc;
 use super::maps::whose;
 use crate::compare::{Cell, Chart};
+use crate::number::count;
 use crate::replay::maps::{Map, Strip};
-use crate::report::number::count;
 
 /// Upper ends of the classes of scores; a block without any error has a class of its own.
 pub(super) const ENDS: [f64; 7] = [1.0, 2.0, 3.0, 4.0, 6.0, 16.0, 64.0];

@@ -6,8 +6,8 @@ use std::fmt::Write;
 
 use super::Page;
 use super::escape::esc;
+use crate::number::{bytes, count, plural};
 use crate::report::drawings::{Drawings, FAULTS, Held, RankDrawn};
-use crate::report::number::{bytes, count, plural};
 
 /// Ranks of one host that are drawn one by one.
 const OF_HOST: usize = 64;

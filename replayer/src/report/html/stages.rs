@@ -7,9 +7,9 @@ use super::Page;
 use super::bars::{Bar, Widths, decades, draw};
 use super::escape::esc;
 use crate::head::Stage;
+use crate::number::{count, error, plural, ratio, scale, short};
 use crate::replay::outcome::Status;
 use crate::report::measured;
-use crate::report::number::{count, error, plural, ratio, scale, short};
 use crate::report::schema::{ComparisonReport, StageReport};
 use crate::report::text::{place, word};
 

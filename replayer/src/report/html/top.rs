@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::Page;
 use super::escape::esc;
 use crate::diagnose::Standing;
-use crate::report::number::{bytes, plural};
+use crate::number::{bytes, plural};
 use crate::report::schema::{DumpSummary, Verdict};
 use crate::report::text;
 

@@ -1,5 +1,5 @@
 //! Rows of final logits in f32 or f64, from q and k where they lie or moved a step
-//! along a direction: the one place where the head's options enter this module.
+//! along a direction, with all that the head's options make of them.
 //!
 //! Dot products are summed in eight lanes that are added at the end. The vocabulary
 //! is taken in blocks of `BLOCK` rows of k: beside the result no copy of k is held.
