@@ -112,14 +112,14 @@ def test_a_forward_and_a_backward_that_differ_are_a_fault_whatever_is_declared(t
 
 ALL_F32 = {"logits": "f32", "lse": "f32", "p": "f32", "dlogits": "f32", "accumulate": "f32"}
 COARSE = {
-    "output": ({"output": "f8_e4m3"}, "DIVERGED at dk"),
-    "accumulate": (ALL_F32 | {"accumulate": "f8_e5m2"}, "less closely than is possible"),
-    "input": (ALL_F32 | {"input": "f8_e4m3"}, "less closely than is possible"),
+    "output": {"output": "f8_e4m3"},
+    "accumulate": ALL_F32 | {"accumulate": "f8_e5m2"},
+    "input": ALL_F32 | {"input": "f8_e4m3"},
 }
 
 
-@pytest.mark.parametrize(("dtypes", "says"), COARSE.values(), ids=COARSE)
-def test_dtypes_declared_coarser_than_the_job_computes_do_not_hide_a_fault(tmp_path, dtypes, says):
+@pytest.mark.parametrize("dtypes", COARSE.values(), ids=COARSE)
+def test_dtypes_declared_coarser_than_the_job_computes_are_told(tmp_path, dtypes):
     """One row of an f32 job's dk is a tenth too large; its dtypes are declared in eight bits."""
     right = job(tmp_path / "right", {}, {"dtypes": dtypes})
     assert right.verdict == "agreed", right
@@ -133,11 +133,9 @@ def test_dtypes_declared_coarser_than_the_job_computes_do_not_hide_a_fault(tmp_p
             tape.record(name, np.asarray(value), microbatch=0)
     report = backtape.replay(tmp_path / "run", step=0)
     text = " ".join(str(report).split())
-    assert says in text, report
-    if report.verdict == "agreed":
-        point = next(name for name in dtypes if dtypes[name].startswith("f8"))
-        assert f"{point}={dtypes[point]}" in text, report
-        assert "a fault below that passes" in text, report
+    point = next(name for name in dtypes if dtypes[name].startswith("f8"))
+    for words in ("less closely than is possible", "a fault below that passes", f"{point}={dtypes[point]}"):
+        assert words in text, report
 
 
 def test_dtypes_that_the_job_has_are_not_called_too_coarse(tmp_path):

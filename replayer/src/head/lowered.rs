@@ -6,13 +6,12 @@
 //! point that only such a job has, and recorded f32 values that are numbers of few bits.
 
 use backtape::dtype::Dtype;
-use backtape::index_box::IndexBox;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::HeadStep;
 use super::roundings::precision_of;
-use crate::dump::{ShardRef, TensorInfo};
+use crate::dump::TensorInfo;
 use crate::kernels::round::Precision;
 
 /// A format that values of more bits may show.
@@ -32,8 +31,7 @@ impl Shown {
 }
 
 /// Declared points whose results only a product in that format has.
-const POINTS: [&str; 3] = ["logits", "dlogits", OUTPUT];
-const OUTPUT: &str = "output";
+const POINTS: [&str; 3] = ["logits", "dlogits", "output"];
 
 /// Values of a shard that are looked at, evenly over it: of f32 arithmetic one in 65,536 is
 /// a bf16 number by chance.
@@ -56,10 +54,8 @@ pub(super) fn lowered(step: &HeadStep<'_>) -> Option<Precision> {
     let lower = |of: &Precision| of.unit_roundoff() > stored.unit_roundoff();
     let declared = &step.options.declared;
     let said = declared.autocast.as_deref().and_then(Precision::from_name).filter(lower);
-    let points = POINTS.iter().filter_map(|&point| {
-        let to = Precision::from_name(declared.dtypes.get(point)?).filter(lower)?;
-        (point != OUTPUT || !contradicted(step, to)).then_some(to)
-    });
+    let points = POINTS.iter().filter_map(|&point| declared.dtypes.get(point));
+    let points = points.filter_map(|name| Precision::from_name(name)).filter(lower);
     let point = points.max_by(|a, b| a.unit_roundoff().total_cmp(&b.unit_roundoff()));
     said.or(point).or_else(|| shown(step).filter(lower))
 }
@@ -82,14 +78,20 @@ fn shown(step: &HeadStep<'_>) -> Option<Precision> {
 /// do not count.
 pub(crate) fn every(step: &HeadStep<'_>, role: Role, shown: &Shown) -> Option<bool> {
     let zeros = shown.zeros;
+    let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+        info.role == Some(role) && (key.microbatch.is_some() || step.microbatches == [None])
+    };
+    let shards = step.tensors.iter().filter(of).flat_map(|(_, info)| &info.shards);
     let (mut seen, mut last) = (0, 0);
-    for shard in shards(step, role) {
+    for shard in shards.take(SHARDS) {
         match step.dump.record(shard).dtype {
             Dtype::F32 => {}
             other if precision_of(other) == Some(shown.precision) => return Some(true),
             _ => return Some(false),
         }
-        for bits in some_bits(step.dump.shard_bytes(shard)?) {
+        let (values, _) = step.dump.shard_bytes(shard)?.as_chunks::<4>();
+        for bytes in values.iter().step_by(values.len().div_ceil(LOOKS).max(1)) {
+            let bits = u32::from_le_bytes(*bytes);
             if bits & ((1 << zeros) - 1) != 0 {
                 return Some(false);
             }
@@ -98,36 +100,4 @@ pub(crate) fn every(step: &HeadStep<'_>, role: Role, shown: &Shown) -> Option<bo
         }
     }
     (seen >= FEWEST && last * LAST_BIT >= seen).then_some(true)
-}
-
-/// Whether dq shows that a declared `output` is not what the job rounds to: it is no numbers of that
-/// format. Where ranks hold parts of k, a recorded dq may be a sum over them, which leaves the
-/// format of its parts and disproves nothing.
-fn contradicted(step: &HeadStep<'_>, output: Precision) -> bool {
-    let whole = shards(step, Role::K).all(|shard| {
-        let record = step.dump.record(shard);
-        record.place == IndexBox::whole(&record.shape)
-    });
-    let is_other = |bits: u32| {
-        let x = f64::from(f32::from_bits(bits));
-        x.is_finite() && output.round64(x) != x
-    };
-    let of_f32 = |shard: &&ShardRef| step.dump.record(shard).dtype == Dtype::F32;
-    let bytes = shards(step, Role::Dq).filter(of_f32).filter_map(|one| step.dump.shard_bytes(one));
-    whole && bytes.into_iter().any(|bytes| some_bits(bytes).any(is_other))
-}
-
-/// Shards of a role that are not sums over microbatches.
-fn shards<'a>(step: &'a HeadStep<'_>, role: Role) -> impl Iterator<Item = &'a ShardRef> {
-    let of = move |(key, info): &(&TensorKey, &TensorInfo)| {
-        info.role == Some(role) && (key.microbatch.is_some() || step.microbatches == [None])
-    };
-    step.tensors.iter().filter(of).flat_map(|(_, info)| &info.shards).take(SHARDS)
-}
-
-/// Bits of some values of an f32 shard, evenly over it.
-fn some_bits(bytes: &[u8]) -> impl Iterator<Item = u32> {
-    let (values, _) = bytes.as_chunks::<4>();
-    let step = values.len().div_ceil(LOOKS).max(1);
-    values.iter().step_by(step).map(|bytes| u32::from_le_bytes(*bytes))
 }
