@@ -85,10 +85,10 @@ impl World for Heard {
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
         let Some(heard) = self.found.cotangents.get(&tokens.inputs.microbatch) else { return };
-        for (which, to) in of.into_iter().enumerate() {
-            for (to, row) in to.iter_mut().zip(tokens.rows) {
-                *to = heard.get(row).map_or(*to, |own| own[which]);
-            }
+        for (at, own) in
+            tokens.rows.iter().enumerate().filter_map(|(at, row)| Some((at, heard.get(row)?)))
+        {
+            (of[0][at], of[1][at], of[2][at]) = (own.lse, own.label, own.smooth);
         }
     }
 

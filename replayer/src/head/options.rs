@@ -8,6 +8,7 @@ use backtape::head::{
 
 use super::policy_file::DTYPES;
 use super::roundings::DTYPE_KEYS;
+use crate::kernels::TokenCotangents;
 use crate::kernels::round::Precision;
 use crate::kernels::transform::Transform;
 
@@ -125,6 +126,18 @@ impl HeadOptions {
             SmoothingFormula::Uniform => epsilon,
             SmoothingFormula::Megatron if classes > 1 => epsilon * k / (k - 1.0),
             SmoothingFormula::Megatron => 0.0,
+        }
+    }
+
+    /// The cotangents of a token with this lse whose nll has the gradient g, over so many classes:
+    /// `g (1 + 2 λ lse)`, `-g (1 - s)` and `-g s / K`. An ignored token, of g = 0, has none, whatever
+    /// its lse is.
+    pub fn cotangents(&self, g: f64, lse: f64, classes: usize) -> TokenCotangents {
+        let s = self.smoothing(classes);
+        TokenCotangents {
+            lse: if g == 0.0 { 0.0 } else { g * (1.0 + 2.0 * self.declared.z_loss * lse) },
+            label: -g * (1.0 - s),
+            smooth: -g * s / classes.max(1) as f64,
         }
     }
 

@@ -107,10 +107,35 @@ impl<'a, F> Cotangents<'a, F> {
     }
 }
 
+/// The cotangents of one token: what `Cotangents` has at its place.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[allow(missing_docs)]
+pub struct TokenCotangents {
+    pub lse: f64,
+    pub label: f64,
+    pub smooth: f64,
+}
+
+impl TokenCotangents {
+    /// The derivative of the loss by a logit whose softmax is p, the label's own part left out.
+    #[inline]
+    pub fn dense(&self, p: f64) -> f64 {
+        self.lse * p + self.smooth
+    }
+
+    /// The derivative of the loss by a logit whose softmax is p; `is_label`: whether it is the
+    /// token's label's. By the raw logit it is this times the slope of the transform.
+    #[inline]
+    pub fn entry(&self, p: f64, is_label: bool) -> f64 {
+        self.dense(p) + if is_label { self.label } else { 0.0 }
+    }
+}
+
 impl Cotangents<'_, f64> {
-    /// The loss's derivative by a token's logit whose softmax is p, the label's own part left out.
-    pub fn by_logit(&self, token: usize, p: f64) -> f64 {
-        self.lse[token] * p + self.smooth[token]
+    /// Those of one token.
+    pub fn of_token(&self, token: usize) -> TokenCotangents {
+        let (lse, label) = (self.lse[token], self.label[token]);
+        TokenCotangents { lse, label, smooth: self.smooth[token] }
     }
 }
 

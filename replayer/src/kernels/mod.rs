@@ -26,7 +26,7 @@ pub mod transform;
 pub(crate) mod fixture;
 
 pub(crate) use matrix::span_of;
-pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Values, rows_of};
+pub use matrix::{Cotangents, HeadInputs, IGNORED, Matrix, TokenCotangents, Values, rows_of};
 pub use policy::Policy;
 pub use round::Precision;
 pub use tiles::{NoProgress, Progress, Tiles};

@@ -27,7 +27,7 @@ use crate::head::step::{StepError, matrix, rows_of, unfit};
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads};
 use crate::kernels::policy::{Path, Policy};
-use crate::kernels::{policy, reference};
+use crate::kernels::{TokenCotangents, policy, reference};
 
 /// Elements that one thread adds at a time.
 const MANY: usize = 1 << 14;
@@ -360,7 +360,7 @@ impl Replay<'_> {
             IGNORED => 0.0,
             _ => {
                 let p = libm::exp(logits[t] - lse[t]);
-                (g.by_logit(t, p) + g.label[t]) * head.transform.slope_at(logits[t])
+                g.of_token(t).entry(p, true) * head.transform.slope_at(logits[t])
             }
         };
         let entries: Vec<f64> = (0..lse.len()).map(entry).collect();
@@ -403,22 +403,15 @@ impl Replay<'_> {
         ((0..g.len()).map(of_token).collect(), rows)
     }
 
-    /// `g (1 + 2 λ lse)`, `-g (1 - s)`, `-g s / K`.
+    /// Of lse, label and every logit, as the world has them.
     pub(super) fn token_cotangents(&self, tokens: &UnitTokens<'_>) -> [Vec<f64>; 3] {
-        let UnitTokens { lse, g, .. } = *tokens;
         let classes = tokens.inputs.valid_vocab;
-        let lambda = self.step.options.declared.z_loss;
-        let s = self.step.options.smoothing(classes);
-        let k = classes.max(1) as f64;
-        let [mut of_lse, mut label, mut smooth]: [Vec<f64>; 3] = [
-            // An ignored token has no gradient, whatever its lse.
-            lse.iter()
-                .zip(g)
-                .map(|(l, &g)| if g == 0.0 { 0.0 } else { g * (1.0 + 2.0 * lambda * l) })
-                .collect(),
-            g.iter().map(|g| -g * (1.0 - s)).collect(),
-            g.iter().map(|g| -g * s / k).collect(),
-        ];
+        let each = tokens.lse.iter().zip(tokens.g);
+        let each: Vec<TokenCotangents> =
+            each.map(|(&lse, &g)| self.step.options.cotangents(g, lse, classes)).collect();
+        let list = |of: fn(&TokenCotangents) -> f64| each.iter().map(of).collect::<Vec<f64>>();
+        let [mut of_lse, mut label, mut smooth] =
+            [list(|of| of.lse), list(|of| of.label), list(|of| of.smooth)];
         self.world.cotangents(tokens, [&mut of_lse, &mut label, &mut smooth]);
         [of_lse, label, smooth]
     }

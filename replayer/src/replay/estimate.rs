@@ -74,7 +74,7 @@ impl<'a> Estimated<'a> {
                 let product: f64 = (0..depth).map(term).sum();
                 let (logit, slope) = head.logit(product, label);
                 let p = libm::exp(logit - lse[token]);
-                let dense = cotangents.by_logit(token, p);
+                let dense = cotangents.of_token(token).dense(p);
                 (slope * dense, slope * (dense + cotangents.label[token]))
             }
         };
@@ -225,7 +225,7 @@ impl<'a> Estimated<'a> {
                 let term = |v: usize| {
                     let (logit, slope) = head.logit(row[v], v);
                     let p = libm::exp(logit - self.lse[token]);
-                    slope * self.cotangents.by_logit(token, p) * dots[v]
+                    slope * self.cotangents.of_token(token).dense(p) * dots[v]
                 };
                 scalars.push((0..valid).filter(other).map(term).sum());
             }

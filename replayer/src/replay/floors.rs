@@ -156,8 +156,8 @@ fn stand_for(row: &mut [f64], emulated: &[f64], weight: f64) {
 fn sizes(problem: &Problem<'_>, confidence: &[f64]) -> Vec<f64> {
     let cotangents = problem.cotangents();
     let of = |(token, &p): (usize, &f64)| {
-        let label = cotangents.label[token] + cotangents.by_logit(token, p);
-        label * label + cotangents.by_logit(token, 1.0 - p).powi(2)
+        let own = cotangents.of_token(token);
+        own.entry(p, true).powi(2) + own.dense(1.0 - p).powi(2)
     };
     confidence.iter().enumerate().map(of).collect()
 }

@@ -1,6 +1,7 @@
 //! The dense entries of a head whose p was rounded before, whose roundings are one error.
 
 use super::alike::MeanError;
+use crate::kernels::TokenCotangents;
 use crate::kernels::round::Precision;
 
 /// Entries of a binade that the mean error of its entries is taken from.
@@ -34,8 +35,10 @@ pub(super) fn of_smoothed_entries(
         let multiples = (steps..2 * steps).map(|j| p.round64(spacing * j as f64));
         let multiples: Vec<f64> = multiples.collect();
         let tokens = counted.iter().step_by(every);
-        let entries =
-            tokens.flat_map(|&t| multiples.iter().map(move |p| g_lse[t] * p + g_smooth[t]));
+        let entries = tokens.flat_map(|&t| {
+            let own = TokenCotangents { lse: g_lse[t], label: 0.0, smooth: g_smooth[t] };
+            multiples.iter().map(move |&p| own.dense(p))
+        });
         MeanError::of(entries, to).most()
     };
     binades.map(of).fold(0.0, f64::max)

@@ -15,6 +15,7 @@ use crate::diagnose::detectors::plane::Rows;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::TokenCotangents;
 
 /// Classes whose rows of dk are looked at, at most.
 const CLASSES: usize = 12;
@@ -51,8 +52,8 @@ struct Kernel<'a> {
     direct: Direct<'a>,
     /// The entries of dlogits as they should be, `[tokens, V]`.
     entries: Rows,
-    /// lse as the backward reads it, and the cotangents of lse, label logit and all logits.
-    tokens: Vec<(f64, [f64; 3])>,
+    /// lse as the backward reads it, and the token's cotangents.
+    tokens: Vec<(f64, TokenCotangents)>,
 }
 
 impl<'a> Kernel<'a> {

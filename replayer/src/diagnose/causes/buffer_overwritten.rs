@@ -201,16 +201,14 @@ fn overwritten(
     let reference = evidence.reference();
     let lse = reference.lse.get(&inputs.microbatch)?;
     let g = reference.g.get(&inputs.microbatch)?;
-    let declared = &evidence.step.options;
-    let (lambda, s) = (declared.declared.z_loss, declared.smoothing(inputs.valid_vocab));
+    let options = &evidence.step.options;
     let transform = direct.head.transform;
     let (vocab, valid) = (direct.head.k.rows, inputs.valid_vocab);
     let mut found =
         Overwritten { raw: vec![0.0; inputs.tokens() * vocab], lse: vec![0.0; inputs.tokens()] };
     for &t in tokens {
         let q = direct.q(Row::From(t));
-        let c = -g[t] * s / valid.max(1) as f64;
-        let upstream = [g[t] * (1.0 + 2.0 * lambda * lse[t]), -g[t] * (1.0 - s), c];
+        let upstream = options.cotangents(g[t], lse[t], valid);
         let held: Vec<f64> = (0..valid)
             .map(|v| {
                 let of = direct.logit_of(&q, v);
@@ -244,12 +242,12 @@ fn shows(
         let vocab = direct.head.k.rows;
         let (mut off, mut size) = (0.0, 0.0);
         for &t in tokens {
-            let [a, b, c] = *cotangents.get(&t)?;
+            let own = cotangents.get(&t)?;
             let mut row = vec![0.0; captured.columns];
             for v in 0..inputs.valid_vocab {
                 let (z, slope) = direct.logit(of.raw[t * vocab + v], v);
-                let label = if inputs.labels[t] as usize == v { b } else { 0.0 };
-                let entry = slope * (a * (z - of.lse[t]).exp() + c + label);
+                let is_label = inputs.labels[t] as usize == v;
+                let entry = slope * own.entry((z - of.lse[t]).exp(), is_label);
                 match key.stage {
                     Stage::Dlogits => row[v] = entry,
                     _ => row

@@ -241,7 +241,7 @@ fn shows(
             let row = reference.of_token((key.stage, key.microbatch), t);
             let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return true };
             let class = inputs.labels[t] as usize;
-            let part = of[1] * direct.logit_at(t, class).1;
+            let part = of.label * direct.logit_at(t, class).1;
             // The entry lacks the label's part.
             (captured.row(t)[class] - row[class] + part).abs() <= 0.1 * part.abs()
         });
@@ -252,7 +252,8 @@ fn shows(
         let class = inputs.labels[t] as usize;
         let slope = direct.logit_of(&direct.q(Row::From(t)), class).1;
         let label = direct.k(Row::From(class));
-        let without: Vec<f64> = row.iter().zip(label).map(|(x, k)| x - of[1] * slope * k).collect();
+        let without: Vec<f64> =
+            row.iter().zip(label).map(|(x, k)| x - of.label * slope * k).collect();
         alike(captured.row(t), &without)
     })
 }

@@ -86,7 +86,7 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         }
         let of = evidence.reference().cotangents.get(&inputs.microbatch)?;
         let entries: BTreeMap<usize, f64> =
-            of.iter().map(|(&t, [.., smooth])| (t, smooth * share * slope)).collect();
+            of.iter().map(|(&t, own)| (t, own.smooth * share * slope)).collect();
         let mut k = vec![0.0; direct.head.q.cols];
         for row in valid..rows {
             k.iter_mut().zip(direct.k(Row::From(row))).for_each(|(to, k)| *to += k);

@@ -13,6 +13,7 @@ use crate::diagnose::detectors::reference::{Reference, reference};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
+use crate::kernels::TokenCotangents;
 use crate::kernels::transform::Transform;
 use crate::replay::world::{Expectation, World};
 
@@ -61,13 +62,13 @@ impl Held {
         self,
         (z, slope): (f64, f64),
         lse: f64,
-        [a, b, c]: [f64; 3],
+        own: TokenCotangents,
         label: bool,
     ) -> f64 {
         match self {
-            Held::Counted if a == 0.0 => 0.0,
+            Held::Counted if own.lse == 0.0 => 0.0,
             Held::Difference | Held::Counted => (z - lse).exp() - f64::from(u8::from(label)),
-            Held::Gradient => slope * (a * (z - lse).exp() + c + if label { b } else { 0.0 }),
+            Held::Gradient => slope * own.entry((z - lse).exp(), label),
             Held::Probabilities => (z - lse).exp(),
             Held::LogProbabilities => z - lse,
         }
@@ -178,7 +179,7 @@ fn logits_hold(
     let all = tokens(evidence, inputs);
     let few = all.iter().copied().step_by(all.len().div_ceil(16).max(1));
     // What stands in the rows of tokens that do not count tells kinds apart.
-    let blank = cotangents.iter().filter(|(_, of)| of[0] == 0.0).map(|(&t, _)| t).take(2);
+    let blank = cotangents.iter().filter(|(_, of)| of.lse == 0.0).map(|(&t, _)| t).take(2);
     let (mut both, mut size, mut own) = (0.0, 0.0, 0.0);
     for t in few.chain(blank) {
         // Not the lse that the replay takes from the captured logits.
@@ -208,7 +209,7 @@ struct LogitsHold {
     times: f64,
     labels: Tokens<Vec<u32>>,
     lse: Tokens<Vec<f64>>,
-    cotangents: Tokens<BTreeMap<usize, [f64; 3]>>,
+    cotangents: Tokens<BTreeMap<usize, TokenCotangents>>,
     transform: Transform,
 }
 

@@ -11,7 +11,7 @@ use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::draw::Draw;
 use crate::head::{MicrobatchInputs, Stage};
-use crate::kernels::matrix::IGNORED;
+use crate::kernels::matrix::{IGNORED, TokenCotangents};
 
 /// Logits of labels that are looked at.
 const LABELS: usize = 32;
@@ -42,8 +42,7 @@ struct Projected {
     /// How far it may be off to be worth a trial.
     near: f64,
     rows: Vec<f64>,
-    /// The cotangents of lse, label and every logit.
-    cotangents: [f64; 3],
+    cotangents: TokenCotangents,
     label: Option<usize>,
     /// lse of a forward that read rightly.
     right: f64,
@@ -138,13 +137,14 @@ impl Looked<'_> {
         }
         // A token of which nothing else was captured says nothing.
         let Some(dq) = &one.dq else { return Some(0.0) };
-        let [a, b, c] = dq.cotangents;
+        let upstream = dq.cotangents;
         let dense = |lse: f64| -> f64 {
-            let entry = |v: usize| logits[v].1 * (a * (z[v] - lse).exp() + c);
+            let entry = |v: usize| logits[v].1 * upstream.dense((z[v] - lse).exp());
             (0..valid).map(|v| entry(v) * at(&dq.rows, v)).sum()
         };
-        let of_label =
-            |row: f64, product: f64, label: usize| b * self.direct.logit(product, label).1 * row;
+        let of_label = |row: f64, product: f64, label: usize| {
+            upstream.label * self.direct.logit(product, label).1 * row
+        };
         let labels = match dq.label {
             None => vec![0.0],
             Some(v) => vec![

@@ -57,14 +57,15 @@ fn of_dq(
     let all = tokens(evidence, inputs);
     let step = all.len().div_ceil(FITTED).max(1);
     let one = |&token: &usize| {
-        let (row, [_, label, smooth]) = (table.get(&token)?, *cotangents.get(&token)?);
-        if smooth != 0.0 || inputs.labels[token] == IGNORED {
+        let (row, own) = (table.get(&token)?, cotangents.get(&token)?);
+        if own.smooth != 0.0 || inputs.labels[token] == IGNORED {
             return None; // smoothing is a dense part of its own
         }
         let class = inputs.labels[token] as usize;
         let slope = direct.logit_of(&direct.q(Row::From(token)), class).1;
-        let own = direct.k(Row::From(class));
-        let of_label = |i: usize| if key.stage == Stage::Dq { label * slope * own[i] } else { 0.0 };
+        let of_class = direct.k(Row::From(class));
+        let of_label =
+            |i: usize| if key.stage == Stage::Dq { own.label * slope * of_class[i] } else { 0.0 };
         let less = |of: &[f64]| -> Vec<f64> {
             of.iter().enumerate().map(|(i, x)| x - of_label(i)).collect()
         };

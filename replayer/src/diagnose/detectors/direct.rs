@@ -8,7 +8,7 @@ use crate::diagnose::evidence::Evidence;
 use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::reference;
-use crate::kernels::{NoProgress, Progress, Tiles};
+use crate::kernels::{NoProgress, Progress, Tiles, TokenCotangents};
 
 /// Multiply-adds that a detector may spend on looking before it leaves.
 pub const WORK: usize = 1 << 31;
@@ -98,17 +98,16 @@ impl<'a> Direct<'a> {
         self.logit(dot(q, &self.k(Row::From(class))), class)
     }
 
-    /// The entry of dlogits of one class for a row of q, by the lse and the cotangents of lse, label
-    /// logit and all logits that its token has; `is_label`: whether the class is the token's label.
+    /// The entry of dlogits of one class for a row of q, by the lse and the cotangents that its token
+    /// has; `is_label`: whether the class is the token's label.
     pub fn entry(
         &self,
         (q, class): (&[f64], usize),
-        (lse, [of_lse, of_label, of_all]): (f64, [f64; 3]),
+        (lse, own): (f64, TokenCotangents),
         is_label: bool,
     ) -> f64 {
         let (z, slope) = self.logit_of(q, class);
-        let of_label = if is_label { of_label } else { 0.0 };
-        slope * (of_lse * (z - lse).exp() + of_all + of_label)
+        slope * own.entry((z - lse).exp(), is_label)
     }
 
     /// A row of q against the vocabulary, each class read where `k` says.

@@ -12,7 +12,7 @@ use super::reference::Reference;
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
-use crate::kernels::matrix::IGNORED;
+use crate::kernels::matrix::{IGNORED, TokenCotangents};
 
 /// How far a logit may be from its label's: logits of bf16 differ by 2⁻⁸ of themselves.
 const LOGIT: f64 = 0.01;
@@ -33,7 +33,7 @@ pub struct LabelTest<'a> {
 }
 
 /// Of lse, the label's logit and all logits, by token.
-type Cotangents = BTreeMap<usize, [f64; 3]>;
+type Cotangents = BTreeMap<usize, TokenCotangents>;
 
 impl<'a> LabelTest<'a> {
     /// `None` where nothing that fails tells one label from another.
@@ -64,7 +64,7 @@ impl<'a> LabelTest<'a> {
                 else {
                     return false;
                 };
-                self.fits_dq(token, label, (captured.row(token), reference), cotangents[1])
+                self.fits_dq(token, label, (captured.row(token), reference), cotangents.label)
             }
             (None, Some(captured)) => label != IGNORED && self.fits_logit(token, label, captured),
             _ => false,

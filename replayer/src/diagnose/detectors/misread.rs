@@ -126,7 +126,7 @@ impl<'a> Looked<'a> {
         let own = reference.lse.get(&self.inputs.microbatch).map(|lse| lse[t]);
         let lse = if passes == Passes::Backward { own } else { Some(row.lse) };
         let cotangents = reference.cotangents.get(&self.inputs.microbatch);
-        let Some(([a, b, c], lse)) = cotangents.and_then(|of| Some((*of.get(&t)?, lse?))) else {
+        let Some((own, lse)) = cotangents.and_then(|of| Some((*of.get(&t)?, lse?))) else {
             return false;
         };
         let width = captured.columns;
@@ -135,7 +135,7 @@ impl<'a> Looked<'a> {
         for (v, z) in row.logits.iter().enumerate() {
             let of = self.direct.k(k(v));
             let slope = self.direct.logit(super::direct::dot(&q_row, &of), v).1;
-            let entry = slope * (a * (z - lse).exp() + c);
+            let entry = slope * own.dense((z - lse).exp());
             dense.iter_mut().zip(&of).for_each(|(sum, k)| *sum += entry * k);
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
@@ -144,7 +144,7 @@ impl<'a> Looked<'a> {
             return [Row::From(label), k(label)].into_iter().any(|row| {
                 let of = self.direct.k(row);
                 let slope = self.direct.logit(super::direct::dot(&q_row, &of), label).1;
-                let sum = dense.iter().zip(&of).map(|(sum, k)| sum + slope * b * k);
+                let sum = dense.iter().zip(&of).map(|(sum, k)| sum + slope * own.label * k);
                 alike(captured.row(t), &sum.collect::<Vec<f64>>())
             });
         }

@@ -8,6 +8,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::{Cotangents, TokenCotangents};
 use crate::replay::trial::{Rows as Sample, counted_trial};
 use crate::replay::world::{Expectation, Pass, Read, UnitTokens, World};
 
@@ -35,8 +36,8 @@ pub struct Reference {
     pub nll: BTreeMap<Option<Microbatch>, Vec<f64>>,
     /// Upstream gradient of each token's nll, `[T]` of each microbatch.
     pub g: BTreeMap<Option<Microbatch>, Vec<f64>>,
-    /// Cotangents of lse, label logit and every logit, by token.
-    pub cotangents: BTreeMap<Option<Microbatch>, BTreeMap<usize, [f64; 3]>>,
+    /// The cotangents of each token.
+    pub cotangents: BTreeMap<Option<Microbatch>, BTreeMap<usize, TokenCotangents>>,
 }
 
 impl Reference {
@@ -48,7 +49,7 @@ impl Reference {
         token: usize,
         (logit, slope): (f64, f64),
     ) -> Option<f64> {
-        let [c, ..] = *self.cotangents.get(&microbatch)?.get(&token)?;
+        let c = self.cotangents.get(&microbatch)?.get(&token)?.lse;
         let lse = *self.lse.get(&microbatch)?.get(token)?;
         Some(c * slope * (logit - lse).exp()).filter(|x| x.is_finite())
     }
@@ -120,8 +121,9 @@ impl World for Notes {
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
         let Ok(mut found) = self.found.lock() else { return };
         let of = found.cotangents.entry(tokens.inputs.microbatch).or_default();
+        let [lse, label, smooth] = [&*lse, &*label, &*smooth];
         for (at, &t) in tokens.rows.iter().enumerate() {
-            of.insert(t, [lse[at], label[at], smooth[at]]);
+            of.insert(t, Cotangents { lse, label, smooth }.of_token(at));
         }
     }
 

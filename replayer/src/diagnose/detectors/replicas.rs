@@ -264,10 +264,7 @@ fn dq_row(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, t: usize) -> Optio
     let reference = evidence.reference();
     let (g, lse) =
         (reference.g.get(&inputs.microbatch)?[t], reference.lse.get(&inputs.microbatch)?[t]);
-    let options = &evidence.step.options;
-    let s = options.smoothing(inputs.valid_vocab);
-    let of_lse = g * (1.0 + 2.0 * options.declared.z_loss * lse);
-    let cotangents = [of_lse, -g * (1.0 - s), -g * s / inputs.valid_vocab as f64];
+    let cotangents = evidence.step.options.cotangents(g, lse, inputs.valid_vocab);
     let q = direct.q(Row::From(t));
     let mut row = vec![0.0; q.len()];
     for v in 0..inputs.valid_vocab {

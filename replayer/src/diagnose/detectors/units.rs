@@ -13,7 +13,7 @@ use crate::head::{HeadStep, MicrobatchInputs, Scores, Stage};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::policy::{self, Path, Policy};
 use crate::kernels::transform::Transform;
-use crate::kernels::{NoProgress, Tiles};
+use crate::kernels::{NoProgress, Tiles, TokenCotangents};
 use crate::replay::gather::Gathered;
 use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{UnitTokens, World};
@@ -154,11 +154,10 @@ impl UnitState {
     pub fn ones(&self, evidence: &Evidence<'_>, tokens: &[usize]) -> [Vec<f64>; 3] {
         let options = &evidence.step.options;
         let classes = self.inputs(evidence).map_or(1, |inputs| inputs.valid_vocab.max(1));
-        let s = options.smoothing(classes);
-        let by_z = |&t: &usize| 1.0 + 2.0 * options.declared.z_loss * self.lse[t];
-        let all = |x: f64| vec![x; tokens.len()];
-        let lse = tokens.iter().map(by_z).collect();
-        [lse, all(-(1.0 - s)), all(-s / classes as f64)]
+        let each = tokens.iter().map(|&t| options.cotangents(1.0, self.lse[t], classes));
+        let each: Vec<TokenCotangents> = each.collect();
+        let list = |of: fn(&TokenCotangents) -> f64| each.iter().map(of).collect::<Vec<f64>>();
+        [list(|of| of.lse), list(|of| of.label), list(|of| of.smooth)]
     }
 
     /// A captured gradient of the unit: `[V, D]` of dk and its parts, `[n, D]` of dq's.
