@@ -90,7 +90,6 @@ fn wire_types_stay_in_the_adapters() {
             "src/coordinator/service",
             "src/coordinator/server",
             "dumper/src/client",
-            "dumper/src/wire",
             "tests/",
         ],
     );

@@ -1,12 +1,7 @@
 //! Reassembles dumped shards, proves the round trip, replays the loss backward
 //! stage by stage against an f64 reference and says where the gradients diverge.
 //!
-//! Layers, each knowing only those before it: `dump` (what lies on disk),
-//! `assemble`, `verify`, `head` (stage graph and options), `kernels` (arithmetic,
-//! no I/O), `device` (the same on a GPU), `compare` (errors against what rounding explains), `checks` (what needs
-//! no replay), `export` (tensors to files for other tools), `trajectory`
-//! (what the scalars of all steps say), `replay` (stages in order, in the world of a hypothesis too),
-//! `diagnose` (the catalogue of causes), `report` (plain data to text or JSON), `cli`.
+//! Each layer knows only those before it; ARCHITECTURE.md has their order, which a test reads.
 
 pub mod assemble;
 mod bits;
