@@ -16,6 +16,7 @@ pub mod export;
 pub mod head;
 pub mod kernels;
 pub mod number;
+pub mod ops;
 pub mod parcel;
 pub mod precision;
 pub mod replay;

@@ -9,6 +9,10 @@
 //! there are is said by [`Allowance::parts`].
 
 use super::bound::Allowed;
+use crate::kernels::round::Precision;
+
+/// Below the smallest normal f32 (and bf16) hardware may flush to zero.
+pub const FLUSH: f64 = 1.175_494_350_822_287_5e-38;
 
 /// The dense part is looked at.
 pub const DENSE: i64 = 1;
@@ -180,6 +184,12 @@ pub struct Sums {
 }
 
 impl Rounding {
+    /// One rounding to a precision.
+    pub fn to(precision: Precision) -> Rounding {
+        let (unit, half) = (precision.unit_roundoff(), precision.smallest_subnormal() / 2.0);
+        Rounding { square: unit * unit / 3.0, constant: FLUSH * FLUSH + half * half, unit, half }
+    }
+
     /// Its variance.
     pub fn variance(&self, x: f64) -> f64 {
         self.square * x * x + self.constant

@@ -9,25 +9,19 @@ use std::path::{Path, PathBuf};
 use cudarc::nvrtc::{Ptx, result as nvrtc, sys};
 
 use super::error::DeviceError;
-use super::presence;
+use super::{formulas, presence};
 
-/// Lines are counted from the file's own first.
-macro_rules! behind_the_prelude {
-    ($file:literal) => {
-        concat!(
-            include_str!("kernels/prelude.cuh"),
-            "#line 1 \"",
-            $file,
-            "\"\n",
-            include_str!(concat!("kernels/", $file))
-        )
-    };
+/// What comes before the kernels of every file, but for the formulas.
+const PRELUDE: &str = include_str!("kernels/prelude.cuh");
+const REFERENCE: &str = include_str!("kernels/reference.cu");
+const POLICY: &str = include_str!("kernels/policy.cu");
+const COMPARE: &str = include_str!("kernels/compare.cu");
+
+/// The kernels of a file behind what all of them have in common; lines are counted from the file's
+/// own first.
+fn behind_the_prelude(file: &str, kernels: &str) -> String {
+    format!("{PRELUDE}{}#line 1 \"{file}\"\n{kernels}", formulas::source())
 }
-
-/// Sources of the kernels, each behind what all of them have in common.
-const REFERENCE: &str = behind_the_prelude!("reference.cu");
-const POLICY: &str = behind_the_prelude!("policy.cu");
-const COMPARE: &str = behind_the_prelude!("compare.cu");
 
 /// The oldest generation that the kernels are compiled for.
 pub(super) const OLDEST: (i32, i32) = (7, 5);
@@ -80,17 +74,17 @@ fn known() -> Result<Vec<c_int>, nvrtc::NvrtcError> {
 
 /// The reference's kernels for an [`architecture`].
 pub(super) fn reference(architecture: &str) -> Result<Image, DeviceError> {
-    compile("reference.cu", REFERENCE, architecture)
+    kernels("reference.cu", REFERENCE, architecture)
 }
 
 /// The policies' kernels, likewise.
 pub(super) fn policy(architecture: &str) -> Result<Image, DeviceError> {
-    compile("policy.cu", POLICY, architecture)
+    kernels("policy.cu", POLICY, architecture)
 }
 
 /// The comparison's kernel, likewise.
 pub(super) fn compare(architecture: &str) -> Result<Image, DeviceError> {
-    compile("compare.cu", COMPARE, architecture)
+    kernels("compare.cu", COMPARE, architecture)
 }
 
 /// A user's kernel, with NVRTC's own defaults as nvcc would give it; headers are looked for beside
@@ -113,6 +107,10 @@ pub(super) fn module(file: &Path) -> Result<Image, DeviceError> {
         read.map_err(|why| DeviceError::call(&format!("reading {}", file.display()), why))?;
     bytes.push(0);
     Ok(Image(bytes))
+}
+
+fn kernels(file: &str, source: &str, architecture: &str) -> Result<Image, DeviceError> {
+    compile(file, &behind_the_prelude(file, source), architecture)
 }
 
 fn compile(file: &str, source: &str, architecture: &str) -> Result<Image, DeviceError> {

@@ -3,6 +3,7 @@
 
 use std::cell::Cell;
 use std::ffi::c_void;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -39,8 +40,12 @@ impl Host {
             Path::new(env!("CARGO_MANIFEST_DIR")).join("src/device/kernels").join(file)
         };
         let options = ["-DHOST", "-O2", "-ffp-contract=off", "-Wall", "-Werror"];
-        let prelude = of("prelude.cuh");
-        let included = ["-include", prelude.to_str().expect("its path is UTF-8")];
+        let mut formulas = tempfile::NamedTempFile::new().expect("a temporary file");
+        formulas.write_all(super::formulas::source().as_bytes()).expect("it is written");
+        let before = [of("prelude.cuh"), formulas.path().to_owned()];
+        let before = before.each_ref().map(|path| path.to_str().expect("its path is UTF-8"));
+        let included = before.iter().flat_map(|&path| ["-include", path]);
+        let included: Vec<&str> = included.collect();
         let sources = ["reference.cu", "policy.cu", "compare.cu"].map(of);
         let all = [&included[..], &options].concat();
         let (kernels, folder) = compiled(&sources.each_ref().map(PathBuf::as_path), &all);

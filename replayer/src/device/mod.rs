@@ -13,6 +13,7 @@ mod compile;
 mod cuda;
 mod current;
 mod error;
+mod formulas;
 mod forward;
 mod head;
 #[cfg(test)]

@@ -14,6 +14,7 @@ mod backward;
 mod forward;
 mod label;
 mod plane;
+mod rounded;
 mod sum;
 
 pub(super) use backward::backward;

@@ -4,15 +4,14 @@
 //! Dot products are summed in eight lanes that are added at the end. The vocabulary
 //! is taken in blocks of `BLOCK` rows of k: beside the result no copy of k is held.
 
-use std::marker::PhantomData;
-use std::ops::{Add, Div, Mul, Range, Sub};
+use std::ops::Range;
 
 use rayon::prelude::*;
 
 use crate::draw::Draw;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
+use crate::kernels::number::Number;
 use crate::kernels::round::Precision;
-use crate::kernels::transform::Operations;
 
 /// Rows of k that one thread takes at a time.
 const BLOCK: usize = 64;
@@ -20,26 +19,11 @@ const BLOCK: usize = 64;
 const LANES: usize = 8;
 
 /// What the loss is computed in.
-pub trait Real:
-    Copy
-    + Send
-    + Sync
-    + PartialOrd
-    + Add<Output = Self>
-    + Sub<Output = Self>
-    + Mul<Output = Self>
-    + Div<Output = Self>
-{
+pub trait Real: Number + Copy + Send + Sync + PartialOrd {
     /// The nearest number.
     fn of(x: f64) -> Self;
     /// The number as f64, exactly.
     fn wide(self) -> f64;
-    /// e to it.
-    fn exp(self) -> Self;
-    /// Its natural logarithm.
-    fn ln(self) -> Self;
-    /// Its hyperbolic tangent.
-    fn tanh(self) -> Self;
     /// The number as a job stores it; f64 is kept, it stands for no rounding at all.
     fn stored(self, as_a: Precision) -> Self;
     /// Rows of a matrix.
@@ -52,15 +36,6 @@ impl Real for f32 {
     }
     fn wide(self) -> f64 {
         self.into()
-    }
-    fn exp(self) -> f32 {
-        libm::expf(self)
-    }
-    fn ln(self) -> f32 {
-        libm::logf(self)
-    }
-    fn tanh(self) -> f32 {
-        libm::tanhf(self)
     }
     fn stored(self, as_a: Precision) -> f32 {
         as_a.round(self)
@@ -77,15 +52,6 @@ impl Real for f64 {
     }
     fn wide(self) -> f64 {
         self
-    }
-    fn exp(self) -> f64 {
-        libm::exp(self)
-    }
-    fn ln(self) -> f64 {
-        libm::log(self)
-    }
-    fn tanh(self) -> f64 {
-        libm::tanh(self)
     }
     fn stored(self, _as_a: Precision) -> f64 {
         self
@@ -125,25 +91,6 @@ pub fn columns(head: &HeadInputs) -> usize {
     }
 }
 
-/// The formula of a logit on numbers of one kind.
-struct Reals<F>(PhantomData<F>);
-
-impl<F: Real> Operations for Reals<F> {
-    type Number = F;
-
-    fn times(&self, x: F, constant: f64) -> F {
-        x * F::of(constant)
-    }
-
-    fn over(&self, x: F, constant: f64) -> F {
-        x / F::of(constant)
-    }
-
-    fn tanh(&self, x: F) -> F {
-        x.tanh()
-    }
-}
-
 /// Final logits `[tokens, columns]` at `q + step direction` or `k + step direction`,
 /// rounded to what the job stores them as.
 pub fn logits<F: Real>(
@@ -161,7 +108,7 @@ pub fn logits<F: Real>(
     let along = by.filter(|by| matches!(by, Direction::K { .. }));
     let finish = |raw: F, _token: usize, v: usize| {
         let biased = raw + F::of(head.bias.map_or(0.0, |bias| bias[v]));
-        head.transform.apply(&Reals(PhantomData), biased).stored(stored)
+        head.transform.value(biased).stored(stored)
     };
     products(head, (&q, tokens.len()), along.map(|by| (step, by)), finish)
 }

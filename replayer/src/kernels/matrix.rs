@@ -3,6 +3,8 @@
 //! No copy of the whole is ever made: kernels convert one panel of rows at a time.
 //! Not a tensor type: no strides, no views, two dimensions.
 
+use super::formula::dense_entry;
+use super::number::Number;
 use super::transform::Transform;
 use std::ops::Range;
 
@@ -118,16 +120,22 @@ pub struct TokenCotangents {
 
 impl TokenCotangents {
     /// The derivative of the loss by a logit whose softmax is p, the label's own part left out.
-    #[inline]
-    pub fn dense(&self, p: f64) -> f64 {
-        self.lse * p + self.smooth
+    #[inline(always)]
+    pub fn dense<N: Number>(&self, p: N) -> N {
+        let (of_lse, smooth) = (p.constant(self.lse), p.constant(self.smooth));
+        dense_entry(p, of_lse, smooth)
     }
 
     /// The derivative of the loss by a logit whose softmax is p; `is_label`: whether it is the
     /// token's label's. By the raw logit it is this times the slope of the transform.
-    #[inline]
-    pub fn entry(&self, p: f64, is_label: bool) -> f64 {
-        self.dense(p) + if is_label { self.label } else { 0.0 }
+    #[inline(always)]
+    pub fn entry<N: Number>(&self, p: N, is_label: bool) -> N {
+        let dense = self.dense(p);
+        if !is_label {
+            return dense;
+        }
+        let label = dense.constant(self.label);
+        dense + label
     }
 }
 

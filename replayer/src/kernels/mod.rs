@@ -7,20 +7,25 @@
 //! whatever the number of rayon threads. The caller has validated the shapes;
 //! a wrong shape here is a programming error and panics.
 //!
-//! `reference` and `policy` share the data types of this module and the formula of a logit
-//! (`transform`), never the rounding: an oracle that rounds with what it judges agrees with it.
+//! `reference` and `policy` share the data types of this module and the formulas (`transform`,
+//! `formula`), never the rounding: an oracle that rounds with what it judges agrees with it.
 
 #[macro_use]
 mod vectorised;
 
 mod emulator;
+pub mod formula;
 pub mod logits;
 pub mod matrix;
+pub mod number;
 pub mod policy;
 pub mod reference;
 pub mod round;
+pub mod surrogate;
+pub mod text;
 pub mod tiles;
 pub mod transform;
+pub mod uncertain;
 
 #[cfg(test)]
 pub(crate) mod fixture;

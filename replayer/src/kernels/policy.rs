@@ -23,6 +23,7 @@ mod label;
 mod logits;
 mod softmax;
 mod step;
+mod summed;
 #[cfg(test)]
 mod tests;
 mod tile;

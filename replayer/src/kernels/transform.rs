@@ -1,10 +1,11 @@
 //! From raw logit to logit, once for all who compute it: `z = softcap tanh(scale x / softcap)`.
 //!
 //! The formula stands here; on which numbers it runs, and what each operation rounds, is said by
-//! `Operations`: f64 for the reference, the registers of a policy, f32 or f64 of the precisions, or the
-//! text of a program. Policies and reference share the formula, never the rounding. The rows of
-//! the fast policies (`policy::exp`) and the kernels of a device have their own.
+//! [`Number`]. The vectorised rows of the f32 policies (`policy::exp`) and the kernels of a device
+//! have their own.
 
+use super::formula::{softcap_slope, softcapped, tanh_slope};
+use super::number::Number;
 use super::round::Precision;
 
 /// What turns a dot product (plus bias) into a logit.
@@ -17,65 +18,6 @@ pub struct Transform {
     /// True where a hypothesis says that the backward forgot the softcap: its derivative
     /// is then 1, in the reference. No policy forgets it.
     pub uncapped: bool,
-}
-
-/// The operations of the formula on one kind of number.
-pub trait Operations {
-    /// What they compute with.
-    type Number;
-    /// `x constant`.
-    fn times(&self, x: Self::Number, constant: f64) -> Self::Number;
-    /// `x / constant`.
-    fn over(&self, x: Self::Number, constant: f64) -> Self::Number;
-    /// Its hyperbolic tangent.
-    fn tanh(&self, x: Self::Number) -> Self::Number;
-    /// What becomes of the result of a whole step: of the scale, of the softcap.
-    fn step(&self, x: Self::Number) -> Self::Number {
-        x
-    }
-}
-
-/// The same, of its derivative.
-pub trait Slopes: Operations {
-    /// A constant as such a number.
-    fn constant(&self, x: f64) -> Self::Number;
-    /// `1 - t²`, the derivative of tanh where it is t.
-    fn bend(&self, t: Self::Number) -> Self::Number;
-}
-
-/// Exact numbers.
-struct Exact;
-
-impl Operations for Exact {
-    type Number = f64;
-
-    #[inline(always)]
-    fn times(&self, x: f64, constant: f64) -> f64 {
-        x * constant
-    }
-
-    #[inline(always)]
-    fn over(&self, x: f64, constant: f64) -> f64 {
-        x / constant
-    }
-
-    #[inline(always)]
-    fn tanh(&self, x: f64) -> f64 {
-        libm::tanh(x)
-    }
-}
-
-impl Slopes for Exact {
-    #[inline(always)]
-    fn constant(&self, x: f64) -> f64 {
-        x
-    }
-
-    /// As a product, since the square is near 1 where the softcap bends most.
-    #[inline(always)]
-    fn bend(&self, t: f64) -> f64 {
-        (1.0 - t) * (1.0 + t)
-    }
 }
 
 /// A constant of it: its name, and its value, 0 where there is none.
@@ -105,34 +47,34 @@ impl Transform {
         (self.scale as f32, self.softcap.map(|cap| cap as f32))
     }
 
-    /// The logit of a raw one, bias included, in any numbers.
+    /// The logit of a raw one, bias included.
     #[inline]
-    pub fn apply<O: Operations>(&self, on: &O, raw: O::Number) -> O::Number {
-        let scaled = if self.scale == 1.0 { raw } else { on.step(on.times(raw, self.scale)) };
-        self.cap(on, scaled)
+    pub fn value<N: Number>(&self, raw: N) -> N {
+        self.capped(if self.scale == 1.0 { raw } else { raw.times(self.scale).step() })
     }
 
+    /// `softcap tanh(x / softcap)` of a scaled logit x; x where there is no softcap.
     #[inline]
-    fn cap<O: Operations>(&self, on: &O, scaled: O::Number) -> O::Number {
+    pub(crate) fn capped<N: Number>(&self, scaled: N) -> N {
         match self.softcap {
-            Some(cap) => on.step(on.times(on.tanh(on.over(scaled, cap)), cap)),
+            Some(cap) => {
+                let cap = scaled.constant(cap);
+                softcapped(scaled, cap).step()
+            }
             None => scaled,
         }
     }
 
-    /// Derivative of a logit by the raw one, from the logit, in any numbers.
+    /// Derivative of a logit by the raw one, from the logit.
     #[inline]
-    pub fn slope_in<O: Slopes>(&self, on: &O, logit: O::Number) -> O::Number {
+    pub fn slope_at<N: Number>(&self, logit: N) -> N {
         match self.softcap.filter(|_| !self.uncapped) {
-            Some(cap) => on.times(on.bend(on.over(logit, cap)), self.scale),
-            None => on.constant(self.scale),
+            Some(cap) => {
+                let cap = logit.constant(cap);
+                softcap_slope(logit, cap).times(self.scale)
+            }
+            None => logit.constant(self.scale),
         }
-    }
-
-    /// The logit of a raw one, bias included.
-    #[inline]
-    pub fn value(&self, raw: f64) -> f64 {
-        self.apply(&Exact, raw)
     }
 
     /// Derivative of a logit by the raw one, from the raw one, bias included.
@@ -140,26 +82,10 @@ impl Transform {
         self.scale * self.bend(self.scale * raw)
     }
 
-    /// `softcap tanh(x / softcap)` of a scaled logit x; x where there is no softcap.
-    #[inline]
-    pub(crate) fn capped(&self, scaled: f64) -> f64 {
-        self.cap(&Exact, scaled)
-    }
-
-    /// The derivative of that: `1 - tanh²(x / softcap)` as `4 e / (1 + e)²` with
-    /// `e = exp(-2 |x / softcap|)`. The subtraction would cancel where tanh saturates, and there
-    /// the gradient is all in what is left.
+    /// The derivative of `capped`, from the scaled logit.
     #[inline]
     pub(crate) fn bend(&self, scaled: f64) -> f64 {
-        self.softcap.filter(|_| !self.uncapped).map_or(1.0, |cap| {
-            let e = libm::exp(-2.0 * (scaled / cap).abs());
-            4.0 * e / ((1.0 + e) * (1.0 + e))
-        })
-    }
-
-    /// Derivative of a logit by the raw one, from the logit.
-    pub fn slope_at(&self, logit: f64) -> f64 {
-        self.slope_in(&Exact, logit)
+        self.softcap.filter(|_| !self.uncapped).map_or(1.0, |cap| tanh_slope(scaled / cap))
     }
 
     /// The raw logit, bias included, that this one is made of; of one at or beyond the softcap an

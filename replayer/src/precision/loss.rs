@@ -10,18 +10,10 @@
 
 use rayon::prelude::*;
 
+use crate::kernels::formula::{TokenLoss, log_sum_exp, probability};
 use crate::kernels::logits::{Direction, Real, columns, label, logits, slopes};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::round::Precision;
-
-/// What a token's loss has beside its negative log-likelihood.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Terms {
-    /// Share of the target that all classes have, `s`.
-    pub smoothing: f64,
-    /// Factor of the squared lse, `λ`.
-    pub z_loss: f64,
-}
 
 /// Some tokens of a head, with their shares of the loss.
 pub struct Loss<'a> {
@@ -34,7 +26,7 @@ pub struct Loss<'a> {
     /// What the job stores its logits as.
     pub stored: Precision,
     /// Beyond the negative log-likelihood.
-    pub terms: Terms,
+    pub terms: TokenLoss,
 }
 
 impl<'a> Loss<'a> {
@@ -44,7 +36,7 @@ impl<'a> Loss<'a> {
         tokens: &[usize],
         weights: &[f64],
         stored: Precision,
-        terms: Terms,
+        terms: TokenLoss,
     ) -> Loss<'a> {
         let counts = |&&t: &&usize| label(&head, t).is_some() && weights[t] != 0.0;
         let tokens: Vec<usize> = tokens.iter().filter(counts).copied().collect();
@@ -57,21 +49,12 @@ impl<'a> Loss<'a> {
     pub fn token_losses<F: Real>(&self, moved: Option<(f64, &Direction)>) -> Vec<F> {
         let all = logits::<F>(&self.head, &self.tokens, moved, self.stored);
         let width = columns(&self.head);
-        let Terms { smoothing: s, z_loss } = self.terms;
         let valid = self.head.valid_vocab;
         let one = |(&token, row): (&usize, &[F])| {
-            let (lse, label) = (lse(row), label(&self.head, token).expect("tokens have labels"));
-            let mut loss = match s {
-                0.0 => lse - row[label],
-                s => {
-                    let all = row[..valid].iter().fold(F::of(0.0), |sum, &z| sum + z);
-                    lse - F::of(1.0 - s) * row[label] - F::of(s / valid as f64) * all
-                }
-            };
-            if z_loss != 0.0 {
-                loss = loss + F::of(z_loss) * lse * lse;
-            }
-            loss
+            let lse = log_sum_exp(row, None);
+            let label = label(&self.head, token).expect("tokens have labels");
+            let sum = || row[..valid].iter().fold(F::of(0.0), |sum, &z| sum + z);
+            self.terms.value(lse, row[label], || sum().over(valid as f64))
         };
         self.tokens.par_iter().zip(all.par_chunks(width.max(1))).map(one).collect()
     }
@@ -94,12 +77,14 @@ impl<'a> Loss<'a> {
         let width = columns(&self.head).max(1);
         let rows = all.chunks(width).zip(slopes.chunks(width));
         let one = |(row, slopes): (&[f64], &[f64]), token: usize| {
-            let (lse, label) = (lse(row), label(&self.head, token).expect("tokens have labels"));
-            let mean: f64 = row.iter().zip(slopes).map(|(z, s)| libm::exp(z - lse) * s).sum();
+            let lse = log_sum_exp(row, None);
+            let label = label(&self.head, token).expect("tokens have labels");
+            let mean: f64 = row.iter().zip(slopes).map(|(&z, s)| probability(z, lse) * s).sum();
             let all: f64 = slopes[..self.head.valid_vocab].iter().sum();
-            let Terms { smoothing, z_loss } = self.terms;
-            let spread = smoothing / self.head.valid_vocab as f64;
-            (1.0 + 2.0 * z_loss * lse) * mean - (1.0 - smoothing) * slopes[label] - spread * all
+            // The derivative of the loss is the loss of the logits' slopes, with lse's own.
+            let slope = self.terms.by_lse(lse) * mean;
+            TokenLoss { z_loss: 0.0, ..self.terms }
+                .value(slope, slopes[label], || all / self.head.valid_vocab as f64)
         };
         let tokens = self.tokens.iter().zip(&self.shares);
         rows.zip(tokens).map(|(row, (&token, share))| share * one(row, token)).sum()
@@ -110,12 +95,6 @@ impl<'a> Loss<'a> {
         let (tokens, shares) = (vec![self.tokens[at]], vec![self.shares[at]]);
         Loss { head: self.head, tokens, shares, stored: self.stored, terms: self.terms }
     }
-}
-
-/// `max + ln Σ exp(z - max)`, the exponentials added one after the other.
-pub fn lse<F: Real>(row: &[F]) -> F {
-    let max = max(row);
-    max + row.iter().map(|&z| (z - max).exp()).fold(F::of(0.0), |sum, x| sum + x).ln()
 }
 
 /// The largest logit.
@@ -154,7 +133,8 @@ mod tests {
         let labels = [3, IGNORED, 77, 146, 3];
         let head = head(&q, &k, &labels);
         let weights = [1.0, 9.0, 0.5, 0.0, 2.0];
-        let loss = Loss::new(head, &[0, 1, 2, 3, 4], &weights, Precision::F32, Terms::default());
+        let loss =
+            Loss::new(head, &[0, 1, 2, 3, 4], &weights, Precision::F32, TokenLoss::default());
         assert_eq!(loss.tokens, [0, 2, 4]);
         let exact = reference::forward(&head, Tiles::default(), &NoProgress);
         let nll = |t: usize| exact.lse[t] - exact.label_logits[t];
@@ -175,8 +155,8 @@ mod tests {
         let plain = head(&q, &k, &labels);
         let optioned =
             HeadInputs { bias: Some(&bias), transform: capped, mask: Some(-1.0), ..plain };
-        let terms = Terms { smoothing: 0.2, z_loss: 1e-2 };
-        for (head, terms) in [(plain, Terms::default()), (optioned, terms)] {
+        let terms = TokenLoss { smoothing: 0.2, z_loss: 1e-2 };
+        for (head, terms) in [(plain, TokenLoss::default()), (optioned, terms)] {
             let loss = Loss::new(head, &[0, 1, 2, 3], &[1.0; 4], Precision::F32, terms);
             let along_k = Direction::K { seed: 8, row: numbers(7, D) };
             for direction in [Direction::Q(numbers(6, 4 * D)), along_k] {

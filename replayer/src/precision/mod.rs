@@ -22,6 +22,7 @@ use crate::draw::{Draw, seed_of};
 use crate::head::options::HeadError;
 use crate::head::step::{StepError, matrix};
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Scores};
+use crate::kernels::formula::{TokenLoss, log_sum_exp, probability};
 use crate::kernels::logits;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::round::Precision as Stored;
@@ -29,7 +30,7 @@ use crate::kernels::tiles::NoProgress;
 use crate::replay::sample::{Sample, stratified};
 use crate::replay::{self, Effort, Request};
 use difference::{Check, Differences, Input, check, differences, directions, rms};
-use loss::{Loss, Terms, lse, max};
+use loss::{Loss, max};
 use summation::{Method, exact, lambda, relative_error};
 
 /// Version of the object that `--json` writes.
@@ -177,7 +178,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let head = inputs.head(step).expect("products have a head");
     // What the job says its logits are stored as; full precision when it does not say.
     let stored = Roundings::plausible(&step.options, inputs.dtype(step))?.narrowest.logits;
-    let terms = Terms {
+    let terms = TokenLoss {
         smoothing: step.options.smoothing(head.valid_vocab),
         z_loss: step.options.declared.z_loss,
     };
@@ -252,7 +253,7 @@ fn confidence(step: &HeadStep<'_>, inputs: &MicrobatchInputs) -> Vec<f64> {
     };
     match column(Role::LabelLogits).zip(column(Role::Lse)) {
         Some((labels, lse)) => {
-            labels.iter().zip(&lse).map(|(label, lse)| libm::exp(label - lse)).collect()
+            labels.iter().zip(&lse).map(|(&label, &lse)| probability(label, lse)).collect()
         }
         None => vec![0.0; tokens],
     }
@@ -280,7 +281,8 @@ fn sums(head: &HeadInputs<'_>, tokens: &[usize], stored: Stored) -> Summed {
                 continue;
             }
             kept.push(token);
-            lse_f32 = larger(lse_f32, (f64::from(lse(row)) - lse(exact_row)).abs());
+            let lse = (log_sum_exp(row, None), log_sum_exp(exact_row, None));
+            lse_f32 = larger(lse_f32, (f64::from(lse.0) - lse.1).abs());
             for (errors, method) in errors.iter_mut().zip(Method::ALL) {
                 errors.push(relative_error(method.sum(&exponentials), truth));
             }

@@ -9,11 +9,8 @@
 // The order of `Precision`.
 enum { TO_F32 = 0, TO_TF32, TO_BF16, TO_F16, TO_E4M3, TO_E5M2, TO_F64 };
 
-typedef union { unsigned bits; float value; } Single;
 typedef union { u64 bits; double value; } Double;
 
-DEVICE float single_of(unsigned bits) { Single s; s.bits = bits; return s.value; }
-DEVICE unsigned bits_of(float value) { Single s; s.value = value; return s.bits; }
 DEVICE double double_of(u64 bits) { Double d; d.bits = bits; return d.value; }
 DEVICE u64 bits_of_double(double value) { Double d; d.value = value; return d.bits; }
 
@@ -49,50 +46,6 @@ DEVICE float rounded(float value, i64 to) {
         case TO_E5M2: return nearest(value, 3, -14, 57344.0, 0);
         default: return value;
     }
-}
-
-// ---- exp and tanh -----------------------------------------------------------------------------
-
-#define MAGIC 12582912.0f
-#define LOG2_E 1.4426950408889634f
-
-// Unsigned inside: the exponent that NaN leads to may be any.
-DEVICE float power_of_two(int exponent) { return single_of(((unsigned)exponent + 127u) << 23); }
-
-DEVICE float expm1_reduced(float r) {
-    float p = 0.00019852762f;
-    p = fmaf(p, r, 0.0013930435f);
-    p = fmaf(p, r, 0.008333361f);
-    p = fmaf(p, r, 0.041666485f);
-    p = fmaf(p, r, 0.16666667f);
-    p = fmaf(p, r, 0.5f);
-    return fmaf(r * r, p, r);
-}
-
-DEVICE float reduced(float x, float whole) {
-    return fmaf(whole, 2.1219444e-4f, fmaf(whole, -0.6933594f, x));
-}
-
-DEVICE float exp_of(float x) {
-    // Comparing this way round lets NaN through.
-    x = x < -104.0f ? -104.0f : x;
-    x = x > 89.0f ? 89.0f : x;
-    float shifted = fmaf(x, LOG2_E, MAGIC);
-    int exponent = (int)(bits_of(shifted) - bits_of(MAGIC));
-    float value = 1.0f + expm1_reduced(reduced(x, shifted - MAGIC));
-    // Two factors: one power of two cannot reach 2^-150 or 2^128.
-    int half = exponent >> 1, rest = (int)((unsigned)exponent - (unsigned)half);
-    return value * power_of_two(half) * power_of_two(rest);
-}
-
-DEVICE float tanh_of(float x) {
-    float y = -2.0f * single_of(bits_of(x) & 0x7fffffffu);
-    y = y < -40.0f ? -40.0f : y;
-    float shifted = fmaf(y, LOG2_E, MAGIC);
-    float power = power_of_two((int)(bits_of(shifted) - bits_of(MAGIC)));
-    float m = fmaf(power, expm1_reduced(reduced(y, shifted - MAGIC)), power - 1.0f);
-    float size = -m / (2.0f + m);
-    return single_of((bits_of(size) & 0x7fffffffu) | (bits_of(x) & 0x80000000u));
 }
 
 // ---- panels -----------------------------------------------------------------------------------
@@ -163,7 +116,7 @@ KERNEL(policy_logits, Logits) {
     float x = rounded(a.logits[thread], a.leaving), scale = (float)a.scale, cap = (float)a.softcap;
     if (a.bias) x = rounded(x + (float)a.bias[a.first + thread % a.columns], a.between);
     if (scale != 1.0f) x = rounded(x * scale, a.between);
-    if (a.capped) x = rounded(cap * tanh_of(x / cap), a.between);
+    if (a.capped) x = rounded(softcapped_f(x, cap), a.between);
     a.logits[thread] = rounded(x, a.end);
 }
 
@@ -274,18 +227,12 @@ KERNEL(policy_dlogits, Dlogits) {
     BEGIN(Dlogits);
     i64 row = thread / a.columns, v = thread % a.columns;
     int is_label = (i64)a.labels[row] == a.first + v;
-    float x = a.tile[thread], slope = (float)a.scale, g_lse = a.g_lse[row], g;
+    float x = a.tile[thread], slope = (float)a.scale, g;
     int sloped = a.capped || slope != 1.0f;
-    if (a.capped) {
-        float t = x / (float)a.softcap;
-        slope = slope * (1.0f - t * t);
-    }
+    if (a.capped) slope = softcap_slope_f(x, (float)a.softcap) * slope;
     if (is_label && sloped) a.label_g[row] = a.g_label[row] * slope;
-    // Rounded or not: 1 times a number, and rounding to f32, leave it as it is.
-    int narrow = a.p != TO_F32 && a.p != TO_F64;
-    float p = exp_of(x - a.lse[row]);
-    g = narrow ? rounded(p, a.p) * g_lse : g_lse * p;
-    if (a.smooth[row] != 0.0f) g += a.smooth[row];
+    float p = rounded(probability_f(x, a.lse[row]), a.p);
+    g = dense_entry_f(p, a.g_lse[row], a.smooth[row]);
     if (is_label && a.whole) g += a.g_label[row];
     if (sloped) g *= slope;
     g = rounded(g, a.dlogits);

@@ -55,3 +55,52 @@ DEVICE double element(const void *from, i64 dtype, i64 at) {
         default: return ((const double *)from)[at];
     }
 }
+
+typedef union { unsigned bits; float value; } Single;
+
+DEVICE float single_of(unsigned bits) { Single s; s.bits = bits; return s.value; }
+DEVICE unsigned bits_of(float value) { Single s; s.value = value; return s.bits; }
+
+// exp and tanh in f32, as kernels/policy/exp.rs has them.
+
+#define MAGIC 12582912.0f
+#define LOG2_E 1.4426950408889634f
+
+// Unsigned inside: the exponent that NaN leads to may be any.
+DEVICE float power_of_two(int exponent) { return single_of(((unsigned)exponent + 127u) << 23); }
+
+DEVICE float expm1_reduced(float r) {
+    float p = 0.00019852762f;
+    p = fmaf(p, r, 0.0013930435f);
+    p = fmaf(p, r, 0.008333361f);
+    p = fmaf(p, r, 0.041666485f);
+    p = fmaf(p, r, 0.16666667f);
+    p = fmaf(p, r, 0.5f);
+    return fmaf(r * r, p, r);
+}
+
+DEVICE float reduced(float x, float whole) {
+    return fmaf(whole, 2.1219444e-4f, fmaf(whole, -0.6933594f, x));
+}
+
+DEVICE float exp_of(float x) {
+    // Comparing this way round lets NaN through.
+    x = x < -104.0f ? -104.0f : x;
+    x = x > 89.0f ? 89.0f : x;
+    float shifted = fmaf(x, LOG2_E, MAGIC);
+    int exponent = (int)(bits_of(shifted) - bits_of(MAGIC));
+    float value = 1.0f + expm1_reduced(reduced(x, shifted - MAGIC));
+    // Two factors: one power of two cannot reach 2^-150 or 2^128.
+    int half = exponent >> 1, rest = (int)((unsigned)exponent - (unsigned)half);
+    return value * power_of_two(half) * power_of_two(rest);
+}
+
+DEVICE float tanh_of(float x) {
+    float y = -2.0f * single_of(bits_of(x) & 0x7fffffffu);
+    y = y < -40.0f ? -40.0f : y;
+    float shifted = fmaf(y, LOG2_E, MAGIC);
+    float power = power_of_two((int)(bits_of(shifted) - bits_of(MAGIC)));
+    float m = fmaf(power, expm1_reduced(reduced(y, shifted - MAGIC)), power - 1.0f);
+    float size = -m / (2.0f + m);
+    return single_of((bits_of(size) & 0x7fffffffu) | (bits_of(x) & 0x80000000u));
+}

@@ -83,19 +83,13 @@ typedef struct { double value, var, slope, slope_var; } Logit;
 DEVICE double finite_part(double x) { return is_infinite(x) ? 0.0 : x; }
 DEVICE double floor_of(const Head *head, double x) { return is_infinite(x) ? 0.0 : head->logit_floor; }
 
-// 1 - tanh^2 as 4 e / (1 + e)^2: the subtraction would cancel where tanh saturates.
-DEVICE double one_minus_square_of_tanh(double x) {
-    double e = exp(-2.0 * fabs(x));
-    return 4.0 * e / square(1.0 + e);
-}
-
 DEVICE double biased(const Head *head, double product, i64 column) {
     return head->bias ? product + head->bias[column] : product;
 }
 
 DEVICE double value_of(const Head *head, double product, i64 column) {
     double scaled = head->scale * biased(head, product, column);
-    return head->capped ? head->softcap * tanh(scaled / head->softcap) : scaled;
+    return head->capped ? softcapped(scaled, head->softcap) : scaled;
 }
 
 DEVICE Logit logit_of(const Head *head, double product, i64 column, double norms) {
@@ -116,9 +110,8 @@ DEVICE Logit logit_of(const Head *head, double product, i64 column, double norms
         logit.slope_var = 0.0;
         return logit;
     }
-    double capped = tanh(scaled / head->softcap);
-    double slope = head->uncapped ? 1.0 : one_minus_square_of_tanh(scaled / head->softcap);
-    double value = head->softcap * capped;
+    double slope = head->uncapped ? 1.0 : tanh_slope(scaled / head->softcap);
+    double value = softcapped(scaled, head->softcap), capped = value / head->softcap;
     double scaled_var = head->logit_rel_var * before + sums;
     double from_tanh = 4.0 * square(square(capped)) * head->cap_rel_var;
     double from_logit = square(2.0 * capped * slope / head->softcap) * scaled_var;
@@ -218,9 +211,9 @@ typedef struct { double p, by_logit, var; } Dense;
 
 DEVICE Dense dense_of(const Head *head, const Tokens *of, i64 row, const Logit *logit) {
     Dense dense;
-    dense.p = exp(logit->value - of->lse[row]);
+    dense.p = probability(logit->value, of->lse[row]);
     double softmax = of->c_lse[row] * dense.p, smooth = of->c_smooth[row];
-    dense.by_logit = softmax + smooth;
+    dense.by_logit = dense_entry(dense.p, of->c_lse[row], smooth);
     dense.var = softmax * softmax * (head->p_rel_var + logit->var) + smooth * smooth * head->p_rel_var;
     return dense;
 }

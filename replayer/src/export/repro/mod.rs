@@ -27,6 +27,7 @@ use crate::head::units::share;
 use crate::head::{HeadStep, MicrobatchInputs, Scores};
 use crate::kernels::NoProgress;
 use crate::kernels::matrix::IGNORED;
+use crate::kernels::text::Language;
 
 /// Whose words the script is written in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +43,13 @@ impl Framework {
         match self {
             Framework::Jax => "JAX",
             Framework::Torch => "PyTorch",
+        }
+    }
+
+    fn language(self) -> Language {
+        match self {
+            Framework::Jax => Language::JAX,
+            Framework::Torch => Language::TORCH,
         }
     }
 }

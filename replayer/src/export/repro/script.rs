@@ -1,12 +1,15 @@
 //! The text of the script: only the lines that the head's options need.
 
-use std::cell::RefCell;
 use std::fmt::Write;
 
-use backtape::head::{GrpoDeclaration, KlEstimator, RatioLevel};
+use backtape::head::{GrpoDeclaration, RatioLevel};
 
 use super::Framework;
-use crate::kernels::transform::{Operations, Transform};
+use crate::kernels::formula::TokenLoss;
+use crate::kernels::number::Number;
+use crate::kernels::surrogate::{kl, surrogate};
+use crate::kernels::text::{Program, number};
+use crate::kernels::transform::Transform;
 
 /// What the script starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,50 +93,18 @@ fn names(all: &[&str]) -> String {
     format!("[{}]", quoted.join(", "))
 }
 
-/// A number as Python reads it back, bit for bit.
-fn number(x: f64) -> String {
-    format!("{x:?}")
-}
-
-/// The formula of a logit as a program: a line for each step.
-struct Steps<'x> {
-    xp: &'x str,
-    lines: RefCell<Vec<String>>,
-}
-
-impl Operations for Steps<'_> {
-    type Number = String;
-
-    fn times(&self, x: String, constant: f64) -> String {
-        format!("{x} * {}", number(constant))
-    }
-
-    fn over(&self, x: String, constant: f64) -> String {
-        format!("{x} / {}", number(constant))
-    }
-
-    fn tanh(&self, x: String) -> String {
-        format!("{}.tanh({x})", self.xp)
-    }
-
-    fn step(&self, x: String) -> String {
-        self.lines.borrow_mut().push(format!("z = {x}"));
-        "z".into()
-    }
-}
-
 fn body(facts: &Facts, framework: Framework, xp: &str) -> Vec<String> {
     let mut lines = Vec::new();
     if facts.start == Start::Logprobs {
         lines.push("logprobs = wide(x[\"logprobs\"])".into());
         lines.push("seen = {}".into());
     } else {
-        logits(facts, xp, &mut lines);
+        logits(facts, framework, xp, &mut lines);
         softmax(framework, &mut lines);
     }
     match &facts.grpo {
         Some(grpo) => policy(facts, grpo, framework, xp, &mut lines),
-        None => cross_entropy(facts, &mut lines),
+        None => lines.push(format!("token = {}", cross_entropy(facts, framework))),
     }
     // A share is cotangent, weight and denominator in one; it is 0 where a token takes no part,
     // whatever that token's loss is.
@@ -142,7 +113,7 @@ fn body(facts: &Facts, framework: Framework, xp: &str) -> Vec<String> {
     lines
 }
 
-fn logits(facts: &Facts, xp: &str, lines: &mut Vec<String>) {
+fn logits(facts: &Facts, framework: Framework, xp: &str, lines: &mut Vec<String>) {
     match facts.start {
         Start::Product => {
             let spec = if facts.transposed { "td,dv->tv" } else { "td,vd->tv" };
@@ -153,9 +124,9 @@ fn logits(facts: &Facts, xp: &str, lines: &mut Vec<String>) {
     if facts.leaves.contains(&"bias") {
         lines.push("z = z + wide(x[\"bias\"])".into());
     }
-    let steps = Steps { xp, lines: RefCell::default() };
-    facts.transform.apply(&steps, "z".to_string());
-    lines.extend(steps.lines.into_inner());
+    let program = Program::new(framework.language(), "z");
+    facts.transform.value(program.name("z"));
+    lines.extend(program.lines());
     match facts.mask {
         _ if facts.classes == facts.vocabulary => {}
         // Columns that have no part in the softmax.
@@ -184,16 +155,13 @@ fn softmax(framework: Framework, lines: &mut Vec<String>) {
     lines.push("seen = {\"lse\": lse, \"label_logits\": label}".into());
 }
 
-fn cross_entropy(facts: &Facts, lines: &mut Vec<String>) {
-    let mut token = "lse - label".to_string();
-    if facts.smoothing != 0.0 {
-        let (s, k) = (number(facts.smoothing), facts.classes);
-        token = format!("lse - (1 - {s}) * label - {s} / {k} * z[:, :{k}].sum(-1)");
-    }
-    if facts.z_loss != 0.0 {
-        let _ = write!(token, " + {} * lse**2", number(facts.z_loss));
-    }
-    lines.push(format!("token = {token}"));
+/// The loss of each token, before its share.
+fn cross_entropy(facts: &Facts, framework: Framework) -> String {
+    let program = Program::new(framework.language(), "token");
+    let name = |name: &str| program.name(name);
+    let mean = || name(&format!("z[:, :{}].mean(-1)", facts.classes));
+    let of = TokenLoss { smoothing: facts.smoothing, z_loss: facts.z_loss };
+    of.value(name("lse"), name("label"), mean).to_string()
 }
 
 fn policy(
@@ -226,24 +194,18 @@ fn policy(
     }
     lines.push(format!("ratio = {xp}.exp(log_ratio)"));
     lines.push("advantages = as_is(given[\"advantages\"], logprobs)".into());
-    let (low, high) = (number(1.0 - grpo.clip_low), number(1.0 + grpo.clip_high));
-    lines.push(format!("clipped = {xp}.clip(ratio, {low}, {high})"));
-    lines.push(format!("gain = {xp}.minimum(ratio * advantages, clipped * advantages)"));
-    if let Some(dual) = grpo.dual_clip {
-        let dual = number(dual);
-        lines.push(format!(
-            "gain = {xp}.where(advantages < 0, {xp}.maximum(gain, {dual} * advantages), gain)"
-        ));
-    }
+    let program = Program::new(framework.language(), "gain");
+    let name = |name: &str| program.name(name);
+    let loss = surrogate(grpo, name("ratio"), name("advantages"));
     if grpo.kl_beta == 0.0 {
-        lines.push("token = -gain".into());
+        let token = format!("token = {loss}");
+        lines.extend(program.lines());
+        lines.push(token);
         return;
     }
+    let token = loss + kl(grpo.kl, name("d")).times(grpo.kl_beta);
+    let token = format!("token = {token}");
+    lines.extend(program.lines());
     lines.push("d = as_is(given[\"ref_logprobs\"], logprobs) - logprobs".into());
-    let kl = match grpo.kl {
-        KlEstimator::K1 => "-d".to_string(),
-        KlEstimator::K2 => "d * d / 2".to_string(),
-        KlEstimator::K3 => format!("{xp}.exp(d) - d - 1"),
-    };
-    lines.push(format!("token = -gain + {} * ({kl})", number(grpo.kl_beta)));
+    lines.push(token);
 }

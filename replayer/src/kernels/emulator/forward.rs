@@ -5,6 +5,7 @@
 
 use super::plane::{Elements, transposed};
 use super::sum::{Running, operation};
+use crate::kernels::formula::shift;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy, PolicyForward};
 use crate::kernels::tiles::{Progress, Tiles, spans};
@@ -21,11 +22,6 @@ struct Row {
     exponentials: Running,
     logits: Running,
     label_logit: f64,
-}
-
-/// What is subtracted before exp; an infinite max would turn inf - inf into NaN.
-fn shift(max: f64) -> f64 {
-    if max.is_finite() { max } else { 0.0 }
 }
 
 /// Largest of a row and what came before; NaN is passed over.

@@ -1,12 +1,15 @@
 //! Tiles of logits and dlogits, and the walk that shows them all.
 
+use super::rounded::Rounded;
 use super::sum::{Running, operation};
-use crate::kernels::matrix::{HeadInputs, Matrix};
+use crate::kernels::formula::probability;
+use crate::kernels::matrix::{HeadInputs, Matrix, TokenCotangents};
+use crate::kernels::number::Number;
 use crate::kernels::policy::internal::{PlaneBuffers, Upstream, columns};
 use crate::kernels::policy::{Path, PlaneTile, Policy};
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::{Progress, Tiles, spans};
-use crate::kernels::transform::{Operations, Slopes, Transform};
+use crate::kernels::transform::Transform;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -22,44 +25,6 @@ pub(super) struct Elements<'a> {
     pub(super) register: Precision,
     bias: Vec<f64>,
     transform: Transform,
-}
-
-/// Each operation rounded to the register, a whole step to what logits are rounded to on the way.
-/// The constants are numbers of the register already.
-struct Rounded {
-    register: Precision,
-    between: Precision,
-}
-
-impl Operations for Rounded {
-    type Number = f64;
-
-    fn times(&self, x: f64, constant: f64) -> f64 {
-        operation(self.register, x * constant)
-    }
-
-    fn over(&self, x: f64, constant: f64) -> f64 {
-        operation(self.register, x / constant)
-    }
-
-    fn tanh(&self, x: f64) -> f64 {
-        operation(self.register, libm::tanh(x))
-    }
-
-    fn step(&self, x: f64) -> f64 {
-        self.between.round64(x)
-    }
-}
-
-impl Slopes for Rounded {
-    fn constant(&self, x: f64) -> f64 {
-        x
-    }
-
-    /// By subtraction, as jobs have it.
-    fn bend(&self, t: f64) -> f64 {
-        operation(self.register, 1.0 - operation(self.register, t * t))
-    }
 }
 
 impl<'a> Elements<'a> {
@@ -134,16 +99,16 @@ impl<'a> Elements<'a> {
             biased.for_each(|(x, bias)| *x = between.round64(self.one(*x + bias)));
         }
         if !self.transform.is_identity() {
-            let on = Rounded { register: self.register, between };
-            row.iter_mut().for_each(|x| *x = self.transform.apply(&on, *x));
+            let rounded = |value: f64| Rounded { value, register: self.register, between };
+            row.iter_mut().for_each(|x| *x = self.transform.value(rounded(*x)).value);
         }
         end.round_slice64(row);
     }
 
     /// Derivative of the transform at a logit.
     pub(super) fn slope(&self, logit: f64) -> f64 {
-        let on = Rounded { register: self.register, between: self.register };
-        self.transform.slope_in(&on, logit)
+        let (register, between) = (self.register, self.register);
+        self.transform.slope_at(Rounded { value: logit, register, between }).value
     }
 
     /// Turns a tile of logits `[tokens, cols]` into dlogits in place, the label part
@@ -157,27 +122,24 @@ impl<'a> Elements<'a> {
         upstream: Upstream<f64>,
         label_g: &mut [f64],
     ) {
+        let register = self.register;
         let rows = (tile.par_chunks_mut(cols.len()), span, label_g).into_par_iter();
         rows.enumerate().for_each(|(index, (row, token, label_g))| {
             let label = self.inputs.label(token).filter(|label| cols.contains(label));
             let label = label.map(|label| label - cols.start);
             let at = |values: &[f64]| self.register.round64(values[index]);
             let (lse, of) = (at(upstream.lse), upstream.cotangents);
-            let (g_lse, g_label, smooth) = (at(of.lse), at(of.label), at(of.smooth));
+            let cotangents =
+                TokenCotangents { lse: at(of.lse), label: at(of.label), smooth: at(of.smooth) };
             if let Some(col) = label {
-                *label_g = self.one(g_label * self.slope(row[col]));
+                *label_g = self.one(cotangents.label * self.slope(row[col]));
             }
             for (col, x) in row.iter_mut().enumerate() {
                 let slope = self.slope(*x);
-                let p = self.one(libm::exp(self.one(*x - lse)));
-                let mut g = self.one(g_lse * self.policy.p.round64(p));
-                if smooth != 0.0 {
-                    g = self.one(g + smooth);
-                }
-                if whole && label == Some(col) {
-                    g = self.one(g + g_label);
-                }
-                *x = self.policy.dlogits.round64(self.one(g * slope));
+                let logit = Rounded { value: *x, register, between: self.policy.p };
+                let p = probability(logit, logit.constant(lse));
+                let by_logit = cotangents.entry(p, whole && label == Some(col));
+                *x = self.policy.dlogits.round64(by_logit.times(slope).value);
             }
         });
     }

@@ -5,6 +5,11 @@
 //! are some 3 % of a step, and its target feature is newer than the workspace's
 //! oldest compiler.
 
+use std::ops::{Add, Div, Mul, Sub};
+
+use crate::kernels::formula::{probability, softcap_slope, softcapped};
+use crate::kernels::number::Number;
+
 /// Lanes of a row sum: element i goes to lane i mod 32, lanes are added pairwise.
 /// Four vectors of eight hide the latency of the addition.
 const LANES: usize = 32;
@@ -65,6 +70,63 @@ fn tanh(x: f32) -> f32 {
     (-m / (2.0 + m)).copysign(x)
 }
 
+/// An f32 whose exp and tanh are those of the rows below.
+#[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
+pub(super) struct Fast(pub(super) f32);
+
+macro_rules! fast {
+    ($($trait:ident $method:ident $operator:tt),*) => { $(
+        impl $trait for Fast {
+            type Output = Fast;
+            #[inline(always)]
+            fn $method(self, other: Fast) -> Fast {
+                Fast(self.0 $operator other.0)
+            }
+        }
+    )* };
+}
+
+fast!(Add add +, Sub sub -, Mul mul *, Div div /);
+
+impl Number for Fast {
+    #[inline(always)]
+    fn constant(&self, x: f64) -> Fast {
+        Fast(x as f32)
+    }
+
+    #[inline(always)]
+    fn exp(self) -> Fast {
+        Fast(exp(self.0))
+    }
+
+    /// Taken in f64: there is one a token.
+    #[inline(always)]
+    fn ln(self) -> Fast {
+        Fast(libm::log(f64::from(self.0)) as f32)
+    }
+
+    #[inline(always)]
+    fn tanh(self) -> Fast {
+        Fast(tanh(self.0))
+    }
+
+    #[inline(always)]
+    fn sqrt(self) -> Fast {
+        Fast(self.0.sqrt())
+    }
+
+    #[inline(always)]
+    fn abs(self) -> Fast {
+        Fast(self.0.abs())
+    }
+
+    /// By subtraction, as jobs have it.
+    #[inline(always)]
+    fn one_minus_square(self) -> Fast {
+        Fast(1.0 - self.0 * self.0)
+    }
+}
+
 #[inline(always)]
 fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits((exponent.wrapping_add(127) as u32) << 23)
@@ -91,8 +153,8 @@ vectorised!(
     bounded_slope, bounded_slope_body, (row: &mut [f32], cap: f32, scale: f32) -> ()
 );
 vectorised!(
-    /// Replaces each x of a row by `g exp(x - lse)`.
-    softmax_gradient, softmax_gradient_body, (row: &mut [f32], lse: f32, g: f32) -> ()
+    /// Replaces each logit of a row by its softmax, `exp(x - lse)`.
+    softmax, softmax_body, (row: &mut [f32], lse: f32) -> ()
 );
 
 #[inline(always)]
@@ -152,22 +214,21 @@ fn pairwise(mut lanes: [f32; LANES]) -> f32 {
 #[inline(always)]
 fn bounded_body(row: &mut [f32], cap: f32) {
     for x in row {
-        *x = cap * tanh(*x / cap);
+        *x = softcapped(Fast(*x), Fast(cap)).0;
     }
 }
 
 #[inline(always)]
 fn bounded_slope_body(row: &mut [f32], cap: f32, scale: f32) {
     for x in row {
-        let t = *x / cap;
-        *x = scale * (1.0 - t * t);
+        *x = (softcap_slope(Fast(*x), Fast(cap)) * Fast(scale)).0;
     }
 }
 
 #[inline(always)]
-fn softmax_gradient_body(row: &mut [f32], lse: f32, g: f32) {
+fn softmax_body(row: &mut [f32], lse: f32) {
     for x in row {
-        *x = g * exp(*x - lse);
+        *x = probability(Fast(*x), Fast(lse)).0;
     }
 }
 
@@ -241,8 +302,8 @@ mod tests {
             assert_eq!(row_max(&row).to_bits(), row_max_body(&row).to_bits());
             assert_eq!(sum_exp(&row, 1.5).to_bits(), sum_exp_body(&row, 1.5).to_bits());
             let (mut vector, mut scalar) = (row.clone(), row);
-            softmax_gradient(&mut vector, 0.25, -3.0);
-            softmax_gradient_body(&mut scalar, 0.25, -3.0);
+            softmax(&mut vector, 0.25);
+            softmax_body(&mut scalar, 0.25);
             assert_eq!(vector, scalar);
             assert_eq!(row_sum(&scalar).to_bits(), row_sum_body(&scalar).to_bits());
             bounded(&mut vector, 1.5);

@@ -2,67 +2,52 @@
 //!
 //! Rows are independent and run in parallel; within a row the order is fixed.
 
-use super::exp::{row_max, row_sum, softmax_gradient, sum_exp};
+use super::exp::{Fast, row_max, row_sum, softmax, sum_exp};
 use super::logits::{Finish, Slope};
 use super::{Path, Policy, dispatch::Upstream};
-use crate::kernels::matrix::{Cotangents, HeadInputs};
+use crate::kernels::formula::RunningSum;
+use crate::kernels::matrix::{Cotangents, HeadInputs, TokenCotangents};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Running max of a row of logits, and the sum of `exp(logit - shift(max))`.
+/// One row of a forward pass: what its tiles left.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Online {
-    max: f32,
-    sum: f32,
+    exponentials: RunningSum<Fast>,
     label_logit: f32,
     logit_sum: f32,
 }
 
 impl Online {
     /// A row of which no tile was seen.
-    pub(super) const EMPTY: Online =
-        Online { max: f32::NEG_INFINITY, sum: 0.0, label_logit: 0.0, logit_sum: 0.0 };
+    pub(super) const EMPTY: Online = Online::of([f32::NEG_INFINITY, 0.0, 0.0, 0.0]);
 
     /// Of a row whose tiles were taken in elsewhere.
-    pub(crate) fn of([max, sum, label_logit, logit_sum]: [f32; 4]) -> Online {
-        Online { max, sum, label_logit, logit_sum }
+    pub(crate) const fn of([max, sum, label_logit, logit_sum]: [f32; 4]) -> Online {
+        let exponentials = RunningSum { max: Fast(max), sum: Fast(sum) };
+        Online { exponentials, label_logit, logit_sum }
     }
 
     /// Takes in one tile of a row: its sum in the lanes of `sum_exp`, then one merge.
     fn absorb(&mut self, row: &[f32]) {
-        let new = self.shift_to(row_max(row));
-        self.sum += sum_exp(row, new);
-    }
-
-    /// Raises the max to another one, and gives what is now subtracted before exp.
-    fn shift_to(&mut self, max: f32) -> f32 {
-        let max = if max > self.max { max } else { self.max };
-        let (old, new) = (shift(self.max), shift(max));
-        // Nothing but masked logits so far: the sum is 0 (or NaN) and stays so.
-        if self.max > f32::NEG_INFINITY && old != new {
-            self.sum *= super::exp::exp(old - new);
-        }
-        self.max = max;
-        new
+        let running = &mut self.exponentials;
+        let shift = running.raise(running.larger(Fast(row_max(row))));
+        running.sum = running.sum + Fast(sum_exp(row, shift.0));
     }
 
     /// Takes in the columns beyond the valid vocabulary, where the head masks them with a
     /// number: all the same, so one product.
     pub(super) fn absorb_mask(&mut self, policy: &Policy, inputs: &HeadInputs) {
-        let count = inputs.k.rows - inputs.valid_vocab;
-        let Some(mask) = inputs.mask.filter(|_| count > 0) else {
-            return;
-        };
-        let mask = policy.logits.round(mask as f32);
-        if mask != f32::NEG_INFINITY {
-            let new = self.shift_to(mask);
-            self.sum += count as f32 * super::exp::exp(mask - new);
+        let masked = inputs.k.rows - inputs.valid_vocab;
+        let mask = inputs.mask.map(|mask| policy.logits.round(mask as f32));
+        if let Some(mask) = mask.filter(|&mask| mask != f32::NEG_INFINITY) {
+            self.exponentials.absorb_copies(Fast(mask), masked);
         }
     }
 
-    /// The log-sum-exp of what was absorbed. The log is taken in f64, once a token.
+    /// The log-sum-exp of what was absorbed.
     pub(super) fn lse(&self) -> f32 {
-        shift(self.max) + libm::log(f64::from(self.sum)) as f32
+        self.exponentials.lse().0
     }
 
     /// Logit of the label, 0 for an ignored token.
@@ -74,12 +59,6 @@ impl Online {
     pub(super) fn logit_sum(&self) -> f32 {
         self.logit_sum
     }
-}
-
-/// What is subtracted before exp. An infinite max would turn inf - inf into NaN,
-/// where lse is plainly that inf: so nothing is subtracted then.
-fn shift(max: f32) -> f32 {
-    if max.is_finite() { max } else { 0.0 }
 }
 
 /// Turns a tile of raw logits `[tokens, cols]` into logits, and takes it into the running
@@ -148,11 +127,14 @@ impl<'a> Dlogits<'a> {
                     if let Some(finish) = raw {
                         finish.row(row);
                     }
-                    let label = label_column(label, &cols);
-                    if let Some(col) = label.filter(|_| !self.slope.is_one()) {
+                    let at_label = label_column(label, &cols);
+                    if let Some(col) = at_label.filter(|_| !self.slope.is_one()) {
                         *label_g = g_label * self.slope.at(row[col]);
                     }
-                    self.row(row, slopes, lse, (g_lse, smooth), label.map(|col| (col, g_label)));
+                    let wide = [g_lse, g_label, smooth].map(f64::from);
+                    let [lse_part, label, smooth] = wide;
+                    let cotangents = TokenCotangents { lse: lse_part, label, smooth };
+                    self.row(row, slopes, lse, cotangents, at_label);
                 },
             );
     }
@@ -162,26 +144,20 @@ impl<'a> Dlogits<'a> {
         row: &mut [f32],
         slopes: &mut Vec<f32>,
         lse: f32,
-        (g_lse, smooth): (f32, f32),
-        label: Option<(usize, f32)>,
+        cotangents: TokenCotangents,
+        label: Option<usize>,
     ) {
         slopes.clear();
         if !self.slope.is_one() {
             slopes.extend_from_slice(row);
             self.slope.row(slopes);
         }
-        if self.policy.p.keeps_f32() {
-            softmax_gradient(row, lse, g_lse);
-        } else {
-            softmax_gradient(row, lse, 1.0);
-            self.policy.p.round_slice(row);
-            row.iter_mut().for_each(|p| *p *= g_lse);
-        }
-        if smooth != 0.0 {
-            row.iter_mut().for_each(|g| *g += smooth);
-        }
-        if let Some((col, g_label)) = label.filter(|_| self.whole) {
-            row[col] += g_label;
+        softmax(row, lse);
+        self.policy.p.round_slice(row);
+        let entry = label.map(|col| cotangents.entry(Fast(row[col]), self.whole).0);
+        row.iter_mut().for_each(|p| *p = cotangents.dense(Fast(*p)).0);
+        if let Some((col, entry)) = label.zip(entry) {
+            row[col] = entry;
         }
         row.iter_mut().zip(slopes.iter()).for_each(|(g, slope)| *g *= slope);
         self.policy.dlogits.round_slice(row);

@@ -8,6 +8,7 @@ use super::logit::Chain;
 use super::panel::load;
 use super::tile::{label_column, products};
 use super::{check, work};
+use crate::kernels::formula::RunningSum;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::tiles::{Progress, Tiles, spans};
 use crate::parcel::parcel;
@@ -29,13 +30,6 @@ pub struct Forward {
     pub logit_sum: Vec<f64>,
     /// `[T]`: sum of their squares, which says how large the partial sums of that sum are.
     pub logit_squares: Vec<f64>,
-}
-
-/// Running max of a row of logits, and the sum of `exp(logit - shift(max))`.
-#[derive(Debug, Clone, Copy)]
-struct RunningSum {
-    max: f64,
-    sum: f64,
 }
 
 /// What the tiles before left of each token, all `[T]`.
@@ -129,7 +123,7 @@ impl ForwardSums {
                                 *label_logit = row[column];
                             }
                             let mut running = RunningSum { max: *max, sum: *total };
-                            running.absorb(row);
+                            absorb(&mut running, row);
                             (*max, *total) = (running.max, running.sum);
                         },
                     );
@@ -164,36 +158,11 @@ fn keep(
     rows.for_each(|(row, products)| row[cols.clone()].copy_from_slice(products));
 }
 
-impl RunningSum {
-    /// Takes in a row of logits, and leaves their exponentials in their place.
-    fn absorb(&mut self, row: &mut [f64]) {
-        let shift = self.raise(row.iter().fold(self.max, |max, &logit| max.max(logit)));
-        exp_row(row, shift);
-        self.sum += sum_in_lanes(row, |x| x);
-    }
-
-    /// Takes in one logit that stands in `count` columns.
-    fn absorb_copies(&mut self, logit: f64, count: usize) {
-        if count > 0 {
-            let shift = self.raise(self.max.max(logit));
-            self.sum += count as f64 * libm::exp(logit - shift);
-        }
-    }
-
-    /// Makes the sum one of a larger max, and returns its shift.
-    fn raise(&mut self, max: f64) -> f64 {
-        let (old, new) = (shift(self.max), shift(max));
-        // Nothing but masked logits so far: the sum is 0 (or NaN) and stays so.
-        if self.max > f64::NEG_INFINITY {
-            self.sum *= libm::exp(old - new);
-        }
-        self.max = max;
-        new
-    }
-
-    fn lse(&self) -> f64 {
-        shift(self.max) + libm::log(self.sum)
-    }
+/// Takes in a row of logits, and leaves their exponentials in their place.
+fn absorb(running: &mut RunningSum<f64>, row: &mut [f64]) {
+    let shift = running.raise(row.iter().fold(running.max, |max, &logit| max.max(logit)));
+    exp_row(row, shift);
+    running.sum += sum_in_lanes(row, |x| x);
 }
 
 /// Sum of a row's values, or of what is made of each, in eight lanes, the order fixed: in one
@@ -205,10 +174,4 @@ pub(super) fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
         lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane += of(x));
     }
     lanes.iter().sum::<f64>() + rest.iter().map(|&x| of(x)).sum::<f64>()
-}
-
-/// What is subtracted before exp. An infinite max would turn inf - inf into NaN,
-/// where lse is plainly that inf: so nothing is subtracted then.
-fn shift(max: f64) -> f64 {
-    if max.is_finite() { max } else { 0.0 }
 }

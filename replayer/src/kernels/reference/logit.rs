@@ -113,3 +113,46 @@ fn finite(x: f64) -> f64 {
 fn square(x: f64) -> f64 {
     x * x
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+    use crate::kernels::round::Precision;
+    use crate::kernels::uncertain::Roundings;
+
+    /// Goal: the variance that is written out here is the one that the formula of a logit propagates
+    /// by itself. It may be larger: the quotient by a softcap is taken to err as its tanh does.
+    #[test]
+    fn the_variance_of_a_logit_is_the_propagated_one() {
+        let mut draw = Draw::new(5);
+        let unit = Precision::Bf16.unit_roundoff();
+        for trial in 0..3000 {
+            let noise = TermNoise {
+                logit_rel_var: unit * unit / 3.0,
+                dot_rel_var: 1e-4 * draw.unit(),
+                ..TermNoise::default()
+            };
+            let transform = Transform::new(
+                if trial % 2 == 0 { 1.0 } else { 0.5 + draw.unit() },
+                (trial % 3 == 0).then(|| 5.0 + 40.0 * draw.unit()),
+            );
+            let bias = [3.0 * draw.normal()];
+            let bias = (trial % 5 == 0).then_some(&bias[..]);
+            let (product, norms) = (8.0 * draw.normal(), 50.0 * draw.unit());
+            let written = Chain { bias, transform, given: false }.logit(product, 0, norms, &noise);
+            let roundings = Roundings::new(unit, None);
+            let own = noise.logit_rel_var * product * product + noise.dot_rel_var * norms;
+            let mut raw = roundings.with_variance(product, own);
+            if let Some(bias) = bias {
+                raw = raw + roundings.exact(bias[0]);
+            }
+            let propagated = transform.value(raw);
+            assert_eq!(written.value, propagated.value);
+            let (propagated, _) = propagated.variances();
+            let ratio = written.var / propagated;
+            let most = if transform.bends() { 3.0 } else { 1.0 + 1e-9 };
+            assert!((1.0 - 1e-9..=most).contains(&ratio), "{trial}: {ratio} {transform:?}");
+        }
+    }
+}

@@ -16,7 +16,9 @@
 //! half of it. A job whose ratio rounds to the other side has another gradient
 //! altogether: `PolicyLoss::at_kink` says where.
 
-use backtape::head::{GrpoDeclaration, KlEstimator, LossAverage, RatioLevel};
+use crate::kernels::number::Number;
+use crate::kernels::surrogate::{Differentiated, kl, surrogate};
+use backtape::head::{GrpoDeclaration, LossAverage, RatioLevel};
 use std::collections::BTreeMap;
 
 /// What a policy loss reads; `[T]` but the last two.
@@ -64,14 +66,6 @@ struct Sequence {
     at_kink: bool,
 }
 
-/// The clipped surrogate at one ratio.
-struct Surrogate {
-    loss: f64,
-    /// Derivative by the ratio.
-    slope: f64,
-    at_kink: bool,
-}
-
 /// The policy loss of tokens `[T]`. Panics unless all inputs are `[T]`, and when there
 /// is a KL term and no reference.
 pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLoss {
@@ -99,17 +93,17 @@ pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLo
             true => sequence.log_ratio / sequence.weight,
             false => inputs.log_ratio(t),
         };
-        let ratio = libm::exp(log_ratio);
-        let surrogate = surrogate(options, ratio, inputs.advantages[t], inputs.kink_tolerance);
-        let (kl, kl_slope) = inputs.kl(options, t);
-        // A clipped ratio may be infinite.
-        let by_log_ratio = if surrogate.slope == 0.0 { 0.0 } else { surrogate.slope * ratio };
-        let slope = factor * by_log_ratio;
-        result.terms[t] = factor * (surrogate.loss + kl);
-        result.dlogp[t] = factor * kl_slope + if shared { 0.0 } else { slope };
-        result.at_kink[t] = surrogate.at_kink;
+        let ratio = Differentiated::variable(log_ratio).exp();
+        let advantage = inputs.advantages[t];
+        let loss = surrogate(options, ratio, ratio.constant(advantage));
+        let kl = inputs.kl(options, t);
+        let slope = factor * loss.slope;
+        let at_kink = is_at_kink(options, ratio.value, advantage, inputs.kink_tolerance);
+        result.terms[t] = factor * (loss.value + kl.value);
+        result.dlogp[t] = factor * kl.slope + if shared { 0.0 } else { slope };
+        result.at_kink[t] = at_kink;
         sequence.slope += slope;
-        sequence.at_kink |= surrogate.at_kink;
+        sequence.at_kink |= at_kink;
     }
     if shared {
         // Every token moves the mean that all of its sequence's ratios are made of.
@@ -122,37 +116,14 @@ pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLo
     result
 }
 
-fn surrogate(options: &GrpoDeclaration, ratio: f64, advantage: f64, tolerance: f64) -> Surrogate {
-    let (low, high) = (1.0 - options.clip_low, 1.0 + options.clip_high);
-    // Below `low` a positive advantage takes the unclipped side, as above `high` a
-    // negative one does: only one bound is a kink.
-    let (bound, clipped) = match advantage {
-        a if a > 0.0 => (high, ratio > high),
-        a if a < 0.0 => (low, ratio < low),
-        _ => return Surrogate { loss: -ratio * advantage, slope: -advantage, at_kink: false },
-    };
+/// Whether a ratio lies at a bound at which the gradient jumps. Below `1 - lo` a positive advantage
+/// takes the unclipped side, as above `1 + hi` a negative one does: only one bound is a kink.
+fn is_at_kink(options: &GrpoDeclaration, ratio: f64, advantage: f64, tolerance: f64) -> bool {
     let near = |bound: f64| (ratio - bound).abs() <= tolerance;
-    let (loss, slope) = match clipped {
-        true => (-bound * advantage, 0.0),
-        false => (-ratio * advantage, -advantage),
-    };
-    let clip = Surrogate { loss, slope, at_kink: near(bound) };
-    let Some(dual) = options.dual_clip.filter(|_| advantage < 0.0) else {
-        return clip;
-    };
-    let most = -dual * advantage;
-    let share = if loss < most {
-        1.0
-    } else if loss == most {
-        0.5
-    } else {
-        0.0
-    };
-    Surrogate {
-        loss: if loss > most { most } else { loss },
-        slope: if loss.is_nan() { loss } else { share * slope },
-        at_kink: clip.at_kink || near(dual),
+    if advantage > 0.0 {
+        return near(1.0 + options.clip_high);
     }
+    advantage < 0.0 && (near(1.0 - options.clip_low) || options.dual_clip.is_some_and(near))
 }
 
 impl PolicyInputs<'_> {
@@ -171,16 +142,13 @@ impl PolicyInputs<'_> {
     }
 
     /// The KL term of a token and its derivative by `logp`, `kl_beta` in both.
-    fn kl(&self, options: &GrpoDeclaration, token: usize) -> (f64, f64) {
-        let Some(reference) = self.reference.filter(|_| options.kl_beta != 0.0) else {
-            return (0.0, 0.0);
-        };
-        let d = reference[token] - self.logp[token];
-        let (kl, slope) = match options.kl {
-            KlEstimator::K1 => (-d, 1.0),
-            KlEstimator::K2 => (d * d / 2.0, -d),
-            KlEstimator::K3 => (libm::expm1(d) - d, -libm::expm1(d)),
-        };
-        (options.kl_beta * kl, options.kl_beta * slope)
+    fn kl(&self, options: &GrpoDeclaration, token: usize) -> Differentiated {
+        let logp = Differentiated::variable(self.logp[token]);
+        match self.reference.filter(|_| options.kl_beta != 0.0) {
+            Some(reference) => {
+                kl(options.kl, logp.constant(reference[token]) - logp).times(options.kl_beta)
+            }
+            None => logp.constant(0.0),
+        }
     }
 }

@@ -1,0 +1,136 @@
+//! The numbers that a formula is written over, so that each formula stands once.
+//!
+//! A formula is a function that is generic over [`Number`]. What its operations do is said by the
+//! type of number that it is called with:
+//!
+//! | reading | number |
+//! |---|---|
+//! | exact, for the reference, detectors and causes | `f64` |
+//! | as plain f32 code computes it | `f32` |
+//! | as the vectorised f32 rows compute it | `policy::exp::Fast` |
+//! | as a policy rounds each operation | `emulator::plane::Rounded` |
+//! | with the error that rounding may have brought | `uncertain::Uncertain` |
+//! | as the text of a program, in Python or C | `text::Text` |
+//!
+//! Policies and the reference share a formula, never the rounding.
+
+use std::ops::{Add, Div, Mul, Sub};
+
+/// A number that formulas are written over.
+pub trait Number:
+    Clone + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
+{
+    /// A constant, as a number of the same kind as this one.
+    fn constant(&self, x: f64) -> Self;
+    /// e to it.
+    fn exp(self) -> Self;
+    /// Its natural logarithm.
+    fn ln(self) -> Self;
+    /// Its hyperbolic tangent.
+    fn tanh(self) -> Self;
+    /// Its square root.
+    fn sqrt(self) -> Self;
+    /// Its absolute value.
+    fn abs(self) -> Self;
+
+    /// The result of a whole step, which a job may keep in fewer bits than it computes in: a
+    /// policy rounds it here, exact numbers stay as they are.
+    fn step(self) -> Self {
+        self
+    }
+
+    /// `1 - t²`, the derivative of tanh where tanh is t. As a product, since t² is near 1 where
+    /// tanh bends most.
+    fn one_minus_square(self) -> Self {
+        let one = self.constant(1.0);
+        (one.clone() - self.clone()) * (one + self)
+    }
+
+    /// Its product with a constant.
+    #[inline(always)]
+    fn times(self, constant: f64) -> Self {
+        let constant = self.constant(constant);
+        self * constant
+    }
+
+    /// Its sum with a constant; 0 is not added.
+    #[inline(always)]
+    fn plus(self, constant: f64) -> Self {
+        if constant == 0.0 {
+            return self;
+        }
+        let constant = self.constant(constant);
+        self + constant
+    }
+
+    /// Its quotient by a constant.
+    #[inline(always)]
+    fn over(self, constant: f64) -> Self {
+        let constant = self.constant(constant);
+        self / constant
+    }
+}
+
+impl Number for f64 {
+    #[inline(always)]
+    fn constant(&self, x: f64) -> f64 {
+        x
+    }
+
+    #[inline(always)]
+    fn exp(self) -> f64 {
+        libm::exp(self)
+    }
+
+    #[inline(always)]
+    fn ln(self) -> f64 {
+        libm::log(self)
+    }
+
+    #[inline(always)]
+    fn tanh(self) -> f64 {
+        libm::tanh(self)
+    }
+
+    #[inline(always)]
+    fn sqrt(self) -> f64 {
+        libm::sqrt(self)
+    }
+
+    #[inline(always)]
+    fn abs(self) -> f64 {
+        libm::fabs(self)
+    }
+}
+
+impl Number for f32 {
+    #[inline(always)]
+    fn constant(&self, x: f64) -> f32 {
+        x as f32
+    }
+
+    #[inline(always)]
+    fn exp(self) -> f32 {
+        libm::expf(self)
+    }
+
+    #[inline(always)]
+    fn ln(self) -> f32 {
+        libm::logf(self)
+    }
+
+    #[inline(always)]
+    fn tanh(self) -> f32 {
+        libm::tanhf(self)
+    }
+
+    #[inline(always)]
+    fn sqrt(self) -> f32 {
+        libm::sqrtf(self)
+    }
+
+    #[inline(always)]
+    fn abs(self) -> f32 {
+        libm::fabsf(self)
+    }
+}

@@ -1,0 +1,260 @@
+//! Numbers that carry the error which rounding may have brought: forward error propagation by the
+//! type of number, in place of an allowance that is derived by hand for each formula.
+//!
+//! A number is a value and, for every rounding on its way, the standard deviation that this
+//! rounding gives it, with its sign: `x + Σ_i c_i ε_i`, the ε_i independent, of variance 1
+//! (first-order affine arithmetic; Stolfi and de Figueiredo 1997). Operations are linearised, so a
+//! rounding that enters a formula twice, as that of `r` in `r g - r³ m x`, is counted as it adds up
+//! or cancels. A rounding to nearest of unit roundoff u errs by `u |x| / √3` in the standard
+//! deviation at most.
+
+use std::cell::Cell;
+use std::ops::{Add, Div, Mul, Sub};
+
+use super::number::Number;
+use super::round::Precision;
+
+/// Roundings that are told apart. All further ones share the last place, as if they erred
+/// together and nothing of them cancelled, which overstates the error.
+const SOURCES: usize = 24;
+const LAST: usize = SOURCES - 1;
+
+/// What the operations round, and the roundings so far.
+#[derive(Debug)]
+pub struct Roundings {
+    /// Unit roundoff of arithmetic.
+    unit: f64,
+    /// What the result of a whole step may be kept in.
+    between: Option<Precision>,
+    used: Cell<usize>,
+    /// The roundings before are shared by all elements of a row.
+    shared: Cell<usize>,
+}
+
+/// A number with its error.
+#[derive(Clone, Debug)]
+pub struct Uncertain<'a> {
+    /// What it is in exact arithmetic.
+    pub value: f64,
+    /// By rounding: a standard deviation with its sign.
+    by: [f64; SOURCES],
+    roundings: &'a Roundings,
+}
+
+impl Roundings {
+    /// Arithmetic of unit roundoff `unit`; the result of a whole step may be kept in `between`.
+    pub fn new(unit: f64, between: Option<Precision>) -> Roundings {
+        Roundings { unit, between, used: Cell::new(0), shared: Cell::new(0) }
+    }
+
+    /// Forgets all roundings: those of the row before are not those of this one.
+    pub fn begin_row(&self) {
+        self.used.set(0);
+        self.shared.set(0);
+    }
+
+    /// What was rounded since the row began is shared by all of its elements.
+    pub fn share(&self) {
+        self.shared.set(self.used.get());
+    }
+
+    /// Forgets the roundings of the element before.
+    pub fn begin_element(&self) {
+        self.used.set(self.shared.get());
+    }
+
+    /// A number of which nothing was rounded.
+    pub fn exact(&self, value: f64) -> Uncertain<'_> {
+        Uncertain { value, by: [0.0; SOURCES], roundings: self }
+    }
+
+    /// A number that erred with such a variance before it came here.
+    pub fn with_variance(&self, value: f64, variance: f64) -> Uncertain<'_> {
+        let mut number = self.exact(value);
+        number.err(variance.sqrt());
+        number
+    }
+
+    /// The place of a new rounding.
+    fn next(&self) -> usize {
+        let place = self.used.get().min(LAST);
+        self.used.set(place + 1);
+        place
+    }
+}
+
+impl<'a> Uncertain<'a> {
+    fn err(&mut self, deviation: f64) {
+        if deviation != 0.0 {
+            let place = self.roundings.next();
+            self.by[place] += deviation.abs();
+        }
+    }
+
+    /// The standard deviations that the roundings shared by its row give it, with their signs.
+    pub fn shared(&self) -> &[f64] {
+        &self.by[..self.roundings.shared.get()]
+    }
+
+    /// Adds errors to it that are shared by its row, as [`Uncertain::shared`] has them.
+    pub fn add_shared(&mut self, errors: &[f64]) {
+        self.by.iter_mut().zip(errors).for_each(|(c, error)| *c += error);
+    }
+
+    /// The variance of the error that is the element's own, and of that which its row shares.
+    pub fn variances(&self) -> (f64, f64) {
+        let (row, own) = self.by.split_at(self.roundings.shared.get());
+        let sum = |of: &[f64]| of.iter().map(|c| c * c).sum();
+        (sum(own), sum(row))
+    }
+
+    /// `value`, whose derivative by this number is `slope` and by another one as given.
+    #[inline(always)]
+    fn result(mut self, value: f64, slope: f64, other: Option<(&Uncertain<'a>, f64)>) -> Self {
+        self.value = value;
+        let last = self.by[LAST] * slope;
+        self.by.iter_mut().for_each(|c| *c *= slope);
+        self.by[LAST] = last.abs();
+        if let Some((other, slope)) = other {
+            self.by.iter_mut().zip(&other.by).for_each(|(c, d)| *c += d * slope);
+            self.by[LAST] = last.abs() + (other.by[LAST] * slope).abs();
+        }
+        self.err(self.roundings.unit * value.abs() / 3f64.sqrt());
+        self
+    }
+}
+
+macro_rules! operations {
+    ($($trait:ident $method:ident |$a:ident, $b:ident| $value:expr, $slope:expr, $other:expr;)*) => { $(
+        impl<'a> $trait for Uncertain<'a> {
+            type Output = Uncertain<'a>;
+            #[inline(always)]
+            fn $method(self, other: Uncertain<'a>) -> Uncertain<'a> {
+                let ($a, $b) = (self.value, other.value);
+                self.result($value, $slope, Some((&other, $other)))
+            }
+        }
+    )* };
+}
+
+operations! {
+    Add add |a, b| a + b, 1.0, 1.0;
+    Sub sub |a, b| a - b, 1.0, -1.0;
+    Mul mul |a, b| a * b, b, a;
+    Div div |a, b| a / b, 1.0 / b, -a / (b * b);
+}
+
+impl Number for Uncertain<'_> {
+    fn constant(&self, x: f64) -> Self {
+        self.roundings.exact(x)
+    }
+
+    fn exp(self) -> Self {
+        let value = libm::exp(self.value);
+        self.result(value, value, None)
+    }
+
+    fn ln(self) -> Self {
+        let (value, slope) = (libm::log(self.value), 1.0 / self.value);
+        self.result(value, slope, None)
+    }
+
+    fn tanh(self) -> Self {
+        let value = libm::tanh(self.value);
+        self.result(value, value.one_minus_square(), None)
+    }
+
+    fn sqrt(self) -> Self {
+        let value = libm::sqrt(self.value);
+        self.result(value, 0.5 / value, None)
+    }
+
+    fn abs(mut self) -> Self {
+        if self.value < 0.0 {
+            self.value = -self.value;
+            self.by[..LAST].iter_mut().for_each(|c| *c = -*c);
+        }
+        self
+    }
+
+    fn step(mut self) -> Self {
+        if let Some(precision) = self.roundings.between {
+            self.err(precision.deviation(self.value));
+        }
+        self
+    }
+
+    /// A constant is rounded before it is used, which changes nothing of what the product errs by.
+    #[inline(always)]
+    fn times(self, constant: f64) -> Self {
+        let value = self.value * constant;
+        self.result(value, constant, None)
+    }
+
+    #[inline(always)]
+    fn over(self, constant: f64) -> Self {
+        let value = self.value / constant;
+        self.result(value, 1.0 / constant, None)
+    }
+}
+
+impl Precision {
+    /// The standard deviation of rounding `x` once: at most `u |x| / √3`, and half the smallest
+    /// number among those.
+    pub fn deviation(self, x: f64) -> f64 {
+        let tiny = self.smallest_subnormal() / 2.0;
+        self.unit_roundoff() * x.abs() / 3f64.sqrt() + tiny
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+
+    /// `a b / (a + b)`, in any numbers.
+    fn harmonic<N: Number>(a: N, b: N) -> N {
+        a.clone() * b.clone() / (a + b)
+    }
+
+    /// Goal: the propagated error is as large as the one that is made. Method: the formula in f32
+    /// on 100,000 draws, against f64.
+    #[test]
+    fn the_propagated_error_covers_that_of_f32_arithmetic_and_is_not_far_above_it() {
+        let (mut draw, mut made, mut propagated) = (Draw::new(3), 0.0, 0.0);
+        let roundings = Roundings::new(Precision::F32.unit_roundoff(), None);
+        for _ in 0..100_000 {
+            let [a, b] = [(); 2].map(|()| (1.0 + draw.unit()) as f32);
+            let exact = harmonic(f64::from(a), f64::from(b));
+            made += (f64::from(harmonic(a, b)) - exact).powi(2);
+            roundings.begin_row();
+            let [a, b] = [a, b].map(|x| roundings.exact(x.into()));
+            propagated += harmonic(a, b).variances().0;
+        }
+        let ratio = propagated / made;
+        assert!((1.0..4.0).contains(&ratio), "{ratio}");
+    }
+
+    #[test]
+    fn an_error_that_enters_twice_adds_up_or_cancels() {
+        let roundings = Roundings::new(0.0, None);
+        let x = roundings.with_variance(2.0, 0.01);
+        let twice = x.clone() + x.clone();
+        assert!((twice.variances().0 - 0.04).abs() < 1e-15);
+        assert_eq!((x.clone() - x.clone()).variances().0, 0.0);
+        assert!(((x.clone() / x.clone()).variances().0).abs() < 1e-30);
+        roundings.share();
+        assert_eq!(x.variances().0, 0.0, "all of its error is the row's");
+        let own = roundings.with_variance(1.0, 0.25);
+        let (own, row) = (own * x).variances();
+        assert!((own - 1.0).abs() < 1e-12 && (row - 0.01).abs() < 1e-12);
+    }
+
+    #[test]
+    fn more_roundings_than_are_told_apart_are_overstated_not_lost() {
+        let roundings = Roundings::new(1e-3, None);
+        let one = roundings.exact(1.0);
+        let many = (0..100).fold(one.clone(), |x, _| x * one.clone());
+        assert!(many.variances().0 >= 100.0 * 1e-6 / 3.0);
+    }
+}

@@ -1,0 +1,295 @@
+//! What a stage of an op should be, with the error that rounding may have brought to it.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::table::{Op, Reduction, Stage};
+use crate::kernels::matrix::Matrix;
+use crate::kernels::number::Number;
+use crate::kernels::policy::Sum;
+use crate::kernels::round::Precision;
+use crate::kernels::uncertain::{Roundings, Uncertain};
+
+/// Columns that one worker sums over all rows.
+const CHUNK: usize = 256;
+
+/// Values and variances, `[rows, columns]` each.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Expected {
+    /// In exact arithmetic.
+    pub values: Vec<f64>,
+    /// Variance of the error that is each element's own.
+    pub own: Vec<f64>,
+    /// Variance of the error that the elements of a row share.
+    pub row: Vec<f64>,
+    /// Variance of the error that all elements share; empty for none.
+    pub shared: Vec<f64>,
+}
+
+/// Where the elements of an input of a stage come from.
+#[derive(Clone, Copy)]
+pub enum Source<'a> {
+    /// Recorded, and nothing was computed to have it.
+    Given(Matrix<'a>),
+    /// A recorded stage: the job may have gone on with what it had before it stored this.
+    Recorded(Matrix<'a>, Option<Precision>),
+    /// A stage that was not recorded.
+    Computed(&'a Expected),
+}
+
+/// An input of a stage: its elements, and how far apart those of the next row and column are.
+#[derive(Clone, Copy)]
+pub struct Input<'a> {
+    /// Where they come from.
+    pub source: Source<'a>,
+    /// 0 where all rows have the same.
+    pub row_stride: usize,
+    /// 0 where all columns have the same.
+    pub column_stride: usize,
+}
+
+/// What arithmetic rounds.
+#[derive(Clone, Copy, Debug)]
+pub struct Arithmetic {
+    /// What single operations are done in.
+    pub compute: Precision,
+    /// What the result of a whole step may be kept in.
+    pub between: Option<Precision>,
+    /// How sums are taken.
+    pub sum: Sum,
+}
+
+impl Arithmetic {
+    fn roundings(&self) -> Roundings {
+        // In an f64 job the reference errs as much as the job does, so both count.
+        let unit = Sum { precision: self.compute, ..self.sum }.unit();
+        Roundings::new(unit, self.between)
+    }
+}
+
+impl Input<'_> {
+    fn number<'r>(&self, at: usize, roundings: &'r Roundings) -> Uncertain<'r> {
+        match self.source {
+            Source::Given(matrix) => roundings.exact(matrix.get_f64(at)),
+            Source::Recorded(matrix, stored) => {
+                let value = matrix.get_f64(at);
+                let deviation = stored.map_or(0.0, |precision| precision.deviation(value));
+                roundings.with_variance(value, deviation * deviation)
+            }
+            Source::Computed(of) => {
+                let shared = of.shared.get(at).copied().unwrap_or(0.0);
+                roundings.with_variance(of.values[at], of.own[at] + of.row[at] + shared)
+            }
+        }
+    }
+}
+
+/// One stage of an op on its inputs.
+pub struct Evaluation<'a, O> {
+    /// The op with its options.
+    pub op: &'a O,
+    /// Which of its stages.
+    pub stage: usize,
+    /// In the order of the stage's row in the table.
+    pub inputs: &'a [Input<'a>],
+    /// What its arithmetic rounds.
+    pub arithmetic: Arithmetic,
+}
+
+impl<O: Op> Evaluation<'_, O> {
+    /// The stage's elements over a plane of `rows` x `columns`; both are those of the stage itself
+    /// where its elements are made one by one.
+    pub fn expected(&self, rows: usize, columns: usize) -> Expected {
+        let stage: &Stage = &O::STAGES[self.stage];
+        match stage.reduction {
+            Reduction::Each => self.each(rows, columns),
+            Reduction::OverColumns => self.over_columns(rows, columns),
+            Reduction::OverRows => self.over_rows(rows, columns),
+        }
+    }
+
+    /// Calls `element` with each element of a row, its errors told apart from those that the row
+    /// shares: those of the inputs that have one element a row.
+    fn row<'r>(
+        &self,
+        row: usize,
+        columns: Range<usize>,
+        roundings: &'r Roundings,
+        element: &mut dyn FnMut(usize, Uncertain<'r>),
+    ) {
+        roundings.begin_row();
+        let at = |input: &Input<'_>, column: usize| {
+            row * input.row_stride + column * input.column_stride
+        };
+        let is_of_row = |input: &&Input<'_>| input.column_stride == 0 && columns.len() > 1;
+        let mut numbers: Vec<Uncertain<'r>> = self
+            .inputs
+            .iter()
+            .map(|input| roundings.exact(input.values_at(at(input, 0))))
+            .collect();
+        for (number, input) in numbers.iter_mut().zip(self.inputs) {
+            if is_of_row(&input) {
+                *number = input.number(at(input, 0), roundings);
+            }
+        }
+        roundings.share();
+        for column in columns.clone() {
+            roundings.begin_element();
+            for (number, input) in numbers.iter_mut().zip(self.inputs) {
+                if !is_of_row(&input) {
+                    *number = input.number(at(input, column), roundings);
+                }
+            }
+            element(column, self.op.element(self.stage, &numbers));
+        }
+    }
+
+    fn each(&self, rows: usize, columns: usize) -> Expected {
+        let size = rows * columns;
+        let zeros = || vec![0.0; size];
+        let mut expected =
+            Expected { values: zeros(), own: zeros(), row: zeros(), shared: Vec::new() };
+        let Expected { values, own, row, .. } = &mut expected;
+        let width = columns.max(1);
+        (values.par_chunks_mut(width), own.par_chunks_mut(width), row.par_chunks_mut(width))
+            .into_par_iter()
+            .enumerate()
+            .for_each(|(at, (values, own, shared))| {
+                let roundings = self.arithmetic.roundings();
+                self.row(at, 0..columns, &roundings, &mut |column, number| {
+                    values[column] = number.value;
+                    (own[column], shared[column]) = number.variances();
+                });
+            });
+        expected
+    }
+
+    fn over_columns(&self, rows: usize, columns: usize) -> Expected {
+        let one = |row: usize| {
+            let roundings = self.arithmetic.roundings();
+            let mut sum = Summed::default();
+            let mut shared: Vec<f64> = Vec::new();
+            self.row(row, 0..columns, &roundings, &mut |_, addend| {
+                sum.add(addend.value, addend.variances().0, self.arithmetic.sum.precision);
+                shared.resize(addend.shared().len(), 0.0);
+                shared.iter_mut().zip(addend.shared()).for_each(|(sum, c)| *sum += c);
+            });
+            roundings.begin_element();
+            let mut total = roundings.with_variance(sum.total(), sum.variance(&self.arithmetic));
+            total.add_shared(&shared);
+            let [number, emulated] = self.finished(total, &sum);
+            let (own, row) = number.variances();
+            Finished { value: number.value, own: own + row, row: 0.0, emulated: emulated.value }
+        };
+        Expected::of_sums(&(0..rows).into_par_iter().map(one).collect::<Vec<_>>())
+    }
+
+    fn over_rows(&self, rows: usize, columns: usize) -> Expected {
+        let chunks: Vec<Range<usize>> =
+            (0..columns).step_by(CHUNK).map(|from| from..(from + CHUNK).min(columns)).collect();
+        let chunk = |columns: Range<usize>| {
+            let roundings = self.arithmetic.roundings();
+            let mut sums = vec![(Summed::default(), 0.0); columns.len()];
+            for row in 0..rows {
+                self.row(row, columns.clone(), &roundings, &mut |column, addend| {
+                    let (own, shared) = addend.variances();
+                    let (sum, of_rows) = &mut sums[column - columns.start];
+                    sum.add(addend.value, own, self.arithmetic.sum.precision);
+                    *of_rows += shared;
+                });
+            }
+            sums.iter().map(|(sum, of_rows)| self.of_rows(sum, *of_rows)).collect::<Vec<_>>()
+        };
+        let all: Vec<Vec<Finished>> = chunks.into_par_iter().map(chunk).collect();
+        Expected::of_sums(&all.concat())
+    }
+
+    /// A sum over rows; the errors of numbers that rows share, of this variance in the sum, reach
+    /// all columns.
+    fn of_rows(&self, sum: &Summed, of_rows: f64) -> Finished {
+        let roundings = self.arithmetic.roundings();
+        let mut total = roundings.with_variance(sum.total(), of_rows);
+        roundings.share();
+        total = total + roundings.with_variance(0.0, sum.variance(&self.arithmetic));
+        let [number, emulated] = self.finished(total, sum);
+        let (own, row) = number.variances();
+        Finished { value: number.value, own, row, emulated: emulated.value }
+    }
+
+    /// What becomes of a sum, and of the same as a job's accumulator has it.
+    fn finished<'r>(&self, total: Uncertain<'r>, sum: &Summed) -> [Uncertain<'r>; 2] {
+        let emulated = total.constant(sum.emulated);
+        [total, emulated].map(|of| self.op.finish(self.stage, of, sum.count))
+    }
+}
+
+/// An element that a sum became.
+#[derive(Clone, Copy)]
+struct Finished {
+    value: f64,
+    own: f64,
+    row: f64,
+    /// What a job makes of it that adds one after the other.
+    emulated: f64,
+}
+
+impl Expected {
+    /// Sums of many addends of few bits may all err to one side: the low bits of squares are more
+    /// often small than large. How far is seen on the data, from an emulated sum: the factor that
+    /// the elements have in common there may be in those of the job.
+    fn of_sums(all: &[Finished]) -> Expected {
+        let of = |each: fn(&Finished) -> f64| all.iter().map(each).collect::<Vec<f64>>();
+        let along: f64 = all.iter().map(|x| (x.emulated - x.value) * x.value).sum();
+        let energy: f64 = all.iter().map(|x| x.value * x.value).sum();
+        let factor = if energy > 0.0 { along / energy } else { 0.0 };
+        let shared = all.iter().map(|x| (factor * x.value).powi(2)).collect();
+        Expected { values: of(|x| x.value), own: of(|x| x.own), row: of(|x| x.row), shared }
+    }
+}
+
+impl Input<'_> {
+    fn values_at(&self, at: usize) -> f64 {
+        match self.source {
+            Source::Given(matrix) | Source::Recorded(matrix, _) => matrix.get_f64(at),
+            Source::Computed(of) => of.values[at],
+        }
+    }
+}
+
+/// A sum of some addends.
+#[derive(Clone, Copy, Default)]
+struct Summed {
+    sum: f64,
+    /// What the additions rounded off (Neumaier 1974).
+    lost: f64,
+    count: f64,
+    squares: f64,
+    /// Variance of the addends' own errors.
+    own: f64,
+    /// The sum in a job's accumulator, one addend after the other.
+    emulated: f64,
+}
+
+impl Summed {
+    fn add(&mut self, x: f64, own: f64, accumulator: Precision) {
+        let sum = self.sum + x;
+        let (large, small) = if self.sum.abs() >= x.abs() { (self.sum, x) } else { (x, self.sum) };
+        // Where the sum is infinite what was lost is NaN, and so is the total.
+        self.lost += (large - sum) + small;
+        self.sum = sum;
+        self.count += 1.0;
+        self.squares += x * x;
+        self.own += own;
+        self.emulated = accumulator.round64(self.emulated + x);
+    }
+
+    fn total(&self) -> f64 {
+        self.sum + self.lost
+    }
+
+    /// Of the addends' errors and of their addition.
+    fn variance(&self, arithmetic: &Arithmetic) -> f64 {
+        self.own + arithmetic.sum.variance(self.count, self.total(), self.squares)
+    }
+}

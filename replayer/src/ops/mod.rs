@@ -1,0 +1,13 @@
+//! Ops of a training step as tables of stages, and the walker that judges any of them.
+//!
+//! A table is a program: each stage has a formula, written once over numbers of any kind, and says
+//! how its elements are reduced. The walker reads it with numbers that carry their rounding error,
+//! so an op brings no allowance of its own.
+
+pub mod expected;
+pub mod rms_norm;
+pub mod table;
+pub mod walker;
+
+pub use table::{Op, Reduction, Shape, Side, Stage, Tensor};
+pub use walker::{Declared, Judged, Judgement, Tensors, walk};

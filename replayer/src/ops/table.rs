@@ -1,0 +1,166 @@
+//! What a table of stages says, and the macro that makes a program of it.
+
+use crate::kernels::number::Number;
+
+/// How a tensor lies: R rows (tokens) of C columns (features).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    /// `[R, C]`
+    Plane,
+    /// `[R]`
+    Rows,
+    /// `[C]`
+    Columns,
+}
+
+impl Shape {
+    /// Rows and columns of a tensor of this shape, in an op of R rows and C columns. `[C]` is one
+    /// row: what its elements share they share along it.
+    pub fn extent(self, rows: usize, columns: usize) -> (usize, usize) {
+        match self {
+            Shape::Plane => (rows, columns),
+            Shape::Rows => (rows, 1),
+            Shape::Columns => (1, columns),
+        }
+    }
+
+    /// In words, as an error message has it.
+    pub fn words(self) -> &'static str {
+        match self {
+            Shape::Plane => "[rows, columns]",
+            Shape::Rows => "[rows]",
+            Shape::Columns => "[columns]",
+        }
+    }
+}
+
+/// How the elements of a stage are made of its formula.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduction {
+    /// Each by itself.
+    Each,
+    /// A sum over the columns of a plane, one for each row.
+    OverColumns,
+    /// A sum over the rows of a plane, one for each column.
+    OverRows,
+}
+
+/// Which way through the op a stage lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// From inputs to outputs.
+    Forward,
+    /// From the cotangents of outputs to those of inputs.
+    Backward,
+}
+
+/// What an op starts from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// The name that it is recorded under.
+    pub name: &'static str,
+    /// How it lies.
+    pub shape: Shape,
+    /// What it is, in words.
+    pub words: &'static str,
+}
+
+/// What an op computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stage {
+    /// The name that it is recorded under, and that reports call it by.
+    pub name: &'static str,
+    /// How it lies.
+    pub shape: Shape,
+    /// How its elements are made.
+    pub reduction: Reduction,
+    /// Which way it lies.
+    pub side: Side,
+    /// The inputs and earlier stages that its formula takes, in this order.
+    pub inputs: &'static [&'static str],
+    /// What it is, in words.
+    pub words: &'static str,
+}
+
+/// An op: its table, and the formulas of the table's rows.
+pub trait Op: Sync {
+    /// What a report calls it.
+    const NAME: &'static str;
+    /// What it starts from.
+    const INPUTS: &'static [Tensor];
+    /// What it computes, each stage after those that it needs.
+    const STAGES: &'static [Stage];
+
+    /// An element of a stage, or an addend of it, from elements of the stage's inputs.
+    fn element<N: Number>(&self, stage: usize, inputs: &[N]) -> N;
+
+    /// What becomes of the sum of `count` addends.
+    fn finish<N: Number>(&self, stage: usize, sum: N, count: f64) -> N;
+}
+
+/// Makes an [`Op`] of a table. A row of the table is
+///
+/// ```text
+/// name: Shape Side Reduction |op, input, …| formula, then |op, sum, count| formula, "words";
+/// ```
+///
+/// where `op` is the op with its options, and the inputs are named as they are recorded.
+macro_rules! op {
+    (
+        $op:ident = $op_name:literal;
+        inputs { $($input:ident: $input_shape:ident, $input_words:literal;)* }
+        stages { $(
+            $stage:ident: $shape:ident $side:ident $reduction:ident
+            |$this:ident, $($from:ident),*| $formula:expr,
+            $(then |$that:ident, $sum:ident, $count:ident| $finish:expr,)?
+            $words:literal;
+        )* }
+    ) => {
+        impl $crate::ops::Op for $op {
+            const NAME: &'static str = $op_name;
+            const INPUTS: &'static [$crate::ops::Tensor] = &[$($crate::ops::Tensor {
+                name: stringify!($input),
+                shape: $crate::ops::Shape::$input_shape,
+                words: $input_words,
+            },)*];
+            const STAGES: &'static [$crate::ops::Stage] = &[$($crate::ops::Stage {
+                name: stringify!($stage),
+                shape: $crate::ops::Shape::$shape,
+                reduction: $crate::ops::Reduction::$reduction,
+                side: $crate::ops::Side::$side,
+                inputs: &[$(stringify!($from),)*],
+                words: $words,
+            },)*];
+
+            fn element<N: $crate::kernels::number::Number>(&self, stage: usize, inputs: &[N]) -> N {
+                #[allow(non_camel_case_types, dead_code)]
+                enum Place { $($stage),* }
+                $(if stage == Place::$stage as usize {
+                    let [$($from),*] = inputs else { panic!("a stage has the inputs of its row") };
+                    let ($this, $($from),*) = (self, $($from.clone()),*);
+                    let _ = $this;
+                    return $formula;
+                })*
+                panic!("no stage {stage}")
+            }
+
+            fn finish<N: $crate::kernels::number::Number>(
+                &self,
+                stage: usize,
+                sum: N,
+                count: f64,
+            ) -> N {
+                let _ = count;
+                #[allow(non_camel_case_types, dead_code)]
+                enum Place { $($stage),* }
+                $($(if stage == Place::$stage as usize {
+                    let ($that, $sum, $count) = (self, sum, count);
+                    let _ = $that;
+                    return $finish;
+                })?)*
+                sum
+            }
+        }
+    };
+}
+pub(crate) use op;

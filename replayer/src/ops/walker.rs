@@ -1,0 +1,194 @@
+//! Judges the stages of an op, whatever op it is: each recorded stage against what its formula makes
+//! of the *recorded* stages before it where these were recorded (teacher forcing), so that one early
+//! error does not paint all later stages red.
+
+use std::collections::BTreeMap;
+
+use super::expected::{Arithmetic, Evaluation, Expected, Input, Source};
+use super::table::{Op, Shape, Stage};
+use crate::compare::allowance::{Allowance, Rounding};
+use crate::compare::{Allowed, Bound, Rows, Tally, once};
+use crate::kernels::matrix::Matrix;
+use crate::kernels::policy::Sum;
+use crate::kernels::round::Precision;
+
+/// A recorded tensor.
+#[derive(Clone, Copy, Debug)]
+pub struct Recorded<'a> {
+    /// Its values: one row of a `[C]`, one column of a `[R]`.
+    pub values: Matrix<'a>,
+    /// What it was stored in; `None` rounds nothing.
+    pub stored: Option<Precision>,
+}
+
+/// The recorded tensors of one call of an op, by name.
+pub type Tensors<'a> = BTreeMap<&'a str, Recorded<'a>>;
+
+/// What a job says of how it computes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Declared {
+    /// What single operations are done in.
+    pub compute: Precision,
+    /// What results of whole steps may be kept in; `None`: they are not rounded.
+    pub between: Option<Precision>,
+    /// How sums are taken.
+    pub sum: Sum,
+}
+
+/// What was found of a stage.
+#[derive(Clone, Debug)]
+pub struct Judged {
+    /// The stage.
+    pub stage: &'static Stage,
+    /// What was found of it.
+    pub judgement: Judgement,
+}
+
+/// What is known of a stage.
+#[derive(Clone, Debug)]
+pub enum Judgement {
+    /// The recorded values are what the formula gives, within what rounding explains.
+    Agreed(Box<Tally>),
+    /// They are not, and why.
+    Diverged(String, Box<Tally>),
+    /// Nothing can be said, and why.
+    Unchecked(String),
+}
+
+impl Judged {
+    /// Whether it is more wrong than rounding explains.
+    pub fn is_diverged(&self) -> bool {
+        matches!(self.judgement, Judgement::Diverged(..))
+    }
+}
+
+/// Judges the stages of an op in the order of its table.
+pub fn walk<O: Op>(op: &O, tensors: &Tensors<'_>, declared: &Declared) -> Vec<Judged> {
+    let mut walk = Walk { op, tensors, declared, extent: None, computed: BTreeMap::new() };
+    walk.extent = walk.find_extent();
+    (0..O::STAGES.len()).map(|stage| walk.judge(stage)).collect()
+}
+
+struct Walk<'a, O> {
+    op: &'a O,
+    tensors: &'a Tensors<'a>,
+    declared: &'a Declared,
+    /// Rows and columns of the op's planes.
+    extent: Option<(usize, usize)>,
+    /// What stages should be, by name.
+    computed: BTreeMap<&'static str, Expected>,
+}
+
+impl<O: Op> Walk<'_, O> {
+    /// The extent of the first recorded plane.
+    fn find_extent(&self) -> Option<(usize, usize)> {
+        let shapes = Self::shapes();
+        let planes = shapes.iter().filter(|(_, shape)| *shape == Shape::Plane);
+        planes.into_iter().find_map(|(name, _)| {
+            let values = &self.tensors.get(name)?.values;
+            Some((values.rows, values.cols))
+        })
+    }
+
+    /// Every name of the op, with its shape.
+    fn shapes() -> Vec<(&'static str, Shape)> {
+        let inputs = O::INPUTS.iter().map(|input| (input.name, input.shape));
+        inputs.chain(O::STAGES.iter().map(|stage| (stage.name, stage.shape))).collect()
+    }
+
+    fn judge(&mut self, at: usize) -> Judged {
+        let stage: &'static Stage = &O::STAGES[at];
+        let judgement = match self.expect(at) {
+            Ok(expected) => {
+                let judgement = self.compare(stage, &expected);
+                self.computed.insert(stage.name, expected);
+                judgement
+            }
+            Err(why) => Judgement::Unchecked(why),
+        };
+        Judged { stage, judgement }
+    }
+
+    /// What a stage should be.
+    fn expect(&self, at: usize) -> Result<Expected, String> {
+        let stage = &O::STAGES[at];
+        let inputs =
+            stage.inputs.iter().map(|name| self.input(name)).collect::<Result<Vec<_>, _>>()?;
+        let Some((rows, columns)) = self.extent else {
+            return Err(format!("no [rows, columns] tensor of {} was recorded", O::NAME));
+        };
+        let Declared { compute, between, sum } = *self.declared;
+        let arithmetic = Arithmetic { compute, between, sum };
+        Ok(Evaluation { op: self.op, stage: at, inputs: &inputs, arithmetic }
+            .expected(rows, columns))
+    }
+
+    /// An input of a stage: recorded, or else computed before.
+    fn input(&self, name: &'static str) -> Result<Input<'_>, String> {
+        let (_, shape) = *Self::shapes().iter().find(|(of, _)| *of == name).expect("of the table");
+        let is_given = O::INPUTS.iter().any(|input| input.name == name);
+        let source = match (self.tensors.get(name), self.computed.get(name)) {
+            (Some(recorded), _) => {
+                self.check(name, shape, recorded)?;
+                let Recorded { values, stored } = *recorded;
+                if is_given { Source::Given(values) } else { Source::Recorded(values, stored) }
+            }
+            (None, Some(expected)) => Source::Computed(expected),
+            (None, None) => return Err(format!("{name} was not recorded")),
+        };
+        let (row_stride, column_stride) = match shape {
+            Shape::Plane => (self.extent.map_or(0, |(_, columns)| columns), 1),
+            Shape::Rows => (1, 0),
+            Shape::Columns => (0, 1),
+        };
+        Ok(Input { source, row_stride, column_stride })
+    }
+
+    /// Refuses a tensor of another extent than the op's planes have.
+    fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
+        let Some((rows, columns)) = self.extent else { return Ok(()) };
+        let (rows, columns) = shape.extent(rows, columns);
+        let Matrix { rows: found_rows, cols: found_columns, .. } = recorded.values;
+        if (found_rows, found_columns) == (rows, columns) {
+            return Ok(());
+        }
+        Err(format!(
+            "{name} has {found_rows} x {found_columns} values, and as {} it should have {rows} x {columns}",
+            shape.words()
+        ))
+    }
+
+    fn compare(&self, stage: &Stage, expected: &Expected) -> Judgement {
+        let Some(recorded) = self.tensors.get(stage.name) else {
+            return Judgement::Unchecked(format!("{} was not recorded", stage.name));
+        };
+        if let Err(why) = self.check(stage.name, stage.shape, recorded) {
+            return Judgement::Unchecked(why);
+        }
+        let Recorded { values: captured, stored } = *recorded;
+        let rounding = stored.map_or(Rounding::default(), Rounding::to);
+        let columns = captured.cols;
+        let allowed = |row: usize, column: usize, x: f64| {
+            let at = row * columns + column;
+            let (own, row) = (expected.own[at], expected.row[at]);
+            let shared = expected.shared.get(at).copied().unwrap_or(0.0);
+            let inner = Allowed { own, row, shared, ..Allowed::default() };
+            Allowance::storing(&rounding, x, 1.0, inner)
+        };
+        let bound = Bound::new(O::STAGES.len(), captured.rows, captured.rows * columns);
+        let rows = Rows {
+            captured,
+            reference: &expected.values,
+            index: &|row| row as u64,
+            repeats: &once,
+        };
+        let mut tally = Tally::of(&rows, allowed, &bound);
+        if let Some(stored) = stored {
+            tally.stored_in(stored, &expected.values);
+        }
+        match tally.excess(&bound) {
+            Some(why) => Judgement::Diverged(why, Box::new(tally)),
+            None => Judgement::Agreed(Box::new(tally)),
+        }
+    }
+}
