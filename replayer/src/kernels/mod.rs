@@ -8,7 +8,8 @@
 //! a wrong shape here is a programming error and panics.
 //!
 //! `reference` and `policy` share the data types of this module and the formula of a logit
-//! (`transform`), never the rounding: an oracle that rounds with what it judges agrees with it.
+//! (`transform`), but no code that rounds: a reference that rounded with the code that it judges
+//! would repeat that code's mistakes.
 
 #[macro_use]
 mod vectorised;

@@ -1,4 +1,4 @@
-//! Tiles of logits and dlogits, and the walk that shows them all.
+//! Tiles of logits and dlogits, and the pass that hands out all of them.
 
 use super::sum::{Running, operation};
 use crate::kernels::matrix::{HeadInputs, Matrix};
@@ -14,18 +14,19 @@ use std::ops::Range;
 /// cache.
 const SIDE_BY_SIDE: usize = 512;
 
-/// The head as the policy computes it, element by element.
+/// The policy's arithmetic of the head, element by element.
 pub(super) struct Elements<'a> {
     pub(super) policy: &'a Policy,
     pub(super) inputs: &'a HeadInputs<'a>,
-    /// What everything but the GEMMs is computed in: f32, or f64 where lse is summed in it.
+    /// The precision of every operation outside the GEMMs: f64 where lse is summed in f64, else
+    /// f32.
     pub(super) register: Precision,
     bias: Vec<f64>,
     transform: Transform,
 }
 
-/// Each operation rounded to the register, a whole step to what logits are rounded to on the way.
-/// The constants are numbers of the register already.
+/// The transform's arithmetic: each operation is rounded to `register`, and the result of a whole
+/// step to `between`. The constants are already rounded to `register`.
 struct Rounded {
     register: Precision,
     between: Precision,
@@ -56,7 +57,7 @@ impl Slopes for Rounded {
         x
     }
 
-    /// By subtraction, as jobs have it.
+    /// `1 - t²` by a subtraction, as training jobs compute it.
     fn bend(&self, t: f64) -> f64 {
         operation(self.register, 1.0 - operation(self.register, t * t))
     }
@@ -73,7 +74,7 @@ impl<'a> Elements<'a> {
         Elements { policy, inputs, register, bias, transform }
     }
 
-    /// The result of one operation.
+    /// Rounds the exact result of one operation.
     pub(super) fn one(&self, exact: f64) -> f64 {
         operation(self.register, exact)
     }
@@ -87,7 +88,8 @@ impl<'a> Elements<'a> {
         panel
     }
 
-    /// What the columns beyond the valid vocabulary hold: none where they have no part.
+    /// The logit of the columns beyond the valid vocabulary; `None` where it is absent or -inf, so
+    /// that these columns add nothing to lse.
     pub(super) fn mask(&self) -> Option<f64> {
         let mask = self.policy.logits.round64(self.one(self.inputs.mask?));
         Some(mask).filter(|&mask| mask != f64::NEG_INFINITY)
@@ -134,16 +136,16 @@ impl<'a> Elements<'a> {
             biased.for_each(|(x, bias)| *x = between.round64(self.one(*x + bias)));
         }
         if !self.transform.is_identity() {
-            let on = Rounded { register: self.register, between };
-            row.iter_mut().for_each(|x| *x = self.transform.apply(&on, *x));
+            let arithmetic = Rounded { register: self.register, between };
+            row.iter_mut().for_each(|x| *x = self.transform.apply(&arithmetic, *x));
         }
         end.round_slice64(row);
     }
 
     /// Derivative of the transform at a logit.
     pub(super) fn slope(&self, logit: f64) -> f64 {
-        let on = Rounded { register: self.register, between: self.register };
-        self.transform.slope_in(&on, logit)
+        let arithmetic = Rounded { register: self.register, between: self.register };
+        self.transform.slope_in(&arithmetic, logit)
     }
 
     /// Turns a tile of logits `[tokens, cols]` into dlogits in place, the label part
@@ -151,7 +153,7 @@ impl<'a> Elements<'a> {
     /// label, where that lies in `cols`.
     pub(super) fn dlogits(
         &self,
-        whole: bool,
+        adds_label: bool,
         tile: &mut [f64],
         (span, cols): (Range<usize>, Range<usize>),
         upstream: Upstream<f64>,
@@ -162,8 +164,9 @@ impl<'a> Elements<'a> {
             let label = self.inputs.label(token).filter(|label| cols.contains(label));
             let label = label.map(|label| label - cols.start);
             let at = |values: &[f64]| self.register.round64(values[index]);
-            let (lse, of) = (at(upstream.lse), upstream.cotangents);
-            let (g_lse, g_label, smooth) = (at(of.lse), at(of.label), at(of.smooth));
+            let (lse, cotangents) = (at(upstream.lse), upstream.cotangents);
+            let (g_lse, g_label, smooth) =
+                (at(cotangents.lse), at(cotangents.label), at(cotangents.smooth));
             if let Some(col) = label {
                 *label_g = self.one(g_label * self.slope(row[col]));
             }
@@ -174,7 +177,7 @@ impl<'a> Elements<'a> {
                 if smooth != 0.0 {
                     g = self.one(g + smooth);
                 }
-                if whole && label == Some(col) {
+                if adds_label && label == Some(col) {
                     g = self.one(g + g_label);
                 }
                 *x = self.policy.dlogits.round64(self.one(g * slope));
@@ -223,7 +226,7 @@ pub(in crate::kernels) fn plane(
     }
 }
 
-/// Whether the label part belongs into dlogits.
-pub(super) fn whole(policy: &Policy) -> bool {
+/// Whether the policy adds the label part to dlogits; the fused path adds it to dq and dk.
+pub(super) fn adds_label(policy: &Policy) -> bool {
     policy.path != Path::Fused
 }

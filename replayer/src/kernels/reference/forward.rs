@@ -1,7 +1,7 @@
 //! The forward pass: per token sums over the vocabulary, tile by tile.
 //!
-//! The sums of some classes are what the next classes go on from, so who computes which
-//! tile changes no bit.
+//! The sums over some classes are the start of the sums over the next classes, so the classes may
+//! be split among processes without changing a bit.
 
 use super::exp::exp_row;
 use super::logit::Chain;
@@ -38,7 +38,7 @@ struct RunningSum {
     sum: f64,
 }
 
-/// What the tiles before left of each token, all `[T]`.
+/// Sums of each token over the tiles so far, all `[T]`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ForwardSums {
     /// Largest logit so far.
@@ -63,8 +63,8 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
     forward_keeping(inputs, (tiles, progress), None)
 }
 
-/// The same; the products `q kᵀ` of the valid classes, `[T, valid]`, are written to `products`: a
-/// backward pass that reads them has the same bits as one that multiplies again.
+/// As `forward`; also writes the products `q kᵀ` of the valid classes to `products`, `[T, valid]`.
+/// A backward pass that reads them gives the same bits as one that multiplies again.
 pub fn forward_keeping(
     inputs: &HeadInputs,
     (tiles, progress): (Tiles, &dyn Progress),
@@ -78,7 +78,7 @@ pub fn forward_keeping(
 parcel!(ForwardSums { max, sum, label_logits, logit_sum, logit_squares });
 
 impl ForwardSums {
-    /// Of tokens whose logits were not looked at.
+    /// The sums of `tokens` tokens before any class was added.
     pub fn zeros(tokens: usize) -> Self {
         let zeros = || vec![0.0; tokens];
         ForwardSums {
@@ -90,8 +90,8 @@ impl ForwardSums {
         }
     }
 
-    /// Takes in the valid classes of a head over some rows of k; classes come in order. Their
-    /// products are written to `kept`.
+    /// Adds the valid classes of `inputs`, whose k may be some rows of the whole k; callers add
+    /// classes in ascending order. The products `q kᵀ` are written to `kept`.
     pub fn take(
         &mut self,
         inputs: &HeadInputs,
@@ -138,7 +138,8 @@ impl ForwardSums {
         }
     }
 
-    /// The results, once all classes were taken in; `masked` columns have the logit `mask`.
+    /// The results, once all valid classes were added; `masked` further columns have the logit
+    /// `mask`.
     pub fn finish(self, mask: Option<f64>, masked: usize) -> Forward {
         let ForwardSums { max, sum, label_logits, logit_sum, logit_squares } = self;
         let running = max.into_iter().zip(sum).map(|(max, sum)| {
@@ -153,7 +154,7 @@ impl ForwardSums {
     }
 }
 
-/// Writes a tile to its place in `kept`, whose rows are `width` wide.
+/// Copies a tile of products to its place in `kept`, whose rows are `width` wide.
 fn keep(
     kept: &mut [f64],
     (width, tokens, cols): (usize, &Range<usize>, &Range<usize>),
@@ -165,14 +166,14 @@ fn keep(
 }
 
 impl RunningSum {
-    /// Takes in a row of logits, and leaves their exponentials in their place.
+    /// Adds a row of logits to the sum, and replaces each logit by its exponential.
     fn absorb(&mut self, row: &mut [f64]) {
         let shift = self.raise(row.iter().fold(self.max, |max, &logit| max.max(logit)));
         exp_row(row, shift);
         self.sum += sum_in_lanes(row, |x| x);
     }
 
-    /// Takes in one logit that stands in `count` columns.
+    /// Adds `count` columns that all have the same logit.
     fn absorb_copies(&mut self, logit: f64, count: usize) {
         if count > 0 {
             let shift = self.raise(self.max.max(logit));
@@ -180,10 +181,10 @@ impl RunningSum {
         }
     }
 
-    /// Makes the sum one of a larger max, and returns its shift.
+    /// Replaces the max by a larger one, rescales the sum, and returns the new shift.
     fn raise(&mut self, max: f64) -> f64 {
         let (old, new) = (shift(self.max), shift(max));
-        // Nothing but masked logits so far: the sum is 0 (or NaN) and stays so.
+        // With a max of -inf all logits so far were -inf: the sum is 0 (or NaN) and stays so.
         if self.max > f64::NEG_INFINITY {
             self.sum *= libm::exp(old - new);
         }
@@ -196,8 +197,8 @@ impl RunningSum {
     }
 }
 
-/// Sum of a row's values, or of what is made of each, in eight lanes, the order fixed: in one
-/// chain each addition would wait for the one before.
+/// Sum of `of(x)` over a row, in eight lanes and in a fixed order. In a single chain each addition
+/// would wait for the one before.
 pub(super) fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0.0; 8];

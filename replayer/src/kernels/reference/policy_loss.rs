@@ -24,8 +24,8 @@ use std::collections::BTreeMap;
 pub struct PolicyInputs<'a> {
     /// Log-probabilities of the sampled tokens under the policy being trained.
     pub logp: &'a [f64],
-    /// Those under the policy that sampled; `None` for `logp` itself, detached: the
-    /// ratio is then 1 exactly, and its gradient is not 0.
+    /// Those under the policy that sampled the tokens; `None` stands for `logp` itself, detached:
+    /// the ratio is then exactly 1, and its gradient is not 0.
     pub old: Option<&'a [f64]>,
     /// Advantages, one a token.
     pub advantages: &'a [f64],
@@ -57,9 +57,9 @@ pub struct PolicyLoss {
 #[derive(Default, Clone, Copy)]
 struct Sequence {
     weight: f64,
-    /// Of `w (logp - old)`.
+    /// Sum of `w (logp - old)`.
     log_ratio: f64,
-    /// Of the loss's derivatives by the sequence's log-ratio.
+    /// Sum of the derivatives of the loss with respect to the sequence's log-ratio.
     slope: f64,
     at_kink: bool,
 }
@@ -67,7 +67,7 @@ struct Sequence {
 /// The clipped surrogate at one ratio.
 struct Surrogate {
     loss: f64,
-    /// Derivative by the ratio.
+    /// Derivative of the loss with respect to the ratio.
     slope: f64,
     at_kink: bool,
 }
@@ -102,7 +102,7 @@ pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLo
         let ratio = libm::exp(log_ratio);
         let surrogate = surrogate(options, ratio, inputs.advantages[t], inputs.kink_tolerance);
         let (kl, kl_slope) = inputs.kl(options, t);
-        // A clipped ratio may be infinite.
+        // The ratio may be infinite where it is clipped, and 0 times infinity is NaN.
         let by_log_ratio = if surrogate.slope == 0.0 { 0.0 } else { surrogate.slope * ratio };
         let slope = factor * by_log_ratio;
         result.terms[t] = factor * (surrogate.loss + kl);
@@ -112,7 +112,7 @@ pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLo
         sequence.at_kink |= surrogate.at_kink;
     }
     if shared {
-        // Every token moves the mean that all of its sequence's ratios are made of.
+        // All tokens of a sequence share one ratio, and each of them moves its mean log-ratio.
         for &t in &counted {
             let sequence = sequences[&inputs.sequences[t]];
             result.dlogp[t] += sequence.slope * inputs.weights[t] / sequence.weight;
@@ -124,8 +124,8 @@ pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLo
 
 fn surrogate(options: &GrpoDeclaration, ratio: f64, advantage: f64, tolerance: f64) -> Surrogate {
     let (low, high) = (1.0 - options.clip_low, 1.0 + options.clip_high);
-    // Below `low` a positive advantage takes the unclipped side, as above `high` a
-    // negative one does: only one bound is a kink.
+    // A positive advantage is never clipped below `low`, nor a negative one above `high`: each sign
+    // has one bound at which the gradient jumps.
     let (bound, clipped) = match advantage {
         a if a > 0.0 => (high, ratio > high),
         a if a < 0.0 => (low, ratio < low),
@@ -170,7 +170,7 @@ impl PolicyInputs<'_> {
         self.old.map_or(0.0, |old| self.logp[token] - old[token])
     }
 
-    /// The KL term of a token and its derivative by `logp`, `kl_beta` in both.
+    /// The KL term of a token and its derivative with respect to `logp`, both times `kl_beta`.
     fn kl(&self, options: &GrpoDeclaration, token: usize) -> (f64, f64) {
         let Some(reference) = self.reference.filter(|_| options.kl_beta != 0.0) else {
             return (0.0, 0.0);
