@@ -1,9 +1,8 @@
-//! Element types as they lie on disk: a tag and a width, never a conversion.
+//! Element types of recorded tensors: a tag and a width. Nothing here converts values.
 
 use serde::{Deserialize, Serialize};
 
-/// Element type of a tensor. The bits of every one of them pass through
-/// backtape unchanged.
+/// Element type of a tensor. backtape stores the bits of every element unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)] // The variants are their own documentation.
@@ -54,7 +53,7 @@ impl Dtype {
         self.row().4
     }
 
-    /// The name that people and JSON see: `bf16`.
+    /// The name in messages and in JSON: `bf16`.
     pub fn name(self) -> &'static str {
         self.row().1
     }

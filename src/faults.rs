@@ -1,6 +1,5 @@
-//! Faults on purpose, for the campaigns of `tests/soak`: named points where a test kills the
-//! process or has the I/O call fail, and faults that are seeded into the product to see whether
-//! a harness notices.
+//! Fault injection for the soak tests in `tests/soak`: named points at which a test kills the
+//! process or makes an I/O call fail, and seeded bugs, which show whether the tests detect them.
 //!
 //! ```text
 //! BACKTAPE_FAULTS="journal.sync=kill@3"            SIGKILL at the third pass
@@ -9,33 +8,33 @@
 //! BACKTAPE_FAULTS="log:/tmp/points"                the name of each point passed
 //! ```
 //!
-//! Only with the test-only feature `faults`: without it every call here is a constant that
-//! the compiler removes, and no build for users can turn it on by accident.
+//! All of it is compiled only with the feature `faults`, which only tests enable. Without it every
+//! call here returns a constant and the compiler removes it.
 
 #[cfg(not(feature = "faults"))]
 mod absent {
     use std::io::{self, Write};
 
-    /// Whether this build has its faults.
+    /// Whether this build can inject faults.
     pub const ACTIVE: bool = false;
 
-    /// Where an I/O call may be made to fail, or the process to die.
+    /// A point before an I/O call: a test can return an error here or kill the process.
     #[inline(always)]
     pub const fn point(_name: &'static str) -> io::Result<()> {
         Ok(())
     }
 
-    /// Where the process may be made to die.
+    /// A point where a test can kill the process.
     #[inline(always)]
     pub const fn pass(_name: &'static str) {}
 
-    /// Writes; may be made to fail, or to die, with half of it written.
+    /// Writes the bytes; a test can stop it with half of them written.
     #[inline(always)]
     pub fn write_all(_name: &'static str, file: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
         file.write_all(bytes)
     }
 
-    /// Whether a fault was seeded here.
+    /// Whether the test seeded the bug of this name.
     #[inline(always)]
     pub const fn seeded(_name: &'static str) -> bool {
         false
@@ -60,13 +59,13 @@ mod present {
     use rustix::io::Errno;
     use rustix::process::{Signal, getpid, kill_process};
 
-    /// Whether this build has its faults.
+    /// Whether this build can inject faults.
     pub const ACTIVE: bool = true;
 
-    /// The variable that chooses them.
+    /// The environment variable that chooses the faults.
     pub const VARIABLE: &str = "BACKTAPE_FAULTS";
 
-    /// What happens at a point.
+    /// What is done at a point.
     #[derive(Clone, Copy)]
     enum Action {
         Kill,
@@ -79,7 +78,7 @@ mod present {
         /// `*`: any point.
         point: String,
         action: Action,
-        /// Counted from 1, and whether every later pass is meant too.
+        /// The number of the pass, from 1; `onwards`: every later pass too.
         at: u64,
         onwards: bool,
         passed: AtomicU64,
@@ -97,7 +96,8 @@ mod present {
         PLAN.get_or_init(|| parse(&std::env::var(VARIABLE).unwrap_or_default()))
     }
 
-    /// A plan that cannot be read must not pass for a run without faults: it panics.
+    /// Reads the plan; panics if it cannot be read, so that it is not mistaken for a run without
+    /// faults.
     fn parse(text: &str) -> Plan {
         let mut plan = Plan::default();
         for term in text.split(',').filter(|term| !term.is_empty()) {
@@ -130,7 +130,7 @@ mod present {
         Some(Rule { point: point.into(), action, at, onwards, passed: AtomicU64::new(0) })
     }
 
-    /// What was chosen for this pass of a point, if anything.
+    /// The action of the rule that matches this pass of a point, if there is one.
     fn chosen(name: &'static str) -> Option<Action> {
         let plan = plan();
         if let Some(mut log) = plan.log.as_ref() {
@@ -148,7 +148,8 @@ mod present {
 
     fn act(action: Action, name: &'static str) -> io::Result<()> {
         match action {
-            // SIGKILL: no destructor runs, no buffer is flushed. Delivered before the call returns.
+            // SIGKILL: no destructor runs and no buffer is flushed. It takes effect before the call
+            // returns.
             Action::Kill => loop {
                 let _ = kill_process(getpid(), Signal::KILL);
             },
@@ -157,17 +158,17 @@ mod present {
         }
     }
 
-    /// Where an I/O call may be made to fail, or the process to die.
+    /// A point before an I/O call: a test can return an error here or kill the process.
     pub fn point(name: &'static str) -> io::Result<()> {
         chosen(name).map_or(Ok(()), |action| act(action, name))
     }
 
-    /// Where the process may be made to die.
+    /// A point where a test can kill the process.
     pub fn pass(name: &'static str) {
         let _ = point(name);
     }
 
-    /// Writes; may be made to fail, or to die, with half of it written.
+    /// Writes the bytes; a test can stop it with half of them written.
     pub fn write_all(name: &'static str, file: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
         match chosen(name) {
             None => file.write_all(bytes),
@@ -178,7 +179,7 @@ mod present {
         }
     }
 
-    /// Whether a fault was seeded here.
+    /// Whether the test seeded the bug of this name.
     pub fn seeded(name: &'static str) -> bool {
         plan().seeded.iter().any(|chosen| chosen == name)
     }

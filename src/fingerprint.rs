@@ -1,4 +1,5 @@
-//! The position-sensitive fingerprint: proof that bytes are where they belong.
+//! The position-sensitive fingerprint of a tensor, which shows that bytes are at the place where
+//! they belong.
 //!
 //! A byte hash cannot tell two swapped shards apart. The fingerprint mixes each
 //! element's bits with its *global* index, and sums over elements modulo 2³² in
@@ -54,14 +55,16 @@ impl Fingerprint {
         rows(&leading, (hi - lo) as usize, bytes, word, |h, chunk| run(chunk, word, h, lo as u32))
     }
 
-    /// The same, of a box in two parts that can be looked at side by side: `bytes` up to the
-    /// returned offset are the first box's, the rest the second's. None where nothing divides it.
+    /// Cuts a box into two, so that two threads can fingerprint them: of the box's bytes those
+    /// before the returned offset belong to the first, the others to the second, and the first has
+    /// about this share of them. None if every dimension has at most one index.
     pub fn parts(
         dtype: Dtype,
         place: &IndexBox,
         share: f64,
     ) -> Option<(IndexBox, IndexBox, usize)> {
-        // Outer dimensions of one index do not come between the rows.
+        // The outermost dimension with several indices is cut: then the bytes of each part are
+        // contiguous.
         let dim = place.0.iter().position(|&(lo, hi)| hi - lo > 1)?;
         let (lo, hi) = place.0[dim];
         let middle = lo + (((hi - lo) as f64 * share) as u64).clamp(1, hi - lo - 1);
@@ -72,9 +75,10 @@ impl Fingerprint {
         Some((first, second, usize::try_from(bytes).ok()?))
     }
 
-    /// The fingerprint of `bytes`, a row-major array whose element `(j_0, …)` is the global
-    /// tensor's `(indices[0][j_0], …)`: for a framework that says itself which indices a
-    /// shard holds. `bytes.len()` must be the product of the lists' lengths, times the width.
+    /// The fingerprint of `bytes`, a row-major array whose element `(j_0, …)` is element
+    /// `(indices[0][j_0], …)` of the global tensor: for frameworks that report which indices a
+    /// shard holds. `bytes.len()` must be the product of the lists' lengths times the width of an
+    /// element.
     pub fn at(dtype: Dtype, indices: &[Vec<u64>], bytes: &[u8]) -> Fingerprint {
         let mut lists = indices.to_vec();
         if dtype.width() == 8 {
@@ -113,7 +117,8 @@ fn position(index: &[u64]) -> u32 {
     index.iter().fold(SEED, |h, &i| step(h, i as u32))
 }
 
-/// The sum of `row(h, chunk)` over the rows of `length` elements, `h` being the position so far.
+/// The sum of `row(h, chunk)` over the rows of `length` elements; `h` is the mixed index of the
+/// dimensions before the last.
 #[inline(always)]
 fn rows(
     leading: &[Vec<u64>],
@@ -144,8 +149,9 @@ fn rows(
     sum
 }
 
-/// Defines a function a second time for AVX2, where 32-bit products are one instruction for eight
-/// elements and not several for four: five times as fast, and the sums are the same integers.
+/// Compiles a function a second time for AVX2, which multiplies eight 32-bit integers in one
+/// instruction where the baseline needs several for four: five times as fast, and the sums are the
+/// same integers.
 macro_rules! vectorised {
     ($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*), $body:expr) => {
         $(#[$doc])*
@@ -167,17 +173,18 @@ macro_rules! vectorised {
 }
 
 vectorised!(
-    /// A row whose last indices are `lo`, `lo + 1`, …; `h` is the position before them.
+    /// The fingerprint of a row whose last indices are `lo`, `lo + 1`, …; `h` is the mixed index of
+    /// the dimensions before the last.
     run(bytes: &[u8], word: usize, h: u32, lo: u32),
     row(bytes, word, |i| step(h, lo.wrapping_add(i as u32)))
 );
 vectorised!(
-    /// A row whose last indices are these.
+    /// The fingerprint of a row whose last indices are `last`.
     listed(bytes: &[u8], word: usize, h: u32, last: &[u32]),
     row(bytes, word, |i| step(h, last[i]))
 );
 
-/// One run of elements; `place` is the mixed position of each.
+/// The fingerprint of the elements of one row; `place` gives the mixed index of each.
 #[inline(always)]
 fn row(bytes: &[u8], word: usize, place: impl Fn(usize) -> u32) -> Fingerprint {
     let mix = |sum: Fingerprint, (i, w): (usize, u32)| {

@@ -1,7 +1,9 @@
-//! Content hashes: xxh3-128 over the bytes of a shard, blake3 over what is trusted most.
+//! Content hashes: xxh3-128 of the bytes of a shard, blake3 of manifests and of the headers of
+//! shard files.
 //!
-//! xxh3 runs at memory speed inside the training process and finds every
-//! accident; blake3 ties a manifest to its files, where size does not matter.
+//! xxh3 is as fast as memory and detects accidental damage; the training process computes it.
+//! blake3 is cryptographic and slower; it ties a manifest to its files over the files' small
+//! headers.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +13,7 @@ use serde::{Deserialize, Serialize};
 pub struct ContentHash(pub u128);
 
 impl ContentHash {
-    /// Hashes bytes at once.
+    /// The hash of these bytes.
     pub fn of(bytes: &[u8]) -> ContentHash {
         ContentHash(twox_hash::XxHash3_128::oneshot(bytes))
     }
@@ -23,7 +25,7 @@ impl ContentHash {
 pub struct TrustHash(pub [u8; 32]);
 
 impl TrustHash {
-    /// Hashes bytes at once.
+    /// The hash of these bytes.
     pub fn of(bytes: &[u8]) -> TrustHash {
         TrustHash(*blake3::hash(bytes).as_bytes())
     }

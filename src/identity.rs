@@ -1,12 +1,12 @@
-//! Who and when: run, attempt, step, microbatch, rank, and names from outside.
+//! Identifiers: run, attempt, step, microbatch, rank, and checked names.
 //!
-//! A name that comes from outside (run, tensor, host) becomes part of a path or
-//! of a report only after [`Name::new`] has looked at it.
+//! A name that the job or the environment gives (of a run, tensor or host) becomes part of a path
+//! or of a report only after [`Name::new`] has checked it.
 
 use serde::{Deserialize, Serialize};
 
-/// Longest name accepted from outside. File systems allow 255 bytes a
-/// component; the rest is room for our own prefixes and suffixes.
+/// Most bytes of a [`Name`]. File systems allow 255 bytes per path component; the rest is room for
+/// prefixes and suffixes that backtape adds.
 pub const MAX_NAME: usize = 200;
 
 macro_rules! number {
@@ -50,13 +50,14 @@ pub struct Name(String);
 /// Why a name from outside was refused.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum NameError {
-    /// Nothing there.
+    /// The name is empty.
     #[error("a name is empty: give it at least one character")]
     Empty,
     /// Longer than [`MAX_NAME`].
     #[error("the name starting `{0}` is longer than {MAX_NAME} bytes: shorten it")]
     TooLong(String),
-    /// Holds a character that could leave its directory or its line.
+    /// It contains a character with which it could leave its directory (`/`) or its line of a
+    /// report (a newline).
     #[error(
         "the name {0:?} holds {1:?}: use letters, digits and . _ - + = @ : [ ] , only, not starting with a dot"
     )]
@@ -80,8 +81,8 @@ impl Name {
         }
     }
 
-    /// The name of something that may have a name which [`Name::new`] refuses: what cannot be in
-    /// one is written as its bytes in hexadecimal, `=2F` for `/`.
+    /// Makes a name of any text: each character that [`Name::new`] refuses is replaced by its bytes
+    /// in hexadecimal, `/` by `=2F`.
     pub fn escaped(text: &str) -> Name {
         let mut name = String::new();
         for c in text.chars() {
@@ -126,14 +127,14 @@ impl From<Name> for String {
     }
 }
 
-/// What a launcher calls one launch of a job, the same on all its ranks: `job-17`, or `job-17/2`
-/// where the launcher also counts how often it restarted it.
+/// The launcher's identifier of one launch of a job, the same on all its ranks: `job-17`, or
+/// `job-17/2` if the launcher also counts the restarts of the job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct LaunchName {
-    /// What does not change when it is restarted.
+    /// The part that stays the same when the job is restarted.
     pub name: Name,
-    /// How often it was restarted under this name.
+    /// How often the job was restarted under this name, if the launcher counts that.
     pub restart: Option<u32>,
 }
 
@@ -149,7 +150,7 @@ impl LaunchName {
         }
     }
 
-    /// True when the same launcher counts this one before the other.
+    /// True when both launches have the same name and this one has the lower restart count.
     pub fn precedes(&self, other: &LaunchName) -> bool {
         let counted = self.restart.zip(other.restart);
         self.name == other.name && counted.is_some_and(|(own, others)| own < others)

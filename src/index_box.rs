@@ -1,20 +1,21 @@
-//! Boxes: half-open index ranges, one per dimension, and what a set of them covers.
+//! Boxes (one half-open index range per dimension of a tensor) and which part of a tensor a set of
+//! boxes covers.
 
 use serde::{Deserialize, Serialize};
 
-/// A box inside a global tensor: `[start, end)` per dimension. A scalar's box
-/// has no dimension and one element.
+/// A box inside a global tensor: `[start, end)` per dimension. The box of a scalar has no
+/// dimensions and one element.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct IndexBox(pub Vec<(u64, u64)>);
 
 /// Why a box does not fit its tensor.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("box {found} does not fit in a tensor of shape {shape:?}")]
+#[error("box {index_box} does not fit in a tensor of shape {shape:?}")]
 pub struct BoxError {
-    /// The box as it was given.
-    pub found: IndexBox,
-    /// The global shape it should lie in.
+    /// The box that does not fit.
+    pub index_box: IndexBox,
+    /// The shape of the global tensor.
     pub shape: Vec<u64>,
 }
 
@@ -24,23 +25,28 @@ impl IndexBox {
         IndexBox(shape.iter().map(|&n| (0, n)).collect())
     }
 
-    /// The box of shape `extent` that starts at `offsets`; refuses one that
-    /// leaves the global shape, also when the sum would overflow.
+    /// The box of shape `extent` that starts at `offsets`. Refuses a box that exceeds the global
+    /// shape, also when offset plus extent overflows.
     pub fn at(offsets: &[u64], extent: &[u64], shape: &[u64]) -> Result<IndexBox, BoxError> {
         let ends = offsets.iter().zip(extent).map(|(&o, &n)| (o, o.saturating_add(n)));
-        let found = IndexBox(ends.collect());
+        let index_box = IndexBox(ends.collect());
         if offsets.len() != extent.len() {
-            return Err(BoxError { found, shape: shape.to_vec() });
+            return Err(BoxError { index_box, shape: shape.to_vec() });
         }
-        found.check(shape)?;
-        Ok(found)
+        index_box.check(shape)?;
+        Ok(index_box)
     }
 
-    /// Refuses a box of another rank, inverted, or outside the shape.
+    /// Refuses a box that has another number of dimensions than the shape, a range that ends before
+    /// it starts, or a range that exceeds the shape.
     pub fn check(&self, shape: &[u64]) -> Result<(), BoxError> {
         let inside = self.0.len() == shape.len()
             && self.0.iter().zip(shape).all(|(&(lo, hi), &n)| lo <= hi && hi <= n);
-        if inside { Ok(()) } else { Err(BoxError { found: self.clone(), shape: shape.to_vec() }) }
+        if inside {
+            Ok(())
+        } else {
+            Err(BoxError { index_box: self.clone(), shape: shape.to_vec() })
+        }
     }
 
     /// Number of elements per dimension.
@@ -48,20 +54,20 @@ impl IndexBox {
         self.0.iter().map(|&(lo, hi)| hi - lo).collect()
     }
 
-    /// Number of elements; `None` when it overflows.
+    /// Number of elements; `None` if it overflows.
     pub fn elements(&self) -> Option<u64> {
         self.0.iter().try_fold(1u64, |n, &(lo, hi)| n.checked_mul(hi.checked_sub(lo)?))
     }
 
-    /// The part that two boxes share, when they share any element.
+    /// The box of the elements that both boxes hold, if there are any.
     pub fn intersection(&self, other: &IndexBox) -> Option<IndexBox> {
         let ranges = self.0.iter().zip(&other.0).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)));
         let both = IndexBox(ranges.collect());
         both.0.iter().all(|(lo, hi)| lo < hi).then_some(both)
     }
 
-    /// Cuts `hole` out of this box: up to two slabs per dimension, disjoint,
-    /// that together with the intersection make up this box again.
+    /// This box without `hole`, as disjoint boxes, at most two per dimension. Together with the
+    /// intersection of the two they make up this box.
     fn without(&self, hole: &IndexBox) -> Vec<IndexBox> {
         let Some(hole) = self.intersection(hole) else {
             return vec![self.clone()];
@@ -91,7 +97,7 @@ impl std::fmt::Display for IndexBox {
     }
 }
 
-/// What a set of boxes leaves uncovered of a tensor: empty when it is all there.
+/// The parts of a tensor that no box of a set covers; empty if the set covers the whole tensor.
 pub fn gaps<'a>(shape: &[u64], boxes: impl IntoIterator<Item = &'a IndexBox>) -> Vec<IndexBox> {
     let whole = IndexBox::whole(shape);
     if whole.elements() == Some(0) {
@@ -124,11 +130,11 @@ mod tests {
             boxes in proptest::collection::vec(boxes_in([4, 5, 3]), 0..6)
         ) {
             let shape = [4u64, 5, 3];
-            let found = gaps(&shape, &boxes);
+            let index_box = gaps(&shape, &boxes);
             for i in 0..4 { for j in 0..5 { for k in 0..3 {
                 let point = IndexBox(vec![(i, i + 1), (j, j + 1), (k, k + 1)]);
                 let covered = boxes.iter().any(|b| b.intersection(&point).is_some());
-                let open = found.iter().filter(|g| g.intersection(&point).is_some()).count();
+                let open = index_box.iter().filter(|g| g.intersection(&point).is_some()).count();
                 prop_assert_eq!(open, usize::from(!covered));
             }}}
         }

@@ -1,9 +1,8 @@
-//! The shared nouns of backtape: what a shard is, how it is named, hashed and
+//! The types that the dumper and the replayer share: what a shard is, how it is named, hashed and
 //! laid out on disk, and the coordinator that commits steps.
 //!
-//! Everything the dumper and the replayer agree on is here and only here; the
-//! two never see each other. This crate knows nothing of Python or of numerics, and
-//! `cli` alone of the terminal.
+//! The dumper and the replayer do not depend on each other; everything on which they must agree is
+//! in this crate. It contains no Python and no numerics, and only `cli` writes to the terminal.
 //!
 //! The dependency direction is `proto <- backtape <- {dumper, replayer} <- python`.
 
@@ -30,13 +29,14 @@ pub mod store;
 /// Version of backtape itself, as every answer and every `run.json` carries it.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Which build this is, as who built it named it in `BACKTAPE_BUILD`: a commit, for example. Not
-/// asked of git: every commit would compile everything again.
+/// Which build this is, for example a commit: the value of the environment variable
+/// `BACKTAPE_BUILD` at compile time. The build does not ask git, because then every commit would
+/// recompile everything.
 pub const BUILD: &str = match option_env!("BACKTAPE_BUILD") {
     Some(build) => build,
     None => "unnamed",
 };
 
-/// Major version of the on-disk format. A reader refuses a newer one by name:
-/// guessing at unknown fields could turn into a wrong verdict.
+/// Major version of the on-disk format. A reader refuses a newer version with an error that names
+/// it: guessing what unknown fields mean could produce a wrong verdict.
 pub const FORMAT_VERSION: u32 = 1;

@@ -1,5 +1,5 @@
-//! The manifest: the list of every shard of a step. A step is committed when
-//! its manifest stands at its final name and is complete.
+//! The manifest: the list of all shards of a step. A step is committed once its complete manifest
+//! exists under its final name.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,21 +32,21 @@ pub struct FileRecord {
 /// What a rank should have recorded and did not, with its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Omission {
-    /// Who.
+    /// The rank.
     pub rank: Rank,
-    /// What.
+    /// The tensor's name, or [`EVERYTHING`].
     pub tensor: String,
-    /// Of which microbatch.
+    /// The microbatch, if the tensor has one.
     pub microbatch: Option<Microbatch>,
-    /// Why.
+    /// The reason, in words.
     pub reason: String,
 }
 
-/// The tensor of an [`Omission`] that stands for all that its rank did not record.
+/// Used as the tensor of an [`Omission`]: the rank did not record any further tensor.
 pub const EVERYTHING: &str = "*";
 
-/// Why a step that every rank closed is not whole all the same: a rank stopped recording before
-/// the step's end, or never began.
+/// Why a step is incomplete although every rank closed its part: a rank stopped recording before
+/// the end of the step, or never began.
 pub fn cut_short<'a>(omissions: impl IntoIterator<Item = &'a Omission>) -> Option<String> {
     let mut all = omissions.into_iter().filter(|omission| omission.tensor == EVERYTHING);
     let first = all.next()?;
@@ -57,38 +57,38 @@ pub fn cut_short<'a>(omissions: impl IntoIterator<Item = &'a Omission>) -> Optio
         1 => "; so did another rank".into(),
         n => format!("; so did {n} other ranks"),
     };
-    // The reason comes from outside: it must stay on its line.
+    // The job gives the reason: newlines in it must not break the line.
     let reason: String = first.reason.chars().filter(|c| !c.is_control()).take(200).collect();
     Some(format!("rank {} did not record all of it: {reason}{more}", first.rank))
 }
 
-/// What a manifest says of a step without its files.
+/// The parts of a manifest that can be read without the records of its files.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Glance {
     /// [`FORMAT_VERSION`] of the writer.
     pub format_version: u32,
-    /// Which launch.
+    /// The launch of the run.
     pub attempt: Attempt,
-    /// Which step.
+    /// The step.
     pub step: Step,
-    /// What was given up on.
+    /// What ranks should have recorded and did not.
     pub omissions: Vec<Omission>,
 }
 
-/// The list of every shard of a step: domain type and on-disk schema in one.
+/// The list of all shards of a step. The same type is the schema on disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`FORMAT_VERSION`] of the writer.
     pub format_version: u32,
     /// Version of backtape that wrote it.
     pub version: String,
-    /// Which run.
+    /// The run.
     pub run: Name,
-    /// Which launch of it.
+    /// The launch of the run.
     pub attempt: Attempt,
-    /// Which step.
+    /// The step.
     pub step: Step,
-    /// Every rank below this closed its part.
+    /// Number of ranks; each of them closed its part of the step.
     pub world_size: u32,
     /// The job's mesh, where it has one.
     pub mesh: Mesh,
@@ -96,54 +96,55 @@ pub struct Manifest {
     pub head: Option<HeadDeclaration>,
     /// Every file of the step, by rank and name.
     pub files: Vec<FileRecord>,
-    /// What was given up on, so that nothing is silently absent.
+    /// What ranks should have recorded and did not, so that no tensor is missing without a reason.
     pub omissions: Vec<Omission>,
-    /// What was asked for, by ranks that were not asked for everything: what is
-    /// absent by it is no loss. Empty in dumps of before it was kept.
+    /// What the ranks that were not to record everything were to record: a tensor that was not
+    /// selected is not missing. Empty in dumps of versions that did not write it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub selections: Vec<RankSelection>,
-    /// Why this step was recorded, where nobody had selected it beforehand.
+    /// Set if no selection named this step and a trigger had it recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trigger: Option<TriggerRecord>,
 }
 
-/// Ranks that were asked for the same.
+/// Ranks that share one selection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankSelection {
-    /// Which.
+    /// The ranks.
     pub ranks: IndexSelection,
-    /// What.
+    /// What these ranks were to record.
     pub selection: Selection,
 }
 
-/// What made a step be recorded while the job ran.
+/// The trigger that had a step recorded while the job ran.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TriggerRecord {
     /// Counts the triggers of an attempt from 1.
     pub number: u32,
     /// Why, in words.
     pub reason: String,
-    /// Who saw it; absent: a person asked.
+    /// The rank that triggered it; absent if a person asked for it.
     pub rank: Option<Rank>,
-    /// The step that it is about.
+    /// The step whose values caused the trigger.
     pub seen: Step,
-    /// True when the captures came out of the ranks' rings, held since the step itself.
+    /// True when the ranks had kept the captures in their ring buffers since the step and wrote
+    /// them after the trigger.
     pub ring: bool,
 }
 
-/// A manifest as it stands on disk, sealed by its own hash:
+/// The format of a manifest on disk; the hash seals the rest:
 ///
 /// ```text
 /// {"blake3":"<64 digits>","manifest":<text that the hash is of>}
 /// ```
 ///
-/// Keys of the text are sorted at every depth, which makes it the same text for the same
-/// manifest. It is hashed as it stands: a step of a million shards has 430 MiB of it, and
-/// going through a tree of values took 9 times as long and 2 to 4 times the memory
-/// (`soak manifest`).
+/// The keys of every object in the text are sorted, so that equal manifests give equal texts. A
+/// reader hashes the text without parsing it first: a step of a million shards has 430 MiB of it,
+/// and parsing into a tree of values took 9 times as long and 2 to 4 times the memory (`soak
+/// manifest`).
 const SEAL: [&str; 3] = ["{\"blake3\":\"", "\",\"manifest\":", "}\n"];
 
-/// What a manifest says before anything else of it is believed.
+/// The part of a manifest that is read before its hash is checked: the format version.
 #[derive(Deserialize)]
 struct Outer {
     manifest: Version,
@@ -157,7 +158,7 @@ struct Version {
 /// Why a manifest, or a run's record, cannot be trusted.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
-    /// Not JSON of this shape.
+    /// It is not JSON of the expected structure.
     #[error("it is not one that backtape wrote: {0}")]
     Syntax(#[from] serde_json::Error),
     /// Written by a newer backtape.
@@ -165,13 +166,13 @@ pub enum ManifestError {
         "it has format version {0}, this backtape reads up to {FORMAT_VERSION}: install a newer one"
     )]
     Newer(u64),
-    /// Its bytes changed since it was written.
+    /// Its hash differs from the recorded one.
     #[error("its contents do not match its own hash: it was altered after it was written")]
     Altered,
 }
 
 impl TriggerRecord {
-    /// One line for people.
+    /// The error in one line.
     pub fn sentence(&self) -> String {
         let who = self.rank.map_or("a person".into(), |rank| format!("rank {rank}"));
         let from = if self.ring { "kept in the ring; " } else { "" };
@@ -180,8 +181,8 @@ impl TriggerRecord {
 }
 
 impl Manifest {
-    /// Why a tensor is absent, if no rank was asked for it; without a microbatch,
-    /// for one that is absent from all of them.
+    /// If no rank was to record this tensor, a sentence that says so. `microbatch`: None asks for
+    /// all microbatches.
     pub fn unselected(&self, tensor: &str, microbatch: Option<u32>) -> Option<String> {
         let asked = |rank: u32| {
             let mut own = self.selections.iter().filter(|kept| kept.ranks.contains(rank));
@@ -196,15 +197,16 @@ impl Manifest {
         Some(format!("not recorded: selection ({})", kept.selection.restrictions()))
     }
 
-    /// The bytes that stand at the final name.
+    /// The contents of the manifest's file.
     pub fn to_bytes(&self) -> Vec<u8> {
         let texts: Vec<String> = self.files.iter().map(FileRecord::to_text).collect();
         let bare = Manifest { files: Vec::new(), ..self.clone() };
         bare.to_bytes_of(texts.iter().map(String::as_str))
     }
 
-    /// The same, with files that are texts already in place of this one's: they are made
-    /// while a step is recorded, and its last rank does not wait for them.
+    /// The same, with the given texts in the place of `self.files`. The coordinator serialises each
+    /// file's record when it arrives, so that closing the step does not take longer with many
+    /// files.
     pub(crate) fn to_bytes_of<'a>(&self, files: impl Iterator<Item = &'a str>) -> Vec<u8> {
         let text = sorted(&self);
         let (before, after) = text.split_once("\"files\":[]").expect("it has no files of its own");
@@ -233,8 +235,8 @@ impl Manifest {
         read(bytes, |manifest: &Manifest| manifest.format_version)
     }
 
-    /// The same without the files, whose records are most of it: their text is hashed and not
-    /// kept.
+    /// The same without the records of the files, which are most of a manifest: their text is
+    /// hashed and not kept.
     pub fn glance(bytes: &[u8]) -> Result<Glance, ManifestError> {
         read(bytes, |glance: &Glance| glance.format_version)
     }
@@ -258,7 +260,7 @@ fn read<T: DeserializeOwned>(
             Err(ManifestError::Newer(version(&read).into()))
         }
         Ok(read) => Ok(read),
-        // What a newer one holds need not look like ours.
+        // A newer format may have other fields: then its version is the error to report.
         Err(error) => match unsealed(bytes) {
             ManifestError::Newer(found) => Err(ManifestError::Newer(found)),
             _ => Err(error.into()),
@@ -269,7 +271,7 @@ fn read<T: DeserializeOwned>(
 /// Digits of a seal's hash.
 const HASH_DIGITS: usize = 64;
 
-/// The text of a manifest whose seal is whole.
+/// The text of a manifest inside its seal, if the hash matches.
 fn sealed(bytes: &[u8]) -> Option<&[u8]> {
     let rest = bytes.strip_prefix(SEAL[0].as_bytes())?;
     let (digits, rest) = rest.split_at_checked(HASH_DIGITS)?;
@@ -277,7 +279,7 @@ fn sealed(bytes: &[u8]) -> Option<&[u8]> {
     (TrustHash::of(text).to_string().as_bytes() == digits).then_some(text)
 }
 
-/// Why bytes without a whole seal are no manifest of ours.
+/// The error for bytes that do not have a manifest's seal.
 fn unsealed(bytes: &[u8]) -> ManifestError {
     match serde_json::from_slice::<Outer>(bytes) {
         Err(error) => ManifestError::Syntax(error),
@@ -290,15 +292,15 @@ fn unsealed(bytes: &[u8]) -> ManifestError {
     }
 }
 
-/// JSON without blanks, the keys of every object sorted.
+/// JSON without spaces, with the keys of every object sorted.
 fn sorted(value: &impl Serialize) -> String {
-    // A `Value` keeps its objects sorted; a struct is written as it is declared.
+    // Objects of a `Value` are sorted by key; a struct would be written in the order of its fields.
     serde_json::to_value(value).expect("plain data").to_string()
 }
 
 impl FileRecord {
-    /// The record as a manifest holds it. Shard by shard: 20,000 of them as one tree take twice
-    /// the time.
+    /// The record's text in a manifest. Each shard is serialised by itself: one tree of 20,000
+    /// shards takes twice the time.
     pub(crate) fn to_text(&self) -> String {
         let &FileRecord { rank, length, header_hash, .. } = self;
         let (name, shards) = (self.name.clone(), Vec::new());
@@ -309,7 +311,7 @@ impl FileRecord {
     }
 }
 
-/// `run.json`: who, when, on what.
+/// `run.json`: the run, its start and the versions of the job's software.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunRecord {
     /// [`FORMAT_VERSION`] of the writer.
@@ -318,7 +320,7 @@ pub struct RunRecord {
     pub version: String,
     /// The run's name.
     pub run: Name,
-    /// Which launch.
+    /// The launch of the run.
     pub attempt: Attempt,
     /// Ranks in the job.
     pub world_size: u32,
@@ -333,17 +335,17 @@ pub struct RunRecord {
 /// The key of `run.json` that seals the others.
 const RUN_SEAL: &str = "blake3";
 
-/// `run.json` as it was read.
+/// `run.json` with whether it was sealed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ReadRun {
-    /// What it says.
+    /// The record.
     pub record: RunRecord,
-    /// False in a dump of before it had a seal: then nothing shows that it was not altered.
+    /// False in dumps of versions that wrote no seal: then an alteration cannot be detected.
     pub sealed: bool,
 }
 
 impl RunRecord {
-    /// The bytes that stand on disk: keys in order, sealed by a hash over the others.
+    /// The contents of `run.json`: sorted keys, one of which holds the hash of the others.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut value = serde_json::to_value(self).expect("a record is plain data");
         value[RUN_SEAL] = TrustHash::of(value.to_string().as_bytes()).to_string().into();
@@ -368,7 +370,7 @@ impl RunRecord {
         }
         let record = record?;
         if !sealed {
-            // Before there was a seal it was written in the order of the fields.
+            // Versions that wrote no seal wrote the fields in the order of their declaration.
             let mut before = serde_json::to_vec_pretty(&record)?;
             before.push(b'\n');
             if before != bytes {
@@ -414,8 +416,8 @@ mod tests {
         }
     }
 
-    /// Goal: no damage passes. Method: every bit of both files, one after the other; among them
-    /// those that leave the meaning as it was (`1e-300` and `1E-300`).
+    /// Goal: every damage is detected. Method: each bit of both files is flipped, one at a time,
+    /// also where the parsed value stays the same (`1e-300` and `1E-300`).
     #[test]
     fn every_flipped_bit_of_a_manifest_and_of_a_run_record_is_found() {
         let (run, step) = (record().to_bytes(), manifest().to_bytes());
@@ -443,7 +445,7 @@ mod tests {
         assert!(RunRecord::from_bytes(&bytes).is_err());
     }
 
-    /// One that backtape 0.1.0 wrote, when it still went through a tree of values.
+    /// A manifest that backtape 0.1.0 wrote, which serialised a tree of values.
     const GOLDEN: &[u8] = include_bytes!("../tests/golden/manifest-1.json");
 
     #[test]
@@ -453,7 +455,7 @@ mod tests {
         assert!(manifest.to_bytes() == GOLDEN);
     }
 
-    /// Goal: nothing in a manifest changes unseen. Method: every bit of one.
+    /// Goal: no change of a manifest passes unnoticed. Method: each bit of one is flipped.
     #[test]
     fn a_flipped_bit_anywhere_is_an_error_and_never_a_panic() {
         for at in 0..GOLDEN.len() {

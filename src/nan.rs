@@ -1,22 +1,22 @@
 //! Maxima and orders in which NaN is not lost.
 //!
-//! `f64::max` passes over NaN, so a largest error folded with it is 0 where every error is NaN,
-//! and `f64::total_cmp` sorts a NaN whose sign bit is set (0/0 gives one on x86) below all
-//! numbers. Whatever is tested or shown goes through these.
+//! `f64::max` ignores NaN, so that the largest error computed with it is 0 when every error is NaN;
+//! and `f64::total_cmp` sorts a NaN whose sign bit is set (x86 returns one for 0/0) below all
+//! numbers. Every maximum that is tested against a threshold or shown goes through these functions.
 
 use std::cmp::Ordering;
 
-/// The larger of two numbers; NaN where one of them is.
+/// The larger of two numbers; NaN if one of them is NaN.
 pub fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }
 
-/// The largest of some sizes, 0 where there are none; NaN where one of them is.
+/// The largest of some non-negative numbers; 0 if there are none, NaN if one of them is NaN.
 pub fn largest(sizes: impl IntoIterator<Item = f64>) -> f64 {
     sizes.into_iter().fold(0.0, larger)
 }
 
-/// From the smallest to the largest, with NaN of either sign above all numbers.
+/// Orders numbers from the smallest to the largest, with NaN of either sign above all numbers.
 pub fn by_size(a: &f64, b: &f64) -> Ordering {
     a.is_nan().cmp(&b.is_nan()).then_with(|| match a.is_nan() {
         true => Ordering::Equal,

@@ -1,4 +1,4 @@
-//! The job's mesh and how a tensor lies on it.
+//! The job's device mesh and how a tensor is distributed over it.
 
 use std::collections::BTreeMap;
 
@@ -9,28 +9,28 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Mesh(pub Vec<(String, u32)>);
 
-/// Where a rank sits on each axis of the mesh.
+/// A rank's coordinate on each axis of the mesh.
 pub type MeshCoordinates = BTreeMap<String, u32>;
 
 /// How the values that several ranks hold combine into one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Reduction {
-    /// They add up.
+    /// Their sum.
     Sum,
-    /// They average.
+    /// Their mean.
     Mean,
 }
 
-/// How a tensor lies along one mesh axis.
+/// How a tensor is distributed along one mesh axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
-    /// Cut along this dimension.
+    /// Each coordinate holds a slice along this dimension of the tensor.
     Shard(u32),
-    /// The same on every coordinate.
+    /// Every coordinate holds the same values.
     Replicate,
-    /// Every coordinate holds an addend.
+    /// Every coordinate holds an addend of the tensor; the reduction combines them.
     Partial(Reduction),
 }
 

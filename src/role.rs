@@ -4,12 +4,12 @@ use serde::{Deserialize, Serialize};
 
 macro_rules! roles {
     ($($(#[$doc:meta])* $variant:ident = $name:literal,)*) => {
-        /// The part that a tensor plays in the loss head (NUMERICS: stages).
+        /// The part that a tensor plays in the loss head; docs/heads.md defines the computation.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         pub enum Role { $($(#[$doc])* #[serde(rename = $name)] $variant,)* }
 
         impl Role {
-            /// Every role, in the order of the stages.
+            /// Every role: inputs first, then results in the order in which the head computes them.
             pub const ALL: &'static [Role] = &[$(Role::$variant,)*];
 
             /// The role's name, as `record` and `--compare` take it.
@@ -33,7 +33,7 @@ roles! {
     Bias = "bias",
     /// Upstream cotangent of each token's loss, `[T]`, where the loss is not reduced.
     Cotangent = "cotangent",
-    /// Which token each row of q is: an index that two runs share, `[T]`.
+    /// Which token each row of q is, `[T]`: indices that match rows of two runs.
     TokenOrder = "token_order",
     /// Advantage of each token, `[T]`, or of each sequence, `[B]`.
     Advantages = "advantages",

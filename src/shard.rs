@@ -1,4 +1,4 @@
-//! The shard record: everything there is to know about the bytes one rank held.
+//! The shard record: the description of the bytes that one rank held of one tensor.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,8 @@ pub enum When {
     PreReduce,
     /// After the reduction over ranks.
     PostReduce,
-    /// Again, in the backward pass: activation checkpointing computes the forward anew.
+    /// In the backward pass, where activation checkpointing computes the forward pass a second
+    /// time.
     Recompute,
 }
 
@@ -35,15 +36,16 @@ pub enum When {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FingerprintSource {
-    /// The framework, on the sharded array, with its own global indices:
-    /// independent of the box in the record.
+    /// The framework, on the sharded array, with its own global indices: independent of the box in
+    /// the record, so that it also checks the box.
     Framework,
-    /// The recorder, from the box that the job gave: proves transport, not place.
+    /// The recorder, from the box that the job gave: it detects damage on the way to the dump, but
+    /// not a wrong box.
     Recorder,
 }
 
-/// Which value of a tensor: one name can be captured per microbatch and at
-/// several moments of a step.
+/// Identifies one captured value of a tensor: the same name can be captured for each microbatch and
+/// at several moments of a step.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TensorKey {
     /// The tensor's name.
@@ -71,34 +73,35 @@ impl std::fmt::Display for TensorKey {
     }
 }
 
-/// One shard: which tensor, which box of it, who held it, and what its bytes hash to.
+/// One shard: of which tensor, which box of it, which rank held it, and the hash of its bytes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ShardRecord {
-    /// Which value of which tensor.
+    /// The tensor, its microbatch and when it was captured.
     #[serde(flatten)]
     pub key: TensorKey,
     /// Its part in the loss head, if it has one.
     pub role: Option<Role>,
-    /// Element type; the bits are the job's own.
+    /// Element type of the bytes, as the job held them.
     pub dtype: Dtype,
     /// Shape of the global tensor.
     pub shape: Vec<u64>,
-    /// The part of it that these bytes are, row-major.
+    /// The box of the global tensor that the bytes hold, row-major.
     #[serde(rename = "box")]
     pub place: IndexBox,
-    /// Who held it.
+    /// The rank that held it.
     pub rank: Rank,
-    /// On which machine.
+    /// The rank's machine.
     pub host: Name,
-    /// In which launch of the run.
+    /// The launch of the run.
     pub attempt: Attempt,
-    /// Where the holder sits on the mesh.
+    /// The rank's coordinates on the mesh.
     pub mesh: MeshCoordinates,
-    /// How the tensor lies on the mesh, as far as the framework says.
+    /// How the tensor is distributed over the mesh, as far as the framework reports it.
     pub placement: Placements,
-    /// Set when the bytes are this rank's addend of the tensor, not its value.
+    /// Set if the bytes are only this rank's addend of the tensor: how the addends of all ranks
+    /// combine to its value.
     pub partial: Option<Reduction>,
-    /// 0 for the first holder of this box, higher for its replicas.
+    /// 0 for one of the ranks that hold this box, 1, 2, … for its replicas.
     pub replica: u32,
     /// xxh3-128 of the bytes, taken in the training process.
     pub hash: ContentHash,
@@ -106,42 +109,42 @@ pub struct ShardRecord {
     pub length: u64,
     /// Position-sensitive fingerprint of this shard's elements.
     pub fingerprint: Fingerprint,
-    /// Who computed the fingerprint.
+    /// Who computed `fingerprint`.
     pub fingerprint_source: FingerprintSource,
-    /// True when a graph compiler (torch.compile) made the code around the capture.
+    /// True when the captured code was compiled by a graph compiler (torch.compile).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub compiled: bool,
-    /// The entry of the safetensors file that holds the bytes.
+    /// The name of the safetensors entry that holds the bytes.
     pub entry: String,
 }
 
 /// Why a shard record contradicts itself.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// More dimensions than any framework makes.
+    /// It has more dimensions than any framework supports.
     #[error("{key} has {found} dimensions: at most {MAX_DIMENSIONS} are accepted")]
     Dimensions {
         /// Which tensor.
         key: TensorKey,
-        /// How many it claims.
+        /// The claimed number of dimensions.
         found: usize,
     },
-    /// The box leaves the tensor.
+    /// The box does not fit in the tensor's shape.
     #[error("{key} of rank {rank}: {source}")]
     Box {
         /// Which tensor.
         key: TensorKey,
-        /// Who held it.
+        /// The rank that held it.
         rank: Rank,
-        /// The box and the shape.
+        /// Which box does not fit in which shape.
         source: crate::index_box::BoxError,
     },
-    /// The length is not what box and dtype make.
+    /// The length is not the number of elements in the box times the width of the dtype.
     #[error("{key} of rank {rank}: box {place} of {dtype} does not take {length} bytes")]
     Length {
         /// Which tensor.
         key: TensorKey,
-        /// Who held it.
+        /// The rank that held it.
         rank: Rank,
         /// The claimed box.
         place: IndexBox,
@@ -153,7 +156,7 @@ pub enum RecordError {
 }
 
 impl ShardRecord {
-    /// Refuses a record whose box, dtype and length cannot all be true.
+    /// Refuses a record whose box, shape, dtype and length contradict each other.
     pub fn check(&self) -> Result<(), RecordError> {
         let (key, rank) = (self.key.clone(), self.rank);
         if self.shape.len() > MAX_DIMENSIONS {

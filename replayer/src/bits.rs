@@ -1,18 +1,18 @@
-//! What the bits of one element are, in every dtype, without a conversion of the tensor.
+//! Reads single elements of any dtype from their bits, without converting the tensor.
 
 use backtape::dtype::Dtype;
 use half::{bf16, f16};
 
-/// What kind of value some bits are.
+/// The kind of value that an element is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Either zero.
+    /// 0 or -0.
     Zero,
-    /// Any other number.
+    /// Any other finite number.
     Finite,
     /// An infinity; true for the negative one.
     Infinite(bool),
-    /// No number.
+    /// NaN.
     Nan,
 }
 
@@ -29,8 +29,8 @@ pub(crate) fn format(dtype: Dtype) -> Option<(u32, u32)> {
     }
 }
 
-/// Bits that two unrelated elements of one size hardly share: the fraction's, or for
-/// integers the width's.
+/// How many bits of an element are random in unrelated elements of similar size: those of the
+/// fraction, or all bits of an integer.
 pub(crate) fn random_bits(dtype: Dtype) -> u32 {
     format(dtype).map_or(8 * dtype.width() as u32, |(_, fraction)| fraction)
 }
@@ -43,7 +43,7 @@ pub(crate) fn bits(bytes: &[u8], width: usize, index: usize) -> u64 {
     at.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))
 }
 
-/// The kind of a value by its bits.
+/// The kind of an element, from its bits.
 pub(crate) fn kind(dtype: Dtype, bits: u64) -> Kind {
     let Some((exponent, fraction)) = format(dtype) else {
         return if bits == 0 { Kind::Zero } else { Kind::Finite };
@@ -66,14 +66,14 @@ pub(crate) fn kind(dtype: Dtype, bits: u64) -> Kind {
     }
 }
 
-/// Whether every element is a finite number, found in one vectorised pass. False for the 8-bit floats
-/// and for integers, whose elements must be looked at one by one.
+/// Whether every element is finite, in one vectorised pass. Always false for the 8-bit floats and
+/// for integers, whose elements must be examined one by one.
 pub(crate) fn all_finite(dtype: Dtype, bytes: &[u8]) -> bool {
     let Some((exponent, fraction)) = format(dtype).filter(|_| dtype.width() > 1) else {
         return false;
     };
     let top = ((1u64 << exponent) - 1) << fraction;
-    // Without an early end, so that the loops are vectorised.
+    // The loops do not stop early, so that the compiler can vectorise them.
     match dtype.width() {
         2 => {
             let of = |bytes: &[u8; 2]| u16::from_le_bytes(*bytes) & top as u16 != top as u16;
@@ -90,7 +90,7 @@ pub(crate) fn all_finite(dtype: Dtype, bytes: &[u8]) -> bool {
     }
 }
 
-/// The value of some bits.
+/// The value of an element, from its bits.
 pub(crate) fn value(dtype: Dtype, bits: u64) -> f64 {
     match dtype {
         Dtype::Bool | Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64 => bits as f64,
@@ -98,9 +98,9 @@ pub(crate) fn value(dtype: Dtype, bits: u64) -> f64 {
         Dtype::I16 => f64::from(bits as u16 as i16),
         Dtype::I32 => f64::from(bits as u32 as i32),
         Dtype::I64 => bits as i64 as f64,
-        // f16 has e5m2's exponent, and eight bits more of fraction.
+        // f16 has the exponent of e5m2 and eight more bits of fraction.
         Dtype::F8E5m2 => f16::from_bits((bits as u16) << 8).to_f64(),
-        Dtype::F8E4m3 => small(bits as u8),
+        Dtype::F8E4m3 => e4m3(bits as u8),
         Dtype::F16 => f16::from_bits(bits as u16).to_f64(),
         Dtype::Bf16 => bf16::from_bits(bits as u16).to_f64(),
         Dtype::F32 => f64::from(f32::from_bits(bits as u32)),
@@ -108,7 +108,7 @@ pub(crate) fn value(dtype: Dtype, bits: u64) -> f64 {
     }
 }
 
-fn small(bits: u8) -> f64 {
+fn e4m3(bits: u8) -> f64 {
     let (exponent, fraction) = (i32::from(bits >> 3 & 15), f64::from(bits & 7));
     let size = match (exponent, bits & 7) {
         (15, 7) => f64::NAN,
@@ -118,7 +118,7 @@ fn small(bits: u8) -> f64 {
     if bits & 0x80 == 0 { size } else { -size }
 }
 
-/// Whole numbers of an integer dtype; `None` for floats and for what exceeds i64.
+/// The value of an integer element; `None` for floats and bools, and for values beyond an i64.
 pub(crate) fn integer(dtype: Dtype, bits: u64) -> Option<i64> {
     match dtype {
         Dtype::U8 | Dtype::U16 | Dtype::U32 => Some(bits as i64),

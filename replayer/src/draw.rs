@@ -1,9 +1,9 @@
-//! Seeded numbers that are the same on every machine and for every thread count.
+//! Seeded random numbers that are the same on every machine and for every thread count.
 //!
-//! Not for secrets: SplitMix64 (Steele, Lea, Flood 2014), two lines that anyone can
-//! write again to repeat a sample from the seed that a report prints.
+//! The generator is SplitMix64 (Steele, Lea, Flood 2014), which is not for secrets. It is short
+//! enough for anyone to repeat a sample from the seed that a report prints.
 
-/// A stream of numbers.
+/// A stream of random numbers.
 #[derive(Clone, Debug)]
 pub struct Draw(u64);
 
@@ -64,7 +64,7 @@ mod tests {
         assert_ne!(seed_of("run-a", 0), seed_of("run-a", 1));
     }
 
-    /// Six standard deviations of each mean.
+    /// Each mean may be off by six standard deviations.
     #[test]
     fn signs_units_and_normals_have_the_moments_of_their_names() {
         let (mut draw, n) = (Draw::new(3), 200_000.0);

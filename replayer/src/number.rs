@@ -1,4 +1,4 @@
-//! Numbers as people read them in a table.
+//! Numbers as text for the tables of reports.
 
 /// Four significant digits in at most ten characters.
 pub fn short(x: f64) -> String {
@@ -12,12 +12,12 @@ pub fn short(x: f64) -> String {
     }
 }
 
-/// Two significant digits: an error, a floor.
+/// Two significant digits, for errors and floors.
 pub fn error(x: f64) -> String {
     if x == 0.0 { "0".into() } else { format!("{x:.1e}") }
 }
 
-/// A ratio: one decimal while it is small.
+/// A ratio, with one decimal below 100.
 pub fn ratio(x: f64) -> String {
     match x {
         x if !x.is_finite() => format!("{x}"),
@@ -27,7 +27,7 @@ pub fn ratio(x: f64) -> String {
     }
 }
 
-/// How far a slope, `factor - 1`, is off: a share while it is one, else the factor.
+/// A slope, `factor - 1`, in percent; the factor itself where the slope is 10 or more.
 pub fn scale(slope: f64) -> String {
     match slope.abs() < 10.0 {
         true => format!("{:+.2} %", 100.0 * slope),
@@ -35,7 +35,7 @@ pub fn scale(slope: f64) -> String {
     }
 }
 
-/// Digits in groups of three.
+/// A count with its digits in groups of three.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::new();
@@ -58,7 +58,7 @@ pub fn bytes(n: u64) -> String {
     }
 }
 
-/// `1 row`, `2 rows`.
+/// A count with its noun: `1 row`, `2 rows`.
 pub fn plural(n: u64, noun: &str) -> String {
     format!("{} {noun}{}", count(n), if n == 1 { "" } else { "s" })
 }

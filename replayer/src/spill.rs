@@ -1,14 +1,14 @@
 //! Large arrays in files, for a replay that needs more memory than the machine has
 //! (`replay --spill DIR`).
 //!
-//! [`Spilling`] is the program's allocator. Once a directory is named, what has at least
-//! [`LEAST`] bytes lies in an unlinked file of it that is mapped: the kernel writes out what was
-//! not used lately and reads it again, as it does with the shards. A walk touches a `[T, D]` array
-//! once for each slab of classes, so there are thousands of multiplications for each byte that
-//! comes from disk. No result depends on it: the same code runs on the same bits.
+//! [`Spilling`] is the program's allocator. Once a directory is named, every array of at least
+//! [`LEAST`] bytes is an unlinked, mapped file in it: the kernel writes out pages that were not
+//! used lately and reads them again, as it does with the shards. A replay reads a `[T, D]` array
+//! once for each slab of classes, so there are thousands of multiplications for each byte that is
+//! read from disk. No result changes: the same code runs on the same bits.
 //!
-//! Rejected: arrays of an own type for what may be large, as every vector of the replay may be;
-//! swap, which whoever replays cannot add to a cluster's node.
+//! Rejected: a special type for large arrays, since every vector of the replay may be large; and
+//! swap, which users cannot add to a cluster's node.
 
 mod kept;
 
@@ -26,24 +26,24 @@ use rustix::io::Errno;
 
 pub use kept::{keep_arrays, memory};
 
-/// Bytes of the smallest array that goes into a file: below, faults of single pages cost more
-/// than is saved. What the allocator itself allocates is far below, so it never calls itself.
+/// Bytes of the smallest array that goes into a file: for smaller ones page faults cost more than
+/// is saved. The allocator's own allocations are far smaller, so it never calls itself.
 pub const LEAST: usize = 32 << 20;
 
-/// File systems that are memory themselves: tmpfs and ramfs (linux/magic.h).
+/// File systems that keep files in memory: tmpfs and ramfs (linux/magic.h).
 const OF_MEMORY: [u32; 2] = [0x0102_1994, 0x8584_58f6];
 
-/// Where files go, once that is known.
+/// The directory of the files, once [`spill_to`] was called.
 static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
-/// What lies in files, by address.
+/// The arrays that are mapped files, by address.
 static MAPPED: Mutex<BTreeMap<usize, MmapMut>> = Mutex::new(BTreeMap::new());
-/// The disk had no room once, and that was said.
+/// Whether the message that the disk is full was already printed.
 static FULL: AtomicBool = AtomicBool::new(false);
 
 /// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SpillError {
-    /// It does not take files.
+    /// No file can be created in it.
     #[error("--spill {}: no file can be made there, name a directory that you may write to", path.display())]
     Unwritable {
         /// The directory.
@@ -51,13 +51,14 @@ pub enum SpillError {
         /// Why.
         source: io::Error,
     },
-    /// It is memory itself.
+    /// It is a file system in memory.
     #[error("--spill {} lies in memory (tmpfs): name a directory on a disk", path.display())]
     Memory {
         /// The directory.
         path: PathBuf,
     },
-    /// No space can be kept for a file there: writing to the array could fail later, by a signal.
+    /// Its file system cannot reserve space for a file: a later write to the array could then kill
+    /// the process with a signal.
     #[error("--spill {}: its file system cannot reserve space (fallocate): name a directory on a local disk", path.display())]
     Reserve {
         /// The directory.
@@ -68,8 +69,8 @@ pub enum SpillError {
     Absent,
 }
 
-/// Puts large arrays into files of this directory from now on, for as long as the process lives:
-/// of several the first one stays.
+/// Puts large arrays into files of this directory from now on until the process ends. A second call
+/// with another directory has no effect.
 pub fn spill_to(path: &Path) -> Result<(), SpillError> {
     let unwritable = |source: io::Error| SpillError::Unwritable { path: path.into(), source };
     let real = path.canonicalize().map_err(unwritable)?;
@@ -77,7 +78,7 @@ pub fn spill_to(path: &Path) -> Result<(), SpillError> {
         return Ok(());
     }
     let kind = File::open(&real).and_then(|open| Ok(fstatfs(open)?)).map_err(unwritable)?;
-    // Its width and its sign are the machine's: the numbers have 32 bits.
+    // The type of `f_type` depends on the machine; the numbers have 32 bits.
     if OF_MEMORY.contains(&(kind.f_type as u32)) {
         return Err(SpillError::Memory { path: path.into() });
     }
@@ -96,7 +97,7 @@ pub fn spill_to(path: &Path) -> Result<(), SpillError> {
     }
 }
 
-/// A file without a name, of which every byte has its place on the disk.
+/// An unlinked file for which space on the disk is reserved.
 fn file(directory: &Path, length: usize) -> io::Result<File> {
     let file = tempfile::tempfile_in(directory)?;
     fallocate(&file, FallocateFlags::empty(), 0, length as u64)?;
@@ -107,7 +108,8 @@ fn mapped() -> MutexGuard<'static, BTreeMap<usize, MmapMut>> {
     MAPPED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Allocates like the system, but for large arrays once [`spill_to`] or [`keep_arrays`] was called.
+/// Allocates like the system's allocator, except for large arrays once [`spill_to`] or
+/// [`keep_arrays`] was called.
 ///
 /// ```text
 /// #[global_allocator]
@@ -116,7 +118,7 @@ fn mapped() -> MutexGuard<'static, BTreeMap<usize, MmapMut>> {
 pub struct Spilling;
 
 impl Spilling {
-    /// Zeros in a file; `None` where arrays of this size lie in memory.
+    /// A zeroed array in a file; `None` where arrays of this size stay in memory.
     fn put(layout: Layout) -> Option<*mut u8> {
         if layout.size() < LEAST {
             return None;
@@ -128,7 +130,7 @@ impl Spilling {
         });
         match made {
             Ok(mut map) => {
-                // Aligned to a page, and no layout of an array asks for more.
+                // The mapping is aligned to a page, which is enough for every array.
                 let start = map.as_mut_ptr();
                 let fits = (start as usize).is_multiple_of(layout.align());
                 fits.then(|| {
@@ -148,13 +150,13 @@ impl Spilling {
         }
     }
 
-    /// Whether an array of this size may lie in a file. Without a directory nothing is locked: a
-    /// job that forks must not find the table locked for ever in its child.
+    /// Whether an array of this size may be in a file. Without a directory the table is never
+    /// locked: a job that forks must not inherit a locked table in its child.
     fn may_be_put(layout: Layout) -> bool {
         layout.size() >= LEAST && DIRECTORY.get().is_some()
     }
 
-    /// Bytes of the file that holds an array.
+    /// Bytes of the file that holds an array, if it is in one.
     fn length(start: *mut u8, layout: Layout) -> Option<usize> {
         Spilling::may_be_put(layout).then(|| Some(mapped().get(&(start as usize))?.len()))?
     }
@@ -187,7 +189,7 @@ unsafe impl GlobalAlloc for Spilling {
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
         let mapped = || mapped().remove(&(start as usize));
         match Spilling::may_be_put(layout).then(mapped).flatten() {
-            // After the lock: this takes long.
+            // Unmapping takes long, so it happens after the lock is released.
             Some(map) => drop(map),
             // SAFETY: the caller's promise; it is no array in a file, so it is the system's.
             None if unsafe { kept::give(start, layout) } => {}

@@ -1,4 +1,4 @@
-//! Lines that can be told apart when the logs of all hosts run together.
+//! Log lines with a prefix that names the host, so that the logs of all hosts can be merged.
 
 use tracing::{Event, Subscriber};
 use tracing_subscriber::EnvFilter;
@@ -6,8 +6,8 @@ use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormattedFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Lines go to stderr from here on; `RUST_LOG` chooses which. Where this process has a log
-/// already, that one stays.
+/// Starts logging to stderr; `RUST_LOG` chooses which lines. Does nothing if this process already
+/// has a log.
 pub(super) fn start() {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::try_from_default_env().unwrap_or(EnvFilter::new("info")))

@@ -13,9 +13,9 @@
 //!
 //! The binary and the Python package's command both call [`main`].
 //!
-//! `plan` and `trigger` ask a running one, embedded or not, to have the ranks
-//! of a running job record. `certs` makes what a coordinator and ranks on other hosts show
-//! to each other.
+//! `plan` and `trigger` ask a running coordinator, embedded in rank 0 or not, to have the ranks of
+//! a running job record. `certs` makes the credentials with which a coordinator and ranks on other
+//! hosts authenticate to each other.
 
 mod log;
 mod question;
@@ -41,7 +41,7 @@ const DONE: i32 = 0;
 /// Exit code: wrong usage or environment.
 const USAGE: i32 = 2;
 
-/// With which build it is.
+/// The version with the build.
 static LONG_VERSION: LazyLock<String> =
     LazyLock::new(|| format!("{} build {}", crate::VERSION, crate::BUILD));
 
@@ -87,14 +87,14 @@ struct Arguments {
     trigger_cooldown: u64,
 }
 
-/// The command with these arguments, the program's name first; its exit code. The binary and the
-/// Python package both call it. Ends on SIGINT and SIGTERM, which it listens to while it serves.
+/// Runs the command with these arguments, the program's name first, and returns its exit code. The
+/// binary and the Python package both call it. While it serves, SIGINT and SIGTERM end it.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> i32 {
     let arguments = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => arguments,
         Err(error) => {
-            // Help and the version go to stdout, what is wrong to stderr; a closed pipe has read
-            // enough.
+            // Help and the version go to stdout, errors to stderr. Whoever closed the pipe does not
+            // need the rest.
             let _ = error.print();
             return error.exit_code();
         }
@@ -113,16 +113,18 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> i32 {
     }
 }
 
-/// How many arenas the threads of this process share.
+/// How many malloc arenas the threads of this process share.
 #[cfg(target_env = "gnu")]
 const ARENAS: libc::c_int = 2;
 
-/// Every thread of glibc keeps what it freed in an arena of its own: large files that came one
-/// after the other, on other threads, held three times what any of them took (`soak hostile`).
-/// Only in a process that is the coordinator's own: a job's memory is the job's.
+/// Limits the number of glibc's malloc arenas. By default each thread has its own and keeps there
+/// what it freed: after large files that arrived one after the other, each on another thread, the
+/// process held three times the memory that one of them needs (`soak hostile`). Only the
+/// coordinator's own process calls this; a coordinator embedded in a job leaves the job's allocator
+/// alone.
 fn share_arenas() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: it sets a number in the allocator, before this process has other threads.
+    // SAFETY: `mallopt` sets a parameter of the allocator, before this process has other threads.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, ARENAS);
     }
@@ -180,13 +182,14 @@ fn serve(arguments: &Arguments) -> anyhow::Result<()> {
         };
         Ok(coordinator.serve(listener, shutdown).await?)
     });
-    // Not to wait for a look at a disk that hangs: nothing of it was acknowledged.
+    // Does not wait for tasks that are blocked on a disk that hangs: nothing of theirs was
+    // acknowledged.
     runtime.shutdown_background();
     served
 }
 
-/// Lets this process have as many files open as it may: each connection is one, and the limit that
-/// a shell gives is a thousand. Says so where that is too few.
+/// Raises the limit of open files to the hard limit, because each connection is an open file and a
+/// shell's default is about a thousand. Logs a warning if that is too few for the world size.
 fn open_files(world_size: u32) {
     let limit = getrlimit(Resource::Nofile);
     let most = Rlimit { current: limit.maximum, maximum: limit.maximum };

@@ -113,12 +113,12 @@ impl Target {
 }
 
 impl Question {
-    /// Asks, and says the answer.
+    /// Asks the coordinator and prints its answer.
     pub(super) fn ask(&self) -> anyhow::Result<()> {
         let answer = self.answer()?;
         match self {
-            // What was asked for is the output, and whoever closed the pipe has read enough;
-            // what was done is a line of the log.
+            // A status is the output of the command, on stdout; whoever closed the pipe does not
+            // need the rest. For the others the answer goes to the log.
             Question::Status(_) => drop(writeln!(std::io::stdout(), "{answer}")),
             _ => tracing::info!("{answer}"),
         }

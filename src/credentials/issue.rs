@@ -1,5 +1,5 @@
-//! A private authority, made for one purpose: it signs a coordinator and its ranks, and its
-//! key is thrown away, so that nobody can add to them later.
+//! Creates a private certificate authority, which signs the certificates of a coordinator and of
+//! its ranks. Its key is discarded, so that nobody can sign further ones later.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -14,20 +14,21 @@ use super::{CA, CERTIFICATE, CredentialsError, KEY, TOKEN, Token};
 use crate::identity::Name;
 use crate::store::durable;
 
-/// Clocks of a cluster differ: a certificate holds from a little before it was made.
+/// How long before its creation a certificate becomes valid, because the clocks of a cluster
+/// differ.
 const SKEW: Duration = Duration::hours(1);
 
-/// Folders that were made.
+/// The folders that were created.
 #[derive(Clone, Debug)]
 pub struct Issued {
     /// For the coordinator.
     pub coordinator: PathBuf,
-    /// For the ranks, one for all runs or one for each that was named.
+    /// For the ranks: one for all runs, or one for each named run.
     pub ranks: Vec<PathBuf>,
 }
 
-/// Makes credentials of a coordinator that is called by these hosts' names or addresses, and
-/// of its ranks: `OUT/coordinator` and `OUT/rank`, or `OUT/rank-RUN` for every run.
+/// Makes the credentials of a coordinator that ranks reach by these host names or addresses, and of
+/// its ranks: `OUT/coordinator` and `OUT/rank`, or `OUT/rank-RUN` for every run.
 pub fn issue(
     out: &Path,
     hosts: &[String],
@@ -66,7 +67,7 @@ fn certificate(error: rcgen::Error) -> CredentialsError {
     CredentialsError::Certificate(error.to_string())
 }
 
-/// PEM of a certificate and of its key.
+/// A certificate and its key, in PEM.
 struct Signed(String, String);
 
 struct Authority {
@@ -85,7 +86,8 @@ impl Authority {
         Ok(Authority { issuer: Issuer::new(params, key), certificate, days })
     }
 
-    /// A certificate for one side alone: a rank's cannot pass for a coordinator.
+    /// Signs a certificate for either the server or the client side, so that a rank's cannot be
+    /// used as a coordinator's.
     fn sign(
         &self,
         hosts: &[String],

@@ -1,7 +1,7 @@
-//! What shows a coordinator and a rank to each other: certificates of a private authority
-//! for mutual TLS, and a token of the run.
+//! How a coordinator and a rank authenticate to each other: certificates of a private authority for
+//! mutual TLS, and a token of the run.
 //!
-//! A folder holds what one side needs, under fixed names:
+//! A folder holds what one of the two needs, under fixed names:
 //!
 //! ```text
 //! ca.pem      the authority that the other side's certificate must come from
@@ -48,10 +48,10 @@ pub enum CredentialsError {
     Certificate(String),
 }
 
-/// One side's certificate, and the authority of the other's; PEM.
+/// One side's certificate and key, and the authority that signs the other side's, in PEM.
 #[derive(Clone)]
 pub struct Tls {
-    /// The authority.
+    /// The certificate of the authority.
     pub ca: Vec<u8>,
     /// This side's certificate.
     pub certificate: Vec<u8>,
@@ -65,33 +65,33 @@ impl std::fmt::Debug for Tls {
     }
 }
 
-/// What a coordinator asks of those who call it.
+/// What a coordinator requires of its callers.
 #[derive(Clone, Debug, Default)]
 pub struct Guard {
-    /// Calls come encrypted, from a certificate of its authority.
+    /// If set, callers must use TLS with a certificate of this authority.
     pub tls: Option<Tls>,
-    /// They carry the token of their run.
+    /// Callers must send the token of their run.
     pub tokens: Tokens,
 }
 
 impl Guard {
-    /// What a folder of credentials asks.
+    /// Reads what a coordinator's folder of credentials requires.
     pub fn read(directory: &Path) -> Result<Guard, CredentialsError> {
         Ok(Guard { tls: Some(tls(directory)?), tokens: tokens(directory)? })
     }
 }
 
-/// What a caller shows to a coordinator.
+/// How a caller authenticates to a coordinator.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
-    /// Calls go out encrypted, to a certificate of its authority.
+    /// If set, calls use TLS, and the coordinator's certificate must be of this authority.
     pub tls: Option<Tls>,
-    /// They carry this token.
+    /// The token that calls carry.
     pub token: Option<Token>,
 }
 
 impl Access {
-    /// What a folder of credentials shows for a run.
+    /// Reads a rank's folder of credentials, for one run.
     pub fn read(directory: &Path, run: &Name) -> Result<Access, CredentialsError> {
         let token = tokens(directory)?.of(run).cloned();
         let path = directory.join(TOKEN);
@@ -101,8 +101,12 @@ impl Access {
 }
 
 fn tls(directory: &Path) -> Result<Tls, CredentialsError> {
-    let of = |name| read(directory.join(name));
-    Ok(Tls { ca: of(CA)?, certificate: of(CERTIFICATE)?, key: private(directory.join(KEY))? })
+    let read_file = |name| read(directory.join(name));
+    Ok(Tls {
+        ca: read_file(CA)?,
+        certificate: read_file(CERTIFICATE)?,
+        key: private(directory.join(KEY))?,
+    })
 }
 
 fn tokens(directory: &Path) -> Result<Tokens, CredentialsError> {
@@ -115,7 +119,7 @@ fn read(path: PathBuf) -> Result<Vec<u8>, CredentialsError> {
     std::fs::read(&path).map_err(|source| CredentialsError::Read { path, source })
 }
 
-/// A file that its owner alone can read.
+/// Reads a file; refuses one that users other than its owner can read.
 fn private(path: PathBuf) -> Result<Vec<u8>, CredentialsError> {
     let bytes = read(path.clone())?;
     let mode = std::fs::metadata(&path).map(|found| found.permissions().mode());

@@ -1,4 +1,4 @@
-//! The secret that a rank shows with each call.
+//! The secret token that a rank sends with each call.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,14 +8,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::identity::{Name, NameError};
 
-/// Bytes that a token is drawn from.
+/// Random bytes of a new token.
 const DRAWN: usize = 32;
-/// A token that can be guessed is none.
+/// Fewest characters of a token: a shorter one could be guessed.
 const SHORTEST: usize = 32;
-/// A header of a call holds it.
+/// Most characters of a token: it is sent in a header of each call.
 const LONGEST: usize = 512;
 
-/// Why a text holds no tokens.
+/// Why a text cannot be read as tokens.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TokenError {
@@ -29,13 +29,13 @@ pub enum TokenError {
     Empty,
 }
 
-/// A secret; its own words never show it.
+/// A secret token; its `Debug` output does not contain it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Token(String);
 
 impl Token {
-    /// A new one from the system's randomness.
+    /// A new token from the operating system's random numbers.
     pub fn draw() -> io::Result<Token> {
         let mut bytes = [0; DRAWN];
         getrandom::fill(&mut bytes).map_err(|error| io::Error::other(error.to_string()))?;
@@ -52,8 +52,8 @@ impl Token {
         (fits && text.bytes().all(|b| b.is_ascii_graphic())).then(|| Token(text.into()))
     }
 
-    /// In a time that says nothing of how much of it is right: hashes are compared, and
-    /// blake3 compares its own in constant time.
+    /// Whether `shown` is this token. The time does not depend on how much of it is right: blake3
+    /// compares hashes in constant time.
     fn is(&self, shown: &str) -> bool {
         blake3::hash(self.0.as_bytes()) == blake3::hash(shown.as_bytes())
     }
@@ -65,7 +65,7 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// The tokens that a coordinator serves; none: everyone.
+/// The tokens that a coordinator accepts; if it has none, it serves every caller.
 #[derive(Clone, Debug, Default)]
 pub struct Tokens {
     any: Option<Token>,
@@ -73,7 +73,7 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// One token for every run.
+    /// One token that is valid for every run.
     pub fn any(token: Token) -> Tokens {
         Tokens { any: Some(token), runs: BTreeMap::new() }
     }
@@ -83,12 +83,12 @@ impl Tokens {
         self.runs.get(run).or(self.any.as_ref())
     }
 
-    /// False where everyone is let in.
+    /// Whether callers need a token.
     pub fn guard(&self) -> bool {
         self.any.is_some() || !self.runs.is_empty()
     }
 
-    /// Whether a caller that shows this may speak for some run.
+    /// Whether a caller with this token may call for at least one run.
     pub fn admit_some(&self, shown: Option<&str>) -> bool {
         if !self.guard() {
             return true;
@@ -97,7 +97,7 @@ impl Tokens {
         shown.is_some_and(|shown| known().any(|token| token.is(shown)))
     }
 
-    /// Whether a caller that shows this may speak for a run.
+    /// Whether a caller with this token may call for this run.
     pub fn admit(&self, run: &Name, shown: Option<&str>) -> bool {
         if !self.guard() {
             return true;
@@ -109,25 +109,25 @@ impl Tokens {
 impl FromStr for Tokens {
     type Err = TokenError;
 
-    /// One a line: `TOKEN` for every run that has none of its own, or `RUN TOKEN`.
+    /// Reads one token per line: `TOKEN` for every run without a token of its own, or `RUN TOKEN`.
     fn from_str(text: &str) -> Result<Tokens, TokenError> {
-        let mut found = Tokens::default();
+        let mut tokens = Tokens::default();
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         for (line, words) in lines.map(|(at, line)| (at + 1, line.split_whitespace())) {
             let words: Vec<&str> = words.collect();
             let token = |text| Token::new(text).ok_or(TokenError::Token { line });
             match words[..] {
-                [text] => found.any = Some(token(text)?),
+                [text] => tokens.any = Some(token(text)?),
                 [run, text] => {
                     let run = Name::new(run).map_err(|source| TokenError::Run { line, source })?;
-                    found.runs.insert(run, token(text)?);
+                    tokens.runs.insert(run, token(text)?);
                 }
                 _ => return Err(TokenError::Line { line }),
             }
         }
-        match found.any.is_none() && found.runs.is_empty() {
+        match tokens.any.is_none() && tokens.runs.is_empty() {
             true => Err(TokenError::Empty),
-            false => Ok(found),
+            false => Ok(tokens),
         }
     }
 }

@@ -1,8 +1,7 @@
 //! The declaration of the loss head, as the job made it with `tape.head`.
 //!
-//! Only what was declared is here: an absent dtype is *unknown*, not f32, and
-//! the replayer treats it so. Whether the options fit together and fit the
-//! tensors is judged by the replayer, which knows what it can replay.
+//! It contains only what was declared: an absent dtype is *unknown*, not f32, and the replayer
+//! treats it as unknown. The replayer checks whether the options fit together and fit the tensors.
 
 mod options;
 mod path;
@@ -55,8 +54,8 @@ mod tests {
         assert!(error.unwrap_err().to_string().contains("redaction"));
     }
 
-    /// Goal: the words that the table has for Python, docs and messages are those that are read.
-    /// Method: the reader itself, given no word at all, says which there are.
+    /// Goal: the words that the table lists for Python, docs and messages are the words that the
+    /// parser accepts. Method: the parser's error for an unknown word lists them.
     #[test]
     fn the_words_of_an_option_are_those_that_its_reader_takes() {
         fn words_read<Of: serde::de::DeserializeOwned>(name: &str) -> Vec<String> {

@@ -1,6 +1,6 @@
-//! The options of `tape.head`, each told once: its type, its default, what it may be and what it
-//! means. The declaration, the check of each value, the pages of docs and the types in Python come
-//! from here.
+//! The options of `tape.head` in one table: type, default, allowed values and meaning of each. The
+//! declaration, the check of each value, the pages in docs and the Python types are generated from
+//! it.
 
 use std::collections::BTreeMap;
 
@@ -11,22 +11,22 @@ use super::values::*;
 use super::written::{InPython, infinite};
 use super::{Ranks, Scope, Span};
 
-/// An option of a declaration `Of`, for all who list, check or explain them.
+/// An option of the declaration `Of`: what is needed to list, check and explain it.
 pub struct HeadOption<Of: 'static> {
     /// As it is written in `tape.head`.
     pub name: &'static str,
     /// Its type in Python.
     pub python: &'static str,
-    /// What it means, in the words of docs/heads.md.
+    /// What it means: the text in docs/heads.md.
     pub meaning: &'static str,
-    /// What its value must be, where its type does not say all of that.
+    /// What its value must be, if the type alone does not say it.
     pub wanted: &'static str,
     is_good: fn(&Of) -> bool,
     shown: fn(&Of) -> String,
 }
 
 impl<Of: Default> HeadOption<Of> {
-    /// Whether its value can be meant.
+    /// Whether its value is allowed.
     pub fn is_good(&self, declared: &Of) -> bool {
         (self.is_good)(declared)
     }
@@ -36,22 +36,22 @@ impl<Of: Default> HeadOption<Of> {
         (self.shown)(declared)
     }
 
-    /// The words that it takes, in quotes, where it takes nothing but words.
+    /// The allowed words, in quotes, if the option allows only words.
     pub fn words(&self) -> Vec<&'static str> {
         let only = self.python.strip_prefix("Literal[").and_then(|rest| rest.strip_suffix(']'));
         let only = only.filter(|words| !words.contains(']'));
         only.map_or_else(Vec::new, |words| words.split(", ").collect())
     }
 
-    /// What it is when nobody mentions it.
+    /// Its default, as it is written in Python.
     pub fn default(&self) -> String {
         self.shown(&Of::default())
     }
 }
 
-/// A declaration, its defaults and its list of options, from one table. An entry: meaning,
-/// attributes of serde, `name: type = default`, type in Python, and the check of its value if the
-/// type does not say all.
+/// Defines a declaration's struct, its defaults and its list of options from one table. An entry
+/// consists of the meaning, serde attributes, `name: type = default`, the type in Python and, if
+/// the type does not exclude all wrong values, a check of the value.
 macro_rules! options {
     (
         $(#[$of:meta])*
@@ -80,7 +80,7 @@ macro_rules! options {
             }
         }
 
-        /// Its options, in the order in which people read of them.
+        /// Its options, in the order of the documentation.
         pub static $all: &[HeadOption<$declaration>] = &[$(
             HeadOption {
                 name: stringify!($name),
@@ -129,8 +129,7 @@ fn is_share(x: &f64) -> bool {
 }
 
 options! {
-    /// What `tape.head` declares: the signature in DESIGN, and the options that heads
-    /// in use have beyond it.
+    /// What `tape.head` declares.
     HeadDeclaration, OPTIONS:
 
     "Which loss: on q and k, on recorded logits, or a policy loss."

@@ -1,5 +1,5 @@
-//! Over which tokens a denominator counts: a choice of ranks, of microbatches and of
-//! sequences. Three choices have names, which are what most jobs do.
+//! Over which tokens the denominator of a mean loss counts: a choice of ranks, of microbatches and
+//! of sequences. The three most common choices have names.
 
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, MapAccess, Visitor};
@@ -7,43 +7,44 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::Scope;
 
-/// Whose tokens are counted together.
+/// Which ranks' tokens are counted together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(
     rename_all = "lowercase",
     expecting = "ranks: \"all\", \"one\" or a list of axes is needed"
 )]
 pub enum Ranks {
-    /// Those of every rank.
+    /// The tokens of all ranks.
     #[default]
     All,
-    /// Each rank counts its own. Ranks that hold the same tokens count them once.
+    /// Each rank counts its own tokens. Ranks that hold the same tokens count them once.
     One,
-    /// Those of the ranks along these axes of the mesh; others count for themselves.
+    /// The tokens of the ranks along these axes of the mesh; ranks that differ on another axis
+    /// count separately.
     #[serde(untagged)]
     Axes(Vec<String>),
 }
 
-/// Of which microbatches the tokens are counted together.
+/// Which microbatches' tokens are counted together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Microbatches {
-    /// Of all of the step.
+    /// All microbatches of the step.
     #[default]
     All,
-    /// Each microbatch counts its own.
+    /// Each microbatch counts its own tokens.
     One,
 }
 
-/// How sequences count.
+/// How the mean is taken over sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sequences {
-    /// The tokens of all sequences together.
+    /// One mean over the tokens of all sequences.
     #[default]
     All,
-    /// Each sequence has a mean of its own, and the loss is the mean of those, over the
-    /// sequences in which any token counts.
+    /// The mean of each sequence first; the loss is the mean of those over the sequences in which
+    /// at least one token counts.
     Each,
 }
 
@@ -56,7 +57,7 @@ pub struct Span {
     pub sequences: Sequences,
 }
 
-/// A span part by part, as it is written where it has no name.
+/// A span in parts: how one without a name is written.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, rename = "scope")]
 struct Parts {
@@ -72,13 +73,13 @@ impl Default for Parts {
 }
 
 impl Span {
-    /// The name of the choice, where it has one.
+    /// The span's name, if it has one.
     pub fn named(&self) -> Option<Scope> {
         let scopes = [Scope::Global, Scope::Microbatch, Scope::Rank];
         scopes.into_iter().find(|&scope| *self == Span::from(scope))
     }
 
-    /// Every choice that names no axis of a mesh.
+    /// Every span that names no axis of a mesh.
     pub fn without_axes() -> Vec<Span> {
         let mut all = Vec::new();
         for sequences in [Sequences::All, Sequences::Each] {
@@ -145,7 +146,7 @@ impl<'de> Deserialize<'de> for Span {
     }
 }
 
-/// Reads a name or the parts, and says what would be read.
+/// Parses a name or the parts; its error says what is expected.
 struct Reader;
 
 impl<'de> Visitor<'de> for Reader {

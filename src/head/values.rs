@@ -1,8 +1,8 @@
-//! The words and numbers that options of the head take.
+//! The types of the values of a head's options.
 
 use serde::{Deserialize, Serialize};
 
-/// Which loss, as `loss=` names it.
+/// The loss function: the value of `loss=`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Loss {
@@ -14,7 +14,7 @@ pub enum Loss {
     Grpo,
 }
 
-/// How token losses become one number.
+/// How the losses of the tokens are reduced to one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -24,13 +24,13 @@ pub enum LossReduction {
     None,
 }
 
-/// What a mean divides by.
+/// By what a mean loss is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", try_from = "NumberOrText")]
 pub enum Denominator {
-    /// Tokens that are not ignored.
+    /// The number of tokens that are not ignored.
     Valid,
-    /// All tokens.
+    /// The number of all tokens.
     All,
     /// The sum of the token weights.
     Weights,
@@ -39,7 +39,7 @@ pub enum Denominator {
     Number(f64),
 }
 
-/// An option that is a number or a word, as it is written.
+/// A value that is either a number or a word.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged, expecting = "a number or a word is needed")]
 pub(super) enum NumberOrText {
@@ -78,7 +78,7 @@ pub enum Scope {
     Rank,
 }
 
-/// How the microbatches of a step combine.
+/// How the losses of a step's microbatches combine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -103,7 +103,7 @@ pub enum KLayout {
 pub enum SmoothingFormula {
     /// ε/V on every class.
     Uniform,
-    /// Megatron-LM's, scaled by K/(K-1).
+    /// Megatron-LM's formula, where ε is scaled by K/(K-1).
     Megatron,
 }
 
@@ -121,7 +121,7 @@ pub enum KlEstimator {
     K3,
 }
 
-/// What the ratio of policies is taken over.
+/// Over what the ratio of new to old policy is computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RatioLevel {
@@ -136,7 +136,7 @@ pub enum RatioLevel {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LossAverage {
-    /// All tokens alike, over the head's denominator.
+    /// The sum over all tokens, divided by the head's denominator.
     #[default]
     Token,
     /// The mean of each sequence first, then the mean over sequences.

@@ -1,4 +1,5 @@
-//! Options as they are written: in Python for people, and in JSON, which has no infinities.
+//! How the values of options are written: in Python for messages, and in JSON, which has no
+//! infinities.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -6,7 +7,7 @@ use super::path::{DeclaredTiles, PolicyDeclaration};
 use super::values::*;
 use super::{GrpoDeclaration, Span};
 
-/// A value as somebody writes it in a call of `tape.head`.
+/// A value in the syntax of a call of `tape.head`.
 pub(super) trait InPython {
     /// `None`, `True`, `0.5`, `"mean"`, `{"ranks": "one"}`.
     fn in_python(&self) -> String;
@@ -30,7 +31,7 @@ impl InPython for f64 {
     }
 }
 
-/// What JSON writes as Python does.
+/// Implements [`InPython`] for types that JSON and Python write alike.
 macro_rules! as_in_json {
     ($($type:ty),*) => {
         $(impl InPython for $type {
@@ -47,8 +48,8 @@ as_in_json!(
     GrpoDeclaration, std::collections::BTreeMap<String, String>
 );
 
-/// A number that may be infinite, as what most jobs mask logits with is. It is text there:
-/// serde_json would write `null` for it, no mask at all.
+/// A number that may be infinite, as most jobs' value for masked logits is. It is written as text,
+/// because serde_json would write `null`, which means no mask.
 pub(super) mod infinite {
     use super::*;
     use crate::head::values::NumberOrText as Written;

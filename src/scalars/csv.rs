@@ -1,15 +1,15 @@
-//! Scalars as CSV, one value a line: names may appear at any step, and a wide table
-//! would need its header again each time.
+//! Scalars as CSV with one value per line. A table with one column per name would need a new header
+//! whenever a name first appears at a later step.
 
 use std::io::Write;
 
 use super::{Row, word};
 use crate::identity::Rank;
 
-/// The first line.
+/// The first line of the file.
 pub const HEADER: &str = "step,time,rank,name,value\n";
 
-/// Appends the lines of a row.
+/// Appends one line for each value of a row.
 pub fn write_row(rank: Rank, row: &Row, out: &mut Vec<u8>) {
     for (name, value) in &row.values {
         let _ = write!(out, "{},{:.6},{},", row.step, row.time, rank.0);
@@ -21,7 +21,7 @@ pub fn write_row(rank: Rank, row: &Row, out: &mut Vec<u8>) {
     }
 }
 
-/// As RFC 4180 quotes it.
+/// Writes a field, quoted as RFC 4180 defines if it contains a comma, a quote or a newline.
 fn write_field(text: &str, out: &mut Vec<u8>) {
     if !text.contains([',', '"', '\n', '\r']) {
         return out.extend_from_slice(text.as_bytes());

@@ -1,15 +1,15 @@
-//! Scalars as TensorBoard reads them: TFRecords of `tensorflow.Event` messages.
+//! Scalars in TensorBoard's format: TFRecords of `tensorflow.Event` messages.
 //!
-//! A record is its length (u64, little endian), the masked CRC-32C of that length, the
-//! message and the masked CRC-32C of the message. Of the message four fields are written:
-//! `wall_time` = 1 (double), `step` = 2 (varint), `file_version` = 3 (string) in the first
-//! record, and `summary` = 5, which holds for each scalar a `value` = 1 with `tag` = 1
-//! (string) and `simple_value` = 2 (float). They are encoded here: generated types for
-//! four fields would bring a second set of .proto files into the build.
+//! A record consists of the message's length (u64, little endian), the masked CRC-32C of that
+//! length, the message and the masked CRC-32C of the message. Four fields of the message are
+//! written: `wall_time` = 1 (double), `step` = 2 (varint), `file_version` = 3 (string) in the first
+//! record, and `summary` = 5, which contains for each scalar a `value` = 1 with `tag` = 1 (string)
+//! and `simple_value` = 2 (float). This module encodes them by hand: generated types for four
+//! fields would need a second set of .proto files in the build.
 
 use super::Row;
 
-/// What the first record says; TensorBoard refuses files without it.
+/// The `file_version` of the first record; TensorBoard refuses files without it.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// Wire types of protobuf.
@@ -18,26 +18,26 @@ const FIXED64: u64 = 1;
 const LENGTH: u64 = 2;
 const FIXED32: u64 = 5;
 
-/// Appends the record that begins a file.
+/// Appends the first record of a file.
 pub fn write_version(time: f64, out: &mut Vec<u8>) {
     let mut event = wall_time(time);
     text(3, FILE_VERSION, &mut event);
     write_record(&event, out);
 }
 
-/// Appends one record with all scalars of a row. They become f32: TensorBoard has no wider.
+/// Appends one record with all scalars of a row, rounded to f32, the type of `simple_value`.
 pub fn write_row(row: &Row, out: &mut Vec<u8>) {
     let mut summary = Vec::new();
     for (name, value) in &row.values {
-        let mut one = Vec::new();
-        text(1, name, &mut one);
-        tag(2, FIXED32, &mut one);
-        one.extend_from_slice(&(*value as f32).to_le_bytes());
-        bytes(1, &one, &mut summary);
+        let mut value_message = Vec::new();
+        text(1, name, &mut value_message);
+        tag(2, FIXED32, &mut value_message);
+        value_message.extend_from_slice(&(*value as f32).to_le_bytes());
+        bytes(1, &value_message, &mut summary);
     }
     let mut event = wall_time(row.time);
     tag(2, VARINT, &mut event);
-    // An int64 there: a larger step would come back negative.
+    // `Event.step` is an int64: a larger u64 would be read as a negative number.
     varint(row.step.min(i64::MAX as u64), &mut event);
     bytes(5, &summary, &mut event);
     write_record(&event, out);
@@ -58,7 +58,7 @@ fn write_record(message: &[u8], out: &mut Vec<u8>) {
     out.extend_from_slice(&masked_crc(message).to_le_bytes());
 }
 
-/// Masked, so that the CRC of data that holds CRCs is not weak.
+/// TFRecord masks CRCs, because the CRC of data that itself contains CRCs detects fewer errors.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -89,9 +89,8 @@ fn varint(mut value: u64, out: &mut Vec<u8>) {
 mod tests {
     use super::*;
 
-    /// Goal: the framing is TensorFlow's, not only our own. Method: the first record of
-    /// every file spelled out as the format describes it, its
-    /// CRCs computed by an implementation that is bitwise and shares nothing.
+    /// Goal: the framing is TensorFlow's. Method: the first record of every file is written out as
+    /// the format describes it, with CRCs from a separate bitwise implementation.
     #[test]
     fn the_first_record_has_the_bytes_that_the_format_names() {
         let mut out = Vec::new();

@@ -1,7 +1,8 @@
-//! The three files of one rank, appended to a batch of rows at a time.
+//! The three files of one rank (JSON lines, CSV, TensorBoard events), to which rows are appended in
+//! batches.
 //!
-//! Disk use is capped: after half of the cap scalars of layers (a `/` in the name) are
-//! left out, after all of it nothing more is written. Both are said in the lines.
+//! The size of the files is capped: beyond half of the cap scalars of layers (a `/` in the name)
+//! are left out, beyond the cap all scalars. A note in the JSON lines records each.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -12,28 +13,29 @@ use super::line::{Header, Line};
 use super::{Row, csv, events, is_global_name, json_lines, line};
 use crate::store::durable;
 
-/// Bytes of one rank's three files together: a million steps of twenty scalars, or ten
-/// thousand of two thousand.
+/// Most bytes of one rank's three files together: enough for a million steps of 20 scalars, or
+/// 10,000 steps of 2,000.
 pub const LIMIT_BYTES: u64 = 1 << 30;
 
-/// The files of one rank. Kept closed between batches: a coordinator may serve 10,000.
+/// The files of one rank. They are closed between batches, because a coordinator may serve 10,000
+/// ranks.
 #[derive(Debug)]
 pub struct ScalarFiles {
     header: Header,
     json_lines: PathBuf,
     csv: PathBuf,
-    /// `None` until the files were looked at; each process writes events to its own.
+    /// The events file, one for each process; `None` until `begin` has read what exists.
     events: Option<PathBuf>,
     limit_bytes: u64,
     written: u64,
     rows: u64,
-    /// Which notices of the cap the lines hold already: 0, 1 or 2.
+    /// How many of the two notes about the cap are written: 0, 1 or 2.
     said: u8,
     begun: bool,
 }
 
 impl ScalarFiles {
-    /// The files of a rank below an attempt's directory, which are made with the first row.
+    /// The files of a rank below an attempt's directory; the first append creates them.
     pub fn of(attempt: &Path, header: Header, limit_bytes: u64) -> ScalarFiles {
         let json_lines = json_lines(attempt, header.rank);
         ScalarFiles {
@@ -49,8 +51,8 @@ impl ScalarFiles {
         }
     }
 
-    /// The same, made now. Rows that this very process wrote before are counted, so that
-    /// what is sent again is not written twice.
+    /// The same, created at once. It counts the rows that the process in `header` wrote before, so
+    /// that rows which it sends again are not written twice.
     pub fn open(attempt: &Path, header: Header, limit_bytes: u64) -> io::Result<ScalarFiles> {
         let mut files = ScalarFiles::of(attempt, header, limit_bytes);
         files.begin()?;
@@ -73,19 +75,19 @@ impl ScalarFiles {
         Ok(events)
     }
 
-    /// Rows that this process has in the files.
+    /// Rows in the files that the process in `header` wrote.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// Where the JSON lines lie.
+    /// The path of the JSON lines.
     pub fn path(&self) -> &Path {
         &self.json_lines
     }
 
-    /// Appends rows, as few of their scalars as the cap leaves room for. After an error the
-    /// rows are not written and may be appended again. An error *inside* of `Ok` is of the
-    /// copies for other readers: the lines are written, and are what counts.
+    /// Appends rows, with those of their scalars for which the cap leaves room. After `Err` the
+    /// rows are not written and may be appended again. `Ok` with an error: the JSON lines, from
+    /// which backtape reads, are written, but the CSV or the events are not.
     pub fn append(&mut self, rows: &[Row]) -> io::Result<Option<io::Error>> {
         let events_path = self.begin()?;
         let (mut text, mut table, mut records) = (Vec::new(), Vec::new(), Vec::new());
@@ -118,13 +120,14 @@ impl ScalarFiles {
     fn append_copies(&mut self, table: &[u8], events: &Path, records: &[u8]) -> io::Result<()> {
         append(&self.csv, table, true)?;
         append(events, records, false).or_else(|error| {
-            // A record after a torn one is never found: the next ones get a file of their own.
+            // A reader stops at an incomplete record, so that later records need a new file.
             self.events = Some(next_events(&self.json_lines.with_extension(""), &self.header)?);
             Err(error)
         })
     }
 
-    /// What the cap leaves of a row; says in the lines once what it takes.
+    /// The scalars of a row for which the cap leaves room. When it first leaves some out, a note
+    /// goes into the JSON lines.
     fn fitting(&self, row: &Row, written: u64, said: &mut u8, text: &mut Vec<u8>) -> Option<Row> {
         let limit = self.limit_bytes;
         let note = |what: &str| {
@@ -149,10 +152,10 @@ impl ScalarFiles {
     }
 }
 
-/// A file of events that does not exist yet.
+/// The path of an events file that does not exist yet.
 fn next_events(directory: &Path, header: &Header) -> io::Result<PathBuf> {
     for n in 0..u32::MAX {
-        // The number stands where TensorBoard sorts by: it reads files in this order.
+        // TensorBoard reads the files of a directory in the order of this number.
         let name = format!("events.out.tfevents.{n:010}.{}", header.host);
         let path = directory.join(name);
         if !path.try_exists()? {
@@ -166,7 +169,7 @@ fn length(path: &Path) -> u64 {
     path.metadata().map_or(0, |found| found.len())
 }
 
-/// Rows below this process's own header, and whether there is one.
+/// The number of rows below the last header, if that header is this process's, and whether it is.
 fn rows_of(path: &Path, header: &Header) -> io::Result<(u64, bool)> {
     let file = match File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok((0, false)),
@@ -178,7 +181,7 @@ fn rows_of(path: &Path, header: &Header) -> io::Result<(u64, bool)> {
     while reader.read_until(b'\n', &mut line)? > 0 {
         match std::str::from_utf8(&line).ok().and_then(|text| Line::parse(text.trim_end()).ok()) {
             Some(Line::Header(found)) => (rows, own) = (0, found == *header),
-            // Not the torn one at the end: it is written again, whole.
+            // An incomplete last row does not count: the process sends it again.
             Some(Line::Row(_)) if own && line.ends_with(b"\n") => rows += 1,
             _ => {}
         }
@@ -187,12 +190,13 @@ fn rows_of(path: &Path, header: &Header) -> io::Result<(u64, bool)> {
     Ok((rows, own))
 }
 
-/// Appends in one write. Text goes on a line of its own where the last one was torn.
+/// Appends the bytes in one write. If the file's last line is incomplete, text starts on a new
+/// line.
 fn append(path: &Path, bytes: &[u8], text: bool) -> io::Result<()> {
     if bytes.is_empty() {
         return Ok(());
     }
-    // A link planted at the name is not followed, a planted pipe is not waited for.
+    // If somebody put a symbolic link at this path it is not followed, and a pipe does not block.
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let mut options = OpenOptions::new();
     options.create(true).read(true).append(true).mode(0o600).custom_flags(flags.bits() as i32);

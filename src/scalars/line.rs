@@ -1,4 +1,4 @@
-//! One line of a rank's JSON lines: who writes, a row, or a remark of the recorder.
+//! One line of a rank's JSON lines: a header that names the writing process, a row, or a note.
 //!
 //! ```text
 //! {"schema":"backtape.scalars/1","run":"run-a","attempt":0,"rank":3,"world_size":4,...}
@@ -6,7 +6,7 @@
 //! {"note":"scalars of layers are left out from here on: ..."}
 //! ```
 //!
-//! JSON has no NaN and no infinities: they are the strings NaN, Infinity and -Infinity.
+//! JSON has no NaN and no infinities: they are written as the strings NaN, Infinity and -Infinity.
 
 use std::fmt;
 
@@ -17,25 +17,26 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::{Row, word};
 use crate::identity::{Attempt, Name, Rank};
 
-/// Name and version of the lines.
+/// Name and version of the format of the lines.
 pub const SCHEMA: &str = "backtape.scalars/1";
 
 /// Whose rows follow. A rank that is restarted inside an attempt writes another one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Header {
-    /// [`SCHEMA`]; another major version is refused by name.
+    /// [`SCHEMA`]; a reader refuses another major version with an error that names it.
     pub schema: String,
     /// The run.
     pub run: Name,
     /// The launch.
     pub attempt: Attempt,
-    /// Who wrote.
+    /// The rank that wrote the rows.
     pub rank: Rank,
     /// Ranks in the job.
     pub world_size: u32,
-    /// Its machine.
+    /// The rank's machine.
     pub host: Name,
-    /// Drawn once per process: tells a restarted rank from one that sends again.
+    /// A random number, drawn once per process: distinguishes a restarted rank from a process that
+    /// sends rows again.
     pub incarnation: u64,
 }
 
@@ -46,17 +47,17 @@ pub enum Line {
     Header(Header),
     /// Scalars of a step.
     Row(Row),
-    /// What the recorder has to say of the rows.
+    /// A remark on the rows, for example that some were left out.
     Note(String),
 }
 
-/// Why a line is none.
+/// Why a line cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LineError {
     /// It was written by a later backtape.
     #[error("its schema is {0:?} and this version reads {SCHEMA}: read it with a newer backtape")]
     Newer(String),
-    /// It is torn, or something else.
+    /// It is incomplete, or not a line of this format.
     #[error("{0}")]
     Malformed(#[from] serde_json::Error),
 }
@@ -108,7 +109,7 @@ impl Line {
     }
 }
 
-/// Appends a row with its newline. A time that is no number is written as 0.
+/// Appends a row with its newline. A time that is NaN or infinite is written as 0.
 pub fn write_row(row: &Row, out: &mut Vec<u8>) {
     #[derive(Serialize)]
     struct Borrowed<'a> {

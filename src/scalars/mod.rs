@@ -1,5 +1,5 @@
-//! The scalars of a training run: one row for each step of each rank, recorded at every
-//! step whether or not tensors are.
+//! The scalars of a training run: one row for each step of each rank, also at steps at which no
+//! tensors are recorded.
 //!
 //! ```text
 //! <attempt>/scalars/rank-00003.jsonl               what readers of backtape go by
@@ -8,8 +8,9 @@
 //! <attempt>/scalars/rank-00003/<process>-<from>-<to>.jsonl   in a bucket, which cannot append
 //! ```
 //!
-//! Scalars are telemetry, not shards: lines are appended whole and survive a kill of the
-//! process, but nothing waits for an fsync, and a torn last line is left out by the reader.
+//! Scalars are telemetry and less durable than shards: each line is appended in one write and
+//! survives a kill of the process, but nothing waits for an fsync, and a reader skips an incomplete
+//! last line.
 
 pub mod csv;
 pub mod events;
@@ -25,33 +26,33 @@ use std::path::{Path, PathBuf};
 
 use crate::identity::Rank;
 
-/// Directory of the scalars below an attempt's.
+/// Name of the directory of the scalars, below an attempt's directory.
 pub const DIRECTORY: &str = "scalars";
 
-/// Bytes of a scalar's name: the longest path of a parameter we have seen is 120.
+/// Most bytes of a scalar's name: the longest parameter path seen so far has 120.
 pub const MAX_NAME_BYTES: usize = 256;
 
-/// Scalars of one step: a thousand layers with ten numbers each, sixfold.
+/// Most scalars of one step: six times those of 1,000 layers with ten numbers each.
 pub const MAX_VALUES: usize = 1 << 16;
 
-/// A step counts as clipped where the norm before is this many times the norm after: one
-/// spacing of bf16, the coarsest format that norms are kept in.
+/// The gradient of a step counts as clipped if its norm before clipping is more than this many
+/// times the norm after: 1 plus one ulp of bf16, the coarsest format in which jobs keep norms.
 pub const CLIPPED_BEYOND: f64 = 1.0 + 1.0 / 128.0;
 
 /// The scalars that one rank recorded together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
-    /// Which step.
+    /// The step.
     pub step: u64,
     /// Seconds since the epoch, by the rank's clock.
     pub time: f64,
-    /// By name; a name with a `/` is one of many of its kind (a layer's).
+    /// Names with their values; a name with a `/` belongs to one layer or parameter.
     pub values: Vec<(String, f64)>,
 }
 
 impl Row {
-    /// The row without what nobody could store: names that are too long or empty, and
-    /// values beyond the most that a row may have; with the number of those.
+    /// The row without values whose name is empty or too long, and without those beyond
+    /// [`MAX_VALUES`]; and the number of values left out.
     pub fn bounded(mut self) -> (Row, usize) {
         let before = self.values.len();
         self.values.retain(|(name, _)| !name.is_empty() && name.len() <= MAX_NAME_BYTES);
@@ -61,7 +62,7 @@ impl Row {
     }
 }
 
-/// True for a scalar that stands for the whole model, not for one of its layers.
+/// True for a scalar of the whole model, false for one of a single layer.
 pub fn is_global_name(name: &str) -> bool {
     !name.contains('/')
 }
@@ -71,7 +72,7 @@ pub fn json_lines(attempt: &Path, rank: Rank) -> PathBuf {
     attempt.join(DIRECTORY).join(format!("rank-{:05}.jsonl", rank.0))
 }
 
-/// JSON and CSV have no words of their own for these.
+/// The text for a value that is not finite, for which JSON and CSV have no number.
 pub(crate) fn word(value: f64) -> Option<&'static str> {
     match value {
         v if v.is_nan() => Some("NaN"),

@@ -1,5 +1,5 @@
-//! Scalars in a bucket: each batch of rows that arrived is an object of its own, named by the
-//! process that sent it and the rows of that process that it holds.
+//! Scalars in a bucket: each batch of rows is a separate object, whose name contains the process
+//! that sent it and which of that process's rows it holds.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub struct ScalarObjects {
 }
 
 impl ScalarObjects {
-    /// Goes on after what this very process has there.
+    /// Continues after the rows of the process in `header` that are already in the bucket.
     pub fn open(backend: &Backend, attempt: &Path, header: Header) -> io::Result<ScalarObjects> {
         let directory = directory(attempt, header.rank);
         let names = backend.list(&directory)?.files;
@@ -34,20 +34,22 @@ impl ScalarObjects {
         self.rows
     }
 
-    /// Puts rows; after an error they are not there and may be put again.
+    /// Writes rows as one object; after an error they may be appended again.
     pub fn append(&mut self, rows: &[Row]) -> io::Result<()> {
         let mut text = Vec::new();
         Line::Header(self.header.clone()).write(&mut text);
         rows.iter().for_each(|row| line::write_row(row, &mut text));
         let (from, to) = (self.rows, self.rows + rows.len() as u64);
         let name = format!("{:016x}-{from:010}-{to:010}.jsonl", self.header.incarnation);
-        // One that is there holds the same rows: the count is part of its name.
+        // An object that already has this name holds the same rows, because their numbers are part
+        // of it.
         self.backend.create(&self.directory.join(name), &text)?;
         self.rows = to;
         Ok(())
     }
 
-    /// Writes a rank's rows to the files that a directory would hold, below `target`.
+    /// Writes a rank's rows from the bucket into the same files, below `target`, that a store in a
+    /// directory has.
     pub fn gather(backend: &Backend, attempt: &Path, rank: Rank, target: &Path) -> io::Result<()> {
         let directory = directory(attempt, rank);
         let mut names = backend.list(&directory)?.files;
@@ -71,12 +73,12 @@ impl ScalarObjects {
     }
 }
 
-/// Where the objects of a rank lie: beside where its lines would.
+/// The common prefix of a rank's objects: the path of its JSON lines without the extension.
 fn directory(attempt: &Path, rank: Rank) -> PathBuf {
     json_lines(attempt, rank).with_extension("")
 }
 
-/// The process and the row after the last, of an object's name.
+/// From an object's name: the process, and one more than the number of its last row.
 fn parse(name: &str) -> Option<(u64, u64)> {
     let (process, rows) = name.strip_suffix(".jsonl")?.split_once('-')?;
     let (_, to) = rows.split_once('-')?;

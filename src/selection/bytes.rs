@@ -8,7 +8,8 @@ use super::{SelectionError, spelled};
 
 const KIND: (&str, &str) = ("number of bytes", "512MiB or 2GiB or 1000000");
 
-/// Units, the larger ones first, as [`ByteLimit`] prints the first that divides it.
+/// The units, in the order in which printing tries them: [`ByteLimit`] is printed in the first unit
+/// that divides it.
 const UNITS: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
     ("GiB", 1 << 30),
@@ -21,7 +22,7 @@ const UNITS: [(&str, u64); 9] = [
     ("B", 1),
 ];
 
-/// Most bytes of something.
+/// The most bytes that something may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ByteLimit(pub u64);

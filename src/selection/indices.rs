@@ -28,7 +28,7 @@ impl IndexSelection {
         ranges.iter().any(|&(first, last)| (first..=last).contains(&index))
     }
 
-    /// Exactly these, given in ascending order.
+    /// The selection of exactly these indices, which must be ascending.
     pub fn of(ascending: impl IntoIterator<Item = u32>) -> IndexSelection {
         let mut ranges: Vec<(u32, u32)> = Vec::new();
         for index in ascending {

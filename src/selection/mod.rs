@@ -1,9 +1,9 @@
-//! What is recorded: which steps, tensors, ranks and microbatches, and how many
-//! bytes at most.
+//! The selection: which steps, tensors, ranks and microbatches are recorded, and how many bytes at
+//! most.
 //!
-//! The job says it (environment, arguments), the coordinator's plan may replace
-//! parts of it while the job runs, and the manifest keeps it, so that a tensor
-//! that nobody asked for is never taken for one that was lost.
+//! The job sets it (environment variables, arguments), a plan of the coordinator may replace parts
+//! of it while the job runs, and the manifest contains it, so that a tensor that was not selected
+//! is not mistaken for a lost one.
 
 mod bytes;
 mod indices;
@@ -19,11 +19,10 @@ pub use order::{Changes, Planned, Trigger};
 pub use steps::StepSelection;
 pub use tensors::TensorSelection;
 
-/// Longest text of one part of a selection: a plan is a line that somebody
-/// typed, and what a hostile one costs must be bounded before it is read.
+/// Most bytes of the text of one part of a selection: limits the cost of parsing a hostile plan.
 pub const MAX_TEXT_BYTES: usize = 16 << 10;
 
-/// Terms of one part: a list that is longer should be a range or a glob.
+/// Most terms of one part: a longer list should use a range or a glob.
 pub const MAX_TERMS: usize = 1024;
 
 /// What is to be recorded.
@@ -32,19 +31,20 @@ pub const MAX_TERMS: usize = 1024;
 pub struct Selection {
     /// Which steps.
     pub steps: StepSelection,
-    /// Which tensors, by name.
+    /// Which tensors, by their names.
     pub tensors: TensorSelection,
-    /// Which ranks; the others close an empty part of the step.
+    /// Which ranks; the other ranks close their part of the step without files.
     pub ranks: IndexSelection,
-    /// Which microbatches; what has none is not concerned.
+    /// Which microbatches; a tensor without a microbatch is always selected.
     pub microbatches: IndexSelection,
-    /// Largest tensor, as the whole tensor counts: so every rank leaves out the same ones.
+    /// Larger tensors are not recorded. The size of the global tensor counts, so that every rank
+    /// leaves out the same ones.
     pub max_tensor_bytes: Option<ByteLimit>,
-    /// Most bytes of a step, as its whole tensors count.
+    /// Most bytes of a step, as the sum of the sizes of its global tensors.
     pub max_step_bytes: Option<ByteLimit>,
 }
 
-/// What a text should be, and an example of it.
+/// What a text is meant to be, with an example.
 type Kind = (&'static str, &'static str);
 
 /// Why a selection cannot be read.
@@ -55,7 +55,7 @@ type Kind = (&'static str, &'static str);
     example = kind.1
 )]
 pub struct SelectionError {
-    /// What it should be, and an example of it.
+    /// What the text is meant to be, with an example.
     kind: Kind,
     text: String,
     term: String,
@@ -71,19 +71,19 @@ impl SelectionError {
 }
 
 impl Selection {
-    /// True when this tensor of this microbatch is asked for on a rank that records.
+    /// True when a selected rank records this tensor of this microbatch.
     pub fn wants(&self, tensor: &str, microbatch: Option<u32>) -> bool {
         let slice = microbatch.is_none_or(|index| self.microbatches.contains(index));
         slice && self.tensors.contains(tensor)
     }
 
-    /// True when everything of its steps is asked for: then there is nothing
-    /// that a reader of the dump would have to be told.
+    /// True when every tensor of the selected steps is recorded: then the manifest need not contain
+    /// the selection.
     pub fn is_whole(&self) -> bool {
         Selection { steps: StepSelection::default(), ..self.clone() } == Selection::default()
     }
 
-    /// The parts that leave something out, for people: `tensors q,k; ranks 0-3`.
+    /// The parts that leave something out, in words: `tensors q,k; ranks 0-3`.
     pub fn restrictions(&self) -> String {
         let mut parts = Vec::new();
         if !self.tensors.is_all() {
@@ -104,7 +104,7 @@ impl Selection {
         parts.join("; ")
     }
 
-    /// This selection with the parts that a plan names in the place of its own.
+    /// This selection with the parts that a plan names replaced.
     pub fn with(&self, changes: &Changes) -> Selection {
         let own = self.clone();
         Selection {
@@ -118,7 +118,7 @@ impl Selection {
     }
 }
 
-/// The terms of a list with commas, bounded; each with the text for its error.
+/// Splits a comma-separated list into its terms; refuses a list that is too long.
 fn terms(kind: Kind, text: &str) -> Result<impl Iterator<Item = &str> + use<'_>, SelectionError> {
     if text.len() > MAX_TEXT_BYTES {
         let problem = format!("it is longer than {MAX_TEXT_BYTES} bytes");
@@ -151,7 +151,7 @@ fn range(term: &str, one: &'static str) -> Result<(u64, u64), &'static str> {
     Ok((first, last))
 }
 
-/// Written as text in JSON too: one spelling everywhere.
+/// Has a type written in JSON as the text that `FromStr` reads and `Display` prints.
 macro_rules! spelled {
     ($name:ident) => {
         impl TryFrom<String> for $name {

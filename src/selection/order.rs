@@ -1,5 +1,5 @@
-//! What the coordinator asks of a running job beside what the job itself was
-//! told: a plan, and triggered recordings.
+//! What the coordinator tells the ranks of a running job to record beyond their own selection: a
+//! plan, and triggered recordings.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +10,7 @@ use crate::identity::{Rank, Step};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Changes {
-    /// In the place of [`Selection::steps`], and so on.
+    /// Replaces [`Selection::steps`]; the other fields likewise.
     pub steps: Option<StepSelection>,
     /// Which tensors.
     pub tensors: Option<TensorSelection>,
@@ -25,13 +25,13 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// True when it changes nothing.
+    /// True when it replaces nothing.
     pub fn is_empty(&self) -> bool {
         *self == Changes::default()
     }
 }
 
-/// The parts that it replaces: `steps 100-110; tensors q,k`.
+/// Prints the replaced parts: `steps 100-110; tensors q,k`.
 impl std::fmt::Display for Changes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let text = |name: &str, part: Option<String>| part.map(|part| format!("{name} {part}"));
@@ -48,39 +48,40 @@ impl std::fmt::Display for Changes {
     }
 }
 
-/// A plan: from one step on, every rank records by these changes.
+/// A plan: from one step on, every rank applies these changes to its selection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Planned {
     /// Counts the plans of an attempt from 1.
     pub version: u32,
-    /// First step that it holds for: far enough ahead for every rank to have heard.
+    /// The first step to which it applies: late enough that every rank has received the plan by
+    /// then.
     pub from: Step,
-    /// What it replaces.
+    /// The parts that it replaces.
     pub changes: Changes,
 }
 
 impl Planned {
-    /// The selection of a rank that was told `own` when it started.
+    /// The selection of a rank whose own selection is `own`.
     pub fn over(&self, own: &Selection) -> Selection {
         own.with(&self.changes)
     }
 }
 
-/// One triggered recording: every rank records one further step, and writes
-/// what its ring still holds.
+/// One triggered recording: every rank records one further step and writes the earlier steps that
+/// its ring buffer still holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trigger {
     /// Counts the triggers of an attempt from 1.
     pub number: u32,
     /// Why, in words.
     pub reason: String,
-    /// Who saw it; `None`: a person asked.
+    /// The rank that triggered it; `None` if a person asked for it.
     pub rank: Option<Rank>,
-    /// The step that it is about: the one that went wrong, or the newest that
-    /// any rank had begun when a person asked.
+    /// The step that caused it: the one that went wrong, or, if a person asked, the newest step
+    /// that any rank had begun.
     pub seen: Step,
     /// The step that every rank records.
     pub record: Step,
-    /// Steps of the rings that every rank writes; `None` while that is open.
+    /// The steps that every rank writes from its ring buffer; `None` until that is decided.
     pub ring: Option<Vec<Step>>,
 }

@@ -8,7 +8,8 @@ use super::{SelectionError, range, spelled, terms};
 
 const KIND: (&str, &str) = ("steps", "0 or 0,100-110 or every:1000");
 
-/// Steps that are looked at one by one: a rank that far behind is not late but absent.
+/// Most steps that [`StepSelection::within`] tests one by one: a rank that is further behind counts
+/// as absent.
 const MAX_SCANNED: usize = 100_000;
 
 /// A set of steps, as `BACKTAPE_STEPS` spells it.
@@ -37,7 +38,7 @@ impl StepSelection {
         StepSelection { terms: vec![Term::Range(first, last)] }
     }
 
-    /// The steps of a range that are selected, the first `most` of them.
+    /// The first `most` selected steps of a range.
     pub fn within(&self, first: u64, last: u64, most: usize) -> Vec<u64> {
         (first..=last).take(MAX_SCANNED).filter(|&step| self.contains(step)).take(most).collect()
     }

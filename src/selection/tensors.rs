@@ -1,8 +1,8 @@
 //! Which tensors, by name: `q,k,dq*,!d*_label`.
 //!
-//! `*` stands for any characters, `?` for one, `[abc]` for one of a set. A name
-//! is selected when some plain term matches it, or there is none, and no term
-//! with `!` does: the order of the terms means nothing.
+//! `*` stands for any characters, `?` for one, `[abc]` for one of a set. A name is selected if at
+//! least one term without `!` matches it (or the list has none), and no term with `!` matches it.
+//! The order of the terms does not matter.
 
 use std::str::FromStr;
 
@@ -52,7 +52,7 @@ impl FromStr for TensorSelection {
             if glob.is_empty() {
                 return Err(wrong("nothing stands there".into()));
             }
-            // No name is longer, and what is matched stays cheap.
+            // Names are not longer than this, and the limit keeps matching cheap.
             if glob.len() > MAX_NAME {
                 return Err(wrong(format!("a glob has at most {MAX_NAME} bytes")));
             }
@@ -82,7 +82,7 @@ mod tests {
 
     use super::*;
 
-    /// The definition, letter by letter; shares nothing with the crate above.
+    /// Matches a glob letter by letter, without the `glob` crate.
     fn matches(glob: &[char], name: &[char]) -> bool {
         match glob.split_first() {
             None => name.is_empty(),
@@ -102,15 +102,15 @@ mod tests {
     }
 
     proptest! {
-        /// Goal: a selection means what its module says. Method: short globs over
-        /// few letters, so that they hit and miss, against the definition.
+        /// Goal: a selection selects what the module's documentation says. Method: random short
+        /// globs over few letters, so that some match and some do not, against [`matches`].
         #[test]
         fn a_selection_matches_what_the_naive_definition_matches(
             terms in proptest::collection::vec("!?[dk_.?]{0,2}[*dk]?[dk_?]{0,2}[*d]", 1..5),
             names in proptest::collection::vec("[dk_.]{1,6}", 1..20),
         ) {
             let text = terms.join(",");
-            // `**` has a meaning of its own in paths, and names are none.
+            // The `glob` crate gives `**` a special meaning for paths, and names are not paths.
             prop_assume!(!text.contains("**"));
             let selection: TensorSelection = text.parse().unwrap();
             for name in &names {

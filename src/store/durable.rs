@@ -1,4 +1,4 @@
-//! Making files durable: write, fsync, link to the final name, fsync the directory.
+//! Makes files durable: write, fsync, link to the final name, fsync the directory.
 //!
 //! A rename before the data is synced leaves an empty file after a power cut;
 //! a rename without the directory's fsync can be lost (both seen on ext4). A
@@ -17,16 +17,15 @@ use std::time::SystemTime;
 
 use crate::faults;
 
-/// Opens a new file that only its owner can read, and never an existing one:
-/// a link planted at the name is not followed.
+/// Creates a file that only its owner can read. Fails if the name exists, also as a symbolic link.
 pub fn create_private(path: &Path) -> io::Result<File> {
     faults::point("durable.create")?;
     OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
 }
 
-/// A name beside `target` that no other process or thread uses, nor did before: in a container
-/// every process has the same few numbers, on every host that shares a store, and what a kill left
-/// would stand in the way of the next.
+/// A file name in the directory of `target` that no other process or thread uses or has used. The
+/// process id alone is not enough: containers on all hosts that share a store have the same few
+/// ids, and a file that a killed process left would block the next process with its id.
 pub fn scratch_beside(target: &Path) -> PathBuf {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     static PROCESS: LazyLock<u64> =
@@ -36,25 +35,25 @@ pub fn scratch_beside(target: &Path) -> PathBuf {
     target.with_file_name(format!(".{name}.{:016x}-{n}.tmp", *PROCESS))
 }
 
-/// Creates a directory and its parents, each entry durable in its parent. One that is there was
-/// perhaps made by another process, which did not come to its sync, or failed at it (seen by
-/// `soak order`): its entry is synced here once.
+/// Creates a directory and its parents, with each entry durable in its parent. If the directory
+/// exists, its entry is synced once: the process that created it may have been killed before the
+/// sync, or the sync failed (seen by `soak order`).
 pub fn create_directory(path: &Path) -> io::Result<()> {
     if !path.is_dir() {
         return make_directory(path);
     }
     sync_once(path, std::fs::metadata(path)?.ino(), || match sync_parent(path) {
-        // Nothing of ours was made in a place that cannot even be listed.
+        // No process of the job can have created anything in a parent that cannot be opened.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         synced => synced,
     })
 }
 
-/// Directories that are remembered: those of the steps that are being written.
+/// Most directories that are remembered as synced: those of the steps that are being written.
 const MOST_REMEMBERED: usize = 64;
 
-/// Syncs the entry of a directory that was found, unless this process lately did. By its path
-/// too: the inode of one that was removed is soon another's.
+/// Syncs the entry of an existing directory, unless this process recently did. Directories are
+/// remembered by path and inode, because the inode of a removed one is soon reused.
 pub(super) fn sync_once(
     path: &Path,
     inode: u64,
@@ -76,7 +75,8 @@ pub(super) fn sync_once(
 
 fn make_directory(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-        // The nearest that is found too: what is made in it is gone where it is.
+        // Also syncs the entry of the nearest existing parent: if that entry were lost, so would
+        // everything created below it.
         create_directory(parent)?;
     }
     faults::point("durable.make-directory")?;
@@ -97,9 +97,8 @@ pub fn sync_parent(path: &Path) -> io::Result<()> {
     File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
 }
 
-/// Gives a finished, synced scratch file its final name, if that name is free;
-/// true when this call created it. A hard link, because a rename would replace
-/// what another committer put there first.
+/// Gives a finished, synced scratch file its final name, if that name is free; true when it was. It
+/// creates a hard link, because a rename would replace the file of another process that was first.
 pub fn publish(scratch: &Path, target: &Path) -> io::Result<bool> {
     faults::point("durable.link")?;
     if faults::seeded("second-overwrites-first") {
@@ -118,13 +117,13 @@ pub fn publish(scratch: &Path, target: &Path) -> io::Result<bool> {
     Ok(created)
 }
 
-/// Creates `target` with these bytes, whole or not at all; false when it was there.
+/// Creates `target` with these bytes, atomically; false if it existed, which leaves it unchanged.
 pub fn create(target: &Path, bytes: &[u8]) -> io::Result<bool> {
     let scratch = write_scratch(target, bytes)?;
     publish(&scratch, target)
 }
 
-/// Replaces `target` with these bytes, whole or not at all.
+/// Replaces `target` with these bytes, atomically.
 pub fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
     let scratch = write_scratch(target, bytes)?;
     faults::point("durable.rename")?;
@@ -165,8 +164,9 @@ mod tests {
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
-    /// Goal: a store is usable whatever a killed process left in it. Method: every name that this
-    /// process would give by its number is taken, as in a container, where all have the same.
+    /// Goal: files that a killed process left do not block a new process. Method: all scratch names
+    /// that contain this process's id exist already, as in a container, where every process has the
+    /// same id.
     #[test]
     fn what_a_killed_process_of_the_same_number_left_is_in_nobodys_way() {
         let dir = tempfile::tempdir().unwrap();
@@ -177,9 +177,8 @@ mod tests {
         crate::store::Backend::Directory.prove_writable(dir.path()).unwrap();
     }
 
-    /// Goal: a directory that is made is as durable as the one that it was found in. Method: its
-    /// parent is there, as from a process that was killed before its sync, and is remembered as
-    /// synced afterwards.
+    /// Goal: the parent of a new directory is durable too. Method: the parent exists, as if a
+    /// process was killed before syncing it, and is remembered as synced afterwards.
     #[test]
     fn the_directory_that_a_new_one_is_made_in_is_synced_too() {
         let dir = tempfile::tempdir().unwrap();
@@ -196,8 +195,8 @@ mod tests {
         assert!(!again, "nobody had synced the entry of {}", run.display());
     }
 
-    /// Goal: nobody relies on a directory whose entry nobody synced, and an inode that comes again
-    /// is another directory.
+    /// Goal: the entry of an existing directory is synced before it is used, and a directory that
+    /// reuses an inode counts as a new one.
     #[test]
     fn a_directory_that_was_found_is_synced_once_and_again_after_a_failure() {
         let dir = tempfile::tempdir().unwrap();

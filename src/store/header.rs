@@ -1,7 +1,7 @@
-//! The header of a shard file: safetensors' own, with our records in `__metadata__`.
+//! The header of a shard file: a safetensors header with backtape's records in `__metadata__`.
 //!
-//! One metadata key only: with two or more, writers built on a hash map emit
-//! them in random order (safetensors issue 584) and equal dumps would differ.
+//! It has one metadata key only: writers that use a hash map write several keys in random order
+//! (safetensors issue 584), so that equal dumps would differ.
 
 use std::collections::BTreeMap;
 
@@ -15,33 +15,33 @@ use crate::shard::ShardRecord;
 /// The one metadata key.
 pub const METADATA_KEY: &str = "backtape";
 
-/// Largest header read: bounds what a hostile length prefix can make us
+/// Longest header that is read: limits how much memory a hostile length prefix can make the reader
 /// allocate. 20,000 shards take about 12 MiB.
 pub const MAX_HEADER: usize = 64 << 20;
 
-/// Alignment of the first data byte: a memory map of a file with one dtype can be used in place,
-/// and a header that outgrew its room can be made room for without a copy of the data, as file
-/// systems insert whole blocks only.
+/// Alignment of the first data byte. With it the tensors in a memory map of a file are aligned if
+/// they have one dtype, and the file system can enlarge the header's room without copying the data,
+/// as it inserts only whole blocks.
 pub const DATA_ALIGNMENT: usize = 4096;
 
-/// What a shard file says of itself: enough to salvage a step without manifest.
+/// What a shard file's header contains: enough to salvage a step that has no manifest.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileSelf {
     /// [`FORMAT_VERSION`] of the writer.
     pub format_version: u32,
-    /// Which run.
+    /// The run.
     pub run: Name,
-    /// Which launch of it.
+    /// The launch of the run.
     pub attempt: Attempt,
-    /// Which step.
+    /// The step.
     pub step: Step,
-    /// Which rank.
+    /// The rank.
     pub rank: Rank,
     /// Ranks in the job.
     pub world_size: u32,
     /// The shards, in the order of their bytes.
     pub shards: Vec<ShardRecord>,
-    /// What this rank gave up on while it wrote this file.
+    /// What this rank should have recorded in this file and did not.
     pub omissions: Vec<Omission>,
 }
 
@@ -69,8 +69,8 @@ struct Header<'a> {
     entries: BTreeMap<&'a str, Entry>,
 }
 
-/// The whole header, length prefix and padding included; data follows at once.
-/// `room` is the least number of bytes it shall take.
+/// The header with its length prefix, padded so that the data follows it directly: to at least
+/// `room` bytes.
 pub fn encode(about: &FileSelf, room: usize) -> serde_json::Result<Vec<u8>> {
     let mut offset = 0;
     let mut entries = BTreeMap::new();

@@ -1,9 +1,9 @@
-//! A directory that is held by its descriptor: whatever happens to its path, what is made in it
-//! is made in it.
+//! A directory that is kept open: files are created in it through its descriptor, whatever happens
+//! to its path.
 //!
-//! A path is looked up again by each call, and who can write into the store could swap a
-//! directory for a link between two of them. Here every component is opened from the one before
-//! and none of them may be a link.
+//! A call with a path looks the path up again, and anybody who can write to the store could replace
+//! a directory by a symbolic link between two calls. Here each component of the path is opened
+//! relative to the one before, and none may be a symbolic link.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use super::durable;
 use crate::faults;
 
-/// Where a walk stands: entries can be looked up in it, and nothing else.
+/// How the directories on the way are opened: only for looking up entries in them.
 #[cfg(target_os = "linux")]
 const STEP: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 #[cfg(not(target_os = "linux"))]
@@ -32,12 +32,13 @@ impl HeldDirectory {
         walk(path, false)
     }
 
-    /// The same; a directory that is not there is made, and its entry durable in its parent.
+    /// The same; creates directories that do not exist, with their entries durable in their
+    /// parents.
     pub fn create(path: &Path) -> io::Result<HeldDirectory> {
         walk(path, true)
     }
 
-    /// Opens a new file that only its owner can read, and never an existing one.
+    /// Creates a file that only its owner can read; fails if the name exists.
     pub fn create_private(&self, name: &str) -> io::Result<File> {
         faults::point("durable.create")?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
@@ -47,7 +48,8 @@ impl HeldDirectory {
 
     /// Opens a plain file to read.
     pub fn open_file(&self, name: &str) -> io::Result<File> {
-        // O_NONBLOCK: opening a planted pipe would wait for its other end.
+        // O_NONBLOCK: if somebody put a named pipe there, opening it would block until it has a
+        // writer.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let opened = openat(&self.0, name, flags, Mode::empty());
         let file = File::from(opened.map_err(|error| link(error, "it is a symbolic link"))?);
@@ -107,21 +109,21 @@ fn walk(path: &Path, create: bool) -> io::Result<HeldDirectory> {
         parent = Some(std::mem::replace(&mut at, next));
     }
     if let Some(parent) = parent.filter(|_| create) {
-        // Who made it may not have come to the sync of its entry.
+        // The process that created it may have been killed before syncing its entry.
         let inode = rustix::fs::fstat(&at)?.st_ino;
         durable::sync_once(path, inode, || whole(&parent)?.sync())?;
     }
     whole(&at)
 }
 
-/// One directory further.
+/// Opens the directory `name` in the directory `at`.
 fn step(at: &OwnedFd, name: &Path, create: bool) -> io::Result<OwnedFd> {
     let open = || openat(at, name, STEP | OFlags::NOFOLLOW, Mode::empty());
     match open() {
         Err(Errno::NOENT) if create => {
             faults::point("durable.make-directory")?;
             match mkdirat(at, name, Mode::RWXU) {
-                // Somebody else makes it: it may not be durable yet.
+                // EXIST: another process has just created it and may not have synced its entry.
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -133,16 +135,16 @@ fn step(at: &OwnedFd, name: &Path, create: bool) -> io::Result<OwnedFd> {
     .map_err(|error| link(error, "its step directory is a link or lies behind one"))
 }
 
-/// The directory that a walk stands in, open to be read and synced.
+/// Opens a directory, of which there is only a descriptor for lookups, for reading and syncing.
 fn whole(at: &OwnedFd) -> io::Result<HeldDirectory> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     Ok(HeldDirectory(File::from(openat(at, ".", flags, Mode::empty())?)))
 }
 
-/// In place of an error that a link gives, what it means.
+/// Replaces the error of an open that met a symbolic link by one that says so.
 fn link(error: Errno, what: &str) -> io::Error {
     match error {
-        // A link that was to be a directory is none.
+        // With O_DIRECTORY a symbolic link gives ENOTDIR.
         Errno::LOOP | Errno::NOTDIR => io::Error::new(io::ErrorKind::InvalidData, what),
         other => other.into(),
     }

@@ -1,4 +1,4 @@
-//! Names and places below a run's directory.
+//! Names and paths below a run's directory.
 //!
 //! ```text
 //! <run>/run.json                                   attempt 0
@@ -10,8 +10,8 @@
 //! <run>/attempt-0001/...                           the same for the first restart
 //! ```
 //!
-//! The first launch lies where people look; every restart has a directory of
-//! its own, so that attempts cannot mix.
+//! The first launch is in the run's directory itself; every restart has its own directory, so that
+//! the files of several attempts cannot mix.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,15 +19,15 @@ use std::path::{Path, PathBuf};
 use super::backend::{Backend, Listing};
 use crate::identity::{Attempt, Microbatch, Name, Rank, Step};
 
-/// File that seals a step.
+/// The manifest of a step, whose existence commits it.
 pub const MANIFEST: &str = "manifest.json";
 /// File that describes an attempt.
 pub const RUN_RECORD: &str = "run.json";
 /// The coordinator's own record of an attempt.
 pub const JOURNAL: &str = "journal.jsonl";
-/// The same in a bucket: what holds the lines.
+/// Prefix of the journal's objects in a bucket, one per line.
 pub const JOURNAL_LINES: &str = "journal";
-/// Where the ranks of an embedded job find their coordinator.
+/// File with the address of a coordinator embedded in rank 0, from which the other ranks read it.
 pub const RENDEZVOUS: &str = "coordinator.json";
 
 /// Directory of one attempt of a run.
@@ -35,7 +35,7 @@ pub const RENDEZVOUS: &str = "coordinator.json";
 pub struct AttemptDir {
     /// Which attempt.
     pub attempt: Attempt,
-    /// Where it lies.
+    /// Its path.
     pub path: PathBuf,
 }
 
@@ -44,7 +44,7 @@ pub struct AttemptDir {
 pub struct StepDir {
     /// Which step.
     pub step: Step,
-    /// Where it lies.
+    /// Its path.
     pub path: PathBuf,
 }
 
@@ -90,13 +90,14 @@ impl AttemptDir {
 }
 
 impl StepDir {
-    /// Where the manifest stands once the step is committed.
+    /// The path of the manifest; it exists once the step is committed.
     pub fn manifest(&self) -> PathBuf {
         self.path.join(MANIFEST)
     }
 }
 
-/// Name of the file that holds one rank's shards of a microbatch, or of none.
+/// Name of the file with one rank's shards of a microbatch, or with those that belong to no
+/// microbatch.
 pub fn file_name(rank: Rank, microbatch: Option<Microbatch>) -> Name {
     let text = match microbatch {
         Some(mb) => format!("rank-{:05}-mb-{:04}.safetensors", rank.0, mb.0),
@@ -105,8 +106,8 @@ pub fn file_name(rank: Rank, microbatch: Option<Microbatch>) -> Name {
     Name::new(text).expect("digits and dashes")
 }
 
-/// What lies below a store and looks like a run: where any attempt has a record. A launcher that
-/// counts its restarts may begin with another attempt than 0.
+/// The paths of all runs in a store: the directories in which at least one attempt has a journal or
+/// a run record. The first attempt need not be 0, if the launcher counts its restarts.
 pub fn runs(backend: &Backend, store: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for name in backend.list(store)?.directories {
@@ -118,7 +119,7 @@ pub fn runs(backend: &Backend, store: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// True where an attempt left its journal or its run record.
+/// True if an attempt's directory has a journal or a run record.
 fn recorded(inside: &Listing) -> bool {
     let file = |name: &str| inside.files.iter().any(|found| found == name);
     file(RUN_RECORD) || file(JOURNAL) || inside.directories.iter().any(|d| d == JOURNAL_LINES)

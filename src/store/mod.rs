@@ -1,5 +1,5 @@
-//! The store on disk: where things lie, how they become durable, how a shard
-//! file is written and read. The only contract between dumper and replayer.
+//! The store: the layout of its directories, how files become durable, and how shard files are
+//! written and read. It is all that the dumper and the replayer have in common.
 
 pub mod backend;
 pub mod durable;

@@ -1,10 +1,11 @@
-//! A file written from front to back in large aligned pieces, past the page cache where the file
-//! system allows it, by a thread of its own: the next piece is filled while one is written.
+//! A file that is written from front to back in large aligned pieces, by a separate thread, so that
+//! the next piece is filled while one is written. The writes bypass the page cache (O_DIRECT) if
+//! the file system allows it.
 //!
-//! Through the page cache every byte is copied once more, and fsync then waits for all of them;
-//! direct writes of megabytes reach what the disk can do. Where direct writes are refused (ramfs,
-//! some network file systems) the same pieces go through the page cache. A file of less than one
-//! piece is written at once, without a thread.
+//! Writes through the page cache copy every byte once more, and fsync then waits for all of them;
+//! direct writes of megabytes reach the disk's full speed. Where the file system refuses direct
+//! writes (ramfs, some network file systems) the same pieces go through the page cache. A file
+//! shorter than one piece is written in one call, without a thread.
 
 use std::fs::File;
 use std::io;
@@ -19,33 +20,34 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::faults;
 
-/// What is written at a time: enough that a disk is not kept waiting between two.
+/// Size of one write: large enough to keep a disk busy.
 pub(crate) const PIECE_BYTES: usize = 8 << 20;
 
-/// Direct writes begin and end at multiples of this, in the file and in memory: the largest
-/// logical block of the disks there are.
+/// Direct writes begin and end at multiples of this, in the file and in memory: the largest logical
+/// block size of today's disks.
 pub(crate) const ALIGNMENT: usize = 4096;
 
-/// Full pieces that wait while one is written.
+/// How many full pieces may wait while one is written.
 const PIECES_AHEAD: usize = 1;
 
-/// Least memory of a piece that is being filled: many files are small.
+/// First allocation of a piece: small, because many files are.
 const FIRST_BYTES: usize = 64 << 10;
 
-/// Memory of pieces that are being filled, of all files together. A step has a file for each
-/// microbatch, open at the same time: beyond this they are written before they are full.
+/// Most memory of unwritten pieces of all files together. A step has one open file per microbatch;
+/// beyond this limit pieces are written before they are full.
 const FILLING_BYTES: usize = 64 << 20;
 
-/// From this length on a second thread is worth its start.
+/// Copies of at least this length are split between two threads.
 const SHARED_BYTES: usize = 4 << 20;
 
-/// Pieces kept for the next file: memory that was written to before takes no page faults.
+/// Pieces whose memory is kept for the next file, because memory that was written before causes no
+/// page faults.
 const SPARE_PIECES: usize = 3;
 
-/// Bytes that went where they belong, counted as they go: who waits for them sees them move.
+/// Counts bytes as they are written, so that a waiting thread can see progress.
 pub type Moved = Arc<AtomicU64>;
 
-/// A write that failed: what comes before `from` is in the file.
+/// A failed write: the bytes before offset `from` are in the file.
 #[derive(Debug)]
 pub(crate) struct Torn {
     pub(crate) from: u64,
@@ -56,39 +58,40 @@ pub(crate) struct Torn {
 pub(crate) struct Pieces {
     file: Arc<File>,
     moved: Moved,
-    /// Where the next byte belongs; what of it is not yet handed over is in `piece`.
+    /// The offset of the next byte; the bytes before it that were not written or queued yet are in
+    /// `piece`.
     end: u64,
     piece: Piece,
     way: Way,
 }
 
-/// How full pieces get into the file.
+/// How pieces are written.
 enum Way {
-    /// None was full yet.
+    /// Not decided, since no piece was full yet.
     Unknown {
-        /// Whether the page cache is to be passed by.
+        /// Whether to bypass the page cache.
         direct: bool,
     },
     Thread(Writer),
-    /// At once, each push by itself: what is left after a failure.
+    /// Each push writes its bytes itself: after a failure.
     Plain,
 }
 
 impl Pieces {
-    /// Appends to `file` from `at` on, a multiple of [`ALIGNMENT`]. Without `direct` through the
-    /// page cache, for a file that is read again at once.
+    /// Appends to `file` from offset `at`, a multiple of [`ALIGNMENT`]. Without `direct` the writes
+    /// go through the page cache, which suits a file that is read again soon.
     pub(crate) fn new(file: File, at: u64, direct: bool) -> Pieces {
         let piece = Piece::default();
         let (file, moved, way) = (Arc::new(file), Moved::default(), Way::Unknown { direct });
         Pieces { file, moved, end: at, piece, way }
     }
 
-    /// What is written from now on is counted there.
+    /// Adds the bytes written from now on to `moved`.
     pub(crate) fn count(&mut self, moved: &Moved) {
         self.moved = moved.clone();
     }
 
-    /// Appends; what failed may be of an earlier push.
+    /// Appends bytes; an error may concern bytes of an earlier push.
     pub(crate) fn push(&mut self, mut bytes: &[u8]) -> Result<(), Torn> {
         while !bytes.is_empty() {
             if self.piece.filled == PIECE_BYTES {
@@ -111,12 +114,12 @@ impl Pieces {
         Ok(())
     }
 
-    /// True after a failure: what fails now is of this push.
+    /// True after a failure: from then on an error concerns the bytes of the same push.
     pub(crate) fn is_plain(&self) -> bool {
         matches!(self.way, Way::Plain)
     }
 
-    /// Writes what is left. Nothing is synced here.
+    /// Writes the remaining bytes; does not sync.
     pub(crate) fn finish(&mut self) -> Result<(), Torn> {
         if matches!(self.way, Way::Thread(_)) {
             self.hand_over(false)?;
@@ -127,9 +130,10 @@ impl Pieces {
         write_at((&self.file, &self.moved), rest.bytes(), self.end - rest.filled as u64)
     }
 
-    /// Goes on from `at` after a failure, through the page cache and without waiting to be full.
+    /// Continues at offset `at` after a failure; from now on each push writes its bytes through the
+    /// page cache.
     pub(crate) fn restart(&mut self, at: u64) {
-        // What it failed at, if anything more, lies behind `at`.
+        // A further failure concerns bytes after `at`, which will be overwritten.
         let _ = self.drain();
         (self.piece, self.end, self.way) = (Piece::default(), at, Way::Plain);
     }
@@ -138,12 +142,12 @@ impl Pieces {
         &self.file
     }
 
-    /// Another file with the same contents takes its place; only once everything is written.
+    /// Replaces the file by a copy of it; only after [`Pieces::finish`].
     pub(crate) fn replace(&mut self, file: File) {
         self.file = Arc::new(file);
     }
 
-    /// Ends the thread, once it has written what it was given.
+    /// Waits until the thread has written its pieces and ends it.
     fn drain(&mut self) -> Result<(), Torn> {
         match std::mem::replace(&mut self.way, Way::Plain) {
             Way::Thread(writer) => writer.finish(&self.file),
@@ -151,11 +155,11 @@ impl Pieces {
         }
     }
 
-    /// Gives the thread what can be written directly; the rest begins the next piece, which has
-    /// its full size at once where `more` comes.
+    /// Queues the part of the piece that is a multiple of [`ALIGNMENT`]; the rest begins the next
+    /// piece, which gets its full size at once if `more` bytes follow.
     fn hand_over(&mut self, more: bool) -> Result<(), Torn> {
         let begin = self.end - self.piece.filled as u64;
-        let mut full = std::mem::take(&mut self.piece);
+        let mut handed = std::mem::take(&mut self.piece);
         if let Way::Unknown { direct } = self.way {
             match Writer::start(self.file.clone(), self.moved.clone(), direct) {
                 Ok(writer) => self.way = Way::Thread(writer),
@@ -163,20 +167,20 @@ impl Pieces {
             }
         }
         let Way::Thread(writer) = &self.way else {
-            return write_at((&self.file, &self.moved), full.bytes(), begin);
+            return write_at((&self.file, &self.moved), handed.bytes(), begin);
         };
-        let whole = full.filled - full.filled % ALIGNMENT;
+        let whole = handed.filled - handed.filled % ALIGNMENT;
         let torn = |error| Torn { from: begin, error };
         if more && FILLING.load(Ordering::Relaxed) <= FILLING_BYTES {
             self.piece = Piece::spare().map_err(torn)?;
         }
-        self.piece.fill(&full.bytes()[whole..]).map_err(torn)?;
-        full.filled = whole;
-        writer.write(begin, full)
+        self.piece.fill(&handed.bytes()[whole..]).map_err(torn)?;
+        handed.filled = whole;
+        writer.write(begin, handed)
     }
 }
 
-/// The thread that writes full pieces, and where it failed.
+/// The thread that writes queued pieces, and where it failed.
 struct Writer {
     pieces: SyncSender<(u64, Piece)>,
     thread: JoinHandle<()>,
@@ -196,7 +200,7 @@ impl Writer {
         Ok(Writer { pieces, thread, torn })
     }
 
-    /// Waits while the disk is behind.
+    /// Queues a piece; blocks while the queue is full.
     fn write(&self, at: u64, piece: Piece) -> Result<(), Torn> {
         if let Some(torn) = take(&self.torn) {
             return Err(torn);
@@ -209,7 +213,8 @@ impl Writer {
         drop(self.pieces);
         let ended = self.thread.join();
         let torn = take(&self.torn);
-        // What follows is no multiple of anything.
+        // The rest of the file is not a multiple of the alignment, which direct writes would
+        // refuse.
         let plain = set_direct(file, false);
         match (torn, ended, plain) {
             (Some(torn), _, _) => Err(torn),
@@ -226,8 +231,8 @@ fn take(torn: &Mutex<Option<Torn>>) -> Option<Torn> {
     torn.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// Writes pieces until no more will come. After a failure the rest is let go: pieces follow each
-/// other, and what stands behind a hole is no part of the file.
+/// Writes pieces until the queue is closed. After a failure it drops the remaining pieces, because
+/// bytes after a gap are useless.
 fn write_all(
     to: Counted<'_>,
     mut direct: bool,
@@ -244,8 +249,8 @@ fn write_all(
     }
 }
 
-/// Writes one piece; a file system may also refuse a direct write when it comes to it, or take
-/// less than a block of it.
+/// Writes one piece. A file system that accepted O_DIRECT may still refuse a direct write, or write
+/// less than a block of it: then the rest goes through the page cache.
 fn write_piece(to: Counted<'_>, direct: &mut bool, at: u64, bytes: &[u8]) -> Result<(), Torn> {
     match write_at(to, bytes, at) {
         Err(torn) if *direct && torn.error.raw_os_error() == Some(INVALID) => {
@@ -260,10 +265,10 @@ fn write_piece(to: Counted<'_>, direct: &mut bool, at: u64, bytes: &[u8]) -> Res
 
 const INVALID: i32 = rustix::io::Errno::INVAL.raw_os_error();
 
-/// A file, and where its bytes are counted.
+/// A file and its byte counter.
 type Counted<'a> = (&'a File, &'a Moved);
 
-/// All of the bytes, or how far it came.
+/// Writes all bytes; an error says how far it came.
 fn write_at((file, moved): Counted<'_>, mut bytes: &[u8], mut at: u64) -> Result<(), Torn> {
     let torn = |from| move |error| Torn { from, error };
     if !bytes.is_empty() {
@@ -283,8 +288,8 @@ fn write_at((file, moved): Counted<'_>, mut bytes: &[u8], mut at: u64) -> Result
     Ok(())
 }
 
-/// Whether writes pass the page cache by. Not at open: some file systems refuse it there when
-/// they have made the file already.
+/// Sets or clears O_DIRECT. It is not set at open, because some file systems then create the file
+/// and still return an error.
 fn set_direct(file: &File, direct: bool) -> io::Result<()> {
     let flags = fcntl_getfl(file)?;
     let wanted = if direct { flags | OFlags::DIRECT } else { flags - OFlags::DIRECT };
@@ -294,15 +299,14 @@ fn set_direct(file: &File, direct: bool) -> io::Result<()> {
     }
 }
 
-/// Memory of all pieces that are not spare.
+/// Memory of all pieces except the spare ones.
 static FILLING: AtomicUsize = AtomicUsize::new(0);
 
-/// Pieces of full size that nobody uses.
+/// Memory of full size for the next pieces.
 static SPARE: Mutex<Vec<MmapMut>> = Mutex::new(Vec::new());
 
-/// Memory that is filled from its beginning and grows up to [`PIECE_BYTES`]: a mapping, so that it
-/// begins at a page, and in large pages where there are some, which take less time to hand to a
-/// disk.
+/// A buffer that grows up to [`PIECE_BYTES`]. It is a memory map, so that it begins at a page, with
+/// huge pages if available, which make direct writes faster.
 #[derive(Default)]
 struct Piece {
     memory: Option<MmapMut>,
@@ -310,7 +314,7 @@ struct Piece {
 }
 
 impl Piece {
-    /// One of full size.
+    /// A piece of full size, from the spare memory if there is some.
     fn spare() -> io::Result<Piece> {
         let spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match spare {
@@ -322,7 +326,7 @@ impl Piece {
     fn of(bytes: usize) -> io::Result<Piece> {
         let memory = MmapMut::map_anon(bytes)?;
         if bytes >= PIECE_BYTES {
-            // A wish.
+            // Huge pages are optional: without them it is only slower.
             let _ = memory.advise(Advice::HugePage);
         }
         Ok(Piece::on(memory))
@@ -341,7 +345,7 @@ impl Piece {
         self.memory.as_ref().map_or(&[], |memory| &memory[..self.filled])
     }
 
-    /// Appends; never more than [`PIECE_BYTES`] in all.
+    /// Appends bytes; the caller keeps the total within [`PIECE_BYTES`].
     fn fill(&mut self, bytes: &[u8]) -> io::Result<()> {
         let filled = self.filled + bytes.len();
         if self.room() < filled {
@@ -362,7 +366,7 @@ impl Piece {
         Ok(())
     }
 
-    /// Its memory for the next file.
+    /// Keeps its memory for the next pieces, unless there is enough.
     fn keep(mut self) {
         let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
         if self.room() == PIECE_BYTES && spare.len() < SPARE_PIECES {
@@ -372,7 +376,7 @@ impl Piece {
     }
 }
 
-/// Copies; much of it by two threads, as one does not use the memory's bandwidth.
+/// Copies bytes; long copies with two threads, as one does not reach the memory's bandwidth.
 fn copy(into: &mut [u8], bytes: &[u8]) {
     if bytes.len() < SHARED_BYTES {
         return into.copy_from_slice(bytes);

@@ -1,5 +1,5 @@
-//! What a store can do, tried with names of its own that are removed again: what a person asks
-//! before a job depends on it.
+//! Tests, before a job depends on it, what a store can do, with files of its own that it removes
+//! again.
 
 use std::io;
 use std::path::Path;
@@ -11,27 +11,28 @@ use rustix::fs::OFlags;
 use super::pieces::ALIGNMENT;
 use super::{Backend, durable};
 
-/// One thing that was tried.
+/// The result of one test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Probed {
-    /// What.
+    /// What was tested.
     pub what: &'static str,
-    /// Whether it does what the promise of a dump needs. Direct writes are a wish: without them
-    /// recording is slower and right.
+    /// Whether the store does what a durable dump needs. True also if direct writes are refused:
+    /// without them recording is only slower.
     pub works: bool,
-    /// What was found, as words.
+    /// The outcome in words.
     pub found: String,
 }
 
-/// How long all of it may take: a file server that is gone keeps whoever asks waiting.
+/// Time limit for all tests: calls to a file server that is down block without end.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Tries what recording needs of a store: a directory or the URL of a bucket. A directory that is
-/// not there yet is not made: the nearest above it that is there is tried.
+/// Tests what recording needs of a store: a directory or the URL of a bucket. It does not create a
+/// missing directory but tests the nearest parent that exists.
 pub fn probe(place: &Path) -> Vec<Probed> {
     let (done, found) = sync_channel(1);
     let there = place.to_path_buf();
-    // Left behind where the store never answers: there is no way to end a thread in a system call.
+    // If the store never answers, the thread stays blocked: a thread in a system call cannot be
+    // ended.
     std::thread::spawn(move || done.send(tried(&there)));
     found.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         let late = format!("no answer in {} s", PATIENCE.as_secs());
@@ -61,13 +62,13 @@ fn directory(place: &Path) -> Vec<Probed> {
         true => format!("{}", there.display()),
         false => format!("{} is not there yet; {} is", absolute.display(), there.display()),
     };
-    let mut found = vec![told("directory", Ok(note))];
+    let mut probes = vec![told("directory", Ok(note))];
     let target = durable::scratch_beside(&there.join("probe"));
-    found.push(told("write, fsync and name", written(&target)));
-    found.push(told("never replaces", replaced(&target)));
+    probes.push(told("write, fsync and name", written(&target)));
+    probes.push(told("never replaces", replaced(&target)));
     let _ = std::fs::remove_file(&target);
     let direct = direct(&durable::scratch_beside(&there.join("direct")));
-    found.push(match direct {
+    probes.push(match direct {
         Ok(words) => told("direct writes", Ok(words)),
         Err(error) => Probed {
             what: "direct writes",
@@ -75,11 +76,11 @@ fn directory(place: &Path) -> Vec<Probed> {
             found: format!("refused ({error}): writes go through the page cache, slower"),
         },
     });
-    found.push(told("space", space(there)));
-    found
+    probes.push(told("space", space(there)));
+    probes
 }
 
-/// A file as the product makes one: written, synced, linked to its name, its directory synced.
+/// Creates a file as recording does: write, fsync, link to its name, fsync of the directory.
 fn written(target: &Path) -> io::Result<String> {
     let begin = Instant::now();
     match durable::create(target, b"backtape")? {
@@ -89,7 +90,7 @@ fn written(target: &Path) -> io::Result<String> {
     }
 }
 
-/// A manifest is one atomic create: the second of two must lose.
+/// Tests that a second file of the same name is refused, as manifests need.
 fn replaced(target: &Path) -> io::Result<String> {
     let again = durable::create(target, b"again")?;
     match again || std::fs::read(target)? != b"backtape" {
@@ -115,9 +116,9 @@ fn try_direct(path: &Path) -> io::Result<String> {
 }
 
 fn space(directory: &Path) -> io::Result<String> {
-    let of = rustix::fs::statvfs(directory)?;
-    let gib = |blocks: u64| blocks as f64 * of.f_frsize as f64 / f64::from(1 << 30);
-    Ok(format!("{:.1} of {:.1} GiB free", gib(of.f_bavail), gib(of.f_blocks)))
+    let statistics = rustix::fs::statvfs(directory)?;
+    let gib = |blocks: u64| blocks as f64 * statistics.f_frsize as f64 / f64::from(1 << 30);
+    Ok(format!("{:.1} of {:.1} GiB free", gib(statistics.f_bavail), gib(statistics.f_blocks)))
 }
 
 fn since(begin: Instant) -> String {

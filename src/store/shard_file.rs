@@ -1,5 +1,5 @@
-//! Reads a shard file through a memory map: header checked before anything is
-//! believed, bytes handed out as they lie.
+//! Reads a shard file through a memory map: its header is checked first, and the bytes of shards
+//! are slices of the map.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -25,7 +25,7 @@ pub struct ShardFile {
     offsets: Vec<(usize, usize)>,
 }
 
-/// Every way in which a shard file can lie.
+/// Why a shard file cannot be trusted.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ShardFileError {
@@ -45,16 +45,17 @@ pub enum ShardFileError {
     Contradiction { path: PathBuf, detail: String },
 }
 
-/// What a shard file says of itself, read without mapping it: an error of the
-/// disk comes back as an error, where a map would kill the process that looks.
+/// A shard file's header, read without a memory map: an error of the disk is returned, where a map
+/// would kill the reading process with SIGBUS.
 pub struct Description {
-    /// Its own words, checked against its entries and its length.
+    /// Backtape's records in the header, checked against the safetensors entries and the file's
+    /// length.
     pub about: FileSelf,
     /// blake3 of the header.
     pub header_hash: TrustHash,
-    /// Bytes, header included.
+    /// Length of the file in bytes, with the header.
     pub length: u64,
-    /// Where in the file each shard starts and ends.
+    /// The offsets in the file at which each shard starts and ends.
     pub spans: Vec<(u64, u64)>,
 }
 
@@ -77,7 +78,7 @@ pub fn describe(path: &Path, file: &dyn ReadAt) -> Result<Description, ShardFile
     describe_header(path, &header, length)
 }
 
-/// The same of a file of which only the header is here, whole and nothing else.
+/// The same, of a file's header alone and the file's length.
 pub fn describe_header(
     path: &Path,
     header: &[u8],
@@ -109,7 +110,7 @@ impl ShardFile {
         Ok(ShardFile { path: path.into(), map, data, about, offsets })
     }
 
-    /// What the file says of itself.
+    /// The records in its header.
     pub fn about(&self) -> &FileSelf {
         &self.about
     }
@@ -141,7 +142,7 @@ impl ShardFile {
     }
 }
 
-/// Where the data starts, by the length prefix; bounded before it is believed.
+/// The offset of the data according to the length prefix, checked against [`MAX_HEADER`].
 fn header_end(path: &Path, prefix: [u8; 8]) -> Result<usize, ShardFileError> {
     let found = u64::from_le_bytes(prefix);
     if found > MAX_HEADER as u64 {
@@ -150,7 +151,7 @@ fn header_end(path: &Path, prefix: [u8; 8]) -> Result<usize, ShardFileError> {
     Ok(8 + found as usize)
 }
 
-/// The header with its length prefix, and where the data starts.
+/// The header with its length prefix, and the offset of the data.
 fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), ShardFileError> {
     let found = map.len() as u64;
     let truncated = |wanted| ShardFileError::Truncated { path: path.into(), found, wanted };
@@ -173,7 +174,7 @@ fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
             Err(newer(about.format_version.into()))
         }
         Ok(about) => Ok(about),
-        // What a newer one says need not look like ours.
+        // A newer format may have other fields: then its version is the error to report.
         Err(error) => match serde_json::from_str::<Version>(&text) {
             Ok(Version { format_version: Some(found) }) if found > u64::from(FORMAT_VERSION) => {
                 Err(newer(found))
@@ -183,7 +184,7 @@ fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
     }
 }
 
-/// Of a header, what we wrote into it; entries are passed over.
+/// The metadata of a safetensors header; its entries are skipped.
 #[derive(Deserialize)]
 struct Outer {
     #[serde(rename = "__metadata__")]
@@ -195,7 +196,7 @@ struct Version {
     format_version: Option<u64>,
 }
 
-/// A header without the blanks that fill its room, which a parser would pass one by one.
+/// Strips the spaces that pad a header, which a parser would skip one by one.
 fn unpadded(mut text: &[u8]) -> &[u8] {
     while let Some((rest, [b' ', ..])) = text.split_last_chunk::<64>()
         && text.ends_with(&[b' '; 64])
@@ -227,7 +228,7 @@ fn locate(
             contradiction(format!("{} bytes follow its last shard", found - wanted))
         });
     }
-    let one = |shard: &ShardRecord| {
+    let bytes_of = |shard: &ShardRecord| {
         shard.check().map_err(|error: RecordError| contradiction(error.to_string()))?;
         let missing = || contradiction(format!("{} has no entry {:?}", shard.key, shard.entry));
         let info = metadata.info(&shard.entry).ok_or_else(missing)?;
@@ -242,5 +243,5 @@ fn locate(
         }
         Ok((start, end))
     };
-    about.shards.iter().map(one).collect()
+    about.shards.iter().map(bytes_of).collect()
 }

@@ -1,8 +1,8 @@
-//! Writes one shard file as the shards come, without holding them.
+//! Writes the shards of one file as they arrive, without keeping them in memory.
 //!
-//! The header stands first in a safetensors file and is known last, so room is
-//! reserved for it. Where a header outgrows its room the file system inserts what is missing;
-//! one that cannot costs a copy of the file.
+//! The header is at the beginning of a safetensors file but is only known at the end, so that room
+//! is reserved for it. If the header is longer, the file system inserts blocks before the data; if
+//! it cannot, the data is copied to a new file.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -25,26 +25,26 @@ use crate::shard::{ShardRecord, TensorKey};
 /// Room reserved for the header: about 80 shards.
 const HEADER_ROOM: usize = 64 << 10;
 
-/// A shard file that is being written, under a scratch name beside its own.
+/// A shard file that is being written, under a temporary name in the same directory.
 pub struct ShardWriter {
     name: Name,
     scratch: PathBuf,
     pieces: Pieces,
     about: FileSelf,
     data: u64,
-    /// How many shards have each name.
+    /// Number of shards per entry name.
     same: HashMap<String, u32>,
     lost: Vec<(TensorKey, String)>,
-    /// Whether its bytes are to survive a power cut.
+    /// Whether to fsync it.
     durable: bool,
 }
 
-/// A shard file that is complete and synced, still under its scratch name.
+/// A shard file that is complete and synced, still under its temporary name.
 pub struct FinishedFile {
-    /// What to report of it.
+    /// The file's record for the manifest.
     pub record: FileRecord,
-    /// Shards that were appended and are not in it, with the reason: their bytes were on their
-    /// way when a write failed.
+    /// Shards that were appended but whose write failed later, with the reason; the file does not
+    /// contain them.
     pub lost: Vec<(TensorKey, String)>,
     scratch: PathBuf,
 }
@@ -55,8 +55,8 @@ impl ShardWriter {
         ShardWriter::begin(directory, name, about, true)
     }
 
-    /// Starts a file on its way to somewhere else. It is read again at once, so it stays in the
-    /// page cache, and it is not synced: nothing is acknowledged before it has arrived.
+    /// Starts a file that will be uploaded. Since the upload reads it soon, it is written through
+    /// the page cache, and it is not synced: it counts only once the upload is complete.
     pub fn spool(directory: &Path, name: Name, about: FileSelf) -> io::Result<ShardWriter> {
         ShardWriter::begin(directory, name, about, false)
     }
@@ -75,16 +75,16 @@ impl ShardWriter {
         Ok(ShardWriter { name, scratch, pieces, about, data: 0, same, lost, durable })
     }
 
-    /// Appends one shard. The record's `entry` is chosen here: the tensor's
-    /// name, with a number when the file holds several shards of it. A write that fails later
-    /// takes its shards out again: see [`FinishedFile::lost`].
+    /// Appends one shard and sets the record's `entry`: the tensor's name, with a number if the
+    /// file has several shards of it. The bytes are written later; if that fails, the shard moves
+    /// to [`FinishedFile::lost`].
     pub fn append(&mut self, mut record: ShardRecord, bytes: &[u8]) -> io::Result<()> {
         let base = entry_base(&record);
         let same = self.same.get(&base).copied().unwrap_or(0);
         record.entry = if same == 0 { base.clone() } else { format!("{base}#{same}") };
         record.check().map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-        // A shard that fails (a full disk) is overwritten by the next one, and the file stays
-        // sound.
+        // If this fails (a full disk), `data` stays where it is: the next shard overwrites this one
+        // and the file stays valid.
         faults::point("shard.write")?;
         self.push(bytes)?;
         self.data += bytes.len() as u64;
@@ -99,11 +99,12 @@ impl ShardWriter {
             let half = self.pieces.push(&bytes[zeros.len()..]);
             return half.and_then(|()| self.pieces.push(&zeros)).map_err(|torn| torn.error);
         }
-        let alone = self.pieces.is_plain();
+        let is_of_this_push = self.pieces.is_plain();
         match self.pieces.push(bytes) {
             Ok(()) => Ok(()),
-            Err(torn) if alone => Err(torn.error),
-            // It may have been an earlier shard: what has failed is named, this one tried again.
+            Err(torn) if is_of_this_push => Err(torn.error),
+            // The failed bytes may be an earlier shard's: those are listed as lost, and this one is
+            // tried again.
             Err(torn) => {
                 self.tear(&torn);
                 self.pieces.push(bytes).map_err(|torn| torn.error)
@@ -111,7 +112,8 @@ impl ShardWriter {
         }
     }
 
-    /// Takes out what a failed write left incomplete; the file goes on from there.
+    /// Removes the shards that a failed write left incomplete and continues the file after the last
+    /// complete one.
     fn tear(&mut self, torn: &Torn) {
         let sound = torn.from.saturating_sub(HEADER_ROOM as u64);
         let (mut end, mut kept) = (0, 0);
@@ -125,17 +127,18 @@ impl ShardWriter {
         let reason = format!("it could not be written: {}", torn.error);
         let lost = self.about.shards.drain(kept..);
         self.lost.extend(lost.map(|shard| (shard.key, reason.clone())));
-        // Names count on: what is lost leaves a gap in the numbers, and no name is given twice.
+        // `same` is not decremented: lost shards leave a gap in the numbers, and no name is used
+        // twice.
         self.data = end;
         self.pieces.restart(HEADER_ROOM as u64 + end);
     }
 
-    /// Counts there what is written from now on.
+    /// Adds the bytes written from now on to `moved`.
     pub fn count(&mut self, moved: &Moved) {
         self.pieces.count(moved);
     }
 
-    /// Bytes of shards so far.
+    /// Bytes of the shards appended so far.
     pub fn data_length(&self) -> u64 {
         self.data
     }
@@ -176,7 +179,7 @@ impl ShardWriter {
         let insert = FallocateFlags::INSERT_RANGE;
         match fallocate(self.pieces.file(), insert, HEADER_ROOM as u64, more) {
             Ok(()) => Ok(()),
-            // tmpfs, btrfs and others have no such call, or larger blocks.
+            // tmpfs, btrfs and others do not support it, or have larger blocks.
             Err(_) => self.move_data(room),
         }
     }
@@ -199,7 +202,8 @@ impl ShardWriter {
     }
 }
 
-/// The same name may be captured before and after a reduction in one file.
+/// The entry's name without a number: the tensor's, with the moment of capture if there is one,
+/// since one file may hold a tensor before and after a reduction.
 fn entry_base(record: &ShardRecord) -> String {
     match record.key.when.map(|when| serde_json::to_value(when).expect("a unit variant")) {
         Some(serde_json::Value::String(when)) => format!("{}@{when}", record.key.tensor),
@@ -216,13 +220,13 @@ impl Drop for ShardWriter {
 }
 
 impl FinishedFile {
-    /// Where the synced bytes are before they have their name.
+    /// The path of the file before it is published.
     pub fn scratch(&self) -> &Path {
         &self.scratch
     }
 
-    /// Gives the file its name; durable when this returns. False when a file of
-    /// that name was there, which is then left alone.
+    /// Gives the file its final name; durable when this returns. False if a file of that name
+    /// existed, which stays unchanged.
     pub fn publish(mut self) -> io::Result<(FileRecord, bool)> {
         let target = self.scratch.with_file_name(self.record.name.as_str());
         let created = durable::publish(&self.scratch, &target)?;
@@ -230,8 +234,8 @@ impl FinishedFile {
         Ok((self.record.clone(), created))
     }
 
-    /// Puts the file into a directory of another backend; durable when this returns. False
-    /// when a file of that name was there. Counts what has left this host.
+    /// Uploads the file to a directory of another backend; durable when this returns. False if a
+    /// file of that name existed. Adds the uploaded bytes to `moved`.
     pub fn put(&self, backend: &Backend, directory: &Path, moved: &Moved) -> io::Result<bool> {
         let target = directory.join(self.record.name.as_str());
         backend.publish_counted(&self.scratch, &target, moved)

@@ -1,7 +1,7 @@
 //! Zeroed memory aligned for vector loads, viewed as any plain element type.
 //!
-//! The one place of assembly with `unsafe`. A `Vec<u8>` promises no alignment,
-//! and casting it to `&[f32]` would be undefined where it happens to be odd.
+//! All `unsafe` code of assembly is here. A `Vec<u8>` has no guaranteed alignment, and casting it
+//! to `&[f32]` would be undefined behaviour where its address is not a multiple of 4.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -25,11 +25,11 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// `None` when the machine does not have that much.
+    /// A zeroed buffer; `None` when there is not enough memory.
     pub(super) fn zeroed(length: usize) -> Option<Buffer> {
         let layout = Buffer::layout(length)?;
         if length == 0 {
-            // Aligned and dangling: a slice of no bytes needs no more.
+            // An aligned dangling pointer is enough for an empty slice.
             let start = NonNull::<Line>::dangling().cast();
             return Some(Buffer { start, length });
         }
@@ -52,7 +52,7 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
 
-    /// The bytes as elements; a remainder shorter than one is left out.
+    /// The bytes as elements; a remainder that is shorter than an element is left out.
     pub(super) fn view<T: Element>(&self) -> &[T] {
         let count = self.length / size_of::<T>();
         // SAFETY: ALIGNMENT is a multiple of T's (checked at compile time), the
@@ -70,7 +70,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Only its alignment is of use.
+/// A type with the alignment of a buffer; only used for a dangling pointer.
 #[repr(align(64))]
 struct Line;
 

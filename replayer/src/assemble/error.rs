@@ -1,4 +1,4 @@
-//! Why a tensor cannot be put together, and what is missing of it.
+//! Why a tensor cannot be assembled, and what is missing.
 
 use backtape::identity::Rank;
 use backtape::index_box::{BoxError, IndexBox};
@@ -6,10 +6,10 @@ use backtape::shard::TensorKey;
 
 use crate::dump::{Disagreement, name_ranks};
 
-/// Boxes and faults named in one sentence; the rest is counted.
+/// Most boxes and faults that a sentence names; the others are only counted.
 const NAMED: usize = 4;
 
-/// Why there is no such tensor in memory.
+/// Why a tensor cannot be assembled.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum AssembleError {
@@ -37,17 +37,16 @@ pub enum AssembleError {
     Scattered { key: TensorKey, rank: Rank, boxes: usize },
 }
 
-/// What a tensor lacks.
+/// What is missing of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incomplete {
     /// Which tensor.
     pub key: TensorKey,
     /// The parts that no intact shard holds.
     pub gaps: Vec<IndexBox>,
-    /// Ranks whose records claim to hold something of the gaps. Empty when no
-    /// record does.
+    /// Ranks whose records claim to hold a part of the gaps; may be empty.
     pub ranks: Vec<Rank>,
-    /// Ranks of the job of which no file is there: any of them may have held it.
+    /// Ranks of the job of which the dump holds no file: any of them may have held it.
     pub missing_ranks: Vec<Rank>,
     /// What is wrong with the shards that should fill the gaps.
     pub faults: Vec<String>,
@@ -70,7 +69,7 @@ impl std::fmt::Display for Incomplete {
     }
 }
 
-/// A few of many, in words.
+/// The first few values, and how many more there are.
 fn some<T: std::fmt::Display>(values: &[T]) -> String {
     if values.is_empty() {
         return "nothing".into();

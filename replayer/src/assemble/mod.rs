@@ -1,9 +1,8 @@
-//! Puts tensors together from the boxes that ranks held.
+//! Assembles tensors from the boxes that ranks held.
 //!
-//! Every shard is hashed before it is used: what comes out is what the job
-//! held, or an error that names what is missing, never other bytes. A replica
-//! stands in for a shard that is lost or damaged. Whether the boxes are the
-//! right ones is not proved here; see [`crate::verify`].
+//! Every shard is hashed before it is used: the result is what the job held, or an error that names
+//! what is missing, never other bytes. A replica replaces a shard that is lost or damaged.
+//! [`crate::verify`] checks whether the boxes are the right ones.
 //!
 //! ```text
 //! assemble(&dump, "q microbatch 1")
@@ -35,16 +34,16 @@ pub use error::{AssembleError, Incomplete};
 pub(crate) use region::{extract, intersect, pieces};
 pub use tensor::{Row, Tensor};
 
-/// The whole of a tensor that the ranks hold as values.
+/// Assembles a whole tensor that the ranks hold as values, not as addends.
 pub fn assemble(dump: &StepDump, key: &TensorKey) -> Result<Tensor, AssembleError> {
     let info = values(dump, key)?;
     let place = IndexBox::whole(&info.shape);
     fill(dump, key, info.dtype, &info.shards, place)
 }
 
-/// A tensor, or one rank's addend of it, where it lies in a file: its bytes and their shape.
-/// `None` where several shards make it up, or none is intact: then it is put together, or the
-/// attempt says what is missing.
+/// A tensor, or one rank's addend of it, borrowed from the mapped file: its bytes and their shape.
+/// `None` where it consists of several shards, or none is intact: then call [`assemble`] or
+/// [`addend`], which also says what is missing.
 pub fn in_place<'a>(
     dump: &'a StepDump,
     key: &TensorKey,
@@ -67,8 +66,7 @@ pub fn in_place<'a>(
     }
 }
 
-/// One box of a tensor that the ranks hold as values, from the shards that
-/// reach into it alone.
+/// Assembles one box of a tensor that the ranks hold as values, from the shards that intersect it.
 pub fn assemble_box(
     dump: &StepDump,
     key: &TensorKey,
@@ -81,14 +79,14 @@ pub fn assemble_box(
     fill(dump, key, info.dtype, &info.shards, place.clone())
 }
 
-/// One rank's addend of a partial tensor: the box that its shards fill, which
-/// is the whole tensor unless the tensor is also cut over ranks.
+/// Assembles one rank's addend of a partial tensor: the box that its shards fill, which is the
+/// whole tensor unless the tensor is also sharded over ranks.
 pub fn addend(dump: &StepDump, key: &TensorKey, rank: Rank) -> Result<Tensor, AssembleError> {
     addend_of(dump, key, &[rank])
 }
 
-/// The addend that some ranks hold together, each a part of it: what ranks that
-/// share the tokens and split the tensor (tensor parallelism) recorded.
+/// Assembles the addend that some ranks hold together, each a part of it, as ranks do that share
+/// the tokens and shard the tensor (tensor parallelism).
 pub fn addend_of(
     dump: &StepDump,
     key: &TensorKey,
@@ -112,8 +110,8 @@ pub fn addend_of(
     fill(dump, key, info.dtype, &held, around)
 }
 
-/// One rank's addend of a partial tensor, box by box in the order of their
-/// places: for layouts whose boxes do not fill one (strided, zigzag).
+/// One rank's addend of a partial tensor, box by box in the order of their places. For layouts
+/// whose boxes do not fill a single box (strided, zigzag).
 pub fn addend_parts(
     dump: &StepDump,
     key: &TensorKey,
@@ -128,7 +126,7 @@ pub fn addend_parts(
 pub fn holders(dump: &StepDump, key: &TensorKey) -> Vec<Rank> {
     let Some(info) = dump.tensors().get(key) else { return Vec::new() };
     let records = info.shards.iter().map(|at| dump.record(at));
-    // Ranks along an axis that replicates hold the same addend: it is added once.
+    // Ranks along a mesh axis that replicates hold the same addend, which counts once.
     let counted = records.filter(|record| info.partial.is_none() || record.replica == 0);
     let mut ranks: Vec<Rank> = counted.map(|record| record.rank).collect();
     ranks.dedup();
@@ -151,7 +149,7 @@ fn known<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, Asse
     }
 }
 
-/// What the ranks say of a tensor that they hold as values.
+/// The description of a tensor that the ranks hold as values; an error for addends.
 pub fn whole<'a>(dump: &'a StepDump, key: &TensorKey) -> Result<&'a TensorInfo, AssembleError> {
     values(dump, key)
 }
@@ -189,7 +187,7 @@ fn distinct_boxes(dump: &StepDump, shards: &[ShardRef]) -> Vec<IndexBox> {
     boxes
 }
 
-/// Boxes as seen from the first corner of `place`, cut to what lies in it.
+/// The parts of boxes that lie in `place`, in coordinates relative to its first corner.
 fn shifted(boxes: &[IndexBox], place: &IndexBox) -> Vec<IndexBox> {
     let inside = boxes.iter().filter_map(|one| one.intersection(place));
     let shift = |one: IndexBox| {
@@ -217,8 +215,8 @@ fn fill(
     let open = gaps(&place.extent(), &shifted(&boxes, &place));
     let width = dtype.width();
     let wanted = place.elements().and_then(|n| n.checked_mul(width as u64));
-    // The boxes cover the tensor, so their bytes bound it: no record can make
-    // us allocate more than lies on disk.
+    // The boxes cover the tensor, so its size is at most that of their bytes: a wrong record cannot
+    // cause an allocation larger than the files.
     let held: u128 = sources.iter().map(|source| source.bytes.len() as u128).sum();
     let (true, Some(bytes)) = (open.is_empty(), wanted.filter(|&n| u128::from(n) <= held)) else {
         let incomplete = incomplete(dump, key, shards, &place, open);
@@ -232,12 +230,12 @@ fn fill(
     Ok(Tensor { key: key.clone(), dtype, shape: place.extent(), place, buffer })
 }
 
-/// One intact holder for every distinct box that reaches into `place`: the
-/// lowest replica whose bytes are there and hash right.
+/// One intact shard for every distinct box that intersects `place`: the lowest replica whose bytes
+/// are there and have the right hash.
 fn choose<'a>(dump: &'a StepDump, shards: &[ShardRef], place: &IndexBox) -> Vec<Source<'a>> {
     let reaching = shards.iter().filter(|at| intersect(&dump.record(at).place, place));
     let mut reaching: Vec<ShardRef> = reaching.copied().collect();
-    // A file that is whole before one that is not, though both would do.
+    // Shards of files without a fault come first, though intact shards of faulty files would do.
     reaching.sort_by_cached_key(|at| {
         let record = dump.record(at);
         let faulty = dump.file_of(at).faulty();
@@ -254,9 +252,8 @@ fn choose<'a>(dump: &'a StepDump, shards: &[ShardRef], place: &IndexBox) -> Vec<
     replicas.par_iter().filter_map(first_intact).collect()
 }
 
-/// Copies in parallel over pieces of the target. Each piece takes its sources
-/// in one fixed order, so that the result cannot depend on the thread count
-/// even where boxes overlap.
+/// Copies in parallel over pieces of the target. Each piece copies from its sources in a fixed
+/// order, so that the result does not depend on the thread count even where boxes overlap.
 fn copy_all(place: &IndexBox, sources: &[Source<'_>], mut target: &mut [u8], width: usize) {
     let mut work = Vec::new();
     if target.is_empty() {
@@ -280,8 +277,8 @@ fn copy_all(place: &IndexBox, sources: &[Source<'_>], mut target: &mut [u8], wid
     });
 }
 
-/// What no intact shard holds of a tensor that is held as values; `None` when
-/// [`assemble`] would give all of it.
+/// What no intact shard holds of a tensor that the ranks hold as values; `None` if [`assemble`]
+/// would succeed.
 pub(crate) fn missing(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Option<Incomplete> {
     let place = IndexBox::whole(&info.shape);
     let sources = choose(dump, &info.shards, &place);
@@ -289,7 +286,7 @@ pub(crate) fn missing(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Op
     (!open.is_empty()).then(|| incomplete(dump, key, &info.shards, &place, open))
 }
 
-/// Says what is missing, who should have it, and what became of it.
+/// Describes what is missing, which ranks should hold it, and why their shards cannot be used.
 fn incomplete(
     dump: &StepDump,
     key: &TensorKey,

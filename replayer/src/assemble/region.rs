@@ -1,8 +1,8 @@
-//! Moving boxes of row-major bytes: cutting a box into pieces that lie in one
-//! run of memory, and copying what two boxes share.
+//! Copies boxes of row-major bytes: cuts a box into pieces that are contiguous in memory, and
+//! copies the elements that two boxes share.
 //!
-//! Callers have checked every box against its bytes (`ShardRecord::check`):
-//! nothing here allocates by what a record claims.
+//! Callers have checked every box against its bytes (`ShardRecord::check`), so that no allocation
+//! here depends on what a wrong record claims.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use backtape::index_box::IndexBox;
 /// small enough that every core has some.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Cuts a box into pieces of about a MiB that follow each other in memory.
+/// Cuts a box into consecutive contiguous pieces of about a MiB.
 pub(crate) fn pieces(place: &IndexBox, width: usize) -> Vec<IndexBox> {
     let mut found = Vec::new();
     cut(place.clone(), 0, width as u64, &mut found);
@@ -42,8 +42,8 @@ fn cut(place: IndexBox, dim: usize, width: u64, found: &mut Vec<IndexBox>) {
     }
 }
 
-/// True when two boxes of the same rank share an element. Allocates nothing:
-/// it is asked for every pair of a piece and a shard.
+/// True when two boxes with the same number of dimensions share an element. It does not allocate,
+/// as it is called for every pair of a piece and a shard.
 pub(crate) fn intersect(a: &IndexBox, b: &IndexBox) -> bool {
     let mut pairs = a.0.iter().zip(&b.0);
     pairs.all(|(a, b)| a.0.max(b.0) < a.1.min(b.1))
@@ -57,8 +57,8 @@ pub(crate) fn copy(
     (to, target): (&IndexBox, &mut [u8]),
     width: usize,
 ) {
-    // Both sides must be cut into the same runs: a row that is whole in one
-    // box and a part of a longer row in the other ends there in both.
+    // Both sides must be cut into the same runs: where a row is whole in one box and only a part of
+    // a longer row in the other, the run ends at its end in both.
     let merged = whole_dims(region, from).min(whole_dims(region, to));
     let (read, written) = (runs(region, from, merged, width), runs(region, to, merged, width));
     for (there, here) in read.zip(written) {
@@ -66,7 +66,7 @@ pub(crate) fn copy(
     }
 }
 
-/// The bytes of `region` out of a box's bytes.
+/// The bytes of `region`, copied from the bytes of box `from`.
 pub(crate) fn extract(region: &IndexBox, from: &IndexBox, source: &[u8], width: usize) -> Vec<u8> {
     let mut out = Vec::new();
     for run in runs(region, from, whole_dims(region, from), width) {
@@ -75,15 +75,15 @@ pub(crate) fn extract(region: &IndexBox, from: &IndexBox, source: &[u8], width: 
     out
 }
 
-/// How many of the last dimensions the region spans from end to end.
+/// How many of the last dimensions of `place` the region spans completely.
 fn whole_dims(region: &IndexBox, place: &IndexBox) -> usize {
     let pairs = region.0.iter().zip(&place.0).rev();
     pairs.take_while(|(a, b)| a == b).count()
 }
 
-/// Where `region` lies in the row-major bytes of `place`, run by run in order.
-/// The last `merged` dimensions are whole in `place`, so that a run goes on
-/// through them and through the region's range of the dimension before.
+/// The byte ranges of `region` in the row-major bytes of `place`, in order. The region spans the
+/// last `merged` dimensions completely, so that one run covers them and the region's range in the
+/// dimension before them.
 fn runs<'a>(
     region: &'a IndexBox,
     place: &'a IndexBox,

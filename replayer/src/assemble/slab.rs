@@ -1,7 +1,7 @@
-//! Parts of a tensor, so that a tensor larger than memory can be walked.
+//! Parts of a tensor, so that a tensor that is larger than memory can be read part by part.
 //!
-//! A part that lies in one run inside one intact shard is handed out where it
-//! is, in the mapped file: comparing two dumps then copies nothing.
+//! A part that is contiguous in one intact shard is borrowed from the mapped file, so that
+//! comparing two dumps copies nothing.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use super::{AssembleError, Tensor, assemble_box, distinct_boxes, fill, known, sh
 use crate::dump::StepDump;
 use crate::dump::addend::group;
 
-/// The bytes of some elements, by row-major index, of a tensor held as values.
+/// The bytes of a range of elements, by row-major index, of a tensor that the ranks hold as values.
 pub fn elements<'a>(
     dump: &'a StepDump,
     key: &TensorKey,
@@ -33,8 +33,8 @@ pub fn elements<'a>(
     Ok(Cow::Owned(bytes))
 }
 
-/// What each addend of a partial tensor holds inside a box: one list of boxes
-/// for each addend, boxes as places in the global tensor.
+/// The part of each addend of a partial tensor inside a box: one list of tensors for each addend,
+/// each with its box in the global tensor.
 pub fn addends_in(
     dump: &StepDump,
     key: &TensorKey,
@@ -53,7 +53,7 @@ pub fn addends_in(
     group(dump, info).values().map(one).collect()
 }
 
-/// The boxes that some elements are, by row-major index, in that order.
+/// The boxes that make up a range of elements by row-major index, in that order.
 pub fn boxes_of(shape: &[u64], range: Range<u64>) -> Vec<IndexBox> {
     let mut found = Vec::new();
     cut(&mut Vec::new(), shape, range, &mut found);
@@ -84,7 +84,7 @@ fn cut(outer: &mut Vec<(u64, u64)>, shape: &[u64], range: Range<u64>, found: &mu
     }
 }
 
-/// The bytes of a box where they lie in one run of one intact shard.
+/// The bytes of a box, if they are contiguous in one intact shard.
 fn in_one_shard<'a>(dump: &'a StepDump, key: &TensorKey, place: &IndexBox) -> Option<&'a [u8]> {
     let info = &dump.tensors()[key];
     info.shards.iter().find_map(|at| {
@@ -95,8 +95,9 @@ fn in_one_shard<'a>(dump: &'a StepDump, key: &TensorKey, place: &IndexBox) -> Op
     })
 }
 
-/// Elements of `shard` before those of `place`, when it holds them in one run:
-/// below the first dimension of more than one index, all of the shard is taken.
+/// How many elements of `shard` precede those of `place`, if the shard holds the place
+/// contiguously: after the first dimension in which the place has more than one index, it must span
+/// all of the shard.
 fn offset(place: &IndexBox, shard: &IndexBox) -> Option<usize> {
     let mut one_run = true;
     let mut offset = 0;
@@ -138,8 +139,8 @@ mod tests {
         }
     }
 
-    /// Method: every box of small shards, against the definition: the elements'
-    /// positions in the shard follow each other.
+    /// Method: every box in a small shard is compared with the definition, that the positions of
+    /// its elements in the shard are consecutive.
     #[test]
     fn a_box_is_borrowed_only_where_it_is_one_run_of_the_shard() {
         let shard = IndexBox(vec![(1, 4), (0, 3), (2, 4)]);
@@ -163,7 +164,7 @@ mod tests {
             }
             let run = at.iter().enumerate().all(|(n, p)| *p == at[0].map(|first| first + n));
             let wanted = if run { at[0] } else { None };
-            // One index at the end of a run is found too; no wrong one ever is.
+            // `offset` may miss a contiguous box, but never returns a wrong position.
             let found = offset(&place, &shard);
             assert!(found == wanted || found.is_none(), "{place} {found:?} {wanted:?}");
         }

@@ -1,5 +1,5 @@
-//! An assembled tensor: its bytes, aligned, and views of them. No conversion:
-//! bf16 and the f8 types are handed out as bits. Its clones share the bytes.
+//! An assembled tensor: its aligned bytes, and views of them by type. Nothing is converted: bf16
+//! and the f8 types are viewed as bits. Clones share the bytes.
 
 use std::sync::Arc;
 
@@ -20,32 +20,32 @@ pub struct Tensor {
     pub key: TensorKey,
     /// Element type of the bytes.
     pub dtype: Dtype,
-    /// Shape of what is here: of `place`, not of the global tensor.
+    /// Shape of `place`, not of the global tensor.
     pub shape: Vec<u64>,
     /// Which part of the global tensor this is.
     pub place: IndexBox,
     pub(super) buffer: Arc<Buffer>,
 }
 
-/// What a row is made of.
+/// What a row of a new tensor is filled with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Row {
-    /// Another row.
+    /// A copy of this row of the original.
     From(usize),
     /// Zeros.
     Zeros,
-    /// No numbers.
+    /// NaN.
     Nans,
 }
 
 impl Tensor {
-    /// The elements, row-major, as they lay in the job.
+    /// The elements, row-major, with the bits that the job held.
     pub fn bytes(&self) -> &[u8] {
         self.buffer.bytes()
     }
 
-    /// A box of it, placed in the global tensor as it is; `None` where it reaches out of what is
-    /// here.
+    /// A box of this tensor, by its place in the global tensor; `None` unless it lies inside this
+    /// tensor.
     pub fn part(&self, place: &IndexBox) -> Option<Tensor> {
         let shared = self.place.intersection(place);
         let shared = shared.or_else(|| (place.elements() == Some(0)).then(|| place.clone()))?;
@@ -59,7 +59,7 @@ impl Tensor {
         Some(Tensor { key, dtype, shape: place.extent(), place: place.clone(), buffer })
     }
 
-    /// The matrix with its two dimensions exchanged, bits as they are.
+    /// The transposed matrix, with the bits of its elements unchanged.
     ///
     /// Panics unless it has two dimensions.
     pub fn transposed(&self) -> Result<Tensor, AssembleError> {
@@ -84,8 +84,8 @@ impl Tensor {
         })
     }
 
-    /// The same bytes under another shape of as many elements; `None` where it has others,
-    /// or where the machine does not have the memory.
+    /// The same bytes with another shape; `None` where the number of elements differs, or memory is
+    /// short.
     pub fn reshaped(&self, shape: &[u64]) -> Option<Tensor> {
         let same = shape.iter().product::<u64>() == self.shape.iter().product::<u64>();
         let mut copied = self.with_rows(&|row| Row::From(row)).filter(|_| same)?;
@@ -94,9 +94,8 @@ impl Tensor {
         Some(copied)
     }
 
-    /// A tensor of this shape whose rows (all but the last dimension flattened) are made
-    /// of this one's; `None` where the machine does not have the memory, or for a dtype
-    /// that is no float.
+    /// A tensor of this shape whose rows (leading dimensions flattened) `row` chooses; `None` for a
+    /// dtype that is not a float, or where memory is short.
     pub fn with_rows(&self, row: &dyn Fn(usize) -> Row) -> Option<Tensor> {
         let nan: &[u8] = match self.dtype {
             Dtype::Bf16 => &[0xc0, 0x7f],
@@ -123,8 +122,8 @@ impl Tensor {
         Some(Tensor { key, dtype, shape: self.shape.clone(), place: self.place.clone(), buffer })
     }
 
-    /// The same with some rows of another tensor of this shape and dtype in their places; `None`
-    /// where it is none, or where the machine does not have the memory.
+    /// A copy in which some rows are replaced by those of another tensor; `None` where its shape or
+    /// dtype differs, or memory is short.
     pub fn with_rows_of(&self, other: &Tensor, rows: &[usize]) -> Option<Tensor> {
         if (self.dtype, &self.shape) != (other.dtype, &other.shape) {
             return None;
@@ -145,8 +144,7 @@ impl Tensor {
     }
 }
 
-/// Rows of the result that one worker fills at a time: their source columns share
-/// cache lines.
+/// Rows of the result that one thread fills at a time: their source columns share cache lines.
 const TRANSPOSED_ROWS: usize = 32;
 
 fn transpose(source: &[u8], target: &mut [u8], rows: usize, cols: usize, width: usize) {
@@ -206,7 +204,7 @@ views! {
     i64: i64 = I64;
     /// The values of a u64 tensor.
     u64: u64 = U64;
-    /// The bytes of a bool tensor: what is not 0 is true.
+    /// The bytes of a bool tensor; every byte but 0 is true.
     bools: u8 = Bool;
 }
 

@@ -1,15 +1,15 @@
-//! Equal batches and equal sequences, over ranks, microbatches and dumped steps.
+//! Finds equal batches and equal sequences among ranks, microbatches and dumped steps.
 //!
 //! A batch is what one rank held of a microbatch; a sequence is a row of a `[B, S]`
 //! tensor, or the whole of a `[T]` one. Shards of one box are replicas, not repeats.
 //!
-//! Two sequences may be equal by chance, so equality alone is no evidence. Each symbol x
-//! of a sequence is given the probability that the *other* distinct sequences and the
-//! sequence's own beginning make of it (`surprisal.rs`); -Σ log2 P is the surprisal of the
-//! sequence: small for padding, constants, few classes, cycles and stock phrases. A repeat is
-//! reported when chance would give one among N(N-1)/2 pairs with probability below
-//! [`FALSE_ALARM`], shared over the tests of the check. A batch is equal by the sequences that it
-//! holds once: one that it holds several times is repeated in the data.
+//! Two sequences may be equal by chance, so equality alone is no evidence. Each symbol x of a
+//! sequence gets the probability P with which the *other* distinct sequences and the sequence's own
+//! beginning predict it (`surprisal.rs`). -Σ log2 P is the surprisal of the sequence; it is small
+//! for padding, constants, few classes, cycles and frequent phrases. A repeat is reported when
+//! chance would produce one among N(N-1)/2 pairs with a probability below [`FALSE_ALARM`], divided
+//! by the number of tests of the check. Only sequences that a batch holds once count as evidence
+//! that it equals another: one that it holds several times is repeated in the data.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,20 +25,20 @@ use crate::compare::bound::FALSE_ALARM;
 use crate::dump::name_ranks;
 use crate::number::plural;
 
-/// Repeats named one by one.
+/// Most repeats that are named one by one.
 const NAMED: usize = 6;
 
-/// A batch with where it was held.
+/// A batch, and the step and microbatch in which it was held.
 struct Held<'a> {
     step: u64,
     microbatch: Option<Microbatch>,
     batch: Batch<'a>,
 }
 
-/// What tells sequences apart: content, first column, length.
+/// What identifies a sequence: the hash of its content, its first column, its length.
 type Sequence = (u128, u64, usize);
 
-/// One sequence: which batch, which row of it.
+/// Where a sequence is: which batch, and which row of it.
 #[derive(Clone, Copy)]
 struct Row {
     batch: usize,
@@ -72,7 +72,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     let tests = 2 * named.len().max(1);
     let policy = subjects.iter().filter_map(Subject::head).any(|head| head.loss == Loss::Grpo);
     for (name, held) in &named {
-        if held.len() > 1 || held.iter().any(|one| symbols(&one.batch).0 > 1) {
+        if held.len() > 1 || held.iter().any(|batch| symbols(&batch.batch).0 > 1) {
             found.looked();
             tensor(name, held, tests, policy, found);
         }
@@ -82,7 +82,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// Rows of a batch and symbols of a row.
+/// The number of rows of a batch, and of symbols in a row.
 fn symbols(batch: &Batch<'_>) -> (usize, usize) {
     let piece = &batch.piece;
     let count = match piece.record.role {
@@ -92,7 +92,7 @@ fn symbols(batch: &Batch<'_>) -> (usize, usize) {
     (count / batch.length, batch.length)
 }
 
-/// Each symbol of a row, as a number.
+/// The symbols of a row as numbers: the ids, or the hash of each token's row of q.
 fn row_symbols(batch: &Batch<'_>, row: usize) -> Vec<i64> {
     let (from, length) = (row * batch.length, batch.length);
     match batch.piece.record.role {
@@ -107,8 +107,8 @@ fn row_key(batch: &Batch<'_>, row: usize) -> Sequence {
     let (rows, length) = symbols(batch);
     let width = batch.piece.bytes.len() / rows.max(1);
     let bytes = &batch.piece.bytes[row * width..(row + 1) * width];
-    // A vector is one sequence wherever it lies; rows cut along the sequence are
-    // compared with the same part of others.
+    // A vector is one sequence whatever its box. Parts of sequences that were cut along their
+    // length are only compared with the same part of others.
     let dims = batch.piece.place().0.len() - usize::from(batch.piece.record.role == Some(Role::Q));
     let start = if dims > 1 { batch.piece.place().0[dims - 1].0 } else { 0 };
     (ContentHash::of(bytes).0, start, length)
@@ -117,7 +117,7 @@ fn row_key(batch: &Batch<'_>, row: usize) -> Sequence {
 fn tensor(name: &str, held: &[Held<'_>], tests: usize, policy: bool, found: &mut Found) {
     let keys: Vec<Vec<Sequence>> = held
         .iter()
-        .map(|one| (0..symbols(&one.batch).0).map(|row| row_key(&one.batch, row)).collect())
+        .map(|batch| (0..symbols(&batch.batch).0).map(|row| row_key(&batch.batch, row)).collect())
         .collect();
     let mut classes: BTreeMap<Sequence, Vec<Row>> = BTreeMap::new();
     for (batch, keys) in keys.iter().enumerate() {
@@ -144,12 +144,12 @@ fn tensor(name: &str, held: &[Held<'_>], tests: usize, policy: bool, found: &mut
             repeats.push((other, surprisal));
         }
     }
-    // By place, not by hash.
+    // Sorted by place, so that the order does not depend on hashes.
     repeats.sort_by_key(|(rows, _)| (rows[0].batch, rows[0].row));
     report_rows(name, held, &repeats, sequences, policy, found);
 }
 
-/// The surprisal in bits that equality by chance among so many cannot have.
+/// Surprisal in bits above which sequences among so many are not equal by chance.
 fn needed(count: usize, tests: usize) -> f64 {
     let pairs = count as f64 * (count as f64 - 1.0) / 2.0;
     (pairs.max(1.0) * tests as f64 / FALSE_ALARM).log2()
@@ -168,8 +168,9 @@ fn surprisals_of(
     each.map(|((key, _), symbols)| (*key, stock.surprisal(symbols))).collect()
 }
 
-/// Batches with the same sequences, in whatever order, and the surprisal of one. A sequence that a
-/// batch holds more than once is repeated in the data, and says nothing of whole batches.
+/// Groups of batches that hold the same sequences, in any order, with the surprisal of one such
+/// batch. A sequence that a batch holds more than once is repeated in the data, and is no evidence
+/// about whole batches.
 fn equal_batches(
     keys: &[Vec<Sequence>],
     bits: &BTreeMap<Sequence, f64>,
@@ -181,17 +182,17 @@ fn equal_batches(
         sorted.sort_unstable();
         classes.entry(sorted).or_default().push(at);
     }
-    // The keys are sorted.
+    // The keys are sorted, so that equal ones are neighbours.
     let surprisal = |keys: &[Sequence]| -> f64 {
         let once = keys.chunk_by(|a, b| a == b).filter(|same| same.len() == 1);
         once.map(|same| bits.get(&same[0]).copied().unwrap_or(0.0)).sum()
     };
     let repeated = classes.into_iter().filter(|(_, held)| held.len() > 1);
-    let mut found: Vec<(Vec<usize>, f64)> =
+    let mut groups: Vec<(Vec<usize>, f64)> =
         repeated.map(|(keys, held)| (held, surprisal(&keys))).collect();
-    found.retain(|(_, bits)| *bits >= needed);
-    found.sort_by_key(|(held, _)| held[0]);
-    found
+    groups.retain(|(_, bits)| *bits >= needed);
+    groups.sort_by_key(|(held, _)| held[0]);
+    groups
 }
 
 fn report_batches(
@@ -205,13 +206,13 @@ fn report_batches(
     let Some(least) = whole.iter().map(|(_, bits)| *bits).reduce(f64::min) else {
         return;
     };
-    let one = |(class, _): &(Vec<usize>, f64)| {
+    let names_of_class = |(class, _): &(Vec<usize>, f64)| {
         let names: Vec<String> = class.iter().take(NAMED).map(|&at| place(&held[at])).collect();
         let more = class.len().saturating_sub(NAMED);
         let more = if more > 0 { format!(" = {more} more") } else { String::new() };
         names.join(" = ") + &more
     };
-    let mut shown: Vec<String> = whole.iter().take(NAMED).map(one).collect();
+    let mut shown: Vec<String> = whole.iter().take(NAMED).map(names_of_class).collect();
     if whole.len() > NAMED {
         shown.push(format!("{} more", whole.len() - NAMED));
     }
@@ -245,17 +246,17 @@ fn report_rows(
         return;
     };
     let sequence = |row: &Row| {
-        let one = &held[row.batch];
-        let first = one.batch.piece.place().0.first().map_or(0, |range| range.0);
-        format!("{} row {}", place(one), first + row.row as u64)
+        let batch = &held[row.batch];
+        let first = batch.batch.piece.place().0.first().map_or(0, |range| range.0);
+        format!("{} row {}", place(batch), first + row.row as u64)
     };
-    let one = |(rows, _): &(Vec<Row>, f64)| {
+    let names_of_class = |(rows, _): &(Vec<Row>, f64)| {
         let names: Vec<String> = rows.iter().take(NAMED).map(sequence).collect();
         let more = rows.len().saturating_sub(NAMED);
         let more = if more > 0 { format!(" = {more} more") } else { String::new() };
         names.join(" = ") + &more
     };
-    let mut shown: Vec<String> = repeats.iter().take(NAMED).map(one).collect();
+    let mut shown: Vec<String> = repeats.iter().take(NAMED).map(names_of_class).collect();
     if repeats.len() > NAMED {
         shown.push(format!("{} more", repeats.len() - NAMED));
     }
@@ -272,7 +273,7 @@ fn report_rows(
     found.add(severity, Some("duplicate-batch"), place, evidence, advice);
 }
 
-/// Step and microbatch where all agree, and every rank.
+/// The place of a finding: all ranks, and the step and microbatch if they are the same for all.
 fn common_place<'a, 'b: 'a>(
     name: &str,
     held: &[Held<'b>],
@@ -280,9 +281,9 @@ fn common_place<'a, 'b: 'a>(
 ) -> Place {
     let all: Vec<&Held<'_>> = all.collect();
     let first = all.first().copied().unwrap_or(&held[0]);
-    let ranks: Vec<_> = all.iter().flat_map(|one| one.batch.ranks()).copied().collect();
-    let step = all.iter().all(|one| one.step == first.step).then_some(first.step);
-    let same = all.iter().all(|one| one.microbatch == first.microbatch);
+    let ranks: Vec<_> = all.iter().flat_map(|batch| batch.batch.ranks()).copied().collect();
+    let step = all.iter().all(|batch| batch.step == first.step).then_some(first.step);
+    let same = all.iter().all(|batch| batch.microbatch == first.microbatch);
     let place = Place { step, tensor: Some(name.into()), ..Place::default() };
     place.ranks(&ranks).microbatch(first.microbatch.filter(|_| same))
 }

@@ -1,10 +1,11 @@
-//! Which blocks of a tensor hold numbers, where most of it holds none.
+//! Recognises a kernel whose index map multiplied block indices twice, from which blocks of a
+//! tensor hold finite numbers.
 //!
-//! An index map returns the block's index, and the grid multiplies it by the block's size. One that
-//! returns the offset has block i at `i b b`: the first block is right, those that begin beyond the
-//! end are left out, or are moved back until they end with the axis, and what lies between was
-//! never written or read. So the places that hold numbers are told by one number b, which is the
-//! length of the first run of them.
+//! The index map of a kernel grid returns the index of a block, and the grid multiplies it by the
+//! block's size b. An index map that already returns the offset `i b` puts block i at `i b b`: the
+//! first block is right, blocks that begin beyond the end are dropped or moved back to the end of
+//! the axis, and the elements in between are never written or read. The places that hold numbers
+//! then depend only on b, which is the length of the first run of them.
 
 use backtape::shard::TensorKey;
 
@@ -12,24 +13,25 @@ use super::Subject;
 use crate::assemble::{Tensor, assemble};
 use crate::bits::{Kind, bits, kind};
 
-/// Blocks of fewer places may be there by chance.
+/// Smallest block size that is reported: smaller blocks may appear by chance.
 const LEAST: usize = 4;
 
-/// An axis of a tensor on which numbers lie in blocks at `i b b` alone, as words.
+/// A sentence about the axes of a tensor on which only blocks at `i b b` hold numbers, if there are
+/// any.
 pub(super) fn indexed_twice(subject: &Subject<'_>, key: &TensorKey) -> Option<String> {
     let tensor = assemble(subject.dump, key).ok()?;
     let axes = 0..tensor.shape.len();
-    let found = axes.filter_map(|axis| Some((axis, size(&numbers_along(&tensor, axis))?)));
+    let axes_and_sizes = axes.filter_map(|axis| Some((axis, size(&numbers_along(&tensor, axis))?)));
     let words = |(axis, b): (usize, usize)| {
         format!(
             "along axis {axis} there are numbers only in blocks of {b} that begin at i x {b} x {b}, where block i should begin at i x {b}"
         )
     };
-    let each: Vec<String> = found.map(words).collect();
+    let each: Vec<String> = axes_and_sizes.map(words).collect();
     (!each.is_empty()).then(|| each.join("; "))
 }
 
-/// Which places of an axis hold any number.
+/// Which places of an axis hold at least one finite number.
 fn numbers_along(tensor: &Tensor, axis: usize) -> Vec<bool> {
     let width = tensor.dtype.width();
     let inner: u64 = tensor.shape[axis + 1..].iter().product();
@@ -43,8 +45,9 @@ fn numbers_along(tensor: &Tensor, axis: usize) -> Vec<bool> {
     there
 }
 
-/// The b of which blocks at `i b b` are what is there: those that begin within the axis, and the
-/// last place for a block, or the last block, where others are moved to it.
+/// The block size b for which the blocks at `i b b` are exactly the places that hold numbers.
+/// Blocks that begin beyond the end of the axis are dropped, or moved to the last place at which a
+/// whole block fits, or to the last block of the grid.
 fn size(there: &[bool]) -> Option<usize> {
     let n = there.len();
     let b = there.iter().position(|there| !there)?;
@@ -52,11 +55,11 @@ fn size(there: &[bool]) -> Option<usize> {
         return None;
     }
     let blocks = |last: usize| {
-        let mut found = vec![false; n];
+        let mut written = vec![false; n];
         for from in (0..n.div_ceil(b)).map(|i| (i * b * b).min(last)) {
-            found.iter_mut().skip(from).take(b).for_each(|place| *place = true);
+            written.iter_mut().skip(from).take(b).for_each(|place| *place = true);
         }
-        found
+        written
     };
     [n - b, (n - 1) / b * b, n].into_iter().any(|last| blocks(last) == there).then_some(b)
 }

@@ -1,25 +1,27 @@
-//! How many bits the elements of a row tell, where other rows have elements in the same columns.
+//! How many bits of evidence the equality of two rows is, given how often rows of the tensor are
+//! equal in each column.
 //!
-//! Two unrelated rows are equal in a column as often as rows of the tensor are: where a head is
-//! nearly uniform, all have one of two or three numbers there. So an element tells -log2 of the
-//! share of pairs of rows that are equal in its column, and at most the bits of its fraction.
+//! Two unrelated rows are equal in a column as often as other rows of the tensor are: where the
+//! softmax is nearly uniform, all rows have one of two or three numbers there. So an element counts
+//! -log2 of the share of pairs of rows that are equal in its column, and at most the bits of its
+//! fraction.
 
 use backtape::dtype::Dtype;
 
 use super::pieces::Piece;
 use crate::bits::{Kind, bits, kind};
 
-/// Rows whose pairs are looked at, evenly spread.
+/// How many rows are compared in pairs, evenly spread over the piece.
 const ROWS: usize = 256;
 
-/// Bits that each column of a piece tells.
+/// Bits of evidence in each column of a piece.
 pub(super) struct Columns {
     dtype: Dtype,
     each: Vec<f64>,
 }
 
 impl Columns {
-    /// `most`: bits that an element can tell at most.
+    /// `most` is the largest number of bits of an element.
     pub(super) fn new(dtype: Dtype, piece: &Piece<'_>, most: u32) -> Self {
         let (width, rows) = (dtype.width(), piece.rows());
         let step = rows.div_ceil(ROWS).max(1);
@@ -32,7 +34,7 @@ impl Columns {
         Columns { dtype, each: (0..columns).map(column).collect() }
     }
 
-    /// Bits that a row tells: its finite elements that differ from the one before.
+    /// Bits of evidence in a row, over its finite elements that differ from the one before.
     pub(super) fn told(&self, row: &[u8]) -> f64 {
         let (width, mut last) = (self.dtype.width(), 0);
         let tells = |(at, of): (usize, &f64)| {
@@ -45,7 +47,8 @@ impl Columns {
     }
 }
 
-/// Of all pairs of values the share that is equal, with one more pair that is.
+/// The share of pairs of values that are equal, where one more equal pair is counted so that it is
+/// never 0.
 fn share_equal(mut values: Vec<u64>) -> f64 {
     let pairs = |n: usize| (n * n.saturating_sub(1) / 2) as f64;
     let all = pairs(values.len());

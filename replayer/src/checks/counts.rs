@@ -1,11 +1,12 @@
-//! The denominator that the recorded loss was divided by, against what the data count.
+//! Finds the denominator by which the job divided the recorded loss, and compares it with the
+//! declared one.
 //!
-//! With S = Σ w (lse - label_logit + z_loss lse²) over the tokens of the loss, the job
-//! divided by N = S / loss. The error of N is that of S, where each term errs by a few u
-//! (|lse| + |label_logit|) and the sum of T terms by T 2⁻²⁴ Σ|terms| at most, and that of
-//! the loss's own dtype. A wrong count is called when another count fits N within that and
-//! the declared one does not. Where none fits it is a warning, unless N is as near as a
-//! loss kept in bf16 would be.
+//! With S = Σ w (lse - label_logit + z_loss lse²) over the tokens of the loss, the job divided by N
+//! = S / loss. The relative error of N is at most that of S plus the rounding of the loss to its
+//! dtype. Each term of S errs by a few u (|lse| + |label_logit|) at most, and the sum of T terms by
+//! T 2⁻²⁴ Σ|terms|. The check fails when another count fits N within that error and the declared
+//! one does not. Where no count fits it warns, unless N is as near to the declared count as a loss
+//! kept in bf16 would be.
 
 use backtape::head::{
     Denominator, HeadDeclaration, Loss, LossReduction, Microbatches, Ranks, Sequences,
@@ -17,12 +18,12 @@ use super::gradients::number;
 use super::{Found, Place, Severity, Subject};
 use crate::number::short;
 
-/// Roundings of a term: two logits, their difference, its product with the weight.
+/// Roundings of a term: lse, the label's logit, their difference, its product with the weight.
 const ROUNDINGS: f64 = 4.0;
 const U32: f64 = 1.0 / (1u64 << 24) as f64;
-/// A loss that passed through bf16 a few times is no nearer than this.
+/// Relative error of a loss that was rounded to bf16 a few times.
 const COARSE: f64 = 4.0 / 256.0;
-/// Beyond this uncertainty counts cannot be told apart.
+/// Above this relative error of N, different counts cannot be distinguished.
 const USELESS: f64 = 0.1;
 
 pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
@@ -48,13 +49,13 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
                 continue;
             }
         };
-        for one in &all {
-            microbatch(subject, head, one, &all, found);
+        for microbatch_facts in &all {
+            microbatch(subject, head, microbatch_facts, &all, found);
         }
     }
 }
 
-/// Why the head's loss is no simple quotient.
+/// Why the head's loss is not a sum of token losses divided by a count, if so.
 fn unfit(subject: &Subject<'_>, head: &HeadDeclaration) -> Option<&'static str> {
     match head {
         _ if head.loss == Loss::Grpo => Some("a policy loss is no sum of -log p"),
@@ -68,7 +69,7 @@ fn unfit(subject: &Subject<'_>, head: &HeadDeclaration) -> Option<&'static str> 
     }
 }
 
-/// What could have been counted, and how many it is.
+/// A possible denominator: what is counted, and the count.
 struct Count {
     name: &'static str,
     n: f64,
@@ -81,8 +82,8 @@ fn microbatch(
     all: &[Facts],
     found: &mut Found,
 ) {
-    let of = subject.of_role(Role::Loss).find(|(key, _)| key.microbatch == facts.microbatch);
-    let Some((key, info)) = of else {
+    let tensor = subject.of_role(Role::Loss).find(|(key, _)| key.microbatch == facts.microbatch);
+    let Some((key, info)) = tensor else {
         return found.skip(facts.key.to_string(), "its loss was not recorded");
     };
     let Some(loss) = number(subject, info) else {
@@ -111,7 +112,8 @@ fn microbatch(
     report(subject, key, (used, declared), &fitting, found);
 }
 
-/// Σ of the token losses and its largest error; `None` where they cannot be had.
+/// The sum of the token losses and its largest error; `None` where lse and the label's logits were
+/// not both recorded.
 fn numerator(head: &HeadDeclaration, facts: &Facts) -> Option<(f64, f64)> {
     let (lse, label_logits) = facts.likelihood.as_ref()?;
     let (mut sum, mut error, mut sizes) = (0.0, 0.0, 0.0f64);
@@ -143,9 +145,9 @@ fn declared(head: &HeadDeclaration, facts: &Facts, all: &[Facts]) -> f64 {
     if head.reduction == LossReduction::Sum {
         return 1.0;
     }
-    let over = |of: fn(&Facts) -> f64| match head.scope.microbatches {
-        Microbatches::All => all.iter().map(of).sum(),
-        Microbatches::One => of(facts),
+    let over = |count: fn(&Facts) -> f64| match head.scope.microbatches {
+        Microbatches::All => all.iter().map(count).sum(),
+        Microbatches::One => count(facts),
     };
     match head.denominator {
         Denominator::Valid => over(valid),
@@ -185,8 +187,8 @@ fn report(
         short(used),
         short(declared),
     );
-    // All tokens where valid ones were declared is the catalogue's cause; other counts
-    // have several.
+    // Dividing by all tokens is the catalogue's cause `valid-count`; other counts can have several
+    // causes.
     let all = names.iter().all(|name| name.starts_with("all tokens")) && !names.is_empty();
     let severity = if names.is_empty() { Severity::Warn } else { Severity::Fail };
     let place = Place::of(subject).tensor(key);

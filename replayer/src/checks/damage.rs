@@ -1,11 +1,11 @@
-//! What could not be read: each fault that verification found with the files, the bytes
-//! and the places of the dump. Every other check works with what is left.
+//! Lists what could not be read: each fault that verification found in the files, bytes and boxes
+//! of the dump. The other checks use what is left.
 
 use super::{Found, Place, Severity, Subject};
 use crate::verify::{FindingKind, Severity as Weight, VerifyFinding};
 
-/// Whether a fault takes something away from the dump. Replicas that differ are what the
-/// job held, and have a check of their own.
+/// Whether a fault means that something of the dump is lost. Replicas that differ are what the job
+/// held, and have a check of their own.
 pub fn is_damage(found: &VerifyFinding) -> bool {
     found.severity == Weight::Fault
         && !matches!(found.kind, FindingKind::ReplicasDisagree | FindingKind::Overlap)

@@ -1,6 +1,7 @@
-//! What is known of the tokens of one microbatch: labels, weights, likelihoods, holders.
+//! What is known of the tokens of one microbatch: their labels, weights and likelihoods, and the
+//! ranks that hold them.
 //!
-//! Vectors of `T` numbers are put together here; no matrix is.
+//! Only vectors of `T` numbers are assembled here, no matrices.
 
 use backtape::head::HeadDeclaration;
 use backtape::identity::{Microbatch, Rank};
@@ -12,7 +13,7 @@ use super::pieces::pieces;
 use crate::assemble::{Tensor, assemble};
 use crate::bits::{bits, integer, value};
 
-/// Labels that jobs leave out by custom, where none is declared.
+/// Labels that usually mean an ignored token; used where no head is declared.
 const CUSTOMARY: [i64; 2] = [-100, -1];
 
 /// The tokens of one microbatch, `T` of them.
@@ -20,26 +21,26 @@ pub(super) struct Facts {
     pub(super) microbatch: Option<Microbatch>,
     /// The tensor of the labels.
     pub(super) key: TensorKey,
-    /// As recorded, `[T]`.
+    /// Labels as recorded, `[T]`.
     pub(super) recorded: Vec<i64>,
-    /// The class that each position predicts; `None` where it takes no part, `[T]`.
+    /// The class that each position should predict; `None` for an ignored token, `[T]`.
     pub(super) targets: Vec<Option<i64>>,
-    /// Weight of each position, 0 where it takes no part, `[T]`.
+    /// Weight of each position, 0 for an ignored token, `[T]`.
     pub(super) weights: Vec<f64>,
     /// Whether weights were recorded.
     pub(super) weighted: bool,
     /// Log-sum-exp and the label's logit, `[T]`, where both were recorded.
     pub(super) likelihood: Option<(Vec<f64>, Vec<f64>)>,
-    /// Unit roundoff of what `likelihood` was recorded in.
+    /// Unit roundoff of the coarser of the two dtypes of `likelihood`.
     pub(super) roundoff: f64,
-    /// Which of `holders` held each token, `[T]`.
+    /// Index into `holders` of the ranks that held each token, `[T]`.
     pub(super) holder: Vec<usize>,
     pub(super) holders: Vec<Vec<Rank>>,
     /// The tokens of each of `holders`, ascending.
     pub(super) held: Vec<Vec<usize>>,
 }
 
-/// The microbatches that have labels, each with its facts or why there are none.
+/// The facts of each microbatch that has labels, or why its labels cannot be used.
 pub(super) fn facts(subject: &Subject<'_>) -> Vec<Result<Facts, (TensorKey, String)>> {
     let keys = subject.of_role(Role::Labels).map(|(key, _)| key);
     keys.map(|key| of_labels(subject, key).map_err(|why| (key.clone(), why))).collect()
@@ -87,7 +88,7 @@ fn of_labels(subject: &Subject<'_>, key: &TensorKey) -> Result<Facts, String> {
 }
 
 impl Facts {
-    /// T.
+    /// Number of tokens T.
     pub(super) fn tokens(&self) -> usize {
         self.targets.len()
     }
@@ -104,7 +105,7 @@ impl Facts {
     }
 }
 
-/// True for a label that takes no part: the declared one, else a customary one.
+/// True for the label of an ignored token: the declared one, or without a head a customary one.
 pub(super) fn ignored(head: Option<&HeadDeclaration>, label: i64) -> bool {
     match head {
         Some(head) => head.ignore_label == Some(label),
@@ -112,16 +113,16 @@ pub(super) fn ignored(head: Option<&HeadDeclaration>, label: i64) -> bool {
     }
 }
 
-/// True for a label that jobs leave out without being told to.
+/// True for a label that usually means an ignored token.
 pub(super) fn customary(label: i64) -> bool {
     CUSTOMARY.contains(&label)
 }
 
-/// Gives every position what stood at the next one of its sequence.
+/// Moves the values of each sequence forward by one place; the last place gets `last`.
 fn shift<T: Copy>(values: &mut [T], sequence: usize, last: T) {
-    for one in values.chunks_mut(sequence) {
-        one.rotate_left(1);
-        one[one.len() - 1] = last;
+    for of_sequence in values.chunks_mut(sequence) {
+        of_sequence.rotate_left(1);
+        of_sequence[of_sequence.len() - 1] = last;
     }
 }
 
@@ -141,13 +142,13 @@ fn holders(subject: &Subject<'_>, key: &TensorKey, tokens: usize) -> (Vec<usize>
     (holder, held.into_iter().map(|piece| piece.ranks).collect())
 }
 
-/// The integers of a tensor; `None` where it holds none.
+/// The elements of an integer tensor; `None` for another dtype, or where one does not fit an i64.
 pub(super) fn integers(tensor: &Tensor) -> Option<Vec<i64>> {
     let width = tensor.dtype.width();
     (0..tensor.elements()).map(|i| integer(tensor.dtype, bits(tensor.bytes(), width, i))).collect()
 }
 
-/// The numbers of a role in a microbatch (or of the one that all share), if there are
+/// The values of a role in a microbatch (or of a tensor that all microbatches share), if there are
 /// `count` of them, and the unit roundoff of their dtype.
 pub(super) fn vector(
     subject: &Subject<'_>,
@@ -155,11 +156,12 @@ pub(super) fn vector(
     microbatch: Option<Microbatch>,
     count: usize,
 ) -> Option<(Vec<f64>, f64)> {
-    let of = |key: &&TensorKey| {
+    let is_wanted = |key: &&TensorKey| {
         key.when != Some(When::PostReduce)
             && (key.microbatch == microbatch || key.microbatch.is_none())
     };
-    let mut keys: Vec<&TensorKey> = subject.of_role(role).map(|(key, _)| key).filter(of).collect();
+    let mut keys: Vec<&TensorKey> =
+        subject.of_role(role).map(|(key, _)| key).filter(is_wanted).collect();
     keys.sort_by_key(|key| key.microbatch != microbatch);
     let tensor = assemble(subject.dump, keys.first()?).ok()?;
     let width = tensor.dtype.width();
@@ -168,30 +170,31 @@ pub(super) fn vector(
     (tensor.elements() == count).then(|| ((0..count).map(number).collect(), roundoff))
 }
 
-/// The same of a role that a job need not have. `Err` where it has it, in this or another
-/// microbatch, and what the dump holds of this one cannot be used.
+/// The same for a role that a job need not record. `Err` where the job recorded it, in this or
+/// another microbatch, and the values of this microbatch cannot be used.
 pub(super) fn optional(
     subject: &Subject<'_>,
     role: Role,
     microbatch: Option<Microbatch>,
     count: usize,
 ) -> Result<Option<(Vec<f64>, f64)>, String> {
-    let found = vector(subject, role, microbatch, count);
+    let values = vector(subject, role, microbatch, count);
     match subject.of_role(role).next() {
-        Some((key, _)) if found.is_none() => {
+        Some((key, _)) if values.is_none() => {
             let place = microbatch.map_or(String::new(), |mb| format!(" of microbatch {mb}"));
             Err(format!("{}{place} cannot be used", key.tensor))
         }
-        _ => Ok(found),
+        _ => Ok(values),
     }
 }
 
-/// Half the spacing at 1; 0 for integers.
+/// Unit roundoff of a dtype, half the spacing of its numbers at 1; 0 for integers.
 pub(super) fn roundoff(dtype: backtape::dtype::Dtype) -> f64 {
     crate::bits::format(dtype).map_or(0.0, |(_, fraction)| (-f64::from(fraction) - 1.0).exp2())
 }
 
-/// Classes that a label may name: declared, else what k, bias or logits have.
+/// The number of classes V: the declared one, else the number of rows of k, else the width of the
+/// logits.
 pub(super) fn classes(subject: &Subject<'_>) -> Option<u64> {
     let head = subject.head();
     if let Some(valid) = head.and_then(|head| head.valid_vocab) {

@@ -1,4 +1,4 @@
-//! What the checks found, in words that a report can print and JSON can carry.
+//! The findings of the checks, as sentences for a report and as fields for JSON.
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::shard::{TensorKey, When};
@@ -7,10 +7,10 @@ use serde::Serialize;
 use super::Subject;
 use crate::verify::NotChecked;
 
-/// Rows named in a finding; the rest is counted.
+/// Most rows that a finding names; the others are only counted.
 pub const NAMED_ROWS: usize = 16;
 
-/// How much a finding weighs.
+/// How severe a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -22,7 +22,7 @@ pub enum Severity {
     Note,
 }
 
-/// Where a finding was made; what is `None` or empty is not known or is all of it.
+/// Where a fault was found; a field that is `None` or empty is not known or not limited.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Place {
     /// Which dumped step.
@@ -42,23 +42,23 @@ pub struct Place {
 }
 
 impl Place {
-    /// A step, and nothing more.
+    /// The place of a whole step.
     pub fn of(subject: &Subject<'_>) -> Place {
         Place { step: Some(subject.dump.step.0), ..Place::default() }
     }
 
-    /// The same, of this tensor.
+    /// The same place, narrowed to this tensor.
     pub fn tensor(self, key: &TensorKey) -> Place {
         let (tensor, microbatch) = (Some(key.tensor.to_string()), key.microbatch.map(|mb| mb.0));
         Place { tensor, microbatch, when: key.when, ..self }
     }
 
-    /// The same, in this microbatch.
+    /// The same place, narrowed to this microbatch.
     pub fn microbatch(self, microbatch: Option<Microbatch>) -> Place {
         Place { microbatch: microbatch.map(|mb| mb.0), ..self }
     }
 
-    /// The same, on these ranks.
+    /// The same place, narrowed to these ranks.
     pub fn ranks(self, ranks: &[Rank]) -> Place {
         let mut ranks: Vec<u32> = ranks.iter().map(|rank| rank.0).collect();
         ranks.sort_unstable();
@@ -66,7 +66,7 @@ impl Place {
         Place { ranks, ..self }
     }
 
-    /// The same, at these rows, given in ascending order.
+    /// The same place, narrowed to these rows, given in ascending order.
     pub fn rows(self, rows: &[u64]) -> Place {
         let named = rows.iter().take(NAMED_ROWS).copied().collect();
         Place { rows: named, row_count: rows.len() as u64, ..self }
@@ -78,33 +78,33 @@ impl Place {
 pub struct Finding {
     /// The check's name.
     pub check: &'static str,
-    /// How much it weighs.
+    /// How severe it is.
     pub severity: Severity,
-    /// Of the catalogue, where it is one of its causes.
+    /// The name of its cause in the catalogue, where it is one.
     pub cause: Option<&'static str>,
-    /// Where.
+    /// Where it was found.
     #[serde(flatten)]
     pub place: Place,
-    /// What speaks for it, in one sentence.
+    /// The evidence, in one sentence.
     pub evidence: String,
     /// What to do, in one sentence.
     pub advice: String,
 }
 
-/// What one check has to say.
+/// The findings of one check while it runs.
 #[derive(Debug)]
 pub struct Found {
     check: &'static str,
-    /// In the order in which they were made.
+    /// The findings in the order in which they were added.
     pub findings: Vec<Finding>,
     /// What could not be checked, and why.
     pub not_checked: Vec<NotChecked>,
-    /// Things that were looked at; a check that looked at nothing passed nothing.
+    /// How many tensors, pairs or steps were looked at; a check that looked at none does not pass.
     pub looked_at: u64,
 }
 
 impl Found {
-    /// Nothing yet, of this check.
+    /// No findings yet, for this check.
     pub fn new(check: &'static str) -> Found {
         Found { check, findings: Vec::new(), not_checked: Vec::new(), looked_at: 0 }
     }
@@ -122,7 +122,7 @@ impl Found {
         self.findings.push(Finding { check, severity, cause, place, evidence, advice });
     }
 
-    /// Says what could not be checked.
+    /// Records what could not be checked, and why.
     pub fn skip(&mut self, what: impl Into<String>, why: impl Into<String>) {
         let item = NotChecked { what: what.into(), why: why.into() };
         if !self.not_checked.contains(&item) {
@@ -130,7 +130,7 @@ impl Found {
         }
     }
 
-    /// Counts one thing more that was looked at.
+    /// Counts one more tensor, pair or step that was looked at.
     pub fn looked(&mut self) {
         self.looked_at += 1;
     }

@@ -1,8 +1,8 @@
-//! Statistics of every gradient that was recorded, layer by layer, and how many steps
-//! were clipped.
+//! Statistics of every recorded gradient, layer by layer, and how many steps were clipped.
 //!
-//! Norms are summed in f64, so they are what the recorded bits are, whatever the job's
-//! own norm was summed in. Shards of one box count once; addends are given apart, by rank.
+//! Norms are summed in f64, so they are those of the recorded bits, whatever precision the job
+//! summed its own norm in. Replicas of a box count once; the addends of different ranks have
+//! statistics of their own.
 
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
@@ -15,7 +15,7 @@ use crate::bits::{Kind, bits, format, kind, value};
 use crate::dump::TensorInfo;
 use crate::number::short;
 
-/// What a gradient is like. Numbers are over its finite elements.
+/// Statistics of one gradient. Norm and maximum are over its finite elements.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GradientStatistics {
     /// Which step.
@@ -26,7 +26,7 @@ pub struct GradientStatistics {
     pub microbatch: Option<u32>,
     /// When it was captured.
     pub when: Option<When>,
-    /// Whose addend, where it is one.
+    /// Which rank's addend it is, where it is one.
     pub rank: Option<u32>,
     /// Elements that could be read.
     pub elements: u64,
@@ -36,7 +36,7 @@ pub struct GradientStatistics {
     pub max: f64,
     /// Share of exact zeros.
     pub zero_share: f64,
-    /// Share of what is no finite number.
+    /// Share of elements that are not finite.
     pub nonfinite_share: f64,
 }
 
@@ -51,7 +51,7 @@ struct Sums {
 
 const CHUNK: usize = 1 << 16;
 
-/// True for a gradient of the head or, by its name, of a layer.
+/// True for a gradient of the head, and for a tensor whose name says that it is a layer's gradient.
 fn is_gradient(key: &TensorKey, info: &TensorInfo) -> bool {
     let name = key.tensor.as_str();
     let part = |word: &str| name.split(['/', '.']).any(|part| part == word);
@@ -74,7 +74,7 @@ fn is_gradient(key: &TensorKey, info: &TensorInfo) -> bool {
 
 /// Statistics of every gradient of these steps, in order.
 pub fn statistics(subjects: &[Subject<'_>]) -> Vec<GradientStatistics> {
-    let mut found = Vec::new();
+    let mut all_statistics = Vec::new();
     for subject in subjects {
         let all = subject.dump.tensors().iter().filter(|(key, info)| is_gradient(key, info));
         for (key, info) in all {
@@ -84,20 +84,25 @@ pub fn statistics(subjects: &[Subject<'_>]) -> Vec<GradientStatistics> {
             ranks.sort_unstable();
             ranks.dedup();
             if info.partial.is_none() {
-                found.extend(one(subject, key, None, &held.iter().collect::<Vec<_>>()));
+                all_statistics.extend(statistics_of(
+                    subject,
+                    key,
+                    None,
+                    &held.iter().collect::<Vec<_>>(),
+                ));
                 continue;
             }
             for rank in ranks {
                 let own: Vec<&Piece<'_>> =
                     held.iter().filter(|piece| piece.ranks.first() == Some(&rank)).collect();
-                found.extend(one(subject, key, Some(rank.0), &own));
+                all_statistics.extend(statistics_of(subject, key, Some(rank.0), &own));
             }
         }
     }
-    found
+    all_statistics
 }
 
-fn one(
+fn statistics_of(
     subject: &Subject<'_>,
     key: &TensorKey,
     rank: Option<u32>,
@@ -150,7 +155,7 @@ fn sums_of(piece: &Piece<'_>) -> Sums {
         }
         sums
     };
-    // In order: the sum must not depend on the thread count.
+    // The parts are added in order, so that the sum does not depend on the thread count.
     let parts: Vec<Sums> = piece.bytes.par_chunks(CHUNK * width).map(chunk).collect();
     parts.into_iter().fold(Sums::default(), add)
 }
@@ -165,7 +170,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
         let Some((before, after)) = at(When::BeforeOp).zip(at(When::AfterOp)) else { continue };
         found.looked();
         (steps, pairs) = (steps + 1, pairs + 1);
-        // Half a spacing of f32, twice: both norms are rounded.
+        // Both norms are rounded to f32, each by half a spacing at most.
         if after < before * (1.0 - (-23f64).exp2()) {
             clipped.push((subject.dump.step.0, before, after));
         }
@@ -189,7 +194,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// The one number of a tensor.
+/// The value of a tensor that holds a single number.
 pub(super) fn number(subject: &Subject<'_>, info: &TensorInfo) -> Option<f64> {
     let (held, _) = pieces(subject.dump, info);
     let piece = held.first().filter(|piece| piece.bytes.len() == info.dtype.width())?;

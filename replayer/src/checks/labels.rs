@@ -1,8 +1,8 @@
-//! Labels that name no class, and microbatches in which no token counts.
+//! Finds labels that are not a class, and microbatches in which no token counts.
 //!
-//! A label outside `0..V` that is not the ignored one is read by some kernels' backward
-//! though their forward skips it. Where no token counts, a mean is 0/0: it fails where
-//! the loss shows it, and is a note where the job guards the division.
+//! Some kernels read a label outside `0..V` in the backward pass though their forward pass skips
+//! it. Where no token counts, a mean is 0/0: the check fails if the loss or a gradient is NaN, and
+//! adds a note if the job guards the division.
 
 use backtape::head::{Denominator, LossReduction, Microbatches, Ranks, Scope, Span};
 use backtape::identity::Rank;
@@ -30,7 +30,9 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
             }
         }
         match classes(subject) {
-            Some(classes) => known.iter().for_each(|one| range(subject, one, classes, found)),
+            Some(classes) => {
+                known.iter().for_each(|facts_known| range(subject, facts_known, classes, found))
+            }
             None if known.is_empty() => {}
             None => found.skip(
                 format!("step {}: the range of labels", subject.dump.step),
@@ -78,7 +80,7 @@ fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, found: &mut Found) 
     found.add(severity, Some(OUT_OF_RANGE), place, evidence, advice);
 }
 
-/// Tokens in none of which anything counts, over what the denominator counts.
+/// Finds sets of tokens, as the scope of the denominator has them, in which no token counts.
 fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
     let silent = |facts: &&Facts| facts.tokens() > 0 && facts.weights.iter().all(|&w| w == 0.0);
     let head = subject.head();
@@ -101,7 +103,7 @@ fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
         let in_scope = match (&scope.ranks, scope.microbatches) {
             (Ranks::All, Microbatches::All) => known.iter().all(|facts| silent(&facts)),
             (Ranks::All, Microbatches::One) => whole,
-            // Numbers that are none say whether a mean over those tokens was one over none.
+            // NaN in the loss or the gradients shows whether the mean was over no token.
             (Ranks::One | Ranks::Axes(_), _) => true,
         };
         let broken = divided && in_scope && is_over_nothing(subject, facts, &ranks);
@@ -120,12 +122,12 @@ fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
     }
 }
 
-/// Whether the loss of the microbatch, or the gradient of a token that these ranks hold, is no
-/// number: a mean over nothing spoils every element of a token's row.
+/// Whether the loss of the microbatch, or the whole gradient row of a token that these ranks hold,
+/// is NaN: a mean over no token makes every element of a row NaN.
 fn is_over_nothing(subject: &Subject<'_>, facts: &Facts, ranks: &[Rank]) -> bool {
     [Role::Loss, Role::Dq, Role::Dlogits].iter().any(|&role| {
-        let of = subject.of_role(role).filter(|(key, _)| key.microbatch == facts.microbatch);
-        of.into_iter().any(|(_, info)| {
+        let tensors = subject.of_role(role).filter(|(key, _)| key.microbatch == facts.microbatch);
+        tensors.into_iter().any(|(_, info)| {
             let (held, _) = pieces(subject.dump, info);
             let theirs = |piece: &&Piece<'_>| {
                 let any = role == Role::Loss || ranks.is_empty();

@@ -1,9 +1,9 @@
-//! Checks of a dump that need no replay and, most of them, no head: what the data, the
-//! bits and the ranks say of themselves.
+//! Checks of a dump that need no replay and, most of them, no declared head. They look for faults
+//! in the data, in the bits of the tensors, and in what different ranks hold.
 //!
-//! A check is a function over the opened steps. It reads shards where they lie in the
-//! mapped files, so its memory is bounded by the token ids, not by the tensors. What it
-//! could not look at it names: a check that looked at nothing has passed nothing.
+//! A check is a function over the opened steps. It reads shards from the mapped files without
+//! copying them, so its memory grows with the number of tokens, not with the tensors. It lists what
+//! it could not check: a check that looked at nothing does not pass.
 //!
 //! ```text
 //! check(&[subject])
@@ -47,12 +47,12 @@ pub use gradients::{GradientStatistics, statistics};
 use crate::dump::{StepDump, TensorInfo};
 use crate::verify::{NotChecked, Verification};
 
-/// One dumped step, and what verification said of it.
+/// One dumped step, and what verification found in it.
 #[derive(Clone, Copy)]
 pub struct Subject<'a> {
     /// The step.
     pub dump: &'a StepDump,
-    /// Its proofs.
+    /// Its verification.
     pub proof: &'a Verification,
 }
 
@@ -70,13 +70,13 @@ impl<'a> Subject<'a> {
 
 /// One check.
 pub struct Check {
-    /// As findings and reports call it.
+    /// Its name in findings and reports.
     pub name: &'static str,
     /// What it looks for, in a few words.
     pub about: &'static str,
     run: Run,
-    /// Whether it is part of every replay: what it finds is about one step, and at fail level
-    /// it is a fault of the job.
+    /// Whether it is part of every replay. Such a check looks at one step at a time, and what it
+    /// finds at fail level is a fault of the job.
     of_replay: bool,
 }
 
@@ -87,7 +87,7 @@ const fn weighs(name: &'static str, about: &'static str, run: Run) -> Check {
     Check { name, about, run, of_replay: true }
 }
 
-/// A check of `replay checks` alone.
+/// A check that only `replay checks` runs.
 const fn told(name: &'static str, about: &'static str, run: Run) -> Check {
     Check { name, about, run, of_replay: false }
 }
@@ -118,13 +118,13 @@ pub enum Status {
     Fail,
     /// One at warn level.
     Warn,
-    /// It looked, and found nothing to warn of.
+    /// It looked at something, and found nothing to warn of.
     Pass,
     /// There was nothing that it could look at.
     NotChecked,
 }
 
-/// What one check did.
+/// How one check ended.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CheckSummary {
     /// Its name.
@@ -137,16 +137,16 @@ pub struct CheckSummary {
     pub looked_at: u64,
 }
 
-/// Everything that the checks have to say.
+/// The results of all checks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Checked {
-    /// By check.
+    /// One entry for each check.
     pub checks: Vec<CheckSummary>,
-    /// The gravest first, then by check.
+    /// The most severe first, then in the order of the checks.
     pub findings: Vec<Finding>,
     /// What was not checked, and why.
     pub not_checked: Vec<CheckSkipped>,
-    /// Of every gradient that was recorded; empty beside a replay.
+    /// Statistics of every recorded gradient; empty where the checks run as part of a replay.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub statistics: Vec<GradientStatistics>,
 }
@@ -162,7 +162,7 @@ pub struct CheckSkipped {
 }
 
 impl Checked {
-    /// Settles how each check ended from what it found.
+    /// Sets how each check ended from its findings.
     pub fn settle(&mut self) {
         for check in &mut self.checks {
             let own = self.findings.iter().filter(|finding| finding.check == check.check);
@@ -194,8 +194,8 @@ pub fn check_replayed(subject: Subject<'_>) -> Checked {
 }
 
 fn run(checks: &[&Check], subjects: &[Subject<'_>]) -> Checked {
-    // A part of a step has fewer tokens, microbatches and tensors than the job had: of it only
-    // what became of the dump is looked at.
+    // A partial step holds fewer tokens, microbatches and tensors than the job had, which the other
+    // checks would report as faults: only `damage` looks at it.
     let whole = |one: &&Subject<'_>| one.dump.is_whole();
     let whole: Vec<Subject<'_>> = subjects.iter().filter(whole).copied().collect();
     let one = |check: &&Check| {
@@ -214,7 +214,7 @@ fn run(checks: &[&Check], subjects: &[Subject<'_>]) -> Checked {
         let skipped = found.not_checked.into_iter();
         checked.not_checked.extend(skipped.map(|item| CheckSkipped { check: name, item }));
     }
-    // Stable: a check's own order is kept.
+    // The sort is stable, so that each check's findings stay in their order.
     checked.findings.sort_by_key(|finding| finding.severity);
     checked.settle();
     checked

@@ -1,11 +1,12 @@
-//! Non-finite values: in which stage, microbatch, rank and row they appear first.
+//! Finds values that are not finite, and in which stage, microbatch, rank and row they appear
+//! first.
 //!
-//! Every element of every float tensor is classified by its bits. What is infinite on
-//! purpose is not counted: a mask of minus infinity on logits, on a bias and on tensors
-//! outside the head, and the log-probability of a masked class. A tensor outside the head may
-//! hold NaN on purpose, and a kernel need not write what it has of tokens that take no part:
-//! both are warnings. Where the first such tensor has numbers in some blocks alone, these may tell
-//! what was done (`blocks.rs`).
+//! Every element of every float tensor is classified by its bits. Values that are infinite on
+//! purpose are not counted: a mask of minus infinity on logits, on a bias and on tensors outside
+//! the head, and the log-probability of a masked class. A tensor outside the head may hold NaN on
+//! purpose, and a kernel need not write the rows of ignored tokens: both are warnings. If the first
+//! such tensor has finite numbers in some blocks only, the places of these blocks may show the
+//! fault (`blocks.rs`).
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
@@ -21,7 +22,7 @@ use crate::dump::{TensorInfo, name_ranks};
 use crate::head::Stage;
 use crate::number::plural;
 
-/// Later tensors that are named one by one.
+/// Most later tensors that are named one by one.
 const NAMED: usize = 12;
 const CHUNK: usize = 1 << 16;
 
@@ -31,13 +32,13 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// What a tensor holds that is not a number.
+/// The values of a tensor that are not finite.
 #[derive(Clone, Default)]
 struct Count {
     nan: u64,
     infinite: u64,
     elements: u64,
-    /// The first of them: row, then the ranks of its piece.
+    /// The first of them: its row, and the ranks of its piece.
     first: Option<(u64, Vec<Rank>)>,
     rows: Vec<u64>,
 }
@@ -63,14 +64,14 @@ fn step(subject: &Subject<'_>, found: &mut Found) {
         }
     }
     hit.sort_by_key(|(key, role, _)| order(key, *role));
-    let known: Vec<Facts> = match hit.is_empty() {
+    let all_facts: Vec<Facts> = match hit.is_empty() {
         true => Vec::new(),
         false => facts(subject).into_iter().flatten().collect(),
     };
     let meant = |(key, role, count): &(&TensorKey, Option<Role>, Count)| {
-        role.is_none_or(|role| idle(subject, key, (role, count), &known))
+        role.is_none_or(|role| only_ignored_tokens(subject, key, (role, count), &all_facts))
     };
-    // The first that counts, where one does, and the rest in order.
+    // Report the first tensor whose values are a fault, if there is one, else the first of all.
     let (at, severity) = match hit.iter().position(|one| !meant(one)) {
         Some(at) => (at, Severity::Fail),
         None if hit.is_empty() => return,
@@ -80,8 +81,9 @@ fn step(subject: &Subject<'_>, found: &mut Found) {
     origin(subject, found, (key, role, &count, severity), &hit);
 }
 
-/// Whether all of it is in rows of tokens that take no part, of a stage of the forward pass.
-fn idle(
+/// Whether the tensor is of the forward pass and all its values that are not finite are in rows of
+/// ignored tokens.
+fn only_ignored_tokens(
     subject: &Subject<'_>,
     key: &TensorKey,
     (role, count): (Role, &Count),
@@ -103,9 +105,9 @@ fn idle(
     }
 }
 
-/// When in a step a tensor came to be: parameters before microbatches, those one after
-/// another with their stages in order, then what is summed over them. Tensors outside
-/// the head come last: where they stand is not known.
+/// The order in which tensors are computed in a step: first parameters, then one microbatch after
+/// another with its stages in order, then sums over microbatches. Tensors outside the head come
+/// last, since their place is not known.
 fn order(key: &TensorKey, role: Option<Role>) -> (u8, Option<Microbatch>, Option<Stage>, bool) {
     let stage = role.and_then(Stage::of_role);
     let group = match (stage, key.microbatch) {
@@ -177,13 +179,13 @@ fn piece_count(subject: &Subject<'_>, info: &TensorInfo, piece: &Piece<'_>) -> C
     count
 }
 
-/// The column from which minus infinity is a mask; `None` where it never is.
+/// The first column in which minus infinity is a mask; `None` where it never is one.
 fn masked_from(subject: &Subject<'_>, info: &TensorInfo) -> Option<u64> {
     match info.role {
         Some(Role::Bias) | None => Some(0),
         Some(Role::Logits | Role::Logprobs) if info.shape.len() > 1 => {
             let valid = subject.head().and_then(|head| head.valid_vocab);
-            // Without a declared padding a job may mask any class it likes.
+            // Without a declared `valid_vocab` a job may mask any class.
             Some(valid.unwrap_or(0))
         }
         _ => None,
@@ -234,7 +236,7 @@ fn origin(
     note_later(subject, found, later);
 }
 
-/// What holds such values after the first.
+/// Adds a note for each later tensor with values that are not finite.
 fn note_later(
     subject: &Subject<'_>,
     found: &mut Found,
@@ -261,7 +263,7 @@ fn amounts(count: &Count) -> String {
     }
 }
 
-/// Names the earlier stages of the microbatch that were recorded and are finite.
+/// Names the earlier stages that were recorded, which are finite since this tensor is the first.
 fn clean_before(subject: &Subject<'_>, key: &TensorKey, stage: Stage) -> String {
     let earlier = |other: &Stage| *other < stage && stage.depends_on(*other);
     let recorded = |other: &Stage| {

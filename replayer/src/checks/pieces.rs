@@ -1,5 +1,5 @@
-//! The shards of a tensor as the checks walk them: each distinct content of each box
-//! once, with the ranks that hold it, where it lies in the mapped file.
+//! The pieces of a tensor, as most checks read them: each distinct content of each box once, with
+//! the ranks that hold it. The bytes are borrowed from the mapped file.
 
 use std::collections::BTreeMap;
 
@@ -9,51 +9,51 @@ use backtape::shard::ShardRecord;
 
 use crate::dump::{StepDump, TensorInfo};
 
-/// One box of a tensor, its bytes, and who held them.
+/// One box of a tensor, its bytes, and the ranks that held them.
 pub(super) struct Piece<'a> {
     /// The record of the first holder.
     pub(super) record: &'a ShardRecord,
-    /// As the training process hashed them.
+    /// Bytes whose hash is the one that the training process took.
     pub(super) bytes: &'a [u8],
     /// Every rank that held these bytes in this box, ascending.
     pub(super) ranks: Vec<Rank>,
-    /// The same, a rank as often as its devices held them.
+    /// The same ranks, each as often as its devices held these bytes.
     pub(super) holders: Vec<Rank>,
-    /// Of the global tensor.
+    /// Shape of the global tensor.
     pub(super) shape: &'a [u64],
 }
 
-/// The intact pieces of a tensor by box, then rank, and how many shards are lost.
-/// Nothing where the ranks disagree on what its bytes mean.
+/// The intact pieces of a tensor, sorted by box, then by rank, and how many shards are lost. There
+/// are no pieces where the ranks disagree about its dtype or shape.
 pub(super) fn pieces<'a>(dump: &'a StepDump, info: &'a TensorInfo) -> (Vec<Piece<'a>>, usize) {
     if info.disagreements.iter().any(|d| d.spoils_bytes()) {
         return (Vec::new(), info.shards.len());
     }
-    let (mut found, mut lost) = (BTreeMap::<_, Piece<'a>>::new(), 0);
+    let (mut by_content, mut lost) = (BTreeMap::<_, Piece<'a>>::new(), 0);
     for at in &info.shards {
         let record = dump.record(at);
         let Some(bytes) = dump.intact_bytes(at) else {
             lost += 1;
             continue;
         };
-        let one = || {
+        let new_piece = || {
             let (ranks, holders) = (Vec::new(), Vec::new());
             Piece { record, bytes, ranks, holders, shape: &info.shape }
         };
-        let piece = found.entry((&record.place, record.hash)).or_insert_with(one);
+        let piece = by_content.entry((&record.place, record.hash)).or_insert_with(new_piece);
         piece.holders.push(record.rank);
         if piece.ranks.last() != Some(&record.rank) {
             piece.ranks.push(record.rank);
         }
     }
-    let mut found: Vec<Piece<'a>> = found.into_values().collect();
-    found.sort_by(|a, b| (&a.record.place, &a.ranks).cmp(&(&b.record.place, &b.ranks)));
-    (found, lost)
+    let mut by_content: Vec<Piece<'a>> = by_content.into_values().collect();
+    by_content.sort_by(|a, b| (&a.record.place, &a.ranks).cmp(&(&b.record.place, &b.ranks)));
+    (by_content, lost)
 }
 
 impl<'a> Piece<'a> {
-    /// Elements of a row that lie in this box: its extent along the last dimension; 1
-    /// for a tensor without dimensions or of one.
+    /// Elements of a row that lie in this box: its extent along the last dimension; 1 for a tensor
+    /// of no or one dimension.
     pub(super) fn columns(&self) -> usize {
         match self.record.place.0.as_slice() {
             [] | [_] => 1,
@@ -61,7 +61,7 @@ impl<'a> Piece<'a> {
         }
     }
 
-    /// Where the columns of a row lie in the tensor.
+    /// The range of the tensor's columns that this box covers.
     pub(super) fn column_range(&self) -> (u64, u64) {
         match self.record.place.0.as_slice() {
             [] | [_] => (0, 1),
@@ -69,7 +69,7 @@ impl<'a> Piece<'a> {
         }
     }
 
-    /// Rows of this box: leading dimensions flattened; the elements of a vector are rows.
+    /// Rows of this box, with the leading dimensions flattened; each element of a vector is a row.
     pub(super) fn rows(&self) -> usize {
         let elements = self.bytes.len() / self.record.dtype.width();
         elements.checked_div(self.columns()).unwrap_or(0)
@@ -81,7 +81,7 @@ impl<'a> Piece<'a> {
         &self.bytes[row * width..(row + 1) * width]
     }
 
-    /// The row of the global tensor that a row of this box is.
+    /// The index in the global tensor of a row of this box.
     pub(super) fn global_row(&self, row: usize) -> u64 {
         let place = &self.record.place.0;
         let leading = match place.len() {

@@ -1,12 +1,12 @@
-//! Memory that was never written: fill patterns of allocators and debuggers, and NaNs
-//! that no arithmetic makes.
+//! Finds memory that was never written, by fill patterns of allocators and debuggers and by NaNs
+//! that no arithmetic produces.
 //!
-//! A pattern counts where it fills words of four bytes one after another. Chance gives a
-//! run of r words among n, each of b bits that unrelated values hardly share (the
-//! fractions of its elements), for one of P patterns with probability `n P 2^(-r b)` at
-//! most; shorter runs than make this [`FALSE_ALARM`], over the tensors of a step, are not
-//! reported. It is no pattern where nothing is meant to be written: in the padded classes of
-//! logits. A warning in integers of two bytes, where a pattern may be the id that pads a row.
+//! A pattern counts where it fills consecutive words of four bytes. Among n words, a run of r words
+//! that equals one of P patterns occurs by chance with a probability of at most `n P 2^(-r b)`,
+//! where b is the number of a word's bits that are random in unrelated values (the fractions of its
+//! elements). Only runs for which this is below [`FALSE_ALARM`], divided by the tensors of a step,
+//! are reported. The padded classes of logits are left out, since a kernel need not write them. In
+//! integers of two bytes the finding is a warning, as the pattern may be the id that pads a row.
 
 use backtape::dtype::Dtype;
 use backtape::role::Role;
@@ -22,7 +22,7 @@ use crate::number::plural;
 
 const CAUSE: &str = "uninitialised-output";
 
-/// Words of fill patterns, and who leaves them.
+/// Fill patterns, and what writes them.
 const PATTERNS: [(u32, &str); 12] = [
     (0xcdcd_cdcd, "0xCD, a debug heap's fresh memory"),
     (0xaaaa_aaaa, "0xAA, a poisoned buffer"),
@@ -37,9 +37,10 @@ const PATTERNS: [(u32, &str); 12] = [
     (0xabab_abab, "0xAB, an allocator's guard"),
     (ALL_ONES, "all bits set, a NaN"),
 ];
-/// Bytes that are looked at together before any element is: whole elements of every dtype.
+/// Bytes that are searched for any pattern at once, before single words are; a whole number of
+/// elements of every dtype.
 const CHUNK: usize = 4096;
-/// Minus one in integers, where it is a value like another.
+/// In integers this is -1, an ordinary value.
 const ALL_ONES: u32 = u32::MAX;
 
 pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
@@ -50,23 +51,25 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
         for ((key, _), scanned) in tensors.iter().zip(all) {
             let Some((held, hits)) = scanned else { continue };
             found.looked();
-            runs(subject, key, &held, &hits, found);
-            payloads(subject, key, &held, &hits, found);
+            report_runs(subject, key, &held, &hits, found);
+            report_payloads(subject, key, &held, &hits, found);
         }
     }
 }
 
-/// What one piece holds.
+/// What was found in one piece.
 #[derive(Default)]
 struct Hit {
-    /// Pattern, words in long enough runs, and the first word of the first.
+    /// Index of the pattern, number of words in runs that are long enough, and first word of the
+    /// first run.
     filled: Option<(usize, u64, usize)>,
-    /// NaNs with odd payloads, and the first.
+    /// Number of NaNs with unusual payloads; below, element and bits of the first.
     payloads: u64,
     first_payload: Option<(usize, u64)>,
 }
 
-/// The pieces of a tensor and what each holds; `None` where there is nothing to see.
+/// The pieces of a tensor and what was found in each; `None` where the tensor has no bytes, or no
+/// dtype in which a pattern can be recognised.
 fn scanned<'a>(
     subject: &Subject<'a>,
     info: &'a TensorInfo,
@@ -81,7 +84,7 @@ fn scanned<'a>(
     (!held.is_empty()).then_some((held, hits))
 }
 
-/// Words that one pattern must fill without a break.
+/// How many consecutive words a pattern must fill.
 fn needed(dtype: Dtype, words: usize, tensors: usize) -> usize {
     let elements = (4 / dtype.width()).max(1) as f64;
     let per_word = elements * f64::from(random_bits(dtype).min(32));
@@ -89,7 +92,7 @@ fn needed(dtype: Dtype, words: usize, tensors: usize) -> usize {
     ((tries / FALSE_ALARM).log2() / per_word).ceil().max(2.0) as usize
 }
 
-/// The first column that nothing reads: a kernel need not write the padded classes.
+/// The first column of padding, which a kernel need not write; `u64::MAX` where there is none.
 fn padding(subject: &Subject<'_>, info: &TensorInfo) -> u64 {
     let of_classes = matches!(info.role, Some(Role::Logits | Role::Dlogits));
     let valid = subject.head().and_then(|head| head.valid_vocab);
@@ -140,8 +143,8 @@ fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> H
     hit
 }
 
-/// Whether any word is one of the patterns. It never stops early, so that the compiler can vectorise
-/// the loop.
+/// Whether any word is one of the patterns. The loop never stops early, so that the compiler can
+/// vectorise it.
 fn holds_patterns(bytes: &[u8]) -> bool {
     let is_pattern =
         |word: u32| PATTERNS.iter().fold(false, |any, (known, _)| any | (word == *known));
@@ -149,8 +152,8 @@ fn holds_patterns(bytes: &[u8]) -> bool {
     words.fold(false, |any, word| any | is_pattern(u32::from_le_bytes(*word)))
 }
 
-/// NaNs whose fraction is neither the quiet bit alone nor all ones, which is what the
-/// arithmetic of processors and accelerators makes.
+/// Counts NaNs whose fraction is neither only the quiet bit nor all ones, the two that the
+/// arithmetic of CPUs and GPUs produces.
 fn odd_payloads(dtype: Dtype, piece: &Piece<'_>, hit: &mut Hit) {
     let Some((_, fraction)) = format(dtype).filter(|_| dtype.width() > 1) else { return };
     let (all, quiet) = ((1u64 << fraction) - 1, 1u64 << (fraction - 1));
@@ -169,7 +172,7 @@ fn odd_payloads(dtype: Dtype, piece: &Piece<'_>, hit: &mut Hit) {
     }
 }
 
-fn runs(
+fn report_runs(
     subject: &Subject<'_>,
     key: &TensorKey,
     held: &[Piece<'_>],
@@ -191,7 +194,7 @@ fn runs(
             if all { " (all of it)" } else { "" },
         );
         let nan = PATTERNS[pattern].0 == ALL_ONES;
-        // Two bytes that repeat may be an id that fills a padded row.
+        // A repeated value of two bytes may be the id that pads a row.
         let id = !piece.record.dtype.is_float() && width < 4;
         let severity = if nan || id { Severity::Warn } else { Severity::Fail };
         let place = Place::of(subject).tensor(key).ranks(&piece.ranks).rows(&[row]);
@@ -200,7 +203,7 @@ fn runs(
     }
 }
 
-fn payloads(
+fn report_payloads(
     subject: &Subject<'_>,
     key: &TensorKey,
     held: &[Piece<'_>],

@@ -1,9 +1,10 @@
-//! Values that activation checkpointing computed again, against those of the forward pass.
+//! Compares values that activation checkpointing computed a second time with those of the forward
+//! pass.
 //!
-//! The loss comes from the first, the gradients from the second: where they differ by more
-//! than rounding, the gradient is that of another function. A random mask drawn anew
-//! (dropout without its generator's state) is the classical case. Another fusion may round
-//! differently, so a difference of less than [`ROUNDINGS`] steps of the dtype is a note.
+//! The loss comes from the first computation, the gradients from the second: where they differ by
+//! more than rounding, the gradient is that of another function. The usual case is a random mask
+//! that is drawn again (dropout without the state of its generator). Another fusion may round
+//! differently, so a difference of at most [`ROUNDINGS`] steps of the dtype is a note.
 
 use backtape::shard::{TensorKey, When};
 
@@ -13,8 +14,8 @@ use crate::bits::{bits, format, value};
 use crate::dump::TensorInfo;
 use crate::number::plural;
 
-/// Steps of the dtype, at the largest value of the shard, that two compilations of the same
-/// expression may differ by: a few roundings of intermediates that one of them kept wider.
+/// Steps of the dtype, at the largest value of the shard, by which two compilations of the same
+/// expression may differ: a few roundings of intermediates that one of them kept in more bits.
 const ROUNDINGS: f64 = 8.0;
 
 pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
@@ -30,11 +31,11 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// The value of the forward pass.
+/// The tensor of the forward pass that a recomputed one should equal.
 fn first<'a>(subject: &Subject<'a>, key: &TensorKey) -> Option<(&'a TensorKey, &'a TensorInfo)> {
-    let same = |of: &&TensorKey| of.tensor == key.tensor && of.microbatch == key.microbatch;
+    let is_same = |of: &&TensorKey| of.tensor == key.tensor && of.microbatch == key.microbatch;
     let forward = [None, Some(When::AfterOp), Some(When::BeforeOp)];
-    let mut all = subject.dump.tensors().iter().filter(|(of, _)| same(of));
+    let mut all = subject.dump.tensors().iter().filter(|(of, _)| is_same(of));
     all.find(|(of, _)| forward.contains(&of.when))
 }
 
@@ -58,11 +59,11 @@ fn tensor(subject: &Subject<'_>, again: Named<'_>, forward: Named<'_>, found: &m
     }
 }
 
-/// How far two contents of one box are apart.
+/// How much two contents of one box differ.
 struct Distance {
     elements: usize,
     total: usize,
-    /// The largest difference, over one step of the dtype at the largest value.
+    /// The largest difference, in steps of the dtype at the largest value.
     steps: f64,
 }
 
@@ -77,12 +78,12 @@ fn distance(one: &Piece<'_>, other: &Piece<'_>) -> Distance {
         largest = largest.max(x.abs());
         if a != b {
             elements += 1;
-            // What is no number on one side only is as far apart as can be.
+            // NaN on either side counts as an infinite difference.
             let gap = (x - y).abs();
             apart = if gap.is_nan() { f64::INFINITY } else { apart.max(gap) };
         }
     }
-    // A step of a format with m stored bits at `largest` is at most largest / 2^m.
+    // In a format with m bits of fraction, the spacing at `largest` is at most largest / 2^m.
     let step = format(dtype).map_or(0.0, |(_, mantissa)| largest / f64::from(mantissa).exp2());
     Distance { elements, total, steps: if apart == 0.0 { 0.0 } else { apart / step } }
 }

@@ -1,11 +1,10 @@
-//! Gradients that were reduced on some ranks only: a reduced gradient that is one rank's
-//! own addend, though others had something to add.
+//! Finds gradients that were reduced on some ranks only: a reduced gradient that equals one rank's
+//! own addend, although other ranks' addends are not zero.
 //!
-//! The sum of a rank's addends over microbatches is compared element by element with what
-//! the rank calls reduced, also divided by the microbatches, by the ranks, or by both.
-//! Two sums of M addends in the same dtype differ by `(M + 1) u Σ|a|` at most. A right
-//! gradient is told apart by its first elements, so the check costs nothing where all is
-//! well.
+//! The sum of a rank's addends over microbatches is compared element by element with the rank's
+//! reduced gradient, also divided by the number of microbatches, of ranks, or by both. Two sums of
+//! M addends in the same dtype differ by `(M + 1) u Σ|a|` at most. The first elements of a right
+//! gradient already differ by more, so the check costs little where nothing is wrong.
 
 use std::collections::BTreeSet;
 
@@ -21,7 +20,7 @@ use crate::assemble::{extract, pieces as cut};
 use crate::bits::{bits, format, value};
 use crate::dump::{TensorInfo, name_ranks};
 
-/// Elements that are not zero and must all agree: bf16's chance of one is 2⁻⁷.
+/// Fewest nonzero elements that must agree: two unrelated bf16 numbers agree with probability 2⁻⁷.
 const EVIDENCE: u64 = 16;
 
 pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
@@ -45,7 +44,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
 fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut Found) {
     let (held, _) = pieces(subject.dump, info);
     let places: BTreeSet<&IndexBox> = held.iter().map(|piece| piece.place()).collect();
-    // Versions that differ are for the replicas to tell.
+    // The check `replicas` reports boxes whose holders differ.
     if places.len() != held.len() {
         return;
     }
@@ -64,9 +63,10 @@ fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut
     }
 }
 
-/// The addends of a tensor: those over all microbatches, else each microbatch's.
+/// The addends of a tensor: those that were summed over microbatches, else those of each
+/// microbatch.
 fn addends<'a>(subject: &Subject<'a>, key: &TensorKey) -> Vec<(&'a TensorKey, &'a TensorInfo)> {
-    let of = |(other, info): &(&TensorKey, &TensorInfo)| {
+    let is_addend = |(other, info): &(&TensorKey, &TensorInfo)| {
         other.tensor == key.tensor
             && info.partial.is_some()
             && other.when != Some(When::PostReduce)
@@ -74,15 +74,15 @@ fn addends<'a>(subject: &Subject<'a>, key: &TensorKey) -> Vec<(&'a TensorKey, &'
                 || key.microbatch.is_none()
                 || other.microbatch == key.microbatch)
     };
-    let all: Vec<_> = subject.dump.tensors().iter().filter(of).collect();
+    let all: Vec<_> = subject.dump.tensors().iter().filter(is_addend).collect();
     match all.iter().find(|(other, _)| other.microbatch == key.microbatch) {
         Some(one) => vec![*one],
         None => all,
     }
 }
 
-/// The holder of a piece whose own addend it is, if one is and other ranks' addends in
-/// the box are not nothing.
+/// The holder of a piece that equals this holder's own addend, if there is one and the addends of
+/// other ranks in the box are not zero.
 pub(super) fn own_addend(
     subject: &Subject<'_>,
     key: &TensorKey,
@@ -114,7 +114,7 @@ fn is_own(
     let u = (microbatches + 1.0) * coarsest;
     let own_shards = contents(subject, addends, rank);
     for part in cut(piece.place(), width) {
-        // Replicas of the rank's own addend are not another's.
+        // Replicas of the rank's own addend do not count as another rank's.
         let foreign = |record: &ShardRecord| {
             record.rank != rank && !own_shards.contains(&(&record.key, &record.place, record.hash))
         };
@@ -141,7 +141,7 @@ fn is_own(
     nonzero >= EVIDENCE && others
 }
 
-/// What tells a rank's own addends apart.
+/// What identifies the content of an addend: tensor, box and hash.
 type Content<'a> = (&'a TensorKey, &'a IndexBox, ContentHash);
 
 fn contents<'a>(subject: &Subject<'a>, addends: &[Named<'a>], rank: Rank) -> BTreeSet<Content<'a>> {
@@ -150,8 +150,8 @@ fn contents<'a>(subject: &Subject<'a>, addends: &[Named<'a>], rank: Rank) -> BTr
     records.map(|record| (&record.key, &record.place, record.hash)).collect()
 }
 
-/// The sum of the addends that some ranks hold in a box, and of their sizes; `None`
-/// where no such rank holds all of it.
+/// The sum of the addends of some ranks in a box, and the sum of their magnitudes; `None` where
+/// none of these ranks holds the whole box.
 fn sum(
     subject: &Subject<'_>,
     addends: &[Named<'_>],

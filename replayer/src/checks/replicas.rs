@@ -1,13 +1,13 @@
-//! Replicas that differ, and gradients that are not what every rank should hold.
+//! Finds replicas that differ, and reduced gradients that are not the same on every rank.
 //!
-//! Replicas are compared by the hash that the training process took. Where they differ
-//! the elements are counted: numerics that diverge touch many elements in their last
-//! bits, a fault of memory or transport few elements by one bit each. A flip of a bit
-//! above the two lowest, in at most [`FLIPS`] elements of a thousand times as many, is
-//! called corruption; other orders of summation do not do that.
+//! Replicas are compared by the hash that the training process took. Where they differ the elements
+//! are counted: different arithmetic changes the last bits of many elements, a fault of memory or
+//! transport flips one bit in a few. It is reported as corruption if at most [`FLIPS`] elements
+//! differ, by one bit each, at least one of them above the two lowest bits, in a shard of [`RARE`]
+//! times as many elements; another order of summation does not do that.
 //!
-//! It fails where the job says that the holders have one value ([`one_value`]); elsewhere
-//! several values may be meant, and it is a warning.
+//! It fails where the job declares that all holders have the same value ([`one_value`]); elsewhere
+//! the values may differ on purpose, and it is a warning.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,9 +24,9 @@ use crate::dump::versions::one_value;
 use crate::dump::{TensorInfo, name_ranks};
 use crate::number::plural;
 
-/// Most elements that count as a few.
+/// Most differing elements that may be flipped bits.
 const FLIPS: usize = 8;
-/// How many times as many there must be in the shard.
+/// How many times as many elements the shard must have.
 const RARE: usize = 1000;
 
 pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
@@ -46,7 +46,8 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
 fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut Found) {
     let (held, _) = pieces(subject.dump, info);
     let boxes = by_place(&held);
-    let shared = boxes.values().any(|one| one.iter().map(|p| p.holders.len()).sum::<usize>() > 1);
+    let shared =
+        boxes.values().any(|versions| versions.iter().map(|p| p.holders.len()).sum::<usize>() > 1);
     if shared {
         found.looked();
     }
@@ -57,14 +58,14 @@ fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut
     }
 }
 
-/// The versions of each box.
+/// The different contents of each box.
 fn by_place<'p, 'd>(held: &'p [Piece<'d>]) -> BTreeMap<&'p IndexBox, Vec<&'p Piece<'d>>> {
     let mut boxes: BTreeMap<&IndexBox, Vec<&Piece<'_>>> = BTreeMap::new();
     held.iter().for_each(|piece| boxes.entry(piece.place()).or_default().push(piece));
     boxes
 }
 
-/// Whether ranks hold different reduced gradients: their norms then differ as well.
+/// Whether ranks hold different reduced gradients; their gradient norms then differ as well.
 fn gradients_differ(subject: &Subject<'_>) -> bool {
     let reduced = subject.dump.tensors().iter();
     let mut reduced = reduced.filter(|(key, info)| {
@@ -76,24 +77,24 @@ fn gradients_differ(subject: &Subject<'_>) -> bool {
     })
 }
 
-/// Where two versions of a box differ.
+/// How two contents of a box differ.
 struct Difference {
     elements: usize,
-    /// Element and flipped bits, of the first [`FLIPS`].
+    /// Index and differing bits of the first [`FLIPS`] elements.
     first: Vec<(usize, u64)>,
 }
 
 fn difference(info: &TensorInfo, one: &Piece<'_>, other: &Piece<'_>) -> Difference {
     let width = info.dtype.width();
-    let mut found = Difference { elements: 0, first: Vec::new() };
+    let mut differing = Difference { elements: 0, first: Vec::new() };
     let pairs = one.bytes.chunks_exact(width).zip(other.bytes.chunks_exact(width));
     for (i, (a, b)) in pairs.enumerate().filter(|(_, (a, b))| a != b) {
-        found.elements += 1;
-        if found.first.len() < FLIPS {
-            found.first.push((i, bits(a, width, 0) ^ bits(b, width, 0)));
+        differing.elements += 1;
+        if differing.first.len() < FLIPS {
+            differing.first.push((i, bits(a, width, 0) ^ bits(b, width, 0)));
         }
     }
-    found
+    differing
 }
 
 fn differ(
@@ -105,7 +106,7 @@ fn differ(
 ) {
     let holders: usize = versions.iter().map(|piece| piece.holders.len()).sum();
     let majority = versions[0].holders.len() * 2 > holders;
-    let held = |of: &[&Piece<'_>]| of.iter().flat_map(|one| one.holders.clone()).collect();
+    let held = |pieces: &[&Piece<'_>]| pieces.iter().flat_map(|one| one.holders.clone()).collect();
     let odd: Vec<Rank> = if majority { held(&versions[1..]) } else { held(versions) };
     let worst = difference(info, versions[0], versions[1]);
     let total = versions[0].bytes.len() / info.dtype.width();
@@ -169,7 +170,7 @@ fn differ(
     found.add(severity, cause, place, evidence, advice);
 }
 
-/// Whether the step recorded one microbatch, so that none can have been left out of a sum.
+/// Whether the step recorded a single microbatch, so that none can have been left out of a sum.
 fn one_microbatch(subject: &Subject<'_>) -> bool {
     let all = subject.dump.tensors().keys().filter_map(|key| key.microbatch);
     all.collect::<BTreeSet<_>>().len() == 1
@@ -180,15 +181,18 @@ fn reduced_gradient(key: &TensorKey, info: &TensorInfo) -> bool {
     key.when == Some(When::PostReduce) || (gradient && key.microbatch.is_none())
 }
 
-fn flipped(found: &Difference, total: usize) -> bool {
-    let single = found.first.iter().all(|(_, flipped)| flipped.count_ones() == 1);
-    let high = found.first.iter().any(|(_, flipped)| flipped.trailing_zeros() >= 2);
-    found.elements <= FLIPS && found.elements * RARE <= total && single && high
+fn flipped(difference: &Difference, total: usize) -> bool {
+    let single = difference.first.iter().all(|(_, flipped)| flipped.count_ones() == 1);
+    let high = difference.first.iter().any(|(_, flipped)| flipped.trailing_zeros() >= 2);
+    difference.elements <= FLIPS && difference.elements * RARE <= total && single && high
 }
 
-fn flips(found: &Difference, row: impl Fn(usize) -> u64) -> String {
-    let one = |(element, flipped): &(usize, u64)| {
+fn flips(difference: &Difference, row: impl Fn(usize) -> u64) -> String {
+    let bit_and_row = |(element, flipped): &(usize, u64)| {
         format!("bit {} in row {}", flipped.trailing_zeros(), row(*element))
     };
-    format!(" by one bit each: {}", found.first.iter().map(one).collect::<Vec<_>>().join(", "))
+    format!(
+        " by one bit each: {}",
+        difference.first.iter().map(bit_and_row).collect::<Vec<_>>().join(", ")
+    )
 }

@@ -1,12 +1,12 @@
-//! Labels against the ids that the model read: which shift holds, and at the ends of
-//! sequences.
+//! Compares labels with the ids that the model read: by how many positions they are shifted, and
+//! what the labels at the ends of sequences are.
 //!
-//! For each shift s in -2..=2 the share of counted positions t is taken at which
-//! `labels[t] = inputs[t + s]` inside a sequence. A shift holds when that share is above
-//! a half and chance cannot bring it there: with c = Σ P(input = x) P(label = x), n
-//! positions match with share r or more with probability `exp(-n KL(r, c))` at most
-//! (Chernoff). A wrong shift is called only by positions where it and the declared one
-//! name different ids, so text that repeats itself decides nothing.
+//! For each shift s in -2..=2 the check computes the share of counted positions t at which
+//! `labels[t] = inputs[t + s]` inside a sequence. A shift holds when that share is above a half and
+//! chance does not explain it: with c = Σ P(input = x) P(label = x), a share of r or more of n
+//! positions matches by chance with a probability of at most `exp(-n KL(r, c))` (Chernoff). Only
+//! positions where the found and the declared shift name different ids are evidence of a wrong
+//! shift, so text that repeats itself is none.
 
 use std::collections::HashMap;
 
@@ -45,7 +45,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// Ids and labels side by side.
+/// The inputs and the labels of a microbatch.
 struct Pair<'a> {
     inputs: &'a [i64],
     labels: &'a [i64],
@@ -71,8 +71,8 @@ fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, found: &mut Found
     found.looked();
     let head = subject.head();
     let sequence = tensor.shape.last().map_or(inputs.len(), |&n| n as usize).max(1);
-    // A weight belongs to the position that predicts, which is the one before an unshifted
-    // label: a masked model counts, by its weights, only what it hides.
+    // A weight belongs to the position that predicts, which is the one before an unshifted label. A
+    // masked language model has weights only for the tokens that it hides.
     let predicts = |t: usize| match head.is_some_and(|head| !head.labels_shifted) {
         true => (!t.is_multiple_of(sequence)).then(|| t - 1),
         false => Some(t),
@@ -102,14 +102,15 @@ fn chance(inputs: &[i64], labels: &[i64], counted: &[bool]) -> f64 {
 }
 
 impl Pair<'_> {
-    /// The id that a shift names at a position, inside its sequence.
+    /// The input id at a position plus a shift; `None` outside the sequence.
     fn named(&self, t: usize, shift: i64) -> Option<i64> {
         let within = (t % self.sequence) as i64 + shift;
         let inside = (0..self.sequence as i64).contains(&within);
         inside.then(|| self.inputs[(t as i64 + shift) as usize])
     }
 
-    /// Matches and counted positions, of those where `unlike` names another id.
+    /// How many labels match at a shift, and how many were counted; positions at which the shift
+    /// `unlike` names the same id are left out.
     fn matches(&self, shift: i64, unlike: Option<i64>) -> (u64, u64) {
         let (mut matches, mut n) = (0, 0);
         for t in (0..self.labels.len()).filter(|&t| self.counted[t]) {
@@ -123,7 +124,7 @@ impl Pair<'_> {
         (matches, n)
     }
 
-    /// Whether so many matches are more than half, and more than chance.
+    /// Whether so many matches are more than half, and more than chance explains.
     fn holds(&self, (matches, n): (u64, u64)) -> bool {
         let share = matches as f64 / n.max(1) as f64;
         let tests = SHIFTS.count() as f64 + 2.0;
@@ -131,7 +132,8 @@ impl Pair<'_> {
     }
 }
 
-/// KL(r, c) of two coins, for r above c; 0 otherwise.
+/// The Kullback-Leibler divergence of two coins of probabilities r and c, for r above c; 0
+/// otherwise.
 fn divergence(r: f64, c: f64) -> f64 {
     if !(r > c) || c <= 0.0 {
         return if r > c { f64::INFINITY } else { 0.0 };
@@ -193,28 +195,29 @@ fn judge(
     }
 }
 
-/// A shift that contradicts the declaration, or shows every position its own label, fails;
-/// one that a job may want is a warning.
+/// A shift that contradicts the declaration, or with which every position reads its own label,
+/// fails; one that a job may want is a warning.
 fn severity(expected: i64, best: i64, (matches, n): (u64, u64)) -> Severity {
     match (expected, best) {
-        // Declared to be the inputs' own ids, and they are not: they were shifted before.
+        // The labels were declared to be the unshifted ids, and they were shifted before.
         (0, _) => Severity::Fail,
         // Multi-token prediction has labels further ahead.
         (_, 2..) => Severity::Warn,
-        // Denoising hides some of its input, so that not all positions match.
+        // A denoising model hides some of its input, so that not all positions match.
         _ if matches < n => Severity::Warn,
         _ => Severity::Fail,
     }
 }
 
-/// What the labels of the last positions are: the row's own first id is a roll.
+/// Looks at the labels of the last positions: if they are the row's own first id, the labels were
+/// rolled along the sequence.
 fn ends(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, pair: &Pair<'_>, found: &mut Found) {
     let rows = pair.inputs.len() / pair.sequence;
     let first = |row: usize| pair.inputs[(row % rows) * pair.sequence];
     let (mut own, mut next, mut n) = (0u64, 0u64, 0u64);
     for row in 0..rows {
         let last = (row + 1) * pair.sequence - 1;
-        // Rows that begin alike cannot tell the one from the other.
+        // Where both rows begin with the same id the two cases look the same.
         if !pair.counted[last] || first(row) == first(row + 1) {
             continue;
         }

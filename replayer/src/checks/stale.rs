@@ -1,14 +1,15 @@
-//! Gradients that are another buffer: equal bit for bit to what they were computed from,
-//! or to what the buffer held a microbatch before.
+//! Finds gradients whose buffer was not written: they equal, bit for bit, an input that they were
+//! computed from, or the same gradient one microbatch before.
 //!
-//! An element that is not zero equals an unrelated one of its dtype with probability 2⁻ᵇ
-//! at most, b the bits of the fraction. A run of r equal elements in one place of two
-//! tensors of n, none a repeat of the one before it, is reported when `n 2^(-r b)` is
-//! below [`FALSE_ALARM`], over the pairs of a step. Rows of two microbatches are compared
-//! whole, as many bits as their columns tell (`columns.rs`), and only where their labels
-//! differ, and with dq the rows of k that these name: dq depends on nothing else that equal
-//! hidden states leave open. A row of dk may be made by tokens of one hidden state alone, so
-//! where the microbatches share any it is a warning.
+//! A nonzero element equals an unrelated one of its dtype with probability 2⁻ᵇ at most, where b is
+//! the number of fraction bits. A run of r equal elements at the same place of two tensors of n
+//! elements, none of them equal to the one before it, is reported when `n 2^(-r b)` is below
+//! [`FALSE_ALARM`], divided by the pairs of a step. Rows of two microbatches are compared as a
+//! whole, and count as many bits as their columns have (`columns.rs`). They are only compared where
+//! the labels of the two microbatches differ, and for dq also the rows of k that the labels name,
+//! since tokens with equal hidden states have equal dq otherwise. A row of dk may be summed over
+//! tokens that all have the same hidden state, so the finding is a warning where the microbatches
+//! share a hidden state.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +31,7 @@ use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
 use crate::number::plural;
 
-/// What must not equal what, in one microbatch.
+/// Gradients, and the inputs that they must not equal within a microbatch.
 const PAIRS: [(Role, Role); 5] = [
     (Role::Dlogits, Role::Logits),
     (Role::Dq, Role::Q),
@@ -38,7 +39,7 @@ const PAIRS: [(Role, Role); 5] = [
     (Role::Dk, Role::K),
     (Role::DkLse, Role::K),
 ];
-/// Gradients that two microbatches with other labels cannot share.
+/// Gradients that must differ between two microbatches with different labels.
 const FRESH: [Role; 4] = [Role::Dlogits, Role::Dq, Role::Dk, Role::DkLse];
 
 pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
@@ -57,15 +58,16 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
 }
 
-/// Bits of a row of a piece that chance does not make equal.
+/// How many equal bits in a piece are not explained by chance.
 fn bits_needed(dtype: Dtype, bytes: &[u8]) -> f64 {
     let elements = bytes.len() / dtype.width();
     let tries = elements.max(1) as f64 * (PAIRS.len() + FRESH.len()) as f64;
     (tries / FALSE_ALARM).log2()
 }
 
-/// Bits of the fraction that some element has: numbers that were narrower before they were stored
-/// leave the last ones 0, and are equal by chance as often as those of the narrower format.
+/// Fraction bits that are set in at least one element. Numbers that were computed in fewer bits
+/// have zeros in the last ones, and are equal by chance as often as numbers of that narrower
+/// format.
 fn bits_in_use(dtype: Dtype, bytes: &[u8]) -> u32 {
     let (mut used, all) = (0u64, random_bits(dtype));
     for index in 0..bytes.len() / dtype.width() {
@@ -80,16 +82,16 @@ fn bits_in_use(dtype: Dtype, bytes: &[u8]) -> u32 {
 type Named<'a> = (&'a TensorKey, &'a TensorInfo);
 
 fn against(subject: &Subject<'_>, (key, info): Named<'_>, source: Role, found: &mut Found) {
-    let same = |(other, of): &Named<'_>| {
-        of.dtype == info.dtype
-            && of.shape == info.shape
+    let same = |(other, source_info): &Named<'_>| {
+        source_info.dtype == info.dtype
+            && source_info.shape == info.shape
             && (other.microbatch == key.microbatch || other.microbatch.is_none())
     };
-    let Some((other, of)) = subject.of_role(source).find(same) else {
+    let Some((other, source_info)) = subject.of_role(source).find(same) else {
         return;
     };
     found.looked();
-    let ((held, _), (sources, _)) = (pieces(subject.dump, info), pieces(subject.dump, of));
+    let ((held, _), (sources, _)) = (pieces(subject.dump, info), pieces(subject.dump, source_info));
     for piece in &held {
         let Some((rows, equal)) = equal_runs(info, piece, &sources) else { continue };
         let evidence = format!(
@@ -109,8 +111,8 @@ fn against(subject: &Subject<'_>, (key, info): Named<'_>, source: Role, found: &
     }
 }
 
-/// Rows of a piece with long runs equal to the same place of another tensor, and how
-/// many elements they make.
+/// Rows of a piece with long runs of elements that equal those at the same place of another tensor,
+/// and how many elements the runs have.
 fn equal_runs(
     info: &TensorInfo,
     piece: &Piece<'_>,
@@ -120,7 +122,7 @@ fn equal_runs(
     let used = f64::from(bits_in_use(info.dtype, piece.bytes));
     let needed = (bits_needed(info.dtype, piece.bytes) / used).ceil() as usize;
     let (mut rows, mut equal) = (Vec::new(), 0u64);
-    // Most often both are cut alike.
+    // Both tensors are usually sharded in the same way.
     let alike = sources.binary_search_by(|other| other.place().cmp(piece.place()));
     let alike = alike.ok().map(|at| &sources[at]);
     for part in cut(piece.place(), width) {
@@ -163,15 +165,15 @@ fn global_row(part: &backtape::index_box::IndexBox, info: &TensorInfo, row: usiz
     flat
 }
 
-/// Compares a gradient with itself one microbatch (or dumped step) before.
+/// Compares a gradient with the same gradient one microbatch (or dumped step) before.
 fn earlier(subjects: &[Subject<'_>], role: Role, found: &mut Found) {
     let mut before: Option<(&Subject<'_>, Named<'_>, Facts)> = None;
     for subject in subjects {
         for facts in facts(subject).into_iter().flatten() {
-            let of = subject.of_role(role).find(|(key, _)| {
+            let current = subject.of_role(role).find(|(key, _)| {
                 key.microbatch == facts.microbatch && key.when != Some(When::PostReduce)
             });
-            let Some(now) = of else { continue };
+            let Some(now) = current else { continue };
             if let Some((past, then, labels)) = &before
                 && then.1.shape == now.1.shape
                 && then.1.dtype == now.1.dtype
@@ -244,8 +246,8 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
     }
 }
 
-/// Whether a token of one microbatch has the hidden state of one of the other (the first of
-/// every sequence often has), or that is not known: what such tokens alone add to is alike.
+/// Whether two microbatches share the hidden state of some token (as the first tokens of sequences
+/// often do), or this is not known: rows of dk that only such tokens add to are equal.
 fn shared_states(past: At<'_>, now: At<'_>) -> bool {
     let states = |(subject, _, facts): At<'_>| -> Option<BTreeSet<u128>> {
         let same =
@@ -261,7 +263,7 @@ fn shared_states(past: At<'_>, now: At<'_>) -> bool {
     }
 }
 
-/// Whether a token's labels in two microbatches name one and the same row of k.
+/// Whether a token's labels in two microbatches name equal rows of k.
 fn one_row(of_k: &[u128], past: &Facts, now: &Facts, token: usize) -> bool {
     let row = |facts: &Facts| {
         let class = usize::try_from((*facts.targets.get(token)?)?).ok()?;
@@ -270,7 +272,7 @@ fn one_row(of_k: &[u128], past: &Facts, now: &Facts, token: usize) -> bool {
     row(past).is_some() && row(past) == row(now)
 }
 
-/// What tells the rows of k apart, by class; nothing where k cannot be had.
+/// The hash of each row of k, by class; empty where k cannot be assembled.
 fn rows_of_k(subject: &Subject<'_>) -> Vec<u128> {
     let whole = |(key, info): Named<'_>| {
         let tensor = assemble(subject.dump, key).ok()?;
@@ -286,10 +288,10 @@ fn rows_of_k(subject: &Subject<'_>) -> Vec<u128> {
 
 /// Whether these ranks predict the same classes in both microbatches.
 fn same_labels(one: &Facts, other: &Facts, ranks: &[Rank]) -> bool {
-    let of = |facts: &Facts| -> Vec<Option<i64>> {
+    let targets = |facts: &Facts| -> Vec<Option<i64>> {
         let own = |group: &usize| facts.holders[*group].iter().any(|rank| ranks.contains(rank));
         let groups = (0..facts.holders.len()).filter(own);
         groups.flat_map(|group| &facts.held[group]).map(|&t| facts.targets[t]).collect()
     };
-    of(one) == of(other)
+    targets(one) == targets(other)
 }

@@ -1,9 +1,9 @@
-//! The loss of the first step against log V.
+//! Compares the loss of the first step with log V.
 //!
-//! A model that knows nothing gives every class the same probability: its mean -log p is
-//! log V, and more by about half the variance of its logits. Far below it, either the
-//! model was trained before or it can see its labels. It is a note: a dump does not say
-//! whether the weights were fresh.
+//! An untrained model gives every class nearly the same probability: its mean -log p is log V, plus
+//! about half the variance of its logits. If the loss is far below log V, the model was trained
+//! before or can see its labels. The finding is only a note: a dump does not say whether the
+//! weights were fresh.
 
 use backtape::identity::Step;
 

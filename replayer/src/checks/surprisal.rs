@@ -1,62 +1,64 @@
-//! How much of a sequence its peers and its own beginning do not foretell.
+//! The surprisal of a sequence of ids: how many bits of it the other sequences and its own
+//! beginning do not predict.
 //!
-//! Prediction by partial matching: after the k symbols before it, a symbol x has
+//! It is computed by prediction by partial matching. The probability of a symbol x after the k
+//! symbols before it is
 //!
 //! ```text
 //! P_k(x) = (c(before_k, x) + P_{k-1}(x)) / (c(before_k) + 1),   P_0(x) = the share of x
 //! ```
 //!
-//! where c counts what was seen in the other sequences and in the sequence's own beginning.
-//! k goes up to [`ORDER`], so that what nearly goes round is foretold. A symbol that repeats the
+//! where c counts occurrences in the other sequences and in the sequence's own beginning. k goes up
+//! to [`ORDER`], so that a sequence that is nearly periodic is predicted. A symbol that repeats the
 //! one before it, as in padding, has probability 1.
 //!
-//! An odd symbol costs more after a long context than after a short one. So the probability of a
-//! sequence is the mean of two: one with k up to 1, one with k up to [`ORDER`]. That is at most one
-//! bit more than the smaller of their surprisals.
+//! An unexpected symbol costs more bits after a long context than after a short one. So the
+//! probability of a sequence is the mean of two: one with k up to 1, one with k up to [`ORDER`].
+//! Its surprisal is at most one bit more than the smaller of the two.
 //!
-//! A sequence that goes round in one cycle counts as no evidence: what a batch repeats by itself,
-//! other batches may repeat as well.
+//! A periodic sequence has a surprisal of 0: what repeats within a sequence may well occur in other
+//! batches too.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The most symbols before one that are looked at.
+/// Longest context: how many symbols before a symbol are used.
 const ORDER: usize = 4;
 
-/// What follows what, and how often. Contexts, and contexts with what follows, are kept as hashes:
-/// there are [`ORDER`] of each for every symbol.
+/// How often each context occurred, and how often each symbol followed it. The keys are hashes,
+/// since there are 2 [`ORDER`] of them for every symbol.
 #[derive(Default)]
 struct Counts {
-    of: HashMap<u64, u32>,
+    by_hash: HashMap<u64, u32>,
 }
 
 impl Counts {
     fn add(&mut self, before: &[i64], x: i64) {
         for context in contexts(before) {
-            *self.of.entry(hash(&context)).or_default() += 1;
-            *self.of.entry(hash(&(context, x))).or_default() += 1;
+            *self.by_hash.entry(hash(&context)).or_default() += 1;
+            *self.by_hash.entry(hash(&(context, x))).or_default() += 1;
         }
     }
 
-    /// How often a context was seen, and how often before this symbol.
+    /// How often a context occurred, and how often this symbol followed it.
     fn of(&self, context: &[i64], x: i64) -> [f64; 2] {
-        let of = |key: u64| f64::from(self.of.get(&key).copied().unwrap_or(0));
-        [of(hash(&context)), of(hash(&(context, x)))]
+        let count = |key: u64| f64::from(self.by_hash.get(&key).copied().unwrap_or(0));
+        [count(hash(&context)), count(hash(&(context, x)))]
     }
 }
 
-fn hash(of: &impl Hash) -> u64 {
+fn hash(value: &impl Hash) -> u64 {
     let mut hasher = DefaultHasher::new();
-    of.hash(&mut hasher);
+    value.hash(&mut hasher);
     hasher.finish()
 }
 
-/// The contexts of a symbol with these before it, shortest first.
+/// The contexts of a symbol after these symbols, shortest first.
 fn contexts(before: &[i64]) -> impl Iterator<Item = &[i64]> {
     (1..=ORDER.min(before.len())).map(|order| &before[before.len() - order..])
 }
 
-/// All distinct sequences.
+/// Counts over all distinct sequences.
 pub(super) struct Stock {
     counts: Counts,
     single: HashMap<i64, u64>,
@@ -74,21 +76,21 @@ impl Stock {
         stock
     }
 
-    /// The surprisal of one of the sequences in bits.
+    /// The surprisal in bits of one of the sequences.
     pub(super) fn surprisal(&self, sequence: &[i64]) -> f64 {
-        if goes_round(sequence) {
+        if is_periodic(sequence) {
             return 0.0;
         }
         let (mut own, mut behind) = (Counts::default(), Counts::default());
         (1..sequence.len()).for_each(|at| own.add(&sequence[..at], sequence[at]));
         let share = |x: i64| self.single[&x] as f64 / self.total as f64;
         let start = sequence.first().map_or(0.0, |&x| -share(x).log2());
-        // After the symbol before alone, and after as many as there are.
+        // Surprisal with contexts of one symbol, and with contexts of up to [`ORDER`].
         let [mut near, mut far] = [start; 2];
         for at in 1..sequence.len() {
             let (before, x) = (&sequence[..at], sequence[at]);
             if before[at - 1] != x {
-                // Of the sequence itself only what lies behind is known.
+                // The counts of the sequence itself are replaced by those of its beginning.
                 let mut each = contexts(before).scan(share(x), |shorter, context| {
                     let [all, own, behind] =
                         [&self.counts, &own, &behind].map(|counts| counts.of(context, x));
@@ -106,9 +108,9 @@ impl Stock {
     }
 }
 
-/// Whether a sequence is one cycle, at least twice: whether it begins with more than half of what it
-/// ends with, told from the longest such beginning of each of its parts.
-fn goes_round(sequence: &[i64]) -> bool {
+/// Whether a sequence is a cycle that occurs at least twice: whether its longest proper prefix that
+/// is also a suffix is at least half of it (the prefix function of Knuth, Morris and Pratt).
+fn is_periodic(sequence: &[i64]) -> bool {
     let mut longest = vec![0; sequence.len()];
     for at in 1..sequence.len() {
         let mut same: usize = longest[at - 1];
@@ -132,8 +134,8 @@ mod tests {
         let apart: Vec<i64> = (0..40).map(|at| 1 + (at * at * 31 + 17 * at) % 977).collect();
         let stock = Stock::new(&[cycle.clone(), nearly.clone(), apart.clone()]);
         assert_eq!(stock.surprisal(&cycle), 0.0);
-        assert!(goes_round(&[1, 2, 1, 2, 1]) && goes_round(&[5, 5]));
-        assert!(!goes_round(&[1, 2, 3, 1, 2]) && !goes_round(&[5]) && !goes_round(&[]));
+        assert!(is_periodic(&[1, 2, 1, 2, 1]) && is_periodic(&[5, 5]));
+        assert!(!is_periodic(&[1, 2, 3, 1, 2]) && !is_periodic(&[5]) && !is_periodic(&[]));
         // One symbol in 400 that breaks it; pairs alone would make it some 200 bits.
         assert!(stock.surprisal(&nearly) < 60.0, "{}", stock.surprisal(&nearly));
         assert!(stock.surprisal(&apart) > 200.0, "{}", stock.surprisal(&apart));

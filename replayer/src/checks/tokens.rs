@@ -1,5 +1,5 @@
-//! Token ids of a step: labels and the integer inputs that jobs record under the usual
-//! names, as sequences.
+//! Token ids of a step, as sequences: the labels, and the integer inputs that jobs record under the
+//! usual names.
 
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
@@ -11,11 +11,11 @@ use super::pieces::{Piece, pieces};
 use crate::bits::{bits, integer};
 use crate::dump::TensorInfo;
 
-/// Names under which jobs record what the model reads.
+/// Names under which jobs usually record the ids that the model reads.
 const INPUTS: [&str; 8] =
     ["tokens", "inputs", "input_ids", "input_tokens", "token_ids", "ids", "input", "x"];
 
-/// The last part of `batch/input_ids` or `batch.input_ids`.
+/// The last part of a name such as `batch/input_ids` or `batch.input_ids`.
 fn last_part(name: &str) -> &str {
     name.rsplit(['/', '.']).next().unwrap_or(name)
 }
@@ -31,13 +31,13 @@ pub(super) fn is_labels(info: &TensorInfo) -> bool {
     info.role == Some(Role::Labels) && is_ids(info.dtype)
 }
 
-/// Ids are integers; bytes are, for models of bytes.
+/// Ids are integers of any width; models that read bytes have ids of one byte.
 fn is_ids(dtype: Dtype) -> bool {
     !dtype.is_float() && dtype != Dtype::Bool
 }
 
-/// What one rank (or several with replicas of it) held of a batch: rows of a `[B, S]`
-/// tensor, a `[T]` tensor as one row.
+/// The part of a batch that one rank (or several, as replicas) held: rows of a `[B, S]` tensor, or
+/// a `[T]` tensor as one row.
 pub(super) struct Batch<'a> {
     pub(super) piece: Piece<'a>,
     /// Length of a row of this piece, at least 1.
@@ -60,7 +60,7 @@ impl<'a> Batch<'a> {
         &self.piece.ranks
     }
 
-    /// The ids, row-major; what does not fit an i64 is -1.
+    /// The ids, row-major; -1 for an id that does not fit an i64.
     pub(super) fn ids(&self) -> impl Iterator<Item = i64> + '_ {
         let dtype = self.piece.record.dtype;
         let count = self.piece.bytes.len() / dtype.width();
@@ -76,7 +76,7 @@ pub(super) fn batches<'a>(subject: &Subject<'a>, info: &'a TensorInfo) -> Vec<Ba
     full.map(|piece| Batch::new(piece, info.shape.len(), 1)).collect()
 }
 
-/// The batches of q, each token's row as one symbol.
+/// The batches of q, in which each token's row of q is one symbol.
 pub(super) fn rows_of_q<'a>(subject: &Subject<'a>, info: &'a TensorInfo) -> Vec<Batch<'a>> {
     let dims = info.shape.len();
     if dims < 2 {

@@ -1,15 +1,16 @@
-//! Rows of dq and dk that are zero where the data say that they cannot be.
+//! Finds rows of dq and dk that are zero although the data show that they cannot be.
 //!
-//! A token that counts and whose label has probability below [`SURE`] has a gradient of
-//! the logits of at least 2⁻⁶ of its weight in the label's class: no rounding to bf16
-//! (2⁻⁸) brings a whole row of dq to zero, nor the label's row of dk. So
+//! For a token that counts and whose label has a probability below [`SURE`], the entry of dlogits
+//! in the label's class is at least 2⁻⁶ of the token's weight. Rounding to bf16 (2⁻⁸) does not
+//! bring the token's whole row of dq to zero, nor the label's row of dk. So
 //!
-//! - dq: the row of every such token is not zero, where not all rows of k are one;
+//! - dq: the row of every such token is not zero, unless all rows of k are equal;
 //! - dk: the row of every class that such a token has as its label is not zero on the
 //!   ranks that hold the token, where the token's q is not.
 //!
-//! Rows of padding, of ignored tokens and of classes that no token has are right to be
-//! zero. f16 and f8 may lose small gradients below their range, so there it is a note.
+//! Rows of padding, of ignored tokens and of classes that are no token's label are correctly zero.
+//! f16 and f8 may lose small gradients below their range, so for these dtypes the finding is a
+//! note.
 
 use backtape::dtype::Dtype;
 use backtape::head::{HeadDeclaration, KLayout, Loss};
@@ -24,7 +25,7 @@ use crate::bits::{Kind, bits, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::number::plural;
 
-/// A label this likely may have a gradient that rounds to nothing.
+/// If the label's probability is above this, the gradient may round to zero.
 const SURE: f64 = 1.0 - 1.0 / 64.0;
 
 pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
@@ -68,17 +69,17 @@ fn step(subject: &Subject<'_>, head: &HeadDeclaration, found: &mut Found) {
     }
 }
 
-/// Whether valid classes differ in k: where all are one row, zero or not, `Σ p k - k[y]` is zero.
+/// Whether at least two valid rows of k differ: where all are equal, `Σ p k - k[y]` is zero.
 fn tells(subject: &Subject<'_>, info: &TensorInfo, head: &HeadDeclaration) -> bool {
     let (held, _) = pieces(subject.dump, info);
     let (dtype, width) = (info.dtype, info.dtype.width());
     let valid = head.valid_vocab.unwrap_or(u64::MAX);
-    // Either zero is zero.
-    let one = |bytes: &[u8]| match bits(bytes, width, 0) {
+    // -0 counts as equal to 0.
+    let element_bits = |bytes: &[u8]| match bits(bytes, width, 0) {
         bits if kind(dtype, bits) == Kind::Zero => 0,
         bits => bits,
     };
-    let row = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(width).map(one).collect() };
+    let row = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(width).map(element_bits).collect() };
     held.iter().any(|piece| match head.k_layout {
         KLayout::Dv => (0..piece.rows()).any(|at| {
             let classes = valid.saturating_sub(piece.column_range().0);
@@ -94,7 +95,7 @@ fn tells(subject: &Subject<'_>, info: &TensorInfo, head: &HeadDeclaration) -> bo
     })
 }
 
-/// Tokens whose gradient cannot be zero; `None` where that is not known.
+/// Whether the gradient of each token cannot be zero, `[T]`; `None` where that is not known.
 fn telling(subject: &Subject<'_>, head: &HeadDeclaration, facts: &Facts) -> Option<Vec<bool>> {
     let (_, label_logits) = facts.likelihood.as_ref()?;
     let cotangent = optional(subject, Role::Cotangent, facts.microbatch, facts.tokens()).ok()?;
@@ -111,15 +112,15 @@ fn telling(subject: &Subject<'_>, head: &HeadDeclaration, facts: &Facts) -> Opti
     let transform = crate::head::options::transform(head);
     let filter = head.gradient_filter.unwrap_or(0.0);
     let sure = SURE.min(1.0 - 2.0 * filter);
-    let one = |t: usize| {
+    let cannot_be_zero = |t: usize| {
         let likely = -facts.nll(t).unwrap_or(0.0);
-        // Beyond the cap the derivative of tanh is nothing.
+        // Where the softcap saturates, the derivative of tanh rounds to 0.
         let capped = transform.saturates(label_logits[t], SURE);
         let upstream = cotangent.as_ref().map_or(head.cotangent, |(all, _)| all[t]);
         let counts = facts.weights[t].is_finite() && facts.weights[t] != 0.0;
         live[t] && counts && upstream != 0.0 && !capped && likely.exp() < sure
     };
-    Some((0..facts.tokens()).map(one).collect())
+    Some((0..facts.tokens()).map(cannot_be_zero).collect())
 }
 
 fn all_zero(dtype: Dtype, bytes: &[u8]) -> bool {
@@ -128,13 +129,13 @@ fn all_zero(dtype: Dtype, bytes: &[u8]) -> bool {
 }
 
 fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], found: &mut Found) {
-    let of = subject.of_role(Role::Dq).find(|(key, info)| {
+    let tensor = subject.of_role(Role::Dq).find(|(key, info)| {
         key.microbatch == facts.microbatch && info.partial.is_none() && info.shape.len() > 1
     });
-    let Some((key, info)) = of else { return };
+    let Some((key, info)) = tensor else { return };
     found.looked();
     let (held, _) = pieces(subject.dump, info);
-    // A row may be cut over ranks: it is zero where all of its parts are.
+    // A row may be sharded over ranks: it is zero if all of its parts are.
     let mut zero = vec![true; telling.len()];
     let mut seen = vec![0u64; telling.len()];
     for piece in &held {
@@ -155,7 +156,7 @@ fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], found: &mut Found)
     report(subject, (key, info), ranks, &rows, run, "tokens that count and are not sure", found);
 }
 
-/// dk of a microbatch (or of the step) from the tokens that made it.
+/// Checks dk of a microbatch (or of the step) against the tokens that it was summed over.
 fn dk(
     subject: &Subject<'_>,
     head: &HeadDeclaration,
@@ -164,20 +165,21 @@ fn dk(
     found: &mut Found,
 ) {
     for role in [Role::Dk, Role::DkLabel] {
-        // A tied dk holds the input embedding's part too.
+        // With tied embeddings dk includes the gradient of the input embedding.
         if role == Role::Dk && head.tied_embedding {
             continue;
         }
-        let of = subject.of_role(role);
-        let of = of.filter(|(key, info)| key.microbatch == microbatch && info.shape.len() == 2);
-        for (key, info) in of {
+        let tensors = subject.of_role(role);
+        let tensors =
+            tensors.filter(|(key, info)| key.microbatch == microbatch && info.shape.len() == 2);
+        for (key, info) in tensors {
             found.looked();
             of_vocabulary(subject, head, (key, info), from, found);
         }
     }
 }
 
-/// A class, who held the token, and the tile around it.
+/// A class whose row is zero, the ranks that held the token, and the tile of zero rows around it.
 type Hit = (u64, Vec<Rank>, Option<(u64, u64)>);
 
 fn of_vocabulary(
@@ -191,7 +193,7 @@ fn of_vocabulary(
     let vocabulary = info.shape[usize::from(transposed)] as usize;
     let (held, _) = pieces(subject.dump, info);
     let depth = info.shape[usize::from(!transposed)];
-    // Whether any of the holders that matter has something in the row.
+    // For each class, whether its row is zero on all of these ranks, or on all ranks.
     let zero_on = |ranks: Option<&[Rank]>| -> Vec<bool> {
         let mut alive = vec![false; vocabulary];
         let mut seen = vec![0u64; vocabulary];
@@ -226,7 +228,8 @@ fn of_vocabulary(
     report(subject, (key, info), &ranks, &rows, run, what, found);
 }
 
-/// Marks the classes of which a piece holds something, and counts what it holds of each.
+/// Marks the classes of which a piece holds a nonzero element, and counts the elements that it
+/// holds of each class.
 fn mark(
     info: &TensorInfo,
     piece: &Piece<'_>,
@@ -255,8 +258,8 @@ fn mark(
     }
 }
 
-/// The run of zero rows around one, where it is a tile: as long as a power of two of at
-/// least 8 and aligned to it, or to the end.
+/// The run of zero rows around a row, if it looks like skipped tiles: its start is a multiple of a
+/// power of two of at least 8, and its end is too, or is the end of the tensor.
 fn run_of_zeros(zero: &[bool], at: usize) -> Option<(u64, u64)> {
     let start = zero[..at].iter().rposition(|zero| !zero).map_or(0, |last| last + 1);
     let end = zero[at..].iter().position(|zero| !zero).map_or(zero.len(), |n| at + n);

@@ -1,12 +1,13 @@
-//! How what is allowed of an element of dq or dk follows from the sums of its row and column.
+//! Computes the error that rounding may make in an element of dq or dk, from the sums that the
+//! reference took for the element, its row and its column.
 //!
-//! Every variance of `replay::allowed` is a polynomial in what the reference summed, so a stage is
-//! told in numbers: those of the stage, of each row, of each column. They are plain memory:
-//! `device/kernels/compare.cu` takes the same structs and does the same operations in the same
-//! order, so an element is allowed the same bits wherever it is looked at.
+//! Every variance of `replay::allowed` is a polynomial in these sums, so it is described by its
+//! coefficients: some for the stage, some for each row, some for each column. The structs are plain
+//! memory: `device/kernels/compare.cu` reads the same structs and does the same operations in the
+//! same order, so the CPU and a GPU compute the same bits.
 //!
-//! An element is `x + y`: `x` its dense part, `y` its label part (NUMERICS 2). Which of the two
-//! there are is said by [`Allowance::parts`].
+//! An element is `x + y`: `x` is its dense part (softmax and smoothing), `y` its label part.
+//! [`Allowance::parts`] says which of the two a stage has.
 
 use super::bound::Allowed;
 use crate::kernels::round::Precision;
@@ -14,13 +15,13 @@ use crate::kernels::round::Precision;
 /// Below the smallest normal f32 (and bf16) hardware may flush to zero.
 pub const FLUSH: f64 = 1.175_494_350_822_287_5e-38;
 
-/// The dense part is looked at.
+/// The stage has the dense part.
 pub const DENSE: i64 = 1;
-/// The label part is looked at.
+/// The stage has the label part.
 pub const LABEL: i64 = 2;
 
-/// Roundings to one or two formats: their variance is `square x² + constant`, their largest error
-/// `unit |x| + half`.
+/// Rounding a value x to one or two formats: the variance of its error is `square x² + constant`,
+/// and the largest error is `unit |x| + half`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Rounding {
@@ -34,16 +35,17 @@ pub struct Rounding {
     pub half: f64,
 }
 
-/// Of the dense part: `x` is it, `s` the sum of its squared addends.
+/// Coefficients of the dense part `x`; `s` is the sum of its squared addends.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Dense {
-    /// Its own: `total x² + squares s`.
+    /// Variance that is independent for each element: `total x² + squares s`.
     pub total: f64,
     /// See `total`.
     pub squares: f64,
-    /// Shared by the stage: `shared_total x² + shared_squares s + shared_whole w² +
-    /// shared_confident c²`, `w` the entry that is rounded, `c` its confident part.
+    /// Variance of an error that the whole stage shares: `shared_total x² + shared_squares s +
+    /// shared_whole w² + shared_confident c²`, where `w` is the value that the job rounds and `c`
+    /// the part of `x` from confident probabilities.
     pub shared_total: f64,
     /// See `shared_total`.
     pub shared_squares: f64,
@@ -51,44 +53,49 @@ pub struct Dense {
     pub shared_whole: f64,
     /// See `shared_total`.
     pub shared_confident: f64,
-    /// Certain: `bias |x|`.
+    /// Error that the job is known to make: `bias |x|`.
     pub bias: f64,
-    /// 1 where the entry that is rounded holds the label's part too, else 0.
+    /// 1 where the job adds the label part before it rounds, so that `w = x + y`; else 0, and `w =
+    /// x`.
     pub whole: i64,
 }
 
-/// Of the label part: `y` is it, `s` the sum of its squared addends, `a` the same with those that
-/// round alike added first.
+/// Coefficients of the label part `y`. `s` is the sum of its squared addends, `a` the same where
+/// addends that round alike are added before they are squared.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Label {
-    /// Its own, beside the row's: `carried max(s, y²)`.
+    /// Variance that is independent for each element, beside that of [`OfRow`]: `carried max(s,
+    /// y²)`.
     pub carried: f64,
-    /// 1 where the variance of its entry is shared by the row, 0 where it is its own.
+    /// 1 where the error of the entries of dlogits is shared by the row, 0 where it is independent
+    /// for each element.
     pub row_variance: i64,
-    /// Shared by the row: `row_alike a`.
+    /// Variance of an error that the row shares: `row_alike a`.
     pub row_alike: f64,
-    /// Shared by the stage: `shared_total y² + shared_whole w² + shared_alike a`.
+    /// Variance of an error that the whole stage shares: `shared_total y² + shared_whole w² +
+    /// shared_alike a`, where `w` is the sum of the whole entries that the job rounds, times q or
+    /// k.
     pub shared_total: f64,
     /// See `shared_total`.
     pub shared_whole: f64,
     /// See `shared_total`.
     pub shared_alike: f64,
-    /// Certain: `bias |y|`.
+    /// Error that the job is known to make: `bias |y|`.
     pub bias: f64,
-    /// Of few roundings: `few_alike a` and those of `few`, at most
-    /// `few_root √(hits s)` and those of `few`.
+    /// Few roundings, whose largest sum is known: their variance is `few_alike a` plus that of
+    /// `few`, their largest error `few_root √(hits s)` plus that of `few`.
     pub few_alike: f64,
     /// See `few_alike`.
     pub few_root: f64,
     /// See `few_alike`.
     pub few: Rounding,
-    /// 1 where additions of equal addends err alike, else 0.
+    /// 1 where the errors of adding equal addends are equal, else 0.
     pub copies: i64,
 }
 
-/// What adding the parts may round: each of them to `part`, their sum by `sum u²/3`; at most `apart`
-/// of their sizes and `together` of their sum's.
+/// The roundings of adding the two parts: `part` of each part, `sum` of their sum, and a largest
+/// error that is larger by `apart (|x| + |y|)`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Joined {
@@ -100,86 +107,95 @@ pub struct Joined {
     pub apart: f64,
 }
 
-/// The numbers of a stage.
+/// The coefficients of a stage.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Allowance {
-    /// [`DENSE`], [`LABEL`], or both, which are then added.
+    /// [`DENSE`], [`LABEL`], or the sum of both constants where the stage holds the sum of both
+    /// parts.
     pub parts: i64,
     /// See the type.
     pub dense: Dense,
     /// See the type.
     pub label: Label,
-    /// Of a stage with both parts.
+    /// Used where the stage has both parts.
     pub joined: Joined,
-    /// What the element was stored as.
+    /// Rounding to the format that the element was stored in.
     pub stored: Rounding,
 }
 
-/// The numbers of a row.
+/// The coefficients of a row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct OfRow {
-    /// Of the dense part, shared by the row: `side m²`, `m` the row's own element of k or q.
+    /// Dense part: variance of an error that the row shares, `side m² + total x²`, where `m` is the
+    /// element of the row's own q or k at this place.
     pub side: f64,
-    /// The same: `total x²`.
+    /// See `side`.
     pub total: f64,
-    /// By how much the variances and the squares of the dense part are too large.
+    /// The factor by which the reference's variances and squares of the dense part are too large
+    /// (the token's number of copies in a row of dq).
     pub copies: f64,
     /// Tokens whose label the row is.
     pub hits: f64,
-    /// Of the label part, its own: `label_total y² + label_squares s`.
+    /// Label part: variance that is independent for each element, `label_total y² + label_squares
+    /// s`.
     pub label_total: f64,
     /// See `label_total`.
     pub label_squares: f64,
-    /// The same, shared by the row: `label_row y²`, and by the stage: `label_shared y²`.
+    /// Label part: variance of an error that the row shares, `label_row y²`, and of one that the
+    /// stage shares, `label_shared y²`.
     pub label_row: f64,
     /// See `label_row`.
     pub label_shared: f64,
-    /// Of few roundings: a variance, and a largest error.
+    /// Further variance of few roundings, and their largest error.
     pub few: f64,
     /// See `few`.
     pub most: f64,
-    /// Of additions of equal addends, the largest error: `copied √(hits s)`.
+    /// Largest error of adding equal addends: `copied √(hits s)`.
     pub copied: f64,
 }
 
-/// The numbers of a column, of the dense part.
+/// The variances that a column adds to the dense part.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct OfColumn {
-    /// Its own variance.
+    /// Variance that is independent for each element.
     pub own: f64,
-    /// The variance that a row shares.
+    /// Variance of an error that the row shares.
     pub row: f64,
-    /// The variance that the stage shares.
+    /// Variance of an error that the stage shares.
     pub shared: f64,
 }
 
-/// What was summed for an element: 0 where nothing was.
+/// The reference's sums for an element; those that a stage does not have are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sums {
-    /// The dense part, the sum of its squared addends, and the variance of its entries.
+    /// The dense part, the sum of its squared addends, and the variance that the errors of its
+    /// entries of dlogits give it.
     pub x: f64,
     /// See `x`.
     pub squares: f64,
     /// See `x`.
     pub variance: f64,
-    /// What a gradient filter may have dropped of it, and its confident part.
+    /// The magnitude that a gradient filter may have dropped from `x`, and the part of `x` from
+    /// confident probabilities.
     pub dropped: f64,
     /// See `dropped`.
     pub confident: f64,
-    /// The label part, the sum of its squared addends, the variance of its entries.
+    /// The label part, the sum of its squared addends, and the variance that the errors of its
+    /// entries give it.
     pub y: f64,
     /// See `y`.
     pub label_squares: f64,
     /// See `y`.
     pub label_variance: f64,
-    /// The squares with addends that round alike added first, and the whole entry that is rounded.
+    /// The squares where addends that round alike are added before they are squared, and the sum
+    /// of the whole entries that the job rounds.
     pub label_alike: f64,
     /// See `label_alike`.
     pub label_whole: f64,
-    /// The element of k or of q at this place.
+    /// The element of q or k at this place, for dq and dk.
     pub side: f64,
 }
 
@@ -195,12 +211,12 @@ impl Rounding {
         self.square * x * x + self.constant
     }
 
-    /// Its largest error.
+    /// Largest rounding error of `x`.
     pub fn most(&self, x: f64) -> f64 {
         self.unit * x.abs() + self.half
     }
 
-    /// Both of two.
+    /// Both roundings, one after the other.
     pub fn and(self, other: Rounding) -> Rounding {
         Rounding {
             square: self.square + other.square,
@@ -212,7 +228,7 @@ impl Rounding {
 }
 
 impl Allowance {
-    /// What is allowed of an element before it was stored.
+    /// The error allowed in an element before it is stored.
     pub fn of(&self, sums: &Sums, row: &OfRow, column: &OfColumn) -> Allowed {
         match self.parts {
             DENSE => self.dense.of(sums, row, column),
@@ -224,7 +240,7 @@ impl Allowance {
         }
     }
 
-    /// What the element should be.
+    /// The element's value in the reference.
     pub fn reference(&self, sums: &Sums) -> f64 {
         match self.parts {
             DENSE => sums.x,
@@ -233,8 +249,9 @@ impl Allowance {
         }
     }
 
-    /// What storing an element adds, which should be `x` and errs within `inner` so far. What is
-    /// rounded is not x but what the job had in its place.
+    /// Adds the rounding of storing an element, `times` its variance and largest error. Its
+    /// reference is `x`, and its error so far is within `inner`: the job rounds a value that may be
+    /// as large as `size`, not x itself.
     pub fn storing(stored: &Rounding, x: f64, times: f64, inner: Allowed) -> Allowed {
         let size = x.abs() + inner.most + inner.certain + 8.0 * inner.total().sqrt();
         inner.with_few(times * stored.variance(x), times * stored.most(size))
@@ -264,14 +281,15 @@ impl Label {
     fn of(&self, sums: &Sums, row: &OfRow) -> Allowed {
         let Sums { y, label_squares: squares, label_variance: variance, .. } = *sums;
         let Sums { label_alike: alike, label_whole: whole, .. } = *sums;
-        // Most rows of dk are the label of no token: nothing was summed there.
+        // Most rows of dk are the label of no token, and all their sums are 0.
         if [y, squares, variance, alike, whole] == [0.0; 5] {
             let (few, most) = (self.few.constant + row.few, self.few.half + row.most);
             return Allowed::default().with_few(few, most);
         }
         let (in_row, own) = if self.row_variance == 1 { (variance, 0.0) } else { (0.0, variance) };
         let summed = row.label_total * y * y + row.label_squares * squares;
-        // Alike or not, each addend errs within half a spacing; Σ|a| ≤ √(n Σa²).
+        // Whether errors are equal or not, each addend errs by half a spacing at most, and Σ|a| ≤
+        // √(n Σa²).
         let root = (row.hits * squares).sqrt();
         let few = self.few_alike * alike + self.few.variance(y) + row.few;
         let most = self.few_root * root + self.few.most(y) + row.most;
@@ -285,10 +303,11 @@ impl Label {
             ..Allowed::default()
         }
         .with_few(few, most);
-        // The additions of `m` copies in one binade err by one error, and `m` equal errors of
-        // variance `a` sum to `m² a`, not `m a`: the variance of the sum is `m` times what it is of
-        // others, `m` their mean in squares. Each is off by `u |s_k|` at most, and no partial sum
-        // is larger than `Σ|a| ≤ √(n Σa²)`. Nothing is added where no addend has a copy.
+        // Adding `m` copies of an addend within one binade makes the same error each time, and `m`
+        // equal errors of variance `v` sum to a variance of `m² v`, not `m v`. So the variance is
+        // `m` times that of independent errors, with `m = alike / squares` the mean number of
+        // copies. Each addition errs by `u |s_k|` at most, and no partial sum `s_k` is larger than
+        // `Σ|a| ≤ √(n Σa²)`. Nothing is added where no addend has a copy.
         match self.copies == 1 && alike > squares && squares > 0.0 {
             true => allowed.with_few((alike / squares - 1.0) * summed, row.copied * root),
             false => allowed,
@@ -297,7 +316,7 @@ impl Label {
 }
 
 impl Joined {
-    /// Of two parts that are added.
+    /// The error allowed in adding two parts.
     pub fn of(&self, one: f64, other: f64) -> Allowed {
         let sum = one + other;
         let variance = self.part.variance(one) + self.part.variance(other);
@@ -307,11 +326,12 @@ impl Joined {
         Allowed::default().with_few(variance + self.sum.variance(sum), most)
     }
 
-    /// Of `n` ranks that each add two parts of their own, of which the sums of squares are known.
+    /// The same for `n` ranks that each add two parts of their own, from the sums over the ranks of
+    /// the parts' squares.
     pub fn of_addends(&self, n: f64, squares: [f64; 2]) -> Allowed {
         let n = n.max(1.0);
-        // As large as one of them may be if all are alike: then their sum is largest.
-        let [one, other] = squares.map(|of| (of / n).sqrt());
+        // All ranks' parts are taken as equal, for which the sum of their errors is largest.
+        let [one, other] = squares.map(|square| (square / n).sqrt());
         let each = self.of(one, other);
         Allowed { own: n * each.own, few: n * each.few, most: n * each.most, ..each }
     }

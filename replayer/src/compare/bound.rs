@@ -1,9 +1,10 @@
 //! How much rounding can produce, at a stated false-alarm probability.
 //!
-//! Every element of a stage may err in three ways: on its own (variance `v`),
-//! alike along its row (`ρ`: one rounded scalar that multiplies a whole row), and
-//! alike everywhere (`c`: a constant such as 1/N that rounds the same for every
-//! token). Three statistics are bounded, each at `exp(-x)`:
+//! The error of an element has three parts: one of its own (variance `v`), one that is the same
+//! relative error along its row (variance `ρ`: a rounded scalar that multiplies the whole row), and
+//! one that is the same in the whole stage (variance `c`: a constant such as 1/N that rounds the
+//! same for every token). These statistics are bounded, each to be exceeded with probability
+//! `exp(-x)`:
 //!
 //! - energy: `Σ a Z²` of independent normal `Z` stays below
 //!   `Σa + 2√(x Σa²) + 2x max a` (Laurent and Massart 2000, lemma 1). In a row
@@ -13,21 +14,21 @@
 //! - slope `⟨e, ref⟩/⟨ref, ref⟩`: a normal whose variance is `Σ v ref²` and,
 //!   for each row, `(Σ √ρ |ref|)²`, over `⟨ref, ref⟩²`.
 //!
-//! Beside them stands what is *certain*: an amount that the job is known to leave
-//! out or to lose to one side (a gradient filter, an accumulator of few bits). It
-//! adds to every statistic as it is. To the slope adds what storing the reference itself
-//! in few bits does to it: values that lie near each other are stored with one error.
+//! A fourth part of the error is *certain*: an amount that the job is known to leave out, or to
+//! lose always with the same sign (by a gradient filter, or in an accumulator of few bits). It is
+//! added to every bound as it is. The bound of the slope also gets the slope that storing the
+//! reference itself in few bits has: values that lie near each other are rounded by the same error.
 //!
-//! A rounding is never beyond half a spacing, whatever its tail would allow. Where few
-//! roundings make most of `v` their largest sum, `most`, is less than a normal tail: each
-//! statistic is bounded both ways, with `v` whole and with the rest of `v` beside `most`,
-//! and the smaller bound holds.
+//! A single rounding error is never larger than half a spacing, which a normal tail does not know.
+//! Where a few roundings make up most of `v`, their largest possible sum, `most`, is less than the
+//! tail: so each statistic is bounded twice, by the tail of all of `v`, and by the tail of the rest
+//! of `v` plus `most`, and the smaller bound is taken.
 //!
-//! `c` is the rounding of one number: it is never beyond half a spacing, which
-//! is √3 of its standard deviation, so it adds `√(3c)` and no tail.
+//! `c` is the variance of rounding one number, whose error is at most half a spacing, or √3
+//! standard deviations: it adds `√(3c)` and has no tail.
 //!
-//! Rounding errors are bounded, so their tails are lighter than the normal's:
-//! the bounds hold with room, and the room is not tuned.
+//! Rounding errors are bounded, so their tails are lighter than those of a normal distribution: the
+//! bounds hold with a margin, which is not a tuned constant.
 
 use super::row::AllowedSums;
 use crate::parcel::parcel;
@@ -35,8 +36,8 @@ use crate::parcel::parcel;
 /// Probability that a clean run is called diverged, for a whole report.
 pub const FALSE_ALARM: f64 = 1e-4;
 
-/// The square of the largest error of one rounding, over its variance: half a
-/// spacing is √3 standard deviations of a uniform error.
+/// The square of the largest error of one rounding, divided by its variance: half a spacing is √3
+/// standard deviations of a uniform error.
 pub const ONE_ROUNDING: f64 = 3.0;
 
 /// The exponents that share one false-alarm probability out over every test of
@@ -49,18 +50,18 @@ pub struct Bound {
     pub row: f64,
     /// For one element.
     pub element: f64,
-    /// Whether a reference that is no number says that the captured value is none either:
-    /// so of a hypothesis alone.
+    /// Whether a reference that is not finite predicts a captured value that is not finite either.
+    /// Only so when the reference is that of a hypothesis.
     pub nan_is_meant: bool,
-    /// Whether scores and what other tools count are wanted, too: a report tells them, and no
-    /// verdict needs them.
+    /// Whether scores and [`super::measures`] are computed too: reports show them, and no verdict
+    /// needs them.
     pub measured: bool,
 }
 
 impl Bound {
-    /// For a report that looks at `comparisons` stages of units, one of which
-    /// has this many rows and elements. Four statistics share the probability;
-    /// normal tails have two sides.
+    /// For a report that compares `comparisons` stages; the largest has this many rows and
+    /// elements. Four statistics (the energies of stage and row, element, slope) share the
+    /// probability, and normal tails have two sides.
     pub fn new(comparisons: usize, rows: usize, elements: usize) -> Bound {
         let share = |tests: usize| {
             (8.0 * comparisons.max(1) as f64 * tests.max(1) as f64 / FALSE_ALARM).ln()
@@ -70,21 +71,21 @@ impl Bound {
     }
 }
 
-/// Allowed variance of one element.
+/// The error that rounding may make in one element, as variances but for `most` and `certain`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Allowed {
-    /// Of the error that is its own.
+    /// Variance of the errors that are independent of those of other elements.
     pub own: f64,
-    /// The share of `own` that is of few roundings, whose sum has a largest value.
+    /// The part of `own` that comes from few roundings, whose sum has a largest value.
     pub few: f64,
     /// Largest error, not variance, of those few.
     pub most: f64,
-    /// Of the error that its row shares.
+    /// Variance of the relative error that its row shares.
     pub row: f64,
-    /// Of the error that the whole stage shares.
+    /// Variance of the relative error that the whole stage shares.
     pub shared: f64,
-    /// Largest error, not variance, of what the job is known to leave out or lose:
-    /// it has no tail.
+    /// Largest error, not variance, from what the job is known to leave out or lose; it has no
+    /// tail.
     pub certain: f64,
 }
 
@@ -94,7 +95,7 @@ impl Allowed {
         self.own + self.row + self.shared + self.certain * self.certain
     }
 
-    /// What is allowed of the element times a factor.
+    /// The error allowed in the element times a factor.
     pub fn times(self, factor: f64) -> Allowed {
         let square = factor * factor;
         Allowed {
@@ -107,8 +108,9 @@ impl Allowed {
         }
     }
 
-    /// The same, stored with this variance; `again`: as the product with a factor, which
-    /// was stored before, and the factor is rounded too, alike for all.
+    /// Adds the rounding of storing, of this variance. `again`: the job stored the element,
+    /// multiplied it by a factor and stored the product, and the factor was rounded too, with the
+    /// same error in the whole stage.
     pub fn stored(self, storage: f64, again: bool) -> Allowed {
         match again {
             false => Allowed { own: self.own + storage, ..self },
@@ -118,13 +120,13 @@ impl Allowed {
         }
     }
 
-    /// Adds few roundings of this variance, of which the largest sum is known.
+    /// Adds few roundings of this total variance, whose errors sum to `most` at most.
     pub fn with_few(self, variance: f64, most: f64) -> Allowed {
         let (own, few) = (self.own + variance, self.few + variance);
         Allowed { own, few, most: self.most + most, ..self }
     }
 
-    /// The error that is exceeded with probability `exp(-x)` at most.
+    /// The absolute error that is exceeded with probability `exp(-x)` at most.
     pub fn reach(&self, x: f64) -> f64 {
         let many = (self.own - self.few).max(0.0);
         let apart = (2.0 * x * (many + self.row)).sqrt() + self.most;
@@ -148,7 +150,8 @@ impl std::ops::Add for Allowed {
     }
 }
 
-/// Variances of independent errors, summed as the energy bound needs them.
+/// Variances of independent errors: their sum, the sum of their squares and the largest, as the
+/// energy bound needs them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Independent {
     sum: f64,
@@ -164,8 +167,8 @@ impl Independent {
         Independent { sum, squares, largest }
     }
 
-    /// Adds errors of which each is one of `repeats` equal ones: `m` equal
-    /// errors of variance `a` are one of `m a`, so `Σa²` counts `m` times.
+    /// Adds errors of which each is one of `repeats` equal ones: the energy of `m` equal errors of
+    /// variance `a` is that of one error of variance `m a`, so each `a²` counts `m` times.
     fn merge(&mut self, other: &Independent, repeats: f64) {
         self.sum += other.sum;
         self.squares += repeats * other.squares;
@@ -177,11 +180,11 @@ impl Independent {
     }
 }
 
-/// What rounding may make of a group of rows.
+/// The sums of allowed variances of a group of rows, from which their energy is bounded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Budget {
     own: Independent,
-    /// `own` without what is of few roundings, and the largest energy of those.
+    /// `own` without the few roundings, and the largest energy of these.
     many: Independent,
     most: f64,
     rows: Independent,
@@ -194,7 +197,7 @@ impl Budget {
     pub fn of_sums(sums: &AllowedSums) -> Budget {
         let AllowedSums { own, many, most, row, shared, certain } = *sums;
         let (own, many) = (Independent::of(own), Independent::of(many));
-        // What the elements share is one error.
+        // An error that the elements of a row share counts as one.
         let rows = Independent::of([row, row * row, row.max(0.0)]);
         Budget { own, many, most, rows, shared, certain }
     }
@@ -210,7 +213,7 @@ impl Budget {
         self.merge_repeated(other, 1.0);
     }
 
-    /// Adds a row that is one of `repeats` rows with equal errors.
+    /// Adds a row that is one of `repeats` rows with equal errors, such as copies of a token.
     pub fn merge_repeated(&mut self, other: &Budget, repeats: f64) {
         self.own.merge(&other.own, repeats);
         self.many.merge(&other.many, repeats);
@@ -220,13 +223,13 @@ impl Budget {
         self.certain += other.certain;
     }
 
-    /// The expected energy: what the floor is when it is not emulated.
+    /// The expected energy, which is shown as the floor where none was emulated.
     pub fn expected(&self) -> f64 {
         self.own.sum + self.rows.sum + self.shared + self.certain
     }
 
-    /// The energy that is exceeded with probability `exp(-x)` at most. Errors of
-    /// different kinds may align: amplitudes add, not energies.
+    /// The energy that is exceeded with probability `exp(-x)` at most. Errors of different kinds
+    /// may have the same sign, so their amplitudes are added, not their energies.
     pub fn energy(&self, x: f64) -> f64 {
         let amplitude = |energy: f64| energy.max(0.0).sqrt();
         let (shared, certain) = (ONE_ROUNDING * self.shared, self.certain);
@@ -267,18 +270,18 @@ mod tests {
         assert!(many.energy(16.0) < 1.1 * many.expected());
     }
 
-    /// Goal: rows that are copies of each other do not count as independent.
+    /// Goal: rows that are copies of each other do not count as independent errors.
     #[test]
     fn a_hundred_equal_rows_may_err_as_much_as_one_a_hundred_times_as_large() {
         let row = |variance| Budget::of_row([own(variance)].into_iter());
         let mut copies = Budget::default();
         (0..100).for_each(|_| copies.merge_repeated(&row(1.0), 100.0));
-        let (found, wanted) = (copies.energy(16.0), row(100.0).energy(16.0));
-        assert!((found / wanted - 1.0).abs() < 1e-9, "{found} {wanted}");
+        let (energy, wanted) = (copies.energy(16.0), row(100.0).energy(16.0));
+        assert!((energy / wanted - 1.0).abs() < 1e-9, "{energy} {wanted}");
     }
 
-    /// Goal: two rounded parts that nearly cancel do not explain an error beyond half a
-    /// spacing of each. Method: two roundings to bf16, the bound of the longest report.
+    /// Goal: two rounded parts that nearly cancel do not explain an error beyond half a spacing of
+    /// each. Method: two roundings to bf16, at the exponent of a very long report.
     #[test]
     fn few_roundings_are_never_further_off_than_half_a_spacing_of_each() {
         let u = f64::powi(2.0, -8);

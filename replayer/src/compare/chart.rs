@@ -1,8 +1,8 @@
-//! The worst element of each block of a comparison: what a heat map shows of it.
+//! The worst element of each block of a comparison, from which a report draws a heat map.
 //!
-//! A chart has a fixed number of blocks, however large the tensor is. It is filled by
-//! bands of rows, each by one thread from its first row on, so that it is the same with
-//! any number of threads.
+//! A chart has a limited number of blocks, however large the tensor is. One thread fills one row of
+//! blocks from its first row of elements on, so that the chart does not depend on the number of
+//! threads.
 
 use std::ops::Range;
 
@@ -11,23 +11,25 @@ use rayon::prelude::*;
 use super::bound::{Allowed, Bound};
 use super::tally::{Rows, Worst};
 
-/// What is kept of one block.
+/// One block of a chart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cell {
-    /// The first element that is no number, else the element of the largest score.
+    /// The first element that is not finite, else the element of the largest score.
     pub worst: Worst,
     /// Elements of the block that were compared.
     pub elements: u64,
-    /// Those beyond their bound.
+    /// Elements beyond their bound.
     pub exceeding: u64,
-    /// Those that are not finite, or whose reference is not.
+    /// Elements that are not finite, or whose reference is not.
     pub nonfinite: u64,
-    /// Which of several comparisons the worst element is of.
+    /// Number of the comparison that the worst element is from, where charts of several were
+    /// merged.
     pub of: u32,
 }
 
 impl Cell {
-    /// Whether this block looks worse than another. What is no number is worse than any.
+    /// Whether this block is worse than another. A value that is not finite is worse than any
+    /// error.
     pub fn is_worse_than(&self, other: &Cell) -> bool {
         match (self.nonfinite > 0, other.nonfinite > 0) {
             (true, false) => true,
@@ -36,12 +38,13 @@ impl Cell {
         }
     }
 
-    /// A score that is no number is of an allowance that is none: no error is within it.
+    /// The score, and infinity for NaN: the allowed error is then NaN too, and no error is within
+    /// it.
     fn score(&self) -> f64 {
         if self.worst.score.is_nan() { f64::INFINITY } else { self.worst.score }
     }
 
-    /// Takes another part of the same block in, or the same block of another comparison.
+    /// Adds another part of the same block, or the same block of another comparison.
     fn merge(&mut self, other: &Cell) {
         if other.is_worse_than(self) {
             (self.worst, self.of) = (other.worst.clone(), other.of);
@@ -52,7 +55,7 @@ impl Cell {
     }
 }
 
-/// Rows and columns in blocks.
+/// A comparison cut into blocks of rows and columns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chart {
     /// Rows and columns of the comparison.
@@ -61,7 +64,7 @@ pub struct Chart {
     pub block: (usize, usize),
     /// Blocks down and across.
     pub size: (usize, usize),
-    /// Row after row of them; none where nothing was compared.
+    /// The blocks, row after row; `None` where nothing was compared.
     pub cells: Vec<Option<Cell>>,
 }
 
@@ -89,8 +92,8 @@ impl Chart {
             let reach = (band * height).max(first)..((band + 1) * height).min(first + count);
             shape.band(rows, reach.start - first..reach.end - first, allowed, bound)
         };
-        let found: Vec<_> = bands.clone().into_par_iter().map(of_band).collect();
-        for (band, cells) in bands.zip(found) {
+        let filled: Vec<_> = bands.clone().into_par_iter().map(of_band).collect();
+        for (band, cells) in bands.zip(filled) {
             let at = band * self.size.1;
             self.cells[at..].iter_mut().zip(&cells).for_each(|(to, from)| put(to, from));
         }
@@ -118,7 +121,7 @@ impl Chart {
         cells
     }
 
-    /// Takes in the chart of another comparison of the same shape; its cells become those of
+    /// Adds the chart of another comparison of the same shape; its cells are marked as those of
     /// comparison `of`.
     pub fn merge(&mut self, other: &Chart, of: u32) {
         for (to, from) in self.cells.iter_mut().zip(&other.cells) {
@@ -128,13 +131,13 @@ impl Chart {
 
     /// The worst block, the first of equals.
     pub fn worst(&self) -> Option<&Cell> {
-        let mut found: Option<&Cell> = None;
+        let mut worst: Option<&Cell> = None;
         for cell in self.cells.iter().flatten() {
-            if found.is_none_or(|most| cell.is_worse_than(most)) {
-                found = Some(cell);
+            if worst.is_none_or(|most| cell.is_worse_than(most)) {
+                worst = Some(cell);
             }
         }
-        found
+        worst
     }
 
     /// The same comparison in blocks of twice as many rows and columns.
@@ -162,7 +165,8 @@ fn element(
 ) -> Cell {
     let error = (captured - reference).abs();
     let finite = captured.is_finite() && reference.is_finite();
-    // As the tally scores it: the worst block holds the worst element of the report.
+    // The same score as that of the tally, so that the worst block holds the worst element of the
+    // report.
     let score = if error == 0.0 { 0.0 } else { error / allowed.total().sqrt() };
     let beyond = finite && !(error <= allowed.reach(bound.element));
     Cell {
@@ -228,8 +232,8 @@ mod tests {
         chart(values, std::slice::from_ref(&(0..ROWS)))
     }
 
-    /// Goal: what a map shows is what the report says. Method: its worst block holds the
-    /// tally's worst element, and its counts add up to the tally's.
+    /// Goal: a map agrees with the report. Method: its worst block holds the tally's worst element,
+    /// and its counts add up to the tally's.
     #[test]
     fn the_worst_block_holds_the_worst_element_and_no_element_is_lost() {
         let values = values();

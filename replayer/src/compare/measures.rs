@@ -2,9 +2,9 @@
 //! largest absolute and relative difference, cosine, ULP histogram, the first
 //! and the worst element with both values.
 //!
-//! They describe and do not judge: none of them knows how much rounding can
-//! explain, and with any fixed tolerance nearly all elements pass for every
-//! known bug (NUMERICS 3). The verdict comes from [`super::bound`].
+//! They describe and do not judge: none of them knows how much rounding can explain, and with any
+//! fixed tolerance nearly all elements pass for every known bug. The verdict comes from
+//! [`super::bound`] (docs/decisions/numerics.md).
 
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub struct Point {
     pub reference: f64,
 }
 
-/// What is counted of every element.
+/// What is counted and kept while elements are added.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measures {
     /// Elements compared, finite or not.
@@ -37,7 +37,7 @@ pub struct Measures {
     /// The largest difference relative to its reference, and where. Elements
     /// whose reference is 0 are apart, in `from_zero`.
     pub max_rel: Option<(f64, Point)>,
-    /// Elements that are not 0 and should be.
+    /// Elements that are not 0 where the reference is.
     pub from_zero: u64,
     /// Elements by distance in units in the last place.
     pub ulps: [u64; BUCKETS],
@@ -74,8 +74,8 @@ impl Default for Measures {
 }
 
 impl Measures {
-    /// Counts one element that was captured in this format. Without a format,
-    /// for sums that were never stored, there are no bits to count.
+    /// Counts one element that was captured in this format. Without a format, for sums that were
+    /// never stored, no distance in bits is counted.
     pub fn add(&mut self, point: Point, format: Option<Format>) {
         self.elements += 1;
         let Point { captured, reference, .. } = point;
@@ -105,7 +105,8 @@ impl Measures {
         }
     }
 
-    /// The largest differences; what is not finite has none.
+    /// Keeps the element if its absolute or relative difference is the largest; differences that
+    /// are not finite are ignored.
     pub(super) fn extremes(&mut self, point: Point) {
         let error = point.error();
         if !error.is_finite() || error == 0.0 {
@@ -129,7 +130,7 @@ impl Measures {
         self.worst.map_or(0.0, |worst| worst.error())
     }
 
-    /// Adds what was counted further on.
+    /// Adds the counts of later elements.
     pub fn merge(&mut self, other: Measures) {
         self.elements += other.elements;
         self.mismatches += other.mismatches;
@@ -164,16 +165,16 @@ pub struct Summary {
     pub first_mismatch: Option<Point>,
     /// The element of the largest absolute difference.
     pub worst: Option<Point>,
-    /// Elements by distance in units in the last place: `3-4` and how many;
-    /// empty where nothing was stored that has bits.
+    /// Elements by distance in units in the last place: the name of a bucket, such as `3-4`, and
+    /// its count; empty where the values were never stored in a format.
     pub ulps: Vec<(String, u64)>,
     /// Elements of the wrong sign, overflown, or NaN.
     pub sign_or_overflow: u64,
 }
 
 impl Measures {
-    /// For a report, with how many values are no numbers: with any, no largest difference is
-    /// known.
+    /// The measures for a report. With `nonfinite` values that are not finite, no largest
+    /// difference is known, and NaN stands in its place.
     pub fn summary(&self, cosine: f64, nonfinite: u64) -> Summary {
         let known = |size: f64| if nonfinite > 0 { f64::NAN } else { size };
         let last = self.ulps.iter().rposition(|&n| n > 0).map_or(0, |last| last + 1);
@@ -203,13 +204,13 @@ impl Point {
 /// Sums of squares and products of finite elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Energies {
-    /// Of the differences.
+    /// Sum of squared differences.
     pub error: f64,
-    /// Of the captured values.
+    /// Sum of squared captured values.
     pub captured: f64,
-    /// Of the reference values.
+    /// Sum of squared reference values.
     pub reference: f64,
-    /// Captured times reference.
+    /// Sum of captured times reference values.
     pub dot: f64,
 }
 
@@ -223,7 +224,7 @@ impl Energies {
         self.dot += captured * reference;
     }
 
-    /// Adds what another part has.
+    /// Adds the sums of other elements.
     pub fn merge(&mut self, other: &Energies) {
         self.error += other.error;
         self.captured += other.captured;
@@ -247,7 +248,8 @@ pub fn cosine(dot: f64, captured: f64, reference: f64) -> f64 {
     }
 }
 
-/// Upper ends of the classes of scores; the last class has none.
+/// Upper ends of the classes of |score|, an error in allowed standard deviations; the last class
+/// has no end.
 pub const SCORE_ENDS: [f64; 5] = [1.0, 2.0, 3.0, 4.0, 6.0];
 
 /// The share of a normal distribution in each class of |score|.
@@ -260,7 +262,7 @@ pub const NORMAL_SHARES: [f64; 6] = [
     1.973_175_290_075_402_4e-9,
 ];
 
-/// The class of a score. NaN is in the last: it is in no other.
+/// The class of a score. NaN counts in the last class.
 pub fn score_class(score: f64) -> usize {
     SCORE_ENDS.iter().position(|&end| score < end).unwrap_or(SCORE_ENDS.len())
 }
@@ -271,11 +273,11 @@ mod tests {
     use backtape::dtype::Dtype;
 
     fn of(pairs: &[(f64, f64)], dtype: Dtype) -> Measures {
-        let mut found = Measures::default();
+        let mut measures = Measures::default();
         for (i, &(captured, reference)) in pairs.iter().enumerate() {
-            found.add(Point { index: (i as u64, 0), captured, reference }, Format::of(dtype));
+            measures.add(Point { index: (i as u64, 0), captured, reference }, Format::of(dtype));
         }
-        found
+        measures
     }
 
     #[test]

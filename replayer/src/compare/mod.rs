@@ -1,5 +1,5 @@
-//! Captured values against the reference: how large the error is, how large it
-//! may be, and where it is worst. Plain numbers in, plain numbers out.
+//! Compares captured values with the reference: how large the error is, how large rounding may make
+//! it, and where it is worst. Nothing here knows a dump, a stage or an option of the head.
 
 pub mod allowance;
 pub mod bound;

@@ -1,12 +1,11 @@
-//! Two runs of bytes of one dtype, element by element: every measure in one
-//! pass, at the speed of memory.
+//! Compares two byte slices of one dtype, element by element: every measure in one pass, at the
+//! speed of memory.
 //!
-//! Layout: row-major bytes, any alignment, as they lie in a mapped file. A block
-//! of `BLOCK` elements is widened to f64 in the first-level cache, where the
-//! sums are taken in `LANES` independent chains; the largest differences are
-//! looked for one by one only in blocks that hold a larger one than known. The
-//! order of every sum is fixed by the block, so that results depend neither on
-//! the thread count nor on how the bytes were cut on disk.
+//! The bytes are row-major, with any alignment, as in a mapped file. A block of `BLOCK` elements is
+//! widened to f64 in the first-level cache, where the sums are taken in `LANES` independent chains.
+//! The elements of a block are searched one by one for the largest differences only if the block
+//! holds a larger one than the blocks before. The order of every sum is fixed by the block, so that
+//! results depend neither on the thread count nor on how the bytes were cut on disk.
 
 use backtape::dtype::Dtype;
 use half::f16;
@@ -19,10 +18,10 @@ const BLOCK: usize = 1024;
 /// Independent chains of sums.
 const LANES: usize = 4;
 
-/// All that is known of two sets of values.
+/// The result of comparing two sets of values.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Compared {
-    /// Element by element.
+    /// Counts and extremes of the elements.
     pub measures: Measures,
     /// Sums over finite elements.
     pub energies: Energies,
@@ -32,7 +31,7 @@ pub struct Compared {
     pub first_nonfinite: Option<Point>,
 }
 
-/// Where the first element of the bytes stands in its tensor.
+/// Where the first element of the bytes lies in its tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     /// Row-major index.
@@ -53,7 +52,7 @@ impl At {
 }
 
 impl Compared {
-    /// Relative difference in the Frobenius norm; no number where a value is none.
+    /// Relative difference in the Frobenius norm; NaN where a value is not finite.
     pub fn difference(&self) -> f64 {
         match self.nonfinite {
             0 => super::tally::relative(self.energies.error, self.energies.reference),
@@ -61,13 +60,13 @@ impl Compared {
         }
     }
 
-    /// For a report.
+    /// The measures for a report.
     pub fn summary(&self) -> Summary {
         let cosine = if self.nonfinite > 0 { f64::NAN } else { self.energies.cosine() };
         self.measures.summary(cosine, self.nonfinite)
     }
 
-    /// Adds what was compared further on.
+    /// Adds the comparison of later elements.
     pub fn merge(&mut self, other: Compared) {
         self.measures.merge(other.measures);
         self.energies.merge(&other.energies);
@@ -75,7 +74,7 @@ impl Compared {
         self.first_nonfinite = self.first_nonfinite.or(other.first_nonfinite);
     }
 
-    /// Adds one element in f64, with the format that both are stored in.
+    /// Adds one element, given in f64, with the format that both sides are stored in.
     pub fn add(&mut self, point: Point, format: Option<Format>) {
         self.measures.add(point, format);
         self.finite(point);
@@ -113,7 +112,7 @@ pub fn compare(dtype: Dtype, captured: &[u8], reference: &[u8], at: At) -> Compa
     }
 }
 
-/// The values of bytes, widened; integers above 2⁵³ lose their last digits.
+/// Appends the elements of `bytes` as f64; integers above 2⁵³ lose their last digits.
 pub fn widen(dtype: Dtype, bytes: &[u8], values: &mut Vec<f64>) {
     match dtype {
         Dtype::Bf16 => values.extend(elements::<Bf16>(bytes).map(Element::value)),
@@ -134,62 +133,63 @@ pub fn widen(dtype: Dtype, bytes: &[u8], values: &mut Vec<f64>) {
 }
 
 fn blocks<E: Element>(captured: &[u8], reference: &[u8], at: At) -> Compared {
-    let mut found = Compared::default();
+    let mut compared = Compared::default();
     let bytes = BLOCK * size_of::<E>();
     let pairs = captured.chunks(bytes).zip(reference.chunks(bytes));
     for (index, (ours, theirs)) in pairs.enumerate() {
-        block::<E>(&mut found, ours, theirs, at.later(index * BLOCK));
+        block::<E>(&mut compared, ours, theirs, at.later(index * BLOCK));
     }
-    found
+    compared
 }
 
-fn block<E: Element>(found: &mut Compared, ours: &[u8], theirs: &[u8], at: At) {
+fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], at: At) {
     let (mut x, mut y) = ([0.0; BLOCK], [0.0; BLOCK]);
     let count = ours.len() / size_of::<E>();
     x.iter_mut().zip(elements::<E>(ours)).for_each(|(x, e)| *x = e.value());
     y.iter_mut().zip(elements::<E>(theirs)).for_each(|(y, e)| *y = e.value());
     let sums = sums(&x, &y);
     if !(sums.energies.error.is_finite() && sums.largest.is_finite()) {
-        return one_by_one::<E>(found, ours, theirs, at);
+        return one_by_one::<E>(compared, ours, theirs, at);
     }
-    found.energies.merge(&sums.energies);
-    found.measures.elements += count as u64;
+    compared.energies.merge(&sums.energies);
+    compared.measures.elements += count as u64;
     if ours == theirs {
-        found.measures.ulps[0] += count as u64;
+        compared.measures.ulps[0] += count as u64;
         return;
     }
-    found.measures.from_zero += sums.from_zero;
-    let known = found.measures.max_rel.map_or(0.0, |(most, _)| most);
-    if sums.largest > found.measures.max_abs() || closer(&x, &y, known) {
-        let from_zero = found.measures.from_zero;
+    compared.measures.from_zero += sums.from_zero;
+    let known = compared.measures.max_rel.map_or(0.0, |(most, _)| most);
+    if sums.largest > compared.measures.max_abs() || any_relative_above(&x, &y, known) {
+        let from_zero = compared.measures.from_zero;
         for i in 0..count {
-            found.measures.extremes(at.point(i, x[i], y[i]));
+            compared.measures.extremes(at.point(i, x[i], y[i]));
         }
-        found.measures.from_zero = from_zero;
+        compared.measures.from_zero = from_zero;
     }
     let mut differ = 0;
     for (a, b) in elements::<E>(ours).zip(elements::<E>(theirs)) {
         differ += u64::from(a.differs(b));
-        found.measures.count(a.distance(b));
+        compared.measures.count(a.distance(b));
     }
-    if found.measures.first_mismatch.is_none() {
+    if compared.measures.first_mismatch.is_none() {
         let pairs = elements::<E>(ours).zip(elements::<E>(theirs));
         let first = pairs.enumerate().find(|(_, (a, b))| a.differs(*b));
-        found.measures.first_mismatch = first.map(|(i, _)| at.point(i, x[i], y[i]));
+        compared.measures.first_mismatch = first.map(|(i, _)| at.point(i, x[i], y[i]));
     }
-    found.measures.mismatches += differ;
+    compared.measures.mismatches += differ;
 }
 
-/// The careful way, for a block with something that is not finite.
+/// Compares a block with elements that are not finite, or whose squares overflow, one element after
+/// the other.
 #[cold]
-fn one_by_one<E: Element>(found: &mut Compared, ours: &[u8], theirs: &[u8], at: At) {
+fn one_by_one<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], at: At) {
     for (i, (a, b)) in elements::<E>(ours).zip(elements::<E>(theirs)).enumerate() {
         let point = at.point(i, a.value(), b.value());
-        found.measures.elements += 1;
-        found.measures.count(a.distance(b));
-        found.measures.mismatch(a.differs(b), point);
-        found.measures.extremes(point);
-        found.finite(point);
+        compared.measures.elements += 1;
+        compared.measures.count(a.distance(b));
+        compared.measures.mismatch(a.differs(b), point);
+        compared.measures.extremes(point);
+        compared.finite(point);
     }
 }
 
@@ -199,7 +199,8 @@ struct Sums {
     from_zero: u64,
 }
 
-/// Padding adds nothing: it is 0 on both sides.
+/// The sums of a block. A block that is not full is padded with 0 on both sides, which adds
+/// nothing.
 #[inline(always)]
 fn sums(x: &[f64; BLOCK], y: &[f64; BLOCK]) -> Sums {
     let zero = [0.0f64; LANES];
@@ -231,9 +232,9 @@ fn sums(x: &[f64; BLOCK], y: &[f64; BLOCK]) -> Sums {
     }
 }
 
-/// Whether some relative difference is larger than this one.
+/// Whether some relative difference is larger than `known`.
 #[inline(always)]
-fn closer(x: &[f64; BLOCK], y: &[f64; BLOCK], known: f64) -> bool {
+fn any_relative_above(x: &[f64; BLOCK], y: &[f64; BLOCK], known: f64) -> bool {
     let mut any = [false; LANES];
     for (x, y) in x.chunks_exact(LANES).zip(y.chunks_exact(LANES)) {
         for lane in 0..LANES {
@@ -241,10 +242,10 @@ fn closer(x: &[f64; BLOCK], y: &[f64; BLOCK], known: f64) -> bool {
             any[lane] |= ((x[lane] - y[lane]).abs() > known * size) & (size > 0.0);
         }
     }
-    any.iter().any(|&found| found)
+    any.iter().any(|&above| above)
 }
 
-/// A number as it lies in a file.
+/// A number as it is stored in a file.
 trait Element: Copy {
     fn read(bytes: &[u8]) -> Self;
     fn value(self) -> f64;
@@ -323,7 +324,8 @@ floats! {
     f64, u64, f64::from_bits, f64::to_bits, Dtype::F64, (|x: f64| x);
 }
 
-/// Four bits of exponent, three of fraction, no infinity, one NaN of each sign.
+/// The value of e4m3 bits: four bits of exponent, three of fraction, no infinity, one NaN of each
+/// sign.
 fn e4m3(bits: u8) -> f64 {
     let (exponent, fraction) = (i32::from(bits >> 3 & 15), f64::from(bits & 7));
     let size = match (exponent, bits & 7) {
@@ -357,8 +359,8 @@ mod tests {
         out
     }
 
-    /// Goal: the fast way finds what the plain way finds. Method: the plain way
-    /// is `Measures::add` on widened values, which knows no blocks.
+    /// Goal: comparing by blocks gives the same result as comparing element by element. Method: the
+    /// latter is `Measures::add` on widened values.
     #[test]
     fn blocks_find_what_a_plain_loop_finds() {
         for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::F64] {

@@ -1,68 +1,70 @@
-//! How what is allowed of an entry of the token x vocabulary plane follows from the numbers of its
-//! stage and of its token.
+//! Computes the error that rounding may make in an entry of the token x vocabulary plane, from
+//! coefficients of its stage and of its token.
 //!
-//! As `allowance` is for dq and dk: plain memory, of which `device/kernels/compare.cu` has the same
+//! As in `allowance`, the structs are plain memory: `device/kernels/compare.cu` has the same
 //! structs and does the same operations in the same order.
 
 use super::allowance::Rounding;
 use super::bound::Allowed;
 
-/// What the plane holds.
+/// Which quantity of the plane a stage holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlaneStage {
     /// Logits.
     Logits = 0,
     /// Log-probabilities of every class.
     Logprobs = 1,
-    /// The gradient of the loss by the logits.
+    /// The gradient of the loss with respect to the logits.
     Dlogits = 2,
 }
 
-/// The numbers of a stage.
+/// The coefficients of a stage.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct PlaneAllowance {
     /// A [`PlaneStage`].
     pub stage: i64,
-    /// Of an entry of dlogits as the job may hold it.
+    /// Rounding of an entry of dlogits to the format that the job computes it in.
     pub entry: Rounding,
-    /// Of the subtraction that makes a log-probability.
+    /// Rounding of the subtraction `logit - lse` that gives a log-probability.
     pub subtracted: Rounding,
-    /// What the entry was stored as; all 0 where that rounds nothing.
+    /// Rounding to the format that the entry was stored in; all 0 where storing rounds nothing.
     pub stored: Rounding,
-    /// A softmax below it may have been dropped; 0 for none.
+    /// Threshold of the gradient filter: entries of a smaller probability may have been dropped; 0
+    /// for none.
     pub filter: f64,
-    /// Size of the factor of all logits.
+    /// Absolute value of the factor that the transform multiplies all logits by.
     pub factor: f64,
-    /// Relative variance that all entries of dlogits share.
+    /// Variance of the relative error that all entries of dlogits share.
     pub shared: f64,
-    /// Relative variance of what is done to all logits alike.
+    /// Variance of the relative error that all logits share, from rounding a constant of the
+    /// transform.
     pub transformed: f64,
 }
 
-/// The numbers of a token.
+/// The coefficients of a token.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct OfToken {
     /// Its log-sum-exp.
     pub lse: f64,
-    /// What goes back to it.
+    /// Cotangent of the log-sum-exp.
     pub upstream: f64,
-    /// What goes back to its label's logit.
+    /// Cotangent of the label's logit.
     pub label_upstream: f64,
-    /// Variance that its row shares, relative; of log-probabilities absolute.
+    /// Variance of the relative error that its row shares; of log-probabilities the absolute error.
     pub scale: f64,
-    /// How far its logits lie apart, as far as its softmax sees them.
+    /// Spread of its logits, weighted by their probabilities.
     pub spread: f64,
-    /// Share of the storing of its entries that is one rounding, 0 to 1.
+    /// Share, 0 to 1, of the variance of storing its entries that comes from equal rounding errors.
     pub alike: f64,
     /// Its label.
     pub label: i64,
 }
 
 impl PlaneAllowance {
-    /// What is allowed of an entry before it was stored: it should be `x`, and `own` is the
-    /// variance that the reference propagated.
+    /// The error allowed in an entry before it is stored. Its reference is `x`, and `own` is the
+    /// variance that the reference computed for it.
     pub fn of(&self, token: &OfToken, column: usize, x: f64, own: f64) -> Allowed {
         let (dlogits, logprobs) = (PlaneStage::Dlogits as i64, PlaneStage::Logprobs as i64);
         if self.stage == dlogits {
@@ -70,7 +72,7 @@ impl PlaneAllowance {
             let label = if is_label { (self.factor * token.label_upstream).abs() } else { 0.0 };
             let dense = x.abs() + label;
             let dropped = x.abs() < self.filter * (token.upstream * self.factor).abs();
-            // A scale of the logits moves p by (z - E z) of itself.
+            // A relative error δ of all logits z changes p by the relative amount δ (z - E z).
             let moved = self.transformed * (1.0 + token.spread * token.spread);
             Allowed {
                 own: own + self.entry.variance(x),
@@ -80,7 +82,7 @@ impl PlaneAllowance {
                 ..Allowed::default()
             }
         } else if self.stage == logprobs {
-            // A softmax of its own: its lse errs as scale says, absolutely.
+            // The error of lse is an absolute error of the log-probabilities of the whole row.
             let size = token.lse.abs() + x.abs();
             Allowed {
                 own: own + self.subtracted.variance(size),
@@ -93,12 +95,12 @@ impl PlaneAllowance {
         }
     }
 
-    /// Adds what storing an entry rounds, which should be `x`; `again` as in
+    /// Adds the rounding of storing an entry whose reference is `x`; `again` as in
     /// [`Allowed::stored`].
     pub fn storing(&self, token: &OfToken, x: f64, again: bool, inner: Allowed) -> Allowed {
         let storage = self.stored.variance(x);
         let inner = inner.stored(storage, again);
-        // Entries that are alike are rounded alike as they are stored.
+        // Entries that are nearly equal are rounded by the same error when they are stored.
         Allowed { shared: inner.shared + token.alike * storage, ..inner }
     }
 }

@@ -1,7 +1,7 @@
-//! One row of a comparison, once every element of it was looked at, from the left.
+//! What is known of one row of a comparison after each of its elements was compared, from the left.
 //!
-//! It is plain memory: `device/kernels/compare.cu` fills the same struct, field for field and bit
-//! for bit, so who looked at a row changes nothing of a report.
+//! The struct is plain memory: `device/kernels/compare.cu` fills the same struct with the same
+//! bits, so a report does not depend on whether the CPU or a GPU compared a row.
 
 use super::bound::{Allowed, Bound, Budget};
 use super::measures::{Measures, Point, score_class};
@@ -35,7 +35,7 @@ impl Spot {
         }
     }
 
-    /// Takes a later one where there was none, or where it is larger.
+    /// Replaces the element by a later one if there was none before, or if the later one is larger.
     fn keep_larger(&mut self, one: Spot, size: fn(&Spot) -> f64) {
         if one.is_some() && (!self.is_some() || size(&one) > size(self)) {
             *self = one;
@@ -50,7 +50,7 @@ impl Spot {
         self.error() / self.reference.abs()
     }
 
-    /// With its place in the tensor.
+    /// The element with its place in the tensor, if there is one.
     pub(super) fn worst(&self, row: u64) -> Option<Worst> {
         let Spot { column, captured, reference, score } = *self;
         let index = (row, column as u64);
@@ -63,7 +63,7 @@ impl Spot {
     }
 }
 
-/// What is known of a row; sums are over its finite elements but where said otherwise.
+/// Counts and sums of a row; over its finite elements unless a field says `all`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowTally {
@@ -71,11 +71,11 @@ pub struct RowTally {
     pub nonfinite: u64,
     /// Elements above their bound.
     pub exceeding: u64,
-    /// Of all elements: whose bits are not those of the rounded reference.
+    /// Over all elements: those whose bits are not those of the rounded reference.
     pub mismatches: u64,
-    /// Those that are not 0 and should be.
+    /// Those that are not 0 where the reference is.
     pub from_zero: u64,
-    /// Of all elements: of the wrong sign, overflown, or no number.
+    /// Over all elements: those of the wrong sign, overflown, or NaN.
     pub sign_or_overflow: u64,
     /// Sum of squared errors.
     pub error: f64,
@@ -89,31 +89,34 @@ pub struct RowTally {
     pub max_abs: f64,
     /// Error energy over its bound, of the element that is furthest beyond.
     pub beyond: f64,
-    /// Of the slope: sums of `own ref²`, `√row |ref|`, `√shared |ref|` and `certain |ref|`.
+    /// For the bound of the slope: sums of `own ref²`, `√row |ref|`, `√shared |ref|` and `certain
+    /// |ref|`, with the fields of `Allowed`.
     pub slope: [f64; 4],
-    /// Of all elements: sums of what is allowed of them.
+    /// Over all elements: sums of their allowed errors.
     pub allowed: AllowedSums,
-    /// The first that is not finite, the first above its bound, the one of the largest score.
+    /// The first element that is not finite, the first above its bound, the one of the largest
+    /// score.
     pub spots: [Spot; 3],
-    /// Of all: the first that differs; the largest difference, absolute and relative.
+    /// Over all elements: the first whose bits differ, the one of the largest absolute difference,
+    /// and the one of the largest relative difference.
     pub measured: [Spot; 3],
     /// Elements by |error| in allowed standard deviations.
     pub scores: [u32; 6],
-    /// Of all: by distance in units in the last place.
+    /// All elements by distance in units in the last place.
     pub ulps: [u32; BUCKETS],
 }
 
-/// Sums over the allowances of a row.
+/// Sums over a row of the fields of `Allowed`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct AllowedSums {
-    /// Of `own`: sum, sum of squares, largest.
+    /// `own`: sum, sum of squares, largest.
     pub own: [f64; 3],
-    /// The same without what is of few roundings.
+    /// `own - few`, the same three.
     pub many: [f64; 3],
-    /// Sum of the squared largest errors of those.
+    /// Sum of `most²`.
     pub most: f64,
-    /// Sums of `row`, of `shared`, and of squared `certain`.
+    /// Sum of `row`; below, of `shared` and of `certain²`.
     pub row: f64,
     /// See `row`.
     pub shared: f64,
@@ -121,29 +124,29 @@ pub struct AllowedSums {
     pub certain: f64,
 }
 
-// SAFETY: all zeros are numbers.
+// SAFETY: every field is a number or an array of numbers, for which all zero bits are valid.
 unsafe impl bytemuck::Zeroable for RowTally {}
 // SAFETY: `repr(C)`, numbers of 8 bytes and then an even count of 4: no padding.
 unsafe impl bytemuck::Pod for RowTally {}
 
 const _: () = assert!((BUCKETS + 6).is_multiple_of(2), "no padding at the end of a row");
 
-/// Columns of a row that are looked at together: a device has a thread for each such piece, and the
-/// row is the pieces' sums, from the left. Rows of dq and dk have one, as a rule.
+/// Columns of one piece of a row. A GPU compares each piece in a thread of its own, and the row is
+/// the sum of its pieces, from the left. Rows of dq and dk usually have one piece.
 pub const PIECE: usize = 4096;
 
-/// An element to compare, and what is allowed of it.
+/// An element to compare, and its allowed error.
 #[derive(Clone, Copy, Debug)]
 pub struct Element {
     /// The value in the dump.
     pub captured: f64,
     /// The value recomputed in f64.
     pub reference: f64,
-    /// What rounding may make of it.
+    /// The error that rounding may make in it.
     pub allowed: Allowed,
 }
 
-/// What is looked at of an element.
+/// How an element is compared, a part of [`Bound`].
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
     /// The exponent of an element's bound.
@@ -155,13 +158,13 @@ pub struct Look {
 }
 
 impl Look {
-    /// What a bound asks for.
+    /// The part of a bound that a row needs.
     pub fn of(bound: &Bound) -> Look {
         let Bound { element, nan_is_meant, measured, .. } = *bound;
         Look { bound: element, nan_is_meant, measured }
     }
 
-    /// All of it, at this exponent of an element's bound.
+    /// Everything is computed, at this exponent of an element's bound.
     pub fn whole(bound: f64) -> Look {
         Look { bound, nan_is_meant: false, measured: true }
     }
@@ -195,7 +198,7 @@ impl RowTally {
         ulps: [0; BUCKETS],
     };
 
-    /// Looks at a row's elements, stored in this format.
+    /// Compares a row's elements, which are stored in this format.
     pub fn of(elements: impl Iterator<Item = Element>, format: Format, look: &Look) -> RowTally {
         let mut row = RowTally::NONE;
         let mut piece = RowTally::NONE;
@@ -209,7 +212,7 @@ impl RowTally {
         row
     }
 
-    /// The rows whose pieces these are, so many of each row, from the left.
+    /// Joins pieces to rows: each row is the next `of_row` pieces, from the left.
     pub fn joined(pieces: &[RowTally], of_row: usize) -> Vec<RowTally> {
         let row = |pieces: &[RowTally]| {
             let mut row = RowTally::NONE;
@@ -219,7 +222,7 @@ impl RowTally {
         pieces.chunks(of_row.max(1)).map(row).collect()
     }
 
-    /// Pieces of a row of so many columns.
+    /// How many pieces a row of so many columns has.
     pub fn pieces(columns: usize) -> usize {
         columns.div_ceil(PIECE).max(1)
     }
@@ -276,7 +279,7 @@ impl RowTally {
         self.ulps.iter_mut().zip(next.ulps).for_each(|(sum, of)| *sum += of);
     }
 
-    /// What other tools count of an element, too.
+    /// Counts the element in the measures that other tools have too, and returns it with its score.
     fn measure(&mut self, column: usize, element: Element, format: Format) -> Spot {
         let Element { captured, reference, allowed } = element;
         let error = (captured - reference).abs();
@@ -306,7 +309,8 @@ impl RowTally {
         spot
     }
 
-    /// A finite element.
+    /// Adds a finite element to the sums, and tests its error against its bound at the exponent
+    /// `x`.
     fn add(&mut self, element: Element, spot: Spot, x: f64) {
         let Element { captured, reference, allowed } = element;
         let error = captured - reference;
@@ -334,12 +338,13 @@ impl RowTally {
         }
     }
 
-    /// What rounding may make of the row.
+    /// The row's allowed variances, from which its energy is bounded.
     pub fn budget(&self) -> Budget {
         Budget::of_sums(&self.allowed)
     }
 
-    /// What other tools count of it, at its place in the tensor, of so many elements.
+    /// The measures that other tools have too, for row `row` of the tensor, which has so many
+    /// elements.
     pub(super) fn measures(&self, row: u64, elements: u64) -> Measures {
         let [first_mismatch, worst, relative] = &self.measured;
         let max_rel = relative.point(row).map(|at| (at.error() / at.reference.abs(), at));
@@ -371,7 +376,7 @@ impl AllowedSums {
         self.row += allowed.row;
     }
 
-    /// Adds those of the next piece.
+    /// Adds the sums of the next piece.
     fn join(&mut self, next: &AllowedSums) {
         for (sums, of) in [(&mut self.own, &next.own), (&mut self.many, &next.many)] {
             *sums = [sums[0] + of[0], sums[1] + of[1], sums[2].max(of[2])];
@@ -382,7 +387,7 @@ impl AllowedSums {
         self.certain += next.certain;
     }
 
-    /// Of a row's elements.
+    /// The sums over a row's elements.
     #[cfg(test)]
     pub(super) fn of(elements: impl Iterator<Item = Allowed>) -> AllowedSums {
         let mut sums = AllowedSums::default();
@@ -397,8 +402,8 @@ mod tests {
     use crate::draw::Draw;
     use backtape::dtype::Dtype;
 
-    /// A row of several pieces is what an element after the other says of it: what is counted is
-    /// the same, what stands out is the same, and sums differ by their order alone.
+    /// A row that is compared in several pieces equals one that is compared element by element:
+    /// counts and kept elements are the same, and sums differ only by their order.
     #[test]
     fn a_row_of_several_pieces_is_the_row() {
         let mut draw = Draw::new(7);

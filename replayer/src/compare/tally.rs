@@ -1,6 +1,6 @@
-//! One pass over captured and reference values of a stage: error, energy, slope,
-//! worst element, worst rows. NaN is counted before anything is compared and
-//! can pass no bound: every test is `!(error <= bound)`.
+//! Compares the captured values of a stage with the reference in one pass: error, energy, slope,
+//! worst element, worst rows. Values that are not finite are counted first and pass no bound: every
+//! test is written `!(error <= bound)`.
 
 use backtape::nan::{by_size, larger};
 use rayon::prelude::*;
@@ -14,10 +14,9 @@ use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 use crate::parcel::parcel;
 
-/// Rows that one worker takes at a time: fixed, so that sums do not depend on
-/// the thread count.
+/// Rows that one thread adds up at a time; fixed, so that sums do not depend on the thread count.
 const CHUNK: usize = 64;
-/// Rows remembered as the worst: enough to name, few enough to print.
+/// How many of the worst rows are kept for a report.
 const KEPT: usize = 16;
 
 /// One element that stands out.
@@ -57,22 +56,22 @@ pub struct Rows<'a> {
     pub repeats: &'a (dyn Fn(usize) -> f64 + Sync),
 }
 
-/// For stages whose rows are all computed from different inputs.
+/// `repeats` for stages whose rows are all computed from different inputs.
 pub fn once(_row: usize) -> f64 {
     1.0
 }
 
-/// How small a fault of a comparison would have been seen, relative to its reference.
+/// The smallest faults that a comparison would have found, relative to its reference.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct SeenFrom {
-    /// Errors that are independent of rounding's, in the Frobenius norm.
+    /// An error that is independent of the rounding errors, in the Frobenius norm.
     pub noise: f64,
-    /// A factor of all values, as its distance from 1.
+    /// A wrong factor of all values, as its distance from 1.
     pub factor: f64,
 }
 
 impl SeenFrom {
-    /// What would have been seen in both of two comparisons.
+    /// The smallest faults that both of two comparisons would have found.
     pub fn in_both(self, other: SeenFrom) -> SeenFrom {
         let (noise, factor) = (larger(self.noise, other.noise), larger(self.factor, other.factor));
         SeenFrom { noise, factor }
@@ -92,7 +91,8 @@ pub struct Tally {
     pub first_nonfinite: Option<Worst>,
     /// Sum of squared errors.
     pub error_energy: f64,
-    /// Sum of the squares of the rows' error energies, those of equal rows taken as one.
+    /// Sum of the squares of the rows' error energies, where equal rows count as a single row with
+    /// their total energy.
     error_squares: f64,
     /// Sum of squared reference values.
     pub reference_energy: f64,
@@ -100,7 +100,7 @@ pub struct Tally {
     pub captured_energy: f64,
     /// Largest absolute error.
     pub max_abs: f64,
-    /// What rounding may make of the whole.
+    /// The allowed variances of the whole stage, from which its energy is bounded.
     pub budget: Budget,
     /// The element of the largest score.
     pub worst: Option<Worst>,
@@ -121,7 +121,7 @@ pub struct Tally {
     slope_variance: f64,
     slope_shared: f64,
     slope_certain: f64,
-    /// `⟨stored(ref) - ref, ref⟩`: what storing the reference itself does.
+    /// `⟨stored(ref) - ref, ref⟩`: what storing the reference itself would add to `dot`.
     slope_stored: f64,
     dot: f64,
 }
@@ -155,8 +155,8 @@ parcel!(Tally {
 });
 
 impl Tally {
-    /// Compares rows; `allowed(row, column, reference)` is the variance that the
-    /// declared precision explains.
+    /// Compares rows; `allowed(row, column, reference)` is the error that the declared precision
+    /// allows.
     pub fn of(
         rows: &Rows<'_>,
         allowed: impl Fn(usize, usize, f64) -> Allowed + Sync,
@@ -165,7 +165,7 @@ impl Tally {
         rows.tally_by(|row| rows.look_at(row, &allowed, bound), bound)
     }
 
-    /// Of rows of so many columns that were looked at already; `index` and `repeats` as of
+    /// Adds up rows of so many columns that were compared before; `index` and `repeats` as in
     /// [`Rows`].
     pub fn of_looked(
         (looked, columns): (&[RowTally], usize),
@@ -177,7 +177,8 @@ impl Tally {
         Tally::by((looked.len(), columns as u64), row, bound)
     }
 
-    /// Of rows of so many elements, each with its index and how often it counts.
+    /// Adds up `count` rows of so many elements; `row` gives a row with its index and its number of
+    /// copies.
     fn by(
         (count, elements): (usize, u64),
         row: impl Fn(usize) -> (RowTally, u64, f64) + Sync,
@@ -201,7 +202,7 @@ impl Tally {
 }
 
 impl Rows<'_> {
-    /// Looks at every element of every row, as [`Tally::of`] does.
+    /// Compares every element of every row, as [`Tally::of`] does, and returns the rows.
     pub fn looked_at(
         &self,
         allowed: impl Fn(usize, usize, f64) -> Allowed + Sync,
@@ -211,12 +212,12 @@ impl Rows<'_> {
         rows.map(|row| self.look_at(row, &allowed, bound)).collect()
     }
 
-    /// What is known of the stage once its rows were looked at, whoever did.
+    /// Adds up rows that were compared before, on the CPU or a GPU.
     pub fn tally(&self, looked: &[RowTally], bound: &Bound) -> Tally {
         Tally::of_looked((looked, self.captured.cols), self.index, self.repeats, bound)
     }
 
-    /// The same of some of the rows alone.
+    /// Adds up some of the rows only; `rows` are indices into `looked`.
     pub fn tally_of(&self, rows: &[usize], looked: &[RowTally], bound: &Bound) -> Tally {
         if rows.len() == self.captured.rows {
             return self.tally(looked, bound);
@@ -250,7 +251,7 @@ impl Rows<'_> {
 }
 
 impl Tally {
-    /// Takes one row, which is one of `repeats` with equal errors.
+    /// Adds one row, which is one of `repeats` rows with equal errors.
     fn add(&mut self, row: &RowTally, (index, elements): (u64, u64), repeats: f64, bound: &Bound) {
         let budget = row.budget();
         let [first_nonfinite, first, worst] = &row.spots;
@@ -296,7 +297,7 @@ impl Tally {
         });
     }
 
-    /// Adds what another part of the same stage found.
+    /// Adds the tally of later rows of the same stage.
     pub fn merge(&mut self, other: Tally) {
         self.elements += other.elements;
         self.rows += other.rows;
@@ -332,13 +333,13 @@ impl Tally {
         self.worst_rows.truncate(KEPT);
     }
 
-    /// Relative error in the Frobenius norm; absolute when the reference is zero, and no
-    /// number where a value is none.
+    /// Relative error in the Frobenius norm; the absolute error when the reference is zero, and NaN
+    /// where a value is not finite.
     pub fn error(&self) -> f64 {
         self.of_numbers(relative(self.error_energy, self.reference_energy))
     }
 
-    /// What is known of all elements from the finite ones: nothing, where there are others.
+    /// A statistic of the finite elements; NaN if there are elements that are not finite.
     pub fn of_numbers(&self, of_finite: f64) -> f64 {
         if self.nonfinite > 0 { f64::NAN } else { of_finite }
     }
@@ -379,7 +380,7 @@ impl Tally {
         (random + shared + self.slope_certain) / self.reference_energy
     }
 
-    /// The same, and what storing the reference itself does, where that is known.
+    /// The same plus the slope of storing the reference itself, where that was computed.
     fn slope_with_storing(&self, bound: &Bound) -> f64 {
         match self.reference_energy {
             0.0 => 0.0,
@@ -387,10 +388,11 @@ impl Tally {
         }
     }
 
-    /// Takes in that these values were stored in a format. Where many are nearly equal they round
-    /// alike, and their roundings do not average out as others do. Of a format of few bits the
-    /// reference tells how each was rounded. Of f32 it does not, as the job's own arithmetic errs by
-    /// as much: there all values may be off by one rounding, all to the same side.
+    /// Adds to `slope_stored` that these values were stored in a format. Values that are nearly
+    /// equal are rounded by the same error, which does not average out. In a format of few bits the
+    /// rounding errors of the reference are those of the job. In f32 they are not, as the job's own
+    /// arithmetic errs by as much: there every value may be off by one rounding, all with the same
+    /// sign.
     pub(crate) fn stored_in(&mut self, format: Precision, reference: &[f64]) {
         let few = !format.keeps_f32();
         let error = |x: &f64| match few {
@@ -401,9 +403,9 @@ impl Tally {
         self.slope_stored += sums.collect::<Vec<f64>>().iter().sum::<f64>();
     }
 
-    /// The smallest faults that would have been seen on top of what was: an independent error,
-    /// as a share of the reference's norm, by the energy; and a common factor, by the slope.
-    /// `None` where there is nothing that they would be a share of.
+    /// The smallest faults that would have been found beside the errors that are there: an
+    /// independent error, by the energy of the stage, and a common factor, by the slope. Both are
+    /// relative to the reference; `None` where the reference is 0 or a value is not finite.
     pub fn seen_from(&self, bound: &Bound) -> Option<SeenFrom> {
         let room = self.budget.energy(bound.stage) - self.error_energy;
         let noise = relative(room.max(0.0), self.reference_energy);
@@ -412,8 +414,8 @@ impl Tally {
         (is_share && noise.is_finite() && factor.is_finite()).then_some(SeenFrom { noise, factor })
     }
 
-    /// The largest error energy over its bound, of all tests: more than 1 where one fails;
-    /// infinite where a value is no number.
+    /// The largest ratio of an error energy to its bound, of all tests: more than 1 where a test
+    /// fails; infinite where a value is not finite.
     pub fn overshoot(&self, bound: &Bound) -> f64 {
         let over = |used: f64, most: f64| if used == 0.0 { 0.0 } else { used / most };
         let whole = over(self.error_energy, self.budget.energy(bound.stage));
@@ -422,8 +424,8 @@ impl Tally {
         if self.nonfinite > 0 || most.is_nan() { f64::INFINITY } else { most }
     }
 
-    /// Why nothing can be told of finite values, if so: an error of which the square is no
-    /// number passes no bound, and within a bound that is none everything would be.
+    /// Why finite values cannot be judged, if so: an error whose square overflows passes no bound,
+    /// and an infinite bound lets every error pass.
     pub fn unjudged(&self, bound: &Bound) -> Option<String> {
         let energies = [self.error_energy, self.reference_energy, self.captured_energy];
         let bounds = [self.budget.energy(bound.stage), self.allowed_slope(bound)];
@@ -443,30 +445,29 @@ impl Tally {
             return Some(why);
         }
         if self.exceeding > 0 {
-            let (n, of) = (self.exceeding, self.elements);
+            let (n, all) = (self.exceeding, self.elements);
             return Some(format!(
-                "{n} of {of} elements are further off than rounding can bring them"
+                "{n} of {all} elements are further off than rounding can bring them"
             ));
         }
         if self.exceeding_rows > 0 {
-            let (n, of) = (self.exceeding_rows, self.rows);
-            return Some(format!("{n} of {of} rows have more error than rounding can explain"));
+            let (n, all) = (self.exceeding_rows, self.rows);
+            return Some(format!("{n} of {all} rows have more error than rounding can explain"));
         }
         if !(self.error_energy <= self.budget.energy(bound.stage)) {
             return Some("the error as a whole is larger than rounding can explain".into());
         }
         if !(self.slope().abs() <= self.slope_with_storing(bound)) {
-            let (found, allowed) = (self.slope(), self.slope_with_storing(bound));
+            let (slope, allowed) = (self.slope(), self.slope_with_storing(bound));
             return Some(format!(
-                "the scale is off by {found:+.2e}, rounding allows {allowed:.1e}"
+                "the scale is off by {slope:+.2e}, rounding allows {allowed:.1e}"
             ));
         }
         None
     }
 }
 
-/// `√(error/norm)`; the absolute error where there is no norm to relate it to. Of a norm that is
-/// beyond f64 nothing is a share.
+/// `√(error/norm)`; the absolute error where the norm is 0, and NaN where the norm overflows f64.
 pub fn relative(error_energy: f64, reference_energy: f64) -> f64 {
     match reference_energy {
         0.0 => error_energy.sqrt(),
@@ -520,8 +521,8 @@ mod tests {
         assert!(found.excess(&bound).unwrap().contains("scale"));
     }
 
-    /// Goal: values that lie near each other are stored with one error, which is allowed; a factor
-    /// that is wrong by more is not.
+    /// Goal: values that lie near each other are rounded by the same error, which is allowed; a
+    /// factor that is wrong by more is not.
     #[test]
     fn a_scale_that_storing_the_reference_gives_is_allowed_and_a_larger_one_is_not() {
         let reference: Vec<f64> = (0..40_000).map(|i| 1.003 + 1e-5 * f64::from(i % 7)).collect();
@@ -535,8 +536,8 @@ mod tests {
         }
     }
 
-    /// Goal: what is said to be seen is seen, and half of it may not be. Method: a right stage
-    /// and a fault of just that size on top, orthogonal to the reference or along it.
+    /// Goal: a fault of the size that `seen_from` returns fails, and half of it may pass. Method: a
+    /// right stage plus a fault of just that size, orthogonal to the reference or along it.
     #[test]
     fn a_fault_of_the_size_that_is_seen_fails_and_half_of_it_passes() {
         let reference: Vec<f64> =

@@ -1,10 +1,10 @@
-//! Units in the last place: how many numbers of a dtype lie between two.
+//! Distances in units in the last place (ulp): how many steps between neighbouring numbers of a
+//! dtype lie between two values.
 //!
-//! Floats of one dtype, read as sign and magnitude, are in the order of their
-//! bits: the distance is a difference of integers, exact for every dtype and
-//! size, subnormals included. Here -0 is +0. Across zero there is no distance
-//! that means anything: 1e-30 and -1e-30 are 2·10⁹ f32 numbers apart, and what
-//! matters is that the sign is wrong. Such pairs have a bucket of their own.
+//! Floats of one dtype and sign are in the order of their bits: the distance is a difference of
+//! integers, exact for every dtype and size, subnormals included. -0 counts as +0. Values of
+//! different sign have no useful distance: 1e-30 and -1e-30 are 2·10⁹ f32 numbers apart, and what
+//! matters is that the sign is wrong. Such pairs are counted separately.
 
 use backtape::dtype::Dtype;
 
@@ -22,7 +22,7 @@ pub fn bucket(distance: u64) -> usize {
     }
 }
 
-/// What a bucket holds, as words: `3-4`.
+/// The distances that a bucket holds, in words: `3-4`.
 pub fn bucket_name(bucket: usize) -> String {
     match bucket {
         0 => "0".into(),
@@ -37,20 +37,20 @@ pub fn bucket_name(bucket: usize) -> String {
 pub struct Format {
     exponent: u32,
     fraction: u32,
-    /// The least magnitude that is not a finite number.
+    /// The smallest bits of a magnitude that is not a finite number.
     beyond: u64,
 }
 
 impl Format {
-    /// The format of a dtype to which a reference can be rounded; none for
-    /// integers, and none for the 8-bit floats: what overflows in e4m3, which
-    /// has no infinity, is up to the framework.
+    /// The format of a dtype, if a reference can be rounded to it. `None` for integers and for the
+    /// 8-bit floats: what a value that overflows e4m3, which has no infinity, becomes depends on
+    /// the framework.
     pub fn of(dtype: Dtype) -> Option<Format> {
         let wide = matches!(dtype, Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::F64);
         wide.then(|| Format::stored(dtype))
     }
 
-    /// What the elements of a matrix are stored as.
+    /// The format that the elements of a matrix are stored in.
     pub fn of_values(values: &Values<'_>) -> Format {
         Format::stored(match values {
             Values::Bf16(_) => Dtype::Bf16,
@@ -68,7 +68,7 @@ impl Format {
             Dtype::F32 => (8, 23),
             Dtype::F64 => (11, 52),
             Dtype::F8E5m2 => (5, 2),
-            // The largest exponent holds numbers; all ones is NaN.
+            // Numbers use the largest exponent too; only all bits set is NaN.
             Dtype::F8E4m3 => return Format { exponent: 4, fraction: 3, beyond: 0x7f },
             _ => panic!("integers have no format"),
         };
@@ -85,9 +85,8 @@ impl Format {
         self.beyond
     }
 
-    /// The bits of the nearest number of this format, ties to even. Rounded
-    /// once, from the f64: going through f32 would round twice and be wrong
-    /// where the first rounding makes a tie.
+    /// The bits of the nearest number of this format, ties to even. The f64 is rounded once:
+    /// rounding to f32 first would be wrong where that makes a tie.
     pub fn round(self, x: f64) -> u64 {
         let sign = if x.is_sign_negative() { self.sign() } else { 0 };
         if self.fraction == 52 {
@@ -108,12 +107,12 @@ impl Format {
         let scaled = x * f64::from_bits(((1023 - spacing) as u64) << 52);
         let steps = scaled.round_ties_even() as u64;
         let above_least = (exponent - least) as u64;
-        // The carry of a rounded-up fraction runs into the exponent, as it should.
+        // A fraction that rounds up to 1 carries into the exponent, which gives the right number.
         sign | (above_least * (1 << self.fraction) + steps).min(self.infinity())
     }
 
-    /// Distance of two numbers by their bits; none across zero, and none where
-    /// one is infinite or no number and the other is not the same.
+    /// Distance of two numbers, given by their bits. `None` where their signs differ and neither is
+    /// 0, where one is NaN, and where one is infinite and the other is not the same infinity.
     #[inline(always)]
     pub fn distance(self, a: u64, b: u64) -> Option<u64> {
         let magnitude = self.sign() - 1;
@@ -205,8 +204,8 @@ mod tests {
 
     #[test]
     fn buckets_double_and_say_what_they_hold() {
-        let found: Vec<usize> = (0..10).map(bucket).collect();
-        assert_eq!(found, [0, 1, 2, 3, 3, 4, 4, 4, 4, 5]);
+        let buckets: Vec<usize> = (0..10).map(bucket).collect();
+        assert_eq!(buckets, [0, 1, 2, 3, 3, 4, 4, 4, 4, 5]);
         let names: Vec<String> = (0..6).map(bucket_name).collect();
         assert_eq!(names, ["0", "1", "2", "3-4", "5-8", "9-16"]);
         assert_eq!(bucket(u64::MAX), BUCKETS - 1);

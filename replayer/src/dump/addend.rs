@@ -1,7 +1,7 @@
-//! Which shards of a partial tensor are parts of one addend.
+//! Groups the shards of a partial tensor by the addend that they are parts of.
 //!
-//! Where the mesh says which ranks hold which addend, it is believed. Where it
-//! does not, each rank's part is one addend.
+//! Where the mesh declares which ranks hold which addend, that is used. Otherwise each rank's part
+//! is an addend.
 
 use std::collections::BTreeMap;
 
@@ -11,8 +11,7 @@ use backtape::shard::ShardRecord;
 
 use super::{ShardRef, StepDump, TensorInfo};
 
-/// Which addend a shard is of: coordinates on the axes of the mesh that are
-/// summed over, else the rank.
+/// Identifies an addend: by coordinates on the mesh axes that are summed over, else by rank.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Addend {
     Mesh(Vec<(String, u32)>),
@@ -31,7 +30,8 @@ impl std::fmt::Display for Addend {
     }
 }
 
-/// By coordinates only if every shard names the same summed axes.
+/// The shards of each addend. They are grouped by coordinates only if every shard names the same
+/// summed axes.
 pub(crate) fn group(dump: &StepDump, info: &TensorInfo) -> BTreeMap<Addend, Vec<ShardRef>> {
     let records = || info.shards.iter().map(|at| dump.record(at));
     let axes = records().next().map(summed_axes).unwrap_or_default();

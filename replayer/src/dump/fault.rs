@@ -10,21 +10,21 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FaultKind {
-    /// The manifest lists it, the directory does not.
+    /// The manifest lists it, and it is not in the directory.
     Missing,
     /// It ends too early.
     Truncated,
-    /// Bytes follow its end.
+    /// It has bytes beyond its recorded end.
     Extended,
     /// Its header is not the one that was written.
     AlteredHeader,
-    /// The file system does not give it.
+    /// The file system cannot read it.
     Unreadable,
-    /// It says that it belongs elsewhere.
+    /// Its header says that it belongs elsewhere.
     Misplaced,
-    /// The manifest and the file's own header tell different stories.
+    /// The manifest and the file's own header disagree.
     Disagrees,
-    /// Nobody listed it.
+    /// No manifest lists it.
     Stray,
     /// It was being written when its rank stopped.
     Unfinished,
@@ -37,12 +37,12 @@ pub struct FileFault {
     pub kind: FaultKind,
     /// Which file.
     pub file: PathBuf,
-    /// Whose file, where that is known.
+    /// The rank whose file it is, if known.
     pub rank: Option<Rank>,
     /// Tensors with a shard in it whose bytes are lost or wrong. Empty when
     /// every shard of the file still hashes right.
     pub tensors: Vec<TensorKey>,
-    /// The same for people.
+    /// The fault in one sentence.
     pub sentence: String,
 }
 
@@ -53,7 +53,7 @@ impl std::fmt::Display for FileFault {
 }
 
 impl FaultKind {
-    /// True when it takes nothing away from what was listed.
+    /// True when nothing that was listed is lost by it.
     pub fn harmless(self) -> bool {
         matches!(self, FaultKind::Stray | FaultKind::Unfinished)
     }

@@ -1,8 +1,7 @@
-//! One file of a step: what is wrong with it, and where its shards' bytes lie,
-//! as far as they do.
+//! One file of a step: what is wrong with it, and where the bytes of its shards are.
 //!
-//! A faulty file is not thrown away: its record says where each shard lies,
-//! and a shard whose bytes still hash right is the shard that the job held.
+//! A faulty file is not discarded: its record says where each shard is, and a shard whose bytes
+//! still have the right hash is what the job held.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -19,7 +18,7 @@ use memmap2::Mmap;
 use super::judge::{NamesByHeader, believe, judge};
 use super::{FaultKind, FileFault, OpenError};
 
-/// What was found of one file.
+/// One file of a step, as it was found.
 pub struct DumpFile {
     path: PathBuf,
     bytes: Bytes,
@@ -31,14 +30,14 @@ pub struct DumpFile {
 enum Bytes {
     /// The file is the one that was recorded.
     Whole(ShardFile),
-    /// It is not; these are the places where its shards should be, where the
-    /// file reaches that far.
+    /// It is not the recorded file; byte ranges where its shards should be, as far as the file is
+    /// long enough.
     Torn(Mmap, Vec<Option<(usize, usize)>>),
     Gone,
 }
 
 impl DumpFile {
-    /// Where it lies, or should.
+    /// The path where it is, or should be.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -70,7 +69,7 @@ impl DumpFile {
     }
 }
 
-/// Opens a file and says what is wrong with it.
+/// Opens a file, and lists what is wrong with it.
 pub(super) fn open(
     directory: &Path,
     record: &FileRecord,
@@ -105,7 +104,7 @@ pub(super) fn open(
     (file, faults)
 }
 
-/// The places where a faulty file's shards should be, by its record.
+/// The byte ranges where a faulty file's shards should be, by its record.
 fn torn(path: &Path, record: &FileRecord) -> Bytes {
     let Some(map) = map(path) else {
         return Bytes::Gone;
@@ -134,7 +133,7 @@ fn map(path: &Path) -> Option<Mmap> {
     unsafe { Mmap::map(&file) }.ok()
 }
 
-/// Tensors of the file whose bytes are not those that were recorded.
+/// Tensors with a shard in the file whose bytes are not those that were recorded.
 fn hit(file: &DumpFile, record: &FileRecord) -> Vec<TensorKey> {
     let shards = record.shards.iter().enumerate();
     let lost = shards.filter(|(index, shard)| file.intact_bytes(*index, shard).is_none());
@@ -144,8 +143,8 @@ fn hit(file: &DumpFile, record: &FileRecord) -> Vec<TensorKey> {
     keys
 }
 
-/// Files that no record lists. Scratch files of a writer that was killed after
-/// its file had its name are not worth a word once the step is committed.
+/// Files that the manifest does not list. Temporary files of a writer that was killed are not
+/// reported once the step is committed.
 pub(super) fn strays(step: &StepDir, manifest: &Manifest) -> Result<Vec<FileFault>, OpenError> {
     let listed: std::collections::BTreeSet<&str> =
         manifest.files.iter().map(|file| file.name.as_str()).collect();

@@ -1,4 +1,4 @@
-//! One tensor of a step by the name that a person types.
+//! Finds the tensor of a step by the name that a user typed.
 
 use backtape::identity::{Microbatch, Name, NameError};
 use backtape::shard::{TensorKey, When};
@@ -6,10 +6,10 @@ use backtape::shard::{TensorKey, When};
 use super::StepDump;
 use crate::spelling::hint;
 
-/// Tensors named in one sentence; the rest is counted.
+/// Most tensors that a sentence names; the others are only counted.
 const NAMED: usize = 24;
 
-/// Why a name does not mean one tensor of the step.
+/// Why a name does not identify one tensor of the step.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum FindError {
@@ -24,9 +24,9 @@ pub enum FindError {
 }
 
 impl StepDump {
-    /// The one tensor of this name; a microbatch need not be said where there is one. Where
-    /// several were captured (microbatches, moments) the error lists them. What activation
-    /// checkpointing computed again is asked for by its moment alone.
+    /// The tensor of this name. The microbatch may be left out if there is only one. If several
+    /// tensors match (by microbatch or moment of capture) the error lists them. A tensor that
+    /// activation checkpointing recomputed is only found by its moment.
     pub fn find(
         &self,
         name: &str,
@@ -47,7 +47,7 @@ impl StepDump {
         let name = name.to_string();
         match found.as_slice() {
             [one] => Ok((*one).clone()),
-            // Of one microbatch alone there is nothing to choose from.
+            // With a single microbatch there is nothing to choose.
             [] if microbatch.is_none() && of_name.len() == 1 => Ok(of_name[0].clone()),
             [] => {
                 let mut microbatches: Vec<u32> =
@@ -92,7 +92,7 @@ fn numbers(microbatches: &[u32]) -> String {
     shown.join(", ")
 }
 
-/// The words of `--when`, and of Python's `when=`.
+/// The choices of moments, in the words of `--when` and of Python's `when=`.
 fn moments(found: &[TensorKey]) -> String {
     let word = |key: &TensorKey| {
         let json = key.when.and_then(|when| serde_json::to_value(when).ok());

@@ -1,5 +1,5 @@
-//! Is a file the one that was recorded? Its length, its header, and whether
-//! the manifest and the header tell one story. No byte of a shard is read.
+//! Checks whether a file is the one that was recorded: its length, its header, and whether manifest
+//! and header agree. No byte of a shard is read.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,7 +12,8 @@ use backtape::store::{ShardFile, ShardFileError};
 
 use super::FaultKind;
 
-/// Which record each header belongs to: tells an exchanged file from a changed one.
+/// The file name that each header hash belongs to, by which exchanged files are told from changed
+/// ones.
 pub(super) type NamesByHeader = BTreeMap<[u8; 32], Name>;
 
 pub(super) fn names_by_header(manifest: &Manifest) -> NamesByHeader {
@@ -20,11 +21,11 @@ pub(super) fn names_by_header(manifest: &Manifest) -> NamesByHeader {
     named.map(|file| (file.header_hash.0, file.name.clone())).collect()
 }
 
-/// A fault, before it is known what it hits.
+/// A fault, before it is known which tensors it affects.
 pub(super) type Found = (FaultKind, String);
 
-/// Which records of the list can be true at all. A sealed list can still have
-/// been written by a program with a fault of its own.
+/// Whether each record is consistent in itself. Even a committed manifest may have been written by
+/// a faulty program.
 pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, Vec<Found>) {
     let mut found = Vec::new();
     let mut one = |shard: &ShardRecord| {
@@ -49,7 +50,7 @@ pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, V
     (believed, found)
 }
 
-/// The file, when it is exactly the one that was recorded.
+/// The file, if it is exactly the one that was recorded, else what is wrong with it.
 pub(super) fn judge(
     path: &Path,
     record: &FileRecord,
@@ -87,7 +88,7 @@ pub(super) fn judge(
                 return Ok(file);
             }
         }
-        // A wrong length says all that the reader can say of it.
+        // The wrong length was already reported.
         Err(ShardFileError::Truncated { .. }) if !found.is_empty() => {}
         Err(ShardFileError::Contradiction { .. }) if !found.is_empty() => {}
         Err(error @ ShardFileError::Read { .. }) => {
@@ -119,7 +120,7 @@ fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Fou
     }
 }
 
-/// Where the list and the file's own header tell different stories.
+/// Where the manifest and the file's own header disagree.
 fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> Vec<Found> {
     let (about, name) = (file.about(), &record.name);
     let mut found = Vec::new();

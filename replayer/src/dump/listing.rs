@@ -1,7 +1,7 @@
-//! What a place holds, before a step is chosen: runs, their attempts, their steps.
+//! Lists what a directory or bucket holds: runs, their attempts, their steps.
 //!
-//! It looks at names, sizes and manifests, and opens no shard: a store of a thousand steps is
-//! listed while one would be read.
+//! Only names, sizes and manifests are read, and no shards, so that listing a thousand steps takes
+//! no longer than reading one.
 
 use std::path::{Path, PathBuf};
 
@@ -20,9 +20,9 @@ use super::{Place, Selection, run_record, uncommitted};
 pub struct ListedRun {
     pub run: String,
     pub path: PathBuf,
-    /// From its record; absent where that is lost.
+    /// The number of ranks from run.json; absent where that is lost.
     pub world_size: Option<u32>,
-    /// By attempt, then by number.
+    /// Its steps, by attempt, then by number.
     pub steps: Vec<ListedStep>,
 }
 
@@ -32,7 +32,7 @@ pub struct ListedRun {
 pub struct ListedStep {
     pub attempt: u32,
     pub step: u64,
-    /// True when its manifest stands and no rank stopped before the step's end.
+    /// True when its manifest was committed and no rank stopped before the end of the step.
     pub committed: bool,
     /// Why it is not committed.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -42,7 +42,7 @@ pub struct ListedStep {
     pub bytes: u64,
 }
 
-/// Every run below `path`, or the one that it is; `wanted` names one of several.
+/// Every run below `path`, or the run that `path` itself is; `wanted` names one of several.
 pub fn list(path: &Path, wanted: Option<&str>) -> Result<Vec<ListedRun>, OpenError> {
     let place = Place::of(path)?;
     let named = Selection { run: wanted.map(str::to_string), ..Selection::default() };

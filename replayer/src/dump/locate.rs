@@ -1,7 +1,7 @@
-//! Finds the one step that a path and a selection mean. Never guesses: where
-//! several fit, the error lists them with the flag that chooses.
+//! Finds the step that a path and a selection name. It never guesses: where several fit, the error
+//! lists them with the option that chooses one.
 //!
-//! It looks at names only; what lies in the step is read elsewhere.
+//! Only names are read here, not the contents of the step.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,19 +13,19 @@ use backtape::store::{AttemptDir, StepDir};
 use super::error::{AttemptState, OpenError};
 use super::{Place, Selection, run_record, uncommitted};
 
-/// The directories that were meant.
+/// The directories that were found.
 pub(super) struct Located {
     pub(super) run: PathBuf,
     pub(super) attempt: AttemptDir,
     pub(super) step: StepDir,
-    /// Attempts that have the step without a shard of it.
+    /// Attempts that have the step but no shard of it.
     pub(super) passed_over: Vec<Attempt>,
 }
 
-/// A step as one attempt has it.
+/// An attempt and a step in it.
 type Held = (AttemptDir, StepDir);
 
-/// Every step of the run, in whichever attempts are meant.
+/// Every step of the run, in the attempts that the selection allows.
 pub(super) fn steps(place: &Place, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     let (run, held) = held(place.path(), selection)?;
     let held = with_shards(place, &held)?;
@@ -35,7 +35,7 @@ pub(super) fn steps(place: &Place, selection: &Selection) -> Result<Vec<Step>, O
     if steps.is_empty() { Err(OpenError::NoSteps { path: run }) } else { Ok(steps) }
 }
 
-/// The run's directory and the attempts that are meant.
+/// The run's directory, and the attempts that the selection allows.
 pub(super) fn attempts(
     path: &Path,
     selection: &Selection,
@@ -45,21 +45,21 @@ pub(super) fn attempts(
     Ok((run, attempts))
 }
 
-/// The run's directory, and the steps in the attempts that are meant.
+/// The run's directory, and the steps in the attempts that the selection allows.
 fn held(path: &Path, selection: &Selection) -> Result<(PathBuf, Vec<Held>), OpenError> {
     let (run, attempts) = attempts(path, selection)?;
     let mut held = Vec::new();
     for attempt in attempts {
         let steps = attempt.steps().map_err(read(&attempt.path))?;
-        // `step-5` parses as step 5 but is not where step 5 lies.
+        // A directory `step-5` parses as step 5, but the directory of step 5 has leading zeros.
         let steps = steps.into_iter().filter(|step| step.path.is_dir());
         held.extend(steps.map(|step| (attempt.clone(), step)));
     }
     Ok((run, held))
 }
 
-/// Without the attempts that have no shard of these steps, where another has one: launches that
-/// came to their end before they recorded anything. Where none has any, all are kept.
+/// Leaves out attempts that have no shard of these steps, as launches that ended before they
+/// recorded anything, unless no attempt has any.
 fn with_shards(place: &Place, held: &[Held]) -> Result<Vec<Held>, OpenError> {
     let mut kept: Vec<Held> = Vec::new();
     for of_attempt in held.chunk_by(|a, b| a.0.attempt == b.0.attempt) {
@@ -77,7 +77,7 @@ pub(super) fn locate(place: &Place, selection: &Selection) -> Result<Located, Op
     let (run, mut held) = held(place.path(), selection)?;
     let wanted = selection.step.map(Step);
     let step = match choose_step(&run, &with_shards(place, &held)?, wanted) {
-        // Who names a step means it, whatever it holds.
+        // A step that was named explicitly is opened even if it holds no shards.
         Err(OpenError::NoSuchStep { .. }) => choose_step(&run, &held, wanted)?,
         chosen => chosen?,
     };
@@ -106,7 +106,7 @@ fn find_run(path: &Path, wanted: Option<&str>) -> Result<PathBuf, OpenError> {
     choose_run(path, all_runs(path)?, wanted)
 }
 
-/// Every run of a place, or the one that is named.
+/// Every run of a directory, or the one that is named.
 pub(super) fn runs(path: &Path, wanted: Option<&str>) -> Result<Vec<PathBuf>, OpenError> {
     let runs = all_runs(path)?;
     match wanted {
@@ -115,7 +115,7 @@ pub(super) fn runs(path: &Path, wanted: Option<&str>) -> Result<Vec<PathBuf>, Op
     }
 }
 
-/// The runs in a store, or the one that `path` is; never none.
+/// The runs in a store, or the run that `path` itself is; an error if there is none.
 fn all_runs(path: &Path) -> Result<Vec<PathBuf>, OpenError> {
     let not_a_dump = |found: &str| OpenError::NotADump { path: path.into(), found: found.into() };
     if !path.exists() {
@@ -130,7 +130,7 @@ fn all_runs(path: &Path) -> Result<Vec<PathBuf>, OpenError> {
     }
     let mut runs = Vec::new();
     for directory in directories(path).map_err(read(path))? {
-        // One unreadable neighbour must not hide the runs beside it.
+        // A directory that cannot be read must not hide the runs beside it.
         if looks_like_run(&directory).unwrap_or(false) {
             runs.push(directory);
         }
@@ -164,8 +164,8 @@ fn choose_run(
     }
 }
 
-/// A step's or a restart's own directory holds no run, and opened as one it
-/// would be taken for attempt 0 of something else.
+/// Refuses the directory of a step or of an attempt, which would otherwise be opened as attempt 0
+/// of another run.
 fn refuse_inside_of_a_run(path: &Path) -> Result<(), OpenError> {
     let Some(parent) = path.canonicalize().ok().and_then(|p| p.parent().map(PathBuf::from)) else {
         return Ok(());
@@ -189,7 +189,8 @@ fn refuse_inside_of_a_run(path: &Path) -> Result<(), OpenError> {
     Ok(())
 }
 
-/// Also without run.json: a run that was copied in part can still be salvaged.
+/// Whether a directory is that of a run, also without run.json: a run that was copied in part can
+/// still be salvaged.
 fn looks_like_run(path: &Path) -> io::Result<bool> {
     if path.join(RUN_RECORD).is_file() || path.join(JOURNAL).is_file() {
         return Ok(true);
@@ -201,8 +202,8 @@ fn looks_like_run(path: &Path) -> io::Result<bool> {
     }))
 }
 
-/// The attempts to look in. Unlike [`AttemptDir::list`] it keeps those whose
-/// run.json and journal are lost: their shards are self-describing.
+/// The attempts to search. Unlike [`AttemptDir::list`] this includes attempts whose run.json and
+/// journal are lost, as their shards describe themselves.
 fn choose_attempts(run: &Path, wanted: Option<Attempt>) -> Result<Vec<AttemptDir>, OpenError> {
     let inside = directories(run).map_err(read(run))?;
     let names: Vec<String> = inside.iter().map(|path| directory_name(path)).collect();
@@ -247,7 +248,7 @@ fn numbered(name: &str, prefix: &str) -> Option<u64> {
     name.strip_prefix(prefix)?.parse().ok()
 }
 
-/// Subdirectories by name. Hidden ones are no runs.
+/// Subdirectories sorted by name, without hidden ones.
 fn directories(path: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(path)? {

@@ -1,9 +1,9 @@
-//! Opens one step of a dump: the committed manifest, or what the shard files
-//! say of themselves when there is none.
+//! Opens one step of a dump: by its committed manifest, or without one from the headers of the
+//! shard files.
 //!
-//! Opening judges files and headers, not contents: whether every byte and
-//! every place is right is for [`crate::verify`]. Nothing found here aborts:
-//! a torn file is a [`FileFault`] and everything else stays readable.
+//! Opening checks files and headers, not contents: [`crate::verify`] checks every byte and every
+//! box. A damaged file does not stop it: it becomes a [`FileFault`], and everything else stays
+//! readable.
 //!
 //! ```text
 //! dump::open("/dumps", Selection { run: Some("run-a"), step: Some(0), .. })
@@ -50,11 +50,11 @@ pub use listing::{ListedRun, ListedStep, list};
 pub use place::Place;
 pub use tensors::{Disagreement, ShardRef, TensorInfo};
 
-/// Most ranks that a dump is believed to have: bounds what a damaged header
-/// can make us list as missing. A hundred times the largest jobs we know.
+/// Most ranks that a dump may have, which limits how many a damaged header can make us list as
+/// missing. It is a hundred times the size of the largest known jobs.
 pub const MAX_RANKS: u32 = 1 << 20;
 
-/// Which step is meant, where a path holds several: `--run`, `--attempt`, `--step`.
+/// Which step to open, where a path holds several: `--run`, `--attempt`, `--step`.
 #[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct Selection {
@@ -67,28 +67,28 @@ pub struct Selection {
 pub struct StepDump {
     /// Which run.
     pub run: Name,
-    /// Which launch of it.
+    /// Which attempt, the number of the launch.
     pub attempt: Attempt,
     /// Which step.
     pub step: Step,
     /// The step's directory.
     pub directory: PathBuf,
-    /// Other attempts that have the step, and no shard of it: launches that came to their end
-    /// before.
+    /// Other attempts that have the step but no shard of it, as launches that ended before they
+    /// recorded it.
     passed_over: Vec<Attempt>,
     /// Whether the step was committed.
     pub state: StepState,
-    /// From disk when committed, else from the coordinator's journal, else put together from
-    /// the shard files.
+    /// Read from disk when committed, else from the coordinator's journal, else assembled from the
+    /// headers of the shard files.
     pub manifest: Manifest,
-    /// Whether it is known which files the step should hold: the last of these does not say.
+    /// Whether it is known which files the step should hold, which the headers alone do not tell.
     pub listed: bool,
     files: Arc<Vec<DumpFile>>,
     faults: Vec<FileFault>,
     tensors: BTreeMap<TensorKey, TensorInfo>,
-    /// Shards of ragged tensors, at their places in the whole.
+    /// Records of the shards of ragged tensors, with their boxes in the whole tensor.
     settled: ragged::Settled,
-    /// Keeps what was brought of a bucket.
+    /// Keeps the local copy of files from a bucket until the dump is dropped.
     _place: Place,
 }
 
@@ -96,24 +96,24 @@ pub struct StepDump {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum StepState {
-    /// Its manifest is at its final name and hashes right.
+    /// Its manifest is at its final name and has the right hash.
     Committed,
-    /// Its manifest is lost, and the coordinator's journal tells of every rank's whole part.
+    /// Its manifest is lost, and the coordinator's journal lists every rank's whole part.
     Recovered {
-        /// What became of the manifest, as one clause.
+        /// What happened to the manifest, as one clause.
         why: String,
     },
-    /// It is known not to be whole, or not known to be.
+    /// A part of it is missing, or may be missing.
     Partial {
         /// Why, as one clause.
         why: String,
-        /// Ranks of the job of which no readable file is there.
+        /// Ranks of the job of which the dump holds no readable file.
         missing_ranks: Vec<Rank>,
     },
 }
 
 impl StepDump {
-    /// The files that should be there, each with what was found of it.
+    /// The files that should be there, each with the file that was found.
     pub fn files(&self) -> impl Iterator<Item = (&FileRecord, &DumpFile)> {
         self.manifest.files.iter().zip(self.files.iter())
     }
@@ -123,7 +123,7 @@ impl StepDump {
         &self.faults
     }
 
-    /// Every tensor of the step, also those of which files are missing.
+    /// Every tensor of the step, including those of which files are missing.
     pub fn tensors(&self) -> &BTreeMap<TensorKey, TensorInfo> {
         &self.tensors
     }
@@ -133,7 +133,7 @@ impl StepDump {
         self.settled.get(shard).unwrap_or_else(|| self.written(shard))
     }
 
-    /// The record of a shard as its rank wrote it, which is what its fingerprint was taken of.
+    /// The record of a shard as its rank wrote it; its fingerprint was computed for this box.
     pub fn written(&self, shard: &ShardRef) -> &ShardRecord {
         &self.manifest.files[shard.file].shards[shard.index]
     }
@@ -143,8 +143,8 @@ impl StepDump {
         &self.files[shard.file]
     }
 
-    /// A shard's bytes as they lie on disk, right or wrong; `None` where the
-    /// file ends before them or is not there.
+    /// A shard's bytes as they are on disk, right or wrong; `None` where the file ends before them
+    /// or is missing.
     pub fn shard_bytes(&self, shard: &ShardRef) -> Option<&[u8]> {
         self.files[shard.file].bytes(shard.index)
     }
@@ -163,13 +163,13 @@ impl StepDump {
         self.passed_over.iter().map(said).collect()
     }
 
-    /// True when no rank of the job is known to be absent.
+    /// True when the step's manifest was committed and no rank stopped before the end of the step.
     pub fn committed(&self) -> bool {
         self.state == StepState::Committed
     }
 
-    /// True when every rank's whole part of the step is known: only such a step is judged, for
-    /// what is absent from it was never recorded.
+    /// True when every rank's whole part of the step is known. Only such a step is judged: what is
+    /// absent from it was never recorded.
     pub fn is_whole(&self) -> bool {
         !matches!(self.state, StepState::Partial { .. })
     }
@@ -184,7 +184,7 @@ impl StepState {
         }
     }
 
-    /// Ranks of which nothing is there.
+    /// Ranks of which the dump holds no readable file.
     pub fn missing_ranks(&self) -> &[Rank] {
         match self {
             StepState::Partial { missing_ranks, .. } => missing_ranks,
@@ -193,7 +193,7 @@ impl StepState {
     }
 }
 
-/// As every output says it.
+/// The text that every output uses.
 impl std::fmt::Display for StepState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
@@ -204,8 +204,8 @@ impl std::fmt::Display for StepState {
     }
 }
 
-/// The steps that were dumped of the run that `path` and `selection` mean, ascending;
-/// `selection.step` is not looked at.
+/// The dumped steps of the run that `path` and `selection` name, ascending; `selection.step` is
+/// ignored.
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     let place = Place::of(path)?;
     let narrowed = place.narrow(&Selection { step: None, ..selection.clone() })?;
@@ -220,8 +220,7 @@ pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError>
     }
 }
 
-/// The run that a place and `selection` mean, and its attempts; `selection.step` is not
-/// looked at.
+/// The run that a place and `selection` name, and its attempts; `selection.step` is ignored.
 pub fn attempts(
     place: &Place,
     selection: &Selection,
@@ -230,7 +229,8 @@ pub fn attempts(
     locate::attempts(place.path(), &narrowed).map_err(|error| place.told(error))
 }
 
-/// Opens what a step is compared with: the same step of another run, unless `path` names one.
+/// Opens the step of another run that a step is compared with: the one of the same number, unless
+/// `path` names another.
 pub fn open_other(path: &Path, step: Step) -> Result<StepDump, OpenError> {
     let place = Place::of(path)?;
     let named = place.narrow(&Selection::default())?.step;
@@ -238,14 +238,15 @@ pub fn open_other(path: &Path, step: Step) -> Result<StepDump, OpenError> {
     open_some(&place, &selection, &|_| true)
 }
 
-/// Opens the step that `path` and `selection` mean. Of a bucket its files are brought to this
-/// host first, and are gone when the dump is dropped.
+/// Opens the step that `path` and `selection` name. From a bucket its files are first copied to
+/// this host, and are deleted when the dump is dropped.
 pub fn open(path: &Path, selection: &Selection) -> Result<StepDump, OpenError> {
     open_some(&Place::of(path)?, selection, &|_| true)
 }
 
-/// The same, but of a bucket only the files that `wanted` accepts by name are brought to this
-/// host, beside those that `place` has. The others count as missing: ask for no shard of theirs.
+/// The same, but from a bucket only the files that `wanted` accepts by name are copied, in addition
+/// to those that `place` already has. The other files count as missing, so their shards must not be
+/// used.
 pub fn open_some(
     place: &Place,
     selection: &Selection,
@@ -300,10 +301,10 @@ fn open_at(
     })
 }
 
-/// How a manifest is read, and which attempt and step it says that it is of.
+/// How a manifest is parsed, and how its attempt and step are read from it.
 type Reading<T> = (fn(&[u8]) -> Result<T, ManifestError>, fn(&T) -> (Attempt, Step));
 
-/// What a manifest says, or why there is none to go by, which names it by its path.
+/// A parsed manifest, or the clause that says why it is missing or damaged.
 fn read_manifest<T>(
     place: &Place,
     step: &StepDir,
@@ -334,7 +335,7 @@ fn read_manifest<T>(
     Ok(Ok(manifest))
 }
 
-/// Why a step is not committed, from its manifest alone; `None` where it is.
+/// Why a step is not committed, from its manifest alone; `None` if it is.
 fn uncommitted(place: &Place, step: &StepDir, attempt: Attempt) -> Option<String> {
     if let Err(error) = place.bring(step, |name| name == MANIFEST) {
         return Some(error.to_string());
@@ -347,8 +348,8 @@ fn uncommitted(place: &Place, step: &StepDir, attempt: Attempt) -> Option<String
     }
 }
 
-/// `run.json` of an attempt, where it can be read. Nothing depends on it but
-/// names and the mesh of a salvaged step.
+/// `run.json` of an attempt, if it can be read. Only names and the mesh of a salvaged step depend
+/// on it.
 fn run_record(directory: &Path) -> Option<RunRecord> {
     let bytes = std::fs::read(directory.join(RUN_RECORD)).ok()?;
     RunRecord::from_bytes(&bytes).ok().map(|read| read.record)
@@ -366,8 +367,8 @@ fn listing(step: &StepDir) -> Result<Vec<String>, OpenError> {
     Ok(names)
 }
 
-/// `rank 3`, `ranks 0, 1 and 7`, shortened where it would fill the screen; `2 devices of rank 0`
-/// where a rank is there more than once.
+/// Names ranks as `rank 3` or `ranks 0, 1 and 7`, shortened if there are many; `2 devices of rank
+/// 0` where a rank occurs more than once.
 pub(crate) fn name_ranks(ranks: &[Rank]) -> String {
     const SHOWN: usize = 12;
     let mut devices: BTreeMap<Rank, usize> = BTreeMap::new();

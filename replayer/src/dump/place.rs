@@ -1,8 +1,8 @@
-//! Where a dump is read: a directory as it lies, or a bucket, of which the step that is meant is
-//! brought to this host first.
+//! Where a dump is read from: a directory, or a bucket, of which the chosen step is first copied to
+//! this host.
 //!
-//! Of a bucket everything is named here and nothing brought until a step is chosen, so that one
-//! step of a run of terabytes costs that step. The copy ends with the last that reads it.
+//! The objects of a bucket are listed, and nothing is copied until a step is chosen, so that only
+//! this step of a large run is transferred. The copy is deleted with its last reader.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,19 +21,19 @@ use super::Selection;
 use super::error::OpenError;
 use super::reference::Reference;
 
-/// A place that can be looked at as a directory.
+/// A place that can be read as a directory.
 #[derive(Clone)]
 pub struct Place {
     path: PathBuf,
-    /// What its name was followed by.
+    /// The attempt and step that were written after its name.
     reference: Reference,
     copy: Option<Arc<Copy>>,
 }
 
-/// What was brought of a bucket.
+/// The local copy of a part of a bucket.
 struct Copy {
     bucket: Bucket,
-    /// As it was given.
+    /// The URL as it was given.
     url: PathBuf,
     /// Bytes of every object, by its path below `url`.
     objects: BTreeMap<PathBuf, u64>,
@@ -41,7 +41,7 @@ struct Copy {
 }
 
 impl Place {
-    /// The place itself, or the names of what lies in a bucket.
+    /// Opens a directory, or lists the objects of a bucket.
     pub fn of(path: &Path) -> Result<Place, OpenError> {
         let reference = Reference::read(path)?;
         let path = reference.path.as_path();
@@ -61,7 +61,7 @@ impl Place {
             return Err(OpenError::NotADump { path: path.into(), found });
         }
         let directory = tempfile::Builder::new().prefix("backtape-").tempdir().map_err(read)?;
-        // The last component names a run that was given without its store.
+        // The copy keeps the last component of the URL, which may be the name of a run.
         let copy = Copy { bucket, url: path.into(), objects, directory };
         let path = copy.root();
         let place = Place { path, reference: reference.clone(), copy: Some(Arc::new(copy)) };
@@ -69,8 +69,8 @@ impl Place {
         Ok(place)
     }
 
-    /// The selection with what the place's name was followed by, as in `run@1:5`, or the name of
-    /// the run in it.
+    /// The selection, narrowed by an ending such as `@1:5` after the place's name or after the name
+    /// of the run.
     pub(super) fn narrow(&self, selection: &Selection) -> Result<Selection, OpenError> {
         let narrowed = self.reference.narrow(selection)?;
         let here = |name: &String| self.path.join(name).is_dir();
@@ -90,7 +90,7 @@ impl Place {
         &self.path
     }
 
-    /// A path below [`Place::path`] as the user knows it.
+    /// A path below [`Place::path`] as the user would write it.
     pub fn given(&self, path: &Path) -> PathBuf {
         match &self.copy {
             Some(copy) => moved(path, &copy.root(), &copy.url),
@@ -98,8 +98,8 @@ impl Place {
         }
     }
 
-    /// Makes the directories, the run records, and a file for each manifest that is there: what
-    /// a step is chosen by.
+    /// Creates what is needed to choose a step: the directories, the run records, and an empty file
+    /// for each manifest.
     fn name_all(&self) -> io::Result<()> {
         let Some(copy) = &self.copy else { return Ok(()) };
         for name in copy.objects.keys() {
@@ -132,7 +132,7 @@ impl Place {
         Ok(sizes)
     }
 
-    /// Brings the files of a step that `wanted` accepts by name.
+    /// Copies the files of a step that `wanted` accepts by name from the bucket.
     pub fn bring(
         &self,
         step: &StepDir,
@@ -150,12 +150,12 @@ impl Place {
         })
     }
 
-    /// Brings the coordinator's journal of an attempt: as the one file that it is in a directory.
+    /// Copies the coordinator's journal of an attempt from the bucket, as a single file.
     pub fn bring_journal(&self, attempt: &AttemptDir) -> Result<(), OpenError> {
         let Some(copy) = &self.copy else { return Ok(()) };
         let below = attempt.path.strip_prefix(copy.root()).unwrap_or(&attempt.path);
         let lines = below.join(JOURNAL_LINES);
-        // Numbered with leading zeros, so their order is that of their names.
+        // The objects are numbered with leading zeros, so that their names sort in order.
         let of = copy.objects.iter().filter(|(name, _)| name.parent() == Some(&lines));
         let (names, sizes): (Vec<PathBuf>, Vec<u64>) =
             of.map(|(name, bytes)| (copy.url.join(name), *bytes)).unzip();
@@ -167,7 +167,7 @@ impl Place {
         std::fs::write(attempt.path.join(JOURNAL), text).map_err(read)
     }
 
-    /// Brings the scalars of an attempt.
+    /// Copies the scalars of an attempt from the bucket.
     pub fn bring_scalars(&self, attempt: &AttemptDir) -> Result<(), OpenError> {
         let Some(copy) = &self.copy else { return Ok(()) };
         let below = attempt.path.strip_prefix(copy.root()).unwrap_or(&attempt.path);
@@ -191,7 +191,7 @@ impl Place {
         Ok(())
     }
 
-    /// The same error, with what the user gave in place of this host's copy.
+    /// The same error, with the user's paths in place of those of the local copy.
     pub(super) fn told(&self, error: OpenError) -> OpenError {
         match &self.copy {
             Some(copy) => error.with_paths(|path| moved(path, &copy.root(), &copy.url)),
@@ -205,7 +205,7 @@ impl Copy {
         self.directory.path().join(self.url.file_name().unwrap_or_default())
     }
 
-    /// Brings one object, in place of what stood for it.
+    /// Copies one object from the bucket, replacing its empty file.
     fn bring(&self, name: &Path) -> io::Result<()> {
         let target = self.root().join(name);
         if let Err(error) = std::fs::remove_file(&target)
@@ -217,10 +217,10 @@ impl Copy {
     }
 }
 
-/// A path below `from`, below `to`.
+/// Moves a path from below `from` to below `to`.
 fn moved(path: &Path, from: &Path, to: &Path) -> PathBuf {
     match path.strip_prefix(from) {
-        // Joining nothing would leave a slash at the end.
+        // Joining an empty path would leave a slash at the end.
         Ok(inside) if inside == Path::new("") => to.into(),
         Ok(inside) => to.join(inside),
         Err(_) => path.into(),

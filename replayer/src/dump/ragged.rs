@@ -1,11 +1,11 @@
-//! Tensors whose ranks hold parts of unequal length: dynamic padding gives each rank as many
-//! tokens as its longest sequence asks for. A rank that records a local array with a placement
-//! knows its own part alone, and says that the whole is as many such parts as the axis has
-//! ranks. Where those words differ between ranks, the tensor is ragged: it is the parts of all
-//! ranks, one after the other in the order of the axis.
+//! Ragged tensors: ranks hold parts of unequal length, as with dynamic padding, where each rank's
+//! token count depends on its longest sequence. A rank that records a local array with a placement
+//! knows only its own part, and declares a whole of as many such parts as the axis has ranks. Where
+//! these declared shapes differ between ranks, the tensor is ragged: it consists of the parts of
+//! all ranks, one after the other in the order of the axis.
 //!
-//! Only the place in the whole is settled here. What a record says of itself stays as it was
-//! written, and its fingerprint is proved there.
+//! Only the boxes in the whole tensor are computed here. The record as it was written is kept,
+//! since its fingerprint was computed for it.
 
 use std::collections::BTreeMap;
 
@@ -15,11 +15,11 @@ use backtape::shard::{FingerprintSource, ShardRecord};
 
 use super::ShardRef;
 
-/// Shards of a ragged tensor as they lie in the whole.
+/// Records of the shards of ragged tensors, with their boxes in the whole tensor.
 pub(super) type Settled = BTreeMap<ShardRef, ShardRecord>;
 
-/// The records of a ragged tensor with their places in the whole; `None` where the shapes do
-/// not differ, or differ in a way that unequal parts do not explain.
+/// Computes the boxes of a ragged tensor's shards in the whole tensor; `None` where the declared
+/// shapes do not differ, or differ in a way that parts of unequal length do not explain.
 pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option<Settled> {
     let (first, _) = shards.first()?;
     let shape = &first.shape;
@@ -31,7 +31,8 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
     }
     let differs = |dim: &usize| shards.iter().any(|(record, _)| record.shape[*dim] != shape[*dim]);
     let last = (0..shape.len()).rfind(differs)?;
-    // Unequal along what is not cut, as in [B, S]: rows of tokens have no common width.
+    // If a dimension that is not sharded has unequal lengths, as S in [B, S], rows of tokens have
+    // no common width, and the dimensions up to it are flattened.
     let folded = (0..=last).any(|dim| differs(&dim) && axes_of(first, dim).is_empty());
     let cut = if folded { 0..last + 1 } else { last..last + 1 };
     if (0..cut.start).any(|dim| differs(&dim)) {
@@ -40,7 +41,7 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
     let order = |record: &ShardRecord| -> Option<Vec<u32>> {
         let axes = mesh.0.iter().filter(|(axis, _)| cuts(record, axis, cut.clone()));
         match mesh.0.is_empty() {
-            // Without a mesh the one axis is the ranks.
+            // Without a mesh the ranks are the only axis.
             true => Some(vec![record.rank.0]),
             false => axes.map(|(axis, _)| place_on(record, axis, mesh)).collect(),
         }
@@ -50,7 +51,7 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
     let mut lengths: BTreeMap<Vec<u32>, u64> = BTreeMap::new();
     for (record, _) in shards {
         let own = length(record);
-        // Ranks that hold the same part say the same of it.
+        // Ranks that hold the same part must declare the same length.
         if *lengths.entry(order(record)?).or_insert(own) != own {
             return None;
         }
@@ -78,8 +79,8 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
     shards.iter().map(placed).collect()
 }
 
-/// Whether a record says no more of the whole than that it is as many parts like its own as the
-/// axes that cut it have ranks: what the recorder makes of a local array and a placement.
+/// Whether a record declares the whole tensor as equal parts like its own, one for each rank along
+/// the axes that shard it, as the recorder does for a local array with a placement.
 fn is_equal_part(record: &ShardRecord, mesh: &Mesh) -> bool {
     let IndexBox(ranges) = &record.place;
     record.fingerprint_source == FingerprintSource::Recorder
@@ -93,7 +94,7 @@ fn is_equal_part(record: &ShardRecord, mesh: &Mesh) -> bool {
         })
 }
 
-/// Axes that cut a dimension.
+/// The mesh axes that shard a dimension.
 fn axes_of(record: &ShardRecord, dim: usize) -> Vec<&str> {
     let cut = record
         .placement
@@ -106,8 +107,8 @@ fn cuts(record: &ShardRecord, axis: &str, dims: std::ops::Range<usize>) -> bool 
     matches!(record.placement.get(axis), Some(Placement::Shard(dim)) if dims.contains(&(*dim as usize)))
 }
 
-/// Ranks along an axis. Without a mesh, or on one that the manifest alone names, it is told by
-/// the mesh; a job that named none has one axis, its ranks.
+/// How many ranks lie along an axis: from the mesh, or without a mesh from the record, as the whole
+/// length divided by that of its own part.
 fn size_of(axis: &str, record: &ShardRecord, mesh: &Mesh) -> Option<u64> {
     match mesh.0.iter().find(|(name, _)| name == axis) {
         Some((_, size)) => Some(u64::from(*size)),
@@ -119,13 +120,13 @@ fn size_of(axis: &str, record: &ShardRecord, mesh: &Mesh) -> Option<u64> {
     }
 }
 
-/// Where a rank lies on an axis.
+/// The coordinate of a rank on an axis.
 fn place_on(record: &ShardRecord, axis: &str, mesh: &Mesh) -> Option<u32> {
     let only = mesh.0.len() == 1;
     record.mesh.get(axis).copied().or(only.then_some(record.rank.0))
 }
 
-/// How many parts make up the whole.
+/// How many parts the whole tensor has.
 fn parts(record: &ShardRecord, cut: std::ops::Range<usize>, mesh: &Mesh) -> Option<u64> {
     let axes = record.placement.keys().filter(|axis| cuts(record, axis, cut.clone()));
     axes.map(|axis| size_of(axis, record, mesh)).try_fold(1u64, |n, size| n.checked_mul(size?))

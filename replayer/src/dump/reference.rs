@@ -1,8 +1,7 @@
-//! What a person writes where a run is named: `RUN`, `RUN@ATTEMPT`, `RUN:STEP`,
-//! `RUN@ATTEMPT:STEP`.
+//! Parses the ways to name a run: `RUN`, `RUN@ATTEMPT`, `RUN:STEP`, `RUN@ATTEMPT:STEP`.
 //!
-//! A name of a run may hold `@` and `:` itself. What lies at the path as it is written is meant;
-//! where the path without its ending lies there too, nothing is guessed.
+//! The name of a run may itself contain `@` and `:`. If the path exists as it is written, that run
+//! is meant; if the path without its ending exists too, this is an error.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +9,7 @@ use backtape::store::backend::is_url;
 
 use super::{OpenError, Selection};
 
-/// A run, with what its name was followed by.
+/// A run, with the attempt and step that were written after its name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Reference {
     pub(super) path: PathBuf,
@@ -19,7 +18,8 @@ pub(super) struct Reference {
 }
 
 impl Reference {
-    /// Reads what was written; of a bucket, whose objects are not known yet, an ending is one.
+    /// Parses a path. In the URL of a bucket, whose objects are not known yet, an ending always
+    /// counts as one.
     pub(super) fn read(written: &Path) -> Result<Reference, OpenError> {
         let whole = Reference { path: written.into(), ..Reference::default() };
         let Some(split) = split(written) else { return Ok(whole) };
@@ -39,7 +39,7 @@ impl Reference {
         Some((found.path.to_str()?.to_owned(), Reference { path: name.into(), ..found }))
     }
 
-    /// The selection with what the ending says.
+    /// The selection, narrowed by the ending; an error if the two differ.
     pub(super) fn narrow(&self, selection: &Selection) -> Result<Selection, OpenError> {
         let differ = |what, written: u64, asked: u64| OpenError::SaidTwice {
             path: self.path.clone(),
@@ -62,7 +62,7 @@ impl Reference {
     }
 }
 
-/// The path without `@ATTEMPT` and `:STEP`, where it ends in one of them.
+/// The path without `@ATTEMPT` and `:STEP`, if it ends in one of them.
 fn split(written: &Path) -> Option<Reference> {
     let name = written.file_name()?.to_str()?;
     let (rest, step) = number_after(name, ':').unwrap_or((name, None));

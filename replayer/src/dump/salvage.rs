@@ -1,8 +1,8 @@
-//! A step without a manifest: by the coordinator's journal, where that tells of every rank's
-//! whole part, else put together from what its shard files say of themselves.
+//! Opens a step without a manifest: by the coordinator's journal, if that lists every rank's whole
+//! part, else from the headers of its shard files.
 //!
-//! The latter lists what is there. What was never written it cannot know, beyond the
-//! ranks of which nothing is there at all.
+//! The headers only list what is there. Of what is missing they only show which ranks have no file
+//! at all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -26,7 +26,7 @@ use super::{
     FaultKind, FileFault, MAX_RANKS, OpenError, StepState, listing, name_ranks, run_record,
 };
 
-/// A manifest, how far it is to be trusted, and what was wrong on the way.
+/// A manifest, how far it can be trusted, and the faults that were found.
 pub(super) struct Salvaged {
     pub(super) manifest: Manifest,
     pub(super) state: StepState,
@@ -36,7 +36,7 @@ pub(super) struct Salvaged {
 }
 
 impl Salvaged {
-    /// A manifest that stands at its final name.
+    /// A manifest that was found at its final name.
     pub(super) fn sealed(manifest: Manifest) -> Salvaged {
         Salvaged::of_whole(manifest, StepState::Committed)
     }
@@ -51,8 +51,8 @@ impl Salvaged {
     }
 }
 
-/// What the coordinator's journal tells of the step, where it can be read: that it cannot is
-/// told by verification.
+/// What the coordinator's journal has about the step, if it can be read; verification reports if it
+/// cannot.
 fn journal(located: &Located) -> Option<Examined> {
     examine(&located.attempt.path.join(JOURNAL), located.step.step).ok()
 }
@@ -95,7 +95,8 @@ pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenEr
             }
         }
     }
-    // One damaged digit may look like a newer version; a whole step of them is one.
+    // A damaged digit may look like a newer version, so this is an error only if no header can be
+    // read.
     if let (Some((path, found)), true) = (newer, readable.is_empty()) {
         return Err(OpenError::Newer { path, found });
     }
@@ -154,7 +155,7 @@ fn put_together(
     Salvaged { manifest, state, faults, listed: false }
 }
 
-/// run.json's name, else what most files say, else the directory's.
+/// The run's name in run.json, else in most files, else that of the directory.
 fn run_name(located: &Located, readable: &[Readable]) -> Option<Name> {
     run_record(&located.attempt.path)
         .map(|record| record.run)
@@ -183,7 +184,7 @@ fn file_record(file: Readable) -> FileRecord {
     }
 }
 
-/// Why a header says nothing.
+/// Why a header cannot be used.
 #[derive(Debug, thiserror::Error)]
 enum HeaderError {
     #[error("its name is not one that backtape gives")]
@@ -202,8 +203,8 @@ enum HeaderError {
     Newer(u64),
 }
 
-/// The header alone, so that a file that is torn behind it still says what it
-/// should hold. `ShardFile::open` refuses such a file as a whole.
+/// Reads only the header, so that a file that is truncated behind it still tells what it should
+/// hold. `ShardFile::open` refuses such a file.
 fn read_self(directory: &Path, name: &str) -> Result<Readable, HeaderError> {
     let path = directory.join(name);
     let name = Name::new(name)?;
@@ -255,7 +256,7 @@ fn unreadable(located: &Located, name: &str, error: &HeaderError) -> FileFault {
     }
 }
 
-/// A file of another step, attempt or run: never mixed in.
+/// The fault of a file from another step, attempt or run, which is not used.
 fn misplaced(located: &Located, file: &Readable) -> FileFault {
     let about = &file.about;
     FileFault {
@@ -270,8 +271,8 @@ fn misplaced(located: &Located, file: &Readable) -> FileFault {
     }
 }
 
-/// A file under another rank's name. Its own records say whose it is, and each
-/// of its shards is proved by its own hash: it is used as what it says it is.
+/// The fault of a file that has another rank's name. It is used as the file of the rank in its
+/// header, since each of its shards has its own hash.
 fn misnamed(located: &Located, file: &Readable) -> Option<FileFault> {
     let named = rank_in(file.name.as_str()).filter(|&rank| rank != file.about.rank)?;
     Some(FileFault {
@@ -286,7 +287,7 @@ fn misnamed(located: &Located, file: &Readable) -> Option<FileFault> {
     })
 }
 
-/// What is neither a shard file nor the (damaged) manifest.
+/// The fault of a file that is neither a shard file nor the (damaged) manifest.
 fn leftover(located: &Located, name: &str) -> Option<FileFault> {
     if name == backtape::store::layout::MANIFEST {
         return None;

@@ -20,8 +20,8 @@ pub struct ShardRef {
     pub(crate) index: usize,
 }
 
-/// What the ranks together say of one tensor. Where they disagree it is what
-/// most shards say, and `disagreements` is not empty.
+/// The description of one tensor from the records of all ranks. Where they disagree it is that of
+/// most shards, and `disagreements` is not empty.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct TensorInfo {
@@ -30,24 +30,24 @@ pub struct TensorInfo {
     pub shape: Vec<u64>,
     /// Set when the shards are addends of the tensor, not its value.
     pub partial: Option<Reduction>,
-    /// True when the ranks hold parts of unequal length, one after the other.
+    /// True when the ranks hold consecutive parts of unequal length.
     pub ragged: bool,
-    /// By rank, then by replica; also shards whose bytes are lost.
+    /// All shards, by rank, then by replica, including those whose bytes are lost.
     pub shards: Vec<ShardRef>,
     pub disagreements: Vec<Disagreement>,
 }
 
-/// Ranks that declared one thing in different ways.
+/// A property that ranks declared differently.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Disagreement {
     /// `dtype`, `shape`, `role` or `partial`.
     pub what: &'static str,
-    /// Each version and who declared it, the most frequent first.
+    /// Each declared value and the ranks that declared it, the most frequent first.
     pub versions: Vec<(String, Vec<Rank>)>,
 }
 
 impl Disagreement {
-    /// True when the bytes have no one meaning because of it.
+    /// True when the bytes are ambiguous because of it.
     pub fn spoils_bytes(&self) -> bool {
         self.what != "role"
     }
@@ -64,8 +64,8 @@ impl std::fmt::Display for Disagreement {
     }
 }
 
-/// Gathers the records by tensor. Records that contradict themselves are left
-/// out; their file carries the fault.
+/// Gathers the records by tensor. Records that contradict themselves are left out, and are a fault
+/// of their file.
 pub(super) fn index(
     manifest: &Manifest,
     files: &[DumpFile],
@@ -121,17 +121,17 @@ fn describe(mut shards: Vec<(&ShardRecord, ShardRef)>) -> Option<TensorInfo> {
     })
 }
 
-/// What most shards say; the lowest rank's word when votes are equal.
+/// The value that most shards declare; of equally frequent ones that of the lowest rank.
 fn most<'a, T: PartialEq>(
     shards: &[(&'a ShardRecord, ShardRef)],
     what: &'static str,
     disagreements: &mut Vec<Disagreement>,
-    of: impl Fn(&'a ShardRecord) -> T,
+    read: impl Fn(&'a ShardRecord) -> T,
     show: impl Fn(&T) -> String,
 ) -> Option<T> {
     let mut versions: Vec<(T, usize, Vec<Rank>)> = Vec::new();
     for (shard, _) in shards {
-        let value = of(shard);
+        let value = read(shard);
         let at = versions.iter().position(|(known, ..)| *known == value);
         let at = at.unwrap_or_else(|| {
             versions.push((value, 0, Vec::new()));
@@ -143,7 +143,7 @@ fn most<'a, T: PartialEq>(
             ranks.push(shard.rank);
         }
     }
-    // Stable: among equals the first seen, which is the lowest rank's.
+    // The sort is stable: among equally frequent values the first one is the lowest rank's.
     versions.sort_by_key(|(_, count, _)| std::cmp::Reverse(*count));
     if versions.len() > 1 {
         let versions = versions.iter().map(|(v, _, ranks)| (show(v), ranks.clone()));

@@ -1,5 +1,5 @@
-//! Tensors of which ranks that should hold one value hold several, and the step as each group
-//! of ranks holds it.
+//! Finds tensors of which ranks hold different versions though they should hold the same, and
+//! splits the step by the ranks that hold the same versions.
 //!
 //! ```text
 //! k: ranks 0, 1 and 3 hold one version, rank 2 another
@@ -17,18 +17,18 @@ use backtape::shard::TensorKey;
 
 use super::{ShardRef, StepDump, TensorInfo};
 
-/// Groups that are told apart; beyond it nothing but the largest is looked at.
+/// Most groups of ranks; if there are more, only the largest is used.
 const MOST: usize = 8;
 
-/// The step as some ranks hold it.
+/// The step as one group of ranks holds it.
 pub struct HeldBy {
-    /// The ranks that hold the same version of everything.
+    /// The ranks that hold the same version of every tensor.
     pub ranks: Vec<Rank>,
     /// The step, without the other versions of what they hold.
     pub dump: StepDump,
 }
 
-/// The versions of each box of which there are several, by who holds them.
+/// The boxes with several versions: for each version, by hash, the ranks that hold it.
 type Boxes<'a> = BTreeMap<&'a IndexBox, BTreeMap<ContentHash, Vec<Rank>>>;
 
 /// The boxes of a tensor whose intact replicas differ.
@@ -46,20 +46,20 @@ fn boxes<'a>(dump: &'a StepDump, info: &TensorInfo) -> Boxes<'a> {
     all
 }
 
-/// Whether a box of a tensor is held in several versions though the job says that its holders
-/// have one: by the tensor's part in the head, or by a placement. A loss and what has no part
-/// in the head may be each rank's own.
+/// Whether holders of a box have different versions though the job declares that they hold the
+/// same, by the tensor's role or by a placement. A loss, and tensors without a role, may differ
+/// between ranks.
 pub fn disagrees(dump: &StepDump, info: &TensorInfo, place: &IndexBox) -> bool {
     one_value(dump, info) && boxes(dump, info).contains_key(place)
 }
 
-/// Whether the job says that all holders of a box have one value.
+/// Whether the job declares that all holders of a box hold the same value.
 pub fn one_value(dump: &StepDump, info: &TensorInfo) -> bool {
     let placed = || info.shards.iter().any(|at| !dump.record(at).placement.is_empty());
     !matches!(info.role, None | Some(Role::Loss)) || placed()
 }
 
-/// The tensors that `usable` accepts of which there are several versions.
+/// The tensors accepted by `usable` of which there are several versions.
 pub fn disputed(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<TensorKey> {
     let several = |(key, info): &(&TensorKey, &TensorInfo)| {
         usable(key) && one_value(dump, info) && !boxes(dump, info).is_empty()
@@ -67,8 +67,8 @@ pub fn disputed(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<Ten
     dump.tensors().iter().filter(several).map(|(key, _)| key.clone()).collect()
 }
 
-/// The groups of ranks that hold one version of every tensor that `usable` accepts, the largest
-/// first; empty where no tensor has several.
+/// The groups of ranks that hold the same version of every tensor that `usable` accepts, the
+/// largest first; empty where no tensor has several versions.
 pub fn versions(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<HeldBy> {
     let known = dump.tensors().iter().filter(|(key, info)| usable(key) && one_value(dump, info));
     let disputed: BTreeMap<&TensorKey, Boxes<'_>> = known
@@ -78,7 +78,8 @@ pub fn versions(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<Hel
     if disputed.is_empty() {
         return Vec::new();
     }
-    // What a rank holds of everything disputed: ranks that hold the same are a group.
+    // The version that each rank holds of each disputed box; ranks with the same versions are a
+    // group.
     let mut held: BTreeMap<Rank, BTreeMap<(&TensorKey, &IndexBox), ContentHash>> = BTreeMap::new();
     for (&key, boxes) in &disputed {
         for (&place, versions) in boxes {
@@ -94,7 +95,7 @@ pub fn versions(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<Hel
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by_key(|(_, ranks)| (std::cmp::Reverse(ranks.len()), ranks.clone()));
     groups.truncate(if groups.len() > MOST { 1 } else { MOST });
-    // Ranks that hold nothing disputed go with the largest group.
+    // Ranks that hold no disputed box join the largest group.
     let others: BTreeSet<Rank> = dump.manifest.files.iter().map(|file| file.rank).collect();
     let others = others.into_iter().filter(|rank| !held.contains_key(rank));
     if let Some((_, ranks)) = groups.first_mut() {
@@ -119,7 +120,7 @@ pub fn versions(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<Hel
 }
 
 impl StepDump {
-    /// The same step with some shards alone.
+    /// The same step with only some of its shards.
     fn keeping(&self, keep: impl Fn(&TensorKey, &ShardRef) -> bool) -> StepDump {
         let mut tensors = self.tensors.clone();
         for (key, info) in &mut tensors {

@@ -1,9 +1,9 @@
-//! Tensors of a dump as files that other tools read: `.safetensors` with any dtype, `.npy` for
-//! numpy alone.
+//! Exports tensors of a dump to files that other tools read: `.safetensors` for any dtype, `.npy`
+//! for numpy.
 //!
-//! Values are written as they are assembled, part by part, so that a tensor larger than memory
-//! can be exported. Only bytes that hash as the training process hashed them are written, and the
-//! file appears under its name when it is whole.
+//! Tensors are assembled and written part by part, so that a tensor larger than memory can be
+//! exported. Only bytes with the hash that the training process took are written, and the file gets
+//! its name when it is complete.
 
 mod npy;
 mod repro;
@@ -23,17 +23,17 @@ use crate::dump::StepDump;
 use crate::kernels::Progress;
 pub use repro::{Framework, ReproError, repro};
 
-/// Bytes that are assembled at a time.
+/// Most bytes that are assembled at a time.
 const PART_BYTES: u64 = 64 << 20;
 
-/// What is exported.
+/// A tensor to export.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// Which tensor.
     pub key: TensorKey,
-    /// Whose addend, of a tensor that is held as addends.
+    /// Which rank's addend, where the tensor is held as addends.
     pub rank: Option<Rank>,
-    /// What the file calls it.
+    /// Its name in the file.
     pub name: String,
 }
 
@@ -59,15 +59,15 @@ pub enum ExportError {
     Write { path: PathBuf, source: io::Error },
 }
 
-/// One tensor as it will lie in the file.
+/// One tensor of the file.
 struct Member<'a> {
     name: &'a str,
     key: &'a TensorKey,
     dtype: Dtype,
     shape: Vec<u64>,
-    /// Of this dtype in the file.
+    /// Its dtype in the file.
     stored: Dtype,
-    /// In memory already; else it is assembled as it is written.
+    /// The tensor, if it is already in memory; else it is assembled while it is written.
     made: Option<Made<'a>>,
 }
 
@@ -95,9 +95,9 @@ impl Member<'_> {
     }
 }
 
-/// Writes the tensors to `target`, whose name says in which format; `widen` makes f32 of the
-/// floats that are narrower. `progress` is told the bytes of the dump that were written. Returns
-/// the bytes of the file.
+/// Writes the tensors to `target`, whose extension chooses the format; `widen` converts narrower
+/// floats to f32. `progress` gets the bytes of the dump that were written. Returns the bytes of the
+/// file.
 pub fn export(
     dump: &StepDump,
     wanted: &[Wanted],
@@ -119,7 +119,8 @@ pub fn export(
     save(dump, &header, &members, target, progress)
 }
 
-/// Writes what was put together, header first, under a name that is free; returns its bytes.
+/// Writes the header and then the tensors to `target`, which must not exist; returns the bytes
+/// written.
 fn save(
     dump: &StepDump,
     header: &[u8],
@@ -132,8 +133,9 @@ fn save(
     }
     let wrong = |source| ExportError::Write { path: target.into(), source };
     let directory = target.parent().filter(|parent| *parent != Path::new(""));
-    // Beside its target, so that taking its name is one step; gone when anything fails.
-    // What a person exports is for whom their umask says, not for its owner alone.
+    // The temporary file is in the directory of the target, so that renaming it is atomic, and is
+    // deleted if anything fails. Its permissions are those of the user's umask, not the owner's
+    // only.
     let mode = std::fs::Permissions::from_mode(0o666);
     let mut builder = tempfile::Builder::new();
     let builder = builder.prefix(".backtape-").permissions(mode);
@@ -178,7 +180,7 @@ fn members<'a>(
     Ok(members)
 }
 
-/// The elements in order, widened where they are to be.
+/// Writes the elements of a tensor in order, converted to f32 where that was asked for.
 fn write(
     dump: &StepDump,
     member: &Member<'_>,
@@ -204,7 +206,7 @@ fn write(
     Ok(())
 }
 
-/// The values in f32: every narrower float is one exactly.
+/// The elements converted to f32, which represents every narrower float exactly.
 fn widened(dtype: Dtype, bytes: &[u8]) -> Vec<u8> {
     let width = dtype.width();
     let value = |index| bits::value(dtype, bits::bits(bytes, width, index)) as f32;

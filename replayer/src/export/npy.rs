@@ -1,4 +1,4 @@
-//! The header of a `.npy` file, version 1.0 and 2.0 of numpy's format.
+//! The header of a `.npy` file, in version 1.0 or 2.0 of numpy's format.
 
 use backtape::dtype::Dtype;
 
@@ -7,7 +7,7 @@ use super::{ExportError, Member};
 /// The data starts at a multiple of this, as numpy writes it.
 const ALIGNMENT: usize = 64;
 
-/// All that stands before the elements.
+/// The bytes before the elements.
 pub(super) fn header(member: &Member<'_>) -> Result<Vec<u8>, ExportError> {
     let Some(descr) = descr(member.stored) else {
         let (key, dtype) = (member.key.clone(), member.dtype);
@@ -17,7 +17,8 @@ pub(super) fn header(member: &Member<'_>) -> Result<Vec<u8>, ExportError> {
     let shape = sizes.join(" ");
     let shape = if sizes.len() > 1 { shape.trim_end_matches(',') } else { shape.as_str() };
     let text = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({shape}), }}");
-    // Version 1 counts the header in two bytes, which all but shapes of thousands of dimensions fit.
+    // Version 1 stores the header's length in two bytes, which is enough except for shapes of
+    // thousands of dimensions.
     let (version, counted) = if text.len() < 60_000 { (1u8, 2) } else { (2, 4) };
     let before = 8 + counted;
     let length = (before + text.len() + 1).next_multiple_of(ALIGNMENT) - before;
@@ -30,7 +31,7 @@ pub(super) fn header(member: &Member<'_>) -> Result<Vec<u8>, ExportError> {
     Ok(out)
 }
 
-/// numpy's word for a dtype in this machine's byte order; none for those that only ml_dtypes has.
+/// numpy's name of a little-endian dtype; `None` for dtypes that only ml_dtypes has.
 fn descr(dtype: Dtype) -> Option<&'static str> {
     Some(match dtype {
         Dtype::Bool => "|b1",

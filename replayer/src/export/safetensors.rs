@@ -5,10 +5,10 @@ use serde_json::{Map, Value, json};
 use super::{ExportError, Member};
 use crate::dump::StepDump;
 
-/// The data starts at a multiple of this, as the format's own writer has it.
+/// The data starts at a multiple of this, as in files of the safetensors library.
 const ALIGNMENT: usize = 8;
 
-/// All that stands before the elements, which follow in the order of the members.
+/// The bytes before the elements, which follow in the order of the members.
 pub(super) fn header(dump: &StepDump, members: &[Member<'_>]) -> Result<Vec<u8>, ExportError> {
     let mut entries = Map::new();
     let metadata = json!({

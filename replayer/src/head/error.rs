@@ -8,7 +8,7 @@ use crate::assemble::{self, Tensor};
 /// Why a step's head cannot be replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
-    /// The dump holds a part of the step.
+    /// The dump holds only a part of the step.
     #[error("step {step} is partial, and a part is not judged: {why}")]
     Partial {
         /// The step.
@@ -21,7 +21,7 @@ pub enum StepError {
     NoHead {
         /// The step.
         step: u64,
-        /// Why a declaration that was made was not taken.
+        /// Why the job's declaration was refused, if it made one.
         refused: Option<String>,
     },
     /// The declaration cannot be replayed.
@@ -34,12 +34,12 @@ pub enum StepError {
     Missing {
         /// The role.
         role: Role,
-        /// Of which microbatch, as words.
+        /// In which microbatch, in words.
         of: String,
-        /// What there is instead.
+        /// The names of the tensors that were recorded.
         recorded: String,
     },
-    /// A role that every replay needs is there and cannot be believed.
+    /// A tensor that every replay needs was recorded and cannot be trusted.
     #[error("{key} cannot be used: {why}")]
     Unusable {
         /// Which tensor.
@@ -47,7 +47,7 @@ pub enum StepError {
         /// Why.
         why: String,
     },
-    /// A tensor that is there cannot be put together.
+    /// A tensor that was recorded cannot be assembled from its shards.
     #[error("{key} cannot be reassembled: {source}")]
     Assemble {
         /// Which tensor.
@@ -55,22 +55,22 @@ pub enum StepError {
         /// Why.
         source: assemble::AssembleError,
     },
-    /// A part of it that others compute was not computed.
+    /// A part of the replay that another process should compute was not computed.
     #[error("a task of the replay has no result: {why}")]
     Task {
         /// Why.
         why: String,
     },
-    /// A device failed in the middle of it.
+    /// A GPU failed during the replay.
     #[error("{why}; with --device cpu the replay needs no device")]
     Device {
         /// Why.
         why: String,
     },
-    /// A kernel of the user's did not run.
+    /// The user's own kernel failed.
     #[error("--kernel {name}: {why}")]
     Kernel {
-        /// As it was asked for.
+        /// The name that was asked for.
         name: String,
         /// Why.
         why: String,
@@ -88,8 +88,8 @@ pub enum StepError {
 }
 
 impl StepError {
-    /// True where the dump, or what the job says of it, lacks what would be judged: another
-    /// stage may be judged all the same.
+    /// True where the dump lacks something that this stage needs, so that another stage may still
+    /// be judged.
     pub fn is_of_dump(&self) -> bool {
         match self {
             StepError::Missing { .. }

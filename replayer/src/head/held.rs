@@ -1,4 +1,4 @@
-//! Tensors that many trials of one search look at, assembled once.
+//! Keeps assembled tensors that many trials of one search read, so that each is assembled once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -8,10 +8,10 @@ use backtape::shard::TensorKey;
 
 use crate::assemble::Tensor;
 
-/// Bytes that are held; what comes after it is assembled every time.
+/// Most bytes that are kept; tensors beyond that are assembled every time.
 const MOST: usize = 1 << 30;
 
-/// Which tensor: of the addends of some ranks, or of all that there is.
+/// Identifies an assembled tensor: the sum of the addends of some ranks, or of all shards.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct Which {
     pub(super) key: TensorKey,
@@ -25,7 +25,7 @@ impl Which {
     }
 }
 
-/// What was assembled so far.
+/// The tensors that were assembled so far.
 #[derive(Clone, Default)]
 pub(super) struct Assembled(Arc<Mutex<Held>>);
 
@@ -40,7 +40,7 @@ impl Assembled {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// The tensor that was made before, else the one that is made now.
+    /// The tensor if it was assembled before, else the one that `make` returns.
     pub(super) fn get<E>(
         &self,
         which: Which,
@@ -49,7 +49,7 @@ impl Assembled {
         if let Some(tensor) = self.held().tensors.get(&which) {
             return Ok(tensor.clone());
         }
-        // Not under the lock: assembling takes long, and twice does no harm.
+        // Without the lock: assembling takes long, and doing it twice does no harm.
         let made = make()?;
         let mut held = self.held();
         if held.bytes + made.bytes().len() <= MOST {

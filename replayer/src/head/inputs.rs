@@ -1,5 +1,5 @@
-//! What the head of one microbatch read, gathered from the dump in global
-//! coordinates and checked against the declaration.
+//! The inputs of the head in one microbatch, assembled from the dump in global coordinates and
+//! checked against the declaration.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ use super::view::{integers, matrix, numbers, rows};
 use crate::assemble::Tensor;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
 
-/// What the logits, or the log-probabilities, come from.
+/// What the logits or the log-probabilities are computed from.
 pub enum Scores {
     /// Dot products of q `[T, D]`, leading dimensions flattened, and k `[V, D]`.
     Product {
@@ -28,8 +28,8 @@ pub enum Scores {
     Logits(Tensor),
     /// Log-probabilities of the labels, `[T]`: nothing before them was recorded.
     Logprobs,
-    /// Recorded in this dtype, and cannot be used: the tokens are counted, and nothing of
-    /// the microbatch is computed.
+    /// The scores were recorded in this dtype and cannot be read: the tokens are counted, and
+    /// nothing else of the microbatch is computed.
     Lost(Dtype),
 }
 
@@ -37,13 +37,13 @@ pub enum Scores {
 pub struct MicrobatchInputs {
     /// Which microbatch.
     pub microbatch: Option<Microbatch>,
-    /// What the head starts from.
+    /// What the logits or the log-probabilities are computed from.
     pub scores: Scores,
-    /// `[T]`; [`IGNORED`] where the token takes no part.
+    /// Class of each token, `[T]`; [`IGNORED`] for a token that does not count.
     pub labels: Vec<u32>,
-    /// `[T]`, 1 where the job recorded none.
+    /// Weight of each token, `[T]`; 1 where the job recorded none.
     pub weights: Vec<f64>,
-    /// `[V]`, where there is one.
+    /// Bias of each class, `[V]`, if the head has one.
     pub bias: Option<Vec<f64>>,
     /// Upstream cotangent of each token's loss, `[T]`; 1 where there is none.
     pub cotangent: Vec<f64>,
@@ -51,30 +51,32 @@ pub struct MicrobatchInputs {
     pub valid_vocab: usize,
     /// Tokens of one sequence: the last of the leading dimensions.
     pub sequence: usize,
-    /// How many tokens have this token's scores, itself included, `[T]`: the first token
-    /// of every sequence often has the same hidden state.
+    /// How many tokens have the same q or logits as this token, itself included, `[T]`: the first
+    /// token of every sequence often has the same hidden state.
     pub copies: Vec<f64>,
-    /// The tensor whose rows are the tokens, for messages and for who holds them.
+    /// The tensor whose rows are the tokens, used in messages and to find which ranks hold which
+    /// tokens.
     pub rows_key: TensorKey,
-    /// Labels that name no class, and are no declared `ignore_label`: token and label, in
-    /// order. Their tokens are ignored here, and the labels are called wrong.
+    /// Tokens, in order, whose label is not a class and not the declared `ignore_label`, with that
+    /// label. The tokens are ignored here, and a check reports the labels.
     pub outside: Vec<(usize, i64)>,
-    /// What a hypothesis says that the softmax path read in place of q and k.
+    /// Where a hypothesis is tried: what it assumes that the softmax path read in place of q and k.
     pub reads: Option<Misread>,
 }
 
-/// What the softmax path read in place of q and k, shapes as theirs.
+/// Tensors that a hypothesis assumes that the softmax path read in place of q and k, of the same
+/// shapes.
 pub struct Misread {
-    /// In place of q, and whether dk is the product with it too.
+    /// Read in place of q, and whether dk was multiplied with it too.
     pub q: Option<(Tensor, bool)>,
-    /// In place of k, and whether dq is the product with it too.
+    /// Read in place of k, and whether dq was multiplied with it too.
     pub k: Option<(Tensor, bool)>,
-    /// Raw logits in place of their products, `[T, V]`.
+    /// Raw logits read in place of the product of q and k, `[T, V]`.
     pub scores: Option<Vec<f64>>,
 }
 
 impl MicrobatchInputs {
-    /// T.
+    /// Number of tokens T.
     pub fn tokens(&self) -> usize {
         self.labels.len()
     }
@@ -87,7 +89,7 @@ impl MicrobatchInputs {
         }
     }
 
-    /// The dtype that the head's own roundings are measured by.
+    /// The dtype that undeclared roundings of the head are taken to be in.
     pub fn dtype(&self, step: &HeadStep<'_>) -> Dtype {
         match &self.scores {
             Scores::Product { q, .. } => q.dtype,
@@ -97,7 +99,8 @@ impl MicrobatchInputs {
         }
     }
 
-    /// The kernels' view; `None` where the head starts from log-probabilities, or is lost.
+    /// The inputs as the kernels take them; `None` where the head starts from log-probabilities, or
+    /// where the scores are lost.
     pub fn head(&self, step: &HeadStep<'_>) -> Option<HeadInputs<'_>> {
         let checked = "checked when it was gathered";
         let empty = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
@@ -142,11 +145,11 @@ impl MicrobatchInputs {
     }
 }
 
-/// Labels that name no class, by token.
+/// (token, label) for labels that are not a class.
 type Outside = Vec<(usize, i64)>;
 
 impl HeadStep<'_> {
-    /// Gathers the inputs of a microbatch; an error where one of them cannot be read.
+    /// Assembles the inputs of a microbatch; an error where one of them cannot be read.
     pub fn inputs(&self, microbatch: Option<Microbatch>) -> Result<MicrobatchInputs, StepError> {
         match self.lacking.any_of(microbatch) {
             Some((key, why)) => Err(StepError::Unusable { key, why }),
@@ -154,8 +157,8 @@ impl HeadStep<'_> {
         }
     }
 
-    /// Gathers what can be read of a microbatch. What [`HeadStep::lacking`] names is 0, or
-    /// ignored, for nothing that is computed from it may be judged.
+    /// Assembles the inputs of a microbatch that can be read. Those that [`HeadStep::lacking`]
+    /// names are set to 0, or ignored, since nothing that is computed from them is judged.
     pub(crate) fn what_is_left(
         &self,
         microbatch: Option<Microbatch>,
@@ -176,15 +179,15 @@ impl HeadStep<'_> {
         let valid = self.valid_vocab(vocab, &rows_key)?;
         let mut outside = Vec::new();
         let labels = match (&scores, self.held(Role::Labels, microbatch)) {
-            // Log-probabilities need no labels: every token that has weight counts.
+            // Log-probabilities need no labels: every token whose weight is not 0 counts.
             (Scores::Logprobs, None) => (vec![0; tokens], self.last_dimension(&rows_key, tokens)),
             (_, None) if self.lacking.input(Role::Labels, microbatch).is_some() => {
                 (vec![IGNORED; tokens], self.last_dimension(&rows_key, tokens))
             }
             _ => {
-                let (labels, sequence, found) =
+                let (labels, sequence, outside_labels) =
                     self.labels(self.need(Role::Labels, microbatch)?, tokens, valid)?;
-                outside = found;
+                outside = outside_labels;
                 (labels, sequence)
             }
         };
@@ -202,7 +205,7 @@ impl HeadStep<'_> {
         };
         let valid_vocab = valid;
         let copies = match &scores {
-            // Where k is 0 the logits of every token are those of every other.
+            // Where k is 0 all tokens have the same logits.
             Scores::Product { k, .. } if matrix(k).is_some_and(|k| k.is_zero()) => {
                 vec![tokens as f64; tokens]
             }
@@ -225,15 +228,15 @@ impl HeadStep<'_> {
         })
     }
 
-    /// The tokens of a microbatch of which nothing can be computed: other microbatches may
-    /// divide by their number.
+    /// The labels and weights of a microbatch of which nothing else can be computed: the mean of
+    /// other microbatches may be over its tokens too.
     fn counted(
         &self,
         scores: Role,
         microbatch: Option<Microbatch>,
     ) -> Result<MicrobatchInputs, StepError> {
-        let found = self.scores_of(microbatch);
-        let (rows_key, info) = found.ok_or_else(|| self.missing(scores, microbatch))?;
+        let scores_tensor = self.scores_of(microbatch);
+        let (rows_key, info) = scores_tensor.ok_or_else(|| self.missing(scores, microbatch))?;
         let whole = match self.held(Role::Labels, microbatch) {
             Some(key) => {
                 let tokens = self.tensors[key].shape.iter().product::<u64>() as usize;
@@ -277,7 +280,7 @@ impl HeadStep<'_> {
         Some(weights.unwrap_or_else(|| vec![1.0; of.tokens()]))
     }
 
-    /// The tensor of a role in the microbatch, or the one that all share.
+    /// The tensor of a role in the microbatch, or the one that all microbatches share.
     pub fn held(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
         if self.lacking.input(role, microbatch).is_some() {
             return None;
@@ -322,7 +325,7 @@ impl HeadStep<'_> {
         }
     }
 
-    /// The labels, how many tokens a sequence has, and the labels that name no class.
+    /// The labels, how many tokens a sequence has, and the labels that are not a class.
     fn labels(
         &self,
         key: &TensorKey,
@@ -344,8 +347,9 @@ impl HeadStep<'_> {
         };
         let labels = values.iter().enumerate().map(one).collect();
         let wanted = || wanted_labels(&outside, valid);
-        // One negative label where none is declared to be ignored is a declaration that
-        // was forgotten, and nothing is known of the job's arithmetic.
+        // If all labels that are not a class have the same negative value, and no `ignore_label` is
+        // declared, the declaration was forgotten, and it is not known what the job computed for
+        // these tokens.
         if let Some(&(_, first)) = outside.first()
             && ignore.is_none()
             && first < 0
@@ -356,12 +360,12 @@ impl HeadStep<'_> {
         Ok((labels, tensor.shape.last().map_or(tokens, |&n| n as usize), outside))
     }
 
-    /// Of a tensor `[B, S]` or `[T]`: tokens of one sequence.
+    /// Tokens of one sequence, from a tensor `[B, S]` or `[T]`.
     fn last_dimension(&self, key: &TensorKey, tokens: usize) -> usize {
         self.tensors[key].shape.last().map_or(tokens, |&n| n as usize)
     }
 
-    /// Numbers of a role that may be absent, `count` of them; zeros where they are lost.
+    /// The `count` numbers of a role that the job need not have; zeros where the tensor is lost.
     pub fn optional(
         &self,
         role: Role,
@@ -394,8 +398,8 @@ impl HeadStep<'_> {
         }
     }
 
-    /// Advantages of a policy loss, `[T]`: recorded one a token, or one a sequence and given to
-    /// each of its tokens.
+    /// Advantages of a policy loss, `[T]`. They are recorded for each token, or for each sequence
+    /// and then repeated for its tokens.
     pub fn advantages(&self, inputs: &MicrobatchInputs) -> Result<Vec<f64>, StepError> {
         let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
         if self.lacking.input(Role::Advantages, mb).is_some() {
@@ -418,15 +422,16 @@ impl HeadStep<'_> {
     }
 }
 
-/// What is read in place of a matrix, and whether the product is with it too.
-fn read<'t>(of: &'t Option<(Tensor, bool)>, own: Matrix<'t>) -> (Matrix<'t>, bool) {
-    match of {
+/// The matrix that is read in place of `own`, if any, and whether the gradient is multiplied with
+/// it too.
+fn read<'t>(misread: &'t Option<(Tensor, bool)>, own: Matrix<'t>) -> (Matrix<'t>, bool) {
+    match misread {
         Some((tensor, product)) => (matrix(tensor).unwrap_or(own), *product),
         None => (own, true),
     }
 }
 
-/// What labels should be, where some name no class.
+/// A sentence about what labels should be, where some are not a class.
 fn wanted_labels(outside: &[(usize, i64)], valid: usize) -> String {
     let (token, label) = outside.first().copied().unwrap_or_default();
     let more = match outside.len().saturating_sub(1) {
@@ -446,7 +451,7 @@ fn given(logits: Tensor) -> Result<(Scores, usize, usize), StepError> {
     Ok((Scores::Logits(logits), tokens, vocab))
 }
 
-/// For each row of a tensor, how many rows have its bytes.
+/// For each row of a tensor, how many rows have the same bytes.
 fn copies(tensor: &Tensor, rows: usize) -> Vec<f64> {
     let width = (tensor.bytes().len() / rows.max(1)).max(1);
     let mut counts: HashMap<&[u8], f64> = HashMap::new();
@@ -455,11 +460,11 @@ fn copies(tensor: &Tensor, rows: usize) -> Vec<f64> {
     each().map(|row| counts[row]).collect()
 }
 
-/// Gives every position what stood at the next one of its sequence.
+/// Moves the values of each sequence forward by one place; the last place gets `last`.
 fn shift<T: Copy>(values: &mut [T], sequence: usize, last: T) {
-    for one in values.chunks_mut(sequence.max(1)) {
-        one.rotate_left(1);
-        one[one.len() - 1] = last;
+    for of_sequence in values.chunks_mut(sequence.max(1)) {
+        of_sequence.rotate_left(1);
+        of_sequence[of_sequence.len() - 1] = last;
     }
 }
 

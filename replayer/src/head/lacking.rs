@@ -1,8 +1,9 @@
-//! What the replay of a step lacks: inputs that the job recorded and the dump cannot give, and
-//! microbatches that are not there. Nothing that depends on them gets a verdict.
+//! What is missing for the replay of a step: inputs that the job recorded and that cannot be read
+//! from the dump, and microbatches that the dump does not hold. No stage that depends on them gets
+//! a verdict.
 //!
-//! An output of a stage that is damaged is not here: the replay computes what it should have
-//! been, as for a job that never recorded it.
+//! A damaged output of a stage is not listed here: the replay computes what it should have been, as
+//! for a job that never recorded it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,16 +14,16 @@ use backtape::shard::{TensorKey, When};
 
 use super::{HeadStep, Stage};
 
-/// Stages that take each token's share of the loss.
+/// Stages that use each token's weight in the mean, and with it the denominator.
 const SHARED: [Stage; 3] = [Stage::Loss, Stage::Dlogprobs, Stage::G];
 
-/// What is lacking; nothing, for nearly every step.
+/// What is missing for the replay of a step; nearly always nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Lacking {
     inputs: Vec<LostInput>,
-    /// Microbatches that are not there, one clause each.
+    /// Microbatches that the dump does not hold, one clause of a sentence each.
     microbatches: Vec<String>,
-    /// Whether a token's share is of the tokens of all microbatches.
+    /// Whether the mean is over the tokens of all microbatches.
     all_count: bool,
 }
 
@@ -47,14 +48,13 @@ impl Lacking {
         self.inputs.is_empty() && self.microbatches.is_empty()
     }
 
-    /// The microbatches that are not there, one clause each.
+    /// The microbatches that the dump does not hold, one clause of a sentence each.
     pub fn microbatches(&self) -> &[String] {
         &self.microbatches
     }
 
-    /// Why a stage gets no verdict in a microbatch. Without a microbatch it is of the whole
-    /// step. Sums over microbatches and ranks are judged from their captured addends, and read
-    /// no input.
+    /// Why a stage gets no verdict in a microbatch, or, without a microbatch, in the whole step.
+    /// Sums over microbatches and ranks are judged from their captured addends, and read no input.
     pub fn withholds(&self, stage: Stage, microbatch: Option<Microbatch>) -> Option<String> {
         if matches!(stage, Stage::Accumulate | Stage::Reduce | Stage::GradNorm) {
             return None;
@@ -72,7 +72,7 @@ impl Lacking {
         Some(format!("its mean is over the tokens of every microbatch: {missing}"))
     }
 
-    /// Why a stage gets no verdict in some microbatch.
+    /// Why a stage gets no verdict in at least one microbatch.
     pub fn withholds_some(&self, stage: Stage) -> Option<String> {
         let each = self.inputs.iter().map(|lost| lost.microbatch).collect::<BTreeSet<_>>();
         let of_each = each.into_iter().find_map(|microbatch| self.withholds(stage, microbatch));
@@ -81,12 +81,12 @@ impl Lacking {
 
     /// The lost input of a role in a microbatch.
     pub fn input(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
-        let of =
+        let wanted =
             |lost: &&LostInput| lost.stage.role() == Some(role) && lost.microbatch == microbatch;
-        self.inputs.iter().find(of).map(|lost| &lost.key)
+        self.inputs.iter().find(wanted).map(|lost| &lost.key)
     }
 
-    /// Any lost input of a microbatch, and why it is.
+    /// Some lost input of a microbatch, and why it cannot be read.
     pub fn any_of(&self, microbatch: Option<Microbatch>) -> Option<(TensorKey, String)> {
         let lost = self.inputs.iter().find(|lost| lost.microbatch == microbatch)?;
         Some((lost.key.clone(), lost.why.clone()))
@@ -94,8 +94,8 @@ impl Lacking {
 }
 
 impl HeadStep<'_> {
-    /// Finds what is lacking, once the microbatches are known. `absent` are those in which
-    /// something of the head was recorded, and not what its loss is computed from.
+    /// Finds what is missing, once the microbatches are known. `absent` are the microbatches in
+    /// which tensors of the head were recorded, but not the scores that the loss is computed from.
     pub(super) fn find_lacking(&self, absent: &BTreeSet<Microbatch>) -> Lacking {
         let scores = self.scores();
         let mut lacking = Lacking { all_count: self.counts_all(), ..Lacking::default() };
@@ -123,7 +123,7 @@ impl HeadStep<'_> {
         lacking
     }
 
-    /// The same reason, or that no rank was asked for it.
+    /// Adds to a reason that no rank was asked to record the scores, if so.
     fn unselected(&self, scores: Role, microbatch: Option<Microbatch>, why: String) -> String {
         let number = microbatch.map(|mb| mb.0);
         let asked = self.dump.manifest.unselected(scores.name(), number);
@@ -137,7 +137,7 @@ impl HeadStep<'_> {
         mean && counted && self.options.scope.microbatches == Microbatches::All
     }
 
-    /// Roles that the replay reads and does not compute.
+    /// Roles of the inputs that the replay reads and cannot compute.
     pub(super) fn inputs_read(&self) -> Vec<Role> {
         let scores = self.scores();
         let mut roles = vec![scores, Role::Labels, Role::Weights, Role::Cotangent];
@@ -152,14 +152,14 @@ impl HeadStep<'_> {
         roles
     }
 
-    /// The tensor that would be read for a role, and why it cannot be; `None` where it can, or
-    /// where the job has none.
+    /// The tensor that would be read for a role, and why it cannot be read; `None` where it can, or
+    /// where the job has no such tensor.
     fn lost(&self, role: Role, microbatch: Option<Microbatch>) -> Option<(TensorKey, String)> {
         let places: &[_] = if microbatch.is_some() { &[microbatch, None] } else { &[None] };
         let known = |at: Option<Microbatch>| {
             let all = self.tensors.keys().chain(self.unusable.keys());
-            let of = all.filter(|key| key.microbatch == at && self.role_of(key) == Some(role));
-            of.min_by_key(|key| (key.when == Some(When::PostReduce), *key))
+            let of_role = all.filter(|key| key.microbatch == at && self.role_of(key) == Some(role));
+            of_role.min_by_key(|key| (key.when == Some(When::PostReduce), *key))
         };
         if let Some(key) = places.iter().find_map(|&at| known(at)) {
             return self.unusable.get(key).map(|why| (key.clone(), why.clone()));
@@ -170,7 +170,7 @@ impl HeadStep<'_> {
         Some((TensorKey { microbatch, ..other.clone() }, why))
     }
 
-    /// The part that a tensor plays, also one of which the dump holds nothing.
+    /// The role of a tensor, also of one of which the dump holds no shard.
     pub(crate) fn role_of(&self, key: &TensorKey) -> Option<Role> {
         let tensors = self.dump.tensors();
         let same_name = || tensors.iter().find(|(other, _)| other.tensor == key.tensor);
@@ -184,31 +184,31 @@ impl HeadStep<'_> {
     }
 }
 
-/// Tensors of the head that the step's records name and that the dump holds nothing of.
+/// Tensors that the step's records name and of which the dump holds no shard, and why.
 pub(super) fn unheld(dump: &crate::dump::StepDump) -> BTreeMap<TensorKey, String> {
-    let mut found = BTreeMap::new();
+    let mut reasons = BTreeMap::new();
     for omission in &dump.manifest.omissions {
         let Ok(tensor) = Name::new(omission.tensor.as_str()) else { continue };
         let key = TensorKey { tensor, microbatch: omission.microbatch, when: None };
-        let same =
+        let same_tensor =
             |held: &&TensorKey| (&held.tensor, held.microbatch) == (&key.tensor, key.microbatch);
-        if dump.tensors().keys().any(|held| same(&held)) {
+        if dump.tensors().keys().any(|held| same_tensor(&held)) {
             continue;
         }
         let (rank, reason) = (omission.rank, &omission.reason);
         let reason: String = reason.chars().filter(|c| !c.is_control()).take(200).collect();
-        found.entry(key).or_insert_with(|| format!("rank {rank} did not record it: {reason}"));
+        reasons.entry(key).or_insert_with(|| format!("rank {rank} did not record it: {reason}"));
     }
     let listed =
         dump.manifest.shards().filter(|(_, shard)| !dump.tensors().contains_key(&shard.key));
     for (file, shard) in listed {
         let why = || format!("what {} says of it contradicts itself", file.name);
-        found.entry(shard.key.clone()).or_insert_with(why);
+        reasons.entry(shard.key.clone()).or_insert_with(why);
     }
-    found
+    reasons
 }
 
-/// Microbatches by number, shortened.
+/// The first few microbatches by number, and how many more there are.
 fn named(microbatches: &[Option<Microbatch>]) -> String {
     const SHOWN: usize = 8;
     let numbers: Vec<String> = microbatches.iter().flatten().map(ToString::to_string).collect();

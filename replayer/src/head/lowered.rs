@@ -1,9 +1,9 @@
-//! What a job shows of arithmetic in fewer bits than its q was recorded in.
+//! Finds out whether a job computed in fewer bits than its q was recorded in.
 //!
-//! Under `torch.autocast` q and k are held in f32, multiplied in bf16 or f16, and the
-//! gradients of both are such numbers that were widened again. Nobody who writes such a job
-//! declares `input`, so its own facts are looked at: the recorded autocast state, a declared
-//! point that only such a job has, and recorded f32 values that are numbers of few bits.
+//! Under `torch.autocast` q and k are kept in f32 and multiplied in bf16 or f16, and the gradients
+//! of both are bf16 or f16 numbers widened to f32. Authors of such jobs do not declare `input`, so
+//! three other signs are used: the recorded autocast state, a declared rounding point that only
+//! such a job has, and recorded f32 values that are all numbers of the narrower format.
 
 use backtape::dtype::Dtype;
 use backtape::role::Role;
@@ -14,39 +14,39 @@ use super::roundings::precision_of;
 use crate::dump::TensorInfo;
 use crate::kernels::round::Precision;
 
-/// A format that values of more bits may show.
+/// A format whose numbers can be recognised among f32 values.
 pub(crate) struct Shown {
-    /// Which.
+    /// Which format.
     pub(crate) precision: Precision,
-    /// Last bits of an f32 that are zero in its numbers.
+    /// How many of the last bits of an f32 are zero in every number of the format.
     zeros: u32,
 }
 
 impl Shown {
-    /// All of them.
+    /// The formats that are looked for.
     pub(crate) const ALL: [Shown; 2] = [
         Shown { precision: Precision::Bf16, zeros: 16 },
         Shown { precision: Precision::F16, zeros: 13 },
     ];
 }
 
-/// Declared points whose results only a product in that format has.
+/// Rounding points whose declared format shows that the products were computed in it.
 const POINTS: [&str; 3] = ["logits", "dlogits", "output"];
 
-/// Values of a shard that are looked at, evenly over it: of f32 arithmetic one in 65,536 is
-/// a bf16 number by chance.
+/// How many values of a shard are tested, spread evenly over it: one in 65,536 results of f32
+/// arithmetic is a bf16 number by chance.
 const LOOKS: usize = 4096;
 
-/// Shards of a role that are looked at.
+/// How many shards of a role are tested.
 const SHARDS: usize = 64;
 
-/// Fewest values that say something, and the least share of them (one in so many) that uses
-/// the format's last bit: zeros, ones and small integers are numbers of every format.
+/// Fewest nonzero values that prove anything, and the smallest share of them (one in `LAST_BIT`)
+/// that must use the format's last bit: zeros, ones and small integers are numbers of every format.
 const FEWEST: usize = 32;
 const LAST_BIT: usize = 8;
 
-/// The format below the recorded one in which the head may have computed, if the job shows
-/// any.
+/// The format, narrower than the recorded one, in which the head may have computed, if there is a
+/// sign of it.
 pub(super) fn lowered(step: &HeadStep<'_>) -> Option<Precision> {
     let scores = step.scores();
     let of_scores = |info: &&TensorInfo| info.role == Some(scores);
@@ -60,28 +60,29 @@ pub(super) fn lowered(step: &HeadStep<'_>) -> Option<Precision> {
     said.or(point).or_else(|| shown(step).filter(lower))
 }
 
-/// The format of recorded f32 values that are all numbers of it: of q, of logits or of their
-/// gradient, or of dq and dk together. (dk alone may be summed in few bits, which is a fault.)
+/// The narrower format of which all recorded f32 values of a tensor are numbers. The tensor is q,
+/// the logits or their gradient, or dq and dk together; dk alone may be a sum in few bits, which is
+/// a fault.
 fn shown(step: &HeadStep<'_>) -> Option<Precision> {
     let alone = [Role::Q, Role::Logits, Role::Dlogits];
-    let one = |of: &Shown| {
-        let all = |role| every(step, role, of);
+    let of_format = |candidate: &Shown| {
+        let all = |role| every(step, role, candidate);
         let gradients = all(Role::Dq) == Some(true) && all(Role::Dk) != Some(false);
         let any = gradients || alone.iter().any(|&role| all(role) == Some(true));
-        any.then_some(of.precision)
+        any.then_some(candidate.precision)
     };
-    Shown::ALL.iter().find_map(one)
+    Shown::ALL.iter().find_map(of_format)
 }
 
-/// Whether every recorded value of a role is a number of a format, in it or widened to f32;
-/// `None` where too little is there to say so. Sums over microbatches, which leave the format,
-/// do not count.
+/// Whether every recorded value of a role is a number of a format, stored in it or widened to f32;
+/// `None` where there are too few values. Sums over microbatches are not tested, as they need more
+/// bits.
 pub(crate) fn every(step: &HeadStep<'_>, role: Role, shown: &Shown) -> Option<bool> {
     let zeros = shown.zeros;
-    let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+    let is_tested = |(key, info): &(&TensorKey, &TensorInfo)| {
         info.role == Some(role) && (key.microbatch.is_some() || step.microbatches == [None])
     };
-    let shards = step.tensors.iter().filter(of).flat_map(|(_, info)| &info.shards);
+    let shards = step.tensors.iter().filter(is_tested).flat_map(|(_, info)| &info.shards);
     let (mut seen, mut last) = (0, 0);
     for shard in shards.take(SHARDS) {
         match step.dump.record(shard).dtype {

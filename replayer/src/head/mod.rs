@@ -1,6 +1,5 @@
-//! The loss head: its stage graph, its options as the job declared them, and
-//! the inputs of one step gathered from the dump. No arithmetic of the stages:
-//! that is `kernels`.
+//! The loss head: the graph of its stages, its options as the job declared them, and the inputs of
+//! one step as the dump holds them. The arithmetic of the stages is in `kernels`.
 
 mod error;
 mod held;

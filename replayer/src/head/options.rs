@@ -1,5 +1,5 @@
-//! The head's options, judged together: every value alone, and what contradicts
-//! what. A head that cannot be meant is an error, never a silent default.
+//! Checks the head's options: every value by itself, and which options contradict each other. A
+//! head that cannot be replayed as declared is an error, never a silent default.
 
 use backtape::head::{
     Denominator, GRPO_OPTIONS, GrpoDeclaration, HeadDeclaration, HeadOption, KLayout, Loss,
@@ -12,14 +12,15 @@ use crate::kernels::TokenCotangents;
 use crate::kernels::round::Precision;
 use crate::kernels::transform::Transform;
 
-/// How the logits' gradient reaches dq and dk.
+/// How dlogits are computed and multiplied to dq and dk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Walk {
-    /// Forms dlogits, then two GEMMs.
+    /// Computes all dlogits, then two GEMMs.
     Plain,
-    /// Vocabulary tiles; the label part by gather and scatter-add.
+    /// Computes vocabulary tiles, and the label part by gather and scatter-add.
     Fused,
-    /// Token chunks over the whole vocabulary, recomputed in the backward.
+    /// Computes token chunks over the whole vocabulary, and their logits again in the backward
+    /// pass.
     Chunked,
 }
 
@@ -28,7 +29,7 @@ pub enum Walk {
 pub struct HeadOptions {
     /// Which loss.
     pub loss: Loss,
-    /// Mean or sum over tokens, or one loss a token.
+    /// Mean or sum over tokens, or one loss for each token.
     pub reduction: LossReduction,
     /// What a mean divides by.
     pub denominator: Denominator,
@@ -36,7 +37,7 @@ pub struct HeadOptions {
     pub scope: Span,
     /// How microbatch gradients combine.
     pub microbatch_reduction: MicrobatchReduction,
-    /// Labels of this value take no part.
+    /// Tokens with this label do not count.
     pub ignore_label: Option<i64>,
     /// Columns of the logits from here on are padding.
     pub valid_vocab: Option<u64>,
@@ -44,14 +45,14 @@ pub struct HeadOptions {
     pub mask: Option<f64>,
     /// Upstream cotangent of the loss.
     pub cotangent: f64,
-    /// From raw logit to logit.
+    /// The transform from a raw logit to the logit: scale, then softcap.
     pub transform: Transform,
-    /// The walk of the declared path.
+    /// How the declared path computes the gradients.
     pub walk: Walk,
     /// Policy loss, for `loss=grpo`.
     pub grpo: Option<GrpoDeclaration>,
-    /// A format below the recorded one in which the job may have computed what it does not
-    /// declare, by what the dump shows.
+    /// The format, narrower than the recorded one, in which the job seems to have computed what it
+    /// does not declare, by signs in the dump.
     pub lowered: Option<Precision>,
     /// The declaration that this came from.
     pub declared: HeadDeclaration,
@@ -67,13 +68,13 @@ pub enum HeadError {
         one: String,
         /// The second option with its value.
         other: String,
-        /// What to do.
+        /// What to do about it.
         why: &'static str,
     },
-    /// A policy that cannot be.
+    /// An invalid policy.
     #[error(transparent)]
     Policy(#[from] super::policy_file::PolicyError),
-    /// A value that is none.
+    /// A value that the option cannot have.
     #[error("the head declares {option}={value}: {wanted}")]
     Value {
         /// Its name in `tape.head`, that of a policy loss as `grpo.kl_beta`.
@@ -108,7 +109,7 @@ impl HeadOptions {
         })
     }
 
-    /// True when the job forms the logits' gradient at once.
+    /// True when the job computes whole dlogits, label part included.
     pub fn plain(&self) -> bool {
         self.walk != Walk::Fused || self.loss == Loss::XentLogits
     }
@@ -129,9 +130,10 @@ impl HeadOptions {
         }
     }
 
-    /// The cotangents of a token with this lse whose nll has the gradient g, over so many classes:
-    /// `g (1 + 2 λ lse)`, `-g (1 - s)` and `-g s / K`. An ignored token, of g = 0, has none, whatever
-    /// its lse is.
+    /// The cotangents of a token with this lse whose negative log-likelihood has the cotangent g,
+    /// over so many classes K: `g (1 + 2 λ lse)`, `-g (1 - s)` and `-g s / K`, with the z-loss
+    /// factor λ and the smoothing s. An ignored token, with g = 0, has none, even if its lse is
+    /// NaN.
     pub fn cotangents(&self, g: f64, lse: f64, classes: usize) -> TokenCotangents {
         let s = self.smoothing(classes);
         TokenCotangents {
@@ -141,18 +143,18 @@ impl HeadOptions {
         }
     }
 
-    /// True when k and its gradients lie as `[D, V]`.
+    /// True when the job stores k and its gradients as `[D, V]`.
     pub fn transposed(&self) -> bool {
         self.declared.k_layout == KLayout::Dv
     }
 }
 
-/// From raw logit to logit, as it is declared.
+/// The declared transform from a raw logit to the logit.
 pub(crate) fn transform(head: &HeadDeclaration) -> Transform {
     Transform::new(head.logit_scale / head.temperature, head.softcap)
 }
 
-/// The walk of `path`, or of the base of the policy that it names.
+/// How `path` computes the gradients, or the base of the policy that it names.
 fn walk(head: &HeadDeclaration) -> Result<Walk, HeadError> {
     let named = |name: &str| match name {
         "plain" => Some(Walk::Plain),
@@ -187,19 +189,19 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
     refuse_formats(head)
 }
 
-/// Values that none of these options can have; `of` stands before the options' names.
+/// Refuses a value that its option cannot have; `of` is put before the option's name.
 fn refuse_values<Of: Default>(
-    of: &str,
+    prefix: &str,
     options: &[HeadOption<Of>],
     declared: &Of,
 ) -> Result<(), HeadError> {
     let Some(bad) = options.iter().find(|option| !option.is_good(declared)) else { return Ok(()) };
-    let option = format!("{of}{}", bad.name);
+    let option = format!("{prefix}{}", bad.name);
     let (value, wanted) = (bad.shown(declared), format!("{} is needed", bad.wanted));
     Err(HeadError::Value { option, value, wanted })
 }
 
-/// Names of formats, and of the points that have one.
+/// Refuses unknown names of formats and of rounding points.
 fn refuse_formats(head: &HeadDeclaration) -> Result<(), HeadError> {
     for (key, value) in &head.dtypes {
         let hint = crate::spelling::hint(key, DTYPE_KEYS);
@@ -216,11 +218,11 @@ fn refuse_formats(head: &HeadDeclaration) -> Result<(), HeadError> {
     Ok(())
 }
 
-/// Whether two options that cannot both hold are there, which they are, and what to do.
+/// Whether two options that cannot both hold are declared, their names, and what to do about it.
 type Contradiction = (bool, [&'static str; 2], &'static str);
 
-/// Options that cannot both hold: silently preferring one would replay a head
-/// that the job never had.
+/// Refuses two options that cannot both hold: silently preferring one would replay a head that the
+/// job never had.
 fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
     let all = [of_terms(head), of_loss(head), of_sequences(head)].concat();
     let Some((_, names, why)) = all.into_iter().find(|(both, ..)| *both) else { return Ok(()) };
@@ -228,7 +230,7 @@ fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
     Err(HeadError::Contradiction { one, other, why })
 }
 
-/// Of reduction, factors and masks.
+/// Contradictions of reduction, factors and masks.
 fn of_terms(head: &HeadDeclaration) -> Vec<Contradiction> {
     let divided = head.denominator != Denominator::Valid;
     vec![
@@ -265,7 +267,7 @@ fn of_terms(head: &HeadDeclaration) -> Vec<Contradiction> {
     ]
 }
 
-/// Of a mean of sequence means with what else is declared.
+/// Contradictions of a mean of sequence means with other options.
 fn of_sequences(head: &HeadDeclaration) -> Vec<Contradiction> {
     let each = head.scope.sequences == Sequences::Each;
     vec![
@@ -287,7 +289,7 @@ fn of_sequences(head: &HeadDeclaration) -> Vec<Contradiction> {
     ]
 }
 
-/// Of the kind of loss with what other kinds have.
+/// Contradictions of the kind of loss with options of other kinds.
 fn of_loss(head: &HeadDeclaration) -> Vec<Contradiction> {
     let policy = head.loss == Loss::Grpo;
     let logits = head.loss == Loss::XentLogits;

@@ -1,5 +1,5 @@
-//! A policy of the user's own: from its declaration, or a TOML file of the same fields,
-//! to what the kernels emulate.
+//! Reads a policy that the user declares, in the head or in a TOML file with the same fields, into
+//! the `Policy` that the kernels emulate.
 //!
 //! ```toml
 //! base = "chunked"
@@ -9,8 +9,8 @@
 //! tiles.tokens = 1024
 //! ```
 //!
-//! What is declared is emulated or is an error, never dropped: a rounding point that the
-//! declared path does not have would otherwise look like one that does no harm.
+//! A declaration is either emulated or an error, never ignored: a rounding point that the declared
+//! path does not have would otherwise look harmless.
 
 use backtape::head::{DeclaredTiles, PolicyDeclaration, SumDeclaration};
 
@@ -29,17 +29,17 @@ const ORDERS: [&str; 5] = ["sequential", "blocked", "pairwise", "kahan", "neumai
 /// Formats that a rounding point or a sum may have.
 pub(super) const DTYPES: [&str; 7] = ["f64", "f32", "tf32", "bf16", "f16", "f8_e4m3", "f8_e5m2"];
 
-/// Why a declaration is no policy.
+/// Why a declaration is not a valid policy.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum PolicyError {
-    /// A name that nothing here has.
+    /// A name that is not known.
     #[error("the policy declares {what}={name}, which is none of {known}")]
     Unknown {
-        /// Where the name stands.
+        /// The field that holds the name.
         what: String,
         /// As it was written.
         name: String,
-        /// All that it could be.
+        /// The names that are accepted.
         known: String,
     },
     /// Two declarations that cannot both hold.
@@ -49,10 +49,10 @@ pub enum PolicyError {
         one: String,
         /// The second, with its value.
         other: String,
-        /// Why not.
+        /// Why they cannot both hold.
         why: &'static str,
     },
-    /// A number that is no size.
+    /// A size of 0.
     #[error("the policy declares {what}=0: it must be 1 or more")]
     Zero {
         /// Which size.
@@ -79,8 +79,8 @@ pub fn read_toml(text: &str) -> Result<PolicyDeclaration, PolicyError> {
     })
 }
 
-/// What a declaration makes of the policy that holds where it says nothing; tile sizes
-/// not declared are the default ones.
+/// Applies a declaration to the policy `defaults`, which holds where nothing is declared; tile
+/// sizes that are not declared are the default ones.
 pub fn policy_of(
     declared: &PolicyDeclaration,
     defaults: Policy,

@@ -1,11 +1,10 @@
-//! What the job may have rounded, as far as its declaration says.
+//! The roundings that a job may have made, given its declaration.
 //!
-//! What the head leaves undeclared is unknown, not f32: a rounding of an
-//! intermediate to the input's dtype is then plausible and widens what is
-//! allowed. A low-precision *accumulator* is never plausible by default:
-//! undeclared, it must show as a divergence (NUMERICS: what error is allowed). Operands of
-//! products are taken as they were recorded, unless the job shows that it computes in fewer
-//! bits (`lowered`).
+//! What the head leaves undeclared is unknown, not f32: it is then plausible that an intermediate
+//! was rounded to the input's dtype, and the allowed error is larger. A low-precision *accumulator*
+//! is never plausible by default: if it is not declared, it must show as a divergence
+//! (docs/decisions/numerics.md). Operands of products are taken as they were recorded, unless there
+//! are signs that the job computes in fewer bits (`lowered`).
 
 use backtape::dtype::Dtype;
 use backtape::head::DeclaredTiles;
@@ -40,7 +39,7 @@ pub fn unit(name: &str) -> Option<f64> {
     Precision::from_name(name).map(Precision::unit_roundoff)
 }
 
-/// The precision of a stored dtype; none for integers, which do not round.
+/// The precision of a stored dtype; `None` for integers, which do not round.
 pub fn precision_of(dtype: Dtype) -> Option<Precision> {
     Precision::from_name(dtype.name())
 }
@@ -53,24 +52,24 @@ pub fn unit_of(dtype: Dtype) -> f64 {
 /// The largest plausible rounding at each point.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Roundings {
-    /// Every point at the lowest precision that is plausible, every sum as declared.
+    /// Every rounding point in the lowest precision that is plausible, every sum as declared.
     pub widest: Policy,
-    /// Every point at the highest: what the job declared, else not rounded.
+    /// Every rounding point in the highest plausible precision: the declared one, else none.
     pub narrowest: Policy,
     /// Tiles of the declared policy or head.
     pub tiles: Tiles,
     /// Accumulator of sums over microbatches and ranks.
     pub reduce: Precision,
-    /// What lse is kept in between forward and backward, where the job says so.
+    /// Format in which lse is kept between forward and backward pass, where declared.
     pub lse: Option<Precision>,
-    /// q and k in less than they were recorded in, as the GEMMs take them.
+    /// Whether the GEMMs round q and k to fewer bits than they were recorded in.
     pub narrowed: bool,
-    /// True when the job declared a whole policy: nothing is left to be guessed.
+    /// True when the job declared a whole policy, so that `widest` and `narrowest` are the same.
     pub declared: bool,
 }
 
 impl Roundings {
-    /// What is plausible for this head with inputs of this dtype.
+    /// The plausible roundings of this head with inputs of this dtype.
     pub fn plausible(options: &HeadOptions, input: Dtype) -> Result<Roundings, HeadError> {
         let stored = precision_of(input).unwrap_or(Precision::F32);
         let full = if stored == Precision::F64 { Precision::F64 } else { Precision::F32 };
@@ -81,12 +80,13 @@ impl Roundings {
         let lowest = options.lowered.filter(lower).unwrap_or(stored);
         let policy = |intermediate: Precision, operand: Precision| {
             let point = |key: &str| declared(key).unwrap_or(intermediate);
-            // Products that narrow what they take narrow dlogits, too.
+            // GEMMs that round their operands also round dlogits.
             let narrowed = |of: Precision| match declared("input").filter(lower) {
                 Some(to) if to.unit_roundoff() > of.unit_roundoff() => to,
                 _ => of,
             };
-            // Logits that the head starts from, and does nothing to, were rounded before.
+            // Logits that the head starts from, without a transform, were rounded before they were
+            // recorded.
             let is_input = |of: &Precision| of.unit_roundoff() <= stored.unit_roundoff();
             let logits = point("logits");
             let logits = if options.takes_logits() && is_input(&logits) { full } else { logits };
@@ -128,8 +128,8 @@ impl Roundings {
         Ok(roundings)
     }
 
-    /// Unit roundoff of the arithmetic element by element. In an f64 job the
-    /// reference errs as much as the job does, so both count.
+    /// Unit roundoff of element-wise arithmetic. In an f64 job the reference errs as much as the
+    /// job does, so it counts twice.
     pub fn compute(&self) -> f64 {
         match self.widest.sums.lse.precision {
             Precision::F64 => 2.0 * Precision::F64.unit_roundoff(),
@@ -137,13 +137,14 @@ impl Roundings {
         }
     }
 
-    /// What narrowing q or k to the GEMMs' inputs costs, relative.
+    /// Largest relative error of rounding q or k to the input format of the GEMMs; 0 where they are
+    /// not rounded.
     pub fn input(&self) -> f64 {
         if self.narrowed { self.widest.input.unit_roundoff() } else { 0.0 }
     }
 
-    /// True when a sum is declared in so few bits that addends can be lost in it,
-    /// all to one side.
+    /// True when a sum is declared in so few bits that addends can be lost in it, always with the
+    /// same sign.
     pub fn swamps(&self) -> bool {
         let Policy { sums, tile_add, chunk_add, .. } = self.widest;
         let Sums { logits, lse, dq, dk, label_scatter } = sums;
@@ -151,16 +152,16 @@ impl Roundings {
         all.into_iter().chain([tile_add, chunk_add]).any(|p| p.unit_roundoff() > F32)
     }
 
-    /// Whether the label's term may be one of the sum that the softmax's terms make, and
-    /// every later partial sum carry it: always where dlogits are formed whole, and in a
-    /// fused kernel that takes 1 off p in place, which nobody declares. Parts that were
-    /// recorded (not `whole`), and a declared policy, say that it is not so.
+    /// Whether the label's term may be an addend of the same sum as the softmax's terms, so that it
+    /// is part of every later partial sum. It is where dlogits are computed whole, and may be in a
+    /// fused kernel that subtracts 1 from p in place, which jobs do not declare. It is not where
+    /// the parts were recorded apart (not `whole`), and where a fused policy was declared.
     pub fn carries_label(&self, whole: bool) -> bool {
         self.widest.path != Path::Fused || (whole && !self.declared)
     }
 
-    /// 1 when one rounded entry of dlogits multiplies a whole row: the label's
-    /// entry is nearly one number, `g (p - 1)`, for all tokens with small p; else 0.
+    /// 1 when the job rounds whole entries of dlogits to few bits, else 0: the label's entry `g (p
+    /// - 1)` is nearly the same for all tokens with small p, so its rounding error is shared.
     pub fn shared_g(&self) -> f64 {
         let shared = self.widest.path != Path::Fused && self.widest.dlogits.unit_roundoff() > F32;
         f64::from(u8::from(shared))
@@ -189,33 +190,39 @@ mod tests {
     use super::*;
     use backtape::head::HeadDeclaration;
 
-    fn of(head: &HeadDeclaration, dtype: Dtype) -> Roundings {
-        Roundings::plausible(&HeadOptions::new(head).unwrap(), dtype).unwrap()
+    fn of(declaration: &HeadDeclaration, dtype: Dtype) -> Roundings {
+        Roundings::plausible(&HeadOptions::new(declaration).unwrap(), dtype).unwrap()
     }
 
     #[test]
     fn an_undeclared_intermediate_may_be_rounded_and_an_undeclared_accumulator_may_not() {
-        let found = of(&HeadDeclaration::default(), Dtype::Bf16);
-        assert_eq!((found.widest.dlogits, found.widest.logits), (Precision::Bf16, Precision::Bf16));
-        assert_eq!((found.narrowest.dlogits, found.reduce), (Precision::F32, Precision::F32));
-        assert!(!found.swamps());
+        let roundings = of(&HeadDeclaration::default(), Dtype::Bf16);
+        assert_eq!(
+            (roundings.widest.dlogits, roundings.widest.logits),
+            (Precision::Bf16, Precision::Bf16)
+        );
+        assert_eq!(
+            (roundings.narrowest.dlogits, roundings.reduce),
+            (Precision::F32, Precision::F32)
+        );
+        assert!(!roundings.swamps());
     }
 
     #[test]
     fn a_declared_low_precision_scatter_is_floor() {
         let mut head = HeadDeclaration::default();
         head.dtypes.insert("label_scatter".into(), "bf16".into());
-        let found = of(&head, Dtype::Bf16);
-        assert_eq!(found.widest.sums.label_scatter.precision, Precision::Bf16);
-        assert!(found.swamps());
+        let roundings = of(&head, Dtype::Bf16);
+        assert_eq!(roundings.widest.sums.label_scatter.precision, Precision::Bf16);
+        assert!(roundings.swamps());
     }
 
     #[test]
     fn a_job_in_f64_is_taken_to_compute_in_f64() {
-        let found = of(&HeadDeclaration::default(), Dtype::F64);
-        assert_eq!(found.widest, found.narrowest);
-        assert_eq!(found.widest.sums.dk.precision, Precision::F64);
-        assert!(found.compute() < 1e-15);
+        let roundings = of(&HeadDeclaration::default(), Dtype::F64);
+        assert_eq!(roundings.widest, roundings.narrowest);
+        assert_eq!(roundings.widest.sums.dk.precision, Precision::F64);
+        assert!(roundings.compute() < 1e-15);
     }
 
     #[test]
@@ -226,10 +233,13 @@ mod tests {
             Roundings::plausible(&options, Dtype::F32).unwrap()
         };
         let mut head = HeadDeclaration::default();
-        let found = lowered(&head);
-        assert_eq!((found.widest.input, found.widest.logits), (Precision::Bf16, Precision::Bf16));
-        assert_eq!((found.narrowest.input, found.input()), (Precision::F32, 1.0 / 256.0));
-        assert!(!found.swamps(), "accumulators stay in f32");
+        let roundings = lowered(&head);
+        assert_eq!(
+            (roundings.widest.input, roundings.widest.logits),
+            (Precision::Bf16, Precision::Bf16)
+        );
+        assert_eq!((roundings.narrowest.input, roundings.input()), (Precision::F32, 1.0 / 256.0));
+        assert!(!roundings.swamps(), "accumulators stay in f32");
         head.dtypes.insert("input".into(), "f32".into());
         assert_eq!((lowered(&head).widest.input, lowered(&head).input()), (Precision::F32, 0.0));
         assert_eq!(lowered(&head).widest.dlogits, Precision::Bf16);

@@ -1,27 +1,27 @@
-//! The stages of softmax cross-entropy, forward and backward, in the order of
-//! every output (NUMERICS: stages).
+//! The stages of softmax cross-entropy, forward and backward, in the order in which every output
+//! lists them (docs/decisions/head.md, docs/heads.md).
 
 use backtape::role::Role;
 use serde::{Serialize, Serializer};
 
-/// What a stage is about. Of two sides one may be right while the other is wrong.
+/// Which part of the computation a stage belongs to. One part may be right while another is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Side {
-    /// What the dump alone knows: looked at, not compared.
+    /// An input: it is checked, but there is nothing to compare it with.
     Input,
     /// The forward pass and the loss.
     Forward,
-    /// From the loss to the entries of dlogits.
+    /// The backward pass from the loss to the entries of dlogits.
     Entries,
     /// The gradient of q and its parts.
     OfQ,
     /// The gradients of k and of the bias, and their parts.
     OfK,
-    /// Sums of dk over microbatches and ranks, and the norm of what comes of them.
+    /// Sums of dk over microbatches and ranks, and the norm of the summed gradients.
     Sums,
 }
 
-/// What a stage has a number for: T tokens, V classes, D hidden units.
+/// The shape of a stage's tensor, for T tokens, V classes and D hidden units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// `[T]`
@@ -38,15 +38,15 @@ pub enum Kind {
     Number,
 }
 
-/// Which of the two parts that make a gradient a stage is: the logit of a label enters the loss
-/// in lse and by itself.
+/// Which part of a gradient a stage is. The gradients have two parts, since the logit of a label
+/// enters the loss both through lse and by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Share {
-    /// What comes of lse: a product with the softmax.
+    /// The part through lse: a product with the softmax.
     Softmax,
-    /// What comes of the label's own logit: one class a token.
+    /// The part through the label's own logit: one class for each token.
     Label,
-    /// Both, or no gradient at all.
+    /// Both parts together, or a stage that is not a gradient.
     Whole,
 }
 
@@ -57,7 +57,7 @@ macro_rules! stages {
     )*) => {
         /// A node of the head's forward or backward graph.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        #[allow(missing_docs)] // Named as in NUMERICS.
+        #[allow(missing_docs)] // `words` says what each one is.
         pub enum Stage { $($variant,)* }
 
         impl Stage {
@@ -74,12 +74,12 @@ macro_rules! stages {
                 match self { $(Stage::$variant => $role,)* }
             }
 
-            /// What it is about.
+            /// Which part of the computation it belongs to.
             pub const fn side(self) -> Side {
                 match self { $(Stage::$variant => Side::$side,)* }
             }
 
-            /// What it has a number for; log-probabilities may be recorded of all classes too.
+            /// The shape of its tensor; log-probabilities may also be recorded for all classes.
             pub const fn kind(self) -> Kind {
                 match self { $(Stage::$variant => Kind::$kind,)* }
             }
@@ -94,7 +94,7 @@ macro_rules! stages {
                 match self { $(Stage::$variant => &[$(Stage::$parent,)*],)* }
             }
 
-            /// What it is, in words.
+            /// What the stage is, in words.
             pub fn words(self) -> &'static str {
                 match self { $(Stage::$variant => $words,)* }
             }
@@ -171,8 +171,8 @@ stages! {
         [Reduce], "the norm of the gradients";
 }
 
-/// So many stages: those of which an expression is true, in the order of the table. It is found
-/// when this is compiled, which ends where there are not as many.
+/// An array of the `$count` stages for which an expression is true, in the order of the table. It
+/// is computed by the compiler, which fails if there are more or fewer.
 macro_rules! those {
     ($count:literal where $stage:ident is $true:expr) => {{
         let (mut found, mut count, mut at) = ([Stage::Q; $count], 0, 0);
@@ -189,21 +189,21 @@ macro_rules! those {
     }};
 }
 
-/// Subsets of the stages, as the table has them.
+/// Subsets of the stages, taken from the table.
 impl Stage {
     /// The gradient of q and its parts.
     pub const OF_Q: [Stage; 3] = those!(3 where stage is stage.is_of_q());
     /// The gradient of k and its parts.
     pub const OF_K: [Stage; 3] =
         those!(3 where stage is stage.is_of_k() && matches!(stage.kind(), Kind::ClassRows));
-    /// Gradients that have a row a class: those of k and of the bias.
+    /// Gradients that have one row for each class: those of k and of the bias, with their parts.
     pub const OF_CLASSES: [Stage; 4] = those!(4 where stage is stage.is_of_k());
-    /// dlogits and the gradients that are made of it.
+    /// dlogits and the gradients that are computed from it.
     pub const GRADIENTS: [Stage; 8] = those!(8 where stage is stage.is_gradient());
-    /// What jobs record of the forward pass.
+    /// Stages of the forward pass that a job can record.
     pub const FORWARD: [Stage; 5] =
         those!(5 where stage is matches!(stage.side(), Side::Forward) && stage.role().is_some());
-    /// The gradients of q and k and their parts: what products of dlogits make.
+    /// The gradients of q and k and their parts, which are products with dlogits.
     pub const PRODUCTS: [Stage; 6] = those!(6 where stage is
         !matches!(stage.kind(), Kind::Classes) && (stage.is_of_q() || stage.is_of_k()));
     /// The two parts of the gradients of q and k.
@@ -211,7 +211,7 @@ impl Stage {
     /// Sums of dk, over microbatches and over ranks.
     pub const SUMS: [Stage; 2] = those!(2 where stage is stage.is_sum());
 
-    /// Whether it is dlogits or a gradient that is made of it.
+    /// Whether it is dlogits or a gradient that is computed from it.
     pub const fn is_gradient(self) -> bool {
         matches!(self, Stage::Dlogits) || self.is_of_q() || self.is_of_k()
     }
@@ -233,12 +233,12 @@ impl Stage {
 }
 
 impl Stage {
-    /// The stage that produces what is recorded under this role.
+    /// The stage whose result is recorded under this role.
     pub fn of_role(role: Role) -> Option<Stage> {
         Stage::ALL.iter().copied().find(|stage| stage.role() == Some(role))
     }
 
-    /// An input: checked for being usable, not compared.
+    /// Whether it is an input, which is checked but not compared.
     pub fn is_input(self) -> bool {
         self.side() == Side::Input
     }
@@ -248,8 +248,8 @@ impl Stage {
         self == other || self.parents().iter().any(|parent| parent.depends_on(other))
     }
 
-    /// True when a comparison of `asked` has to look at this stage: what leads
-    /// to it, and, for dk, its way through microbatches and ranks.
+    /// True when a report about `asked` needs this stage: every stage that `asked` is computed
+    /// from, and for dk also its sums over microbatches and ranks.
     pub fn serves(self, asked: Stage) -> bool {
         asked.depends_on(self) || (asked == Stage::Dk && self.is_sum())
     }

@@ -1,4 +1,4 @@
-//! The tensors of one step of a head: which there are, and how to get at them.
+//! The tensors of one step of a head: which ones the dump holds, and how to assemble them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,10 +20,10 @@ pub(crate) use super::view::{addends_of_elements, flat_rows, numbers};
 pub use super::view::{matrix, vocabulary_slab};
 pub use crate::kernels::rows_of;
 
-/// What the omission of a declaration that was refused is named, as the recorder writes it.
+/// The tensor name under which the recorder lists a refused head declaration among its omissions.
 const DECLARATION: &str = "head";
 
-/// Where the head's tensors lie in the dump.
+/// The head of one step and its tensors in the dump.
 #[derive(Clone)]
 pub struct HeadStep<'a> {
     /// The dump.
@@ -32,28 +32,27 @@ pub struct HeadStep<'a> {
     pub options: HeadOptions,
     /// Every tensor of the step that can be used.
     pub tensors: BTreeMap<TensorKey, TensorInfo>,
-    /// Tensors that are damaged, incomplete or were given up on, and why: what depends on
-    /// them gets no verdict.
+    /// Tensors that are damaged, incomplete or were not recorded in the end, and why: stages that
+    /// depend on them get no verdict.
     pub unusable: BTreeMap<TensorKey, String>,
     /// The microbatches in which the scores were recorded, usable or not; `None` for a job
     /// without them.
     pub microbatches: Vec<Option<Microbatch>>,
-    /// What a replay needs and the dump does not give.
+    /// What a replay needs and the dump does not hold.
     pub lacking: Lacking,
-    /// The ranks whose tokens are judged, where others hold other versions of what they are
-    /// computed from; `None`: all.
+    /// The ranks whose tokens are judged, where other ranks hold other versions of the inputs;
+    /// `None` for all ranks.
     pub only: Option<Vec<Rank>>,
-    /// Tensors of which ranks hold several versions, where the step holds all of them.
+    /// Tensors of which ranks hold different versions, where the step covers all ranks.
     pub disputed: Vec<TensorKey>,
-    /// Tensors that were assembled, where they are held.
+    /// Tensors that were assembled before, where they are kept.
     assembled: Option<Assembled>,
 }
 
 impl<'a> HeadStep<'a> {
-    /// Reads the declaration and finds the tensors; `unusable` says why a
-    /// tensor must not be believed.
+    /// Reads the declaration and finds the tensors; `unusable` says why a tensor cannot be trusted.
     ///
-    /// `policy` stands in for what the job declared of its rounding points.
+    /// `policy` replaces the rounding points that the job declared.
     pub fn new(
         dump: &'a StepDump,
         policy: Option<&PolicyDeclaration>,
@@ -64,8 +63,12 @@ impl<'a> HeadStep<'a> {
         }
         let declared = dump.manifest.head.clone();
         let mut declared = declared.ok_or_else(|| {
-            let refused = dump.manifest.omissions.iter().find(|one| one.tensor == DECLARATION);
-            StepError::NoHead { step: dump.step.0, refused: refused.map(|one| one.reason.clone()) }
+            let refused =
+                dump.manifest.omissions.iter().find(|omission| omission.tensor == DECLARATION);
+            StepError::NoHead {
+                step: dump.step.0,
+                refused: refused.map(|omission| omission.reason.clone()),
+            }
         })?;
         if let Some(policy) = policy {
             declared.policy = Some(policy.clone());
@@ -91,7 +94,8 @@ impl<'a> HeadStep<'a> {
         };
         let scores = step.scores();
         let mut microbatches = step.microbatches_of(&|role| role == scores);
-        // Of a role that has microbatches, a tensor without one is something else.
+        // If the scores were recorded by microbatch, a tensor without a microbatch is not scores of
+        // one.
         if microbatches.len() > 1 {
             microbatches.remove(&None);
         }
@@ -112,7 +116,7 @@ impl<'a> HeadStep<'a> {
         microbatches.retain(|&mb| step.scores_of(mb).is_some());
         step.microbatches = microbatches.into_iter().collect();
         step.options.lowered = super::lowered::lowered(&step);
-        // What a stage would have shown is merely not captured.
+        // An output of a stage of which nothing is held counts as not captured.
         let read = step.inputs_read();
         let of_input = |key: &TensorKey| step.role_of(key).is_some_and(|of| read.contains(&of));
         let kept: BTreeSet<TensorKey> =
@@ -122,15 +126,15 @@ impl<'a> HeadStep<'a> {
         Ok(step)
     }
 
-    /// Microbatches of the tensors of some roles, those that cannot be used among them.
+    /// Microbatches of the tensors of some roles, including tensors that cannot be used.
     fn microbatches_of(&self, wanted: &dyn Fn(Role) -> bool) -> BTreeSet<Option<Microbatch>> {
         let all = self.tensors.keys().chain(self.unusable.keys());
         let of = all.filter(|key| self.role_of(key).is_some_and(wanted));
         of.map(|key| key.microbatch).collect()
     }
 
-    /// What the scores of a microbatch are computed from, usable or not. Scores that were recorded
-    /// without one are those of the only microbatch.
+    /// The tensor of the scores of a microbatch, usable or not. Scores that were recorded without a
+    /// microbatch are those of the only one.
     pub(crate) fn scores_of(
         &self,
         microbatch: Option<Microbatch>,
@@ -142,20 +146,22 @@ impl<'a> HeadStep<'a> {
         all.find(|(key, _)| !named || key.microbatch == microbatch)
     }
 
-    /// True when the dump gives all that the job recorded and declared of the step.
+    /// True when everything that the job recorded and declared in the step can be read.
     pub fn is_whole(&self) -> bool {
         self.unusable.is_empty() && self.lacking.is_nothing()
     }
 
-    /// The role whose rows are the tokens: what the loss is computed from.
+    /// The role of the scores, the tensor whose rows are the tokens and that the loss is computed
+    /// from.
     pub fn scores(&self) -> Role {
-        // Damaged ones too: a replay that started elsewhere would judge something else.
+        // Damaged tensors count too: a replay that started from another tensor would judge
+        // something else.
         let held = |role| self.dump.tensors().values().any(|info| info.role == Some(role));
         match self.options.loss {
             Loss::SoftmaxXent => Role::Q,
             Loss::XentLogits => Role::Logits,
             Loss::Grpo if held(Role::Q) => Role::Q,
-            // Log-probabilities are a stage where the logits can be made use of.
+            // With usable logits, log-probabilities are compared as a stage, not taken as input.
             Loss::Grpo if held(Role::Logits) && (held(Role::Labels) || !held(Role::Logprobs)) => {
                 Role::Logits
             }
@@ -163,36 +169,37 @@ impl<'a> HeadStep<'a> {
         }
     }
 
-    /// The tensor of a role in a microbatch, preferring what was captured
-    /// before the reduction over ranks.
+    /// The tensor of a role in a microbatch; the one captured before the reduction over ranks is
+    /// preferred.
     pub fn find(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
         let at = |microbatch: Option<Microbatch>| {
-            let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+            let is_wanted = |(key, info): &(&TensorKey, &TensorInfo)| {
                 info.role == Some(role) && key.microbatch == microbatch
             };
-            let found = self.tensors.iter().filter(of).map(|(key, _)| key);
-            found.min_by_key(|key| key.when == Some(When::PostReduce))
+            let candidates = self.tensors.iter().filter(is_wanted).map(|(key, _)| key);
+            candidates.min_by_key(|key| key.when == Some(When::PostReduce))
         };
-        // A gradient of k without a microbatch is a sum, and a loss the step's, also where the step
-        // has one alone.
+        // A gradient of k without a microbatch is the sum over microbatches, and a loss without one
+        // is that of the step, even where the step has a single microbatch.
         let of_step = role == Role::Loss && self.options.reduction != LossReduction::None;
         let sums = of_step || matches!(role, Role::Dk | Role::DkLse | Role::DkLabel);
         let only = microbatch.is_some() && self.microbatches == [microbatch] && !sums;
         at(microbatch).or_else(|| at(None).filter(|_| only))
     }
 
-    /// The tensor of a role that has no microbatch, at this moment.
+    /// The tensor of a role without a microbatch, captured after (`reduced`) or before the
+    /// reduction over ranks.
     pub fn find_reduced(&self, role: Role, reduced: bool) -> Option<&TensorKey> {
-        let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+        let is_wanted = |(key, info): &(&TensorKey, &TensorInfo)| {
             let post = key.when == Some(When::PostReduce)
                 || (key.when.is_none() && info.partial.is_none());
             info.role == Some(role) && key.microbatch.is_none() && post == reduced
         };
-        self.tensors.iter().find(of).map(|(key, _)| key)
+        self.tensors.iter().find(is_wanted).map(|(key, _)| key)
     }
 
-    /// The same step, of which every tensor is assembled once, as long as it or a clone of
-    /// it lives.
+    /// The same step, which keeps every tensor that it assembled until it and its clones are
+    /// dropped.
     pub fn holding(&self) -> HeadStep<'a> {
         HeadStep { assembled: Some(Assembled::default()), ..self.clone() }
     }
@@ -204,19 +211,19 @@ impl<'a> HeadStep<'a> {
         step
     }
 
-    /// Assembles a tensor that is there.
+    /// Assembles a tensor from all its shards.
     pub fn assemble(&self, key: &TensorKey) -> Result<Tensor, StepError> {
         self.made(Which::whole(key, None), || assemble::assemble(self.dump, key))
     }
 
-    /// The addend that some ranks hold together of a partial tensor.
+    /// The addend of a partial tensor that some ranks hold together.
     pub fn addend(&self, key: &TensorKey, ranks: &[Rank]) -> Result<Tensor, StepError> {
         let which = Which::whole(key, Some(ranks));
         self.made(which, || assemble::addend_of(self.dump, key, ranks))
     }
 
-    /// A tensor in the layout of the formulas: k and its gradients as `[V, D]`
-    /// whatever the job's layout.
+    /// A tensor, with k and its gradients transposed to `[V, D]` if the job stores them as `[D,
+    /// V]`.
     pub fn oriented(&self, key: &TensorKey, ranks: Option<&[Rank]>) -> Result<Tensor, StepError> {
         let tensor = match ranks {
             Some(ranks) => self.addend(key, ranks)?,
@@ -224,7 +231,7 @@ impl<'a> HeadStep<'a> {
         };
         let whole = self.tensors.get(key).is_none_or(|info| info.shape == tensor.shape);
         if !whole {
-            // Rows of a box are not those of the vocabulary.
+            // The rows of a part are not numbered as those of the vocabulary.
             let wanted = format!("the whole addend; these ranks hold {} of it", tensor.place);
             return Err(unfit(&tensor, &wanted));
         }

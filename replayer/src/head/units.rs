@@ -1,12 +1,12 @@
-//! The units in which the backward of a microbatch is replayed, and what their
-//! losses are divided by.
+//! The units in which the backward pass of a microbatch is replayed, and the denominators of their
+//! losses.
 //!
-//! A unit is a set of token rows whose gradients were summed together before
-//! anything was recorded: the tokens of the ranks that recorded one addend of
-//! dk, all tokens of the microbatch otherwise. Ranks that hold the same tokens
-//! (tensor parallelism) hold one addend together, and so do ranks at one place of
-//! the axes that the mesh says the addends are summed over. Where neither makes
-//! whole addends out of what was recorded, their sum is still over all tokens.
+//! A unit is a set of tokens whose gradients were summed before anything was recorded. Where dk was
+//! recorded as addends that are still to be added up, the units are the tokens of the ranks of
+//! each addend; otherwise all tokens of the microbatch are one unit. Ranks that hold the same
+//! tokens (tensor parallelism) hold one addend together, and so do ranks with the same coordinates
+//! on the mesh axes that the addends are summed over. Where neither gives complete addends, their
+//! sum is still over all tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -26,10 +26,10 @@ use crate::dump::addend::{Addend, group};
 use crate::dump::name_ranks;
 use crate::kernels::matrix::IGNORED;
 
-/// Token rows whose gradients belong together.
+/// Tokens whose gradients were summed before they were recorded.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unit {
-    /// The ranks that hold them; none for all tokens of the microbatch.
+    /// The ranks that hold the tokens; empty for all tokens of the microbatch.
     pub ranks: Vec<Rank>,
     /// Row indices into `[T, D]`, ascending.
     pub rows: Vec<usize>,
@@ -46,21 +46,22 @@ impl Unit {
 #[derive(PartialEq)]
 enum Held {
     Nothing,
-    /// Some of it, or copies of what other ranks hold.
+    /// A part of it, or only copies of what other ranks hold.
     Part,
     Whole,
 }
 
-/// The tokens of a group, and all that are counted with them, by microbatch.
+/// A group of tokens, and all tokens that are counted in the same denominator, by microbatch.
 pub(crate) type CountedTogether<'m> = (Unit, Vec<(&'m MicrobatchInputs, Unit)>);
 
-/// A microbatch's tokens, parted into groups that are counted together.
+/// A microbatch and its tokens in groups, each with its own denominator.
 type Parted<'m> = (&'m MicrobatchInputs, Vec<Unit>);
 
 impl HeadStep<'_> {
-    /// Token rows by the ranks that recorded addends of dk over them, or of whose addends a sum
-    /// was recorded alone; all tokens when dk was recorded whole, or in addends whose sum alone
-    /// has a meaning. `Err` says why there is none.
+    /// The units of a microbatch. They are the tokens of each rank where the ranks recorded
+    /// addends of dk, or where only the sum of dk over microbatches was recorded; all tokens where
+    /// dk was recorded whole, or where only the sum of the addends is a gradient of known tokens.
+    /// `Err` says why there are none.
     pub fn units(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         let whole = || vec![Unit { ranks: Vec::new(), rows: (0..inputs.tokens()).collect() }];
         let parts = [Role::Dk, Role::DkLse, Role::DkLabel, Role::Dbias];
@@ -93,7 +94,8 @@ impl HeadStep<'_> {
         if told {
             return Ok(units);
         }
-        // Each is judged by itself where its addends are all there, and so is a sum of dk.
+        // All tokens are one unit if the addends of at least one gradient are complete, or if a
+        // sum of dk over microbatches or ranks was recorded: those can be judged.
         let each: Vec<Result<(), String>> =
             addends.iter().map(|key| self.all_added(key, inputs)).collect();
         let summed = [false, true].iter().any(|&all| self.find_reduced(Role::Dk, all).is_some());
@@ -103,7 +105,8 @@ impl HeadStep<'_> {
         }
     }
 
-    /// The addends of dk summed over microbatches, where dk of this one was not recorded.
+    /// The sum of dk over microbatches, recorded as addends of ranks, where dk of this microbatch
+    /// was not recorded.
     fn sum_alone(&self, inputs: &MicrobatchInputs) -> Option<&TensorKey> {
         inputs.microbatch?;
         let sum = self.find_reduced(Role::Dk, false);
@@ -111,8 +114,8 @@ impl HeadStep<'_> {
         sum.filter(|sum| self.tensors[*sum].partial.is_some())
     }
 
-    /// The same where dk was recorded summed over microbatches alone: the tokens of each rank,
-    /// so that the ranks' parts of the sum are known, and whose part is wrong.
+    /// The units where dk was only recorded summed over microbatches: the tokens of each rank, so
+    /// that each rank's part of the sum is known, and which of them is wrong.
     fn units_of_a_sum(&self, inputs: &MicrobatchInputs) -> Option<Vec<Unit>> {
         let local = self.find_reduced(Role::Dk, false);
         let sum = local.or_else(|| self.find_reduced(Role::Dk, true))?;
@@ -125,8 +128,8 @@ impl HeadStep<'_> {
         (told && units.len() > 1).then_some(units)
     }
 
-    /// Joins units that the mesh says hold one addend together, with the ranks that hold a
-    /// part of it and no tokens; false where one unit holds several addends.
+    /// Joins units whose ranks hold one addend together according to the mesh, including ranks
+    /// that hold a part of it and no tokens. Returns false where one unit holds several addends.
     fn join_by_mesh(
         &self,
         key: &TensorKey,
@@ -157,14 +160,14 @@ impl HeadStep<'_> {
         true
     }
 
-    /// Whether what each unit's ranks hold is the whole tensor, and no other rank holds any.
+    /// Whether each unit's ranks hold the whole tensor, and no other rank holds a part of it.
     fn whole_addends(&self, key: &TensorKey, units: &[Unit]) -> bool {
         let held = |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == Held::Whole;
         units.iter().all(held) && self.held_in(key, units)
     }
 
-    /// The same of a sum over microbatches, which some units may not have recorded, and which
-    /// holds what ranks added that have no tokens in this microbatch.
+    /// The same for a sum over microbatches. Some units may not have recorded it, and it includes
+    /// addends of ranks that have no tokens in this microbatch.
     fn own_sums(&self, key: &TensorKey, units: &[Unit]) -> bool {
         let held = |unit: &Unit| matches!(self.holds(key, unit), Held::Whole | Held::Nothing);
         let of_tokens = self.tensors.values().filter(|info| info.role == Some(self.scores()));
@@ -172,13 +175,14 @@ impl HeadStep<'_> {
         let known: BTreeSet<Rank> = of_tokens.map(|at| self.dump.record(at).rank).collect();
         let mut adding = self.tensors[key].shards.iter().map(|at| self.dump.record(at).rank);
         let joined = |rank: &Rank| units.iter().any(|unit| unit.ranks.contains(rank));
-        // On a mesh of several axes a rank may have added for others that recorded nothing.
+        // On a mesh of several axes a rank's addend may include those of ranks that recorded
+        // nothing.
         let silent = units.iter().any(|unit| self.holds(key, unit) == Held::Nothing);
         let told = self.dump.manifest.mesh.0.len() < 2 || !silent;
         told && units.iter().all(held) && adding.all(|rank| known.contains(&rank) || joined(&rank))
     }
 
-    /// Whether no rank but those of the units holds any of a tensor.
+    /// Whether only ranks of the units hold parts of a tensor.
     fn held_in(&self, key: &TensorKey, units: &[Unit]) -> bool {
         let known = |rank: Rank| units.iter().any(|unit| unit.ranks.contains(&rank));
         self.tensors[key].shards.iter().all(|shard| known(self.dump.record(shard).rank))
@@ -188,8 +192,8 @@ impl HeadStep<'_> {
     fn holds(&self, key: &TensorKey, unit: &Unit) -> Held {
         let info = &self.tensors[key];
         let records = info.shards.iter().map(|shard| self.dump.record(shard));
-        let of_unit: Vec<_> = records.filter(|one| unit.ranks.contains(&one.rank)).collect();
-        // A replica is some other rank's addend.
+        let of_unit: Vec<_> = records.filter(|record| unit.ranks.contains(&record.rank)).collect();
+        // A replica is a copy of another rank's addend.
         let own = of_unit.iter().filter(|record| record.replica == 0);
         let mut boxes: Vec<&IndexBox> = own.map(|record| &record.place).collect();
         boxes.sort();
@@ -201,8 +205,8 @@ impl HeadStep<'_> {
         }
     }
 
-    /// Whether the sum of all addends is over all tokens: every rank that holds tokens has
-    /// added something, and none twice.
+    /// Checks that the sum of all addends is over all tokens: every unit's ranks recorded a
+    /// addend, and no two of them the same part of one.
     pub(crate) fn all_added(
         &self,
         key: &TensorKey,
@@ -232,8 +236,8 @@ impl HeadStep<'_> {
         Ok(())
     }
 
-    /// Whether every rank that holds tokens has added something to a tensor, as far as it is known
-    /// who holds which.
+    /// Checks that every rank that holds tokens recorded an addend of a tensor, as far as it is
+    /// known which rank holds which tokens.
     pub(crate) fn each_added(
         &self,
         key: &TensorKey,
@@ -244,8 +248,8 @@ impl HeadStep<'_> {
         lacks.map_or(Ok(()), |(unit, _)| Err(nothing_added(key, unit)))
     }
 
-    /// Units of ranks that hold tokens, and the ranks of each that hold addends; none where the
-    /// mesh says over which ranks the addends were summed.
+    /// The tokens of each rank as units, and of each unit the ranks that recorded addends; empty
+    /// where the mesh says over which ranks the addends were summed.
     fn adding(
         &self,
         key: &TensorKey,
@@ -265,10 +269,10 @@ impl HeadStep<'_> {
         Ok(self.rank_rows(inputs)?.into_iter().map(adding).collect())
     }
 
-    /// Refuses tokens of which it is not known where a sequence ends, where the head asks for it.
+    /// Refuses tokens without known sequences, if the head needs to know where a sequence ends.
     pub(super) fn needs_sequences(&self, key: &TensorKey) -> Result<(), StepError> {
         let info = &self.tensors[key];
-        let written = info.shards.first().map_or(0, |one| self.dump.written(one).shape.len());
+        let written = info.shards.first().map_or(0, |shard| self.dump.written(shard).shape.len());
         let grpo = self.options.grpo.as_ref();
         let sequences = !self.options.declared.labels_shifted
             || self.options.scope.sequences == Sequences::Each
@@ -285,7 +289,8 @@ impl HeadStep<'_> {
         })
     }
 
-    /// The units of the ranks whose tokens alone are judged; `None` where all tokens are.
+    /// The units of the ranks in `only`, whose tokens alone are judged; `None` where all tokens are
+    /// judged.
     fn own_units(&self, inputs: &MicrobatchInputs) -> Result<Option<Vec<Unit>>, String> {
         let Some(only) = &self.only else { return Ok(None) };
         let mut units = self.rank_rows(inputs)?;
@@ -294,7 +299,7 @@ impl HeadStep<'_> {
         Ok((units.len() < all).then_some(units))
     }
 
-    /// Whether a token is judged, `[T]`; `None` where all are.
+    /// Whether each token is judged, `[T]`; `None` where all are.
     pub(crate) fn judged(&self, inputs: &MicrobatchInputs) -> Option<Vec<bool>> {
         let units = self.own_units(inputs).ok().flatten()?;
         let mut judged = vec![false; inputs.tokens()];
@@ -302,10 +307,10 @@ impl HeadStep<'_> {
         Some(judged)
     }
 
-    /// The tokens by the ranks that hold them.
+    /// The tokens of each rank; ranks that hold the same tokens share a unit.
     pub(crate) fn rank_rows(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         let info = &self.dump.tensors()[&inputs.rows_key];
-        // The last dimension of q and of the logits is not one of tokens.
+        // The last dimension of q and of the logits does not count tokens.
         let leading = info.shape.len() - usize::from(self.scores() != Role::Logprobs);
         let units = self.held_by_ranks(&inputs.rows_key, 0..leading);
         let mut seen = vec![0u32; inputs.tokens()];
@@ -316,8 +321,8 @@ impl HeadStep<'_> {
         Ok(units)
     }
 
-    /// The tokens of a microbatch that each device of a rank held, with the box of the scores that
-    /// they are; empty where the rank held one box, or boxes that overlap.
+    /// The tokens of a microbatch that each device of a rank held, with the name of their box of
+    /// the scores; empty where the rank held one box, or boxes that overlap.
     pub(crate) fn device_rows(
         &self,
         inputs: &MicrobatchInputs,
@@ -334,16 +339,16 @@ impl HeadStep<'_> {
             let rows = flat_rows(&place.0[..leading], &shape[..leading]);
             (format!("{key} {place}"), rows)
         };
-        let found: Vec<(String, Vec<usize>)> = own.into_iter().map(tokens).collect();
-        let mut all: Vec<usize> = found.iter().flat_map(|(_, rows)| rows.clone()).collect();
+        let by_device: Vec<(String, Vec<usize>)> = own.into_iter().map(tokens).collect();
+        let mut all: Vec<usize> = by_device.iter().flat_map(|(_, rows)| rows.clone()).collect();
         let held = all.len();
         all.sort_unstable();
         all.dedup();
-        if found.len() > 1 && all.len() == held { found } else { Vec::new() }
+        if by_device.len() > 1 && all.len() == held { by_device } else { Vec::new() }
     }
 
-    /// Devices that hold tokens of a microbatch, of all ranks: a reduced dk is a sum of as many
-    /// addends. 0 where that is not known.
+    /// How many devices of all ranks hold tokens of a microbatch, which is the number of addends
+    /// of a reduced dk; 0 where it is not known.
     pub(crate) fn devices_with_tokens(&self, inputs: &MicrobatchInputs) -> usize {
         let units = self.rank_rows(inputs).unwrap_or_default();
         let of_rank = |rank| self.device_rows(inputs, rank).len().max(1);
@@ -351,18 +356,18 @@ impl HeadStep<'_> {
         holders.map(of_rank).sum()
     }
 
-    /// The classes of a gradient of k by the ranks that recorded them.
-    pub(crate) fn rank_classes(&self, of: &TensorKey) -> Vec<Unit> {
-        // A gradient of the bias has classes alone.
-        let several = self.tensors[of].shape.len() > 1;
+    /// The classes that each rank recorded of a gradient of k.
+    pub(crate) fn rank_classes(&self, key: &TensorKey) -> Vec<Unit> {
+        // A gradient of the bias has one dimension only, the classes.
+        let several = self.tensors[key].shape.len() > 1;
         let at = usize::from(self.options.transposed() && several);
-        self.held_by_ranks(of, at..at + 1)
+        self.held_by_ranks(key, at..at + 1)
     }
 
-    /// The rows of some dimensions of a tensor, flattened, by the ranks that recorded them.
-    fn held_by_ranks(&self, of: &TensorKey, dimensions: Range<usize>) -> Vec<Unit> {
+    /// The indices of some dimensions of a tensor, flattened, that each rank recorded.
+    fn held_by_ranks(&self, key: &TensorKey, dimensions: Range<usize>) -> Vec<Unit> {
         let mut by_rank: BTreeMap<Rank, Vec<usize>> = BTreeMap::new();
-        for shard in &self.dump.tensors()[of].shards {
+        for shard in &self.dump.tensors()[key].shards {
             let record = self.dump.record(shard);
             let place = &record.place.0[dimensions.clone()];
             let shape = &record.shape[dimensions.clone()];
@@ -380,7 +385,7 @@ impl HeadStep<'_> {
         units
     }
 
-    /// Groups of tokens with one denominator, and that denominator.
+    /// The groups of a microbatch's tokens that have one denominator, with that denominator.
     pub fn denominators(
         &self,
         all: &[&MicrobatchInputs],
@@ -389,20 +394,20 @@ impl HeadStep<'_> {
         if let Some(n) = self.fixed_denominator() {
             return Ok(self.counted_together(own)?.into_iter().map(|unit| (unit, n)).collect());
         }
-        let mut found = Vec::new();
+        let mut groups = Vec::new();
         for (unit, over) in self.groups(all, own)? {
             let total: f64 =
-                over.iter().map(|(one, unit)| self.denominator_over(one, &unit.rows)).sum();
+                over.iter().map(|(inputs, unit)| self.denominator_over(inputs, &unit.rows)).sum();
             match self.options.scope.sequences {
-                Sequences::All => found.push((unit, total)),
-                Sequences::Each => found.extend(self.each_sequence(own, &unit, total)),
+                Sequences::All => groups.push((unit, total)),
+                Sequences::Each => groups.extend(self.each_sequence(own, &unit, total)),
             }
         }
-        Ok(found)
+        Ok(groups)
     }
 
-    /// Groups of a microbatch's tokens that are counted together, each with all that are counted
-    /// with them.
+    /// The groups of a microbatch's tokens, each with all tokens that are counted in the same
+    /// denominator.
     pub(crate) fn groups<'m>(
         &self,
         all: &[&'m MicrobatchInputs],
@@ -415,7 +420,7 @@ impl HeadStep<'_> {
         Ok(self.with_others(&others, &(own, self.counted_together(own)?)))
     }
 
-    /// The same of every microbatch, in order.
+    /// The same for every microbatch, in order.
     pub(crate) fn all_groups<'m>(
         &self,
         all: &[&'m MicrobatchInputs],
@@ -428,7 +433,8 @@ impl HeadStep<'_> {
         all.iter().map(|&one| Ok((one, self.counted_together(one)?))).collect()
     }
 
-    /// Each group with the tokens of the same ranks in every microbatch, or in its own alone.
+    /// Adds to each group the tokens of the same ranks in every microbatch, or only in its own, as
+    /// the scope declares.
     fn with_others<'m>(&self, all: &[Parted<'m>], own: &Parted<'m>) -> Vec<CountedTogether<'m>> {
         let over = |unit: &Unit| match self.options.scope.microbatches {
             Microbatches::One => vec![(own.0, unit.clone())],
@@ -442,7 +448,7 @@ impl HeadStep<'_> {
         own.1.iter().map(|unit| (unit.clone(), over(unit))).collect()
     }
 
-    /// The denominator where it counts no tokens.
+    /// The denominator, if it does not depend on the tokens.
     fn fixed_denominator(&self) -> Option<f64> {
         match (self.options.reduction, self.options.denominator) {
             (LossReduction::Sum | LossReduction::None, _) => Some(1.0),
@@ -451,7 +457,8 @@ impl HeadStep<'_> {
         }
     }
 
-    /// Tokens of a microbatch that are counted together, as far as ranks part them.
+    /// The tokens of a microbatch in groups by rank that are counted together, as the scope
+    /// declares.
     fn counted_together(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         match &self.options.scope.ranks {
             Ranks::All => {
@@ -475,7 +482,7 @@ impl HeadStep<'_> {
         }
     }
 
-    /// Where a rank lies on the axes of the mesh that are not among these.
+    /// The coordinates of a rank on the mesh axes that are not in `axes`.
     fn coordinates_beside(
         &self,
         axes: &[String],
@@ -505,8 +512,8 @@ impl HeadStep<'_> {
         }
     }
 
-    /// The sequences among some rows; each is divided by its own count, and by how many of
-    /// them there are over the whole scope.
+    /// The sequences of a unit as units, with their denominators: a sequence's own count times the
+    /// number of sequences in the whole scope.
     fn each_sequence(
         &self,
         inputs: &MicrobatchInputs,
@@ -523,8 +530,8 @@ impl HeadStep<'_> {
         cut.map(one).collect()
     }
 
-    /// What some rows of one microbatch add to a denominator: what is counted, or, of a mean
-    /// of sequence means, the sequences in which anything is.
+    /// What some rows of one microbatch add to a denominator: their own count, or for a mean of
+    /// sequence means the number of sequences whose count is not 0.
     fn denominator_over(&self, inputs: &MicrobatchInputs, rows: &[usize]) -> f64 {
         if self.options.scope.sequences == Sequences::All {
             return self.count(inputs, &mut rows.iter().copied());
@@ -539,7 +546,7 @@ impl HeadStep<'_> {
         let counted = |&t: &usize| inputs.labels[t] != IGNORED;
         let average = self.options.grpo.as_ref().map(|grpo| grpo.average);
         if average == Some(LossAverage::Sequence) {
-            // A mean of sequences: those with a token that counts.
+            // A mean over sequences counts those with at least one token that counts.
             let held = |t: &usize| counted(t) && inputs.weights[*t] != 0.0;
             let mut sequences: Vec<usize> =
                 rows.filter(held).map(|t| t / inputs.sequence.max(1)).collect();
@@ -565,9 +572,9 @@ fn nothing_added(key: &TensorKey, unit: &Unit) -> String {
     )
 }
 
-/// What a token's weight is of a mean. A token that does not count adds nothing, even
-/// where none counts and the mean is over 0: a job that guards the division has 0 there,
-/// and one that does not has a NaN, which then differs.
+/// A token's share of a mean, `weight / denominator`. A token of weight 0 adds nothing, even where
+/// no token counts and the denominator is 0: a job that guards the division has 0 there, and one
+/// that does not has a NaN, which then differs.
 pub(crate) fn share(weight: f64, denominator: f64) -> f64 {
     if weight == 0.0 { 0.0 } else { weight / denominator }
 }

@@ -1,5 +1,4 @@
-//! Assembled tensors as the kernels see them: matrices and slices of them, without
-//! a copy.
+//! Assembled tensors as the kernels take them: matrices and slices of them, without a copy.
 
 use std::collections::BTreeSet;
 
@@ -28,7 +27,8 @@ pub(super) fn rows(tensor: &Tensor) -> usize {
     tensor.shape[..tensor.shape.len() - 1].iter().product::<u64>() as usize
 }
 
-/// Integers of any width; `None` for what is none, or beyond an i64.
+/// The elements of an integer tensor of any width; `None` for another dtype, or where one does not
+/// fit an i64.
 pub(crate) fn integers(tensor: &Tensor) -> Option<Vec<i64>> {
     fn widened<T: Copy + Into<i64>>(values: Option<&[T]>) -> Option<Vec<i64>> {
         values.map(|values| values.iter().map(|&n| n.into()).collect())
@@ -44,7 +44,7 @@ pub(crate) fn integers(tensor: &Tensor) -> Option<Vec<i64>> {
         .or_else(unsigned)
 }
 
-/// Any numbers, widened; `None` for what is no number.
+/// The elements of a tensor as f64; `None` for a dtype that is not a number.
 pub(crate) fn numbers(tensor: &Tensor) -> Option<Vec<f64>> {
     match matrix(tensor) {
         Some(values) => Some(values.to_f64()),
@@ -52,7 +52,7 @@ pub(crate) fn numbers(tensor: &Tensor) -> Option<Vec<f64>> {
     }
 }
 
-/// Flat row-major indices of the points of a box.
+/// Row-major indices of the points of a box in a tensor of this shape.
 pub(crate) fn flat_rows(place: &[(u64, u64)], shape: &[u64]) -> Vec<usize> {
     let mut flat = vec![0usize];
     for (&(lo, hi), &n) in place.iter().zip(shape) {
@@ -62,8 +62,8 @@ pub(crate) fn flat_rows(place: &[(u64, u64)], shape: &[u64]) -> Vec<usize> {
     flat
 }
 
-/// How many ranks' addends each element of a partial tensor is made of, row-major: ranks that cut
-/// it add to their own part alone.
+/// For each element of a partial tensor, row-major, how many ranks recorded an addend of it: ranks
+/// that shard the tensor add to their own part only.
 pub(crate) fn addends_of_elements(step: &HeadStep<'_>, key: &TensorKey) -> Vec<u32> {
     let info = &step.tensors[key];
     let mut counts = vec![0; info.shape.iter().product::<u64>() as usize];
@@ -77,7 +77,7 @@ pub(crate) fn addends_of_elements(step: &HeadStep<'_>, key: &TensorKey) -> Vec<u
     counts
 }
 
-/// Rows of k from a vocabulary range, with the labels that lie in it.
+/// The inputs with the rows of k of a vocabulary range only; labels outside it become `IGNORED`.
 pub fn vocabulary_slab<'m>(
     inputs: &HeadInputs<'m>,
     range: std::ops::Range<usize>,

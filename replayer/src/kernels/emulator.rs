@@ -6,9 +6,9 @@
 //! innocuous?"). An accumulator below f32 adds as hardware does: in f32, then rounded.
 //! Policies in f64 round nothing on the way.
 //!
-//! Orders of magnitude slower than the GEMMs of the fast path, which knows native f32
-//! sums alone. Outputs are independent of one another: inner loops run over many at a
-//! time, and the thread count changes no bit.
+//! This is orders of magnitude slower than the GEMMs of the fast path, which can only sum in f32 in
+//! the order of its GEMM. Outputs are independent of one another: inner loops compute many of them
+//! side by side, and the thread count changes no bit.
 
 mod backward;
 mod forward;

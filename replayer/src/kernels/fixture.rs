@@ -18,17 +18,17 @@ pub(crate) struct Fixture {
     pub(crate) labels: Vec<u32>,
     pub(crate) g_lse: Vec<f32>,
     pub(crate) g_label: Vec<f32>,
-    /// Upstream of every valid logit; zeros unless smoothed.
+    /// `[T]`: cotangent of every valid logit of the token; zeros without label smoothing.
     pub(crate) smooth: Vec<f32>,
     /// `[V]`; NaN in the padding.
     pub(crate) bias: Option<Vec<f64>>,
-    /// `[T, V]`, with a depth of 0; NaN in the padding.
+    /// Logits `[T, V]` given in place of q and k, whose depth is then 0; NaN in the padding.
     pub(crate) given: Option<Vec<f64>>,
     pub(crate) transform: Transform,
     pub(crate) mask: Option<f64>,
 }
 
-/// Three tiles and a part of one in each direction, for the sizes of `Fixture::usual`.
+/// Tiles that cut the plane of `Fixture::usual` into three whole ones and a part in each direction.
 pub(crate) const SMALL_TILES: Tiles = Tiles { tokens: 6, vocab: 16 };
 
 impl Fixture {
@@ -37,7 +37,7 @@ impl Fixture {
         Fixture::new(22, 13, 61, 57)
     }
 
-    /// Every fifth token is confident (its q leans on its label's row of k), every
+    /// Every fifth token is confident (four times its label's row of k is added to its q), every
     /// seventh is ignored, labels repeat, and g_label is not -g_lse, as with z-loss.
     pub(crate) fn new(tokens: usize, depth: usize, vocab: usize, valid: usize) -> Self {
         let mut state = 12_345u32;
@@ -82,7 +82,7 @@ impl Fixture {
         self
     }
 
-    /// Logits in the place of q and k, which are empty from here on.
+    /// Gives logits in place of q and k, which become empty.
     pub(crate) fn with_given(mut self) -> Self {
         let logit = |t: usize, v: usize| 3.0 * ((t * 31 + v * 17) as f64).sin();
         let place = |i: usize| (i / self.vocab, i % self.vocab);
@@ -92,7 +92,8 @@ impl Fixture {
         self
     }
 
-    /// An upstream of every logit, which differs between tokens.
+    /// Gives each token a cotangent of all its logits, as label smoothing does; it differs between
+    /// tokens.
     pub(crate) fn with_smoothing(mut self) -> Self {
         for (token, smooth) in self.smooth.iter_mut().enumerate() {
             *smooth = self.g_label[token] * 0.01 * (1 + token % 4) as f32;
@@ -148,7 +149,7 @@ impl Fixture {
     }
 }
 
-/// Adds up the work it is told of.
+/// Adds up the work that a kernel reports.
 #[derive(Default)]
 pub(crate) struct Counter(AtomicU64);
 
@@ -164,7 +165,7 @@ impl Progress for Counter {
     }
 }
 
-/// Runs something in a rayon pool of its own.
+/// Runs a closure in a rayon pool of so many threads.
 pub(crate) fn with_threads<R: Send>(threads: usize, run: impl FnOnce() -> R + Send) -> R {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(run)
 }

@@ -1,16 +1,16 @@
-//! The loss head as a training job may have computed it: the rounding points, the
-//! sums and the order of the walk that a policy declares.
+//! The loss head as a training job may have computed it. A policy declares what is rounded where,
+//! how each sum is taken, and in which order the tiles are computed.
 //!
-//! A policy is judged by `reference` and shares no arithmetic with it. It emulates
-//! rounding points and reduction structure, not one framework's exact kernel: its
-//! error is of the right size and shape, its bits are its own.
+//! A policy is compared with `reference` and shares no arithmetic with it. It emulates rounding
+//! points and reduction structure, not one framework's exact kernel: its error has the size and the
+//! distribution of that kernel's, but not its bits.
 //!
-//! Policies whose sums are all f32 in no order of their own run on f32 GEMMs: one tile
-//! kernel (`tile`) serves two walks over the token x vocabulary plane. `emulate` goes by
-//! vocabulary blocks in bounded memory, `step` by token chunks at full speed; with the
-//! same tiles they give the same bits. Every other policy runs in `emulator`, operation
-//! by operation. `forward`, `backward` and `plane` choose on their own. `dense` is what
-//! `emulate` and a device have in common.
+//! Policies whose sums are all f32, in an order that they do not declare, run on f32 GEMMs: one
+//! tile kernel (`tile`) serves two walks over the token x vocabulary plane. `emulate` goes by
+//! vocabulary blocks in bounded memory, `step` by token chunks at full speed; with the same tiles
+//! they give the same bits. Every other policy runs in `emulator`, operation by operation.
+//! `forward`, `backward` and `plane` choose between the two. `dense` has the part of the walk that
+//! `emulate` shares with a GPU.
 
 mod cut;
 mod declare;
@@ -36,11 +36,12 @@ pub use dispatch::{
 };
 pub use step::{StepOutputs, Workspace, fused_step, plain_step, step_work};
 
-/// What a device needs beside `dense`.
+/// What the code for a GPU needs beside `dense`.
 pub(crate) use dispatch::{Narrow, check, check_backward};
 pub(crate) use softmax::Online;
 
-/// What the emulator shares with the fast path: no arithmetic.
+/// The types and lookups that the emulator shares with the GEMM path; none of them computes a
+/// rounded number.
 pub(super) mod internal {
     pub(in crate::kernels) use super::dense::PlaneBuffers;
     pub(in crate::kernels) use super::dispatch::Upstream;

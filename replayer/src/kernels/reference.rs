@@ -1,9 +1,8 @@
-//! The loss head in f64: the oracle that policies and captured tensors are judged
-//! against.
+//! The loss head in f64: the reference that policies and captured tensors are compared with.
 //!
-//! Plain code, meant to be read: f64 GEMMs, log from libm, an exp that vectorises, no
-//! rounding points, no tricks. It shares no arithmetic with `policy` (own panel conversion,
-//! own GEMM wrapper, own exp), so a bug in one cannot hide in the other.
+//! Plain code, meant to be read: f64 GEMMs, log from libm, an exp that vectorises, no rounding
+//! points. It shares no arithmetic with `policy` (own panel conversion, own GEMM wrapper, own exp),
+//! so that a bug in one shows as a difference from the other.
 
 mod backward;
 mod block;
@@ -64,15 +63,15 @@ pub(crate) fn check(inputs: &HeadInputs) {
     }
 }
 
-/// Logits of the labels alone, `[T]`, as `forward` gives them: T·D multiply-adds.
+/// The logit of each token's label, `[T]`, as `forward` gives it, in T·D multiply-adds.
 pub fn label_logits(inputs: &HeadInputs) -> Vec<f64> {
     check(inputs);
     let (chain, v) = (Chain::of(inputs), inputs.k.rows);
     let (of_q, of_k) = inputs.scored();
-    let of = |(q, k): &mut (Vec<f64>, Vec<f64>), t: usize| {
+    let label_logit = |(q, k): &mut (Vec<f64>, Vec<f64>), t: usize| {
         let Some(row) = inputs.label(t) else { return 0.0 };
         let scores = inputs.reads.and_then(|reads| reads.scores);
-        let scores = scores.map(|(of, first)| of.get_f64(t * of.cols + first + row));
+        let scores = scores.map(|(scores, first)| scores.get_f64(t * scores.cols + first + row));
         let given = inputs.given.map(|given| given.get_f64(t * v + row)).or(scores);
         let product = given.unwrap_or_else(|| {
             load(of_q, t..t + 1, q);
@@ -84,5 +83,9 @@ pub fn label_logits(inputs: &HeadInputs) -> Vec<f64> {
         chain.apply(&mut logit, row);
         logit[0]
     };
-    (0..inputs.q.rows).into_par_iter().with_min_len(64).map_init(Default::default, of).collect()
+    (0..inputs.q.rows)
+        .into_par_iter()
+        .with_min_len(64)
+        .map_init(Default::default, label_logit)
+        .collect()
 }

@@ -30,16 +30,16 @@ pub enum Precision {
 /// What tells one format from another.
 struct Format {
     precision: Precision,
-    /// As `backtape::dtype` has it; tf32 is no storage and has no dtype.
+    /// As `backtape::dtype` spells it; tf32 is not a storage format and has no dtype there.
     name: &'static str,
-    /// Of the significand, the leading one included.
+    /// Bits of the significand, the leading one included.
     bits: i32,
     /// Exponent of the smallest normal number.
     least: i32,
     largest: f64,
 }
 
-/// `(2 - 2^(1 - bits)) 2^exponent`: all bits set.
+/// `(2 - 2^(1 - bits)) 2^exponent`: the number whose significand has all bits set.
 const fn largest(bits: i32, exponent: i32) -> f64 {
     (2.0 - power(1 - bits)) * power(exponent)
 }
@@ -54,7 +54,7 @@ const FORMATS: [Format; 7] = [
     format(Precision::Tf32, "tf32", 11, -126, largest(11, 127)),
     format(Precision::Bf16, "bf16", 8, -126, largest(8, 127)),
     format(Precision::F16, "f16", 11, -14, largest(11, 15)),
-    // All bits set is NaN here: the largest number is the one before.
+    // All bits set is NaN in this format: its largest number is the one before.
     format(Precision::F8E4m3, "f8e4m3", 4, -6, 448.0),
     format(Precision::F8E5m2, "f8e5m2", 3, -14, largest(3, 15)),
     format(Precision::F64, "f64", 53, -1022, f64::MAX),
@@ -75,7 +75,8 @@ impl Precision {
         &FORMATS[self as usize]
     }
 
-    /// By its name, `bf16`; the 8-bit ones also as `f8_e4m3` and `f8_e5m2`.
+    /// The format of a name such as `bf16`; the 8-bit formats are also known as `f8_e4m3` and
+    /// `f8_e5m2`.
     pub fn from_name(name: &str) -> Option<Self> {
         let name = match name {
             "f8_e4m3" => "f8e4m3",
@@ -95,7 +96,7 @@ impl Precision {
         power(-self.format().bits)
     }
 
-    /// The smallest positive number: the spacing of all below the normal ones.
+    /// The smallest positive number, which is also the spacing of the subnormal numbers.
     pub fn smallest_subnormal(self) -> f64 {
         let Format { least, bits, .. } = *self.format();
         power(least) * power(1 - bits)
@@ -106,7 +107,7 @@ impl Precision {
         self.format().largest
     }
 
-    /// Whether rounding an f32 to it leaves every bit as it was.
+    /// Whether rounding to this format leaves every f32 as it is.
     pub const fn keeps_f32(self) -> bool {
         matches!(self, Precision::F32 | Precision::F64)
     }
@@ -169,10 +170,10 @@ fn each<F: Copy>(values: &mut [F], round: impl Fn(F) -> F) {
     values.iter_mut().for_each(|value| *value = round(*value));
 }
 
-/// Keeps all but the lowest `DROPPED` bits of an f32: adds just under half a unit of the
-/// kept part, and one more when the kept part is odd. The carry rounds to nearest even,
-/// and turns the largest values into inf. NaN is kept apart, since the carry would run
-/// through its payload; like `half`, it becomes quiet.
+/// Rounds an f32 to one without its lowest `DROPPED` bits: adds just under half a unit of the kept
+/// part, and one more when the kept part is odd. The carry rounds to nearest even, and turns the
+/// largest values into inf. NaN is treated apart, since the carry would run through its payload; as
+/// in `half`, it becomes quiet.
 #[inline(always)]
 fn drop_bits<const DROPPED: u32>(value: f32) -> f32 {
     let bits = value.to_bits();
@@ -200,16 +201,16 @@ rounded_once!(
     round_e5m2: F8E5m2
 );
 
-/// Adds and subtracts 1.5 2^52 spacings of the format's numbers around the value: where
-/// the sum lies, f64 numbers are one such spacing apart, so that the addition rounds to
-/// it, ties to even. The spacing is that of the value's own power of two, or of the
-/// smallest normal number.
+/// Rounds by adding and subtracting 1.5 · 2^52 spacings of the format's numbers around the value:
+/// f64 numbers as large as that sum are one such spacing apart, so the addition rounds to a
+/// multiple of the spacing, ties to even. The spacing is that of the value's binade, or of the
+/// smallest normal number if that is larger.
 #[inline(always)]
 fn nearest(format: &Format, value: f64) -> f64 {
-    // Far beyond every format, and small enough for the shift to be finite.
+    // Beyond the largest number of every format, and small enough for the shift to be finite.
     const BEYOND: f64 = power(200);
     let size = value.abs();
-    // Comparing this way round lets NaN through.
+    // This comparison is false for NaN, which therefore stays NaN.
     let size = if size > BEYOND { BEYOND } else { size };
     let own = f64::from_bits(size.to_bits() & 0x7ff0_0000_0000_0000);
     let least = power(format.least);

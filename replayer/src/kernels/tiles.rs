@@ -1,8 +1,8 @@
 //! How a kernel walks the token x vocabulary plane, and how it reports progress.
 //!
-//! Tiles bound the memory of a kernel beyond its inputs and its `[T, D]` outputs.
-//! They are also part of its arithmetic: sums over the vocabulary are taken tile by
-//! tile, so other tiles give other last bits. The thread count never does.
+//! Tiles bound the memory of a kernel beyond its inputs and its `[T, D]` outputs. They are also
+//! part of its arithmetic: sums over the vocabulary are taken tile by tile, so other tile sizes
+//! give other last bits. The thread count changes no bit.
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ impl Default for Tiles {
     }
 }
 
-/// Told how far a kernel is, from whichever thread finished the work.
+/// Is told how far a kernel has come, by whichever thread finished the work.
 pub trait Progress: Sync {
     /// `work` multiply-adds were done since the last call.
     fn advance(&self, work: u64);

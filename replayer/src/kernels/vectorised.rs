@@ -1,8 +1,9 @@
 //! How passes over rows are compiled.
 
-/// Compiles a pass for AVX2 with FMA, where it vectorises, and for the baseline, and picks at run
-/// time. Both give the same bits, as `mul_add` rounds once either way, if the body adds in a fixed
-/// order. The reference and the policies share this way to compile a pass, and none of the passes.
+/// Compiles a pass over a row twice, for AVX2 with FMA, where it vectorises, and for the baseline,
+/// and picks one at run time. Both give the same bits if the body adds in a fixed order, as
+/// `mul_add` rounds once either way. The reference and the policies share this macro, but none of
+/// the passes.
 macro_rules! vectorised {
     ($(#[$doc:meta])* $name:ident, $body:ident, ($($arg:ident: $type:ty),*) -> $result:ty) => {
         $(#[$doc])*

@@ -1,5 +1,5 @@
-//! Finite differences against the exact derivative: how far they are off at each
-//! step, the noise that makes them so, and the step at which they are best.
+//! Compares finite differences with the exact derivative: their error at each step, the noise of
+//! the loss, and the step with the smallest error.
 //!
 //! With noise of standard deviation σ the mean square errors are
 //! `2σ²/h² + (h f''/2)²` forward and `σ²/(2h²) + (h² f'''/6)²` central, least at
@@ -14,14 +14,14 @@ use super::summation::F32;
 use crate::draw::Draw;
 use crate::kernels::logits::Direction;
 
-/// Steps of the table: 10^-1 to 10^-9 of the scale.
+/// How many decades of steps the table has: 10^-1 to 10^-9 of the scale.
 const DECADES: i32 = 9;
 /// Elements of q that the gradient check moves one at a time.
 const ELEMENTS: usize = 48;
-/// The step that gradient checks commonly take, whatever the precision.
+/// The step that gradient checks commonly use, whatever the precision.
 pub const CHECK_STEP: f64 = 1e-5;
 
-/// Which input moves.
+/// The input that is varied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -33,7 +33,7 @@ pub enum Input {
 /// Errors at one step, relative to the derivative, root mean square over directions.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AtStep {
-    /// How far each element moves, root mean square.
+    /// How far each element is moved, root mean square.
     pub step: f64,
     /// Forward difference of the f32 loss.
     pub forward_f32: f64,
@@ -51,27 +51,27 @@ pub struct AtStep {
     pub central_best: Best,
 }
 
-/// Who says that a step is the best.
+/// By which criterion a step is the best.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Best {
-    /// Nobody.
+    /// It is not the best.
     #[default]
     No,
-    /// Noise and curvature.
+    /// Best according to noise and curvature.
     Predicted,
-    /// The errors of the table.
+    /// Best by the errors in the table.
     Measured,
     /// Both.
     Both,
 }
 
-/// What is known of the differences along one input.
+/// The differences along random directions of one input.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Differences {
-    /// Which input moves.
+    /// The input that is varied.
     pub input: Input,
-    /// Root mean square of its elements.
+    /// Root mean square of the input's elements.
     pub scale: f64,
     /// Root mean square of the exact derivative over the directions.
     pub derivative: f64,
@@ -98,7 +98,7 @@ pub struct Check {
     pub step: f64,
     /// `‖difference - gradient‖ / ‖gradient‖`, central, f32 loss.
     pub error: f64,
-    /// What noise and step say it should be.
+    /// The error predicted from noise and step.
     pub predicted: Option<f64>,
     /// The best step for these elements.
     pub best_step: Option<f64>,
@@ -195,7 +195,7 @@ pub fn differences(
     }
 }
 
-/// The check of single elements, at the usual step and at the best.
+/// Checks single elements of q, at the usual step and at the best one.
 pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -> Check {
     let d = loss.head.q.cols;
     let narrow = loss.token_losses::<f32>(None);
@@ -209,7 +209,7 @@ pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -
         .collect();
     let gradient: Vec<f64> = moved.iter().map(|(one, _, by)| one.derivative(by)).collect();
     let size = rms(gradient.iter().copied());
-    // Only one token's loss changes; the others are added as they were.
+    // Only one token's loss changes; those of the others are reused.
     let at = |(one, token, by): &(Loss<'_>, usize, Direction), step: f64| {
         let mut losses = narrow.clone();
         losses[*token] = one.token_losses::<f32>(Some((step, by)))[0];
@@ -247,7 +247,7 @@ impl Best {
         }
     }
 
-    /// As a table shows it.
+    /// The word that the table shows.
     pub fn word(self) -> &'static str {
         match self {
             Best::No => "",
@@ -262,27 +262,28 @@ fn base(loss: &Loss<'_>) -> f64 {
     loss.total(&loss.token_losses::<f64>(None))
 }
 
-/// The noise of the f32 loss, root mean square over the directions that show it.
+/// The noise of the f32 loss, root mean square over the directions in which it can be measured.
 fn noise_of(loss: &Loss<'_>, scale: f64, directions: &[Direction]) -> Option<f64> {
     let one = |by: &Direction| noise::measure(|h| loss.at::<f32>(h, by), 1e-4 * scale);
     let found: Vec<f64> = directions.iter().filter_map(one).collect();
     (!found.is_empty()).then(|| rms(found.into_iter()))
 }
 
-/// By differences of the f64 loss: at 10^-3 of the scale their noise is 1e-10, their
-/// truncation 1e-6, of what they measure.
+/// The second derivative, by differences of the f64 loss. With a step of 10^-3 of the scale their
+/// relative error from noise is 1e-10, from truncation 1e-6.
 fn second(f: &dyn Fn(f64) -> f64, scale: f64) -> f64 {
     let h = 1e-3 * scale;
     (f(h) - 2.0 * f(0.0) + f(-h)) / (h * h)
 }
 
-/// At 10^-2 of the scale: noise 1e-10, truncation 1e-4.
+/// The third derivative, with a step of 10^-2 of the scale: relative error from noise 1e-10, from
+/// truncation 1e-4.
 fn third(f: &dyn Fn(f64) -> f64, scale: f64) -> f64 {
     let h = 1e-2 * scale;
     (f(2.0 * h) - 2.0 * f(h) + 2.0 * f(-h) - f(-2.0 * h)) / (2.0 * h * h * h)
 }
 
-/// Root mean square; NaN if a value is.
+/// Root mean square; NaN if a value is NaN.
 pub fn rms(values: impl ExactSizeIterator<Item = f64>) -> f64 {
     let n = values.len() as f64;
     (values.map(|x| x * x).sum::<f64>() / n).sqrt()

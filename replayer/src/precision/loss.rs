@@ -1,12 +1,12 @@
-//! The loss of some tokens in f32 and in f64, at q and k or a step beside them, and
-//! its derivative along a direction in closed form.
+//! The loss of some tokens in f32 and in f64, at q and k or at a step from them, and its derivative
+//! along a direction in closed form.
 //!
-//! `L = Σ_t g_t (lse_t - (1 - s) z_t,y - s/K Σ_v z_t,v + λ lse_t²)`, `g_t` the token's
-//! weight over the sum of the weights of these tokens: scale and reduction of the job's
-//! own loss change neither side of a relative error. The z-loss is in it even where the
-//! job leaves it out of the loss that it reports: its gradient is there all the same.
-//! The f32 loss takes every step in f32 as a plain job does: logits, exponentials added
-//! one after the other, logarithm, tokens added one after the other.
+//! `L = Σ_t g_t (lse_t - (1 - s) z_t,y - s/K Σ_v z_t,v + λ lse_t²)`, where `g_t` is the token's
+//! weight over the sum of the weights of these tokens: the scale and reduction of the job's own
+//! loss do not change relative errors. The z-loss is included even if the job leaves it out of the
+//! loss that it reports, since its gradient is part of the job's. The f32 loss computes every step
+//! in f32 as a plain job does: logits, exponentials added one after the other, logarithm, tokens
+//! added one after the other.
 
 use rayon::prelude::*;
 
@@ -23,7 +23,7 @@ pub struct Loss<'a> {
     pub tokens: Vec<usize>,
     /// The weight of each over the sum of all weights.
     pub shares: Vec<f64>,
-    /// What the job stores its logits as.
+    /// The precision in which the job stores its logits.
     pub stored: Precision,
     /// Beyond the negative log-likelihood.
     pub terms: TokenLoss,
@@ -45,7 +45,7 @@ impl<'a> Loss<'a> {
         Loss { head, tokens, shares, stored, terms }
     }
 
-    /// Loss of each token, its share left out.
+    /// Loss of each token, without its share.
     pub fn token_losses<F: Real>(&self, moved: Option<(f64, &Direction)>) -> Vec<F> {
         let all = logits::<F>(&self.head, &self.tokens, moved, self.stored);
         let width = columns(&self.head);
@@ -90,7 +90,7 @@ impl<'a> Loss<'a> {
         rows.zip(tokens).map(|(row, (&token, share))| share * one(row, token)).sum()
     }
 
-    /// The loss of one of the tokens alone, with its share of the whole.
+    /// The loss of a single one of the tokens, with its share.
     pub fn alone(&self, at: usize) -> Loss<'a> {
         let (tokens, shares) = (vec![self.tokens[at]], vec![self.shares[at]]);
         Loss { head: self.head, tokens, shares, stored: self.stored, terms: self.terms }
@@ -145,7 +145,7 @@ mod tests {
         assert!(narrow != found && (narrow - wanted).abs() < 1e-5 * wanted, "{narrow}");
     }
 
-    /// Method: central differences of the f64 loss at 1e-5 err by about 1e-10.
+    /// Method: central differences of the f64 loss with a step of 1e-5, which err by about 1e-10.
     #[test]
     fn the_derivative_is_the_slope_of_the_loss_for_q_for_k_and_under_every_option() {
         let (q, k) = (numbers(3, 4 * D), numbers(4, 70 * D));

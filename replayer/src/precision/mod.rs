@@ -1,10 +1,10 @@
-//! What finite precision does to one step, measured on its own data: how far each
-//! way of summing the softmax denominators errs, how far a finite-difference check
-//! errs at each step, and whether either can be what a person is looking for.
+//! Measures what finite precision does to one step, on its own data: the error of each way of
+//! summing the softmax denominators, the error of a finite-difference check at each step size, and
+//! whether either can explain a failed gradient check.
 //!
-//! It judges no captured gradient: `replay` does. Numbers come from the dumped q, k,
-//! labels and weights; where there are too many tokens, from a stratified sample of
-//! them, drawn from a seed that is reported.
+//! Captured gradients are only judged by calling `replay`. All numbers are computed from the dumped
+//! q, k, labels and weights; where there are too many tokens, from a stratified sample with a seed
+//! that is reported.
 
 pub mod difference;
 pub mod loss;
@@ -33,83 +33,83 @@ use difference::{Check, Differences, Input, check, differences, directions, rms}
 use loss::{Loss, max};
 use summation::{Method, exact, lambda, relative_error};
 
-/// Version of the object that `--json` writes.
+/// Name and version of the schema that `--json` writes.
 pub const SCHEMA: &str = "backtape.precision/1";
 
-/// Multiply-adds that may go into the denominators, and into the differences: some
-/// ten seconds of two cores each.
+/// Most multiply-adds for the denominators and for the differences, each some ten seconds on two
+/// cores.
 const SUMMATION_WORK: f64 = 2e9;
 const DIFFERENCE_WORK: f64 = 2e10;
-/// Losses that the differences evaluate: both inputs, four directions, eleven steps
-/// of four, nine points of noise, and the higher derivatives.
+/// About how many losses the differences evaluate: for both inputs and four directions, four losses
+/// at eleven steps, nine points for the noise, and the higher derivatives.
 const EVALUATIONS: f64 = 500.0;
-/// Random directions of each input: one may by chance lie where differences are good.
+/// Random directions of each input, since differences may be accurate in a single one by chance.
 const DIRECTIONS: usize = 4;
-/// Rows of logits held at a time.
+/// Rows of logits that are in memory at a time.
 const HELD: usize = 64;
 
-/// What to look at.
+/// Which part of the step to measure.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Which microbatch; the first when none is named.
     pub microbatch: Option<u32>,
-    /// Tokens to look at; as many as the work allows when not given.
+    /// How many tokens to sample; by default as many as the work limit allows.
     pub tokens: Option<usize>,
 }
 
-/// Why precision cannot be shown.
+/// Why precision cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum PrecisionError {
-    /// The head's inputs are not there.
+    /// The head's inputs cannot be read.
     #[error(transparent)]
     Step(#[from] StepError),
-    /// A policy that cannot be.
+    /// The declared policy is invalid.
     #[error(transparent)]
     Head(#[from] HeadError),
-    /// Nothing before the logits, or before the log-probabilities, was recorded.
+    /// The head starts from logits or log-probabilities, so that q and k were not recorded.
     #[error(
         "the head starts from recorded {scores}, and precision is shown on sums and differences of q and k: record both with tape.record to have them shown"
     )]
     NoProducts {
-        /// What it starts from.
+        /// The tensor that it starts from.
         scores: &'static str,
     },
     /// No such microbatch.
     #[error("the dump holds no microbatch {asked}: choose one of {held} with --microbatch")]
     Microbatch {
-        /// The one asked for.
+        /// The microbatch that was asked for.
         asked: u32,
-        /// Those that are there.
+        /// The microbatches of the dump.
         held: String,
     },
-    /// Nothing to differentiate.
+    /// The loss has no tokens.
     #[error(
         "no token of {of} has both a label and a weight: its loss is empty, so there is nothing to differentiate; choose another one with --microbatch"
     )]
     NoTokens {
-        /// The microbatch, as words.
+        /// The microbatch, in words.
         of: String,
     },
 }
 
-/// How one way of summing did.
+/// The errors of one way of summing.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SumReport {
-    /// What it is called.
+    /// Its name.
     pub method: &'static str,
     /// Largest relative error; NaN if a sum is not finite.
     pub max: f64,
     /// Root mean square relative error.
     pub rms: f64,
-    /// What it cannot exceed.
+    /// The relative error that it cannot exceed.
     pub worst: f64,
-    /// What it exceeds with a probability of 10^-4 for all rows together.
+    /// The relative error that any of the rows exceeds with a probability of at most 10^-4.
     pub probable: f64,
     /// The token of the largest error.
     pub token: usize,
 }
 
-/// Whether the captured gradients are what the reference says.
+/// Whether the captured gradients agree with the reference.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "status", content = "what", rename_all = "snake_case")]
 pub enum Gradients {
@@ -123,7 +123,7 @@ pub enum Gradients {
     NotJudged(String),
 }
 
-/// The whole answer.
+/// The whole report.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct Precision {
@@ -141,7 +141,7 @@ pub struct Precision {
     pub tokens: (usize, usize, usize),
     /// Exponentials of one denominator.
     pub terms: usize,
-    /// What was assumed of the job's arithmetic.
+    /// What was assumed about the job's arithmetic.
     pub assumed: String,
     pub sums: Vec<SumReport>,
     /// Largest absolute error of lse with every step in f32, against f64.
@@ -153,9 +153,9 @@ pub struct Precision {
     pub differences: Vec<Differences>,
     pub check: Option<Check>,
     pub gradients: Gradients,
-    /// One sentence.
+    /// The verdict in one sentence.
     pub verdict: String,
-    /// What was not looked at, and why.
+    /// What was not checked, and why.
     pub not_checked: Vec<String>,
 }
 
@@ -176,7 +176,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
         }
     };
     let head = inputs.head(step).expect("products have a head");
-    // What the job says its logits are stored as; full precision when it does not say.
+    // The precision that the job declares for its logits; full precision if it declares none.
     let stored = Roundings::plausible(&step.options, inputs.dtype(step))?.narrowest.logits;
     let terms = TokenLoss {
         smoothing: step.options.smoothing(head.valid_vocab),
@@ -198,7 +198,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     }
     let mut draw = Draw::new(seed);
     let (differences, check, skipped) = derivatives(&loss, &mut draw);
-    let mut found = Precision {
+    let mut report = Precision {
         schema: SCHEMA,
         run: step.dump.run.to_string(),
         step: step.dump.step.0,
@@ -218,8 +218,8 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
         verdict: String::new(),
         not_checked: not_checked(step, &inputs, &rows, skipped),
     };
-    found.verdict = verdict::verdict(&found);
-    Ok(found)
+    report.verdict = verdict::verdict(&report);
+    Ok(report)
 }
 
 fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>, PrecisionError> {
@@ -243,7 +243,8 @@ fn assumed(stored: Stored) -> String {
     )
 }
 
-/// `p` of each token's label where the dump says; else 0, one class.
+/// The probability of each token's label, if the dump has lse and the label's logit; else 0 for
+/// all, which makes them one stratum.
 fn confidence(step: &HeadStep<'_>, inputs: &MicrobatchInputs) -> Vec<f64> {
     let tokens = inputs.labels.len();
     let column = |role| {
@@ -265,7 +266,7 @@ struct Summed {
     nonfinite: usize,
 }
 
-/// Every method on the exponentials of every token.
+/// Applies every method to the exponentials of every token.
 fn sums(head: &HeadInputs<'_>, tokens: &[usize], stored: Stored) -> Summed {
     let n = logits::columns(head).max(1);
     let mut errors: Vec<Vec<f64>> = vec![Vec::new(); Method::ALL.len()];
@@ -304,7 +305,7 @@ fn sums(head: &HeadInputs<'_>, tokens: &[usize], stored: Stored) -> Summed {
     Summed { reports, lse_f32, nonfinite: tokens.len() - kept.len() }
 }
 
-/// Differences along q and k, and the check of single elements; or why not.
+/// Computes differences along q and k, and the check of single elements, or says why not.
 fn derivatives(
     loss: &Loss<'_>,
     draw: &mut Draw,
@@ -319,16 +320,16 @@ fn derivatives(
     let of_tokens = loss.tokens.iter().flat_map(|&t| t * d..(t + 1) * d).collect::<Vec<_>>();
     let q_scale = rms(of_tokens.iter().map(|&at| head.q.get_f64(at)));
     let k_scale = rms((0..head.valid_vocab * d).map(|at| head.k.get_f64(at)));
-    let mut found = Vec::new();
+    let mut differences_of_inputs = Vec::new();
     for (input, scale) in [(Input::Q, q_scale), (Input::K, k_scale)] {
         let directions = directions(loss, input, DIRECTIONS, draw);
-        found.push(differences(loss, input, scale, &directions));
+        differences_of_inputs.push(differences(loss, input, scale, &directions));
     }
-    let check = check(loss, q_scale, found[0].noise, draw);
-    (found, Some(check), None)
+    let check = check(loss, q_scale, differences_of_inputs[0].noise, draw);
+    (differences_of_inputs, Some(check), None)
 }
 
-/// Replays dq and dk where they were recorded.
+/// Replays dq and dk, if they were recorded.
 fn gradients(step: &HeadStep<'_>) -> Gradients {
     let held = |role: &Role| step.tensors.values().any(|info| info.role == Some(*role));
     let roles: Vec<Role> = [Role::Dq, Role::Dk].into_iter().filter(held).collect();

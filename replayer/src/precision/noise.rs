@@ -1,20 +1,20 @@
-//! The noise of a computed function: ECnoise (Moré and Wild 2011, "Estimating
+//! Measures the noise of a computed function by ECnoise (Moré and Wild 2011, "Estimating
 //! computational noise", SIAM J. Sci. Comput. 33(3), section 5).
 //!
-//! Values at equally spaced points are differenced until the smooth part is gone;
-//! the k-th differences of noise of standard deviation σ have the mean square
-//! `σ² (2k)!/(k!)²`, for every k.
+//! Differences of values at equally spaced points are taken until the smooth part has vanished. The
+//! k-th differences of noise of standard deviation σ have the mean square `σ² (2k)!/(k!)²`, for
+//! every k.
 
 /// Points of one estimate: the paper uses 7 to 9.
 pub const POINTS: usize = 9;
 
-/// Levels that agree within this factor are the noise's.
+/// Three successive levels that agree within this factor measure the noise.
 const AGREE: f64 = 4.0;
 
-/// Values that differ by more than this share are not a neighbourhood.
+/// If the values differ by more than this share, the points are too far apart.
 const FAR: f64 = 0.1;
 
-/// What the values say.
+/// The result of an estimate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Estimate {
     /// The standard deviation of the noise.
@@ -23,7 +23,7 @@ pub enum Estimate {
     TooClose,
     /// The function itself is still in the differences: the points lie too far apart.
     TooFar,
-    /// A value is no number.
+    /// A value is not finite.
     NotFinite,
 }
 
@@ -76,7 +76,8 @@ pub fn measure(function: impl Fn(f64) -> f64, spacing: f64) -> Option<f64> {
             Estimate::TooFar => 0.1,
             Estimate::NotFinite => return None,
         };
-        // Too close here and too far next door: no distance between will do better.
+        // If the points are too close at one distance and too far apart at the next, no distance
+        // works.
         if before.is_some_and(|before: f64| before * factor == 1.0) {
             return None;
         }
@@ -91,8 +92,8 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
-    /// Goal: planted noise is measured within the factor of 2 that the paper reports for
-    /// one estimate; the smooth part does not count.
+    /// Goal: planted noise is measured within a factor of 4 by a single estimate, whatever the
+    /// smooth part is.
     #[test]
     fn planted_noise_is_found_under_a_smooth_function() {
         for seed in 0..200 {
@@ -132,7 +133,7 @@ mod tests {
         let rounded = |x: f64| f64::from((3.5 + x.sin()) as f32);
         for start in [1e-1, 1e-9] {
             let found = measure(rounded, start).unwrap();
-            // One rounding to f32 at 3.5: half a spacing of 2.4e-7, uniform.
+            // Rounding to f32 at 3.5 has a uniform error of at most half a spacing of 2.4e-7.
             assert!((0.25..4.0).contains(&(found / (2.4e-7 / 12f64.sqrt()))), "{found:e}");
         }
     }

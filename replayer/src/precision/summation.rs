@@ -1,40 +1,40 @@
-//! Ways to add up f32 numbers, with the error that each may make.
+//! Ways to add up f32 numbers, with bounds of their errors.
 //!
-//! What is summed here are the exponentials of a softmax denominator: all of one
-//! sign, so that a bound on the error is a bound on the relative error. Bounds are
-//! Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapter 4:
-//! `γ_m = m u / (1 - m u)` with `m` the additions that the unluckiest addend goes
-//! through; the probable size is `λ √m u` (Higham and Mary 2019, theorem 2.4).
+//! The addends are the exponentials of a softmax denominator. They are all positive, so that the
+//! error bounds are relative to the sum. The bounds are those of Higham, Accuracy and Stability of
+//! Numerical Algorithms, 2nd ed., chapter 4: `γ_m = m u / (1 - m u)`, where `m` is the largest
+//! number of additions that one addend takes part in. The probabilistic bound is `λ √m u` (Higham
+//! and Mary 2019, theorem 2.4).
 
 /// Unit roundoff of f32.
 pub const F32: f64 = 5.960_464_477_539_063e-8;
 /// Unit roundoff of f64.
 pub const F64: f64 = 1.110_223_024_625_156_5e-16;
 
-/// Addends that `Blocked` sums one after the other: the lanes of a GPU's warp.
+/// Block size of `Blocked`: the number of lanes in a GPU's warp.
 const BLOCK: usize = 32;
 
-/// How a sum is formed.
+/// How a sum is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// One after the other in f32.
+    /// In order, in f32.
     Sequential,
-    /// Halves, and halves of halves, in f32.
+    /// By recursive halving, in f32.
     Pairwise,
-    /// Blocks of 32 one after the other, then the blocks' sums, in f32.
+    /// Blocks of 32 addends in order, then the blocks' sums in order, in f32.
     Blocked,
-    /// One after the other in f32, what each addition loses carried to the next
+    /// In order in f32, where the rounding error of each addition is added with the next addend
     /// (Kahan 1965).
     Kahan,
-    /// One after the other in f32, what the additions lose summed apart and added at
-    /// the end (Neumaier 1974).
+    /// In order in f32, where the rounding errors are summed separately and added at the end
+    /// (Neumaier 1974).
     Neumaier,
-    /// One after the other in f64.
+    /// In order, in f64.
     Double,
 }
 
 impl Method {
-    /// All, in the order in which they are shown.
+    /// All methods, in the order in which they are shown.
     pub const ALL: [Method; 6] = [
         Method::Sequential,
         Method::Pairwise,
@@ -44,7 +44,7 @@ impl Method {
         Method::Double,
     ];
 
-    /// What it is called.
+    /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Method::Sequential => "naive f32",
@@ -72,7 +72,7 @@ impl Method {
         }
     }
 
-    /// Additions with a rounding that the unluckiest of `n` addends goes through.
+    /// The largest number of rounded additions that one of `n` addends takes part in.
     fn depth(self, n: usize) -> f64 {
         let n = n.max(1);
         let depth = match self {
@@ -83,7 +83,7 @@ impl Method {
         depth as f64
     }
 
-    /// Relative error that cannot be exceeded for `n` addends of one sign.
+    /// The relative error that cannot be exceeded for `n` addends of one sign.
     pub fn worst(self, n: usize) -> f64 {
         let gamma = |u: f64| {
             let mu = self.depth(n) * u;
@@ -100,7 +100,7 @@ impl Method {
         }
     }
 
-    /// Relative error that is exceeded with the probability that `lambda` stands for.
+    /// The relative error that is exceeded with the probability that belongs to `lambda`.
     pub fn probable(self, n: usize, lambda: f64) -> f64 {
         let size = |u: f64| (lambda * self.depth(n).sqrt() * u).min(self.worst(n));
         match self {
@@ -111,8 +111,8 @@ impl Method {
     }
 }
 
-/// `λ` such that none of `rows` sums of `n` addends exceeds `λ √n u`, but with this
-/// probability: a union over the rows and their partial sums of `2 exp(-λ²/2)`.
+/// The `λ` for which one of `rows` sums of `n` addends exceeds `λ √n u` with at most this
+/// probability: the union bound of `2 exp(-λ²/2)` over the rows and their partial sums.
 pub fn lambda(rows: usize, n: usize, probability: f64) -> f64 {
     (2.0 * (2.0 * rows.max(1) as f64 * n.max(1) as f64 / probability).ln()).sqrt()
 }
@@ -149,9 +149,9 @@ fn neumaier(addends: &[f32]) -> f32 {
     sum + lost
 }
 
-/// The sum as an unevaluated pair of f64, by the error-free sum of two numbers
-/// (Knuth, TAOCP 2, 4.2.2): for addends of one sign its relative error is below
-/// `n² 2^-106`, nothing beside any of the methods.
+/// The sum as an unevaluated pair of f64, by the error-free sum of two numbers (Knuth, TAOCP 2,
+/// 4.2.2). For addends of one sign its relative error is below `n² 2^-106`, which is negligible
+/// beside that of any method.
 pub fn exact(addends: &[f32]) -> (f64, f64) {
     let (mut high, mut low) = (0.0f64, 0.0f64);
     for &x in addends {
@@ -167,7 +167,7 @@ fn two_sum(a: f64, b: f64) -> (f64, f64) {
     (sum, (a - (sum - part)) + (b - part))
 }
 
-/// Relative error of a sum against the exact pair; NaN where either is no number.
+/// Relative error of a sum against the exact pair; NaN where either is NaN.
 pub fn relative_error(found: f64, (high, low): (f64, f64)) -> f64 {
     ((found - high) - low).abs() / high.abs()
 }

@@ -1,23 +1,23 @@
-//! The answer as one sentence, from the numbers alone.
+//! The verdict of a precision report as one sentence.
 use backtape::nan::by_size;
 
 use super::{Gradients, Precision, SumReport};
 use crate::number::error;
 
-/// What is, and what is not, to blame.
-pub(super) fn verdict(found: &Precision) -> String {
+/// Says what may explain a failed gradient check, and what cannot.
+pub(super) fn verdict(report: &Precision) -> String {
     let mut parts = Vec::new();
-    if found.nonfinite > 0 {
+    if report.nonfinite > 0 {
         parts.push(format!(
             "{} of {} softmax denominators are not finite: find where they come from with `replay --dump`",
-            found.nonfinite, found.tokens.1
+            report.nonfinite, report.tokens.1
         ));
     }
-    match found.sums.first() {
-        Some(naive) if naive.max.is_finite() => parts.push(summation(found, naive)),
+    match report.sums.first() {
+        Some(naive) if naive.max.is_finite() => parts.push(summation(report, naive)),
         _ => parts.push("no verdict on summation: no denominator is finite".into()),
     }
-    match &found.gradients {
+    match &report.gradients {
         Gradients::Agree(names) => parts.push(format!(
             "inputs consistent, within noise: the captured {names} are what the declared precision must give"
         )),
@@ -34,13 +34,13 @@ pub(super) fn verdict(found: &Precision) -> String {
     parts.join("; ") + "."
 }
 
-/// Summation is to blame only if it errs by more than the check that raised the alarm.
-fn summation(found: &Precision, naive: &SumReport) -> String {
+/// Summation may be the cause only if its error is larger than that of the gradient check itself.
+fn summation(report: &Precision, naive: &SumReport) -> String {
     let size = error(naive.max);
     let moves = format!(
         "naive f32 errs by {size} at most, which moves a gradient by at most {size} of itself"
     );
-    let Some(check) = &found.check else {
+    let Some(check) = &report.check else {
         return format!("{moves}; no gradient check to hold it against");
     };
     if !check.error.is_finite() {
@@ -59,7 +59,7 @@ fn summation(found: &Precision, naive: &SumReport) -> String {
             "summation is not the cause: {moves}; a gradient check with eps = {step} on an f32 loss errs by {off} by itself; {instead}"
         )
     } else {
-        let better = found.sums.iter().skip(1).min_by(|a, b| by_size(&a.max, &b.max));
+        let better = report.sums.iter().skip(1).min_by(|a, b| by_size(&a.max, &b.max));
         let better =
             better.map_or(String::new(), |sum| format!(", {} by {}", sum.method, error(sum.max)));
         format!(
@@ -68,7 +68,7 @@ fn summation(found: &Precision, naive: &SumReport) -> String {
     }
 }
 
-/// As people say it: 41 %, 0.35 %, 2.1e-6 %.
+/// A share in percent with few digits: 41 %, 0.35 %, 2.1e-6 %.
 pub(super) fn percent(share: f64) -> String {
     match 100.0 * share {
         x if x >= 10.0 => format!("{x:.0} %"),

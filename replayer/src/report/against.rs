@@ -1,4 +1,4 @@
-//! The part of the text report that is about two runs.
+//! The part of the text report that compares two runs.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ use crate::replay::outcome::Status;
 /// Tensors shown one by one.
 const SHOWN: usize = 12;
 
-/// Stages of both runs, then tensors by name.
+/// Writes the stages of both runs, then the tensors that were compared by name.
 pub(super) fn render(out: &mut String, against: &AgainstReport) {
     if !against.differences.is_empty() {
         stages(out, against);
@@ -60,7 +60,7 @@ fn stages(out: &mut String, against: &AgainstReport) {
             place(found.microbatch.map(|mb| mb.0), None),
         );
     }
-    // What was done to align them is the same for many: once is enough.
+    // Many stages are aligned in the same way, so each way is written once, with its stages.
     let mut ways: Vec<(&str, Vec<&str>)> = Vec::new();
     for found in against.differences.iter().filter(|found| !found.aligned.is_empty()) {
         match ways.iter_mut().find(|(how, _)| *how == found.aligned) {
@@ -76,7 +76,7 @@ fn stages(out: &mut String, against: &AgainstReport) {
 fn tensors(out: &mut String, against: &AgainstReport) {
     let all = &against.tensors;
     let differs =
-        |found: &&NamedDifference| found.status != Status::Pass || found.measures.mismatches > 0;
+        |tensor: &&NamedDifference| tensor.status != Status::Pass || tensor.measures.mismatches > 0;
     let differ: Vec<&NamedDifference> = all.iter().filter(differs).collect();
     let equal = all.len() - differ.len();
     wrap(
@@ -96,18 +96,18 @@ fn tensors(out: &mut String, against: &AgainstReport) {
         "{:<33}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11}",
         "tensor", "status", "difference", "unit", "by chance", "growth", "max abs", "cosine"
     );
-    for found in differ.iter().take(SHOWN) {
+    for tensor in differ.iter().take(SHOWN) {
         let _ = writeln!(
             out,
             "{:<33}{:<7}{:>10} {:>8} {:>9} {:>7}  {:>9} {:>11.8}",
-            shortened(&found.tensor),
-            word(found.status),
-            error(found.difference),
-            error(found.unit),
-            error(found.expected),
-            found.growth.map_or("-".into(), |growth| format!("{}x", ratio(growth))),
-            error(found.measures.max_abs),
-            found.measures.cosine,
+            shortened(&tensor.tensor),
+            word(tensor.status),
+            error(tensor.difference),
+            error(tensor.unit),
+            error(tensor.expected),
+            tensor.growth.map_or("-".into(), |growth| format!("{}x", ratio(growth))),
+            error(tensor.measures.max_abs),
+            tensor.measures.cosine,
         );
     }
     if differ.len() > SHOWN {
@@ -126,7 +126,7 @@ fn tensors(out: &mut String, against: &AgainstReport) {
     }
 }
 
-/// Keeps the end of a long name: that is where the layers differ.
+/// Keeps the end of a long name, where the names of layers differ.
 fn shortened(name: &str) -> String {
     const ROOM: usize = 32;
     match name.len() {
@@ -136,7 +136,7 @@ fn shortened(name: &str) -> String {
     }
 }
 
-/// The last sentence, where nothing diverges.
+/// The last sentence of the report, where nothing diverges.
 pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
     let Some(against) = &report.against else {
         return String::new();
@@ -185,7 +185,8 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
     }
 }
 
-/// That tensors differ for which there is no bound: the first of them, by how much and where.
+/// The sentence for tensors that differ and have no bound: the first of them, by how much and
+/// where.
 fn differs(against: &AgainstReport, warned: usize) -> String {
     let unsettled = |found: &&NamedDifference| found.status == Status::Warn;
     let first = against.tensors.iter().find(unsettled).map_or(String::new(), |found| {

@@ -5,7 +5,7 @@ use crate::diagnose::catalogue::CATALOGUE;
 use crate::diagnose::cause::Cause;
 use crate::spelling;
 
-/// The catalogue, or one of its causes; `None` where it has no such.
+/// The whole catalogue, or one of its causes; `None` for an unknown id.
 pub fn text(id: Option<&str>) -> Option<String> {
     let asked = |cause: &&&dyn Cause| id.is_none_or(|id| id == cause.id());
     let mut out = String::new();
@@ -21,7 +21,7 @@ pub fn text(id: Option<&str>) -> Option<String> {
     Some(out).filter(|out| !out.is_empty())
 }
 
-/// What was meant by an id that the catalogue does not have, as the end of a sentence.
+/// The end of a sentence that suggests which id was meant by an unknown one.
 pub fn hint(typed: &str) -> String {
     spelling::hint(typed, CATALOGUE.iter().map(|cause| cause.id()))
 }

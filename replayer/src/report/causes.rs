@@ -1,11 +1,11 @@
-//! The causes of a divergence as text: named, tied or unknown, with what shows them.
+//! The causes of a divergence as text: named, tied or unknown, each with its evidence.
 
 use super::text::wrap;
 use crate::diagnose::{Found, Standing, VariantStage};
 use crate::number::{error, ratio};
 use crate::replay::other_declaration::OtherDeclaration;
 
-/// Lines of all causes; nothing where nothing diverged.
+/// Writes all causes; nothing where nothing diverged.
 pub(super) fn render(out: &mut String, causes: &[Found]) {
     let tied = causes.iter().filter(|cause| cause.standing == Standing::Tied);
     let tied: Vec<&str> = tied.map(|cause| cause.id.as_str()).collect();
@@ -18,8 +18,9 @@ pub(super) fn render(out: &mut String, causes: &[Found]) {
         wrap(out, "cause     ", &format!("{}{}", cause.id, figures(cause)));
         wrap(out, "          ", &format!("{}.", cause.evidence));
         if !cause.parameters.is_empty() {
-            let of = cause.parameters.iter().map(|(name, value)| format!("{name}: {value}"));
-            wrap(out, "          ", &of.collect::<Vec<_>>().join("; "));
+            let parameters =
+                cause.parameters.iter().map(|(name, value)| format!("{name}: {value}"));
+            wrap(out, "          ", &parameters.collect::<Vec<_>>().join("; "));
         }
         wrap(out, "          ", &format!("To do: {}.", cause.advice));
     }
@@ -28,7 +29,7 @@ pub(super) fn render(out: &mut String, causes: &[Found]) {
     }
 }
 
-/// Lines of another declaration with which everything agrees.
+/// Writes another declaration of the head with which everything agrees, if there is one.
 pub(super) fn declaration(out: &mut String, other: Option<&OtherDeclaration>) {
     let Some(other) = other else { return };
     wrap(out, "declared  ", &format!("{}.", other.sentence()));
@@ -39,21 +40,21 @@ pub(super) fn declaration(out: &mut String, other: Option<&OtherDeclaration>) {
     out.push('\n');
 }
 
-/// Lines of a user's own functions.
+/// Writes how the user's own functions compare with the reference and with what was captured.
 pub(super) fn variants(out: &mut String, all: &[VariantStage]) {
-    for one in all {
-        let right = match one.agrees {
-            true => format!("right: ratio {} to the floor", ratio(one.ratio)),
-            false => format!("WRONG: {}", one.reason),
+    for variant in all {
+        let right = match variant.agrees {
+            true => format!("right: ratio {} to the floor", ratio(variant.ratio)),
+            false => format!("WRONG: {}", variant.reason),
         };
-        let like = match (one.explains, one.distance) {
+        let like = match (variant.explains, variant.distance) {
             (Some(true), _) => "; it is what was captured, but for rounding".to_string(),
             (Some(false), Some(distance)) => {
                 format!("; what was captured is {} away from it", error(distance))
             }
             _ => "; the stage was not captured".to_string(),
         };
-        wrap(out, "variant   ", &format!("{}, {}: {right}{like}", one.variant, one.stage));
+        wrap(out, "variant   ", &format!("{}, {}: {right}{like}", variant.variant, variant.stage));
     }
 }
 
@@ -69,7 +70,8 @@ pub(super) fn figures(cause: &Found) -> String {
         words.push("bit for bit".into());
     }
     if let Some((by, next)) = cause.beats_next_by.zip(cause.next.as_ref()) {
-        // One that leaves less and does not win explains less, or fits a number of its own.
+        // Below 1 the next hypothesis leaves a smaller error, but does not win as it explains less
+        // or has a fitted number.
         if by >= 1.0 {
             words.push(format!("{}x nearer than {next}", ratio(by)));
         }

@@ -1,5 +1,5 @@
-//! What `replay checks` found: one JSON object, schema `backtape.checks/1`, and text of
-//! at most 100 columns.
+//! The report of `replay checks`: one JSON object, schema `backtape.checks/1`, and text of at most
+//! 100 columns.
 
 use std::fmt::Write;
 
@@ -18,7 +18,7 @@ pub const SCHEMA: &str = "backtape.checks/1";
 /// Gradients shown as text.
 const SHOWN: usize = 24;
 
-/// What the checks come to.
+/// The verdict of all checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ChecksVerdict {
@@ -33,22 +33,22 @@ pub enum ChecksVerdict {
 /// One step that was checked.
 #[derive(Clone, Debug, Serialize)]
 pub struct CheckedStep {
-    /// Which.
+    /// The step's number.
     pub step: u64,
     /// `committed`, or why it is partial.
     pub state: String,
-    /// Attempts that have the step without a shard of it, one sentence each.
+    /// Attempts that have the step but no shard of it, one sentence each.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub passed_over: Vec<String>,
     /// Shards listed.
     pub shards: u64,
     /// Tensors listed.
     pub tensors: u64,
-    /// What is lost or altered of it, as verification says it.
+    /// What is lost or altered of the step, in the sentences of verification.
     pub damage: Vec<String>,
 }
 
-/// The whole answer.
+/// The whole report.
 #[derive(Clone, Debug, Serialize)]
 #[allow(missing_docs)]
 pub struct ChecksReport {
@@ -64,7 +64,7 @@ pub struct ChecksReport {
 }
 
 impl ChecksReport {
-    /// Puts together what was found of these steps.
+    /// The report of these steps and of what the checks found in them.
     pub fn new(path: String, subjects: &[Subject<'_>], checked: Checked) -> ChecksReport {
         let steps: Vec<CheckedStep> = subjects.iter().map(step).collect();
         let damaged = steps.iter().any(|step| !step.damage.is_empty());
@@ -73,9 +73,10 @@ impl ChecksReport {
             (false, true) => ChecksVerdict::Incomplete,
             (false, false) => ChecksVerdict::Passed,
         };
-        let mut attempts: Vec<u32> = subjects.iter().map(|one| one.dump.attempt.0).collect();
+        let mut attempts: Vec<u32> =
+            subjects.iter().map(|subject| subject.dump.attempt.0).collect();
         attempts.dedup();
-        let run = subjects.first().map(|one| one.dump.run.to_string()).unwrap_or_default();
+        let run = subjects.first().map(|subject| subject.dump.run.to_string()).unwrap_or_default();
         let (schema, version) = (SCHEMA, backtape::VERSION);
         ChecksReport { schema, version, verdict, path, run, attempts, steps, checked }
     }
@@ -146,7 +147,7 @@ fn finding(out: &mut String, found: &Finding) {
     let cause = found.cause.map(|cause| format!(" [{cause}]")).unwrap_or_default();
     let step = found.place.step.map(|step| format!(" step {step}")).unwrap_or_default();
     let rank = match found.place.ranks.as_slice() {
-        [one] => Some(*one),
+        [rank] => Some(*rank),
         _ => None,
     };
     let at = match place(found.place.microbatch, rank) {
@@ -159,7 +160,7 @@ fn finding(out: &mut String, found: &Finding) {
     }
 }
 
-/// Gradients by name, the first [`SHOWN`] of them; JSON has all.
+/// Writes the statistics of the first [`SHOWN`] gradients; the JSON has all.
 fn statistics(out: &mut String, all: &[GradientStatistics]) {
     if all.is_empty() {
         return;
@@ -169,17 +170,17 @@ fn statistics(out: &mut String, all: &[GradientStatistics]) {
         "\n{:<36}{:>10} {:>10} {:>8} {:>10}  where",
         "gradient", "norm", "max", "zeros", "nonfinite"
     );
-    for one in all.iter().take(SHOWN) {
-        let when = one.when.map(|when| format!("{when:?}").to_lowercase()).unwrap_or_default();
-        let at = place(one.microbatch, one.rank);
-        let at = format!("step {} {at}", one.step);
-        let name: String = format!("{} {when}", one.tensor).chars().take(35).collect();
+    for gradient in all.iter().take(SHOWN) {
+        let when = gradient.when.map(|when| format!("{when:?}").to_lowercase()).unwrap_or_default();
+        let at = place(gradient.microbatch, gradient.rank);
+        let at = format!("step {} {at}", gradient.step);
+        let name: String = format!("{} {when}", gradient.tensor).chars().take(35).collect();
         let line = format!(
             "{name:<36}{:>10} {:>10} {:>6.1} % {:>8.1} %  {at}",
-            short(one.norm),
-            short(one.max),
-            100.0 * one.zero_share,
-            100.0 * one.nonfinite_share,
+            short(gradient.norm),
+            short(gradient.max),
+            100.0 * gradient.zero_share,
+            100.0 * gradient.nonfinite_share,
         );
         let _ = writeln!(out, "{}", line.trim_end());
     }
@@ -189,7 +190,7 @@ fn statistics(out: &mut String, all: &[GradientStatistics]) {
     out.push('\n');
 }
 
-/// What was not checked, things with one reason together.
+/// Writes what was not checked, grouped by reason.
 fn unchecked(out: &mut String, items: &[CheckSkipped]) {
     let mut reasons: Vec<(String, Vec<&str>)> = Vec::new();
     for skipped in items {

@@ -1,5 +1,4 @@
-//! What a page draws and no other form of the report holds: heat maps, and what each rank
-//! recorded. Plain data.
+//! What only the HTML page shows, as plain data: heat maps, and what each rank recorded.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +10,7 @@ use crate::dump::{MAX_RANKS, ShardRef, StepDump, StepState};
 use crate::replay::maps::Map;
 use crate::verify::{FindingKind, Severity, TensorVerdict, Verification};
 
-/// Beside a report.
+/// The data of the drawings that belong to a report.
 #[derive(Clone, Debug, Default)]
 pub struct Drawings {
     /// Heat maps, in the order of the stages.
@@ -22,49 +21,50 @@ pub struct Drawings {
     pub tensors: Vec<TensorVerdict>,
 }
 
-/// Reports are compared in tests; what is drawn of them follows from the same dump.
+/// Only tests compare reports. `tensors` is left out, since it comes from the same dump as the
+/// rest.
 impl PartialEq for Drawings {
     fn eq(&self, other: &Drawings) -> bool {
         self.maps == other.maps && self.ranks == other.ranks
     }
 }
 
-/// What is there of a rank.
+/// How much of a rank the dump holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Held {
-    /// Files of it are there.
+    /// Files of the rank are there.
     Recorded,
-    /// It closed its part with nothing in it.
+    /// The rank closed its part of the step without recording anything.
     Nothing,
-    /// No readable file of it is there, and no manifest says that it had none.
+    /// No readable file of the rank is there, and no manifest says that it recorded nothing.
     Missing,
 }
 
-/// One rank, as the dump and its verification have it.
+/// One rank: what the dump holds of it, and what verification found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RankDrawn {
-    /// Which.
+    /// The rank's number.
     pub rank: u32,
-    /// Its machine; empty where nothing of it says.
+    /// The name of its machine; empty where no shard of it is listed.
     pub host: String,
-    /// What is there of it.
+    /// How much of it the dump holds.
     pub held: Held,
-    /// Shards that it recorded, and their bytes.
+    /// Shards that it recorded.
     pub shards: u64,
-    /// Bytes of them.
+    /// Bytes of these shards.
     pub bytes: u64,
-    /// Faults of the bytes, the places, the coverage and the replicas that name it.
+    /// Faults that name the rank, by kind as in [`FAULTS`].
     pub faults: [u64; 4],
-    /// Boxes that it holds and others hold too: replicas.
+    /// Boxes that it holds and that other ranks hold too.
     pub replicated: u64,
-    /// Those of which some other holder has other bits.
+    /// Those boxes whose holders do not all have the same bits.
     pub apart: u64,
 }
 
 /// The names of the four kinds of faults.
 pub const FAULTS: [&str; 4] = ["bytes", "place", "coverage", "replicas"];
 
-/// What is drawn of a dump: the maps of its replay, and its ranks.
+/// Collects the drawings of a dump: the maps of its replay, its ranks and its tensors.
 pub fn drawings(dump: &StepDump, proof: &Verification, maps: Vec<Map>) -> Drawings {
     let mut maps = maps;
     maps.sort_by_key(|map| map.stage);
@@ -112,9 +112,9 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     found
 }
 
-/// Which of the four kinds a finding is of; none where it is of the step as a whole.
-fn kind(of: FindingKind) -> Option<usize> {
-    match of {
+/// Index into [`FAULTS`] of the kind of a finding; `None` where it is about the step as a whole.
+fn kind(finding: FindingKind) -> Option<usize> {
+    match finding {
         FindingKind::DamagedFile | FindingKind::StrayFile | FindingKind::BytesAltered => Some(0),
         FindingKind::OutOfPlace | FindingKind::DeclarationsDisagree => Some(1),
         FindingKind::Gap
@@ -129,8 +129,8 @@ fn kind(of: FindingKind) -> Option<usize> {
     }
 }
 
-/// Counts the boxes that a rank holds with others. The hashes are those that the training
-/// processes took; that the bytes still have them is the bytes' own check.
+/// Counts the boxes that each rank shares with others. It compares the hashes that the training
+/// processes took; that the bytes still have these hashes is checked elsewhere.
 fn note_replicas(dump: &StepDump, ranks: &mut [RankDrawn]) {
     for info in dump.tensors().values().filter(|info| info.partial.is_none()) {
         let mut boxes: BTreeMap<&IndexBox, Vec<(Rank, ContentHash)>> = BTreeMap::new();
@@ -141,9 +141,9 @@ fn note_replicas(dump: &StepDump, ranks: &mut [RankDrawn]) {
         for holders in boxes.values().filter(|holders| holders.len() > 1) {
             let apart = holders.iter().any(|(_, hash)| *hash != holders[0].1);
             for (rank, _) in holders {
-                if let Some(of) = ranks.get_mut(rank.0 as usize) {
-                    of.replicated += 1;
-                    of.apart += u64::from(apart);
+                if let Some(drawn) = ranks.get_mut(rank.0 as usize) {
+                    drawn.replicated += 1;
+                    drawn.apart += u64::from(apart);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! What a dump holds and whether it is what the job held, as text.
+//! The report of `replay verify` as text: what a dump holds, and whether it is what the job held.
 
 use std::fmt::Write;
 
@@ -8,7 +8,7 @@ use crate::number::{bytes, count, plural};
 use crate::verify::Verification;
 use backtape::shard::FingerprintSource;
 
-/// `replay verify`: each proof with what it found.
+/// The text of `replay verify`: each check with its result.
 pub fn verification(dump: &StepDump, proof: &Verification) -> String {
     let mut out = String::new();
     title(&mut out, dump);
@@ -46,8 +46,8 @@ pub fn verification(dump: &StepDump, proof: &Verification) -> String {
     out
 }
 
-/// One line a tensor: its fingerprint, who vouches for it, and whether it is whole; below it why
-/// it is not.
+/// Writes one line for each tensor: its fingerprint, who computed it, and whether the tensor is
+/// usable; below it why not.
 fn tensors(out: &mut String, proof: &Verification) {
     let names = proof.tensors.iter().map(|tensor| tensor.key.to_string().len());
     let room = names.max().unwrap_or(0).clamp(34, 44);
@@ -58,7 +58,7 @@ fn tensors(out: &mut String, proof: &Verification) {
     );
     for tensor in &proof.tensors {
         let fingerprint = match (tensor.fingerprint, tensor.partial) {
-            (Some(found), _) => found.to_string(),
+            (Some(fingerprint), _) => fingerprint.to_string(),
             (None, Some(_)) => "one per addend".into(),
             (None, None) => "none".into(),
         };

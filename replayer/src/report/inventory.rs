@@ -1,4 +1,4 @@
-//! What a step holds, tensor by tensor: `replay inspect`.
+//! The text of `replay inspect`: what a step holds, tensor by tensor.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -11,10 +11,11 @@ use super::text::{WIDTH, wrap};
 use crate::dump::{StepDump, TensorInfo, name_ranks};
 use crate::number::{bytes, plural};
 
-/// Names of the columns; the numbers of the last two are set to the right.
+/// Names of the columns; the numbers of the last two are aligned to the right.
 const COLUMNS: [&str; 7] = ["tensor", "dtype", "shape", "role", "microbatch", "shards", "bytes"];
 
-/// Every tensor of the step, its microbatches together, and below it how it lay on the mesh.
+/// Writes one line for each tensor of the step, its microbatches together, and below it how it was
+/// placed on the mesh.
 ///
 /// ```text
 /// tensor  dtype  shape        role  microbatch  shards    bytes
@@ -40,7 +41,7 @@ pub fn inventory(dump: &StepDump) -> String {
     out
 }
 
-/// Tensors that differ in their microbatch alone.
+/// Tensors that differ only in their microbatch.
 type Group<'a> = Vec<(&'a TensorKey, &'a TensorInfo)>;
 
 fn grouped(dump: &StepDump) -> Vec<Group<'_>> {
@@ -71,7 +72,7 @@ fn row(dump: &StepDump, group: &Group<'_>) -> Vec<String> {
     ]
 }
 
-/// Numbers in order as `0-3,7`.
+/// Ascending numbers in the form `0-3,7`.
 fn ranges(numbers: &[u64]) -> String {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     for &number in numbers {
@@ -80,14 +81,15 @@ fn ranges(numbers: &[u64]) -> String {
             _ => runs.push((number, number)),
         }
     }
-    let one = |&(first, last): &(u64, u64)| match first == last {
+    let run = |&(first, last): &(u64, u64)| match first == last {
         true => first.to_string(),
         false => format!("{first}-{last}"),
     };
-    runs.iter().map(one).collect::<Vec<_>>().join(",")
+    runs.iter().map(run).collect::<Vec<_>>().join(",")
 }
 
-/// How its shards lay on the mesh, as the framework said, and who held them.
+/// How the shards of a tensor were placed on the mesh, as the framework declared it, and which
+/// ranks held them.
 fn placed(dump: &StepDump, group: &Group<'_>) -> String {
     let records: Vec<_> =
         group.iter().flat_map(|(_, info)| &info.shards).map(|at| dump.record(at)).collect();
@@ -120,7 +122,8 @@ fn lies(how: Placement) -> String {
     }
 }
 
-/// As wide as its contents; where that is more than a line, names have lines of their own.
+/// Writes a table that is as wide as its contents; if that is wider than a line, each name has a
+/// line of its own.
 fn table(out: &mut String, rows: &[(Vec<String>, String)]) {
     let width = |column: usize| {
         let cells = rows.iter().map(|(row, _)| row[column].chars().count());

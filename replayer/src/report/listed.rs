@@ -1,4 +1,4 @@
-//! What a place holds, as text: `replay ls`.
+//! The text of `replay ls`: the runs and steps that a directory or bucket holds.
 
 use std::fmt::Write;
 
@@ -6,10 +6,10 @@ use super::text::wrap;
 use crate::dump::ListedRun;
 use crate::number::{bytes, count, plural};
 
-/// Steps of a run that are shown one by one; a longer run is cut in the middle.
+/// Most steps of a run that are shown; of a longer run those in the middle are left out.
 const SHOWN: usize = 40;
 
-/// A line for each run and each of its steps.
+/// Writes one line for each run and each of its steps.
 pub fn render(runs: &[ListedRun]) -> String {
     let mut out = String::new();
     for run in runs {

@@ -1,5 +1,5 @@
-//! What a person or a program reads of a replay: plain data in, text or JSON
-//! out. The one verdict that is made here is what all findings come to, see `verdict`.
+//! The reports of a replay for people and programs: text, JSON and HTML from plain data. Nothing is
+//! judged here, except that `verdict` combines all findings into one verdict.
 
 mod against;
 pub mod catalogue;

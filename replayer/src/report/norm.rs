@@ -1,22 +1,23 @@
-//! grad_norm as text: what was reported, what it should be, who the gap belongs to.
+//! grad_norm as text: what the job reported, what it should be, and which tensors, ranks and rows
+//! cause the difference.
 
 use crate::replay::norm_pair::NormGap;
 use crate::replay::outcome::{GradNorm, Share};
 
-/// A gap this many times what rounding explains is shared out in the text; in the
-/// JSON it always is.
+/// The text shows the shares of a gap only if it is this many times what rounding explains; the
+/// JSON always has them.
 const SHOWN: f64 = 3.0;
-/// Shares of one kind that are shown.
+/// Most shares of one kind that are shown.
 const NAMED: usize = 4;
 
-/// One statement a line; `other` is what the other run reported.
+/// One statement for each line; `other` is the norm that the other run reported.
 pub(super) fn lines(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
     let mut lines = facts(norm, other);
     lines.extend(gap(norm));
     lines
 }
 
-/// The same without the gap, for who draws it.
+/// The same without the gap, for the HTML page, which draws it.
 pub(super) fn facts(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
     let mut parts = Vec::new();
     if let Some(captured) = norm.captured {
@@ -42,7 +43,7 @@ pub(super) fn facts(norm: &GradNorm, other: Option<f64>) -> Vec<String> {
     lines
 }
 
-/// The gap between two runs, shared out.
+/// The gap between the norms of two runs, with its shares.
 pub(super) fn pair(gap: &NormGap) -> Vec<String> {
     let mut lines = vec![format!("gap to the other run {:+.3e}", gap.gap)];
     lines.extend(by_kind(&gap.shares));
@@ -59,7 +60,7 @@ fn gap(norm: &GradNorm) -> Vec<String> {
     lines
 }
 
-/// One decimal, and nothing below zero that is none.
+/// A share in percent with one decimal; `0.0` instead of `-0.0`.
 pub(super) fn percent(share: f64) -> String {
     let text = format!("{:.1}", 100.0 * share);
     if text == "-0.0" { "0.0".into() } else { text }

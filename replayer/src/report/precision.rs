@@ -1,4 +1,4 @@
-//! What finite precision does, as text of at most 100 columns.
+//! The report of `replay precision` as text of at most 100 columns.
 
 use std::fmt::Write;
 
@@ -7,12 +7,16 @@ use crate::number::{count, error, plural};
 use crate::precision::Precision;
 use crate::precision::difference::{Differences, Input};
 
-/// The whole answer.
-pub fn render(found: &Precision) -> String {
+/// The whole report as text.
+pub fn render(precision: &Precision) -> String {
     let mut out = String::new();
-    let (all, summed, differentiated) = found.tokens;
-    wrap(&mut out, "run       ", &format!("{}, step {}, {}", found.run, found.step, found.of));
-    wrap(&mut out, "inputs    ", &found.inputs);
+    let (all, summed, differentiated) = precision.tokens;
+    wrap(
+        &mut out,
+        "run       ",
+        &format!("{}, step {}, {}", precision.run, precision.step, precision.of),
+    );
+    wrap(&mut out, "inputs    ", &precision.inputs);
     wrap(
         &mut out,
         "tokens    ",
@@ -21,25 +25,25 @@ pub fn render(found: &Precision) -> String {
             count(summed as u64),
             count(all as u64),
             count(differentiated as u64),
-            found.seed
+            precision.seed
         ),
     );
-    wrap(&mut out, "assumed   ", &found.assumed);
-    sums(&mut out, found);
-    for differences in &found.differences {
-        table(&mut out, differences, found.loss);
+    wrap(&mut out, "assumed   ", &precision.assumed);
+    sums(&mut out, precision);
+    for differences in &precision.differences {
+        table(&mut out, differences, precision.loss);
     }
-    check(&mut out, found);
-    for item in &found.not_checked {
+    check(&mut out, precision);
+    for item in &precision.not_checked {
         wrap(&mut out, "unchecked ", item);
     }
     out.push('\n');
-    wrap(&mut out, "", &found.verdict);
+    wrap(&mut out, "", &precision.verdict);
     out
 }
 
-fn sums(out: &mut String, found: &Precision) {
-    let terms = plural(found.terms as u64, "exponential");
+fn sums(out: &mut String, precision: &Precision) {
+    let terms = plural(precision.terms as u64, "exponential");
     let _ = writeln!(
         out,
         "\nsoftmax denominators, {terms} each; relative error against their exact sum"
@@ -49,7 +53,7 @@ fn sums(out: &mut String, found: &Precision) {
         "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<24}worst token",
         "method", "max", "rms", "worst case", "probable", "moves lse, gradients"
     );
-    for sum in &found.sums {
+    for sum in &precision.sums {
         let _ = writeln!(
             out,
             "{:<16}{:>9}{:>9}{:>11}{:>14}  {:<24}{}",
@@ -64,23 +68,23 @@ fn sums(out: &mut String, found: &Precision) {
     }
     let text = format!(
         "lse with every step as assumed: off by {} at most, logits, exponentials and logarithm included",
-        error(found.lse_f32)
+        error(precision.lse_f32)
     );
     wrap(out, "", &text);
 }
 
-fn table(out: &mut String, found: &Differences, loss: f64) {
-    let name = match found.input {
+fn table(out: &mut String, differences: &Differences, loss: f64) {
+    let name = match differences.input {
         Input::Q => "q",
         Input::K => "k",
     };
-    let noise = found.noise.map_or("not measurable".into(), error);
+    let noise = differences.noise.map_or("not measurable".into(), error);
     let text = format!(
         "derivative of the loss {loss:.4} along random directions of {name} (rms of {name} {}): {}; noise of the f32 loss {noise}, |f''| {}, |f'''| {}",
-        error(found.scale),
-        error(found.derivative),
-        error(found.second),
-        error(found.third)
+        error(differences.scale),
+        error(differences.derivative),
+        error(differences.second),
+        error(differences.third)
     );
     out.push('\n');
     wrap(out, "", &text);
@@ -94,7 +98,7 @@ fn table(out: &mut String, found: &Differences, loss: f64) {
         "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}central",
         "", "f32", "f32", "", "f64", "f64", "forward"
     );
-    for at in &found.steps {
+    for at in &differences.steps {
         let line = format!(
             "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}{}",
             error(at.step),
@@ -110,8 +114,8 @@ fn table(out: &mut String, found: &Differences, loss: f64) {
     }
 }
 
-fn check(out: &mut String, found: &Precision) {
-    let Some(check) = &found.check else { return };
+fn check(out: &mut String, precision: &Precision) {
+    let Some(check) = &precision.check else { return };
     let option = |x: Option<f64>| x.map_or("not known".into(), error);
     let text = format!(
         "{} elements of q moved one at a time, central, f32 loss: at eps = {:e} the gradient is off by {} (noise predicts {}); at h = {} by {}",

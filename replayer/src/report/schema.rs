@@ -25,37 +25,37 @@ pub const SCHEMA: &str = "backtape.report/1";
 pub struct DumpSummary {
     /// Its directory.
     pub path: String,
-    /// Its run, attempt and step.
+    /// Which run.
     pub run: String,
-    /// Which launch.
+    /// Which attempt, the number of the launch.
     pub attempt: u32,
     /// Which step.
     pub step: u64,
-    /// `committed`, or `partial` with who is missing.
+    /// `committed`, or `partial` with the ranks that are missing.
     pub state: String,
-    /// Ranks and mesh, as words.
+    /// Ranks and mesh, in words.
     pub ranks: String,
-    /// The head, as words.
+    /// The head, in words.
     pub head: String,
-    /// Shards and bytes.
+    /// Number of shards.
     pub shards: u64,
     /// Bytes of all shards.
     pub bytes: u64,
-    /// True when every check of the round trip passed.
+    /// True when verification found nothing wrong.
     pub proved: bool,
-    /// True when the one check that did not pass is that copies hold the same bits.
+    /// True when the only thing that is wrong is that replicas hold different bits.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub copies_differ: bool,
-    /// What made the step be recorded, where nobody had selected it beforehand.
+    /// What triggered the recording of the step, where it was not selected beforehand.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trigger: Option<String>,
-    /// What was asked for, where that was not everything.
+    /// Which tensors were to be recorded, where not all were.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub selection: Option<String>,
 }
 
 impl DumpSummary {
-    /// What of the round trip is proved, as words.
+    /// What verification proved, in words.
     pub(super) fn proof(&self) -> &'static str {
         match (self.proved, self.copies_differ) {
             (true, _) => "bytes, place, coverage and replicas proved",
@@ -77,12 +77,12 @@ pub struct StageReport {
     /// The worst comparison of the stage; absent for inputs and skipped stages.
     #[serde(flatten)]
     pub worst: Option<ComparisonReport>,
-    /// Comparisons made, and how many of them fail.
+    /// How many comparisons were made.
     pub comparisons: usize,
-    /// Which fail: microbatch and rank.
+    /// Microbatch and rank of each comparison that fails.
     pub failing: Vec<(Option<u32>, Option<u32>)>,
-    /// Of a stage that passes, the smallest faults that would have been seen in every one of
-    /// its comparisons: errors as a share of the norm, a factor as its distance from 1.
+    /// Where the stage passes, the smallest faults that all of its comparisons would have found:
+    /// errors as a share of the norm, a factor as its distance from 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seen_from: Option<SeenFrom>,
 }
@@ -94,17 +94,17 @@ pub struct ComparisonReport {
     pub source: String,
     /// Its microbatch.
     pub microbatch: Option<u32>,
-    /// Whose addend it is.
+    /// The rank whose addend it is, where it is one.
     pub rank: Option<u32>,
-    /// Relative error against the f64 reference, Frobenius norm. NaN, which JSON calls null, as
-    /// are `ratio`, `slope` and `max_abs`, where `nonfinite` counts values.
+    /// Relative error against the f64 reference, Frobenius norm. Where `nonfinite` is not 0 it is
+    /// NaN (null in JSON), as are `ratio`, `slope` and `max_abs`.
     pub error: f64,
-    /// The error that the declared policy itself has.
+    /// The relative error that the declared policy itself has.
     pub floor: f64,
     /// `emulated` (the policy was run), `sampled` (it was run for some rows, which stand for all)
     /// or `propagated` (from its rounding points).
     pub floor_source: &'static str,
-    /// error over floor.
+    /// `error / floor`.
     pub ratio: f64,
     /// `⟨captured, ref⟩/⟨ref, ref⟩ - 1`.
     pub slope: f64,
@@ -112,7 +112,7 @@ pub struct ComparisonReport {
     pub max_abs: f64,
     /// Values compared that are NaN or infinite, or whose reference is.
     pub nonfinite: u64,
-    /// Elements compared, and how many are beyond their bound.
+    /// Elements compared.
     pub elements: u64,
     /// Elements beyond their bound.
     pub exceeding: u64,
@@ -128,13 +128,14 @@ pub struct ComparisonReport {
     pub exceeding_rows: u64,
     /// The worst of them: row, relative error, error over floor.
     pub worst_rows: Vec<(u64, f64, f64)>,
-    /// For dk: error by how often a row is a label.
+    /// For dk: the error of rows by how many tokens have them as label.
     pub by_hits: Vec<HitClass>,
-    /// The plausible member of the policy that fits best.
+    /// The plausible policy that fits best.
     pub best_member: Option<String>,
     /// The measures that other tools have too.
     pub measures: Summary,
-    /// How |error| / σ is distributed, σ being what the declared precision allows.
+    /// The distribution of |error| / σ, where σ is the standard deviation that the declared
+    /// precision allows.
     pub scores: Vec<ScoreClass>,
 }
 
@@ -143,7 +144,7 @@ pub struct ComparisonReport {
 pub struct ScoreClass {
     /// Lower end of the class.
     pub from: f64,
-    /// Upper end; none for the last.
+    /// Upper end; `None` for the last class.
     pub to: Option<f64>,
     /// Elements in it.
     pub count: u64,
@@ -186,28 +187,28 @@ pub struct AgainstReport {
     pub dump: DumpSummary,
     /// Its stages against the reference.
     pub stages: Vec<StageReport>,
-    /// Why it leaves the reference, where it does.
+    /// Causes of its own divergence from the reference, if it diverges.
     pub causes: Vec<Found>,
-    /// Stage by stage.
+    /// The differences between both runs, stage by stage.
     pub differences: Vec<Difference>,
-    /// Tensors without a part in the head, in the order of capture.
+    /// Tensors outside the head, in the order of capture.
     pub tensors: Vec<NamedDifference>,
-    /// Where those part, likely; no verdict.
+    /// Where those tensors likely start to differ; this is not a verdict.
     pub likely: Option<Likely>,
-    /// How many tensors that were asked for nothing could judge.
+    /// How many of the requested tensors could not be judged.
     pub unjudged: usize,
     /// What the checks of its step found.
     pub checks: Checked,
     /// Its grad_norm.
     pub grad_norm: GradNorm,
-    /// How far the two norms are apart, and who the gap belongs to.
+    /// The difference of the two norms, and its shares.
     pub norm_gap: Option<NormGap>,
-    /// What a page draws of it.
+    /// What the HTML page draws of it.
     #[serde(skip)]
     pub drawings: Option<Drawings>,
 }
 
-/// One object: everything a replay found.
+/// Everything that a replay found, as one JSON object.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// [`SCHEMA`].
@@ -226,16 +227,16 @@ pub struct Report {
     pub dump: DumpSummary,
     /// Every stage, in order.
     pub stages: Vec<StageReport>,
-    /// How much of what was recorded, or asked for, was judged; absent without a head.
+    /// How many of the stages that were recorded or requested were judged; absent without a head.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub coverage: Option<Coverage>,
-    /// Another declaration with which everything agrees, where something diverged and there is
-    /// one.
+    /// Another declaration of the head with which everything agrees, where something diverged and
+    /// there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub other_declaration: Option<OtherDeclaration>,
     /// Causes from the catalogue.
     pub causes: Vec<Found>,
-    /// How the stages of a user's own functions came out; empty without any.
+    /// How the user's own functions compare, by stage; empty without any.
     pub variants: Vec<VariantStage>,
     /// The norm of the gradients.
     pub grad_norm: GradNorm,
@@ -247,16 +248,16 @@ pub struct Report {
     pub not_checked: Vec<NotChecked>,
     /// What the checks of the step found; at fail level it is part of the verdict.
     pub checks: Checked,
-    /// What computed the reference; absent unless a device was asked for.
+    /// What computed the reference; absent unless a GPU was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<DeviceReport>,
-    /// What goes into `device` where one computed.
+    /// The emulated policies, which become part of `device` where a GPU computed.
     #[serde(skip)]
     pub multiplied: Vec<Multiplied>,
-    /// What guards saw of a user's kernels; absent without any.
+    /// What the memory guards found about the user's kernels; absent without any.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kernels: Vec<KernelReport>,
-    /// What a page draws beside all this, where one was asked for. It is no part of the JSON.
+    /// What the HTML page draws in addition, if a page was asked for. It is not part of the JSON.
     #[serde(skip)]
     pub drawings: Option<Drawings>,
 }
@@ -266,27 +267,27 @@ pub struct Report {
 pub struct DeviceReport {
     /// The device, or `cpu`.
     pub name: String,
-    /// Who compiled the kernels, and with which flags; empty on the CPU.
+    /// Which compiler compiled the kernels, and with which flags; empty on the CPU.
     pub compiler: String,
-    /// Who multiplied, and in which type; empty on the CPU.
+    /// Which library multiplied matrices, and in which type; empty on the CPU.
     pub products: String,
     /// The emulated policies, and in which types their GEMMs multiplied and summed.
     pub policies: Vec<Multiplied>,
-    /// Why the device that was asked for did not compute.
+    /// Why the GPU that was asked for was not used, if so.
     pub fallback: Option<String>,
 }
 
-/// What guards saw of a user's kernel.
+/// What the memory guards found about a user's kernel.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KernelReport {
-    /// As it was asked for.
+    /// The name that was asked for.
     pub name: String,
-    /// What it does that it must not, in sentences.
+    /// What it does that a kernel must not do, in sentences.
     pub findings: Vec<String>,
 }
 
 impl Report {
-    /// This report, and what computed its reference.
+    /// Adds to the report what computed its reference.
     pub fn computed_by(self, device: Option<DeviceReport>) -> Report {
         let policies = self.multiplied.clone();
         let device = device.map(|device| DeviceReport { policies, ..device });
@@ -295,27 +296,28 @@ impl Report {
 }
 
 impl DeviceReport {
-    /// A device that computed.
+    /// The report of a GPU that was used.
     pub fn of(description: &Description) -> DeviceReport {
         let Description { name, compiler, products } = description.clone();
         DeviceReport { name, compiler, products, policies: Vec::new(), fallback: None }
     }
 
-    /// The CPU, in the place of a device that cannot be used.
+    /// The report of the CPU, where the GPU cannot be used.
     pub fn fallen_back(why: String) -> DeviceReport {
         let (compiler, products) = (String::new(), String::new());
         let (name, policies) = ("cpu".into(), Vec::new());
         DeviceReport { name, compiler, products, policies, fallback: Some(why) }
     }
 
-    /// One line of it.
+    /// The report as one line.
     pub fn sentence(&self) -> String {
         match &self.fallback {
             Some(why) => format!("{}: {why}", self.name),
             None => {
-                let of =
-                    |of: &Multiplied| format!("{} (logits), {} (dq, dk)", of.logits, of.gradients);
-                let mut policies: Vec<_> = self.policies.iter().map(of).collect();
+                let types = |policy: &Multiplied| {
+                    format!("{} (logits), {} (dq, dk)", policy.logits, policy.gradients)
+                };
+                let mut policies: Vec<_> = self.policies.iter().map(types).collect();
                 policies.dedup();
                 let policies = match policies.is_empty() {
                     true => String::new(),

@@ -1,4 +1,5 @@
-//! How small a fault would have been seen: an agreement is worth what it could have refused.
+//! How small a fault would have been found: an agreement is worth as much as the faults that it
+//! excludes.
 
 use super::schema::StageReport;
 use super::text::wrap;
@@ -7,15 +8,15 @@ use crate::kernels::round::Precision;
 use crate::number::error;
 use crate::replay::outcome::Status;
 
-/// The gradients that a head is judged by in the end.
+/// The gradients that are named.
 const STAGES: [&str; 3] = ["dlogits", "dq", "dk"];
-/// Mean of 1/m² over mantissas that are spread as those of sums are, evenly in their
-/// logarithm: ∫ m⁻³ dm / ln 2 over [1, 2].
+/// Mean of 1/m² over mantissas m whose logarithm is uniform, as it nearly is for sums: ∫ m⁻³ dm /
+/// ln 2 over [1, 2].
 const MANTISSAS: f64 = 0.375 / std::f64::consts::LN_2;
-/// So few chunks are no more than one more rounding.
+/// Fewer chunks are not named: their sum errs little more than a single rounding.
 const FEWEST: f64 = 3.0;
 
-/// One line on the gradients that pass.
+/// Writes one line about the gradients that pass.
 pub(super) fn render(out: &mut String, stages: &[StageReport]) {
     let passes = |stage: &&StageReport| {
         STAGES.contains(&stage.name) && matches!(stage.status, Status::Pass | Status::Warn)
@@ -38,10 +39,12 @@ fn of_stage(stage: &StageReport) -> Option<String> {
     Some(said)
 }
 
-/// Chunks from which a sum in bf16 would have been seen, where it takes more than a few.
+/// The number of chunks from which a sum in bf16 would have been found; `None` where it is below
+/// [`FEWEST`].
 ///
-/// A partial sum of j of C chunks is about j/C of the whole, and each is rounded once, with a
-/// variance of u²/3 over its mantissa squared: C/3 such roundings of the whole.
+/// A partial sum of j of C chunks is about j/C of the whole, and its rounding has a relative
+/// variance of u²/3 over its mantissa squared. So the partial sums together err like C/3 roundings
+/// of the whole.
 fn chunks(seen: &SeenFrom) -> Option<u64> {
     let rounding = Precision::Bf16.unit_roundoff().powi(2) / 3.0 * MANTISSAS;
     let chunks = (3.0 * seen.noise.powi(2) / rounding).ceil();
@@ -53,17 +56,17 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
-    /// Goal: the formula against a sum that is really made. Method: ten thousand sums of chunks
-    /// that share a sign and differ in size, each partial sum rounded to bf16.
+    /// Goal: the formula agrees with sums that are really computed. Method: ten thousand sums of
+    /// chunks of one sign and different sizes, each partial sum rounded to bf16.
     #[test]
     fn a_sum_of_so_many_chunks_errs_by_what_is_seen() {
         let noise = 0.01;
-        let of = chunks(&SeenFrom { noise, factor: 0.0 }).unwrap();
+        let count = chunks(&SeenFrom { noise, factor: 0.0 }).unwrap();
         let (mut energy, mut whole, mut draw) = (0.0, 0.0, Draw::new(5));
         for i in 0..10_000 {
             let x = f64::exp2(f64::from(i) / 10_000.0);
             let (mut exact, mut sum) = (0.0, 0.0);
-            for _ in 0..of {
+            for _ in 0..count {
                 let chunk = x * draw.unit();
                 exact += chunk;
                 sum = Precision::Bf16.round64(sum + chunk);
@@ -72,7 +75,7 @@ mod tests {
             whole += exact * exact;
         }
         let made = (energy / whole).sqrt();
-        assert!((0.8..1.25).contains(&(made / noise)), "{made} of {of} chunks");
+        assert!((0.8..1.25).contains(&(made / noise)), "{made} of {count} chunks");
     }
 
     #[test]

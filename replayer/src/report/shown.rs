@@ -1,4 +1,4 @@
-//! A box of a tensor as numbers: `replay show`.
+//! The text of `replay show`: a box of a tensor as numbers.
 
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ use crate::bits::{bits, integer, value};
 use crate::number::count;
 
 /// A tensor's values, the last dimension along the line, with the global index of each row and
-/// column; as hexadecimal bits where `raw` is set.
+/// column; as hexadecimal bits if `raw` is set.
 ///
 /// ```text
 /// dk f32 [8448, 256], [0:2, 0:3]
@@ -56,12 +56,12 @@ pub fn render(tensor: &Tensor, shape: &[u64], raw: bool) -> String {
     out
 }
 
-/// What is said in place of more values than anyone reads.
+/// The sentence that replaces values that are too many to show.
 pub fn too_many(elements: u64, most: u64) -> String {
     format!("{} values are more than the {} that are shown", count(elements), count(most))
 }
 
-/// The global index of a row: all dimensions but the last.
+/// The global index of a row, in all dimensions but the last.
 fn label(outer: &[(u64, u64)], mut row: u64) -> String {
     let mut at: Vec<String> = Vec::new();
     for (lo, hi) in outer.iter().rev() {
@@ -79,7 +79,7 @@ fn cell(tensor: &Tensor, index: usize, raw: bool) -> String {
     match tensor.dtype {
         _ if raw => format!("{bits:0digits$x}", digits = 2 * width),
         Dtype::Bool => (bits != 0).to_string(),
-        // Beyond i64.
+        // Not as an i64, which does not hold every u64.
         Dtype::U64 => bits.to_string(),
         dtype => match integer(dtype, bits) {
             Some(whole) => whole.to_string(),
@@ -88,16 +88,17 @@ fn cell(tensor: &Tensor, index: usize, raw: bool) -> String {
     }
 }
 
-/// The shortest decimal that gives the same float back, so that no bit hides behind rounding.
+/// The shortest decimal that is read back as the same float, so that different floats never look
+/// equal.
 fn shortest(dtype: Dtype, bits: u64) -> String {
     let x = value(dtype, bits);
     if !x.is_finite() {
         return x.to_string();
     }
     let same = |text: &str| text.parse::<f64>().is_ok_and(|y| rounds_to(dtype, y, bits));
-    // A dtype of p fraction bits needs at most 1 + ceil(p log10 2) + 1 digits; f64 has 17.
-    let found = (0..=16).map(|digits| format!("{x:.digits$e}")).find(|text| same(text));
-    let text = found.unwrap_or_else(|| format!("{x:e}"));
+    // A dtype of p fraction bits needs at most 2 + ceil(p log10 2) significant digits, f64 17.
+    let shortest_text = (0..=16).map(|digits| format!("{x:.digits$e}")).find(|text| same(text));
+    let text = shortest_text.unwrap_or_else(|| format!("{x:e}"));
     let plain = format!("{}", text.parse::<f64>().unwrap_or(x));
     if plain.len() <= text.len() { plain } else { text }
 }
@@ -109,7 +110,7 @@ fn rounds_to(dtype: Dtype, y: f64, bits: u64) -> bool {
         Dtype::F32 => u64::from((y as f32).to_bits()) == bits,
         Dtype::Bf16 => u64::from(half::bf16::from_f64(y).to_bits()) == bits,
         Dtype::F16 => u64::from(half::f16::from_f64(y).to_bits()) == bits,
-        // So few values that the exact one is short.
+        // 8-bit floats have few digits, so that their exact decimal is short.
         _ => y == value(dtype, bits),
     }
 }

@@ -1,8 +1,8 @@
-//! The checks of a step beside its replay: which of their findings weigh, where those stand
-//! among the stages, which causes they name, and how they are said.
+//! The checks of a step in the report of its replay: how severe their findings are, which stages
+//! they belong to, which causes they name, and their lines of text.
 //!
-//! A check infers what the replay may have computed: where a stage was held against the
-//! reference and found right, a finding that only infers the opposite is a note.
+//! A check infers faults from other tensors. Where the replay compared a stage with the reference
+//! and found it right, a finding that infers the opposite becomes a note.
 
 use super::schema::FirstDivergence;
 use super::text::{place, wrap};
@@ -14,12 +14,13 @@ use crate::replay::outcome::Outcome;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
-/// Checks that say of a gradient or of the loss what the reference knows better.
+/// Checks whose findings about a gradient or the loss are overruled by a comparison with the
+/// reference.
 const INFERRED: [&str; 2] = ["zeros", "counts"];
-/// Causes that leave the later stages as they are: those start from what was recorded.
+/// Causes that make no later stage diverge, since the replay starts from the recorded data.
 const OF_DATA: [&str; 2] = ["duplicate-batch", "label-shift"];
 
-/// The findings as they weigh beside the replay of the head.
+/// Lowers the severity of findings that the replay of the head disproves.
 pub fn weighed(dump: &StepDump, mut checked: Checked, outcome: Option<&Outcome>) -> Checked {
     let Some(outcome) = outcome else { return checked };
     let inferred =
@@ -27,10 +28,10 @@ pub fn weighed(dump: &StepDump, mut checked: Checked, outcome: Option<&Outcome>)
     for found in checked.findings.iter_mut().filter(inferred) {
         let right = stage_of(dump, &found.place).is_some_and(|stage| {
             let compared = &outcome.stage(stage).comparisons;
-            let mut here = compared
-                .iter()
-                .filter(|one| one.microbatch.map(|mb| mb.0) == found.place.microbatch);
-            !compared.is_empty() && here.all(|one| one.excess.is_none())
+            let mut here = compared.iter().filter(|comparison| {
+                comparison.microbatch.map(|mb| mb.0) == found.place.microbatch
+            });
+            !compared.is_empty() && here.all(|comparison| comparison.excess.is_none())
         });
         if right {
             found.severity = Severity::Note;
@@ -64,8 +65,8 @@ fn failing(checked: &Checked) -> impl Iterator<Item = &Finding> {
     checked.findings.iter().filter(|found| found.severity == Severity::Fail)
 }
 
-/// The earlier of where the replay diverges first and where a check fails; of one stage the
-/// one that has numbers.
+/// The first divergence of the replay or of a failing check, whichever is at the earlier stage; at
+/// the same stage that of the replay, which has numbers.
 pub fn first_of(
     dump: &StepDump,
     checked: &Checked,
@@ -94,35 +95,34 @@ fn diverges(dump: &StepDump, found: &Finding, stage: Option<Stage>) -> FirstDive
     }
 }
 
-/// The rank of a finding that is about one.
+/// The rank of a finding, if it is about a single one.
 fn one_rank(found: &Finding) -> Option<u32> {
     match found.place.ranks.as_slice() {
-        [one] => Some(*one),
+        [rank] => Some(*rank),
         _ => None,
     }
 }
 
-/// The causes of a replay with those that the checks saw. What emulation named stays; where
-/// nothing in the catalogue explained what a fault seen in an earlier stage leads to, the
-/// fault that was seen is the cause.
+/// Joins the causes that the search found with those that the checks found. A named cause stays. An
+/// unknown cause is removed where a check found a fault at the same or an earlier stage, which is
+/// then the cause.
 pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<Found> {
     let mut seen: Vec<Found> = Vec::new();
     let mut leads: Option<Option<Stage>> = None;
     for found in failing(checked) {
         let Some(id) = found.cause else { continue };
         let stage = stage_of(dump, &found.place);
-        let named = |of: &&Found| of.standing != Standing::Unknown;
-        let explained = searched
-            .iter()
-            .filter(named)
-            .any(|of| of.id == id || stage.is_some_and(|stage| of.stages.contains(&stage.name())));
-        if explained && !OF_DATA.contains(&id) || searched.iter().any(|of| of.id == id) {
+        let named = |cause: &&Found| cause.standing != Standing::Unknown;
+        let explained = searched.iter().filter(named).any(|cause| {
+            cause.id == id || stage.is_some_and(|stage| cause.stages.contains(&stage.name()))
+        });
+        if explained && !OF_DATA.contains(&id) || searched.iter().any(|cause| cause.id == id) {
             continue;
         }
         if !OF_DATA.contains(&id) {
             leads = Some(leads.map_or(stage, |least| least.min(stage)));
         }
-        if seen.iter().all(|of| of.id != id) {
+        if seen.iter().all(|cause| cause.id != id) {
             let stages = stage.map(Stage::name).into_iter().collect();
             let evidence = format!("{}{}", at(found), found.evidence);
             let advice = found.advice.trim_end_matches('.').into();
@@ -130,11 +130,12 @@ pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<F
         }
     }
     let position = |name: &&'static str| Stage::ALL.iter().find(|stage| stage.name() == *name);
-    let follows = |of: &Found| {
-        let first = of.stages.iter().filter_map(position).min();
+    let follows = |cause: &Found| {
+        let first = cause.stages.iter().filter_map(position).min();
         leads.is_some_and(|leads| leads.as_ref() <= first)
     };
-    let kept = searched.into_iter().filter(|of| of.standing != Standing::Unknown || !follows(of));
+    let kept =
+        searched.into_iter().filter(|cause| cause.standing != Standing::Unknown || !follows(cause));
     seen.into_iter().chain(kept).collect()
 }
 
@@ -145,11 +146,11 @@ fn at(found: &Finding) -> String {
     }
 }
 
-/// What the checks say, a line each; `whose` begins them.
+/// The results of the checks, one line each; every line begins with `whose`.
 pub(super) fn lines(checked: &Checked, whose: &str) -> Vec<String> {
     let names = |wanted: Status| -> Vec<&str> {
-        let of = checked.checks.iter().filter(|check| check.status == wanted);
-        of.map(|check| check.check).collect()
+        let checks = checked.checks.iter().filter(|check| check.status == wanted);
+        checks.map(|check| check.check).collect()
     };
     let mut all = Vec::new();
     for found in checked.findings.iter().filter(|found| found.severity != Severity::Note) {
@@ -170,7 +171,7 @@ pub(super) fn lines(checked: &Checked, whose: &str) -> Vec<String> {
     all
 }
 
-/// The lines as text.
+/// Writes these lines.
 pub(super) fn render(out: &mut String, checked: &Checked, whose: &str) {
     for line in lines(checked, whose) {
         wrap(out, "checks    ", &line);

@@ -12,13 +12,14 @@ use crate::number::{bytes, count, error, plural, ratio, scale, short};
 use crate::replay::coverage::Coverage;
 use crate::replay::outcome::{NotChecked, Status};
 
-/// Width that every line keeps to.
+/// Most columns of a line.
 pub const WIDTH: usize = 100;
 
-/// Rows of frequent labels, from this many hits on.
+/// A row of k counts as a frequent label if this many tokens have it as label.
 const FREQUENT: u32 = 16;
 
-/// What of a report is known before the causes are looked for: its first lines, to the table.
+/// The first lines of the report up to the table of stages, which are known before the search for
+/// causes.
 pub fn first(report: &Report) -> String {
     let mut out = String::new();
     head(&mut out, report);
@@ -56,7 +57,7 @@ pub fn render(report: &Report) -> String {
     out
 }
 
-/// What a user's kernels do that they must not.
+/// Writes what the user's kernels do that they must not do.
 fn kernels(out: &mut String, kernels: &[KernelReport]) {
     for kernel in kernels {
         let said = match kernel.findings.is_empty() {
@@ -67,7 +68,7 @@ fn kernels(out: &mut String, kernels: &[KernelReport]) {
     }
 }
 
-/// What was not checked, things with one reason together.
+/// Writes what was not checked, grouped by reason.
 fn unchecked(out: &mut String, items: &[NotChecked]) {
     let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
     for item in items {
@@ -124,7 +125,6 @@ fn stages(out: &mut String, stages: &[StageReport]) {
                     measured::render(out, worst);
                 }
             }
-            None if stage.status == Status::Skip && stage.reason == "not asked for" => {}
             None if stage.status == Status::Skip => {}
             None => {
                 let _ = writeln!(
@@ -164,7 +164,7 @@ fn compared(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
     }
 }
 
-/// Which rows, which classes of rows, which ranks.
+/// Writes why a stage fails, and in which comparisons and rows.
 fn evidence(out: &mut String, stage: &StageReport, worst: &ComparisonReport) {
     let indent = "             ";
     wrap(out, indent, &stage.reason);
@@ -225,7 +225,7 @@ fn grad_norm(out: &mut String, report: &Report) {
     }
 }
 
-/// What it all comes to, in one sentence.
+/// The verdict, in one sentence.
 pub fn verdict(report: &Report) -> String {
     match (&report.verdict, &report.first_divergence) {
         (Verdict::Misdeclared, _) => {
@@ -270,8 +270,10 @@ pub fn verdict(report: &Report) -> String {
             )
         }
         _ => {
-            // What depends on unusable tensors is said above, with the tensor.
-            let said = report.reasons.iter().filter(|one| !one.what.starts_with("what depends on"));
+            // Reasons about unusable tensors are left out: the report already names these tensors
+            // above.
+            let said =
+                report.reasons.iter().filter(|reason| !reason.what.starts_with("what depends on"));
             let said: Vec<&str> = said.map(|reason| &reason.what[..]).collect();
             if !said.is_empty() {
                 return format!("INCOMPLETE: {}.", said.join("; "));
@@ -282,7 +284,7 @@ pub fn verdict(report: &Report) -> String {
     }
 }
 
-/// How many stages a verdict is on, and which it is not on, or not on all of.
+/// How many stages the verdict covers, and which ones it does not cover, or only in part.
 fn covered(coverage: &Coverage) -> (String, String) {
     let much = format!("{} of {}", coverage.judged, plural(coverage.of as u64, "stage"));
     let mut left: Vec<&str> = coverage.left_out.iter().map(|left| left.stage.name()).collect();
@@ -322,7 +324,7 @@ pub(super) fn word(status: Status) -> &'static str {
     }
 }
 
-/// Writes text after a label, broken at spaces, continued under itself.
+/// Writes text after a label; lines break at spaces and are indented by the width of the label.
 pub(super) fn wrap(out: &mut String, label: &str, text: &str) {
     let room = WIDTH - label.len();
     let mut lead = label.to_string();

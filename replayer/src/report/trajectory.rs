@@ -1,5 +1,5 @@
-//! What `replay trajectory` says: one JSON object, schema `backtape.trajectory/1`, and text
-//! of at most 100 columns.
+//! The report of `replay trajectory`: one JSON object, schema `backtape.trajectory/1`, and text of
+//! at most 100 columns.
 
 use std::fmt::Write;
 
@@ -14,10 +14,10 @@ use crate::trajectory::{FlagSummary, Judged, RankScalars, Severity, Status, Traj
 /// Name and version of the schema.
 pub const SCHEMA: &str = "backtape.trajectory/1";
 
-/// Scalars that are named as text.
+/// Most scalars that the text names.
 const NAMED: usize = 12;
 
-/// What the flags come to.
+/// The verdict of all flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TrajectoryVerdict {
@@ -29,7 +29,7 @@ pub enum TrajectoryVerdict {
     Incomplete,
 }
 
-/// The whole answer.
+/// The whole report.
 #[derive(Clone, Debug, Serialize)]
 #[allow(missing_docs)]
 pub struct TrajectoryReport {
@@ -45,18 +45,18 @@ pub struct TrajectoryReport {
     pub rows: u64,
     pub first_step: Option<u64>,
     pub last_step: Option<u64>,
-    /// Every name.
+    /// The names of all scalars.
     pub scalars: Vec<String>,
     /// Lines that could not be read.
     pub damage: Vec<String>,
-    /// What the recorders had to say, and what is unusual in the files.
+    /// Remarks of the recorders, and what is unusual in the files.
     pub remarks: Vec<String>,
     #[serde(flatten)]
     pub judged: Judged,
 }
 
 impl TrajectoryReport {
-    /// Puts together what was found.
+    /// The report of a trajectory and of the flags that were raised.
     pub fn new(
         path: String,
         run: String,

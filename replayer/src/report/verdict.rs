@@ -1,7 +1,7 @@
-//! What a replay comes to: one word, and the reasons for it.
+//! The verdict of a replay: one word, and the reasons for it.
 //!
-//! Each place that finds something adds a [`Reason`] with the word that it asks for; the
-//! gravest word of all reasons is the verdict, and without any the runs agree.
+//! Each fault that is found adds a [`Reason`] with its own verdict. The most severe verdict of all
+//! reasons is that of the replay, and without any reason the verdict is `Agreed`.
 
 use serde::Serialize;
 
@@ -10,7 +10,7 @@ use crate::checks::{Checked, Severity};
 use crate::head::HeadStep;
 use crate::replay::outcome::Outcome;
 
-/// The verdict of a replay, the gravest last.
+/// The verdict of a replay, the most severe last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
@@ -22,14 +22,15 @@ pub enum Verdict {
     Differs,
     /// Something is more wrong than rounding can explain.
     Diverged,
-    /// The job is right by another declaration than its own, which is said before anything else.
+    /// Everything agrees with another declaration of the head than the job's. It outranks every
+    /// other verdict.
     Misdeclared,
 }
 
 /// Why a replay does not agree.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Reason {
-    /// The word that it asks for.
+    /// The verdict that it leads to.
     pub verdict: Verdict,
     /// What was found, or what is missing, in words.
     pub what: String,
@@ -46,7 +47,7 @@ impl Reason {
         Reason { verdict: Verdict::Misdeclared, what: what.into() }
     }
 
-    /// Two runs are not the same, and there is no bound to hold that against.
+    /// Two runs differ, and there is no bound for how much they may.
     pub fn differs(what: impl Into<String>) -> Reason {
         Reason { verdict: Verdict::Differs, what: what.into() }
     }
@@ -57,18 +58,18 @@ impl Reason {
     }
 }
 
-/// The gravest word of these reasons.
+/// The most severe verdict of these reasons.
 pub fn verdict(reasons: &[Reason]) -> Verdict {
     reasons.iter().map(|reason| reason.verdict).max().unwrap_or(Verdict::Agreed)
 }
 
-/// The reasons that lie in what the checks found.
+/// The reasons from the findings of the checks.
 pub fn of_checks(checked: &Checked) -> Vec<Reason> {
     let failing = checked.findings.iter().filter(|found| found.severity == Severity::Fail);
     failing.map(|found| Reason::diverged(format!("{}: {}", found.check, found.evidence))).collect()
 }
 
-/// The reasons that lie in the replay of one run's head; none where nobody asked for it.
+/// The reasons from the replay of one run's head; none where it was not asked for.
 pub fn of_head(
     judged: Option<(&HeadStep<'_>, &Outcome)>,
     first: Option<&FirstDivergence>,

@@ -1,36 +1,37 @@
-//! Large arrays that were freed, kept for the next of their size.
+//! Keeps large arrays that were freed, for the next allocation of their size.
 //!
-//! A walk over slabs of the vocabulary frees and allocates the same large arrays again and again. Of
-//! arrays of this size the system gives every page back and takes a new one, which is cleared and
-//! mapped at its first touch: of the host's time in a replay on a GPU that was a third.
+//! A replay frees and allocates the same large arrays for every slab of the vocabulary. The
+//! system's allocator returns all pages of such an array to the kernel and gets new ones, which are
+//! cleared and mapped at first use. In a replay on a GPU this took a third of the host's time.
 
 use std::alloc::{Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Bytes of the smallest array that is kept: smaller ones the system keeps itself.
+/// Bytes of the smallest array that is kept: the system's allocator reuses smaller ones itself.
 pub(super) const LEAST: usize = 1 << 20;
-/// Bytes of the smallest array that is put into large pages: it fills several of 2 MiB.
+/// Bytes of the smallest array that is put into large pages, of which it fills several (2 MiB
+/// each).
 const LARGE: usize = 8 << 20;
-/// A multiple of every size that Linux gives its small pages.
+/// A multiple of every size of small pages on Linux.
 const PAGES: usize = 64 << 10;
-/// More are never kept at a time: all are looked at.
+/// Most blocks that are kept at a time, as every lookup scans them.
 const MOST: usize = 64;
-/// Of the machine's memory, one part in so many may be kept, and never more than [`LIMIT`].
+/// At most 1/`SHARE` of the memory is kept, and never more than [`LIMIT`].
 const SHARE: usize = 16;
 const LIMIT: usize = 1 << 30;
 
-/// Bytes that may be kept; none until a replay asks, so that a job that records and may fork never
-/// comes to the lock.
+/// Most bytes that are kept; 0 until a replay calls [`keep_arrays`], so that a recording job, which
+/// may fork, never takes the lock.
 static ROOM: AtomicUsize = AtomicUsize::new(0);
 static KEPT: Mutex<Kept> = Mutex::new(Kept::NONE);
 
-/// Has freed arrays kept from now on, for as long as the process lives.
+/// Keeps freed arrays from now on until the process ends.
 pub fn keep_arrays() {
     ROOM.store((memory() / SHARE).min(LIMIT), Ordering::Relaxed);
 }
 
-/// Bytes of memory that this process may have: the machine's, or what its control group is given
+/// Bytes of memory that this process may use: the machine's, or the limit of its control group
 /// (cgroup v2, `memory.max`) where that is less.
 pub fn memory() -> usize {
     let machine = usize::try_from(rustix::system::sysinfo().totalram).unwrap_or(usize::MAX);
@@ -39,14 +40,14 @@ pub fn memory() -> usize {
     group.map_or(machine, |group: usize| group.min(machine))
 }
 
-/// A block of the system's that nobody uses.
+/// A free block from the system's allocator.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Block {
     start: usize,
     layout: Layout,
 }
 
-/// The blocks, those that were freed first in front.
+/// The kept blocks, in the order in which they were freed.
 struct Kept {
     blocks: [Block; MOST],
     count: usize,
@@ -60,7 +61,7 @@ impl Kept {
         bytes: 0,
     };
 
-    /// Takes out the block at a place.
+    /// Removes the block at an index.
     fn remove(&mut self, at: usize) -> Block {
         let block = self.blocks[at];
         self.blocks.copy_within(at + 1..self.count, at);
@@ -69,13 +70,13 @@ impl Kept {
         block
     }
 
-    /// The one of this layout that was freed last: the likeliest to be in a cache.
+    /// Removes the block of this layout that was freed last, which is most likely still in a cache.
     fn take(&mut self, layout: Layout) -> Option<Block> {
         let at = self.blocks[..self.count].iter().rposition(|block| block.layout == layout)?;
         Some(self.remove(at))
     }
 
-    /// The oldest one, where another of so many bytes has no place beside it.
+    /// Removes the oldest block if there is no room for another one of so many bytes.
     fn evict(&mut self, bytes: usize, room: usize) -> Option<Block> {
         let full = self.count == MOST || self.bytes + bytes > room;
         (full && self.count > 0).then(|| self.remove(0))
@@ -92,14 +93,14 @@ fn kept() -> MutexGuard<'static, Kept> {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether an array of this size may be kept, and in how many bytes all of them.
+/// Most bytes that are kept in all, if an array of this size may be kept.
 fn room(layout: Layout) -> Option<usize> {
     let room = ROOM.load(Ordering::Relaxed);
     (layout.size() >= LEAST && layout.size() <= room).then_some(room)
 }
 
-/// Asks the kernel to put a new array of the system's into large pages, once a replay asked to keep
-/// arrays: the first touch of each small page costs more than clearing it does.
+/// Asks the kernel to put a new array into large pages, if [`keep_arrays`] was called: the page
+/// fault at the first use of each small page takes longer than clearing it.
 pub(super) fn in_large_pages(start: *mut u8, layout: Layout) -> *mut u8 {
     let asked = ROOM.load(Ordering::Relaxed) > 0 && layout.size() >= LARGE && !start.is_null();
     if asked {
@@ -114,17 +115,17 @@ pub(super) fn in_large_pages(start: *mut u8, layout: Layout) -> *mut u8 {
     start
 }
 
-/// A kept block of exactly this layout, holding what it held.
+/// Takes a kept block of exactly this layout, with its old contents.
 pub(super) fn take(layout: Layout) -> Option<*mut u8> {
     room(layout)?;
     kept().take(layout).map(|block| block.start as *mut u8)
 }
 
-/// Keeps a block of the system's, or says that it is the caller's to free.
+/// Keeps a block of the system's allocator; returns false if the caller has to free it.
 ///
 /// # Safety
 ///
-/// The block is the system's, of this layout, and nobody uses it any more.
+/// The block comes from the system's allocator with this layout, and is no longer used.
 pub(super) unsafe fn give(start: *mut u8, layout: Layout) -> bool {
     let Some(room) = room(layout) else { return false };
     loop {
@@ -196,7 +197,7 @@ mod tests {
         assert_eq!(kept.bytes, 10 + (MOST - 2));
     }
 
-    /// In one test, as what a replay asks for holds for the whole process.
+    /// A single test, since `keep_arrays` affects the whole process.
     #[test]
     fn until_a_replay_asks_nothing_is_kept_and_then_arrays_come_back_as_they_are_asked_for() {
         use std::alloc::GlobalAlloc;

@@ -1,14 +1,14 @@
-//! How likely chance is to make what a flag sees, and what rounding may do to a norm.
+//! The probabilities of findings by chance, and the rounding error of a norm.
 
-/// Probability that a healthy run raises one flag by chance: as every check of backtape.
+/// Probability that a healthy run raises one flag by chance, the same as for every check of
+/// backtape.
 pub(crate) const FALSE_ALARM: f64 = crate::compare::bound::FALSE_ALARM;
 
-/// Relative error of a norm in f32, whatever the order of its sum: pairwise sums of 2³²
-/// elements have 32 roundings, the square root and the reduction over ranks a few more;
-/// twice that many units of 2⁻²⁴ is past them.
+/// Bound of the relative error of a norm in f32: a pairwise sum of 2³² elements has 32 roundings,
+/// the square root and the reduction over ranks a few more; the bound is twice 32 units of 2⁻²⁴.
 pub(crate) const NORM_ROUNDING: f64 = 64.0 / (1u64 << 24) as f64;
 
-/// P(X ≥ k) of n trials with probability p, by its terms.
+/// P(X ≥ k) for n trials of probability p, summed term by term.
 pub(crate) fn binomial_tail(n: u64, k: u64, p: f64) -> f64 {
     let choose = |k: u64| {
         libm::lgamma(n as f64 + 1.0)
@@ -19,8 +19,8 @@ pub(crate) fn binomial_tail(n: u64, k: u64, p: f64) -> f64 {
     (k..=n).map(term).sum::<f64>().min(1.0)
 }
 
-/// The spacing, relative, of the coarsest format that holds all these values: one of bf16,
-/// f16, f32, f64. A norm that the job rounded to bf16 differs by that much for nothing.
+/// The relative spacing of the coarsest format, among bf16, f16, f32 and f64, that represents all
+/// these values. Norms that the job rounded to that format may differ by that much.
 pub(crate) fn spacing(values: impl Iterator<Item = f64> + Clone) -> f64 {
     let fits = |bits: i32| {
         let keeps = |value: f64| {
@@ -29,7 +29,7 @@ pub(crate) fn spacing(values: impl Iterator<Item = f64> + Clone) -> f64 {
         };
         values.clone().all(keeps)
     };
-    // Powers of two fit every format and say nothing of it.
+    // Powers of two are numbers of every format, and no evidence of one.
     let told = values.clone().filter(|v| v.is_finite() && v.to_bits() << 12 != 0).count();
     let coarse = [7, 10, 23].into_iter().find(|&bits| told > 0 && fits(bits));
     (-f64::from(coarse.unwrap_or(52))).exp2()

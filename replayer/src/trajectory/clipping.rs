@@ -1,9 +1,9 @@
-//! Every step clipped: then the clip threshold is the step size, and the gradient's length
-//! is thrown away.
+//! Flags runs in which nearly every step is clipped: the clip threshold then sets the step size,
+//! and the length of the gradient is lost.
 //!
-//! Looked at is what follows the warm-up, where learning_rate was recorded, and at most the
-//! second half: early steps are clipped in healthy jobs. The share is held against nine in
-//! ten by the binomial: fewer clipped steps than that would show so many once in 10,000.
+//! Only steps in the second half and after the warm-up (if learning_rate was recorded) count, since
+//! early steps are clipped in healthy jobs. The flag is raised if a true share of nine in ten would
+//! show so many clipped steps with a probability of at most 1 in 10,000 (binomial).
 
 use backtape::scalars::CLIPPED_BEYOND;
 
@@ -13,10 +13,10 @@ use super::series::median;
 use super::{Series, View};
 use crate::number::short;
 
-/// Share of clipped steps that is too large.
+/// Largest share of clipped steps that is not flagged.
 const SHARE: f64 = 0.9;
 
-/// Steps of which all must be clipped to show a share above nine in ten: 0.9^88 < 1e-4.
+/// Fewest steps that can show a share above nine in ten, if all are clipped: 0.9^88 < 1e-4.
 const LEAST: usize = 88;
 
 pub(super) fn run(view: &View<'_>, found: &mut Found) {
@@ -65,7 +65,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     found.raise(Place::at("grad_norm_clipped", *first), evidence, threshold);
 }
 
-/// The step at which the learning rate is first at its largest.
+/// The first step at which the learning rate has its largest value.
 fn warm_from(rate: &Series) -> Option<u64> {
     let finite = rate.finite();
     let most = finite.values().iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -73,7 +73,7 @@ fn warm_from(rate: &Series) -> Option<u64> {
     Some(finite.steps()[at])
 }
 
-/// Clipping never makes a norm larger.
+/// Flags steps whose clipped norm is larger than the norm before clipping.
 fn swapped(all: &[(u64, f64, f64)], found: &mut Found) {
     let larger = |(_, norm, clipped): &&(u64, f64, f64)| *clipped > norm * CLIPPED_BEYOND;
     let count = all.iter().filter(larger).count();

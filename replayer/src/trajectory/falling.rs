@@ -1,12 +1,12 @@
-//! A loss that falls faster than data allow: a copy task, labels that the model can see,
-//! one batch again and again.
+//! Flags a loss that falls faster than data allow, as when the model copies its input, sees its
+//! labels, or gets the same batch again and again.
 //!
-//! A model that starts untrained has a mean loss of log V. What it can know after D tokens
-//! is in these tokens: Kaplan et al. 2020 (equation 1.2) measured the loss of models of any
-//! size on D tokens of web text, V = 50257, as (5.4e13 / D)^0.095 nats; one pass cannot do
-//! better. It is scaled by log V for other vocabularies and divided by three: source code
-//! and markup hold a half to a third as many nats a token as web text. Where the job does
-//! not record its tokens, 16 million a step are assumed, the largest batches in use.
+//! An untrained model has a mean loss of log V. After D tokens it cannot know more than these
+//! tokens tell: Kaplan et al. 2020 (equation 1.2) measured (5.4e13 / D)^0.095 nats as the loss of
+//! the largest models on D tokens of web text with V = 50257. This floor is scaled by log V for
+//! other vocabularies and divided by three, since source code and markup have a half to a third as
+//! many nats per token as web text. Where the job does not record its tokens, 16 million per step
+//! are assumed, the largest batches in use.
 
 use super::View;
 use super::finding::{Found, Place};
@@ -18,22 +18,24 @@ const TOKENS: f64 = 5.4e13;
 const EXPONENT: f64 = 0.095;
 const VOCABULARY: f64 = 50_257.0;
 
-/// Source code against web text.
+/// Ratio of the nats per token of web text and of source code.
 const STRUCTURED: f64 = 3.0;
 
-/// Tokens of a step where the job does not say.
+/// Assumed tokens of a step where the job does not record them.
 const TOKENS_A_STEP: f64 = 16e6;
 
-/// No trained model has so high a loss on its own data: 7 nats are a choice among 1,096.
+/// A first loss this high means an untrained model: 7 nats are a uniform choice among 1,096
+/// classes.
 const UNTRAINED_NATS: f64 = 7.0;
 
-/// An untrained model's loss over log V: spread logits raise it by half their variance.
+/// Range of an untrained model's loss over log V: the variance of its logits raises the loss by
+/// half of it.
 const UNTRAINED: std::ops::RangeInclusive<f64> = 0.75..=1.5;
 
-/// Values of which the median must be below: one outlier is no fall.
+/// The median of this many values must be below the floor, so that a single outlier is not flagged.
 const WINDOW: usize = 5;
 
-/// A share of log V that is next to nothing: what remains of a task that copies.
+/// Share of log V below which almost no loss is left, as when the model copies its input.
 const NOTHING: f64 = 0.01;
 
 pub(super) fn run(view: &View<'_>, found: &mut Found) {
@@ -74,7 +76,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     let mut last = None;
     for (index, window) in loss.values().windows(WINDOW).enumerate() {
         let step = loss.steps()[index];
-        // Steps that were not recorded had their tokens too.
+        // Steps that were not recorded consumed tokens too.
         let steps = last.map_or(step + 1, |last| step - last) as f64;
         seen += steps * of_step(step).unwrap_or(TOKENS_A_STEP);
         last = Some(step);

@@ -1,4 +1,4 @@
-//! What a flag has to say.
+//! The findings of a flag.
 
 use serde::Serialize;
 
@@ -12,48 +12,48 @@ pub enum Severity {
     Note,
 }
 
-/// One sentence with its evidence.
+/// One finding with its evidence.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
     /// Which flag.
     pub flag: &'static str,
     /// Whether it is raised.
     pub severity: Severity,
-    /// Where it begins.
+    /// The step at which it begins.
     pub step: Option<u64>,
-    /// The ranks it is about; none: the job's.
+    /// The ranks that it is about; empty for the whole job.
     pub ranks: Vec<u32>,
     /// Which scalar.
     pub scalar: String,
-    /// Steps, values, ranks.
+    /// The evidence, in one sentence.
     pub evidence: String,
-    /// What it was held against, and where that comes from.
+    /// The threshold that was exceeded, and where it comes from.
     pub threshold: String,
 }
 
-/// What was not looked at.
+/// What a flag did not check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Skipped {
     /// Which flag.
     pub flag: &'static str,
-    /// What.
+    /// What was not checked.
     pub what: String,
-    /// Why.
+    /// Why not.
     pub why: String,
 }
 
-/// Where a flag puts what it finds.
+/// Collects the findings of a flag while it runs.
 pub struct Found {
     flag: &'static str,
     /// How many series or points it looked at.
     pub looked_at: u64,
-    /// In its own order.
+    /// The findings in the order in which they were added.
     pub findings: Vec<Finding>,
-    /// What it did not look at.
+    /// What it did not check.
     pub not_checked: Vec<Skipped>,
 }
 
-/// Of what a finding is.
+/// What a finding is about.
 pub(crate) struct Place<'a> {
     pub(crate) step: Option<u64>,
     pub(crate) ranks: Vec<u32>,

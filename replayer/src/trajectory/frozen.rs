@@ -1,9 +1,9 @@
-//! A gradient norm that stands still while the loss moves.
+//! Flags a gradient norm that stays the same while the loss changes.
 //!
-//! Two norms are one where they differ by rounding at most. How often neighbours are one by
-//! chance is taken from the rest of the same series, so that a coarse format and a norm
-//! that is reported again for each microbatch are no finding: a stretch of r equal norms
-//! has chance n p^(r-1), p being that share.
+//! Two norms count as equal if they differ by rounding at most. A stretch of r equal norms among n
+//! occurs by chance with probability n p^(r-1), where p is the share of equal neighbours in the
+//! rest of the series. So a coarse format, and a norm that is reported again for each microbatch,
+//! are not flagged.
 
 use super::View;
 use super::chance::{FALSE_ALARM, NORM_ROUNDING};
@@ -11,7 +11,7 @@ use super::finding::{Found, Place};
 use super::series::Series;
 use crate::number::short;
 
-/// Distinct losses inside the stretch, over its length: the loss must have moved.
+/// Smallest ratio of distinct losses to the length of the stretch: the loss must have changed.
 const MOVED: f64 = 0.5;
 
 pub(super) fn run(view: &View<'_>, found: &mut Found) {
@@ -64,13 +64,14 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     found.raise(Place::at(name, series.steps()[*at]), evidence, threshold);
 }
 
-/// After clipping every norm is the threshold: that one may stand still.
+/// Whether a scalar is a gradient norm before clipping; after clipping norms may all equal the
+/// threshold.
 fn is_norm(name: &str) -> bool {
     name == "grad_norm" || name.starts_with("grad_norm/")
 }
 
-/// The longest stretch of equal norms: where it begins and its length, if chance does not
-/// explain it and the loss moved.
+/// The start and length of the longest stretch of equal norms, if chance does not explain it and
+/// the loss changed.
 fn stretch(series: &Series, loss: &Series) -> Option<(usize, usize)> {
     let values = series.values();
     let equal = |i: usize| {
@@ -93,7 +94,7 @@ fn stretch(series: &Series, loss: &Series) -> Option<(usize, usize)> {
         return None;
     }
     let (inside, all) = (length - 1, values.len() - 1);
-    // Laplace's rule: with nothing else to go by, neighbours are equal every other time.
+    // By Laplace's rule of succession: without other pairs, p is one half.
     let chance = (pairs - inside + 1) as f64 / (all - inside + 2) as f64;
     if values.len() as f64 * chance.powf(inside as f64) > FALSE_ALARM {
         return None;

@@ -1,9 +1,9 @@
-//! A loss that jumps and does not come back; jumps that do are a note.
+//! Flags a loss that jumps and does not come back; notes jumps that do.
 //!
-//! The W values before a step and all values after it are compared by rank alone: if the
-//! loss did not shift, all of at least W later values lie above all of W earlier ones with
-//! probability 1 / C(2W, W) at most, whatever the noise's shape. A slow rise passes that
-//! too, so the level must rise by a tenth as well.
+//! The W values before a step are compared with all values after it, only by their order: if the
+//! loss did not shift, at least W later values are all above W earlier ones with a probability of
+//! at most 1 / C(2W, W), whatever the distribution of the noise. A slow rise has this order too, so
+//! the level must also rise by a tenth.
 
 use super::View;
 use super::chance::FALSE_ALARM;
@@ -11,17 +11,17 @@ use super::finding::{Found, Place};
 use super::series::{median, noise};
 use crate::number::short;
 
-/// Values before and after: C(40, 20) is 1.4e11, and 1e7 steps are tested.
+/// Values before and after a step: C(40, 20) is 1.4e11, which is enough for 1e7 steps.
 const WINDOW: usize = 20;
 
-/// How much the level must rise, relative: a loss that wanders by less is at its plateau.
+/// Smallest relative rise of the level: a loss on its plateau wanders by less.
 const RISE: f64 = 0.1;
 
-/// Times the noise of the medians of windows, four deviations of a difference of two: a loss
-/// whose batches resemble their neighbours wanders by itself.
+/// Smallest rise in units of the noise of the windows' medians, four deviations of a difference of
+/// two: a loss whose batches resemble their neighbours wanders by itself.
 const WANDER: f64 = 6.0;
 
-/// Times the noise that a single value must leave its neighbours by to be called a spike.
+/// Smallest height of a spike above its neighbours, in units of the noise.
 const SPIKE: f64 = 8.0;
 
 pub(super) fn run(view: &View<'_>, found: &mut Found) {
@@ -35,7 +35,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     }
     found.looked();
     let n = values.len();
-    // The least of everything from a step on.
+    // The smallest value from each step on.
     let mut least = vec![f64::INFINITY; n + 1];
     for i in (0..n).rev() {
         least[i] = least[i + 1].min(values[i]);
@@ -48,7 +48,8 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
         if least[at] <= highest {
             continue;
         }
-        // As many as give a level: all of them would cost a square of the steps.
+        // Only as many values as the median needs: using all would take time quadratic in the
+        // steps.
         let after = &values[at..n.min(at + 10 * WINDOW)];
         let (low, high) = (median(before), median(after));
         if high > low * (1.0 + RISE) && high - low > wander {
@@ -74,7 +75,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     spikes(view, found);
 }
 
-/// Values far above both sides, which came back.
+/// Notes values far above those before, which came back.
 fn spikes(view: &View<'_>, found: &mut Found) {
     let loss = view.loss.as_ref().expect("looked at");
     let values = loss.values();

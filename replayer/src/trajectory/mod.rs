@@ -1,13 +1,14 @@
-//! What the scalars of a run say of its trajectory: flags that experience raises, each a
-//! function over what was read, with its evidence and the source of its threshold.
+//! Checks the trajectory of a run by its scalars. Each flag is a function over the recorded series
+//! that looks for a known sign of trouble, and reports its evidence and the source of its
+//! threshold.
 //!
 //! ```text
 //! judge(&trajectory, &declared)
 //!   -> ranks: grad_norm of rank 2 leaves the other 3 ranks at step 40: 1.25 against 1.31
 //! ```
 //!
-//! It reads no tensors and needs no head. A flag that looked at nothing has cleared
-//! nothing: it is not checked, with the reason. Adding one touches its file and [`FLAGS`].
+//! It reads no tensors and needs no head. A flag that had nothing to look at is not clear but not
+//! checked, with the reason. A new flag is a file and a line in [`FLAGS`].
 
 mod chance;
 mod clipping;
@@ -35,37 +36,37 @@ pub use finding::{Finding, Found, Severity, Skipped};
 pub use read::{RankScalars, ReadError, Trajectory, read};
 pub use series::Series;
 
-/// What the user knows of the job and its scalars do not say.
+/// What the user declares about the job and its scalars do not tell.
 #[derive(Clone, Debug, Default)]
 pub struct Declared {
     /// Classes of the loss head.
     pub vocabulary: Option<u64>,
-    /// Scalars that are each rank's own, whatever their names.
+    /// Scalars that may differ between ranks, whatever their names.
     pub local: Vec<String>,
-    /// Scalars that every rank must agree on.
+    /// Scalars that must be equal on all ranks.
     pub shared: Vec<String>,
 }
 
-/// Scalars that by their meaning are the whole job's.
+/// Scalars that by their meaning are the same on all ranks.
 const SHARED: [&str; 3] = ["learning_rate", "grad_norm", "grad_norm_clipped"];
 
-/// What a flag looks at.
+/// The data that flags read.
 pub(crate) struct View<'a> {
     pub(crate) trajectory: &'a Trajectory,
-    /// The job's loss: the mean over ranks where they differ.
+    /// The job's loss, averaged over the ranks.
     pub(crate) loss: Option<Series>,
-    /// Classes of the head, and who says so.
+    /// Classes of the head, and where the number comes from.
     pub(crate) vocabulary: Option<(f64, String)>,
     declared: &'a Declared,
 }
 
 impl View<'_> {
-    /// A scalar of the job: that of the first rank which recorded it.
+    /// A scalar of the job, from the first rank that recorded it.
     pub(crate) fn of(&self, name: &str) -> Option<&Series> {
         self.trajectory.ranks.iter().find_map(|rank| rank.series.get(name))
     }
 
-    /// Every name, in order.
+    /// The names of all scalars, sorted.
     pub(crate) fn names(&self) -> BTreeSet<&str> {
         self.trajectory
             .ranks
@@ -74,7 +75,7 @@ impl View<'_> {
             .collect()
     }
 
-    /// True for a scalar that all ranks must agree on by name or by declaration.
+    /// True for a scalar that must be equal on all ranks, by its name or by declaration.
     pub(crate) fn is_shared(&self, name: &str) -> bool {
         let listed = |list: &[String]| list.iter().any(|one| one == name);
         let by_name = SHARED.contains(&name) || name == "vocabulary";
@@ -88,7 +89,7 @@ impl View<'_> {
 
 /// One flag.
 pub struct Flag {
-    /// As findings and reports call it.
+    /// Its name in findings and reports.
     pub name: &'static str,
     /// What it looks for, in a few words.
     pub about: &'static str,
@@ -114,13 +115,13 @@ pub const FLAGS: &[Flag] = &[
 pub enum Status {
     /// Raised.
     Flagged,
-    /// It looked, and is not raised.
+    /// It looked at something, and is not raised.
     Clear,
     /// There was nothing that it could look at.
     NotChecked,
 }
 
-/// What one flag did.
+/// How one flag ended.
 #[derive(Clone, Debug, Serialize)]
 pub struct FlagSummary {
     /// Its name.
@@ -133,12 +134,12 @@ pub struct FlagSummary {
     pub looked_at: u64,
 }
 
-/// Everything that the flags have to say.
+/// The results of all flags.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Judged {
-    /// By flag.
+    /// One entry for each flag.
     pub flags: Vec<FlagSummary>,
-    /// Raised ones first, then by flag.
+    /// Findings of raised flags first, then notes, each in the order of the flags.
     pub findings: Vec<Finding>,
     /// What was not checked, and why.
     pub not_checked: Vec<Skipped>,
@@ -171,12 +172,12 @@ pub fn judge(trajectory: &Trajectory, declared: &Declared) -> Judged {
         judged.findings.extend(found.findings);
         judged.not_checked.extend(found.not_checked);
     }
-    // Stable: a flag's own order is kept.
+    // The sort is stable, so that each flag's findings stay in their order.
     judged.findings.sort_by_key(|finding| finding.severity);
     judged
 }
 
-/// Classes of the head: as declared, as recorded, as dumped.
+/// Classes of the head: the declared number, else the recorded one, else that of a dumped step.
 fn vocabulary(view: &View<'_>) -> Option<(f64, String)> {
     if let Some(classes) = view.declared.vocabulary {
         return Some((classes as f64, "declared".into()));

@@ -1,10 +1,11 @@
-//! Adam's second moment: what it can be, and whether it explodes.
+//! Checks Adam's second moment v: whether the recorded gradients can explain it, and whether it
+//! explodes.
 //!
-//! v is a mean of past squares of the very gradients that the optimizer got, so none of its
-//! elements is above the largest squared norm of them, or above what v was when the record
-//! began. A v beyond that is of other gradients: not unscaled, not clipped, not reduced, or
-//! restored from elsewhere. A v that the gradients explain and that is a thousand times what
-//! it was in the middle of the run is exploding with them.
+//! v is an average of the squares of past gradients, so none of its elements is above the largest
+//! squared gradient norm so far, or above v at the start of the record. A larger v comes from other
+//! gradients than those that were recorded: not unscaled, not clipped, not reduced, or restored
+//! from another run. A v that the gradients explain, but that is a thousand times what it was in
+//! the second quarter of the run, is exploding with them.
 
 use super::View;
 use super::chance::NORM_ROUNDING;
@@ -12,12 +13,12 @@ use super::finding::{Found, Place};
 use super::series::{Series, median};
 use crate::number::short;
 
-/// Values of which the median is taken at the end, and that a run must have for it.
+/// How many values at the end the median is taken of; below, how many values a run must have.
 const END: usize = 5;
 const LEAST: usize = 40;
 
-/// Growth over the median of the second quarter: gradients that are thirty times larger.
-/// The bias of a young v (it starts at zero) is at most a factor of four from there on.
+/// Growth over the median of the second quarter, which means gradients thirty times as large. The
+/// bias of v from its start at zero is at most a factor of four from there on.
 const GROWTH: f64 = 1000.0;
 
 pub(super) fn run(view: &View<'_>, found: &mut Found) {
@@ -64,34 +65,36 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
             };
             let place = Place { step: Some(step), ranks: vec![rank.rank], scalar: name };
             found.raise(place, evidence, threshold);
-            // One rank and one statistic are evidence enough: the others are in the files.
+            // One rank and one statistic are enough evidence.
             return;
         }
     }
 }
 
-/// Largest element, mean and root of the mean square are all below the largest element; a
-/// sum over elements may be anything, and of f16 with a loss scale nothing is known.
+/// Whether a statistic of v is at most its largest element, as the maximum, the mean and the root
+/// mean square are. A sum over elements is not.
 fn is_bounded(name: &str) -> bool {
     let kind = name.trim_start_matches("exp_avg_sq_").split('/').next();
     matches!(kind, Some("max" | "mean" | "rms"))
 }
 
-/// The first step at which v is above the largest squared norm and its own start.
+/// The first step at which v is above the largest squared norm so far and above its own first
+/// value.
 fn beyond(series: &Series, norms: &Series) -> Option<(u64, f64, f64)> {
     let (mut most, mut next) = (*series.values().first()?, 0);
     for (&step, &value) in series.steps().iter().zip(series.values()) {
-        // Norms of steps before the record's own are unknown: not held against v.
+        // Norms of steps before the record are unknown; v at its start stands for them.
         while next < norms.len() && norms.steps()[next] <= step {
             let square = norms.values()[next].powi(2);
-            // A gradient that is no number makes any v possible.
+            // After a NaN gradient any v is possible.
             most = if square.is_nan() { f64::INFINITY } else { most.max(square) };
             next += 1;
         }
-        // v may be kept in bf16, its norm too: one spacing each, squared.
+        // v and the norm may be kept in bf16, which may be off by one spacing each; the norm is
+        // squared.
         let slack = (1.0 + 1.0 / 128.0f64).powi(3) + NORM_ROUNDING;
         if value > most * slack {
-            // Steps between two recorded ones had gradients that nobody saw.
+            // If steps between the recorded ones are missing, their gradients are unknown.
             let gap = series.steps().windows(2).chain(norms.steps().windows(2));
             let whole = gap.clone().all(|pair| pair[1] - pair[0] == 1);
             return whole.then_some((step, value, most));

@@ -1,21 +1,21 @@
-//! NaN and infinities: which scalar, on which rank, from which step.
+//! Flags NaN and infinities: which scalar, on which rank, from which step.
 //!
-//! One kind is healthy: a loss scaler of f16 makes gradients overflow, skips the step and
-//! halves its scale. So a gradient norm that is finite again after at most
-//! [`MOST_SKIPS`] steps, with a loss that stays a number, is a note.
+//! One case is healthy: with an f16 loss scaler gradients overflow, and the scaler skips the step
+//! and halves its scale. So a gradient norm that is finite again after at most [`MOST_SKIPS`]
+//! steps, while the loss stays finite, is a note.
 
 use super::finding::{Found, Place};
 use super::read::RankScalars;
 use super::{Series, View};
 
-/// Steps that a loss scaler may skip in a row: from the largest start in use, 2³², it is
-/// at 1 after 32 halvings; twice that is no scaler.
+/// Most steps that a loss scaler skips in a row: from the largest initial scale in use, 2³², it
+/// reaches 1 after 32 halvings, and this is twice that.
 const MOST_SKIPS: usize = 64;
 
-/// Scalars that are named; the others are counted.
+/// Most scalars that are named; the others are only counted.
 const NAMED: usize = 3;
 
-/// One scalar of one rank that is not a number somewhere.
+/// A scalar of one rank with values that are not finite.
 struct Hit<'a> {
     step: u64,
     rank: u32,
@@ -64,8 +64,8 @@ fn first<'a>(rank: &RankScalars, name: &'a str, series: &Series) -> Option<Hit<'
     Some(Hit { step, rank: rank.rank, name, value, count, of: series.len() })
 }
 
-/// Whether every stretch without a number is short, ends, and leaves the loss a number. One
-/// step at the very end may be a skipped one.
+/// Whether every stretch of values that are not finite is short and ends, while the loss stays
+/// finite. A single such value at the very end may be a skipped step.
 fn recovers(rank: &RankScalars, series: &Series) -> bool {
     let loss = rank.series.get("loss");
     if loss.is_some_and(|loss| loss.values().iter().any(|value| !value.is_finite())) {
@@ -79,7 +79,7 @@ fn recovers(rank: &RankScalars, series: &Series) -> bool {
     longest <= MOST_SKIPS && (run == 0 || (run == 1 && series.len() > 1))
 }
 
-/// The first of each scalar, with the ranks that have it at the same step.
+/// A clause for the first hit of each scalar, with the ranks that have it at the same step.
 fn names(hits: &[Hit<'_>]) -> Vec<String> {
     let mut named: Vec<&str> = Vec::new();
     let mut sentences = Vec::new();

@@ -1,26 +1,26 @@
-//! A loss that swings in place: it comes down as often as it goes up, with a period.
+//! Flags a loss that oscillates around a constant level with a regular period.
 //!
-//! Looked at is the second half. There the loss makes no progress (the medians of its first
-//! and last third differ by less than its swing), swings by more than a fiftieth of its
-//! level, and swings regularly: half a period apart the values are opposite, a period apart
-//! they are alike. Independent noise around a level, and noise that wanders, do neither.
+//! In the second half of the run the loss must make no progress (its median falls by less than the
+//! swing from the first to the last third), swing by more than a fiftieth of its level, and do so
+//! regularly: negative correlation half a period apart, positive correlation a period apart.
+//! Independent noise around a level, and noise that wanders, have neither.
 
 use super::View;
 use super::finding::{Found, Place};
 use super::series::{Series, median};
 use crate::number::short;
 
-/// Values that the second half must have.
+/// Fewest values of the second half.
 const LEAST: usize = 48;
 
-/// Periods that it must hold.
+/// Fewest periods in it.
 const PERIODS: usize = 6;
 
-/// Correlation half a period apart, at most, and a period apart, at least.
+/// Largest correlation half a period apart; below, smallest one a period apart.
 const OPPOSITE: f64 = -0.5;
 const ALIKE: f64 = 0.4;
 
-/// Swing over level, at least: less is of no consequence.
+/// Smallest ratio of the swing to the level that matters.
 const SWING: f64 = 0.02;
 
 pub(super) fn run(view: &View<'_>, found: &mut Found) {
@@ -41,7 +41,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     let apart: Vec<f64> = values.iter().map(|value| value - level).collect();
     let variance = apart.iter().map(|x| x * x).sum::<f64>() / n as f64;
     let swing = variance.sqrt();
-    // Not: swing < SWING * level, which a NaN would pass.
+    // Written with `!(>)`, so that NaN returns here too.
     if !(swing > SWING * level.abs()) || first - last > swing {
         return;
     }
@@ -51,7 +51,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     };
     let opposite = (1..=n / (2 * PERIODS)).find(|&lag| at(lag) <= OPPOSITE);
     let Some(lag) = opposite else { return };
-    // The deepest point of the first trough is half a period.
+    // The lowest correlation of the first trough is at half a period.
     let trough = (lag..=n / (2 * PERIODS)).take_while(|&l| l == lag || at(l) <= at(l - 1)).last();
     let period = 2 * trough.unwrap_or(lag);
     if at(period) < ALIKE {

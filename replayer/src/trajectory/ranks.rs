@@ -1,8 +1,8 @@
-//! Ranks that should have one number and have several.
+//! Flags scalars that should be equal on all ranks and are not.
 //!
-//! learning_rate and the norms of the whole gradient are the job's by their meaning, other
-//! scalars by declaration, or because the ranks agreed on them bit for bit at the start. A
-//! loss that is each rank's own from the first step on is compared with nothing.
+//! learning_rate and the norms of the whole gradient must be equal by their meaning, other scalars
+//! by declaration, or because they were equal bit for bit on all ranks at the start. A loss that
+//! differs between ranks from the first step on is not compared.
 
 use backtape::identity::Rank;
 
@@ -13,13 +13,13 @@ use super::read::RankScalars;
 use crate::dump::name_ranks as of_ranks;
 use crate::number::short;
 
-/// Steps at the start on which ranks that share a number must share it bit for bit.
+/// How many steps at the start must be equal bit for bit for a scalar to count as shared.
 const START: usize = 10;
 
-/// Distinct values among those: fewer, and a coarse format may have made them equal.
+/// Fewest distinct values among these: with fewer, a coarse format may have made them equal.
 const DISTINCT: usize = 8;
 
-/// Names that are listed when nothing can be compared.
+/// Most names that are listed where nothing can be compared.
 const NAMED: usize = 4;
 
 pub(super) fn name_ranks(ranks: &[u32]) -> String {
@@ -54,7 +54,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     }
 }
 
-/// Steps that all of these ranks have.
+/// The steps that all of these ranks recorded.
 fn common<'a>(holders: &'a [&RankScalars], name: &'a str) -> impl Iterator<Item = u64> + 'a {
     let steps = holders[0].series[name].steps().iter().copied();
     steps.filter(move |&step| holders.iter().all(|rank| rank.series[name].at(step).is_some()))
@@ -77,11 +77,12 @@ fn starts_equal(holders: &[&RankScalars], name: &str) -> bool {
     equal && start.len() == START && distinct.len() >= DISTINCT
 }
 
-/// The first step at which the ranks differ by more than rounding, and who is odd there.
+/// Finds the first step at which the ranks differ by more than rounding, and which ranks differ
+/// from the majority.
 fn compare(name: &str, holders: &[&RankScalars], by_name: bool, found: &mut Found) {
     found.looked();
     let all = holders.iter().flat_map(|rank| rank.series[name].values().iter().copied());
-    // One rounding to the format that the scalar is kept in, beside that of the sum.
+    // The rounding of the sum, plus one rounding to the format that the scalar is kept in.
     let allowed = NORM_ROUNDING + spacing(all.collect::<Vec<_>>().iter().copied());
     let (mut first, mut apart, mut steps) = (None, 0, 0);
     for step in common(holders, name) {
@@ -144,8 +145,8 @@ fn of_count(ranks: usize) -> String {
     if ranks == 1 { "rank".into() } else { format!("{ranks} ranks") }
 }
 
-/// Values that are one within rounding, as groups of indices, in the order of the values
-/// themselves: neighbours that are close belong together.
+/// Groups the indices of values that are equal within rounding, in ascending order of the values: a
+/// value joins the group of smaller values if it is close to the group's first one.
 fn groups(values: &[f64], allowed: f64) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
@@ -165,8 +166,8 @@ fn groups(values: &[f64], allowed: f64) -> Vec<Vec<usize>> {
     groups
 }
 
-/// A rank whose record ends before the others': dead, or slow in writing. It is a note: a
-/// job that runs while it is read looks the same.
+/// Notes ranks whose record ends before the others', because they died or write slowly. It is only
+/// a note, since a running job looks the same.
 fn stopped(ranks: &[RankScalars], found: &mut Found) {
     let last: Vec<u64> = ranks.iter().filter_map(RankScalars::last_step).collect();
     let Some(&end) = last.iter().max() else { return };

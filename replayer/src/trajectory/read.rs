@@ -1,5 +1,5 @@
-//! Reads the scalars of one attempt: every rank's JSON lines. A torn last line is what a
-//! kill leaves and is left out; any other line that cannot be read is damage, and named.
+//! Reads the scalars of one attempt: every rank's JSON lines. An incomplete last line is left by a
+//! killed process and is ignored; any other line that cannot be read is reported as damage.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,7 +10,7 @@ use backtape::scalars::{DIRECTORY, Line, LineError, Row};
 
 use super::Series;
 
-/// Damaged lines that are named one by one.
+/// Most damaged lines that are named one by one.
 const NAMED_DAMAGE: usize = 8;
 
 /// What one rank recorded.
@@ -20,11 +20,11 @@ pub struct RankScalars {
     pub rank: u32,
     /// Rows that were read.
     pub rows: u64,
-    /// Processes that wrote: more than one where the rank was restarted.
+    /// How many processes wrote the file: more than one where the rank was restarted.
     pub processes: u64,
-    /// By name.
+    /// The series of each scalar, by name.
     pub series: BTreeMap<String, Series>,
-    /// What its recorder had to say.
+    /// The notes of its recorder.
     pub notes: Vec<String>,
 }
 
@@ -46,47 +46,47 @@ impl RankScalars {
     }
 }
 
-/// What was read of an attempt.
+/// The scalars of one attempt.
 #[derive(Clone, Debug, Default)]
 pub struct Trajectory {
-    /// Ranks in the job, where a header says.
+    /// Number of ranks in the job, from the headers.
     pub world_size: u32,
     /// Ranks that recorded scalars, ascending.
     pub ranks: Vec<RankScalars>,
-    /// What of the files could not be read.
+    /// Sentences about lines that could not be read.
     pub damage: Vec<String>,
-    /// Files whose last line is torn.
+    /// Files with an incomplete last line.
     pub torn: Vec<String>,
-    /// Classes of the head, where a dumped step says.
+    /// Classes of the head, from a dumped step.
     pub vocabulary: Option<u64>,
 }
 
-/// Why nothing was read.
+/// Why no scalars were read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// No rank recorded any.
+    /// No rank recorded scalars.
     #[error(
         "{path} holds no scalars: call recorder.scalars(step, loss=...) in the job, and set \
          BACKTAPE_SCALARS=1 where no tensors are recorded"
     )]
     None {
-        /// Where they would lie.
+        /// The attempt's directory.
         path: PathBuf,
     },
     /// The directory or a file cannot be read.
     #[error("the scalars in {path} cannot be read: check its permissions")]
     Read {
-        /// Which.
+        /// Which path.
         path: PathBuf,
         /// Why.
         source: io::Error,
     },
-    /// A later backtape wrote them.
+    /// A newer backtape wrote them.
     #[error("{path} cannot be read")]
     Newer {
-        /// Which.
+        /// Which path.
         path: PathBuf,
-        /// What it says.
+        /// The error with the version.
         source: LineError,
     },
 }
@@ -131,7 +131,7 @@ fn read_rank(rank: u32, path: &Path, all: &mut Trajectory) -> Result<RankScalars
     let mut reader = BufReader::new(File::open(path).map_err(failed)?);
     let mut one = RankScalars { rank, ..RankScalars::default() };
     let (mut line, mut number, mut damaged) = (Vec::new(), 0, 0);
-    // A torn line of a process that was killed is followed by the next one's header.
+    // An incomplete line of a killed process is followed by the header of the next process.
     let mut torn: Option<String> = None;
     while reader.read_until(b'\n', &mut line).map_err(failed)? > 0 {
         number += 1;

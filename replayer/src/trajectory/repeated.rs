@@ -1,11 +1,11 @@
-//! A loss with a fixed period: the same batches come again in the same order, or a drop at
-//! every start of a short epoch.
+//! Flags a loss with a fixed period: the same batches come again in the same order, or the loss
+//! drops at every start of a short epoch.
 //!
-//! Batches differ in difficulty, so the change of the loss from step to step is mostly
-//! noise of the batch. Where batch t is batch t - P again, that noise repeats: the changes,
-//! by rank, correlate at lag P and not beside it. Of independent batches the changes are a
-//! moving average of order one, whose correlation at other lags has variance 1.5 / n
-//! (Bartlett 1946); the largest of all lags is bounded by the union of normal tails.
+//! Batches differ in difficulty, so the change of the loss from step to step is mostly noise of the
+//! batch. If batch t is the same as batch t - P, that noise repeats: the rank correlation of the
+//! changes is high at lag P and low beside it. For independent batches the changes are a moving
+//! average of order one, whose correlation at other lags has variance 1.5 / n (Bartlett 1946); the
+//! largest over all lags is bounded by the union of normal tails.
 
 use super::View;
 use super::chance::FALSE_ALARM;
@@ -13,22 +13,22 @@ use super::finding::{Found, Place};
 use super::series::{Series, noise};
 use crate::number::short;
 
-/// Shortest period looked for: sources of data that take turns make shorter ones.
+/// Shortest period that is looked for, since alternating data sources cause shorter ones.
 const SHORTEST: usize = 8;
 
-/// Longest lag looked for: the time is a lag times the steps.
+/// Longest lag that is looked for; the time grows with lags times steps.
 const LONGEST: usize = 4096;
 
-/// Steps looked at, the last ones: for the same reason.
+/// Only the last so many steps are used, for the same reason.
 const LAST: usize = 1 << 16;
 
-/// Periods that must be there: two repeats.
+/// Fewest periods: two repeats.
 const PERIODS: usize = 3;
 
-/// Share of the batch noise that must repeat.
+/// Smallest share of the batch noise that must repeat.
 const SHARE: f64 = 0.5;
 
-/// Changes of this many times the noise are drops; five at one distance are a sawtooth.
+/// Falls of this many times the noise are drops; [`DROPS`] equally spaced ones are a sawtooth.
 const DROP: f64 = 8.0;
 const DROPS: usize = 5;
 
@@ -65,26 +65,27 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     sawtooth(view, &loss, &changes, found);
 }
 
-/// The shortest lag at which the changes correlate, with the correlation and its bound.
+/// The shortest lag at which the changes are correlated, with the correlation and its bound.
 fn correlated(changes: &[f64], longest: usize) -> Option<(usize, f64, f64)> {
     let scores = ranks(changes);
     let n = scores.len() as f64;
     let at = |lag: usize| {
         let pairs = scores.iter().zip(&scores[lag..]);
-        // Per pair, so that long lags are not damped by their fewer pairs.
+        // Divided by the number of pairs, as long lags have fewer.
         pairs.map(|(a, b)| a * b).sum::<f64>() / (n - lag as f64)
     };
     let tests = (longest.max(1) as f64 / FALSE_ALARM).ln();
     (SHORTEST..=longest).find_map(|lag| {
         let bound = SHARE.max((2.0 * tests * 1.5 / (n - lag as f64)).sqrt());
         let correlation = at(lag);
-        // A slow trend correlates at every lag, a repeated batch at its own alone.
+        // A slow trend is correlated at every lag, repeated batches only at their own.
         let alone = || at(lag - 1).max(at(lag + 1)) < correlation / 2.0;
         (correlation >= bound && alone()).then_some((lag, correlation, bound))
     })
 }
 
-/// Ranks with mean 0 and variance 1: outliers and a spread that shrinks weigh little.
+/// The ranks of the values, scaled to mean 0 and variance 1, so that outliers and a shrinking
+/// spread have little weight.
 fn ranks(values: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
@@ -103,7 +104,7 @@ fn ranks(values: &[f64]) -> Vec<f64> {
     ranks
 }
 
-/// Drops at one distance, at which the learning rate does not move.
+/// Flags equally spaced drops of the loss at which the learning rate does not change.
 fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], found: &mut Found) {
     let least = DROP * noise(loss.values()) * std::f64::consts::SQRT_2;
     let rate = view.of("learning_rate");
@@ -116,7 +117,8 @@ fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], found: &mut Found) 
         (0..changes.len()).filter(|&i| changes[i] < -least && !steered(i)).collect();
     let [.., before, end] = drops.as_slice() else { return };
     let period = end - before;
-    // From the end: the fall of a young model is steep too, and has no period.
+    // Counted from the end, since the loss of an untrained model falls steeply too, without a
+    // period.
     let even = drops.windows(2).rev().take_while(|pair| pair[1] - pair[0] == period).count() + 1;
     if period < SHORTEST || even < DROPS {
         return;

@@ -1,18 +1,18 @@
-//! One scalar over the steps, and the robust numbers that flags use of it.
+//! One scalar over the steps, and the robust statistics that flags compute from it.
 
 use super::read::Trajectory;
 
-/// Values by ascending step; a step that was recorded again has its last value.
+/// Values by ascending step; if a step was recorded again, the last value counts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Series {
     steps: Vec<u64>,
     values: Vec<f64>,
-    /// How often the steps went back: a job that took up an earlier checkpoint.
+    /// How often the steps went back, as when a job resumes from an earlier checkpoint.
     rewinds: u64,
 }
 
 impl Series {
-    /// Adds a value. A step at or before the last takes back what came after it.
+    /// Adds a value. A step at or before the last one removes the values from that step on.
     pub fn push(&mut self, step: u64, value: f64) {
         if self.steps.last().is_some_and(|&last| step <= last) {
             let keep = self.steps.partition_point(|&old| old < step);
@@ -44,7 +44,7 @@ impl Series {
         self.steps.len()
     }
 
-    /// True without any.
+    /// True if there are no steps.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
@@ -54,7 +54,7 @@ impl Series {
         self.steps.binary_search(&step).ok().map(|index| self.values[index])
     }
 
-    /// The points that are numbers.
+    /// The points whose value is finite.
     pub(crate) fn finite(&self) -> Series {
         let mut finite = Series { rewinds: self.rewinds, ..Series::default() };
         for (&step, &value) in self.steps.iter().zip(&self.values) {
@@ -66,7 +66,7 @@ impl Series {
         finite
     }
 
-    /// The last so many points.
+    /// The last `count` points.
     pub(crate) fn last(mut self, count: usize) -> Series {
         let from = self.len().saturating_sub(count);
         self.steps.drain(..from);
@@ -74,7 +74,7 @@ impl Series {
         self
     }
 
-    /// The longest part whose steps have one distance, as flags of a period need it.
+    /// The longest part with equally spaced steps, which flags about periods need.
     pub(crate) fn regular(&self) -> Series {
         let (mut best, mut start) = (0..self.len().min(1), 0);
         for end in 2..=self.len() {
@@ -91,9 +91,9 @@ impl Series {
     }
 }
 
-/// The mean over the ranks that recorded a scalar, at the steps that all of them have.
-/// Ranks that have fewer than nine steps in ten of the longest are left out: where they
-/// come and go the mean would jump though no rank does.
+/// The mean over the ranks that recorded a scalar, at the steps that all of them have. Ranks with
+/// fewer than nine tenths of the longest rank's steps are left out: the mean would jump where they
+/// start and stop though no rank's value does.
 pub(crate) fn mean_over_ranks(trajectory: &Trajectory, name: &str) -> Option<Series> {
     let all = trajectory.ranks.iter().filter_map(|rank| rank.series.get(name));
     let all: Vec<Series> = all.map(Series::finite).collect();
@@ -110,7 +110,7 @@ pub(crate) fn mean_over_ranks(trajectory: &Trajectory, name: &str) -> Option<Ser
     Some(mean)
 }
 
-/// The middle value; NaN of nothing.
+/// The median; NaN if there are no values.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -121,11 +121,11 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// A normal's standard deviation over its median absolute deviation.
+/// Standard deviation of a normal distribution over its median absolute deviation.
 const NORMAL_MAD: f64 = 1.4826;
 
-/// The spread of the noise from step to step, whatever the trend: from the median absolute
-/// difference of neighbours, so that a tail of spikes does not widen it.
+/// The standard deviation of the noise from step to step, whatever the trend. It comes from the
+/// median absolute difference of neighbours, which spikes do not change.
 pub(crate) fn noise(values: &[f64]) -> f64 {
     let steps: Vec<f64> = values.windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
     NORMAL_MAD * median(&steps) / std::f64::consts::SQRT_2

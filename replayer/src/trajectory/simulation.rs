@@ -1,12 +1,12 @@
-//! Simulated runs: what loss, norms and moments of a job look like, healthy by draw, and
-//! with one fault planted. It shares no number with the flags.
+//! Simulated runs for tests: loss, norms and moments of a random healthy job, or of one with a
+//! planted fault. It shares no constant with the flags.
 
 use backtape::scalars::Row;
 
 use super::{RankScalars, Trajectory};
 use crate::draw::Draw;
 
-/// A drawn job, healthy unless something is changed.
+/// A random job, healthy unless it is changed.
 #[derive(Clone, Debug)]
 pub(super) struct Run {
     pub(super) seed: u64,
@@ -15,10 +15,10 @@ pub(super) struct Run {
     pub(super) ranks: u32,
     pub(super) vocabulary: f64,
     pub(super) tokens: f64,
-    /// Where the loss starts and where it would end after 1e12 tokens.
+    /// The loss at the start; below, the loss that it approaches.
     pub(super) start: f64,
     pub(super) end: f64,
-    /// Of the loss of one step, relative.
+    /// Relative noise of the loss of one step.
     pub(super) noise: f64,
     /// Correlation of that noise from step to step.
     pub(super) wander: f64,
@@ -27,7 +27,7 @@ pub(super) struct Run {
     pub(super) warmup: u64,
     pub(super) spikes: u64,
     pub(super) bf16: bool,
-    /// f16 overflows now and then.
+    /// Whether an f16 loss scaler overflows now and then.
     pub(super) scaler: bool,
     pub(super) records_tokens: bool,
 }
@@ -61,7 +61,7 @@ impl Run {
         }
     }
 
-    /// What the ranks record; `change` plants the fault: step index, rank, values.
+    /// What the ranks record; `change` plants a fault, given step index, rank and values.
     pub(super) fn trajectory(
         &self,
         mut change: impl FnMut(u64, u32, &mut Vec<(String, f64)>),
@@ -75,7 +75,7 @@ impl Run {
         for i in 0..self.steps {
             let fresh = draw.normal() * (1.0 - self.wander * self.wander).sqrt();
             drift = self.wander * drift + fresh;
-            // A spike comes at once and decays over ten steps; none is cut off by the end.
+            // A spike appears at once and decays over ten steps; no spike is near the end.
             let spike: f64 = at
                 .iter()
                 .filter(|&&s| s + 100 < self.steps && (s..s + 40).contains(&i))
@@ -115,7 +115,7 @@ impl Run {
         self.trajectory(|_, _, _| {})
     }
 
-    /// A power law in the tokens, from the start to the end.
+    /// The loss without noise: a power law in the tokens from `start` to `end`.
     fn level(&self, i: u64) -> f64 {
         let tokens = (i * self.stride) as f64 * self.tokens;
         self.end + (self.start - self.end) / (1.0 + tokens / 3e6).powf(0.25)

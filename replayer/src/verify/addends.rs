@@ -1,8 +1,7 @@
-//! Partial tensors: is every addend there, once, and as wide as the others?
+//! Checks of partial tensors: every addend must be there once, and cover as much as the others.
 //!
-//! Where the mesh says which ranks hold which addend, it is believed. Where it
-//! does not, each rank's part is one addend, and what can be shown is that
-//! every element gets equally many of them.
+//! Where the mesh declares which ranks hold which addend, that is used. Otherwise each rank's part
+//! is an addend, and it is only checked that every element has equally many of them.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +14,10 @@ use super::{absent_ranks, agreement};
 use crate::dump::addend::{Addend, group};
 use crate::dump::{ShardRef, StepDump, TensorInfo, name_ranks};
 
-/// Pairs of a cell and a box that are compared, about a second's worth; a
-/// finer grid is not counted, and that is said.
+/// Most pairs of a cell and a box that are compared, which takes about a second; a finer grid is
+/// reported as not checked.
 const COMPARISONS: usize = 1 << 27;
-/// Gaps named one by one for a tensor.
+/// Most gaps of a tensor that are named one by one.
 const NAMED: usize = 32;
 
 /// What is wrong with the addends of one partial tensor.
@@ -66,7 +65,7 @@ pub(super) fn findings(
     found
 }
 
-/// Boxes of one addend that no intact shard holds.
+/// The boxes of one addend that no intact shard holds.
 fn lost(
     dump: &StepDump,
     key: &TensorKey,
@@ -85,7 +84,8 @@ fn lost(
     .collect()
 }
 
-/// On a mesh every addend is a whole tensor, cut over the other axes.
+/// Gaps of addends on a mesh, where every addend must be a whole tensor, sharded over the other
+/// axes.
 fn narrow(
     dump: &StepDump,
     key: &TensorKey,
@@ -105,7 +105,7 @@ fn narrow(
     found
 }
 
-/// Coordinates of the summed axes of which no rank holds anything.
+/// Finds coordinates on the summed axes for which no rank holds an addend.
 fn absent_coordinates(
     dump: &StepDump,
     key: &TensorKey,
@@ -127,8 +127,8 @@ fn absent_coordinates(
     Some(VerifyFinding::fault(FindingKind::MissingAddend, sentence).of(key))
 }
 
-/// Elements with fewer addends than others, by counting on the grid that all
-/// cuts make together; `None` when that grid is too fine.
+/// Finds elements with fewer addends than others, by counting in each cell of the grid that all box
+/// boundaries make together; `None` if that grid is too fine.
 fn uneven(
     dump: &StepDump,
     key: &TensorKey,
@@ -159,8 +159,8 @@ fn uneven(
     Some(short.take(NAMED).map(finding).collect())
 }
 
-/// The finest boxes that no given box cuts. Every one is inside or outside of
-/// each of them.
+/// The cells of the grid that the boundaries of all boxes make together: each cell is either inside
+/// or outside of each box.
 fn cells<'a>(
     shape: &[u64],
     boxes: impl Iterator<Item = &'a IndexBox> + Clone,

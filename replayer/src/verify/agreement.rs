@@ -1,7 +1,7 @@
-//! Where several ranks hold the same elements: do they hold the same bits?
+//! Checks that ranks that hold the same elements hold the same bits.
 //!
-//! Identical boxes are replicas. Different boxes that share elements are named
-//! as overlaps, and what they share is compared too.
+//! Identical boxes are replicas. Different boxes that share elements are reported as overlaps, and
+//! the shared elements are compared too.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +15,10 @@ use super::finding::{FindingKind, VerifyFinding};
 use crate::assemble::{extract, intersect};
 use crate::dump::{ShardRef, StepDump, name_ranks};
 
-/// Overlaps named one by one for a tensor; the rest is counted.
+/// Most overlaps of a tensor that are named one by one; the others are only counted.
 const NAMED: usize = 32;
 
-/// Compares whatever two of these shards have in common.
+/// Compares the elements that any two of these shards have in common.
 pub(super) fn findings(
     dump: &StepDump,
     key: &TensorKey,
@@ -39,8 +39,8 @@ pub(super) fn findings(
     found
 }
 
-/// The records' hashes stand for the bytes: the shards are intact. A hash of
-/// 128 bits does not collide by accident.
+/// Compares replicas by the recorded hashes, as the shards are intact. Hashes of 128 bits do not
+/// collide by chance.
 fn replicas_disagree(
     key: &TensorKey,
     place: &IndexBox,
@@ -99,7 +99,7 @@ fn overlaps(
                     boxes[a], boxes[b]
                 ),
             ),
-            // One finding per overlap; a tensor's many are counted below.
+            // Further overlaps are only counted, below.
             _ if found.len() >= NAMED => continue,
             _ => (
                 FindingKind::Overlap,
@@ -115,7 +115,7 @@ fn overlaps(
     found
 }
 
-/// `None` when one of the boxes has no intact holder.
+/// Whether both boxes have the same bits in `shared`; `None` if one of them has no intact shard.
 fn same_bits(
     dump: &StepDump,
     shared: &IndexBox,
@@ -131,8 +131,8 @@ fn same_bits(
     Some(part(left)? == part(right)?)
 }
 
-/// Pairs of boxes that share an element, by a sweep along the dimension with
-/// the most cuts: a tensor in 10,000 slabs must not take 50 million tests.
+/// The pairs of boxes that share an element, by a sweep along the dimension with the most
+/// boundaries: comparing all pairs of 10,000 slabs would take 50 million tests.
 fn overlapping_pairs(boxes: &[&IndexBox]) -> Vec<(usize, usize)> {
     let dims = boxes.first().map_or(0, |one| one.0.len());
     let cuts = |dim: usize| {
@@ -141,7 +141,7 @@ fn overlapping_pairs(boxes: &[&IndexBox]) -> Vec<(usize, usize)> {
         starts.dedup();
         starts.len()
     };
-    // Without a dimension there is one box, and no pair.
+    // A tensor without dimensions has one box, and no pair.
     let Some(along) = (0..dims).max_by_key(|&dim| cuts(dim)) else {
         return Vec::new();
     };

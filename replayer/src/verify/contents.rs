@@ -1,5 +1,5 @@
-//! The two proofs, shard by shard: the bytes hash right, and they fingerprint
-//! right at the box that the record claims.
+//! The two checks of each shard: its bytes have the recorded hash, and the recorded fingerprint at
+//! the box that the record claims.
 
 use std::collections::BTreeMap;
 
@@ -11,20 +11,19 @@ use super::finding::{FindingKind, VerifyFinding};
 use crate::assemble::pieces;
 use crate::dump::{ShardRef, StepDump, TensorInfo};
 
-/// A shard out of place is tried at this many other places, to say where it
-/// belongs: enough for any layout people read by eye.
+/// Most other boxes that a misplaced shard is tried at, to find where it belongs.
 const OTHER_PLACES: usize = 256;
 
 /// What was found of one shard.
 #[derive(Clone, Copy)]
 pub(super) struct Checked {
-    /// The bytes are there and hash right.
+    /// The bytes are there and have the right hash.
     pub(super) intact: bool,
-    /// The fingerprint of intact bytes at the recorded box.
+    /// The fingerprint of the bytes at the recorded box, if they are intact.
     pub(super) fingerprint: Option<Fingerprint>,
 }
 
-/// Every shard of the step with what was found of it.
+/// Every shard of the step, with the result of its checks.
 pub(super) type Contents = BTreeMap<ShardRef, Checked>;
 
 /// Hashes and fingerprints every shard, each on one thread or on several.
@@ -41,7 +40,8 @@ pub(super) fn check(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Content
     checked.into_iter().collect()
 }
 
-/// A sum, so that a large shard's pieces can be summed on all threads.
+/// The fingerprint of a shard. It is a sum over elements, so the pieces of a large shard are added
+/// up on all threads.
 fn fingerprint(dump: &StepDump, at: &ShardRef, bytes: &[u8]) -> Fingerprint {
     let record = dump.written(at);
     if bytes.is_empty() {
@@ -62,7 +62,7 @@ fn fingerprint(dump: &StepDump, at: &ShardRef, bytes: &[u8]) -> Fingerprint {
         .reduce(Fingerprint::default, Fingerprint::plus)
 }
 
-/// What the two proofs say against the shards of one tensor.
+/// The findings of the two checks for the shards of one tensor.
 pub(super) fn findings(
     dump: &StepDump,
     key: &TensorKey,
@@ -74,7 +74,7 @@ pub(super) fn findings(
         let record = dump.record(at);
         let file = dump.file_of(at);
         let finding = match contents[at].fingerprint {
-            // The fault of its file names the tensor already.
+            // The fault of its file already names the tensor.
             None if file.faulty() => continue,
             None => {
                 let sentence = format!(
@@ -99,7 +99,7 @@ pub(super) fn findings(
     found
 }
 
-/// The box of the same extent at which the bytes give the recorded fingerprint.
+/// A clause that names the box of the same extent at which the bytes have the recorded fingerprint.
 fn where_it_belongs(
     dump: &StepDump,
     info: &TensorInfo,

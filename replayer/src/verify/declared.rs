@@ -1,5 +1,5 @@
-//! What the ranks and the manifest say, before any byte is looked at: files,
-//! omissions, and ranks that declared one tensor in different ways.
+//! Findings from the declarations of ranks and manifest, without reading shards: faulty files,
+//! omissions, and tensors that ranks declared differently.
 
 use std::collections::BTreeMap;
 
@@ -55,7 +55,7 @@ fn file(fault: &FileFault) -> VerifyFinding {
     finding.by(ranks).within(&fault.file)
 }
 
-/// One finding for all ranks that gave up on the same thing for the same reason.
+/// One finding for all ranks that omitted the same tensor for the same reason.
 fn omissions(dump: &StepDump) -> Vec<VerifyFinding> {
     let mut grouped: BTreeMap<_, Vec<Rank>> = BTreeMap::new();
     for omission in &dump.manifest.omissions {
@@ -65,7 +65,7 @@ fn omissions(dump: &StepDump) -> Vec<VerifyFinding> {
     let one =
         |((tensor, microbatch, reason), ranks): ((&String, Option<_>, &String), Vec<Rank>)| {
             let of = microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
-            // The text comes from outside: it must stay on its line.
+            // The text comes from the job and must not break the line.
             let (tensor, reason) = (one_line(tensor), one_line(reason));
             let who = name_ranks(&ranks);
             let sentence = format!("{tensor}{of} was not recorded by {who}: {reason}");
@@ -87,13 +87,13 @@ fn key_of<'a>(
     keys.find(|key| key.tensor.as_str() == tensor && key.microbatch == microbatch)
 }
 
-/// True when some rank gave up on (a part of) this tensor.
+/// The omission of some rank that did not record this tensor, or a part of it.
 pub(super) fn omitted<'a>(dump: &'a StepDump, key: &TensorKey) -> Option<&'a Omission> {
     let mut omissions = dump.manifest.omissions.iter();
     omissions.find(|o| o.tensor == key.tensor.as_str() && o.microbatch == key.microbatch)
 }
 
-/// What is odd about the declarations of one tensor.
+/// Findings from the declarations of one tensor.
 pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFinding> {
     let mut found = Vec::new();
     for disagreement in &info.disagreements {
@@ -101,7 +101,7 @@ pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec
             FindingKind::DeclarationsDisagree,
             format!("{key}: {disagreement}"),
         );
-        // The versions after the first are those of the few.
+        // The first version is that of most ranks; the others are named.
         let few = disagreement.versions.iter().skip(1);
         let mut ranks: Vec<Rank> = few.flat_map(|(_, ranks)| ranks.iter().copied()).collect();
         ranks.sort();

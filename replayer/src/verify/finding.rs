@@ -1,4 +1,4 @@
-//! What verification found, in words that a report can print and JSON can carry.
+//! The findings of verification, as sentences for a report and as fields for JSON.
 
 use std::path::PathBuf;
 
@@ -13,17 +13,17 @@ use serde::Serialize;
 pub enum FindingKind {
     /// The step has no trustworthy manifest.
     Uncommitted,
-    /// The step holds nothing at all.
+    /// The step holds no tensors.
     Empty,
-    /// A file is missing, torn, altered or not the one that was listed.
+    /// A file is missing, truncated, altered or not the one that was listed.
     DamagedFile,
-    /// A file that nobody listed.
+    /// A file that no manifest lists.
     StrayFile,
     /// The run's own record, or the coordinator's journal, is not what was written.
     DamagedRecord,
-    /// A shard's bytes do not hash to what the job hashed.
+    /// A shard's bytes do not have the hash that the job took.
     BytesAltered,
-    /// A shard's bytes are right and its place is not.
+    /// A shard's bytes are right, but its box is wrong.
     OutOfPlace,
     /// A part of a tensor that no intact shard holds.
     Gap,
@@ -31,30 +31,30 @@ pub enum FindingKind {
     Overlap,
     /// Ranks that should hold the same bits hold different ones.
     ReplicasDisagree,
-    /// Ranks declared a tensor in different ways.
+    /// Ranks declared a tensor differently.
     DeclarationsDisagree,
-    /// An addend of a partial tensor that should be there and is not.
+    /// An addend of a partial tensor is missing.
     MissingAddend,
-    /// A rank gave up on something, and said so.
+    /// A rank reported that it did not record a tensor.
     Omitted,
-    /// Only some ranks' files speak of a tensor.
+    /// Only some ranks hold shards of a tensor.
     HeldBySome,
 }
 
-/// How much a finding weighs.
+/// How severe a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
     /// The dump is not what the job held, or cannot be shown to be.
     Fault,
-    /// Worth knowing; takes nothing away from the dump.
+    /// Worth knowing; nothing of the dump is lost by it.
     Note,
 }
 
 /// One thing that verification found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct VerifyFinding {
-    /// How much it weighs.
+    /// How severe it is.
     pub severity: Severity,
     /// Its kind.
     pub kind: FindingKind,
@@ -63,20 +63,20 @@ pub struct VerifyFinding {
     /// Which part of it.
     #[serde(rename = "box")]
     pub place: Option<IndexBox>,
-    /// Ranks it is about; the odd one out alone where a majority names it.
+    /// The ranks that it is about; only those that differ where the majority agrees.
     pub ranks: Vec<Rank>,
     /// In which file.
     pub path: Option<PathBuf>,
-    /// All of it in one sentence.
+    /// The whole finding in one sentence.
     pub sentence: String,
 }
 
 /// Something that was not checked, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NotChecked {
-    /// What.
+    /// What was not checked.
     pub what: String,
-    /// Why.
+    /// Why not.
     pub why: String,
 }
 

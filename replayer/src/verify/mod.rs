@@ -1,7 +1,8 @@
-//! Is the dump what the job held? Every byte, every place, every rank.
+//! Verifies that the dump is what the job held: the bytes of every shard, its box, and the
+//! agreement of the ranks.
 //!
-//! It judges the dump, not the training: two replicas that really differed in
-//! the job are a finding here too, because no verdict can rest on either.
+//! It checks the dump, not the training. Replicas that really differed in the job are a finding
+//! here too, because a verdict cannot be based on either of them.
 //!
 //! ```text
 //! verify(&dump, &|bytes| ())
@@ -38,25 +39,25 @@ use crate::dump::versions::disagrees;
 use crate::dump::{MAX_RANKS, ShardRef, StepDump, TensorInfo};
 use contents::Contents;
 
-/// Gaps named one by one for a tensor; the rest is counted.
+/// Most gaps of a tensor that are named one by one; the others are only counted.
 const NAMED_GAPS: usize = 32;
 
-/// All that verification has to say of a step.
+/// The result of verifying a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct Verification {
     /// Shards that the step's records list.
     pub shards: u64,
-    /// Bytes of them.
+    /// Bytes of these shards.
     pub bytes: u64,
-    /// Shards whose bytes hash to what the training process hashed.
+    /// Shards whose bytes have the hash that the training process took.
     pub hashes_ok: u64,
-    /// Shards whose bytes fingerprint right at their box.
+    /// Shards whose bytes have the recorded fingerprint at their box.
     pub places_ok: u64,
     /// Faults first.
     pub findings: Vec<VerifyFinding>,
     /// One for every tensor, by key.
     pub tensors: Vec<TensorVerdict>,
-    /// What this does not prove, and why.
+    /// What could not be verified, and why.
     pub not_checked: Vec<NotChecked>,
 }
 
@@ -72,23 +73,23 @@ pub struct TensorVerdict {
     pub partial: Option<Reduction>,
     pub shards: u64,
     pub bytes: u64,
-    /// Of the global tensor: the sum over one set of replicas. `None` when
-    /// there is no such set, and for partial tensors.
+    /// Fingerprint of the global tensor: the sum over one intact shard of each box. `None` where
+    /// the boxes do not make up the tensor, and for partial and ragged tensors.
     pub fingerprint: Option<Fingerprint>,
-    /// Who vouches for the places.
+    /// Whether the framework or the recorder computed the fingerprints.
     pub fingerprint_source: FingerprintSource,
-    /// Why no verdict may rest on it; `None` when one may.
+    /// Why no verdict may be based on it; `None` if it is usable.
     pub unusable: Option<String>,
 }
 
 impl Verification {
-    /// True when nothing speaks against the dump.
+    /// True when no fault was found.
     pub fn intact(&self) -> bool {
         self.findings.iter().all(|finding| finding.severity == Severity::Note)
     }
 
-    /// True where ranks that should hold the same bits do not, and nothing else speaks against the
-    /// dump: it is what the job held, so the job is at fault and not the dump.
+    /// True where the only faults are replicas that differ. The dump is then what the job held, so
+    /// the job is at fault and not the dump.
     pub fn only_copies_differ(&self) -> bool {
         let mut faults =
             self.findings.iter().filter(|finding| finding.severity != Severity::Note).peekable();
@@ -96,7 +97,7 @@ impl Verification {
             && faults.all(|finding| finding.kind == FindingKind::ReplicasDisagree)
     }
 
-    /// Why no verdict may rest on this tensor; `None` when one may.
+    /// Why no verdict may be based on this tensor; `None` if it is usable.
     pub fn unusable(&self, key: &TensorKey) -> Option<&str> {
         match self.tensors.binary_search_by(|verdict| verdict.key.cmp(key)) {
             Ok(index) => self.tensors[index].unusable.as_deref(),
@@ -105,8 +106,7 @@ impl Verification {
     }
 }
 
-/// Checks a step. `progress` is told the bytes of each shard when it is done,
-/// from any thread.
+/// Verifies a step. `progress` gets the bytes of each shard when it is done, from any thread.
 pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification {
     let contents = contents::check(dump, progress);
     let tensors: Vec<(&TensorKey, &TensorInfo)> = dump.tensors().iter().collect();
@@ -121,7 +121,7 @@ pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification 
     }
     findings.extend(records::findings(dump, &mut not_checked));
     not_checked.extend(unproved(dump, &verdicts, &contents));
-    // Stable: findings of one kind and tensor keep the order of their boxes.
+    // The sort is stable: findings of one kind and tensor keep the order of their boxes.
     findings.sort_by(|a, b| (a.severity, a.kind, &a.tensor).cmp(&(b.severity, b.kind, &b.tensor)));
     let right = |at: &ShardRef| contents[at].fingerprint == Some(dump.record(at).fingerprint);
     Verification {
@@ -144,8 +144,8 @@ fn judge(
     let mut not_checked = Vec::new();
     let mut found = declared::tensor(dump, key, info);
     found.extend(contents::findings(dump, key, info, contents));
-    // Boxes of different shapes or element types have nothing in common that
-    // could be compared; the disagreement says so.
+    // Boxes of different shapes or dtypes cannot be compared; the disagreement was already
+    // reported.
     let comparable = !info.disagreements.iter().any(|d| d.spoils_bytes());
     if comparable && info.partial.is_some() {
         found.extend(addends::findings(dump, key, info, contents, &mut not_checked));
@@ -174,7 +174,7 @@ fn judge(
     (verdict, found, not_checked)
 }
 
-/// What no intact shard holds of a tensor.
+/// The parts of a tensor that no intact shard holds.
 fn gaps(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFinding> {
     let Some(missing) = assemble::missing(dump, key, info) else {
         return Vec::new();
@@ -193,8 +193,8 @@ fn gaps(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFindin
     found
 }
 
-/// The first reason, by weight, for which no verdict may rest on the tensor.
-/// A damaged file or shard is none where a replica stands in for it.
+/// The most severe reason why no verdict may be based on the tensor. A damaged file or shard is not
+/// a reason if a replica replaces it.
 fn unusable(
     dump: &StepDump,
     key: &TensorKey,
@@ -203,7 +203,7 @@ fn unusable(
 ) -> Option<String> {
     use FindingKind::{DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree};
     let spoiling = [DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree];
-    // Several versions of one box are what the job held: each can be judged.
+    // Several versions of a box are what the job held, and each can be judged by itself.
     let versions = |f: &VerifyFinding| {
         let box_of = f.place.as_ref();
         f.kind == ReplicasDisagree && box_of.is_some_and(|place| disagrees(dump, info, place))
@@ -213,12 +213,13 @@ fn unusable(
     if let Some(finding) = spoilt {
         return Some(finding.sentence.clone());
     }
-    // A value is whole if its boxes are; a sum lacks what one rank left out.
+    // A tensor of values is complete if its boxes are, but a sum is wrong if one rank's addend is
+    // missing.
     let omission = declared::omitted(dump, key).filter(|_| info.partial.is_some())?;
     Some(format!("rank {} did not record its addend of {key}", omission.rank))
 }
 
-/// The fingerprint of the global tensor, from one intact holder of each box.
+/// The fingerprint of the global tensor, from one intact shard of each box.
 fn whole_fingerprint(
     dump: &StepDump,
     info: &TensorInfo,
@@ -233,7 +234,7 @@ fn whole_fingerprint(
     let mut boxes = BTreeSet::new();
     let mut sum = Fingerprint::default();
     for at in &info.shards {
-        // The first intact holder of a box stands for its replicas.
+        // The first intact shard of a box represents its replicas.
         if let Some(own) = contents[at].fingerprint
             && boxes.insert(&dump.record(at).place)
         {
@@ -243,14 +244,14 @@ fn whole_fingerprint(
     Some(sum)
 }
 
-/// Ranks of the job whose files do not speak of a tensor.
+/// Ranks of the job that hold no shard of a tensor.
 fn absent_ranks(dump: &StepDump, info: &TensorInfo) -> Vec<Rank> {
     let held: BTreeSet<Rank> = info.shards.iter().map(|at| dump.record(at).rank).collect();
     let all = (0..dump.manifest.world_size.min(MAX_RANKS)).map(Rank);
     all.filter(|rank| !held.contains(rank)).collect()
 }
 
-/// What no check above can prove.
+/// What none of the checks can prove.
 fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) -> Vec<NotChecked> {
     let mut found = Vec::new();
     for (key, info) in dump.tensors().iter().filter(|(_, info)| info.ragged) {

@@ -1,6 +1,6 @@
-//! What lies beside the steps: `run.json` and the coordinator's journal. No tensor rests on
-//! them, and a dump that was copied without them is whole; but where they are, they must be what
-//! was written.
+//! Checks `run.json` and the coordinator's journal, which are stored beside the steps. No tensor
+//! depends on them, and a dump that was copied without them is complete; but if they are there,
+//! they must be as they were written.
 
 use std::path::Path;
 
@@ -77,7 +77,7 @@ fn journal(dump: &StepDump, path: &Path, not_checked: &mut Vec<NotChecked>) -> V
         ));
     }
     if examined.torn_bytes > 0 {
-        // What was being written when the coordinator stopped was acknowledged to nobody.
+        // A line that was being written when the coordinator stopped was never acknowledged.
         let sentence = format!(
             "{JOURNAL} ends in {} bytes that are no whole line: a crash cut them off, or they were altered",
             examined.torn_bytes

@@ -1,7 +1,8 @@
 //! A bucket of S3, Google Cloud Storage or Azure, or one in memory, through object_store.
 //!
-//! Every call blocks its caller, as calls of a file system do, and runs on threads of its own:
-//! the coordinator's journal thread and the recorder's have no runtime that could drive it.
+//! Every call blocks its caller, like the calls of a file system, and runs on the threads of a
+//! separate runtime, because the coordinator's journal thread and the recorder's thread have no
+//! async runtime.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -34,29 +35,30 @@ use super::{Listing, ReadAt, absent};
 /// URLs that name a bucket.
 pub(super) const SCHEMES: [&str; 4] = ["s3", "gs", "az", "memory"];
 
-/// A larger file goes up in parts. One put is refused by a bucket that has the object; parts are
-/// not, so those files rely on names that only one process of one attempt may use.
+/// A larger file is uploaded in parts. A conditional put fails if the object exists, but an upload
+/// in parts does not: those files rely on names that only one process of one attempt uses.
 const WHOLE_BYTES: u64 = PART_BYTES as u64;
 
-/// One part of a large file: S3 allows 10,000, which makes 320 GB; and what one request moves,
-/// which must be done within [`RETRY`].
+/// Bytes of one part: S3 allows 10,000 parts, so that a file has at most 320 GB. One request moves
+/// one part, which must succeed within [`RETRY`].
 const PART_BYTES: usize = 32 << 20;
 
-/// Parts on their way at a time, which is what this process holds in memory of a file.
+/// Parts that are uploaded at a time, which are in memory.
 const PARTS: usize = 4;
 
-/// Objects that are asked for at a time.
+/// Objects that are read at a time.
 const READS: usize = 32;
 
-/// All tries of one request together stay below the coordinator's own deadline of a request.
+/// Time limit of one request with all its retries: shorter than the coordinator's own deadline for
+/// a request.
 const RETRY: Duration = Duration::from_secs(20);
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// A bucket, from its root; the objects of a store have the store's path before their names.
+/// A whole bucket; the names of a store's objects begin with the store's path in it.
 #[derive(Clone)]
 pub struct Bucket {
     store: Arc<dyn ObjectStore>,
-    /// `s3://bucket`, which begins every place in it.
+    /// `s3://bucket`, with which every place in it begins.
     root: String,
 }
 
@@ -75,14 +77,14 @@ pub enum ConnectError {
 }
 
 impl fmt::Debug for Bucket {
-    // The client's own would print a page, and what it signs with.
+    // The client's own `Debug` output is a page long and contains its credentials.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Bucket").field(&self.root).finish()
     }
 }
 
 impl Bucket {
-    /// The bucket that a URL begins with. No request is made yet.
+    /// The bucket at the beginning of a URL. Makes no request yet.
     pub fn connect(place: &Path) -> Result<Bucket, ConnectError> {
         let (scheme, root) = root(place)?;
         let text = || place.display().to_string();
@@ -119,7 +121,7 @@ impl Bucket {
     /// The bucket of S3, or of a server that speaks its protocol.
     pub(super) fn s3(builder: AmazonS3Builder, place: &Path) -> Result<Bucket, ConnectError> {
         let (_, root) = root(place)?;
-        // Its client looks for the process's provider of TLS when it is made.
+        // The client needs the process's TLS provider, which `runtime` installs.
         runtime().map_err(|source| ConnectError::Threads {
             place: place.display().to_string(),
             source,
@@ -129,7 +131,7 @@ impl Bucket {
         Ok(Bucket { store, root })
     }
 
-    /// The object's name: the place without the bucket before it.
+    /// The object's name: the place without the bucket.
     fn key(&self, place: &Path) -> io::Result<Key> {
         let foreign = || {
             let detail = format!("{} is not in {}", place.display(), self.root);
@@ -144,8 +146,8 @@ impl Bucket {
         self.put_new(self.key(target)?, Bytes::copy_from_slice(bytes))
     }
 
-    /// One put that only makes. The client tries again after a lost answer and then finds its
-    /// own object: false does not say who made it.
+    /// Puts an object if the name is free. False if it exists, which may be this call's own: the
+    /// client retries after a lost response.
     fn put_new(&self, key: Key, bytes: Bytes) -> io::Result<bool> {
         let store = self.store.clone();
         wait(async move {
@@ -196,7 +198,7 @@ impl Bucket {
         })
     }
 
-    /// Everything below a place, with its bytes.
+    /// All objects below a place, with their sizes in bytes.
     pub fn walk(&self, directory: &Path) -> io::Result<Vec<(PathBuf, u64)>> {
         let (store, key) = (self.store.clone(), self.key(directory)?);
         let root = PathBuf::from(&self.root);
@@ -207,7 +209,7 @@ impl Bucket {
         })
     }
 
-    /// Puts a file of this host at a name; false when that was taken.
+    /// Uploads a file of this host; false if an object of that name existed.
     pub(super) fn send(&self, file: &Path, target: &Path, moved: &Moved) -> io::Result<bool> {
         let key = self.key(target)?;
         if std::fs::metadata(file)?.len() <= WHOLE_BYTES {
@@ -228,7 +230,7 @@ impl Bucket {
             match feed(&mut parts, &path, &moved).await {
                 Ok(()) => parts.finish().await.map_err(told).map(drop),
                 Err(error) => {
-                    // Parts that were taken cost money until they are given up.
+                    // The provider charges for uploaded parts until the upload is aborted.
                     let _ = parts.abort().await;
                     Err(error)
                 }
@@ -236,7 +238,7 @@ impl Bucket {
         })
     }
 
-    /// Brings an object to this host.
+    /// Downloads an object to a file of this host.
     pub fn fetch(&self, source: &Path, length: u64, target: &Path) -> io::Result<()> {
         let (store, key) = (self.store.clone(), self.key(source)?);
         let target = target.to_path_buf();
@@ -256,14 +258,14 @@ impl Bucket {
         })
     }
 
-    /// Replaces what lies at a name: for what grows, such as scalars.
+    /// Writes an object, also over an existing one: for objects that grow, such as scalars.
     pub fn replace(&self, target: &Path, bytes: Vec<u8>) -> io::Result<()> {
         let (store, key) = (self.store.clone(), self.key(target)?);
         wait(async move { store.put(&key, bytes.into()).await.map(drop) })
     }
 
     pub(super) fn prove_writable(&self, probe: &Path) -> io::Result<()> {
-        // A bucket that ignores the condition would let a second coordinator write over the
+        // If a bucket ignored the condition of a put, a second coordinator could overwrite the
         // first one's journal.
         if !self.create(probe, b"backtape")? {
             return Err(io::Error::other("a new name is said to be taken"));
@@ -281,7 +283,7 @@ impl Bucket {
     }
 }
 
-/// An object that is read in parts.
+/// An object of which ranges are read.
 pub(super) struct Object {
     bucket: Bucket,
     key: Key,
@@ -329,7 +331,7 @@ async fn feed(parts: &mut WriteMultipart, path: &Path, moved: &Moved) -> io::Res
     }
 }
 
-/// The scheme of a bucket's URL, and the URL without what comes after the bucket.
+/// The scheme of a bucket's URL, and the URL up to and including the bucket.
 fn root(place: &Path) -> Result<(String, String), ConnectError> {
     let text = place.to_string_lossy();
     let refused = || ConnectError::Url { place: text.to_string() };
@@ -350,26 +352,27 @@ fn retry() -> RetryConfig {
 }
 
 fn options() -> ClientOptions {
-    // Builders read whether plain HTTP is allowed (a test's server) from the environment into
-    // their own options, which these replace.
+    // These options replace the builder's own, into which it reads from the environment whether
+    // plain HTTP (a test's server) is allowed: so it is read here again.
     let plain = std::env::var("AWS_ALLOW_HTTP").is_ok_and(|value| value == "true");
     ClientOptions::new().with_connect_timeout(CONNECT).with_timeout(RETRY).with_allow_http(plain)
 }
 
-/// Buckets of this process by name: what is put by one part of a program another finds.
+/// The in-memory bucket of this name, the same one for all callers in this process.
 fn in_memory(name: &str) -> Arc<dyn ObjectStore> {
     static BUCKETS: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> = LazyLock::new(Mutex::default);
     let mut buckets = BUCKETS.lock().unwrap_or_else(PoisonError::into_inner);
     buckets.entry(name.into()).or_default().clone()
 }
 
-/// The threads that drive all buckets of this process.
+/// The async runtime of all buckets of this process.
 fn runtime() -> io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if let Some(runtime) = RUNTIME.get() {
         return Ok(runtime);
     }
-    // The client takes the process's provider of TLS; another one's choice is as good.
+    // The client uses the process's TLS provider; if the program has already installed one, it
+    // stays.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let runtime = Builder::new_multi_thread()
         .worker_threads(2)
@@ -379,13 +382,14 @@ fn runtime() -> io::Result<&'static Runtime> {
     Ok(RUNTIME.get_or_init(|| runtime))
 }
 
-/// Waits for a call, on whatever thread this is: also one that drives a runtime of its own.
+/// Runs a call on the buckets' runtime and waits for it; may be called from any thread, also one
+/// that belongs to another async runtime.
 fn wait_io<T: Send + 'static>(
     call: impl Future<Output = io::Result<T>> + Send + 'static,
 ) -> io::Result<T> {
     let (sender, answer) = std::sync::mpsc::sync_channel(1);
     runtime()?.spawn(async move {
-        // Nobody waits any more where the receiver is gone.
+        // Fails only if the waiting thread is gone.
         let _ = sender.send(call.await);
     });
     answer.recv().unwrap_or_else(|_| Err(io::Error::other("the call to the bucket panicked")))
@@ -397,7 +401,7 @@ fn wait<T: Send + 'static>(
     wait_io(async move { call.await.map_err(told) })
 }
 
-/// Errors as a file system would say them.
+/// Translates an error to the one of a file system.
 fn told(error: object_store::Error) -> io::Error {
     use object_store::Error;
     let kind = match &error {

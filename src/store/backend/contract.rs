@@ -1,6 +1,6 @@
-//! What the rest of backtape relies on, asked of every backend that can be run here: a directory,
-//! a bucket in memory, and a bucket behind a real S3 protocol over loopback. Set
-//! `BACKTAPE_CONTRACT_URL` to ask the same of a bucket of yours.
+//! Tests what the rest of backtape relies on with every backend that can run here: a directory, a
+//! bucket in memory, and a bucket behind the S3 protocol over loopback. Set `BACKTAPE_CONTRACT_URL`
+//! to test another bucket.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use super::s3::{S3, USER};
 use super::{Backend, Listing};
 use object_store::aws::AmazonS3Builder;
 
-/// Every rule, below a place that nothing else uses.
+/// Tests every rule, below a place that nothing else uses.
 fn contract(backend: &Backend, root: &Path) {
     created_once(backend, &root.join("create"));
     published_once(backend, &root.join("publish"));
@@ -32,7 +32,7 @@ fn created_once(backend: &Backend, root: &Path) {
     assert_eq!(backend.read(&empty).unwrap(), b"");
 }
 
-/// A finished file of this host, as a rank makes it.
+/// Creates a finished file on this host as a rank does.
 fn file(backend: &Backend, target: &Path, bytes: &[u8]) -> PathBuf {
     backend.create_directory(target.parent().unwrap()).unwrap();
     let scratch = backend.scratch(target);
@@ -58,7 +58,7 @@ fn published_once(backend: &Backend, root: &Path) {
 
 fn large_files_arrive_whole(backend: &Backend, root: &Path) {
     let target = root.join("rank-00000-mb-0000.safetensors");
-    // More than two parts, and no multiple of one.
+    // More than two parts, and not a multiple of a part.
     let bytes: Vec<u8> =
         (0..70_000_001_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let scratch = file(backend, &target, &bytes);
@@ -88,7 +88,7 @@ fn lists_name_what_lies_directly_in_a_place(backend: &Backend, root: &Path) {
         found,
         Listing { directories: names(&["a", "b"]), files: names(&["y.json", "z.json"]) }
     );
-    // `a` is no beginning of `ab`, though it is of its letters.
+    // The directory `ab` is not below `a`, although its name begins with it.
     assert!(backend.create(&root.join("ab/file"), b"").unwrap());
     assert_eq!(backend.list(&root.join("a")).unwrap().files, ["file"]);
     let both = [root.join("y.json"), root.join("b/deep/file")];
@@ -117,7 +117,8 @@ fn one_of_many_creators_wins(backend: &Backend, root: &Path) {
                 let (target, winners) = (&target, &winners);
                 scope.spawn(move || {
                     if backend.create(target, &creator.to_le_bytes()).unwrap() {
-                        // One winner: nobody else adds to this.
+                        // Exactly one creator may win, so that the sum is that creator's number
+                        // plus 1.
                         winners.fetch_add(creator + 1, Ordering::Relaxed);
                     }
                 });
@@ -140,7 +141,7 @@ fn a_bucket_in_memory_keeps_the_contract() {
     contract(&Backend::of(root).unwrap(), root);
 }
 
-/// Goal: the same over a real protocol, signatures and conditional puts included.
+/// Goal: the same over the S3 protocol, with signatures and conditional puts.
 #[test]
 fn a_bucket_behind_s3_keeps_the_contract() {
     let server = S3::start();

@@ -1,9 +1,9 @@
-//! What a store is made of: a directory (of this host or shared by many), or a bucket of an
-//! object store. One interface, so that the coordinator and the ranks do not know which.
+//! The two kinds of store, a directory (of this host or shared by many) and a bucket of an object
+//! store, behind one interface.
 //!
 //! A place in a store is a path; in a bucket it begins with the bucket's URL
-//! (`s3://dumps/team/run-a`), so that layout, messages and records are the same for both.
-//! Nothing here overwrites: what has its final name keeps its bytes.
+//! (`s3://dumps/team/run-a`), so that layout, messages and records are the same for both. No
+//! function here overwrites a file or object that has its final name.
 
 mod bucket;
 #[cfg(test)]
@@ -31,9 +31,9 @@ pub enum Backend {
     Bucket(Bucket),
 }
 
-/// Something that is read at an offset, without moving a cursor.
+/// A file or object that is read at given offsets.
 pub trait ReadAt: Send {
-    /// Bytes in all.
+    /// Its length in bytes.
     fn length(&self) -> io::Result<u64>;
 
     /// Fills the buffer from `offset` on.
@@ -50,10 +50,10 @@ impl ReadAt for File {
     }
 }
 
-/// What lies directly in a place, by name.
+/// The names of what is directly in a place.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Listing {
-    /// Directories, or what objects' names have in common up to a slash.
+    /// Directories; in a bucket, the common prefixes of objects' names up to the next slash.
     pub directories: Vec<String>,
     /// Files or objects.
     pub files: Vec<String>,
@@ -69,8 +69,8 @@ pub fn is_url(place: &Path) -> bool {
 }
 
 impl Backend {
-    /// The backend of a place; buckets are reached with what the environment says
-    /// (`AWS_…`, `GOOGLE_…`, `AZURE_…`).
+    /// The backend of a place; the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`) configures the
+    /// access to buckets.
     pub fn of(place: &Path) -> Result<Backend, ConnectError> {
         match is_url(place) {
             true => Ok(Backend::Bucket(Bucket::connect(place)?)),
@@ -78,8 +78,8 @@ impl Backend {
         }
     }
 
-    /// Creates `target` with these bytes, whole or not at all; false when it was there, and
-    /// then it is left alone. Durable when this returns.
+    /// Creates `target` with these bytes, atomically; false if it existed, which leaves it
+    /// unchanged. Durable when this returns.
     pub fn create(&self, target: &Path, bytes: &[u8]) -> io::Result<bool> {
         match self {
             Backend::Directory => {
@@ -98,7 +98,7 @@ impl Backend {
         }
     }
 
-    /// The bytes of several; a bucket is asked for many at a time.
+    /// The bytes of several files or objects; a bucket is sent many requests at a time.
     pub fn read_all(&self, targets: &[PathBuf]) -> io::Result<Vec<Vec<u8>>> {
         match self {
             Backend::Directory => targets.iter().map(std::fs::read).collect(),
@@ -114,8 +114,8 @@ impl Backend {
         }
     }
 
-    /// Where a file is made that [`Backend::publish`] then gives its name: beside it in a
-    /// directory, else among this host's temporary files.
+    /// A temporary path for a file that [`Backend::publish`] then moves to `target`: in the same
+    /// directory, or for a bucket in this host's temporary directory.
     pub fn scratch(&self, target: &Path) -> PathBuf {
         match self {
             Backend::Directory => durable::scratch_beside(target),
@@ -126,13 +126,13 @@ impl Backend {
         }
     }
 
-    /// Gives a finished, synced file of this host its place, if that is free, and removes it
-    /// where it was; true when this call put it there. Durable when this returns.
+    /// Moves a finished, synced file of this host to `target`, if that is free; true when it was.
+    /// Removes `scratch` and is durable when it returns.
     pub fn publish(&self, scratch: &Path, target: &Path) -> io::Result<bool> {
         self.publish_counted(scratch, target, &Moved::default())
     }
 
-    /// The same; bytes that go to a bucket are counted.
+    /// The same; adds the bytes uploaded to a bucket to `moved`.
     pub fn publish_counted(
         &self,
         scratch: &Path,
@@ -149,7 +149,7 @@ impl Backend {
         }
     }
 
-    /// Makes a directory, durable; buckets have none.
+    /// Creates a directory durably; does nothing in a bucket.
     pub fn create_directory(&self, path: &Path) -> io::Result<()> {
         match self {
             Backend::Directory => durable::create_directory(path),
@@ -165,8 +165,8 @@ impl Backend {
         }
     }
 
-    /// True when a file or an object has this name and keeps it. Whoever put a file there may not
-    /// have come to the sync of its directory.
+    /// True when a file or an object has this name durably. The process that created a file may not
+    /// have synced its directory: this call does.
     pub fn settled(&self, target: &Path) -> io::Result<bool> {
         let held = self.holds(target)?;
         if let (true, Backend::Directory) = (held, self) {
@@ -175,7 +175,7 @@ impl Backend {
         Ok(held)
     }
 
-    /// What lies directly in a place, sorted; nothing where there is no such place.
+    /// What is directly in a place, sorted; empty if the place does not exist.
     pub fn list(&self, directory: &Path) -> io::Result<Listing> {
         let mut listing = match self {
             Backend::Directory => list(directory).or_else(absent(Listing::default()))?,
@@ -186,7 +186,7 @@ impl Backend {
         Ok(listing)
     }
 
-    /// True when nothing has this name any more, nor lies below it.
+    /// True when neither this name nor anything below it exists.
     pub fn is_gone(&self, directory: &Path) -> io::Result<bool> {
         match self {
             Backend::Directory => {
@@ -199,7 +199,8 @@ impl Backend {
         }
     }
 
-    /// Proves that the store can be written: found now, not at the first acknowledgement.
+    /// Tests that the store can be written, so that a failure is found at the start and not at the
+    /// first commit.
     pub fn prove_writable(&self, store: &Path) -> io::Result<()> {
         let probe = durable::scratch_beside(&store.join("probe"));
         match self {
@@ -214,7 +215,7 @@ impl Backend {
     }
 }
 
-/// `NotFound` is an answer.
+/// Turns a `NotFound` error into the value `instead`.
 fn absent<T>(instead: T) -> impl FnOnce(io::Error) -> io::Result<T> {
     move |error| match error.kind() {
         io::ErrorKind::NotFound => Ok(instead),
@@ -229,14 +230,14 @@ fn create_parent(target: &Path) -> io::Result<()> {
     }
 }
 
-/// Opens a plain file of a directory that other people may write to.
+/// Opens a plain file of a directory to which other users may write.
 fn open_plain(path: &Path) -> io::Result<File> {
     let refuse = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
     let directory = path.parent().map(std::fs::symlink_metadata);
     if matches!(directory, Some(Ok(found)) if !found.is_dir()) {
         return Err(refuse("its step directory is a link or a file"));
     }
-    // O_NONBLOCK: opening a planted pipe would wait for its other end.
+    // O_NONBLOCK: if somebody put a named pipe there, opening it would block until it has a writer.
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(path);
     let file = opened.map_err(|error| {
@@ -255,9 +256,9 @@ fn list(directory: &Path) -> io::Result<Listing> {
     let mut listing = Listing::default();
     for entry in std::fs::read_dir(directory)? {
         let entry = entry?;
-        // Names that are no text are none of ours.
+        // Names that are not UTF-8 are not backtape's.
         let Ok(name) = entry.file_name().into_string() else { continue };
-        // Through links: a run may be kept on another disk.
+        // Follows symbolic links: a run may be on another disk.
         match entry.path().is_dir() {
             true => listing.directories.push(name),
             false => listing.files.push(name),

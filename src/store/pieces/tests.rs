@@ -1,4 +1,5 @@
-//! Any cutting, refusals, full disks, many files: the bytes or an error.
+//! Tests that a file has the right bytes, or gives an error, however pushes are cut, direct writes
+//! are refused, disks are full or many files are open.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -8,7 +9,7 @@ use proptest::test_runner::{Config, TestRunner};
 
 use super::*;
 
-/// Bytes that differ from place to place, so that a piece at a wrong offset is seen.
+/// Bytes that differ by position, so that a piece at a wrong offset is noticed.
 fn bytes(length: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
     let mut next = || {
@@ -38,7 +39,7 @@ fn written(pieces: &mut Pieces, at: u64, all: &[u8], cuts: &[usize]) -> Vec<u8> 
     found
 }
 
-/// Goal: how bytes come, and past or through the page cache, makes no difference to the file.
+/// Goal: the file has the same contents however the pushes are cut, with and without direct writes.
 #[test]
 fn however_bytes_come_the_file_holds_them_in_order() {
     let directory = tempfile::tempdir().unwrap();
@@ -63,8 +64,8 @@ fn however_bytes_come_the_file_holds_them_in_order() {
     outcome.unwrap();
 }
 
-/// Goal: a file system that refuses a direct write when it comes to it is written to all the
-/// same. Method: at an odd offset every file system refuses.
+/// Goal: if the file system refuses a direct write, the bytes are written through the page cache.
+/// Method: every file system refuses one at an odd offset.
 #[test]
 fn a_direct_write_that_is_refused_goes_through_the_page_cache() {
     let directory = tempfile::tempdir().unwrap();
@@ -73,8 +74,8 @@ fn a_direct_write_that_is_refused_goes_through_the_page_cache() {
     assert!(written(&mut pieces, 13, &all, &[]) == all);
 }
 
-/// Goal: a full disk is told, with the place from where on bytes are missing. Method: /dev/full,
-/// which also takes no direct writes.
+/// Goal: a full disk gives an error with the offset from which bytes are missing. Method:
+/// /dev/full, which also refuses direct writes.
 #[test]
 fn a_full_disk_is_told_with_its_place() {
     let full = || File::options().read(true).write(true).open("/dev/full").unwrap();
@@ -101,7 +102,7 @@ fn many_open_files_hold_bounded_memory_and_all_their_bytes() {
     for chunk in all.chunks(1_000_003) {
         for at in 0..files.len() {
             files[at].push(chunk).unwrap();
-            // Its own alone: other tests fill pieces meanwhile.
+            // Only this file's memory: other tests fill pieces at the same time.
             let held: usize = files.iter().map(|file| file.piece.room()).sum();
             assert!(held < 2 * FILLING_BYTES, "{held} bytes are held");
         }

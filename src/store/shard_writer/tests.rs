@@ -1,4 +1,4 @@
-//! What a shard file holds after failures, and when its header outgrows its room.
+//! Tests the contents of shard files after failed writes, and with headers longer than their room.
 
 use std::fs::File;
 
@@ -67,8 +67,8 @@ fn writer(directory: &tempfile::TempDir) -> ShardWriter {
     ShardWriter::create(directory.path(), name("rank-00000.safetensors"), about()).unwrap()
 }
 
-/// Goal: what a failed write left incomplete is named and is not in the file; the rest is, and
-/// what comes after.
+/// Goal: shards that a failed write left incomplete are listed as lost and are not in the file; all
+/// others, earlier and later, are.
 #[test]
 fn a_write_that_fails_later_takes_out_its_shards_alone() {
     let directory = tempfile::tempdir().unwrap();
@@ -94,7 +94,7 @@ fn a_write_that_fails_later_takes_out_its_shards_alone() {
     assert_eq!(held(&path), [("a".into(), large), ("d".into(), large), ("d#1".into(), 100)]);
 }
 
-/// Goal: a disk that is full gives an error, never a file that lacks bytes.
+/// Goal: a full disk gives an error, never a file with missing bytes.
 #[test]
 fn a_disk_that_is_full_finishes_no_file() {
     let directory = tempfile::tempdir().unwrap();
@@ -110,8 +110,8 @@ fn a_disk_that_is_full_finishes_no_file() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "nothing is left behind");
 }
 
-/// Goal: a header that outgrew its room moves the data, by the file system or by a copy, and
-/// both files are the same.
+/// Goal: the file system's insertion of blocks and the copy give the same file when the header is
+/// longer than its room.
 #[test]
 fn a_header_larger_than_its_room_gives_the_same_file_inserted_or_copied() {
     let mut files = Vec::new();
@@ -126,7 +126,7 @@ fn a_header_larger_than_its_room_gives_the_same_file_inserted_or_copied() {
             writer.append(record("small", &small), &small).unwrap();
         }
         if copied {
-            // What `finish` does where the file system inserts nothing.
+            // What `finish` does if the file system cannot insert blocks.
             writer.pieces.finish().unwrap();
             let header = header::encode(&writer.about, HEADER_ROOM).unwrap();
             assert!(header.len() > HEADER_ROOM && header.len().is_multiple_of(4096));

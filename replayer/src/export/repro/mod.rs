@@ -1,10 +1,10 @@
-//! One microbatch of a loss head as a script that runs without backtape: a directory with
-//! `repro.py` and its data, to be sent to whoever owns the kernel.
+//! Writes one microbatch of a loss head as a script that runs without backtape: a directory with
+//! `repro.py` and its data, to be sent to the owner of the kernel.
 //!
-//! The script is the head in the framework's own words, differentiated by the framework, so it is
-//! a second opinion beside the replay's formulas too. What its sum over tokens weighs each by
-//! (cotangent, weight, denominator over the declared scope) was counted by the replay, as other
-//! microbatches and ranks have their part in it.
+//! The script computes the head with the framework's operations and its automatic differentiation,
+//! so it is also an independent check of the replay's formulas. The factor of each token
+//! (cotangent, weight and denominator over the declared scope) is computed by the replay, as it may
+//! depend on other microbatches and ranks.
 
 mod script;
 
@@ -29,7 +29,7 @@ use crate::kernels::NoProgress;
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::text::Language;
 
-/// Whose words the script is written in.
+/// The framework that the script uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framework {
     /// JAX.
@@ -70,8 +70,7 @@ pub enum ReproError {
     Make { path: PathBuf, source: io::Error },
 }
 
-/// Writes `repro.py` and `data.safetensors` into a directory that is not there yet; returns the
-/// bytes of the data.
+/// Writes `repro.py` and `data.safetensors` into a new directory; returns the bytes of the data.
 pub fn repro(
     dump: &StepDump,
     microbatch: Option<u32>,
@@ -107,19 +106,19 @@ fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>,
     }
 }
 
-/// What goes into the file, in order.
+/// The tensors of the data file, in order.
 #[derive(Default)]
 struct Data {
     items: Vec<Item>,
 }
 
-/// One tensor of it.
+/// One tensor of the data file.
 struct Item {
     name: String,
     key: TensorKey,
     dtype: Dtype,
     shape: Vec<u64>,
-    /// Where it was made here; else it lies in the dump.
+    /// The bytes, if they were computed here; else they are read from the dump.
     bytes: Option<Vec<u8>>,
 }
 
@@ -137,7 +136,7 @@ impl Item {
 }
 
 impl Data {
-    /// As it lies in the dump, with another shape of as many elements.
+    /// Adds a tensor of the dump, with another shape of as many elements.
     fn dumped(&mut self, name: &str, key: &TensorKey, dtype: Dtype, shape: Vec<u64>) {
         let (name, key) = (name.into(), key.clone());
         self.items.push(Item { name, key, dtype, shape, bytes: None });
@@ -158,7 +157,7 @@ impl Data {
     }
 }
 
-/// What the loss is differentiated by.
+/// Adds the tensors that the loss is differentiated with respect to.
 fn leaves(step: &HeadStep<'_>, own: &MicrobatchInputs, data: &mut Data) -> Start {
     let rows = own.tokens() as u64;
     let of_rows = &step.tensors[&own.rows_key];
@@ -187,7 +186,7 @@ fn leaves(step: &HeadStep<'_>, own: &MicrobatchInputs, data: &mut Data) -> Start
     start
 }
 
-/// Labels, shares, and what a policy loss reads.
+/// Adds labels, shares, and the inputs of a policy loss.
 fn tokens(
     step: &HeadStep<'_>,
     all: &[MicrobatchInputs],
@@ -195,7 +194,7 @@ fn tokens(
     data: &mut Data,
 ) -> Result<(), ReproError> {
     let (key, shape) = (&own.rows_key, vec![own.tokens() as u64]);
-    // A token that takes no part has a share of 0: any class will do for its label.
+    // An ignored token has a share of 0, so its label may be any class.
     let label = |&label: &u32| if label == IGNORED { 0 } else { i64::from(label) };
     let labels = own.labels.iter().map(label).flat_map(i64::to_le_bytes).collect();
     data.made("labels", key, Dtype::I64, shape.clone(), labels);
@@ -217,8 +216,8 @@ fn tokens(
     Ok(())
 }
 
-/// What each token's loss is multiplied by, `[T]`: `cotangent weight / denominator`; of a mean over
-/// sequences, its share of the sequence's mean too.
+/// The factor of each token's loss, `[T]`: `cotangent weight / denominator`, and for a mean over
+/// sequences divided by the sequence's total weight.
 fn shares(
     step: &HeadStep<'_>,
     all: &[MicrobatchInputs],
@@ -229,7 +228,7 @@ fn shares(
     let by_sequence =
         step.options.grpo.as_ref().is_some_and(|grpo| grpo.average == LossAverage::Sequence);
     let sequences = own.sequences();
-    let mut found = vec![0.0; own.tokens()];
+    let mut factors = vec![0.0; own.tokens()];
     for (unit, denominator) in step.denominators(&all, own).map_err(unknown)? {
         let rows = || unit.rows.iter().copied().filter(|&t| own.labels[t] != IGNORED);
         let mut total = vec![0.0; own.tokens()];
@@ -237,13 +236,13 @@ fn shares(
         for t in rows() {
             let of_sequence = if by_sequence { total[sequences[t] as usize] } else { 1.0 };
             let weight = share(own.weights[t] * own.cotangent[t], of_sequence);
-            found[t] = step.options.cotangent * share(weight, denominator);
+            factors[t] = step.options.cotangent * share(weight, denominator);
         }
     }
-    Ok(found)
+    Ok(factors)
 }
 
-/// What the job captured of this microbatch, and the script computes too.
+/// Adds the tensors that the job captured and the script computes too.
 fn captured(
     step: &HeadStep<'_>,
     own: &MicrobatchInputs,
@@ -274,7 +273,7 @@ fn captured(
     Ok(())
 }
 
-/// The ranks' addends together, in f64, added in the order of the ranks.
+/// The sum (or mean) of the ranks' addends, in f64 and in the order of the ranks.
 fn sum(step: &HeadStep<'_>, key: &TensorKey, reduction: Reduction) -> Result<Vec<f64>, ReproError> {
     let shape = &step.tensors[key].shape;
     let wrong =
@@ -324,7 +323,7 @@ fn facts(step: &HeadStep<'_>, own: &MicrobatchInputs, start: Start, data: &Data)
     }
 }
 
-/// Both files, or none: they get their directory when both are whole.
+/// Writes both files or none: the directory gets its name when both are complete.
 fn write(dump: &StepDump, data: &Data, script: &str, target: &Path) -> Result<u64, ReproError> {
     if target.symlink_metadata().is_ok() {
         return Err(ExportError::Exists { path: target.into() }.into());

@@ -1,4 +1,4 @@
-//! The text of the script: only the lines that the head's options need.
+//! The text of the script, with only the lines that the head's options need.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ use crate::kernels::surrogate::{kl, surrogate};
 use crate::kernels::text::{Program, number};
 use crate::kernels::transform::Transform;
 
-/// What the script starts from.
+/// The tensors that the script starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Start {
     Product,
@@ -19,17 +19,18 @@ pub(super) enum Start {
     Logprobs,
 }
 
-/// What is known of the microbatch.
+/// What the script has to know of the microbatch.
 pub(super) struct Facts {
-    /// Run, attempt, step and microbatch, as a sentence names them.
+    /// Run, attempt, step and microbatch, in words.
     pub(super) of: String,
     pub(super) start: Start,
-    /// q, k and bias, or logits, or logprobs: what is differentiated.
+    /// The tensors that the loss is differentiated with respect to: q, k and bias, or logits, or
+    /// logprobs.
     pub(super) leaves: Vec<&'static str>,
-    /// k lies as `[D, V]`.
+    /// Whether k is stored as `[D, V]`.
     pub(super) transposed: bool,
     pub(super) transform: Transform,
-    /// Columns of the logits, and those that are classes.
+    /// Columns of the logits; below, how many of them are classes.
     pub(super) vocabulary: usize,
     pub(super) classes: usize,
     /// Logit of the other columns, where it is finite.
@@ -44,7 +45,7 @@ pub(super) struct Facts {
     pub(super) memory: u64,
 }
 
-/// The script, whole.
+/// The whole script.
 pub(super) fn text(facts: &Facts, framework: Framework) -> String {
     let mut out = header(facts, framework);
     out.push_str(match framework {
@@ -106,8 +107,8 @@ fn body(facts: &Facts, framework: Framework, xp: &str) -> Vec<String> {
         Some(grpo) => policy(facts, grpo, framework, xp, &mut lines),
         None => lines.push(format!("token = {}", cross_entropy(facts, framework))),
     }
-    // A share is cotangent, weight and denominator in one; it is 0 where a token takes no part,
-    // whatever that token's loss is.
+    // A share is the product of cotangent and weight over the denominator; it is 0 for an ignored
+    // token, whose loss may be NaN.
     lines.push("share = as_is(given[\"share\"], token)".into());
     lines.push(format!("return {xp}.where(share != 0, share * token, 0.0).sum(), seen"));
     lines
@@ -129,7 +130,7 @@ fn logits(facts: &Facts, framework: Framework, xp: &str, lines: &mut Vec<String>
     lines.extend(program.lines());
     match facts.mask {
         _ if facts.classes == facts.vocabulary => {}
-        // Columns that have no part in the softmax.
+        // The masked columns are left out of the softmax.
         None => lines.push(format!("z = z[:, :{}]", facts.classes)),
         Some(mask) => lines.push(format!(
             "z = {xp}.where({xp}.arange({}) < {}, z, {})",

@@ -1,7 +1,7 @@
-//! dq, dk and the gradient of the bias, by vocabulary blocks in bounded memory.
+//! dq, dk and the gradient of the bias, one vocabulary block after another, in bounded memory.
 
 use super::label::{LabelPath, Parted};
-use super::plane::{Elements, transposed, whole};
+use super::plane::{Elements, adds_label, transposed};
 use super::sum::{Running, add_rounded};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::internal::{Hits, Upstream};
@@ -11,13 +11,14 @@ use crate::kernels::tiles::{Progress, Tiles, spans};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Rows of sums `[rows, lanes]`: each one sum over all tiles, or a total to which every
-/// tile adds a sum of its own.
+/// Rows of sums `[rows, lanes]`. Each is either one running sum over all tiles, or a total to which
+/// the sum of every tile is added.
 struct Rows {
     running: Vec<Running>,
     lanes: usize,
     base: Precision,
-    /// The totals, and what the parts of a tile and the totals after it are rounded to.
+    /// What a tile's sum is rounded to before it is added, what the total is rounded to afterwards,
+    /// and the totals.
     totals: Option<((Precision, Precision), Vec<f64>)>,
 }
 
@@ -37,8 +38,8 @@ impl Rows {
         Rows { running, lanes, base, totals: between.map(|to| (to, vec![0.0; rows * lanes])) }
     }
 
-    /// Lets every one of some rows add its addends of a tile; `add` is told the row
-    /// within them.
+    /// Calls `add` for each of some rows, so that it adds the row's addends of a tile; `add` gets
+    /// the index of the row within `rows`.
     fn tile(&mut self, rows: Range<usize>, add: impl Fn(usize, &mut Running, &mut [f64]) + Sync) {
         let Rows { running, lanes, base, totals } = self;
         let scratch = || vec![0.0; *lanes];
@@ -60,7 +61,7 @@ impl Rows {
         }
     }
 
-    /// What was summed, `[rows, lanes]`.
+    /// The sums, `[rows, lanes]`.
     fn finish(self) -> Vec<f64> {
         let Rows { running, lanes, totals, .. } = self;
         totals.map_or_else(
@@ -118,7 +119,7 @@ struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// dk `[cols, D]` and the gradient of the bias `[cols]`; adds to dq.
+    /// Computes dk `[cols, D]` and the gradient of the bias `[cols]`, and adds to dq.
     fn run(
         &self,
         dq: &mut Rows,
@@ -141,7 +142,7 @@ impl Block<'_> {
             self.elements.logits(&q, &keys, at.clone(), &mut tile);
             let q = narrowed(policy.operand, q);
             let upstream = self.upstream.of(span.clone());
-            self.elements.dlogits(whole(policy), &mut tile, at, upstream, label_g);
+            self.elements.dlogits(adds_label(policy), &mut tile, at, upstream, label_g);
             dq.tile(span.clone(), |token, sum, scratch| {
                 for (v, &g) in tile[token * width..][..width].iter().enumerate() {
                     sum.add_products(g, &k[v * depth..][..depth], scratch);
@@ -165,7 +166,7 @@ impl Block<'_> {
     }
 }
 
-/// A panel as operand of a gradient's product.
+/// A panel rounded to the precision of an operand of the gradients' products.
 fn narrowed(to: Precision, mut panel: Vec<f64>) -> Vec<f64> {
     to.round_slice64(&mut panel);
     panel

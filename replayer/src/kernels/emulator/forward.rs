@@ -1,7 +1,7 @@
 //! lse, label logits and sums of logits.
 //!
-//! The fused path sums online, tile by tile. The other paths see whole rows: they look
-//! for the max first, and then go over the row once more.
+//! The fused path sums online, tile by tile. The other paths first find the max of each row in a
+//! pass of its own, and sum the exponentials in a second pass.
 
 use super::plane::{Elements, transposed};
 use super::sum::{Running, operation};
@@ -12,13 +12,14 @@ use crate::kernels::tiles::{Progress, Tiles, spans};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// What is known of one token.
+/// Running max and sums of one token.
 struct Row {
     max: f64,
-    /// Online: of the tiles before. `exp(logit - shift(max))` summed.
+    /// Sum of `exp(logit - shift(max))`: on the fused path over the tiles so far, else set by
+    /// `finish`.
     sum: f64,
     logit_sum: f64,
-    /// Of the whole row, or of one tile.
+    /// Running sum of exponentials, over the whole row, or on the fused path over one tile.
     exponentials: Running,
     logits: Running,
     label_logit: f64,
@@ -42,7 +43,7 @@ impl Row {
         }
     }
 
-    /// Adds logits to the running sums, at the max as it is.
+    /// Adds the exponentials of some logits to their running sum, with the max as it is.
     fn add(&mut self, elements: &Elements, row: impl Iterator<Item = f64>) {
         let shift = shift(self.max);
         for x in row {
@@ -50,8 +51,8 @@ impl Row {
         }
     }
 
-    /// Takes in one tile: the max raised, what was summed before brought to it, then the
-    /// tile's own sum added.
+    /// Adds one tile online: raises the max, rescales the earlier sum to it, then adds the tile's
+    /// own sum.
     fn merge(&mut self, elements: &Elements, row: impl Iterator<Item = f64> + Clone) {
         let precision = elements.policy.sums.lse.precision;
         let max = larger(self.max, row.clone());
@@ -84,7 +85,7 @@ impl Row {
         }
     }
 
-    /// The columns beyond the valid vocabulary, then the log.
+    /// Adds the columns beyond the valid vocabulary.
     fn finish(&mut self, elements: &Elements) {
         let HeadInputs { k, valid_vocab, .. } = *elements.inputs;
         let masked = elements.mask().into_iter();
@@ -134,7 +135,7 @@ pub(in crate::kernels) fn forward(
     }
 }
 
-/// Which pass over the plane: two share the work that one would report.
+/// Which pass over the plane this is. Where there are two, each reports half of the work.
 #[derive(Clone, Copy)]
 enum Pass {
     Only,
@@ -149,7 +150,8 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Shows each token its part of every tile, with where its label lies in it.
+    /// Calls `see` with each token's row of every tile of logits, and with the column of its label
+    /// if that lies in the tile.
     fn tiles(
         &self,
         pass: Pass,

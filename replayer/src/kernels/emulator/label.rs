@@ -1,5 +1,5 @@
-//! The label path of the fused policies: gather for dq, scatter-add for dk and the bias,
-//! and the sum of softmax and label parts.
+//! The label part of the gradients of fused policies: gather for dq, scatter-add for dk and the
+//! bias, and its sum with the softmax part.
 
 use super::plane::Elements;
 use super::sum::Running;
@@ -8,23 +8,23 @@ use crate::kernels::policy::internal::Hits;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// What the label path reads.
+/// What the label part is computed from.
 pub(super) struct LabelPath<'a> {
     pub(super) elements: &'a Elements<'a>,
-    /// `[T]`, times the slope of the transform at the label.
+    /// `[T]`: cotangent of the label's logit times the derivative of the transform at that logit.
     pub(super) label_g: &'a [f64],
 }
 
 /// A gradient `[rows, D]` with its two parts.
 pub(super) struct Parted<'a> {
-    /// The softmax part at first, in the end the sum.
+    /// On entry the softmax part, on return the sum of both parts.
     pub(super) sum: &'a mut [f64],
     pub(super) lse: &'a mut [f64],
     pub(super) label: &'a mut [f64],
 }
 
 impl LabelPath<'_> {
-    /// Adds to rows of dk what the tokens that hit them scatter, in token order.
+    /// Adds to each row of dk the products `g q` of the tokens that hit it, in token order.
     pub(super) fn finish_dk(&self, hits: &Hits, rows: Range<usize>, dk: Parted) {
         let Elements { policy, inputs, .. } = *self.elements;
         let depth = inputs.q.cols;
@@ -51,7 +51,7 @@ impl LabelPath<'_> {
         });
     }
 
-    /// Adds to dq of every token its label's row of k.
+    /// Adds to dq of every token `g` times its label's row of k.
     pub(super) fn finish_dq(&self, dq: Parted) {
         let inputs = self.elements.inputs;
         self.each_row(inputs.k.cols, dq, |token, label| {
@@ -64,7 +64,8 @@ impl LabelPath<'_> {
         });
     }
 
-    /// Adds to the bias gradient `[rows]` the cotangents of the tokens that hit a row.
+    /// Adds to each element of the bias gradient `[rows]` the label cotangents of the tokens that
+    /// hit its row.
     pub(super) fn finish_dbias(&self, hits: &Hits, rows: Range<usize>, dbias: &mut [f64]) {
         let policy = self.elements.policy;
         for (row, dbias) in rows.zip(dbias) {
@@ -84,8 +85,8 @@ impl LabelPath<'_> {
         self.elements.policy.label_grad.round_slice64(row);
     }
 
-    /// `sum = round(round(sum) + round(label))` row by row. `fill` makes the label part
-    /// of a row, or says that there is none: nothing is added then, so that -0 stays -0.
+    /// `sum = round(round(sum) + round(label))` row by row. `fill` computes the label part of a
+    /// row, and returns false where there is none: nothing is added then, so that -0 stays -0.
     fn each_row(&self, depth: usize, all: Parted, fill: impl Fn(usize, &mut [f64]) -> bool + Sync) {
         if all.sum.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! Tiles of logits and dlogits, and the walk that shows them all.
+//! Tiles of logits and dlogits, and the pass that hands out all of them.
 
 use super::rounded::Rounded;
 use super::sum::{Running, operation};
@@ -17,11 +17,12 @@ use std::ops::Range;
 /// cache.
 const SIDE_BY_SIDE: usize = 512;
 
-/// The head as the policy computes it, element by element.
+/// The policy's arithmetic of the head, element by element.
 pub(super) struct Elements<'a> {
     pub(super) policy: &'a Policy,
     pub(super) inputs: &'a HeadInputs<'a>,
-    /// What everything but the GEMMs is computed in: f32, or f64 where lse is summed in it.
+    /// The precision of every operation outside the GEMMs: f64 where lse is summed in f64, else
+    /// f32.
     pub(super) register: Precision,
     bias: Vec<f64>,
     transform: Transform,
@@ -38,7 +39,7 @@ impl<'a> Elements<'a> {
         Elements { policy, inputs, register, bias, transform }
     }
 
-    /// The result of one operation.
+    /// Rounds the exact result of one operation.
     pub(super) fn one(&self, exact: f64) -> f64 {
         operation(self.register, exact)
     }
@@ -52,7 +53,8 @@ impl<'a> Elements<'a> {
         panel
     }
 
-    /// What the columns beyond the valid vocabulary hold: none where they have no part.
+    /// The logit of the columns beyond the valid vocabulary; `None` where it is absent or -inf, so
+    /// that these columns add nothing to lse.
     pub(super) fn mask(&self) -> Option<f64> {
         let mask = self.policy.logits.round64(self.one(self.inputs.mask?));
         Some(mask).filter(|&mask| mask != f64::NEG_INFINITY)
@@ -116,7 +118,7 @@ impl<'a> Elements<'a> {
     /// label, where that lies in `cols`.
     pub(super) fn dlogits(
         &self,
-        whole: bool,
+        adds_label: bool,
         tile: &mut [f64],
         (span, cols): (Range<usize>, Range<usize>),
         upstream: Upstream<f64>,
@@ -185,7 +187,7 @@ pub(in crate::kernels) fn plane(
     }
 }
 
-/// Whether the label part belongs into dlogits.
-pub(super) fn whole(policy: &Policy) -> bool {
+/// Whether the policy adds the label part to dlogits; the fused path adds it to dq and dk.
+pub(super) fn adds_label(policy: &Policy) -> bool {
     policy.path != Path::Fused
 }

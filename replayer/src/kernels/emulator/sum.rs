@@ -1,13 +1,14 @@
-//! Running sums in a declared precision and order, many independent ones side by side.
+//! Running sums in a declared precision and order. Many independent sums (lanes) are computed side
+//! by side.
 //!
-//! A sum takes its addends one at a time, whatever its order, so that it can go on over
-//! tile boundaries; pairwise sums keep one partial sum a level.
+//! A sum gets its addends one at a time, whatever its order, so that it can continue over tile
+//! boundaries; a pairwise sum keeps one partial sum for each level of its tree.
 
 use crate::kernels::policy::{Order, Sum};
 use crate::kernels::round::Precision;
 
-/// Rounds the result of one operation: of an f32 operation, then to the precision; of an
-/// f64 operation where that is the precision.
+/// Rounds the exact result of one operation: to f32 and then to the precision, as hardware does, or
+/// not at all where the precision is f64.
 #[inline(always)]
 pub(super) fn operation(precision: Precision, exact: f64) -> f64 {
     match precision {
@@ -17,9 +18,9 @@ pub(super) fn operation(precision: Precision, exact: f64) -> f64 {
     }
 }
 
-/// `a + b` rounded to odd: where f64 cannot hold the sum, the neighbour with an odd last
-/// bit, so that rounding it further is as good as rounding the exact sum (Boldo and
-/// Melquiond 2008).
+/// `a + b` rounded to odd: where f64 cannot hold the sum, the neighbour with an odd last bit.
+/// Rounding this further gives the same number as rounding the exact sum (Boldo and Melquiond
+/// 2008).
 #[inline(always)]
 fn add_to_odd(a: f64, b: f64) -> f64 {
     let sum = a + b;
@@ -33,7 +34,7 @@ fn add_to_odd(a: f64, b: f64) -> f64 {
     f64::from_bits(if inexact { toward } else { bits })
 }
 
-/// A loop over lanes that is compiled for every precision, with AVX2 and without.
+/// Defines a loop over lanes that is compiled for every precision, with AVX2 and without.
 macro_rules! lanes {
     ($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*), |$round:ident| $body:block) => {
         $(#[$doc])*
@@ -78,7 +79,7 @@ lanes!(
     }
 );
 lanes!(
-    /// `s = round(s + x)` for addends that an f64 sum cannot hold exactly: exact products.
+    /// `s = round(s + x)` where x is an exact product, so that f64 may not hold `s + x` exactly.
     add_wide(sums: &mut [f64], addends: &[f64]), |round| {
         for (sum, &x) in sums.iter_mut().zip(addends) {
             *sum = round(add_to_odd(*sum, x));
@@ -86,7 +87,8 @@ lanes!(
     }
 );
 lanes!(
-    /// One step of Kahan's sum: the compensation is what the last addition added too much.
+    /// One step of Kahan's sum: the compensation is the rounding error of the last addition, the
+    /// amount by which the sum is too large.
     add_kahan(sums: &mut [f64], compensations: &mut [f64], addends: &[f64]), |round| {
         for ((sum, c), &x) in sums.iter_mut().zip(compensations).zip(addends) {
             let y = round(x - *c);
@@ -97,7 +99,8 @@ lanes!(
     }
 );
 lanes!(
-    /// One step of Neumaier's sum: the compensation is what all additions lost.
+    /// One step of Neumaier's sum: the compensation is the total of what all additions lost by
+    /// rounding.
     add_neumaier(sums: &mut [f64], compensations: &mut [f64], addends: &[f64]), |round| {
         for ((sum, c), &x) in sums.iter_mut().zip(compensations).zip(addends) {
             let x = round(x);
@@ -117,7 +120,7 @@ lanes!(
     }
 );
 
-/// `sums += addends`, each addition rounded to f32 (`F64`: not at all) and then further.
+/// `sums += more`, each addition in `base` (f32 or f64) and then rounded to `rounding`.
 pub(super) fn add_rounded(rounding: Precision, base: Precision, sums: &mut [f64], more: &[f64]) {
     if base == Precision::F64 {
         add(Precision::F64, sums, more);
@@ -135,22 +138,22 @@ pub(super) struct Running {
     product: Precision,
     /// Addends so far.
     count: usize,
-    /// The sum; blocked: of the block.
+    /// The sums so far; where blocked, those of the current block.
     sums: Vec<f64>,
-    /// Compensations; blocked: sums of the blocks before. Empty in other orders.
+    /// Compensations, or where blocked the sums of the earlier blocks. Empty in other orders.
     beside: Vec<f64>,
-    /// Pairwise: the sum of `2^level` addends waits where the count has that bit.
+    /// Pairwise: `levels[l]` is a sum of `2^l` addends, valid where bit l of `count` is set.
     levels: Vec<Vec<f64>>,
 }
 
 impl Running {
-    /// Sums of nothing. `product` is for `add_products` alone.
+    /// Empty sums. Only `add_products` uses `product`.
     pub(super) fn new(sum: Sum, product: Precision, lanes: usize) -> Self {
         let beside = match sum.order {
             Order::Blocked(_) | Order::Kahan | Order::Neumaier => lanes,
             _ => 0,
         };
-        // Only an accumulator that takes the product itself can be fused with it.
+        // Only an accumulator to which the product itself is added can be fused with it.
         let fusible = matches!(sum.order, Order::Native | Order::Sequential | Order::Blocked(_));
         let wide = product == Precision::F64 && sum.precision != Precision::F64;
         let product = if wide && !fusible { Precision::F32 } else { product };
@@ -158,7 +161,7 @@ impl Running {
         Running { sum, product, count: 0, sums, beside, levels: Vec::new() }
     }
 
-    /// Back to sums of nothing.
+    /// Empties the sums.
     pub(super) fn reset(&mut self) {
         self.count = 0;
         self.sums.fill(0.0);
@@ -175,7 +178,7 @@ impl Running {
         }
     }
 
-    /// Adds one addend to each sum, and leaves garbage in them.
+    /// Adds one addend to each sum; `addends` is overwritten with intermediate results.
     pub(super) fn add(&mut self, addends: &mut [f64]) {
         self.take(addends, add);
     }
@@ -208,7 +211,7 @@ impl Running {
         *count += 1;
     }
 
-    /// The sums of what was added.
+    /// Writes the sums so far to `out`.
     pub(super) fn finish(&self, out: &mut [f64]) {
         let Running { sum: Sum { precision, order }, count, sums, beside, levels, .. } = self;
         out.copy_from_slice(sums);
@@ -232,14 +235,14 @@ impl Running {
         }
     }
 
-    /// The sum of one lane.
+    /// The sum, where there is one lane.
     pub(super) fn value(&self) -> f64 {
         let mut one = [0.0];
         self.finish(&mut one);
         one[0]
     }
 
-    /// Adds to one lane.
+    /// Adds an addend, where there is one lane.
     pub(super) fn push(&mut self, addend: f64) {
         self.add(&mut [addend]);
     }

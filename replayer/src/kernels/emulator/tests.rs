@@ -11,17 +11,17 @@ use crate::kernels::policy::{self, DqParts, Order, Path, Policy, PolicyForward, 
 use crate::kernels::round::Precision;
 use crate::kernels::tiles::{NoProgress, Tiles};
 
-/// What all walks give: forward, dq, and dk with dbias of all blocks.
+/// The results of a forward and a backward pass: forward, dq, and dk and dbias of all blocks.
 type Walked = (PolicyForward, DqParts, Vec<f64>, Vec<f64>);
 
-/// By the emulator even where the policy is fast.
+/// Runs a policy in the emulator, even if it is a fast one.
 fn emulated(policy: &Policy, fixture: &Fixture, tiles: Tiles) -> Walked {
     let inputs = fixture.inputs();
-    let found = forward(policy, &inputs, tiles, &NoProgress);
+    let forward_pass = forward(policy, &inputs, tiles, &NoProgress);
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
     let smooth = vec![0.0; g_lse.len()];
     let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &smooth };
-    let upstream = Upstream { lse: &found.lse, cotangents };
+    let upstream = Upstream { lse: &forward_pass.lse, cotangents };
     let mut dk = vec![f64::NAN; fixture.vocab * fixture.depth];
     let mut dbias = vec![f64::NAN; fixture.vocab];
     let dq = backward(policy, &inputs, upstream, tiles, &NoProgress, &mut |block| {
@@ -29,7 +29,7 @@ fn emulated(policy: &Policy, fixture: &Fixture, tiles: Tiles) -> Walked {
         dk[rows.start * fixture.depth..rows.end * fixture.depth].copy_from_slice(block.dk);
         dbias[rows].copy_from_slice(block.dbias);
     });
-    (found, dq, dk, dbias)
+    (forward_pass, dq, dk, dbias)
 }
 
 fn every_sum(path: Path, precision: Precision, order: Order) -> Policy {
@@ -49,7 +49,7 @@ fn the_thread_count_changes_no_bit() {
     }
 }
 
-/// The plain path sees whole rows and columns: tiles bound memory alone.
+/// The plain path sums over whole rows and columns: there tiles only bound the memory.
 #[test]
 fn tiles_change_no_bit_of_the_plain_path() {
     let fixture = Fixture::usual();

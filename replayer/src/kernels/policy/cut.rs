@@ -1,4 +1,4 @@
-//! How the tokens of a sum are cut into chunks.
+//! How the tokens are cut into the chunks over which a policy sums dk one after the other.
 
 use std::ops::Range;
 
@@ -7,23 +7,25 @@ use super::{Policy, emulate};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Values};
 use crate::kernels::tiles::{Progress, Tiles};
 
-/// What a chunk's size leaves open; the default is chunks of that size from the first token on.
+/// How tokens are cut into chunks, beside the chunk size. The default is chunks of that size from
+/// the first token on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Cut {
-    /// Tokens of the first chunk; 0 for as many as of the others.
+    /// Tokens of the first chunk; 0 where it has as many as the others.
     pub first: usize,
-    /// In so many parts as equal as can be, whatever the size; 0 for chunks of the size.
+    /// Number of chunks, as equal as possible, in which case the chunk size is ignored; 0 for
+    /// chunks of that size.
     pub parts: usize,
-    /// Tokens of a sequence where chunks run along it: a chunk is some places of every
-    /// sequence, and sizes count places. 0 for tokens one after the other.
+    /// Length of a sequence, where a chunk holds some positions of every sequence; sizes then count
+    /// positions. 0 where a chunk holds consecutive tokens.
     pub sequence: usize,
-    /// Shards of equal length, each with chunks and a sum of its own; the shards' sums are
-    /// added one after the other. 0 and 1 for none.
+    /// Number of equal shards, each of which is cut into chunks and summed by itself; the shards'
+    /// sums are then added one after the other. 0 and 1 for a single sum.
     pub shards: usize,
 }
 
 impl Cut {
-    /// Places that chunks are cut from, and tokens at each.
+    /// The number of positions that chunks are cut from, and of tokens at each position.
     pub fn places(&self, tokens: usize) -> (usize, usize) {
         match self.sequence {
             s if s > 0 && tokens > s && tokens.is_multiple_of(s) => (s, tokens / s),
@@ -31,17 +33,19 @@ impl Cut {
         }
     }
 
-    /// The chunks, in the order of the walk.
+    /// The chunks, in the order in which they are computed, as ranges of places in that order.
     pub fn spans(&self, tokens: usize, size: usize, descending: bool) -> Vec<Range<usize>> {
         let (places, each) = self.places(tokens);
         let mut all: Vec<Range<usize>> = Vec::new();
         if self.shards > 1 {
-            parts(0..places, self.shards).into_iter().for_each(|of| self.cut(of, size, &mut all));
+            parts(0..places, self.shards)
+                .into_iter()
+                .for_each(|shard| self.cut(shard, size, &mut all));
         } else {
             self.cut(0..places, size, &mut all);
         }
         if each > 1 {
-            all.iter_mut().for_each(|one| *one = one.start * each..one.end * each);
+            all.iter_mut().for_each(|chunk| *chunk = chunk.start * each..chunk.end * each);
         }
         if descending {
             all.reverse();
@@ -49,7 +53,7 @@ impl Cut {
         all
     }
 
-    /// Adds the chunks of a shard.
+    /// Appends the chunks of a shard to `to`.
     fn cut(&self, shard: Range<usize>, size: usize, to: &mut Vec<Range<usize>>) {
         if self.parts > 0 {
             return to.extend(parts(shard, self.parts));
@@ -58,25 +62,27 @@ impl Cut {
         let head = shard.start..shard.end.min(shard.start + first);
         let rest = (head.end..shard.end).step_by(size.max(1));
         let rest = rest.map(|start| start..shard.end.min(start + size));
-        to.extend(std::iter::once(head).chain(rest).filter(|one| !one.is_empty()));
+        to.extend(std::iter::once(head).chain(rest).filter(|chunk| !chunk.is_empty()));
     }
 
-    /// Where the shards after the first one begin, in an ascending walk.
+    /// The first tokens of all shards but the first one, in an ascending walk.
     pub(crate) fn shard_starts(&self, tokens: usize) -> Vec<usize> {
         let (places, each) = self.places(tokens);
         let shards = if self.shards > 1 { parts(0..places, self.shards) } else { Vec::new() };
-        shards.into_iter().map(|of| of.start * each).filter(|&start| start > 0).collect()
+        shards.into_iter().map(|shard| shard.start * each).filter(|&start| start > 0).collect()
     }
 
-    /// The token that each place of the walk is, where that is not its own.
+    /// The token at each place of the walk; `None` where the walk takes the tokens in their own
+    /// order.
     pub(super) fn order(&self, tokens: usize) -> Option<Vec<usize>> {
         let (places, each) = self.places(tokens);
-        let of = |at: usize| (at % each) * places + at / each;
-        (each > 1).then(|| (0..tokens).map(of).collect())
+        let token_at = |at: usize| (at % each) * places + at / each;
+        (each > 1).then(|| (0..tokens).map(token_at).collect())
     }
 }
 
-/// A range in parts as equal as can be, longer ones first, as `numpy.array_split` has them.
+/// Cuts a range into `count` parts as equal as possible, longer ones first, as `numpy.array_split`
+/// does.
 fn parts(of: Range<usize>, count: usize) -> Vec<Range<usize>> {
     let (length, mut start) = (of.len(), of.start);
     let size = |part: usize| length / count + usize::from(part < length % count);
@@ -84,10 +90,11 @@ fn parts(of: Range<usize>, count: usize) -> Vec<Range<usize>> {
         let end = start + size(part);
         std::mem::replace(&mut start, end)..end
     });
-    all.filter(|one| !one.is_empty()).collect()
+    all.filter(|part| !part.is_empty()).collect()
 }
 
-/// `emulate::backward` with the tokens in another order; dq comes back in theirs.
+/// `emulate::backward` with the tokens in another order; the rows of dq are put back into the order
+/// of the tokens.
 pub(super) fn in_order(
     order: &[usize],
     (policy, inputs, tiles): (&Policy, &HeadInputs, Tiles),
@@ -100,7 +107,9 @@ pub(super) fn in_order(
     for (&token, row) in order.iter().zip(q.chunks_mut(depth.max(1))) {
         inputs.q.panel_f32(token..token + 1, row);
     }
-    let moved = |of: &[f64]| order.iter().map(|&token| of[token]).collect::<Vec<f64>>();
+    let moved = |moved_cotangents: &[f64]| {
+        order.iter().map(|&token| moved_cotangents[token]).collect::<Vec<f64>>()
+    };
     let labels: Vec<u32> = order.iter().map(|&token| inputs.labels[token]).collect();
     let [own, label, smooth] = [cotangents.lse, cotangents.label, cotangents.smooth].map(moved);
     let moved_inputs = HeadInputs {
@@ -109,10 +118,10 @@ pub(super) fn in_order(
         copies: None,
         ..*inputs
     };
-    let of = Cotangents { lse: &own, label: &label, smooth: &smooth };
-    let narrow = Narrow::new(&moved(lse), &of);
+    let moved_cotangents = Cotangents { lse: &own, label: &label, smooth: &smooth };
+    let narrow = Narrow::new(&moved(lse), &moved_cotangents);
     let upstream = narrow.upstream();
-    let found = emulate::backward(policy, &moved_inputs, upstream, tiles, progress, on_dk);
+    let walked = emulate::backward(policy, &moved_inputs, upstream, tiles, progress, on_dk);
     let back = |rows: Vec<f64>| {
         let mut all = vec![0.0; rows.len()];
         for (&token, row) in order.iter().zip(rows.chunks(depth.max(1))) {
@@ -120,7 +129,7 @@ pub(super) fn in_order(
         }
         all
     };
-    DqParts { dq_lse: back(found.dq_lse), dq_label: back(found.dq_label), dq: back(found.dq) }
+    DqParts { dq_lse: back(walked.dq_lse), dq_label: back(walked.dq_label), dq: back(walked.dq) }
 }
 
 #[cfg(test)]

@@ -1,34 +1,37 @@
-//! What a policy says: which path, what is rounded where, and how sums are taken.
+//! What a policy declares: which path computes the gradients, what is rounded where, and how sums
+//! are taken.
 
 use super::{Cut, Precision};
 use crate::kernels::tiles::spans;
 use std::ops::Range;
 
-/// How dlogits come about and reach dq and dk.
+/// How dlogits are computed and multiplied to dq and dk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Path {
-    /// Forms `dlogits = g_lse p + g_label onehot` whole, then two GEMMs: dq sums over the
-    /// whole vocabulary, dk over all tokens. Knows no tiles.
+    /// Computes `dlogits = g_lse p + g_label onehot` for all tokens and classes, then two GEMMs: dq
+    /// sums over the whole vocabulary, dk over all tokens, without tiles.
     Plain,
-    /// Softmax part by GEMMs tile by tile, label part by gather and scatter-add, then
-    /// their sum. lse is taken online over the vocabulary tiles.
+    /// Computes the softmax part by GEMMs tile by tile and the label part by gather and
+    /// scatter-add, then adds the two. lse is summed online over the vocabulary tiles.
     Fused,
-    /// Plain over one chunk of tokens after the other (`Tiles::tokens`, the whole
-    /// vocabulary): logits again in the backward, dk summed over chunks (MaxText, Liger).
+    /// As plain, for one chunk of tokens after the other (`Tiles::tokens`, the whole vocabulary):
+    /// the backward pass computes the logits again, and dk is summed over the chunks (MaxText,
+    /// Liger).
     Chunked,
 }
 
-/// The order in which the addends of a sum meet.
+/// The order in which the addends of a sum are added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Not known: what is fastest here. In the GEMM crate's order on the fast path, one
+    /// Not declared, so that the fastest order is taken: the GEMM crate's on the fast path, one
     /// after the other in the emulator.
     Native,
     /// One after the other, from 0.
     Sequential,
-    /// Blocks of so many addends one after the other, then the blocks' sums likewise.
+    /// Blocks of so many addends, each added one after the other, then the blocks' sums in the
+    /// same way.
     Blocked(usize),
-    /// Neighbours two by two, then their sums two by two, and so on.
+    /// Neighbours in pairs, then their sums in pairs, and so on.
     Pairwise,
     /// One after the other with a running compensation (Kahan 1965).
     Kahan,
@@ -39,17 +42,17 @@ pub enum Order {
 /// How one sum is taken: every addition is rounded to `precision`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sum {
-    /// Of the accumulator. An addition is an f32 addition (f64 for `F64`), rounded to it.
+    /// Format of the accumulator. Each addition is an f32 addition (f64 for `F64`), rounded to it.
     pub precision: Precision,
-    /// Of the addends.
+    /// In which order the addends are added.
     pub order: Order,
 }
 
 impl Sum {
-    /// f32 in no order of its own: what the fast path does.
+    /// In f32 and in an order that is not declared: what the fast path does.
     pub const NATIVE: Sum = Sum { precision: Precision::F32, order: Order::Native };
 
-    /// An accumulator of some precision, in no order of its own.
+    /// A sum in an accumulator of some precision, in an order that is not declared.
     pub const fn of(precision: Precision) -> Self {
         Sum { precision, order: Order::Native }
     }
@@ -58,23 +61,23 @@ impl Sum {
 /// The five sums of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sums {
-    /// Of a logit, over D.
+    /// The sum of a logit, over D.
     pub logits: Sum,
-    /// Of the exponentials of a row (and of its logits, for smoothing), over V; on the
-    /// fused path over the columns of a tile. exp and all that is done element by element
-    /// is f64 where this is, else f32.
+    /// The sum of the exponentials of a row (and of its logits, for smoothing), over V; on the
+    /// fused path over the columns of a tile. exp and all element-wise operations are computed in
+    /// f64 where this sum is in f64, else in f32.
     pub lse: Sum,
-    /// Of dq, over V; on the fused path over the columns of a tile.
+    /// The sum of dq, over V; on the fused path over the columns of a tile.
     pub dq: Sum,
-    /// Of dk and of the gradient of the bias, over T; but on the plain path over the
-    /// tokens of a tile or chunk.
+    /// The sums of dk and of the gradient of the bias: over all tokens on the plain path, else over
+    /// the tokens of a tile or chunk.
     pub dk: Sum,
-    /// Fused: of the scatter-add, `acc = round(acc + g q)` over a row's tokens.
+    /// Fused: the sum of the scatter-add, `acc = round(acc + g q)` over a row's tokens.
     pub label_scatter: Sum,
 }
 
 impl Sums {
-    /// All of one kind.
+    /// Takes all five sums in the same way.
     pub const fn all(sum: Sum) -> Self {
         Sums { logits: sum, lse: sum, dq: sum, dk: sum, label_scatter: sum }
     }
@@ -88,14 +91,15 @@ pub enum Walk {
     Descending,
 }
 
-/// When logits are rounded, where bias or transform follow their GEMM.
+/// When logits are rounded, if a bias or a transform follows their GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRounding {
-    /// As they leave the GEMM, not again.
+    /// As they leave the GEMM, and not again.
     Gemm,
-    /// As they leave the GEMM, and after each option: an eager job of few bits.
+    /// As they leave the GEMM, and again after the bias and each step of the transform, as in an
+    /// eager job whose tensors are all in that format.
     Each,
-    /// After all options alone: kept wide, and cast at the end.
+    /// Only once, after bias and transform: they stay in the wider format and are cast at the end.
     End,
 }
 
@@ -107,18 +111,18 @@ pub struct Policy {
     pub path: Path,
     /// What q and k are rounded to before any GEMM.
     pub input: Precision,
-    /// What q and k are rounded to besides as operands of the gradients' GEMMs.
+    /// What q and k are additionally rounded to as operands of the gradients' GEMMs.
     pub operand: Precision,
-    /// What each product of a GEMM is rounded to before it is added. (The fast path may
-    /// fuse product and addition; in the emulator `F64` does.)
+    /// What each product of a GEMM is rounded to before it is added. `F64` in the emulator means a
+    /// fused multiply-add; the fast path may fuse them anyway.
     pub product: Precision,
     /// What the logits are rounded to.
     pub logits: Precision,
-    /// When they are.
+    /// When logits are rounded.
     pub logits_when: LogitRounding,
     /// What `p = exp(logit - lse)` is rounded to before its cotangent multiplies it.
     pub p: Precision,
-    /// What dlogits (fused: their softmax part alone) are rounded to before the GEMMs.
+    /// What dlogits (on the fused path their softmax part alone) are rounded to before the GEMMs.
     pub dlogits: Precision,
     /// Fused: what the products `g_label q` and `g_label k[y]` are rounded to.
     pub label_grad: Precision,
@@ -132,13 +136,13 @@ pub struct Policy {
     pub chunk_add: Precision,
     /// Fused, chunked: what a tile's or chunk's own part is rounded to before it is added.
     pub addend: Precision,
-    /// Fused: tokens are cut into so many shards, each scatters from 0, and the shards'
-    /// sums are added one after the other.
+    /// Fused: into how many shards the tokens are cut. Each shard's scatter-add starts from 0, and
+    /// the shards' sums are added one after the other.
     pub scatter_shards: usize,
     /// Fused: precision in which the shards' sums are added. A reduction over devices may be
-    /// promoted to f32, as XLA's are; what the total is stored in is that of the parts.
+    /// promoted to f32, as XLA does; the total is then stored in the precision of the parts.
     pub scatter_join: Precision,
-    /// Fused: which token a scatter starts at.
+    /// Fused: whether the scatter-add starts at the first or at the last token.
     pub scatter_order: Walk,
     /// How each sum is taken.
     pub sums: Sums,
@@ -146,8 +150,9 @@ pub struct Policy {
     pub tile_order: Walk,
     /// Fused, chunked: order of the token tiles or chunks.
     pub chunk_order: Walk,
-    /// Fused, chunked: how the tokens are cut into tiles or chunks beside their size. What
-    /// lies out of order or in shards is for hypotheses: fast policies on a CPU alone know it.
+    /// Fused, chunked: how the tokens are cut into tiles or chunks, beside their size. Only fast
+    /// policies on the CPU implement `Cut::sequence` and `Cut::shards`, which hypotheses about
+    /// causes use.
     pub cut: Cut,
 }
 
@@ -227,9 +232,8 @@ impl Policy {
         Policy { path: Path::Chunked, ..Policy::fused_bf16() }
     }
 
-    /// Whether f32 GEMMs can serve it: every sum f32 in no order of its own. The
-    /// scatter-add is a loop there too, in token order, so it may be of any precision
-    /// that f32 holds.
+    /// Whether the policy can run on f32 GEMMs: every sum is f32 in an order that is not declared.
+    /// The scatter-add is a loop in token order there too, so it may have any precision below f64.
     pub fn is_fast(&self) -> bool {
         let Sums { logits, lse, dq, dk, label_scatter } = self.sums;
         let native = [logits, lse, dq, dk].iter().all(|&sum| sum == Sum::NATIVE);
@@ -238,8 +242,8 @@ impl Policy {
         native && self.product == Precision::F32 && (scatter || self.path != Path::Fused)
     }
 
-    /// What logits are rounded to as they leave their GEMM, after the bias and after each step of
-    /// the transform, and at the end.
+    /// The three precisions that logits are rounded to: as they leave their GEMM, after the bias
+    /// and after each step of the transform, and at the end.
     pub(crate) fn logit_steps(&self) -> [Precision; 3] {
         let (own, none) = (self.logits, Precision::F64);
         match self.logits_when {
@@ -249,8 +253,9 @@ impl Policy {
         }
     }
 
-    /// What the parts of dq and of dk are rounded to before they are added, and what their
-    /// sums are after; `None` where a sum goes on from tile to tile.
+    /// For dq and for dk: what the part of a tile or chunk is rounded to before it is added, and
+    /// what the sum is rounded to afterwards; `None` where one running sum continues from tile to
+    /// tile.
     pub(crate) fn between(&self) -> [Option<(Precision, Precision)>; 2] {
         match self.path {
             Path::Plain => [None, None],
@@ -263,8 +268,8 @@ impl Policy {
         }
     }
 
-    /// The hits of one row of k, in the order in which they are scattered, shard by shard
-    /// of the `tokens`.
+    /// The tokens that hit one row of k, in the order in which they are scattered, one list for
+    /// each shard of the `tokens`.
     pub(in crate::kernels) fn scattered(
         &self,
         hits: &[(u32, u32)],
@@ -282,7 +287,7 @@ impl Policy {
             .collect()
     }
 
-    /// Vocabulary tiles in the order of the walk.
+    /// Vocabulary tiles in the order in which they are computed.
     pub(crate) fn vocab_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
         let mut all: Vec<_> = spans(length, size).collect();
         if self.path != Path::Plain && self.tile_order == Walk::Descending {
@@ -291,7 +296,7 @@ impl Policy {
         all
     }
 
-    /// Token tiles or chunks in the order of the walk.
+    /// Token tiles or chunks in the order in which they are computed.
     pub(crate) fn token_spans(&self, length: usize, size: usize) -> Vec<Range<usize>> {
         let descending = self.path != Path::Plain && self.chunk_order == Walk::Descending;
         self.cut.spans(length, size, descending)

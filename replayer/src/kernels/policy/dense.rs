@@ -1,5 +1,6 @@
-//! The walk of a fast policy's backward pass and of its plane, whoever computes the tiles: this
-//! process (`emulate`) or a device. The label path, one row a token, is this process's always.
+//! The order of work of a fast policy's backward pass and of its plane. The tiles are computed by
+//! this process (`emulate`) or by a GPU; the label part, one row for each token, is always computed
+//! by this process.
 
 use super::dispatch::{DkParts, DqParts, PlaneTile, PolicyForward};
 use super::label::{Hits, LabelPath};
@@ -12,10 +13,11 @@ use std::ops::Range;
 
 /// Computes the dense part of a backward pass: dlogits of a tile, and its two GEMMs.
 pub(crate) trait DenseTiles {
-    /// Why it cannot go on.
+    /// Why the tiles cannot be computed.
     type Error;
 
-    /// Vocabulary tile number `nth` of the walk over all tokens: fills `sums`, and adds to dq.
+    /// Computes vocabulary tile number `nth` of the walk for all tokens: fills `sums`, and adds to
+    /// dq.
     fn block(
         &mut self,
         nth: usize,
@@ -23,18 +25,18 @@ pub(crate) trait DenseTiles {
         sums: BlockSums<'_>,
     ) -> Result<(), Self::Error>;
 
-    /// dq `[T, D]` of all blocks, as summed.
+    /// dq `[T, D]`, summed over all tiles.
     fn dq(self) -> Result<Vec<f32>, Self::Error>;
 }
 
-/// What a block of rows of k sums up to: all 0 before.
+/// Where the sums of a block of rows of k are written. dk and dbias are all 0 before.
 pub(crate) struct BlockSums<'a> {
     /// `[rows, D]`.
     pub(crate) dk: &'a mut [f32],
     /// `[rows]`.
     pub(crate) dbias: &'a mut [f32],
-    /// `[T]`: `g_label`, times the slope at the label where that lies in these rows and the
-    /// slope is not 1.
+    /// `[T]`: `g_label`, to be multiplied by the transform's derivative at the label where the
+    /// label lies in these rows and the derivative is not 1.
     pub(crate) label_g: &'a mut [f32],
 }
 
@@ -65,7 +67,7 @@ pub(crate) fn backward<D: DenseTiles>(
     Ok(finish_dq(&label_path, dense.dq()?))
 }
 
-/// See `dispatch::forward`, of rows of which all valid columns were absorbed.
+/// See `dispatch::forward`. All valid columns were added to `online` before.
 pub(crate) fn forward(
     policy: &Policy,
     inputs: &HeadInputs,
@@ -80,11 +82,12 @@ pub(crate) fn forward(
     }
 }
 
-/// Gives the logits and the dlogits of some tokens and columns.
+/// Computes the logits and the dlogits of some tokens and columns.
 pub(crate) type FillTile<'a, E> =
     dyn FnMut(Range<usize>, Range<usize>, &mut PlaneBuffers) -> Result<(), E> + 'a;
 
-/// See `dispatch::plane`. `fill` gives the logits and the dlogits of a tile, label part included.
+/// See `dispatch::plane`. `fill` computes the logits and the dlogits of a tile, label part
+/// included.
 pub(crate) fn plane<E>(
     policy: &Policy,
     inputs: &HeadInputs,
@@ -104,7 +107,7 @@ pub(crate) fn plane<E>(
     Ok(())
 }
 
-/// What `PlaneTile` lends out.
+/// The buffers that a `PlaneTile` borrows.
 #[derive(Default)]
 pub(crate) struct PlaneBuffers {
     pub(in crate::kernels) logits: Vec<f64>,
@@ -112,12 +115,12 @@ pub(crate) struct PlaneBuffers {
 }
 
 impl PlaneBuffers {
-    /// The tile's logits.
+    /// Copies the tile's logits, widened to f64.
     pub(crate) fn set_logits(&mut self, values: &[f32]) {
         widen(values, &mut self.logits);
     }
 
-    /// The tile's dlogits.
+    /// Copies the tile's dlogits, widened to f64.
     pub(crate) fn set_dlogits(&mut self, values: &[f32]) {
         widen(values, &mut self.dlogits);
     }
@@ -132,7 +135,7 @@ impl PlaneBuffers {
         on_tile(PlaneTile { tokens, cols, logits, dlogits });
     }
 
-    /// The tiles of one span of tokens beyond the valid vocabulary.
+    /// Passes on the tiles of some tokens and the columns beyond the valid vocabulary.
     pub(in crate::kernels) fn emit_masked(
         &mut self,
         inputs: &HeadInputs,
@@ -172,7 +175,7 @@ fn widen(values: &[f32], wide: &mut Vec<f64>) {
     wide.extend(values.iter().map(|&value| f64::from(value)));
 }
 
-/// What `DkParts` lends out: f32 as computed, and f64 as handed out.
+/// The buffers that a `DkParts` borrows: in f32 as computed, and in f64 as passed on.
 #[derive(Default)]
 struct DkBuffers {
     lse: Vec<f32>,

@@ -1,7 +1,7 @@
-//! Forward, backward and the logits plane of any policy: the types of their results, all
-//! f64 whatever the policy computes in, and the choice of who computes them.
+//! Forward pass, backward pass and plane of logits of any policy: the types of their results, all
+//! f64 whatever the policy computes in, and the choice between `emulate` and `emulator`.
 //!
-//! Here f64 is storage: a value of a bf16 policy is a bf16 number that lies in an f64.
+//! f64 is only a container here: a value of a bf16 policy is a bf16 number stored in an f64.
 
 use super::{Policy, cut, emulate};
 use crate::kernels::emulator;
@@ -12,23 +12,24 @@ use std::ops::Range;
 /// Per token results of the forward pass, all `[T]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PolicyForward {
-    /// Log-sum-exp, a finite mask's columns included; -inf where nothing is summed.
+    /// Log-sum-exp, including the masked columns where the mask is finite; -inf where nothing is
+    /// summed.
     pub lse: Vec<f64>,
     /// Logit of the label, 0 for an ignored token.
     pub label_logits: Vec<f64>,
-    /// Sum of the valid logits, for label smoothing; summed as lse is.
+    /// Sum of the valid logits, for label smoothing; summed in the same way as lse.
     pub logit_sum: Vec<f64>,
 }
 
-/// Gradients with respect to q, all `[T, D]`. The parts are empty on the plain and the
-/// chunked path, which never tell them apart.
+/// Gradients with respect to q, all `[T, D]`. The two parts are empty on the plain and the chunked
+/// path, which compute their sum only.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DqParts {
-    /// Softmax part (that of smoothing included), rounded to the precision of the parts.
+    /// Softmax part (label smoothing included), rounded to the precision of the parts.
     pub dq_lse: Vec<f64>,
     /// Label part, rounded to the precision of the parts.
     pub dq_label: Vec<f64>,
-    /// Their sum, or the product of whole dlogits, rounded to the output precision.
+    /// Sum of the parts, or the product of whole dlogits, rounded to the output precision.
     pub dq: Vec<f64>,
 }
 
@@ -42,10 +43,10 @@ pub struct DkParts<'a> {
     pub dk_lse: &'a [f64],
     /// Label part.
     pub dk_label: &'a [f64],
-    /// Their sum, or the product of whole dlogits.
+    /// Sum of the parts, or the product of whole dlogits.
     pub dk: &'a [f64],
-    /// `[rows]`: dlogits summed over the tokens as dk is, the label part included, rounded
-    /// to the output precision; there whether or not the head has a bias.
+    /// `[rows]`: dlogits summed over the tokens in the same way as dk, the label part included,
+    /// rounded to the output precision; computed whether or not the head has a bias.
     pub dbias: &'a [f64],
 }
 
@@ -54,13 +55,12 @@ pub struct DkParts<'a> {
 pub struct PlaneTile<'a> {
     /// Rows of q.
     pub tokens: Range<usize>,
-    /// Rows of k: all valid or all beyond the valid vocabulary.
+    /// Rows of k, either all valid or all beyond the valid vocabulary.
     pub cols: Range<usize>,
-    /// Bias and transform applied, rounded; beyond the valid vocabulary the mask,
-    /// -inf where there is none.
+    /// Final logits, rounded; beyond the valid vocabulary the mask, or -inf where there is none.
     pub logits: &'a [f64],
-    /// With respect to the raw logits (what bias and transform are applied to), the
-    /// label part included on every path; 0 beyond the valid vocabulary.
+    /// Gradient of the loss with respect to the raw logits, before bias and transform, the label
+    /// part included on every path; 0 beyond the valid vocabulary.
     pub dlogits: &'a [f64],
 }
 
@@ -69,7 +69,8 @@ pub fn forward_work(inputs: &HeadInputs) -> u64 {
     inputs.gemm_work()
 }
 
-/// Multiply-adds that `backward` will report: logits again, dq and dk.
+/// Multiply-adds that `backward` will report: for the logits, which it computes again, for dq and
+/// for dk.
 pub fn backward_work(inputs: &HeadInputs) -> u64 {
     3 * inputs.gemm_work()
 }
@@ -81,8 +82,8 @@ pub fn plane_work(inputs: &HeadInputs) -> u64 {
 
 /// lse, label logits and sums of logits of q `[T, D]` against k `[V, D]`, row-major.
 ///
-/// Fast policies and the fused path sum online over the vocabulary tiles; on the fast
-/// path a row is summed in 32 lanes inside a tile, then pairwise.
+/// Fast policies and the fused path sum lse online over the vocabulary tiles. A fast policy sums a
+/// row of a tile in 32 lanes, and then the lanes pairwise.
 pub fn forward(
     policy: &Policy,
     inputs: &HeadInputs,
@@ -124,8 +125,8 @@ pub fn backward(
     emulate::backward(policy, inputs, narrow.upstream(), tiles, progress, on_dk)
 }
 
-/// Logits and dlogits of every token and every row of k, padding included, tile by tile:
-/// by tokens, then by vocabulary, both ascending whatever the policy's walk.
+/// Logits and dlogits of every token and every row of k, padding included. Tiles come by tokens,
+/// then by vocabulary, both ascending whatever order the policy declares.
 #[allow(clippy::too_many_arguments)]
 pub fn plane(
     policy: &Policy,
@@ -166,7 +167,7 @@ pub(crate) fn check_backward(inputs: &HeadInputs, lse: &[f64], cotangents: &Cota
     }
 }
 
-/// lse and cotangents of some tokens, in what the policy computes in.
+/// lse and cotangents of some tokens, in the type that the policy computes in.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Upstream<'a, F> {
     pub(crate) lse: &'a [F],
@@ -174,7 +175,7 @@ pub(crate) struct Upstream<'a, F> {
 }
 
 impl<'a, F> Upstream<'a, F> {
-    /// Those of some of the tokens.
+    /// lse and cotangents of a range of the tokens.
     pub(crate) fn of(&self, tokens: Range<usize>) -> Upstream<'a, F> {
         Upstream { lse: &self.lse[tokens.clone()], cotangents: self.cotangents.of(tokens) }
     }

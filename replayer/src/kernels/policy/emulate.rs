@@ -1,7 +1,9 @@
-//! Fast policies for verdicts, in this process: forward alone, backward at a given lse with the
-//! parts of dq and dk told apart, and the plane of logits, in memory bounded by the tiles.
+//! Fast policies on the CPU, in memory bounded by the tiles: the forward pass alone, the backward
+//! pass at a given lse with the softmax and label parts of dq and dk kept apart, and the plane of
+//! logits.
 //!
-//! Vocabulary tiles are the outer loop of backward, so that dk leaves block by block.
+//! Vocabulary tiles are the outer loop of the backward pass, so that it needs memory for one block
+//! of dk only.
 
 use super::Policy;
 use super::dense::{self, BlockSums, DenseTiles};
@@ -69,12 +71,12 @@ struct Here<'a> {
     policy: &'a Policy,
     inputs: &'a HeadInputs<'a>,
     upstream: Upstream<'a, f32>,
-    /// Of a tile.
+    /// Token tile size.
     tokens: usize,
     progress: &'a dyn Progress,
     dlogits: Dlogits<'a>,
     dq: Vec<f32>,
-    /// Panels of q and of k, and a tile.
+    /// Buffers for panels of q and of k, and for a tile.
     buffers: [Vec<f32>; 3],
 }
 
@@ -123,12 +125,12 @@ impl DenseTiles for Here<'_> {
     }
 }
 
-/// Sums of dk and dbias over the shards before the one that is summed.
+/// Sums of dk and dbias over the shards that are complete; `None` during the first one.
 #[derive(Default)]
 struct Shards(Option<[Vec<f32>; 2]>);
 
 impl Shards {
-    /// Adds the sums of a shard, one rounding an addition.
+    /// Adds the sums of a complete shard, and rounds the result.
     fn take(&mut self, policy: &Policy, dk: &[f32], dbias: &[f32]) {
         let to = policy.between()[1].map_or(Precision::F32, |(_, total)| total);
         let Some(before) = &mut self.0 else {
@@ -141,7 +143,7 @@ impl Shards {
         }
     }
 
-    /// Leaves the sums over all shards, where there are several.
+    /// Replaces dk and dbias, the sums of the last shard, by those over all shards.
     fn join(mut self, policy: &Policy, dk: &mut [f32], dbias: &mut [f32]) {
         if self.0.is_some() {
             self.take(policy, dk, dbias);

@@ -1,9 +1,10 @@
-//! exp and tanh in f32, and the row passes of the head: max, sums, the bound by tanh, gradient.
+//! exp and tanh in f32, and the head's passes over a row: max, sums, the softcap by tanh and its
+//! derivative, the gradient of the softmax.
 //!
-//! Every pass is one generic body, compiled twice (`vectorised!`). Both give the same
-//! bits, because sums are taken in 32 fixed lanes. AVX-512 is not used: these passes
-//! are some 3 % of a step, and its target feature is newer than the workspace's
-//! oldest compiler.
+//! Every pass is one function body that is compiled twice (`vectorised!`). Both versions give the
+//! same bits, because sums are taken in 32 fixed lanes. AVX-512 is not used: these passes take some
+//! 3 % of a step, and its target feature is newer than the oldest compiler that the workspace
+//! supports.
 
 use std::ops::{Add, Div, Mul, Sub};
 
@@ -14,7 +15,7 @@ use crate::kernels::number::Number;
 /// Four vectors of eight hide the latency of the addition.
 const LANES: usize = 32;
 
-/// What `tanh` may err by, in units of the last place.
+/// Largest error of `tanh`, in units in the last place.
 #[cfg(test)]
 const TANH_ULPS: f64 = 4.0;
 
@@ -22,7 +23,7 @@ const TANH_ULPS: f64 = 4.0;
 /// NaN.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    // Beyond these the result is 0 or inf; comparing this way round lets NaN through.
+    // Beyond these the result is 0 or inf. The comparisons are false for NaN, which stays NaN.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     // Adding 1.5 * 2^23 leaves the nearest integer to x / ln 2 in the low bits.
@@ -34,7 +35,7 @@ pub(super) fn exp(x: f32) -> f32 {
     let r = whole.mul_add(-0.693_359_4, x);
     let r = whole.mul_add(2.121_944_4e-4, r);
     let value = 1.0 + expm1_reduced(r);
-    // Two factors: one power of two cannot reach 2^-150 or 2^128.
+    // Two factors, since no f32 power of two reaches 2^-150 or 2^128.
     let half = exponent >> 1;
     value * power_of_two(half) * power_of_two(exponent.wrapping_sub(half))
 }
@@ -52,12 +53,12 @@ fn expm1_reduced(r: f32) -> f32 {
     (r * r).mul_add(p, r)
 }
 
-/// `tanh(x)` within `TANH_ULPS` units in the last place, as `-m / (2 + m)` with
-/// `m = exp(-2 |x|) - 1`: nothing cancels, since m is computed as such.
+/// `tanh(x)` within `TANH_ULPS` units in the last place, as `-m / (2 + m)` with `m = exp(-2 |x|) -
+/// 1`. Nothing cancels, since m is computed directly and not by subtracting 1 from exp.
 #[inline(always)]
 fn tanh(x: f32) -> f32 {
     let y = -2.0 * x.abs();
-    // tanh is 1 in f32 long before; comparing this way round lets NaN through.
+    // tanh is 1 in f32 long before this. The comparison is false for NaN, which stays NaN.
     let y = if y < -40.0 { -40.0 } else { y };
     const MAGIC: f32 = 12_582_912.0;
     let shifted = y.mul_add(std::f32::consts::LOG2_E, MAGIC);
@@ -133,7 +134,7 @@ fn power_of_two(exponent: i32) -> f32 {
 }
 
 vectorised!(
-    /// Largest element of a row; NaN elements are passed over.
+    /// Largest element of a row, ignoring NaN.
     row_max, row_max_body, (row: &[f32]) -> f32
 );
 vectorised!(
@@ -159,7 +160,7 @@ vectorised!(
 
 #[inline(always)]
 fn row_max_body(row: &[f32]) -> f32 {
-    // A comparison, not f32::max: it compiles to one instruction, and NaN loses.
+    // A comparison and not f32::max, since it compiles to one instruction; a NaN is never chosen.
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let (chunks, tail) = row.as_chunks::<LANES>();
@@ -253,7 +254,8 @@ mod tests {
         (f64::from(got) - exact).abs() / spacing
     }
 
-    /// Every 97th of the 2^32 bit patterns, and all of [-1, 1) more densely.
+    /// Every 97th of the 2^32 bit patterns, and 2^22 numbers of [-104.5, 21.4], the range in which
+    /// the result is not 0, more densely.
     #[test]
     fn exp_is_within_one_ulp_of_f64_exp_over_all_magnitudes() {
         use rayon::prelude::*;

@@ -1,4 +1,4 @@
-//! f32 matrix products for the policies: the one place that hands out raw pointers.
+//! f32 matrix products for the policies. The raw pointers of the policies are all in this file.
 //!
 //! The result is cut into a grid of blocks that depends on its shape alone, and each
 //! block is computed by one thread with the single-threaded gemm crate. So the bits do
@@ -10,7 +10,7 @@ use rayon::prelude::*;
 /// Block shapes to choose from, best for the GEMM first.
 const BLOCKS: [(usize, usize); 4] = [(512, 1024), (256, 512), (128, 512), (128, 256)];
 
-/// Fewer blocks than this leave cores idle: a smaller shape is chosen then.
+/// Fewer blocks than this leave cores idle, so that a smaller block shape is chosen.
 const ENOUGH_BLOCKS: usize = 4;
 
 /// A matrix read in place, by strides.
@@ -32,7 +32,7 @@ impl<'a> Operand<'a> {
         Operand { row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 
-    /// From an element on; empty when the matrix has no depth.
+    /// The part that starts at an element; empty when the matrix has no depth.
     fn from(self, row: usize, col: usize) -> Self {
         let first = row * self.row_stride + col * self.col_stride;
         Operand { values: &self.values[first.min(self.values.len())..], ..self }
@@ -124,8 +124,8 @@ unsafe fn multiply_block(block: Block, add: bool, lhs: Operand, rhs: Operand, de
         // SAFETY: the caller owns the block.
         return unsafe { run(block, add, lhs, rhs, depth) };
     }
-    // gemm sums a lone row or column in another order; computed as one of two equal
-    // ones, its bits are those it has in any larger block.
+    // gemm sums a lone row or column in another order; as one of two equal ones it gets the bits
+    // that it has in any larger block.
     let (tall, wide) = (rows.max(2), cols.max(2));
     let lhs = if rows == 1 { Operand { row_stride: 0, ..lhs } } else { lhs };
     let rhs = if cols == 1 { Operand { col_stride: 0, ..rhs } } else { rhs };

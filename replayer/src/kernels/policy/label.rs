@@ -1,8 +1,8 @@
-//! The label path of the fused policies: gather for dq, scatter-add for dk, and the
-//! sum of softmax and label parts.
+//! The label part of the gradients of fused policies: gather for dq, scatter-add for dk, and its
+//! sum with the softmax part.
 //!
-//! The scatter-add runs row by row, each over its tokens in token order, which is what
-//! one sequential scatter gives and needs no atomics.
+//! The scatter-add runs row by row of k, each over its tokens in token order. This gives the bits
+//! of a single sequential scatter, and needs no atomics.
 
 use super::Policy;
 use crate::kernels::matrix::HeadInputs;
@@ -10,7 +10,7 @@ use crate::kernels::round::Precision;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Tokens that hit each row of k.
+/// The tokens that hit each row of k: those whose label the row is.
 pub(in crate::kernels) struct Hits {
     /// (label, token) by label, then by token; ignored tokens left out.
     by_label: Vec<(u32, u32)>,
@@ -34,18 +34,18 @@ impl Hits {
     }
 }
 
-/// What the label path reads.
+/// What the label part is computed from.
 pub(super) struct LabelPath<'a> {
     pub(super) policy: &'a Policy,
     pub(super) inputs: &'a HeadInputs<'a>,
-    /// Times the slope of the transform at the label.
+    /// `[T]`: cotangent of the label's logit times the derivative of the transform at that logit.
     pub(super) g_label: &'a [f32],
 }
 
 impl LabelPath<'_> {
-    /// Finishes dk rows `[rows, D]` in place: on entry `dk` holds the softmax part, on
-    /// return the rounded sum. Where `parts` is given, the rounded softmax and label
-    /// parts are left there.
+    /// Adds the label part to rows of dk `[rows, D]`: on entry `dk` holds the softmax part, on
+    /// return the rounded sum. Where `parts` is given, the rounded softmax and label parts are
+    /// written there.
     pub(super) fn finish_dk(
         &self,
         hits: &Hits,
@@ -87,14 +87,14 @@ impl LabelPath<'_> {
             let addend = |&(_, token): &(u32, u32)| {
                 self.policy.label_grad.round(self.g_label[token as usize])
             };
-            // A row that nothing hits has nothing added, so that its -0 stays -0.
+            // Nothing is added to a row without hits, so that its -0 stays -0.
             if let Some(label) = hits.of(row).iter().map(addend).reduce(|sum, g| sum + g) {
                 *dbias += label;
             }
         }
     }
 
-    /// Finishes dq rows `[tokens, D]` in place, as `finish_dk` does.
+    /// Adds the label part to rows of dq `[tokens, D]`, as `finish_dk` does for dk.
     pub(super) fn finish_dq(
         &self,
         dq: &mut [f32],
@@ -155,7 +155,7 @@ impl LabelPath<'_> {
         }
     }
 
-    /// `round(g k[label])` of one token; empty when it is ignored.
+    /// `round(g k[label])` of one token; `row` is left empty when the token is ignored.
     fn gather(&self, token: usize, row: &mut Vec<f32>) {
         let Some(label) = self.inputs.label(token) else {
             return;
@@ -168,9 +168,8 @@ impl LabelPath<'_> {
         self.policy.label_grad.round_slice(row);
     }
 
-    /// `sum = round(round(sum) + round(label))`, and tells `keep` the rounded softmax
-    /// part. A row without a label part (`label` empty) has nothing added to it, so
-    /// that its -0 stays -0.
+    /// `sum = round(round(sum) + round(label))`; passes the rounded softmax part to `keep`. Nothing
+    /// is added to a row without a label part (`label` empty), so that its -0 stays -0.
     fn join(&self, sum: &mut [f32], label: &[f32], mut keep: impl FnMut(usize, f32)) {
         let Policy { parts, output, .. } = *self.policy;
         parts.round_slice(sum);

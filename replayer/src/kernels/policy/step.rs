@@ -1,4 +1,4 @@
-//! The whole step at full speed: forward and backward into buffers of the caller.
+//! Forward and backward pass at full speed, into buffers of the caller.
 //!
 //! Token chunks are the outer loop, so that the logits of one chunk can be kept from
 //! its forward to its backward pass: three GEMMs. Where they do not fit the workspace
@@ -14,11 +14,12 @@ use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::tiles::{Progress, Tiles};
 use std::ops::Range;
 
-/// Scratch of a step, kept between steps: fresh pages cost as much as a softmax pass.
+/// Buffers of a step, kept between steps: touching fresh memory pages takes as long as a softmax
+/// pass.
 #[derive(Debug)]
 pub struct Workspace {
-    /// Most bytes that a fused step may use beside its inputs and outputs. The plain
-    /// path materialises the logits whatever this says.
+    /// Most bytes that a fused step may use beside its inputs and outputs. The plain path keeps all
+    /// logits whatever this limit is.
     pub limit_bytes: usize,
     logits: Vec<f32>,
     q_panel: Vec<f32>,
@@ -46,8 +47,8 @@ impl Workspace {
         }
     }
 
-    /// Whether the logits of a whole chunk of tokens fit beside the panels and what
-    /// the GEMMs pack.
+    /// Whether the logits of a whole chunk of tokens fit into the limit beside the panels and the
+    /// packing buffers of the GEMMs.
     fn keeps_chunk(&self, policy: &Policy, inputs: &HeadInputs, tiles: Tiles) -> bool {
         let chunk = tiles.tokens.min(inputs.q.rows) * inputs.valid_vocab;
         let panels =
@@ -57,7 +58,7 @@ impl Workspace {
     }
 }
 
-/// What gemm packs at a time, all threads of a small machine together.
+/// Size of gemm's packing buffers, for all threads of a small machine together.
 const GEMM_PACKING_BYTES: usize = 8 << 20;
 
 /// Where a step writes; every element is overwritten.
@@ -73,8 +74,7 @@ pub struct StepOutputs<'a> {
     pub dk: &'a mut [f32],
 }
 
-/// Multiply-adds that a step will report. Logits computed again are not counted: the
-/// work is that of the result.
+/// Multiply-adds that a step will report. Logits that are computed a second time are not counted.
 pub fn step_work(inputs: &HeadInputs) -> u64 {
     3 * inputs.gemm_work()
 }
@@ -150,8 +150,8 @@ impl Step<'_> {
         self.finish(&workspace.label_g, dq, dk);
     }
 
-    /// Where the logits of a tile lie in the workspace: tiles one after the other when
-    /// the chunk is kept, else all in the same place.
+    /// Where the logits of a tile lie in the workspace: one tile after the other when the logits of
+    /// a chunk are kept, else all in the same place.
     fn place(&self, span: &Range<usize>, cols: &Range<usize>) -> Range<usize> {
         let start = if self.keep { span.len() * cols.start } else { 0 };
         start..start + span.len() * cols.len()

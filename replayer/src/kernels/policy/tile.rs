@@ -1,6 +1,6 @@
 //! One tile of the token x vocabulary plane: panels in, dq and dk addends out.
 //!
-//! Every walk is made of these calls, so the walks differ in order and memory only.
+//! `emulate` and `step` are made of these calls, so they differ in order and memory only.
 
 use super::Policy;
 use super::gemm::{Operand, multiply};
@@ -12,9 +12,9 @@ use std::ops::Range;
 /// Rows that one thread converts at a time.
 const PANEL_ROWS: usize = 64;
 
-/// Rows of q or k in f32, rounded to the policy's input precision. Borrowed from the
-/// matrix where that changes nothing: f32 inputs of an f32 policy are never copied.
-/// (f64 values are rounded to f32 and then to the input precision.)
+/// Rows of q or k in f32, rounded to the policy's input precision. f32 inputs of an f32 policy are
+/// borrowed from the matrix, not copied. f64 values are rounded to f32 and then to the input
+/// precision.
 pub(super) fn panel<'p>(
     policy: &Policy,
     matrix: &Matrix<'p>,
@@ -55,8 +55,8 @@ pub(super) struct Panels<'a> {
 }
 
 impl Panels<'_> {
-    /// `dq += dlogits k` and `dk += dlogits^T q`, side by side, rounded where the policy
-    /// does; a target that is not `add`ed to is overwritten, so that nobody has to zero it.
+    /// `dq += dlogits k` and `dk += dlogits^T q` in parallel, rounded as the policy declares. A
+    /// target whose flag is false is overwritten, so that the caller need not zero it.
     pub(super) fn accumulate(
         &self,
         policy: &Policy,
@@ -88,8 +88,8 @@ impl Panels<'_> {
     }
 }
 
-/// Lets `add` add one tile's part to a sum (or overwrite it). Where parts and sums are
-/// rounded, the part is summed by itself: the sum that goes on would be another one.
+/// Lets `add` add one tile's part to the sum `target`, or overwrite it unless `adds`. Where parts
+/// or sums are rounded, the part is summed from 0 and rounded before it is added.
 pub(super) fn joined(
     rounding: Option<(Precision, Precision)>,
     (target, adds): (&mut [f32], bool),
@@ -109,7 +109,7 @@ pub(super) fn joined(
     round_all(total, target);
 }
 
-/// A panel as operand of a gradient's GEMM: borrowed where that is what it is already.
+/// A panel rounded to an operand's precision; borrowed where rounding changes nothing.
 fn narrowed<'p>(to: Precision, panel: &'p [f32], buffer: &'p mut Vec<f32>) -> &'p [f32] {
     if to.keeps_f32() {
         return panel;
@@ -129,8 +129,8 @@ pub(super) fn round_all(precision: Precision, values: &mut [f32]) {
 /// Columns that one thread sums at a time.
 const COLUMN_CHUNK: usize = 256;
 
-/// Adds the rows of a tile `[tokens, width]` to `sums [width]`, token after token, where
-/// `adds`; else the sums start here.
+/// Adds the rows of a tile `[tokens, width]` to `sums [width]`, token after token; unless `adds`,
+/// the sums start from 0.
 pub(super) fn add_columns(sums: &mut [f32], adds: bool, tile: &[f32]) {
     let width = sums.len();
     if !adds {

@@ -1,7 +1,7 @@
-//! Gradients of the loss head in f64, split into dense and label parts, with the sums
-//! of squares that a rounding floor is made of.
+//! Gradients of the loss head in f64, split into dense and label parts, with the sums of squares
+//! and variances from which the allowed rounding error is computed.
 //!
-//! It judges nothing: which rounding the squares are weighted with is the caller's.
+//! Nothing is judged here: the caller decides which rounding errors the squares stand for.
 
 use super::block::{Block, DkSums, Labels};
 use super::gemm::{Operand, multiply};
@@ -13,39 +13,42 @@ use crate::kernels::tiles::{Progress, Tiles, spans};
 use crate::parcel::parcel;
 use std::ops::Range;
 
-/// Variances that rounding gives to what an entry of dlogits is made of, and the
-/// threshold of the job's gradient filter.
+/// Variances of the rounding errors of the terms of an entry of dlogits, and the threshold of the
+/// job's gradient filter.
 ///
-/// An entry `e = F (c.lse p + c.smooth)` has the variance
-/// `(F c.lse p)² (p_rel_var + var z) + (F c.smooth)² p_rel_var + (e / F)² var F`, with
-/// `var z = logit_rel_var m2 + dot_rel_var F² |q_t|² |k_v|²` that of the logit. `m2` is
-/// the sum of the squared results of the operations that make the logit (product, bias,
-/// the transform's), each times the derivative of what follows it; x² with no option.
+/// An entry `e = F (c.lse p + c.smooth)` has the variance `(F c.lse p)² (p_rel_var + var z) + (F
+/// c.smooth)² p_rel_var + (e / F)² var F`, where F is the derivative of the transform and `var z =
+/// logit_rel_var m2 + dot_rel_var F² |q_t|² |k_v|²` the variance of the logit. `m2` is the sum of
+/// the squared results of the operations that make the logit (product, bias, the transform's), each
+/// times the derivative of what follows it; x² with no option.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct TermNoise {
     /// From rounding p (or g p) itself.
     pub p_rel_var: f64,
-    /// From rounding the logit, and each result on the way to it: an error of the
-    /// logit is a relative error of p.
+    /// From rounding the logit and each intermediate result that it is computed from: an error of
+    /// the logit is a relative error of p.
     pub logit_rel_var: f64,
     /// From accumulating the dot product q k.
     pub dot_rel_var: f64,
-    /// Variance, absolute, of a result in the smallest numbers of the logits' format.
+    /// Absolute variance of rounding a result among the subnormal numbers of the logits' format.
     pub logit_floor: f64,
-    /// From evaluating tanh: `1 - tanh²` inherits `4 tanh⁴` times it, absolutely.
+    /// Relative variance of evaluating tanh: `1 - tanh²` gets the absolute variance `4 tanh⁴` times
+    /// it.
     pub cap_rel_var: f64,
-    /// Relative step of the format that products `g q` of the label path may be rounded
-    /// to: those within one step of each other round alike.
+    /// Relative step of the format that products `g q` of the label path may be rounded to:
+    /// products within a quarter of a step of each other are taken to round alike.
     pub label_step: f64,
-    /// Probabilities below it may have been dropped by the job; 0 for none.
+    /// Threshold of the gradient filter: the job may have dropped the entries of smaller
+    /// probabilities; 0 where it drops none.
     pub filter: f64,
-    /// True where the label's part is added before an entry is rounded: the entry in the
-    /// label's column then errs by `p_rel_var` of `c.lse p + c.smooth + c.label`, and of p
-    /// itself only by `exp_rel_var`.
+    /// True where the label part is added before an entry is rounded: in the label's column the
+    /// relative variance `p_rel_var` is then that of the sum `c.lse p + c.smooth + c.label`, and
+    /// that of p itself is only `exp_rel_var`.
     pub whole: bool,
-    /// From evaluating p.
+    /// Relative variance of evaluating p.
     pub exp_rel_var: f64,
-    /// Probabilities from here on are close enough to each other to round alike; 0: none.
+    /// Confident probabilities: those from this value up to 1 lie so close together that they round
+    /// alike; 0 for none.
     pub confident: f64,
 }
 
@@ -56,32 +59,34 @@ pub struct Backward {
     pub dq_lse: Vec<f64>,
     /// Label part: `F c.label k[label]`, 0 for an ignored token.
     pub dq_label: Vec<f64>,
-    /// Sum over v of the dense entry's variance times `k²`; as the squares, times the copies of
-    /// the token, which only sums over tokens want: whoever judges dq divides by them.
+    /// Sum over v of the dense entry's variance times `k²`, and times the token's number of copies,
+    /// as the squares below. Only sums over tokens need that factor: whoever judges dq divides by
+    /// it.
     pub dq_lse_var: Vec<f64>,
-    /// Sum over v of the squared dense entry times `k²` (and the copies of the token).
+    /// Sum over v of the squared dense entry times `k²`, and times the token's number of copies.
     pub dq_lse_sq: Vec<f64>,
-    /// `[T]`: variance of F over F² in the label's column, which is that of the label
-    /// part relative to its square; 0 where the transform is linear and for ignored tokens. Never
-    /// infinite: `f64::MAX` where F is 0, so that a product with a zero gradient is 0.
+    /// `[T]`: `var F / F²` in the label's column, which is the variance of the label part relative
+    /// to its square; 0 where the transform is linear and for ignored tokens. Never infinite:
+    /// `f64::MAX` where F is 0, so that its product with a zero gradient is 0.
     pub dq_label_rel_var: Vec<f64>,
-    /// The same absolutely, `(c.label k[label])² var F`: where tanh saturates the label
-    /// part is 0 and its error is not. Empty where the transform is linear.
+    /// The absolute variance `(c.label k[label])² var F`, needed where tanh saturates: there the
+    /// label part is 0 and its error is not. Empty where the transform is linear.
     pub dq_label_var: Vec<f64>,
     /// Sum over v of `|e| |k|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
     pub dq_dropped: Vec<f64>,
-    /// Sum over v of `e k` over the dense entries whose p is confident; those of labels
-    /// are left out where entries are whole. Empty where no p counts as confident.
+    /// Sum over v of `e k` over the dense entries whose p is confident (`TermNoise::confident`);
+    /// entries of labels are left out where `TermNoise::whole`. Empty where no p counts as
+    /// confident.
     pub dq_confident: Vec<f64>,
-    /// `[T]`: the square of the whole entry in the label's column over that of the label
-    /// part alone; 1 where entries are not whole.
+    /// `[T]`: the square of the whole entry in the label's column over the square of its label
+    /// part; 1 unless `TermNoise::whole`.
     pub dq_label_share: Vec<f64>,
 }
 
 /// Gradients with respect to a block of rows of k, `[rows, D]`, and of the bias, `[rows]`.
 ///
-/// Those of the bias are zeros where there is none.
+/// Sums of the bias are zeros where the head has none.
 #[derive(Debug, Clone)]
 pub struct DkBlock {
     /// Rows of k this block is about.
@@ -90,26 +95,25 @@ pub struct DkBlock {
     pub dk_lse: Vec<f64>,
     /// Label part: sum of `F c.label q` over the tokens whose label the row is.
     pub dk_label: Vec<f64>,
-    /// Sum over t of the dense entry's variance times `q²` and the copies of the token:
-    /// m equal errors δ are one of mδ, m times the variance of m independent ones.
+    /// Sum over t of the dense entry's variance times `q²` and the token's number of copies: m
+    /// equal errors δ add up to mδ, which has m times the variance of m independent errors.
     pub dk_lse_var: Vec<f64>,
-    /// Sum over t of the squared dense entry times `q²` and the copies of the token: an error
-    /// that is relative to the token is one error in all of them.
+    /// Sum over t of the squared dense entry times `q²` and the token's number of copies: a
+    /// relative error of a token is the same in all its copies.
     pub dk_lse_sq: Vec<f64>,
-    /// Sum of `(F c.label q)²` over the hits.
+    /// Sum of `(F c.label q)²` over the hits, the tokens whose label the row is.
     pub dk_label_sq: Vec<f64>,
     /// Sum of `(c.label q)² var F` over the hits; zeros where the transform is linear.
     pub dk_label_var: Vec<f64>,
-    /// Sum over the hits of `(F c.label q)²`, those that lie within one `label_step` of each
-    /// other added before they are squared: what a rounding that they share adds up to.
+    /// As `dk_label_sq`, but addends within a quarter `label_step` of each other are added before
+    /// they are squared: their rounding errors are equal and add up.
     pub dk_label_alike: Vec<f64>,
     /// Sum over t of `|e| |q|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
     pub dk_dropped: Vec<f64>,
     /// As `dq_confident`, over t.
     pub dk_confident: Vec<f64>,
-    /// The label part, or where entries are whole the sum of the whole entries of the hits
-    /// times q.
+    /// The label part; where `TermNoise::whole`, the sum over the hits of the whole entry times q.
     pub dk_label_whole: Vec<f64>,
     /// `[rows]`: tokens whose label the row is.
     pub hits: Vec<u32>,
@@ -117,10 +121,11 @@ pub struct DkBlock {
     pub dbias_lse: Vec<f64>,
     /// `[rows]`: sum of the label entries.
     pub dbias_label: Vec<f64>,
-    /// `[rows]`: sum over t of the variances of dense and label entries.
+    /// `[rows]`: sum over t of the variances of dense and label entries, times the token's number
+    /// of copies.
     pub dbias_var: Vec<f64>,
-    /// `[rows]`: sum over t of squared dense entries and squared label entries, times the
-    /// copies of the token.
+    /// `[rows]`: sum over t of squared dense entries and squared label entries, times the token's
+    /// number of copies.
     pub dbias_sq: Vec<f64>,
 }
 
@@ -130,19 +135,19 @@ pub fn backward_work(inputs: &HeadInputs) -> u64 {
     GEMMS * forward_work(inputs)
 }
 
-/// Products of a tile, of the size of its logits' product.
+/// Matrix products that a tile takes, each of as many multiply-adds as that of its logits.
 pub const GEMMS: u64 = 7;
-/// Those of them that are sums for one of the two gradients.
+/// How many of them belong to dq alone, and as many to dk alone.
 const OF_ONE: u64 = 3;
 
-/// Which gradients a backward pass sums: what nobody looks at need not be multiplied out.
+/// Which gradients a backward pass sums, so that those that the caller does not need cost nothing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Keep {
     /// All of them.
     Both,
-    /// Those of q; sums of k stay 0, but for the label's part.
+    /// The gradient of q; sums of k stay 0 except for the label part.
     Dq,
-    /// Those of k and of the bias; sums of q stay 0, but for the label's part.
+    /// The gradients of k and of the bias; sums of q stay 0 except for the label part.
     Dk,
 }
 
@@ -155,13 +160,13 @@ impl Keep {
         self != Keep::Dq
     }
 
-    /// Products of a tile, as `GEMMS` counts them.
+    /// Matrix products that a tile takes, counted as in `GEMMS`.
     fn gemms(self) -> u64 {
         if self == Keep::Both { GEMMS } else { GEMMS - OF_ONE }
     }
 }
 
-/// What a walk takes its tiles from, which gradients it sums, and who is told of the work.
+/// The tile sizes of a walk, which gradients it sums, and where it reports its work.
 pub type Walking<'a> = (Tiles, Keep, &'a dyn Progress);
 
 /// Gradients of q `[T, D]`, k `[V, D]` and the bias `[V]` at a given lse `[T]` (the
@@ -191,10 +196,10 @@ pub fn backward(
     dq
 }
 
-/// The same walk over some tokens and a slab of k's rows, onto the sums of what was walked
-/// before: `dq` of these tokens over the rows before, `dk` of these rows over the `first`
-/// tokens before. Who walks which part changes no bit, as long as tokens and rows are cut at
-/// whole tiles and each sum is handed on in order.
+/// The same for some tokens and a slab of k's rows, added to earlier sums: `dq` holds the sums of
+/// these tokens over the rows before the slab, `dk` the sums of these rows over the `first` tokens
+/// before. The work may be split among processes without changing a bit, as long as tokens and rows
+/// are cut at whole tiles and the parts of each sum are added in order.
 pub fn backward_onto(
     (dq, dk): (&mut Backward, &mut DkSums),
     (inputs, first): (&HeadInputs, usize),
@@ -209,7 +214,7 @@ pub fn backward_onto(
     }
 }
 
-/// A walk over tokens, with its buffers.
+/// A walk over all tokens for one vocabulary tile after another, with its buffers.
 struct Walk<'a> {
     inputs: &'a HeadInputs<'a>,
     upstream: Upstream<'a>,
@@ -227,7 +232,7 @@ struct Walk<'a> {
 struct OfSquares {
     of_query: Squares,
     of_key: Squares,
-    /// Of dq and of dk: squares, variances.
+    /// Buffers for dq and for dk, each with one for squares and one for variances.
     rooms: [[Scaled; 2]; 2],
 }
 
@@ -239,7 +244,7 @@ impl<'a> Walk<'a> {
         Walk { inputs, upstream, labels, terms, key, query, own_key, own_query, sums }
     }
 
-    /// All tokens against one vocabulary tile.
+    /// Adds all tokens' part of one vocabulary tile to `block` and to `dq`.
     fn block(
         &mut self,
         block: &mut Block,
@@ -295,7 +300,7 @@ parcel!(Backward {
 });
 
 impl Backward {
-    /// Of tokens that were not walked.
+    /// The sums of `inputs`' tokens before any class was added.
     pub fn zeros(inputs: &HeadInputs, noise: &TermNoise) -> Self {
         let size = inputs.q.rows * inputs.q.cols;
         let zeros = || vec![0.0; size];
@@ -315,7 +320,7 @@ impl Backward {
 }
 
 impl Backward {
-    /// Those of more tokens behind these.
+    /// Appends the gradients of the next tokens.
     pub fn extend(&mut self, more: Backward) {
         for (all, part) in [
             (&mut self.dq_lse, more.dq_lse),
@@ -333,7 +338,7 @@ impl Backward {
     }
 }
 
-/// Adds the few entries of a tile whose p is confident.
+/// Adds the entries of a tile whose p is confident; there are few of them.
 fn add_confident(
     dq: &mut Backward,
     block: &mut Block,
@@ -354,7 +359,7 @@ fn add_confident(
     }
 }
 
-/// The GEMMs of one tile, each a sum onto what earlier tiles left.
+/// The GEMMs of one tile, each added to the sums of earlier tiles.
 fn accumulate(
     (dq, block, keep): (&mut Backward, &mut Block, Keep),
     terms: &Terms,

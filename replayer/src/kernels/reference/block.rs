@@ -1,6 +1,7 @@
-//! What the backward pass sums over the tokens for some rows of k, before it hands it over.
+//! The sums over the tokens that the backward pass keeps for a block of rows of k until the block
+//! is complete.
 //!
-//! The label path is walked token by token, apart from the dense GEMMs.
+//! Their dense part is a product of matrices; the label part is added token by token.
 
 use super::backward::{Backward, DkBlock, TermNoise};
 use super::dense::{DenseSums, LabelTerms};
@@ -13,14 +14,15 @@ use crate::parcel::parcel;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Sums over the tokens for a slab of k's rows, a block for each vocabulary tile: what the
-/// tokens before left, and what the next go on from.
+/// Sums over the tokens for a slab of k's rows, one block for each vocabulary tile. A walk over
+/// more tokens continues them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DkSums {
     pub(super) blocks: Vec<Block>,
 }
 
-/// The sums behind `DkBlock`, and the addends of the label part that round alike.
+/// The sums that become a `DkBlock`, and what is kept of each token of the label part. A token
+/// whose label is a row of the block is a hit of that row.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Block {
     pub(super) rows: Range<usize>,
@@ -42,18 +44,19 @@ pub(super) struct Block {
     bias_sq: Vec<f64>,
     bias_label_var: Vec<f64>,
     bias_label_sq: Vec<f64>,
-    /// Of every hit, in token order: its row, its token, and what its entry is rounded as.
+    /// Of every hit, in the order in which hits were added: its row within the block, its token,
+    /// and the value of dlogits at its label that the job rounds.
     hit_rows: Vec<u32>,
     hit_tokens: Vec<u32>,
     hit_entries: Vec<f64>,
 }
 
-/// The labels of the tokens that are walked, and what was seen of them.
+/// The labels of the tokens of a walk, and what the tiles told about the column of each label.
 pub(super) struct Labels {
     /// (label, token) of every token that is not ignored, by label, then by token.
     labelled: Vec<(u32, usize)>,
     terms: LabelTerms,
-    /// The first of these tokens among those of the sums.
+    /// Index of the first of these tokens among all tokens of the sums.
     first: usize,
 }
 
@@ -67,20 +70,22 @@ impl Labels {
         Labels { labelled, terms, first }
     }
 
-    /// Remembers F of the labels whose column the tile held; `first` is its first token.
+    /// Keeps the transform's derivative F and the rounded entry of the labels whose column lies in
+    /// the tile; `first` is the tile's first token.
     pub(super) fn keep_slopes(&mut self, terms: &Terms, first: usize) {
         let LabelTerms { slopes, entries } = &mut self.terms;
-        for (slope, found) in slopes[first..].iter_mut().zip(&terms.label_slopes) {
-            *slope = found.unwrap_or(*slope);
+        for (slope, seen) in slopes[first..].iter_mut().zip(&terms.label_slopes) {
+            *slope = seen.unwrap_or(*slope);
         }
-        for (entry, found) in entries[first..].iter_mut().zip(&terms.label_entries) {
-            *entry = found.unwrap_or(*entry);
+        for (entry, seen) in entries[first..].iter_mut().zip(&terms.label_entries) {
+            *entry = seen.unwrap_or(*entry);
         }
     }
 
-    /// Those that lie in some rows.
+    /// The (label, token) pairs whose label lies in some rows of k.
     fn inside(&self, rows: &Range<usize>) -> &[(u32, usize)] {
-        let before = |end: usize| self.labelled.partition_point(|&(of, _)| (of as usize) < end);
+        let before =
+            |end: usize| self.labelled.partition_point(|&(label, _)| (label as usize) < end);
         &self.labelled[before(rows.start)..before(rows.end)]
     }
 }
@@ -113,14 +118,14 @@ parcel!(Block {
 parcel!(DkSums { blocks });
 
 impl DkSums {
-    /// Of a slab of which no token was walked.
+    /// The sums of a slab before any token was added.
     pub fn zeros(inputs: &HeadInputs, noise: &TermNoise, tiles: Tiles) -> Self {
         let block = |rows| Block::zeros(rows, inputs.q.cols, noise);
         DkSums { blocks: spans(inputs.k.rows, tiles.vocab).map(block).collect() }
     }
 
-    /// Of a slab whose dense part was computed elsewhere, over all tokens; the label path is
-    /// added here, and that of q to `dq`.
+    /// The sums of a slab whose dense part was computed elsewhere (on a GPU), over all tokens. This
+    /// adds the label part, also to `dq`.
     pub fn with_labels(
         inputs: &HeadInputs,
         upstream: Upstream,
@@ -138,7 +143,8 @@ impl DkSums {
         sums
     }
 
-    /// Hands the rows over in order, once all tokens were walked; `q` is the whole of it.
+    /// Passes the blocks to `on_dk` in the order of their rows, once all tokens were added; `q`
+    /// holds all tokens, `[T, D]`.
     pub fn finish(self, q: &Matrix, noise: &TermNoise, on_dk: &mut dyn FnMut(DkBlock)) {
         for mut block in self.blocks {
             block.cluster_labels(q, noise.label_step);
@@ -146,7 +152,7 @@ impl DkSums {
         }
     }
 
-    /// The rows of other sums behind these, from row `first` of the slab on.
+    /// Appends the sums of the next rows of k; their row 0 is row `first` of this slab.
     pub fn append(&mut self, first: usize, more: DkSums) {
         let moved = |block: Block| {
             let rows = block.rows.start + first..block.rows.end + first;
@@ -156,14 +162,14 @@ impl DkSums {
     }
 }
 
-/// Sums of a block that are as large as its rows of k.
+/// How many of a block's sums are `[rows, D]` and always present.
 const SUMS: usize = 7;
 
 impl Block {
     pub(super) fn zeros(rows: Range<usize>, depth: usize, noise: &TermNoise) -> Self {
         let size = rows.len() * depth;
         let when = |there: bool| vec![0.0; if there { size } else { 0 }];
-        // Clearing them takes as long as a product of few tokens.
+        // In parallel: writing the zeros takes as long as a matrix product with few tokens.
         let mut zeros: Vec<Vec<f64>> = (0..SUMS).into_par_iter().map(|_| vec![0.0; size]).collect();
         let mut zeros = || zeros.pop().unwrap_or_default();
         let column = || vec![0.0; rows.len()];
@@ -193,7 +199,8 @@ impl Block {
         }
     }
 
-    /// Its rows of what was computed elsewhere; what stayed there is empty here.
+    /// Copies this block's rows of sums that were computed elsewhere; sums that were not brought
+    /// here are left empty.
     fn take(&mut self, dense: &DenseSums) {
         let (rows, depth) = (self.rows.clone(), self.depth);
         for (own, all, width) in [
@@ -212,7 +219,8 @@ impl Block {
         }
     }
 
-    /// Column sums of one tile of `height` tokens and `width` columns.
+    /// Adds the column sums of one tile of `height` tokens and `width` columns to the sums of the
+    /// bias.
     pub(super) fn add_biases(
         &mut self,
         inputs: &HeadInputs,
@@ -233,7 +241,8 @@ impl Block {
         }
     }
 
-    /// The label path of every token whose label lies in the rows, in token order.
+    /// Adds the label part of every token whose label lies in the rows, in the order of labels,
+    /// then of tokens.
     pub(super) fn add_labels(
         &mut self,
         inputs: &HeadInputs,
@@ -280,20 +289,21 @@ impl Block {
         }
     }
 
-    /// Squares of the sums of addends that lie within a quarter step of their format: they
-    /// round alike, so their errors are one error. Exact copies are such addends. Of all
-    /// tokens at once: the parts of a cut cluster would square apart.
-    pub(super) fn cluster_labels(&mut self, of_q: &Matrix, step: f64) {
+    /// Computes `label_alike`: for each element of dk, label addends that lie within a quarter step
+    /// of their format are added first and squared then, since they round alike and their errors
+    /// add up as one error. Exact copies are such addends. This needs all tokens at once: if a
+    /// cluster were cut in two, its parts would be squared apart.
+    pub(super) fn cluster_labels(&mut self, all_q: &Matrix, step: f64) {
         let depth = self.depth;
         self.label_alike = vec![0.0; self.label.len()];
         let mut hits: Vec<usize> = (0..self.hit_rows.len()).collect();
         hits.sort_by_key(|&at| self.hit_rows[at]);
         let of_row = |hits: &[usize]| -> (usize, Vec<f64>) {
-            let (mut q, mut addends, mut one) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut q, mut addends, mut token_q) = (Vec::new(), Vec::new(), Vec::new());
             for &at in hits {
                 let token = self.hit_tokens[at] as usize;
-                load(of_q, token..token + 1, &mut one);
-                q.extend_from_slice(&one);
+                load(all_q, token..token + 1, &mut token_q);
+                q.extend_from_slice(&token_q);
             }
             let column = |d: usize| {
                 addends.clear();
@@ -307,12 +317,12 @@ impl Block {
         };
         let by_row: Vec<&[usize]> =
             hits.chunk_by(|&a, &b| self.hit_rows[a] == self.hit_rows[b]).collect();
-        let found: Vec<(usize, Vec<f64>)> = by_row.into_par_iter().map(of_row).collect();
-        for (row, alike) in found {
+        let clusters: Vec<(usize, Vec<f64>)> = by_row.into_par_iter().map(of_row).collect();
+        for (row, alike) in clusters {
             self.label_alike[row * depth..(row + 1) * depth].copy_from_slice(&alike);
         }
-        // The label's part of the bias was summed apart, so that how the tokens were cut
-        // changes no order.
+        // The label part of the bias is summed separately and added here, at the end, so that the
+        // order of additions does not depend on how the tokens were cut into walks.
         for (sum, part) in
             [(&mut self.bias_sq, &self.bias_label_sq), (&mut self.bias_var, &self.bias_label_var)]
         {
@@ -342,13 +352,14 @@ impl Block {
     }
 }
 
-/// Square of a whole entry over that of its label part; 0 where there is no such part.
+/// Square of a whole entry of dlogits over the square of its label part; 0 where the label part is
+/// 0.
 fn share(whole: f64, label: f64) -> f64 {
     if label == 0.0 { 0.0 } else { (whole / label).powi(2) }
 }
 
-/// Sum of the squared sums of ascending values that lie within `width` of the first of
-/// them, relatively.
+/// Cuts ascending values into clusters, each within a relative distance `width` of its first value,
+/// and returns the sum of the squares of the clusters' sums.
 fn clustered(values: &[f64], width: f64) -> f64 {
     let (mut total, mut sum, mut first) = (0.0, 0.0, f64::NAN);
     for &x in values {

@@ -1,4 +1,4 @@
-//! exp in f64 over whole rows: it is what the reference spends its time in beside the GEMMs, so it
+//! exp in f64 over whole rows. Beside the GEMMs the reference spends most of its time here, so it
 //! is written to be vectorised.
 
 vectorised!(
@@ -14,10 +14,11 @@ fn exp_row_body(row: &mut [f64], shift: f64) {
     }
 }
 
-/// `exp(x)`, with the bits that a row has: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, and `exp(x) = 2^n exp(r)`.
+/// `exp(x)`, with the same bits as `exp_row`: `x = n ln 2 + r` with `|r| <= ln 2 / 2`, and `exp(x)
+/// = 2^n exp(r)`.
 #[inline(always)]
 pub(super) fn exp(x: f64) -> f64 {
-    // Beyond these the result is 0 or inf; comparing this way round lets NaN through.
+    // Beyond these the result is 0 or inf. The comparisons are false for NaN, which stays NaN.
     let x = if x < -746.0 { -746.0 } else { x };
     let x = if x > 710.0 { 710.0 } else { x };
     // Adding 1.5 * 2^52 leaves the nearest integer to x / ln 2 in the low bits.
@@ -28,10 +29,10 @@ pub(super) fn exp(x: f64) -> f64 {
     // ln 2 in two pieces, the first of 32 bits: its products with n are exact.
     let r = whole.mul_add(-6.931_471_803_691_238e-1, x);
     let r = whole.mul_add(-1.908_214_929_270_587_7e-10, r);
-    // The Taylor series: its first term left out, r^14 / 14!, is below 2^-57.
+    // The Taylor series; the first term that is left out, r^14 / 14!, is below 2^-57.
     let p = TAYLOR[1..].iter().fold(TAYLOR[0], |p, &of| p.mul_add(r, of));
     let value = 1.0 + (r * r).mul_add(p, r);
-    // Two factors: one power of two cannot reach 2^-1075 or 2^1024.
+    // Two factors, since no f64 power of two reaches 2^-1075 or 2^1024.
     let half = exponent >> 1;
     value * power_of_two(half) * power_of_two(exponent.wrapping_sub(half))
 }

@@ -1,7 +1,7 @@
 //! The forward pass: per token sums over the vocabulary, tile by tile.
 //!
-//! The sums of some classes are what the next classes go on from, so who computes which
-//! tile changes no bit.
+//! The sums over some classes are the start of the sums over the next classes, so the classes may
+//! be split among processes without changing a bit.
 
 use super::exp::exp_row;
 use super::logit::Chain;
@@ -57,8 +57,8 @@ pub fn forward(inputs: &HeadInputs, tiles: Tiles, progress: &dyn Progress) -> Fo
     forward_keeping(inputs, (tiles, progress), None)
 }
 
-/// The same; the products `q kᵀ` of the valid classes, `[T, valid]`, are written to `products`: a
-/// backward pass that reads them has the same bits as one that multiplies again.
+/// As `forward`; also writes the products `q kᵀ` of the valid classes to `products`, `[T, valid]`.
+/// A backward pass that reads them gives the same bits as one that multiplies again.
 pub fn forward_keeping(
     inputs: &HeadInputs,
     (tiles, progress): (Tiles, &dyn Progress),
@@ -72,7 +72,7 @@ pub fn forward_keeping(
 parcel!(ForwardSums { max, sum, label_logits, logit_sum, logit_squares });
 
 impl ForwardSums {
-    /// Of tokens whose logits were not looked at.
+    /// The sums of `tokens` tokens before any class was added.
     pub fn zeros(tokens: usize) -> Self {
         let zeros = || vec![0.0; tokens];
         ForwardSums {
@@ -84,8 +84,8 @@ impl ForwardSums {
         }
     }
 
-    /// Takes in the valid classes of a head over some rows of k; classes come in order. Their
-    /// products are written to `kept`.
+    /// Adds the valid classes of `inputs`, whose k may be some rows of the whole k; callers add
+    /// classes in ascending order. The products `q kᵀ` are written to `kept`.
     pub fn take(
         &mut self,
         inputs: &HeadInputs,
@@ -132,7 +132,8 @@ impl ForwardSums {
         }
     }
 
-    /// The results, once all classes were taken in; `masked` columns have the logit `mask`.
+    /// The results, once all valid classes were added; `masked` further columns have the logit
+    /// `mask`.
     pub fn finish(self, mask: Option<f64>, masked: usize) -> Forward {
         let ForwardSums { max, sum, label_logits, logit_sum, logit_squares } = self;
         let running = max.into_iter().zip(sum).map(|(max, sum)| {
@@ -147,7 +148,7 @@ impl ForwardSums {
     }
 }
 
-/// Writes a tile to its place in `kept`, whose rows are `width` wide.
+/// Copies a tile of products to its place in `kept`, whose rows are `width` wide.
 fn keep(
     kept: &mut [f64],
     (width, tokens, cols): (usize, &Range<usize>, &Range<usize>),
@@ -165,8 +166,8 @@ fn absorb(running: &mut RunningSum<f64>, row: &mut [f64]) {
     running.sum += sum_in_lanes(row, |x| x);
 }
 
-/// Sum of a row's values, or of what is made of each, in eight lanes, the order fixed: in one
-/// chain each addition would wait for the one before.
+/// Sum of `of(x)` over a row, in eight lanes and in a fixed order. In a single chain each addition
+/// would wait for the one before.
 pub(super) fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0.0; 8];

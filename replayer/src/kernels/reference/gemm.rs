@@ -1,5 +1,5 @@
-//! Matrix products for the reference, in f64 and, of what only the size counts, in f32: the one
-//! place here that is unsafe.
+//! Matrix products for the reference: in f64, and in f32 for sums of which only the size counts.
+//! The raw pointers of the reference are all in this file.
 //!
 //! The result is cut into blocks that depend on its shape alone, each computed by one
 //! thread, so the bits do not depend on how many threads there are.
@@ -7,10 +7,11 @@
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Most rows and columns of the result that one thread computes at a time: a block packs
-/// the columns that it multiplies with, which takes the longer the fewer rows share them.
+/// Most rows and columns of the result that one thread computes at a time. gemm packs a block's
+/// columns first, and the more rows a block has, the less that costs per row.
 const BLOCK: (usize, usize) = (512, 1024);
-/// Longest sum that gemm is asked for at once: of a longer one it reads the columns more slowly.
+/// Longest sum that gemm is asked for in one call: it reads the columns of a longer sum more
+/// slowly.
 const DEPTH: usize = 256;
 
 /// A matrix read in place, by strides.
@@ -21,7 +22,7 @@ pub(super) struct Operand<'a, N = f64> {
     col_stride: usize,
 }
 
-/// What products are computed in.
+/// The type that products are computed in: f64 or f32.
 trait Number: Copy + Default + Send + Sync + 'static {
     const ONE: Self;
 }
@@ -45,7 +46,7 @@ impl<'a, N> Operand<'a, N> {
         Operand { row_stride: self.col_stride, col_stride: self.row_stride, ..self }
     }
 
-    /// From an element on; empty when the matrix has no depth.
+    /// The part that starts at an element; empty when the matrix has no depth.
     fn from(self, row: usize, col: usize) -> Self {
         let first = row * self.row_stride + col * self.col_stride;
         Operand { values: &self.values[first.min(self.values.len())..], ..self }
@@ -91,8 +92,8 @@ pub(super) fn multiply(
     });
 }
 
-/// `target [rows, cols] += of_rows [rows] * of_cols [cols] * (lhs [rows, depth] rhs [depth, cols])`,
-/// the product in f32.
+/// `target [rows, cols] += row_scales [rows] * col_scales [cols] * (lhs [rows, depth] rhs [depth,
+/// cols])`, the product in f32.
 pub(super) fn add_scaled(
     target: &mut [f64],
     (row_scales, col_scales): (&[f64], &[f64]),
@@ -122,7 +123,7 @@ pub(super) fn add_scaled(
 }
 
 vectorised!(
-    /// Adds f32 numbers, each times one of its own and one of all.
+    /// `to[i] += all * times[i] * numbers[i]`.
     add_times, add_times_body,
     (to: &mut [f64], numbers: &[f32], times: &[f64], all: f64) -> ()
 );
@@ -134,14 +135,15 @@ fn add_times_body(to: &mut [f64], numbers: &[f32], times: &[f64], all: f64) {
     }
 }
 
-/// The blocks that a result of that shape is cut into: their rows, their columns.
+/// The blocks (rows, columns) that a result of that shape is cut into.
 fn blocks(
     rows: usize,
     cols: usize,
 ) -> impl IndexedParallelIterator<Item = (Range<usize>, Range<usize>)> {
     let across = cols.div_ceil(BLOCK.1);
     (0..rows.div_ceil(BLOCK.0) * across).into_par_iter().map(move |nth| {
-        let part = |nth: usize, size: usize, of: usize| nth * size..((nth + 1) * size).min(of);
+        let part =
+            |nth: usize, size: usize, whole: usize| nth * size..((nth + 1) * size).min(whole);
         (part(nth / across, BLOCK.0, rows), part(nth % across, BLOCK.1, cols))
     })
 }
@@ -151,15 +153,15 @@ fn blocks(
 struct Start(*mut f64);
 
 impl Start {
-    /// # Safety
-    /// The element lies in the result.
+    /// # Safety `element` is an index of the result.
     unsafe fn at(self, element: usize) -> *mut f64 {
         // SAFETY: the caller's.
         unsafe { self.0.add(element) }
     }
 }
 
-// SAFETY: made here alone, from an exclusive borrow that outlives its threads.
+// SAFETY: only `multiply` and `add_scaled` make one, from an exclusive borrow that outlives the
+// threads.
 unsafe impl Send for Start {}
 // SAFETY: as above; what is shared is the address, each block is written by one thread.
 unsafe impl Sync for Start {}
@@ -199,7 +201,8 @@ unsafe fn multiply_block(
     }
 }
 
-/// A block's product in a room of its own, and how wide its rows are there.
+/// Writes a block's product to `room`, a buffer of its own, and returns the width of its rows
+/// there.
 fn multiply_apart<N: Number>(
     room: &mut Vec<N>,
     (rows, cols): (usize, usize),
@@ -217,19 +220,19 @@ fn multiply_apart<N: Number>(
     wide
 }
 
-/// gemm sums a lone row or column in another order; computed as one of two equal ones, its
-/// bits are those it has in any larger block.
+/// The shape with at least two rows and columns. gemm sums a lone row or column in another order;
+/// as one of two equal ones it gets the bits that it has in any larger block.
 fn padded((rows, cols): (usize, usize)) -> (usize, usize) {
     (rows.max(2), cols.max(2))
 }
 
-/// The operands with a lone row or column twice.
+/// The operands read so that a lone row or column appears twice.
 fn repeated<'a, N>(
     (rows, cols): (usize, usize),
     lhs: Operand<'a, N>,
     rhs: Operand<'a, N>,
 ) -> (Operand<'a, N>, Operand<'a, N>) {
-    let twice = |stride: usize, of: usize| if of == 1 { 0 } else { stride };
+    let twice = |stride: usize, count: usize| if count == 1 { 0 } else { stride };
     let lhs = Operand { row_stride: twice(lhs.row_stride, rows), ..lhs };
     (lhs, Operand { col_stride: twice(rhs.col_stride, cols), ..rhs })
 }

@@ -1,20 +1,20 @@
 //! Rows of a dumped matrix as f64, for the reference alone.
 //!
-//! The same job as `Matrix::panel_f64`, written again on purpose: policies read
-//! through that one, and the oracle must not share its faults.
+//! It does what `Matrix::panel_f64` does, written a second time on purpose: policies read through
+//! that function, and the reference must not share its mistakes.
 
 use crate::kernels::matrix::{Matrix, Values};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Fills `panel` with rows of a matrix, row-major, exactly.
+/// Fills `panel` with rows of a matrix, row-major; every value is converted exactly.
 pub(super) fn load(matrix: &Matrix, rows: Range<usize>, panel: &mut Vec<f64>) {
     panel.clear();
     extend(matrix, rows.start * matrix.cols..rows.end * matrix.cols, panel);
 }
 
-/// Elements from which several threads widen them.
+/// With this many elements, several threads convert them.
 const MANY: usize = 1 << 15;
 
 fn extend(matrix: &Matrix, range: Range<usize>, panel: &mut Vec<f64>) {
@@ -33,7 +33,8 @@ fn widen<T: Copy + Sync>(from: &[T], exactly: impl Fn(T) -> f64 + Sync, panel: &
     }
 }
 
-/// Fills `tile` `[rows, cols]` with a part of a matrix, row-major, exactly.
+/// Fills `tile` `[rows, cols]` with a part of a matrix, row-major; every value is converted
+/// exactly.
 pub(super) fn load_columns(
     matrix: &Matrix,
     rows: Range<usize>,

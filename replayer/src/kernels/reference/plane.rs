@@ -1,6 +1,6 @@
 //! The token x vocabulary plane itself: logits and dlogits, for jobs that recorded them.
 //!
-//! Tile by tile, as everywhere here: the whole plane is never held.
+//! They are computed tile by tile: the whole plane is never in memory.
 
 use super::backward::TermNoise;
 use super::logit::{Chain, Logit};
@@ -25,7 +25,7 @@ pub struct PlaneTile<'a> {
     /// Gradient of the loss with respect to the product q k, label part included; 0
     /// beyond the valid vocabulary.
     pub dlogits: &'a [f64],
-    /// Variance of that gradient, its label part rounded as p is.
+    /// Variance of that gradient; the label part is taken to be rounded in the format of p.
     pub dlogits_var: &'a [f64],
 }
 
@@ -69,7 +69,7 @@ pub fn plane(
 }
 
 impl Buffers {
-    /// Fills the tile whose valid columns `key` spans and which is `width` wide.
+    /// Fills a tile that is `width` wide and whose valid columns are the rows of `key`.
     fn fill(
         &mut self,
         inputs: &HeadInputs,

@@ -26,8 +26,8 @@ use std::collections::BTreeMap;
 pub struct PolicyInputs<'a> {
     /// Log-probabilities of the sampled tokens under the policy being trained.
     pub logp: &'a [f64],
-    /// Those under the policy that sampled; `None` for `logp` itself, detached: the
-    /// ratio is then 1 exactly, and its gradient is not 0.
+    /// Those under the policy that sampled the tokens; `None` stands for `logp` itself, detached:
+    /// the ratio is then exactly 1, and its gradient is not 0.
     pub old: Option<&'a [f64]>,
     /// Advantages, one a token.
     pub advantages: &'a [f64],
@@ -59,9 +59,9 @@ pub struct PolicyLoss {
 #[derive(Default, Clone, Copy)]
 struct Sequence {
     weight: f64,
-    /// Of `w (logp - old)`.
+    /// Sum of `w (logp - old)`.
     log_ratio: f64,
-    /// Of the loss's derivatives by the sequence's log-ratio.
+    /// Sum of the derivatives of the loss with respect to the sequence's log-ratio.
     slope: f64,
     at_kink: bool,
 }
@@ -106,7 +106,7 @@ pub fn policy_loss(options: &GrpoDeclaration, inputs: &PolicyInputs) -> PolicyLo
         sequence.at_kink |= at_kink;
     }
     if shared {
-        // Every token moves the mean that all of its sequence's ratios are made of.
+        // All tokens of a sequence share one ratio, and each of them moves its mean log-ratio.
         for &t in &counted {
             let sequence = sequences[&inputs.sequences[t]];
             result.dlogp[t] += sequence.slope * inputs.weights[t] / sequence.weight;

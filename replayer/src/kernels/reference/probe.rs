@@ -1,11 +1,10 @@
-//! The gradients seen through random probes, in f64: `dk X` and `dq X` for a few
-//! columns X `[D, K]`, without the gradients (Freivalds 1977, "Probabilistic machines
-//! can use less running time").
+//! Products of the gradients with a few random columns X `[D, K]`, in f64: `dk X` and `dq X`,
+//! without computing dk and dq themselves (Freivalds 1977, "Probabilistic machines can use less
+//! running time").
 //!
-//! `(dk x)[v] = Σ_t e_tv (q_t·x)` and `(dq x)[t] = Σ_v e_tv (k_v·x)`, e the dense part
-//! of the logits' gradient: the logits are formed once, and of the backward GEMMs of
-//! depth D only some columns a probe are left. Beyond one tile `[T, K]` and `[V, K]`
-//! are held. It judges nothing.
+//! `(dk x)[v] = Σ_t e_tv (q_t·x)` and `(dq x)[t] = Σ_v e_tv (k_v·x)`, where e is the dense part of
+//! dlogits. The logits are computed once, and the backward GEMMs have a few columns for each probe
+//! in place of D. Beside one tile only `[T, K]` and `[V, K]` are in memory. Nothing is judged here.
 
 use super::gemm::{Operand, multiply};
 use super::panel::{load, squares};
@@ -15,25 +14,27 @@ use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
 use crate::kernels::tiles::{Progress, Tiles, spans};
 use std::ops::Range;
 
-/// Columns a probe needs: dk, dq, the noise of each, and the tokens' own noise in dk.
+/// GEMM columns for each probe: dk, dq, the variance of each, and the part of dk's variance that
+/// comes from the tokens' own relative errors.
 const COLUMNS: usize = 5;
 
-/// What the gradients start from, and what looks at them.
+/// What the gradients are computed from, and the probes X.
 #[derive(Clone, Copy)]
 pub struct Probing<'a> {
-    /// `[T]`: the reference's, or a captured one.
+    /// `[T]`: the lse of the reference, or a captured one.
     pub lse: &'a [f64],
     /// `[T]`.
     pub cotangents: Cotangents<'a, f64>,
-    /// Of the entries.
+    /// Variances of the entries of dlogits.
     pub noise: &'a TermNoise,
-    /// `[T]`: relative variance of whatever multiplies all entries of a token.
+    /// `[T]`: relative variance of the factors that multiply all entries of a token.
     pub token_rel_var: &'a [f64],
     /// `[D, K]`.
     pub x: &'a [f64],
 }
 
-/// What the probes say of the dense part, and what its rounding variance is made of.
+/// The products of the dense part with the probes, and the sums that their rounding variances are
+/// computed from.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Probed {
     /// `q X`, `[T, K]`.
@@ -42,11 +43,11 @@ pub struct Probed {
     pub kx: Vec<f64>,
     /// `dk_lse X`, `[V, K]`.
     pub dk_lse: Vec<f64>,
-    /// `Σ_t var(e) (q_t·x)²`, each token's times its copies, `[V, K]`.
+    /// `Σ_t copies_t var(e) (q_t·x)²`, `[V, K]`.
     pub dk_noise: Vec<f64>,
-    /// `Σ_t token_rel_var e² (q_t·x)²`, each token's times its copies, `[V, K]`.
+    /// `Σ_t copies_t token_rel_var_t e² (q_t·x)²`, `[V, K]`.
     pub dk_tokens: Vec<f64>,
-    /// `Σ_t e² |q_t|²`, each token's times its copies, `[V]`.
+    /// `Σ_t copies_t e² |q_t|²`, `[V]`.
     pub dk_sq: Vec<f64>,
     /// `Σ |e| |q_t·x|` over the entries that a gradient filter may have dropped,
     /// `[V, K]`; empty without a filter.
@@ -60,13 +61,13 @@ pub struct Probed {
     /// `Σ |e| |k_v·x|` over the entries that a gradient filter may have dropped,
     /// `[T, K]`; empty without a filter.
     pub dq_dropped: Vec<f64>,
-    /// `[T]`: derivative of the label's logit by its product, and the variance of it;
-    /// zeros for an ignored token.
+    /// `[T]`: derivative of the label's logit with respect to the product q k, and the variance of
+    /// that derivative; zeros for an ignored token.
     pub label_slopes: Vec<(f64, f64)>,
 }
 
-/// Multiply-adds that `probe` will report for K probes: the logits, `COLUMNS` a probe
-/// and two for sums of squares. The recomputation needs `backward_work`.
+/// Multiply-adds that `probe` will report for K probes: D for each logit, `COLUMNS` for each probe,
+/// and two for sums of squares. Computing the gradients themselves takes `backward_work`.
 pub fn probe_work(inputs: &HeadInputs, probes: usize) -> u64 {
     let plane = inputs.q.rows as u64 * inputs.valid_vocab as u64;
     plane * tile_depth(inputs.q.cols, probes)
@@ -76,7 +77,7 @@ fn tile_depth(depth: usize, probes: usize) -> u64 {
     (depth + COLUMNS * probes + 2) as u64
 }
 
-/// The probes of dk and dq.
+/// Multiplies dk and dq with the probes.
 pub fn probe(
     inputs: &HeadInputs,
     by: &Probing<'_>,
@@ -119,7 +120,8 @@ pub fn probe(
             progress.advance(plane * tile_depth(depth, probes));
         }
     }
-    // Sums over the tokens count a token's copies; a row of dq is one token.
+    // `terms` has every variance times the token's number of copies, as sums over tokens need it; a
+    // row of dq belongs to one token, so the factor is taken out here.
     for (token, copies) in inputs.copies.unwrap_or_default().iter().enumerate() {
         let noise = &mut out.dq_noise[token * probes..(token + 1) * probes];
         noise.iter_mut().chain([&mut out.dq_sq[token]]).for_each(|of_all| *of_all /= copies);
@@ -127,7 +129,7 @@ pub fn probe(
     out
 }
 
-/// `matrix X` for some rows, `[rows, K]`.
+/// `matrix X` for some rows of the matrix, `[rows, K]`.
 fn through(matrix: &Matrix, rows: Range<usize>, x: &[f64], probes: usize, size: usize) -> Vec<f64> {
     let mut out = vec![0.0; rows.len() * probes];
     let mut panel = Vec::new();
@@ -140,7 +142,7 @@ fn through(matrix: &Matrix, rows: Range<usize>, x: &[f64], probes: usize, size: 
     out
 }
 
-/// Rows of q or k, their probes, and the squares of these.
+/// Rows of q or k, their products with the probes, and the squares of these products.
 #[derive(Default)]
 struct Side {
     panel: Panel,
@@ -161,7 +163,7 @@ impl Side {
     }
 }
 
-/// Adds one tile to what the earlier ones left.
+/// Adds one tile to the sums of the earlier tiles.
 fn accumulate(
     out: &mut Probed,
     terms: &Terms,
@@ -249,23 +251,24 @@ mod tests {
         assert!((found - wanted).abs() <= 1e-13 * size, "{what}: {found:e} {wanted:e}");
     }
 
-    /// Goal: every sum is the gradient's own, under every option. Method: the columns of
-    /// the unit matrix are probes, and `backward`, itself held against scalar loops.
+    /// Goal: every sum is that of the gradient, under every option. Method: the probes are the
+    /// columns of the unit matrix, and the results are compared with `backward`, which is itself
+    /// tested against scalar loops.
     #[test]
     fn probes_along_the_axes_are_the_gradients_and_their_sums_element_by_element() {
         for fixture in [Fixture::usual(), optioned()] {
             let (inputs, d) = (fixture.inputs(), fixture.depth);
             let unit: Vec<f64> =
                 (0..d * d).map(|at| if at % (d + 1) == 0 { 1.0 } else { 0.0 }).collect();
-            let found = run(&fixture, &unit, &NoProgress);
+            let probed = run(&fixture, &unit, &NoProgress);
             let lse = forward(&inputs, SMALL_TILES, &NoProgress).lse;
             let wide = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
             let g = [wide(&fixture.g_lse), wide(&fixture.g_label), wide(&fixture.smooth)];
             let g = Cotangents { lse: &g[0], label: &g[1], smooth: &g[2] };
-            let all = |found: &[f64], wanted: &[f64], what: &str| {
-                assert_eq!(found.len(), wanted.len(), "{what}");
+            let all = |probed: &[f64], wanted: &[f64], what: &str| {
+                assert_eq!(probed.len(), wanted.len(), "{what}");
                 let size = wanted.iter().fold(1e-12, |most: f64, x| most.max(x.abs()));
-                found.iter().zip(wanted).for_each(|(x, y)| close(*x, *y, size, what));
+                probed.iter().zip(wanted).for_each(|(x, y)| close(*x, *y, size, what));
             };
             let rows = |squares: &[f64]| {
                 squares.chunks(d).map(|row| row.iter().sum()).collect::<Vec<f64>>()
@@ -278,19 +281,19 @@ mod tests {
                 (SMALL_TILES, Keep::Both, &NoProgress),
                 &mut |block| {
                     let at = block.rows.start * d..block.rows.end * d;
-                    all(&found.dk_lse[at.clone()], &block.dk_lse, "dk");
-                    all(&found.dk_noise[at.clone()], &block.dk_lse_var, "dk noise");
-                    all(&found.dk_tokens[at.clone()], &block.dk_lse_sq, "dk tokens");
-                    all(&found.dk_dropped[at], &block.dk_dropped, "dk dropped");
-                    all(&found.dk_sq[block.rows.clone()], &rows(&block.dk_lse_sq), "dk squares");
+                    all(&probed.dk_lse[at.clone()], &block.dk_lse, "dk");
+                    all(&probed.dk_noise[at.clone()], &block.dk_lse_var, "dk noise");
+                    all(&probed.dk_tokens[at.clone()], &block.dk_lse_sq, "dk tokens");
+                    all(&probed.dk_dropped[at], &block.dk_dropped, "dk dropped");
+                    all(&probed.dk_sq[block.rows.clone()], &rows(&block.dk_lse_sq), "dk squares");
                 },
             );
-            all(&found.dq_lse, &dq.dq_lse, "dq");
-            all(&found.dq_noise, &dq.dq_lse_var, "dq noise");
-            all(&found.dq_dropped, &dq.dq_dropped, "dq dropped");
-            all(&found.dq_sq, &rows(&dq.dq_lse_sq), "dq squares");
+            all(&probed.dq_lse, &dq.dq_lse, "dq");
+            all(&probed.dq_noise, &dq.dq_lse_var, "dq noise");
+            all(&probed.dq_dropped, &dq.dq_dropped, "dq dropped");
+            all(&probed.dq_sq, &rows(&dq.dq_lse_sq), "dq squares");
             for t in (0..fixture.tokens).filter(|&t| inputs.label(t).is_some()) {
-                let (slope, variance) = found.label_slopes[t];
+                let (slope, variance) = probed.label_slopes[t];
                 let k = inputs.k.get_f64(inputs.label(t).unwrap() * d);
                 close(slope * g.label[t] * k, dq.dq_label[t * d], 1.0, "slope");
                 close(variance, dq.dq_label_rel_var[t] * slope * slope, 1.0, "its variance");
@@ -305,11 +308,11 @@ mod tests {
         let x = signs(d, 3);
         let unit: Vec<f64> =
             (0..d * d).map(|at| if at % (d + 1) == 0 { 1.0 } else { 0.0 }).collect();
-        let (found, axes) = (run(&fixture, &x, &NoProgress), run(&fixture, &unit, &NoProgress));
+        let (by_signs, axes) = (run(&fixture, &x, &NoProgress), run(&fixture, &unit, &NoProgress));
         for row in 0..fixture.vocab {
             for probe in 0..3 {
                 let wanted: f64 = (0..d).map(|i| axes.dk_lse[row * d + i] * x[i * 3 + probe]).sum();
-                close(found.dk_lse[row * 3 + probe], wanted, 1.0, "dk");
+                close(by_signs.dk_lse[row * 3 + probe], wanted, 1.0, "dk");
             }
         }
     }
@@ -319,10 +322,10 @@ mod tests {
         let fixture = Fixture::usual();
         let inputs = fixture.inputs();
         let (counter, x) = (Counter::default(), signs(fixture.depth, 3));
-        let found = run(&fixture, &x, &counter);
+        let probed = run(&fixture, &x, &counter);
         assert_eq!(counter.total(), probe_work(&inputs, 3));
         assert!(probe_work(&inputs, 3) < backward_work(&inputs));
         let again = |threads| with_threads(threads, || run(&fixture, &x, &NoProgress));
-        assert!(again(1) == found && again(3) == found);
+        assert!(again(1) == probed && again(3) == probed);
     }
 }

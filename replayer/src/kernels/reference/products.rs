@@ -1,6 +1,7 @@
 //! dq, dk and dbias from dlogits that were captured: two GEMMs and no softmax.
 //!
-//! With them a fault of dlogits is not blamed on what was computed from it.
+//! Comparing a captured dq or dk with these products finds faults of its own GEMM: a fault of
+//! dlogits is in both.
 
 use super::gemm::{Operand, multiply};
 use super::panel::{load, load_columns, squares};
@@ -24,11 +25,11 @@ pub struct DkProducts<'a> {
     pub rows: Range<usize>,
     /// `dlogitsᵀ q`.
     pub dk: &'a [f64],
-    /// Sum over t of `dlogits² q²`, times the copies of the token.
+    /// Sum over t of `copies dlogits² q²`, with `copies` from `HeadInputs::copies`.
     pub dk_sq: &'a [f64],
     /// Sum over t of dlogits.
     pub dbias: &'a [f64],
-    /// Sum over t of `dlogits²`, times the copies of the token.
+    /// Sum over t of `copies dlogits²`.
     pub dbias_sq: &'a [f64],
 }
 
@@ -98,7 +99,7 @@ pub fn from_dlogits(
     out
 }
 
-/// Multiplies each token's row by its copies.
+/// Multiplies each token's row of a tile by its number of copies.
 fn weigh(tile: &mut [f64], width: usize, copies: Option<&[f64]>) {
     let Some(copies) = copies else { return };
     for (row, copies) in tile.chunks_mut(width.max(1)).zip(copies) {
@@ -121,7 +122,7 @@ mod tests {
         let dlogits = Matrix { rows: tokens, cols: vocab, values: Values::F64(&values) };
         let inputs = fixture.inputs();
         let (mut dk, mut dbias) = (Vec::new(), Vec::new());
-        let found = from_dlogits(&inputs, &dlogits, SMALL_TILES, &NoProgress, &mut |block| {
+        let computed = from_dlogits(&inputs, &dlogits, SMALL_TILES, &NoProgress, &mut |block| {
             dk.extend_from_slice(block.dk);
             dbias.extend_from_slice(block.dbias);
         });
@@ -130,8 +131,8 @@ mod tests {
         for at in 0..tokens * depth {
             let (t, d) = (at / depth, at % depth);
             let k = |v: usize| inputs.k.get_f64(v * depth + d);
-            close(found.dq[at], (0..fixture.valid).map(|v| e(t, v) * k(v)).sum());
-            close(found.dq_sq[at], (0..fixture.valid).map(|v| (e(t, v) * k(v)).powi(2)).sum());
+            close(computed.dq[at], (0..fixture.valid).map(|v| e(t, v) * k(v)).sum());
+            close(computed.dq_sq[at], (0..fixture.valid).map(|v| (e(t, v) * k(v)).powi(2)).sum());
         }
         assert_eq!((dk.len(), dbias.len()), (vocab * depth, vocab));
         for (at, &dk) in dk.iter().enumerate() {

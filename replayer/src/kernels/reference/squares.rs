@@ -1,27 +1,29 @@
 //! Sums of squares and of variances over the vocabulary or over tokens: products of two matrices
-//! without signs.
+//! that have no negative elements.
 //!
-//! Only their size counts, to far fewer digits than a gradient's. So they are multiplied in f32,
-//! which takes half as long as f64 does; a sum of n addends without signs then errs by `n 2⁻²⁴` of
-//! itself at most. Squares reach further than f32: a p of 1e-25 squares to 1e-50. So the columns and
-//! the rows of each factor are first divided by powers of two near their largest elements, which
-//! changes no digit, and the sums are multiplied by them again. What f32 still cannot hold is small
-//! beside the rest of its row and beside the rest of its column.
+//! They need far fewer correct digits than a gradient. So they are multiplied in f32, which takes
+//! half as long as f64; a sum of n addends of one sign then has a relative error of at most `n
+//! 2⁻²⁴`. Squares exceed the range of f32: a p of 1e-25 squares to 1e-50. So the columns and the
+//! rows of each factor are first divided by powers of two near their largest elements, which
+//! changes no digit, and the sums are multiplied by these powers again. An element that f32 still
+//! cannot hold is small beside the rest of its row and beside the rest of its column.
 //!
-//! Of few columns the products are f64: there narrowing takes longer than it saves.
+//! Where q and k have few columns the products are f64: narrowing the factors would take longer
+//! than it saves.
 
 use super::gemm::{Operand, add_scaled, multiply};
 use super::panel::squares;
 use rayon::prelude::*;
 
-/// Columns of q and k from which a product in f32 saves more than narrowing its factors takes.
+/// With this many columns of q and k, a product in f32 saves more time than narrowing its factors
+/// takes.
 pub const WIDE: usize = 256;
-/// Columns whose largest elements are looked for together.
+/// Columns whose largest elements one task looks for.
 const COLUMNS: usize = 256;
-/// Elements from which several threads look at them.
+/// With this many elements, several threads share the work.
 const MANY: usize = 1 << 14;
 
-/// Numbers without signs in f32, each row, or each column, divided by a power of two.
+/// A matrix without negative elements in f32, each row, or each column, divided by a power of two.
 #[derive(Default)]
 pub(super) struct Scaled {
     values: Vec<f32>,
@@ -32,7 +34,8 @@ pub(super) struct Scaled {
 #[derive(Default)]
 pub(super) struct Squares {
     exact: Vec<f64>,
-    /// The same over the scales of columns and rows, where they are wide enough.
+    /// The same in f32, divided by the scales of columns and rows; only filled from `WIDE` columns
+    /// on.
     scaled: Scaled,
     columns: Vec<f64>,
     depth: usize,
@@ -41,14 +44,14 @@ pub(super) struct Squares {
 /// The side of a tile `[tokens, columns]` that a product sums over.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Over {
-    /// Its columns: each sum is one of a token.
+    /// Its columns: there is one sum for each token.
     Columns,
-    /// Its tokens: each sum is one of a column.
+    /// Its tokens: there is one sum for each column.
     Tokens,
 }
 
 impl Squares {
-    /// Of rows of values.
+    /// Squares the elements of `values` `[rows, depth]`.
     pub(super) fn load(&mut self, values: &[f64], depth: usize) {
         self.depth = depth;
         squares(values, &mut self.exact);
@@ -60,7 +63,8 @@ impl Squares {
         }
     }
 
-    /// Adds to `target` a tile's product with these squares; `room` is for the tile in f32.
+    /// Adds the product of a tile `[tokens, width]` with these squares to `target`; `room` is a
+    /// buffer for the tile in f32.
     pub(super) fn add_to(
         &self,
         target: &mut [f64],
@@ -83,13 +87,14 @@ impl Squares {
     }
 }
 
-/// A tile as the left factor.
+/// A tile as the left factor of a product that sums over columns or over tokens.
 fn turned<N>(tile: Operand<'_, N>, over: Over) -> Operand<'_, N> {
     if over == Over::Tokens { tile.transposed() } else { tile }
 }
 
 impl Scaled {
-    /// Rows of values times a number a column, with a scale a row.
+    /// Narrows rows of values, each column times its own number of `times`, with one scale for each
+    /// row.
     fn of_rows(&mut self, (values, width): (&[f64], usize), times: &[f64]) {
         self.values.resize(values.len(), 0.0);
         self.scales.resize(values.len() / width.max(1), 1.0);
@@ -101,7 +106,8 @@ impl Scaled {
         });
     }
 
-    /// Rows of values times a number a row, with a scale a column.
+    /// Narrows rows of values, each row times its own number of `times`, with one scale for each
+    /// column.
     fn of_columns(&mut self, (values, width): (&[f64], usize), times: &[f64]) {
         self.values.resize(values.len(), 0.0);
         column_scales(&mut self.scales, (values, width), times);
@@ -112,8 +118,8 @@ impl Scaled {
     }
 }
 
-/// The power of two next below each column's largest element, of rows of values times a number a
-/// row.
+/// For each column the largest power of two that is not above its largest element, where each row
+/// of values is first multiplied by its own number of `times`.
 fn column_scales(scales: &mut Vec<f64>, (values, width): (&[f64], usize), times: &[f64]) {
     scales.clear();
     scales.resize(width, 0.0);
@@ -132,7 +138,7 @@ fn inverse(scales: &[f64]) -> Vec<f64> {
 }
 
 vectorised!(
-    /// The largest of a row's elements times others, without signs.
+    /// The largest `|row[i] * times[i]|`.
     largest, largest_body, (row: &[f64], times: &[f64]) -> f64
 );
 
@@ -143,7 +149,7 @@ fn largest_body(row: &[f64], times: &[f64]) -> f64 {
 }
 
 vectorised!(
-    /// Raises numbers without signs to those of a row times a number.
+    /// `most[i] = max(most[i], |row[i] * times|)`.
     raise, raise_body, (most: &mut [f64], row: &[f64], times: f64) -> ()
 );
 
@@ -156,7 +162,7 @@ fn raise_body(most: &mut [f64], row: &[f64], times: f64) {
 }
 
 vectorised!(
-    /// The products of two rows, times a number, in f32.
+    /// `to[i] = row[i] * times[i] * all`, rounded to f32.
     narrow, narrow_body, (to: &mut [f32], row: &[f64], times: &[f64], all: f64) -> ()
 );
 
@@ -167,14 +173,16 @@ fn narrow_body(to: &mut [f32], row: &[f64], times: &[f64], all: f64) {
     }
 }
 
-/// The bits of a number's size, which are in the order of the sizes: NaN comes last, after inf.
+/// The bits of `|x|`, which as integers have the order of the magnitudes; NaN comes last, after
+/// inf.
 #[inline(always)]
 fn size_in_order(x: f64) -> i64 {
     x.abs().to_bits() as i64
 }
 
-/// The power of two next below a number, such that its inverse is one too. Divided by that of an
-/// infinity or of NaN, these stay what they are, and so does the sum that they belong to.
+/// The largest power of two that is not above a number and whose inverse is a normal number too. It
+/// is finite also for inf and NaN, so that inf and NaN divided by it stay what they are and reach
+/// their sum.
 fn power_of_two(x: f64) -> f64 {
     const EXPONENT: u64 = 0x7ff0_0000_0000_0000;
     f64::from_bits(x.to_bits() & EXPONENT).clamp(f64::MIN_POSITIVE, 1.0 / f64::MIN_POSITIVE)
