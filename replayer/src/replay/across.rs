@@ -3,7 +3,6 @@
 //! Each stage is judged from the captured addends, so that a fault inside dk
 //! is not blamed on the sums.
 
-use std::fmt::Debug;
 use std::sync::Arc;
 
 use backtape::head::MicrobatchReduction;
@@ -11,13 +10,15 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
+use super::Slice;
 use super::addends::Sum;
 use super::allowed::{rounded, stored, summed};
 use super::chained::Whole;
+use super::context::Replay;
 use super::maps::Drawn;
 use super::outcome::{Comparison, Outcome};
+use super::plan::Plan;
 use super::world::{At, Expectation};
-use super::{Replay, Slice};
 use crate::assemble::{self, Tensor};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::Stage;
@@ -38,29 +39,31 @@ struct Judged<'a> {
 impl Replay<'_> {
     pub(super) fn across(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         self.sums(slices, outcome)?;
-        if slices.iter().any(|slice| self.step.judged(&slice.inputs).is_some()) {
+        if slices.iter().any(|slice| self.plan.step.judged(&slice.inputs).is_some()) {
             let why = "ranks hold several versions of what the gradients are computed from";
             outcome.leave(Stage::GradNorm, None, why);
             return Ok(());
         }
-        let norm = self.norm(slices, outcome);
+        let norm = self.plan.norm(slices, outcome);
         outcome.spared(norm, (&[Stage::GradNorm], None)).map(|_| ())
     }
 
     /// The sums over microbatches and over ranks.
     pub(super) fn sums(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let several = slices.iter().any(|slice| slice.inputs.microbatch.is_some());
-        if several && self.wants(Stage::Accumulate) {
+        if several && self.plan.wants(Stage::Accumulate) {
             let found = self.accumulate(slices, outcome);
             outcome.spared(found, (&[Stage::Accumulate], None))?;
         }
-        if self.wants(Stage::Reduce) {
+        if self.plan.wants(Stage::Reduce) {
             let found = self.reduce(slices, outcome);
             outcome.spared(found, (&[Stage::Reduce], None))?;
         }
         Ok(())
     }
+}
 
+impl Plan<'_> {
     /// What a sum over microbatches is divided by; `Err` when the dump holds fewer
     /// than the job had.
     pub(super) fn divisor(&self, slices: &[Slice]) -> Result<f64, String> {
@@ -72,17 +75,19 @@ impl Replay<'_> {
             MicrobatchReduction::Sum => 1.0,
         })
     }
+}
 
+impl Replay<'_> {
     /// dk without microbatch, before the reduction: the sum over microbatches.
     fn accumulate(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let stage = Stage::Accumulate;
-        let Some(key) = self.step.find_reduced(Role::Dk, false) else {
+        let Some(key) = self.plan.step.find_reduced(Role::Dk, false) else {
             let why =
                 "dk summed over microbatches, before the reduction over ranks, was not captured";
             outcome.skip(stage, why);
             return Ok(());
         };
-        let divisor = match self.divisor(slices) {
+        let divisor = match self.plan.divisor(slices) {
             Ok(divisor) => divisor,
             Err(why) => {
                 outcome.skip(stage, why);
@@ -91,14 +96,14 @@ impl Replay<'_> {
         };
         let of = |slice: &Slice| {
             let microbatch = slice.inputs.microbatch;
-            self.step.find(Role::Dk, microbatch).map(|key| (microbatch, key))
+            self.plan.step.find(Role::Dk, microbatch).map(|key| (microbatch, key))
         };
         let Some(addends) = slices.iter().map(of).collect::<Option<Vec<_>>>() else {
             let why = "dk of some microbatch was not captured";
-            return self.sum_alone(slices, (stage, key, why), outcome);
+            return self.judge.sum_alone(slices, (stage, key, why), outcome);
         };
-        for rank in self.holders(key) {
-            let tensor = match self.held_by(key, rank) {
+        for rank in self.plan.holders(key) {
+            let tensor = match self.plan.held_by(key, rank) {
                 Ok(tensor) => tensor,
                 Err(error) => {
                     outcome.skip(stage, error.to_string());
@@ -108,17 +113,17 @@ impl Replay<'_> {
             let mut parts = Vec::new();
             for &(microbatch, part) in &addends {
                 let same_box = |part: &Tensor| part.place == tensor.place;
-                let Some(mut part) = self.held_by(part, rank).ok().filter(same_box) else {
+                let Some(mut part) = self.plan.held_by(part, rank).ok().filter(same_box) else {
                     let why = "dk of a microbatch is not held in the boxes in which its sum over microbatches is held: record both alike to have the sum judged";
                     outcome.skip(stage, why);
                     return Ok(());
                 };
                 // Both are the same box of dk: seen from its own corner.
                 part.place = backtape::index_box::IndexBox::whole(&part.shape);
-                parts.push((part, self.world.weight(stage, microbatch, rank)));
+                parts.push((part, self.judge.world.weight(stage, microbatch, rank)));
             }
             let weights: Vec<f64> = parts.iter().map(|(_, weight)| *weight).collect();
-            let addends = self.sum_once(&(stage, rank, weights), &mut || {
+            let addends = self.executor.sum(&(stage, rank, weights), &mut || {
                 let mut addends = Sum::new(&tensor.shape);
                 parts.iter().try_for_each(|(part, weight)| addends.add(part, *weight))?;
                 Ok(addends)
@@ -133,15 +138,15 @@ impl Replay<'_> {
     /// dk after the reduction: the sum over ranks and microbatches.
     fn reduce(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let stage = Stage::Reduce;
-        let Some(key) = self.step.find_reduced(Role::Dk, true) else {
+        let Some(key) = self.plan.step.find_reduced(Role::Dk, true) else {
             outcome.skip(stage, "dk after the reduction over ranks was not captured");
             return Ok(());
         };
-        let tensor = self.step.assemble(key)?;
+        let tensor = self.plan.step.assemble(key)?;
         let captured = &tensor;
-        if let Some(local) = self.step.find_reduced(Role::Dk, false) {
-            let partial = self.step.tensors[local].partial.is_some();
-            let added = |slice: &Slice| self.step.each_added(local, &slice.inputs);
+        if let Some(local) = self.plan.step.find_reduced(Role::Dk, false) {
+            let partial = self.plan.step.tensors[local].partial.is_some();
+            let added = |slice: &Slice| self.plan.step.each_added(local, &slice.inputs);
             if let Some(why) = slices.iter().find_map(|s| added(s).err()).filter(|_| partial) {
                 outcome.skip(stage, why);
                 return Ok(());
@@ -152,15 +157,15 @@ impl Replay<'_> {
         }
         let mut parts = Vec::new();
         for slice in slices {
-            let part = self.step.find(Role::Dk, slice.inputs.microbatch);
+            let part = self.plan.step.find(Role::Dk, slice.inputs.microbatch);
             let Some(part) = part.filter(|part| *part != key) else {
                 let why = "dk before the reduction was not captured";
-                return self.sum_alone(slices, (stage, key, why), outcome);
+                return self.judge.sum_alone(slices, (stage, key, why), outcome);
             };
             parts.push((slice.inputs.microbatch, part));
         }
         let addends = &self.weighted(&tensor.shape, &parts)?;
-        match self.divisor(slices) {
+        match self.plan.divisor(slices) {
             Ok(divisor) => {
                 let found = Judged { stage, key, rank: None, captured, addends, divisor };
                 self.judge_sum(slices, found, outcome)?;
@@ -178,30 +183,18 @@ impl Replay<'_> {
     ) -> Result<Arc<Sum>, StepError> {
         let stage = Stage::Reduce;
         let of_part = |&(microbatch, key): &(Option<Microbatch>, &TensorKey)| {
-            let of = |rank| self.world.weight(stage, microbatch, rank);
-            self.holders(key).into_iter().map(of).collect::<Vec<f64>>()
+            let of = |rank| self.judge.world.weight(stage, microbatch, rank);
+            self.plan.holders(key).into_iter().map(of).collect::<Vec<f64>>()
         };
         let weights: Vec<Vec<f64>> = parts.iter().map(of_part).collect();
-        self.sum_once(&(stage, weights), &mut || {
+        self.executor.sum(&(stage, weights), &mut || {
             let mut addends = Sum::new(shape);
             for &(microbatch, key) in parts {
-                let weight = |rank| self.world.weight(stage, microbatch, rank);
-                addends.add_weighted(self.step, key, &weight)?;
+                let weight = |rank| self.judge.world.weight(stage, microbatch, rank);
+                addends.add_weighted(self.plan.step, key, &weight)?;
             }
             Ok(addends)
         })
-    }
-
-    /// A sum of captured addends: for trials, which mostly ask for the same, taken once.
-    fn sum_once(
-        &self,
-        which: &dyn Debug,
-        take: &mut dyn FnMut() -> Result<Sum, StepError>,
-    ) -> Result<Arc<Sum>, StepError> {
-        match self.cache {
-            Some(cache) => cache.sum(which, take),
-            None => take().map(Arc::new),
-        }
     }
 
     fn judge_sum(
@@ -217,19 +210,19 @@ impl Replay<'_> {
         };
         let wide: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
         let whole = Whole { stage, rank, captured, shape: &tensor.shape, wide: &wide };
-        let chained = self.chained(slices, &whole)?;
+        let chained = self.judge.chained(slices, &whole)?;
         let in_chains = chained.is_some();
         let mut reference = chained.unwrap_or_else(|| wide.clone());
         let every: Vec<usize> = (0..captured.rows).collect();
         let at = At { stage, microbatch: None, rank };
-        let factor = self.world.scale(at);
+        let factor = self.judge.world.scale(at);
         reference.iter_mut().for_each(|x| *x *= factor);
         let divisor = divisor / factor;
         let judged_at = at;
         let (rows, columns, values) = (&every[..], captured.cols, &mut reference[..]);
-        self.world.expected(&mut Expectation { at, rows, columns, values });
-        let (precision, reduce) = (precision_of(tensor.dtype), self.roundings.reduce);
-        let bound = self.bound(captured.rows, captured.cols);
+        self.judge.world.expected(&mut Expectation { at, rows, columns, values });
+        let (precision, reduce) = (precision_of(tensor.dtype), self.plan.roundings.reduce);
+        let bound = self.judge.bound(captured.rows, captured.cols);
         let columns = captured.cols;
         let sum = policy::Sum::of(reduce);
         // A mean over three multiplies all by one rounded third.
@@ -238,7 +231,7 @@ impl Replay<'_> {
             let at = row * columns + column;
             let sum = summed(sum, addends.count, addends.total[at], addends.squares[at]);
             let inner = (sum + addends.storage[at]) / (divisor * divisor);
-            let noise = self.world.noise(judged_at, row, column);
+            let noise = self.judge.world.noise(judged_at, row, column);
             let own = inner + rounded(reduce, x) + noise;
             let again = super::dk::rounds(factor);
             let shared = if constant { rounded(reduce, x) } else { 0.0 };
@@ -250,22 +243,18 @@ impl Replay<'_> {
             let tally = Tally::of(&rows, allowed, &bound);
             Comparison::new(None, rank, key.to_string(), tally, &bound)
         };
-        let mut found = match self.cache {
-            None => judge(),
-            Some(cache) => {
-                let which = (stage, rank, divisor, &self.roundings, bound);
-                cache.judged(&which, (addends, &reference), &mut judge)
-            }
-        };
+        let which = (stage, rank, divisor, &self.plan.roundings, bound);
+        let of = (addends, &reference[..]);
+        let mut found = self.executor.comparison(&which, of, &mut judge);
         let (first, all) = (0, captured.rows);
         let (rows, allowed) = (&rows, &allowed);
-        let chart = self.chart(&Drawn { stage, first, all, rows, allowed, bound: &bound });
+        let chart = self.plan.chart(&Drawn { stage, first, all, rows, allowed, bound: &bound });
         if found.excess.is_none() {
             // What a hypothesis says of the sum is what one rounding of it is a rounding of.
             let wide = if in_chains { &wide } else { &reference };
-            found.excess = self.chain_excess(slices, &Whole { wide, ..whole }, &bound)?;
+            found.excess = self.judge.chain_excess(slices, &Whole { wide, ..whole }, &bound)?;
         }
-        if found.excess.is_some() && self.step.options.declared.tied_embedding {
+        if found.excess.is_some() && self.plan.step.options.declared.tied_embedding {
             // The lookup's part may have been added after the addends were recorded.
             let why = "tied_embedding=True: the sum is not that of the recorded dk; it may hold the input embedding's part, which the head does not know";
             outcome.skip(stage, why);
@@ -273,11 +262,13 @@ impl Replay<'_> {
         }
         outcome.add(stage, found);
         if let Some(chart) = chart {
-            self.take_chart(stage, chart, (None, rank), outcome);
+            self.plan.take_chart(stage, chart, (None, rank), outcome);
         }
         Ok(())
     }
+}
 
+impl Plan<'_> {
     /// The ranks that hold addends of a tensor; one `None` for a whole one.
     pub(super) fn holders(&self, key: &TensorKey) -> Vec<Option<Rank>> {
         match self.step.tensors[key].partial {

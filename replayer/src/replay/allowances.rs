@@ -1,9 +1,9 @@
 //! What is allowed of the elements of dq and of dk, in the numbers of their stage, rows and columns
 //! (`compare::allowance`): whoever compares an element takes them from here.
 
-use super::Replay;
 use super::allowed::{FLUSH, carried, rounding, summed_by, unit};
 use super::backward::Problem;
+use super::judge::Judge;
 use super::slab::Slab;
 use crate::compare::allowance::{
     Allowance, DENSE, Dense, Joined, LABEL, Label, OfColumn, OfRow, Rounding, Sums,
@@ -47,14 +47,14 @@ fn at(values: &[f64], index: usize) -> f64 {
     values.get(index).copied().unwrap_or(0.0)
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// Of rows of dk.
     pub(super) fn of_dk(&self, problem: &Problem<'_>, slab: &Slab, stage: Stage) -> Allowances {
-        let Policy { sums, path, label_grad, product, .. } = self.roundings.widest;
+        let Policy { sums, path, label_grad, product, .. } = self.plan.roundings.widest;
         let (t, d) = (problem.head.q.rows, problem.head.q.cols);
         let parts = parts(stage);
         let (total, squares) = summed_by(sums.dk, t as f64);
-        let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
+        let tiles = t.div_ceil(self.plan.roundings.tiles.tokens.max(1));
         let (by_total, by_squares) = self.joined_by(tiles, path == Path::Chunked);
         let dense = Dense {
             total: total + by_total,
@@ -64,8 +64,8 @@ impl Replay<'_> {
             ..self.dense(problem)
         };
         let scatter = if path == Path::Fused { sums.label_scatter } else { sums.dk };
-        let carries = self.roundings.carries_label(parts != LABEL);
-        let constant = self.roundings.shared_g() * self.one_constant();
+        let carries = self.plan.roundings.carries_label(parts != LABEL);
+        let constant = self.plan.roundings.shared_g() * self.one_constant();
         let shared_alike = problem.largest_variance() + self.narrowing() + problem.constants;
         let label = Label {
             carried: if carries { carried(sums.dk, t as f64, 1.0) } else { 0.0 },
@@ -117,11 +117,11 @@ impl Replay<'_> {
         (dq, copies): (&Backward, Option<&[f64]>),
         stage: Stage,
     ) -> Allowances {
-        let Policy { sums, label_grad, .. } = self.roundings.widest;
+        let Policy { sums, label_grad, .. } = self.plan.roundings.widest;
         let (v, d) = (problem.head.valid_vocab, problem.head.q.cols);
         let parts = parts(stage);
         let (total, squares) = summed_by(sums.dq, v as f64);
-        let tiles = v.div_ceil(self.roundings.tiles.vocab.max(1));
+        let tiles = v.div_ceil(self.plan.roundings.tiles.vocab.max(1));
         let (by_total, by_squares) = self.joined_by(tiles, false);
         let dense = Dense {
             total: total + by_total,
@@ -130,16 +130,16 @@ impl Replay<'_> {
             shared_squares: self.narrowing() + problem.constants,
             ..self.dense(problem)
         };
-        let carries = self.roundings.carries_label(parts != LABEL);
+        let carries = self.plan.roundings.carries_label(parts != LABEL);
         let label = Label {
             carried: if carries { carried(sums.dq, v as f64, 1.0) } else { 0.0 },
             row_variance: 1,
             shared_total: self.shared_scale(0.0) + self.narrowing() + problem.constants,
             bias: label_bias(problem, 0, parts),
-            few: if self.whole { Rounding::default() } else { rounding(label_grad) },
+            few: if self.plan.whole { Rounding::default() } else { rounding(label_grad) },
             ..Label::default()
         };
-        let constant = self.roundings.shared_g() * self.one_constant();
+        let constant = self.plan.roundings.shared_g() * self.one_constant();
         let of_row = |token: usize| {
             // Of a whole entry that much is rounded.
             let share = dq.dq_label_share[token];
@@ -173,7 +173,7 @@ impl Replay<'_> {
             shared_whole: self.shared_scale(problem.few),
             shared_confident: self.one_constant(),
             bias: problem.dense_bias,
-            whole: self.whole.into(),
+            whole: self.plan.whole.into(),
             ..Dense::default()
         }
     }
@@ -185,12 +185,14 @@ impl Replay<'_> {
     /// What adding two parts may round, each of which may be rounded first: three roundings at
     /// most. Whole dlogits have no parts.
     pub(super) fn adding(&self) -> Joined {
-        let compute = self.roundings.compute();
+        let compute = self.plan.roundings.compute();
         let (square, constant) = (compute * compute / 3.0, FLUSH * FLUSH);
         let sum = Rounding { square, constant, unit: 0.0, half: FLUSH };
-        match self.whole {
+        match self.plan.whole {
             true => Joined { sum: Rounding { unit: compute, ..sum }, ..Joined::default() },
-            false => Joined { part: rounding(self.roundings.widest.parts), sum, apart: compute },
+            false => {
+                Joined { part: rounding(self.plan.roundings.widest.parts), sum, apart: compute }
+            }
         }
     }
 }

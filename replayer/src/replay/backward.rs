@@ -1,32 +1,35 @@
 //! Backward stages of one unit: dq and dk, each with its two parts, and dbias: what they
 //! start from, and what the dump holds of them. `slabs` walks them.
 
-use std::sync::Arc;
-
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::When;
 use rayon::prelude::*;
 
+use super::Slice;
 use super::addends::Sum;
 use super::alike::of_label_addends;
+use super::context::Replay;
 use super::dq::k_sums;
 use super::estimate::estimate_work;
+use super::executor::pass_cache::Biases;
 use super::findings::{Captured, Findings, Gradient, Held};
 use super::forward::{ForwardState, few};
 use super::gather::Gathered;
+use super::judge::Judge;
 use super::loss::Upstream;
 use super::members::members;
 use super::outcome::{Comparison, MemberError, Outcome};
-use super::pass_cache::Biases;
+use super::plan::Effort;
+use super::plan::Plan;
 use super::smoothed::of_smoothed_entries;
 use super::world::{At, UnitName, UnitTokens};
-use super::{Effort, Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads};
 use crate::kernels::policy::{Path, Policy};
+use crate::kernels::reference::TermNoise;
 use crate::kernels::{TokenCotangents, policy, reference};
 
 /// Elements that one thread adds at a time.
@@ -39,6 +42,8 @@ pub(super) struct Problem<'a> {
     /// The first rank of the unit.
     pub(super) rank: Option<Rank>,
     pub(super) lse: Vec<f64>,
+    /// Relative variance of the unit's softmax terms.
+    pub(super) noise: TermNoise,
     /// Relative variance that lse brings to a token's softmax terms.
     pub(super) scale: Vec<f64>,
     /// Relative variance of the token's g.
@@ -88,6 +93,7 @@ impl Problem<'_> {
             microbatch: self.microbatch,
             rank: self.rank,
             lse: self.lse.clone(),
+            noise: self.noise,
             scale: self.scale.clone(),
             variance: self.variance.clone(),
             largest: self.largest,
@@ -125,15 +131,15 @@ impl Problem<'_> {
 impl Replay<'_> {
     /// Multiply-adds of the whole replay, for the progress bar.
     pub(super) fn work(&self, slices: &[Slice], effort: Effort) -> u64 {
-        let members = members(&self.roundings).len() as u64;
+        let members = members(&self.plan.roundings).len() as u64;
         let one = |slice: &Slice| {
-            let Some(head) = slice.inputs.head(self.step) else { return 0 };
+            let Some(head) = slice.inputs.head(self.plan.step) else { return 0 };
             let forward = reference::forward_work(&head) + 2 * policy::forward_work(&head);
             let emulated = (members * policy::backward_work(&head)) as f64;
             let emulated = (emulated * self.share_emulated(&head)) as u64;
             let all = reference::backward_work(&head) + emulated;
             let backward = match effort {
-                Effort::Probes { count, .. } if !self.roundings.swamps() => {
+                Effort::Probes { count, .. } if !self.plan.roundings.swamps() => {
                     reference::probe_work(&head, count)
                 }
                 Effort::Tokens { count, .. } => {
@@ -156,25 +162,27 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let Scores::Product { .. } = slice.inputs.scores else {
-            if self.step.find(Role::Dbias, slice.inputs.microbatch).is_some() {
+            if self.plan.step.find(Role::Dbias, slice.inputs.microbatch).is_some() {
                 let why = "recorded, and judged only where the head starts from q and k; dlogits says what it is a sum of";
                 outcome.skip(Stage::Dbias, why);
             }
             return Ok(());
         };
-        let captured = self.captured(slice, unit, outcome)?;
-        if captured.gradients.is_empty() && self.sums_alone.is_none() {
+        let captured = self.judge.captured(slice, unit, outcome)?;
+        if captured.gradients.is_empty() && self.plan.sums_alone.is_none() {
             return Ok(());
         }
-        if let Effort::Tokens { count, seed } = self.effort {
+        if let Effort::Tokens { count, seed } = self.plan.effort {
             let before = (state, upstream);
             return self.sampled((slice, unit), before, captured, (count, seed), outcome);
         }
-        let dlogits = self.usable_dlogits(slice, unit)?;
+        let dlogits = self.judge.usable_dlogits(slice, unit)?;
         self.try_problem(slice, unit, (state, upstream), &mut |problem| {
-            let mut findings = match self.effort {
+            let mut findings = match self.plan.effort {
                 // Probes see sums over all classes, in which open tokens can't be told apart.
-                Effort::Probes { count, seed } if !self.recomputes() && !problem.any_open() => {
+                Effort::Probes { count, seed }
+                    if !self.plan.recomputes() && !problem.any_open() =>
+                {
                     self.probe(problem, &captured, unit, (count, seed), outcome)
                 }
                 _ => self.walk(problem, &captured, (slice, unit), (state, upstream), outcome)?,
@@ -194,8 +202,8 @@ impl Replay<'_> {
             }
             let own = captured.all_but(&from_dlogits);
             let of = (slice, unit);
-            self.note_open(of, problem, (&captured, &own), &mut findings, outcome);
-            self.report(findings, &captured, &slice.inputs, unit, outcome);
+            self.plan.note_open(of, problem, (&captured, &own), &mut findings, outcome);
+            self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
             Ok(())
         })
     }
@@ -225,7 +233,7 @@ impl Replay<'_> {
         then: &mut dyn FnMut(&Problem<'_>) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
-        let head = inputs.head(self.step).expect("products have a head");
+        let head = inputs.head(self.plan.step).expect("products have a head");
         let q = Gathered::new(&head.q, &unit.rows);
         let labels: Vec<u32> = unit.rows.iter().map(|&t| inputs.labels[t]).collect();
         let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
@@ -256,35 +264,36 @@ impl Replay<'_> {
         let (alike, few) = (most(&state.alike), most(&state.few));
         let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
-        let [g_lse, g_label, g_smooth] = self.token_cotangents(&tokens);
+        let [g_lse, g_label, g_smooth] = self.judge.token_cotangents(&tokens);
         let (unsure, of_unsure) = match upstream.any_open(&unit.rows) {
             true => {
                 let unsure = pick(&upstream.certain);
-                let of = self.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
+                let of = self.judge.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
                 (unsure, of.map(|of| of.into_iter().map(f64::abs).collect()))
             }
             false => Default::default(),
         };
         let largest = g_lse.iter().fold(0.0, |most: f64, g| most.max(g.abs()));
-        let entry_floor = self.entry_floor(largest);
+        let entry_floor = self.judge.entry_floor(largest);
         let (k_sums, k_squares) = match entry_floor > 0.0 {
             true => k_sums(&rows_of(&head.k, 0..head.valid_vocab)),
             false => (Vec::new(), Vec::new()),
         };
         let cotangents = Cotangents { lse: &g_lse[..], label: &g_label, smooth: &g_smooth };
         let biases = self.biases(&head, &lse, &cotangents);
-        let sliced = self.sliced(&head, &g, &pick(&state.logit_variance));
+        let sliced = self.judge.sliced(&head, &g, &pick(&state.logit_variance));
         let (scale, variance) = (pick(&state.scale), pick(&upstream.variance));
         let spread = pick(&state.spread).into_iter().fold(0.0, f64::max);
         let of_lse = match state.lse_shared.is_empty() {
             true => 0.0,
             false => most(&state.lse_shared),
         };
-        let constants = self.transform_scale() * (1.0 + spread * spread) + of_lse;
+        let constants = self.judge.transform_scale() * (1.0 + spread * spread) + of_lse;
         // Asked for at every element: looked for once.
         let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
         let largest = (most(&scale), most(&variance));
         Problem {
+            noise: self.judge.term_noise(head.q.cols),
             head,
             microbatch: inputs.microbatch,
             rank,
@@ -313,20 +322,19 @@ impl Replay<'_> {
     /// See [`Biases`].
     fn biases(&self, head: &HeadInputs<'_>, lse: &[f64], g: &Cotangents<'_, f64>) -> Biases {
         let find = || Biases {
-            label: self.label_bias(head, g.label),
+            label: self.judge.label_bias(head, g.label),
             whole: self.whole_bias(head, lse, g),
-            dense: self.dense_bias(g.lse, g.smooth),
+            dense: self.judge.dense_bias(g.lse, g.smooth),
         };
-        let options = (&self.roundings.widest, &self.step.options.transform);
-        match self.cache {
-            Some(cache) => cache.biases((head, lse, g), &options, find),
-            None => find(),
-        }
+        let options = (&self.plan.roundings.widest, &self.plan.step.options.transform);
+        self.executor.biases((head, lse, g), &options, find)
     }
+}
 
+impl Judge<'_> {
     /// The mean relative errors of `g k[y]` and of `g q`, where they are rounded.
     fn label_bias(&self, head: &HeadInputs<'_>, g_label: &[f64]) -> [f64; 2] {
-        let Policy { path, label_grad, .. } = self.roundings.widest;
+        let Policy { path, label_grad, .. } = self.plan.roundings.widest;
         if path != Path::Fused || label_grad.keeps_f32() {
             return [0.0; 2];
         }
@@ -343,19 +351,18 @@ impl Replay<'_> {
             of_label_addends(label_grad, g_label, |t| of(&head.q, t)),
         ]
     }
+}
 
+impl Replay<'_> {
     /// The mean relative error of the entries in the labels' columns: a head that never holds the
     /// logits may take the label's 1 off before it rounds. Entries of tokens whose p is small are
     /// nearly -g, and round to one side.
     fn whole_bias(&self, head: &HeadInputs<'_>, lse: &[f64], g: &Cotangents<'_, f64>) -> f64 {
-        let Policy { path, dlogits, .. } = self.roundings.widest;
+        let Policy { path, dlogits, .. } = self.plan.roundings.widest;
         if path != Path::Fused || dlogits.keeps_f32() {
             return 0.0;
         }
-        let logits = match self.cache {
-            Some(cache) => cache.label_logits(head),
-            None => Arc::new(reference::label_logits(head)),
-        };
+        let logits = self.executor.label_logits(head);
         let entry = |t: usize| match head.labels[t] {
             IGNORED => 0.0,
             _ => {
@@ -366,12 +373,14 @@ impl Replay<'_> {
         let entries: Vec<f64> = (0..lse.len()).map(entry).collect();
         of_label_addends(dlogits, &entries, |_| vec![1.0])
     }
+}
 
+impl Judge<'_> {
     /// The mean relative error of `g (p - s/K)`, where p and the difference are rounded. The
     /// derivative of a transform that bends has other digits for each entry.
     fn dense_bias(&self, g_lse: &[f64], g_smooth: &[f64]) -> f64 {
-        let Policy { p, dlogits, .. } = self.roundings.widest;
-        let transform = self.step.options.transform;
+        let Policy { p, dlogits, .. } = self.plan.roundings.widest;
+        let transform = self.plan.step.options.transform;
         if transform.bends() {
             return 0.0;
         }
@@ -385,7 +394,7 @@ impl Replay<'_> {
     /// of one entry's rounding, `Σ (N z)² v` over the steps is `a K² σ² v` for p near
     /// 1/K, of dq; for a row of dk it is the same over tokens. `spread` is σ².
     fn sliced(&self, head: &HeadInputs<'_>, g: &[f64], spread: &[f64]) -> (Vec<f64>, f64) {
-        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let Policy { p, dlogits, .. } = self.plan.roundings.widest;
         let u = p.unit_roundoff().max(dlogits.unit_roundoff());
         let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
         // a σ² v of a token, v of an entry near g/K.
@@ -408,7 +417,7 @@ impl Replay<'_> {
         let classes = tokens.inputs.valid_vocab;
         let each = tokens.lse.iter().zip(tokens.g);
         let each: Vec<TokenCotangents> =
-            each.map(|(&lse, &g)| self.step.options.cotangents(g, lse, classes)).collect();
+            each.map(|(&lse, &g)| self.plan.step.options.cotangents(g, lse, classes)).collect();
         let list = |of: fn(&TokenCotangents) -> f64| each.iter().map(of).collect::<Vec<f64>>();
         let [mut of_lse, mut label, mut smooth] =
             [list(|of| of.lse), list(|of| of.label), list(|of| of.smooth)];
@@ -425,7 +434,7 @@ impl Replay<'_> {
     ) -> Result<Captured, StepError> {
         let mut found = Captured::default();
         let stages = Stage::OF_Q.into_iter().chain(Stage::OF_K).chain([Stage::Dbias]);
-        for stage in stages.filter(|&stage| self.wants(stage)) {
+        for stage in stages.filter(|&stage| self.plan.wants(stage)) {
             // What cannot be used of one gradient says nothing of the others.
             let gradient = self.captured_of(stage, (slice, unit), outcome);
             let gradient = outcome.spared(gradient, (&[stage], slice.inputs.microbatch))?;
@@ -450,15 +459,15 @@ impl Replay<'_> {
             let (rounded, apart) = (None, None);
             return Ok(Some(Gradient { stage, values, stored, rounded, apart, source }));
         }
-        let Some(key) = self.step.find(role, slice.inputs.microbatch) else {
+        let Some(key) = self.plan.step.find(role, slice.inputs.microbatch) else {
             return Ok(None);
         };
-        if stage == Stage::Dk && self.step.options.declared.tied_embedding {
+        if stage == Stage::Dk && self.plan.step.options.declared.tied_embedding {
             let why = "tied_embedding=True: dk holds the input embedding's part too, which the head does not know; record dk_lse and dk_label to have the head's part judged";
             outcome.skip(stage, why);
             return Ok(None);
         }
-        let partial = self.step.tensors[key].partial.is_some();
+        let partial = self.plan.step.tensors[key].partial.is_some();
         let of_tokens = stage.is_of_q();
         if let Some(why) = slice.blocked.as_ref().filter(|_| partial && !of_tokens) {
             outcome.leave(stage, slice.inputs.microbatch, why.clone());
@@ -466,21 +475,21 @@ impl Replay<'_> {
         }
         let values = match (partial, of_tokens) {
             (true, true) => {
-                let sum = Sum::of_partial(self.step, key)?.oriented(self.step, key);
+                let sum = Sum::of_partial(self.plan.step, key)?.oriented(self.plan.step, key);
                 Held::Summed(sum.added())
             }
             (true, _) if unit.ranks.is_empty() => {
-                if let Err(why) = self.step.all_added(key, &slice.inputs) {
+                if let Err(why) = self.plan.step.all_added(key, &slice.inputs) {
                     outcome.leave(stage, slice.inputs.microbatch, why);
                     return Ok(None);
                 }
-                let sum = Sum::of_addends(self.step, key)?.oriented(self.step, key);
+                let sum = Sum::of_addends(self.plan.step, key)?.oriented(self.plan.step, key);
                 Held::Summed(sum.added())
             }
-            (true, _) => Held::Whole(self.step.oriented(key, Some(&unit.ranks))?),
+            (true, _) => Held::Whole(self.plan.step.oriented(key, Some(&unit.ranks))?),
             // A gradient over all tokens cannot be judged by some ranks' tokens.
             (_, false) if !unit.ranks.is_empty() => return Ok(None),
-            _ => Held::Whole(self.step.oriented(key, None)?),
+            _ => Held::Whole(self.plan.step.oriented(key, None)?),
         };
         let stored = match &values {
             Held::Whole(tensor) => precision_of(tensor.dtype),
@@ -488,18 +497,20 @@ impl Replay<'_> {
         };
         let source = key.to_string();
         let mut gradient = Gradient { stage, values, stored, rounded: None, apart: None, source };
-        self.check_shape(&gradient, slice)?;
-        let output = self.roundings.widest.output;
+        self.plan.check_shape(&gradient, slice)?;
+        let output = self.plan.roundings.widest.output;
         gradient.rounded = gradient.coarser(output);
         let summed = stage == Stage::Dk
             && !partial
             && key.when != Some(When::PreReduce)
-            && self.step.devices_with_tokens(&slice.inputs) > 1;
+            && self.plan.step.devices_with_tokens(&slice.inputs) > 1;
         let finer = stored.is_some_and(|of| of.unit_roundoff() < output.unit_roundoff());
         gradient.apart = (summed && finer && gradient.rounded.is_none()).then_some(output);
         Ok(Some(gradient))
     }
+}
 
+impl Plan<'_> {
     fn check_shape(&self, gradient: &Gradient, slice: &Slice) -> Result<(), StepError> {
         let Scores::Product { q, k } = &slice.inputs.scores else { return Ok(()) };
         let like = match gradient.stage {

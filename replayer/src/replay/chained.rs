@@ -5,8 +5,10 @@
 use backtape::identity::Rank;
 use backtape::role::Role;
 
+use super::Slice;
+use super::judge::Judge;
+use super::plan::Plan;
 use super::world::Chain;
-use super::{Replay, Slice};
 use crate::compare::Bound;
 use crate::head::Stage;
 use crate::head::step::{StepError, matrix};
@@ -91,7 +93,7 @@ pub(super) struct Whole<'a> {
     pub(super) wide: &'a [f64],
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// The chains of the world, if it has one that bears on a stage.
     fn supposed_chains(&self, stage: Stage) -> Option<[Option<Chain>; 2]> {
         let [own, ranks] = Stage::SUMS.map(|of| self.world.chain(of));
@@ -108,7 +110,7 @@ impl Replay<'_> {
         of: &Whole<'_>,
     ) -> Result<Option<Vec<f64>>, StepError> {
         match self.supposed_chains(of.stage) {
-            Some(chains) => self.chain(slices, of, chains),
+            Some(chains) => self.plan.chain(slices, of, chains),
             None => Ok(None),
         }
     }
@@ -121,7 +123,7 @@ impl Replay<'_> {
         of: &Whole<'_>,
         bound: &Bound,
     ) -> Result<Option<String>, StepError> {
-        if self.roundings.reduce.unit_roundoff() > crate::head::roundings::F32 {
+        if self.plan.roundings.reduce.unit_roundoff() > crate::head::roundings::F32 {
             return Ok(None); // It declares as much.
         }
         let lies = |precision: Precision| {
@@ -131,7 +133,7 @@ impl Replay<'_> {
         let narrow = |chain: Option<Chain>| chain.map(|chain| chain.precision);
         if let Some(chains) = self.supposed_chains(of.stage) {
             let precision = chains.into_iter().find_map(narrow).unwrap_or(Precision::F32);
-            let Some(chained) = self.chain(slices, of, chains)? else { return Ok(None) };
+            let Some(chained) = self.plan.chain(slices, of, chains)? else { return Ok(None) };
             let votes = Votes::of(&of.captured, of.wide, &chained, precision);
             let why = "the sum is not that of partial sums in few bits";
             return Ok((!votes.is_chained(bound)).then(|| why.into()));
@@ -140,7 +142,7 @@ impl Replay<'_> {
         let narrowest = NARROW.into_iter().find(|&precision| lies(precision));
         if let Some(precision) = narrowest {
             for chains in likely(of.stage, precision) {
-                let Some(chained) = self.chain(slices, of, chains)? else { continue };
+                let Some(chained) = self.plan.chain(slices, of, chains)? else { continue };
                 let votes = Votes::of(&of.captured, of.wide, &chained, precision);
                 if votes.is_chained(bound) {
                     let Votes { chained, rounded_once } = votes;
@@ -151,9 +153,11 @@ impl Replay<'_> {
                 }
             }
         }
-        Ok(narrowest.and_then(|precision| self.in_another_order(slices, of, precision)))
+        Ok(narrowest.and_then(|precision| self.plan.in_another_order(slices, of, precision)))
     }
+}
 
+impl Plan<'_> {
     /// The sum with its partial sums rounded: each rank's over microbatches, then the
     /// ranks'.
     fn chain(

@@ -2,10 +2,11 @@
 
 use backtape::role::Role;
 
+use super::Slice;
 use super::allowed::stored;
+use super::judge::Judge;
 use super::outcome::{Comparison, MemberError};
 use super::world::At;
-use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -75,7 +76,7 @@ impl Column {
     }
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// A captured `[T]` tensor of the microbatch, if it was recorded.
     pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
         let microbatch = slice.inputs.microbatch;
@@ -85,16 +86,16 @@ impl Replay<'_> {
             let (values, stored) = (own.values.clone(), own.precision);
             return Ok(Some(Column { source: format!("a variant's {stage}"), values, stored }));
         }
-        let Some(key) = self.step.find(role, microbatch) else {
+        let Some(key) = self.plan.step.find(role, microbatch) else {
             return Ok(None);
         };
         let tokens = slice.inputs.tokens();
         // The same role may be [T, V]: that is judged on the plane.
-        let elements: u64 = self.step.tensors[key].shape.iter().product();
+        let elements: u64 = self.plan.step.tensors[key].shape.iter().product();
         if role == Role::Logprobs && elements != tokens as u64 {
             return Ok(None);
         }
-        let tensor = self.step.assemble(key)?;
+        let tensor = self.plan.step.assemble(key)?;
         match matrix(&tensor).filter(|values| values.len() == tokens) {
             Some(values) => {
                 let stored = precision_of(tensor.dtype);
@@ -114,7 +115,7 @@ impl Replay<'_> {
         of: Tokens,
         members: Vec<MemberError>,
     ) -> Comparison {
-        let judged = self.step.judged(inputs);
+        let judged = self.plan.step.judged(inputs);
         let counted = |t: &usize| {
             let own = judged.as_ref().is_none_or(|judged| judged[*t]);
             own && of.has(inputs, *t)
@@ -140,7 +141,7 @@ impl Replay<'_> {
             tally.stored_in(stored, &exact);
         }
         let (microbatch, source) = (inputs.microbatch, captured.source.clone());
-        let only = self.step.only.as_ref().filter(|_| judged.is_some());
+        let only = self.plan.step.only.as_ref().filter(|_| judged.is_some());
         let rank = only.and_then(|ranks| ranks.first().copied());
         Comparison { members, ..Comparison::new(microbatch, rank, source, tally, &bound) }
     }

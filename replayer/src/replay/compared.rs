@@ -2,21 +2,18 @@
 
 use std::ops::Range;
 
-use super::Replay;
 use super::allowances::Allowances;
 use super::backward::Problem;
-use super::devised::failed;
+use super::executor::failed;
 use super::findings::{Captured, Gradient, Held};
-use super::slab::Slab;
+use super::judge::Judge;
+use super::slab::{Looked, Slab};
 use crate::compare::RowTally;
 use crate::device::{Comparison, Kept, LabelSums};
 use crate::head::Stage;
 use crate::head::step::{StepError, rows_of};
 use crate::kernels::Matrix;
 use crate::kernels::reference::Backward;
-
-/// What a device found of the rows of some stages.
-pub(super) type Looked = Vec<(Stage, Vec<RowTally>)>;
 
 impl Gradient {
     /// Variance of storing some rows, where it is known element by element.
@@ -28,11 +25,19 @@ impl Gradient {
     }
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// Whether a device is asked to compare. A drawing wants the elements, and what a swamped
     /// accumulator certainly loses, or a token at a clip bound may lack, is known here alone.
     pub(super) fn compares_there(&self, problem: &Problem<'_>) -> bool {
-        self.draw.is_none() && !self.roundings.swamps() && !problem.any_open()
+        self.plan.draw.is_none() && !self.plan.roundings.swamps() && !problem.any_open()
+    }
+
+    /// The same of dk: what ranks rounded of their own parts, and what is allowed of a dk that was
+    /// recorded as a sum alone, is told from the sums, which are then needed here.
+    pub(super) fn compares_dk_there(&self, problem: &Problem<'_>, captured: &Captured) -> bool {
+        let told = captured.of(&Stage::OF_K).any(|of| of.apart.is_some())
+            || self.plan.kept_alone(problem.head.k.len()).is_some();
+        self.compares_there(problem) && !told
     }
 
     /// What a device finds of a slab's rows.

@@ -36,9 +36,9 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
             if !matches!(slice.inputs.scores, Scores::Product { .. }) {
                 return Err(wrong("it takes q and k, and this head starts from logits".into()));
             }
-            let mut unused = Outcome::new(&replay.wanted, &replay.step.lacking);
+            let mut unused = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
             let state = replay.forward(slice, &mut unused)?;
-            let upstream = replay.upstream(slice, &state, &mut unused)?;
+            let upstream = replay.judge.upstream(slice, &state, &mut unused)?;
             for unit in &slice.units {
                 let g: Vec<f64> = unit.rows.iter().map(|&t| upstream.g[t]).collect();
                 replay.try_problem(slice, unit, (&state, &upstream), &mut |problem| {

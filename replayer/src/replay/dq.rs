@@ -1,14 +1,13 @@
 //! dq of one unit: allowance and comparison, once the whole vocabulary was walked.
 
-use super::Replay;
 use super::allowances::dq_sums;
 use super::backward::Problem;
-use super::compared::Looked;
 use super::dk::reference_of;
 use super::findings::{Captured, Findings, Gradient, Held, error_energy};
 use super::gather::Gathered;
+use super::judge::Judge;
 use super::maps::Drawn;
-use super::slab::{column_squares, column_sums};
+use super::slab::{Looked, column_squares, column_sums};
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows};
 use crate::head::{Stage, Unit};
@@ -29,6 +28,11 @@ pub(super) struct DqState {
 }
 
 impl DqState {
+    /// dq of a walk that has not begun.
+    pub(super) fn zeros(problem: &Problem<'_>) -> DqState {
+        DqState::of(reference::Backward::zeros(&problem.head, &problem.noise))
+    }
+
     fn new(tokens: usize, d: usize) -> DqState {
         let zeros = || vec![0.0; tokens * d];
         let exact = reference::Backward {
@@ -104,7 +108,7 @@ pub(super) fn add(total: &mut [f64], part: &[f64]) {
     total.iter_mut().zip(part).for_each(|(total, &part)| *total += part);
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// What the world says of a stage's rows, as `supposed` does for dk.
     fn supposed_dq(
         &self,
@@ -147,6 +151,7 @@ impl Replay<'_> {
         // A captured sum of captured parts is judged whatever the parts are.
         let all: Vec<usize> = (0..unit.rows.len()).collect();
         let sure: Vec<usize> = all.iter().copied().filter(|&row| !problem.is_open(row)).collect();
+        let adding = self.adding();
         let bound = self.bound(unit.rows.len(), d);
         for gradient in picked.of(stages) {
             let stage = gradient.stage;
@@ -156,14 +161,14 @@ impl Replay<'_> {
             let (factor, again) = self.factor(problem, stage);
             let lost = match &state.ties {
                 Some(ties) if !forced => member_values(ties, stage).to_vec(),
-                _ if self.roundings.swamps() && !forced => state.lost(stage, &reference),
+                _ if self.plan.roundings.swamps() && !forced => state.lost(stage, &reference),
                 _ => Vec::new(),
             };
             let allowances = self.of_dq(problem, (dq, None), stage);
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
                 let inner = match &parts {
-                    Some(parts) if forced => parts.allowed(self, at),
+                    Some(parts) if forced => parts.allowed(&adding, at),
                     _ => allowances.of(row, column, &dq_sums(dq, &problem.head, at)),
                 };
                 let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
@@ -200,7 +205,7 @@ impl Replay<'_> {
                 false => allowed(row, column, x),
             };
             let (allowed, bound) = (&drawn, &bound);
-            findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
+            findings.draw(self.plan.draw, &Drawn { stage, first, all, rows, allowed, bound });
             if forced {
                 continue; // judged from captured parts: the floor is propagated
             }

@@ -3,14 +3,13 @@
 
 use std::ops::Range;
 
-use super::Replay;
 use super::addends::Added;
 use super::allowed::{rounding, stored};
 use super::floors::Floors;
 use super::gather::Gathered;
 use super::outcome::HitClass;
 use crate::assemble::Tensor;
-use crate::compare::allowance::{Allowance, Rounding};
+use crate::compare::allowance::{Allowance, Joined, Rounding};
 use crate::compare::tally::relative;
 use crate::compare::{Allowed, Bound, Chart, RowTally, Tally};
 use crate::head::Stage;
@@ -243,9 +242,8 @@ pub(super) type Squares = (f64, Vec<f64>);
 impl Parts {
     /// The job may have added the parts before it rounded them to what was
     /// captured, or after.
-    pub(super) fn allowed(&self, replay: &Replay<'_>, at: usize) -> Allowed {
+    pub(super) fn allowed(&self, joined: &Joined, at: usize) -> Allowed {
         let own = self.storage[at];
-        let joined = replay.adding();
         let joined = match &self.squares {
             // Each rank has added its own parts.
             Some(((n, lse), (m, label))) if n.max(*m) > 1.0 => {

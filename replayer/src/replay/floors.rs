@@ -12,8 +12,10 @@
 
 use std::ops::Range;
 
+use super::Slice;
 use super::backward::{Problem, sum};
 use super::classes::OfClasses;
+use super::context::Replay;
 use super::dq::member_values;
 use super::findings::{Captured, Findings, error_energy};
 use super::forward::ForwardState;
@@ -22,7 +24,6 @@ use super::loss::Upstream;
 use super::members::Member;
 use super::sample::{by_hits, by_size};
 use super::slab::Slab;
-use super::{Replay, Slice};
 use crate::compare::RowTally;
 use crate::head::step::StepError;
 use crate::head::{Stage, Unit};
@@ -187,16 +188,11 @@ impl Replay<'_> {
     /// Share of all rows' work that emulating the policies takes.
     pub(super) fn share_emulated(&self, head: &HeadInputs<'_>) -> f64 {
         let share = share((rows(OF_DQ, head), of_classes(head).rows.len()), head);
-        if self.samples_floors() && share <= WORTH_IT { share } else { 1.0 }
+        if self.executor.emulates_samples() && share <= WORTH_IT { share } else { 1.0 }
     }
+}
 
-    /// A sum in few bits needs the policies' rows themselves, and others that compute have
-    /// all of them at once.
-    fn samples_floors(&self) -> bool {
-        let own = self.on.is_none() && self.device.is_none();
-        own && !self.roundings.declared && !self.roundings.swamps()
-    }
-
+impl Replay<'_> {
     /// Draws the rows of a large problem, and emulates those of dk; `None`: all rows are taken.
     pub(super) fn floors(
         &self,
@@ -206,7 +202,7 @@ impl Replay<'_> {
         members: &[Member],
     ) -> Result<Option<Floors>, StepError> {
         let head = &problem.head;
-        if !self.samples_floors() || problem.any_open() || head.q.rows == 0 {
+        if !self.executor.emulates_samples() || problem.any_open() || head.q.rows == 0 {
             return Ok(None);
         }
         let sizes = sizes(problem, &state.confidence(unit));
@@ -225,7 +221,7 @@ impl Replay<'_> {
             let take = &mut |block: crate::kernels::policy::DkParts<'_>| {
                 put_block(&mut lists, &block);
             };
-            self.policy_backward(&member.policy, &over, upstream, take)?;
+            self.executor.policy_backward(&member.policy, &over, upstream, take)?;
             emulated.push(lists);
         }
         let depth = head.q.cols;
@@ -250,8 +246,12 @@ impl Replay<'_> {
         self.try_problem(slice, &drawn, before, &mut |problem| {
             for (number, member) in members.iter().enumerate() {
                 let upstream = (&problem.lse[..], &problem.cotangents());
-                let found =
-                    self.policy_backward(&member.policy, &problem.head, upstream, &mut |_| {})?;
+                let found = self.executor.policy_backward(
+                    &member.policy,
+                    &problem.head,
+                    upstream,
+                    &mut |_| {},
+                )?;
                 for gradient in captured.of(&Stage::OF_Q).filter(|gradient| judged(&gradient.stage))
                 {
                     let values = member_values(&found, gradient.stage);

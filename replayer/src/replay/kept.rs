@@ -5,14 +5,16 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use rayon::prelude::*;
 
+use super::Slice;
 use super::allowed::rounded;
 use super::backward::{Problem, sum};
 use super::dk::scale;
+use super::judge::Judge;
 use super::outcome::Outcome;
+use super::plan::Plan;
 use super::slab::Slab;
 use super::sums_alone::SumsAlone;
 use super::world::{At, Expectation};
-use super::{Replay, Slice};
 use crate::compare::Allowed;
 use crate::head::{Stage, Unit};
 
@@ -144,7 +146,7 @@ impl Kept {
     }
 }
 
-impl Replay<'_> {
+impl Plan<'_> {
     /// Whether the reference dk of so many elements is kept.
     fn keeps(&self, elements: usize) -> bool {
         let wanted = self.wants(Stage::Reduce) || self.wants(Stage::Accumulate);
@@ -157,7 +159,9 @@ impl Replay<'_> {
         let alone = self.sums_alone.as_ref().filter(|_| self.keeps(elements));
         alone.filter(|alone| alone.bytes(elements) <= KEPT_BYTES)
     }
+}
 
+impl Judge<'_> {
     /// Adds one unit's slab of reference dk.
     pub(super) fn keep_reference(
         &self,
@@ -167,10 +171,10 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) {
         let (d, elements) = (problem.head.q.cols, problem.head.k.len());
-        if !self.keeps(elements) {
+        if !self.plan.keeps(elements) {
             return;
         }
-        let alone = self.kept_alone(elements);
+        let alone = self.plan.kept_alone(elements);
         let sum = |ranks: Vec<Rank>| KeptSum {
             ranks,
             total: vec![0.0; elements],
@@ -178,7 +182,7 @@ impl Replay<'_> {
         };
         let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
             sums: alone.map_or(vec![Vec::new()], SumsAlone::groups).into_iter().map(sum).collect(),
-            emulated: match self.step.microbatches.len() == 1 && slice.units.len() == 1 {
+            emulated: match self.plan.step.microbatches.len() == 1 && slice.units.len() == 1 {
                 true => Emulated::Squares(0.0),
                 false => Emulated::Sum(vec![0.0; elements]),
             },
@@ -231,7 +235,7 @@ impl Replay<'_> {
                 true => (sums.x + sums.y).powi(2),
                 false => sums.x * sums.x + sums.y * sums.y + sums.squares + sums.label_alike,
             };
-            allowed.own += rounded(self.roundings.widest.output, parts.sqrt());
+            allowed.own += rounded(self.plan.roundings.widest.output, parts.sqrt());
             allowed.certain += slab.lost(Stage::Dk, at);
             kept.add(&allowed.times(weight), parts * weight * weight);
         });
@@ -245,7 +249,7 @@ impl Replay<'_> {
         of: (&Slice, &Unit),
         outcome: &mut Outcome,
     ) {
-        if self.sums_alone.is_some() {
+        if self.plan.sums_alone.is_some() {
             self.keep_reference(problem, slab, of, outcome);
         }
     }
@@ -264,11 +268,13 @@ impl Replay<'_> {
         let (factor, columns) = (self.world.scale(at), values.len() / rows.len().max(1));
         scale(&mut values, factor);
         self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
-        let weight = self.world.weight(self.summed_stage(), microbatch, rank);
+        let weight = self.world.weight(self.plan.summed_stage(), microbatch, rank);
         scale(&mut values, weight);
         (values, factor * weight)
     }
+}
 
+impl Plan<'_> {
     /// The stage in which units are summed that were recorded summed alone.
     fn summed_stage(&self) -> Stage {
         match self.step.find_reduced(Role::Dk, false) {

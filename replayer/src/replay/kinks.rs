@@ -9,13 +9,14 @@
 
 use std::ops::Range;
 
+use super::Slice;
 use super::backward::Problem;
 use super::findings::{Captured, Findings};
 use super::gather::Gathered;
 use super::loss::Upstream;
 use super::outcome::Outcome;
+use super::plan::Plan;
 use super::slab::Slab;
-use super::{Replay, Slice};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Values};
 use crate::kernels::reference::{self, DkSums, Keep};
@@ -44,7 +45,7 @@ impl Problem<'_> {
     }
 }
 
-impl Replay<'_> {
+impl Plan<'_> {
     /// Adds to a slab what these tokens may take from, or add to, its sums.
     pub(super) fn allow_open(
         &self,
@@ -72,14 +73,14 @@ impl Replay<'_> {
         let [of_lse, label, smooth] = &problem.of_unsure;
         let of = [pick(of_lse), pick(label), pick(smooth)];
         let cotangents = Cotangents { lse: &of[0], label: &of[1], smooth: &of[2] };
-        let noise = self.term_noise(head.q.cols);
-        let mut dq = reference::Backward::zeros(&head, &noise);
-        let mut sums = DkSums::zeros(&head, &noise, self.tiles);
+        let noise = &problem.noise;
+        let mut dq = reference::Backward::zeros(&head, noise);
+        let mut sums = DkSums::zeros(&head, noise, self.tiles);
         let lse = pick(&problem.lse);
-        let (given, progress): (_, &dyn Progress) = ((&lse[..], &cotangents, &noise), &NoProgress);
+        let (given, progress): (_, &dyn Progress) = ((&lse[..], &cotangents, noise), &NoProgress);
         let walking = (self.tiles, Keep::Dk, progress);
         reference::backward_onto((&mut dq, &mut sums), (&head, 0), given, walking);
-        let found = self.completed(problem, (&head, range), sums);
+        let found = Slab::completed(problem, (&head, range), sums);
         slab.open_by(&found);
     }
 

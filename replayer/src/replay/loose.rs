@@ -9,8 +9,8 @@
 use backtape::identity::{Microbatch, Rank};
 use backtape::nan::by_size;
 
-use super::Replay;
 use super::outcome::{Comparison, NotChecked, Outcome, StageOutcome, Status};
+use super::plan::Plan;
 use crate::head::roundings::{F32, unit};
 use crate::head::{Roundings, Stage};
 use crate::kernels::policy::Path;
@@ -24,7 +24,7 @@ const LOOSE: f64 = 2.0;
 /// coarse. Sums in few bits err less than the emulated ones where they are taken in another order.
 const COARSE: f64 = 8.0;
 
-impl Replay<'_> {
+impl Plan<'_> {
     /// Says of every stage that passes with an error far beyond every member's what the
     /// job would have to declare.
     pub(super) fn note_loose(&self, outcome: &mut Outcome) {

@@ -6,13 +6,15 @@ use backtape::placement::Reduction;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
+use super::Slice;
 use super::addends::Sum;
 use super::alike::{in_order, to_one_side};
 use super::allowed::{relative, stored, summed};
 use super::column::{Expected, Tokens};
+use super::judge::Judge;
 use super::outcome::{Comparison, Outcome};
+use super::plan::Plan;
 use super::world::{At, Expectation};
-use super::{Replay, Slice};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -55,7 +57,7 @@ struct Place<'a> {
     of: usize,
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// The recorded loss against the tokens' terms, or their sums.
     pub(super) fn judge_loss(
         &self,
@@ -64,12 +66,12 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let microbatch = slice.inputs.microbatch;
-        if !self.wants(Stage::Loss) || !self.holds_loss(slice) {
+        if !self.plan.wants(Stage::Loss) || !self.plan.holds_loss(slice) {
             return Ok(());
         }
-        let held = |role| self.step.find(role, microbatch).is_some();
+        let held = |role| self.plan.step.find(role, microbatch).is_some();
         let captured = held(Role::Lse) && held(Role::LabelLogits);
-        if !captured && self.step.judged(&slice.inputs).is_some() {
+        if !captured && self.plan.step.judged(&slice.inputs).is_some() {
             let why = "ranks hold several versions of what it is computed from: record lse and label_logits to have it judged";
             outcome.leave(Stage::Loss, microbatch, why);
             return Ok(());
@@ -77,8 +79,8 @@ impl Replay<'_> {
         let at = At { stage: Stage::Loss, microbatch, rank: None };
         let terms = terms.clone().times(self.world.scale(at));
         let totals = self.totals(slice, &terms);
-        if let Some(key) = self.step.find(Role::Loss, microbatch) {
-            let found = match self.step.options.reduction {
+        if let Some(key) = self.plan.step.find(Role::Loss, microbatch) {
+            let found = match self.plan.step.options.reduction {
                 LossReduction::None => self.judge_losses(slice, &terms, outcome),
                 _ => self.judge_totals(key, microbatch, &totals, outcome),
             };
@@ -87,12 +89,16 @@ impl Replay<'_> {
         outcome.losses.push(totals);
         Ok(())
     }
+}
 
+impl Plan<'_> {
     /// Whether a loss of the microbatch, or of the step, was recorded.
     pub(super) fn holds_loss(&self, slice: &Slice) -> bool {
         self.step.held(Role::Loss, slice.inputs.microbatch).is_some()
     }
+}
 
+impl Judge<'_> {
     /// A loss that was recorded without a microbatch, of a step that has some: the sum over them
     /// as the head declares it.
     pub(super) fn step_loss(
@@ -101,10 +107,10 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let several = slices.iter().all(|slice| slice.inputs.microbatch.is_some());
-        let Some(key) = self.step.find(Role::Loss, None).filter(|_| several) else {
+        let Some(key) = self.plan.step.find(Role::Loss, None).filter(|_| several) else {
             return Ok(());
         };
-        if !self.wants(Stage::Loss) {
+        if !self.plan.wants(Stage::Loss) {
             return Ok(());
         }
         let found = self.judge_step_loss(slices, key, outcome);
@@ -118,8 +124,8 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let losses = std::mem::take(&mut outcome.losses);
-        let ready = match self.divisor(slices) {
-            _ if self.step.options.reduction == LossReduction::None => {
+        let ready = match self.plan.divisor(slices) {
+            _ if self.plan.step.options.reduction == LossReduction::None => {
                 Err("reduction=none: the loss of a step is no sum that the head declares".into())
             }
             _ if losses.len() != slices.len() => {
@@ -160,16 +166,16 @@ impl Replay<'_> {
         totals: &LossTotals,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let by_rank = self.step.options.scope.ranks != Ranks::All;
+        let by_rank = self.plan.step.options.scope.ranks != Ranks::All;
         let place = Place { microbatch, rank: None, key, of: 1 };
         let several = totals.by_rank.as_ref().map_or(true, |ranks| ranks.len() > 1);
-        let Some(reduction) = self.step.tensors[key].partial else {
+        let Some(reduction) = self.plan.step.tensors[key].partial else {
             if by_rank && several {
                 let why = "each rank has a loss of its own, as scope declares; record it with partial=\"mean\" or partial=\"sum\"";
                 outcome.leave(Stage::Loss, microbatch, why);
                 return Ok(());
             }
-            let tensor = self.step.assemble(key)?;
+            let tensor = self.plan.step.assemble(key)?;
             let captured = one_float(&tensor)?;
             let storage = totals.stores * stored(precision_of(tensor.dtype), totals.whole.value);
             self.judge_total(place, captured, (&totals.whole, storage), outcome);
@@ -178,8 +184,8 @@ impl Replay<'_> {
         // A mean of addends is the loss whatever each of them was multiplied by; where each has
         // a denominator of its own, and where they are summed, each is the loss of its tokens.
         if reduction == Reduction::Mean && !by_rank {
-            let sum = Sum::of_partial(self.step, key)?;
-            let [captured] = sum.total[..] else { return Err(self.no_float(key)) };
+            let sum = Sum::of_partial(self.plan.step, key)?;
+            let [captured] = sum.total[..] else { return Err(self.plan.no_float(key)) };
             let storage = totals.stores * sum.storage[0];
             self.judge_total(place, captured, (&totals.whole, storage), outcome);
             return Ok(());
@@ -192,7 +198,7 @@ impl Replay<'_> {
             }
         };
         for (of, total) in ranks {
-            let tensor = self.step.addend(key, of)?;
+            let tensor = self.plan.step.addend(key, of)?;
             let captured = one_float(&tensor)?;
             let storage = totals.stores * stored(precision_of(tensor.dtype), total.value);
             let place = Place { rank: of.first().copied(), of: ranks.len(), ..place };
@@ -200,12 +206,16 @@ impl Replay<'_> {
         }
         Ok(())
     }
+}
 
+impl Plan<'_> {
     fn no_float(&self, key: &TensorKey) -> StepError {
         let found = format!("of shape {:?}", self.step.tensors[key].shape);
         StepError::Unfit { key: key.clone(), found, wanted: "one float".into() }
     }
+}
 
+impl Judge<'_> {
     fn judge_total(
         &self,
         place: Place<'_>,
@@ -214,7 +224,7 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) {
         let bound = self.bound(1, 1);
-        let share = Bound::new(self.comparisons * place.of, 1, 1);
+        let share = Bound::new(self.plan.comparisons * place.of, 1, 1);
         let bound = Bound { nan_is_meant: bound.nan_is_meant, measured: bound.measured, ..share };
         let rows = Rows {
             captured: Matrix { rows: 1, cols: 1, values: Values::F64(&[captured]) },
@@ -237,7 +247,7 @@ impl Replay<'_> {
     fn totals(&self, slice: &Slice, terms: &Expected) -> LossTotals {
         let inputs = &slice.inputs;
         let all: Vec<usize> = (0..inputs.tokens()).collect();
-        let ranks = self.step.rank_rows(inputs);
+        let ranks = self.plan.step.rank_rows(inputs);
         let of_ranks = |units: Vec<crate::head::Unit>| {
             let one = |unit: crate::head::Unit| {
                 let total = self.total(inputs, terms, (&unit.rows, unit.rank()));
@@ -270,7 +280,7 @@ impl Replay<'_> {
         self.world.expected(&mut Expectation { at, rows: first, columns: 1, values: single });
         let [total] = value;
         let squares: f64 = values.iter().map(|x| x * x).sum();
-        let sum = self.roundings.widest.sums.lse;
+        let sum = self.plan.roundings.widest.sums.lse;
         // Tokens that are copies err alike: m equal errors of variance a sum to m² a.
         let variances = of(&terms.variance);
         let errs = variances.iter().zip(&copies).map(|(own, copies)| copies * own);
@@ -282,7 +292,7 @@ impl Replay<'_> {
         let counted: Vec<f64> = values.iter().copied().filter(|&x| x != 0.0).collect();
         let own = errs.sum::<f64>()
             + most * summed(sum, values.len() as f64, total, squares).max(in_order)
-            + relative(2.0 * self.roundings.compute(), total);
+            + relative(2.0 * self.plan.roundings.compute(), total);
         // One constant moves all terms the same way: amplitudes add.
         let shared = of(&terms.shared).iter().map(|v| v.sqrt()).sum();
         let certain = of(&terms.certain).iter().sum::<f64>() + to_one_side(sum, &counted);
@@ -320,14 +330,15 @@ impl Replay<'_> {
 
     /// The loss of a microbatch as one number that was captured, and may be believed.
     fn captured_total(&self, of: &LossTotals) -> Result<Option<Total>, StepError> {
-        let key = self.step.find(Role::Loss, of.microbatch);
-        let whole = key.filter(|key| self.step.tensors[*key].partial.is_none());
+        let key = self.plan.step.find(Role::Loss, of.microbatch);
+        let whole = key.filter(|key| self.plan.step.tensors[*key].partial.is_none());
         let trusted = self.world.trusts(Stage::Loss, of.microbatch);
-        let Some(key) = whole.filter(|_| trusted && self.step.options.scope.ranks == Ranks::All)
+        let Some(key) =
+            whole.filter(|_| trusted && self.plan.step.options.scope.ranks == Ranks::All)
         else {
             return Ok(None);
         };
-        let tensor = self.step.assemble(key)?;
+        let tensor = self.plan.step.assemble(key)?;
         let value = one_float(&tensor)?;
         // The job may have gone on with what it had not stored yet.
         let own = stored(precision_of(tensor.dtype), value);
@@ -338,7 +349,7 @@ impl Replay<'_> {
     fn added(&self, of: &[Total], divisor: f64) -> Total {
         let sum = |part: fn(&Total) -> f64| of.iter().map(part).sum::<f64>();
         let size = sum(|one| one.value.abs());
-        let additions = relative(self.roundings.compute() * (of.len() as f64 + 1.0), size);
+        let additions = relative(self.plan.roundings.compute() * (of.len() as f64 + 1.0), size);
         Total {
             value: sum(|one| one.value) / divisor,
             own: (sum(|one| one.own) + additions) / (divisor * divisor),

@@ -7,10 +7,11 @@
 
 use backtape::identity::{Microbatch, Rank};
 
+use super::Slice;
 use super::findings::Findings;
 use super::norm::hits;
 use super::outcome::Outcome;
-use super::{Replay, Slice};
+use super::plan::Plan;
 use crate::compare::{Allowed, Bound, Chart, Rows};
 use crate::head::{Scores, Stage, Unit};
 
@@ -98,7 +99,7 @@ impl Findings {
     }
 }
 
-impl Replay<'_> {
+impl Plan<'_> {
     /// Adds what was noted of one unit to the maps.
     pub(super) fn take_charts(
         &self,

@@ -16,16 +16,18 @@ mod classes;
 mod column;
 mod compared;
 pub mod compiled;
+mod context;
 pub mod coverage;
-mod devised;
 mod dk;
 mod dq;
 pub mod estimate;
+pub mod executor;
 mod findings;
 mod floors;
 mod forward;
 mod from_dlogits;
 pub(crate) mod gather;
+mod judge;
 mod kept;
 mod kinks;
 mod lists;
@@ -38,7 +40,7 @@ mod norm;
 pub mod norm_pair;
 pub mod other_declaration;
 pub mod outcome;
-pub mod pass_cache;
+pub mod plan;
 mod plane;
 mod plane_compared;
 pub mod probe;
@@ -67,18 +69,22 @@ use std::sync::Arc;
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
-use crate::compare::Bound;
 use crate::device::Device;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Scores, Stage, Unit};
 use crate::kernels::{Progress, Tiles};
+use context::Replay;
+use executor::Executor;
+use executor::pass_cache::PassCache;
 use forward::ForwardState;
+use judge::Judge;
 use loss::Upstream;
 use maps::Draw;
 use outcome::{Outcome, Passes};
-use pass_cache::PassCache;
+pub use plan::Effort;
+use plan::Plan;
 use sums_alone::SumsAlone;
-use tasks::{Cluster, On};
+use tasks::Cluster;
 use world::{Declared, World};
 
 /// What to compare, and how.
@@ -97,58 +103,6 @@ pub struct Request<'a> {
     pub cluster: Option<&'a Cluster<'a>>,
     /// What computes the reference; `None`: this process.
     pub device: Option<&'a dyn Device>,
-}
-
-/// How much of dq and dk is recomputed. What costs one GEMM or less is judged on all
-/// tokens, whatever the effort.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Effort {
-    /// All of them, element by element.
-    #[default]
-    All,
-    /// None: they are checked with so many random probes.
-    Probes {
-        /// K of them.
-        count: usize,
-        /// What they are drawn from.
-        seed: u64,
-    },
-    /// Rows of dq of a stratified sample of so many tokens; dk is estimated from them.
-    Tokens {
-        /// Of each microbatch.
-        count: usize,
-        /// What they are drawn from.
-        seed: u64,
-    },
-}
-
-/// Everything that one replay holds while it runs.
-pub(crate) struct Replay<'a> {
-    step: &'a HeadStep<'a>,
-    wanted: BTreeSet<Stage>,
-    roundings: Roundings,
-    tiles: Tiles,
-    comparisons: usize,
-    effort: Effort,
-    /// What the job is supposed to have done.
-    world: &'a dyn World,
-    /// Forward passes that this one has in common with others.
-    cache: Option<&'a PassCache>,
-    /// Where a replay leaves its forward passes for those trials.
-    passes: Option<&'a PassCache>,
-    /// True for a trial of a hypothesis: no floors, no norms.
-    trial: bool,
-    progress: &'a dyn Progress,
-    /// Whether entries of dlogits are rounded with the label's part in them.
-    whole: bool,
-    /// What is to be drawn, if anything is.
-    draw: Option<Draw>,
-    /// Others that compute the tiles.
-    on: Option<&'a On<'a>>,
-    /// Whose sums are judged, where dk was recorded summed and not in the addends of the sum.
-    sums_alone: Option<SumsAlone>,
-    /// A device that computes the reference.
-    device: Option<&'a dyn Device>,
 }
 
 /// A microbatch with its units.
@@ -175,56 +129,42 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let wanted = wanted(step, request.compare)?;
     let roundings = Roundings::plausible(&step.options, slices[0].inputs.dtype(step))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
-    let tiles = Tiles::default();
-    let comparisons = wanted.len() * units.max(1);
-    let (effort, progress) = (request.effort, request.progress);
-    let (trial, cache) = (false, None);
     let whole = allowed::whole(step, &roundings);
-    let draw = request.draws.then(|| Draw::new(&slices));
-    let on = request.cluster.map(|cluster| {
-        let unusable = step.unusable.keys().map(tasks::name).collect();
-        On::new(cluster, step.dump, unusable, (comparisons, whole))
-    });
-    let on = on.as_ref();
     let sums_alone = SumsAlone::of(step, &slices, &wanted, &roundings);
-    let passes = Arc::<PassCache>::default();
-    let replay = Replay {
+    let plan = Plan {
         step,
         whole,
+        comparisons: wanted.len() * units.max(1),
         wanted,
         roundings,
-        tiles,
-        comparisons,
-        effort,
-        world,
-        cache,
-        // What a device computed has not the bits that a trial's have.
-        passes: request.device.is_none().then_some(&passes),
-        trial,
-        progress,
-        draw,
-        on,
+        tiles: Tiles::default(),
+        effort: request.effort,
         sums_alone,
-        device: request.device,
+        draw: request.draws.then(|| Draw::new(&slices)),
+        trial: false,
     };
-    let work = replay.work(&slices, replay.effort);
+    let passes = Arc::<PassCache>::default();
+    let others = (request.cluster, request.device);
+    let executor = Executor::of_replay(&plan, others, &passes, request.progress);
+    let replay = Replay { plan: &plan, executor, judge: Judge { plan: &plan, world } };
+    let work = replay.work(&slices, replay.plan.effort);
     (request.total)(work);
-    let mut outcome = Outcome::new(&replay.wanted, &step.lacking);
+    let mut outcome = Outcome::new(&replay.plan.wanted, &step.lacking);
     outcome.work = work;
-    outcome.multiplied = replay.multiplied();
+    outcome.multiplied = replay.executor.multiplied();
     for slice in slices.iter().filter(|slice| !slice.is_lost()) {
         replay.microbatch(slice, &mut outcome, &mut |unit, (state, upstream), outcome| {
             replay.backward(slice, unit, state, upstream, outcome)
         })?;
     }
-    replay.step_loss(&slices, &mut outcome)?;
+    replay.judge.step_loss(&slices, &mut outcome)?;
     replay.note_effort(&slices, &mut outcome);
     replay.across(&slices, &mut outcome)?;
     maps::note_hits(&slices, &mut outcome);
     outcome.set_aside_unjudged();
     outcome.finish(step, &coverage::stages_of(request.compare));
-    replay.note_loose(&mut outcome);
-    replay.note_coarse(&mut outcome);
+    replay.plan.note_loose(&mut outcome);
+    replay.plan.note_coarse(&mut outcome);
     drop(replay);
     outcome.passes = Passes(passes);
     Ok(outcome)
@@ -322,27 +262,17 @@ impl Replay<'_> {
         let all = Stage::ALL.iter().copied().filter(|stage| !stage.is_input());
         let all: Vec<Stage> = all.collect();
         let Some(state) = outcome.spared(state, (&all, microbatch))? else { return Ok(()) };
-        let upstream = self.upstream(slice, &state, outcome);
+        let upstream = self.judge.upstream(slice, &state, outcome);
         let Some(upstream) = outcome.spared(upstream, (AFTER_FORWARD, microbatch))? else {
             return Ok(());
         };
-        self.loss(slice, &state, outcome)?;
+        self.judge.loss(slice, &state, outcome)?;
         self.plane(slice, &state, &upstream, outcome)?;
         for unit in &slice.units {
             let found = backward(unit, (&state, &upstream), outcome);
             outcome.spared(found, (&AFTER_FORWARD[4..], microbatch))?;
         }
         Ok(())
-    }
-
-    fn bound(&self, rows: usize, columns: usize) -> Bound {
-        let nan_is_meant = self.trial && self.world.has_nan();
-        let measured = !self.trial;
-        Bound { nan_is_meant, measured, ..Bound::new(self.comparisons, rows, rows * columns) }
-    }
-
-    fn wants(&self, stage: Stage) -> bool {
-        self.wanted.contains(&stage)
     }
 }
 

@@ -14,10 +14,11 @@ use serde::Serialize;
 
 use rayon::prelude::*;
 
+use super::Slice;
 use super::addends::Sum;
 use super::kept::{Addend, ReferenceDk, squares};
 use super::outcome::{NotChecked, Outcome};
-use super::{Replay, Slice};
+use super::plan::Plan;
 use crate::head::step::{StepError, addends_of_elements, matrix, numbers};
 use crate::head::{HeadStep, Stage};
 use crate::kernels::matrix::{IGNORED, Matrix};
@@ -66,7 +67,7 @@ pub struct GradNorm {
     pub shares: Vec<Share>,
 }
 
-impl Replay<'_> {
+impl Plan<'_> {
     /// grad_norm as reported, recomputed, and as it would be with the reference dk.
     pub(super) fn norm(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let mut norm = GradNorm { captured: reported(self.step)?, ..GradNorm::default() };

@@ -5,33 +5,27 @@
 //! element. What an accumulator of few bits certainly loses is known by emulation alone: heads that
 //! declare one are recomputed, whatever was asked for.
 
+use super::Slice;
 use super::backward::Problem;
+use super::context::Replay;
 use super::dq::{DqState, picked};
 use super::findings::{Captured, Findings};
+use super::judge::Judge;
 use super::maps::Drawn;
 use super::outcome::{NotChecked, Outcome};
-use super::probe::{self, CapturedGradient, Model, Plan};
+use super::plan::Effort;
+use super::probe::{self, CapturedGradient, Model};
 use super::slab::Slab;
-use super::{Effort, Replay, Slice};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows, Tally, once};
 use crate::head::{Stage, Unit};
 use crate::number::error;
 
 impl Replay<'_> {
-    /// True when dq and dk are recomputed over all tokens.
-    pub(super) fn recomputes(&self) -> bool {
-        match self.effort {
-            Effort::All => true,
-            Effort::Probes { .. } => self.roundings.swamps(),
-            Effort::Tokens { .. } => false,
-        }
-    }
-
     /// Says what the effort left out, and what that saved.
     pub(super) fn note_effort(&self, slices: &[Slice], outcome: &mut Outcome) {
-        let how = match self.effort {
+        let how = match self.plan.effort {
             Effort::All => return,
-            Effort::Probes { .. } if self.recomputes() => {
+            Effort::Probes { .. } if self.plan.recomputes() => {
                 let what = "dq and dk with random probes".into();
                 let why = "an accumulator is declared below f32, and what it loses is known by emulation alone: they were recomputed".into();
                 return outcome.not_checked.push(NotChecked { what, why });
@@ -40,7 +34,7 @@ impl Replay<'_> {
             Effort::Tokens { count, seed } => format!("--tokens {count}, seed {seed}"),
         };
         let work = |effort| self.work(slices, effort) as f64;
-        let (done, all) = (work(self.effort), work(Effort::All));
+        let (done, all) = (work(self.plan.effort), work(Effort::All));
         let what = "dq and dk over all tokens, element by element".into();
         let why = format!("{how}: {} multiply-adds in place of {}", error(done), error(all));
         outcome.not_checked.push(NotChecked { what, why });
@@ -62,8 +56,13 @@ impl Replay<'_> {
         let mut findings = Findings::default();
         let of_unit = picked(captured, &unit.rows);
         let forced = [
-            self.judge_added(captured, &Stage::OF_K, &|row| row as u64, &mut findings),
-            self.judge_added(&of_unit, &Stage::OF_Q, &|row| unit.rows[row] as u64, &mut findings),
+            self.judge.judge_added(captured, &Stage::OF_K, &|row| row as u64, &mut findings),
+            self.judge.judge_added(
+                &of_unit,
+                &Stage::OF_Q,
+                &|row| unit.rows[row] as u64,
+                &mut findings,
+            ),
         ];
         let label = [Stage::DqLabel, Stage::DkLabel];
         let added = |stage: Stage| {
@@ -87,7 +86,7 @@ impl Replay<'_> {
                 storage,
             })
             .collect();
-        let shared = self.narrowing() + problem.constants;
+        let shared = self.judge.narrowing() + problem.constants;
         let g_rel_var: Vec<f64> = problem.variance.iter().map(|g| g + shared).collect();
         let token_rel_var: Vec<f64> =
             problem.scale.iter().zip(&g_rel_var).map(|(a, b)| a + b).collect();
@@ -98,17 +97,20 @@ impl Replay<'_> {
             g_rel_var: &g_rel_var,
             cotangents: problem.cotangents(),
         };
-        let (tiles, progress, comparisons) = (self.tiles, self.progress, self.comparisons);
-        let plan = Plan { probes, seed, comparisons, tiles, progress };
-        let (stages, slopes) = probe::check(&backward, &probed, &self.model(problem), &plan);
+        let (tiles, progress, comparisons) =
+            (self.plan.tiles, self.executor.progress(), self.plan.comparisons);
+        let plan = probe::Plan { probes, seed, comparisons, tiles, progress };
+        let (stages, slopes) = probe::check(&backward, &probed, &self.judge.model(problem), &plan);
         for found in stages {
             outcome.reached(found.stage, found.reach);
             findings.merge(found.stage, found.tally, found.bound);
         }
-        self.judge_labels(problem, captured, unit, &slopes, &mut findings);
+        self.judge.judge_labels(problem, captured, unit, &slopes, &mut findings);
         findings
     }
+}
 
+impl Judge<'_> {
     /// The label parts: one row of k or q a token.
     fn judge_labels(
         &self,
@@ -121,7 +123,7 @@ impl Replay<'_> {
         let (head, g_label) = (&problem.head, problem.cotangents().label);
         if captured.stage(Stage::DkLabel).is_some() {
             let (d, v) = (head.q.cols, head.k.rows);
-            for range in self.slabs(d, v) {
+            for range in self.plan.slabs(d, v) {
                 let slab = Slab::of_labels(head, range, g_label, slopes);
                 self.judge_dk(problem, &slab, (captured, &[Stage::DkLabel]), findings);
             }
@@ -135,15 +137,15 @@ impl Replay<'_> {
     fn model(&self, problem: &Problem<'_>) -> Model {
         Model {
             noise: self.term_noise(problem.head.q.cols),
-            widest: self.roundings.widest,
-            tiles: self.roundings.tiles,
-            compute: self.roundings.compute(),
-            input: self.roundings.input(),
+            widest: self.plan.roundings.widest,
+            tiles: self.plan.roundings.tiles,
+            compute: self.plan.roundings.compute(),
+            input: self.plan.roundings.input(),
             entry_floor: problem.entry_floor,
-            carries_label: self.roundings.carries_label(true),
+            carries_label: self.plan.roundings.carries_label(true),
             label_row: self.label_row_scale(),
             alike: self.shared_scale(problem.alike) + problem.constants,
-            label_alike: self.shared_scale(self.roundings.shared_g())
+            label_alike: self.shared_scale(self.plan.roundings.shared_g())
                 + problem.constants
                 + problem.label_bias.into_iter().fold(problem.whole_bias, f64::max).powi(2)
                     / ONE_ROUNDING,
@@ -163,10 +165,11 @@ impl Replay<'_> {
         let Some(gradient) = captured.stage(stages[2]) else { return false };
         let values = gradient.matrix();
         let Some(parts) = captured.parts(stages, 0..values.rows) else { return false };
+        let adding = self.adding();
         let reference = super::backward::sum(&parts.lse, &parts.label);
         let allowed = |row: usize, column: usize, x: f64| {
             let at = row * values.cols + column;
-            let inner = parts.allowed(self, at);
+            let inner = parts.allowed(&adding, at);
             Allowed { own: inner.own + gradient.storage(at, x), ..inner }
         };
         let bound = self.bound(values.rows, values.cols);
@@ -175,7 +178,7 @@ impl Replay<'_> {
         findings.merge(stage, Tally::of(&rows, allowed, &bound), bound);
         let (first, all, rows) = (0, values.rows, &rows);
         let (allowed, bound) = (&allowed, &bound);
-        findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
+        findings.draw(self.plan.draw, &Drawn { stage, first, all, rows, allowed, bound });
         true
     }
 }

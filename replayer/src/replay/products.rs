@@ -3,14 +3,10 @@
 
 use std::ops::Range;
 
-use super::{Effort, Replay};
-use crate::head::{MicrobatchInputs, Stage};
-use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Reads, Values};
-use crate::kernels::reference::WIDE;
-use crate::spill::memory;
+use crate::kernels::matrix::{HeadInputs, Matrix, Reads, Values};
 
 /// Of the memory that this process may have, one part in so many is taken at most.
-const SHARE: usize = 8;
+pub(super) const SHARE: usize = 8;
 
 /// Raw logits before bias and transform.
 #[derive(Default)]
@@ -22,6 +18,11 @@ pub(super) struct Products {
 }
 
 impl Products {
+    /// Room for so many, none of which is written.
+    pub(super) fn new(elements: usize) -> Products {
+        Products { values: vec![0.0; elements], filled: false }
+    }
+
     /// Runs a forward pass, which writes the products to the room that it is given.
     pub(super) fn filled<R>(&mut self, run: impl FnOnce(Option<&mut [f64]>) -> R) -> R {
         self.filled = !self.values.is_empty();
@@ -48,31 +49,6 @@ fn contiguous(numbers: &[usize]) -> Option<Range<usize>> {
     let first = *numbers.first()?;
     let follow = numbers.iter().enumerate().all(|(at, &number)| number == first + at);
     follow.then(|| first..first + numbers.len())
-}
-
-impl Replay<'_> {
-    /// Room for the products of a microbatch whose gradients are recomputed here, if it is worth it.
-    pub(super) fn room_for_products(
-        &self,
-        head: &HeadInputs<'_>,
-        inputs: &MicrobatchInputs,
-    ) -> Products {
-        let here = self.on.is_none() && self.device.is_none() && !self.trial;
-        let plain = head.given.is_none() && head.reads.is_none();
-        // With fewer columns the whole change, squares in f32 and this, made a replay slower.
-        let plain = plain && head.q.cols >= WIDE;
-        // A label beyond the valid classes has no column.
-        let inside = |&label: &u32| label == IGNORED || (label as usize) < head.valid_vocab;
-        let of_gradients = Stage::OF_Q.iter().chain(&Stage::OF_CLASSES).any(|stage| {
-            let role = stage.role();
-            role.is_some_and(|role| self.step.find(role, inputs.microbatch).is_some())
-        });
-        let elements = head.q.rows.saturating_mul(head.valid_vocab);
-        let fits = elements.saturating_mul(size_of::<f64>()) <= memory() / SHARE;
-        let wanted = here && plain && of_gradients && self.effort == Effort::All;
-        let kept = wanted && fits && head.labels.iter().all(inside);
-        Products { values: vec![0.0; if kept { elements } else { 0 }], filled: false }
-    }
 }
 
 #[cfg(test)]

@@ -3,10 +3,11 @@
 
 use std::collections::BTreeMap;
 
+use super::Slice;
 use super::addends;
 use super::chained::{Votes, Whole};
+use super::plan::Plan;
 use super::reductions::{Summed, divisors};
-use super::{Replay, Slice};
 use crate::head::Stage;
 use crate::kernels::round::Precision;
 
@@ -17,7 +18,7 @@ const CLEAR: u64 = 20;
 /// Elements of all addends that are held for it.
 const MOST: usize = 1 << 26;
 
-impl Replay<'_> {
+impl Plan<'_> {
     /// The same of sums in another order, which must make nearly every element where one rounding
     /// of the sum does not: many orders are tried.
     pub(super) fn in_another_order(

@@ -4,14 +4,15 @@
 //! dq has a row a token, so that the sampled rows are judged as they always are. dk and
 //! dbias are sums over all tokens: dk is estimated and gets no verdict, dbias none at all.
 
+use super::Slice;
 use super::backward::Problem;
+use super::context::Replay;
 use super::estimate::Estimated;
 use super::findings::Captured;
 use super::forward::ForwardState;
 use super::loss::Upstream;
 use super::outcome::Outcome;
 use super::sample::{Sample, stratified};
-use super::{Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::{Stage, Unit};
 
@@ -49,7 +50,7 @@ impl Replay<'_> {
         self.try_problem(slice, &drawn, (state, upstream), &mut |problem| {
             let findings =
                 self.walk(problem, &captured, (slice, &drawn), (state, upstream), outcome)?;
-            self.report(findings, &captured, &slice.inputs, &drawn, outcome);
+            self.plan.report(findings, &captured, &slice.inputs, &drawn, outcome);
             Ok(())
         })
     }
@@ -71,7 +72,7 @@ impl Replay<'_> {
                 _ => {}
             }
             let of = Estimated::new(problem.head, &problem.lse, cotangents);
-            let found = of.against(&gradient.matrix(), sample, self.progress);
+            let found = of.against(&gradient.matrix(), sample, self.executor.progress());
             outcome.estimated(gradient.stage, found);
         }
     }

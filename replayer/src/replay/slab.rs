@@ -4,13 +4,16 @@
 use std::ops::Range;
 
 use super::allowed::rounded;
-use super::backward::sum;
-use super::compared::Looked;
+use super::backward::{Problem, sum};
 use super::lists::value_of;
+use crate::compare::RowTally;
 use crate::head::Stage;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::round::Precision;
 use crate::kernels::{policy, reference};
+
+/// What a device found of the rows of some stages.
+pub(super) type Looked = Vec<(Stage, Vec<RowTally>)>;
 
 /// Reference values over one slab of k's rows: `[rows, D]`, of the bias `[rows]`.
 #[derive(Clone, Default)]
@@ -100,6 +103,18 @@ impl Slab {
             rounded(to, (2.0 * (dense + label)).sqrt())
         };
         (0..self.lse_sq.len().min(self.lse.len())).map(each).collect()
+    }
+
+    /// A slab of which all tokens were walked.
+    pub(super) fn completed(
+        problem: &Problem<'_>,
+        (head, range): (&HeadInputs<'_>, Range<usize>),
+        sums: reference::DkSums,
+    ) -> Slab {
+        let mut slab = Slab { range, ..Slab::default() };
+        sums.finish(&head.q, &problem.noise, &mut |block| slab.take(block));
+        slab.describe(head, problem.entry_floor > 0.0);
+        slab
     }
 
     /// Columns of dk.

@@ -3,29 +3,22 @@
 //! What is held beyond the inputs and the `[T, D]` outputs is a few slabs of `SLAB_BYTES`,
 //! whatever V is. dq goes from slab to slab: each goes on from the sums that the one before left.
 
-use std::ops::Range;
-
+use super::Slice;
 use super::backward::Problem;
-use super::devised::failed;
+use super::context::Replay;
 use super::dq::{DqState, add, picked};
+use super::executor::walk::Walk;
 use super::findings::{Captured, Findings, error_energy};
 use super::forward::ForwardState;
 use super::loss::Upstream;
 use super::members::{Member, members};
 use super::outcome::Outcome;
 use super::slab::Slab;
-use super::tasks::Walked;
-use super::{Replay, Slice};
+use crate::device::Kept;
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{Stage, Unit};
 use crate::kernels::matrix::HeadInputs;
-use crate::kernels::reference::Keep;
 use crate::kernels::{policy, reference};
-
-/// Bytes of one f64 buffer over a slab of k's rows.
-const SLAB_BYTES: usize = 32 << 20;
-/// The same where a declared policy's sums over the vocabulary must not be cut.
-const WHOLE_BYTES: usize = 1 << 30;
 
 impl Replay<'_> {
     pub(super) fn walk(
@@ -37,94 +30,51 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<Findings, StepError> {
         let (d, v) = (problem.head.q.cols, problem.head.k.rows);
-        let members = members(&self.roundings);
+        let members = members(&self.plan.roundings);
         let floors = self.floors(problem, unit, before.0, &members)?;
         let mut findings = Findings { floors, ..Findings::default() };
-        let mut dq = self.dq_zeros(problem);
-        // Nothing to compute is no task.
-        let on = self.on.filter(|_| problem.head.q.rows > 0 && v > 0);
-        let mut walked = on.map(|on| Walked::new(self, on, problem, (slice, unit), &members));
-        let mut device = self.device_walk(problem)?;
-        for range in self.slabs(d, v) {
+        let mut dq = DqState::zeros(problem);
+        let look_at_dk =
+            |slab: &Slab, kept: &mut dyn Kept| self.judge.look_at_dk(problem, slab, captured, kept);
+        let look_at_dk =
+            self.judge.compares_dk_there(problem, captured).then_some(&look_at_dk as _);
+        let mut walk = self.executor.walk(problem, (slice, unit), &members)?;
+        for range in self.plan.slabs(d, v) {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
-            let mut slab = match (&mut walked, &mut device) {
-                (Some(walked), _) => {
-                    self.completed(problem, (&head, range.clone()), walked.slab()?)
-                }
-                (None, Some(device)) => {
-                    let of = (problem, captured);
-                    self.device_slab(of, (&head, range.clone()), device, &mut dq.exact)?
-                }
-                (None, None) => {
-                    self.reference_slab(problem, &head, range.clone(), (&mut dq.exact, Keep::Both))
-                }
-            };
-            self.allow_open(problem, (&head, range), &mut slab);
+            let mut slab = walk.slab((&head, range.clone()), &mut dq.exact, look_at_dk)?;
+            self.plan.allow_open(problem, (&head, range), &mut slab);
             match &mut findings.floors {
                 Some(floors) => floors.of_slab(&mut slab, captured),
                 None => {
                     let found = (&mut slab, &mut dq, &mut findings);
-                    self.emulate_slab(
-                        (problem, &head),
-                        &members,
-                        captured,
-                        walked.as_mut(),
-                        found,
-                    )?;
+                    self.emulate_slab((&mut walk, &head), &members, captured, found)?;
                 }
             }
-            self.judge_dk(problem, &slab, (captured, &Stage::OF_K), &mut findings);
-            self.judge_dbias(problem, &slab, captured, &mut findings);
-            if self.recomputes() {
-                self.keep_reference(problem, &slab, (slice, unit), outcome);
+            self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), &mut findings);
+            self.judge.judge_dbias(problem, &slab, captured, &mut findings);
+            if self.plan.recomputes() {
+                self.judge.keep_reference(problem, &slab, (slice, unit), outcome);
             }
-            walked.iter_mut().for_each(Walked::next);
+            walk.leave_slab();
         }
-        if let Some(walked) = walked {
-            dq.exact = walked.finish()?;
-        }
-        if let Some(mut device) = device {
-            if let Some(mut kept) = device.dq_to_compare().filter(|_| self.compares_there(problem))
-            {
-                let captured = picked(captured, &unit.rows);
-                dq.looked = self.look_at_dq(problem, &dq.exact, &captured, &mut *kept)?;
-            }
-            device.finish(&mut dq.exact).map_err(failed)?;
-        }
+        let look_at_dq = |dq: &reference::Backward, kept: &mut dyn Kept| {
+            self.judge.look_at_dq(problem, dq, &picked(captured, &unit.rows), kept)
+        };
+        let look_at_dq = self.judge.compares_there(problem).then_some(&look_at_dq as _);
+        dq.looked = walk.finish(&mut dq.exact, look_at_dq)?;
         dq.once_a_row(problem.head.copies);
-        self.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, &mut findings);
+        self.judge.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, &mut findings);
         let of = (&dq.exact, captured);
         self.finish_floors((slice, unit), before, &members, of, &mut findings)?;
         Ok(findings)
     }
 
-    /// dq of a walk that has not begun.
-    pub(super) fn dq_zeros(&self, problem: &Problem<'_>) -> DqState {
-        let noise = self.term_noise(problem.head.q.cols);
-        DqState::of(reference::Backward::zeros(&problem.head, &noise))
-    }
-
-    /// The slabs of a vocabulary, in order.
-    pub(super) fn slabs(&self, d: usize, v: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let rows = self.slab_rows(d, v);
-        (0..v).step_by(rows).map(move |start| start..(start + rows).min(v))
-    }
-
-    /// Rows of k in one slab. A declared order of summation is emulated over the
-    /// whole vocabulary where that fits: cut in slabs, its sums would be others.
-    pub(super) fn slab_rows(&self, d: usize, v: usize) -> usize {
-        let exact = self.roundings.declared || self.roundings.swamps();
-        let bytes = if exact && v * d * 8 <= WHOLE_BYTES { WHOLE_BYTES } else { SLAB_BYTES };
-        (bytes / (8 * d.max(1))).max(self.tiles.vocab)
-    }
-
     fn emulate_slab(
         &self,
-        (problem, head): (&Problem<'_>, &HeadInputs<'_>),
+        (walk, head): (&mut Walk<'_>, &HeadInputs<'_>),
         members: &[Member],
         captured: &Captured,
-        mut walked: Option<&mut Walked<'_>>,
         (slab, dq, findings): (&mut Slab, &mut DqState, &mut Findings),
     ) -> Result<(), StepError> {
         let forced = captured.parts(&Stage::OF_K, 0..0).is_some();
@@ -150,20 +100,14 @@ impl Replay<'_> {
                     }
                     let energy = error_energy(values, &reference, gradient.stored);
                     findings.emulated(stage, number, energy);
-                    if self.roundings.swamps() {
+                    if self.plan.roundings.swamps() {
                         let width = reference.len() / block.rows.len().max(1);
                         let at = block.rows.start * width;
                         note_lost(&mut lost, stage, at, values, &reference);
                     }
                 }
             };
-            let part = match &mut walked {
-                Some(walked) => walked.emulated(&mut take)?,
-                None => {
-                    let upstream = (&problem.lse[..], &problem.cotangents());
-                    self.policy_backward(&member.policy, head, upstream, &mut take)?
-                }
-            };
+            let part = walk.emulated(member, head, &mut take)?;
             slab.emulated = most;
             slab.widen_lost(lost);
             match dq.emulated.get_mut(number) {

@@ -8,12 +8,14 @@ use backtape::identity::Rank;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
+use super::Slice;
 use super::addends::{Read, Sum};
 use super::allowed::{rounded, stored, summed};
+use super::judge::Judge;
 use super::kept::{Addend, KEPT_BYTES, Kept, KeptSum};
 use super::outcome::{Comparison, Outcome};
+use super::plan::Plan;
 use super::world::{At, Expectation};
-use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::dump::name_ranks;
 use crate::head::roundings::precision_of;
@@ -106,7 +108,7 @@ struct Judged<'a> {
     count: f64,
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// Judges such sums; `why` they are not judged from their addends.
     pub(super) fn sum_alone(
         &self,
@@ -115,21 +117,22 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let told = slices.iter().all(|slice| slice.blocked.is_none());
-        let own = self.step.lacking.is_nothing() && !self.step.options.declared.tied_embedding;
+        let own =
+            self.plan.step.lacking.is_nothing() && !self.plan.step.options.declared.tied_embedding;
         let all = outcome.reference_dk.as_ref();
         let judged = all.is_some_and(|kept| !kept.sums[0].allowed.is_empty()) && told && own;
-        let (true, Ok(divisor)) = (judged, self.divisor(slices)) else {
+        let (true, Ok(divisor)) = (judged, self.plan.divisor(slices)) else {
             outcome.skip(stage, why);
             return Ok(());
         };
         // The norm of all gradients is judged from it as well, so it is put back.
         let Some(mut kept) = outcome.reference_dk.take() else { return Ok(()) };
-        let head = slices.first().and_then(|one| one.inputs.head(self.step));
+        let head = slices.first().and_then(|one| one.inputs.head(self.plan.step));
         let every: Vec<usize> = (0..head.map_or(1, |head| head.k.rows)).collect();
         let classes = kept.classes.as_deref().unwrap_or(&every);
         let (mut wrong, mut averages) = (false, 1.0_f64);
         for sum in &kept.sums {
-            let captured = match self.held_sum(key, &sum.ranks, slices)? {
+            let captured = match self.plan.held_sum(key, &sum.ranks, slices)? {
                 Ok(captured) => captured,
                 Err(why) => {
                     outcome.skip(stage, why);
@@ -141,7 +144,7 @@ impl Replay<'_> {
                 outcome.skip(stage, "it has another shape than k");
                 continue;
             };
-            let ranks = if sum.ranks.is_empty() { self.ranks_of_tokens(slices) } else { 1.0 };
+            let ranks = if sum.ranks.is_empty() { self.plan.ranks_of_tokens(slices) } else { 1.0 };
             let count = slices.len() as f64 * ranks;
             let one = Judged { stage, key, sum, classes, captured, ranks, count };
             let (found, averaged) = self.judge_alone(&one, divisor);
@@ -149,7 +152,7 @@ impl Replay<'_> {
             wrong |= found.excess.is_some();
             outcome.add(stage, found);
         }
-        if wrong && !self.trial {
+        if wrong && !self.plan.trial {
             outcome.unrecorded = unrecorded(slices, std::mem::take(&mut kept.addends));
         }
         kept.averaged = kept.averaged.max(averages);
@@ -161,7 +164,7 @@ impl Replay<'_> {
     /// agrees, and over how many it is.
     fn judge_alone(&self, of: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
         let found = self.compare_alone(of, divisor);
-        if found.excess.is_some() && of.ranks > 1.0 && self.may_average_ranks(of.ranks) {
+        if found.excess.is_some() && of.ranks > 1.0 && self.plan.may_average_ranks(of.ranks) {
             let mean = self.compare_alone(of, divisor * of.ranks);
             if mean.excess.is_none() {
                 return (mean, of.ranks);
@@ -173,7 +176,7 @@ impl Replay<'_> {
     fn compare_alone(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
         let (rows, columns) = (of.classes.len(), of.sum.total.len() / of.classes.len().max(1));
         let captured = Matrix { rows, cols: columns, values: Values::F64(&of.captured.values) };
-        let reduce = self.roundings.reduce;
+        let reduce = self.plan.roundings.reduce;
         let sum = policy::Sum::of(reduce);
         let bound = self.bound(rows, columns);
         let rank = of.sum.ranks.first().copied();
@@ -198,7 +201,9 @@ impl Replay<'_> {
         let tally = Tally::of(&rows, allowed, &bound);
         Comparison::new(None, rank, of.key.to_string(), tally, &bound)
     }
+}
 
+impl Plan<'_> {
     /// The captured sum: what these ranks hold of it together, or where none is named, what all
     /// do. `Err` says why there is none.
     fn held_sum(

@@ -1,7 +1,7 @@
 //! Values that lie so near a tie of their rounding that the job may have rounded them the
 //! other way: a hypothesis that emulates a rounding is not refuted by them.
 
-use super::Replay;
+use super::context::Replay;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
 use crate::kernels::policy::{self, Policy};
 use crate::kernels::span_of;
@@ -121,12 +121,20 @@ impl Replay<'_> {
                 let upstream = Cotangents { lse: &a, label: &b, smooth: &c };
                 let (head, lse) = (span_of(&end.head, span.clone()), part(&end.lse));
                 let mut found = vec![0.0; span.len() * classes];
-                policy::plane(of, &head, &lse, &upstream, tiles, self.progress, &mut |tile| {
-                    let width = tile.cols.len().max(1);
-                    for (row, values) in tile.tokens.clone().zip(tile.dlogits.chunks(width)) {
-                        found[row * classes..][tile.cols.clone()].copy_from_slice(values);
-                    }
-                });
+                policy::plane(
+                    of,
+                    &head,
+                    &lse,
+                    &upstream,
+                    tiles,
+                    self.executor.progress(),
+                    &mut |tile| {
+                        let width = tile.cols.len().max(1);
+                        for (row, values) in tile.tokens.clone().zip(tile.dlogits.chunks(width)) {
+                            found[row * classes..][tile.cols.clone()].copy_from_slice(values);
+                        }
+                    },
+                );
                 found
             });
             for (at, (a, b)) in one.iter().zip(&other).enumerate() {

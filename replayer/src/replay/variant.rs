@@ -9,9 +9,9 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::Replay;
 use super::addends::Added;
 use super::findings::Held;
+use super::judge::Judge;
 use super::outcome::Outcome;
 use super::trial::in_world;
 use super::world::{At, Declared, Expectation, World};
@@ -83,11 +83,11 @@ pub fn unit_inputs(step: &HeadStep<'_>) -> Result<Vec<UnitInputs>, StepError> {
     let mut found = Vec::new();
     in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, slices| {
         for slice in slices {
-            let mut unused = Outcome::new(&replay.wanted, &replay.step.lacking);
+            let mut unused = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
             let state = replay.forward(slice, &mut unused)?;
-            let upstream = replay.upstream(slice, &state, &mut unused)?;
+            let upstream = replay.judge.upstream(slice, &state, &mut unused)?;
             let held =
-                |role| Some((role, replay.step.held(role, slice.inputs.microbatch)?.clone()));
+                |role| Some((role, replay.plan.step.held(role, slice.inputs.microbatch)?.clone()));
             let sources: Vec<_> = INPUTS.into_iter().filter_map(held).collect();
             found.extend(slice.units.iter().map(|unit| {
                 let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect();
@@ -152,7 +152,7 @@ impl World for StandsIn {
     }
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// What stands in for a captured gradient, where something does.
     pub(super) fn stand_in(&self, at: &At, columns: usize) -> Option<(Held, Option<Precision>)> {
         let own = self.world.captured(at)?;

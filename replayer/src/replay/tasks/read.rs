@@ -9,7 +9,7 @@ use backtape::head::KLayout;
 use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
 
-use super::perform::TaskError;
+use super::error::TaskError;
 use super::task::{Part, PlanePart, RowsOf, Task};
 use crate::assemble::slab::{boxes_of, elements};
 use crate::assemble::{assemble_box, whole};

@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use backtape::hash::ContentHash;
 
-use super::addends::Sum;
-use super::findings::Captured;
-use super::outcome::Comparison;
-use super::slab::Slab;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Values};
 use crate::kernels::reference;
 use crate::kernels::reference::Keep;
+use crate::replay::addends::Sum;
+use crate::replay::findings::Captured;
+use crate::replay::outcome::Comparison;
+use crate::replay::slab::Slab;
 
 /// Bytes of backward passes that are held; beyond it all are forgotten. As many of captured
 /// gradients, beyond which no more are held.
@@ -45,23 +45,23 @@ struct Judged {
 }
 
 /// One backward pass.
-pub(super) struct BackwardPass {
+pub(in crate::replay) struct BackwardPass {
     /// Gradients of q; empty where only those of k are kept.
-    pub(super) dq: reference::Backward,
+    pub(in crate::replay) dq: reference::Backward,
     /// Gradients of k and of the bias; empty where only those of q are kept.
-    pub(super) slab: Slab,
+    pub(in crate::replay) slab: Slab,
 }
 
 /// How far the addends of a sum are off on average, relative to their size, where all of them
 /// round to one side.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Biases {
+pub(in crate::replay) struct Biases {
     /// Of `g k[y]` and of `g q`.
-    pub(super) label: [f64; 2],
+    pub(in crate::replay) label: [f64; 2],
     /// Of the entries in the labels' columns.
-    pub(super) whole: f64,
+    pub(in crate::replay) whole: f64,
     /// Of the dense entries that smoothing moves off their grid.
-    pub(super) dense: f64,
+    pub(in crate::replay) dense: f64,
 }
 
 /// Tells a debugger that it is there: it may hold gigabytes.
@@ -77,7 +77,7 @@ impl PassCache {
     }
 
     /// The forward pass of a head, computed once for all that differ in labels only.
-    pub(super) fn forward<E>(
+    pub(in crate::replay) fn forward<E>(
         &self,
         head: &HeadInputs<'_>,
         run: impl FnOnce() -> Result<reference::Forward, E>,
@@ -96,7 +96,7 @@ impl PassCache {
     }
 
     /// The labels' logits of a head, computed once for all that have the same inputs.
-    pub(super) fn label_logits(&self, head: &HeadInputs<'_>) -> Arc<Vec<f64>> {
+    pub(in crate::replay) fn label_logits(&self, head: &HeadInputs<'_>) -> Arc<Vec<f64>> {
         let mut hash = DefaultHasher::new();
         put(&mut hash, head);
         hash.write_u128(ContentHash::of(bytemuck::cast_slice(head.labels)).0);
@@ -111,7 +111,7 @@ impl PassCache {
 
     /// The biases of a head's addends, found once for all that have the same inputs, cotangents and
     /// options.
-    pub(super) fn biases(
+    pub(in crate::replay) fn biases(
         &self,
         (head, lse, cotangents): (&HeadInputs<'_>, &[f64], &Cotangents<'_, f64>),
         options: &dyn Debug,
@@ -127,7 +127,7 @@ impl PassCache {
     }
 
     /// Captured gradients, read once for all that ask for the same.
-    pub(super) fn captured<E>(
+    pub(in crate::replay) fn captured<E>(
         &self,
         which: &dyn Debug,
         read: &mut dyn FnMut() -> Result<Captured, E>,
@@ -148,7 +148,7 @@ impl PassCache {
 
     /// A sum of captured addends, taken once for all that weigh them alike; what is held of
     /// them counts as captured.
-    pub(super) fn sum<E>(
+    pub(in crate::replay) fn sum<E>(
         &self,
         which: &dyn Debug,
         take: &mut dyn FnMut() -> Result<Sum, E>,
@@ -168,7 +168,7 @@ impl PassCache {
     }
 
     /// How a sum compares with what is expected of it, judged once for all that expect the same.
-    pub(super) fn judged(
+    pub(in crate::replay) fn judged(
         &self,
         which: &dyn Debug,
         (sum, expected): (&Arc<Sum>, &[f64]),
@@ -189,7 +189,7 @@ impl PassCache {
     }
 
     /// A backward pass, computed once for all that have the same inputs.
-    pub(super) fn backward(
+    pub(in crate::replay) fn backward(
         &self,
         (head, lse, cotangents): (&HeadInputs<'_>, &[f64], &Cotangents<'_, f64>),
         (keep, options): (Keep, &dyn Debug),
