@@ -3,18 +3,20 @@
 
 use std::ops::Range;
 
-use super::alike::{nearly_equal, spread};
-use super::allowed::{rounded, summed};
-use super::backward::{Problem, sum};
-use super::biased::shared_by_tokens;
-use super::findings::{Captured, Findings, Gradient, Parts};
+use super::captured_gradients::{Captured, Gradient, reference_of};
+use super::correlated_classes::shared_by_tokens;
+use super::correlated_errors::{nearly_equal, spread};
+use super::elementwise::scale;
+use super::findings::Findings;
 use super::judge::Judge;
 use super::maps::Drawn;
+use super::problem::Problem;
+use super::rounding_variance::{rounded, summed};
 use super::slab::Slab;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows};
+use crate::head::Stage;
 use crate::head::step::rows_of;
-use crate::head::{Share, Stage};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
 
@@ -210,33 +212,6 @@ impl Judge<'_> {
         let g = problem.cotangents().lse;
         shared_by_tokens(&problem.head, (&problem.lse, classes), |t| g[t] != 0.0, steps)
     }
-}
-
-/// What a stage should be: a part, or the sum of the captured parts, or of both.
-pub(super) fn reference_of(
-    stage: Stage,
-    lse: &[f64],
-    label: &[f64],
-    parts: Option<&Parts>,
-) -> Vec<f64> {
-    match (stage.share(), parts) {
-        (Share::Softmax, _) => lse.to_vec(),
-        (Share::Label, _) => label.to_vec(),
-        (Share::Whole, Some(parts)) => sum(&parts.lse, &parts.label),
-        (Share::Whole, None) => sum(lse, label),
-    }
-}
-
-/// Multiplies the values by a factor; a factor of 1, which is usual, changes none.
-pub(super) fn scale(values: &mut [f64], factor: f64) {
-    if factor != 1.0 {
-        values.iter_mut().for_each(|x| *x *= factor);
-    }
-}
-
-/// Whether a product with a factor is rounded: a power of two changes no digit.
-pub(super) fn rounds(factor: f64) -> bool {
-    factor != 0.0 && factor.abs().log2().fract() != 0.0
 }
 
 /// How many classes have one error: all where k is 0, as at the first step of a job that starts

@@ -6,16 +6,18 @@ use std::ops::Range;
 use backtape::role::Role;
 use rayon::prelude::*;
 
-use super::Slice;
-use super::alike::nearly_equal;
-use super::allowed::{LabelSize, TokenSize, relative, stored};
-use super::column::{Column, Expected, Tokens};
+use super::comparison::MemberError;
 use super::context::Replay;
+use super::correlated_errors::nearly_equal;
 use super::judge::Judge;
-use super::members::members;
-use super::outcome::{MemberError, Outcome, Status};
+use super::microbatch::Slice;
+use super::operation_variance::{LabelSize, TokenSize};
+use super::outcome::{Outcome, Status};
 use super::plan::Plan;
-use super::products::Products;
+use super::plausible_policies::members;
+use super::qk_products::Products;
+use super::rounding_variance::{CONFIDENT, few, relative, stored};
+use super::token_column::{Column, Expected, Tokens};
 use super::world::{At, Expectation, Pass};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
@@ -24,17 +26,6 @@ use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
 use crate::kernels::policy::Policy;
 use crate::kernels::reference;
 use crate::kernels::transform::Transform;
-
-/// From here on `g p` lies within two spacings of bf16's exponent of g, so that
-/// tokens of one g may round alike.
-pub(super) const CONFIDENT: f64 = 0.25;
-
-/// Share of the roundings that are one, of numbers that spread over σ steps of a grid:
-/// they have so few errors, not one each. The squares of the steps' shares sum to
-/// 1/(2√π σ) for a normal spread.
-pub(super) fn few(steps: f64) -> f64 {
-    (1.0 / (2.0 * std::f64::consts::PI.sqrt() * steps)).min(1.0)
-}
 
 /// What the later stages of a microbatch start from; all `[T]`.
 pub(super) struct ForwardState {
@@ -250,7 +241,7 @@ impl Replay<'_> {
         let bare = HeadInputs { reads: None, transform: Transform::NONE, ..bare };
         self.executor.forward_of_logits(key, &bare, put)?;
         let compute = self.plan.roundings.compute();
-        let sum = super::allowed::summed(
+        let sum = super::rounding_variance::summed(
             self.plan.roundings.widest.sums.lse,
             head.valid_vocab as f64,
             1.0,
@@ -338,7 +329,7 @@ impl Replay<'_> {
         let all = members(&self.plan.roundings);
         let last = all.len() - 1;
         let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
-        let run = |(at, member): (usize, super::members::Member)| {
+        let run = |(at, member): (usize, super::plausible_policies::Member)| {
             let (lse, label) = self.executor.emulated_forward(slice, head, (at, &member))?;
             Ok(Emulated { name: member.name, lse, label })
         };

@@ -3,16 +3,16 @@
 
 use backtape::role::Role;
 
-use super::Slice;
-use super::allowed::{carried, relative, summed};
-use super::backward::Problem;
+use super::captured_gradients::{Captured, Gradient, picked};
 use super::context::Replay;
-use super::dq::picked;
-use super::findings::{Captured, Findings, Gradient};
-use super::gather::Gathered;
+use super::dlogits_rounding::Alike;
+use super::findings::Findings;
+use super::gathered_rows::Gathered;
 use super::judge::Judge;
 use super::maps::Drawn;
-use super::rounded_entries::Alike;
+use super::microbatch::Slice;
+use super::problem::Problem;
+use super::rounding_variance::{carried, relative, summed};
 use super::slab::column_squares;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally};

@@ -1,8 +1,8 @@
 //! What may differ: the bounds of every comparison, and the world that is compared with.
 
-use super::backward::Problem;
-use super::dk::rounds;
+use super::elementwise::rounds;
 use super::plan::Plan;
+use super::problem::Problem;
 use super::world::{At, World};
 use crate::compare::Bound;
 use crate::head::Stage;

@@ -3,12 +3,12 @@
 
 use backtape::role::Role;
 
-use super::Slice;
-use super::allowed::{relative, summed};
-use super::column::{Expected, Tokens};
 use super::forward::ForwardState;
 use super::judge::Judge;
+use super::microbatch::Slice;
 use super::outcome::Outcome;
+use super::rounding_variance::{relative, summed};
+use super::token_column::{Expected, Tokens};
 use super::world::{At, Expectation, Read};
 use crate::head::step::StepError;
 use crate::head::units::share;

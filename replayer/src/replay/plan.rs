@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::maps::Draw;
-use super::sums_alone::SumsAlone;
+use super::reference_dk::SumsAlone;
 use crate::head::{HeadStep, Roundings, Stage};
 use crate::kernels::Tiles;
 

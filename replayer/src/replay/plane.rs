@@ -6,50 +6,26 @@ use std::ops::Range;
 use backtape::identity::Microbatch;
 use backtape::shard::TensorKey;
 
-use super::Slice;
+use super::comparison::{Comparison, MemberError};
 use super::context::Replay;
+use super::elementwise::distance;
 use super::executor::plane::{CapturedPlane, JudgedSpan, Plane, SpanUpstream, Stored, place_tile};
-use super::forward::{ForwardState, few};
+use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::members::{Member, members};
-use super::outcome::{Comparison, MemberError, Outcome};
+use super::microbatch::Slice;
+use super::outcome::Outcome;
 use super::plan::Plan;
+use super::plane_span::Span;
+use super::plausible_policies::{Member, members};
+use super::rounding_ties::near_ties;
 use super::tasks::task::PlanePart;
-use super::ties::near_ties;
 use super::world::{At, UnitTokens};
 use crate::compare::{RowTally, Tally};
 use crate::device::PlaneComparison;
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
-use crate::kernels::policy::{self};
-use crate::kernels::round::Precision;
-
-/// A span of tokens with what its stages start from.
-pub(super) struct Span<'a> {
-    pub(super) head: HeadInputs<'a>,
-    pub(super) tokens: Range<usize>,
-    pub(super) lse: &'a [f64],
-    pub(super) cotangents: Cotangents<'a, f64>,
-    /// How far a token's logits lie apart, as far as its softmax sees them.
-    pub(super) spread: &'a [f64],
-    /// Share of the roundings of a token's entries that are one, 0 to 1, and the variance
-    /// of its logits where they are nearly equal.
-    pub(super) alike: &'a [(f64, f64)],
-    /// Variance that a token's row shares.
-    pub(super) scale: &'a [f64],
-    /// Rows that are judged.
-    pub(super) sure: &'a [usize],
-    pub(super) microbatch: Option<Microbatch>,
-}
-
-impl Span<'_> {
-    /// Share of the roundings of a token's entries to a format that are one.
-    pub(super) fn alike(&self, row: usize, to: Precision) -> f64 {
-        let (alike, variance) = self.alike[row];
-        alike.max(few(variance.sqrt() / (2.0 * to.unit_roundoff())))
-    }
-}
+use crate::kernels::policy;
 
 impl Replay<'_> {
     /// Judges what was captured of the plane.
@@ -255,9 +231,4 @@ impl Replay<'_> {
         });
         distance(&a, &b)
     }
-}
-
-/// How far two emulations lie apart, element by element.
-pub(super) fn distance(one: &[f64], other: &[f64]) -> Vec<f64> {
-    one.iter().zip(other).map(|(a, b)| (a - b).abs()).collect()
 }

@@ -3,12 +3,13 @@
 
 use std::ops::Range;
 
-use super::allowed::rounded;
-use super::backward::{Problem, sum};
-use super::lists::value_of;
+use super::elementwise::sum;
+use super::problem::Problem;
+use super::rounding_variance::rounded;
+use super::stage_values::value_of;
 use crate::compare::RowTally;
 use crate::head::Stage;
-use crate::kernels::matrix::HeadInputs;
+use crate::kernels::matrix::{HeadInputs, Matrix};
 use crate::kernels::round::Precision;
 use crate::kernels::{policy, reference};
 
@@ -261,6 +262,11 @@ pub(super) fn column_squares(
     copies: Option<&[f64]>,
 ) -> Vec<f64> {
     matrix.column_totals(|row, x| copies.map_or(1.0, |copies| copies[row]) * x.powi(2))
+}
+
+/// Sums of k and of k² over the rows, a column each.
+pub(super) fn k_sums(k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
+    (column_sums(k), column_squares(k, None))
 }
 
 #[cfg(test)]

@@ -10,32 +10,30 @@ use std::sync::Arc;
 
 use backtape::identity::Microbatch;
 
-use super::Slice;
-use super::backward::{Problem, sum};
-use super::classes::OfClasses;
+use super::captured_gradients::Captured;
+use super::class_subset::OfClasses;
 use super::context::Replay;
-use super::dq::DqState;
-use super::executor::Executor;
+use super::dq_state::DqState;
+use super::elementwise::{distance, sum};
 use super::executor::pass_cache::PassCache;
-use super::findings::{Captured, Findings};
+use super::findings::Findings;
 use super::forward::ForwardState;
 use super::judge::Judge;
-use super::lists::{List, Lists, put_block};
 use super::loss::Upstream;
+use super::microbatch::Slice;
 use super::outcome::Outcome;
-use super::plan::Effort;
-use super::plan::Plan;
-use super::plane::distance;
+use super::problem::Problem;
+use super::rounding_ties::near_ties;
 use super::slab::Slab;
-use super::sums_alone::SumsAlone;
-use super::ties::near_ties;
+use super::stage_values::{List, Lists, put_block};
 use super::world::{At, World};
+use super::world_replay::counted_in_world;
 use crate::head::step::{StepError, vocabulary_slab};
-use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
+use crate::head::{HeadStep, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::policy::{self, DqParts};
 use crate::kernels::reference::Keep;
-use crate::kernels::{NoProgress, Progress, Tiles};
+use crate::kernels::{NoProgress, Progress};
 
 /// Rows that a trial looks at.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -45,9 +43,6 @@ pub struct Rows {
     /// Classes, ascending: rows of dk.
     pub classes: Vec<usize>,
 }
-
-/// Given a replay in a world, and the microbatches as the world has them.
-pub(super) type Within<'a> = dyn FnMut(&Replay<'_>, &[Slice]) -> Result<(), StepError> + 'a;
 
 /// Judges the stages in a world. `rows`: which rows of dq and dk, `None` for all.
 pub fn trial(
@@ -81,46 +76,6 @@ pub fn counted_trial(
         Ok(())
     })?;
     Ok(found.expect("set where no error was returned"))
-}
-
-/// Lends a replay in a world, and the microbatches as the world has them.
-pub(super) fn in_world(
-    step: &HeadStep<'_>,
-    compared: &BTreeSet<Stage>,
-    (world, cache): (&dyn World, Option<&PassCache>),
-    then: &mut Within<'_>,
-) -> Result<(), StepError> {
-    counted_in_world(step, compared, (world, cache, &NoProgress), then)
-}
-
-fn counted_in_world(
-    step: &HeadStep<'_>,
-    compared: &BTreeSet<Stage>,
-    (world, cache, progress): (&dyn World, Option<&PassCache>, &dyn Progress),
-    then: &mut Within<'_>,
-) -> Result<(), StepError> {
-    let mut altered = step.clone();
-    world.options(&mut altered.options);
-    let slices = super::slices(&altered, world, HeadStep::inputs)?;
-    let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
-    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
-    let whole = super::allowed::whole(&altered, &roundings);
-    let sums_alone = SumsAlone::of(&altered, &slices, compared, &roundings);
-    let plan = Plan {
-        step: &altered,
-        whole,
-        wanted: compared.clone(),
-        roundings,
-        tiles: Tiles::default(),
-        comparisons: compared.len().max(1) * units.max(1),
-        effort: Effort::All,
-        sums_alone,
-        draw: None,
-        trial: true,
-    };
-    let executor = Executor::of_trial(&plan, cache, progress);
-    let replay = Replay { plan: &plan, executor, judge: Judge { plan: &plan, world } };
-    then(&replay, &slices)
 }
 
 impl Replay<'_> {

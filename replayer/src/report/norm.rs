@@ -1,6 +1,6 @@
 //! grad_norm as text: what was reported, what it should be, who the gap belongs to.
 
-use crate::replay::norm_pair::NormGap;
+use crate::replay::norm_gap::NormGap;
 use crate::replay::outcome::{GradNorm, Share};
 
 /// A gap this many times what rounding explains is shared out in the text; in the

@@ -9,7 +9,7 @@ use crate::head::step::StepError;
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::policy::{self, DkParts, DqParts, Policy};
 use crate::kernels::reference::{self, DkSums, Keep};
-use crate::replay::backward::Problem;
+use crate::replay::problem::Problem;
 use crate::replay::slab::Slab;
 
 impl Executor<'_> {

@@ -10,10 +10,10 @@ use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::reference::{self, Forward, WIDE};
 use crate::kernels::{policy, span_of};
-use crate::replay::Slice;
-use crate::replay::members::Member;
+use crate::replay::microbatch::Slice;
 use crate::replay::plan::Effort;
-use crate::replay::products::{Products, SHARE};
+use crate::replay::plausible_policies::Member;
+use crate::replay::qk_products::{Products, SHARE};
 use crate::spill::memory;
 
 impl Executor<'_> {

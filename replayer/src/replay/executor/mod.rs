@@ -16,15 +16,15 @@ pub(super) mod plane;
 mod shared;
 pub(super) mod walk;
 
-use super::members::{Member, members};
+use super::executor::pass_cache::PassCache;
 use super::outcome::Multiplied;
 use super::plan::Plan;
+use super::plausible_policies::{Member, members};
 use super::tasks::Cluster;
 use super::tasks::drive::Driver;
 use crate::device::{Device, DeviceError, products_of};
 use crate::head::step::StepError;
 use crate::kernels::Progress;
-use pass_cache::PassCache;
 
 /// Computes what the stages of one replay need.
 pub(crate) struct Executor<'a> {

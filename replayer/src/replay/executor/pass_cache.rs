@@ -9,11 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use backtape::hash::ContentHash;
 
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix, Reads, Values};
-use crate::kernels::reference;
-use crate::kernels::reference::Keep;
+use crate::kernels::reference::{self, Keep};
 use crate::replay::addends::Sum;
-use crate::replay::findings::Captured;
-use crate::replay::outcome::Comparison;
+use crate::replay::captured_gradients::Captured;
+use crate::replay::comparison::Comparison;
 use crate::replay::slab::Slab;
 
 /// Bytes of backward passes that are held; beyond it all are forgotten. As many of captured

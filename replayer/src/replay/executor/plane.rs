@@ -18,7 +18,7 @@ use crate::kernels::policy::{self, Policy};
 use crate::kernels::reference::{self, TermNoise};
 use crate::kernels::round::Precision;
 use crate::kernels::span_of;
-use crate::replay::Slice;
+use crate::replay::microbatch::Slice;
 use crate::replay::tasks::task::PlanePart;
 
 /// Bytes of one f64 buffer over a span of tokens.

@@ -9,8 +9,8 @@ use crate::head::step::StepError;
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::reference;
 use crate::replay::addends::Sum;
-use crate::replay::findings::Captured;
-use crate::replay::outcome::Comparison;
+use crate::replay::captured_gradients::Captured;
+use crate::replay::comparison::Comparison;
 
 impl Executor<'_> {
     /// Captured gradients, read once for all trials that ask for the same; `which` is none where

@@ -9,9 +9,9 @@ use crate::head::step::StepError;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{DkParts, DqParts};
 use crate::kernels::reference::{Backward, Keep, Upstream};
-use crate::replay::Slice;
-use crate::replay::backward::Problem;
-use crate::replay::members::Member;
+use crate::replay::microbatch::Slice;
+use crate::replay::plausible_policies::Member;
+use crate::replay::problem::Problem;
 use crate::replay::slab::{Looked, Slab};
 use crate::replay::tasks::drive::Walked;
 

@@ -5,16 +5,16 @@ use std::ops::Range;
 
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::Cotangents;
-use crate::kernels::reference::{Keep, TermNoise};
-use crate::kernels::span_of;
-use crate::kernels::{policy, reference};
-use crate::replay::Slice;
-use crate::replay::backward::{Problem, sum};
+use crate::kernels::reference::{self, Keep, TermNoise};
+use crate::kernels::{policy, span_of};
 use crate::replay::context::Replay;
+use crate::replay::elementwise::sum;
 use crate::replay::forward::ForwardState;
 use crate::replay::judge::Judge;
 use crate::replay::loss::Upstream;
-use crate::replay::members::Member;
+use crate::replay::microbatch::Slice;
+use crate::replay::plausible_policies::Member;
+use crate::replay::problem::Problem;
 use crate::replay::world::UnitTokens;
 
 impl Replay<'_> {

@@ -16,19 +16,19 @@ use backtape::head::LossReduction;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
-use super::Slice;
+use super::context::Replay;
 use super::forward::ForwardState;
 use super::loss::divisors;
-use super::members::{Member, members};
+use super::microbatch::Slice;
 use super::outcome::Outcome;
-use super::trial::in_world;
+use super::plausible_policies::{Member, members};
 use super::world::World;
+use super::world_replay::in_world;
 use crate::head::units::share;
 use crate::head::{HeadStep, Kind, MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::context::Replay;
 
-pub use error::RecomputeError;
+pub use super::recompute::error::RecomputeError;
 
 /// Bytes of the largest token x vocabulary plane that is made at once: beyond it one asks
 /// for some tokens.

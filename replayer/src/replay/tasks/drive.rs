@@ -16,10 +16,10 @@ use crate::kernels::policy::{DkParts, DqParts};
 use crate::kernels::reference::{self, Backward, DkSums, Forward, ForwardSums};
 use crate::kernels::{Progress, span_of};
 use crate::parcel::Parcel;
-use crate::replay::Slice;
-use crate::replay::backward::Problem;
-use crate::replay::members::Member;
+use crate::replay::microbatch::Slice;
 use crate::replay::plan::Plan;
+use crate::replay::plausible_policies::Member;
+use crate::replay::problem::Problem;
 
 /// Tokens of a task, unless a cut says otherwise.
 const TOKENS: usize = 2048;
@@ -154,9 +154,7 @@ impl Driver<'_> {
             _ => Sources { q: None, k: None, given: rows },
         }
     }
-}
 
-impl Driver<'_> {
     /// The forward pass as tasks.
     pub(in crate::replay) fn forward(
         &self,

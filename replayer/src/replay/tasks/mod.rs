@@ -27,9 +27,9 @@ use std::path::{Path, PathBuf};
 
 use backtape::head::PolicyDeclaration;
 
-pub use error::TaskError;
-
 use crate::dump::Selection;
+
+pub use super::tasks::error::TaskError;
 
 /// Sums that a worker holds, given to one task or fetched: either takes them away.
 #[derive(Debug, PartialEq, Eq)]

@@ -22,9 +22,8 @@ use crate::replay::context::Replay;
 use crate::replay::executor::Executor;
 use crate::replay::executor::plane::SpanUpstream;
 use crate::replay::judge::Judge;
-use crate::replay::members::members;
-use crate::replay::plan::Effort;
-use crate::replay::plan::Plan;
+use crate::replay::plan::{Effort, Plan};
+use crate::replay::plausible_policies::members;
 use crate::replay::world::Declared;
 use crate::spill::spill_to;
 

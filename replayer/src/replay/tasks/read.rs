@@ -17,7 +17,7 @@ use crate::dump::{ShardRef, StepDump};
 use crate::head::HeadOptions;
 use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 use crate::kernels::transform::Transform;
-use crate::replay::gather::Gathered;
+use crate::replay::gathered_rows::Gathered;
 
 /// The matrices of a part, as they were dumped.
 pub(super) struct Held {
