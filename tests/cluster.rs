@@ -13,7 +13,8 @@ use backtape::role::Role;
 use backtape::store::Backend;
 use backtape_replayer::cli;
 use backtape_replayer::dump::Selection;
-use backtape_replayer::replay::tasks::{Cut, Dumps, Handle, Workers, perform};
+use backtape_replayer::replay::tasks::perform::{Dumps, perform};
+use backtape_replayer::replay::tasks::{Cut, Handle, Workers};
 
 use crate::support::job::{Fault, Job};
 use crate::support::{dump, program};

@@ -19,7 +19,8 @@ use backtape_replayer::diagnose::{Budget, diagnose};
 use backtape_replayer::dump::{Selection, StepDump, open};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
-use backtape_replayer::replay::outcome::{Comparison, Outcome};
+use backtape_replayer::replay::comparison::Comparison;
+use backtape_replayer::replay::outcome::Outcome;
 use backtape_replayer::replay::{Effort, Request, replay};
 use backtape_replayer::verify::verify;
 

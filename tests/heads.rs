@@ -24,8 +24,9 @@ use backtape_replayer::dump::Selection;
 use backtape_replayer::head::Stage;
 use backtape_replayer::replay::outcome::NotChecked;
 use backtape_replayer::replay::outcome::Status;
-use backtape_replayer::replay::variant::{Supplied, Variant};
+use backtape_replayer::replay::variant::Variant;
 use backtape_replayer::replay::world::At;
+use backtape_replayer::replay::world::Supplied;
 use backtape_replayer::report::schema::{Report, Verdict};
 
 use crate::support::dump;

@@ -3,7 +3,8 @@
 use std::sync::OnceLock;
 
 use backtape_replayer::cli::AskedCluster;
-use backtape_replayer::replay::tasks::{Dumps, Handle, Workers, perform};
+use backtape_replayer::replay::tasks::perform::{Dumps, perform};
+use backtape_replayer::replay::tasks::{Handle, Workers};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

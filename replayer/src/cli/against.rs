@@ -18,7 +18,7 @@ use crate::dump::{self, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::number::plural;
 use crate::replay::against::{Asked, Differences, Side, against, wanted_roles};
-use crate::replay::norm_pair::between;
+use crate::replay::norm_gap::between;
 use crate::replay::outcome::{NotChecked, Outcome, Status};
 use crate::report::drawings::drawings;
 use crate::report::schema::{AgainstReport, FirstDivergence, Reason, Report};

@@ -9,7 +9,7 @@ use clap::Args;
 use super::error::RunError;
 use crate::device::{self, Device, Kernel};
 use crate::head::{HeadStep, Stage};
-use crate::replay::compiled;
+use crate::replay::user_kernels;
 use crate::replay::variant::{STAGES, Variant};
 use crate::report::schema::KernelReport;
 
@@ -84,7 +84,7 @@ impl Kernels {
         let Some(device) = self.device.as_deref() else { return Ok(Default::default()) };
         let mut ran = (Vec::new(), Vec::new());
         for kernel in &self.kernels {
-            let compiled::Ran { variant, findings } = compiled::run(step, device, kernel)?;
+            let user_kernels::Ran { variant, findings } = user_kernels::run(step, device, kernel)?;
             ran.1.push(KernelReport { name: variant.name.clone(), findings });
             ran.0.push(Arc::new(variant));
         }

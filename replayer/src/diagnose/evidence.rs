@@ -16,8 +16,8 @@ use super::detectors::units::{UnitState, units};
 use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
 use crate::kernels::{NoProgress, Progress};
+use crate::replay::executor::pass_cache::PassCache;
 use crate::replay::outcome::Outcome;
-use crate::replay::pass_cache::PassCache;
 use crate::replay::trial::Rows;
 use crate::replay::world::World;
 

@@ -11,7 +11,7 @@ use super::evidence::{Evidence, Key, Residuals};
 use super::search::{Tried, left_of};
 use crate::compare::tally::relative;
 use crate::head::{Kind, Stage};
-use crate::replay::members;
+use crate::replay::plausible_policies;
 
 /// How sure the report is of a cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -221,7 +221,7 @@ pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
     let keys = &evidence.failing;
     let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |of| of.overshoot);
     let most = largest(keys.iter().map(over)).sqrt();
-    let (kind, more) = match evidence.roundings().map(|of| members::open(&of)) {
+    let (kind, more) = match evidence.roundings().map(|of| plausible_policies::open(&of)) {
         Some(open) if !open.is_empty() => (
             "undeclared roundings",
             format!("; declared dtypes of {} would have it judged more closely", open.join(", ")),

@@ -16,7 +16,7 @@ use super::rearranged::RecordedCounts;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::Tiles;
 use crate::kernels::policy::Policy;
-use crate::replay::variant::Supplied;
+use crate::replay::world::Supplied;
 use crate::replay::world::{At, Expectation, Pass, Read, UnitName, UnitTokens, World};
 
 /// Where it holds, among the parameters.

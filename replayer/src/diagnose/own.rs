@@ -10,7 +10,7 @@ use super::cause::{Cause, Hypothesis};
 use super::evidence::{Evidence, Residual, residuals};
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Stage};
-use crate::replay::outcome::Comparison;
+use crate::replay::comparison::Comparison;
 use crate::replay::trial::trial;
 use crate::replay::variant::{Explains, StandsIn, Variant};
 

@@ -14,7 +14,7 @@ use super::limited::{Within, limited};
 use super::plain;
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
-use crate::replay::pass_cache::PassCache;
+use crate::replay::executor::pass_cache::PassCache;
 use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{AtTies, World};
 

@@ -27,7 +27,7 @@ use crate::kernels::logits;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::round::Precision as Stored;
 use crate::kernels::tiles::NoProgress;
-use crate::replay::sample::{Sample, stratified};
+use crate::replay::stratified_sample::{Sample, stratified};
 use crate::replay::{self, Effort, Request};
 use difference::{Check, Differences, Input, check, differences, directions, rms};
 use loss::{Loss, max};
@@ -194,7 +194,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let sample = draw(DIFFERENCE_WORK / EVALUATIONS, 4);
     let loss = Loss::new(head, &sample.rows, &inputs.weights, stored, terms);
     if loss.tokens.is_empty() {
-        return Err(PrecisionError::NoTokens { of: replay::name(microbatch) });
+        return Err(PrecisionError::NoTokens { of: replay::microbatch::name(microbatch) });
     }
     let mut draw = Draw::new(seed);
     let (differences, check, skipped) = derivatives(&loss, &mut draw);
@@ -202,7 +202,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
         schema: SCHEMA,
         run: step.dump.run.to_string(),
         step: step.dump.step.0,
-        of: replay::name(microbatch),
+        of: replay::microbatch::name(microbatch),
         inputs: format!("q {}, k {}", about(q), about(k)),
         seed,
         tokens: (inputs.labels.len(), rows.rows.len(), loss.tokens.len()),
@@ -227,7 +227,8 @@ fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>,
     match step.microbatches.iter().find(|mb| mb.is_some_and(|mb| mb.0 == asked)) {
         Some(found) => Ok(*found),
         None => {
-            let held: Vec<String> = step.microbatches.iter().map(|mb| replay::name(*mb)).collect();
+            let held: Vec<String> =
+                step.microbatches.iter().map(|mb| replay::microbatch::name(*mb)).collect();
             Err(PrecisionError::Microbatch { asked, held: held.join(", ") })
         }
     }

@@ -5,8 +5,8 @@ use backtape::placement::Reduction;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::allowed::stored;
-use super::dk::rounds;
+use super::elementwise::rounds;
+use super::rounding_variance::stored;
 use crate::assemble::{self, Tensor};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, addends_of_elements, matrix, unfit};

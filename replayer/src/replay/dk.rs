@@ -2,100 +2,29 @@
 //! vocabulary at a time.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use super::Replay;
-use super::alike::{nearly_equal, spread};
-use super::allowed::{rounded, summed};
-use super::backward::{Problem, sum};
-use super::biased::shared_by_tokens;
-use super::findings::{Captured, Findings, Gradient, Parts};
+use super::captured_gradients::{Captured, Gradient, reference_of};
+use super::correlated_classes::shared_by_tokens;
+use super::correlated_errors::{nearly_equal, spread};
+use super::elementwise::scale;
+use super::findings::Findings;
+use super::judge::Judge;
 use super::maps::Drawn;
-use super::pass_cache::BackwardPass;
+use super::problem::Problem;
+use super::rounding_variance::{rounded, summed};
 use super::slab::Slab;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows};
+use crate::head::Stage;
 use crate::head::step::rows_of;
-use crate::head::{Share, Stage};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{Path, Policy};
-use crate::kernels::reference;
-use crate::kernels::reference::{DkSums, Keep};
 
 /// Roundings of an entry that may err to one side at once, over the root of their variances'
 /// sum: those of four operations at most.
 const SEVERAL: f64 = 2.0;
 
-impl Replay<'_> {
-    /// The reference over a slab of k's rows; dq, where it is kept, goes on from the slabs
-    /// before.
-    pub(super) fn reference_slab(
-        &self,
-        problem: &Problem<'_>,
-        head: &HeadInputs<'_>,
-        range: Range<usize>,
-        (dq, keep): (&mut reference::Backward, Keep),
-    ) -> Slab {
-        // Of a trial the one that another had, if it was the same. What has several slabs is
-        // more than is held.
-        if self.cache.is_some() && range.len() == problem.head.k.rows {
-            let pass = self.reference_pass(problem, head, keep);
-            dq.clone_from(&pass.dq);
-            return Slab { range, ..pass.slab.clone() };
-        }
-        let (cotangents, noise) = (problem.cotangents(), self.term_noise(head.q.cols));
-        let mut sums = DkSums::zeros(head, &noise, self.tiles);
-        let given = (&problem.lse[..], &cotangents, &noise);
-        let walking = (self.tiles, keep, self.progress);
-        reference::backward_onto((dq, &mut sums), (head, 0), given, walking);
-        self.completed(problem, (head, range), sums)
-    }
-
-    /// A slab of which all tokens were walked.
-    pub(super) fn completed(
-        &self,
-        problem: &Problem<'_>,
-        (head, range): (&HeadInputs<'_>, Range<usize>),
-        sums: DkSums,
-    ) -> Slab {
-        let mut slab = Slab { range, ..Slab::default() };
-        sums.finish(&head.q, &self.term_noise(head.q.cols), &mut |block| slab.take(block));
-        slab.describe(head, problem.entry_floor > 0.0);
-        slab
-    }
-
-    /// One pass of the reference; in a trial the one that another had, if it was the same.
-    pub(super) fn reference_pass(
-        &self,
-        problem: &Problem<'_>,
-        head: &HeadInputs<'_>,
-        keep: Keep,
-    ) -> Arc<BackwardPass> {
-        let (cotangents, noise) = (problem.cotangents(), self.term_noise(head.q.cols));
-        let small = problem.entry_floor > 0.0;
-        let mut run = || {
-            let mut slab = Slab { range: 0..head.k.rows, ..Slab::default() };
-            let take = &mut |block: reference::DkBlock| {
-                if keep != Keep::Dq {
-                    slab.take(block);
-                }
-            };
-            let walking = (self.tiles, keep, self.progress);
-            let dq = reference::backward(head, &problem.lse, &cotangents, &noise, walking, take);
-            if keep != Keep::Dq {
-                slab.describe(head, small);
-            }
-            BackwardPass { dq, slab }
-        };
-        match self.cache {
-            Some(cache) => {
-                let inputs = (head, &problem.lse[..], &cotangents);
-                cache.backward(inputs, (keep, &(noise, small)), &mut run)
-            }
-            None => Arc::new(run()),
-        }
-    }
-
+impl Judge<'_> {
     pub(super) fn judge_dk(
         &self,
         problem: &Problem<'_>,
@@ -105,6 +34,7 @@ impl Replay<'_> {
     ) {
         let d = problem.head.q.cols;
         let parts = captured.parts(&Stage::OF_K, slab.range.clone());
+        let adding = self.adding();
         let bound = self.bound(problem.head.k.rows, d);
         for gradient in captured.of(stages) {
             let stage = gradient.stage;
@@ -124,7 +54,7 @@ impl Replay<'_> {
             let allowed = |row: usize, column: usize, x: f64| {
                 let at = row * d + column;
                 let inner = match &parts {
-                    Some(parts) if forced => parts.allowed(self, at),
+                    Some(parts) if forced => parts.allowed(&adding, at),
                     _ => allowances.of(row, column, &slab.sums(&problem.head, at)),
                 };
                 let lost = if forced { 0.0 } else { slab.lost(stage, at) };
@@ -155,7 +85,7 @@ impl Replay<'_> {
             }
             let (first, all) = (slab.range.start, problem.head.k.rows);
             let (rows, allowed, bound) = (&rows, &allowed, &bound);
-            findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
+            findings.draw(self.plan.draw, &Drawn { stage, first, all, rows, allowed, bound });
         }
     }
 
@@ -173,7 +103,7 @@ impl Replay<'_> {
         }
         let elements = slab.range.start * slab.columns()..slab.range.end * slab.columns();
         let squares = |of: &Gradient| of.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
-        let sum = (gradient.stage == Stage::Dk && !self.whole).then(|| squares(gradient));
+        let sum = (gradient.stage == Stage::Dk && !self.plan.whole).then(|| squares(gradient));
         let Some((n, both)) = sum.flatten() else { return Vec::new() };
         let label = captured.stage(Stage::DkLabel).and_then(squares);
         let joined = self.adding();
@@ -186,28 +116,6 @@ impl Replay<'_> {
             joined.of_addends(n, [dense, label]).own
         };
         both.iter().enumerate().map(each).collect()
-    }
-
-    /// The world's factor of a stage, and whether its product is rounded.
-    pub(super) fn factor(&self, problem: &Problem<'_>, stage: Stage) -> (f64, bool) {
-        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
-        let factor = self.world.scale(at);
-        (factor, rounds(factor))
-    }
-
-    /// Puts what a policy gives in the place of the rows that the world means by it.
-    pub(super) fn put_emulated(
-        &self,
-        (at, rows): (At, &[usize]),
-        emulated: &[f64],
-        values: &mut [f64],
-    ) {
-        let width = (values.len() / rows.len().max(1)).max(1);
-        for ((to, from), &row) in values.chunks_mut(width).zip(emulated.chunks(width)).zip(rows) {
-            if self.world.emulates(at, row) {
-                to.copy_from_slice(from);
-            }
-        }
     }
 
     /// What the world says of a stage's rows: its policy's values where it has one, and
@@ -246,11 +154,11 @@ impl Replay<'_> {
         findings: &mut Findings,
     ) {
         let Some(gradient) = captured.stage(Stage::Dbias) else { return };
-        let Policy { sums, dlogits, label_grad, path, .. } = self.roundings.widest;
+        let Policy { sums, dlogits, label_grad, path, .. } = self.plan.roundings.widest;
         let t = problem.head.q.rows;
         let square = |x: f64| x * x;
         let entry = square(dlogits.unit_roundoff().max(label_grad.unit_roundoff())) / 3.0;
-        let tiles = t.div_ceil(self.roundings.tiles.tokens.max(1));
+        let tiles = t.div_ceil(self.plan.roundings.tiles.tokens.max(1));
         let bound = self.bound(problem.head.k.rows, 1);
         let (factor, again) = self.factor(problem, Stage::Dbias);
         let tokens = problem.head.copies.map_or(t as f64, |copies| copies.iter().sum());
@@ -269,12 +177,12 @@ impl Replay<'_> {
                     + tokens * floor
                     + summed(sums.dk, t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
-                    + rounded(self.roundings.widest.parts, x),
+                    + rounded(self.plan.roundings.widest.parts, x),
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)
                     * squares
                     + square(t as f64) * floor
                     + nearly_equal(sums.dk, t as f64, spread(t as f64, x, squares)) * x * x
-                    + self.shared_scale(problem.alike.max(self.roundings.shared_g())) * x * x,
+                    + self.shared_scale(problem.alike.max(self.plan.roundings.shared_g())) * x * x,
                 certain: slab.lost(Stage::Dbias, row),
                 ..Allowed::default()
             }
@@ -298,39 +206,12 @@ impl Replay<'_> {
 
     /// Share of a class's roundings that its tokens share, of each class of the slab.
     fn alike_in_classes(&self, problem: &Problem<'_>, classes: Range<usize>) -> Vec<f64> {
-        let Policy { logits, p, dlogits, .. } = self.roundings.widest;
+        let Policy { logits, p, dlogits, .. } = self.plan.roundings.widest;
         let of_p = p.unit_roundoff().max(dlogits.unit_roundoff());
         let steps = (2.0 * logits.unit_roundoff(), 2.0 * of_p);
         let g = problem.cotangents().lse;
         shared_by_tokens(&problem.head, (&problem.lse, classes), |t| g[t] != 0.0, steps)
     }
-}
-
-/// What a stage should be: a part, or the sum of the captured parts, or of both.
-pub(super) fn reference_of(
-    stage: Stage,
-    lse: &[f64],
-    label: &[f64],
-    parts: Option<&Parts>,
-) -> Vec<f64> {
-    match (stage.share(), parts) {
-        (Share::Softmax, _) => lse.to_vec(),
-        (Share::Label, _) => label.to_vec(),
-        (Share::Whole, Some(parts)) => sum(&parts.lse, &parts.label),
-        (Share::Whole, None) => sum(lse, label),
-    }
-}
-
-/// Multiplies the values by a factor; a factor of 1, which is usual, changes none.
-pub(super) fn scale(values: &mut [f64], factor: f64) {
-    if factor != 1.0 {
-        values.iter_mut().for_each(|x| *x *= factor);
-    }
-}
-
-/// Whether a product with a factor is rounded: a power of two changes no digit.
-pub(super) fn rounds(factor: f64) -> bool {
-    factor != 0.0 && factor.abs().log2().fract() != 0.0
 }
 
 /// How many classes have one error: all where k is 0, as at the first step of a job that starts

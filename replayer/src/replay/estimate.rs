@@ -16,8 +16,8 @@ use std::ops::Range;
 
 use backtape::nan::larger;
 
-use super::gather::Gathered;
-use super::sample::Sample;
+use super::gathered_rows::Gathered;
+use super::stratified_sample::Sample;
 use crate::head::step::{rows_of, vocabulary_slab};
 use crate::kernels::logits::logits;
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix};

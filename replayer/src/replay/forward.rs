@@ -6,33 +6,26 @@ use std::ops::Range;
 use backtape::role::Role;
 use rayon::prelude::*;
 
-use super::alike::nearly_equal;
-use super::allowed::{LabelSize, TokenSize, relative, stored};
-use super::column::{Column, Expected, Tokens};
-use super::members::members;
-use super::outcome::{MemberError, Outcome, Status};
-use super::products::Products;
+use super::comparison::MemberError;
+use super::context::Replay;
+use super::correlated_errors::nearly_equal;
+use super::judge::Judge;
+use super::microbatch::Slice;
+use super::operation_variance::{LabelSize, TokenSize};
+use super::outcome::{Outcome, Status};
+use super::plan::Plan;
+use super::plausible_policies::members;
+use super::qk_products::Products;
+use super::rounding_variance::{CONFIDENT, few, relative, stored};
+use super::token_column::{Column, Expected, Tokens};
 use super::world::{At, Expectation, Pass};
-use super::{Replay, Slice};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
 use crate::kernels::policy::Policy;
 use crate::kernels::reference;
-use crate::kernels::span_of;
 use crate::kernels::transform::Transform;
-
-/// From here on `g p` lies within two spacings of bf16's exponent of g, so that
-/// tokens of one g may round alike.
-pub(super) const CONFIDENT: f64 = 0.25;
-
-/// Share of the roundings that are one, of numbers that spread over σ steps of a grid:
-/// they have so few errors, not one each. The squares of the steps' shares sum to
-/// 1/(2√π σ) for a normal spread.
-pub(super) fn few(steps: f64) -> f64 {
-    (1.0 / (2.0 * std::f64::consts::PI.sqrt() * steps)).min(1.0)
-}
 
 /// What the later stages of a microbatch start from; all `[T]`.
 pub(super) struct ForwardState {
@@ -83,38 +76,38 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<ForwardState, StepError> {
         let inputs = &slice.inputs;
-        self.check_inputs(inputs, outcome);
+        self.plan.check_inputs(inputs, outcome);
         let column = |stage: Stage, outcome: &mut Outcome| {
             let role = stage.role().expect("columns have roles");
-            let found = self.column(role, slice);
+            let found = self.judge.column(role, slice);
             outcome.spared(found, (&[stage], inputs.microbatch)).map(Option::flatten)
         };
         let logprobs = column(Stage::Logprobs, outcome)?;
-        let Some(head) = inputs.head(self.step) else {
-            let captured = logprobs.ok_or_else(|| self.step.missing(Role::Logprobs, None))?;
+        let Some(head) = inputs.head(self.plan.step) else {
+            let captured = logprobs.ok_or_else(|| self.plan.step.missing(Role::Logprobs, None))?;
             return Ok(ForwardState::of_logprobs(&captured));
         };
-        let mut products = self.room_for_products(&head, inputs);
+        let mut products = self.executor.room_for_products(&head, inputs);
         let (exact, mut variance) = self.exact(slice, &head, &mut products)?;
-        self.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
-        self.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
-        self.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
+        self.judge.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
+        self.judge.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
+        self.judge.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
         for (stage, of) in
             [(Stage::Lse, &mut variance.lse), (Stage::LabelLogits, &mut variance.label)]
         {
-            of.certain = self.world.ties(stage, inputs).unwrap_or_default();
+            of.certain = self.judge.world.ties(stage, inputs).unwrap_or_default();
         }
         let captured = (column(Stage::Lse, outcome)?, column(Stage::LabelLogits, outcome)?);
         let emulated = self.emulate(
             slice,
             &head,
-            !self.trial && (captured.0.is_some() || captured.1.is_some()),
+            !self.plan.trial && (captured.0.is_some() || captured.1.is_some()),
         )?;
         for (stage, captured, expected) in [
             (Stage::Lse, &captured.0, &variance.lse),
             (Stage::LabelLogits, &captured.1, &variance.label),
         ] {
-            let Some(captured) = captured.as_ref().filter(|_| self.wants(stage)) else {
+            let Some(captured) = captured.as_ref().filter(|_| self.plan.wants(stage)) else {
                 continue;
             };
             let error = |one: &Emulated| {
@@ -125,20 +118,20 @@ impl Replay<'_> {
             };
             let members = emulated.iter().map(error).collect();
             let of = if stage == Stage::Lse { Tokens::All } else { Tokens::Followed };
-            outcome.add(stage, self.judge_column(inputs, captured, expected, of, members));
+            outcome.add(stage, self.judge.judge_column(inputs, captured, expected, of, members));
         }
-        let trusts = |stage| self.world.trusts(stage, inputs.microbatch);
+        let trusts = |stage| self.judge.world.trusts(stage, inputs.microbatch);
         let (lse, label) = captured;
         let captured =
             (lse.filter(|_| trusts(Stage::Lse)), label.filter(|_| trusts(Stage::LabelLogits)));
-        let mut state = self.state(captured, exact, variance, inputs.valid_vocab);
+        let mut state = self.judge.state(captured, exact, variance, inputs.valid_vocab);
         state.products = products;
         state.loss_lse.clone_from(&state.lse);
-        self.world.lse(Pass::Backward, inputs, &mut state.lse);
+        self.judge.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
-            if self.wants(Stage::Logprobs) {
+            if self.plan.wants(Stage::Logprobs) {
                 let (of, expected) = (Tokens::Followed, &state.logprobs);
-                let found = self.judge_column(inputs, captured, expected, of, Vec::new());
+                let found = self.judge.judge_column(inputs, captured, expected, of, Vec::new());
                 outcome.add(Stage::Logprobs, found);
             }
             if trusts(Stage::Logprobs) {
@@ -147,14 +140,18 @@ impl Replay<'_> {
         }
         Ok(state)
     }
+}
 
+impl Judge<'_> {
     /// What the world makes of one number a token.
     fn expect_column(&self, stage: Stage, inputs: &MicrobatchInputs, values: &mut [f64]) {
         let rows: Vec<usize> = (0..values.len()).collect();
         let at = At { stage, microbatch: inputs.microbatch, rank: None };
         self.world.expected(&mut Expectation { at, rows: &rows, columns: 1, values });
     }
+}
 
+impl Plan<'_> {
     /// Inputs are looked at, not compared: only the dump knows them.
     fn check_inputs(&self, inputs: &MicrobatchInputs, outcome: &mut Outcome) {
         let head = inputs.head(self.step);
@@ -199,7 +196,9 @@ impl Replay<'_> {
             }
         }
     }
+}
 
+impl Replay<'_> {
     /// lse and label logits in f64, from the captured logits where they were
     /// captured and are not the head's input.
     fn exact(
@@ -208,19 +207,12 @@ impl Replay<'_> {
         head: &HeadInputs<'_>,
         products: &mut Products,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let mut run = || match self.on {
-            Some(on) => self.forward_on(on, slice, head),
-            None => products.filled(|room| self.reference_forward_keeping(head, room)),
-        };
-        let exact = match self.cache.or(self.passes) {
-            Some(cache) => cache.forward(head, run)?,
-            None => run()?,
-        };
-        let variance = self.variances(head, &exact);
-        let captured = self.step.find(Role::Logits, slice.inputs.microbatch);
-        let trusted = self.world.trusts(Stage::Logits, slice.inputs.microbatch);
+        let exact = self.executor.forward(slice, head, products)?;
+        let variance = self.judge.variances(head, &exact);
+        let captured = self.plan.step.find(Role::Logits, slice.inputs.microbatch);
+        let trusted = self.judge.world.trusts(Stage::Logits, slice.inputs.microbatch);
         let forced =
-            captured.filter(|_| head.given.is_none() && self.wants(Stage::Logits) && trusted);
+            captured.filter(|_| head.given.is_none() && self.plan.wants(Stage::Logits) && trusted);
         let Some(key) = forced else { return Ok((exact, variance)) };
         match self.forced(key, head, exact.clone()) {
             // Logits that cannot be used are said where they are judged.
@@ -236,8 +228,8 @@ impl Replay<'_> {
         head: &HeadInputs<'_>,
         mut exact: reference::Forward,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let storage = precision_of(self.step.tensors[key].dtype);
-        let mut put = |rows: Range<usize>, part: reference::Forward| {
+        let storage = precision_of(self.plan.step.tensors[key].dtype);
+        let put = &mut |rows: Range<usize>, part: reference::Forward| {
             exact.lse[rows.clone()].copy_from_slice(&part.lse);
             exact.label_logits[rows.clone()].copy_from_slice(&part.label_logits);
             exact.row_max[rows.clone()].copy_from_slice(&part.row_max);
@@ -247,23 +239,10 @@ impl Replay<'_> {
         let none = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
         let bare = HeadInputs { q: none(head.q.rows), k: none(head.k.rows), bias: None, ..*head };
         let bare = HeadInputs { reads: None, transform: Transform::NONE, ..bare };
-        if let Some(on) = self.on {
-            let spans = self.spans(key, head.k.rows)?;
-            let sums = self.forced_on(on, (key, &spans), &bare)?;
-            let masked = head.k.rows - head.valid_vocab;
-            spans.into_iter().zip(sums).for_each(|(rows, sums)| {
-                put(rows, sums.finish(head.mask, masked));
-            });
-        } else {
-            self.each_span(key, head.k.rows, &mut |rows, logits, _| {
-                let part = HeadInputs { given: Some(logits), ..span_of(&bare, rows.clone()) };
-                put(rows, self.reference_forward(&part)?);
-                Ok(())
-            })?;
-        }
-        let compute = self.roundings.compute();
-        let sum = super::allowed::summed(
-            self.roundings.widest.sums.lse,
+        self.executor.forward_of_logits(key, &bare, put)?;
+        let compute = self.plan.roundings.compute();
+        let sum = super::rounding_variance::summed(
+            self.plan.roundings.widest.sums.lse,
             head.valid_vocab as f64,
             1.0,
             0.0,
@@ -273,14 +252,16 @@ impl Replay<'_> {
             stored(storage, x) + sum + relative(4.0 * compute, exact.lse[t].abs() + x + 1.0)
         });
         let label = exact.label_logits.iter().map(|&x| stored(storage, x));
-        let shared = self.equal_logits(&exact, head.valid_vocab as f64);
+        let shared = self.judge.equal_logits(&exact, head.valid_vocab as f64);
         let variance = Variances {
             lse: Expected { shared, ..Expected::new(exact.lse.clone(), lse.collect()) },
             label: Expected::new(exact.label_logits.clone(), label.collect()),
         };
         Ok((exact, variance))
     }
+}
 
+impl Judge<'_> {
     fn variances(&self, head: &HeadInputs<'_>, exact: &reference::Forward) -> Variances {
         let d = head.q.cols;
         let largest = head.k.row_energies(0..head.valid_vocab).into_iter().fold(0.0, f64::max);
@@ -331,11 +312,13 @@ impl Replay<'_> {
 
     /// Variance of each token's lse, alike for all, from logits that are nearly equal.
     fn equal_logits(&self, exact: &reference::Forward, classes: f64) -> Vec<f64> {
-        let sum = self.roundings.widest.sums.lse;
+        let sum = self.plan.roundings.widest.sums.lse;
         let spread = |t: usize| logit_variance(exact, t, classes).sqrt();
         (0..exact.lse.len()).map(|t| nearly_equal(sum, classes, spread(t))).collect()
     }
+}
 
+impl Replay<'_> {
     /// lse and label logits of the members that round the logits most differently.
     fn emulate(
         &self,
@@ -343,20 +326,18 @@ impl Replay<'_> {
         head: &HeadInputs<'_>,
         needed: bool,
     ) -> Result<Vec<Emulated>, StepError> {
-        let all = members(&self.roundings);
+        let all = members(&self.plan.roundings);
         let last = all.len() - 1;
         let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
-        let run = |(at, member): (usize, super::members::Member)| {
-            if let Some(on) = self.on {
-                let (lse, label) = self.emulated_forward_on(on, slice, head, at)?;
-                return Ok(Emulated { name: member.name, lse, label });
-            }
-            let found = self.policy_forward(&member.policy, head)?;
-            Ok(Emulated { name: member.name, lse: found.lse, label: found.label_logits })
+        let run = |(at, member): (usize, super::plausible_policies::Member)| {
+            let (lse, label) = self.executor.emulated_forward(slice, head, (at, &member))?;
+            Ok(Emulated { name: member.name, lse, label })
         };
         ends.filter(|_| needed).map(run).collect()
     }
+}
 
+impl Judge<'_> {
     fn state(
         &self,
         captured: (Option<Column>, Option<Column>),
@@ -369,7 +350,7 @@ impl Replay<'_> {
         let spread: Vec<f64> = (0..exact.row_max.len())
             .map(|t| exact.row_max[t].abs() + (exact.logit_sum[t] / classes).abs() + 1.0)
             .collect();
-        let Policy { p, dlogits, .. } = self.roundings.widest;
+        let Policy { p, dlogits, .. } = self.plan.roundings.widest;
         let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
         let alike = |(t, max): (usize, f64)| {
             let variance = logit_variance(&exact, t, classes);
@@ -395,7 +376,7 @@ impl Replay<'_> {
             }
         };
         let label = captured.1.as_ref().map_or(variance.label, captured_expectation);
-        let compute = self.roundings.compute();
+        let compute = self.plan.roundings.compute();
         let logprobs = (0..lse.values.len()).map(|t| {
             let (a, b) = (label.values[t], lse.values[t]);
             (a - b, label.variance[t] + lse.variance[t] + relative(compute, a.abs() + b.abs()))

@@ -3,16 +3,18 @@
 
 use backtape::role::Role;
 
-use super::allowed::{carried, relative, summed};
-use super::backward::Problem;
-use super::dq::picked;
-use super::findings::{Captured, Findings, Gradient};
-use super::gather::Gathered;
+use super::captured_gradients::{Captured, Gradient, picked};
+use super::context::Replay;
+use super::dlogits_rounding::Alike;
+use super::findings::Findings;
+use super::gathered_rows::Gathered;
+use super::judge::Judge;
 use super::maps::Drawn;
-use super::rounded_entries::Alike;
+use super::microbatch::Slice;
+use super::problem::Problem;
+use super::rounding_variance::{carried, relative, summed};
 use super::slab::column_squares;
 use super::world::{At, Expectation};
-use super::{Replay, Slice};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
@@ -87,7 +89,7 @@ fn held_in(entries: &Matrix<'_>) -> Option<Precision> {
     [Precision::Bf16, Precision::F16].into_iter().find(holds)
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// The same; none where what was captured cannot be used, which is said where it is judged.
     pub(super) fn usable_dlogits(
         &self,
@@ -103,13 +105,13 @@ impl Replay<'_> {
     /// The dlogits that the unit's products should be made of, if they were captured.
     pub(super) fn dlogits(&self, slice: &Slice, unit: &Unit) -> Result<Option<Dlogits>, StepError> {
         // A fused path never forms them: what it recorded was made for the record.
-        let formed = self.roundings.widest.path != Path::Fused;
-        let key = self.step.find(Role::Dlogits, slice.inputs.microbatch);
+        let formed = self.plan.roundings.widest.path != Path::Fused;
+        let key = self.plan.step.find(Role::Dlogits, slice.inputs.microbatch);
         let trusted = self.world.trusts(Stage::Dlogits, slice.inputs.microbatch);
-        let Some(key) = key.filter(|_| formed && self.wants(Stage::Dlogits) && trusted) else {
+        let Some(key) = key.filter(|_| formed && self.plan.wants(Stage::Dlogits) && trusted) else {
             return Ok(None);
         };
-        let tensor = self.step.assemble(key)?;
+        let tensor = self.plan.step.assemble(key)?;
         let whole = matrix(&tensor).filter(|m| m.rows == slice.inputs.tokens());
         let whole = whole.ok_or_else(|| unfit(&tensor, "floats of shape [..., V]"))?;
         let values = Gathered::new(&whole, &unit.rows);
@@ -119,7 +121,9 @@ impl Replay<'_> {
         };
         Ok(Some(Dlogits { values, stored }))
     }
+}
 
+impl Replay<'_> {
     pub(super) fn judge_from_dlogits(
         &self,
         problem: &Problem<'_>,
@@ -131,8 +135,9 @@ impl Replay<'_> {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
         let at = At { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
-        let whole = unit.rows.iter().all(|&row| self.world.emulates(at, row));
-        let policy = self.world.policy_of(&self.roundings, problem.unit()).filter(|_| whole);
+        let whole = unit.rows.iter().all(|&row| self.judge.world.emulates(at, row));
+        let policy =
+            self.judge.world.policy_of(&self.plan.roundings, problem.unit()).filter(|_| whole);
         let supposed = policy.map(|(of, _)| Operands {
             entries: narrowed(&dlogits.values.matrix(), of.dlogits),
             q: narrowed(&problem.head.q, of.input),
@@ -142,52 +147,63 @@ impl Replay<'_> {
             Some(of) => (of.entries.matrix(), of.head(&problem.head)),
             None => (dlogits.values.matrix(), problem.head),
         };
-        let formats = [self.roundings.narrowest.dlogits, self.roundings.widest.dlogits];
+        let formats = [self.plan.roundings.narrowest.dlogits, self.plan.roundings.widest.dlogits];
         let stored = dlogits.stored.unwrap_or(Precision::F64);
         let alike = Alike::of(&entries, stored, formats, problem.cotangents().label);
-        let tiles = self.tiles;
-        let coarse = self.entry_floor(0.0) > 0.0;
+        let tiles = self.plan.tiles;
+        let coarse = self.judge.entry_floor(0.0) > 0.0;
         let q = |_| column_squares(&problem.head.q, problem.head.copies);
         let q_squares = Some(()).filter(|()| coarse).map(q).unwrap_or_default();
         let ones = [t as f64];
-        let dq = reference::from_dlogits(&head, &entries, tiles, self.progress, &mut |b| {
-            for (stage, values, squares) in [(Dk, b.dk, b.dk_sq), (Dbias, b.dbias, b.dbias_sq)] {
-                let gradient = captured.stage(stage).filter(|_| stages.contains(&stage));
-                if let Some(gradient) = gradient {
-                    let first = b.rows.start;
-                    let floor = if stage == Dbias { &ones[..] } else { &q_squares[..] };
-                    let rows: Vec<usize> = b.rows.clone().collect();
-                    let values = &self.supposed_product(problem, stage, &rows, values)[..];
-                    let (length, factor) = (t, self.factor(problem, stage));
-                    let product = Product {
-                        first,
-                        values,
-                        squares,
-                        length,
-                        tokens: true,
-                        floor,
-                        factor,
-                        alike,
-                    };
-                    let index = |row: usize| row as u64;
-                    self.judge_product(dlogits, gradient, &product, (&index, None), findings);
+        let dq =
+            reference::from_dlogits(&head, &entries, tiles, self.executor.progress(), &mut |b| {
+                for (stage, values, squares) in [(Dk, b.dk, b.dk_sq), (Dbias, b.dbias, b.dbias_sq)]
+                {
+                    let gradient = captured.stage(stage).filter(|_| stages.contains(&stage));
+                    if let Some(gradient) = gradient {
+                        let first = b.rows.start;
+                        let floor = if stage == Dbias { &ones[..] } else { &q_squares[..] };
+                        let rows: Vec<usize> = b.rows.clone().collect();
+                        let values =
+                            &self.judge.supposed_product(problem, stage, &rows, values)[..];
+                        let (length, factor) = (t, self.judge.factor(problem, stage));
+                        let product = Product {
+                            first,
+                            values,
+                            squares,
+                            length,
+                            tokens: true,
+                            floor,
+                            factor,
+                            alike,
+                        };
+                        let index = |row: usize| row as u64;
+                        self.judge.judge_product(
+                            dlogits,
+                            gradient,
+                            &product,
+                            (&index, None),
+                            findings,
+                        );
+                    }
                 }
-            }
-        });
+            });
         let of_unit = picked(captured, &unit.rows);
         if let Some(gradient) = of_unit.stage(Dq).filter(|_| stages.contains(&Dq)) {
             let (values, squares) = (&dq.dq[..], &dq.dq_sq[..]);
             let floor = &problem.k_squares[..];
-            let values = &self.supposed_product(problem, Dq, &unit.rows, values)[..];
-            let factor = self.factor(problem, Dq);
+            let values = &self.judge.supposed_product(problem, Dq, &unit.rows, values)[..];
+            let factor = self.judge.factor(problem, Dq);
             let (first, length, tokens) = (0, v, false);
             let product = Product { first, values, squares, length, tokens, floor, factor, alike };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;
-            self.judge_product(dlogits, gradient, &product, (&index, copies), findings);
+            self.judge.judge_product(dlogits, gradient, &product, (&index, copies), findings);
         }
     }
+}
 
+impl Judge<'_> {
     /// What the world says of a product's rows.
     fn supposed_product(
         &self,
@@ -214,14 +230,14 @@ impl Replay<'_> {
         (index, copies): (&(dyn Fn(usize) -> u64 + Sync), Option<&[f64]>),
         findings: &mut Findings,
     ) {
-        let Policy { sums, path, dlogits: entry, .. } = self.roundings.widest;
+        let Policy { sums, path, dlogits: entry, .. } = self.plan.roundings.widest;
         let whole = gradient.matrix();
         let columns = whole.cols;
         let rows = product.values.len() / columns.max(1);
         let sum = if product.tokens { sums.dk } else { sums.dq };
         let size = match product.tokens {
-            true => self.roundings.tiles.tokens,
-            false => self.roundings.tiles.vocab,
+            true => self.plan.roundings.tiles.tokens,
+            false => self.plan.roundings.tiles.vocab,
         };
         let parts = product.length.div_ceil(size.max(1));
         // The job may have gone on with entries that were not yet stored, or rounded
@@ -241,7 +257,7 @@ impl Replay<'_> {
             let floor = product.floor.get(column).copied().unwrap_or(0.0);
             let own = inner
                 + self.entry_floor(0.0).powi(2) * floor
-                + relative(self.roundings.compute(), x);
+                + relative(self.plan.roundings.compute(), x);
             let shared = self.narrowing() * squares + product.alike.shared * x * x;
             let certain = product.alike.certain * x.abs();
             let inner = Allowed { own, shared, certain, ..Allowed::default() }.times(factor);
@@ -261,7 +277,7 @@ impl Replay<'_> {
         if stage != Stage::Dbias {
             let (first, all, rows) = (product.first, whole.rows, &compared);
             let (allowed, bound) = (&allowed, &bound);
-            findings.draw(self.draw, &Drawn { stage, first, all, rows, allowed, bound });
+            findings.draw(self.plan.draw, &Drawn { stage, first, all, rows, allowed, bound });
         }
     }
 }

@@ -3,12 +3,13 @@
 
 use backtape::role::Role;
 
-use super::allowed::{relative, summed};
-use super::column::{Expected, Tokens};
 use super::forward::ForwardState;
+use super::judge::Judge;
+use super::microbatch::Slice;
 use super::outcome::Outcome;
+use super::rounding_variance::{relative, summed};
+use super::token_column::{Expected, Tokens};
 use super::world::{At, Expectation, Read};
-use super::{Replay, Slice};
 use crate::head::step::StepError;
 use crate::head::units::share;
 use crate::head::{MicrobatchInputs, Stage};
@@ -52,7 +53,7 @@ impl Upstream {
     }
 }
 
-impl Replay<'_> {
+impl Judge<'_> {
     /// `g` of every token, unit by unit (a rank's own denominator is its unit's).
     pub(super) fn upstream(
         &self,
@@ -64,7 +65,7 @@ impl Replay<'_> {
         let tokens = inputs.tokens();
         let zeros = || vec![0.0; tokens];
         let mut found = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
-        if self.step.is_policy_loss() {
+        if self.plan.step.is_policy_loss() {
             self.policy_upstream(slice, state, &mut found, outcome)?;
             let declared = found.g.clone();
             self.world.upstream(inputs, &mut found.g);
@@ -74,7 +75,7 @@ impl Replay<'_> {
         for (unit, denominator) in &slice.denominators {
             for &t in unit.rows.iter().filter(|&&t| inputs.labels[t] != IGNORED) {
                 let weight = inputs.weights[t] * inputs.cotangent[t];
-                found.g[t] = self.step.options.cotangent * share(weight, *denominator);
+                found.g[t] = self.plan.step.options.cotangent * share(weight, *denominator);
             }
         }
         self.world.upstream(inputs, &mut found.g);
@@ -98,7 +99,7 @@ impl Replay<'_> {
         let captured = self.column(Role::Dlogprobs, slice);
         let captured =
             outcome.spared(captured, (&[Stage::Dlogprobs], inputs.microbatch))?.flatten();
-        if let Some(captured) = captured.as_ref().filter(|_| self.wants(Stage::Dlogprobs)) {
+        if let Some(captured) = captured.as_ref().filter(|_| self.plan.wants(Stage::Dlogprobs)) {
             let found =
                 self.judge_column(inputs, captured, &supposed, Tokens::Labelled, Vec::new());
             outcome.add(Stage::Dlogprobs, found);
@@ -125,14 +126,15 @@ impl Replay<'_> {
     ) -> Result<(PolicyLoss, Expected), StepError> {
         let inputs = &slice.inputs;
         let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
-        let options = self.step.options.grpo.as_ref().expect("a policy loss has its options");
+        let options = self.plan.step.options.grpo.as_ref().expect("a policy loss has its options");
         let need = |role| {
-            self.step
+            self.plan
+                .step
                 .optional(role, mb, tokens)
-                .and_then(|values| values.ok_or_else(|| self.step.missing(role, mb)))
+                .and_then(|values| values.ok_or_else(|| self.plan.step.missing(role, mb)))
         };
-        let mut advantages = self.step.advantages(inputs)?;
-        let mut old = self.step.optional(Role::OldLogprobs, mb, tokens)?;
+        let mut advantages = self.plan.step.advantages(inputs)?;
+        let mut old = self.plan.step.optional(Role::OldLogprobs, mb, tokens)?;
         let mut reference =
             if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
         self.world.policy_column(Role::Advantages, inputs, &mut advantages);
@@ -144,7 +146,7 @@ impl Replay<'_> {
         let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
         let weights: Vec<f64> = (0..tokens).map(counted).collect();
         let deviation = state.logprobs.variance.iter().fold(0.0, |most: f64, v| most.max(v.sqrt()));
-        let kink_tolerance = KINK * (deviation + 8.0 * self.roundings.compute()) * 2.0;
+        let kink_tolerance = KINK * (deviation + 8.0 * self.plan.roundings.compute()) * 2.0;
         let sequences = inputs.sequences();
         let zeros = || vec![0.0; tokens];
         let mut exact = PolicyLoss { terms: zeros(), dlogp: zeros(), at_kink: vec![false; tokens] };
@@ -171,11 +173,11 @@ impl Replay<'_> {
                 divided[t] = *denominator;
             }
         }
-        let upstream = self.step.options.cotangent;
+        let upstream = self.plan.step.options.cotangent;
         exact.dlogp.iter_mut().for_each(|dlogp| *dlogp *= upstream);
         // Both the surrogate's and the KL term's slope move with the log-probability
         // by at most themselves: d(r A)/dlogp = r A, d(expm1 d) = e^d.
-        let (compute, logp) = (self.roundings.compute(), &state.logprobs.values);
+        let (compute, logp) = (self.plan.roundings.compute(), &state.logprobs.values);
         let sizes = (0..tokens).map(|t| {
             let ratio = old.as_ref().map_or(1.0, |old| (logp[t] - old[t]).exp());
             let kl = reference.as_ref().map_or(0.0, |r| (r[t] - logp[t]).exp() + 1.0);
@@ -201,7 +203,7 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         // A loss moves with its log-probability by its gradient at most.
-        let compute = self.roundings.compute();
+        let compute = self.plan.roundings.compute();
         let variance = (0..exact.terms.len()).map(|t| {
             let slope = gradient.values[t].abs() + gradient.certain.get(t).copied().unwrap_or(0.0);
             slope * slope * state.logprobs.variance[t]
@@ -221,15 +223,19 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
-        if self.step.is_policy_loss() || !self.holds_loss(slice) || !self.wants(Stage::Loss) {
+        if self.plan.step.is_policy_loss()
+            || !self.plan.holds_loss(slice)
+            || !self.plan.wants(Stage::Loss)
+        {
             return Ok(());
         }
-        let declared = &self.step.options.declared;
-        let (s, k) = (self.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
+        let declared = &self.plan.step.options.declared;
+        let (s, k) =
+            (self.plan.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
         let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
         let divided = divisors(slice);
-        let noise = self.term_noise(inputs.head(self.step).map_or(0, |head| head.q.cols));
-        let compute = self.roundings.compute();
+        let noise = self.term_noise(inputs.head(self.plan.step).map_or(0, |head| head.q.cols));
+        let compute = self.plan.roundings.compute();
         let mean = |t: usize| state.logit_sum[t] / k.max(1.0);
         let mut nll = self.nll(inputs, state);
         let lse = (&state.loss_lse[..], &state.lse_variance[..]);
@@ -246,7 +252,8 @@ impl Replay<'_> {
             // sign have partial sums of √(Σz²) where their total is next to nothing.
             let logits = noise.logit_rel_var * (mean * mean + lse * lse);
             let (total, squares) = (state.logit_sum[t], state.logit_squares[t]);
-            let sum = summed(self.roundings.widest.sums.lse, k, total, squares) / (k * k).max(1.0);
+            let sum =
+                summed(self.plan.roundings.widest.sums.lse, k, total, squares) / (k * k).max(1.0);
             let variance = (1.0 + 2.0 * lambda * lse).powi(2) * state.lse_variance[t]
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
@@ -279,8 +286,9 @@ impl Replay<'_> {
 
     /// The loss of every token before weights, `[T]`: `lse - (1-s) z_y - s/K Σz + λ lse²`.
     pub(super) fn nll(&self, inputs: &MicrobatchInputs, state: &ForwardState) -> Vec<f64> {
-        let declared = &self.step.options.declared;
-        let (s, k) = (self.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
+        let declared = &self.plan.step.options.declared;
+        let (s, k) =
+            (self.plan.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
         let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
         let of = |t: usize| {
             let (lse, label) = (state.loss_lse[t], state.label.values[t]);

@@ -7,12 +7,9 @@
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::findings::Findings;
-use super::norm::hits;
-use super::outcome::Outcome;
-use super::{Replay, Slice};
-use crate::compare::{Allowed, Bound, Chart, Rows};
-use crate::head::{Scores, Stage, Unit};
+use super::microbatch::Slice;
+use crate::compare::{Bound, Chart, Rows};
+use crate::head::Stage;
 
 /// Blocks down and across of a map of the vocabulary by D.
 const OF_CLASSES: (usize, usize) = (64, 40);
@@ -54,7 +51,7 @@ pub struct Map {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Draw {
     /// Strips that a map of tokens will have.
-    strips: usize,
+    pub(super) strips: usize,
 }
 
 impl Draw {
@@ -62,7 +59,7 @@ impl Draw {
         Draw { strips: slices.iter().map(|slice| slice.units.len()).sum::<usize>().max(1) }
     }
 
-    fn most(self, stage: Stage) -> (usize, usize) {
+    pub(super) fn most(self, stage: Stage) -> (usize, usize) {
         match stage.is_of_q() {
             true => (OF_TOKENS, (ACROSS / self.strips).clamp(1, OF_CLASSES.1)),
             false => OF_CLASSES,
@@ -81,71 +78,8 @@ pub(super) struct Drawn<'a, F> {
     pub(super) bound: &'a Bound,
 }
 
-impl Findings {
-    /// Notes the worst elements of some rows, where that is asked for.
-    pub(super) fn draw<F>(&mut self, draw: Option<Draw>, of: &Drawn<'_, F>)
-    where
-        F: Fn(usize, usize, f64) -> Allowed + Sync,
-    {
-        let Some(draw) = draw else { return };
-        let found = self.charts.iter().position(|(stage, _)| *stage == of.stage);
-        let at = found.unwrap_or_else(|| {
-            let shape = (of.all, of.rows.captured.cols);
-            self.charts.push((of.stage, Chart::new(shape, draw.most(of.stage))));
-            self.charts.len() - 1
-        });
-        self.charts[at].1.add(of.first, of.rows, of.allowed, of.bound);
-    }
-}
-
-impl Replay<'_> {
-    /// Adds what was noted of one unit to the maps.
-    pub(super) fn take_charts(
-        &self,
-        charts: Vec<(Stage, Chart)>,
-        microbatch: Option<Microbatch>,
-        unit: &Unit,
-        outcome: &mut Outcome,
-    ) {
-        for (stage, chart) in charts {
-            self.take_chart(stage, chart, (microbatch, unit.rank()), outcome);
-        }
-    }
-
-    pub(super) fn take_chart(
-        &self,
-        stage: Stage,
-        chart: Chart,
-        source: Source,
-        outcome: &mut Outcome,
-    ) {
-        if self.step.lacking.withholds(stage, source.0).is_some() {
-            return;
-        }
-        let tiles = self.roundings.tiles;
-        let of_tokens = stage.is_of_q();
-        let at = outcome.maps.iter().position(|map| map.stage == stage).unwrap_or_else(|| {
-            let tile = if of_tokens { tiles.tokens } else { tiles.vocab };
-            let (strips, left_out, hits) = (Vec::new(), 0, Vec::new());
-            outcome.maps.push(Map { stage, of_tokens, strips, left_out, hits, tile });
-            outcome.maps.len() - 1
-        });
-        outcome.maps[at].take(chart, source);
-    }
-
-    /// The chart of a comparison that is made in one go.
-    pub(super) fn chart<F>(&self, of: &Drawn<'_, F>) -> Option<Chart>
-    where
-        F: Fn(usize, usize, f64) -> Allowed + Sync,
-    {
-        let mut chart = Chart::new((of.all, of.rows.captured.cols), self.draw?.most(of.stage));
-        chart.add(of.first, of.rows, of.allowed, of.bound);
-        Some(chart)
-    }
-}
-
 impl Map {
-    fn take(&mut self, chart: Chart, source: Source) {
+    pub(super) fn take(&mut self, chart: Chart, source: Source) {
         let like = self.strips.iter_mut().find(|strip| strip.chart.shape == chart.shape);
         match like.filter(|_| !self.of_tokens) {
             Some(strip) => {
@@ -173,22 +107,6 @@ impl Map {
         }
         self.strips.remove(least);
         self.left_out += 1;
-    }
-}
-
-/// Notes the label hits of every row of the vocabulary in the maps of all of its rows. A part of
-/// dk that one rank holds has rows of its own, of which the labels say nothing.
-pub(super) fn note_hits(slices: &[Slice], outcome: &mut Outcome) {
-    let of_k = |slice: &Slice| match &slice.inputs.scores {
-        Scores::Product { k, .. } => k.shape.first().map(|&rows| rows as usize),
-        _ => None,
-    };
-    let Some(classes) = slices.iter().find_map(of_k) else { return };
-    let whole = |map: &&mut Map| {
-        !map.of_tokens && map.strips.iter().all(|strip| strip.chart.shape.0 == classes)
-    };
-    for map in outcome.maps.iter_mut().filter(whole) {
-        map.hits = hits(slices, classes);
     }
 }
 

@@ -3,31 +3,32 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use backtape::identity::{Microbatch, Rank};
-use backtape::nan::{by_size, largest};
-use backtape::role::Role;
+use backtape::identity::Microbatch;
+use backtape::nan::by_size;
 use serde::Serialize;
 
 use super::addends;
-use super::coverage::Coverage;
+use super::comparison::Comparison;
+use super::coverage::{Coverage, LeftOut};
 use super::estimate::Sampled;
-use super::kept::ReferenceDk;
-use super::loss_total::LossTotals;
+use super::executor::pass_cache::PassCache;
+use super::expected_loss::LossTotals;
 use super::maps::Map;
-pub use super::norm::{GradNorm, Share};
 use super::other_declaration::OtherDeclaration;
-use super::pass_cache::PassCache;
 use super::probe::Reach;
-use crate::compare::tally::relative;
-use crate::compare::{Bound, SeenFrom, Tally};
-use crate::head::{HeadStep, Lacking, Stage};
+use super::reference_dk::ReferenceDk;
+use crate::compare::SeenFrom;
+use crate::head::step::StepError;
+use crate::head::{Lacking, Stage};
+
+pub use super::norm_shares::{GradNorm, Share};
 
 /// Why a comparison that leaves tokens out tells nothing.
 const ONLY_ZEROS: &str = "all tokens that could be judged have a gradient of zero";
 /// Reason of a stage that the dump does not hold.
-const NOT_CAPTURED: &str = "not captured";
+pub(super) const NOT_CAPTURED: &str = "not captured";
 /// Reason of one that is beside what was asked for.
-const NOT_ASKED: &str = "not asked for";
+pub(super) const NOT_ASKED: &str = "not asked for";
 
 /// How a stage came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -51,59 +52,6 @@ pub struct NotChecked {
     pub what: String,
     /// Why.
     pub why: String,
-}
-
-/// One emulated member of the plausible policies and its error energy.
-#[derive(Clone, Debug, PartialEq)]
-pub struct MemberError {
-    /// What this member rounds.
-    pub name: String,
-    /// Sum of its squared errors against the same reference.
-    pub energy: f64,
-}
-
-/// Rows of dk by how often they are a label.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct HitClass {
-    /// Fewest hits of the class.
-    pub hits_from: u32,
-    /// Rows in it.
-    pub rows: u64,
-    /// Sum of squared errors in it.
-    pub error_energy: f64,
-    /// Sum of the variances that the declared precision explains.
-    pub expected_energy: f64,
-}
-
-/// One comparison: a stage of one unit of one microbatch.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Comparison {
-    /// Which microbatch; `None` for what has none.
-    pub microbatch: Option<Microbatch>,
-    /// Whose addend; `None` for a global tensor.
-    pub rank: Option<Rank>,
-    /// Where the captured value came from, as words.
-    pub source: String,
-    /// The numbers.
-    pub tally: Tally,
-    /// Why it fails, if it does.
-    pub excess: Option<String>,
-    /// Why it tells nothing, if so: then a stage is skipped, and a hypothesis not believed.
-    pub unjudged: Option<String>,
-    /// How many times the error energy that it may have it has, by the test that it is
-    /// furthest beyond.
-    pub overshoot: f64,
-    /// How small a fault would have been seen, where that can be said.
-    pub seen_from: Option<SeenFrom>,
-    /// The emulated members; empty when the floor is propagated.
-    pub members: Vec<MemberError>,
-    /// Whether they were emulated in a sample of the rows.
-    pub sampled: bool,
-    /// Whether it is of a sum of what ranks stored in fewer bits, each for itself: what an
-    /// emulation of all their tokens at once does not round.
-    pub stored_apart: bool,
-    /// For dk: error by label hits.
-    pub by_hits: Vec<HitClass>,
 }
 
 /// A stage over all its comparisons.
@@ -144,15 +92,15 @@ pub struct Outcome {
     /// be.
     pub(crate) unrecorded: Vec<addends::Read>,
     /// What random probes can see of each stage, the worst of all units.
-    reaches: Vec<(Stage, Reach)>,
+    pub(super) reaches: Vec<(Stage, Reach)>,
     /// What a sample says of each stage, the unit that is off most.
-    estimates: Vec<(Stage, Sampled)>,
+    pub(super) estimates: Vec<(Stage, Sampled)>,
     /// The stages of those.
     pub(super) sampled: BTreeSet<Stage>,
     /// What the loss of each microbatch should be, where the step's is judged.
     pub(super) losses: Vec<LossTotals>,
     /// What the step lacks: nothing that depends on it gets into the outcome.
-    lacking: Lacking,
+    pub(super) lacking: Lacking,
     /// The replay's forward passes.
     pub(crate) passes: Passes,
 }
@@ -177,66 +125,6 @@ pub struct Multiplied {
     pub logits: &'static str,
     /// Operands and sums of its dq and dk.
     pub gradients: &'static str,
-}
-
-impl Comparison {
-    /// A comparison whose floor is propagated, not emulated.
-    pub(super) fn new(
-        microbatch: Option<Microbatch>,
-        rank: Option<Rank>,
-        source: String,
-        tally: Tally,
-        bound: &Bound,
-    ) -> Comparison {
-        Comparison {
-            microbatch,
-            rank,
-            source,
-            excess: tally.excess(bound),
-            unjudged: tally.unjudged(bound),
-            overshoot: tally.overshoot(bound),
-            seen_from: tally.seen_from(bound),
-            tally,
-            members: Vec::new(),
-            sampled: false,
-            stored_apart: false,
-            by_hits: Vec::new(),
-        }
-    }
-
-    /// Error of the worst plausible member, or the propagated expectation.
-    pub fn floor(&self) -> f64 {
-        let worst = largest(self.members.iter().map(|member| member.energy));
-        let energy = if self.members.is_empty() { self.tally.budget.expected() } else { worst };
-        relative(energy, self.tally.reference_energy)
-    }
-
-    /// Error of the member that rounds least; 0 without one.
-    pub fn least(&self) -> f64 {
-        let energies = self.members.iter().map(|member| member.energy);
-        relative(energies.min_by(by_size).unwrap_or_default(), self.tally.reference_energy)
-    }
-
-    /// Captured error over floor; 1 where both are zero.
-    pub fn ratio(&self) -> f64 {
-        match (self.tally.error(), self.floor()) {
-            (0.0, 0.0) => 1.0,
-            (error, floor) => error / floor,
-        }
-    }
-
-    /// Whether it passes, and compares zeros alone.
-    fn is_empty(&self) -> bool {
-        self.excess.is_none() && self.tally.reference_energy == 0.0
-    }
-
-    /// The member whose error is nearest to the captured one.
-    pub fn best_member(&self) -> Option<&str> {
-        let error = self.tally.error_energy;
-        let distance = |member: &MemberError| (member.energy / error).ln().abs();
-        let nearest = self.members.iter().min_by(|a, b| by_size(&distance(a), &distance(b)));
-        nearest.map(|member| member.name.as_str())
-    }
 }
 
 impl StageOutcome {
@@ -379,66 +267,6 @@ impl Outcome {
         }
     }
 
-    /// Says what probes and samples see and do not see.
-    fn note_reach(&mut self) {
-        for (stage, reach) in std::mem::take(&mut self.reaches) {
-            let what = format!("elements of {stage} one by one");
-            self.not_checked.push(NotChecked { what, why: reach.sentence(stage) });
-        }
-        for (stage, found) in std::mem::take(&mut self.estimates) {
-            self.sampled.insert(stage);
-            if self.stage(stage).status == Status::Skip {
-                self.skip(stage, found.sentence());
-                let what = format!("single rows of {stage}");
-                let why = "a sample sees an error of the whole or of its scale of several error bars; a label row, an index or a scatter that is wrong needs all tokens".into();
-                self.not_checked.push(NotChecked { what, why });
-            }
-        }
-    }
-
-    /// Settles each stage's status from its comparisons. `asked`: stages that were asked for by
-    /// name.
-    pub(super) fn finish(&mut self, step: &HeadStep<'_>, asked: &BTreeSet<Stage>) {
-        self.reference_dk = None;
-        self.losses.clear();
-        self.note_reach();
-        for outcome in &mut self.stages {
-            if outcome.comparisons.is_empty() {
-                let left = self.coverage.left_out.iter().find(|left| left.stage == outcome.stage);
-                if let Some(left) = left.filter(|_| outcome.reason == NOT_CAPTURED) {
-                    outcome.reason.clone_from(&left.why);
-                }
-                let why = self.lacking.withholds_some(outcome.stage);
-                let asked = outcome.reason != NOT_ASKED && outcome.status != Status::Fail;
-                if let Some(why) = why.filter(|_| asked) {
-                    (outcome.status, outcome.reason) = (Status::Skip, why);
-                }
-                continue;
-            }
-            outcome.settle();
-        }
-        self.cover(step, asked);
-        let extra = step.tensors.iter().filter(|(_, info)| info.role.is_none());
-        for (key, _) in extra {
-            let why = "it has no role in the loss head; `--against` compares it".into();
-            self.not_checked.push(NotChecked { what: key.to_string(), why });
-        }
-        for (key, why) in &step.unusable {
-            let what = format!("what depends on {key}");
-            self.not_checked.push(NotChecked { what, why: why.clone() });
-        }
-        for why in self.lacking.microbatches() {
-            let what = "what depends on every microbatch".into();
-            self.not_checked.push(NotChecked { what, why: why.clone() });
-        }
-        let asked =
-            |outcome: &&StageOutcome| outcome.status == Status::Skip && !outcome.is_unwanted();
-        for outcome in self.stages.iter().filter(asked) {
-            let what = outcome.stage.to_string();
-            self.not_checked.push(NotChecked { what, why: why_skipped(outcome) });
-        }
-    }
-
     /// The first stage whose own output leaves its allowed range.
     pub fn first_divergence(&self) -> Option<&StageOutcome> {
         self.stages.iter().find(|outcome| outcome.status == Status::Fail)
@@ -448,16 +276,41 @@ impl Outcome {
     pub fn compared(&self) -> usize {
         self.stages.iter().filter(|outcome| !outcome.comparisons.is_empty()).count()
     }
-}
 
-fn why_skipped(outcome: &StageOutcome) -> String {
-    match outcome.stage.role() {
-        _ if outcome.reason != NOT_CAPTURED => outcome.reason.clone(),
-        Some(Role::Weights) => "none recorded: every token counts 1".into(),
-        Some(Role::Bias) => "none recorded: the logits have no bias".into(),
-        Some(_) => "not captured: tape.record(NAME, ...) would have it compared".into(),
-        None => {
-            "an intermediate that jobs do not record; recomputed inside the later stages".into()
+    /// Notes that something of a stage has no verdict.
+    pub(super) fn leave(
+        &mut self,
+        stage: Stage,
+        microbatch: Option<Microbatch>,
+        why: impl Into<String>,
+    ) {
+        let left = LeftOut { stage, microbatch, why: why.into() };
+        if !self.coverage.left_out.contains(&left) {
+            self.coverage.left_out.push(left);
         }
+    }
+
+    /// What a tensor gave; where the dump holds none that can be used, the stages that it is for
+    /// have no verdict, and all others go on.
+    pub(super) fn spared<T>(
+        &mut self,
+        found: Result<T, StepError>,
+        (stages, microbatch): (&[Stage], Option<Microbatch>),
+    ) -> Result<Option<T>, StepError> {
+        match found {
+            Ok(found) => Ok(Some(found)),
+            Err(error) if error.is_of_dump() => {
+                let why = error.to_string();
+                stages.iter().for_each(|&stage| self.leave(stage, microbatch, why.clone()));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Notes that a stage is judged but for some tokens, or some of its error.
+    pub(super) fn narrow(&mut self, stage: Stage, what: String, why: String) {
+        self.coverage.narrowed.insert(stage);
+        self.not_checked.push(NotChecked { what, why });
     }
 }

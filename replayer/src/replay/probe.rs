@@ -24,8 +24,8 @@ use backtape::nan::{larger, largest};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::allowed::{carried, relative, rounded, summed};
-use super::dq::tokens_of_label;
+use super::label_counts::tokens_of_label;
+use super::rounding_variance::{carried, relative, rounded, summed};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::draw::Draw;
 use crate::head::Stage;

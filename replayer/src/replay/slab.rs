@@ -3,14 +3,18 @@
 
 use std::ops::Range;
 
-use super::allowed::rounded;
-use super::backward::sum;
-use super::compared::Looked;
-use super::lists::value_of;
+use super::elementwise::sum;
+use super::problem::Problem;
+use super::rounding_variance::rounded;
+use super::stage_values::value_of;
+use crate::compare::RowTally;
 use crate::head::Stage;
-use crate::kernels::matrix::HeadInputs;
+use crate::kernels::matrix::{HeadInputs, Matrix};
 use crate::kernels::round::Precision;
 use crate::kernels::{policy, reference};
+
+/// What a device found of the rows of some stages.
+pub(super) type Looked = Vec<(Stage, Vec<RowTally>)>;
 
 /// Reference values over one slab of k's rows: `[rows, D]`, of the bias `[rows]`.
 #[derive(Clone, Default)]
@@ -100,6 +104,18 @@ impl Slab {
             rounded(to, (2.0 * (dense + label)).sqrt())
         };
         (0..self.lse_sq.len().min(self.lse.len())).map(each).collect()
+    }
+
+    /// A slab of which all tokens were walked.
+    pub(super) fn completed(
+        problem: &Problem<'_>,
+        (head, range): (&HeadInputs<'_>, Range<usize>),
+        sums: reference::DkSums,
+    ) -> Slab {
+        let mut slab = Slab { range, ..Slab::default() };
+        sums.finish(&head.q, &problem.noise, &mut |block| slab.take(block));
+        slab.describe(head, problem.entry_floor > 0.0);
+        slab
     }
 
     /// Columns of dk.
@@ -246,6 +262,11 @@ pub(super) fn column_squares(
     copies: Option<&[f64]>,
 ) -> Vec<f64> {
     matrix.column_totals(|row, x| copies.map_or(1.0, |copies| copies[row]) * x.powi(2))
+}
+
+/// Sums of k and of k² over the rows, a column each.
+pub(super) fn k_sums(k: &Matrix<'_>) -> (Vec<f64>, Vec<f64>) {
+    (column_sums(k), column_squares(k, None))
 }
 
 #[cfg(test)]

@@ -5,30 +5,35 @@
 //! some classes over all tokens: each sampled row is judged as it would be in full.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use backtape::identity::Microbatch;
 
-use super::backward::{Problem, sum};
-use super::classes::OfClasses;
-use super::findings::{Captured, Findings};
+use super::captured_gradients::Captured;
+use super::class_subset::OfClasses;
+use super::context::Replay;
+use super::dq_state::DqState;
+use super::elementwise::{distance, sum};
+use super::executor::pass_cache::PassCache;
+use super::findings::Findings;
 use super::forward::ForwardState;
-use super::lists::{List, Lists, put_block};
+use super::judge::Judge;
 use super::loss::Upstream;
+use super::microbatch::Slice;
 use super::outcome::Outcome;
-use super::pass_cache::PassCache;
-use super::plane::distance;
+use super::problem::Problem;
+use super::rounding_ties::near_ties;
 use super::slab::Slab;
-use super::sums_alone::SumsAlone;
-use super::ties::near_ties;
+use super::stage_values::{List, Lists, put_block};
 use super::world::{At, World};
-use super::{Effort, Replay, Slice};
+use super::world_replay::counted_in_world;
 use crate::head::step::{StepError, vocabulary_slab};
-use crate::head::{HeadStep, Roundings, Scores, Stage, Unit};
+use crate::head::{HeadStep, Scores, Stage, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::policy::{self, DqParts};
 use crate::kernels::reference::Keep;
-use crate::kernels::{NoProgress, Progress, Tiles};
+use crate::kernels::{NoProgress, Progress};
 
 /// Rows that a trial looks at.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -38,9 +43,6 @@ pub struct Rows {
     /// Classes, ascending: rows of dk.
     pub classes: Vec<usize>,
 }
-
-/// Given a replay in a world, and the microbatches as the world has them.
-pub(super) type Within<'a> = dyn FnMut(&Replay<'_>, &[Slice]) -> Result<(), StepError> + 'a;
 
 /// Judges the stages in a world. `rows`: which rows of dq and dk, `None` for all.
 pub fn trial(
@@ -61,63 +63,19 @@ pub fn counted_trial(
 ) -> Result<Outcome, StepError> {
     let mut found = None;
     counted_in_world(step, compared, (world, cache, progress), &mut |replay, slices| {
-        let mut outcome = Outcome::new(&replay.wanted, &replay.step.lacking);
+        let mut outcome = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
         for slice in slices {
             replay.microbatch(slice, &mut outcome, &mut |unit, before, outcome| {
                 replay.try_unit(slice, unit, before, rows, outcome)
             })?;
         }
-        replay.step_loss(slices, &mut outcome)?;
+        replay.judge.step_loss(slices, &mut outcome)?;
         replay.sums(slices, &mut outcome)?;
-        outcome.finish(replay.step, &BTreeSet::new());
+        outcome.finish(replay.plan.step, &BTreeSet::new());
         found = Some(outcome);
         Ok(())
     })?;
     Ok(found.expect("set where no error was returned"))
-}
-
-/// Lends a replay in a world, and the microbatches as the world has them.
-pub(super) fn in_world(
-    step: &HeadStep<'_>,
-    compared: &BTreeSet<Stage>,
-    (world, cache): (&dyn World, Option<&PassCache>),
-    then: &mut Within<'_>,
-) -> Result<(), StepError> {
-    counted_in_world(step, compared, (world, cache, &NoProgress), then)
-}
-
-fn counted_in_world(
-    step: &HeadStep<'_>,
-    compared: &BTreeSet<Stage>,
-    (world, cache, progress): (&dyn World, Option<&PassCache>, &dyn Progress),
-    then: &mut Within<'_>,
-) -> Result<(), StepError> {
-    let mut altered = step.clone();
-    world.options(&mut altered.options);
-    let slices = super::slices(&altered, world, HeadStep::inputs)?;
-    let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
-    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
-    let whole = super::allowed::whole(&altered, &roundings);
-    let sums_alone = SumsAlone::of(&altered, &slices, compared, &roundings);
-    let replay = Replay {
-        step: &altered,
-        whole,
-        wanted: compared.clone(),
-        roundings,
-        tiles: Tiles::default(),
-        comparisons: compared.len().max(1) * units.max(1),
-        effort: Effort::All,
-        world,
-        cache,
-        passes: None,
-        trial: true,
-        progress,
-        draw: None,
-        on: None,
-        sums_alone,
-        device: None,
-    };
-    then(&replay, &slices)
 }
 
 impl Replay<'_> {
@@ -130,20 +88,20 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let Scores::Product { k, .. } = &slice.inputs.scores else { return Ok(()) };
-        let dlogits = self.usable_dlogits(slice, unit)?;
+        let dlogits = self.judge.usable_dlogits(slice, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
         let captured = self.captured_once((slice, unit), classes, outcome)?;
-        if captured.gradients.is_empty() && self.sums_alone.is_none() {
+        if captured.gradients.is_empty() && self.plan.sums_alone.is_none() {
             return Ok(());
         }
         let mut findings = Findings::default();
         let dk = captured.of(&Stage::OF_CLASSES).next().is_some();
-        let dk = dk || self.sums_alone.is_some();
+        let dk = dk || self.plan.sums_alone.is_some();
         let dq = captured.of(&Stage::OF_Q).next().is_some();
         // Of all rows one pass that is held gives both gradients; of a sample, and of what has
         // several slabs, each has a pass of its own.
         let (width, classes_in_all) = (slice.inputs.width(), k.shape[0] as usize);
-        let one_slab = self.slab_rows(width, classes_in_all) >= classes_in_all;
+        let one_slab = self.plan.slab_rows(width, classes_in_all) >= classes_in_all;
         let both = rows.is_none() && dk && dq && one_slab;
         let only = |one| if both { Keep::Both } else { one };
         if dk {
@@ -157,7 +115,7 @@ impl Replay<'_> {
             let mut kept = unit.rows.clone();
             kept.retain(|t| tokens.is_none_or(|tokens| tokens.binary_search(t).is_ok()));
             let some = Unit { ranks: unit.ranks.clone(), rows: kept };
-            let from = self.sources(slice, &some);
+            let from = self.judge.sources(slice, &some);
             self.with_problem(slice, &from, state, upstream, &mut |problem| {
                 self.try_dq(problem, &captured, (&some, only(Keep::Dq)), &mut findings);
             });
@@ -172,8 +130,10 @@ impl Replay<'_> {
                 let of = (dlogits, &of_k[..]);
                 self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
             });
-            let from = self.sources(slice, unit);
-            if let Some(dlogits) = self.usable_dlogits(slice, &from)?.filter(|_| !of_q.is_empty()) {
+            let from = self.judge.sources(slice, unit);
+            if let Some(dlogits) =
+                self.judge.usable_dlogits(slice, &from)?.filter(|_| !of_q.is_empty())
+            {
                 self.with_problem(slice, &from, state, upstream, &mut |problem| {
                     let of = (&dlogits, &of_q[..]);
                     self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
@@ -184,10 +144,10 @@ impl Replay<'_> {
         if upstream.any_open(&unit.rows) {
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
                 let (of, stages) = ((slice, unit), (&*captured, &own[..]));
-                self.note_open(of, problem, stages, &mut findings, outcome);
+                self.plan.note_open(of, problem, stages, &mut findings, outcome);
             });
         }
-        self.report(findings, &captured, &slice.inputs, unit, outcome);
+        self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
         Ok(())
     }
 
@@ -200,33 +160,35 @@ impl Replay<'_> {
         outcome: &mut Outcome,
     ) -> Result<Arc<Captured>, StepError> {
         let mut read = || {
-            let all = self.captured(slice, unit, outcome)?;
+            let all = self.judge.captured(slice, unit, outcome)?;
             Ok(match classes {
                 Some(classes) => all.with_classes(classes),
                 None => all,
             })
         };
         let of = |stage| At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-        let own = |&stage: &Stage| self.world.captured(&of(stage)).is_some();
+        let own = |&stage: &Stage| self.judge.world.captured(&of(stage)).is_some();
         // What is left out of a tied embedding is said in each outcome.
-        let each = self.step.options.declared.tied_embedding || self.wanted.iter().any(own);
-        match self.cache.filter(|_| !each) {
-            None => read().map(Arc::new),
-            Some(cache) => {
-                let read_as = (self.roundings.widest.output, self.step.options.transposed());
-                let of = (slice.inputs.microbatch, &unit.ranks, &self.wanted);
-                cache.captured(&(of, read_as, classes), &mut read)
-            }
-        }
+        let each =
+            self.plan.step.options.declared.tied_embedding || self.plan.wanted.iter().any(own);
+        let read_as = (self.plan.roundings.widest.output, self.plan.step.options.transposed());
+        let of = (slice.inputs.microbatch, &unit.ranks, &self.plan.wanted);
+        let which = (of, read_as, classes);
+        let shared = (!each).then_some(&which as &dyn Debug);
+        self.executor.captured(shared, &mut read)
     }
+}
 
+impl Judge<'_> {
     /// The tokens whose gradients the rows of dq hold in this world.
     fn sources(&self, slice: &Slice, unit: &Unit) -> Unit {
         let at = At { stage: Stage::Dq, microbatch: slice.inputs.microbatch, rank: unit.rank() };
         let from = |&t: &usize| self.world.token(at, t).min(slice.inputs.tokens() - 1);
         Unit { ranks: unit.ranks.clone(), rows: unit.rows.iter().map(from).collect() }
     }
+}
 
+impl Replay<'_> {
     fn try_dk(
         &self,
         problem: &Problem<'_>,
@@ -237,52 +199,53 @@ impl Replay<'_> {
     ) {
         let Some(classes) = rows.map(|rows| &rows.classes) else {
             let (d, v) = (problem.head.q.cols, problem.head.k.rows);
-            let mut dq = self.dq_zeros(problem);
-            for range in self.slabs(d, v) {
+            let mut dq = DqState::zeros(problem);
+            for range in self.plan.slabs(d, v) {
                 let mut labels = Vec::new();
                 let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
                 let onto = (&mut dq.exact, keep);
-                let mut slab = self.reference_slab(problem, &head, range.clone(), onto);
+                let mut slab = self.executor.reference_slab(problem, &head, range.clone(), onto);
                 self.emulate_dk(problem, &head, &mut slab);
-                self.allow_open(problem, (&head, range), &mut slab);
-                self.judge_dk(problem, &slab, (captured, &Stage::OF_K), findings);
-                self.judge_dbias(problem, &slab, captured, findings);
-                self.keep_sum_alone(problem, &slab, of, outcome);
+                self.plan.allow_open(problem, (&head, range), &mut slab);
+                self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), findings);
+                self.judge.judge_dbias(problem, &slab, captured, findings);
+                self.judge.keep_sum_alone(problem, &slab, of, outcome);
             }
             return;
         };
         let of_classes = OfClasses::new(&problem.head, classes);
         let head = of_classes.head(&problem.head);
         let problem = problem.over(head);
-        let pass = self.reference_pass(&problem, &head, Keep::Dk);
+        let pass = self.executor.reference_pass(&problem, &head, Keep::Dk);
         let mut slab = pass.slab.clone();
         slab.classes = Some(classes.clone());
         self.emulate_dk(&problem, &head, &mut slab);
-        self.allow_open(&problem, (&head, 0..classes.len()), &mut slab);
+        self.plan.allow_open(&problem, (&head, 0..classes.len()), &mut slab);
         let chosen = (!picked).then(|| captured.of_classes(classes));
         let captured = chosen.as_ref().unwrap_or(captured);
-        self.judge_dk(&problem, &slab, (captured, &Stage::OF_K), findings);
-        self.judge_dbias(&problem, &slab, captured, findings);
-        self.keep_sum_alone(&problem, &slab, of, outcome);
+        self.judge.judge_dk(&problem, &slab, (captured, &Stage::OF_K), findings);
+        self.judge.judge_dbias(&problem, &slab, captured, findings);
+        self.judge.keep_sum_alone(&problem, &slab, of, outcome);
     }
 
     /// dk as the world's policy has it, in place of the reference.
     fn emulate_dk(&self, problem: &Problem<'_>, head: &HeadInputs<'_>, slab: &mut Slab) {
-        let Some((of, tiles)) = self.world.policy_of(&self.roundings, problem.unit()) else {
+        let Some((of, tiles)) = self.judge.world.policy_of(&self.plan.roundings, problem.unit())
+        else {
             return;
         };
         let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
             let mut found: Lists = Vec::new();
-            let progress = self.progress;
+            let progress = self.executor.progress();
             let take = &mut |block: policy::DkParts<'_>| put_block(&mut found, &block);
             policy::backward(&of, head, lse, cotangents, tiles, progress, take);
             found
         };
         slab.instead = run(head, &problem.lse, &problem.cotangents());
-        if !self.world.at_ties() {
+        if !self.judge.world.at_ties() {
             return;
         }
-        let ends = near_ties(self.roundings.compute(), head, &problem.lse);
+        let ends = near_ties(self.plan.roundings.compute(), head, &problem.lse);
         let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
         let flipped = flips.of_dk(head);
         let [one, other] = ends.map(|end| {
@@ -304,24 +267,27 @@ impl Replay<'_> {
         findings: &mut Findings,
     ) {
         let (d, v) = (problem.head.q.cols, problem.head.k.rows);
-        let mut dq = self.dq_zeros(problem);
-        for range in self.slabs(d, v) {
+        let mut dq = DqState::zeros(problem);
+        for range in self.plan.slabs(d, v) {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
             match range.len() == v {
-                true => dq.exact.clone_from(&self.reference_pass(problem, &head, keep).dq),
-                false => drop(self.reference_slab(problem, &head, range, (&mut dq.exact, keep))),
+                true => dq.exact.clone_from(&self.executor.reference_pass(problem, &head, keep).dq),
+                false => {
+                    drop(self.executor.reference_slab(problem, &head, range, (&mut dq.exact, keep)))
+                }
             }
         }
         dq.once_a_row(problem.head.copies);
-        if let Some((of, tiles)) = self.world.policy_of(&self.roundings, problem.unit()) {
-            let progress = self.progress;
+        if let Some((of, tiles)) = self.judge.world.policy_of(&self.plan.roundings, problem.unit())
+        {
+            let progress = self.executor.progress();
             let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
                 policy::backward(&of, head, lse, cotangents, tiles, progress, &mut |_| {})
             };
             dq.instead = Some(run(&problem.head, &problem.lse, &problem.cotangents()));
-            if self.world.at_ties() {
-                let ends = near_ties(self.roundings.compute(), &problem.head, &problem.lse);
+            if self.judge.world.at_ties() {
+                let ends = near_ties(self.plan.roundings.compute(), &problem.head, &problem.lse);
                 let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
                 let flipped = flips.of_dq(&problem.head);
                 let [a, b] = ends.map(|end| {
@@ -335,6 +301,6 @@ impl Replay<'_> {
                 });
             }
         }
-        self.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, findings);
+        self.judge.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, findings);
     }
 }

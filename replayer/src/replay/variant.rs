@@ -5,31 +5,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use backtape::identity::{Microbatch, Rank};
-use backtape::role::Role;
-use backtape::shard::TensorKey;
-
-use super::Replay;
-use super::addends::Added;
-use super::findings::Held;
-use super::outcome::Outcome;
-use super::trial::in_world;
-use super::world::{At, Declared, Expectation, World};
-use crate::head::step::StepError;
-use crate::head::{HeadStep, Stage};
-use crate::kernels::round::Precision;
-
-/// Values of one stage.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Supplied {
-    /// Which stage, microbatch and, for dk and its parts, first rank of the unit.
-    pub at: At,
-    /// `[T, D]` of the microbatch for dq and its parts, `[V, D]` for dk and its parts,
-    /// `[V]` for dbias, `[T]` for lse, label_logits and logprobs; row-major.
-    pub values: Vec<f64>,
-    /// What the function returned them in.
-    pub precision: Option<Precision>,
-}
+use super::world::{At, Expectation, Supplied, World};
+use crate::head::Stage;
 
 /// What one function gave for the whole step.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,30 +16,6 @@ pub struct Variant {
     /// Its values.
     pub supplied: Vec<Supplied>,
 }
-
-/// What a function for the stages of one unit is given; all `[n]` of the unit's tokens.
-#[derive(Clone, Debug, PartialEq)]
-pub struct UnitInputs {
-    /// Which microbatch.
-    pub microbatch: Option<Microbatch>,
-    /// First rank of the unit; none where dk is of all tokens.
-    pub rank: Option<Rank>,
-    /// The unit's tokens among those of the microbatch.
-    pub rows: Vec<usize>,
-    /// Row of k, or -1 for a token that takes no part.
-    pub labels: Vec<i64>,
-    /// Log-sum-exp: captured where it was captured, else the reference.
-    pub lse: Vec<f64>,
-    /// Upstream gradient of each token's nll: `w cotangent / denominator`.
-    pub g: Vec<f64>,
-    /// Columns of the logits that are not padding.
-    pub valid_vocab: usize,
-    /// The tensors of the microbatch that the head reads, by role.
-    pub sources: Vec<(Role, TensorKey)>,
-}
-
-/// Tensors that a function is given as they were recorded.
-const INPUTS: [Role; 5] = [Role::Q, Role::K, Role::Logits, Role::Bias, Role::Weights];
 
 /// Stages that a function may give.
 pub const STAGES: [Stage; 10] = [
@@ -77,40 +30,6 @@ pub const STAGES: [Stage; 10] = [
     Stage::Dk,
     Stage::Dbias,
 ];
-
-/// What functions are called with, unit by unit.
-pub fn unit_inputs(step: &HeadStep<'_>) -> Result<Vec<UnitInputs>, StepError> {
-    let mut found = Vec::new();
-    in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, slices| {
-        for slice in slices {
-            let mut unused = Outcome::new(&replay.wanted, &replay.step.lacking);
-            let state = replay.forward(slice, &mut unused)?;
-            let upstream = replay.upstream(slice, &state, &mut unused)?;
-            let held =
-                |role| Some((role, replay.step.held(role, slice.inputs.microbatch)?.clone()));
-            let sources: Vec<_> = INPUTS.into_iter().filter_map(held).collect();
-            found.extend(slice.units.iter().map(|unit| {
-                let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect();
-                let label = |&t: &usize| match slice.inputs.labels[t] {
-                    crate::kernels::IGNORED => -1,
-                    label => i64::from(label),
-                };
-                UnitInputs {
-                    microbatch: slice.inputs.microbatch,
-                    rank: unit.rank(),
-                    rows: unit.rows.clone(),
-                    labels: unit.rows.iter().map(label).collect(),
-                    lse: pick(&state.lse),
-                    g: pick(&upstream.g),
-                    valid_vocab: slice.inputs.valid_vocab,
-                    sources: sources.clone(),
-                }
-            }));
-        }
-        Ok(())
-    })?;
-    Ok(found)
-}
 
 impl Variant {
     /// The stages that it gives.
@@ -149,19 +68,6 @@ pub struct StandsIn(pub Arc<Variant>);
 impl World for StandsIn {
     fn captured(&self, at: &At) -> Option<&Supplied> {
         self.0.of(at)
-    }
-}
-
-impl Replay<'_> {
-    /// What stands in for a captured gradient, where something does.
-    pub(super) fn stand_in(&self, at: &At, columns: usize) -> Option<(Held, Option<Precision>)> {
-        let own = self.world.captured(at)?;
-        let storage = |&x: &f64| super::allowed::stored(own.precision, x);
-        let storage = own.values.iter().map(storage).collect();
-        let squares = own.values.iter().map(|x| x * x).collect();
-        let total = own.values.clone();
-        let added = Added { cols: columns, total, storage, squares, count: 1.0 };
-        Some((Held::Summed(added), own.precision))
     }
 }
 

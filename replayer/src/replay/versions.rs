@@ -8,10 +8,10 @@
 use backtape::identity::Rank;
 use backtape::shard::TensorKey;
 
+use super::comparison::Comparison;
+use super::outcome::{Outcome, StageOutcome, Status};
 use crate::dump::versions::HeldBy;
 use crate::head::HeadStep;
-
-use super::outcome::{Comparison, Outcome, StageOutcome, Status};
 
 /// What was found of all versions, as one outcome.
 pub(crate) fn joined(

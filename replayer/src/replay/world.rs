@@ -7,7 +7,6 @@
 //! A world changes every microbatch and rank alike unless it says otherwise; which of
 //! them it explains is read off the comparisons that pass in it.
 
-use super::variant::Supplied;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
@@ -332,4 +331,16 @@ impl<W: World + ?Sized> World for Vec<&W> {
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
         self.iter().find_map(|world| world.ties(stage, inputs))
     }
+}
+
+/// Values of one stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Supplied {
+    /// Which stage, microbatch and, for dk and its parts, first rank of the unit.
+    pub at: At,
+    /// `[T, D]` of the microbatch for dq and its parts, `[V, D]` for dk and its parts,
+    /// `[V]` for dbias, `[T]` for lse, label_logits and logprobs; row-major.
+    pub values: Vec<f64>,
+    /// What the function returned them in.
+    pub precision: Option<Precision>,
 }

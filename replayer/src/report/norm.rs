@@ -1,7 +1,7 @@
 //! grad_norm as text: what the job reported, what it should be, and which tensors, ranks and rows
 //! cause the difference.
 
-use crate::replay::norm_pair::NormGap;
+use crate::replay::norm_gap::NormGap;
 use crate::replay::outcome::{GradNorm, Share};
 
 /// The text shows the shares of a gap only if it is this many times what rounding explains; the

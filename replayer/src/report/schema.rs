@@ -10,12 +10,11 @@ use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::device::Description;
 use crate::diagnose::{Found, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
+use crate::replay::comparison::{Comparison, HitClass};
 use crate::replay::coverage::Coverage;
-use crate::replay::norm_pair::NormGap;
+use crate::replay::norm_gap::NormGap;
 use crate::replay::other_declaration::OtherDeclaration;
-use crate::replay::outcome::{
-    Comparison, GradNorm, HitClass, Multiplied, NotChecked, Outcome, StageOutcome, Status,
-};
+use crate::replay::outcome::{GradNorm, Multiplied, NotChecked, Outcome, StageOutcome, Status};
 
 /// Name and version of the schema.
 pub const SCHEMA: &str = "backtape.report/1";

@@ -14,7 +14,7 @@ use crate::diagnose::cause::{Cause, Observed};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Share, Stage};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::name;
+use crate::replay::microbatch::name;
 
 /// Share of the values that must be no numbers: a class that no product reaches, or an
 /// exact zero, may keep one.

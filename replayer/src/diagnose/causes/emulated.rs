@@ -10,7 +10,7 @@ use crate::kernels::Tiles;
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::{self, Path, Policy};
 use crate::kernels::round::Precision;
-use crate::replay::ties::near_ties;
+use crate::replay::rounding_ties::near_ties;
 use crate::replay::world::{Expectation, Pass, World};
 
 /// The backward in another policy, and where it is given the forward as well.

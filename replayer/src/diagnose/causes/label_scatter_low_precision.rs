@@ -19,7 +19,7 @@ use crate::head::{Roundings, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::{Order, Path, Policy, Sum, Walk};
 use crate::kernels::round::Precision;
-use crate::replay::outcome::Comparison;
+use crate::replay::comparison::Comparison;
 
 /// The catalogue's entry.
 pub struct LabelScatterLowPrecision;

@@ -18,7 +18,8 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::round::Precision;
-use crate::replay::reductions::{self, Found, divisors};
+use crate::replay::summation_search;
+use crate::replay::summation_search::{Found, divisors};
 use crate::replay::world::{Chain, World};
 
 /// The catalogue's entry.
@@ -110,8 +111,13 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
         false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
     let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
-    let of =
-        reductions::Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring };
+    let of = summation_search::Summed {
+        captured,
+        addends: &addends,
+        wide: &wide,
+        divisors: &divisors,
+        ring,
+    };
     let found = of.in_few_bits()?;
     let mut words = found.steps.words();
     words.extend([("over", over.words().to_string()), ("order", found.order.clone())]);

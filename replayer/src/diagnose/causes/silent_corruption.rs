@@ -16,7 +16,7 @@ use crate::diagnose::detectors::reference::Table;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
-use crate::replay::outcome::Comparison;
+use crate::replay::comparison::Comparison;
 
 /// The catalogue's entry.
 pub struct SilentCorruption;

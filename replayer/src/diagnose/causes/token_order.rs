@@ -24,8 +24,9 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::rearranged::{Moved, MovedRows, Relabelled};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::variant::{StandsIn, Supplied, Variant};
+use crate::replay::variant::{StandsIn, Variant};
 use crate::replay::world::At;
+use crate::replay::world::Supplied;
 
 /// The catalogue's entry.
 pub struct TokenOrder;

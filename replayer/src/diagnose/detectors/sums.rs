@@ -9,7 +9,7 @@ use crate::head::step::matrix;
 use crate::kernels::matrix::{IGNORED, Matrix};
 use crate::kernels::policy::Policy;
 use crate::kernels::round::Precision;
-use crate::replay::outcome::Comparison;
+use crate::replay::comparison::Comparison;
 
 /// Rows and columns of a gradient that sizes are tried on.
 const SIZES: [usize; 2] = [24, 16];

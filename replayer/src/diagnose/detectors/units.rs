@@ -14,7 +14,7 @@ use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::policy::{self, Path, Policy};
 use crate::kernels::transform::Transform;
 use crate::kernels::{NoProgress, Tiles, TokenCotangents};
-use crate::replay::gather::Gathered;
+use crate::replay::gathered_rows::Gathered;
 use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{UnitTokens, World};
 

@@ -14,7 +14,7 @@ use crate::diagnose::search::{Tried, left_of};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::Policy;
-use crate::replay::members;
+use crate::replay::plausible_policies;
 
 /// What is reproduced may make the other comparisons this many times worse: they are
 /// rounded as the declared head would.
@@ -70,7 +70,7 @@ impl Reproduction<'_> {
     fn least(&self) -> Option<Least> {
         let declared = |key: &Key| (*key, Left::of(&self.evidence.residuals, key));
         let mut found: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
-        for policy in members::all(&self.roundings) {
+        for policy in plausible_policies::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
             let Some(of) = self.search.confirming(&[&rounded]) else { continue };
             for (key, least) in &mut found {
@@ -181,7 +181,7 @@ impl Reproduction<'_> {
             if explains.is_empty() || least.open.keys().any(harms) {
                 return None;
             }
-            let rounds = members::rounded(&rounded.0, &self.roundings);
+            let rounds = plausible_policies::rounded(&rounded.0, &self.roundings);
             if !rounds.is_empty() {
                 hypothesis.parameters.push(("the job rounds", rounds));
             }
@@ -209,7 +209,7 @@ impl Reproduction<'_> {
             one.evidence = format!("{about}: {}", words(times));
         }
         of.extend(self.forward(winner));
-        let hidden = match members::points(&self.roundings).is_empty() {
+        let hidden = match plausible_policies::points(&self.roundings).is_empty() {
             true => "the bound leaves room for as much",
             false => "undeclared roundings may be as large",
         };

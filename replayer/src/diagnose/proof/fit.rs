@@ -7,7 +7,7 @@ use crate::diagnose::search::{Search, left_of};
 use crate::head::{Roundings, Stage};
 use crate::kernels::Tiles;
 use crate::kernels::policy::{Path, Policy};
-use crate::replay::members;
+use crate::replay::plausible_policies;
 use crate::replay::world::World;
 
 /// A hypothesis is dismissed that leaves more than this share of what the best policy leaves
@@ -89,7 +89,7 @@ impl<'a> Reproduction<'a> {
         let mut best = look(from)?;
         for _ in 0..PASSES {
             let before = best.rounded;
-            for other in members::points(&self.roundings) {
+            for other in plausible_policies::points(&self.roundings) {
                 let Rounded(policy, tiles) = best.rounded;
                 let other = look(Rounded(other.switched(policy, &self.roundings), tiles))?;
                 if other.left < best.left {
@@ -124,7 +124,7 @@ impl<'a> Reproduction<'a> {
         let starts = match world.policy(&self.roundings) {
             // Its own rounding of a sum, and for the rest that of the right head.
             Some((own, tiles)) => {
-                let joined = members::joined(own, of_right.0, &self.roundings);
+                let joined = plausible_policies::joined(own, of_right.0, &self.roundings);
                 [Some(joined), (joined != own).then_some(own)].map(|of| Some(Rounded(of?, tiles)))
             }
             None => [Some(of_right), None],

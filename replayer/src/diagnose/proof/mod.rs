@@ -23,8 +23,9 @@ use super::search::Search;
 use crate::head::Roundings;
 use crate::head::Stage;
 use crate::head::roundings::F32;
-use crate::replay::members;
-use crate::replay::outcome::{Comparison, Outcome};
+use crate::replay::comparison::Comparison;
+use crate::replay::outcome::Outcome;
+use crate::replay::plausible_policies;
 use crate::replay::world::World;
 use fit::{Fit, Reproduction, Rounded};
 
@@ -144,11 +145,12 @@ pub(super) fn prove(
     }
     // What only rounds intermediates is right where the bounds allow it and the job does not
     // say otherwise.
-    let declared = of.fail || members::points(&of.roundings).is_empty();
+    let declared = of.fail || plausible_policies::points(&of.roundings).is_empty();
     let roundings = &of.roundings;
     let provable = move |cause: &dyn Cause, hypothesis: &Hypothesis| {
         let policy = hypothesis.world.policy(roundings);
-        let says = policy.is_some_and(|(policy, _)| members::contradicts(&policy, roundings));
+        let says =
+            policy.is_some_and(|(policy, _)| plausible_policies::contradicts(&policy, roundings));
         // A number for every token may be the job's own rounding of one, and is no fault.
         !hypothesis.of_both && (declared || !cause.may_be_right() || says)
     };

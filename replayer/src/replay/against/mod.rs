@@ -11,6 +11,7 @@
 
 mod align;
 mod asked;
+pub mod error;
 pub mod named;
 mod products;
 mod side;
@@ -26,14 +27,14 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 use serde::Serialize;
 
-pub use asked::{Asked, Named, PatternError};
-pub use named::NamedDifference;
-pub use side::Side;
-
+use super::against::error::AgainstError;
 use super::outcome::{NotChecked, Status};
-use crate::assemble::AssembleError;
 use crate::compare::measures::Summary;
 use crate::head::Stage;
+
+pub use super::against::asked::{Asked, Named, PatternError};
+pub use super::against::named::NamedDifference;
+pub use super::against::side::Side;
 
 /// One stage in both dumps.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -91,29 +92,6 @@ pub struct Differences {
     pub unjudged: usize,
     /// How many of those both runs hold, and they differ.
     pub differing: usize,
-}
-
-/// Why two dumps cannot be compared as asked.
-#[derive(Debug, thiserror::Error)]
-pub enum AgainstError {
-    /// A pattern names nothing.
-    #[error(
-        "--compare {pattern:?} matches no tensor and no role: choose among what is held, {held}"
-    )]
-    Nothing {
-        /// As typed.
-        pattern: String,
-        /// What is there.
-        held: String,
-    },
-    /// A tensor that is there cannot be put together.
-    #[error("{key} cannot be reassembled")]
-    Assemble {
-        /// Which tensor.
-        key: TensorKey,
-        /// Why.
-        source: AssembleError,
-    },
 }
 
 /// Compares what both dumps hold, in the order of the stages, then by name.
@@ -222,7 +200,7 @@ fn left_out(
 }
 
 /// Names of the tensors of both runs, once each.
-fn held(one: &Side<'_>, other: &Side<'_>) -> String {
+pub(super) fn held(one: &Side<'_>, other: &Side<'_>) -> String {
     const SHOWN: usize = 40;
     let names = one.dump.tensors().keys().chain(other.dump.tensors().keys());
     let names: BTreeSet<&str> = names.map(|key| key.tensor.as_str()).collect();

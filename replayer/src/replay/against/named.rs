@@ -23,7 +23,7 @@ use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use serde::Serialize;
 
-use super::AgainstError;
+use super::error::AgainstError;
 use super::products::{self, Judged, Products};
 use super::side::Side;
 use super::view::View;

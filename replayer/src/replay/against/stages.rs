@@ -7,10 +7,11 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 
 use super::align::{Pairing, Plan, pairings, per_token};
+use super::error::AgainstError;
 use super::side::Side;
 use super::tokens::{TokenOrder, same_rows, token_order};
 use super::walk::walk;
-use super::{AgainstError, Asked, Difference, Differences, wanted_roles};
+use super::{Asked, Difference, Differences, wanted_roles};
 use crate::compare::bound::Budget;
 use crate::compare::pair::Compared;
 use crate::head::Stage;

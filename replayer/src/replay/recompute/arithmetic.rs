@@ -5,15 +5,17 @@ use std::ops::Range;
 
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::Cotangents;
-use crate::kernels::reference::{Keep, TermNoise};
-use crate::kernels::span_of;
-use crate::kernels::{policy, reference};
-use crate::replay::backward::{Problem, sum};
+use crate::kernels::reference::{self, Keep, TermNoise};
+use crate::kernels::{policy, span_of};
+use crate::replay::context::Replay;
+use crate::replay::elementwise::sum;
 use crate::replay::forward::ForwardState;
+use crate::replay::judge::Judge;
 use crate::replay::loss::Upstream;
-use crate::replay::members::Member;
+use crate::replay::microbatch::Slice;
+use crate::replay::plausible_policies::Member;
+use crate::replay::problem::Problem;
 use crate::replay::world::UnitTokens;
-use crate::replay::{Replay, Slice};
 
 impl Replay<'_> {
     /// A gradient of the unit's tokens; `None` where the policy never has it.
@@ -40,7 +42,7 @@ impl Replay<'_> {
         let (head, noise) = (&problem.head, TermNoise::default());
         let (lse, cotangents) = (&problem.lse, problem.cotangents());
         let mut of_k = Vec::new();
-        let walking = (self.tiles, Keep::Both, self.progress);
+        let walking = (self.plan.tiles, Keep::Both, self.executor.progress());
         let dq =
             reference::backward(
                 head,
@@ -65,7 +67,7 @@ impl Replay<'_> {
     }
 
     fn emulated_gradient(&self, problem: &Problem<'_>, stage: Stage, member: &Member) -> Vec<f64> {
-        let (head, tiles) = (&problem.head, self.roundings.tiles);
+        let (head, tiles) = (&problem.head, self.plan.roundings.tiles);
         let (rows, d) = (head.k.rows, head.q.cols);
         let mut of_k = match stage {
             Stage::Dbias => vec![0.0; rows],
@@ -90,7 +92,8 @@ impl Replay<'_> {
             }
         };
         let policy = &member.policy;
-        let dq = policy::backward(policy, head, lse, &cotangents, tiles, self.progress, take);
+        let dq =
+            policy::backward(policy, head, lse, &cotangents, tiles, self.executor.progress(), take);
         match stage {
             Stage::DqLse => dq.dq_lse,
             Stage::DqLabel => dq.dq_label,
@@ -99,7 +102,9 @@ impl Replay<'_> {
             _ => Vec::new(),
         }
     }
+}
 
+impl Judge<'_> {
     /// Cotangents of lse, label logits and all logits, of all tokens.
     pub(super) fn cotangents_of(
         &self,
@@ -111,7 +116,9 @@ impl Replay<'_> {
         let (lse, g) = (&state.lse[..], &upstream.g[..]);
         self.token_cotangents(&UnitTokens { inputs, rows: &rows, lse, g, rank: None })
     }
+}
 
+impl Replay<'_> {
     /// logits, p or dlogits of some tokens, `[tokens, V]`.
     pub(super) fn plane_of(
         &self,
@@ -122,8 +129,8 @@ impl Replay<'_> {
         member: Option<&Member>,
     ) -> Vec<f64> {
         let inputs = &slice.inputs;
-        let head = inputs.head(self.step).expect("log-probabilities were refused");
-        let [g_lse, g_label, g_smooth] = self.cotangents_of(inputs, state, upstream);
+        let head = inputs.head(self.plan.step).expect("log-probabilities were refused");
+        let [g_lse, g_label, g_smooth] = self.judge.cotangents_of(inputs, state, upstream);
         let of = |values: &[f64]| values[tokens.clone()].to_vec();
         let (lse, a, b, c) = (of(&state.lse), of(&g_lse), of(&g_label), of(&g_smooth));
         let cotangents = Cotangents { lse: &a, label: &b, smooth: &c };
@@ -145,20 +152,20 @@ impl Replay<'_> {
                     }
                 }
             };
-        let progress = self.progress;
+        let progress = self.executor.progress();
         match member {
             None => {
                 let take = &mut |tile: reference::PlaneTile<'_>| {
                     put(&tile.tokens, &tile.cols, tile.logits, tile.dlogits);
                 };
-                let (noise, tiles) = (TermNoise::default(), self.tiles);
+                let (noise, tiles) = (TermNoise::default(), self.plan.tiles);
                 reference::plane(&part, &lse, &cotangents, &noise, tiles, progress, take);
             }
             Some(member) => {
                 let take = &mut |tile: policy::PlaneTile<'_>| {
                     put(&tile.tokens, &tile.cols, tile.logits, tile.dlogits);
                 };
-                let (policy, tiles) = (&member.policy, self.roundings.tiles);
+                let (policy, tiles) = (&member.policy, self.plan.roundings.tiles);
                 policy::plane(policy, &part, &lse, &cotangents, tiles, progress, take);
             }
         }

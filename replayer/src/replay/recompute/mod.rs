@@ -16,18 +16,19 @@ use backtape::head::LossReduction;
 use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
+use super::context::Replay;
 use super::forward::ForwardState;
 use super::loss::divisors;
-use super::members::{Member, members};
+use super::microbatch::Slice;
 use super::outcome::Outcome;
-use super::trial::in_world;
+use super::plausible_policies::{Member, members};
 use super::world::World;
-use super::{Replay, Slice};
+use super::world_replay::in_world;
 use crate::head::units::share;
 use crate::head::{HeadStep, Kind, MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
 
-pub use error::RecomputeError;
+pub use super::recompute::error::RecomputeError;
 
 /// Bytes of the largest token x vocabulary plane that is made at once: beyond it one asks
 /// for some tokens.
@@ -108,14 +109,14 @@ impl Replay<'_> {
         let slice = one(slices, asked)?;
         let mut values = self.values(slice, asked, member.as_ref())?;
         if stage.is_of_k() && asked.rank.is_none() {
-            let ranks = self.ranks_averaged(slices);
+            let ranks = self.plan.ranks_averaged(slices);
             values.iter_mut().for_each(|x| *x /= ranks);
         }
         Ok(self.shaped(slice, asked, values))
     }
 
     fn member(&self, asked: &str) -> Result<Member, RecomputeError> {
-        let all = members(&self.roundings);
+        let all = members(&self.plan.roundings);
         let known: Vec<String> = all.iter().map(|one| format!("{:?}", one.name)).collect();
         let found = all.into_iter().find(|one| one.name == asked);
         let known = known.join(", ");
@@ -135,10 +136,11 @@ impl Replay<'_> {
             return Err(RecomputeError::Rank { stage, rank, why });
         }
         let of_dk = Asked { stage: Stage::Dk, tokens: None, ..asked.clone() };
-        let divisor = self.divisor(slices).map_err(|why| RecomputeError::Absent { stage, why })?;
+        let divisor =
+            self.plan.divisor(slices).map_err(|why| RecomputeError::Absent { stage, why })?;
         let divisor = match asked.rank {
             Some(_) => divisor,
-            None => divisor * self.ranks_averaged(slices),
+            None => divisor * self.plan.ranks_averaged(slices),
         };
         let mut total: Vec<f64> = Vec::new();
         for slice in slices {
@@ -160,12 +162,12 @@ impl Replay<'_> {
         let (inputs, stage) = (&slice.inputs, asked.stage);
         self.possible(inputs, stage, member)?;
         let unit = self.unit(slice, asked)?;
-        let mut unused = Outcome::new(&self.wanted, &self.step.lacking);
+        let mut unused = Outcome::new(&self.plan.wanted, &self.plan.step.lacking);
         let state = self.forward(slice, &mut unused)?;
         if let Some(column) = self.of_tokens(slice, stage, &state, member)? {
             return Ok(column);
         }
-        let upstream = self.upstream(slice, &state, &mut unused)?;
+        let upstream = self.judge.upstream(slice, &state, &mut unused)?;
         if stage.is_of_q() || stage.is_of_k() {
             let gradient = self.gradient(slice, &unit, (&state, &upstream), stage, member);
             return gradient.ok_or_else(|| {
@@ -177,7 +179,7 @@ impl Replay<'_> {
             let tokens = self.tokens(inputs, asked)?;
             return Ok(self.plane_of(slice, (&state, &upstream), stage, tokens, member));
         }
-        let [g_lse, g_label, _] = self.cotangents_of(inputs, &state, &upstream);
+        let [g_lse, g_label, _] = self.judge.cotangents_of(inputs, &state, &upstream);
         Ok(match stage {
             Stage::G => upstream.g,
             Stage::GLse => g_lse,
@@ -195,13 +197,14 @@ impl Replay<'_> {
         state: &ForwardState,
         member: Option<&Member>,
     ) -> Result<Option<Vec<f64>>, RecomputeError> {
-        let head = slice.inputs.head(self.step);
+        let head = slice.inputs.head(self.plan.step);
         let emulated = member
             .zip(head.as_ref())
             .filter(|_| matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs));
         if let Some((member, head)) = emulated {
-            let (policy, tiles) = (&member.policy, self.roundings.tiles);
-            let found = crate::kernels::policy::forward(policy, head, tiles, self.progress);
+            let (policy, tiles) = (&member.policy, self.plan.roundings.tiles);
+            let found =
+                crate::kernels::policy::forward(policy, head, tiles, self.executor.progress());
             return Ok(Some(match stage {
                 Stage::Lse => found.lse,
                 Stage::LabelLogits => found.label_logits,
@@ -212,10 +215,10 @@ impl Replay<'_> {
             Stage::Lse => Some(state.lse.clone()),
             Stage::LabelLogits => Some(state.label.values.clone()),
             Stage::Logprobs => Some(state.logprobs.values.clone()),
-            Stage::Nll if self.step.is_policy_loss() => {
+            Stage::Nll if self.plan.step.is_policy_loss() => {
                 Some(state.logprobs.values.iter().map(|x| -x).collect())
             }
-            Stage::Nll => Some(self.nll(&slice.inputs, state)),
+            Stage::Nll => Some(self.judge.nll(&slice.inputs, state)),
             _ => None,
         })
     }
@@ -223,10 +226,10 @@ impl Replay<'_> {
     /// The loss of the microbatch, or of each token where it is not reduced.
     fn loss_of(&self, slice: &Slice, state: &ForwardState) -> Result<Vec<f64>, RecomputeError> {
         let inputs = &slice.inputs;
-        let terms: Vec<f64> = match self.step.is_policy_loss() {
-            true => self.policy_gradient(slice, state)?.0.terms,
+        let terms: Vec<f64> = match self.plan.step.is_policy_loss() {
+            true => self.judge.policy_gradient(slice, state)?.0.terms,
             false => {
-                let (nll, divided) = (self.nll(inputs, state), divisors(slice));
+                let (nll, divided) = (self.judge.nll(inputs, state), divisors(slice));
                 let term = |t: usize| match inputs.labels[t] {
                     IGNORED => 0.0,
                     _ => share(inputs.weights[t], divided[t]) * nll[t],
@@ -234,7 +237,7 @@ impl Replay<'_> {
                 (0..inputs.tokens()).map(term).collect()
             }
         };
-        Ok(match self.step.options.reduction {
+        Ok(match self.plan.step.options.reduction {
             LossReduction::None => terms,
             _ => vec![terms.iter().sum()],
         })
@@ -285,7 +288,7 @@ impl Replay<'_> {
 
     /// V, padding included; 0 where there are no logits.
     fn classes(&self, inputs: &MicrobatchInputs) -> usize {
-        inputs.head(self.step).map_or(0, |head| head.k.rows)
+        inputs.head(self.plan.step).map_or(0, |head| head.k.rows)
     }
 
     /// Refuses what the head does not have, with what is missing.
@@ -296,7 +299,7 @@ impl Replay<'_> {
         member: Option<&Member>,
     ) -> Result<(), RecomputeError> {
         let absent = |why: &str| Err(RecomputeError::Absent { stage, why: why.into() });
-        let policy = self.step.is_policy_loss();
+        let policy = self.plan.step.is_policy_loss();
         let emulates = [Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::Logits];
         let emulates = emulates.contains(&stage) || stage == Stage::Dlogits;
         let gradient = stage.is_of_q() || stage.is_of_k();
@@ -326,7 +329,7 @@ impl Replay<'_> {
 
     fn shaped(&self, slice: &Slice, asked: &Asked, values: Vec<f64>) -> Recomputed {
         let (inputs, stage) = (&slice.inputs, asked.stage);
-        let own = &self.step.tensors[&inputs.rows_key].shape;
+        let own = &self.plan.step.tensors[&inputs.rows_key].shape;
         let leading = match inputs.scores {
             Scores::Logprobs | Scores::Lost(_) => &own[..],
             _ => &own[..own.len().saturating_sub(1)],
@@ -335,13 +338,13 @@ impl Replay<'_> {
             let shape = vec![tokens.len() as u64, self.classes(inputs) as u64];
             return Recomputed { shape, values };
         }
-        let captured = stage.role().and_then(|role| self.step.find(role, inputs.microbatch));
-        let captured = captured.map(|key| self.step.tensors[key].shape.clone());
+        let captured = stage.role().and_then(|role| self.plan.step.find(role, inputs.microbatch));
+        let captured = captured.map(|key| self.plan.step.tensors[key].shape.clone());
         let count = values.len() as u64;
         let fits = |shape: &Vec<u64>| shape.iter().product::<u64>() == count;
         let of_k = stage.kind() == Kind::ClassRows;
         let (rows, columns) = (self.classes(inputs) as u64, inputs.width() as u64);
-        if of_k && self.step.options.transposed() {
+        if of_k && self.plan.step.options.transposed() {
             let values = transposed(&values, rows as usize, columns as usize);
             return Recomputed { shape: vec![columns, rows], values };
         }

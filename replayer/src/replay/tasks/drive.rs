@@ -6,19 +6,20 @@ use std::ops::Range;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::task::{Emulated, Kind, Part, PlanePart, RowsOf, Task, Tokens};
-use super::{Handle, On};
+use super::task::{Emulated, Kind, Part, PlanePart, RowsOf, Session, Task, Tokens};
+use super::{Cluster, Handle};
 use crate::compare::Tally;
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{Scores, Unit};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::policy::{DkParts, DqParts};
 use crate::kernels::reference::{self, Backward, DkSums, Forward, ForwardSums};
-use crate::kernels::span_of;
+use crate::kernels::{Progress, span_of};
 use crate::parcel::Parcel;
-use crate::replay::backward::Problem;
-use crate::replay::members::Member;
-use crate::replay::{Replay, Slice};
+use crate::replay::microbatch::Slice;
+use crate::replay::plan::Plan;
+use crate::replay::plausible_policies::Member;
+use crate::replay::problem::Problem;
 
 /// Tokens of a task, unless a cut says otherwise.
 const TOKENS: usize = 2048;
@@ -47,7 +48,38 @@ struct Sources {
     given: Option<String>,
 }
 
-impl On<'_> {
+/// A replay on workers: who they are, and what each task begins with.
+pub(in crate::replay) struct Driver<'a> {
+    cluster: &'a Cluster<'a>,
+    session: Session,
+    plan: &'a Plan<'a>,
+    progress: &'a dyn Progress,
+}
+
+impl<'a> Driver<'a> {
+    /// What workers are told of a replay.
+    pub(in crate::replay) fn new(
+        cluster: &'a Cluster<'a>,
+        plan: &'a Plan<'a>,
+        progress: &'a dyn Progress,
+    ) -> Driver<'a> {
+        let dump = plan.step.dump;
+        let session = Session {
+            path: cluster.path.to_string_lossy().into_owned(),
+            run: cluster.run.clone(),
+            attempt: dump.attempt.0,
+            step: dump.step.0,
+            policy: cluster.policy.clone(),
+            unusable: plan.step.unusable.keys().map(name).collect(),
+            comparisons: plan.comparisons,
+            whole: plan.whole,
+            spill: cluster.spill.clone(),
+        };
+        Driver { cluster, session, plan, progress }
+    }
+}
+
+impl Driver<'_> {
     fn start(
         &self,
         task: Task,
@@ -72,14 +104,14 @@ impl On<'_> {
         Task { session, kind, part, member: 0, first: 0, tokens, plane: None }
     }
 
-    fn blocks(&self, tokens: usize, replay: &Replay<'_>) -> Vec<Range<usize>> {
-        pieces(0..tokens, self.cluster.cut.tokens.unwrap_or(TOKENS), replay.tiles.tokens)
+    fn blocks(&self, tokens: usize) -> Vec<Range<usize>> {
+        pieces(0..tokens, self.cluster.cut.tokens.unwrap_or(TOKENS), self.plan.tiles.tokens)
     }
 
-    fn parts(&self, classes: Range<usize>, d: usize, replay: &Replay<'_>) -> Vec<Range<usize>> {
-        let most = (CLASSES_BYTES / (8 * d.max(1))).max(replay.tiles.vocab);
-        let most = most / replay.tiles.vocab * replay.tiles.vocab;
-        pieces(classes, self.cluster.cut.classes.unwrap_or(most), replay.tiles.vocab)
+    fn parts(&self, classes: Range<usize>, d: usize) -> Vec<Range<usize>> {
+        let most = (CLASSES_BYTES / (8 * d.max(1))).max(self.plan.tiles.vocab);
+        let most = most / self.plan.tiles.vocab * self.plan.tiles.vocab;
+        pieces(classes, self.cluster.cut.classes.unwrap_or(most), self.plan.tiles.vocab)
     }
 }
 
@@ -111,12 +143,12 @@ fn upstream(lse: &[f64], cotangents: &Cotangents<'_, f64>) -> Tokens {
     Tokens { lse: lse.to_vec(), g_lse, g_label, g_smooth }
 }
 
-impl Replay<'_> {
+impl Driver<'_> {
     fn lie(&self, slice: &Slice) -> Sources {
         let rows = Some(name(&slice.inputs.rows_key));
         match slice.inputs.scores {
             Scores::Product { .. } => {
-                let k = self.step.held(Role::K, slice.inputs.microbatch).map(name);
+                let k = self.plan.step.held(Role::K, slice.inputs.microbatch).map(name);
                 Sources { q: rows, k, given: None }
             }
             _ => Sources { q: None, k: None, given: rows },
@@ -124,9 +156,8 @@ impl Replay<'_> {
     }
 
     /// The forward pass as tasks.
-    pub(in crate::replay) fn forward_on(
+    pub(in crate::replay) fn forward(
         &self,
-        on: &On<'_>,
         slice: &Slice,
         head: &HeadInputs<'_>,
     ) -> Result<Forward, StepError> {
@@ -134,29 +165,28 @@ impl Replay<'_> {
         // Given logits are read by rows: a task has all of their columns.
         let parts = match head.given {
             Some(_) => std::iter::once(0..v).collect(),
-            None => on.parts(0..v, head.q.cols, self),
+            None => self.parts(0..v, head.q.cols),
         };
         let mut last = Vec::new();
-        for tokens in on.blocks(head.q.rows, self) {
+        for tokens in self.blocks(head.q.rows) {
             let rows: Vec<usize> = tokens.clone().collect();
             let block = span_of(head, tokens);
             let mut sums = None;
             for classes in &parts {
                 let part = part(&sources, &block, &rows, classes.clone());
-                sums = on.start(on.task(Kind::Forward, part), vec![sums], 1)?.pop();
+                sums = self.start(self.task(Kind::Forward, part), vec![sums], 1)?.pop();
             }
             last.extend(sums);
         }
-        let sums = last.into_iter().map(|sums| on.fetch(sums));
+        let sums = last.into_iter().map(|sums| self.fetch(sums));
         let sums = joined(sums.collect::<Result<Vec<ForwardSums>, _>>()?);
         self.progress.advance(reference::forward_work(head));
         Ok(sums.finish(head.mask, v - head.valid_vocab))
     }
 
     /// The forward pass of spans of captured logits as tasks: sums that are not finished.
-    pub(in crate::replay) fn forced_on(
+    pub(in crate::replay) fn forward_of_logits(
         &self,
-        on: &On<'_>,
         (key, spans): (&TensorKey, &[Range<usize>]),
         head: &HeadInputs<'_>,
     ) -> Result<Vec<ForwardSums>, StepError> {
@@ -166,31 +196,30 @@ impl Replay<'_> {
             let rows: Vec<usize> = tokens.clone().collect();
             let block = HeadInputs { bias: None, ..span_of(head, tokens.clone()) };
             let part = part(&sources, &block, &rows, 0..head.k.rows);
-            let task = on.task(Kind::Forward, Part { plain: true, ..part });
-            started.extend(on.start(task, vec![None], 1)?);
+            let task = self.task(Kind::Forward, Part { plain: true, ..part });
+            started.extend(self.start(task, vec![None], 1)?);
         }
-        started.into_iter().map(|sums| on.fetch(sums)).collect()
+        started.into_iter().map(|sums| self.fetch(sums)).collect()
     }
 
     /// lse and label logits as a member has them, block by block of the tokens.
-    pub(in crate::replay) fn emulated_forward_on(
+    pub(in crate::replay) fn emulated_forward(
         &self,
-        on: &On<'_>,
         slice: &Slice,
         head: &HeadInputs<'_>,
         member: usize,
     ) -> Result<(Vec<f64>, Vec<f64>), StepError> {
         let sources = self.lie(slice);
         let mut started = Vec::new();
-        for tokens in on.blocks(head.q.rows, self) {
+        for tokens in self.blocks(head.q.rows) {
             let rows: Vec<usize> = tokens.clone().collect();
             let part = part(&sources, &span_of(head, tokens), &rows, 0..head.k.rows);
-            let task = Task { member, ..on.task(Kind::EmulatedForward, part) };
-            started.extend(on.start(task, Vec::new(), 1)?);
+            let task = Task { member, ..self.task(Kind::EmulatedForward, part) };
+            started.extend(self.start(task, Vec::new(), 1)?);
         }
         let (mut lse, mut label) = (Vec::new(), Vec::new());
         for sums in started {
-            let (of_lse, of_label): (Vec<f64>, Vec<f64>) = on.fetch(sums)?;
+            let (of_lse, of_label): (Vec<f64>, Vec<f64>) = self.fetch(sums)?;
             lse.extend(of_lse);
             label.extend(of_label);
         }
@@ -198,9 +227,8 @@ impl Replay<'_> {
     }
 
     /// The comparisons of spans of a captured plane, in their order.
-    pub(in crate::replay) fn planes_on(
+    pub(in crate::replay) fn planes(
         &self,
-        on: &On<'_>,
         slice: &Slice,
         head: &HeadInputs<'_>,
         (lse, cotangents): (&[f64], &Cotangents<'_, f64>),
@@ -213,10 +241,10 @@ impl Replay<'_> {
             let rows: Vec<usize> = tokens.clone().collect();
             let part = part(&sources, &span_of(head, tokens.clone()), &rows, 0..head.k.rows);
             let tokens = upstream(&lse[tokens.clone()], &cotangents.of(tokens));
-            let task = Task { tokens, plane: Some(span), ..on.task(Kind::Plane, part) };
-            started.extend(on.start(task, Vec::new(), 1)?);
+            let task = Task { tokens, plane: Some(span), ..self.task(Kind::Plane, part) };
+            started.extend(self.start(task, Vec::new(), 1)?);
         }
-        started.into_iter().map(|found| on.fetch(found)).collect()
+        started.into_iter().map(|found| self.fetch(found)).collect()
     }
 }
 
@@ -235,8 +263,7 @@ fn joined(all: Vec<ForwardSums>) -> ForwardSums {
 
 /// A backward walk of one unit: its tasks, slab by slab.
 pub(in crate::replay) struct Walked<'a> {
-    replay: &'a Replay<'a>,
-    on: &'a On<'a>,
+    on: &'a Driver<'a>,
     problem: &'a Problem<'a>,
     sources: Sources,
     rows: &'a [usize],
@@ -259,21 +286,19 @@ struct Started {
 
 impl<'a> Walked<'a> {
     pub(in crate::replay) fn new(
-        replay: &'a Replay<'a>,
-        on: &'a On<'a>,
+        on: &'a Driver<'a>,
         problem: &'a Problem<'a>,
         (slice, unit): (&Slice, &'a Unit),
         members: &[Member],
     ) -> Walked<'a> {
         let (tokens, d, v) = (problem.head.q.rows, problem.head.q.cols, problem.head.k.rows);
-        let blocks = on.blocks(tokens, replay);
-        let slabs: VecDeque<_> = replay.slabs(d, v).collect();
+        let blocks = on.blocks(tokens);
+        let slabs: VecDeque<_> = on.plan.slabs(d, v).collect();
         let of_slab = slabs.front().map_or(1, |slab| slab.len() * d * 8 * ARRAYS).max(1);
         Walked {
-            replay,
             on,
             problem,
-            sources: replay.lie(slice),
+            sources: on.lie(slice),
             rows: &unit.rows,
             members: members.len(),
             dq: blocks.iter().map(|_| None).collect(),
@@ -302,14 +327,14 @@ impl<'a> Walked<'a> {
         }
         let head = &self.problem.head;
         let work = reference::backward_work(head) / head.k.rows.max(1) as u64;
-        self.replay.progress.advance(work * slab.classes as u64);
+        self.on.progress.advance(work * slab.classes as u64);
         Ok(sums)
     }
 
     fn begin(&mut self, slab: Range<usize>) -> Result<Started, StepError> {
         let head = &self.problem.head;
         let mut parts = Vec::new();
-        for classes in self.on.parts(slab.clone(), head.q.cols, self.replay) {
+        for classes in self.on.parts(slab.clone(), head.q.cols) {
             let mut dk = None;
             for (block, tokens) in self.blocks.iter().enumerate() {
                 let task = self.task(Kind::Backward, tokens.clone(), classes.clone());

@@ -17,20 +17,19 @@
 //! Here is no cluster and no network: [`Workers`] start tasks and keep their sums. What is not
 //! the head's products (bounds, the search for a cause) is computed where the replay was called.
 
-mod drive;
-mod perform;
+pub(super) mod drive;
+mod error;
+pub mod perform;
 mod read;
-mod task;
+pub(super) mod task;
 
 use std::path::{Path, PathBuf};
 
 use backtape::head::PolicyDeclaration;
 
-pub(super) use drive::{Walked, name};
-pub use perform::{Dumps, TaskError, perform};
-pub(super) use task::{PlanePart, Session};
+use crate::dump::Selection;
 
-use crate::dump::{Selection, StepDump};
+pub use super::tasks::error::TaskError;
 
 /// Sums that a worker holds, given to one task or fetched: either takes them away.
 #[derive(Debug, PartialEq, Eq)]
@@ -90,34 +89,5 @@ impl<'a> Cluster<'a> {
         let absolute = |of: &Path| of.canonicalize().unwrap_or_else(|_| of.into());
         let spill = directory.map(|of| absolute(of).to_string_lossy().into_owned());
         Cluster { spill, ..self }
-    }
-}
-
-/// A replay on workers: who they are, and what each task begins with.
-pub(super) struct On<'a> {
-    cluster: &'a Cluster<'a>,
-    session: Session,
-}
-
-impl<'a> On<'a> {
-    /// What workers are told of a replay of this dump.
-    pub(super) fn new(
-        cluster: &'a Cluster<'a>,
-        dump: &StepDump,
-        unusable: Vec<String>,
-        (comparisons, whole): (usize, bool),
-    ) -> On<'a> {
-        let session = Session {
-            path: cluster.path.to_string_lossy().into_owned(),
-            run: cluster.run.clone(),
-            attempt: dump.attempt.0,
-            step: dump.step.0,
-            policy: cluster.policy.clone(),
-            unusable,
-            comparisons,
-            whole,
-            spill: cluster.spill.clone(),
-        };
-        On { cluster, session }
     }
 }

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 use backtape::shard::TensorKey;
 use backtape::store::layout::MANIFEST;
 
+use super::error::TaskError;
 use super::read::{Held, files, key, rows};
 use super::task::{Emulated, EmulatedBlock, Kind, RowsOf, Session, Task};
-use crate::assemble::AssembleError;
 use crate::dump::{self, OpenError, Place, StepDump};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
@@ -18,33 +18,14 @@ use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::reference::{Backward, DkSums, ForwardSums, Keep, backward_onto};
 use crate::kernels::{NoProgress, Tiles, policy};
 use crate::parcel::{Parcel, ParcelError};
-use crate::replay::members::members;
+use crate::replay::context::Replay;
+use crate::replay::executor::Executor;
+use crate::replay::executor::plane::SpanUpstream;
+use crate::replay::judge::Judge;
+use crate::replay::plan::{Effort, Plan};
+use crate::replay::plausible_policies::members;
 use crate::replay::world::Declared;
-use crate::replay::{Effort, Replay};
-use crate::spill::{SpillError, spill_to};
-
-/// Why a task has no result.
-#[derive(Debug, thiserror::Error)]
-pub enum TaskError {
-    /// It was sent by another build, or damaged on the way.
-    #[error(transparent)]
-    Parcel(#[from] ParcelError),
-    /// Large arrays cannot be kept where the command said.
-    #[error("on a worker's host")]
-    Spill(#[from] SpillError),
-    /// The dump cannot be opened where the task runs.
-    #[error("the dump cannot be opened on the worker's host, which must see it at the same path")]
-    Open(#[from] OpenError),
-    /// What it reads is not there, or damaged.
-    #[error(transparent)]
-    Assemble(#[from] AssembleError),
-    /// The head is not the one that was sent.
-    #[error(transparent)]
-    Step(#[from] Box<StepError>),
-    /// What it reads is no matrix of floats.
-    #[error("{0} holds no floats")]
-    NoFloats(TensorKey),
-}
+use crate::spill::spill_to;
 
 /// The dump that a worker has open: tasks of one replay read the same one.
 #[derive(Default)]
@@ -111,24 +92,20 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
     let (_, first) = first.ok_or_else(|| Box::new(step.missing(step.scores(), None)))?;
     let roundings = Roundings::plausible(&step.options, first.dtype);
     let roundings = roundings.map_err(|error| Box::new(StepError::Head(error)))?;
-    let replay = Replay {
+    let plan = Plan {
         step: &step,
         wanted: Default::default(),
         roundings,
         tiles: Tiles::default(),
         comparisons: task.session.comparisons,
         effort: Effort::All,
-        world: &Declared,
-        cache: None,
-        passes: None,
-        trial: false,
-        progress: &NoProgress,
         whole: task.session.whole,
-        draw: None,
-        on: None,
         sums_alone: None,
-        device: None,
+        draw: None,
+        trial: false,
     };
+    let judge = Judge { plan: &plan, world: &Declared };
+    let replay = Replay { plan: &plan, executor: Executor::of_task(&plan, &NoProgress), judge };
     let held = Held::read(&dump, &step.options, &task.part)?;
     let head = held.head(&step.options, &task.part);
     replay.perform(&task, &head, sums)
@@ -158,11 +135,12 @@ impl Replay<'_> {
         head: &HeadInputs<'_>,
         sums: &[&[u8]],
     ) -> Result<Vec<Vec<u8>>, TaskError> {
-        let (tiles, progress) = (self.tiles, self.progress);
-        let emulated = (self.roundings.tiles, progress);
+        let (tiles, progress) = (self.plan.tiles, self.executor.progress());
+        let emulated = (self.plan.roundings.tiles, progress);
         let super::task::Tokens { lse, g_lse, g_label, g_smooth } = &task.tokens;
         let cotangents = Cotangents { lse: &g_lse[..], label: &g_label[..], smooth: &g_smooth[..] };
-        let member = || members(&self.roundings).into_iter().nth(task.member).ok_or(ParcelError);
+        let member =
+            || members(&self.plan.roundings).into_iter().nth(task.member).ok_or(ParcelError);
         Ok(match task.kind {
             Kind::Forward => {
                 let mut sums = before(sums.first(), || ForwardSums::zeros(head.q.rows))?;
@@ -174,7 +152,7 @@ impl Replay<'_> {
                 vec![(found.lse, found.label_logits).to_parcel()]
             }
             Kind::Backward => {
-                let noise = self.term_noise(head.q.cols);
+                let noise = self.judge.term_noise(head.q.cols);
                 let mut dq = before(sums.first(), || Backward::zeros(head, &noise))?;
                 let mut dk = before(sums.get(1), || DkSums::zeros(head, &noise, tiles))?;
                 let given = (&lse[..], &cotangents, &noise);
@@ -195,11 +173,16 @@ impl Replay<'_> {
                 let part = task.plane.as_ref().ok_or(ParcelError)?;
                 let stage = *Stage::ALL.get(part.stage).ok_or(ParcelError)?;
                 let of = RowsOf { key: part.key.clone(), runs: vec![part.tokens.clone()] };
-                let captured = rows(self.step.dump, &of)?;
-                let dtype = self.step.tensors.get(&key(&part.key)?).ok_or(ParcelError)?.dtype;
+                let captured = rows(self.plan.step.dump, &of)?;
+                let dtype = self.plan.step.tensors.get(&key(&part.key)?).ok_or(ParcelError)?.dtype;
                 let captured = (captured.matrix(), precision_of(dtype));
                 let (tally, energies) = self
-                    .judge_plane_part(stage, part, (head, lse, cotangents), captured)
+                    .judge_plane_part(
+                        stage,
+                        part,
+                        SpanUpstream { head: *head, lse, cotangents },
+                        captured,
+                    )
                     .map_err(Box::new)?;
                 vec![(tally, energies).to_parcel()]
             }

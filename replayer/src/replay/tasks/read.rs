@@ -9,7 +9,7 @@ use backtape::head::KLayout;
 use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
 
-use super::perform::TaskError;
+use super::error::TaskError;
 use super::task::{Part, PlanePart, RowsOf, Task};
 use crate::assemble::slab::{boxes_of, elements};
 use crate::assemble::{assemble_box, whole};
@@ -17,7 +17,7 @@ use crate::dump::{ShardRef, StepDump};
 use crate::head::HeadOptions;
 use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 use crate::kernels::transform::Transform;
-use crate::replay::gather::Gathered;
+use crate::replay::gathered_rows::Gathered;
 
 /// The matrices of a part, as they were dumped.
 pub(super) struct Held {

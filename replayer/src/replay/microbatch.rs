@@ -1,0 +1,75 @@
+//! A microbatch as a replay holds it: its inputs, and the units whose gradients are judged together.
+
+use backtape::identity::Microbatch;
+
+use super::world::World;
+use crate::head::step::StepError;
+use crate::head::{HeadStep, MicrobatchInputs, Scores, Unit};
+
+/// A microbatch with its units.
+pub(crate) struct Slice {
+    pub(super) inputs: MicrobatchInputs,
+    pub(super) units: Vec<Unit>,
+    /// Tokens by what their loss is divided by.
+    pub(super) denominators: Vec<(Unit, f64)>,
+    /// Why addends could not be told apart, if they could not.
+    pub(super) blocked: Option<String>,
+}
+
+/// How the inputs of a microbatch are gathered.
+type Gather<'a> = fn(&HeadStep<'a>, Option<Microbatch>) -> Result<MicrobatchInputs, StepError>;
+
+impl Slice {
+    /// True when nothing of it can be computed.
+    pub(super) fn is_lost(&self) -> bool {
+        matches!(self.inputs.scores, Scores::Lost(_))
+    }
+}
+
+pub(super) fn slices<'a>(
+    step: &HeadStep<'a>,
+    world: &dyn World,
+    gather: Gather<'a>,
+) -> Result<Vec<Slice>, StepError> {
+    let gather = |&microbatch: &Option<Microbatch>| {
+        let mut inputs = gather(step, microbatch)?;
+        world.inputs(step, &mut inputs);
+        Ok(inputs)
+    };
+    let inputs: Vec<MicrobatchInputs> =
+        step.microbatches.iter().map(gather).collect::<Result<_, StepError>>()?;
+    let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
+    let counted = |one: &MicrobatchInputs| {
+        if matches!(one.scores, Scores::Lost(_)) {
+            return Ok(Vec::new());
+        }
+        let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
+            key: one.rows_key.clone(),
+            found: "of ranks that cannot be counted as declared".into(),
+            wanted: format!("tokens counted over {}: {why}", step.options.scope),
+        });
+        found.map(|mut found| {
+            world.denominators(step, &all, one, &mut found);
+            found
+        })
+    };
+    let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;
+    let slice = |(inputs, denominators): (MicrobatchInputs, Vec<(Unit, f64)>)| {
+        let (units, blocked) = match step.units(&inputs) {
+            _ if matches!(inputs.scores, Scores::Lost(_)) => (Vec::new(), None),
+            Ok(units) => (units, None),
+            // Rows of dq are known all the same.
+            Err(why) => {
+                let rows = (0..inputs.tokens()).collect();
+                (vec![Unit { ranks: Vec::new(), rows }], Some(why))
+            }
+        };
+        Slice { inputs, units, denominators, blocked }
+    };
+    Ok(inputs.into_iter().zip(counted).map(slice).collect())
+}
+
+/// A microbatch as words.
+pub(crate) fn name(microbatch: Option<Microbatch>) -> String {
+    microbatch.map_or("the step".into(), |mb| format!("microbatch {mb}"))
+}

@@ -1,0 +1,107 @@
+//! The gap between the grad_norms of two runs, shared out as `norm` does it.
+
+use backtape::identity::Microbatch;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
+use serde::Serialize;
+
+use super::addends::Sum;
+use super::norm_shares::{Cut, Share, gradients, reported};
+use crate::head::HeadStep;
+use crate::head::step::{StepError, matrix};
+
+/// How far the norms of two runs are apart, and whose doing it is.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct NormGap {
+    /// This run's norm minus the other's: as reported, else over the shared gradients.
+    pub gap: f64,
+    /// The shares of `tensor` add up to the gap; those of the other kinds to that of dk.
+    pub shares: Vec<Share>,
+}
+
+/// The gap between two runs; `None` where they share no gradient.
+pub fn between(one: &HeadStep<'_>, other: &HeadStep<'_>) -> Result<Option<NormGap>, StepError> {
+    let theirs = gradients(other);
+    let shared: Vec<(&TensorKey, &TensorKey)> = gradients(one)
+        .into_iter()
+        .filter_map(|key| Some((key, *theirs.iter().find(|of| matches(one, other, key, of))?)))
+        .collect();
+    let mut parts = Vec::new();
+    let (mut ours, mut others) = (0.0, 0.0);
+    let mut dk = None;
+    for (key, of) in shared {
+        let (a, b) = (one.oriented(key, None)?, other.oriented(of, None)?);
+        let (Some(values), Some(other_values)) = (matrix(&a), matrix(&b)) else { continue };
+        if values.len() != other_values.len() {
+            continue;
+        }
+        let (x, y) = (values.energy(), other_values.energy());
+        (ours, others) = (ours + x, others + y);
+        parts.push((key.to_string(), x - y));
+        if one.tensors[key].role == Some(Role::Dk) {
+            dk = Some((a, b));
+        }
+    }
+    if parts.is_empty() {
+        return Ok(None);
+    }
+    let (x, y) = match (reported(one)?, reported(other)?) {
+        (Some(x), Some(y)) => (x, y),
+        _ => (ours.sqrt(), others.sqrt()),
+    };
+    let (gap, norms) = (x - y, x + y);
+    let rest = gap * norms - parts.iter().map(|(_, apart)| apart).sum::<f64>();
+    if rest.abs() > 1e-9 * (ours + others) {
+        parts.push(("gradients that were not dumped".into(), rest));
+    }
+    let share = |(of, apart): (String, f64)| {
+        let part = apart / norms;
+        Share { kind: "tensor", of, gap: part, share: if gap == 0.0 { 0.0 } else { part / gap } }
+    };
+    let mut shares: Vec<Share> = parts.into_iter().map(share).collect();
+    if let Some((Some(values), Some(other_values))) =
+        dk.as_ref().map(|(a, b)| (matrix(a), matrix(b)))
+    {
+        let theirs = other_values.to_f64();
+        let mut cut = Cut { ours: values, theirs: &theirs, norms, gap: 0.0 };
+        cut.gap = cut.both().map(|(a, b)| (a - b) * (a + b)).sum::<f64>() / norms;
+        shares.extend(cut.by_place(&[], crate::kernels::Tiles::default().vocab));
+        shares.extend(by_microbatch(one, other, &cut)?);
+    }
+    Ok(Some(NormGap { gap, shares }))
+}
+
+/// The same gradient in both runs: by role, else by name and moment.
+fn matches(one: &HeadStep<'_>, other: &HeadStep<'_>, key: &TensorKey, of: &TensorKey) -> bool {
+    match (one.tensors[key].role, other.tensors[of].role) {
+        (None, None) => key == of,
+        (a, b) => a == b,
+    }
+}
+
+/// Shares of the microbatches, where both runs have the same and recorded their dk.
+fn by_microbatch(
+    one: &HeadStep<'_>,
+    other: &HeadStep<'_>,
+    cut: &Cut<'_>,
+) -> Result<Vec<Share>, StepError> {
+    let same = one.microbatches == other.microbatches && one.microbatches.len() > 1;
+    let mut found = Vec::new();
+    for &microbatch in one.microbatches.iter().filter(|_| same) {
+        let sum = |step: &HeadStep<'_>| -> Result<Option<Sum>, StepError> {
+            let key = step.find(Role::Dk, microbatch).filter(|key| key.microbatch == microbatch);
+            key.filter(|_| !step.options.transposed())
+                .map(|key| Sum::of_partial(step, key))
+                .transpose()
+        };
+        let (Some(a), Some(b)) = (sum(one)?, sum(other)?) else { return Ok(Vec::new()) };
+        if a.total.len() != cut.ours.len() || b.total.len() != cut.ours.len() {
+            return Ok(Vec::new());
+        }
+        let along = a.total.iter().zip(&b.total).zip(cut.both());
+        let along: f64 = along.map(|((a, b), (x, y))| (a - b) * (x + y)).sum();
+        found.push((microbatch.map_or(String::new(), |mb: Microbatch| mb.to_string()), along));
+    }
+    let divided = found.into_iter().map(|(name, along)| (name, along / cut.norms));
+    Ok(cut.grouped("microbatch", divided))
+}

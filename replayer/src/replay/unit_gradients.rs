@@ -1,0 +1,131 @@
+//! The captured gradients of one unit, as they are read from the dump.
+
+use backtape::shard::When;
+
+use super::addends::{Added, Sum};
+use super::captured_gradients::{Captured, Gradient, Held};
+use super::judge::Judge;
+use super::microbatch::Slice;
+use super::outcome::Outcome;
+use super::plan::Plan;
+use super::world::At;
+use crate::head::roundings::precision_of;
+use crate::head::step::{StepError, matrix, unfit};
+use crate::head::{Scores, Stage, Unit};
+use crate::kernels::round::Precision;
+
+impl Judge<'_> {
+    /// What the dump holds of this unit's gradients.
+    pub(super) fn captured(
+        &self,
+        slice: &Slice,
+        unit: &Unit,
+        outcome: &mut Outcome,
+    ) -> Result<Captured, StepError> {
+        let mut found = Captured::default();
+        let stages = Stage::OF_Q.into_iter().chain(Stage::OF_K).chain([Stage::Dbias]);
+        for stage in stages.filter(|&stage| self.plan.wants(stage)) {
+            // What cannot be used of one gradient says nothing of the others.
+            let gradient = self.captured_of(stage, (slice, unit), outcome);
+            let gradient = outcome.spared(gradient, (&[stage], slice.inputs.microbatch))?;
+            found.gradients.extend(gradient.flatten());
+        }
+        Ok(found)
+    }
+
+    /// What the dump holds of one of this unit's gradients, if it holds any that can be
+    /// judged by the unit's tokens.
+    fn captured_of(
+        &self,
+        stage: Stage,
+        (slice, unit): (&Slice, &Unit),
+        outcome: &mut Outcome,
+    ) -> Result<Option<Gradient>, StepError> {
+        let role = stage.role().expect("gradients have roles");
+        let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
+        if let Some((values, stored)) = self.stand_in(&at, columns) {
+            let source = format!("a variant's {stage}");
+            let (rounded, apart) = (None, None);
+            return Ok(Some(Gradient { stage, values, stored, rounded, apart, source }));
+        }
+        let Some(key) = self.plan.step.find(role, slice.inputs.microbatch) else {
+            return Ok(None);
+        };
+        if stage == Stage::Dk && self.plan.step.options.declared.tied_embedding {
+            let why = "tied_embedding=True: dk holds the input embedding's part too, which the head does not know; record dk_lse and dk_label to have the head's part judged";
+            outcome.skip(stage, why);
+            return Ok(None);
+        }
+        let partial = self.plan.step.tensors[key].partial.is_some();
+        let of_tokens = stage.is_of_q();
+        if let Some(why) = slice.blocked.as_ref().filter(|_| partial && !of_tokens) {
+            outcome.leave(stage, slice.inputs.microbatch, why.clone());
+            return Ok(None);
+        }
+        let values = match (partial, of_tokens) {
+            (true, true) => {
+                let sum = Sum::of_partial(self.plan.step, key)?.oriented(self.plan.step, key);
+                Held::Summed(sum.added())
+            }
+            (true, _) if unit.ranks.is_empty() => {
+                if let Err(why) = self.plan.step.all_added(key, &slice.inputs) {
+                    outcome.leave(stage, slice.inputs.microbatch, why);
+                    return Ok(None);
+                }
+                let sum = Sum::of_addends(self.plan.step, key)?.oriented(self.plan.step, key);
+                Held::Summed(sum.added())
+            }
+            (true, _) => Held::Whole(self.plan.step.oriented(key, Some(&unit.ranks))?),
+            // A gradient over all tokens cannot be judged by some ranks' tokens.
+            (_, false) if !unit.ranks.is_empty() => return Ok(None),
+            _ => Held::Whole(self.plan.step.oriented(key, None)?),
+        };
+        let stored = match &values {
+            Held::Whole(tensor) => precision_of(tensor.dtype),
+            _ => None,
+        };
+        let source = key.to_string();
+        let mut gradient = Gradient { stage, values, stored, rounded: None, apart: None, source };
+        self.plan.check_shape(&gradient, slice)?;
+        let output = self.plan.roundings.widest.output;
+        gradient.rounded = gradient.coarser(output);
+        let summed = stage == Stage::Dk
+            && !partial
+            && key.when != Some(When::PreReduce)
+            && self.plan.step.devices_with_tokens(&slice.inputs) > 1;
+        let finer = stored.is_some_and(|of| of.unit_roundoff() < output.unit_roundoff());
+        gradient.apart = (summed && finer && gradient.rounded.is_none()).then_some(output);
+        Ok(Some(gradient))
+    }
+}
+
+impl Plan<'_> {
+    fn check_shape(&self, gradient: &Gradient, slice: &Slice) -> Result<(), StepError> {
+        let Scores::Product { q, k } = &slice.inputs.scores else { return Ok(()) };
+        let like = match gradient.stage {
+            Stage::Dbias => &k.shape[..1],
+            stage if stage.is_of_q() => &q.shape[..],
+            _ => &k.shape[..],
+        };
+        match &gradient.values {
+            Held::Whole(tensor) if tensor.shape != like || matrix(tensor).is_none() => {
+                Err(unfit(tensor, &format!("floats of shape {like:?}")))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Judge<'_> {
+    /// What stands in for a captured gradient, where something does.
+    pub(super) fn stand_in(&self, at: &At, columns: usize) -> Option<(Held, Option<Precision>)> {
+        let own = self.world.captured(at)?;
+        let storage = |&x: &f64| super::rounding_variance::stored(own.precision, x);
+        let storage = own.values.iter().map(storage).collect();
+        let squares = own.values.iter().map(|x| x * x).collect();
+        let total = own.values.clone();
+        let added = Added { cols: columns, total, storage, squares, count: 1.0 };
+        Some((Held::Summed(added), own.precision))
+    }
+}
