@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use backtape_replayer::cli::AskedCluster;
+use backtape_replayer::postmortem::AskedCluster;
 use backtape_replayer::replay::tasks::{Dumps, Handle, Workers, perform};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;

@@ -17,6 +17,7 @@ pub mod head;
 pub mod kernels;
 pub mod number;
 pub mod parcel;
+pub mod postmortem;
 pub mod precision;
 pub mod replay;
 pub mod report;
