@@ -29,8 +29,9 @@
 //! Rounding errors are bounded, so their tails are lighter than the normal's:
 //! the bounds hold with room, and the room is not tuned.
 
+use serde::{Deserialize, Serialize};
+
 use super::row::AllowedSums;
-use crate::parcel::parcel;
 
 /// Probability that a clean run is called diverged, for a whole report.
 pub const FALSE_ALARM: f64 = 1e-4;
@@ -149,15 +150,12 @@ impl std::ops::Add for Allowed {
 }
 
 /// Variances of independent errors, summed as the energy bound needs them.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Independent {
     sum: f64,
     squares: f64,
     largest: f64,
 }
-
-parcel!(Independent { sum, squares, largest });
-parcel!(Budget { own, many, most, rows, shared, certain });
 
 impl Independent {
     fn of([sum, squares, largest]: [f64; 3]) -> Independent {
@@ -178,7 +176,7 @@ impl Independent {
 }
 
 /// What rounding may make of a group of rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Budget {
     own: Independent,
     /// `own` without what is of few roundings, and the largest energy of those.

@@ -9,20 +9,21 @@ use super::panel::load;
 use super::tile::{Terms, Upstream};
 use crate::kernels::matrix::{HeadInputs, Matrix};
 use crate::kernels::tiles::{Tiles, spans};
-use crate::parcel::parcel;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Sums over the tokens for a slab of k's rows, a block for each vocabulary tile: what the
 /// tokens before left, and what the next go on from.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DkSums {
     pub(super) blocks: Vec<Block>,
 }
 
 /// The sums behind `DkBlock`, and the addends of the label part that round alike.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Block {
+    #[serde(deserialize_with = "crate::parcel::range")]
     pub(super) rows: Range<usize>,
     depth: usize,
     pub(super) lse: Vec<f64>,
@@ -84,33 +85,6 @@ impl Labels {
         &self.labelled[before(rows.start)..before(rows.end)]
     }
 }
-
-parcel!(Block {
-    rows,
-    depth,
-    lse,
-    label,
-    lse_var,
-    lse_sq,
-    label_sq,
-    label_var,
-    label_alike,
-    dropped,
-    confident,
-    label_whole,
-    hits,
-    bias_lse,
-    bias_label,
-    bias_var,
-    bias_sq,
-    bias_label_var,
-    bias_label_sq,
-    hit_rows,
-    hit_tokens,
-    hit_entries,
-});
-
-parcel!(DkSums { blocks });
 
 impl DkSums {
     /// Of a slab of which no token was walked.

@@ -10,8 +10,8 @@ use super::tile::{label_column, products};
 use super::{check, work};
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::tiles::{Progress, Tiles, spans};
-use crate::parcel::parcel;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Per token results of the forward pass.
@@ -39,7 +39,7 @@ struct RunningSum {
 }
 
 /// What the tiles before left of each token, all `[T]`.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ForwardSums {
     /// Largest logit so far.
     pub max: Vec<f64>,
@@ -74,8 +74,6 @@ pub fn forward_keeping(
     sums.take(inputs, (tiles, progress), products);
     sums.finish(inputs.mask, inputs.k.rows - inputs.valid_vocab)
 }
-
-parcel!(ForwardSums { max, sum, label_logits, logit_sum, logit_squares });
 
 impl ForwardSums {
     /// Of tokens whose logits were not looked at.
