@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use backtape::head::{HeadDeclaration, KLayout};
 use backtape::role::Role;
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::dump::{self as dumps, Selection};
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::replay::against::{Asked, Differences, Side, against};
 use backtape_replayer::replay::outcome::Status;
 use backtape_replayer::report::schema::{Report, Verdict};

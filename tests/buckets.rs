@@ -110,7 +110,8 @@ fn a_job_of_one_rank_needs_no_coordinator_process() {
     assert_eq!(summary.scalar_rows, 20);
     let selection = Selection::default();
     let declared = backtape_replayer::trajectory::Declared::default();
-    let report = backtape_replayer::cli::trajectory_report(Path::new(place), &selection, &declared);
+    let report =
+        backtape_replayer::postmortem::trajectory_report(Path::new(place), &selection, &declared);
     let report = serde_json::to_string(&report.unwrap()).unwrap();
     assert!(report.contains(place) && report.contains("20"), "{report}");
 }

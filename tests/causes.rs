@@ -4,13 +4,13 @@
 use std::collections::BTreeSet;
 
 use backtape::role::Role;
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::diagnose::catalogue::CATALOGUE;
 use backtape_replayer::diagnose::evidence::{Residual, residuals};
 use backtape_replayer::diagnose::{Budget, Causes, Found, Standing, diagnose};
 use backtape_replayer::dump::{self, Selection, StepDump};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::replay::outcome::Outcome;
 use backtape_replayer::replay::trial::{Rows, trial};
 use backtape_replayer::replay::world::Declared;

@@ -1,9 +1,9 @@
 //! Causes of the arithmetic's family, planted in jobs that share no code with the replayer,
 //! and named from their dumps: what was rounded, or summed in less, than was declared.
 
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::diagnose::Standing;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::report::schema::{Report, Verdict};
 
 use crate::support::dump;

@@ -5,9 +5,9 @@
 //! gradients are those of another job on the same inputs.
 
 use backtape::head::{Denominator, LossReduction, MicrobatchReduction, Scope, SmoothingFormula};
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::diagnose::{Found, Standing};
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::report::schema::{Report, Verdict};
 use backtape_replayer::report::text;
 

@@ -8,8 +8,8 @@ use backtape::head::{Denominator, HeadDeclaration};
 use backtape::index_box::IndexBox;
 use backtape::shard::When;
 use backtape_replayer::checks::{Finding, Severity};
-use backtape_replayer::cli::checks_report;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::checks_report;
 use backtape_replayer::report::checked::{ChecksReport, ChecksVerdict, render};
 use backtape_replayer::report::text::WIDTH;
 

@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use backtape::role::Role;
 use backtape::store::Backend;
-use backtape_replayer::cli;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem;
 use backtape_replayer::replay::tasks::perform::{Dumps, perform};
 use backtape_replayer::replay::tasks::{Cut, Handle, Workers};
 
@@ -70,7 +70,7 @@ const ALL: &[Role] = &[];
 
 /// The report of a run, as JSON.
 fn local(path: &Path) -> String {
-    let report = cli::replay_report(path, &Selection::default(), ALL, None).unwrap();
+    let report = postmortem::replay_report(path, &Selection::default(), ALL, None).unwrap();
     serde_json::to_string(&report).unwrap()
 }
 
@@ -78,7 +78,7 @@ fn local(path: &Path) -> String {
 fn by_tasks(path: &Path, cut: Cut) -> (String, usize) {
     let workers = Here::default();
     let (selection, all) = (Selection::default(), ALL);
-    let report = cli::clustered_report(path, &selection, all, (&workers, cut)).unwrap();
+    let report = postmortem::clustered_report(path, &selection, all, (&workers, cut)).unwrap();
     (serde_json::to_string(&report).unwrap(), workers.next.into_inner())
 }
 
@@ -160,7 +160,7 @@ fn a_shard_that_a_worker_cannot_prove_ends_the_replay() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let workers = Here { before: Some(before), dump: path.clone(), ..Here::default() };
         let (selection, all) = (Selection::default(), ALL);
-        let ended = cli::clustered_report(&path, &selection, all, (&workers, SMALL));
+        let ended = postmortem::clustered_report(&path, &selection, all, (&workers, SMALL));
         let said = format!("{:#}", anyhow::Error::new(ended.unwrap_err()));
         assert!(said.contains(words) && said.lines().count() == 1, "{said}");
     }

@@ -5,8 +5,8 @@
 use backtape::head::{GrpoDeclaration, HeadDeclaration, MicrobatchReduction, Scope};
 use backtape::placement::Reduction;
 use backtape::role::Role;
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::replay::outcome::Status;
 use backtape_replayer::report::schema::{Report, StageReport, Verdict};
 use backtape_replayer::report::text;

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use backtape::head::{Denominator, GrpoDeclaration, HeadDeclaration, LossReduction, Scope};
 use backtape::manifest::Manifest;
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::replay::outcome::Status;
 use backtape_replayer::report::schema::{Report, Verdict};
 use backtape_replayer::report::text;

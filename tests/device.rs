@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use backtape::role::Role;
-use backtape_replayer::cli;
 use backtape_replayer::compare::RowTally;
 use backtape_replayer::compare::plane::PlaneStage;
 use backtape_replayer::device::{
@@ -23,6 +22,7 @@ use backtape_replayer::kernels::reference::{
     self, Backward, DkBlock, DkSums, ForwardSums, PlaneTile, TermNoise, Upstream,
 };
 use backtape_replayer::kernels::{Cotangents, HeadInputs, NoProgress, Precision, Progress, Tiles};
+use backtape_replayer::postmortem;
 use backtape_replayer::report::text;
 
 use crate::support::job::options::Extras;
@@ -290,7 +290,7 @@ impl KeptPlane for LyingPlane<'_> {
 const ALL: &[Role] = &[];
 
 fn local(path: &Path) -> serde_json::Value {
-    let report = cli::replay_report(path, &Selection::default(), ALL, None).unwrap();
+    let report = postmortem::replay_report(path, &Selection::default(), ALL, None).unwrap();
     serde_json::to_value(&report).unwrap()
 }
 
@@ -314,7 +314,8 @@ fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
     for (number, job) in jobs.into_iter().chain(random).enumerate() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let device = Here::new(None);
-        let report = cli::devised_report(&path, &Selection::default(), ALL, &device).unwrap();
+        let report =
+            postmortem::devised_report(&path, &Selection::default(), ALL, &device).unwrap();
         let mut report = serde_json::to_value(&report).unwrap();
         let named = report.as_object_mut().unwrap().remove("device").unwrap();
         assert_eq!(named["name"], "this process");
@@ -338,7 +339,8 @@ fn a_device_that_fails_is_one_sentence() {
     let path = dumped(directory.path(), "run", &job);
     for which in [0, 1, 3, 4, 6] {
         let device = Here::new(Some((which, 1)));
-        let failed = cli::devised_report(&path, &Selection::default(), ALL, &device).unwrap_err();
+        let failed =
+            postmortem::devised_report(&path, &Selection::default(), ALL, &device).unwrap_err();
         let said = format!("{:#}", anyhow::Error::new(failed));
         let wanted = "the device failed at copying to it: the cable was pulled; with --device cpu \
                       the replay needs no device";
@@ -476,7 +478,7 @@ fn a_kernel_of_the_users_is_judged_and_its_findings_are_told() {
         let kernel = Kernel::read(stage, &file, "mine").unwrap();
         let name = kernel.name.clone();
         let own = (vec![kernel], Box::new(Here::new(None)) as Box<dyn Device>);
-        let report = cli::compiled_report(&path, &Selection::default(), ALL, own).unwrap();
+        let report = postmortem::compiled_report(&path, &Selection::default(), ALL, own).unwrap();
         let [judged] = &report.variants[..] else { panic!("{:?}", report.variants) };
         assert_eq!((&judged.variant, judged.stage), (&name, stage.name()));
         assert!(judged.agrees, "{judged:?}");

@@ -2,11 +2,11 @@
 //! finding the policy of the job and the fault beside it.
 
 use backtape::role::Role;
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::diagnose::{Budget, Standing, diagnose};
 use backtape_replayer::dump::{Selection, open};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::replay::outcome::{NotChecked, Status};
 use backtape_replayer::replay::{Effort, Request, replay};
 use backtape_replayer::report::schema::{Report, Verdict};

@@ -4,10 +4,10 @@
 use std::path::{Path, PathBuf};
 
 use backtape::role::Role;
-use backtape_replayer::cli::{Extras, full_report, replay_report};
 use backtape_replayer::compare::Cell;
 use backtape_replayer::diagnose::Causes;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::{Extras, full_report, replay_report};
 use backtape_replayer::replay::maps::Map;
 use backtape_replayer::replay::outcome::Status;
 use backtape_replayer::report::html;

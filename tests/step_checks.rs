@@ -4,8 +4,9 @@ use std::path::Path;
 
 use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
-use backtape_replayer::cli::{exit, replay_report};
+use backtape_replayer::cli::exit;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::replay::against::Asked;
 use backtape_replayer::report::text;
 use serde_json::Value;

@@ -3,8 +3,8 @@
 
 use backtape::head::{HeadDeclaration, MicrobatchReduction, Scope};
 use backtape::role::Role;
-use backtape_replayer::cli::replay_report;
 use backtape_replayer::dump::Selection;
+use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::replay::outcome::Status;
 use backtape_replayer::report::schema::{Report, Verdict};
 use backtape_replayer::report::text;

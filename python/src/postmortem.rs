@@ -6,14 +6,14 @@ use std::sync::{Arc, OnceLock};
 use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
 use backtape_replayer::assemble::AssembleError;
-use backtape_replayer::cli::{AskedDevice, Extras, PageFile, RunError};
 use backtape_replayer::diagnose::Causes;
 use backtape_replayer::dump::{self, FindError, Selection};
+use backtape_replayer::postmortem::{AskedDevice, Extras, PageFile, RunError};
 use backtape_replayer::replay::against::{Asked, PatternError};
 use backtape_replayer::report;
 use backtape_replayer::trajectory::Declared;
 use backtape_replayer::verify::{Verification, verify};
-use backtape_replayer::{assemble, cli};
+use backtape_replayer::{assemble, postmortem};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -45,7 +45,7 @@ pub(crate) fn dumped_steps(
 /// Works without the GIL. A panic of ours is an error like any other: a `PanicException` is no
 /// `Exception`, and would end whoever asked.
 pub(crate) fn safely<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    py.detach(|| cli::caught(work)).map_err(failed)
+    py.detach(|| postmortem::caught(work)).map_err(failed)
 }
 
 /// The whole chain of an error, on one line.
@@ -215,7 +215,7 @@ pub(crate) fn replay(
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
     told(py, (report, draws), |draws| {
         let extras = Extras { draws, causes, device: device.as_ref(), ..Extras::default() };
-        cli::full_report(&path, &selection, compare, against.as_deref(), extras)
+        postmortem::full_report(&path, &selection, compare, against.as_deref(), extras)
     })
 }
 
@@ -243,7 +243,7 @@ pub(crate) fn checks(
     step: Option<u64>,
 ) -> PyResult<Report> {
     let selection = Selection { run, attempt, step };
-    let found = safely(py, || cli::checks_report(&path, &selection))?;
+    let found = safely(py, || postmortem::checks_report(&path, &selection))?;
     Ok(found.map_err(failed)?.into())
 }
 
@@ -262,6 +262,6 @@ pub(crate) fn trajectory(
     let selection = Selection { run, attempt, step: None };
     let (local, shared) = (local.unwrap_or_default(), shared.unwrap_or_default());
     let declared = Declared { vocabulary, local, shared };
-    let found = safely(py, || cli::trajectory_report(&path, &selection, &declared))?;
+    let found = safely(py, || postmortem::trajectory_report(&path, &selection, &declared))?;
     Ok(found.map_err(failed)?.into())
 }

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use backtape_replayer::cli::AskedCluster;
+use backtape_replayer::postmortem::AskedCluster;
 use backtape_replayer::replay::tasks::perform::{Dumps, perform};
 use backtape_replayer::replay::tasks::{Handle, Workers};
 use pyo3::exceptions::PyRuntimeError;

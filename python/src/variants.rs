@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use backtape::identity::{Microbatch, Rank};
-use backtape_replayer::cli::{self, Extras};
 use backtape_replayer::dump::Selection;
 use backtape_replayer::head::Stage;
 use backtape_replayer::kernels::Precision;
+use backtape_replayer::postmortem::{self, Extras};
 use backtape_replayer::replay::against::Asked;
 use backtape_replayer::replay::unit_inputs::UnitInputs;
 use backtape_replayer::replay::variant::{STAGES, Variant};
@@ -34,7 +34,7 @@ pub(crate) fn variant_inputs<'py>(
     step: Option<u64>,
 ) -> PyResult<Vec<Bound<'py, PyDict>>> {
     let selection = Selection { run, attempt, step };
-    let units = safely(py, || cli::variant_inputs(&path, &selection))?.map_err(failed)?;
+    let units = safely(py, || postmortem::variant_inputs(&path, &selection))?.map_err(failed)?;
     units.iter().map(|unit| described(py, unit)).collect()
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn replay_varied(
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
     told(py, (report, draws), |draws| {
         let extras = Extras { variants: &variants, draws, device: device.as_ref(), causes };
-        cli::full_report(&path, &selection, compare, None, extras)
+        postmortem::full_report(&path, &selection, compare, None, extras)
     })
 }
 

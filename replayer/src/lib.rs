@@ -18,6 +18,7 @@ pub mod kernels;
 pub mod number;
 pub mod ops;
 pub mod parcel;
+pub mod postmortem;
 pub mod precision;
 pub mod replay;
 pub mod report;

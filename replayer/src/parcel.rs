@@ -1,228 +1,142 @@
 //! Plain data as bytes and back: what a task is sent as, and what it sends back.
 //!
-//! Little-endian numbers one after the other, lists after their length. Floats keep their bits,
-//! NaN included, which no text format promises. It is no file format: both ends are the same
-//! build, which the ends make sure of.
+//! The bytes are postcard's. Floats keep their bits, NaN included, which no text format promises.
+//! It is no file format: both ends are the same build, which the ends make sure of.
 
 use std::ops::Range;
+
+use serde::de::{DeserializeOwned, Error};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Bytes that are not what they should be.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("a parcel ends early, or holds something else: both ends must run the same build")]
 pub struct ParcelError;
 
-/// What is left to read of a parcel.
-pub struct Rest<'a>(&'a [u8]);
-
-/// What can be sent.
-pub trait Parcel: Sized {
-    /// Appends it.
-    fn put(&self, to: &mut Vec<u8>);
-    /// Reads it off the front.
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError>;
-
-    /// Appends a list of it.
-    fn put_list(all: &[Self], to: &mut Vec<u8>) {
-        all.len().put(to);
-        all.iter().for_each(|one| one.put(to));
-    }
-
-    /// Reads a list of it; each takes a byte at least.
-    fn take_list(from: &mut Rest<'_>) -> Result<Vec<Self>, ParcelError> {
-        let length = from.length(1)?;
-        (0..length).map(|_| Self::take(from)).collect()
-    }
-
-    /// It alone.
+/// What can be sent: whatever owns its data and derives serde's traits.
+pub trait Parcel: Serialize + DeserializeOwned {
+    /// It as bytes.
     fn to_parcel(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        self.put(&mut bytes);
-        bytes
+        // It fails for a list of unknown length alone, and for a buffer that is full.
+        postcard::to_allocvec(self).expect("lists know their lengths, and memory grows")
     }
 
-    /// It alone, with nothing behind it.
+    /// Reads it from bytes that hold nothing else. No more memory is taken than the bytes can
+    /// fill, whatever lengths they name.
     fn of_parcel(bytes: &[u8]) -> Result<Self, ParcelError> {
-        let mut rest = Rest(bytes);
-        let found = Self::take(&mut rest)?;
-        if rest.0.is_empty() { Ok(found) } else { Err(ParcelError) }
-    }
-}
-
-impl<'a> Rest<'a> {
-    fn bytes(&mut self, count: usize) -> Result<&'a [u8], ParcelError> {
-        let (found, rest) = self.0.split_at_checked(count).ok_or(ParcelError)?;
-        self.0 = rest;
-        Ok(found)
-    }
-
-    /// A length that what is left can hold: no parcel makes us allocate more than it is.
-    fn length(&mut self, width: usize) -> Result<usize, ParcelError> {
-        let length = usize::take(self)?;
-        let bytes = length.checked_mul(width).ok_or(ParcelError)?;
-        if bytes <= self.0.len() { Ok(length) } else { Err(ParcelError) }
-    }
-}
-
-macro_rules! numbers {
-    ($($type:ty)*) => { $(
-        impl Parcel for $type {
-            fn put(&self, to: &mut Vec<u8>) {
-                to.extend_from_slice(&self.to_le_bytes());
-            }
-            fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-                let (bytes, _) = from.bytes(size_of::<$type>())?.as_chunks();
-                Ok(<$type>::from_le_bytes(bytes[0]))
-            }
-            fn put_list(all: &[Self], to: &mut Vec<u8>) {
-                all.len().put(to);
-                to.reserve(size_of_val(all));
-                all.iter().for_each(|x| to.extend_from_slice(&x.to_le_bytes()));
-            }
-            fn take_list(from: &mut Rest<'_>) -> Result<Vec<Self>, ParcelError> {
-                let length = from.length(size_of::<$type>())?;
-                let (chunks, _) = from.bytes(length * size_of::<$type>())?.as_chunks();
-                Ok(chunks.iter().map(|&bytes| <$type>::from_le_bytes(bytes)).collect())
-            }
-        }
-    )* };
-}
-
-numbers!(u8 u32 u64 f64);
-
-impl Parcel for usize {
-    fn put(&self, to: &mut Vec<u8>) {
-        (*self as u64).put(to);
-    }
-
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        usize::try_from(u64::take(from)?).map_err(|_| ParcelError)
-    }
-}
-
-impl Parcel for bool {
-    fn put(&self, to: &mut Vec<u8>) {
-        u8::from(*self).put(to);
-    }
-
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        match u8::take(from)? {
-            0 => Ok(false),
-            1 => Ok(true),
+        match postcard::take_from_bytes(bytes) {
+            Ok((found, [])) => Ok(found),
             _ => Err(ParcelError),
         }
     }
 }
 
-impl Parcel for String {
-    fn put(&self, to: &mut Vec<u8>) {
-        self.len().put(to);
-        to.extend_from_slice(self.as_bytes());
-    }
+impl<T: Serialize + DeserializeOwned> Parcel for T {}
 
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        String::from_utf8(u8::take_list(from)?).map_err(|_| ParcelError)
-    }
+/// Reads a range and refuses one that ends before it starts: slicing by it would panic.
+pub(crate) fn range<'de, D: Deserializer<'de>>(from: D) -> Result<Range<usize>, D::Error> {
+    let found = Range::<usize>::deserialize(from)?;
+    let backwards = || D::Error::custom("a range ends before it starts");
+    (found.start <= found.end).then_some(found).ok_or_else(backwards)
 }
 
-impl<T: Parcel> Parcel for Vec<T> {
-    fn put(&self, to: &mut Vec<u8>) {
-        T::put_list(self, to);
-    }
-
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        T::take_list(from)
-    }
+/// Reads a list of such ranges.
+pub(crate) fn ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Range<usize>>, D::Error> {
+    #[derive(Deserialize)]
+    struct One(#[serde(deserialize_with = "range")] Range<usize>);
+    Ok(Vec::<One>::deserialize(from)?.into_iter().map(|one| one.0).collect())
 }
 
-impl<T: Parcel> Parcel for Option<T> {
-    fn put(&self, to: &mut Vec<u8>) {
-        self.is_some().put(to);
-        if let Some(value) = self {
-            value.put(to);
-        }
+/// Arrays of more than 32 elements, which serde has not: as lists, whose length is checked.
+pub(crate) mod array {
+    use serde::de::{DeserializeOwned, Error};
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    /// Writes it as a list.
+    pub(crate) fn serialize<T: Serialize, S: Serializer, const N: usize>(
+        all: &[T; N],
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        all[..].serialize(to)
     }
 
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        if bool::take(from)? { T::take(from).map(Some) } else { Ok(None) }
-    }
-}
-
-impl Parcel for Range<usize> {
-    fn put(&self, to: &mut Vec<u8>) {
-        self.start.put(to);
-        self.end.put(to);
-    }
-
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        let (start, end) = (usize::take(from)?, usize::take(from)?);
-        if start <= end { Ok(start..end) } else { Err(ParcelError) }
+    /// Reads a list of its length.
+    pub(crate) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>, const N: usize>(
+        from: D,
+    ) -> Result<[T; N], D::Error> {
+        let all = Vec::<T>::deserialize(from)?;
+        all.try_into().map_err(|_| D::Error::custom("an array of another length"))
     }
 }
-
-impl<A: Parcel, B: Parcel> Parcel for (A, B) {
-    fn put(&self, to: &mut Vec<u8>) {
-        self.0.put(to);
-        self.1.put(to);
-    }
-
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        Ok((A::take(from)?, B::take(from)?))
-    }
-}
-
-impl<T: Parcel + Copy + Default, const N: usize> Parcel for [T; N] {
-    fn put(&self, to: &mut Vec<u8>) {
-        self.iter().for_each(|x| x.put(to));
-    }
-
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        let mut found = [T::default(); N];
-        for x in &mut found {
-            *x = T::take(from)?;
-        }
-        Ok(found)
-    }
-}
-
-/// Makes a struct one that can be sent, field by field: one that is left out does not compile.
-macro_rules! parcel {
-    ($type:ty { $($field:ident),* $(,)? }) => {
-        impl $crate::parcel::Parcel for $type {
-            fn put(&self, to: &mut Vec<u8>) {
-                let Self { $($field),* } = self;
-                $( $crate::parcel::Parcel::put($field, to); )*
-            }
-            fn take(
-                from: &mut $crate::parcel::Rest<'_>,
-            ) -> Result<Self, $crate::parcel::ParcelError> {
-                Ok(Self { $($field: $crate::parcel::Parcel::take(from)?),* })
-            }
-        }
-    };
-}
-pub(crate) use parcel;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Goal: every bit comes back, those of NaN too, and no damaged parcel is read as another,
-    /// panics or allocates what it does not hold.
-    #[test]
-    fn bits_come_back_and_a_parcel_that_was_cut_is_refused() {
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Sent {
+        numbers: Vec<f64>,
+        name: Option<String>,
+        #[serde(deserialize_with = "range")]
+        rows: Range<usize>,
+        #[serde(deserialize_with = "ranges")]
+        runs: Vec<Range<usize>>,
+        #[serde(with = "array")]
+        counts: [u64; 66],
+        whole: bool,
+    }
+
+    fn sent() -> Sent {
         let nan = f64::from_bits(0x7ff0_0000_dead_beef);
-        let sent = ((vec![1.5, nan, -0.0], Some("k".to_string())), (3..7usize, true));
-        let bytes = sent.to_parcel();
-        type Sent = ((Vec<f64>, Option<String>), (Range<usize>, bool));
-        let ((numbers, name), rest) = Sent::of_parcel(&bytes).unwrap();
+        let numbers = vec![1.5, nan, -nan, -0.0, f64::NEG_INFINITY, f64::from_bits(1)];
+        let counts = std::array::from_fn(|at| 1 << (at % 64));
+        let runs = vec![0..2, 5..5];
+        Sent { numbers, name: Some("k".into()), rows: 3..7, runs, counts, whole: true }
+    }
+
+    /// Goal: every bit comes back, those of NaN too.
+    #[test]
+    fn bits_come_back() {
+        let sent = sent();
+        let found = Sent::of_parcel(&sent.to_parcel()).unwrap();
         let bits = |all: &[f64]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&numbers), bits(&sent.0.0));
-        assert_eq!((name, rest), (sent.0.1.clone(), sent.1.clone()));
+        assert_eq!(bits(&found.numbers), bits(&sent.numbers));
+        let rest = |of: Sent| Sent { numbers: Vec::new(), ..of };
+        assert_eq!(rest(found), rest(sent));
+    }
+
+    /// Goal: no damaged parcel is read as another, panics or takes the memory that it names.
+    /// Method: a cut at every byte, a byte too many, and lengths for which there is no memory:
+    /// whoever allocates by them ends the process.
+    #[test]
+    fn a_parcel_that_was_cut_or_names_lengths_it_does_not_hold_is_refused() {
+        let bytes = sent().to_parcel();
         for cut in 0..bytes.len() {
             assert!(Sent::of_parcel(&bytes[..cut]).is_err(), "{cut}");
         }
         assert!(Sent::of_parcel(&[&bytes[..], &[0]].concat()).is_err());
-        assert!(Vec::<f64>::of_parcel(&u64::MAX.to_le_bytes()).is_err());
-        assert!(Vec::<String>::of_parcel(&(1u64 << 40).to_le_bytes()).is_err());
+        for length in [1u64 << 40, u64::MAX] {
+            let bytes = [&length.to_parcel()[..], &[1; 64]].concat();
+            assert!(Vec::<f64>::of_parcel(&bytes).is_err());
+            assert!(Vec::<u32>::of_parcel(&bytes).is_err());
+            assert!(Vec::<[u64; 32]>::of_parcel(&bytes).is_err());
+            assert!(Vec::<String>::of_parcel(&bytes).is_err());
+            assert!(String::of_parcel(&bytes).is_err());
+        }
+    }
+
+    #[test]
+    fn a_range_that_runs_backwards_or_an_array_of_another_length_is_refused() {
+        let mut sent = sent();
+        (sent.rows.start, sent.rows.end) = (7, 3);
+        assert!(Sent::of_parcel(&sent.to_parcel()).is_err());
+        sent.rows = 3..7;
+        (sent.runs[0].start, sent.runs[0].end) = (2, 1);
+        assert!(Sent::of_parcel(&sent.to_parcel()).is_err());
+        #[derive(Debug, Serialize, Deserialize)]
+        struct Counts<const N: usize>(#[serde(with = "array")] [u64; N]);
+        assert!(Counts::<40>::of_parcel(&Counts([1; 40]).to_parcel()).is_ok());
+        assert!(Counts::<40>::of_parcel(&Counts([1; 41]).to_parcel()).is_err());
+        assert!(Counts::<40>::of_parcel(&Counts([1; 39]).to_parcel()).is_err());
     }
 }

@@ -5,7 +5,8 @@
 
 use clap::{Args, ValueEnum};
 
-use super::error::RunError;
+use super::error::CommandError;
+use crate::postmortem::AskedCluster;
 use crate::replay::tasks::{Cut, Workers};
 
 /// Where the tiles are computed.
@@ -37,15 +38,6 @@ pub(super) enum EngineArgument {
     Ray,
 }
 
-/// The cluster that was asked for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AskedCluster {
-    /// Its address; `None` for the one that this host is part of.
-    pub address: Option<String>,
-    /// Cores of one task.
-    pub task_cpus: u32,
-}
-
 /// Connects to a cluster; an error is one clause.
 pub type Connect<'a> = dyn Fn(&AskedCluster) -> Result<Box<dyn Workers>, String> + 'a;
 
@@ -54,7 +46,7 @@ impl ClusterArguments {
     pub(super) fn workers(
         &self,
         connect: Option<&Connect<'_>>,
-    ) -> Result<Option<Box<dyn Workers>>, RunError> {
+    ) -> Result<Option<Box<dyn Workers>>, CommandError> {
         if self.engine != Some(EngineArgument::Ray) {
             let given = [
                 ("--address", self.address.is_some()),
@@ -63,14 +55,14 @@ impl ClusterArguments {
                 ("--task-classes", self.task_classes.is_some()),
             ];
             return match given.into_iter().find(|(_, given)| *given) {
-                Some((option, _)) => Err(RunError::NoTasks { option }),
+                Some((option, _)) => Err(CommandError::NoTasks { option }),
                 None => Ok(None),
             };
         }
-        let connect = connect.ok_or(RunError::NoRay)?;
+        let connect = connect.ok_or(CommandError::NoRay)?;
         let task_cpus = self.task_cpus.unwrap_or(1);
         let asked = AskedCluster { address: self.address.clone(), task_cpus };
-        connect(&asked).map(Some).map_err(|why| RunError::Cluster { why })
+        connect(&asked).map(Some).map_err(|why| CommandError::Cluster { why })
     }
 
     pub(super) fn cut(&self) -> Cut {

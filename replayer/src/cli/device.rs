@@ -1,11 +1,8 @@
-//! `--device`: what computes the reference, and what is said where there is no such device.
-
-use std::str::FromStr;
+//! `--device`: what computes the reference.
 
 use clap::Args;
 
-use crate::device::{self, Device};
-use crate::report::schema::DeviceReport;
+use crate::postmortem::{AskedDevice, Used};
 
 /// Which device.
 #[derive(Debug, Default, Args)]
@@ -17,87 +14,9 @@ pub(super) struct DeviceArguments {
     pub(super) device: Option<AskedDevice>,
 }
 
-/// A device as typed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AskedDevice {
-    /// This process.
-    Cpu,
-    /// GPUs, by their numbers; none for all of them.
-    Cuda(Vec<usize>),
-}
-
-impl FromStr for AskedDevice {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<AskedDevice, String> {
-        match text.split_once(':').unwrap_or((text, "0")) {
-            ("cpu", "0") => Ok(AskedDevice::Cpu),
-            ("cuda", "all") => Ok(AskedDevice::Cuda(Vec::new())),
-            ("cuda", numbers) => numbered(numbers).map(AskedDevice::Cuda),
-            _ => Err(()),
-        }
-        .map_err(|()| {
-            "it is cpu, cuda, cuda:N, N the number of a GPU, cuda:N,M,... each named once, or \
-             cuda:all"
-                .into()
-        })
-    }
-}
-
-/// Numbers between commas, none of them twice.
-fn numbered(text: &str) -> Result<Vec<usize>, ()> {
-    let numbers = text.split(',').map(|number| number.parse().map_err(|_| ()));
-    let numbers: Vec<usize> = numbers.collect::<Result<_, _>>()?;
-    let twice = numbers.iter().enumerate().any(|(at, number)| numbers[..at].contains(number));
-    if twice { Err(()) } else { Ok(numbers) }
-}
-
-/// The device that computes, and what the report says of it; neither where none was asked for.
-#[derive(Default)]
-pub(super) struct Used {
-    pub(super) device: Option<Box<dyn Device>>,
-    pub(super) report: Option<DeviceReport>,
-}
-
-impl Used {
-    /// Opens what was asked for.
-    pub(super) fn open(asked: Option<&AskedDevice>) -> Used {
-        let Some(AskedDevice::Cuda(ordinals)) = asked else { return Used::default() };
-        match device::open(ordinals) {
-            Ok(device) => {
-                let report = Some(DeviceReport::of(device.description()));
-                Used { device: Some(device), report }
-            }
-            Err(error) => {
-                Used { device: None, report: Some(DeviceReport::fallen_back(error.to_string())) }
-            }
-        }
-    }
-
-    /// Says on the terminal that a device cannot be used: at once, before the work.
-    pub(super) fn say(&self) {
-        if let Some(why) = self.report.as_ref().and_then(|of| of.fallback.as_ref()) {
-            anstream::eprintln!("replay: {why}; the CPU computes the reference in its place");
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_device_is_named_by_its_kind_and_numbers() {
-        let parsed = |text: &str| text.parse::<AskedDevice>();
-        assert_eq!(parsed("cpu"), Ok(AskedDevice::Cpu));
-        assert_eq!(parsed("cuda"), Ok(AskedDevice::Cuda(vec![0])));
-        assert_eq!(parsed("cuda:3"), Ok(AskedDevice::Cuda(vec![3])));
-        assert_eq!(parsed("cuda:1,0,7"), Ok(AskedDevice::Cuda(vec![1, 0, 7])));
-        assert_eq!(parsed("cuda:all"), Ok(AskedDevice::Cuda(Vec::new())));
-        for wrong in
-            ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:1", "cuda:0:1", "cuda:0,", "cuda:1,1"]
-        {
-            assert!(parsed(wrong).unwrap_err().contains("cuda:N"), "{wrong}");
-        }
+/// Says on the terminal that a device cannot be used: at once, before the work.
+pub(super) fn say(used: &Used) {
+    if let Some(why) = used.report.as_ref().and_then(|of| of.fallback.as_ref()) {
+        anstream::eprintln!("replay: {why}; the CPU computes the reference in its place");
     }
 }

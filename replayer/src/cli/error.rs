@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use super::caught::Panicked;
 use super::exit;
 use crate::assemble::AssembleError;
 use crate::device::{DeviceError, KernelError};
@@ -10,76 +9,25 @@ use crate::dump::{FindError, OpenError};
 use crate::export::{ExportError, ReproError};
 use crate::head::policy_file::PolicyError;
 use crate::head::step::StepError;
+use crate::postmortem::RunError;
 use crate::precision::PrecisionError;
 use crate::replay::against::PatternError;
 use crate::replay::against::error::AgainstError;
 use crate::report::catalogue;
-use crate::report::schema::Report;
-use crate::spelling::hint;
 use crate::spill::SpillError;
-use crate::trajectory::ReadError;
 
 /// Why `replay` ended without a verdict.
 #[derive(Debug, thiserror::Error)]
-pub enum RunError {
-    /// The dump could not be opened.
+pub(super) enum CommandError {
+    /// There is nothing to report on.
     #[error(transparent)]
-    Open(#[from] OpenError),
-    /// The head could not be replayed.
-    #[error("no verdict on {path}")]
-    Step {
-        /// The dump.
-        path: PathBuf,
-        /// Why.
-        source: Box<StepError>,
-    },
+    Run(#[from] RunError),
     /// A word of `--compare` cannot be read.
     #[error(transparent)]
     Pattern(#[from] PatternError),
-    /// A word of `--compare` is no role, and there is nothing to compare names with.
-    #[error(
-        "--compare {word:?} is not a role{meant}: known are {known}; patterns of tensor names need --against DIR",
-        meant = hint(word, known.split(", "))
-    )]
-    NotRole {
-        /// As typed.
-        word: String,
-        /// Every role.
-        known: String,
-    },
-    /// The two dumps could not be compared.
-    #[error(transparent)]
-    Against(#[from] AgainstError),
-    /// Precision could not be shown.
-    #[error("no numbers on the precision of {path}")]
-    Precision {
-        /// The dump.
-        path: PathBuf,
-        /// Why.
-        source: Box<PrecisionError>,
-    },
-    /// The scalars could not be read.
-    #[error(transparent)]
-    Trajectory(#[from] ReadError),
-    /// Scalars lie in several attempts.
-    #[error("{path} holds scalars of several attempts: choose one of {attempts} with --attempt")]
-    SeveralAttempts {
-        /// The run.
-        path: PathBuf,
-        /// Their numbers.
-        attempts: String,
-    },
     /// The report could not be written.
     #[error("the report cannot be written to {path}: choose another file for --json")]
     Write {
-        /// Where to.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// The page could not be written.
-    #[error("the page cannot be written to {path}: choose another file for --report")]
-    Page {
         /// Where to.
         path: PathBuf,
         /// Why.
@@ -155,42 +103,41 @@ pub enum RunError {
     /// Arrays cannot be kept where they should.
     #[error(transparent)]
     Spill(#[from] SpillError),
-    /// A defect of ours.
-    #[error("{panicked}")]
-    Panicked {
-        /// What panicked, and where.
-        panicked: Panicked,
-        /// What was found before it.
-        found: Option<Box<Report>>,
-    },
     /// The thread pool could not be made.
     #[error("{0} threads cannot be started: choose fewer with --threads")]
     Threads(usize),
 }
 
-impl From<Panicked> for RunError {
-    fn from(panicked: Panicked) -> RunError {
-        RunError::Panicked { panicked, found: None }
+impl From<OpenError> for CommandError {
+    fn from(error: OpenError) -> CommandError {
+        RunError::from(error).into()
     }
 }
 
-impl RunError {
+impl CommandError {
     pub(super) fn exit_code(&self) -> i32 {
         match self {
-            RunError::Open(OpenError::Misplaced { .. }) => exit::INCOMPLETE,
-            RunError::Step { source, .. } => step_exit(source),
-            RunError::Precision { source, .. } => match &**source {
-                PrecisionError::Step(source) => step_exit(source),
-                _ => exit::USAGE,
-            },
-            RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
-            RunError::Assemble(AssembleError::Incomplete(_))
-            | RunError::Export(ExportError::Assemble(AssembleError::Incomplete(_))) => {
+            CommandError::Run(error) => run_exit(error),
+            CommandError::Assemble(AssembleError::Incomplete(_))
+            | CommandError::Export(ExportError::Assemble(AssembleError::Incomplete(_))) => {
                 exit::INCOMPLETE
             }
-            RunError::Repro(ReproError::Step(source)) => step_exit(source),
+            CommandError::Repro(ReproError::Step(source)) => step_exit(source),
             _ => exit::USAGE,
         }
+    }
+}
+
+fn run_exit(error: &RunError) -> i32 {
+    match error {
+        RunError::Open(OpenError::Misplaced { .. }) => exit::INCOMPLETE,
+        RunError::Step { source, .. } => step_exit(source),
+        RunError::Precision { source, .. } => match &**source {
+            PrecisionError::Step(source) => step_exit(source),
+            _ => exit::USAGE,
+        },
+        RunError::Against(AgainstError::Assemble { .. }) => exit::INCOMPLETE,
+        _ => exit::USAGE,
     }
 }
 

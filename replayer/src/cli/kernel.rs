@@ -2,16 +2,14 @@
 
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
 
 use clap::Args;
 
-use super::error::RunError;
-use crate::device::{self, Device, Kernel};
-use crate::head::{HeadStep, Stage};
-use crate::replay::user_kernels;
-use crate::replay::variant::{STAGES, Variant};
-use crate::report::schema::KernelReport;
+use super::error::CommandError;
+use crate::device::{self, Kernel};
+use crate::head::Stage;
+use crate::postmortem::Kernels;
+use crate::replay::variant::STAGES;
 
 /// Which kernels.
 #[derive(Debug, Default, Args)]
@@ -25,7 +23,7 @@ pub(super) struct KernelArguments {
 
 /// A kernel as typed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AskedKernel {
+pub(super) struct AskedKernel {
     stage: Stage,
     file: PathBuf,
     entry: String,
@@ -50,45 +48,16 @@ impl FromStr for AskedKernel {
     }
 }
 
-/// Kernels, and the device that runs them.
-#[derive(Default)]
-pub(super) struct Kernels {
-    kernels: Vec<Kernel>,
-    device: Option<Box<dyn Device>>,
-}
-
 impl KernelArguments {
     /// Reads them and opens a GPU: what cannot run is said before a long replay.
-    pub(super) fn open(&self) -> Result<Kernels, RunError> {
+    pub(super) fn open(&self) -> Result<Kernels, CommandError> {
         let read = |asked: &AskedKernel| Kernel::read(asked.stage, &asked.file, &asked.entry);
         let kernels = self.kernels.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-        let device = match kernels.is_empty() {
-            true => None,
-            false => Some(device::open(&[0]).map_err(|why| RunError::NoKernel { why })?),
-        };
-        Ok(Kernels { kernels, device })
-    }
-}
-
-impl Kernels {
-    /// What a device is to run.
-    pub(super) fn on(kernels: Vec<Kernel>, device: Box<dyn Device>) -> Kernels {
-        Kernels { kernels, device: Some(device) }
-    }
-
-    /// Runs each on a step: its values as variants, and what the guards say.
-    pub(super) fn run(
-        &self,
-        step: &HeadStep<'_>,
-    ) -> Result<(Vec<Arc<Variant>>, Vec<KernelReport>), crate::head::step::StepError> {
-        let Some(device) = self.device.as_deref() else { return Ok(Default::default()) };
-        let mut ran = (Vec::new(), Vec::new());
-        for kernel in &self.kernels {
-            let user_kernels::Ran { variant, findings } = user_kernels::run(step, device, kernel)?;
-            ran.1.push(KernelReport { name: variant.name.clone(), findings });
-            ran.0.push(Arc::new(variant));
+        if kernels.is_empty() {
+            return Ok(Kernels::default());
         }
-        Ok(ran)
+        let device = device::open(&[0]).map_err(|why| CommandError::NoKernel { why })?;
+        Ok(Kernels::on(kernels, device))
     }
 }
 

@@ -4,15 +4,16 @@ use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 
 use super::args::{ExportArguments, FrameworkArgument, ListArguments, ShowArguments};
-use super::error::RunError;
+use super::error::CommandError;
 use super::exit;
-use super::progress::{Bar, Work};
+use super::progress::Bar;
 use super::run::selection;
 use super::written::Json;
 use crate::assemble;
 use crate::dump::{self, StepDump};
 use crate::export::{self, Framework, Wanted};
 use crate::number::bytes;
+use crate::postmortem::{Watch, Work};
 use crate::report::{listed, shown};
 
 /// Most values that `show` prints.
@@ -20,14 +21,14 @@ const MOST: u64 = 10_000;
 /// Of the last two dimensions, what `show` prints where no box is given.
 const CORNER: u64 = 8;
 
-pub(super) fn list(arguments: &ListArguments) -> Result<(String, i32), RunError> {
+pub(super) fn list(arguments: &ListArguments) -> Result<(String, i32), CommandError> {
     let runs = dump::list(&arguments.place, arguments.run.as_deref())?;
     let json = || serde_json::to_string_pretty(&runs).expect("plain data");
     let written = Json::asked(arguments.json.as_deref())?;
     Ok((written.output(json, || listed::render(&runs))?, exit::AGREED))
 }
 
-pub(super) fn show(arguments: &ShowArguments) -> Result<(String, i32), RunError> {
+pub(super) fn show(arguments: &ShowArguments) -> Result<(String, i32), CommandError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let asked = &arguments.tensor;
     let key = dump.find(&arguments.name, asked.microbatch, asked.when)?;
@@ -39,14 +40,14 @@ pub(super) fn show(arguments: &ShowArguments) -> Result<(String, i32), RunError>
     let elements = place.elements().unwrap_or(u64::MAX);
     if elements > MOST {
         let text = arguments.place.clone().unwrap_or_else(|| place.to_string());
-        return Err(RunError::Box { text, why: shown::too_many(elements, MOST), shape });
+        return Err(CommandError::Box { text, why: shown::too_many(elements, MOST), shape });
     }
     let tensor = match asked.rank {
         None => assemble::assemble_box(&dump, &key, &place)?,
         Some(rank) => {
             let whole = assemble::addend(&dump, &key, Rank(rank))?;
             // The rank may hold less than the tensor: what it holds is named.
-            let outside = || RunError::Box {
+            let outside = || CommandError::Box {
                 text: place.to_string(),
                 why: format!("rank {rank} holds {} of it", whole.place),
                 shape: shape.clone(),
@@ -66,7 +67,7 @@ fn note(dump: &StepDump) -> String {
     said.into_iter().map(|sentence| sentence + "\n").collect()
 }
 
-pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunError> {
+pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), CommandError> {
     let dump = dump::open(&arguments.dump, &selection(&arguments.which))?;
     let asked = &arguments.tensor;
     let Some(target) = &arguments.to else {
@@ -95,7 +96,7 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), RunEr
     Ok((format!("{}{said}", note(&dump)), exit::of_step(&dump)))
 }
 
-fn repro(dump: &StepDump, arguments: &ExportArguments) -> Result<(String, i32), RunError> {
+fn repro(dump: &StepDump, arguments: &ExportArguments) -> Result<(String, i32), CommandError> {
     let framework = match arguments.framework {
         FrameworkArgument::Jax => Framework::Jax,
         FrameworkArgument::Torch => Framework::Torch,
@@ -115,8 +116,8 @@ fn corner(shape: &[u64]) -> IndexBox {
 }
 
 /// `0:4,8,:` as a box: ranges, one index, all.
-fn parse(text: &str, shape: &[u64]) -> Result<IndexBox, RunError> {
-    let wrong = |why: String| RunError::Box { text: text.into(), why, shape: shape.to_vec() };
+fn parse(text: &str, shape: &[u64]) -> Result<IndexBox, CommandError> {
+    let wrong = |why: String| CommandError::Box { text: text.into(), why, shape: shape.to_vec() };
     let words: Vec<&str> = text.split(',').map(str::trim).filter(|word| !word.is_empty()).collect();
     if words.len() != shape.len() {
         return Err(wrong(format!("it has {} ranges for {} dimensions", words.len(), shape.len())));

@@ -1,23 +1,19 @@
 //! The command line of `replay`: arguments in, an exit code out.
 //!
-//! Libraries below this never touch the terminal; this module does nothing else.
+//! A thin shell over `postmortem`: arguments, the progress bar, colours and exit codes are here,
+//! and nothing below this touches the terminal.
 
-mod against;
 mod args;
-mod caught;
-mod checks;
 mod cluster;
 mod device;
 mod error;
 mod kernel;
 mod look;
 mod own;
-mod page;
 mod paint;
-mod precision;
 mod progress;
+mod readings;
 mod run;
-mod trajectory;
 mod written;
 
 use std::ffi::OsString;
@@ -25,21 +21,11 @@ use std::io::Write;
 
 use clap::Parser;
 
+use self::error::CommandError;
+use crate::postmortem::{RunError, caught};
 use crate::report::text;
 
-pub use caught::{Panicked, caught};
-pub use checks::checks_report;
-pub use cluster::{AskedCluster, Connect};
-pub use device::AskedDevice;
-pub use error::RunError;
-pub use kernel::AskedKernel;
-pub use page::PageFile;
-pub use precision::precision_report;
-pub use run::{
-    Extras, clustered_report, compiled_report, devised_report, full_report, probed_report,
-    replay_report, sampled_report, variant_inputs,
-};
-pub use trajectory::trajectory_report;
+pub use cluster::Connect;
 
 /// Exit codes of replay.
 pub mod exit {
@@ -91,14 +77,14 @@ pub fn main_with(
         }
     };
     let ended = caught(|| run::run(&parsed, connect));
-    match ended.unwrap_or_else(|panicked| Err(panicked.into())) {
+    match ended.unwrap_or_else(|panicked| Err(RunError::from(panicked).into())) {
         Ok((text, code)) => {
             written::write_out(&text);
             code
         }
         Err(error) => {
             let code = error.exit_code();
-            if let RunError::Panicked { found: Some(found), .. } = &error {
+            if let CommandError::Run(RunError::Panicked { found: Some(found), .. }) = &error {
                 let before = paint::paint(&text::render(found));
                 let _ = anstream::stdout().write_all(before.as_bytes());
             }

@@ -7,21 +7,11 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 
-use crate::dump::StepDump;
 use crate::kernels::Progress;
-use crate::verify::{Verification, verify};
+use crate::postmortem::{Watch, Work};
 
 /// Work shorter than this shows no bar.
 const PATIENCE: Duration = Duration::from_secs(1);
-
-/// What is counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Work {
-    /// Bytes that are read and hashed.
-    Bytes,
-    /// Multiply-adds of the replay.
-    MultiplyAdds,
-}
 
 /// Counts work and shows it once it takes long.
 pub(super) struct Bar {
@@ -51,36 +41,22 @@ impl Bar {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins another kind of work; what was shown of the one before is removed.
-    pub(super) fn begin(&self, what: &'static str, work: Work, total: u64) {
+    /// Removes the bar.
+    pub(super) fn finish(&self) {
+        self.state().bar.take().inspect(ProgressBar::finish_and_clear);
+    }
+}
+
+impl Watch for Bar {
+    /// What was shown of the work before is removed.
+    fn begin(&self, what: &'static str, work: Work, total: u64) {
         let mut state = self.state();
         state.bar.take().inspect(ProgressBar::finish_and_clear);
         *state = State { started: Instant::now(), what, work, total, done: 0, bar: None };
     }
 
-    /// Announces more work.
-    pub(super) fn expect(&self, work: u64) {
+    fn expect(&self, work: u64) {
         self.state().total += work;
-    }
-
-    /// Removes the bar.
-    pub(super) fn finish(&self) {
-        self.state().bar.take().inspect(ProgressBar::finish_and_clear);
-    }
-
-    /// Begins a search for causes, which may do so much work.
-    pub(super) fn search(&self, work: u64) {
-        self.begin("search for causes", Work::MultiplyAdds, work);
-    }
-
-    /// Verifies a dump and shows how far it is; then what is counted are multiply-adds.
-    pub(super) fn verify(&self, dump: &StepDump) -> Verification {
-        let shards = dump.tensors().values().flat_map(|info| &info.shards);
-        let total = shards.map(|shard| dump.record(shard).length).sum();
-        self.begin("verify", Work::Bytes, total);
-        let proof = verify(dump, &|bytes| self.advance(bytes));
-        self.begin("replay", Work::MultiplyAdds, 0);
-        proof
     }
 }
 

@@ -30,8 +30,9 @@
 //! Rounding errors are bounded, so their tails are lighter than those of a normal distribution: the
 //! bounds hold with a margin, which is not a tuned constant.
 
+use serde::{Deserialize, Serialize};
+
 use super::row::AllowedSums;
-use crate::parcel::parcel;
 
 /// Probability that a clean run is called diverged, for a whole report.
 pub const FALSE_ALARM: f64 = 1e-4;
@@ -152,15 +153,12 @@ impl std::ops::Add for Allowed {
 
 /// Variances of independent errors: their sum, the sum of their squares and the largest, as the
 /// energy bound needs them.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Independent {
     sum: f64,
     squares: f64,
     largest: f64,
 }
-
-parcel!(Independent { sum, squares, largest });
-parcel!(Budget { own, many, most, rows, shared, certain });
 
 impl Independent {
     fn of([sum, squares, largest]: [f64; 3]) -> Independent {
@@ -181,7 +179,7 @@ impl Independent {
 }
 
 /// The sums of allowed variances of a group of rows, from which their energy is bounded.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Budget {
     own: Independent,
     /// `own` without the few roundings, and the largest energy of these.

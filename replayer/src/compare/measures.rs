@@ -6,13 +6,12 @@
 //! fixed tolerance nearly all elements pass for every known bug. The verdict comes from
 //! [`super::bound`] (docs/decisions/numerics.md).
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::ulp::{BUCKETS, Format, bucket, bucket_name};
-use crate::parcel::parcel;
 
 /// One element with both values.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Point {
     /// Row and column.
     pub index: (u64, u64),
@@ -23,7 +22,7 @@ pub struct Point {
 }
 
 /// What is counted and kept while elements are added.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measures {
     /// Elements compared, finite or not.
     pub elements: u64,
@@ -40,23 +39,12 @@ pub struct Measures {
     /// Elements that are not 0 where the reference is.
     pub from_zero: u64,
     /// Elements by distance in units in the last place.
+    #[serde(with = "crate::parcel::array")]
     pub ulps: [u64; BUCKETS],
     /// Elements of the wrong sign, and finite ones that should be infinite or
     /// the reverse; NaN too.
     pub sign_or_overflow: u64,
 }
-
-parcel!(Point { index, captured, reference });
-parcel!(Measures {
-    elements,
-    mismatches,
-    first_mismatch,
-    worst,
-    max_rel,
-    from_zero,
-    ulps,
-    sign_or_overflow,
-});
 
 impl Default for Measures {
     fn default() -> Measures {

@@ -4,7 +4,7 @@
 
 use backtape::nan::{by_size, larger};
 use rayon::prelude::*;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
 use super::measures::{Measures, cosine};
@@ -12,7 +12,6 @@ use super::row::{Element, Look, RowTally};
 use super::ulp::Format;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
-use crate::parcel::parcel;
 
 /// Rows that one thread adds up at a time; fixed, so that sums do not depend on the thread count.
 const CHUNK: usize = 64;
@@ -20,7 +19,7 @@ const CHUNK: usize = 64;
 const KEPT: usize = 16;
 
 /// One element that stands out.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Worst {
     /// Row and column.
     pub index: (u64, u64),
@@ -33,7 +32,7 @@ pub struct Worst {
 }
 
 /// One row whose error is larger than rounding can explain.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowExcess {
     /// Row index in the tensor.
     pub row: u64,
@@ -79,7 +78,7 @@ impl SeenFrom {
 }
 
 /// What is known of a stage after its values were compared.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Tally {
     /// Elements compared.
     pub elements: u64,
@@ -125,34 +124,6 @@ pub struct Tally {
     slope_stored: f64,
     dot: f64,
 }
-
-parcel!(Worst { index, captured, reference, score });
-parcel!(RowExcess { row, error, ratio });
-parcel!(Tally {
-    elements,
-    rows,
-    nonfinite,
-    first_nonfinite,
-    error_energy,
-    error_squares,
-    reference_energy,
-    captured_energy,
-    max_abs,
-    budget,
-    worst,
-    first,
-    exceeding,
-    exceeding_rows,
-    worst_rows,
-    measures,
-    scores,
-    beyond,
-    slope_variance,
-    slope_shared,
-    slope_certain,
-    slope_stored,
-    dot,
-});
 
 impl Tally {
     /// Compares rows; `allowed(row, column, reference)` is the error that the declared precision

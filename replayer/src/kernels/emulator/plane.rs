@@ -114,7 +114,7 @@ impl<'a> Elements<'a> {
     }
 
     /// Turns a tile of logits `[tokens, cols]` into dlogits in place, the label part
-    /// included where `whole`. `label_g [tokens]` becomes `g_label` times the slope at the
+    /// included where `adds_label`. `label_g [tokens]` becomes `g_label` times the slope at the
     /// label, where that lies in `cols`.
     pub(super) fn dlogits(
         &self,
@@ -140,7 +140,7 @@ impl<'a> Elements<'a> {
                 let slope = self.slope(*x);
                 let logit = Rounded { value: *x, register, between: self.policy.p };
                 let p = probability(logit, logit.constant(lse));
-                let by_logit = cotangents.entry(p, whole && label == Some(col));
+                let by_logit = cotangents.entry(p, adds_label && label == Some(col));
                 *x = self.policy.dlogits.round64(by_logit.times(slope).value);
             }
         });

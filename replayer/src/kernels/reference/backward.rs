@@ -10,7 +10,7 @@ use super::tile::{Panel, Terms, Upstream};
 use super::{check, forward_work, work};
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::tiles::{Progress, Tiles, spans};
-use crate::parcel::parcel;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Variances of the rounding errors of the terms of an entry of dlogits, and the threshold of the
@@ -53,7 +53,7 @@ pub struct TermNoise {
 }
 
 /// Gradients with respect to q, `[T, D]` but where said otherwise.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Backward {
     /// Dense part: sum over v of `F (c.lse p + c.smooth) k`.
     pub dq_lse: Vec<f64>,
@@ -286,18 +286,6 @@ impl<'a> Walk<'a> {
         block.add_labels(inputs, labels, (upstream.cotangents.label, whole), dq);
     }
 }
-
-parcel!(Backward {
-    dq_lse,
-    dq_label,
-    dq_lse_var,
-    dq_lse_sq,
-    dq_label_rel_var,
-    dq_label_var,
-    dq_dropped,
-    dq_confident,
-    dq_label_share,
-});
 
 impl Backward {
     /// The sums of `inputs`' tokens before any class was added.

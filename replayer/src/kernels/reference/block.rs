@@ -10,21 +10,22 @@ use super::panel::load;
 use super::tile::{Terms, Upstream};
 use crate::kernels::matrix::{HeadInputs, Matrix};
 use crate::kernels::tiles::{Tiles, spans};
-use crate::parcel::parcel;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Sums over the tokens for a slab of k's rows, one block for each vocabulary tile. A walk over
 /// more tokens continues them.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DkSums {
     pub(super) blocks: Vec<Block>,
 }
 
 /// The sums that become a `DkBlock`, and what is kept of each token of the label part. A token
 /// whose label is a row of the block is a hit of that row.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Block {
+    #[serde(deserialize_with = "crate::parcel::range")]
     pub(super) rows: Range<usize>,
     depth: usize,
     pub(super) lse: Vec<f64>,
@@ -89,33 +90,6 @@ impl Labels {
         &self.labelled[before(rows.start)..before(rows.end)]
     }
 }
-
-parcel!(Block {
-    rows,
-    depth,
-    lse,
-    label,
-    lse_var,
-    lse_sq,
-    label_sq,
-    label_var,
-    label_alike,
-    dropped,
-    confident,
-    label_whole,
-    hits,
-    bias_lse,
-    bias_label,
-    bias_var,
-    bias_sq,
-    bias_label_var,
-    bias_label_sq,
-    hit_rows,
-    hit_tokens,
-    hit_entries,
-});
-
-parcel!(DkSums { blocks });
 
 impl DkSums {
     /// The sums of a slab before any token was added.

@@ -11,8 +11,8 @@ use super::{check, work};
 use crate::kernels::formula::RunningSum;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::tiles::{Progress, Tiles, spans};
-use crate::parcel::parcel;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Per token results of the forward pass.
@@ -33,7 +33,7 @@ pub struct Forward {
 }
 
 /// What the tiles before left of each token, all `[T]`.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ForwardSums {
     /// Largest logit so far.
     pub max: Vec<f64>,
@@ -68,8 +68,6 @@ pub fn forward_keeping(
     sums.take(inputs, (tiles, progress), products);
     sums.finish(inputs.mask, inputs.k.rows - inputs.valid_vocab)
 }
-
-parcel!(ForwardSums { max, sum, label_logits, logit_sum, logit_squares });
 
 impl ForwardSums {
     /// The sums of `tokens` tokens before any class was added.

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use crate::dump::Selection;
 use crate::kernels::policy::{DkParts, DqParts};
-use crate::parcel::{Parcel, ParcelError, Rest, parcel};
 
 /// The replay that a task is a part of.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(in crate::replay) struct Session {
     pub(super) path: String,
     pub(super) run: Option<String>,
@@ -30,10 +31,8 @@ impl Session {
     }
 }
 
-parcel!(Session { path, run, attempt, step, policy, unusable, comparisons, whole, spill });
-
 /// What is computed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Kind {
     /// The forward's sums of some tokens over some classes, onto those of the classes before.
     Forward,
@@ -47,28 +46,14 @@ pub(super) enum Kind {
     Plane,
 }
 
-const KINDS: [Kind; 5] =
-    [Kind::Forward, Kind::EmulatedForward, Kind::Backward, Kind::Emulated, Kind::Plane];
-
-impl Parcel for Kind {
-    fn put(&self, to: &mut Vec<u8>) {
-        (*self as u8).put(to);
-    }
-
-    fn take(from: &mut Rest<'_>) -> Result<Self, ParcelError> {
-        KINDS.get(usize::from(u8::take(from)?)).copied().ok_or(ParcelError)
-    }
-}
-
 /// Rows of a tensor whose leading dimensions are flattened, in runs.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct RowsOf {
     /// As JSON.
     pub(super) key: String,
+    #[serde(deserialize_with = "crate::parcel::ranges")]
     pub(super) runs: Vec<Range<usize>>,
 }
-
-parcel!(RowsOf { key, runs });
 
 impl RowsOf {
     /// Some rows, ascending or not, as runs.
@@ -85,7 +70,7 @@ impl RowsOf {
 }
 
 /// A part of a head: where its matrices lie, and the rest of it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Part {
     pub(super) q: Option<RowsOf>,
     /// One run of classes, in the layout of the formulas.
@@ -101,10 +86,8 @@ pub(super) struct Part {
     pub(super) plain: bool,
 }
 
-parcel!(Part { q, k, given, classes, valid, labels, bias, copies, plain });
-
 /// Upstream of a part's tokens: lse, and the cotangents of lse, label and every logit.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Tokens {
     pub(super) lse: Vec<f64>,
     pub(super) g_lse: Vec<f64>,
@@ -112,13 +95,12 @@ pub(super) struct Tokens {
     pub(super) g_smooth: Vec<f64>,
 }
 
-parcel!(Tokens { lse, g_lse, g_label, g_smooth });
-
 /// A span of a captured plane, and what its bounds are made of.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(in crate::replay) struct PlanePart {
     /// Place of the stage among all.
     pub(in crate::replay) stage: usize,
+    #[serde(deserialize_with = "crate::parcel::range")]
     pub(in crate::replay) tokens: Range<usize>,
     pub(in crate::replay) microbatch: Option<u32>,
     pub(in crate::replay) spread: Vec<f64>,
@@ -130,10 +112,8 @@ pub(in crate::replay) struct PlanePart {
     pub(in crate::replay) key: String,
 }
 
-parcel!(PlanePart { stage, tokens, microbatch, spread, alike, scale, sure, key });
-
 /// One task.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Task {
     pub(super) session: Session,
     pub(super) kind: Kind,
@@ -146,10 +126,8 @@ pub(super) struct Task {
     pub(super) plane: Option<PlanePart>,
 }
 
-parcel!(Task { session, kind, part, member, first, tokens, plane });
-
 /// What a member makes of a slab, block by block.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Emulated {
     pub(super) blocks: Vec<EmulatedBlock>,
     pub(super) dq_lse: Vec<f64>,
@@ -157,18 +135,15 @@ pub(super) struct Emulated {
     pub(super) dq: Vec<f64>,
 }
 
-parcel!(Emulated { blocks, dq_lse, dq_label, dq });
-
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct EmulatedBlock {
+    #[serde(deserialize_with = "crate::parcel::range")]
     rows: Range<usize>,
     dk_lse: Vec<f64>,
     dk_label: Vec<f64>,
     dk: Vec<f64>,
     dbias: Vec<f64>,
 }
-
-parcel!(EmulatedBlock { rows, dk_lse, dk_label, dk, dbias });
 
 impl EmulatedBlock {
     pub(super) fn of(block: &DkParts<'_>) -> EmulatedBlock {

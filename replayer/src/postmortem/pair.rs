@@ -1,4 +1,4 @@
-//! `--against`: the report of two runs, and its verdict.
+//! The report of two runs, and its verdict.
 //!
 //! A stage that leaves its reference or the other run by more than rounding
 //! explains diverges; so does a tensor that is NaN, of another shape, or no longer
@@ -11,9 +11,10 @@ use std::path::Path;
 use backtape::role::Role;
 
 use super::error::RunError;
-use super::progress::Bar;
-use super::run::{How, replay_one, report as report_one, searched};
-use crate::diagnose::{Budget, Found, diagnose};
+use super::settings::{Settings, proved};
+use super::step::{causes, replay_one};
+use super::summary::Opened;
+use crate::diagnose::Found;
 use crate::dump::{self, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::number::plural;
@@ -26,8 +27,6 @@ use crate::report::step_checks;
 use crate::report::verdict::verdict;
 use crate::verify::Verification;
 
-/// A dump that was opened and verified.
-type Opened<'a> = (&'a Path, &'a StepDump, &'a Verification);
 /// A head that was replayed, and why it leaves its reference.
 type Judged<'a> = Option<(HeadStep<'a>, Outcome, Vec<Found>)>;
 
@@ -36,27 +35,28 @@ pub(super) fn report(
     one: Opened<'_>,
     other_path: &Path,
     asked: &Asked,
-    how: (How<'_>, &Bar),
+    settings: &Settings<'_>,
 ) -> Result<Report, RunError> {
-    let (path, dump, proof) = one;
+    let Opened { dump, proof, .. } = one;
     let other_dump = dump::open_other(other_path, dump.step)?;
-    let other_proof = how.1.verify(&other_dump);
+    let other_proof = proved(&other_dump, settings.watch);
+    let another = Opened { path: other_path, dump: &other_dump, proof: &other_proof };
     let roles = wanted_roles(dump, asked);
-    let ours = judge(one, asked, &roles, how)?;
+    let ours = judge(one, asked, &roles, settings)?;
     // The other run may lack a role: what it holds is replayed.
     let held = |role: &Role| other_dump.tensors().values().any(|t| t.role == Some(*role));
     let shared: Vec<Role> = roles.iter().copied().filter(held).collect();
-    let theirs = judge((other_path, &other_dump, &other_proof), asked, &shared, how)?;
+    let theirs = judge(another, asked, &shared, settings)?;
     let two = (side(dump, proof, &ours), side(&other_dump, &other_proof, &theirs));
     let differences = against(&two.0, &two.1, asked)?;
     let parts = |judged| Option::as_ref(judged).map(|(step, outcome, _)| (step, outcome));
     let causes =
         |judged: &Judged<'_>| judged.as_ref().map_or(Vec::new(), |(.., causes)| causes.clone());
-    let mut report = report_one(path, dump, parts(&ours), proof);
-    let mut other = report_one(other_path, &other_dump, parts(&theirs), &other_proof);
+    let mut report = one.report(parts(&ours));
+    let mut other = another.report(parts(&theirs));
     report.causes = step_checks::causes(dump, &report.checks, causes(&ours));
     other.causes = step_checks::causes(&other_dump, &other.checks, causes(&theirs));
-    if how.0.draws {
+    if settings.draws {
         let maps = |judged: &Judged<'_>| {
             judged.as_ref().map_or(Vec::new(), |(_, outcome, _)| outcome.maps.clone())
         };
@@ -67,31 +67,29 @@ pub(super) fn report(
     if let (Some((step, ..)), Some((other_step, ..)), Some(against)) =
         (&ours, &theirs, &mut report.against)
     {
-        let wrong = |source| RunError::Step { path: other_path.into(), source: Box::new(source) };
-        against.norm_gap = between(step, other_step).map_err(wrong)?;
+        let gap = between(step, other_step);
+        against.norm_gap = gap.map_err(|source| another.wrong(source))?;
     }
     Ok(report)
 }
 
 /// Replays the head where there is one and the request is about it.
 fn judge<'a>(
-    (path, dump, proof): (&Path, &'a StepDump, &Verification),
+    opened: Opened<'a>,
     asked: &Asked,
     roles: &[Role],
-    how: (How<'_>, &Bar),
+    settings: &Settings<'_>,
 ) -> Result<Judged<'a>, RunError> {
+    let dump = opened.dump;
     let about = asked.everything() || !roles.is_empty();
     // Of a part of a step nothing is judged; its report says so.
     let replayed = dump.manifest.head.is_some() && about && dump.is_whole();
     if !replayed {
         return Ok(None);
     }
-    let (step, mut outcome) = replay_one(path, dump, proof, roles, how)?;
-    let wrong = |source| RunError::Step { path: path.into(), source: Box::new(source) };
-    let begin = |work| how.1.search(work);
-    let budget = Budget { causes: how.0.causes, progress: how.1, begin: &begin, among: 1 };
-    let causes =
-        searched(diagnose(&step, &mut outcome, &[], &budget), &mut outcome).map_err(wrong)?;
+    let (step, mut outcome) = replay_one(opened, roles, settings)?;
+    let causes = causes(&step, &mut outcome, &[], (settings, 1));
+    let causes = causes.map_err(|source| opened.wrong(source))?;
     Ok(Some((step, outcome, causes)))
 }
 

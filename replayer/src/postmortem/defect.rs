@@ -75,7 +75,7 @@ mod tests {
         let nothing: [f64; 0] = [];
         let here = caught(|| nothing.iter().map(|x| x + 1.0).collect::<Vec<_>>()[3]);
         let text = here.unwrap_err().to_string();
-        assert!(text.contains("index out of bounds") && text.contains("caught.rs:"), "{text}");
+        assert!(text.contains("index out of bounds") && text.contains("defect.rs:"), "{text}");
         assert!(!text.contains('\n') && text.contains(backtape::VERSION), "{text}");
         let there = caught(|| rayon::join(|| 1, || panic!("two\nlines")).0);
         assert_eq!(there.unwrap_err().what, "two lines");
